@@ -1,0 +1,348 @@
+"""Symbolic dimensions: canonical integer arithmetic over named symbols with ranges.
+
+A :class:`Dim` is a polynomial with integer coefficients over *atoms*; an atom is a named :class:`Symbol` or an opaque
+integer function (floor division, modulo, minimum, maximum) of other dimensions. Every operation returns a plain ``int``
+when its value is known, so ``int | Dim`` is the type of a shape entry, and two equal expressions compare equal
+(``(n + 1) * 2 == 2 * n + 2``) because each has one canonical form.
+
+All symbols are non-negative (they are sizes); a symbol's range ``lo..hi`` only sharpens :func:`bounds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias, Union
+
+from optdnn.errors import ShapeError
+
+DimLike: TypeAlias = Union[int, "Dim"]
+INF = 1 << 62
+"""Stands for "no upper bound" in :func:`bounds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A named size with an inclusive range."""
+
+    name: str
+    lo: int = 0
+    hi: int = INF
+
+    def key(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """An integer function that does not reduce to a polynomial; ``op`` is one of floordiv, mod, min, max."""
+
+    op: str
+    a: DimLike
+    b: DimLike
+
+    def key(self) -> str:
+        return f"{self.op}({self.a},{self.b})"
+
+
+Atom: TypeAlias = Symbol | Function
+Monomial: TypeAlias = tuple[Atom, ...]
+
+
+class Dim:
+    """A symbolic integer in canonical form. Build one with :func:`symbol` and arithmetic."""
+
+    __slots__ = ("_hash", "terms")
+
+    def __init__(self, terms: tuple[tuple[Monomial, int], ...]):
+        self.terms = terms
+        self._hash = hash(terms)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Dim) and self._hash == other._hash and self.terms == other.terms
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        parts = []
+        for monomial, coefficient in self.terms:
+            factors = [a.name if isinstance(a, Symbol) else _show(a) for a in monomial]
+            if not factors:
+                parts.append(str(coefficient))
+            else:
+                parts.append(
+                    ("" if coefficient == 1 else "-" if coefficient == -1 else f"{coefficient}*") + "*".join(factors)
+                )
+        return " + ".join(parts).replace("+ -", "- ")
+
+    # Arithmetic. Each returns an int when the result is constant.
+    def __add__(self, other: DimLike) -> DimLike:
+        return _sum(self, other, 1)
+
+    def __radd__(self, other: DimLike) -> DimLike:
+        return _sum(self, other, 1)
+
+    def __sub__(self, other: DimLike) -> DimLike:
+        return _sum(self, other, -1)
+
+    def __rsub__(self, other: DimLike) -> DimLike:
+        return _sum(-self, other, 1)
+
+    def __neg__(self) -> DimLike:
+        return _build({m: -c for m, c in self.terms})
+
+    def __mul__(self, other: DimLike) -> DimLike:
+        if not isinstance(other, (int, Dim)) and not hasattr(other, "__index__"):
+            return NotImplemented
+        out: dict[Monomial, int] = {}
+        for ma, ca in self.terms:
+            for mb, cb in _terms(other):
+                m = tuple(sorted(ma + mb, key=_atom_key))
+                out[m] = out.get(m, 0) + ca * cb
+        return _build(out)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: DimLike) -> DimLike:
+        return floordiv(self, other)
+
+    def __rfloordiv__(self, other: DimLike) -> DimLike:
+        return floordiv(other, self)
+
+    def __mod__(self, other: DimLike) -> DimLike:
+        return mod(self, other)
+
+    def __rmod__(self, other: DimLike) -> DimLike:
+        return mod(other, self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"the truth of symbolic dimension {self} is unknown; compare with == or ask bounds()")
+
+    def symbols(self) -> frozenset[Symbol]:
+        """Every symbol the expression depends on."""
+        found: set[Symbol] = set()
+        for monomial, _ in self.terms:
+            for atom in monomial:
+                if isinstance(atom, Symbol):
+                    found.add(atom)
+                else:
+                    for part in (atom.a, atom.b):
+                        if isinstance(part, Dim):
+                            found |= part.symbols()
+        return frozenset(found)
+
+
+def symbol(name: str, lo: int = 0, hi: int = INF) -> Dim:
+    """The dimension called ``name`` with its inclusive range."""
+    return Dim((((Symbol(name, lo, hi),), 1),))
+
+
+def _atom_key(atom: Atom) -> str:
+    return atom.key()
+
+
+def _show(atom: Function) -> str:
+    infix = {"floordiv": "//", "mod": "%"}.get(atom.op)
+    return f"(({atom.a}){infix}({atom.b}))" if infix else f"{atom.op}({atom.a}, {atom.b})"
+
+
+def _terms(x: DimLike) -> tuple[tuple[Monomial, int], ...]:
+    if isinstance(x, Dim):
+        return x.terms
+    return (((), int(x)),) if x else ()
+
+
+def _build(terms: Mapping[Monomial, int]) -> DimLike:
+    kept = {m: c for m, c in terms.items() if c}
+    if not kept:
+        return 0
+    if len(kept) == 1 and () in kept:
+        return kept[()]
+    # Highest degree first, the constant last: "2*n + 1" reads as people write it.
+    return Dim(tuple(sorted(kept.items(), key=lambda t: (-len(t[0]), [_atom_key(a) for a in t[0]]))))
+
+
+def _sum(a: DimLike, b: DimLike, sign: int) -> DimLike:
+    if not isinstance(b, (int, Dim)) and not hasattr(b, "__index__"):
+        return NotImplemented
+    out = dict(_terms(a))
+    for m, c in _terms(b):
+        out[m] = out.get(m, 0) + sign * c
+    return _build(out)
+
+
+def _atom(op: str, a: DimLike, b: DimLike) -> DimLike:
+    return Dim((((Function(op, a, b),), 1),))
+
+
+def floordiv(a: DimLike, b: DimLike) -> DimLike:
+    """``a // b``; exact multiples cancel and nested divisions by constants merge."""
+    if isinstance(a, int) and isinstance(b, int):
+        if b == 0:
+            raise ShapeError("division of a dimension by zero")
+        return a // b
+    if a == b:
+        return 1
+    if isinstance(b, int):
+        if b == 0:
+            raise ShapeError("division of a dimension by zero")
+        if b == 1:
+            return a
+        if b > 0:
+            whole: dict[Monomial, int] = {}
+            rest: dict[Monomial, int] = {}
+            for m, c in _terms(a):
+                q, r = divmod(c, b)
+                if q:
+                    whole[m] = q
+                if r:
+                    rest[m] = r
+            remainder = _build(rest)
+            if isinstance(remainder, int):
+                return _build(whole) + remainder // b
+            lo, hi = bounds(remainder)
+            if lo >= 0 and hi < b:
+                return _build(whole)
+            if isinstance(remainder, Dim) and len(remainder.terms) == 1:
+                ((monomial, coefficient),) = remainder.terms
+                if coefficient == 1 and len(monomial) == 1:
+                    inner = monomial[0]
+                    if isinstance(inner, Function) and inner.op == "floordiv" and isinstance(inner.b, int):
+                        return _build(whole) + floordiv(inner.a, inner.b * b)
+            return _build(whole) + _atom("floordiv", remainder, b)
+    exact = _exact_quotient(a, b)
+    return exact if exact is not None else _atom("floordiv", a, b)
+
+
+def _exact_quotient(a: DimLike, b: DimLike) -> DimLike | None:
+    """``a / b`` where ``b`` is one monomial that divides each term of ``a``, else None."""
+    tb = _terms(b)
+    if len(tb) != 1 or not _terms(a):
+        return None
+    ((mb, cb),) = tb
+    out: dict[Monomial, int] = {}
+    for ma, ca in _terms(a):
+        left = list(ma)
+        for atom in mb:
+            if atom not in left:
+                return None
+            left.remove(atom)
+        if ca % cb:
+            return None
+        out[tuple(left)] = ca // cb
+    return _build(out)
+
+
+def mod(a: DimLike, b: DimLike) -> DimLike:
+    """``a % b`` (non-negative for positive ``b``, as Python's)."""
+    if isinstance(a, int) and isinstance(b, int):
+        if b == 0:
+            raise ShapeError("modulo of a dimension by zero")
+        return a % b
+    if isinstance(b, int) and b > 0:
+        a = _build({m: c % b for m, c in _terms(a)})
+        if isinstance(a, int):
+            return a % b
+        lo, hi = bounds(a)
+        if lo >= 0 and hi < b:
+            return a
+    if _exact_quotient(a, b) is not None:
+        return 0
+    return _atom("mod", a, b)
+
+
+def dim_min(a: DimLike, b: DimLike) -> DimLike:
+    """The smaller of two dimensions, symbolic where their ranges overlap."""
+    return _extreme("min", a, b)
+
+
+def dim_max(a: DimLike, b: DimLike) -> DimLike:
+    """The larger of two dimensions, symbolic where their ranges overlap."""
+    return _extreme("max", a, b)
+
+
+def _extreme(op: str, a: DimLike, b: DimLike) -> DimLike:
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b) if op == "min" else max(a, b)
+    lo, hi = bounds(a - b)
+    if lo >= 0:  # a >= b always
+        return b if op == "min" else a
+    if hi <= 0:
+        return a if op == "min" else b
+    first, second = sorted((a, b), key=str)
+    return _atom(op, first, second)
+
+
+@lru_cache(maxsize=65536)
+def bounds(x: DimLike) -> tuple[int, int]:
+    """Inclusive (lowest, highest) value, by interval arithmetic; ``±INF`` where unbounded."""
+    if isinstance(x, int):
+        return x, x
+    low = high = 0
+    for monomial, coefficient in x.terms:
+        lo, hi = 1, 1
+        for atom in monomial:
+            a_lo, a_hi = _atom_bounds(atom)
+            corners = [_clip(p * q) for p in (lo, hi) for q in (a_lo, a_hi)]
+            lo, hi = min(corners), max(corners)
+        lo, hi = _clip(lo * coefficient), _clip(hi * coefficient)
+        low, high = _clip(low + min(lo, hi)), _clip(high + max(lo, hi))
+    return low, high
+
+
+def _clip(v: int) -> int:
+    return max(-INF, min(INF, v))
+
+
+def _atom_bounds(atom: Atom) -> tuple[int, int]:
+    if isinstance(atom, Symbol):
+        return atom.lo, atom.hi
+    (a_lo, a_hi), (b_lo, b_hi) = bounds(atom.a), bounds(atom.b)
+    if atom.op == "min":
+        return min(a_lo, b_lo), min(a_hi, b_hi)
+    if atom.op == "max":
+        return max(a_lo, b_lo), max(a_hi, b_hi)
+    if b_lo > 0:
+        if atom.op == "mod":
+            return 0, b_hi - 1
+        corners = [p // q for p in (a_lo, a_hi) for q in (b_lo, b_hi)]
+        return (-INF if a_lo == -INF else min(corners)), (INF if a_hi == INF else max(corners))
+    return -INF, INF
+
+
+def evaluate(x: DimLike, sizes: Mapping[str, int]) -> int:
+    """The value of ``x`` with each symbol replaced from ``sizes``.
+
+    Raises ShapeError naming the symbol that has no size.
+    """
+    result = substitute(x, sizes)
+    if isinstance(result, Dim):
+        missing = sorted(s.name for s in result.symbols())
+        raise ShapeError(f"dimension {x} needs a size for {', '.join(missing)}")
+    return result
+
+
+def substitute(x: DimLike, sizes: Mapping[str, DimLike]) -> DimLike:
+    """``x`` with the symbols named in ``sizes`` replaced (by integers or other dimensions)."""
+    if isinstance(x, int):
+        return x
+    total: DimLike = 0
+    for monomial, coefficient in x.terms:
+        product: DimLike = coefficient
+        for atom in monomial:
+            if isinstance(atom, Symbol):
+                product = product * sizes.get(atom.name, Dim((((atom,), 1),)))
+            else:
+                product = product * _FUNCTIONS[atom.op](substitute(atom.a, sizes), substitute(atom.b, sizes))
+        total = total + product
+    return total
+
+
+_FUNCTIONS: dict[str, Callable[[DimLike, DimLike], DimLike]] = {
+    "floordiv": floordiv,
+    "mod": mod,
+    "min": dim_min,
+    "max": dim_max,
+}

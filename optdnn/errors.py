@@ -1,0 +1,122 @@
+"""Every error a user can meet, and the exit code the command line gives for each family.
+
+All derive from :class:`OptdnnError`. A message says where (file, ONNX node, operator), what is wrong, and what to do.
+Anything else that escapes is a defect of optdnn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class OptdnnError(Exception):
+    """Base of all errors that optdnn raises on purpose. ``hint`` says what to do next."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+class UsageError(OptdnnError):
+    """Options or arguments that contradict one another or name something that does not exist."""
+
+    exit_code = 2
+
+
+class ModelError(OptdnnError):
+    """The model file cannot be read or is not valid ONNX."""
+
+    exit_code = 3
+
+
+class ShapeError(ModelError):
+    """Shapes or types inside a model contradict one another, or the given input shapes do."""
+
+
+@dataclass(frozen=True)
+class UnsupportedNode:
+    """One node that cannot be imported, with the reason."""
+
+    node: str
+    op_type: str
+    domain: str
+    opset: int
+    reason: str
+
+    def __str__(self) -> str:
+        domain = f"{self.domain}." if self.domain else ""
+        return f"{self.node}: {domain}{self.op_type} (opset {self.opset}): {self.reason}"
+
+
+class UnsupportedError(OptdnnError):
+    """The model is valid but holds something optdnn does not do; ``nodes`` lists every such node."""
+
+    exit_code = 4
+
+    def __init__(self, message: str, nodes: Sequence[UnsupportedNode] = (), *, hint: str | None = None):
+        super().__init__("\n  ".join([message, *map(str, nodes)]), hint=hint)
+        self.nodes = tuple(nodes)
+
+
+class EngineError(OptdnnError):
+    """An engine file is truncated, corrupt, of another version, or for another target."""
+
+    exit_code = 5
+
+
+class EngineStale(EngineError):
+    """An engine's kernels come from templates that have changed since; rebuild or pass ``--recompile``."""
+
+
+class RunError(OptdnnError):
+    """Running failed: an input of the wrong name, shape or dtype, or the machine ran out of something."""
+
+    exit_code = 6
+
+
+class InputError(RunError):
+    """An input (or output buffer) given to ``run`` does not fit the engine."""
+
+
+class NotMet(OptdnnError):
+    """The build or comparison finished but a bound that was asked for is not met."""
+
+    exit_code = 7
+
+
+class MissingDependency(OptdnnError):
+    """An optional package is not installed; the message names the pip command that installs it."""
+
+    exit_code = 8
+
+    def __init__(self, package: str, extra: str, why: str):
+        super().__init__(f"{package} is needed {why}, and is not installed", hint=f"pip install 'optdnn[{extra}]'")
+
+
+class InternalError(OptdnnError):
+    """A broken invariant of optdnn itself: a patch that changes a type, a graph that does not verify."""
+
+    exit_code = 70
+
+
+EXIT_CODES: dict[int, str] = {
+    0: "success",
+    1: "any other failure",
+    2: "usage: options or arguments are wrong",
+    3: "bad model: unreadable or invalid ONNX, contradicting shapes",
+    4: "unsupported: valid ONNX that optdnn does not handle",
+    5: "bad engine: truncated, corrupt, of another version or for another target",
+    6: "runtime failure: wrong inputs, or the machine ran out of something",
+    7: "not met: a bound that was asked for is not met",
+    8: "a package that the command needs is not installed",
+    70: "internal error: please report it",
+    130: "interrupted",
+}
+"""The documented exit codes of the command line."""

@@ -1,0 +1,278 @@
+"""What an operator is: one :class:`OpDef` holds everything anyone needs to know about it.
+
+``OpDef.infer`` gives output types (and, for small integer tensors, output *values*, symbolic ones included), ``kernel``
+is its NumPy meaning (in ``runtime.reference``), ``onnx`` maps each ONNX operator that imports as this kind to its import
+function, ``to_onnx`` writes it back, ``cost`` counts arithmetic, ``tol`` is the tolerance of comparisons and ``traits``
+are the facts that passes ask for.
+
+Conventions
+-----------
+* A kind is named as the ONNX operator of the newest opset ("Conv", "Softmax", "ReduceMean"), and its attributes and
+  operands are that opset's. Older opsets are converted on import, so no pass ever sees an opset number.
+* ``attrs`` is a frozen dataclass; its field names are the keyword arguments of the kind's NumPy kernel:
+  ``kernel(*arrays, **asdict(attrs))`` returns a tuple of arrays.
+* Missing optional operands are None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from optdnn.dim import Dim, DimLike
+from optdnn.errors import ShapeError
+from optdnn.types import Array, DType, TensorType
+
+Known: TypeAlias = Array
+"""A known value: an ordinary array, or an object array of ``int | Dim`` for a symbolic shape computation."""
+
+KNOWN_LIMIT = 256
+"""Integer tensors up to this many elements are evaluated symbolically while types are inferred."""
+
+
+@dataclass(frozen=True)
+class Attrs:
+    """Base of every kind's attributes; a kind without any uses this class itself."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pointwise step of a fused prologue or epilogue, or of a Pointwise body.
+
+    ``kind`` is the kind of a pointwise operator. Each entry of ``args`` names one of its operands: ``a >= 0`` is operand
+    slot ``a`` of the op that holds the stage, ``a < 0`` is register ``~a``, None is an absent optional operand.
+    Register 0 holds the value that enters the chain (the accumulator of a convolution, operand 0 of a Pointwise); stage
+    ``k`` writes register ``k + 1``; the last register is the result. So a chain may be any small DAG.
+    """
+
+    kind: str
+    args: tuple[int | None, ...]
+    attrs: Attrs = field(default_factory=Attrs)
+
+
+@dataclass(frozen=True)
+class FusedAttrs(Attrs):
+    """Attributes of a kind that can hold stages. ``prologue`` transforms operand 0, ``epilogue`` the result.
+
+    The operands that stages read follow the kind's own operands (``OpDef.arity`` of them).
+    """
+
+    prologue: tuple[Stage, ...] = field(default=(), kw_only=True)
+    epilogue: tuple[Stage, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What ``OpDef.infer`` sees of one node.
+
+    ``types[i]`` is None for an absent operand. ``values[i]`` is the known value of operand i (see :data:`Known`) or None.
+    ``fresh(hint)`` makes a new symbol for a size that depends on data (NonZero).
+    """
+
+    kind: str
+    attrs: Any
+    types: tuple[TensorType | None, ...]
+    values: tuple[Known | None, ...]
+    n_outputs: int
+    fresh: Callable[[str], Dim]
+
+    def type(self, i: int) -> TensorType:
+        """Type of operand i; raises ShapeError when it is absent."""
+        t = self.types[i] if i < len(self.types) else None
+        if t is None:
+            raise ShapeError(f"{self.kind} needs operand {i}")
+        return t
+
+    def has(self, i: int) -> bool:
+        return i < len(self.types) and self.types[i] is not None
+
+    def value(self, i: int) -> Known | None:
+        return self.values[i] if i < len(self.values) else None
+
+    def ints(self, i: int) -> tuple[DimLike, ...] | None:
+        """Known value of operand i as a flat tuple of ``int | Dim``, or None."""
+        v = self.value(i)
+        return None if v is None else tuple(x if isinstance(x, Dim) else int(x) for x in v.reshape(-1))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What ``OpDef.infer`` returns: a type per output and, where it can be told, a known value per output."""
+
+    types: tuple[TensorType, ...]
+    values: tuple[Known | None, ...] = ()
+
+
+Infer: TypeAlias = Callable[[Call], Result]
+Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Arithmetic of one evaluation. ``flops`` counts a multiply-add as two. Bytes are counted by the caller from types."""
+
+    flops: float
+
+
+@dataclass(frozen=True)
+class Tol:
+    """Tolerance at fp32: ``|a - b| <= atol * max|b| + rtol * |b|``; both are scaled by the unit roundoff of other types."""
+
+    rtol: float = 1e-5
+    atol: float = 1e-6
+
+
+EXACT = Tol(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Facts that passes ask for instead of naming kinds."""
+
+    pointwise: bool = False
+    """Each output element depends on the same (broadcast) element of each operand alone."""
+    commutative: bool = False
+    idempotent: bool = False
+    monotone: bool = False
+    """Non-decreasing in operand 0 (so it commutes with max pooling)."""
+    movement: bool = False
+    """Only moves data: every output element is some input element (or a constant)."""
+    shape_only: bool = False
+    """The result depends on the operands' shapes alone."""
+    fp16_risky: bool = False
+    """May overflow or lose accuracy in half precision (exp, pow, variance, long sums)."""
+    nondeterministic: bool = False
+
+
+# ---------------------------------------------------------------- import from ONNX
+
+Ref: TypeAlias = Any
+"""A handle of a value while importing: opaque to operators."""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """One ONNX node in plain types: no protobuf reaches an operator.
+
+    ``attrs`` values are int, float, str, lists of these, arrays (tensor attributes), or imported subgraphs.
+    ``opset`` is the version of the node's own domain that the model imports.
+    """
+
+    op_type: str
+    domain: str
+    opset: int
+    name: str
+    inputs: tuple[Ref | None, ...]
+    outputs: tuple[str, ...]
+    attrs: Mapping[str, Any]
+
+    def input(self, i: int) -> Ref | None:
+        return self.inputs[i] if i < len(self.inputs) else None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.attrs.get(name, default)
+
+    def ints(self, name: str, default: Sequence[int] | None = None) -> tuple[int, ...] | None:
+        v = self.attrs.get(name)
+        return (None if default is None else tuple(default)) if v is None else tuple(int(x) for x in v)
+
+
+class Unsupported(Exception):
+    """Raised by an import function for a node it cannot take; the importer collects all of them in one message."""
+
+
+class Emit(Protocol):
+    """What an import function builds with."""
+
+    def op(
+        self, kind: str, inputs: Sequence[Ref | Array | None], attrs: Attrs | None = None, outputs: int = 1
+    ) -> tuple[Ref, ...]:
+        """Add one op (arrays become constants) and return its outputs. Types are inferred at once."""
+
+    def const(self, value: Array) -> Ref: ...
+
+    def type(self, ref: Ref) -> TensorType: ...
+
+    def value(self, ref: Ref) -> Known | None:
+        """The constant (or symbolic integer) value of a ref where it is known."""
+
+
+FromOnnx: TypeAlias = Callable[[NodeSpec, Emit], Sequence[Ref]]
+"""Import one node: returns one ref per ONNX output (trailing absent outputs may be left off)."""
+
+
+class Export(Protocol):
+    """What an export function writes ONNX with. Values are ONNX names."""
+
+    opset: int
+
+    def node(
+        self, op_type: str, inputs: Sequence[str], outputs: int = 1, *, domain: str = "", **attrs: Any
+    ) -> tuple[str, ...]: ...
+
+    def const(self, value: Array, hint: str = "c") -> str: ...
+
+    def type(self, name: str) -> TensorType: ...
+
+
+ToOnnx: TypeAlias = Callable[[Any, Sequence[str], int, Export], Sequence[str]]
+"""Export one op: ``to_onnx(attrs, input_names ("" = absent), n_outputs, e)`` returns a name per output."""
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """All that is known of one operator kind."""
+
+    kind: str
+    infer: Infer
+    kernel: Kernel
+    attrs: type[Attrs] = Attrs
+    onnx: Mapping[str, FromOnnx] = field(default_factory=dict)
+    """ONNX operators ("Conv", or "com.microsoft.FusedMatMul") that import through this kind."""
+    to_onnx: ToOnnx | None = None
+    """None: a node of the same name whose attributes are the dataclass fields that are not None."""
+    cost: Callable[[Call, Result], Cost] | None = None
+    """None: one operation per output element."""
+    tol: Tol = Tol()
+    traits: Traits = Traits()
+    arity: int | None = None
+    """Number of operand slots of the kind's own, after which the operands of fused stages follow (fusible kinds)."""
+
+
+def attrs_dict(attrs: Attrs) -> dict[str, Any]:
+    """The attributes as keyword arguments (not recursive: stages stay :class:`Stage`)."""
+    return {f.name: getattr(attrs, f.name) for f in fields(attrs)}
+
+
+def simple_import(kind: str, attrs: Callable[[NodeSpec], Attrs] | None = None) -> FromOnnx:
+    """Import function of an operator whose operands carry over as they are and whose attributes ``attrs`` reads."""
+
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        return e.op(kind, node.inputs, attrs(node) if attrs else None, outputs=len(node.outputs))
+
+    return from_onnx
+
+
+def same_type(call: Call) -> Result:
+    """Inference of an operator whose one output has the type of operand 0."""
+    return Result((call.type(0),))
+
+
+def promote_types(types: Sequence[TensorType], kind: str) -> DType:
+    """The common dtype of operands that ONNX requires to agree; raises ShapeError when they do not."""
+    dtypes = {t.dtype for t in types}
+    if len(dtypes) != 1:
+        raise ShapeError(f"{kind} operands have different types: {', '.join(map(str, types))}")
+    return dtypes.pop()
+
+
+def known_array(values: Sequence[DimLike], dtype: Any = np.int64) -> Known:
+    """A known 1-D value: an int64 array where all are integers, else an object array."""
+    if any(isinstance(v, Dim) for v in values):
+        out = np.empty(len(values), dtype=object)
+        out[:] = list(values)
+        return out
+    return np.asarray(values, dtype=dtype)

@@ -1,0 +1,197 @@
+"""Tensor types and the names of element types.
+
+Element types are NumPy dtypes everywhere; bfloat16 and the 8-bit floats are those of ``ml_dtypes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from optdnn.dim import Dim, DimLike, dim_max, evaluate, substitute
+from optdnn.errors import ShapeError
+
+Array: TypeAlias = npt.NDArray[Any]
+DType: TypeAlias = np.dtype[Any]
+Shape: TypeAlias = tuple[DimLike, ...]
+
+DTYPES: dict[str, DType] = {
+    "fp64": np.dtype(np.float64),
+    "fp32": np.dtype(np.float32),
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int64": np.dtype(np.int64),
+    "int32": np.dtype(np.int32),
+    "int16": np.dtype(np.int16),
+    "int8": np.dtype(np.int8),
+    "uint64": np.dtype(np.uint64),
+    "uint32": np.dtype(np.uint32),
+    "uint16": np.dtype(np.uint16),
+    "uint8": np.dtype(np.uint8),
+    "bool": np.dtype(np.bool_),
+    "complex64": np.dtype(np.complex64),
+    "complex128": np.dtype(np.complex128),
+}
+"""Short name -> dtype: every element type optdnn stores."""
+_NAMES = {d: n for n, d in DTYPES.items()}
+_FLOATS = frozenset(DTYPES[n] for n in ("fp64", "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"))
+
+FP64, FP32, FP16, BF16 = (DTYPES[n] for n in ("fp64", "fp32", "fp16", "bf16"))
+INT64, INT32, INT8, UINT8, BOOL = (DTYPES[n] for n in ("int64", "int32", "int8", "uint8", "bool"))
+
+
+def dtype_name(dtype: npt.DTypeLike) -> str:
+    """The short name of a dtype ("fp32", "bf16", "int64", …). Raises ShapeError for one optdnn has no name for."""
+    try:
+        return _NAMES[np.dtype(dtype)]
+    except (KeyError, TypeError):
+        raise ShapeError(f"element type {dtype} is not supported") from None
+
+
+def is_float(dtype: npt.DTypeLike) -> bool:
+    """True for the real floating-point types, bfloat16 and the 8-bit floats included."""
+    return np.dtype(dtype) in _FLOATS
+
+
+def is_int(dtype: npt.DTypeLike) -> bool:
+    """True for the signed and unsigned integers (not bool)."""
+    return np.dtype(dtype).kind in "iu" and not is_float(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantRef:
+    """Where a lowered quantized tensor finds its scale and zero point: constants' names, and the axis (None: per tensor)."""
+
+    scale: str
+    zero_point: str | None
+    axis: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Element type, shape and physical layout of one tensor.
+
+    ``shape`` is always in logical ONNX order, whatever ``layout`` says ("" is plain row-major order of the logical
+    axes; "nhwc" and the like are physical orders assigned by a target's pipeline). A shape of None: unknown rank.
+    """
+
+    dtype: DType
+    shape: Shape | None
+    layout: str = ""
+    quant: QuantRef | None = None
+
+    @property
+    def rank(self) -> int | None:
+        return None if self.shape is None else len(self.shape)
+
+    @property
+    def dims(self) -> Shape:
+        """The shape; raises ShapeError where even the rank is unknown."""
+        if self.shape is None:
+            raise ShapeError("the rank of a tensor is unknown here")
+        return self.shape
+
+    @property
+    def is_static(self) -> bool:
+        return self.shape is not None and all(isinstance(d, int) for d in self.shape)
+
+    @property
+    def static_shape(self) -> tuple[int, ...]:
+        """The shape as plain integers; raises ShapeError when a dimension is symbolic."""
+        dims = self.dims
+        if not all(isinstance(d, int) for d in dims):
+            raise ShapeError(f"shape {show_shape(dims)} is not fully known; give it with --shape NAME=…")
+        return tuple(d for d in dims if isinstance(d, int))
+
+    @property
+    def size(self) -> DimLike:
+        """Number of elements."""
+        return product(self.dims)
+
+    def with_shape(self, shape: Sequence[DimLike] | None) -> TensorType:
+        return replace(self, shape=None if shape is None else tuple(shape))
+
+    def with_dtype(self, dtype: npt.DTypeLike) -> TensorType:
+        return replace(self, dtype=np.dtype(dtype))
+
+    def bind(self, sizes: Mapping[str, int]) -> TensorType:
+        """The type with the symbols in ``sizes`` replaced by their values."""
+        return self if self.shape is None else self.with_shape([substitute(d, sizes) for d in self.shape])
+
+    def __str__(self) -> str:
+        text = f"{dtype_name(self.dtype)}{show_shape(self.shape)}"
+        return f"{text}@{self.layout}" if self.layout else text
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output of an engine: its ONNX name, dtype, and shape with symbolic dimensions as text."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int | str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {dtype_name(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+def tensor(dtype: npt.DTypeLike, *shape: DimLike) -> TensorType:
+    """Shorthand: ``tensor(np.float32, 1, 3, 224, 224)``."""
+    return TensorType(np.dtype(dtype), tuple(shape))
+
+
+def show_shape(shape: Sequence[DimLike] | None) -> str:
+    return "[?]" if shape is None else f"[{', '.join(map(str, shape))}]"
+
+
+def product(dims: Sequence[DimLike]) -> DimLike:
+    """Product of dimensions (1 for none)."""
+    total: DimLike = 1
+    for d in dims:
+        total = total * d
+    return total
+
+
+def normalize_axis(axis: int, rank: int, what: str = "axis") -> int:
+    """``axis`` counted from the front; raises ShapeError when it is out of ``-rank .. rank-1``."""
+    if not -rank <= axis < max(rank, 1):
+        raise ShapeError(f"{what} {axis} is out of range for a tensor of rank {rank}")
+    return axis % rank if rank else 0
+
+
+def broadcast_dims(*shapes: Shape) -> Shape:
+    """NumPy broadcasting over ``int | Dim``.
+
+    A symbolic dimension against 1 gives the symbol; against another integer it gives that integer (ONNX requires
+    equality at run time); two different symbols give their maximum, which is right for every input that is valid.
+    Raises ShapeError for two different integers.
+    """
+    rank = max((len(s) for s in shapes), default=0)
+    out: list[DimLike] = []
+    for i in range(rank):
+        result: DimLike = 1
+        for s in shapes:
+            k = i - (rank - len(s))
+            if k < 0 or s[k] == 1 or s[k] == result:
+                continue
+            d = s[k]
+            if result == 1 or (isinstance(result, Dim) and isinstance(d, int)):
+                result = d
+            elif isinstance(d, Dim):
+                result = result if isinstance(result, int) else dim_max(result, d)
+            else:
+                raise ShapeError(f"shapes {' and '.join(show_shape(x) for x in shapes)} do not broadcast")
+        out.append(result)
+    return tuple(out)
+
+
+def evaluate_shape(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """A shape with every symbol replaced from ``sizes``."""
+    return tuple(evaluate(d, sizes) for d in shape)
