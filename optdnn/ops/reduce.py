@@ -1,0 +1,7 @@
+"""Reductions and ArgMax/ArgMin."""
+
+from __future__ import annotations
+
+from optdnn.ops.base import OpDef
+
+DEFS: tuple[OpDef, ...] = ()

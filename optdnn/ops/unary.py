@@ -1,0 +1,7 @@
+"""Unary pointwise operators and activations."""
+
+from __future__ import annotations
+
+from optdnn.ops.base import OpDef
+
+DEFS: tuple[OpDef, ...] = ()

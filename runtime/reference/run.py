@@ -1,0 +1,71 @@
+"""Run one operator in NumPy, fused stages and half precisions included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from optdnn.runtime.reference.table import KERNELS
+
+from optdnn.errors import InternalError
+from optdnn.types import BF16, DTYPES, FP16, FP32, Array
+
+_WIDENED = {FP16: FP32, BF16: FP32, DTYPES["fp8_e4m3"]: FP32, DTYPES["fp8_e5m2"]: FP32}
+_KEEPS_NARROW = frozenset({"Cast", "Identity"})
+
+
+class PlainStage(NamedTuple):
+    """A fused stage as plain data; see ``optdnn.ops.base.Stage`` for the meaning of ``args``."""
+
+    kind: str
+    args: tuple[int | None, ...]
+    attrs: Mapping[str, Any]
+
+
+def run_stages(value: Array, stages: Sequence[PlainStage], operands: Sequence[Array | None]) -> Array:
+    """Apply a chain (or small DAG) of pointwise stages to ``value``; returns the last register."""
+    registers = [value]
+    for stage in stages:
+        args = [None if a is None else registers[~a] if a < 0 else operands[a] for a in stage.args]
+        registers.append(_kernel(stage.kind)(*args, **stage.attrs)[0])
+    return registers[-1]
+
+
+def run_kernel(kind: str, operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> tuple[Array, ...]:
+    """Evaluate one op.
+
+    ``attrs`` may hold ``prologue`` and ``epilogue`` (sequences of :class:`PlainStage`) and, with them, ``arity``: how many
+    operands are the kernel's own. fp16, bf16 and fp8 operands are computed in fp32 and results rounded once.
+    """
+    attrs = dict(attrs)
+    prologue, epilogue, arity = attrs.pop("prologue", ()), attrs.pop("epilogue", ()), attrs.pop("arity", None)
+    narrow = None
+    if kind not in _KEEPS_NARROW:
+        narrow = next((a.dtype for a in operands if a is not None and a.dtype in _WIDENED), None)
+        if narrow is not None:
+            operands = [a.astype(_WIDENED[a.dtype]) if a is not None and a.dtype in _WIDENED else a for a in operands]
+    own = list(operands if arity is None else operands[:arity])
+    if prologue:
+        first = own[0]
+        if first is None:
+            raise InternalError(f"{kind} has a prologue but no operand 0")
+        own[0] = run_stages(first, prologue, operands)
+    if kind == "Pointwise":
+        if own[0] is None:
+            raise InternalError("Pointwise has no operand 0")
+        results: tuple[Array, ...] = (own[0],)
+    else:
+        results = _kernel(kind)(*own, **attrs)
+    if epilogue:
+        results = (run_stages(results[0], epilogue, operands), *results[1:])
+    if narrow is not None:
+        results = tuple(r.astype(narrow) if r.dtype == np.float32 else r for r in results)
+    return tuple(np.ascontiguousarray(r) if r.ndim else r for r in map(np.asarray, results))
+
+
+def _kernel(kind: str) -> Any:
+    try:
+        return KERNELS[kind]
+    except KeyError:
+        raise InternalError(f"there is no NumPy kernel for {kind}") from None

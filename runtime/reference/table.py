@@ -1,0 +1,20 @@
+"""The one table of NumPy kernels: kind -> kernel."""
+
+from __future__ import annotations
+
+from optdnn.runtime.reference import binary, conv, gemm, index, norm, pool, reduce, resize, shape, softmax, unary
+from optdnn.runtime.reference.base import Kernel
+
+KERNELS: dict[str, Kernel] = {
+    **binary.KERNELS,
+    **conv.KERNELS,
+    **gemm.KERNELS,
+    **index.KERNELS,
+    **norm.KERNELS,
+    **pool.KERNELS,
+    **reduce.KERNELS,
+    **resize.KERNELS,
+    **shape.KERNELS,
+    **softmax.KERNELS,
+    **unary.KERNELS,
+}
