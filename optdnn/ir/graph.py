@@ -1,0 +1,390 @@
+"""The graph: operators as nodes of a networkx multigraph, one edge per use of a value.
+
+Ops are immutable; rewriting replaces them (see :mod:`optdnn.ir.patch`). A value is one output of one op. Inputs, outputs
+and constants are ops too (kinds "Input", "Output", "Constant"), so "who uses this value?" has one answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import networkx as nx
+import numpy as np
+
+from optdnn.dim import Dim, DimLike, symbol
+from optdnn.errors import InternalError, ShapeError
+from optdnn.ops.base import KNOWN_LIMIT, Attrs, Call, Known, OpDef, Result
+from optdnn.ops.table import OPDEFS
+from optdnn.types import Array, TensorType
+
+STRUCTURAL = frozenset({"Input", "Output", "Constant"})
+"""Kinds that the graph itself defines; all others are in ``OPDEFS``."""
+
+
+class Value(NamedTuple):
+    """Output ``port`` of op ``op``."""
+
+    op: int
+    port: int = 0
+
+
+class Use(NamedTuple):
+    """Operand ``slot`` of op ``op``."""
+
+    op: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of an op: the ONNX value name, its type, and its value where it is known (see ``ops.base.Known``)."""
+
+    name: str
+    type: TensorType
+    known: Known | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class ConstantAttrs(Attrs):
+    """A constant's array; compared by identity, because comparing weights element by element is never wanted."""
+
+    value: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator.
+
+    ``src`` is the set of names of the ONNX nodes it came from; passes hand it on. ``attrs`` is the kind's dataclass.
+    """
+
+    id: int
+    kind: str
+    attrs: Any
+    inputs: tuple[Value | None, ...]
+    outputs: tuple[Output, ...]
+    src: frozenset[str] = frozenset()
+
+    @property
+    def value(self) -> Value:
+        """The first (usually only) output."""
+        return Value(self.id, 0)
+
+    @property
+    def name(self) -> str:
+        """How a message names this op: its ONNX nodes, else its first output."""
+        return " + ".join(sorted(self.src)) if self.src else self.outputs[0].name
+
+    def input(self, i: int) -> Value | None:
+        return self.inputs[i] if i < len(self.inputs) else None
+
+    @property
+    def definition(self) -> OpDef:
+        try:
+            return OPDEFS[self.kind]
+        except KeyError:
+            raise InternalError(f"{self.kind} is not a computing kind") from None
+
+
+class Graph:
+    """A network. ``inputs`` and ``outputs`` are op ids in ONNX order."""
+
+    def __init__(self, name: str = "graph"):
+        self.name = name
+        self.inputs: list[int] = []
+        self.outputs: list[int] = []
+        self._g: nx.MultiDiGraph = nx.MultiDiGraph()
+        self._ids = itertools.count()
+        self._order: list[int] | None = None
+        self._names: set[str] = set()
+
+    # ------------------------------------------------------------------ reading
+
+    def __len__(self) -> int:
+        """Number of computing ops (constants, inputs and outputs not counted)."""
+        return sum(1 for op in self.ops() if op.kind not in STRUCTURAL)
+
+    def __contains__(self, op_id: int) -> bool:
+        return op_id in self._g
+
+    @property
+    def nx(self) -> nx.MultiDiGraph:
+        """The networkx graph itself (node attribute "op", edge key = operand slot). Read it; change it through patches."""
+        return self._g
+
+    def op(self, ref: int | Value) -> Op:
+        """The op with this id, or the producer of this value."""
+        op: Op = self._g.nodes[ref.op if isinstance(ref, Value) else ref]["op"]
+        return op
+
+    def ops(self) -> Iterator[Op]:
+        """All ops, in no particular order."""
+        for _, op in self._g.nodes(data="op"):
+            yield op
+
+    def order(self) -> list[Op]:
+        """All ops in a deterministic topological order (cached until the next change).
+
+        Raises InternalError when there is a cycle.
+        """
+        if self._order is None:
+            try:
+                self._order = list(nx.topological_sort(self._g))
+            except nx.NetworkXUnfeasible:
+                raise InternalError("the graph has a cycle") from None
+        return [self.op(i) for i in self._order]
+
+    def of_kind(self, *kinds: str) -> list[Op]:
+        """Ops of these kinds in topological order."""
+        return [op for op in self.order() if op.kind in kinds]
+
+    def output(self, value: Value) -> Output:
+        return self.op(value).outputs[value.port]
+
+    def type(self, value: Value) -> TensorType:
+        return self.output(value).type
+
+    def known(self, value: Value | None) -> Known | None:
+        """The value as an array when it is a constant or a resolved shape computation (may hold Dim), else None."""
+        if value is None:
+            return None
+        op = self.op(value)
+        if op.kind == "Constant":
+            array: Array = op.attrs.value
+            return array
+        return op.outputs[value.port].known
+
+    def constant_value(self, value: Value | None) -> Array | None:
+        """The array of a Constant op, else None."""
+        if value is None:
+            return None
+        op = self.op(value)
+        return op.attrs.value if op.kind == "Constant" else None
+
+    def uses(self, value: Value) -> list[Use]:
+        """Every operand slot that reads the value, in deterministic order."""
+        return sorted(
+            Use(user, slot)
+            for _, user, slot, port in self._g.out_edges(value.op, keys=True, data="port")
+            if port == value.port
+        )
+
+    def users(self, value: Value) -> list[Op]:
+        """The ops that read the value, each once."""
+        return [self.op(i) for i in dict.fromkeys(u.op for u in self.uses(value))]
+
+    def sole_user(self, value: Value) -> Op | None:
+        """The one op that reads the value, when it reads it in exactly one slot and nothing else does."""
+        uses = self.uses(value)
+        return self.op(uses[0].op) if len(uses) == 1 else None
+
+    def has_path(self, source: int, target: int) -> bool:
+        """True if op ``target`` depends on op ``source``."""
+        return bool(nx.has_path(self._g, source, target))
+
+    def successors(self, op: Op) -> list[Op]:
+        return [self.op(i) for i in sorted(set(self._g.successors(op.id)))]
+
+    def predecessors(self, op: Op) -> list[Op]:
+        return [self.op(i) for i in sorted(set(self._g.predecessors(op.id)))]
+
+    def critical_path(self) -> list[Op]:
+        """A longest chain of dependent ops."""
+        return [self.op(i) for i in nx.dag_longest_path(nx.DiGraph(self._g), weight=None)]
+
+    def kinds(self) -> dict[str, int]:
+        """Number of ops of each computing kind, by name."""
+        counts: dict[str, int] = {}
+        for op in self.ops():
+            if op.kind not in STRUCTURAL:
+                counts[op.kind] = counts.get(op.kind, 0) + 1
+        return dict(sorted(counts.items()))
+
+    def symbols(self) -> dict[str, Dim]:
+        """The symbolic dimensions of the inputs, by name."""
+        found: dict[str, Dim] = {}
+        for i in self.inputs:
+            for d in self.op(i).outputs[0].type.shape or ():
+                if isinstance(d, Dim):
+                    found.update({s.name: Dim((((s,), 1),)) for s in d.symbols()})
+        return found
+
+    # ------------------------------------------------------------------ building
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def fresh_name(self, hint: str) -> str:
+        """``hint``, or ``hint_1`` and so on when an output of that name exists already; the name is taken."""
+        hint = hint or "v"
+        name = hint
+        for k in itertools.count(1):
+            if name not in self._names:
+                self._names.add(name)
+                return name
+            name = f"{hint}_{k}"
+        raise AssertionError
+
+    def fresh_symbol(self, hint: str) -> Dim:
+        return symbol(self.fresh_name(hint))
+
+    def add_input(self, name: str, type: TensorType) -> Value:
+        op = self.insert(Op(self.new_id(), "Input", Attrs(), (), (Output(self.fresh_name(name), type),)))
+        self.inputs.append(op.id)
+        return op.value
+
+    def add_constant(self, value: Array, name: str = "const", src: Iterable[str] = ()) -> Value:
+        """A constant. The array must not be changed afterwards."""
+        return self.insert(self.make_constant(value, name, src)).value
+
+    def make_constant(self, value: Array, name: str, src: Iterable[str] = ()) -> Op:
+        value = np.asarray(value)
+        out = Output(self.fresh_name(name), TensorType(value.dtype, value.shape))
+        return Op(self.new_id(), "Constant", ConstantAttrs(value), (), (out,), frozenset(src))
+
+    def add_output(self, value: Value, name: str) -> Op:
+        """Declare ``value`` an output of the network, called ``name``."""
+        op = self.insert(Op(self.new_id(), "Output", Attrs(), (value,), (Output(name, self.type(value)),)))
+        self.outputs.append(op.id)
+        return op
+
+    def add(
+        self,
+        kind: str,
+        inputs: Sequence[Value | None],
+        attrs: Attrs | None = None,
+        *,
+        names: Sequence[str] = (),
+        outputs: int = 1,
+        src: Iterable[str] = (),
+    ) -> Op:
+        """Add one op; its output types (and known values) are inferred. Raises ShapeError where they contradict."""
+        types = [None if v is None else self.type(v) for v in inputs]
+        values = [self.known(v) for v in inputs]
+        return self.insert(self.make(kind, inputs, attrs, types, values, names=names, outputs=outputs, src=src))
+
+    def make(
+        self,
+        kind: str,
+        inputs: Sequence[Value | None],
+        attrs: Attrs | None,
+        types: Sequence[TensorType | None],
+        values: Sequence[Known | None],
+        *,
+        names: Sequence[str] = (),
+        outputs: int = 1,
+        src: Iterable[str] = (),
+    ) -> Op:
+        """An op with inferred output types, not yet inserted."""
+        attrs = attrs if attrs is not None else Attrs()
+        result = infer(kind, attrs, types, values, outputs, self.fresh_symbol)
+        base = names[0] if names else kind
+        labels = [
+            names[i] if i < len(names) and names[i] else f"{base}.{i}" if i else base for i in range(len(result.types))
+        ]
+        outs = tuple(
+            Output(self.fresh_name(label), t, _kept(result.values[i] if i < len(result.values) else None))
+            for i, (label, t) in enumerate(zip(labels, result.types, strict=True))
+        )
+        return Op(self.new_id(), kind, attrs, tuple(inputs), outs, frozenset(src))
+
+    # ------------------------------------------------------------------ changing (patches and passes use these)
+
+    def insert(self, op: Op) -> Op:
+        """Add an op whose operands exist already."""
+        for value in op.inputs:
+            if value is not None and (value.op not in self._g or value.port >= len(self.op(value).outputs)):
+                raise InternalError(f"{op.kind} {op.name!r} reads {value}, which does not exist")
+        self._g.add_node(op.id, op=op)
+        for slot, value in enumerate(op.inputs):
+            if value is not None:
+                self._g.add_edge(value.op, op.id, key=slot, port=value.port)
+        self._order = None
+        return op
+
+    def set_op(self, op: Op) -> None:
+        """Replace the op of the same id; operand edges follow ``op.inputs``."""
+        old = self.op(op.id)
+        if old.inputs != op.inputs:
+            self._g.remove_edges_from([(v.op, op.id, slot) for slot, v in enumerate(old.inputs) if v is not None])
+            for slot, value in enumerate(op.inputs):
+                if value is not None:
+                    self._g.add_edge(value.op, op.id, key=slot, port=value.port)
+            self._order = None
+        self._g.nodes[op.id]["op"] = op
+
+    def rename(self, value: Value, name: str) -> None:
+        """Give a value the (already free or taken-over) name."""
+        op = self.op(value)
+        outs = list(op.outputs)
+        outs[value.port] = replace(outs[value.port], name=name)
+        self._names.add(name)
+        self.set_op(replace(op, outputs=tuple(outs)))
+
+    def replace_uses(self, old: Value, new: Value) -> None:
+        """Let every user of ``old`` read ``new`` instead."""
+        for user_id in {u.op for u in self.uses(old)}:
+            user = self.op(user_id)
+            self.set_op(replace(user, inputs=tuple(new if v == old else v for v in user.inputs)))
+
+    def remove(self, op_id: int) -> None:
+        """Remove an op that nothing uses any more."""
+        if self._g.out_degree(op_id):
+            raise InternalError(f"{self.op(op_id).name!r} is still used")
+        if op_id in self.inputs or op_id in self.outputs:
+            raise InternalError(f"{self.op(op_id).name!r} is an input or output of the network")
+        self._g.remove_node(op_id)
+        self._order = None
+
+    def remove_dead(self, start: Iterable[int]) -> list[Op]:
+        """Remove ops of ``start`` that nothing uses, and whatever only they used; returns what was removed."""
+        stack, removed = sorted(start, reverse=True), []
+        while stack:
+            i = stack.pop()
+            if i not in self._g or self._g.out_degree(i) or self.op(i).kind in ("Input", "Output"):
+                continue
+            op = self.op(i)
+            self.remove(i)
+            removed.append(op)
+            stack.extend(v.op for v in op.inputs if v is not None)
+        return removed
+
+    def copy(self) -> Graph:
+        """An independent graph that shares the (immutable) ops."""
+        other = Graph(self.name)
+        other.inputs, other.outputs = list(self.inputs), list(self.outputs)
+        other._g = self._g.copy()
+        other._ids = itertools.count(max(self._g.nodes, default=-1) + 1)
+        other._names = set(self._names)
+        other._order = None if self._order is None else list(self._order)
+        return other
+
+
+def infer(
+    kind: str,
+    attrs: Any,
+    types: Sequence[TensorType | None],
+    values: Sequence[Known | None],
+    n_outputs: int,
+    fresh: Any,
+) -> Result:
+    """Output types of one op by its OpDef; the number of outputs is checked."""
+    definition = OPDEFS.get(kind)
+    if definition is None:
+        raise InternalError(f"there is no operator kind {kind!r}")
+    result = definition.infer(Call(kind, attrs, tuple(types), tuple(values), n_outputs, fresh))
+    if len(result.types) < n_outputs:
+        raise ShapeError(f"{kind} has {len(result.types)} outputs, {n_outputs} are used")
+    return result
+
+
+def _kept(value: Known | None) -> Known | None:
+    return value if value is not None and value.size <= KNOWN_LIMIT else None
+
+
+def known_shape(value: Known | None) -> tuple[DimLike, ...] | None:
+    """A known 1-D integer value as a tuple, or None."""
+    return None if value is None else tuple(d if isinstance(d, Dim) else int(d) for d in value.reshape(-1))

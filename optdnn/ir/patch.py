@@ -1,0 +1,152 @@
+"""A patch: a local rewrite that is checked before it is applied.
+
+A rule builds new ops through :meth:`Patch.add` (types are inferred as they are added), says which old values they stand
+for with :meth:`Patch.replace`, and the pass applies it. Nothing of the graph changes until :meth:`Patch.apply`, which
+refuses a patch that would change the type of a value. Ops that become unused are removed, and the names of the ONNX
+nodes they came from go to the new ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Graph, Op, Output, Value
+from optdnn.ops.base import Attrs, Known
+from optdnn.types import Array, TensorType
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What applying a patch did, for the worklist and the report."""
+
+    added: tuple[int, ...]
+    removed: tuple[Op, ...]
+    touched: tuple[int, ...]
+    """Ops whose operands changed."""
+
+
+class Patch:
+    """``covers``: the matched ops; the union of their ``src`` is handed to every new computing op."""
+
+    def __init__(self, graph: Graph, covers: Iterable[Op]):
+        self.graph = graph
+        self.covers = tuple(covers)
+        self.src: frozenset[str] = frozenset().union(*(op.src for op in self.covers))
+        self._new: dict[int, Op] = {}
+        self._replaced: dict[Value, Value] = {}
+
+    def type(self, value: Value) -> TensorType:
+        return self._output(value).type
+
+    def known(self, value: Value | None) -> Known | None:
+        if value is None:
+            return None
+        op = self._new.get(value.op)
+        if op is None:
+            return self.graph.known(value)
+        return op.attrs.value if op.kind == "Constant" else op.outputs[value.port].known
+
+    def _output(self, value: Value) -> Output:
+        op = self._new.get(value.op)
+        return (op or self.graph.op(value)).outputs[value.port]
+
+    def add(
+        self,
+        kind: str,
+        inputs: Sequence[Value | None],
+        attrs: Attrs | None = None,
+        *,
+        name: str = "",
+        src: Iterable[str] | None = None,
+    ) -> Value:
+        """Add a single-output op; returns its value."""
+        return self.add_op(kind, inputs, attrs, names=(name,), src=src).value
+
+    def add_op(
+        self,
+        kind: str,
+        inputs: Sequence[Value | None],
+        attrs: Attrs | None = None,
+        *,
+        names: Sequence[str] = (),
+        outputs: int = 1,
+        src: Iterable[str] | None = None,
+    ) -> Op:
+        """Add an op of any number of outputs. ``src`` overrides the provenance (default: all that the patch covers)."""
+        names = [n or f"{kind}" for n in names] or [kind]
+        op = self.graph.make(
+            kind,
+            inputs,
+            attrs,
+            [None if v is None else self.type(v) for v in inputs],
+            [self.known(v) for v in inputs],
+            names=names,
+            outputs=outputs,
+            src=self.src if src is None else src,
+        )
+        self._new[op.id] = op
+        return op
+
+    def constant(self, value: Array, name: str = "const") -> Value:
+        op = self.graph.make_constant(value, name)
+        self._new[op.id] = op
+        return op.value
+
+    def replace(self, old: Value, new: Value) -> None:
+        """Every user of ``old`` will read ``new``; ``new`` takes over the name when it is a new op's."""
+        self._replaced[old] = new
+
+    def apply(self) -> Applied:
+        """Check, then change the graph."""
+        for old, new in self._replaced.items():
+            before, after = self.graph.type(old), self.type(new)
+            if not _compatible(before, after):
+                raise InternalError(
+                    f"a patch over {', '.join(op.name for op in self.covers)} would change the type of "
+                    f"{self.graph.output(old).name!r} from {before} to {after}"
+                )
+        for op in self._new.values():
+            self.graph.insert(op)
+        touched: set[int] = set()
+        for old, new in self._replaced.items():
+            touched.update(u.op for u in self.graph.uses(old))
+            name = self.graph.output(old).name
+            self.graph.replace_uses(old, new)
+            if new.op in self._new:
+                self.graph.rename(new, name)
+        removed = self.graph.remove_dead(
+            {v.op for v in self._replaced} | {op.id for op in self.covers} | set(self._new)
+        )
+        lost = frozenset().union(*(op.src for op in removed)) - self.src if removed else frozenset()
+        survivors = [i for i in self._new if i in self.graph]
+        if not survivors:
+            self._hand_over(frozenset().union(*(op.src for op in removed)) if removed else frozenset())
+        elif lost:
+            for i in survivors:
+                op = self.graph.op(i)
+                if op.kind != "Constant":
+                    self.graph.set_op(replace(op, src=op.src | lost))
+        return Applied(tuple(survivors), tuple(removed), tuple(sorted(i for i in touched if i in self.graph)))
+
+    def _hand_over(self, src: frozenset[str]) -> None:
+        """A removal without new ops: what stands in for the removed op takes its provenance."""
+        for new in self._replaced.values():
+            op = self.graph.op(new)
+            if op.kind not in ("Input", "Constant"):
+                self.graph.set_op(replace(op, src=op.src | src))
+
+
+def _compatible(before: TensorType, after: TensorType) -> bool:
+    """Same dtype and layout, and no known dimension contradicted (a patch may know a shape better)."""
+    if before.dtype != after.dtype or before.layout != after.layout:
+        return False
+    if before.shape is None or after.shape is None:
+        return True
+    if len(before.shape) != len(after.shape):
+        return False
+    return all(
+        a == b or not (isinstance(a, int) and isinstance(b, int))
+        for a, b in zip(before.shape, after.shape, strict=True)
+    )

@@ -1,0 +1,224 @@
+"""What a pass is: rules that match and rewrite, the worklist that applies them, and the report that explains both.
+
+A :class:`Rule` looks at one op and answers with a Match, with a :class:`Miss` (a candidate that it refused, and why), or
+with None (not a candidate). Misses are kept: they are how optdnn explains the fusions it did not make.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from optdnn.errors import InternalError
+from optdnn.ir.graph import STRUCTURAL, Graph, Op
+from optdnn.ir.patch import Patch
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A candidate that a rule refused. ``reason`` is a whole clause in the user's terms."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Match:
+    """A candidate that a rule accepts. ``ops`` are the matched ops (the patch covers them), ``data`` is the rule's own."""
+
+    ops: tuple[Op, ...]
+    data: Any = None
+
+
+@dataclass(frozen=True)
+class Fired:
+    """One applied rewrite, in ONNX names."""
+
+    rule: str
+    nodes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"rule": self.rule, "nodes": list(self.nodes)}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """One refused candidate, in ONNX names."""
+
+    rule: str
+    nodes: tuple[str, ...]
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"rule": self.rule, "nodes": list(self.nodes), "reason": self.reason}
+
+
+@dataclass
+class PassReport:
+    """What one pass did. ``seconds`` is not deterministic and never enters an engine."""
+
+    name: str
+    fired: list[Fired] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    nodes_before: int = 0
+    nodes_after: int = 0
+    kinds_before: dict[str, int] = field(default_factory=dict)
+    kinds_after: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def changes(self) -> int:
+        return len(self.fired)
+
+    def to_json(self) -> dict[str, Any]:
+        """The deterministic facts."""
+        return {
+            "name": self.name,
+            "nodes_before": self.nodes_before,
+            "nodes_after": self.nodes_after,
+            "kinds_before": self.kinds_before,
+            "kinds_after": self.kinds_after,
+            "fired": [f.to_json() for f in self.fired],
+            "refused": [r.to_json() for r in self.refused],
+        }
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass may depend on besides the graph. ``target`` is "cpu", "reference", "cuda:sm_90a" or "" (none)."""
+
+    target: str = ""
+    fold_limit_bytes: int = 1 << 24
+    """Constant folding does not create a constant larger than this unless it shrinks its operands."""
+
+
+class Pass(ABC):
+    """One transformation of a graph, in place."""
+
+    name: str = ""
+
+    def __call__(self, graph: Graph, context: PassContext | None = None) -> PassReport:
+        """Run, and account for what was done."""
+        report = PassReport(self.name, nodes_before=len(graph), kinds_before=graph.kinds())
+        start = time.perf_counter()
+        self.run(graph, context or PassContext(), report)
+        report.seconds = time.perf_counter() - start
+        report.nodes_after, report.kinds_after = len(graph), graph.kinds()
+        return report
+
+    @abstractmethod
+    def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
+        """Change ``graph``; record each change in ``report.fired`` and each refusal in ``report.refused``."""
+
+
+class Rule(ABC):
+    """A local rewrite. ``kinds``: the kinds of op it is tried on (empty: all)."""
+
+    name: str = ""
+    kinds: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        """Whether the rule applies at ``op``; must not change the graph."""
+
+    @abstractmethod
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        """The patch for a match."""
+
+
+class RulePass(Pass):
+    """Applies rules to a fixpoint with a worklist in topological order.
+
+    After a rewrite the new ops, the ops whose operands changed and their neighbours are looked at again. The number of
+    rewrites is bounded, so two rules that undo each other raise InternalError instead of looping.
+    """
+
+    rules: Sequence[Rule] = ()
+    rewrites_per_op = 16
+
+    def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
+        order = [op.id for op in graph.order()]
+        queue, queued = deque(order), set(order)
+        budget = self.rewrites_per_op * (len(order) + 16)
+        refused: dict[tuple[str, int], Refused] = {}
+        while queue:
+            op_id = queue.popleft()
+            queued.discard(op_id)
+            for rule in self.rules:
+                if op_id not in graph:
+                    break
+                op = graph.op(op_id)
+                if (op.kind not in rule.kinds) if rule.kinds else (op.kind in STRUCTURAL):
+                    continue
+                refused.pop((rule.name, op_id), None)
+                found = rule.match(graph, op, context)
+                if found is None:
+                    continue
+                if isinstance(found, Miss):
+                    refused[rule.name, op_id] = Refused(rule.name, _nodes([op]), found.reason)
+                    continue
+                budget -= 1
+                if budget < 0:
+                    raise InternalError(f"pass {self.name}: rule {rule.name} does not come to an end at {op.name!r}")
+                nodes = _nodes(found.ops)
+                applied = rule.rewrite(graph, found, context).apply()
+                report.fired.append(Fired(rule.name, nodes))
+                for dead in applied.removed:
+                    for key in [k for k in refused if k[1] == dead.id]:
+                        del refused[key]
+                for again in self._again(graph, [*applied.added, *applied.touched, op_id]):
+                    if again not in queued:
+                        queue.append(again)
+                        queued.add(again)
+        report.refused.extend(r for _, r in sorted(refused.items(), key=lambda item: (item[0][1], item[0][0])))
+
+    @staticmethod
+    def _again(graph: Graph, ids: Sequence[int]) -> list[int]:
+        near: dict[int, None] = {}
+        for i in ids:
+            if i in graph:
+                near[i] = None
+                near.update(dict.fromkeys(sorted(set(graph.nx.predecessors(i)))))
+                near.update(dict.fromkeys(sorted(set(graph.nx.successors(i)))))
+        return [i for i in near if graph.op(i).kind not in STRUCTURAL]
+
+
+def _nodes(ops: Sequence[Op]) -> tuple[str, ...]:
+    """The ONNX node names of ops, sorted; ops that have none are named by their output."""
+    named = sorted(frozenset().union(*(op.src for op in ops)) if ops else ())
+    return tuple(named) or tuple(op.outputs[0].name for op in ops)
+
+
+def run_pipeline(
+    graph: Graph,
+    pipeline: Sequence[Pass],
+    context: PassContext | None = None,
+    *,
+    verify: bool = False,
+    stop_after: str | None = None,
+    after: Any = None,
+) -> list[PassReport]:
+    """Run passes in order and return their reports.
+
+    ``verify`` checks the graph's invariants after each; ``stop_after`` names the last pass to run (its first
+    occurrence); ``after(index, pass, graph, report)`` is called after each (numbered dumps, progress).
+    """
+    from optdnn.ir.verify import verify as check
+
+    reports = []
+    for index, one in enumerate(pipeline):
+        report = one(graph, context)
+        reports.append(report)
+        if verify:
+            try:
+                check(graph)
+            except InternalError as error:
+                raise InternalError(f"after pass {one.name}: {error.message}") from error
+        if after is not None:
+            after(index, one, graph, report)
+        if one.name == stop_after:
+            break
+    return reports
