@@ -217,22 +217,28 @@ def floordiv(a: DimLike, b: DimLike) -> DimLike:
 
 
 def _exact_quotient(a: DimLike, b: DimLike) -> DimLike | None:
-    """``a / b`` where ``b`` is one monomial that divides each term of ``a``, else None."""
-    tb = _terms(b)
-    if len(tb) != 1 or not _terms(a):
+    """The polynomial ``q`` with ``a == q * b``, else None: long division by the leading term of ``b``.
+
+    Terms are kept in graded lexicographic order, an admissible monomial order, so the division is exact or fails at once.
+    """
+    divisor = _terms(b)
+    if not divisor or not _terms(a):
         return None
-    ((mb, cb),) = tb
-    out: dict[Monomial, int] = {}
-    for ma, ca in _terms(a):
-        left = list(ma)
-        for atom in mb:
-            if atom not in left:
+    (lead, scale), *_ = divisor
+    quotient: DimLike = 0
+    left = a
+    while left != 0:
+        (monomial, coefficient), *_ = _terms(left)
+        atoms = list(monomial)
+        for atom in lead:
+            if atom not in atoms:
                 return None
-            left.remove(atom)
-        if ca % cb:
+            atoms.remove(atom)
+        if coefficient % scale:
             return None
-        out[tuple(left)] = ca // cb
-    return _build(out)
+        term = _build({tuple(atoms): coefficient // scale})
+        quotient, left = quotient + term, left - term * b
+    return quotient
 
 
 def mod(a: DimLike, b: DimLike) -> DimLike:

@@ -40,6 +40,26 @@ DTYPES: dict[str, DType] = {
     "complex128": np.dtype(np.complex128),
 }
 """Short name -> dtype: every element type optdnn stores."""
+ONNX_TYPES: dict[int, DType] = {
+    1: DTYPES["fp32"],
+    2: DTYPES["uint8"],
+    3: DTYPES["int8"],
+    4: DTYPES["uint16"],
+    5: DTYPES["int16"],
+    6: DTYPES["int32"],
+    7: DTYPES["int64"],
+    9: DTYPES["bool"],
+    10: DTYPES["fp16"],
+    11: DTYPES["fp64"],
+    12: DTYPES["uint32"],
+    13: DTYPES["uint64"],
+    14: DTYPES["complex64"],
+    15: DTYPES["complex128"],
+    16: DTYPES["bf16"],
+    17: DTYPES["fp8_e4m3"],
+    19: DTYPES["fp8_e5m2"],
+}
+"""Number in ``TensorProto.DataType`` -> dtype, of the element types that optdnn stores."""
 _NAMES = {d: n for n, d in DTYPES.items()}
 _FLOATS = frozenset(DTYPES[n] for n in ("fp64", "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"))
 

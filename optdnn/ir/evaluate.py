@@ -39,7 +39,8 @@ def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[int]) -> l
             results[op.value] = results[source]
         else:
             operands = [None if v is None else results[v] for v in op.inputs]
-            for i, array in enumerate(run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs))):
+            dtypes = [o.type.dtype for o in op.outputs]
+            for i, array in enumerate(run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), dtypes)):
                 results[Value(op.id, i)] = array
         for producer in {v.op for v in op.inputs if v is not None}:
             left[producer] -= 1

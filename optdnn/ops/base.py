@@ -24,7 +24,7 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike
 from optdnn.errors import ShapeError
-from optdnn.types import Array, DType, TensorType
+from optdnn.types import ONNX_TYPES, Array, DType, TensorType, normalize_axis
 
 Known: TypeAlias = Array
 """A known value: an ordinary array, or an object array of ``int | Dim`` for a symbolic shape computation."""
@@ -125,6 +125,7 @@ class Tol:
     atol: float = 1e-6
 
 
+DEFAULT_TOL = Tol()
 EXACT = Tol(0.0, 0.0)
 
 
@@ -254,6 +255,43 @@ def simple_import(kind: str, attrs: Callable[[NodeSpec], Attrs] | None = None) -
         return e.op(kind, node.inputs, attrs(node) if attrs else None, outputs=len(node.outputs))
 
     return from_onnx
+
+
+def read_attrs(cls: type[Attrs]) -> Callable[[NodeSpec], Attrs]:
+    """Reader of ONNX attributes named as the dataclass fields; a field's default stands for an absent attribute."""
+
+    def read(node: NodeSpec) -> Attrs:
+        given: dict[str, Any] = {}
+        for f in fields(cls):
+            if f.name in node.attrs:
+                v = node.attrs[f.name]
+                given[f.name] = tuple(v) if isinstance(v, list) else bool(v) if isinstance(f.default, bool) else v
+        return cls(**given)
+
+    return read
+
+
+def onnx_dtype(number: int) -> DType:
+    """The dtype of a ``TensorProto.DataType`` number; raises Unsupported for one optdnn does not store."""
+    try:
+        return ONNX_TYPES[int(number)]
+    except KeyError:
+        raise Unsupported(f"element type {number} of TensorProto.DataType is not supported") from None
+
+
+def onnx_number(dtype: DType) -> int:
+    """The ``TensorProto.DataType`` number of a dtype."""
+    return next(n for n, d in ONNX_TYPES.items() if d == dtype)
+
+
+def normalized_axis(node: NodeSpec, e: Emit, default: int | None = None, operand: int = 0) -> int:
+    """The attribute ``axis``, counted from the front where the rank of the operand is known."""
+    axis = node.get("axis", default)
+    if axis is None:
+        raise ShapeError(f"{node.op_type} needs the attribute axis")
+    ref = node.input(operand)
+    rank = None if ref is None else e.type(ref).rank
+    return int(axis) if rank is None else normalize_axis(int(axis), rank)
 
 
 def same_type(call: Call) -> Result:

@@ -2,6 +2,305 @@
 
 from __future__ import annotations
 
-from optdnn.ops.base import OpDef
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-DEFS: tuple[OpDef, ...] = ()
+import numpy as np
+
+from optdnn.dim import Dim, DimLike, dim_max, dim_min, mod
+from optdnn.ops.base import (
+    DEFAULT_TOL,
+    EXACT,
+    Attrs,
+    Call,
+    Emit,
+    Export,
+    FromOnnx,
+    Infer,
+    NodeSpec,
+    OpDef,
+    Ref,
+    Result,
+    Tol,
+    ToOnnx,
+    Traits,
+    onnx_dtype,
+    onnx_number,
+    promote_types,
+    read_attrs,
+    simple_import,
+)
+from optdnn.ops.unary import needs_opset, per_element
+from optdnn.ops.values import (
+    Symbolic,
+    Undecided,
+    Values,
+    elementwise,
+    equal,
+    folded,
+    less,
+    require,
+    trunc_div,
+    truth,
+    with_values,
+)
+from optdnn.runtime.reference.binary import KERNELS
+from optdnn.types import BOOL, FP32, DType, Shape, TensorType, broadcast_dims, is_float, is_int, product
+
+
+@dataclass(frozen=True)
+class ModAttrs(Attrs):
+    """``fmod``: the result has the sign of the dividend (C's fmod) instead of the divisor's."""
+
+    fmod: bool = False
+
+
+@dataclass(frozen=True)
+class BitShiftAttrs(Attrs):
+    """``direction`` is "LEFT" or "RIGHT"."""
+
+    direction: str = "LEFT"
+
+
+@dataclass(frozen=True)
+class CastAttrs(Attrs):
+    """``to``: the result's dtype. ``saturate``: fp8 results are clamped to the largest finite value."""
+
+    to: DType = FP32
+    saturate: bool = True
+
+
+# ---------------------------------------------------------------- inference
+
+
+def broadcast_types(call: Call, types: Sequence[TensorType]) -> Shape | None:
+    """The broadcast shape of some operands; None where a rank is unknown."""
+    if any(t.shape is None for t in types):
+        return None
+    return broadcast_dims(*(t.dims for t in types))
+
+
+def _operands(call: Call) -> list[TensorType]:
+    types = [t for t in call.types if t is not None]
+    require(bool(types), call, "an operand")
+    return types
+
+
+def _numeric(dtype: DType) -> bool:
+    return is_float(dtype) or is_int(dtype)
+
+
+def _infer(what: str, accepts: Callable[[DType], bool], to_bool: bool = False, count: int | None = 2) -> Infer:
+    def infer(call: Call) -> Result:
+        types = _operands(call)
+        require(count is None or len(types) == count, call, f"{count} operands", *types)
+        dtype = promote_types(types, call.kind)
+        require(accepts(dtype), call, what, *types)
+        return Result((TensorType(BOOL if to_bool else dtype, broadcast_types(call, types)),))
+
+    return infer
+
+
+def _infer_pow(call: Call) -> Result:
+    x, y = call.type(0), call.type(1)
+    require(_numeric(x.dtype) and _numeric(y.dtype), call, "numeric operands")
+    return Result((TensorType(x.dtype, broadcast_types(call, (x, y))),))
+
+
+def _infer_prelu(call: Call) -> Result:
+    x, slope = call.type(0), call.type(1)
+    promote_types((x, slope), call.kind)
+    shape = broadcast_types(call, (x, slope))
+    require(
+        shape is None or (len(shape) == len(x.dims) and not any(map(_differ, shape, x.dims))),
+        call,
+        "a slope that broadcasts to operand 0",
+        x,
+        slope,
+    )
+    return Result((x,))
+
+
+def _differ(a: DimLike, b: DimLike) -> bool:
+    return isinstance(a, int) and isinstance(b, int) and a != b
+
+
+def _infer_where(call: Call) -> Result:
+    condition, x, y = call.type(0), call.type(1), call.type(2)
+    require(condition.dtype == BOOL, call, "a bool condition", condition)
+    return Result((TensorType(promote_types((x, y), call.kind), broadcast_types(call, (condition, x, y))),))
+
+
+def _infer_clip(call: Call) -> Result:
+    x = call.type(0)
+    require(_numeric(x.dtype), call, "numeric operands")
+    for i in (1, 2):
+        if call.has(i):
+            bound = call.type(i)
+            promote_types((x, bound), call.kind)
+            require(bound.shape is None or product(bound.shape) == 1, call, "bounds of one element", x, bound)
+    return Result((x,))
+
+
+def _infer_cast(call: Call) -> Result:
+    return Result((call.type(0).with_dtype(call.attrs.to),))
+
+
+# ---------------------------------------------------------------- symbolic values
+
+
+def _fmod(call: Call, values: Values) -> Sequence[Any]:
+    def remainder(a: DimLike, b: DimLike) -> DimLike:
+        return a - trunc_div(a, b) * b if call.attrs.fmod else mod(a, b)
+
+    return elementwise(remainder)(call, values)
+
+
+def _pow_value(base: DimLike, exponent: DimLike) -> DimLike:
+    if isinstance(exponent, Dim) or exponent < 0 or exponent > 8:
+        raise Undecided
+    total: DimLike = 1
+    for _ in range(exponent):
+        total = total * base
+    return total
+
+
+def _where_values(call: Call, values: Values) -> Sequence[Any]:
+    condition, x, y = (np.asarray(v) for v in values)
+    return (np.where(condition, x.astype(object), y.astype(object)),)
+
+
+def _clip_values(call: Call, values: Values) -> Sequence[Any]:
+    out = values[0]
+    for i, extreme in ((1, dim_max), (2, dim_min)):
+        bound = values[i] if i < len(values) else None
+        if bound is not None and out is not None:
+            out = np.frompyfunc(extreme, 2, 1)(out.astype(object), bound.astype(object).reshape(()))
+    return (np.asarray(out, dtype=object),)
+
+
+def _cast_values(call: Call, values: Values) -> Sequence[Any]:
+    (value,) = values
+    if call.attrs.to == BOOL and value is not None:
+        return (np.asarray(np.frompyfunc(truth, 1, 1)(value), dtype=object),)
+    return (value,)
+
+
+# ---------------------------------------------------------------- import and export
+
+
+def _import_clip(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """Clip; the bounds were attributes before opset 11, with the extreme float32 values for "no bound"."""
+    if node.opset >= 11:
+        return e.op("Clip", node.inputs)
+    x = node.input(0)
+    extreme = float(np.finfo(np.float32).max)
+    bounds: list[Any] = []
+    for name in ("min", "max"):
+        value = node.get(name)
+        unbounded = value is None or abs(value) >= extreme
+        bounds.append(None if unbounded else np.asarray(value, dtype=e.type(x).dtype))
+    while bounds and bounds[-1] is None:
+        bounds.pop()
+    return e.op("Clip", [x, *bounds])
+
+
+def _import_cast(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    return e.op("Cast", node.inputs, CastAttrs(onnx_dtype(node.get("to")), bool(node.get("saturate", 1))))
+
+
+def _import_cast_like(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    to = e.type(node.input(1)).dtype
+    return e.op("Cast", [node.input(0)], CastAttrs(to, bool(node.get("saturate", 1))))
+
+
+def _export_cast(attrs: CastAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    if e.opset < 19:
+        return e.node("Cast", inputs, to=onnx_number(attrs.to))
+    return e.node("Cast", inputs, to=onnx_number(attrs.to), saturate=int(attrs.saturate))
+
+
+def _define(
+    kind: str,
+    infer: Infer,
+    attrs: type[Attrs] = Attrs,
+    *,
+    symbolic: Symbolic | None = None,
+    onnx: dict[str, FromOnnx] | None = None,
+    to_onnx: ToOnnx | None = None,
+    flops: int = 1,
+    tol: Tol = DEFAULT_TOL,
+    **traits: bool,
+) -> OpDef:
+    return OpDef(
+        kind,
+        with_values(infer, symbolic),
+        KERNELS[kind],
+        attrs,
+        onnx={kind: simple_import(kind, read_attrs(attrs))} if onnx is None else onnx,
+        to_onnx=to_onnx,
+        cost=per_element(flops),
+        tol=tol,
+        traits=Traits(pointwise=True, **traits),
+    )
+
+
+_ARITHMETIC = _infer("numeric operands", _numeric)
+_VARIADIC = _infer("numeric operands", _numeric, count=None)
+_FLOATS = _infer("floating-point operands", is_float, count=None)
+_COMPARISON = _infer("numeric operands", _numeric, to_bool=True)
+_EQUALITY = _infer("numeric or bool operands", lambda d: _numeric(d) or d == BOOL, to_bool=True)
+_LOGIC = _infer("bool operands", lambda d: d == BOOL)
+_BITS = _infer("integer operands", is_int)
+
+DEFS: tuple[OpDef, ...] = (
+    # Arithmetic.
+    _define("Add", _ARITHMETIC, symbolic=elementwise(lambda a, b: a + b), commutative=True, monotone=True),
+    _define("Sub", _ARITHMETIC, symbolic=elementwise(lambda a, b: a - b), monotone=True),
+    _define("Mul", _ARITHMETIC, symbolic=elementwise(lambda a, b: a * b), commutative=True),
+    _define("Div", _ARITHMETIC, symbolic=elementwise(trunc_div)),
+    _define("Mod", _ARITHMETIC, ModAttrs, symbolic=_fmod),
+    _define("Pow", _infer_pow, symbolic=elementwise(_pow_value), flops=8, fp16_risky=True),
+    _define("PRelu", _infer_prelu, flops=2),
+    _define("Min", _VARIADIC, symbolic=folded(dim_min), tol=EXACT, commutative=True, monotone=True),
+    _define("Max", _VARIADIC, symbolic=folded(dim_max), tol=EXACT, commutative=True, monotone=True),
+    _define("Sum", _VARIADIC, symbolic=folded(lambda a, b: a + b), commutative=True, monotone=True),
+    _define("Mean", _FLOATS, commutative=True, monotone=True),
+    _define("BitShift", _BITS, BitShiftAttrs, tol=EXACT),
+    # Comparison.
+    _define("Equal", _EQUALITY, symbolic=elementwise(equal), tol=EXACT, commutative=True),
+    _define("Less", _COMPARISON, symbolic=elementwise(less), tol=EXACT),
+    _define("LessOrEqual", _COMPARISON, symbolic=elementwise(lambda a, b: not less(b, a)), tol=EXACT),
+    _define("Greater", _COMPARISON, symbolic=elementwise(lambda a, b: less(b, a)), tol=EXACT),
+    _define("GreaterOrEqual", _COMPARISON, symbolic=elementwise(lambda a, b: not less(a, b)), tol=EXACT),
+    # Logic.
+    _define("And", _LOGIC, tol=EXACT, commutative=True),
+    _define("Or", _LOGIC, tol=EXACT, commutative=True),
+    _define("Xor", _LOGIC, tol=EXACT, commutative=True),
+    _define("BitwiseAnd", _BITS, tol=EXACT, commutative=True, to_onnx=needs_opset("BitwiseAnd", 18)),
+    _define("BitwiseOr", _BITS, tol=EXACT, commutative=True, to_onnx=needs_opset("BitwiseOr", 18)),
+    _define("BitwiseXor", _BITS, tol=EXACT, commutative=True, to_onnx=needs_opset("BitwiseXor", 18)),
+    # Selection and conversion.
+    _define("Where", _infer_where, symbolic=_where_values, tol=EXACT),
+    _define(
+        "Clip",
+        _infer_clip,
+        symbolic=_clip_values,
+        onnx={"Clip": _import_clip},
+        flops=2,
+        tol=EXACT,
+        monotone=True,
+        idempotent=True,
+    ),
+    _define(
+        "Cast",
+        _infer_cast,
+        CastAttrs,
+        symbolic=_cast_values,
+        onnx={"Cast": _import_cast, "CastLike": _import_cast_like},
+        to_onnx=_export_cast,
+        tol=EXACT,
+        idempotent=True,
+    ),
+)

@@ -1,7 +1,212 @@
-"""Kinds of our own: Pointwise, a fused pointwise DAG."""
+"""Fused pointwise stages: inference, plain form, cost and export; and the kind Pointwise, a chain (or small DAG) of them.
+
+Every fusible kind (Conv, Gemm, MatMul, …) holds stages in its attributes (see :class:`optdnn.ops.base.FusedAttrs`) and uses the
+helpers here. A stage's meaning is that of its own kind, so nothing about stages is written twice.
+"""
 
 from __future__ import annotations
 
-from optdnn.ops.base import OpDef
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-DEFS: tuple[OpDef, ...] = ()
+from optdnn.dim import Dim
+from optdnn.errors import InternalError, ShapeError
+from optdnn.ops.base import (
+    Attrs,
+    Call,
+    Cost,
+    Export,
+    FusedAttrs,
+    Known,
+    OpDef,
+    Result,
+    Stage,
+    Traits,
+    attrs_dict,
+)
+from optdnn.runtime.reference.run import PlainStage, run_kernel
+from optdnn.types import Array, TensorType
+
+
+def _opdef(kind: str) -> OpDef:
+    from optdnn.ops.table import OPDEFS  # the table imports this module
+
+    try:
+        return OPDEFS[kind]
+    except KeyError:
+        raise InternalError(f"stage of unknown kind {kind!r}") from None
+
+
+def _no_symbols(hint: str) -> Dim:
+    raise InternalError(f"a pointwise stage asks for a new symbol {hint!r}")
+
+
+def _pick(args: Sequence[int | None], registers: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """What a stage's ``args`` name, from the registers (negative) and the operands of the op that holds the stage."""
+    try:
+        return [None if a is None else registers[~a] if a < 0 else operands[a] for a in args]
+    except IndexError:
+        raise ShapeError(
+            f"a fused stage reads {tuple(args)}, of {len(registers)} registers and {len(operands)} operands"
+        ) from None
+
+
+def stage_calls(
+    stages: Sequence[Stage],
+    start: TensorType,
+    operands: Sequence[TensorType | None],
+    *,
+    value: Known | None = None,
+    values: Sequence[Known | None] = (),
+) -> list[tuple[Call, Result]]:
+    """The inference call and result of every stage of a chain that begins with a value of type ``start``.
+
+    ``operands`` are the types of all operand slots of the op that holds the stages. ``value`` and ``values``: the known
+    values of the start and of the operands, where there are any. Raises ShapeError naming the stage that contradicts.
+    """
+    padded = [*values, *[None] * (len(operands) - len(values))]
+    types, known = [start], [value]
+    calls: list[tuple[Call, Result]] = []
+    for k, stage in enumerate(stages):
+        definition = _opdef(stage.kind)
+        if not definition.traits.pointwise:
+            raise ShapeError(f"{stage.kind} cannot be a fused stage: it is not pointwise")
+        in_types = tuple(_pick(stage.args, types, operands))
+        call = Call(stage.kind, stage.attrs, in_types, tuple(_pick(stage.args, known, padded)), 1, _no_symbols)
+        try:
+            result = definition.infer(call)
+        except ShapeError as error:
+            raise ShapeError(f"fused stage {k} ({stage.kind}): {error.message}") from error
+        types.append(result.types[0])
+        known.append(result.values[0] if result.values else None)
+        calls.append((call, result))
+    return calls
+
+
+def infer_stages(stages: Sequence[Stage], start: TensorType, operands: Sequence[TensorType | None]) -> TensorType:
+    """The type a chain of stages gives to a value of type ``start``; see :func:`stage_calls`."""
+    calls = stage_calls(stages, start, operands)
+    return calls[-1][1].types[0] if calls else start
+
+
+def stages_flops(stages: Sequence[Stage], start: TensorType, operands: Sequence[TensorType | None]) -> float:
+    """Arithmetic of a chain of stages; symbolic dimensions count by :func:`elements`."""
+    return sum(flops(call, result) for call, result in stage_calls(stages, start, operands))
+
+
+def flops(call: Call, result: Result) -> float:
+    """Arithmetic of one call by its kind's cost function (one operation per output element where it has none)."""
+    cost = _opdef(call.kind).cost
+    return cost(call, result).flops if cost else elements(result.types[0])
+
+
+def elements(t: TensorType) -> float:
+    """Number of elements, with 1 for each symbolic dimension (and for an unknown rank)."""
+    count = 1.0
+    for d in t.shape or ():
+        count *= d if isinstance(d, int) else 1
+    return count
+
+
+def plain_attrs(kind: str, attrs: Attrs) -> dict[str, Any]:
+    """Attributes as :func:`optdnn.runtime.reference.run.run_kernel` takes them: stages in plain form, and ``arity`` with them."""
+    plain = attrs_dict(attrs)
+    if isinstance(attrs, FusedAttrs):
+        plain["prologue"] = plain_stages(attrs.prologue)
+        plain["epilogue"] = plain_stages(attrs.epilogue)
+        plain["arity"] = _opdef(kind).arity
+    return plain
+
+
+def plain_stages(stages: Sequence[Stage]) -> tuple[PlainStage, ...]:
+    return tuple(PlainStage(s.kind, s.args, attrs_dict(s.attrs)) for s in stages)
+
+
+# ---------------------------------------------------------------- export
+
+
+class _Typed:
+    """An Export that also knows the types of the values between stages."""
+
+    def __init__(self, base: Export):
+        self.base, self.opset, self.types = base, base.opset, {}  # type: ignore[var-annotated]
+
+    def node(self, op_type: str, inputs: Sequence[str], outputs: int = 1, *, domain: str = "", **attrs: Any) -> Any:
+        return self.base.node(op_type, inputs, outputs, domain=domain, **attrs)
+
+    def const(self, value: Array, hint: str = "c") -> str:
+        return self.base.const(value, hint)
+
+    def type(self, name: str) -> TensorType:
+        return self.types[name] if name in self.types else self.base.type(name)
+
+
+def export_op(kind: str, attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    """Write one op as ONNX by its definition (``to_onnx``, or a node of the same name with the fields that are set)."""
+    definition = _opdef(kind)
+    if definition.to_onnx is not None:
+        return definition.to_onnx(attrs, inputs, n_outputs, e)
+    fields = {k: v for k, v in attrs_dict(attrs).items() if v is not None}
+    return e.node(kind, inputs, n_outputs, **fields)
+
+
+def export_stages(
+    stages: Sequence[Stage], start: str, start_type: TensorType, operands: Sequence[str], e: Export
+) -> str:
+    """Write a chain of stages as separate ONNX nodes.
+
+    ``start`` and ``start_type``: the value that enters; ``operands``: names of the operand slots ("" = absent) of the op that
+    holds the stages. Returns the name of the result.
+    """
+    typed = _Typed(e)
+    typed.types[start] = start_type
+    calls = stage_calls(stages, start_type, [e.type(n) if n else None for n in operands])
+    registers = [start]
+    for stage, (_, result) in zip(stages, calls, strict=True):
+        names = ["" if n is None else n for n in _pick(stage.args, registers, operands)]
+        (name,) = export_op(stage.kind, stage.attrs, names, 1, typed)
+        typed.types[name] = result.types[0]
+        registers.append(name)
+    return registers[-1]
+
+
+# ---------------------------------------------------------------- the kind Pointwise
+
+
+@dataclass(frozen=True)
+class PointwiseAttrs(FusedAttrs):
+    """A fused pointwise DAG: ``epilogue`` is its body, whose register 0 is operand 0."""
+
+
+def _infer_pointwise(call: Call) -> Result:
+    start = call.type(0)
+    calls = stage_calls(call.attrs.epilogue, start, call.types, value=call.value(0), values=call.values)
+    last = calls[-1][1] if calls else Result((start,), (call.value(0),))
+    return Result(last.types[:1], last.values[:1])
+
+
+def _kernel_pointwise(*operands: Array | None, **attrs: Any) -> tuple[Array, ...]:
+    return run_kernel("Pointwise", operands, {"arity": 1, **attrs})
+
+
+def _cost_pointwise(call: Call, result: Result) -> Cost:
+    return Cost(stages_flops(call.attrs.epilogue, call.type(0), call.types))
+
+
+def _export_pointwise(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    return (export_stages(attrs.epilogue, inputs[0], e.type(inputs[0]), inputs, e),)
+
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef(
+        "Pointwise",
+        _infer_pointwise,
+        _kernel_pointwise,
+        PointwiseAttrs,
+        to_onnx=_export_pointwise,
+        cost=_cost_pointwise,
+        traits=Traits(pointwise=True),
+        arity=1,
+    ),
+)

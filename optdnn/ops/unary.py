@@ -2,6 +2,269 @@
 
 from __future__ import annotations
 
-from optdnn.ops.base import OpDef
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-DEFS: tuple[OpDef, ...] = ()
+import numpy as np
+
+from optdnn.dim import DimLike, bounds, dim_max
+from optdnn.errors import UnsupportedError
+from optdnn.ops.base import (
+    DEFAULT_TOL,
+    EXACT,
+    Attrs,
+    Call,
+    Cost,
+    Export,
+    Infer,
+    OpDef,
+    Result,
+    Tol,
+    ToOnnx,
+    Traits,
+    read_attrs,
+    simple_import,
+)
+from optdnn.ops.values import Undecided, elementwise, require, with_values
+from optdnn.runtime.reference.unary import KERNELS
+from optdnn.types import BOOL, DType, is_float, is_int
+
+
+def f32(value: float) -> float:
+    """The float32 nearest to a decimal: what ONNX's schema holds as a default."""
+    return float(np.float32(value))
+
+
+@dataclass(frozen=True)
+class LeakyReluAttrs(Attrs):
+    alpha: float = f32(0.01)
+
+
+@dataclass(frozen=True)
+class AlphaAttrs(Attrs):
+    """``alpha`` of Elu, Celu, ThresholdedRelu and Swish."""
+
+    alpha: float = 1.0
+
+
+@dataclass(frozen=True)
+class SeluAttrs(Attrs):
+    alpha: float = f32(1.67326319217681884765625)
+    gamma: float = f32(1.05070102214813232421875)
+
+
+@dataclass(frozen=True)
+class HardSigmoidAttrs(Attrs):
+    alpha: float = f32(0.2)
+    beta: float = 0.5
+
+
+@dataclass(frozen=True)
+class GeluAttrs(Attrs):
+    """``approximate`` is "none" (by erf) or "tanh"."""
+
+    approximate: str = "none"
+
+
+@dataclass(frozen=True)
+class ShrinkAttrs(Attrs):
+    lambd: float = 0.5
+    bias: float = 0.0
+
+
+@dataclass(frozen=True)
+class IsInfAttrs(Attrs):
+    detect_negative: bool = True
+    detect_positive: bool = True
+
+
+def _numeric(dtype: DType) -> bool:
+    return is_float(dtype) or is_int(dtype)
+
+
+_ACCEPTS: dict[str, Callable[[DType], bool]] = {
+    "a floating-point operand": is_float,
+    "a numeric operand": _numeric,
+    "a signed numeric operand": lambda d: is_float(d) or d.kind == "i",
+    "an integer operand": is_int,
+    "a bool operand": lambda d: d == BOOL,
+}
+
+
+def _infer(accepts: str, to_bool: bool = False) -> Infer:
+    check = _ACCEPTS[accepts]
+
+    def infer(call: Call) -> Result:
+        t = call.type(0)
+        require(check(t.dtype), call, accepts, t)
+        return Result((t.with_dtype(BOOL) if to_bool else t,))
+
+    return infer
+
+
+def per_element(count: int) -> Callable[[Call, Result], Cost]:
+    def cost(call: Call, result: Result) -> Cost:
+        from optdnn.ops.fused import elements
+
+        return Cost(count * elements(result.types[0]))
+
+    return cost
+
+
+# ---------------------------------------------------------------- export to opsets that lack the operator
+
+
+def _decomposed(since: int, kind: str, write: ToOnnx) -> ToOnnx:
+    """Export as ``kind`` from opset ``since`` on, below it by ``write``."""
+
+    def to_onnx(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+        if e.opset < since:
+            return write(attrs, inputs, n_outputs, e)
+        fields = {k: getattr(attrs, k) for k in attrs.__dataclass_fields__}
+        return e.node(kind, inputs, **fields)
+
+    return to_onnx
+
+
+def _constant(e: Export, like: str, value: float) -> str:
+    return e.const(np.asarray(value, dtype=e.type(like).dtype))
+
+
+def _swish_nodes(attrs: AlphaAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    (x,) = inputs
+    scaled = x if attrs.alpha == 1 else e.node("Mul", [x, _constant(e, x, attrs.alpha)])[0]
+    return e.node("Mul", [x, e.node("Sigmoid", [scaled])[0]])
+
+
+def _gelu_nodes(attrs: GeluAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    (x,) = inputs
+    if attrs.approximate == "tanh":
+        (cube,) = e.node("Mul", [e.node("Mul", [x, x])[0], x])
+        (sum_,) = e.node("Add", [x, e.node("Mul", [cube, _constant(e, x, 0.044715)])[0]])
+        (curve,) = e.node("Tanh", e.node("Mul", [sum_, _constant(e, x, math.sqrt(2 / math.pi))]))
+    else:
+        (curve,) = e.node("Erf", e.node("Mul", [x, _constant(e, x, math.sqrt(0.5))]))
+    (gate,) = e.node("Add", [curve, _constant(e, x, 1.0)])
+    return e.node("Mul", [e.node("Mul", [x, gate])[0], _constant(e, x, 0.5)])
+
+
+def _mish_nodes(attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    return e.node("Mul", [inputs[0], e.node("Tanh", e.node("Softplus", inputs))[0]])
+
+
+def _hard_swish_nodes(attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    return e.node("Mul", [inputs[0], e.node("HardSigmoid", inputs, alpha=1 / 6, beta=0.5)[0]])
+
+
+def needs_opset(kind: str, since: int) -> ToOnnx:
+    """Export of an operator that older opsets cannot express at all: a typed error below ``since``."""
+
+    def refuse(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+        raise UnsupportedError(
+            f"{kind} cannot be written in ONNX opset {e.opset}", hint=f"export to opset {since} or later"
+        )
+
+    return _decomposed(since, kind, refuse)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def _sign(a: DimLike) -> DimLike:
+    lo, hi = bounds(a)
+    if lo > 0:
+        return 1
+    if hi < 0:
+        return -1
+    raise Undecided
+
+
+_SYMBOLIC: dict[str, Callable[[Any], DimLike]] = {
+    "Neg": lambda a: -a,
+    "Abs": lambda a: dim_max(a, -a),
+    "Relu": lambda a: dim_max(a, 0),
+    "Sign": _sign,
+}
+"""Unary kinds that shape arithmetic uses on integers."""
+
+
+def _define(
+    kind: str,
+    attrs: type[Attrs] = Attrs,
+    *,
+    accepts: str = "a floating-point operand",
+    to_bool: bool = False,
+    flops: int = 1,
+    tol: Tol = DEFAULT_TOL,
+    to_onnx: ToOnnx | None = None,
+    aliases: tuple[str, ...] = (),
+    **traits: bool,
+) -> OpDef:
+    symbolic = elementwise(_SYMBOLIC[kind]) if kind in _SYMBOLIC else None
+    import_node = simple_import(kind, read_attrs(attrs))
+    return OpDef(
+        kind,
+        with_values(_infer(accepts, to_bool), symbolic),
+        KERNELS[kind],
+        attrs,
+        onnx=dict.fromkeys((kind, *aliases), import_node),
+        to_onnx=to_onnx,
+        cost=per_element(flops),
+        tol=tol,
+        traits=Traits(pointwise=True, **traits),
+    )
+
+
+_NUMERIC = "a numeric operand"
+_SIGNED = "a signed numeric operand"
+
+DEFS: tuple[OpDef, ...] = (
+    # Activations. Monotone only where every choice of attributes is.
+    _define("Relu", accepts=_SIGNED, tol=EXACT, monotone=True, idempotent=True),
+    _define("LeakyRelu", LeakyReluAttrs, accepts=_NUMERIC, flops=2),
+    _define("Elu", AlphaAttrs, flops=3),
+    _define("Selu", SeluAttrs, flops=4),
+    _define("Celu", AlphaAttrs, flops=5),
+    _define("ThresholdedRelu", AlphaAttrs, tol=EXACT),
+    _define("Sigmoid", flops=4, monotone=True),
+    _define("HardSigmoid", HardSigmoidAttrs, flops=3),
+    _define("HardSwish", flops=4, to_onnx=_decomposed(14, "HardSwish", _hard_swish_nodes)),
+    _define("Tanh", flops=4, monotone=True),
+    _define("Softplus", flops=4, monotone=True, fp16_risky=True),
+    _define("Softsign", flops=3, monotone=True),
+    _define("Mish", flops=8, to_onnx=_decomposed(18, "Mish", _mish_nodes), fp16_risky=True),
+    _define("Gelu", GeluAttrs, flops=8, to_onnx=_decomposed(20, "Gelu", _gelu_nodes), aliases=("com.microsoft.Gelu",)),
+    _define("Swish", AlphaAttrs, flops=5, to_onnx=_decomposed(24, "Swish", _swish_nodes)),
+    _define("Shrink", ShrinkAttrs, accepts=_NUMERIC, flops=2, tol=EXACT),
+    # Arithmetic.
+    _define("Neg", accepts=_SIGNED, tol=EXACT),
+    _define("Abs", accepts=_NUMERIC, tol=EXACT, idempotent=True),
+    _define("Sign", accepts=_NUMERIC, tol=EXACT, monotone=True, idempotent=True),
+    _define("Ceil", tol=EXACT, monotone=True, idempotent=True),
+    _define("Floor", tol=EXACT, monotone=True, idempotent=True),
+    _define("Round", tol=EXACT, monotone=True, idempotent=True),
+    _define("Reciprocal", fp16_risky=True),
+    _define("Sqrt", monotone=True),
+    _define("Exp", flops=4, monotone=True, fp16_risky=True),
+    _define("Log", flops=4, monotone=True, fp16_risky=True),
+    _define("Erf", accepts=_NUMERIC, flops=4, monotone=True),
+    # Trigonometric and hyperbolic functions and their inverses.
+    _define("Sin", flops=4),
+    _define("Cos", flops=4),
+    _define("Tan", flops=4, fp16_risky=True),
+    _define("Asin", flops=4, monotone=True),
+    _define("Acos", flops=4),
+    _define("Atan", flops=4, monotone=True),
+    _define("Sinh", flops=4, monotone=True, fp16_risky=True),
+    _define("Cosh", flops=4, fp16_risky=True),
+    _define("Asinh", flops=4, monotone=True),
+    _define("Acosh", flops=4, monotone=True),
+    _define("Atanh", flops=4, monotone=True, fp16_risky=True),
+    # Logic and classification.
+    _define("Not", accepts="a bool operand", tol=EXACT),
+    _define("BitwiseNot", accepts="an integer operand", tol=EXACT, to_onnx=needs_opset("BitwiseNot", 18)),
+    _define("IsNaN", to_bool=True, tol=EXACT),
+    _define("IsInf", IsInfAttrs, to_bool=True, tol=EXACT),
+)

@@ -2,6 +2,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 from optdnn.runtime.reference.base import Kernel
 
-KERNELS: dict[str, Kernel] = {}
+from optdnn.types import BF16, BOOL, DTYPES, FP16, FP32, FP64, Array, DType, is_float, is_int
+
+
+def _two(fn: Callable[[Any, Any], Any]) -> Kernel:
+    return lambda a, b: (fn(a, b),)
+
+
+def _many(fn: Callable[[Any, Any], Any]) -> Kernel:
+    return lambda *arrays: (reduce(fn, arrays),)
+
+
+def _div(a: Array, b: Array) -> tuple[Array, ...]:
+    if not is_int(a.dtype):
+        return (a / b,)
+    quotient = np.floor_divide(a, b)
+    if a.dtype.kind == "i":  # ONNX rounds toward zero, NumPy down
+        quotient = quotient + ((quotient * b != a) & ((a < 0) != (b < 0)) & (b != 0))
+    return (np.asarray(quotient, dtype=a.dtype),)
+
+
+def _pow(x: Array, y: Array) -> tuple[Array, ...]:
+    if is_int(x.dtype) and is_int(y.dtype) and np.all(y >= 0):
+        return (np.power(x, y.astype(x.dtype)),)
+    if is_int(x.dtype):
+        return (np.power(x.astype(np.float64), y.astype(np.float64)).astype(x.dtype),)
+    return (np.power(x, y.astype(x.dtype)),)
+
+
+def _mod(a: Array, b: Array, fmod: bool) -> tuple[Array, ...]:
+    return (np.fmod(a, b) if fmod else np.mod(a, b),)
+
+
+def _bit_shift(x: Array, y: Array, direction: str) -> tuple[Array, ...]:
+    """ONNX BitShift (opset 28): a shift by a negative count or past the width leaves only what sign extension fills."""
+    x, y = np.broadcast_arrays(x, y)
+    width = x.dtype.itemsize * 8
+    beyond = (y < 0) | (y >= width)
+    count = np.where(beyond, 0, y).astype(x.dtype)
+    if direction == "LEFT":
+        return (np.where(beyond, 0, np.left_shift(x, count)).astype(x.dtype),)
+    return (np.where(beyond, np.where(x < 0, -1, 0), np.right_shift(x, count)).astype(x.dtype),)
+
+
+def _mean(*arrays: Array) -> tuple[Array, ...]:
+    return (reduce(np.add, arrays) / len(arrays),)
+
+
+def _clip(x: Array, low: Array | None = None, high: Array | None = None) -> tuple[Array, ...]:
+    """``min(max(x, low), high)``; ``low`` and ``high`` hold one element each."""
+    if low is not None:
+        x = np.maximum(x, np.reshape(low, ()))
+    return (x if high is None else np.minimum(x, np.reshape(high, ())),)
+
+
+def _where(condition: Array, x: Array, y: Array) -> tuple[Array, ...]:
+    return (np.where(condition, x, y),)
+
+
+def as_dtype(to: npt.DTypeLike | str) -> DType:
+    """A dtype from itself or from its short name."""
+    return DTYPES[to] if isinstance(to, str) and to in DTYPES else np.dtype(to)
+
+
+_FP8 = (DTYPES["fp8_e4m3"], DTYPES["fp8_e5m2"])
+_FP8_MAX = {DTYPES["fp8_e4m3"]: 448.0, DTYPES["fp8_e5m2"]: 57344.0}
+
+
+def cast(x: Array, to: npt.DTypeLike | str, saturate: bool = True) -> tuple[Array, ...]:
+    """ONNX Cast: floats to integers truncate, to narrower floats round to nearest even; ``saturate`` clamps fp8."""
+    dtype = as_dtype(to)
+    if dtype == x.dtype:
+        return (x,)
+    if x.dtype in (BF16, *_FP8):  # float32 holds them exactly
+        x = x.astype(np.float32)
+    if dtype == BOOL:
+        return (x != 0,)
+    if dtype in (BF16, *_FP8) and x.dtype not in (FP16, FP32):
+        x = _round_to_odd(x.astype(np.float64))
+    if dtype in _FP8:
+        top = x.dtype.type(_FP8_MAX[dtype])
+        return ((np.clip(x, -top, top) if saturate else x).astype(dtype),)
+    if is_float(x.dtype) and dtype.kind == "u":  # negative values are undefined; wrap them as a signed cast does
+        x = np.where(x < 0, np.trunc(x).astype(np.int64).astype(np.uint64), x.astype(np.uint64))
+    return (x.astype(dtype),)
+
+
+def _round_to_odd(x: Array) -> Array:
+    """float64 to float32 by rounding to odd, after which rounding once more to bf16 rounds as if from float64 itself."""
+    y = x.astype(np.float32)
+    back = y.astype(FP64)
+    bits = np.atleast_1d(y).view(np.int32).copy()
+    exact = np.atleast_1d((back == x) | ~np.isfinite(x) | ~np.isfinite(back))
+    away = np.atleast_1d(np.abs(back) > np.abs(x))
+    bits[~exact & away] -= 1  # truncate toward zero …
+    bits[~exact] |= 1  # … and remember that something was lost
+    return bits.view(np.float32).reshape(x.shape)
+
+
+KERNELS: dict[str, Kernel] = {
+    "Add": _two(np.add),
+    "Sub": _two(np.subtract),
+    "Mul": _two(np.multiply),
+    "Div": _div,
+    "Pow": _pow,
+    "Mod": _mod,
+    "PRelu": _two(lambda x, slope: np.where(x < 0, x * slope, x)),
+    "Min": _many(np.minimum),
+    "Max": _many(np.maximum),
+    "Sum": _many(np.add),
+    "Mean": _mean,
+    "Equal": _two(np.equal),
+    "Less": _two(np.less),
+    "LessOrEqual": _two(np.less_equal),
+    "Greater": _two(np.greater),
+    "GreaterOrEqual": _two(np.greater_equal),
+    "And": _two(np.logical_and),
+    "Or": _two(np.logical_or),
+    "Xor": _two(np.logical_xor),
+    "BitwiseAnd": _two(np.bitwise_and),
+    "BitwiseOr": _two(np.bitwise_or),
+    "BitwiseXor": _two(np.bitwise_xor),
+    "BitShift": _bit_shift,
+    "Where": _where,
+    "Clip": _clip,
+    "Cast": cast,
+}

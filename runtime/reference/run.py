@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from optdnn.runtime.reference.table import KERNELS
 
-from optdnn.errors import InternalError
-from optdnn.types import BF16, DTYPES, FP16, FP32, Array
+from optdnn.errors import InternalError, RunError
+from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType
 
 _WIDENED = {FP16: FP32, BF16: FP32, DTYPES["fp8_e4m3"]: FP32, DTYPES["fp8_e5m2"]: FP32}
 _KEEPS_NARROW = frozenset({"Cast", "Identity"})
@@ -32,12 +32,30 @@ def run_stages(value: Array, stages: Sequence[PlainStage], operands: Sequence[Ar
     return registers[-1]
 
 
-def run_kernel(kind: str, operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> tuple[Array, ...]:
+def run_kernel(
+    kind: str,
+    operands: Sequence[Array | None],
+    attrs: Mapping[str, Any],
+    dtypes: Sequence[DType] | None = None,
+) -> tuple[Array, ...]:
     """Evaluate one op.
 
     ``attrs`` may hold ``prologue`` and ``epilogue`` (sequences of :class:`PlainStage`) and, with them, ``arity``: how many
-    operands are the kernel's own. fp16, bf16 and fp8 operands are computed in fp32 and results rounded once.
+    operands are the kernel's own. fp16, bf16 and fp8 operands are computed in fp32 and results rounded once, to ``dtypes``
+    (the results' types) where they are given, else to the type of the first narrow operand. Floating-point exceptions are
+    silent, as in ONNX. Raises RunError where the values of operands contradict (an index out of range).
     """
+    try:
+        with np.errstate(all="ignore"):
+            return _run(kind, operands, attrs, dtypes)
+    except (ValueError, IndexError) as error:
+        shown = ", ".join("-" if a is None else f"{a.dtype}{list(a.shape)}" for a in operands)
+        raise RunError(f"{kind} of {shown}: {error}") from error
+
+
+def _run(
+    kind: str, operands: Sequence[Array | None], attrs: Mapping[str, Any], dtypes: Sequence[DType] | None
+) -> tuple[Array, ...]:
     attrs = dict(attrs)
     prologue, epilogue, arity = attrs.pop("prologue", ()), attrs.pop("epilogue", ()), attrs.pop("arity", None)
     narrow = None
@@ -60,7 +78,11 @@ def run_kernel(kind: str, operands: Sequence[Array | None], attrs: Mapping[str, 
     if epilogue:
         results = (run_stages(results[0], epilogue, operands), *results[1:])
     if narrow is not None:
-        results = tuple(r.astype(narrow) if r.dtype == np.float32 else r for r in results)
+        wanted = dtypes if dtypes is not None else [narrow] * len(results)
+        results = tuple(
+            r.astype(t) if r.dtype == np.float32 and t in _WIDENED else r
+            for r, t in zip(results, wanted, strict=False)
+        )
     return tuple(np.ascontiguousarray(r) if r.ndim else r for r in map(np.asarray, results))
 
 
