@@ -1,0 +1,92 @@
+"""ONNX Runtime as a library of the cpu target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import RunError
+from optdnn.runtime.cpu.library import Settings, library_module
+from optdnn.types import Array
+
+
+class OnnxRuntimeModel:
+    """An ``InferenceSession`` over ONNX bytes whose large weights are given from memory.
+
+    ``model`` declares each of ``weights`` as an initializer with external data; they are handed over by name without a
+    copy, so the arrays live as long as the model does. Raises RunError with the library's own message when it refuses.
+    """
+
+    name = "onnxruntime"
+
+    def __init__(
+        self,
+        model: bytes,
+        weights: Mapping[str, Array],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        settings: Settings,
+    ):
+        ort = library_module("onnxruntime")
+        if settings.precision != "fp32":
+            raise RunError(f"onnxruntime has no {settings.precision} arithmetic on the CPU")
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = settings.threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        self._inputs, self._outputs = list(inputs), list(outputs)
+        # ONNX Runtime reads the arrays in place and does not own them: they must outlive the session.
+        self._weights = dict(weights)
+        try:
+            if self._weights:
+                values = [ort.OrtValue.ortvalue_from_numpy(np.asarray(w)) for w in self._weights.values()]
+                options.add_external_initializers(list(self._weights), values)
+                self._values = values
+            self._session: Any = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the binding raises its own unrelated classes
+            raise RunError(f"onnxruntime does not take this network: {_first_line(error)}") from None
+
+    def request(self) -> _OnnxRuntimeRequest:
+        return _OnnxRuntimeRequest(self)
+
+    def executed(self) -> dict[str, int]:
+        """ONNX Runtime computes each operator in the types of its operands; it casts nothing on its own."""
+        return {}
+
+
+class _OnnxRuntimeRequest:
+    def __init__(self, model: OnnxRuntimeModel):
+        self._model = model
+        self._session = model._session
+        self._names, self._outputs = model._inputs, model._outputs
+        self._ort = library_module("onnxruntime")
+
+    def run(self, inputs: Sequence[Array], outs: Sequence[Array | None]) -> list[Array]:
+        try:
+            feeds = dict(zip(self._names, inputs, strict=True))
+            if any(o is not None for o in outs):
+                return self._run_bound(feeds, outs)
+            results: list[Array] = self._session.run(self._outputs, feeds)
+            return results
+        except Exception as error:
+            raise RunError(f"onnxruntime failed: {_first_line(error)}") from None
+
+    def _run_bound(self, feeds: Mapping[str, Array], outs: Sequence[Array | None]) -> list[Array]:
+        binding = self._session.io_binding()
+        for name, array in feeds.items():
+            binding.bind_ortvalue_input(name, self._ort.OrtValue.ortvalue_from_numpy(array))
+        for name, out in zip(self._outputs, outs, strict=True):
+            if out is None:
+                binding.bind_output(name, "cpu")
+            else:
+                binding.bind_output(name, "cpu", 0, out.dtype, out.shape, out.ctypes.data)
+        self._session.run_with_iobinding(binding)
+        values = binding.get_outputs()
+        return [v.numpy() if out is None else out for v, out in zip(values, outs, strict=True)]
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
