@@ -206,7 +206,7 @@ FromOnnx: TypeAlias = Callable[[NodeSpec, Emit], Sequence[Ref]]
 
 
 class Export(Protocol):
-    """What an export function writes ONNX with. Values are ONNX names."""
+    """What an export function writes ONNX with. Values are ONNX names; an attribute that is a dtype becomes ONNX's number."""
 
     opset: int
 
@@ -217,6 +217,9 @@ class Export(Protocol):
     def const(self, value: Array, hint: str = "c") -> str: ...
 
     def type(self, name: str) -> TensorType: ...
+
+    def value(self, name: str) -> Array | None:
+        """The array of a constant (operand that older opsets want as an attribute), else None."""
 
 
 ToOnnx: TypeAlias = Callable[[Any, Sequence[str], int, Export], Sequence[str]]

@@ -2,6 +2,205 @@
 
 from __future__ import annotations
 
-from optdnn.ops.base import OpDef
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-DEFS: tuple[OpDef, ...] = ()
+from optdnn.dim import DimLike
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Attrs, Call, Cost, Emit, FusedAttrs, NodeSpec, OpDef, Ref, Result, Tol, promote_types
+from optdnn.ops.checks import agree, elements, extent, require_rank, required
+from optdnn.runtime.reference.gemm import KERNELS
+from optdnn.types import TensorType, broadcast_dims, show_shape
+
+
+@dataclass(frozen=True)
+class MatMulAttrs(FusedAttrs):
+    """MatMul has no attributes but its stages."""
+
+
+@dataclass(frozen=True)
+class GemmAttrs(FusedAttrs):
+    """``alpha * A' B' + beta * C`` with A and B transposed on request."""
+
+    alpha: float = 1.0
+    beta: float = 1.0
+    transA: bool = False
+    transB: bool = False
+
+
+@dataclass(frozen=True)
+class EinsumAttrs(Attrs):
+    """The equation, without spaces."""
+
+    equation: str
+
+
+def _dtype_of(call: Call, n: int) -> TensorType:
+    types = [call.type(i) for i in range(n)]
+    if call.attrs.prologue:  # operand 0 may enter in another type
+        return types[1]
+    promote_types(types, call.kind)
+    return types[0]
+
+
+def _infer_matmul(call: Call) -> Result:
+    a, b = call.type(0).dims, call.type(1).dims
+    if not a or not b:
+        raise ShapeError("MatMul of a scalar; use Mul")
+    dtype = _dtype_of(call, 2).dtype
+    inner = b[-2] if len(b) > 1 else b[0]
+    agree(a[-1], inner, f"MatMul of {show_shape(a)} and {show_shape(b)}: the inner sizes differ")
+    rows: tuple[DimLike, ...] = a[-2:-1] if len(a) > 1 else ()
+    cols: tuple[DimLike, ...] = b[-1:] if len(b) > 1 else ()
+    return Result((TensorType(dtype, (*broadcast_dims(a[:-2], b[:-2]), *rows, *cols)),))
+
+
+def _infer_gemm(call: Call) -> Result:
+    a, b = call.type(0), call.type(1)
+    require_rank(a, 2, "Gemm operand A")
+    require_rank(b, 2, "Gemm operand B")
+    dtype = _dtype_of(call, 2).dtype
+    m, k = a.dims[::-1] if call.attrs.transA else a.dims
+    k2, n = b.dims[::-1] if call.attrs.transB else b.dims
+    agree(k, k2, f"Gemm of {a} and {b}: the inner sizes differ")
+    if call.has(2):
+        c = call.type(2)
+        if c.dtype != dtype:
+            raise ShapeError(f"Gemm operand C is {c}, the others are {b}")
+        # C broadcasts to (M, N), never the other way round.
+        for size, target in zip(reversed(c.dims), (n, m), strict=False):
+            if size != 1:
+                agree(size, target, f"Gemm operand C {c} does not broadcast to [{m}, {n}]")
+        if len(c.dims) > 2:
+            raise ShapeError(f"Gemm operand C {c} has more than 2 dimensions")
+    return Result((TensorType(dtype, (m, n)),))
+
+
+def _parse(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[str]]:
+    """Labels of each operand and of the result; the axes under an ellipsis are labelled ".0", ".1" … from the left."""
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ranks):
+        raise ShapeError(f"Einsum {equation!r} names {len(terms)} operands, there are {len(ranks)}")
+    if any(not (c.isascii() and c.isalpha()) for c in equation.replace("...", "").replace("->", "").replace(",", "")):
+        raise ShapeError(f"Einsum equation {equation!r} is malformed")
+    hidden = [r - len(t.replace("...", "")) if "..." in t else 0 for t, r in zip(terms, ranks, strict=True)]
+    widest = max(hidden, default=0)
+
+    def expand(term: str, count: int) -> list[str]:
+        before, dots, after = term.partition("...")
+        return [*before, *([f".{i}" for i in range(widest - count, widest)] if dots else []), *after]
+
+    operands = [expand(t, h) for t, h in zip(terms, hidden, strict=True)]
+    for labels, rank, term in zip(operands, ranks, terms, strict=True):
+        if len(labels) != rank:
+            raise ShapeError(f"Einsum {equation!r}: term {term!r} does not fit an operand of rank {rank}")
+    if arrow:
+        return operands, expand(right, widest)
+    flat = [c for labels in operands for c in labels if not c.startswith(".")]
+    return operands, [*(f".{i}" for i in range(widest)), *sorted(c for c in set(flat) if flat.count(c) == 1)]
+
+
+def _einsum_sizes(equation: str, types: Sequence[TensorType]) -> tuple[dict[str, DimLike], list[str]]:
+    operands, result = _parse(equation, [len(t.dims) for t in types])
+    sizes: dict[str, DimLike] = {}
+    for labels, t in zip(operands, types, strict=True):
+        for label, size in zip(labels, t.dims, strict=True):
+            known = sizes.get(label, 1)
+            if label.startswith("."):
+                (sizes[label],) = broadcast_dims((known,), (size,))
+            elif known == 1:  # NumPy lets a size of 1 broadcast here too
+                sizes[label] = size
+            elif size != 1:
+                sizes[label] = agree(known, size, f"Einsum {equation!r}: sizes of {label!r} differ")
+    unknown = [c for c in result if c not in sizes]
+    if unknown or len(set(result)) != len(result):
+        raise ShapeError(f"Einsum {equation!r}: the result names {', '.join(unknown) or 'a label twice'}")
+    return sizes, result
+
+
+def _infer_einsum(call: Call) -> Result:
+    types = [call.type(i) for i in range(len(call.types))]
+    dtype = promote_types(types, "Einsum")
+    sizes, result = _einsum_sizes(call.attrs.equation, types)
+    return Result((TensorType(dtype, tuple(sizes[c] for c in result)),))
+
+
+def _stages(call: Call, result: Result) -> float:
+    a = call.attrs
+    return len(a.prologue) * elements(call.type(0)) + len(a.epilogue) * elements(result.types[0])
+
+
+def _cost_matmul(call: Call, result: Result) -> Cost:
+    return Cost(2 * elements(result.types[0]) * extent(call.type(0).dims[-1]) + _stages(call, result))
+
+
+def _cost_gemm(call: Call, result: Result) -> Cost:
+    k = call.type(0).dims[0 if call.attrs.transA else 1]
+    extra = (call.attrs.alpha != 1.0) + (call.has(2) and 1 + (call.attrs.beta != 1.0))
+    y = elements(result.types[0])
+    return Cost(2 * y * extent(k) + extra * y + _stages(call, result))
+
+
+def _cost_einsum(call: Call, result: Result) -> Cost:
+    types = [call.type(i) for i in range(len(call.types))]
+    sizes, _ = _einsum_sizes(call.attrs.equation, types)
+    return Cost(2 * max(1, len(types) - 1) * extent(*sizes.values()))
+
+
+def _import_matmul(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    return e.op("MatMul", node.inputs, MatMulAttrs())
+
+
+def _import_gemm(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    attrs = GemmAttrs(
+        float(node.get("alpha", 1.0)),
+        float(node.get("beta", 1.0)),
+        bool(node.get("transA", 0)),
+        bool(node.get("transB", 0)),
+    )
+    return e.op("Gemm", node.inputs, attrs)
+
+
+def _import_einsum(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    return e.op("Einsum", node.inputs, EinsumAttrs(str(required(node, "equation")).replace(" ", "")))
+
+
+# A sum of K products in fp32 is off by about sqrt(K) roundoffs of its largest partial sum; K reaches some 10^4.
+_TOL = Tol(rtol=1e-5, atol=3e-6)
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef(
+        kind="MatMul",
+        infer=_infer_matmul,
+        kernel=KERNELS["MatMul"],
+        attrs=MatMulAttrs,
+        onnx={"MatMul": _import_matmul},
+        to_onnx=lambda attrs, inputs, n, e: e.node("MatMul", inputs),
+        cost=_cost_matmul,
+        tol=_TOL,
+        arity=2,
+    ),
+    OpDef(
+        kind="Gemm",
+        infer=_infer_gemm,
+        kernel=KERNELS["Gemm"],
+        attrs=GemmAttrs,
+        onnx={"Gemm": _import_gemm},
+        to_onnx=lambda a, inputs, n, e: e.node(
+            "Gemm", inputs, alpha=a.alpha, beta=a.beta, transA=int(a.transA), transB=int(a.transB)
+        ),
+        cost=_cost_gemm,
+        tol=_TOL,
+        arity=3,
+    ),
+    OpDef(
+        kind="Einsum",
+        infer=_infer_einsum,
+        kernel=KERNELS["Einsum"],
+        attrs=EinsumAttrs,
+        onnx={"Einsum": _import_einsum},
+        cost=_cost_einsum,
+        tol=_TOL,
+    ),
+)

@@ -1,7 +1,269 @@
-"""Pooling: MaxPool, AveragePool, LpPool and their global forms."""
+"""Pooling: MaxPool, AveragePool, LpPool and their global forms, MaxUnpool."""
 
 from __future__ import annotations
 
-from optdnn.ops.base import OpDef
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
-DEFS: tuple[OpDef, ...] = ()
+from optdnn.dim import DimLike
+from optdnn.errors import ShapeError
+from optdnn.ops.base import (
+    Attrs,
+    Call,
+    Cost,
+    Emit,
+    Export,
+    FromOnnx,
+    NodeSpec,
+    OpDef,
+    Ref,
+    Result,
+    Tol,
+    Traits,
+    Unsupported,
+    simple_import,
+)
+from optdnn.ops.checks import agree, elements, extent, per_element, require_length, require_rank, required
+from optdnn.ops.window import Window, check_window, read_window
+from optdnn.runtime.reference.pool import KERNELS
+from optdnn.runtime.reference.window import output_sizes
+from optdnn.types import INT64, TensorType, is_float
+
+
+@dataclass(frozen=True)
+class PoolAttrs(Attrs):
+    """What all pools share; ``pads`` are begins then ends, and ``auto_pad`` is as in ``ConvAttrs``."""
+
+    kernel_shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    pads: tuple[int, ...]
+    dilations: tuple[int, ...]
+    ceil_mode: bool = False
+    auto_pad: str = "NOTSET"
+
+
+@dataclass(frozen=True)
+class MaxPoolAttrs(PoolAttrs):
+    """``indices``: there is a second output, counted in ``storage_order`` (0 row-major, 1 column-major)."""
+
+    storage_order: int = 0
+    indices: bool = False
+
+
+@dataclass(frozen=True)
+class AveragePoolAttrs(PoolAttrs):
+    count_include_pad: bool = False
+
+
+@dataclass(frozen=True)
+class LpPoolAttrs(PoolAttrs):
+    p: int = 2
+
+
+@dataclass(frozen=True)
+class GlobalLpPoolAttrs(Attrs):
+    p: int = 2
+
+
+@dataclass(frozen=True)
+class MaxUnpoolAttrs(Attrs):
+    kernel_shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    pads: tuple[int, ...]
+
+
+def _input(call: Call, integers: bool = False) -> TensorType:
+    x = call.type(0)
+    if len(x.dims) < 2:
+        raise ShapeError(f"{call.kind} input {x} must have a batch and a channel axis")
+    if not is_float(x.dtype) and not (integers and x.dtype.kind in "iu"):
+        raise ShapeError(f"{call.kind} input is {x}; that element type is not allowed")
+    return x
+
+
+def _infer_pool(call: Call) -> Result:
+    a: PoolAttrs = call.attrs
+    x = _input(call, integers=call.kind == "MaxPool")
+    n, c, *spatial = x.dims
+    require_length(a.kernel_shape, len(spatial), f"{call.kind} kernel_shape")
+    check_window(call.kind, len(spatial), a.strides, a.pads, a.dilations)
+    sizes = output_sizes(a.auto_pad, a.pads, spatial, a.kernel_shape, a.strides, a.dilations, a.ceil_mode)
+    y = x.with_shape((n, c, *sizes))
+    if isinstance(a, MaxPoolAttrs) and a.indices:
+        return Result((y, y.with_dtype(INT64)))
+    return Result((y,))
+
+
+def _infer_global(call: Call) -> Result:
+    x = _input(call)
+    return Result((x.with_shape((*x.dims[:2], *(1,) * (len(x.dims) - 2))),))
+
+
+def _infer_unpool(call: Call) -> Result:
+    a: MaxUnpoolAttrs = call.attrs
+    x, indices = _input(call), call.type(1)
+    rank = len(x.dims) - 2
+    require_length(a.kernel_shape, rank, "MaxUnpool kernel_shape")
+    check_window("MaxUnpool", rank, a.strides, a.pads, (1,) * rank)
+    require_rank(indices, rank + 2, "MaxUnpool indices")
+    if indices.dtype != INT64:
+        raise ShapeError(f"MaxUnpool indices are {indices}; they must be int64")
+    for p, q in zip(x.dims, indices.dims, strict=True):
+        agree(p, q, f"MaxUnpool input {x} and indices {indices} have different shapes")
+    sizes: list[DimLike] = [
+        (x.dims[2 + i] - 1) * a.strides[i] + a.kernel_shape[i] - a.pads[i] - a.pads[rank + i] for i in range(rank)
+    ]
+    shape: tuple[DimLike, ...] = (*x.dims[:2], *sizes)
+    if call.has(2):
+        given = call.ints(2)
+        if given is None:
+            shape = tuple(call.fresh("unpooled") for _ in shape)
+        else:
+            require_length(given, rank + 2, "MaxUnpool output_shape")
+            for g, s in zip(given, shape, strict=True):
+                if isinstance(g, int) and isinstance(s, int) and g < s:
+                    raise ShapeError(f"MaxUnpool output_shape {list(given)} is smaller than {list(shape)}")
+            shape = given
+    return Result((x.with_shape(shape),))
+
+
+def _window(node: NodeSpec, e: Emit) -> tuple[tuple[int, ...], Window, bool]:
+    x = node.input(0)
+    if x is None:
+        raise ShapeError(f"{node.op_type} needs an input")
+    kernel = tuple(int(k) for k in required(node, "kernel_shape"))
+    spatial = e.type(x).dims[2:]
+    require_length(kernel, len(spatial), f"{node.op_type} kernel_shape")
+    if min(kernel, default=1) < 1:
+        raise ShapeError(f"{node.op_type} kernel_shape {kernel} must be positive")
+    win = read_window(node, len(kernel), spatial, kernel)
+    # Under auto_pad, rounding up and down give the same sizes.
+    ceil = bool(node.get("ceil_mode", 0)) and str(node.get("auto_pad", "NOTSET")) in ("NOTSET", "")
+    return kernel, win, ceil
+
+
+def _import_pool(kind: str, attrs: Callable[..., Attrs], more: Callable[[NodeSpec], dict[str, Any]]) -> FromOnnx:
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        kernel, win, ceil = _window(node, e)
+        a = attrs(kernel, win.strides, win.pads, win.dilations, ceil, win.auto_pad, **more(node))
+        return e.op(kind, node.inputs, a, outputs=2 if getattr(a, "indices", False) else 1)
+
+    return from_onnx
+
+
+def _max_pool_attrs(node: NodeSpec) -> dict[str, Any]:
+    return {
+        "storage_order": int(node.get("storage_order", 0)),
+        "indices": len(node.outputs) > 1 and bool(node.outputs[1]),
+    }
+
+
+def _import_unpool(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    kernel, win, _ = _window(node, e)
+    return e.op("MaxUnpool", node.inputs, MaxUnpoolAttrs(kernel, win.strides, win.pads))
+
+
+def _export_pool(attrs: PoolAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    kind = type(attrs).__name__.removesuffix("Attrs")
+    values = {f.name: getattr(attrs, f.name) for f in fields(attrs)}
+    values.pop("indices", None)
+    values["ceil_mode"] = int(attrs.ceil_mode)
+    values.pop("pads" if attrs.auto_pad != "NOTSET" else "auto_pad")
+    since = {"AveragePool": 19, "LpPool": 18}.get(kind, 0)
+    if e.opset < since:
+        if any(d != 1 for d in attrs.dilations) or (kind == "LpPool" and attrs.ceil_mode):
+            raise Unsupported(f"dilations or ceil_mode of {kind} need opset {since}")
+        del values["dilations"]
+        if kind == "LpPool":
+            del values["ceil_mode"]
+    return e.node(kind, inputs, n_outputs, **values)
+
+
+def _cost_pool(call: Call, result: Result) -> Cost:
+    return Cost(elements(result.types[0]) * (extent(*call.attrs.kernel_shape) + (call.kind != "MaxPool")))
+
+
+_SUM = Tol(rtol=1e-5, atol=1e-6)
+
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef(
+        kind="MaxPool",
+        infer=_infer_pool,
+        kernel=KERNELS["MaxPool"],
+        attrs=MaxPoolAttrs,
+        onnx={"MaxPool": _import_pool("MaxPool", MaxPoolAttrs, _max_pool_attrs)},
+        to_onnx=_export_pool,
+        cost=_cost_pool,
+        tol=Tol(0.0, 0.0),
+        traits=Traits(monotone=True),
+    ),
+    OpDef(
+        kind="AveragePool",
+        infer=_infer_pool,
+        kernel=KERNELS["AveragePool"],
+        attrs=AveragePoolAttrs,
+        onnx={
+            "AveragePool": _import_pool(
+                "AveragePool",
+                AveragePoolAttrs,
+                lambda node: {"count_include_pad": bool(node.get("count_include_pad", 0))},
+            )
+        },
+        to_onnx=_export_pool,
+        cost=_cost_pool,
+        tol=_SUM,
+        traits=Traits(monotone=True),
+    ),
+    OpDef(
+        kind="LpPool",
+        infer=_infer_pool,
+        kernel=KERNELS["LpPool"],
+        attrs=LpPoolAttrs,
+        onnx={"LpPool": _import_pool("LpPool", LpPoolAttrs, lambda node: {"p": int(node.get("p", 2))})},
+        to_onnx=_export_pool,
+        cost=lambda call, result: Cost(elements(result.types[0]) * (2 * extent(*call.attrs.kernel_shape) + 1)),
+        tol=_SUM,
+        traits=Traits(fp16_risky=True),
+    ),
+    OpDef(
+        kind="GlobalMaxPool",
+        infer=_infer_global,
+        kernel=KERNELS["GlobalMaxPool"],
+        onnx={"GlobalMaxPool": simple_import("GlobalMaxPool")},
+        cost=per_element(1),
+        tol=Tol(0.0, 0.0),
+        traits=Traits(monotone=True),
+    ),
+    OpDef(
+        kind="GlobalAveragePool",
+        infer=_infer_global,
+        kernel=KERNELS["GlobalAveragePool"],
+        onnx={"GlobalAveragePool": simple_import("GlobalAveragePool")},
+        cost=per_element(1),
+        tol=_SUM,
+        traits=Traits(monotone=True),
+    ),
+    OpDef(
+        kind="GlobalLpPool",
+        infer=_infer_global,
+        kernel=KERNELS["GlobalLpPool"],
+        attrs=GlobalLpPoolAttrs,
+        onnx={
+            "GlobalLpPool": simple_import("GlobalLpPool", lambda node: GlobalLpPoolAttrs(int(node.get("p", 2)))),
+        },
+        cost=per_element(2),
+        tol=_SUM,
+        traits=Traits(fp16_risky=True),
+    ),
+    OpDef(
+        kind="MaxUnpool",
+        infer=_infer_unpool,
+        kernel=KERNELS["MaxUnpool"],
+        attrs=MaxUnpoolAttrs,
+        onnx={"MaxUnpool": _import_unpool},
+        cost=per_element(0),
+        tol=Tol(0.0, 0.0),
+    ),
+)

@@ -2,6 +2,240 @@
 
 from __future__ import annotations
 
-from optdnn.ops.base import OpDef
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce as fold
 
-DEFS: tuple[OpDef, ...] = ()
+import numpy as np
+
+from optdnn.dim import Dim, DimLike, dim_max, dim_min
+from optdnn.errors import ShapeError
+from optdnn.ops.base import (
+    EXACT,
+    Attrs,
+    Call,
+    Cost,
+    Emit,
+    Export,
+    FromOnnx,
+    Known,
+    NodeSpec,
+    OpDef,
+    Ref,
+    Result,
+    Tol,
+    ToOnnx,
+    Traits,
+    Unsupported,
+)
+from optdnn.ops.checks import elements, per_element
+from optdnn.runtime.reference.reduce import KERNELS
+from optdnn.types import BOOL, INT64, UINT8, Shape, TensorType, normalize_axis
+
+
+@dataclass(frozen=True)
+class ReduceAttrs(Attrs):
+    """Operand 1, the axes, may be absent or empty: all axes, or none with ``noop_with_empty_axes``."""
+
+    keepdims: bool = True
+    noop_with_empty_axes: bool = False
+
+
+@dataclass(frozen=True)
+class ArgAttrs(Attrs):
+    axis: int = 0
+    keepdims: bool = True
+    select_last_index: bool = False
+
+
+def reduced_axes(attrs: ReduceAttrs, axes: Sequence[int] | None, rank: int, kind: str = "Reduce") -> tuple[int, ...]:
+    """The axes that a reduction really runs over, normalized and sorted; ``axes`` None where the operand is absent.
+
+    Raises ShapeError for an axis out of range or named twice.
+    """
+    if not axes:
+        return () if attrs.noop_with_empty_axes else tuple(range(rank))
+    which = sorted(normalize_axis(a, rank, f"{kind} axis") for a in axes)
+    if len(set(which)) != len(which):
+        raise ShapeError(f"{kind} axes {list(axes)} name one axis twice")
+    return tuple(which)
+
+
+def _known_axes(call: Call) -> tuple[int, ...] | None:
+    """Axes where they are known (absent ones are the empty tuple), else None."""
+    if not call.has(1):
+        return ()
+    given = call.ints(1)
+    if given is None or any(isinstance(a, Dim) for a in given):
+        return None
+    return tuple(int(a) for a in given if isinstance(a, int))
+
+
+def _infer_reduce(call: Call) -> Result:
+    a: ReduceAttrs = call.attrs
+    x = call.type(0)
+    if x.dtype == BOOL and call.kind not in ("ReduceMax", "ReduceMin"):
+        raise ShapeError(f"{call.kind} of {x}; booleans have only ReduceMax and ReduceMin")
+    rank = len(x.dims)
+    axes = _known_axes(call)
+    if axes is None:
+        return Result((x.with_shape(_unknown(call, x, call.type(1))),))
+    which = reduced_axes(a, axes, rank, call.kind)
+    y = x.with_shape(_without(x.dims, which, a.keepdims))
+    value = call.value(0)
+    if value is None or call.kind not in _ON_KNOWN:
+        return Result((y,))
+    return Result((y,), (_reduce_known(value, which, a.keepdims, _ON_KNOWN[call.kind]),))
+
+
+def _without(dims: Shape, axes: Sequence[int], keepdims: bool) -> tuple[DimLike, ...]:
+    if keepdims:
+        return tuple(1 if i in axes else d for i, d in enumerate(dims))
+    return tuple(d for i, d in enumerate(dims) if i not in axes)
+
+
+def _unknown(call: Call, x: TensorType, axes: TensorType) -> Shape | None:
+    """Shape of a reduction over axes that are known at run time only."""
+    if call.attrs.keepdims:
+        return tuple(1 if d == 1 else call.fresh("reduced") for d in x.dims)
+    count = axes.dims[0] if len(axes.dims) == 1 else None
+    if not isinstance(count, int) or count == 0:
+        return None
+    return tuple(call.fresh("reduced") for _ in range(len(x.dims) - count))
+
+
+Fold = Callable[[DimLike, DimLike], DimLike]
+_ON_KNOWN: dict[str, tuple[Fold, DimLike | None]] = {
+    "ReduceSum": (lambda a, b: a + b, 0),
+    "ReduceProd": (lambda a, b: a * b, 1),
+    "ReduceMax": (dim_max, None),
+    "ReduceMin": (dim_min, None),
+}
+"""Reductions that shape computations use: the folded function and its neutral element."""
+
+
+def _reduce_known(value: Known, axes: Sequence[int], keepdims: bool, how: tuple[Fold, DimLike | None]) -> Known | None:
+    """The reduction of a known (possibly symbolic) integer array."""
+    function, neutral = how
+    if value.dtype != object and value.dtype.kind not in "iu":
+        return None
+    kept = [i for i in range(value.ndim) if i not in axes]
+    rows = value.transpose(*kept, *axes).reshape(*(value.shape[i] for i in kept), -1)
+    if not rows.shape[-1] and neutral is None:
+        return None
+    out = np.empty(rows.shape[:-1], dtype=object)
+    for at in np.ndindex(out.shape):
+        entries = [v if isinstance(v, Dim) else int(v) for v in rows[at]]
+        out[at] = fold(function, entries) if neutral is None else fold(function, entries, neutral)
+    if keepdims:
+        out = out.reshape([1 if i in axes else d for i, d in enumerate(value.shape)])
+    if any(isinstance(v, Dim) for v in out.reshape(-1)):
+        return out
+    return out.astype(np.int64 if value.dtype == object else value.dtype)
+
+
+def _infer_arg(call: Call) -> Result:
+    x = call.type(0)
+    axis = normalize_axis(call.attrs.axis, len(x.dims), f"{call.kind} axis")
+    if x.dims and x.dims[axis] == 0:
+        raise ShapeError(f"{call.kind} over axis {axis} of {x}, which is empty")
+    return Result((TensorType(INT64, _without(x.dims, (axis,) if x.dims else (), call.attrs.keepdims)),))
+
+
+def _import_reduce(kind: str) -> FromOnnx:
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        x = node.input(0)
+        if x is None:
+            raise ShapeError(f"{kind} needs an input")
+        attrs = ReduceAttrs(bool(node.get("keepdims", 1)), bool(node.get("noop_with_empty_axes", 0)))
+        axes = node.input(1)  # since opset 18 (ReduceSum: 13); an attribute before
+        listed = node.ints("axes")
+        if axes is None and listed is not None:
+            axes = np.array(listed, np.int64)
+        return e.op(kind, [x] if axes is None else [x, axes], attrs)
+
+    return from_onnx
+
+
+def _import_arg(kind: str) -> FromOnnx:
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        attrs = ArgAttrs(
+            int(node.get("axis", 0)), bool(node.get("keepdims", 1)), bool(node.get("select_last_index", 0))
+        )
+        return e.op(kind, node.inputs, attrs)
+
+    return from_onnx
+
+
+def _export_reduce(kind: str) -> ToOnnx:
+    def to_onnx(attrs: ReduceAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+        x, axes = inputs[0], inputs[1] if len(inputs) > 1 else ""
+        boolean = kind in ("ReduceMax", "ReduceMin") and e.opset < 20 and e.type(x).dtype == BOOL
+        if boolean:
+            (x,) = e.node("Cast", [x], to=UINT8)
+        keepdims = int(attrs.keepdims)
+        if e.opset >= (13 if kind == "ReduceSum" else 18):
+            out = e.node(
+                kind,
+                [x, axes] if axes else [x],
+                keepdims=keepdims,
+                noop_with_empty_axes=int(attrs.noop_with_empty_axes),
+            )
+        else:
+            value = e.value(axes) if axes else np.zeros(0, np.int64)
+            if value is None:
+                raise Unsupported(f"{kind} over axes that are no constant needs opset 18")
+            if value.size:
+                out = e.node(kind, [x], axes=tuple(int(a) for a in value.reshape(-1)), keepdims=keepdims)
+            elif attrs.noop_with_empty_axes:
+                raise Unsupported(f"{kind} over no axes at all needs opset 18")
+            else:
+                out = e.node(kind, [x], keepdims=keepdims)
+        return e.node("Cast", out, to=BOOL) if boolean else out
+
+    return to_onnx
+
+
+def _reduction(kind: str, flops: float, tol: Tol, traits: Traits) -> OpDef:
+    return OpDef(
+        kind=kind,
+        infer=_infer_reduce,
+        kernel=KERNELS[kind],
+        attrs=ReduceAttrs,
+        onnx={kind: _import_reduce(kind)},
+        to_onnx=_export_reduce(kind),
+        cost=per_element(flops),
+        tol=tol,
+        traits=traits,
+    )
+
+
+def _arg(kind: str) -> OpDef:
+    return OpDef(
+        kind=kind,
+        infer=_infer_arg,
+        kernel=KERNELS[kind],
+        attrs=ArgAttrs,
+        onnx={kind: _import_arg(kind)},
+        cost=lambda call, result: Cost(elements(call.type(0))),
+        tol=EXACT,
+    )
+
+
+_SUM = Tol(rtol=1e-5, atol=2e-6)
+_RISKY = Traits(fp16_risky=True)
+
+DEFS: tuple[OpDef, ...] = (
+    _reduction("ReduceSum", 1, _SUM, Traits(monotone=True, fp16_risky=True)),
+    _reduction("ReduceMean", 1, _SUM, Traits(monotone=True, fp16_risky=True)),
+    _reduction("ReduceMax", 1, EXACT, Traits(monotone=True)),
+    _reduction("ReduceMin", 1, EXACT, Traits(monotone=True)),
+    _reduction("ReduceProd", 1, Tol(rtol=1e-5, atol=1e-6), _RISKY),
+    _reduction("ReduceL1", 2, _SUM, _RISKY),
+    _reduction("ReduceL2", 2, _SUM, _RISKY),
+    _reduction("ReduceLogSum", 1, _SUM, _RISKY),
+    _reduction("ReduceLogSumExp", 3, _SUM, _RISKY),
+    _reduction("ReduceSumSquare", 2, _SUM, _RISKY),
+    _arg("ArgMax"),
+    _arg("ArgMin"),
+)

@@ -2,6 +2,74 @@
 
 from __future__ import annotations
 
-from optdnn.ops.base import OpDef
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-DEFS: tuple[OpDef, ...] = ()
+import numpy as np
+
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Attrs, Call, Emit, FromOnnx, NodeSpec, OpDef, Ref, Result, Tol, Traits
+from optdnn.ops.checks import emit, per_element
+from optdnn.runtime.reference.softmax import KERNELS
+from optdnn.types import is_float, normalize_axis
+
+
+@dataclass(frozen=True)
+class SoftmaxAttrs(Attrs):
+    """The one axis along which values are normalized (Softmax, LogSoftmax, Hardmax)."""
+
+    axis: int = -1
+
+
+def _infer(call: Call) -> Result:
+    x = call.type(0)
+    if not is_float(x.dtype):
+        raise ShapeError(f"{call.kind} of {x}; it must be floating-point")
+    normalize_axis(call.attrs.axis, len(x.dims), f"{call.kind} axis")
+    return Result((x,))
+
+
+def _import(kind: str) -> FromOnnx:
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        x = node.input(0)
+        if x is None:
+            raise ShapeError(f"{kind} needs an input")
+        t = e.type(x)
+        rank = len(t.dims)
+        if node.opset >= 13:
+            axis = normalize_axis(int(node.get("axis", -1)), rank, f"{kind} axis")
+            return e.op(kind, [x], SoftmaxAttrs(axis))
+        # Before opset 13 the axes from ``axis`` on are normalized together, as the columns of a matrix.
+        axis = (
+            normalize_axis(int(node.get("axis", 1)), rank, f"{kind} axis") if int(node.get("axis", 1)) != rank else rank
+        )
+        wide = [i for i in range(axis, rank) if t.dims[i] != 1]
+        if len(wide) <= 1 and axis < rank:
+            return e.op(kind, [x], SoftmaxAttrs(wide[0] if wide else axis))
+        shape = np.array(t.static_shape, np.int64) if t.is_static else emit(e, "Shape", x)
+        matrix = emit(e, "Flatten", x, axis=axis)
+        (y,) = e.op(kind, [matrix], SoftmaxAttrs(1))
+        return (emit(e, "Reshape", y, shape),)
+
+    return from_onnx
+
+
+def _def(kind: str, flops: float, tol: Tol, risky: bool) -> OpDef:
+    return OpDef(
+        kind=kind,
+        infer=_infer,
+        kernel=KERNELS[kind],
+        attrs=SoftmaxAttrs,
+        onnx={kind: _import(kind)},
+        cost=per_element(flops),
+        tol=tol,
+        traits=Traits(fp16_risky=risky),
+    )
+
+
+DEFS: tuple[OpDef, ...] = (
+    # Per element: maximum, subtract, exp (counted as one), sum, divide.
+    _def("Softmax", 5, Tol(rtol=1e-5, atol=1e-6), risky=True),
+    _def("LogSoftmax", 5, Tol(rtol=1e-5, atol=1e-6), risky=True),
+    _def("Hardmax", 2, Tol(0.0, 0.0), risky=False),
+)

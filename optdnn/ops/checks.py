@@ -1,0 +1,77 @@
+"""What the operator definitions share: checks of shapes, and sizes for costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from optdnn.dim import Dim, DimLike, bounds
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Cost, Emit, NodeSpec, Ref, Unsupported
+from optdnn.types import TensorType, show_shape
+
+
+def agree(a: DimLike, b: DimLike, what: str) -> DimLike:
+    """The common value of two sizes that must be equal, the known one where one is symbolic.
+
+    Raises ShapeError, whose message starts with ``what``, when they can never be equal.
+    """
+    low, high = bounds(a - b)
+    if low > 0 or high < 0:
+        raise ShapeError(f"{what}: {a} against {b}")
+    return b if isinstance(a, Dim) and isinstance(b, int) else a
+
+
+def require_rank(t: TensorType, rank: int, what: str) -> None:
+    """Raise ShapeError unless ``t`` has ``rank`` dimensions."""
+    if len(t.dims) != rank:
+        raise ShapeError(f"{what} must have {rank} dimensions and has shape {show_shape(t.shape)}")
+
+
+def require_length(values: Sequence[Any], n: int, what: str) -> None:
+    """Raise ShapeError unless ``values`` has ``n`` entries."""
+    if len(values) != n:
+        raise ShapeError(f"{what} has {len(values)} entries, {n} are needed")
+
+
+def extent(*dims: DimLike) -> float:
+    """Product of sizes as a float, for costs; a symbolic size counts as its lowest value (at least 1)."""
+    total = 1.0
+    for d in dims:
+        total *= d if isinstance(d, int) else max(1, bounds(d)[0])
+    return total
+
+
+def elements(t: TensorType) -> float:
+    """Number of elements, for costs."""
+    return extent(*t.dims)
+
+
+def per_element(flops: float) -> Any:
+    """Cost of an operator that does ``flops`` operations per element of operand 0."""
+
+    def cost(call: Any, result: Any) -> Cost:
+        return Cost(flops * elements(call.type(0)))
+
+    return cost
+
+
+def emit(e: Emit, kind: str, *inputs: Any, outputs: int = 1, **attrs: Any) -> Ref:
+    """Add one op of any kind with attributes by name; returns its first output."""
+    from optdnn.ops.table import OPDEFS  # the table imports every operator module
+
+    return e.op(kind, inputs, OPDEFS[kind].attrs(**attrs), outputs=outputs)[0]
+
+
+def required(node: NodeSpec, name: str) -> Any:
+    """A required attribute; raises ShapeError when the node has none."""
+    value = node.get(name)
+    if value is None:
+        raise ShapeError(f"{node.op_type} needs attribute {name!r}")
+    return value
+
+
+def no_outputs_beyond(node: NodeSpec, n: int, reason: str) -> None:
+    """Raise Unsupported if outputs past the first ``n`` are named."""
+    if any(node.outputs[n:]):
+        raise Unsupported(reason)
