@@ -100,6 +100,7 @@ class Graph:
         self._ids = itertools.count()
         self._order: list[int] | None = None
         self._names: set[str] = set()
+        self._symbols: set[str] = set()
 
     # ------------------------------------------------------------------ reading
 
@@ -229,9 +230,15 @@ class Graph:
         raise AssertionError
 
     def fresh_symbol(self, hint: str) -> Dim:
-        return symbol(self.fresh_name(hint))
+        """A symbol for a size that depends on data, unlike all others (those of the inputs included)."""
+        name = next(n for k in itertools.count() if (n := f"{hint}_{k}" if k else hint) not in self._symbols)
+        self._symbols.add(name)
+        return symbol(name)
 
     def add_input(self, name: str, type: TensorType) -> Value:
+        for d in type.shape or ():
+            if isinstance(d, Dim):
+                self._symbols.update(s.name for s in d.symbols())
         op = self.insert(Op(self.new_id(), "Input", Attrs(), (), (Output(self.fresh_name(name), type),)))
         self.inputs.append(op.id)
         return op.value
@@ -358,7 +365,7 @@ class Graph:
         other.inputs, other.outputs = list(self.inputs), list(self.outputs)
         other._g = self._g.copy()
         other._ids = itertools.count(max(self._g.nodes, default=-1) + 1)
-        other._names = set(self._names)
+        other._names, other._symbols = set(self._names), set(self._symbols)
         other._order = None if self._order is None else list(self._order)
         return other
 

@@ -1,0 +1,103 @@
+"""Opening an ONNX model: bytes to a checked ModelProto, the opsets it imports, its functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import onnx
+import onnx.defs
+from google.protobuf.message import DecodeError
+
+from optdnn.errors import ModelError, UnsupportedError, UsageError
+from optdnn.importers.external_data import ExternalData
+
+OLDEST_OPSET = 7
+NEWEST_OPSET: int = onnx.defs.onnx_opset_version()
+
+Source: TypeAlias = str | Path | bytes | onnx.ModelProto
+FunctionKey: TypeAlias = tuple[str, str, str]
+"""Domain, name and overload of a model-local function."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A parsed model. ``name`` is what messages call it; ``opsets`` maps each imported domain to its version."""
+
+    proto: onnx.ModelProto
+    name: str
+    external: ExternalData
+    opsets: dict[str, int]
+    functions: dict[FunctionKey, onnx.FunctionProto]
+
+
+def open_model(source: Source, source_name: str | None = None) -> Model:
+    """Parse ``source`` (a path, the file's bytes, or a ModelProto) and check its frame.
+
+    Raises UsageError when there is no such file, ModelError when it is not ONNX, UnsupportedError for its opset.
+    """
+    folder: Path | None = None
+    if isinstance(source, onnx.ModelProto):
+        name = source_name or source.graph.name or "model"
+        proto = source
+    else:
+        if isinstance(source, bytes):
+            name, data = source_name or "model", source
+        else:
+            path = Path(source)
+            name, folder, data = source_name or str(path), path.parent, _read(path)
+        proto = onnx.ModelProto()
+        try:
+            proto.ParseFromString(data)
+        except DecodeError as error:
+            raise ModelError(
+                f"{name} is not an ONNX model: {error}", hint="the file is truncated, corrupt, or of another format"
+            ) from error
+    if not proto.ir_version or not proto.HasField("graph"):
+        raise ModelError(
+            f"{name} is not an ONNX model: it has no {'graph' if proto.ir_version else 'IR version'}",
+            hint="the file is truncated, corrupt, or of another format",
+        )
+    opsets = read_opsets(proto.opset_import, name)
+    functions: dict[FunctionKey, onnx.FunctionProto] = {}
+    for f in proto.functions:
+        key = (domain_of(f.domain), f.name, f.overload)
+        if key in functions:
+            raise ModelError(f"{name}: function {f.domain}.{f.name} is defined twice")
+        functions[key] = f
+    return Model(proto, name, ExternalData(folder, name), opsets, functions)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {path}") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def domain_of(domain: str) -> str:
+    """The domain's canonical name: "" and "ai.onnx" are the same."""
+    return "" if domain == "ai.onnx" else domain
+
+
+def read_opsets(imports: object, name: str) -> dict[str, int]:
+    """Domain -> version. Raises UnsupportedError unless the default domain's version is one that optdnn reads."""
+    opsets: dict[str, int] = {}
+    for entry in imports:  # type: ignore[attr-defined]
+        domain, version = domain_of(entry.domain), int(entry.version)
+        if opsets.setdefault(domain, version) != version:
+            raise ModelError(
+                f"{name} imports domain {domain or 'ai.onnx'!r} at versions {opsets[domain]} and {version}"
+            )
+    version = opsets.get("", OLDEST_OPSET)
+    if not OLDEST_OPSET <= version <= NEWEST_OPSET:
+        raise UnsupportedError(
+            f"{name} uses ONNX opset {version}; opsets {OLDEST_OPSET} to {NEWEST_OPSET} are supported",
+            hint="convert it with onnx.version_converter.convert_version"
+            if version < OLDEST_OPSET
+            else "install a newer onnx package, or export at an older opset",
+        )
+    return opsets

@@ -1,0 +1,248 @@
+"""ONNX nodes: unique names, evaluation order, attributes as plain values, and the check against ONNX's own schemas."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import onnx
+import onnx.defs
+from onnx import AttributeProto
+
+from optdnn.errors import ModelError
+from optdnn.ops.base import Unsupported
+from optdnn.types import Array
+
+
+def unique_names(nodes: Sequence[onnx.NodeProto], prefix: str, taken: set[str]) -> list[str]:
+    """A name per node that no other has (``taken`` holds those given so far and is extended).
+
+    The file's own name where it has one, ``Conv_12`` (operator and index) otherwise; ``name#2`` for a repeated one.
+    """
+    own = {prefix + n.name for n in nodes if n.name}
+    names = []
+    for i, n in enumerate(nodes):
+        wanted = prefix + (n.name or f"{n.op_type}_{i}")
+        name, k = wanted, 2
+        while name in taken or (name in own and (k > 2 or not n.name)):
+            name, k = f"{wanted}#{k}", k + 1
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def describe(node: onnx.NodeProto, name: str) -> str:
+    domain = f"{node.domain}." if node.domain else ""
+    return f"{name} ({domain}{node.op_type})"
+
+
+# ---------------------------------------------------------------- order
+
+
+def in_order(
+    nodes: Sequence[onnx.NodeProto], names: Sequence[str], defined: Collection[str], model: str
+) -> Iterable[int]:
+    """Indices of ``nodes`` so that each value is produced before it is read; the file's order where that is one already.
+
+    ``defined``: names that exist before the first node. Raises ModelError for a value that nothing or more than one node
+    produces, and for a cycle, naming its nodes.
+    """
+    producer: dict[str, int] = {}
+    sorted_already = True
+    for i, n in enumerate(nodes):
+        if sorted_already:
+            sorted_already = all(not x or x in producer or x in defined for x in reads(n))
+        for out in n.output:
+            if not out:
+                continue
+            if out in producer or out in defined:
+                other = (
+                    describe(nodes[producer[out]], names[producer[out]]) if out in producer else "an input or weight"
+                )
+                raise ModelError(f"{model}: value {out!r} is produced by {describe(n, names[i])} and by {other}")
+            producer[out] = i
+    if sorted_already:
+        return range(len(nodes))
+    waiting: list[int] = []
+    users: dict[int, list[int]] = {}
+    for i, n in enumerate(nodes):
+        needs = set()
+        for x in reads(n):
+            if x in producer:
+                needs.add(producer[x])
+            elif x and x not in defined:
+                raise ModelError(f"{model}: {describe(n, names[i])} reads {x!r}, which nothing produces")
+        waiting.append(len(needs))
+        for p in needs:
+            users.setdefault(p, []).append(i)
+    ready = [i for i, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)  # the lowest index first keeps the file's order as far as possible
+    order = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for user in users.get(i, ()):
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, user)
+    if len(order) < len(nodes):
+        cycle = _cycle(nodes, producer, {i for i, count in enumerate(waiting) if count})
+        shown = " -> ".join(describe(nodes[i], names[i]) for i in [*cycle, cycle[0]])
+        raise ModelError(f"{model}: the nodes form a cycle: {shown}")
+    return order
+
+
+def _cycle(nodes: Sequence[onnx.NodeProto], producer: Mapping[str, int], stuck: set[int]) -> list[int]:
+    """One cycle among ``stuck`` nodes (each of which waits for another of them), in the direction of the data."""
+    path: list[int] = []
+    position: dict[int, int] = {}
+    at = min(stuck)
+    while at not in position:
+        position[at] = len(path)
+        path.append(at)
+        at = min(producer[x] for x in reads(nodes[at]) if producer.get(x) in stuck)
+    return path[position[at] :][::-1]
+
+
+def reads(node: onnx.NodeProto) -> Sequence[str]:
+    """Names of the values a node depends on: its operands, and what its subgraphs capture."""
+    captured: list[str] = []
+    for a in node.attribute:
+        if a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
+            for g in [a.g] if a.type == AttributeProto.GRAPH else a.graphs:
+                captured.extend(_captures(g))
+    return [*node.input, *captured] if captured else node.input
+
+
+def _captures(graph: onnx.GraphProto) -> list[str]:
+    inside = {v.name for v in graph.input} | {t.name for t in graph.initializer}
+    inside |= {t.values.name for t in graph.sparse_initializer} | {o for n in graph.node for o in n.output}
+    wanted = [x for n in graph.node for x in reads(n)] + [v.name for v in graph.output]
+    return [x for x in dict.fromkeys(wanted) if x and x not in inside]
+
+
+# ---------------------------------------------------------------- attributes
+
+
+def attributes(
+    node: onnx.NodeProto,
+    bound: Mapping[str, tuple[int, Any]],
+    tensor: Callable[[onnx.TensorProto], Array],
+    sparse: Callable[[onnx.SparseTensorProto], Array],
+) -> dict[str, tuple[int, Any]]:
+    """Name -> (AttributeProto type, plain value).
+
+    ``bound`` holds the attributes of the function call the node is inlined for: an attribute that refers to one of them
+    takes its value, or is left off when the call does not give it. Raises Unsupported for types and sequences of tensors
+    as attributes, ModelError for text that is not UTF-8.
+    """
+    out: dict[str, tuple[int, Any]] = {}
+    for a in node.attribute:
+        if a.ref_attr_name:
+            if a.ref_attr_name in bound:
+                out[a.name] = bound[a.ref_attr_name]
+            continue
+        kind = a.type
+        value: Any
+        if kind == AttributeProto.INTS:
+            value = list(a.ints)
+        elif kind == AttributeProto.INT:
+            value = a.i
+        elif kind == AttributeProto.FLOAT:
+            value = a.f
+        elif kind == AttributeProto.STRING:
+            value = _text(a.s, a.name)
+        elif kind == AttributeProto.TENSOR:
+            value = tensor(a.t)
+        elif kind == AttributeProto.FLOATS:
+            value = list(a.floats)
+        elif kind == AttributeProto.STRINGS:
+            value = [_text(s, a.name) for s in a.strings]
+        elif kind == AttributeProto.SPARSE_TENSOR:
+            value = sparse(a.sparse_tensor)
+        elif kind in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
+            raise Unsupported("subgraphs are not supported")
+        else:
+            raise Unsupported(f"attribute {a.name!r} is of a type that is not supported")
+        out[a.name] = (kind, value)
+    return out
+
+
+def _text(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ModelError(f"attribute {name!r} is not valid UTF-8 text") from None
+
+
+# ---------------------------------------------------------------- schemas
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What ONNX says of one operator at one opset. ``attributes``: name -> (type, required)."""
+
+    attributes: Mapping[str, tuple[int, bool]]
+    required_inputs: tuple[str, ...]
+    """Names of the leading operands that must be there."""
+    inputs: tuple[int, int]
+    max_outputs: int
+
+
+@lru_cache(maxsize=4096)
+def schema(op_type: str, domain: str, opset: int) -> Schema | str | None:
+    """The schema; a text saying why the operator does not exist at this opset; None for domains ONNX does not define."""
+    if domain not in ("", "ai.onnx.ml"):
+        return None
+    try:
+        found = onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
+    except onnx.defs.SchemaError:
+        try:
+            since = min(
+                s.since_version
+                for s in onnx.defs.get_all_schemas_with_history()
+                if s.name == op_type and s.domain == domain
+            )
+        except ValueError:
+            return "ONNX has no such operator"
+        return f"the operator came with opset {since}"
+    if found.deprecated:
+        return f"the operator was removed from ONNX in opset {found.since_version}"
+    single = onnx.defs.OpSchema.FormalParameterOption.Single
+    required = []
+    for parameter in found.inputs:
+        if parameter.option != single:
+            break
+        required.append(parameter.name)
+    return Schema(
+        {k: (int(a.type.value), a.required) for k, a in found.attributes.items()},
+        tuple(required),
+        (found.min_input, found.max_input),
+        found.max_output,
+    )
+
+
+def check_node(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]], rules: Schema) -> None:
+    """Raise ModelError where a node breaks its operator's schema (operand count, attribute names and types)."""
+    low, high = rules.inputs
+    if not low <= len(node.input) <= high:
+        wanted = f"{low}" if low == high else f"{low} to {high}" if high < 1 << 30 else f"at least {low}"
+        raise ModelError(f"has {len(node.input)} operands, needs {wanted}")
+    for i, parameter in enumerate(rules.required_inputs[: len(node.input)]):
+        if not node.input[i]:
+            raise ModelError(f"lacks its operand {parameter!r}")
+    if len(node.output) > rules.max_outputs:
+        raise ModelError(f"has {len(node.output)} outputs, the operator has at most {rules.max_outputs}")
+    for name, (kind, _) in attrs.items():
+        known = rules.attributes.get(name)
+        if known is None:
+            raise ModelError(f"has the unknown attribute {name!r}")
+        if known[0] != kind:
+            names = {v: k for k, v in AttributeProto.AttributeType.items()}
+            raise ModelError(f"attribute {name!r} is of type {names.get(kind, kind)}, must be {names[known[0]]}")
+    for name, (_, needed) in rules.attributes.items():
+        if needed and name not in attrs:
+            raise ModelError(f"lacks its attribute {name!r}")

@@ -1,0 +1,433 @@
+"""ONNX in, :class:`~optdnn.ir.graph.Graph` out.
+
+Nodes become ops through ``ops.table.IMPORTERS``; types and known values are inferred as they are added. Model-local
+functions, and ONNX's own operators that have no import function but are defined by one, are inlined. Everything that is
+not supported is collected and reported in one :class:`~optdnn.errors.UnsupportedError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
+
+import onnx
+import onnx.defs
+
+from optdnn.errors import ModelError, ShapeError, UnsupportedError, UnsupportedNode
+from optdnn.importers.inputs import graph_inputs, known_type, refusal
+from optdnn.importers.model import Model, Source, domain_of, open_model, read_opsets
+from optdnn.importers.nodes import attributes, check_node, describe, in_order, reads, schema, unique_names
+from optdnn.importers.tensors import ELEMENT_TYPES, MAX_TENSOR_BYTES, element_type, sparse_to_array, to_array
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.base import Attrs, Known, NodeSpec, Unsupported
+from optdnn.ops.table import IMPORTERS
+from optdnn.types import Array, TensorType, dtype_name
+
+MAX_FUNCTION_DEPTH = 64
+MAX_NODES = 1_000_000
+"""Bound on the nodes of a model after inlining: functions that call one another twice grow exponentially."""
+
+
+class Weight:
+    """A constant that enters the graph when the first op uses it, so that unused ones never do."""
+
+    __slots__ = ("array", "name", "src", "value")
+
+    def __init__(self, array: Array, name: str, src: frozenset[str] = frozenset()):
+        self.array, self.name, self.src = array, name, src
+        self.value: Value | None = None
+
+
+class Unknown:
+    """Stands for a value that an unsupported node would have produced."""
+
+
+UNKNOWN = Unknown()
+Scope: TypeAlias = dict[str, "Value | Weight | Unknown | None"]
+_INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, NotImplementedError)
+
+
+def import_model(
+    source: Source,
+    *,
+    shapes: Mapping[str, Sequence[int | None]] | None = None,
+    source_name: str | None = None,
+    notes: list[str] | None = None,
+) -> Graph:
+    """Import an ONNX model, given as a path, as the file's bytes or as a ModelProto.
+
+    ``shapes`` gives dimensions to inputs by name (None leaves one as it is); a symbol it binds is bound everywhere.
+    Named dimensions become symbols of that name, unnamed ones are called ``<input>.<axis>``. An initializer that is also
+    listed as an input is a constant: the default that the model gives it is final. ``notes`` receives remarks of this
+    sort. ``source_name`` replaces the path in messages.
+
+    Raises UsageError (no such file or input), ModelError (not valid ONNX), ShapeError (shapes contradict), and one
+    UnsupportedError that lists every node that cannot be imported.
+    """
+    return _Importer(open_model(source, source_name), notes if notes is not None else []).run(shapes or {})
+
+
+class _Importer:
+    """Implements ``ops.base.Emit``; the node at hand is in ``_spec``."""
+
+    def __init__(self, model: Model, notes: list[str]):
+        self.model = model
+        self.graph = Graph(model.proto.graph.name or "graph")
+        self.notes = notes
+        self.unsupported: list[UnsupportedNode] = []
+        self.taken: set[str] = set()
+        self._outputs: tuple[str, ...] = ()
+        self._src: frozenset[str] = frozenset()
+        self._made: dict[str, Value] = {}
+        self._hints: dict[str, onnx.TypeProto] | None = None
+        self._live: set[int] | None = None
+        self.count = 0
+        self._alive = True
+
+    # ------------------------------------------------------------------ ops.base.Emit
+
+    def op(self, kind: str, inputs: Sequence[Any], attrs: Attrs | None = None, outputs: int = 1) -> tuple[Value, ...]:
+        operands = [None if r is None else self._enter(r, kind) for r in inputs]
+        while operands and operands[-1] is None:
+            operands.pop()
+        base = self._outputs[0] if self._outputs else kind
+        names = [base + "." + kind] if self._made else self._outputs
+        op = self.graph.add(kind, operands, attrs, names=names, outputs=outputs, src=self._src)
+        for i, out in enumerate(op.outputs):
+            extent = out.type.dtype.itemsize
+            for d in out.type.shape or ():
+                if type(d) is int:
+                    extent *= d
+            if extent > MAX_TENSOR_BYTES:
+                raise ShapeError(f"the output would be {out.type}, more than {MAX_TENSOR_BYTES >> 30} GiB")
+            self._made[out.name] = Value(op.id, i)
+        return tuple(Value(op.id, i) for i in range(len(op.outputs)))
+
+    def const(self, value: Array) -> Weight:
+        return Weight(value, self._outputs[0] if self._outputs else "const", self._src)
+
+    def type(self, ref: Any) -> TensorType:
+        if isinstance(ref, Weight):
+            return TensorType(ref.array.dtype, ref.array.shape)
+        return self.graph.type(ref)
+
+    def value(self, ref: Any) -> Known | None:
+        return ref.array if isinstance(ref, Weight) else self.graph.known(ref)
+
+    def _enter(self, ref: Any, kind: str = "") -> Value:
+        if isinstance(ref, Value):
+            return ref
+        if isinstance(ref, Weight):
+            if ref.value is None:
+                ref.value = self.graph.add_constant(ref.array, ref.name, ref.src)
+            return ref.value
+        name = f"{self._outputs[0]}.{kind}.const" if self._outputs else "const"
+        return self.graph.add_constant(ref, name)
+
+    # ------------------------------------------------------------------ the model
+
+    def run(self, shapes: Mapping[str, Sequence[int | None]]) -> Graph:
+        proto, name = self.model.proto.graph, self.model.name
+        scope: Scope = {}
+        self._weights(proto, scope)
+        free = []
+        for v in proto.input:
+            if v.name in scope:
+                self.notes.append(f"input {v.name!r} has a default value in the model and is treated as a constant")
+            else:
+                free.append(v)
+        for v, found in graph_inputs(free, shapes, name):
+            if isinstance(found, str):
+                self._refuse(v.name, "graph input", "", found)
+                scope[v.name] = UNKNOWN
+            else:
+                scope[v.name] = self.graph.add_input(v.name, found)
+        for v in proto.output:
+            reason = refusal(v.type) if v.type.WhichOneof("value") and v.type.tensor_type.elem_type != 0 else None
+            if reason is not None or v.type.WhichOneof("value") not in (None, "tensor_type"):
+                self._refuse(v.name, "graph output", "", reason or refusal(v.type) or "")
+        wanted = [v.name for v in proto.output]
+        self._nodes(proto.node, scope, self.model.opsets, "", {}, wanted, 0)
+        if self.unsupported:
+            raise UnsupportedError(
+                f"{name} holds {len(self.unsupported)} things that optdnn does not support:", self.unsupported
+            )
+        seen: set[str] = set()
+        for v in proto.output:
+            ref = scope.get(v.name)
+            if ref is None or v.name in seen:
+                raise ModelError(f"{name}: output {v.name!r} is {'listed twice' if ref else 'produced by no node'}")
+            seen.add(v.name)
+            self._check_output(v, self.graph.add_output(self._enter(ref), v.name).outputs[0].type)
+        if not proto.output:
+            raise ModelError(f"{name} has no outputs", hint="the file is truncated or corrupt")
+        return self.graph
+
+    def _weights(self, proto: onnx.GraphProto, scope: Scope) -> None:
+        for t in proto.initializer:
+            self._weight(scope, t.name, partial(self._tensor, t))
+        for s in proto.sparse_initializer:
+            self._weight(scope, s.values.name, partial(self._sparse, s))
+
+    def _weight(self, scope: Scope, name: str, read: Callable[[], Array]) -> None:
+        if not name or name in scope:
+            raise ModelError(f"{self.model.name}: initializer {name!r} {'is defined twice' if name else 'has no name'}")
+        try:
+            scope[name] = Weight(read(), name)
+        except Unsupported as error:
+            self._refuse(name, "initializer", "", str(error))
+            scope[name] = UNKNOWN
+
+    def _check_output(self, v: onnx.ValueInfoProto, actual: TensorType) -> None:
+        code = v.type.tensor_type.elem_type
+        if code and element_type(code) != actual.dtype:
+            raise ModelError(
+                f"{self.model.name}: output {v.name!r} is declared as {dtype_name(element_type(code))}, "
+                f"but its node computes {dtype_name(actual.dtype)}"
+            )
+
+    # ------------------------------------------------------------------ nodes
+
+    def _nodes(
+        self,
+        nodes: Sequence[onnx.NodeProto],
+        scope: Scope,
+        opsets: Mapping[str, int],
+        prefix: str,
+        bound: Mapping[str, tuple[int, Any]],
+        wanted: Sequence[str],
+        depth: int,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        """Import ``nodes`` (of the graph, or of a function that is being inlined) into ``scope``.
+
+        ``wanted`` are the values that are read from outside; ``labels`` says what the results of a call are called there.
+        """
+        self.count += len(nodes)
+        if self.count > MAX_NODES:
+            raise ModelError(f"{self.model.name} has more than {MAX_NODES} nodes once its functions are inlined")
+        names = unique_names(nodes, prefix, self.taken)
+        order = in_order(nodes, names, scope, self.model.name)
+        used = {x for n in nodes for x in reads(n)}
+        used.update(wanted)
+        for i in order:
+            node = nodes[i]
+            if depth == 0:
+                self._alive = True if self._live is None else i in self._live
+            outputs = list(node.output)
+            while len(outputs) > 1 and outputs[-1] not in used:
+                outputs.pop()
+            shown = outputs if labels is None else [x and labels.get(x, prefix + x) for x in outputs]
+            refs = self._node(node, names[i], shown, scope, opsets, bound, depth, (nodes, wanted, i))
+            for out, ref in zip(outputs, refs, strict=False):
+                if out:
+                    scope[out] = ref
+
+    def _node(
+        self,
+        node: onnx.NodeProto,
+        name: str,
+        outputs: list[str],
+        scope: Scope,
+        opsets: Mapping[str, int],
+        bound: Mapping[str, tuple[int, Any]],
+        depth: int,
+        place: tuple[Sequence[onnx.NodeProto], Sequence[str], int],
+    ) -> Sequence[Any]:
+        """The refs of one node's outputs (UNKNOWN for those of an unsupported node)."""
+        domain = domain_of(node.domain)
+        where = f"{self.model.name}: {describe(node, name)}"
+        try:
+            operands: list[Any] = [scope[x] if x else None for x in node.input]
+        except KeyError as error:
+            raise ModelError(f"{where} reads {error.args[0]!r}, which nothing produces") from None
+        while operands and operands[-1] is None:
+            operands.pop()
+        function = self.model.functions.get((domain, node.op_type, node.overload))
+        opset = opsets.get(domain, 0 if function is None else 1)
+        try:
+            if not opset and domain == "":
+                raise ModelError("belongs to a domain that the model does not import")
+            attrs = attributes(
+                node,
+                bound,
+                self._tensor,
+                self._sparse,
+            )
+            if function is not None:
+                return self._call(function, name, operands, attrs, outputs, depth)
+            importer = IMPORTERS.get(f"{domain}.{node.op_type}" if domain else node.op_type)
+            rules = schema(node.op_type, domain, opset)
+            if isinstance(rules, str):
+                raise Unsupported(rules)
+            if rules is not None:
+                check_node(node, attrs, rules)
+            if importer is None:
+                body = self._definition(node, domain, opset, operands)
+                if body is None:
+                    raise Unsupported("the operator is not supported" if rules else "the custom operator is unknown")
+                defaults = _schema_defaults(node.op_type, domain, opset)
+                return self._call(body, name, operands, {**defaults, **attrs}, outputs, depth)
+            if any(r is UNKNOWN for r in operands):
+                return [UNKNOWN] * len(outputs)
+            plain = {k: v for k, (_, v) in attrs.items()}
+            spec = NodeSpec(node.op_type, domain, opset, name, tuple(operands), tuple(outputs), plain)
+            return self._import(importer, spec)
+        except Unsupported as error:
+            if depth == 0 and self._live is None:
+                self._live = _live_nodes(place[0], place[1])
+                self._alive = place[2] in self._live
+            self._refuse(name, node.op_type, domain, str(error), opset)
+            return self._stand_ins(outputs)
+        except ShapeError as error:
+            if self.unsupported or UNKNOWN in operands:  # may be a consequence; what is unsupported comes first
+                return self._stand_ins(outputs)
+            if error.message.startswith(self.model.name + ":"):
+                raise
+            types = ", ".join("-" if r is None else str(self.type(r)) for r in operands)
+            raise ShapeError(f"{where}, opset {opset}: {error.message}; operands: {types}", hint=error.hint) from error
+        except ModelError as error:
+            if error.message.startswith(self.model.name + ":"):
+                raise
+            raise ModelError(f"{where}: {error.message}", hint=error.hint) from error
+        except _INVALID as error:
+            raise ModelError(
+                f"{where}, opset {opset}: cannot be understood ({type(error).__name__}: {error})",
+                hint="check the model with onnx.checker; if it is valid, this is a defect of optdnn",
+            ) from error
+
+    def _import(self, importer: Any, spec: NodeSpec) -> Sequence[Any]:
+        """Run an import function; the values it returns get the names of the node's outputs."""
+        self._outputs, self._src, self._made = spec.outputs, frozenset((spec.name,)), {}
+        refs = list(importer(spec, self))
+        if len(refs) < len(spec.outputs):
+            raise Unsupported(f"output {len(refs)} is not supported")
+        for wanted, ref in zip(spec.outputs, refs, strict=False):
+            if isinstance(ref, Value) and wanted and wanted in self._made and self._made[wanted] != ref:
+                own = self.graph.output(ref).name
+                if own in self._made:
+                    first = self._made[wanted]
+                    self.graph.rename(first, own)
+                    self.graph.rename(ref, wanted)
+                    self._made[own], self._made[wanted] = first, ref
+        return refs
+
+    def _refuse(self, name: str, op_type: str, domain: str, reason: str, opset: int | None = None) -> None:
+        if self._alive:
+            opset = self.model.opsets.get(domain, 0) if opset is None else opset
+            self.unsupported.append(UnsupportedNode(name, op_type, domain, opset, reason))
+
+    def _stand_ins(self, outputs: Sequence[str]) -> list[Any]:
+        """Stand-ins of the declared type for an unsupported node's outputs, so that what follows is checked too."""
+        if self._hints is None:
+            self._hints = {v.name: v.type for v in self.model.proto.graph.value_info}
+        refs: list[Any] = []
+        for out in outputs:
+            known = known_type(self._hints[out], out) if out in self._hints else None
+            refs.append(UNKNOWN if known is None else self.graph.add_input(out, known))
+        return refs
+
+    # ------------------------------------------------------------------ functions
+
+    def _definition(
+        self, node: onnx.NodeProto, domain: str, opset: int, operands: Sequence[Any]
+    ) -> onnx.FunctionProto | None:
+        """The function by which ONNX itself defines the operator at this opset, or None."""
+        try:
+            found = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset, domain=domain)
+        except onnx.defs.SchemaError:
+            return None
+        if found.has_function:
+            versions = [v for v in found.function_opset_versions if v <= opset]
+            data = found.get_function_with_opset_version(max(versions)) if versions else None
+        elif found.has_context_dependent_function and not any(r is UNKNOWN for r in operands):
+            versions = [v for v in found.context_dependent_function_opset_versions if v <= opset]
+            types = [
+                (onnx.TypeProto() if r is None else _type_proto(self.type(r))).SerializeToString() for r in operands
+            ]
+            data = (
+                found.get_context_dependent_function_with_opset_version(max(versions), node.SerializeToString(), types)
+                if versions
+                else None
+            )
+        else:
+            data = None
+        if not data:
+            return None
+        body = onnx.FunctionProto()
+        body.ParseFromString(data)
+        return body
+
+    def _call(
+        self,
+        function: onnx.FunctionProto,
+        name: str,
+        operands: Sequence[Any],
+        attrs: Mapping[str, tuple[int, Any]],
+        outputs: Sequence[str],
+        depth: int,
+    ) -> Sequence[Any]:
+        """Inline one call: the body's nodes are called ``<call>/<node>``, in the function's own opsets."""
+        if depth >= MAX_FUNCTION_DEPTH:
+            raise ModelError(f"functions call one another more than {MAX_FUNCTION_DEPTH} deep (recursion?)")
+        if len(operands) > len(function.input):
+            raise ModelError(f"is called with {len(operands)} operands, the function has {len(function.input)}")
+        if len(outputs) > len(function.output):
+            raise ModelError(f"is called for {len(outputs)} outputs, the function has {len(function.output)}")
+        scope: Scope = {x: operands[i] if i < len(operands) else None for i, x in enumerate(function.input)}
+        bound = {**attributes(_defaults(function), {}, self._tensor, self._sparse), **attrs}
+        opsets = read_opsets(function.opset_import, f"{self.model.name}: function {function.name}")
+        opsets = {**self.model.opsets, **opsets}
+        wanted = list(function.output[: len(outputs)])
+        labels = dict(zip(wanted, outputs, strict=True))
+        self._nodes(function.node, scope, opsets, f"{name}/", bound, wanted, depth + 1, labels)
+        missing = [x for x in wanted if x not in scope]
+        if missing:
+            raise ModelError(f"function {function.name} does not produce its output {missing[0]!r}")
+        return [scope[x] for x in wanted]
+
+    def _tensor(self, t: onnx.TensorProto) -> Array:
+        return to_array(t, self.model.external, self.model.name)
+
+    def _sparse(self, t: onnx.SparseTensorProto) -> Array:
+        return sparse_to_array(t, self.model.external, self.model.name)
+
+
+def _defaults(function: onnx.FunctionProto) -> onnx.NodeProto:
+    """A node that holds the attribute defaults of a function."""
+    node = onnx.NodeProto()
+    node.attribute.extend(function.attribute_proto)
+    return node
+
+
+@lru_cache(maxsize=1024)
+def _schema_defaults(op_type: str, domain: str, opset: int) -> Mapping[str, tuple[int, Any]]:
+    """The attribute defaults that ONNX's schema declares."""
+    found = onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
+    out: dict[str, tuple[int, Any]] = {}
+    for name, a in found.attributes.items():
+        if a.default_value.name:
+            out[name] = (a.default_value.type, onnx.helper.get_attribute_value(a.default_value))
+            if isinstance(out[name][1], bytes):
+                out[name] = (a.default_value.type, out[name][1].decode())
+    return out
+
+
+def _type_proto(t: TensorType) -> onnx.TypeProto:
+    code = next(c for c, d in ELEMENT_TYPES.items() if d == t.dtype)
+    shape = None if t.shape is None else [d if isinstance(d, int) else str(d) for d in t.shape]
+    return onnx.helper.make_tensor_type_proto(code, shape)
+
+
+def _live_nodes(nodes: Sequence[onnx.NodeProto], wanted: Sequence[str]) -> set[int]:
+    """Indices of the nodes that the wanted values depend on."""
+    producer = {out: i for i, n in enumerate(nodes) for out in n.output if out}
+    live: set[int] = set()
+    stack = list(wanted)
+    while stack:
+        i = producer.get(stack.pop())
+        if i is not None and i not in live:
+            live.add(i)
+            stack.extend(reads(nodes[i]))
+    return live

@@ -1,0 +1,158 @@
+"""ONNX tensors as NumPy arrays: every check comes before the allocation it protects.
+
+Source: onnx.proto, TensorProto and SparseTensorProto. Raw data is little-endian by definition.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from onnx import SparseTensorProto, TensorProto
+
+from optdnn.errors import ModelError
+from optdnn.importers.external_data import ExternalData
+from optdnn.ops.base import Unsupported
+from optdnn.types import DTYPES, INT64, Array, DType
+
+MAX_TENSOR_BYTES = 1 << 40
+"""A tensor declared larger than this (1 TiB) is refused: no machine in reach holds it, and the model is likely corrupt."""
+MAX_SPARSE_BYTES = 1 << 31
+"""Sparse tensors are made dense only up to this size, because a tiny file can declare a huge one."""
+
+ELEMENT_TYPES: dict[int, DType] = {
+    TensorProto.FLOAT: DTYPES["fp32"],
+    TensorProto.DOUBLE: DTYPES["fp64"],
+    TensorProto.FLOAT16: DTYPES["fp16"],
+    TensorProto.BFLOAT16: DTYPES["bf16"],
+    TensorProto.FLOAT8E4M3FN: DTYPES["fp8_e4m3"],
+    TensorProto.FLOAT8E5M2: DTYPES["fp8_e5m2"],
+    TensorProto.INT64: DTYPES["int64"],
+    TensorProto.INT32: DTYPES["int32"],
+    TensorProto.INT16: DTYPES["int16"],
+    TensorProto.INT8: DTYPES["int8"],
+    TensorProto.UINT64: DTYPES["uint64"],
+    TensorProto.UINT32: DTYPES["uint32"],
+    TensorProto.UINT16: DTYPES["uint16"],
+    TensorProto.UINT8: DTYPES["uint8"],
+    TensorProto.BOOL: DTYPES["bool"],
+    TensorProto.COMPLEX64: DTYPES["complex64"],
+    TensorProto.COMPLEX128: DTYPES["complex128"],
+}
+"""TensorProto.DataType -> dtype."""
+
+# Which repeated field holds the elements of a type when raw_data does not, the dtype of that field, and how many of its
+# entries make one element. Types narrower than 32 bits travel as bit patterns in int32_data.
+_FIELDS: dict[int, tuple[str, Any, int]] = {
+    TensorProto.FLOAT: ("float_data", np.float32, 1),
+    TensorProto.COMPLEX64: ("float_data", np.float32, 2),
+    TensorProto.DOUBLE: ("double_data", np.float64, 1),
+    TensorProto.COMPLEX128: ("double_data", np.float64, 2),
+    TensorProto.INT64: ("int64_data", np.int64, 1),
+    TensorProto.UINT64: ("uint64_data", np.uint64, 1),
+    TensorProto.UINT32: ("uint64_data", np.uint64, 1),
+}
+_NARROW = ("int32_data", np.int32, 1)
+
+
+def element_type(code: int) -> DType:
+    """The dtype of a TensorProto.DataType. Raises Unsupported for strings, 4-bit and other exotic types."""
+    dtype = ELEMENT_TYPES.get(code)
+    if dtype is None:
+        names = {v: k for k, v in TensorProto.DataType.items()}
+        raise Unsupported(f"element type {names.get(code, code)} is not supported")
+    return dtype
+
+
+def element_count(dims: Sequence[int], itemsize: int, where: str, limit: int = MAX_TENSOR_BYTES) -> int:
+    """Number of elements; raises ModelError for a negative dimension or a tensor of more than ``limit`` bytes."""
+    count, extent = 1, itemsize
+    for d in dims:
+        if d < 0:
+            raise ModelError(f"{where} has the negative dimension {d}")
+        count *= d
+        extent *= d or 1
+    if extent > limit:
+        raise ModelError(f"{where} is declared as {list(dims)}, which is more than {limit >> 30} GiB")
+    return count
+
+
+def to_array(t: TensorProto, external: ExternalData, model: str) -> Array:
+    """The value of a tensor, read-only where it shares memory with the file.
+
+    Raises ModelError where data and shape disagree, Unsupported for element types optdnn does not store.
+    """
+    where = f"{model}: tensor {t.name!r}"
+    dtype = element_type(t.data_type)
+    dims = tuple(t.dims)
+    if t.HasField("segment"):
+        raise Unsupported("tensors stored in segments are not supported")
+    count = element_count(dims, dtype.itemsize, where)
+    nbytes = count * dtype.itemsize
+    if t.data_location == TensorProto.EXTERNAL:
+        entries = {e.key: e.value for e in t.external_data}
+        return _from_bytes(external.read(t.name, entries, nbytes), dtype).reshape(dims)
+    raw = t.raw_data
+    if raw:
+        if len(raw) != nbytes:
+            raise ModelError(f"{where} is declared as {list(dims)} ({nbytes} bytes) but holds {len(raw)} bytes")
+        return _from_bytes(np.frombuffer(raw, np.uint8), dtype).reshape(dims)
+    name, field_dtype, parts = _FIELDS.get(t.data_type, _NARROW)
+    field = getattr(t, name)
+    if len(field) != count * parts:
+        raise ModelError(
+            f"{where} is declared as {list(dims)} ({count} elements) but holds {len(field) // parts}",
+            hint="the file is truncated, or its weights were stripped",
+        )
+    values = np.fromiter(field, field_dtype, len(field))
+    return _from_field(values, dtype).reshape(dims)
+
+
+def _from_bytes(data: Array, dtype: DType) -> Array:
+    """Little-endian bytes as native elements; copied only when misaligned or on a big-endian machine."""
+    if dtype.kind == "b":
+        return data != 0  # a bool must be 0 or 1 in memory
+    if sys.byteorder == "big" and dtype.itemsize > 1:
+        parts = 2 if dtype.kind == "c" else 1
+        swapped = data.reshape(-1, parts, dtype.itemsize // parts)[..., ::-1]
+        return np.ascontiguousarray(swapped).reshape(-1).view(dtype)
+    if data.size and data.ctypes.data % dtype.alignment:
+        data = data.copy()
+    return data.view(dtype)
+
+
+def _from_field(values: Array, dtype: DType) -> Array:
+    if values.dtype == dtype:
+        return values
+    if dtype.kind == "c":
+        return values.view(dtype)
+    if dtype.kind == "b":
+        return values != 0
+    if dtype.kind in "iu":
+        return values.astype(dtype)
+    bits = values.astype(np.uint16 if dtype.itemsize == 2 else np.uint8)  # fp16, bf16, fp8: bit patterns
+    return bits.view(dtype)
+
+
+def sparse_to_array(t: SparseTensorProto, external: ExternalData, model: str) -> Array:
+    """A sparse tensor made dense. ``indices`` are linear ([NNZ]) or one coordinate per axis ([NNZ, rank])."""
+    where = f"{model}: sparse tensor {t.values.name!r}"
+    dims = tuple(t.dims)
+    values = to_array(t.values, external, model)
+    indices = to_array(t.indices, external, model)
+    count = element_count(dims, values.dtype.itemsize, where, MAX_SPARSE_BYTES)
+    if values.ndim != 1 or indices.dtype != INT64 or indices.shape not in ((values.size,), (values.size, len(dims))):
+        raise ModelError(
+            f"{where} has {list(values.shape)} values and {list(indices.shape)} indices for shape {list(dims)}"
+        )
+    bounds = np.asarray(dims if indices.ndim == 2 else count)
+    if np.any(indices < 0) or np.any(indices >= bounds):
+        raise ModelError(f"{where} has an index outside of its shape {list(dims)}")
+    dense = np.zeros(dims, values.dtype)
+    if indices.ndim == 2:
+        dense[tuple(indices.T)] = values
+    else:
+        dense.reshape(-1)[indices] = values
+    return dense
