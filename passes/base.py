@@ -130,7 +130,7 @@ class Rule(ABC):
 
 
 class RulePass(Pass):
-    """Applies rules to a fixpoint with a worklist in topological order.
+    """Applies rules to a fixpoint with a worklist in topological (or, ``sinks_first``, reverse topological) order.
 
     After a rewrite the new ops, the ops whose operands changed and their neighbours are looked at again. The number of
     rewrites is bounded, so two rules that undo each other raise InternalError instead of looping.
@@ -138,9 +138,13 @@ class RulePass(Pass):
 
     rules: Sequence[Rule] = ()
     rewrites_per_op = 16
+    sinks_first = False
+    """Begin with the last op, so that of two nested candidates the larger one (whose root comes later) is seen first."""
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         order = [op.id for op in graph.order()]
+        if self.sinks_first:
+            order.reverse()
         queue, queued = deque(order), set(order)
         budget = self.rewrites_per_op * (len(order) + 16)
         refused: dict[tuple[str, int], Refused] = {}

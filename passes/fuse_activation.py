@@ -1,0 +1,198 @@
+"""Activations that exporters write out: GELU, SiLU, hard sigmoid, hard swish and Mish become one op each.
+
+GELU: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), by erf and by its tanh approximation. Swish (SiLU, with a
+slope: the "quick GELU" of CLIP): Ramachandran et al. (2017). Hard swish: Howard et al., "Searching for MobileNetV3" (2019).
+Mish: Misra (2019). Each is exact in real arithmetic; see :mod:`optdnn.passes.pattern` for what counts as ``sqrt(2)``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.base import Attrs
+from optdnn.ops.unary import AlphaAttrs, GeluAttrs, HardSigmoidAttrs
+from optdnn.passes.base import Match, Miss, PassContext, RulePass
+from optdnn.passes.pattern import (
+    Found,
+    Pattern,
+    PatternRule,
+    Power,
+    Scalar,
+    Var,
+    choice,
+    closed,
+    matched,
+    node,
+    product,
+    rounding,
+    total,
+)
+
+X = Var("x")
+
+
+def clip(value: Pattern, low: Scalar, high: Scalar) -> Pattern:
+    """Clamping to an interval, however it is written; a lower bound of 0 may be a Relu."""
+    relu = node("Relu", value)
+    forms: list[Pattern] = [
+        node("Clip", value, low, high),
+        node("Min", node("Max", value, low), high),
+        node("Max", node("Min", value, high), low),
+    ]
+    if low.value == 0:
+        forms += [node("Min", relu, high), node("Clip", relu, None, high), node("Clip", relu, low, high)]
+    return choice(*forms)
+
+
+class ActivationRule(PatternRule):
+    """One activation of ``x``: patterns, the kind that replaces them, and the attributes that a match gives it."""
+
+    result: str
+
+    def attributes(self, found: Found, error: float) -> Attrs | None:
+        """The attributes, or None when the bound numbers are not this activation's; ``error``: their relative rounding."""
+        return Attrs()
+
+    def accept(self, graph: Graph, root: Op, found: Found) -> Match | Miss | None:
+        attrs = self.attributes(found, rounding(root.outputs[0].type.dtype))
+        if attrs is None:
+            return None
+        x: Value = found.bound["x"]
+        return closed(graph, found.ops, root.id, x) or matched(graph, found.ops, (root.value, x, attrs))
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        old, x, attrs = match.data
+        patch = Patch(graph, match.ops)
+        patch.replace(old, patch.add(self.result, [x], attrs))
+        return patch
+
+
+def _erf(k: float) -> Pattern:
+    """``k erf(x / sqrt 2)``; erf is odd."""
+    root = math.sqrt(0.5)
+    return choice(product(k, node("Erf", product(root, X))), product(-k, node("Erf", product(-root, X))))
+
+
+class Gelu(ActivationRule):
+    """``0.5 x (1 + erf(x / sqrt 2))``, also as ``x (0.5 + 0.5 erf)`` and by the complement ``1 - erf(-x / sqrt 2)``."""
+
+    name = "gelu"
+    result = "Gelu"
+    patterns = (
+        product(0.5, X, total(1.0, _erf(1.0))),
+        product(1.0, X, total(0.5, _erf(0.5))),
+    )
+
+    def attributes(self, found: Found, error: float) -> Attrs:
+        return GeluAttrs("none")
+
+
+class GeluTanh(ActivationRule):
+    """``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``, the cubic also as ``x (1 + 0.044715 x^2)`` or multiplied out."""
+
+    name = "gelu_tanh"
+    result = "Gelu"
+    _c = math.sqrt(2 / math.pi)
+    _argument = choice(
+        product(_c, total(0.0, X, product(0.044715, X, X, X))),
+        product(_c, X, total(1.0, product(0.044715, X, X))),
+        total(0.0, product(_c, X), product(_c * 0.044715, X, X, X)),
+        product(1.0, X, total(_c, product(_c * 0.044715, X, X))),
+    )
+    patterns = (
+        product(0.5, X, total(1.0, node("Tanh", _argument))),
+        product(1.0, X, total(0.5, product(0.5, node("Tanh", _argument)))),
+    )
+
+    def attributes(self, found: Found, error: float) -> Attrs:
+        return GeluAttrs("tanh")
+
+
+class Swish(ActivationRule):
+    """``x sigmoid(alpha x)``, the sigmoid also written out as ``1 / (1 + exp(-alpha x))``."""
+
+    name = "swish"
+    result = "Swish"
+    patterns = (
+        product(1.0, X, node("Sigmoid", product(Scalar(name="alpha"), X))),
+        product(1.0, X, Power(total(1.0, node("Exp", product(Scalar(name="minus_alpha"), X))), -1.0)),
+    )
+
+    def attributes(self, found: Found, error: float) -> Attrs | None:
+        alpha = found.bound.get("alpha", -found.bound.get("minus_alpha", 0.0))
+        return AlphaAttrs(alpha)
+
+
+class HardSigmoid(ActivationRule):
+    """``k clip(alpha x + beta, 0, 1/k)``: PyTorch's ``relu6(x + 3) / 6`` and TensorFlow's ``clip(0.2 x + 0.5, 0, 1)``."""
+
+    name = "hard_sigmoid"
+    result = "HardSigmoid"
+    patterns = (
+        product(
+            Scalar(name="k"),
+            clip(
+                choice(
+                    total(Scalar(name="beta"), product(Scalar(name="alpha"), X)),
+                    product(Scalar(name="alpha"), X),
+                ),
+                Scalar(0.0),
+                Scalar(name="top"),
+            ),
+        ),
+        clip(
+            total(Scalar(name="beta"), product(Scalar(name="alpha"), X)),
+            Scalar(0.0),
+            Scalar(1.0),
+        ),
+    )
+
+    def attributes(self, found: Found, error: float) -> Attrs | None:
+        k, top = found.bound.get("k", 1.0), found.bound.get("top", 1.0)
+        alpha, beta = found.bound["alpha"], found.bound.get("beta", 0.0)
+        if abs(k * top - 1) > 2 * error or alpha <= 0 or (k == 1 and alpha == 1 and beta == 0):
+            return None
+        return HardSigmoidAttrs(alpha / top, beta / top)
+
+
+class HardSwish(ActivationRule):
+    """``x relu6(x + 3) / 6``, or ``x`` times a hard sigmoid of slope 1/6 and offset 1/2."""
+
+    name = "hard_swish"
+    result = "HardSwish"
+    patterns = (
+        product(1 / 6, X, clip(total(3.0, X), Scalar(0.0), Scalar(6.0))),
+        product(1.0, X, node("HardSigmoid", X, name="gate")),
+        product(1.0, X, clip(total(0.5, product(1 / 6, X)), Scalar(0.0), Scalar(1.0))),
+    )
+
+    def attributes(self, found: Found, error: float) -> Attrs | None:
+        gate: Any = found.bound.get("gate")
+        if gate is not None and (abs(gate.attrs.alpha - 1 / 6) > 1e-7 or abs(gate.attrs.beta - 0.5) > 1e-7):
+            return None
+        return Attrs()
+
+
+class Mish(ActivationRule):
+    """``x tanh(softplus(x))``, the softplus also written out as ``log(1 + exp(x))``."""
+
+    name = "mish"
+    result = "Mish"
+    patterns = (
+        product(
+            1.0,
+            X,
+            node("Tanh", choice(node("Softplus", X), node("Log", total(1.0, node("Exp", X))))),
+        ),
+    )
+
+
+class FuseActivation(RulePass):
+    """Sinks first: a hard swish is seen before the hard sigmoid inside of it."""
+
+    name = "fuse_activation"
+    rules = (Gelu(), GeluTanh(), Swish(), HardSwish(), HardSigmoid(), Mish())
+    sinks_first = True

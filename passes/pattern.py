@@ -1,0 +1,411 @@
+"""Expression patterns as data, and the one matcher that finds them.
+
+A decomposed GELU or layer norm is written by exporters in many ways: ``0.5`` first or last, a division by ``sqrt(2)`` or
+a multiplication by its reciprocal, ``Pow(x, 2)`` or ``x * x``, ``1 / sqrt(v)`` or ``Pow(v, -0.5)``. A pattern therefore
+says what is computed, not which nodes compute it: :class:`Product` and :class:`Sum` flatten trees of Mul, Div, Neg,
+Reciprocal, Sqrt, Pow and of Add, Sub, Neg, gather their scalar constants into one coefficient, and match what remains in
+any order. All other operators are matched as they are (:class:`Node`), with the operands of commutative ones in any order.
+
+A constant stands for a mathematical one when it is within its own dtype's rounding of it: the fp32 ``1.4142135`` is
+``sqrt(2)``. That is the only freedom taken; everything else a pattern matches is equal in exact arithmetic.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.types import DType, is_float
+
+_DEPTH = 8
+"""How deep a tree of Mul/Add a Product or Sum looks into."""
+
+
+# ---------------------------------------------------------------- what a pattern is made of
+
+
+@dataclass(frozen=True)
+class Var:
+    """Any value; the same name must be the same value everywhere."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A constant of one element: within rounding of ``value``, or any when that is None; bound to ``name`` as a float."""
+
+    value: float | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One op of this kind. ``name`` binds the op, whose attributes the rule then checks. Trailing operands may be left off."""
+
+    kind: str
+    args: tuple[Pattern | None, ...]
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Power:
+    """A factor of a Product: ``base ** exponent`` (exponent -1, 0.5 or -0.5)."""
+
+    base: Pattern
+    exponent: float
+
+
+@dataclass(frozen=True)
+class Product:
+    """``coefficient * factor * factor …`` in any order and nesting, written with Mul, Div, Neg, Reciprocal, Sqrt, Pow."""
+
+    coefficient: float | Scalar
+    factors: tuple[Pattern | Power, ...]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """``constant + term + term …`` in any order and nesting, written with Add, Sub, Neg."""
+
+    constant: float | Scalar
+    terms: tuple[Pattern, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The first of these that matches."""
+
+    options: tuple[Pattern, ...]
+
+
+Pattern = Var | Scalar | Node | Product | Sum | Choice
+
+
+def node(kind: str, *args: Pattern | None, name: str = "") -> Node:
+    return Node(kind, args, name)
+
+
+def product(coefficient: float | Scalar, *factors: Pattern | Power) -> Product:
+    return Product(coefficient, factors)
+
+
+def total(constant: float | Scalar, *terms: Pattern) -> Sum:
+    return Sum(constant, terms)
+
+
+def choice(*options: Pattern) -> Choice:
+    return Choice(options)
+
+
+# ---------------------------------------------------------------- matching
+
+
+class Found(NamedTuple):
+    """One way a pattern matches: what its names are bound to (Value, float or Op), and the ops it consists of."""
+
+    bound: dict[str, Any]
+    ops: frozenset[int]
+
+    def bind(self, name: str, what: Any) -> Found | None:
+        """With one name more; None when the name is bound to something else."""
+        if not name:
+            return self
+        if name in self.bound:
+            return self if self.bound[name] == what else None
+        return Found({**self.bound, name: what}, self.ops)
+
+    def cover(self, *ops: int) -> Found:
+        return Found(self.bound, self.ops.union(ops))
+
+
+def find(graph: Graph, value: Value, pattern: Pattern) -> Iterator[Found]:
+    """Every way in which ``value`` is the root of ``pattern``."""
+    yield from _match(graph, value, 1, pattern, Found({}, frozenset()))
+
+
+def scalar(graph: Graph, value: Value | None) -> float | None:
+    """The value of a floating constant of one element, else None."""
+    array = graph.constant_value(value)
+    return float(array.reshape(-1)[0]) if array is not None and array.size == 1 and is_float(array.dtype) else None
+
+
+def _match(graph: Graph, value: Value, sign: int, pattern: Pattern, state: Found) -> Iterator[Found]:
+    """Ways in which ``sign * value`` is ``pattern``."""
+    if isinstance(pattern, Choice):
+        for option in pattern.options:
+            yield from _match(graph, value, sign, option, state)
+    elif isinstance(pattern, Product):
+        yield from _match_flat(graph, value, sign, pattern.coefficient, pattern.factors, state, _products)
+    elif sign != 1:
+        return
+    elif isinstance(pattern, Sum):
+        yield from _match_flat(graph, value, 1, pattern.constant, pattern.terms, state, _sums)
+    elif isinstance(pattern, Var):
+        after = state.bind(pattern.name, value)
+        if after is not None:
+            yield after
+    elif isinstance(pattern, Scalar):
+        number = scalar(graph, value)
+        if number is not None:
+            after = _bind_number(number, rounding(graph.type(value).dtype), pattern, state)
+            if after is not None:
+                yield after
+    else:
+        yield from _match_node(graph, value, pattern, state)
+
+
+def _match_node(graph: Graph, value: Value, pattern: Node, state: Found) -> Iterator[Found]:
+    op = graph.op(value)
+    if op.kind != pattern.kind or len(op.outputs) != 1:
+        return
+    after = state.cover(op.id).bind(pattern.name, op)
+    if after is None:
+        return
+    n = len(pattern.args)
+    operands = op.inputs[:n] + (None,) * (n - len(op.inputs))
+    orders = [operands]
+    if n == 2 and op.definition.traits.commutative and operands[0] != operands[1]:
+        orders.append(operands[::-1])
+    for order in orders:
+        yield from _match_all(graph, order, pattern.args, after)
+
+
+def _match_all(
+    graph: Graph, values: tuple[Value | None, ...], patterns: tuple[Pattern | None, ...], state: Found
+) -> Iterator[Found]:
+    if not patterns:
+        yield state
+    elif patterns[0] is None or values[0] is None:
+        if patterns[0] is None and values[0] is None:
+            yield from _match_all(graph, values[1:], patterns[1:], state)
+    else:
+        for after in _match(graph, values[0], 1, patterns[0], state):
+            yield from _match_all(graph, values[1:], patterns[1:], after)
+
+
+def _bind_number(number: float, error: float, pattern: float | Scalar, state: Found) -> Found | None:
+    if not isinstance(pattern, Scalar):
+        pattern = Scalar(pattern)
+    if pattern.value is not None and not abs(number - pattern.value) <= error * abs(pattern.value):
+        return None
+    return state.bind(pattern.name, number)
+
+
+def rounding(dtype: DType) -> float:
+    """Relative error of a constant of this dtype that comes from a rounded one: one unit in the last place."""
+    return float(ml_dtypes.finfo(dtype).eps) if is_float(dtype) else 0.0
+
+
+# ---------------------------------------------------------------- flattened products and sums
+
+
+class _Flat(NamedTuple):
+    """A value seen as ``constant ∘ leaf ∘ leaf …``: a leaf's number is its exponent (product) or its sign (sum)."""
+
+    constant: float
+    rounding: float
+    leaves: tuple[tuple[Value, float], ...]
+    ops: frozenset[int]
+
+
+def _match_flat(
+    graph: Graph,
+    value: Value,
+    sign: int,
+    constant: float | Scalar,
+    wanted: tuple[Any, ...],
+    state: Found,
+    flatten: Any,
+) -> Iterator[Found]:
+    if not is_float(graph.type(value).dtype):
+        return
+    seen: set[Any] = set()
+    for flat in flatten(graph, value, 1, len(wanted), _DEPTH):
+        if len(flat.leaves) != len(wanted) or not flat.ops and len(wanted) > 1:
+            continue
+        after = _bind_number(sign * flat.constant, flat.rounding, constant, state)
+        if after is None:
+            continue
+        for found in _assign(graph, flat.leaves, wanted, after.cover(*flat.ops), flatten is _sums):
+            key = (tuple(sorted((k, repr(v)) for k, v in found.bound.items())), found.ops)
+            if key not in seen:
+                seen.add(key)
+                yield found
+
+
+def _assign(
+    graph: Graph, leaves: tuple[tuple[Value, float], ...], wanted: tuple[Any, ...], state: Found, signed: bool
+) -> Iterator[Found]:
+    """Give each wanted pattern a leaf of its own."""
+    if not wanted:
+        yield state
+        return
+    first = wanted[0]
+    base, exponent = (first.base, first.exponent) if isinstance(first, Power) else (first, 1.0)
+    for i, (value, number) in enumerate(leaves):
+        if not signed and number != exponent:
+            continue
+        for after in _match(graph, value, int(number) if signed else 1, base, state):
+            yield from _assign(graph, leaves[:i] + leaves[i + 1 :], wanted[1:], after, signed)
+
+
+def _products(graph: Graph, value: Value, exponent: float, limit: int, depth: int) -> Iterator[_Flat]:
+    """Ways to see ``value ** exponent`` (exponent ±1) as a product of at most ``limit`` leaves."""
+    number = scalar(graph, value)
+    if number is not None:
+        if number != 0:
+            yield _Flat(number**exponent, rounding(graph.type(value).dtype), (), frozenset())
+        return
+    if limit < 1:
+        return
+    op = graph.op(value)
+    if depth and op.kind in ("Mul", "Div", "Neg", "Reciprocal", "Sqrt", "Pow"):
+        yield from _product_of(graph, op, exponent, limit, depth)
+    yield _Flat(1.0, 0.0, ((value, exponent),), frozenset())  # last: the widest view of an expression comes first
+
+
+def _product_of(graph: Graph, op: Op, exponent: float, limit: int, depth: int) -> Iterator[_Flat]:
+    """Ways to see ``op ** exponent`` as a product of what its operands are."""
+    a, b = op.input(0), op.input(1)
+    assert a is not None
+    mine = frozenset({op.id})
+    if op.kind in ("Mul", "Div"):
+        assert b is not None
+        for left in _products(graph, a, exponent, limit, depth - 1):
+            room = limit - len(left.leaves)
+            for right in _products(graph, b, exponent if op.kind == "Mul" else -exponent, room, depth - 1):
+                yield _Flat(
+                    left.constant * right.constant,
+                    left.rounding + right.rounding,
+                    left.leaves + right.leaves,
+                    left.ops | right.ops | mine,
+                )
+    elif op.kind in ("Neg", "Reciprocal"):
+        inner = -exponent if op.kind == "Reciprocal" else exponent
+        for flat in _products(graph, a, inner, limit, depth - 1):
+            sign = -1 if op.kind == "Neg" else 1
+            yield flat._replace(constant=sign * flat.constant, ops=flat.ops | mine)
+    elif op.kind == "Sqrt":
+        yield _Flat(1.0, 0.0, ((a, 0.5 * exponent),), mine)
+    else:
+        power = scalar(graph, b)
+        if power is None and b is not None and (known := graph.constant_value(b)) is not None and known.size == 1:
+            power = float(known.reshape(-1)[0])  # ONNX lets Pow take an integer exponent
+        if power in (2.0, 3.0) and int(power) <= limit:
+            yield _Flat(1.0, 0.0, ((a, exponent),) * int(power), mine)
+        elif power in (-1.0, 0.5, -0.5):
+            yield _Flat(1.0, 0.0, ((a, power * exponent),), mine)
+
+
+def _sums(graph: Graph, value: Value, sign: float, limit: int, depth: int) -> Iterator[_Flat]:
+    """Ways to see ``sign * value`` as a sum of at most ``limit`` leaves."""
+    number = scalar(graph, value)
+    if number is not None:
+        yield _Flat(sign * number, rounding(graph.type(value).dtype), (), frozenset())
+        return
+    if limit < 1:
+        return
+    op = graph.op(value)
+    if depth and op.kind in ("Add", "Sub", "Neg"):
+        yield from _sum_of(graph, op, sign, limit, depth)
+    yield _Flat(0.0, 0.0, ((value, sign),), frozenset())
+
+
+def _sum_of(graph: Graph, op: Op, sign: float, limit: int, depth: int) -> Iterator[_Flat]:
+    """Ways to see ``sign * op`` as a sum of what its operands are."""
+    a, b = op.input(0), op.input(1)
+    assert a is not None
+    mine = frozenset({op.id})
+    if op.kind == "Neg":
+        for flat in _sums(graph, a, -sign, limit, depth - 1):
+            yield flat._replace(ops=flat.ops | mine)
+        return
+    assert b is not None
+    for left in _sums(graph, a, sign, limit, depth - 1):
+        room = limit - len(left.leaves)
+        for right in _sums(graph, b, sign if op.kind == "Add" else -sign, room, depth - 1):
+            yield _Flat(
+                left.constant + right.constant,
+                max(left.rounding, right.rounding),
+                left.leaves + right.leaves,
+                left.ops | right.ops | mine,
+            )
+
+
+# ---------------------------------------------------------------- rules made of patterns
+
+
+def root_kinds(pattern: Pattern) -> frozenset[str]:
+    """The kinds an op must have to be the root of a match."""
+    if isinstance(pattern, Choice):
+        return frozenset(itertools.chain.from_iterable(root_kinds(p) for p in pattern.options))
+    if isinstance(pattern, Node):
+        return frozenset({pattern.kind})
+    if isinstance(pattern, Product):
+        return frozenset({"Mul", "Div", "Neg", "Reciprocal", "Sqrt", "Pow"})
+    if isinstance(pattern, Sum):
+        return frozenset({"Add", "Sub", "Neg"})
+    raise TypeError(f"{pattern} cannot be the root of a pattern")
+
+
+class PatternRule(Rule):
+    """A rule whose candidates are found by patterns, tried in order.
+
+    :meth:`accept` sees each way a pattern matches and returns what :meth:`Rule.rewrite` needs, a Miss (the reason is
+    reported when no other way is accepted), or None (not this operator at all).
+    """
+
+    patterns: tuple[Pattern, ...] = ()
+
+    def __init__(self) -> None:
+        self.kinds = frozenset().union(*(root_kinds(p) for p in self.patterns))
+
+    @abstractmethod
+    def accept(self, graph: Graph, root: Op, found: Found) -> Match | Miss | None: ...
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if len(op.outputs) != 1:
+            return None
+        miss: Miss | None = None
+        for pattern in self.patterns:
+            for found in find(graph, op.value, pattern):
+                if op.id not in found.ops:
+                    continue
+                answer = self.accept(graph, op, found)
+                if isinstance(answer, Match):
+                    return answer
+                miss = miss or answer
+        return miss
+
+
+def closed(graph: Graph, ops: frozenset[int], root: int, x: Value | None = None) -> Miss | None:
+    """A Miss unless nothing outside of ``ops`` sees any value of theirs but the root's.
+
+    ``x``: the value that the fused op will read; the root must have its shape and dtype.
+    """
+    for i in sorted(ops):
+        op = graph.op(i)
+        for port in range(len(op.outputs) if i != root else 0):
+            for user in graph.users(Value(i, port)):
+                if user.kind == "Output":
+                    return Miss(f"an inner value is an output of the network: {op.outputs[port].name}")
+                if user.id not in ops:
+                    return Miss(f"an inner value is used elsewhere: {op.outputs[port].name}, by {user.name}")
+    if x is not None:
+        before, after = graph.op(root).outputs[0].type, graph.type(x)
+        if before.dtype != after.dtype or before.shape != after.shape:
+            return Miss(f"the result is {before}, its operand is {after}")
+    return None
+
+
+def matched(graph: Graph, ops: frozenset[int], data: Any) -> Match:
+    """A Match over these ops, in the order of their ids."""
+    return Match(tuple(graph.op(i) for i in sorted(ops)), data)
