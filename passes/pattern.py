@@ -201,7 +201,7 @@ def _bind_number(number: float, error: float, pattern: float | Scalar, state: Fo
 
 def rounding(dtype: DType) -> float:
     """Relative error of a constant of this dtype that comes from a rounded one: one unit in the last place."""
-    return float(ml_dtypes.finfo(dtype).eps) if is_float(dtype) else 0.0
+    return float(ml_dtypes.finfo(dtype).eps) if is_float(dtype) else 0.0  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------- flattened products and sums
@@ -229,7 +229,7 @@ def _match_flat(
         return
     seen: set[Any] = set()
     for flat in flatten(graph, value, 1, len(wanted), _DEPTH):
-        if len(flat.leaves) != len(wanted) or not flat.ops and len(wanted) > 1:
+        if len(flat.leaves) != len(wanted) or (not flat.ops and len(wanted) > 1):
             continue
         after = _bind_number(sign * flat.constant, flat.rounding, constant, state)
         if after is None:
