@@ -15,8 +15,8 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, bounds, dim_max, floordiv
 from optdnn.errors import RunError, ShapeError
-from optdnn.ops.base import KNOWN_LIMIT, Call, Infer, Known, Result, attrs_dict
-from optdnn.types import Array, DType, TensorType, is_int
+from optdnn.ops.base import KNOWN_LIMIT, Call, Emit, Infer, Known, Ref, Result, attrs_dict
+from optdnn.types import Array, TensorType, is_int
 
 
 class Undecided(Exception):
@@ -161,15 +161,6 @@ def require(condition: bool, call: Call, what: str, *types: TensorType) -> None:
         raise ShapeError(f"{call.kind} needs {what}, got {got}")
 
 
-def scalar_value(call: Call, i: int) -> DimLike | float | None:
-    """The known value of a one-element operand, or None."""
-    v = call.value(i)
-    if v is None or v.size != 1:
-        return None
-    x = v.reshape(-1)[0]
-    return x if isinstance(x, Dim) else x.item() if isinstance(x, np.generic) else x
-
-
 def concrete_ints(call: Call, i: int) -> tuple[int, ...] | None:
     """The known value of an integer operand as plain integers; None where it is unknown or symbolic."""
     values = call.ints(i)
@@ -183,8 +174,14 @@ def ceil_div(a: DimLike, b: int) -> DimLike:
     return -floordiv(-a, b)
 
 
-def int_dtype(call: Call, i: int) -> DType:
-    """The dtype of operand i, which must be an integer type."""
-    t = call.type(i)
-    require(is_int(t.dtype), call, f"integers as operand {i}", t)
-    return t.dtype
+def require_ints(call: Call, i: int) -> None:
+    """Raise ShapeError unless operand i holds integers."""
+    require(is_int(call.type(i).dtype), call, f"integers as operand {i}", call.type(i))
+
+
+def static_ints(e: Emit, ref: Ref | None) -> tuple[int, ...] | None:
+    """While importing: the plain integers that a value holds, or None where it is absent, unknown or symbolic."""
+    value = None if ref is None else e.value(ref)
+    if value is None or any(isinstance(v, Dim) for v in value.reshape(-1)):
+        return None
+    return tuple(int(v) for v in value.reshape(-1))
