@@ -1,0 +1,84 @@
+"""optdnn: an inference-optimizing model compiler. ONNX in, a verified engine out.
+
+    engine = optdnn.build("model.onnx", target="cpu")
+    engine.save("model.engine")
+    engine = optdnn.load("model.engine")
+    y = engine.run({"x": array})
+
+The names are imported when they are first used, so that ``import optdnn`` is quick and loading an engine needs neither
+onnx nor networkx.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optdnn.errors import (
+        EngineError,
+        EngineStale,
+        InputError,
+        InternalError,
+        MissingDependency,
+        ModelError,
+        NotMet,
+        OptdnnError,
+        OutputError,
+        RunError,
+        ShapeError,
+        UnsupportedError,
+        UsageError,
+    )
+    from optdnn.runtime.context import Context
+    from optdnn.runtime.engine import Engine, load
+    from optdnn.types import TensorSpec
+
+_ERRORS = (
+    "EngineError EngineStale InputError InternalError MissingDependency ModelError NotMet OptdnnError OutputError RunError "
+    "ShapeError UnsupportedError UsageError"
+)
+_WHERE = {
+    "build": "optdnn.compiler",
+    "load": "optdnn.runtime.engine",
+    "Engine": "optdnn.runtime.engine",
+    "Context": "optdnn.runtime.context",
+    "TensorSpec": "optdnn.types",
+    **dict.fromkeys(_ERRORS.split(), "optdnn.errors"),
+}
+"""Public name -> the module that has it."""
+
+__all__ = [  # noqa: PLE0604, RUF100
+    "Context",
+    "Engine",
+    "EngineError",
+    "EngineStale",
+    "InputError",
+    "InternalError",
+    "MissingDependency",
+    "ModelError",
+    "NotMet",
+    "OptdnnError",
+    "OutputError",
+    "RunError",
+    "ShapeError",
+    "TensorSpec",
+    "UnsupportedError",
+    "UsageError",
+    "build",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module = _WHERE[name]
+    except KeyError:
+        raise AttributeError(f"module 'optdnn' has no attribute {name!r}") from None
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

@@ -100,6 +100,12 @@ class MissingDependency(OptdnnError):
         super().__init__(f"{package} is needed {why}, and is not installed", hint=f"pip install 'optdnn[{extra}]'")
 
 
+class OutputError(OptdnnError):
+    """A file that was to be written cannot be."""
+
+    exit_code = 9
+
+
 class InternalError(OptdnnError):
     """A broken invariant of optdnn itself: a patch that changes a type, a graph that does not verify."""
 
@@ -116,6 +122,7 @@ EXIT_CODES: dict[int, str] = {
     6: "runtime failure: wrong inputs, or the machine ran out of something",
     7: "not met: a bound that was asked for is not met",
     8: "a package that the command needs is not installed",
+    9: "an output file cannot be written",
     70: "internal error: please report it",
     130: "interrupted",
 }

@@ -6,13 +6,14 @@ other buffers live in an arena at planned offsets, or (offset None) are allocate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from optdnn.errors import EngineError
 from optdnn.types import Array, DType, TensorSpec
 
-Scalar = None | bool | int | float | str
 Plain = Any
 """JSON-like data: None, bool, int, float, str, lists and string-keyed dicts of these (checked by the format's reader)."""
 
@@ -26,14 +27,22 @@ class Buffer:
     shape: tuple[int | str, ...] | None
     blob: int | None = None
     offset: int | None = None
-    """Byte offset in the arena, for planned buffers."""
+    """Byte offset in the arena, for planned buffers (their shape is static)."""
+
+    @property
+    def nbytes(self) -> int | None:
+        """Size in bytes, or None while a dimension is symbolic."""
+        if self.shape is None or not all(isinstance(d, int) for d in self.shape):
+            return None
+        return math.prod(d for d in self.shape if isinstance(d, int)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Step:
     """One action. ``executor`` names who runs it ("reference", "onnxruntime", "openvino", "cuda"); ``params`` is its own.
 
-    ``inputs`` and ``outputs`` are buffer numbers (an input of -1 is an absent operand). ``src`` are the ONNX nodes it does.
+    ``inputs`` and ``outputs`` are buffer numbers (-1 is an absent operand, or an output that nobody wants). ``src`` are the
+    ONNX nodes it does.
     """
 
     executor: str
@@ -43,13 +52,14 @@ class Step:
     src: tuple[str, ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """A compiled network.
 
     ``inputs`` and ``outputs`` pair the user's tensors with buffer numbers; ``blobs`` are arrays (C-contiguous; possibly
-    memory-mapped); ``requires`` lists what the machine must have ("onnxruntime>=1.20", "sm_90a", a CPU feature).
-    ``meta`` holds deterministic facts: options, pass reports, tactic decisions, provenance.
+    memory-mapped); ``requires`` lists what the machine must have, as :mod:`optdnn.runtime.requires` reads it
+    ("package:onnxruntime>=1.20", "cpu:avx512_bf16"). ``meta`` holds deterministic facts: options, pass reports, tactic
+    decisions, provenance.
     """
 
     target: str
@@ -62,3 +72,64 @@ class Program:
     arena_bytes: int = 0
     requires: tuple[str, ...] = ()
     meta: dict[str, Plain] = field(default_factory=dict)
+
+
+def validate(program: Program) -> None:
+    """Check that the program can be run without looking outside of itself; raises EngineError naming the first fault.
+
+    Every number refers to something, every buffer is written once and before it is read, the types of inputs, outputs and
+    blobs agree with their buffers, and planned buffers lie inside the arena.
+    """
+    n = len(program.buffers)
+    written = [False] * n
+    for i, b in enumerate(program.buffers):
+        where = f"buffer {i} ({b.name!r})"
+        if b.blob is not None:
+            _require(0 <= b.blob < len(program.blobs), f"{where} points at blob {b.blob}, which does not exist")
+            blob = program.blobs[b.blob]
+            fits = blob.dtype == b.dtype and blob.shape == b.shape
+            _require(fits, f"{where} is {b.dtype}{b.shape}, its blob {blob.dtype}{blob.shape}")
+            _require(b.offset is None, f"{where} is both constant and in the arena")
+            written[i] = True
+        if b.offset is not None:
+            size = b.nbytes
+            _require(size is not None, f"{where} is in the arena but its shape is not static")
+            inside = size is not None and 0 <= b.offset <= program.arena_bytes - size
+            _require(inside, f"{where} at offset {b.offset} lies outside of the arena of {program.arena_bytes} bytes")
+    _check_ports("input", program.inputs, program.buffers)
+    _check_ports("output", program.outputs, program.buffers)
+    for spec, i in program.inputs:
+        _require(not written[i], f"input {spec.name!r} shares buffer {i} with a constant or another input")
+        written[i] = True
+    for k, step in enumerate(program.steps):
+        for i in step.inputs:
+            _require(-1 <= i < n, f"step {k} reads buffer {i}, which does not exist")
+            _require(i < 0 or written[i], f"step {k} reads buffer {i} before it is written")
+        for i in step.outputs:
+            _require(-1 <= i < n, f"step {k} writes buffer {i}, which does not exist")
+            if i >= 0:
+                _require(not written[i], f"step {k} writes buffer {i}, which is written already")
+                written[i] = True
+    for spec, i in program.outputs:
+        _require(written[i], f"nothing writes output {spec.name!r}")
+
+
+def _check_ports(what: str, ports: Sequence[tuple[TensorSpec, int]], buffers: Sequence[Buffer]) -> None:
+    names = [spec.name for spec, _ in ports]
+    _require(len(set(names)) == len(names), f"two {what}s have one name")
+    for spec, i in ports:
+        _require(0 <= i < len(buffers), f"{what} {spec.name!r} is buffer {i}, which does not exist")
+        b = buffers[i]
+        agree = b.dtype == spec.dtype and (b.shape is None or _agree(b.shape, spec.shape))
+        _require(agree, f"{what} {spec} and its buffer, {b.dtype}{b.shape}, have different types")
+
+
+def _agree(a: Sequence[int | str], b: Sequence[int | str]) -> bool:
+    """True if the ranks are equal and so are the dimensions that both know."""
+    known = zip(a, b, strict=False)
+    return len(a) == len(b) and all(x == y or isinstance(x, str) or isinstance(y, str) for x, y in known)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise EngineError(message)

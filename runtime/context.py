@@ -1,0 +1,248 @@
+"""One thread's execution of an engine: per-step sessions, the arena, and the run loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import InputError, InternalError, OptdnnError, RunError
+from optdnn.runtime.executor import Executor
+from optdnn.runtime.program import Program, Step
+from optdnn.runtime.signature import Signature
+from optdnn.types import Array
+
+_ALIGN = 64
+"""Alignment of the arena in memory, in bytes: a cache line, and the widest vector register."""
+
+
+@dataclass(frozen=True)
+class _Action:
+    """One step as the run loop wants it. Buffer -1 reads the spare last entry of the value list, which stays None."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    offers: tuple[bool, ...]
+    """Which outputs have planned or caller-given memory to offer to the session."""
+    frees: tuple[int, ...]
+    """Buffers that no later step reads: dropped after the step."""
+    aliases: bool
+
+
+class Schedule:
+    """Everything of a prepared program that contexts share. Immutable."""
+
+    def __init__(self, program: Program, executors: Sequence[Executor]):
+        self.program = program
+        self.executors = tuple(executors)
+        self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
+        self.inputs = tuple(i for _, i in program.inputs)
+        self.outputs = tuple(i for _, i in program.outputs)
+        self.initial: list[Array | None] = [None if b.blob is None else program.blobs[b.blob] for b in program.buffers]
+        self.initial.append(None)
+        wanted = set(self.outputs)
+        self.planned = tuple(
+            (i, b.offset, b.nbytes or 0)
+            for i, b in enumerate(program.buffers)
+            if b.offset is not None and i not in wanted
+        )
+        """Buffers in the arena. Outputs of the network are never there: what run() returns is the caller's to keep."""
+        self.actions = _actions(program, wanted | {i for i, _, _ in self.planned}, [e.aliases for e in executors])
+        self.may_alias = self._may_alias()
+
+    def _may_alias(self) -> bool:
+        """True where an output could share memory with an input, a constant or another output."""
+        written = {i: e for step, e in zip(self.program.steps, self.executors, strict=True) for i in step.outputs}
+        distinct = len(set(self.outputs)) == len(self.outputs)
+        return not distinct or any(i not in written or written[i].aliases for i in self.outputs)
+
+
+def _actions(program: Program, offered: set[int], aliases: Sequence[bool]) -> tuple[_Action, ...]:
+    kept = {i for _, i in program.outputs} | {i for i, b in enumerate(program.buffers) if b.blob is not None}
+    last: dict[int, int] = {}
+    for k, step in enumerate(program.steps):
+        for i in (*step.inputs, *step.outputs):
+            last[i] = k
+    frees: list[list[int]] = [[] for _ in program.steps]
+    for i, k in sorted(last.items()):
+        if i >= 0 and i not in kept:
+            frees[k].append(i)
+    return tuple(
+        _Action(step.inputs, step.outputs, tuple(i in offered for i in step.outputs), tuple(frees[k]), aliases[k])
+        for k, step in enumerate(program.steps)
+    )
+
+
+class Context:
+    """One thread's own state for running an engine; made by ``Engine.context()``.
+
+    A context may be handed from thread to thread but is used by one at a time (a second one gets RunError).
+    """
+
+    def __init__(self, schedule: Schedule):
+        self._schedule = schedule
+        self._signature = schedule.signature
+        self._names = [s.name for s in schedule.signature.outputs]
+        self._steps = [
+            (executor.session().run, action)
+            for executor, action in zip(schedule.executors, schedule.actions, strict=True)
+        ]
+        self._raw, self._arena = _arena(schedule)
+        self._lock = threading.Lock()
+        self._shapes: list[tuple[int, ...]] | None = None
+        self._sizes: dict[str, int] = {}
+
+    def run(
+        self, feeds: Mapping[str, Any], out: Mapping[str, Array] | None = None, stream: object = None
+    ) -> dict[str, Array]:
+        """Run once.
+
+        ``feeds`` maps each input's name to an array of exactly its dtype and of a shape that fits; ``out`` may map output
+        names to writable C-contiguous arrays that then hold (and are) those results, all others are fresh. ``stream`` is
+        for targets that have streams. Returns name -> array in ONNX output order.
+        Raises InputError for what does not fit, RunError when running fails.
+        """
+        return self._run(feeds, out, stream, None)
+
+    def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
+        """Run once and time each step: (outputs, nanoseconds per step of the program)."""
+        times: list[int] = []
+        return self._run(feeds, None, None, times), times
+
+    def _run(
+        self, feeds: Mapping[str, Any], out: Mapping[str, Array] | None, stream: object, times: list[int] | None
+    ) -> dict[str, Array]:
+        if stream is not None:
+            raise InputError(f"target {self._schedule.program.target!r} has no streams; leave stream out")
+        if not self._lock.acquire(blocking=False):
+            raise RunError(
+                "this context is running in another thread", hint="use engine.run, or engine.context() per thread"
+            )
+        try:
+            arrays = self._signature.arrays(feeds)
+            shapes = [a.shape for a in arrays]
+            if shapes != self._shapes:
+                self._sizes = self._signature.sizes(arrays)
+                self._shapes = shapes
+            schedule = self._schedule
+            values = schedule.initial.copy()
+            for i, a in zip(schedule.inputs, arrays, strict=True):
+                values[i] = a
+            offers: dict[int, Array] | None = self._arena
+            given: list[Array | None] = []
+            if out is not None:
+                given = self._signature.out_buffers(out, self._sizes, arrays)
+                buffers = zip(schedule.outputs, given, strict=True)
+                offers = {**(offers or {}), **{i: a for i, a in buffers if a is not None}}
+            self._run_steps(values, offers, times)
+            return self._collect(values, arrays, given)
+        except MemoryError as e:
+            raise RunError(f"the inputs or outputs do not fit in memory: {e}", hint="use a smaller batch") from e
+        finally:
+            self._lock.release()
+
+    def _run_steps(
+        self, values: list[Array | None], offers: Mapping[int, Array] | None, times: list[int] | None
+    ) -> None:
+        k = 0
+        try:
+            for k, (run, action) in enumerate(self._steps):  # noqa: B007 (the handlers below name the step)
+                start = time.perf_counter_ns() if times is not None else 0
+                inputs = [values[i] for i in action.inputs]
+                if offers is None:
+                    results = run(inputs, [None] * len(action.outputs))
+                else:
+                    outs = [
+                        offers.get(i) if offered else None
+                        for i, offered in zip(action.outputs, action.offers, strict=True)
+                    ]
+                    results = run(inputs, outs)
+                    if self._arena is not None:
+                        results = self._settle(action, results)
+                if times is not None:
+                    times.append(time.perf_counter_ns() - start)
+                for i, a in zip(action.outputs, results, strict=True):
+                    values[i] = a
+                values[-1] = None
+                for i in action.frees:
+                    values[i] = None
+        except OptdnnError:
+            raise
+        except MemoryError as e:
+            raise RunError(f"{self._where(k)} ran out of memory: {e}", hint="use a smaller batch") from e
+        except Exception as e:
+            raise RunError(f"{self._where(k)} failed: {type(e).__name__}: {e}") from e
+
+    def _settle(self, action: _Action, results: Sequence[Array]) -> list[Array]:
+        """Results with planned ones moved to their place, and views of the arena, whose memory is reused, copied."""
+        arena = self._arena or {}
+        settled = []
+        for i, a in zip(action.outputs, results, strict=True):
+            place = arena.get(i)
+            if place is None:
+                if action.aliases and np.may_share_memory(a, self._raw):
+                    a = a.copy(order="C")
+            elif a is not place:
+                if a.shape != place.shape:
+                    raise InternalError(f"buffer {i} is planned as {list(place.shape)}, computed as {list(a.shape)}")
+                np.copyto(place, a)
+                a = place
+            settled.append(a)
+        return settled
+
+    def _collect(
+        self, values: Sequence[Array | None], arrays: Sequence[Array], given: Sequence[Array | None]
+    ) -> dict[str, Array]:
+        schedule = self._schedule
+        results: dict[str, Array] = {}
+        for k, i in enumerate(schedule.outputs):
+            spec = schedule.signature.outputs[k]
+            a = values[i]
+            if a is None or a.dtype != spec.dtype or a.ndim != len(spec.shape):
+                got = "nothing" if a is None else f"{a.dtype}{list(a.shape)}"
+                raise InternalError(f"output {spec} was computed as {got}")
+            buffer = given[k] if given else None
+            if buffer is not None:
+                if buffer is not a:
+                    if buffer.shape != a.shape:
+                        raise InputError(
+                            f"the buffer for output {spec.name!r} has shape {list(buffer.shape)}, "
+                            f"the result {list(a.shape)}"
+                        )
+                    np.copyto(buffer, a)
+                a = buffer
+            elif schedule.may_alias and self._shared(a, (*arrays, *given, *results.values())):
+                a = a.copy(order="C")
+            results[self._names[k]] = a
+        return results
+
+    def _shared(self, a: Array, others: Sequence[Array | None]) -> bool:
+        """True if ``a`` may share memory with one of ``others``, with a constant or with the arena."""
+        return any(b is not None and np.may_share_memory(a, b) for b in (*others, *self._schedule.initial, self._raw))
+
+    def _where(self, k: int) -> str:
+        step: Step = self._schedule.program.steps[k]
+        src = ", ".join(step.src[:4]) + (f" and {len(step.src) - 4} more" if len(step.src) > 4 else "")
+        return f"step {k} ({step.executor}{': ' + src if src else ''})"
+
+
+def _arena(schedule: Schedule) -> tuple[Array | None, dict[int, Array] | None]:
+    """The arena's memory, and a view of it for each planned buffer."""
+    if not schedule.planned:
+        return None, None
+    size = schedule.program.arena_bytes
+    try:
+        raw = np.empty(size + _ALIGN, np.uint8)
+    except (MemoryError, ValueError) as e:  # ValueError: more than the address space holds
+        raise RunError(f"there is no memory for the arena of {size} bytes") from e
+    start = -raw.ctypes.data % _ALIGN
+    views: dict[int, Array] = {}
+    for i, offset, nbytes in schedule.planned:
+        b = schedule.program.buffers[i]
+        piece = raw[start + offset : start + offset + nbytes]
+        views[i] = piece.view(b.dtype).reshape([d for d in b.shape or () if isinstance(d, int)])
+    return raw, views

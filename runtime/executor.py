@@ -1,0 +1,75 @@
+"""Executors: who runs a step.
+
+An executor module offers ``prepare(step, program, options) -> Executor``. An Executor is one step made ready (a compiled
+library model, a kernel with its attributes): made once per engine, never changed afterwards, shared by all threads. Its
+``session()`` holds what one thread needs (an infer request, scratch); sessions are used by one thread at a time.
+Modules are imported only when a program names them, so an engine needs only the libraries it uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+from optdnn.errors import EngineError
+from optdnn.runtime.program import Plain, Program
+from optdnn.types import Array
+
+
+class Session(Protocol):
+    """One thread's use of a prepared step."""
+
+    def run(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> Sequence[Array]:
+        """Run the step; returns one array per entry of ``step.outputs``, in order.
+
+        ``inputs`` are C-contiguous, aligned arrays of the buffers' dtypes (None: absent operand), valid for this call only.
+        ``outs[i]``, where it is not None, is a writable C-contiguous array of the output's dtype and rank that the session
+        may fill and return in place of a new one; the caller copies when another array is returned. A session that finds
+        ``outs[i]`` of the wrong shape leaves it alone and returns its own array. Returned arrays are fresh: the session
+        never writes to them again, and (unless the executor's ``aliases`` is true) they share no memory with inputs,
+        constants or one another. Outputs numbered -1 may be anything.
+        """
+
+
+class Executor(Protocol):
+    """One step made ready, shared by all threads."""
+
+    @property
+    def aliases(self) -> bool:
+        """True where results may share memory with inputs, constants or each other (then the engine copies outputs)."""
+
+    @property
+    def facts(self) -> Mapping[str, Plain]:
+        """What will really run: library, version, precision, threads, as read back from the library."""
+
+    def session(self) -> Session:
+        """New per-thread state."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Choices made when an engine is loaded, for executors to honour. ``threads`` None keeps the number chosen by the build."""
+
+    threads: int | None = None
+
+
+EXECUTORS: dict[str, str] = {
+    "reference": "optdnn.runtime.reference_executor",
+    "onnxruntime": "optdnn.runtime.cpu.onnxruntime",
+    "openvino": "optdnn.runtime.cpu.openvino",
+}
+"""Executor name -> the module that prepares its steps."""
+
+
+def prepare(program: Program, options: LoadOptions) -> list[Executor]:
+    """Make every step ready. Raises EngineError for an executor this version does not have."""
+    unknown = sorted({s.executor for s in program.steps} - EXECUTORS.keys())
+    if unknown:
+        raise EngineError(
+            f"the engine has steps for {', '.join(map(repr, unknown))}, which this version of optdnn cannot run",
+            hint="upgrade optdnn, or rebuild the engine with this version",
+        )
+    modules = {name: import_module(EXECUTORS[name]) for name in sorted({s.executor for s in program.steps})}
+    return [modules[step.executor].prepare(step, program, options) for step in program.steps]

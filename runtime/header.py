@@ -1,0 +1,260 @@
+"""The header of an engine file: a program as canonical JSON, and the strict way back.
+
+Every key, type, count and range is checked; whatever :func:`header_text` cannot have written is an EngineError. The
+references between the parts (buffer and blob numbers) are left to :func:`optdnn.runtime.program.validate`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.errors import EngineError, InternalError
+from optdnn.runtime.program import Buffer, Plain, Program, Step
+from optdnn.types import DTYPES, DType, TensorSpec, dtype_name
+
+NAME_LIMIT = 1 << 16
+"""Longest text, in characters."""
+RANK_LIMIT = 64
+"""Most dimensions of a tensor (NumPy's own limit)."""
+SIZE_LIMIT = 1 << 62
+"""Largest size."""
+
+
+@dataclass(frozen=True)
+class BlobEntry:
+    """What the header says of one blob; ``offset`` counts from the start of the data."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+    sha256: str
+
+
+# ---------------------------------------------------------------- writing
+
+
+def header_text(program: Program, blobs: Sequence[BlobEntry]) -> str:
+    """The header of a valid program. Raises InternalError for params or meta that are not plain data."""
+    return canonical(
+        {
+            "arena_bytes": program.arena_bytes,
+            "blobs": [
+                {
+                    "dtype": dtype_name(b.dtype),
+                    "length": b.length,
+                    "offset": b.offset,
+                    "sha256": b.sha256,
+                    "shape": list(b.shape),
+                }
+                for b in blobs
+            ],
+            "buffers": [
+                {
+                    "blob": b.blob,
+                    "dtype": dtype_name(b.dtype),
+                    "name": b.name,
+                    "offset": b.offset,
+                    "shape": None if b.shape is None else list(b.shape),
+                }
+                for b in program.buffers
+            ],
+            "inputs": [_port_to_plain(spec, i) for spec, i in program.inputs],
+            "meta": to_json(program.meta, "meta"),
+            "outputs": [_port_to_plain(spec, i) for spec, i in program.outputs],
+            "precision": program.precision,
+            "requires": list(program.requires),
+            "steps": [
+                {
+                    "executor": s.executor,
+                    "inputs": list(s.inputs),
+                    "outputs": list(s.outputs),
+                    "params": to_json(s.params, f"step {k}"),
+                    "src": list(s.src),
+                }
+                for k, s in enumerate(program.steps)
+            ],
+            "target": program.target,
+        }
+    )
+
+
+def _port_to_plain(spec: TensorSpec, buffer: int) -> dict[str, Plain]:
+    return {"buffer": buffer, "dtype": dtype_name(spec.dtype), "name": spec.name, "shape": list(spec.shape)}
+
+
+def canonical(value: Plain) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def to_json(value: Plain, where: str) -> Plain:
+    """Plain data as JSON can hold it. Raises InternalError for anything that is not plain (a tuple, a NumPy scalar)."""
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        if -SIZE_LIMIT <= value <= 2 * SIZE_LIMIT:
+            return value
+        raise InternalError(f"{where} holds the integer {value}, which is too large for an engine file")
+    if kind is float:
+        # str() gives "inf", "-inf", "nan": what float() reads
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if kind is list:
+        return [to_json(x, where) for x in value]
+    if isinstance(value, Mapping):
+        if any(type(k) is not str for k in value):
+            raise InternalError(f"{where} holds a table whose keys are not text")
+        return {f"${k}" if k.startswith("$") else k: to_json(x, f"{where}.{k}") for k, x in value.items()}
+    raise InternalError(f"{where} holds a {kind.__name__}, which is not plain data")
+
+
+def from_json(value: Plain) -> Plain:
+    """The inverse of :func:`to_json`. Raises EngineError for a "$" key that it does not write."""
+    if isinstance(value, list):
+        return [from_json(x) for x in value]
+    if not isinstance(value, dict):
+        return value
+    if "$float" in value:
+        if len(value) != 1 or value["$float"] not in ("inf", "-inf", "nan"):
+            raise EngineError(f"the header holds a malformed float, {value!r:.60}")
+        return float(value["$float"])
+    if any(k.startswith("$") and not k.startswith("$$") for k in value):
+        raise EngineError("the header holds an unknown $ key")
+    return {k[1:] if k.startswith("$") else k: from_json(x) for k, x in value.items()}
+
+
+# ---------------------------------------------------------------- reading
+
+
+def parse_header(text: str) -> tuple[Program, list[BlobEntry]]:
+    """The program (its list of blobs still empty) and the table of its blobs. Raises EngineError."""
+    try:
+        parsed = json.loads(text)
+        if canonical(parsed) != text:
+            raise EngineError("the header is not in canonical form")
+        h = _table(parsed, _HEADER_KEYS, "the header")
+        escaped = '"$' in text
+        program = Program(
+            target=_text(h["target"], "target"),
+            precision=_text(h["precision"], "precision"),
+            inputs=tuple(_port(p, "input") for p in _list(h["inputs"], "inputs")),
+            outputs=tuple(_port(p, "output") for p in _list(h["outputs"], "outputs")),
+            buffers=tuple(_buffer(b) for b in _list(h["buffers"], "buffers")),
+            steps=tuple(_step(s, escaped) for s in _list(h["steps"], "steps")),
+            blobs=[],
+            arena_bytes=_size(h["arena_bytes"], "arena_bytes"),
+            requires=tuple(_text(r, "requirement") for r in _list(h["requires"], "requires")),
+            meta=_plain_table(h["meta"], "meta", escaped),
+        )
+        return program, [_blob(b) for b in _list(h["blobs"], "blobs")]
+    except RecursionError as e:
+        raise EngineError("the header is nested too deeply") from e
+    except ValueError as e:
+        raise EngineError(f"the header is not JSON: {e}") from e
+
+
+def _blob(value: Any) -> BlobEntry:
+    b = _table(value, _BLOB_KEYS, "a blob")
+    dtype = _dtype(b["dtype"], "a blob")
+    shape = tuple(_size(d, "a blob's dimension") for d in _dims(b["shape"], "a blob"))
+    length = _size(b["length"], "a blob's length")
+    if length != math.prod(shape) * dtype.itemsize:
+        raise EngineError(f"a blob of {dtype}{list(shape)} does not have {length} bytes")
+    return BlobEntry(dtype, shape, _size(b["offset"], "a blob's offset"), length, _text(b["sha256"], "a checksum"))
+
+
+def _port(value: Any, what: str) -> tuple[TensorSpec, int]:
+    p = _table(value, _PORT_KEYS, f"an {what}")
+    name = _text(p["name"], f"an {what}'s name")
+    spec = TensorSpec(name, _dtype(p["dtype"], name), _shape(p["shape"], name))
+    return spec, _size(p["buffer"], f"buffer of {name!r}")
+
+
+def _buffer(value: Any) -> Buffer:
+    b = _table(value, _BUFFER_KEYS, "a buffer")
+    name = _text(b["name"], "a buffer's name")
+    return Buffer(
+        name,
+        _dtype(b["dtype"], name),
+        None if b["shape"] is None else _shape(b["shape"], name),
+        None if b["blob"] is None else _size(b["blob"], f"blob of {name!r}"),
+        None if b["offset"] is None else _size(b["offset"], f"offset of {name!r}"),
+    )
+
+
+def _step(value: Any, escaped: bool) -> Step:
+    s = _table(value, _STEP_KEYS, "a step")
+    return Step(
+        _text(s["executor"], "an executor"),
+        _plain_table(s["params"], "params", escaped),
+        tuple(_size(i, "a step's input", -1) for i in _list(s["inputs"], "a step's inputs")),
+        tuple(_size(i, "a step's output", -1) for i in _list(s["outputs"], "a step's outputs")),
+        tuple(_text(n, "a node's name") for n in _list(s["src"], "a step's nodes")),
+    )
+
+
+_HEADER_KEYS = frozenset(
+    ("arena_bytes", "blobs", "buffers", "inputs", "meta", "outputs", "precision", "requires", "steps", "target")
+)
+_BLOB_KEYS = frozenset(("dtype", "length", "offset", "sha256", "shape"))
+_BUFFER_KEYS = frozenset(("blob", "dtype", "name", "offset", "shape"))
+_PORT_KEYS = frozenset(("buffer", "dtype", "name", "shape"))
+_STEP_KEYS = frozenset(("executor", "inputs", "outputs", "params", "src"))
+
+
+def _table(value: Any, keys: frozenset[str], where: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or value.keys() != keys:
+        found = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise EngineError(f"{where} must have exactly the keys {sorted(keys)}, not {found!s:.200}")
+    return value
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise EngineError(f"{where} is not a list")
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) > NAME_LIMIT:
+        raise EngineError(f"{where} is not a text of at most {NAME_LIMIT} characters")
+    return value
+
+
+def _size(value: Any, where: str, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= SIZE_LIMIT:
+        raise EngineError(f"{where} is not an integer of {least} to {SIZE_LIMIT}")
+    return value
+
+
+def _dims(value: Any, where: str) -> list[Any]:
+    dims = _list(value, f"the shape of {where}")
+    if len(dims) > RANK_LIMIT:
+        raise EngineError(f"the shape of {where} has {len(dims)} dimensions")
+    return dims
+
+
+def _shape(value: Any, name: str) -> tuple[int | str, ...]:
+    return tuple(
+        _text(d, "a dimension") if isinstance(d, str) else _size(d, f"a dimension of {name!r}")
+        for d in _dims(value, name)
+    )
+
+
+def _dtype(value: Any, name: str) -> DType:
+    if not isinstance(value, str) or value not in DTYPES:
+        raise EngineError(f"{name} has the unknown element type {value!r:.60}")
+    return DTYPES[value]
+
+
+def _plain_table(value: Any, where: str, escaped: bool) -> dict[str, Plain]:
+    if not isinstance(value, dict):
+        raise EngineError(f"{where} is not a table")
+    table: dict[str, Plain] = from_json(value) if escaped else value
+    if not isinstance(table, dict):
+        raise EngineError(f"{where} is not a table")
+    return table

@@ -1,0 +1,156 @@
+"""What an engine takes and gives, and the checks of what a caller passes: names, dtypes, shapes, memory.
+
+Nothing is cast silently. The usual call passes right arrays, so the checks that succeed are cheap and messages are put
+together only when one fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from optdnn.errors import InputError
+from optdnn.types import Array, DType, TensorSpec, dtype_name
+
+Sizes = dict[str, int]
+"""Symbol -> the size it has in one call."""
+
+
+class Signature:
+    """Inputs and outputs of an engine, in ONNX order."""
+
+    def __init__(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]):
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self._in = tuple((s.name, s.dtype) for s in inputs)
+
+    def arrays(self, feeds: Mapping[str, Any]) -> list[Array]:
+        """The arrays of ``feeds`` in input order, C-contiguous and aligned (copied where they are not).
+
+        Raises InputError for a missing or unknown name, and for a dtype that is not exactly the input's.
+        """
+        if type(feeds) is not dict and not isinstance(feeds, Mapping):
+            self._refuse_names(feeds)
+        found = []
+        try:
+            for name, dtype in self._in:
+                a = feeds[name]
+                if type(a) is not np.ndarray or a.dtype != dtype:
+                    a = self._as_array(name, a, dtype)
+                flags = a.flags
+                if not flags.c_contiguous or not flags.aligned:
+                    a = a.copy(order="C")
+                found.append(a)
+        except KeyError:
+            self._refuse_names(feeds)
+        if len(feeds) != len(found):
+            self._refuse_names(feeds)
+        return found
+
+    def sizes(self, arrays: Sequence[Array]) -> Sizes:
+        """The size of every symbolic dimension; raises InputError where ranks or sizes do not fit or symbols disagree."""
+        sizes: Sizes = {}
+        origin: dict[str, str] = {}
+        for spec, a in zip(self.inputs, arrays, strict=True):
+            if a.ndim != len(spec.shape):
+                self._refuse_shape(spec, a, f"rank {a.ndim} instead of {len(spec.shape)}")
+            for axis, (want, got) in enumerate(zip(spec.shape, a.shape, strict=True)):
+                if isinstance(want, int):
+                    if want != got:
+                        self._refuse_shape(spec, a, f"axis {axis} is {got} instead of {want}")
+                elif sizes.setdefault(want, got) != got:
+                    before = origin[want]
+                    self._refuse_shape(spec, a, f"{want} is {got} on axis {axis}, but {sizes[want]} {before}")
+                else:
+                    origin.setdefault(want, f"on axis {axis} of input {spec.name!r}")
+        return sizes
+
+    def out_buffers(
+        self, out: Mapping[str, Any], sizes: Mapping[str, int], arrays: Sequence[Array]
+    ) -> list[Array | None]:
+        """The caller's output buffers in output order (None where none is given), checked to be safe to write into.
+
+        Raises InputError for an unknown name, a wrong dtype, rank or known size, memory that is read-only, not C-contiguous
+        or not aligned, or that overlaps an input or another buffer.
+        """
+        if not isinstance(out, Mapping):
+            raise InputError(f"out must map output names to arrays, not {type(out).__name__}")
+        specs = {s.name: s for s in self.outputs}
+        unknown = [str(n) for n in out if n not in specs]
+        if unknown:
+            raise InputError(
+                f"there is no output {', '.join(map(repr, unknown))}; the engine gives {show(self.outputs)}"
+            )
+        given: list[Array] = []
+        for name, a in out.items():
+            self._check_out(specs[name], a, sizes)
+            if any(np.may_share_memory(a, other) for other in (*arrays, *given)):
+                raise InputError(
+                    f"the buffer for output {name!r} overlaps an input or another output buffer",
+                    hint="give each its own memory",
+                )
+            given.append(a)
+        return [out.get(s.name) for s in self.outputs]
+
+    def _check_out(self, spec: TensorSpec, a: Any, sizes: Mapping[str, int]) -> None:
+        what = f"the buffer for output {spec.name!r}"
+        if not isinstance(a, np.ndarray):
+            raise InputError(f"{what} is a {type(a).__name__}, not a NumPy array")
+        if a.dtype != spec.dtype:
+            raise InputError(f"{what} is {_dtype_text(a.dtype)}; the output is {spec}")
+        flags = a.flags
+        if not flags.writeable:
+            raise InputError(f"{what} is read-only")
+        if not flags.c_contiguous or not flags.aligned:
+            raise InputError(f"{what} is not C-contiguous and aligned", hint="allocate it with np.empty")
+        fits = a.ndim == len(spec.shape) and all(
+            got == (want if isinstance(want, int) else sizes.get(want, got))
+            for want, got in zip(spec.shape, a.shape, strict=True)
+        )
+        if not fits:
+            raise InputError(f"{what} has shape {list(a.shape)}; the output is {spec}")
+
+    # ------------------------------------------------------------------ refusals
+
+    def _as_array(self, name: str, value: Any, dtype: DType) -> Array:
+        """``value`` as an array of exactly this dtype; arrays of other libraries and plain lists pass if theirs agrees."""
+        if type(value).__module__.startswith("numpy.ma"):
+            raise InputError(f"input {name!r} is a masked array", hint="fill it first: x.filled(value)")
+        try:
+            a = np.asarray(value)
+        except Exception as e:  # whatever a foreign __array__ raises
+            raise InputError(f"input {name!r}, a {type(value).__name__}, cannot be read as an array: {e}") from e
+        if a.dtype != dtype:
+            wanted = dtype_name(dtype)
+            literal = f"ml_dtypes.{dtype}" if dtype.kind == "V" else f"np.{dtype.name}"
+            raise InputError(
+                f"input {name!r} is {_dtype_text(a.dtype)}; the engine takes {wanted}",
+                hint=f"nothing is cast silently; pass np.asarray(x).astype({literal}) if that is what you mean",
+            )
+        return a
+
+    def _refuse_names(self, feeds: Any) -> NoReturn:
+        takes = f"the engine takes {show(self.inputs)}"
+        if not isinstance(feeds, Mapping):
+            raise InputError(f"inputs must map names to arrays, not {type(feeds).__name__}; {takes}")
+        names = [s.name for s in self.inputs]
+        faults = [f"input {n!r} is missing" for n in names if n not in feeds]
+        faults += [f"there is no input {str(n)!r}" for n in feeds if n not in names]
+        raise InputError(f"{', '.join(faults)}; {takes}")
+
+    def _refuse_shape(self, spec: TensorSpec, a: Array, why: str) -> NoReturn:
+        raise InputError(f"input {spec.name!r} has shape {list(a.shape)}; the engine takes {spec} ({why})")
+
+
+def show(specs: Sequence[TensorSpec]) -> str:
+    """Specs in one line: ``x: fp32[n, 3, 224, 224], mask: bool[n]``."""
+    return ", ".join(map(str, specs)) or "nothing"
+
+
+def _dtype_text(dtype: np.dtype[Any]) -> str:
+    try:
+        return dtype_name(dtype)
+    except Exception:  # a dtype optdnn has no name for
+        return dtype.str if dtype.byteorder in "<>" else str(dtype)

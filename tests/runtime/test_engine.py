@@ -1,0 +1,602 @@
+"""The engine: running, threads, outputs that are the caller's own, and every refusal of inputs and buffers."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from programs import F32, mlp, mlp_expected, program
+
+from optdnn import Engine, load
+from optdnn.errors import EngineError, InputError, InternalError, MissingDependency, RunError
+from optdnn.runtime.program import Buffer, Step
+from optdnn.runtime.reference_executor import reference_step
+from optdnn.types import BF16
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((4, 5)).astype(np.float32)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(mlp())
+
+
+def identity(n: int | str = "n", **more: Any) -> Engine:
+    """y = Identity(x): its kernel returns its input itself."""
+    steps = [reference_step("Identity", {}, (0,), (1,))]
+    return Engine(program([("x", F32, (n, 5))], [("y", 1)], steps, [(F32, (n, 5))], **more))
+
+
+# ---------------------------------------------------------------- what it gives
+
+
+def test_runs_in_onnx_output_order(engine: Engine) -> None:
+    got = engine.run({"x": X})
+    assert list(got) == ["y", "hidden"]
+    for name, want in mlp_expected(engine.program, X).items():
+        np.testing.assert_array_equal(got[name], want)
+    another = engine.run({"x": -X})
+    assert np.abs(another["y"] - got["y"]).max() > 0.1
+
+
+def test_positional_call_gives_a_tuple_or_the_array(engine: Engine) -> None:
+    y, hidden = engine(X)
+    np.testing.assert_array_equal(y, engine.run({"x": X})["y"])
+    assert hidden.shape == (4, 8)
+    np.testing.assert_array_equal(identity()(X), X)
+    with pytest.raises(InputError, match=r"2 inputs given; the engine takes x: fp32\[n, 5\]"):
+        engine(X, X)
+
+
+def test_describes_itself(engine: Engine) -> None:
+    assert [str(s) for s in engine.inputs] == ["x: fp32[n, 5]"]
+    assert [s.name for s in engine.outputs] == ["y", "hidden"]
+    assert (engine.target, engine.precision) == ("reference", "fp32")
+    assert engine.meta["passes"][0]["name"] == "fold_constants"
+    assert len(engine.facts) == 4
+    assert engine.facts[0]["library"] == "numpy"
+    assert "x: fp32[n, 5] -> y: fp32[n, 3]" in repr(engine)
+
+
+def test_symbolic_batch_runs_at_any_size(engine: Engine) -> None:
+    for n in (1, 7, 0, 3):
+        assert engine.run({"x": np.ones((n, 5), np.float32)})["y"].shape == (n, 3)
+
+
+# ---------------------------------------------------------------- outputs are fresh
+
+
+def test_an_output_that_is_the_input_is_copied() -> None:
+    x = X.copy()
+    y = identity().run({"x": x})["y"]
+    assert not np.shares_memory(x, y)
+    y[:] = 0
+    np.testing.assert_array_equal(x, X)
+
+
+def test_an_output_that_is_a_constant_is_copied() -> None:
+    c = np.arange(3, dtype=np.float32)
+    e = Engine(program([], [("y", 0)], [], constants=[c]))
+    y = e.run({})["y"]
+    y[:] = 9
+    np.testing.assert_array_equal(e.run({})["y"], [0, 1, 2])
+
+
+def test_an_output_that_is_an_input_buffer_is_copied() -> None:
+    e = Engine(program([("x", F32, (2,))], [("y", 0)], []))
+    x = np.ones(2, np.float32)
+    y = e.run({"x": x})["y"]
+    y[:] = 5
+    assert x.tolist() == [1, 1]
+
+
+def test_one_buffer_under_two_output_names_gives_two_arrays() -> None:
+    steps = [reference_step("Relu", {}, (0,), (1,))]
+    e = Engine(program([("x", F32, (2,))], [("a", 1), ("b", 1)], steps, [(F32, (2,))]))
+    got = e.run({"x": np.ones(2, np.float32)})
+    assert not np.shares_memory(got["a"], got["b"])
+    buffer = np.zeros(2, np.float32)
+    got = e.context().run({"x": np.ones(2, np.float32)}, out={"b": buffer})
+    assert got["b"] is buffer
+    assert buffer.tolist() == [1, 1]
+    assert not np.shares_memory(got["a"], got["b"])
+
+
+def test_views_of_one_intermediate_are_separated() -> None:
+    steps = [
+        reference_step("Relu", {}, (0,), (1,)),
+        reference_step("Identity", {}, (1,), (2,)),
+        reference_step("Identity", {}, (1,), (3,)),
+    ]
+    e = Engine(program([("x", F32, (2,))], [("a", 2), ("b", 3)], steps, [(F32, (2,))] * 3))
+    got = e.run({"x": np.ones(2, np.float32)})
+    assert not np.shares_memory(got["a"], got["b"])
+
+
+# ---------------------------------------------------------------- input checks
+
+
+@pytest.mark.parametrize(
+    ("feeds", "message"),
+    [
+        ({}, r"input 'x' is missing; the engine takes x: fp32\[n, 5\]"),
+        ({"x": X, "z": X}, r"there is no input 'z'; the engine takes x: fp32\[n, 5\]"),
+        ({"z": X}, r"input 'x' is missing, there is no input 'z'"),
+        ([X], r"inputs must map names to arrays, not list"),
+        ({"x": X.astype(np.float64)}, r"input 'x' is fp64; the engine takes fp32\n  hint: .*astype\(np.float32\)"),
+        ({"x": X.astype(">f4")}, r"input 'x' is >f4; the engine takes fp32"),
+        ({"x": [[1.0, 2, 3, 4, 5]]}, r"input 'x' is fp64; the engine takes fp32"),
+        ({"x": [[1.0, 2], [3]]}, r"input 'x', a list, cannot be read as an array"),
+        ({"x": None}, r"input 'x' is object; the engine takes fp32"),
+        ({"x": np.ma.masked_array(X)}, r"input 'x' is a masked array"),
+        ({"x": X[0]}, r"input 'x' has shape \[5\]; the engine takes x: fp32\[n, 5\] \(rank 1 instead of 2\)"),
+        ({"x": X[:, :4]}, r"input 'x' has shape \[4, 4\]; .*\(axis 1 is 4 instead of 5\)"),
+    ],
+)
+def test_refuses_inputs_that_do_not_fit(engine: Engine, feeds: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        engine.run(feeds)
+    assert engine.run({"x": X})["y"].shape == (4, 3)  # still usable
+
+
+def test_equal_symbols_must_agree() -> None:
+    steps = [reference_step("Add", {}, (0, 1), (2,))]
+    e = Engine(program([("a", F32, ("n", 2)), ("b", F32, ("n", 2))], [("y", 2)], steps, [(F32, ("n", 2))]))
+    one, three = np.ones((1, 2), np.float32), np.ones((3, 2), np.float32)
+    assert e.run({"a": three, "b": three})["y"].shape == (3, 2)
+    with pytest.raises(InputError, match=r"'b' has shape \[1, 2\].*n is 1 on axis 0, but 3 on axis 0 of input 'a'"):
+        e.run({"a": three, "b": one})  # NumPy would broadcast
+
+
+def test_bf16_is_exact_and_the_hint_names_ml_dtypes() -> None:
+    steps = [reference_step("Relu", {}, (0,), (1,))]
+    e = Engine(program([("x", BF16, (2,))], [("y", 1)], steps, [(BF16, (2,))]))
+    assert e(np.array([-1, 2], ml_dtypes.bfloat16)).tolist() == [0, 2]
+    with pytest.raises(InputError, match=r"fp32; the engine takes bf16\n.*ml_dtypes.bfloat16"):
+        e(np.ones(2, np.float32))
+
+
+def test_other_layouts_and_array_likes_are_taken(engine: Engine) -> None:
+    want = engine.run({"x": X})["y"]
+    unaligned = np.frombuffer(b"\0" + X.tobytes(), np.uint8)[1:].view(np.float32).reshape(4, 5)
+
+    class Foreign:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            return X
+
+    for x in (np.asfortranarray(X), np.stack([X, X], -1)[..., 0], unaligned, Foreign(), X.view(np.memmap)):
+        np.testing.assert_array_equal(engine.run({"x": x})["y"], want)
+
+
+def test_scalars_keep_rank_zero() -> None:
+    steps = [reference_step("Relu", {}, (0,), (1,))]
+    e = Engine(program([("x", F32, ())], [("y", 1)], steps, [(F32, ())]))
+    y = e(np.float32(2.5))
+    assert isinstance(y, np.ndarray)
+    assert y.shape == ()
+    assert y == 2.5
+
+
+# ---------------------------------------------------------------- out buffers
+
+
+def test_out_buffers_are_reused(engine: Engine) -> None:
+    context = engine.context()
+    buffer = np.full((4, 3), np.nan, np.float32)
+    got = context.run({"x": X}, out={"y": buffer})
+    assert got["y"] is buffer
+    assert got["hidden"].shape == (4, 8)
+    np.testing.assert_array_equal(buffer, mlp_expected(engine.program, X)["y"])
+
+
+def test_an_executor_may_write_into_the_buffer(fake: Any) -> None:
+    def run(inputs: Any, outs: Any) -> Any:
+        assert outs[0] is not None
+        outs[0][:] = inputs[0] * 2
+        return outs
+
+    fake(run)
+    steps = [Step("fake", {}, (0,), (1,))]
+    e = Engine(program([("x", F32, (2,))], [("y", 1)], steps, [(F32, (2,))]))
+    buffer = np.zeros(2, np.float32)
+    assert e.context().run({"x": np.ones(2, np.float32)}, out={"y": buffer})["y"] is buffer
+    assert buffer.tolist() == [2, 2]
+
+
+def _read_only() -> Any:
+    a = np.zeros((4, 3), np.float32)
+    a.flags.writeable = False
+    return a
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ({"z": np.zeros((4, 3), np.float32)}, r"there is no output 'z'; the engine gives y: fp32\[n, 3\], hidden"),
+        ([np.zeros((4, 3), np.float32)], r"out must map output names to arrays, not list"),
+        ({"y": [0.0]}, r"output 'y' is a list, not a NumPy array"),
+        ({"y": np.zeros((4, 3))}, r"output 'y' is fp64; the output is y: fp32\[n, 3\]"),
+        ({"y": _read_only()}, r"output 'y' is read-only"),
+        ({"y": np.zeros((4, 6), np.float32)[:, ::2]}, r"output 'y' is not C-contiguous"),
+        ({"y": np.zeros((4, 4), np.float32)}, r"output 'y' has shape \[4, 4\]"),
+        ({"y": np.zeros((3, 3), np.float32)}, r"output 'y' has shape \[3, 3\]"),
+        ({"y": np.zeros(12, np.float32)}, r"output 'y' has shape \[12\]"),
+    ],
+)
+def test_refuses_out_buffers_that_do_not_fit(engine: Engine, out: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        engine.context().run({"x": X}, out=out)
+
+
+def test_refuses_out_buffers_that_overlap(engine: Engine) -> None:
+    memory = np.zeros(64, np.float32)
+    x = memory[:20].reshape(4, 5)
+    with pytest.raises(InputError, match="overlaps an input"):
+        engine.context().run({"x": x}, out={"y": memory[10:22].reshape(4, 3)})
+    with pytest.raises(InputError, match="overlaps an input or another"):
+        engine.context().run({"x": X}, out={"y": memory[:12].reshape(4, 3), "hidden": memory[8:40].reshape(4, 8)})
+
+
+def test_an_out_buffer_of_a_data_dependent_size_is_checked_after_the_run(fake: Any) -> None:
+    fake(lambda inputs, outs: [np.ones(3, np.float32)])
+    steps = [Step("fake", {}, (0,), (1,))]
+    e = Engine(program([("x", F32, (2,))], [("y", 1)], steps, [(F32, ("found",))]))
+    with pytest.raises(InputError, match=r"output 'y' has shape \[2\], the result \[3\]"):
+        e.context().run({"x": np.ones(2, np.float32)}, out={"y": np.ones(2, np.float32)})
+
+
+def test_a_stream_is_refused_on_targets_without_streams(engine: Engine) -> None:
+    with pytest.raises(InputError, match="has no streams"):
+        engine.context().run({"x": X}, stream=0)
+
+
+# ---------------------------------------------------------------- threads, failures, lifetimes
+
+
+def test_threads_share_an_engine(engine: Engine) -> None:
+    inputs = [RNG.standard_normal((n + 1, 5)).astype(np.float32) for n in range(8)]
+    failures: list[str] = []
+
+    def work(x: Any) -> None:
+        want = mlp_expected(engine.program, x)["y"]
+        for _ in range(50):
+            if not np.array_equal(engine.run({"x": x})["y"], want):
+                failures.append(f"wrong for {x.shape}")
+
+    threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures
+
+
+def test_contexts_are_pooled_and_made_per_concurrent_call(fake: Any) -> None:
+    inside, go = threading.Barrier(3), threading.Event()
+
+    def run(inputs: Any, outs: Any) -> Any:
+        if inputs[0][0] == 1:
+            inside.wait(5)
+            go.wait(5)
+        return [inputs[0] + 1]
+
+    made = fake(run)
+    steps = [Step("fake", {}, (0,), (1,))]
+    e = Engine(program([("x", F32, (1,))], [("y", 1)], steps, [(F32, (1,))]))
+    for _ in range(3):
+        e(np.zeros(1, np.float32))
+    assert made.sessions == 1
+    threads = [threading.Thread(target=e, args=(np.ones(1, np.float32),)) for _ in range(2)]
+    for t in threads:
+        t.start()
+    inside.wait(5)  # both are running at once, each in its own session
+    assert made.sessions == 2
+    go.set()
+    for t in threads:
+        t.join()
+
+
+def test_a_context_refuses_a_second_thread(fake: Any) -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def run(inputs: Any, outs: Any) -> Any:
+        entered.set()
+        go.wait(5)
+        return [inputs[0] + 1]
+
+    fake(run)
+    steps = [Step("fake", {}, (0,), (1,))]
+    context = Engine(program([("x", F32, (1,))], [("y", 1)], steps, [(F32, (1,))])).context()
+    feeds = {"x": np.zeros(1, np.float32)}
+    t = threading.Thread(target=context.run, args=(feeds,))
+    t.start()
+    entered.wait(5)
+    with pytest.raises(RunError, match="running in another thread"):
+        context.run(feeds)
+    go.set()
+    t.join()
+    assert context.run(feeds)["y"] == 1
+
+
+def test_a_failing_step_is_named(fake: Any) -> None:
+    def run(inputs: Any, outs: Any) -> Any:
+        raise ValueError("no such tile")
+
+    fake(run)
+    steps = [Step("fake", {}, (0,), (1,), ("conv1", "relu1", "c", "d", "e"))]
+    e = Engine(program([("x", F32, (1,))], [("y", 1)], steps, [(F32, (1,))]))
+    message = r"step 0 \(fake: conv1, relu1, c, d and 1 more\) failed: ValueError: no such tile"
+    with pytest.raises(RunError, match=message):
+        e(np.zeros(1, np.float32))
+
+
+def test_running_out_of_memory_is_a_run_error(fake: Any) -> None:
+    def run(inputs: Any, outs: Any) -> Any:
+        raise MemoryError("12 GiB")
+
+    fake(run)
+    steps = [Step("fake", {}, (0,), (1,))]
+    e = Engine(program([("x", F32, (1,))], [("y", 1)], steps, [(F32, (1,))]))
+    with pytest.raises(RunError, match="step 0 .* ran out of memory: 12 GiB"):
+        e(np.zeros(1, np.float32))
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(1), np.zeros((1, 1), np.float32)])
+def test_an_executor_that_gives_another_type_is_caught(fake: Any, wrong: Any) -> None:
+    fake(lambda inputs, outs: [wrong])
+    steps = [Step("fake", {}, (0,), (1,))]
+    e = Engine(program([("x", F32, (1,))], [("y", 1)], steps, [(F32, (1,))]))
+    with pytest.raises(InternalError, match=r"output y: fp32\[1\] was computed as float"):
+        e(np.zeros(1, np.float32))
+
+
+def test_buffers_are_dropped_after_their_last_use(fake: Any) -> None:
+    import gc
+    import weakref
+
+    alive: list[int] = []
+    made: list[Any] = []
+
+    def run(inputs: Any, outs: Any) -> Any:
+        inputs = None
+        gc.collect()
+        alive.append(sum(r() is not None for r in made))
+        a = np.zeros(4, np.float32)
+        made.append(weakref.ref(a))
+        return [a]
+
+    fake(run)
+    steps = [Step("fake", {}, (k,), (k + 1,)) for k in range(5)]
+    Engine(program([("x", F32, (4,))], [("y", 5)], steps, [(F32, (4,))] * 5))(np.zeros(4, np.float32))
+    # the step's own operand is held by the caller's list while it runs; everything older is gone
+    assert alive == [0, 1, 1, 1, 1]
+
+
+def test_absent_operands_and_unwanted_outputs(fake: Any) -> None:
+    seen: list[Any] = []
+
+    def run(inputs: Any, outs: Any) -> Any:
+        seen.extend(inputs)
+        return [inputs[0] * 3, inputs[0]]
+
+    fake(run)
+    steps = [Step("fake", {}, (0, -1), (1, -1)), Step("fake", {}, (1, -1), (2, -1))]
+    e = Engine(program([("x", F32, (1,))], [("y", 2)], steps, [(F32, (1,))] * 2))
+    assert e(np.ones(1, np.float32)) == 9
+    assert seen[1] is None
+    assert seen[3] is None
+
+
+def test_profile_times_every_step(engine: Engine) -> None:
+    outputs, times = engine.context().profile({"x": X})
+    np.testing.assert_array_equal(outputs["y"], engine.run({"x": X})["y"])
+    assert len(times) == 4
+    assert all(t > 0 for t in times)
+
+
+# ---------------------------------------------------------------- the arena
+
+
+def planned(aliasing: bool = False) -> Any:
+    """x -> Relu -> (arena 0) -> Neg -> (arena 64) -> Abs -> (arena 0 again) -> Identity -> y"""
+    kinds = ["Relu", "Neg", "Identity" if aliasing else "Abs", "Neg"]
+    steps = [reference_step(k, {}, (i,), (i + 1,)) for i, k in enumerate(kinds)]
+    p = program([("x", F32, (4,))], [("y", 4)], steps, [(F32, (4,))] * 4, arena_bytes=128)
+    offsets = {1: 0, 2: 64, 3: 0}
+    p.buffers = tuple(replace(b, offset=offsets.get(i)) for i, b in enumerate(p.buffers))
+    return p
+
+
+@pytest.mark.parametrize("aliasing", [False, True])
+def test_planned_buffers_live_in_the_arena(aliasing: bool) -> None:
+    context = Engine(planned(aliasing)).context()
+    x = np.array([-1, 2, -3, 4], np.float32)
+    for _ in range(2):
+        y = context.run({"x": x})["y"]
+        assert y.tolist() == ([0, 2, 0, 4] if aliasing else [0, -2, 0, -4])
+    first = y.copy()
+    context.run({"x": np.ones(4, np.float32)})
+    np.testing.assert_array_equal(y, first)  # not a view of the arena
+
+
+def test_arena_memory_is_offered_aligned(fake: Any) -> None:
+    seen: list[Any] = []
+
+    def run(inputs: Any, outs: Any) -> Any:
+        seen.extend(outs)
+        return [inputs[0] + 1]  # not written in place: the engine moves it to its place
+
+    fake(run)
+    p = program([("x", F32, (4,))], [("y", 2)], [], [(F32, (4,))] * 2, arena_bytes=256)
+    p.steps = (Step("fake", {}, (0,), (1,)), Step("fake", {}, (1,), (2,)))
+    p.buffers = tuple(replace(b, offset=64 if i == 1 else None) for i, b in enumerate(p.buffers))
+    assert Engine(p)(np.zeros(4, np.float32)).tolist() == [2] * 4
+    assert seen[0].ctypes.data % 64 == 0
+    assert seen[0].tolist() == [1] * 4
+    assert seen[1] is None
+
+
+def test_a_view_of_the_arena_in_an_unplanned_buffer_is_copied() -> None:
+    """t1 in the arena; t2 = Identity(t1) is not planned; t3 takes t1's place; y = t2 + t3 must see t2 unharmed."""
+    steps = [
+        reference_step("Relu", {}, (0,), (1,)),
+        reference_step("Identity", {}, (1,), (2,)),
+        reference_step("Neg", {}, (0,), (3,)),
+        reference_step("Add", {}, (2, 3), (4,)),
+    ]
+    p = program([("x", F32, (2,))], [("y", 4)], steps, [(F32, (2,))] * 4, arena_bytes=64)
+    p.buffers = tuple(replace(b, offset=0 if i in (1, 3) else None) for i, b in enumerate(p.buffers))
+    assert Engine(p)(np.array([5, -7], np.float32)).tolist() == [0, 7]
+
+
+def test_an_arena_beyond_memory_is_a_run_error() -> None:
+    p = planned()
+    p.arena_bytes = 1 << 61
+    with pytest.raises(RunError, match="no memory for the arena"):
+        Engine(p)
+
+
+# ---------------------------------------------------------------- refusals at preparation
+
+
+def test_refuses_another_target() -> None:
+    p = mlp()
+    p.target = "cuda"
+    with pytest.raises(EngineError, match=r"for target 'cuda'; this installation runs cpu, reference\n  hint: rebuild"):
+        Engine(p)
+
+
+def test_refuses_an_unknown_executor() -> None:
+    p = program([("x", F32, (1,))], [("y", 1)], [Step("abacus", {}, (0,), (1,))], [(F32, (1,))])
+    with pytest.raises(EngineError, match=r"steps for 'abacus'.*\n  hint: upgrade"):
+        Engine(p)
+
+
+def test_refuses_an_unknown_kind_and_malformed_params() -> None:
+    for params, message in (
+        ({"kind": "Frobnicate", "attrs": {}}, "'Frobnicate', which this version"),
+        ({"kind": "Relu"}, "something other than"),
+        ({"kind": "Relu", "attrs": []}, "attributes are not a table"),
+        ({"kind": "Relu", "attrs": {"a": {"dtype": "fp99"}}}, "attribute 'a' of a step is malformed"),
+    ):
+        p = program([("x", F32, (1,))], [("y", 1)], [Step("reference", params, (0,), (1,))], [(F32, (1,))])
+        with pytest.raises(EngineError, match=message):
+            Engine(p)
+
+
+@pytest.mark.parametrize(
+    ("requirement", "error", "message"),
+    [
+        ("package:optdnn-surely-not-there", MissingDependency, "is needed by this engine, and is not installed"),
+        ("package:numpy>=99.0", EngineError, r"needs numpy >= 99.0; .* is installed"),
+        ("package:numpy==0.1", EngineError, r"needs numpy == 0.1"),
+        ("cpu:warp_drive", EngineError, "processors with warp_drive, which this one lacks"),
+        ("moon:full", EngineError, "requires 'moon:full', which this version"),
+    ],
+)
+def test_refuses_unmet_requirements(
+    requirement: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optdnn.runtime import requires
+
+    monkeypatch.setattr(requires, "cpu_flags", lambda: frozenset(["avx2"]))
+    p = mlp()
+    p.requires = ("package:numpy", "package:numpy>=1.0", "cpu:avx2", requirement)
+    with pytest.raises(error, match=message):
+        Engine(p)
+    p.requires = p.requires[:3]
+    Engine(p)
+
+
+def test_unknown_processor_features_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from optdnn.runtime import requires
+
+    monkeypatch.setattr(requires, "cpu_flags", lambda: None)  # a system that does not tell
+    p = mlp()
+    p.requires = ("cpu:avx512_bf16",)
+    Engine(p)
+
+
+def test_threads_reach_the_executor(fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    fake(lambda inputs, outs: [inputs[0]])
+    seen: list[Any] = []
+    module = sys.modules["optdnn_fake_executor"]
+    prepare = module.prepare
+    monkeypatch.setattr(module, "prepare", lambda s, p, o: (seen.append(o.threads), prepare(s, p, o))[1])
+    p = program([("x", F32, (1,))], [("y", 1)], [Step("fake", {}, (0,), (1,))], [(F32, (1,))])
+    Engine(p).save(tmp_path / "e.engine")
+    load(tmp_path / "e.engine", threads=3)
+    assert seen == [None, 3]
+
+
+# ---------------------------------------------------------------- program.validate
+
+
+def _break(**changes: Any) -> Any:
+    def apply(p: Any) -> None:
+        for name, value in changes.items():
+            setattr(p, name, value)
+
+    return apply
+
+
+def _buffer(i: int, **changes: Any) -> Any:
+    def apply(p: Any) -> None:
+        p.buffers = tuple(replace(b, **changes) if k == i else b for k, b in enumerate(p.buffers))
+
+    return apply
+
+
+def _step(i: int, **changes: Any) -> Any:
+    def apply(p: Any) -> None:
+        p.steps = tuple(replace(s, **changes) if k == i else s for k, s in enumerate(p.steps))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (_buffer(1, blob=9), "points at blob 9, which does not exist"),
+        (_buffer(1, dtype=BF16), "buffer 1 .* its blob float32"),
+        (_buffer(1, offset=0), "both constant and in the arena"),
+        (_buffer(4, offset=0), "its shape is not static"),
+        (_buffer(4, offset=0, shape=(2, 8)), "outside of the arena of 0 bytes"),
+        (_buffer(0, dtype=BF16), r"input x: fp32\[n, 5\] and its buffer, bfloat16"),
+        (_buffer(0, shape=(5,)), "have different types"),
+        (_break(buffers=()), "which does not exist"),
+        (_step(0, inputs=(0, 77)), "step 0 reads buffer 77, which does not exist"),
+        (_step(0, inputs=(0, -2)), "step 0 reads buffer -2"),
+        (_step(0, inputs=(0, 5)), "step 0 reads buffer 5 before it is written"),
+        (_step(0, outputs=(77,)), "step 0 writes buffer 77"),
+        (_step(0, outputs=(1,)), "step 0 writes buffer 1, which is written already"),
+        (_step(3, outputs=(6,)), "step 3 writes buffer 6, which is written already"),
+        (_break(steps=()), "nothing writes output 'y'"),
+        (lambda p: _break(inputs=p.inputs * 2)(p), "two inputs have one name"),
+        (lambda p: _break(outputs=p.outputs * 2)(p), "two outputs have one name"),
+        (_buffer(0, shape=("n", 6)), "have different types"),
+        (lambda p: _break(inputs=((p.inputs[0][0], 1),))(p), r"input x: fp32\[n, 5\] and its buffer, float32\(5, 8\)"),
+        (lambda p: _break(inputs=((p.inputs[0][0], 99),))(p), "input 'x' is buffer 99, which does not exist"),
+    ],
+)
+def test_validate_names_each_fault(fault: Any, message: str) -> None:
+    p = mlp()
+    fault(p)
+    with pytest.raises(EngineError, match=message):
+        Engine(p)
+
+
+def test_an_input_may_not_be_a_constant() -> None:
+    c = np.zeros((2,), np.float32)
+    p = program([("x", F32, (2,))], [("y", 0)], [], constants=[c])
+    p.buffers = (Buffer("x", F32, (2,), blob=0), p.buffers[1])
+    with pytest.raises(EngineError, match="input 'x' shares buffer 0 with a constant"):
+        Engine(p)
