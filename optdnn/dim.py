@@ -277,8 +277,27 @@ def _extreme(op: str, a: DimLike, b: DimLike) -> DimLike:
         return b if op == "min" else a
     if hi <= 0:
         return a if op == "min" else b
+    for x, y in ((a, b), (b, a)):
+        if _absorbs(op, x, y):
+            return x
     first, second = sorted((a, b), key=str)
     return _atom(op, first, second)
+
+
+def _parts(op: str, x: DimLike) -> list[DimLike]:
+    """What nested applications of ``op`` combine: ``max(max(a, b), c)`` -> a, b, c."""
+    if isinstance(x, Dim) and len(x.terms) == 1:
+        ((monomial, coefficient),) = x.terms
+        if coefficient == 1 and len(monomial) == 1 and isinstance(monomial[0], Function) and monomial[0].op == op:
+            return _parts(op, monomial[0].a) + _parts(op, monomial[0].b)
+    return [x]
+
+
+def _absorbs(op: str, x: DimLike, y: DimLike) -> bool:
+    """True when ``op(x, y) == x`` by the lattice laws: ``max(max(a, b), a)`` and ``max(a, min(a, b))``."""
+    dual = "min" if op == "max" else "max"
+    have = _parts(op, x)
+    return all(p in have or any(q in have for q in _parts(dual, p)) for p in _parts(op, y))
 
 
 @lru_cache(maxsize=65536)

@@ -31,6 +31,15 @@ def test_extremes_use_ranges() -> None:
     assert dim_max(N, H) == dim_max(H, N)
 
 
+def test_extremes_absorb() -> None:
+    both = dim_max(N, H)
+    assert dim_max(both, N) == both
+    assert dim_max(dim_max(both, 7), dim_max(H, 7)) == dim_max(both, 7)
+    assert dim_max(N, dim_min(N, 512)) == N
+    assert dim_min(dim_max(N, H), H) == H
+    assert dim_max(N, dim_min(H, 512)) != N
+
+
 def test_a_symbol_without_a_size_is_named() -> None:
     with pytest.raises(ShapeError, match="needs a size for h"):
         evaluate(N + H, {"n": 3})

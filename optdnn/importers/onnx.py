@@ -17,7 +17,7 @@ import onnx.defs
 from optdnn.errors import ModelError, ShapeError, UnsupportedError, UnsupportedNode
 from optdnn.importers.inputs import graph_inputs, known_type, refusal
 from optdnn.importers.model import Model, Source, domain_of, open_model, read_opsets
-from optdnn.importers.nodes import attributes, check_node, describe, in_order, reads, schema, unique_names
+from optdnn.importers.nodes import Schema, attributes, check_node, describe, in_order, reads, schema, unique_names
 from optdnn.importers.tensors import ELEMENT_TYPES, MAX_TENSOR_BYTES, element_type, sparse_to_array, to_array
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Attrs, Known, NodeSpec, Unsupported
@@ -216,7 +216,7 @@ class _Importer:
             if depth == 0:
                 self._alive = True if self._live is None else i in self._live
             outputs = list(node.output)
-            while len(outputs) > 1 and outputs[-1] not in used:
+            while len(outputs) > 1 and outputs[-1] not in used and not _variadic_outputs(node, opsets):
                 outputs.pop()
             shown = outputs if labels is None else [x and labels.get(x, prefix + x) for x in outputs]
             refs = self._node(node, names[i], shown, scope, opsets, bound, depth, (nodes, wanted, i))
@@ -392,6 +392,13 @@ class _Importer:
 
     def _sparse(self, t: onnx.SparseTensorProto) -> Array:
         return sparse_to_array(t, self.model.external, self.model.name)
+
+
+def _variadic_outputs(node: onnx.NodeProto, opsets: Mapping[str, int]) -> bool:
+    """True for operators whose number of outputs has a meaning (Split): unused ones are kept."""
+    domain = domain_of(node.domain)
+    rules = schema(node.op_type, domain, opsets.get(domain, 0))
+    return isinstance(rules, Schema) and rules.max_outputs >= 1 << 30
 
 
 def _defaults(function: onnx.FunctionProto) -> onnx.NodeProto:
