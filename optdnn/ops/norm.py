@@ -5,11 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Emit, Infer, NodeSpec, OpDef, Ref, Result, Tol, Traits, Unsupported
-from optdnn.ops.checks import agree, no_outputs_beyond, per_element, require_rank
+from optdnn.ops.base import (
+    Attrs,
+    Call,
+    Emit,
+    Export,
+    Infer,
+    NodeSpec,
+    OpDef,
+    Ref,
+    Result,
+    Tol,
+    Traits,
+    Unsupported,
+    simple_import,
+)
+from optdnn.ops.checks import agree, emit, no_outputs_beyond, per_element, require_rank, required
 from optdnn.runtime.reference.norm import KERNELS
-from optdnn.types import TensorType, is_float
+from optdnn.types import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    DType,
+    Shape,
+    TensorType,
+    broadcast_dims,
+    is_float,
+    normalize_axis,
+    show_shape,
+)
 
 
 @dataclass(frozen=True)
@@ -17,6 +45,46 @@ class EpsilonAttrs(Attrs):
     """``epsilon`` is added to the variance."""
 
     epsilon: float = 1e-5
+
+
+@dataclass(frozen=True)
+class GroupNormAttrs(Attrs):
+    """Statistics over each of ``num_groups`` groups of channels; scale and bias are per channel."""
+
+    num_groups: int
+    epsilon: float = 1e-5
+    stash_type: DType = FP32
+
+
+@dataclass(frozen=True)
+class LayerNormAttrs(Attrs):
+    """Statistics over the axes from ``axis`` on; ``stash_type`` is the type of the optional statistics outputs."""
+
+    axis: int = -1
+    epsilon: float = 1e-5
+    stash_type: DType = FP32
+
+
+@dataclass(frozen=True)
+class LRNAttrs(Attrs):
+    size: int
+    alpha: float = 1e-4
+    beta: float = 0.75
+    bias: float = 1.0
+
+
+@dataclass(frozen=True)
+class LpNormAttrs(Attrs):
+    axis: int = -1
+    p: int = 2
+
+
+@dataclass(frozen=True)
+class MeanVarianceAttrs(Attrs):
+    axes: tuple[int, ...] = (0, 2, 3)
+
+
+# ---------------------------------------------------------------- inference
 
 
 def _input(call: Call, least: int = 1) -> TensorType:
@@ -28,15 +96,90 @@ def _input(call: Call, least: int = 1) -> TensorType:
     return x
 
 
-def _infer_per_channel(names: Sequence[str]) -> Infer:
+def _infer_per_channel(*names: str, mixed: bool = False, least: int = 3) -> Infer:
+    """Inference of x (N, C, *) with one value per channel in each further operand (of x's type unless ``mixed``)."""
+
     def infer(call: Call) -> Result:
-        x = _input(call, 2 if call.kind == "BatchNormalization" else 3)
+        x = _input(call, least)
         for i, name in enumerate(names, 1):
-            require_rank(call.type(i), 1, f"{call.kind} {name}")
-            agree(call.type(i).dims[0], x.dims[1], f"{call.kind} {name} and the channels of {x} differ")
+            t = call.type(i)
+            require_rank(t, 1, f"{call.kind} {name}")
+            agree(t.dims[0], x.dims[1], f"{call.kind} {name} and the channels of {x} differ")
+            if not is_float(t.dtype) or (t.dtype != x.dtype and not mixed):
+                raise ShapeError(f"{call.kind} {name} is {t}, its input {x}")
         return Result((x,))
 
     return infer
+
+
+def _infer_group(call: Call) -> Result:
+    groups = call.attrs.num_groups
+    x = _input(call, 2)
+    if groups < 1:
+        raise ShapeError(f"GroupNormalization num_groups is {groups}")
+    agree(x.dims[1] % groups, 0, f"GroupNormalization: {groups} groups do not divide the channels of {x}")
+    return _infer_per_channel("scale", "bias", least=2)(call)
+
+
+def _check_affine(call: Call, x: TensorType, i: int, name: str) -> TensorType:
+    t = call.type(i)
+    if len(t.dims) > len(x.dims) or broadcast_dims(t.dims, x.dims) != x.dims:
+        raise ShapeError(f"{call.kind} {name} {t} does not broadcast to its input {x}")
+    return t
+
+
+def _infer_layer(call: Call) -> Result:
+    a: LayerNormAttrs = call.attrs
+    x = _input(call)
+    axis = normalize_axis(a.axis, len(x.dims), "LayerNormalization axis")
+    for i, name in ((1, "scale"), (2, "bias")):
+        if (i == 1 or call.has(i)) and _check_affine(call, x, i, name).dtype != x.dtype:
+            raise ShapeError(f"LayerNormalization {name} is {call.type(i)}, its input {x}")
+    ones: Shape = (1,) * (len(x.dims) - axis)
+    statistics = TensorType(a.stash_type, (*x.dims[:axis], *ones))
+    return Result((x, statistics, statistics)[: call.n_outputs])
+
+
+def _infer_rms(call: Call) -> Result:
+    x = _input(call)
+    normalize_axis(call.attrs.axis, len(x.dims), "RMSNormalization axis")
+    return Result((x.with_dtype(_check_affine(call, x, 1, "scale").dtype),))
+
+
+def _infer_lrn(call: Call) -> Result:
+    if call.attrs.size < 1:
+        raise ShapeError(f"LRN size is {call.attrs.size}")
+    return Result((_input(call, 2),))
+
+
+def _infer_lp(call: Call) -> Result:
+    x = _input(call)
+    normalize_axis(call.attrs.axis, len(x.dims), "LpNormalization axis")
+    if call.attrs.p not in (1, 2):
+        raise ShapeError(f"LpNormalization p is {call.attrs.p}; it must be 1 or 2")
+    return Result((x,))
+
+
+def _infer_mean_variance(call: Call) -> Result:
+    x = _input(call)
+    for a in call.attrs.axes:
+        normalize_axis(a, len(x.dims), "MeanVarianceNormalization axis")
+    return Result((x,))
+
+
+# ---------------------------------------------------------------- import
+
+
+def _epsilon(node: NodeSpec) -> float:
+    return float(node.get("epsilon", 1e-5))
+
+
+def _stash(node: NodeSpec) -> DType:
+    number = int(node.get("stash_type", 1))
+    known = {1: FP32, 10: FP16, 11: FP64, 16: BF16}
+    if number not in known:
+        raise Unsupported(f"stash_type {number}; it must be a floating-point type")
+    return known[number]
 
 
 def _import_batch(node: NodeSpec, e: Emit) -> Sequence[Ref]:
@@ -44,12 +187,141 @@ def _import_batch(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         raise Unsupported("training_mode=1; export the model for inference")
     no_outputs_beyond(node, 1, "its statistics outputs are used (training mode); export the model for inference")
     if node.opset < 9 and not node.get("spatial", 1):
-        raise Unsupported("spatial=0 (statistics for each activation)")
-    return e.op("BatchNormalization", node.inputs, EpsilonAttrs(float(node.get("epsilon", 1e-5))))
+        return _per_activation(node, e)
+    return e.op("BatchNormalization", node.inputs, EpsilonAttrs(_epsilon(node)))
 
 
-def _import_instance(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    return e.op("InstanceNormalization", node.inputs, EpsilonAttrs(float(node.get("epsilon", 1e-5))))
+def _per_activation(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """spatial=0 of opsets 7 and 8: statistics (C, *) for each activation of a sample."""
+    x, scale, bias, mean, var = node.inputs
+    epsilon = np.asarray(_epsilon(node), e.type(var).dtype)
+    factor = emit(e, "Div", scale, emit(e, "Sqrt", emit(e, "Add", var, epsilon)))
+    return (emit(e, "Add", emit(e, "Mul", emit(e, "Sub", x, mean), factor), bias),)
+
+
+def _import_group(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    groups = int(required(node, "num_groups"))
+    x, scale, bias = node.inputs
+    if node.opset < 21:  # one scale and bias per group
+        channels = e.type(x).dims[1]
+        if not isinstance(channels, int):
+            raise Unsupported("a symbolic number of channels")
+        if groups < 1 or channels % groups:
+            raise ShapeError(f"GroupNormalization: {groups} groups do not divide {channels} channels")
+        scale, bias = (_repeat(e, v, groups, channels // groups) for v in (scale, bias))
+    return e.op("GroupNormalization", [x, scale, bias], GroupNormAttrs(groups, _epsilon(node), _stash(node)))
+
+
+def _repeat(e: Emit, v: Ref, groups: int, times: int) -> Ref:
+    """(G) to (G * times), each entry repeated."""
+    require_rank(e.type(v), 1, "GroupNormalization scale and bias")
+    agree(e.type(v).dims[0], groups, "GroupNormalization scale and bias have one entry per group below opset 21")
+    value = e.value(v)
+    if value is not None:
+        return e.const(np.repeat(value, times))
+    column = emit(e, "Unsqueeze", v, np.array([1]))
+    wide = emit(e, "Expand", column, np.array([groups, times]))
+    return emit(e, "Reshape", wide, np.array([groups * times]))
+
+
+def _layer_attrs(node: NodeSpec) -> LayerNormAttrs:
+    return LayerNormAttrs(int(node.get("axis", -1)), _epsilon(node), _stash(node))
+
+
+def _lrn_attrs(node: NodeSpec) -> LRNAttrs:
+    return LRNAttrs(
+        int(required(node, "size")),
+        float(node.get("alpha", 1e-4)),
+        float(node.get("beta", 0.75)),
+        float(node.get("bias", 1.0)),
+    )
+
+
+def _lp_attrs(node: NodeSpec) -> LpNormAttrs:
+    return LpNormAttrs(int(node.get("axis", -1)), int(node.get("p", 2)))
+
+
+def _mean_variance_attrs(node: NodeSpec) -> MeanVarianceAttrs:
+    axes = node.ints("axes")
+    return MeanVarianceAttrs((0, 2, 3) if axes is None else axes)
+
+
+# ---------------------------------------------------------------- export
+
+
+def _reduce_mean(e: Export, x: str, axes: Sequence[int]) -> str:
+    if e.opset >= 18:
+        return e.node("ReduceMean", [x, e.const(np.array(axes, np.int64), "axes")], keepdims=1)[0]
+    return e.node("ReduceMean", [x], axes=tuple(axes), keepdims=1)[0]
+
+
+def _narrower(a: DType, b: DType) -> bool:
+    return a.itemsize < b.itemsize
+
+
+def _epsilon_under(e: Export, mean_square: str, epsilon: float, dtype: DType) -> str:
+    """sqrt(mean_square + epsilon)."""
+    (shifted,) = e.node("Add", [mean_square, e.const(np.asarray(epsilon).astype(dtype), "epsilon")])
+    return e.node("Sqrt", [shifted])[0]
+
+
+def _export_layer(a: LayerNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    if e.opset >= 17:
+        return e.node("LayerNormalization", inputs, n_outputs, axis=a.axis, epsilon=a.epsilon, stash_type=a.stash_type)
+    t, x = e.type(inputs[0]), inputs[0]
+    rank, dtype = len(t.dims), t.dtype
+    axes = range(a.axis % rank, rank)
+    widened = _narrower(t.dtype, a.stash_type)
+    if widened:
+        dtype = a.stash_type
+        (x,) = e.node("Cast", [x], to=dtype)
+    mean = _reduce_mean(e, x, axes)
+    (centred,) = e.node("Sub", [x, mean])
+    variance = _reduce_mean(e, e.node("Mul", [centred, centred])[0], axes)
+    (inverse,) = e.node("Reciprocal", [_epsilon_under(e, variance, a.epsilon, dtype)])
+    (y,) = e.node("Mul", [centred, inverse])
+    if widened:
+        (y,) = e.node("Cast", [y], to=t.dtype)
+    (y,) = e.node("Mul", [y, inputs[1]])
+    if len(inputs) > 2 and inputs[2]:
+        (y,) = e.node("Add", [y, inputs[2]])
+    statistics = [mean, inverse] if dtype == a.stash_type else []
+    if n_outputs > 1 and not statistics:
+        statistics = [e.node("Cast", [v], to=a.stash_type)[0] for v in (mean, inverse)]
+    return [y, *statistics][:n_outputs]
+
+
+def _export_rms(a: LayerNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    if e.opset >= 23:
+        return e.node("RMSNormalization", inputs, axis=a.axis, epsilon=a.epsilon, stash_type=a.stash_type)
+    t, scale, x = e.type(inputs[0]), e.type(inputs[1]), inputs[0]
+    rank, dtype = len(t.dims), t.dtype
+    if _narrower(t.dtype, a.stash_type):
+        dtype = a.stash_type
+        (x,) = e.node("Cast", [x], to=dtype)
+    mean = _reduce_mean(e, e.node("Mul", [x, x])[0], range(a.axis % rank, rank))
+    (y,) = e.node("Div", [x, _epsilon_under(e, mean, a.epsilon, dtype)])
+    if dtype != scale.dtype:
+        (y,) = e.node("Cast", [y], to=scale.dtype)
+    return e.node("Mul", [y, inputs[1]])
+
+
+def _export_group(a: GroupNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    if e.opset >= 21:
+        return e.node("GroupNormalization", inputs, num_groups=a.num_groups, epsilon=a.epsilon, stash_type=a.stash_type)
+    # Opset 18 has one scale per group. InstanceNormalization standardizes (N, G, rest); the affine part follows.
+    x, scale, bias = inputs
+    t = e.type(x)
+    channels = t.dims[1]
+    if not isinstance(channels, int):
+        raise Unsupported(f"GroupNormalization of {show_shape(t.shape)} below opset 21")
+    (grouped,) = e.node("Reshape", [x, e.const(np.array([0, a.num_groups, -1]), "shape")])
+    ones, zeros = np.ones(a.num_groups, t.dtype), np.zeros(a.num_groups, t.dtype)
+    (y,) = e.node("InstanceNormalization", [grouped, e.const(ones, "scale"), e.const(zeros, "bias")], epsilon=a.epsilon)
+    (y,) = e.node("Reshape", [y, e.node("Shape", [x])[0]])
+    column = e.const(np.array([channels, *(1,) * (len(t.dims) - 2)]), "shape")
+    (y,) = e.node("Mul", [y, e.node("Reshape", [scale, column])[0]])
+    return e.node("Add", [y, e.node("Reshape", [bias, column])[0]])
 
 
 _TOL = Tol(rtol=1e-5, atol=2e-6)
@@ -58,7 +330,7 @@ _RISKY = Traits(fp16_risky=True)
 DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="BatchNormalization",
-        infer=_infer_per_channel(("scale", "bias", "mean", "variance")),
+        infer=_infer_per_channel("scale", "bias", "mean", "variance", mixed=True, least=2),
         kernel=KERNELS["BatchNormalization"],
         attrs=EpsilonAttrs,
         onnx={"BatchNormalization": _import_batch},
@@ -68,11 +340,76 @@ DEFS: tuple[OpDef, ...] = (
     ),
     OpDef(
         kind="InstanceNormalization",
-        infer=_infer_per_channel(("scale", "bias")),
+        infer=_infer_per_channel("scale", "bias"),
         kernel=KERNELS["InstanceNormalization"],
         attrs=EpsilonAttrs,
-        onnx={"InstanceNormalization": _import_instance},
-        cost=per_element(7),
+        onnx={
+            "InstanceNormalization": simple_import("InstanceNormalization", lambda node: EpsilonAttrs(_epsilon(node)))
+        },
+        cost=per_element(8),
+        tol=_TOL,
+        traits=_RISKY,
+    ),
+    OpDef(
+        kind="GroupNormalization",
+        infer=_infer_group,
+        kernel=KERNELS["GroupNormalization"],
+        attrs=GroupNormAttrs,
+        onnx={"GroupNormalization": _import_group},
+        to_onnx=_export_group,
+        cost=per_element(8),
+        tol=_TOL,
+        traits=_RISKY,
+    ),
+    OpDef(
+        kind="LayerNormalization",
+        infer=_infer_layer,
+        kernel=KERNELS["LayerNormalization"],
+        attrs=LayerNormAttrs,
+        onnx={"LayerNormalization": simple_import("LayerNormalization", _layer_attrs)},
+        to_onnx=_export_layer,
+        cost=per_element(8),
+        tol=_TOL,
+        traits=_RISKY,
+    ),
+    OpDef(
+        kind="RMSNormalization",
+        infer=_infer_rms,
+        kernel=KERNELS["RMSNormalization"],
+        attrs=LayerNormAttrs,
+        onnx={"RMSNormalization": simple_import("RMSNormalization", _layer_attrs)},
+        to_onnx=_export_rms,
+        cost=per_element(4),
+        tol=_TOL,
+        traits=_RISKY,
+    ),
+    OpDef(
+        kind="LRN",
+        infer=_infer_lrn,
+        kernel=KERNELS["LRN"],
+        attrs=LRNAttrs,
+        onnx={"LRN": simple_import("LRN", _lrn_attrs)},
+        cost=lambda call, result: per_element(2 * call.attrs.size + 4)(call, result),
+        tol=_TOL,
+        traits=_RISKY,
+    ),
+    OpDef(
+        kind="LpNormalization",
+        infer=_infer_lp,
+        kernel=KERNELS["LpNormalization"],
+        attrs=LpNormAttrs,
+        onnx={"LpNormalization": simple_import("LpNormalization", _lp_attrs)},
+        cost=per_element(3),
+        tol=_TOL,
+        traits=_RISKY,
+    ),
+    OpDef(
+        kind="MeanVarianceNormalization",
+        infer=_infer_mean_variance,
+        kernel=KERNELS["MeanVarianceNormalization"],
+        attrs=MeanVarianceAttrs,
+        onnx={"MeanVarianceNormalization": simple_import("MeanVarianceNormalization", _mean_variance_attrs)},
+        cost=per_element(6),
         tol=_TOL,
         traits=_RISKY,
     ),

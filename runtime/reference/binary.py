@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from optdnn.runtime.reference.base import Kernel
 
+from optdnn.runtime.reference.base import Kernel
 from optdnn.types import BF16, BOOL, DTYPES, FP16, FP32, FP64, Array, DType, is_float, is_int
 
 

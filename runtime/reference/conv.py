@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from optdnn.runtime.reference.base import Kernel
-from optdnn.runtime.reference.window import resolve_pads, static_sizes
 
 from optdnn.errors import InternalError
+from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.window import resolve_pads, static_sizes
 from optdnn.types import Array
 
 Index: TypeAlias = tuple[Any, ...]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from optdnn.runtime.reference.base import Kernel
 
+from optdnn.runtime.reference.base import Kernel
 from optdnn.types import Array
 
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
-from optdnn.runtime.reference.base import Kernel
 
-from optdnn.types import Array
+from optdnn.runtime.reference.base import Kernel
+from optdnn.types import FP32, FP64, Array, DType
 
 
 def _per_channel(v: Array, rank: int) -> Array:
     return v.reshape(-1, *(1,) * (rank - 2))
 
 
+def _wide(*arrays: Array) -> DType:
+    """The type to compute in: float64 where an operand is, else fp32."""
+    return FP64 if any(a.dtype == FP64 for a in arrays) else FP32
+
+
 def batch_normalization(
     x: Array, scale: Array, bias: Array, mean: Array, var: Array, *, epsilon: float = 1e-5
 ) -> tuple[Array, ...]:
-    """BatchNormalization (ONNX opset 15, inference): x (N, C, *), the others (C)."""
-    wide = np.result_type(x, scale, mean)
-    factor = scale / np.sqrt(var.astype(wide) + wide.type(epsilon))
-    y = (x - _per_channel(mean, x.ndim)) * _per_channel(factor, x.ndim) + _per_channel(bias, x.ndim)
+    """BatchNormalization (ONNX opset 15, inference): x (N, C, *), the others (C), perhaps of other float types."""
+    wide = _wide(x, scale, mean)
+    factor = scale.astype(wide) / np.sqrt(var.astype(wide) + wide.type(epsilon))
+    y = (x - _per_channel(mean.astype(wide), x.ndim)) * _per_channel(factor, x.ndim)
+    y += _per_channel(bias.astype(wide), x.ndim)
     return (y.astype(x.dtype, copy=False),)
 
 
@@ -39,7 +46,84 @@ def instance_normalization(x: Array, scale: Array, bias: Array, *, epsilon: floa
     return (y * _per_channel(scale, x.ndim) + _per_channel(bias, x.ndim),)
 
 
+def group_normalization(
+    x: Array, scale: Array, bias: Array, *, num_groups: int, epsilon: float = 1e-5, stash_type: DType = FP32
+) -> tuple[Array, ...]:
+    """GroupNormalization (ONNX opset 21): x (N, C, *), scale and bias (C). Never computes below fp32 or below x's type."""
+    n, c = x.shape[:2]
+    grouped = x.reshape(n, num_groups, (c // num_groups) * math.prod(x.shape[2:]))
+    y = _standardize(grouped, (2,), epsilon)[0].reshape(x.shape)
+    return (y * _per_channel(scale, x.ndim) + _per_channel(bias, x.ndim),)
+
+
+def layer_normalization(
+    x: Array,
+    scale: Array,
+    bias: Array | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    stash_type: DType = FP32,
+) -> tuple[Array, ...]:
+    """LayerNormalization (ONNX opset 17) over the axes from ``axis`` on: y, and the mean and inverse deviation.
+
+    The statistics have ``stash_type``; the computation never runs below fp32 or below x's type.
+    """
+    wide = _wide(x)
+    y, mean, inverse = _standardize(x.astype(wide, copy=False), range(axis % x.ndim, x.ndim), epsilon)
+    y = y * scale.astype(wide, copy=False)
+    if bias is not None:
+        y += bias.astype(wide, copy=False)
+    return y.astype(x.dtype, copy=False), mean.astype(stash_type, copy=False), inverse.astype(stash_type, copy=False)
+
+
+def rms_normalization(
+    x: Array, scale: Array, *, axis: int = -1, epsilon: float = 1e-5, stash_type: DType = FP32
+) -> tuple[Array, ...]:
+    """RMSNormalization (ONNX opset 23) over the axes from ``axis`` on; the result has scale's type."""
+    wide = _wide(x, scale)
+    x = x.astype(wide, copy=False)
+    axes = tuple(range(axis % x.ndim, x.ndim))
+    y = x / np.sqrt(np.square(x).mean(axis=axes, keepdims=True) + wide.type(epsilon))
+    return ((y * scale.astype(wide, copy=False)).astype(scale.dtype, copy=False),)
+
+
+def lrn(x: Array, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> tuple[Array, ...]:
+    """LRN (ONNX opset 13): x (N, C, *), the sum of squares runs over ``size`` neighbouring channels."""
+    before = (size - 1) // 2
+    squares = np.square(x)
+    total = np.zeros_like(x)
+    for shift in range(-before, size - before):
+        low, high = max(0, -shift), min(x.shape[1], x.shape[1] - shift)
+        if low < high:
+            total[:, low:high] += squares[:, low + shift : high + shift]
+    one = x.dtype.type
+    return (x / (one(bias) + one(alpha / size) * total) ** one(beta),)
+
+
+def lp_normalization(x: Array, *, axis: int = -1, p: int = 2) -> tuple[Array, ...]:
+    """LpNormalization (ONNX opset 22); zero where the norm is."""
+    norm = (np.abs(x) if p == 1 else np.square(x)).sum(axis=axis, keepdims=True)
+    if p == 2:
+        norm = np.sqrt(norm)
+    return (x / np.where(norm == 0, np.ones_like(norm), norm),)
+
+
+def mean_variance_normalization(x: Array, *, axes: Sequence[int] = (0, 2, 3)) -> tuple[Array, ...]:
+    """MeanVarianceNormalization (ONNX opset 13): 1e-9 is added to the deviation, as in ONNX's function body."""
+    axes = tuple(axes)
+    centred = x - x.mean(axis=axes, keepdims=True)
+    deviation = np.sqrt(np.square(centred).mean(axis=axes, keepdims=True))
+    return (centred / (deviation + x.dtype.type(1e-9)),)
+
+
 KERNELS: dict[str, Kernel] = {
     "BatchNormalization": batch_normalization,
     "InstanceNormalization": instance_normalization,
+    "GroupNormalization": group_normalization,
+    "LayerNormalization": layer_normalization,
+    "RMSNormalization": rms_normalization,
+    "LRN": lrn,
+    "LpNormalization": lp_normalization,
+    "MeanVarianceNormalization": mean_variance_normalization,
 }

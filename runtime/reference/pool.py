@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from optdnn.runtime.reference.base import Kernel
-from optdnn.runtime.reference.window import resolve_pads, static_sizes
 
 from optdnn.errors import InternalError, RunError
+from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.window import resolve_pads, static_sizes
 from optdnn.types import Array, is_float
 
 

@@ -13,12 +13,12 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
-from optdnn.runtime.reference.run import run_kernel
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Attrs, NodeSpec, Tol, attrs_dict
 from optdnn.ops.table import IMPORTERS, OPDEFS
+from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array, TensorType, evaluate_shape
 
 

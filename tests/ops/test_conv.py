@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from onenode import Case, check_case, import_case, normal
-from optdnn.runtime.reference import conv as kernels
 
 from optdnn.dim import symbol
 from optdnn.errors import ShapeError
@@ -13,6 +12,7 @@ from optdnn.ir.graph import Graph
 from optdnn.ops.base import Tol
 from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.table import OPDEFS
+from optdnn.runtime.reference import conv as kernels
 from optdnn.types import tensor
 
 CONVS = [  # x, w, attributes
