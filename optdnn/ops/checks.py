@@ -43,8 +43,8 @@ def extent(*dims: DimLike) -> float:
 
 
 def elements(t: TensorType) -> float:
-    """Number of elements, for costs."""
-    return extent(*t.dims)
+    """Number of elements, for costs; see :func:`extent`. An unknown rank counts as one element."""
+    return extent(*(t.shape or ()))
 
 
 def per_element(flops: float) -> Any:

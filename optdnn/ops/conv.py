@@ -10,6 +10,7 @@ from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Call, Cost, Emit, Export, FusedAttrs, NodeSpec, OpDef, Ref, Result, Tol
 from optdnn.ops.checks import agree, elements, extent, require_length, require_rank
+from optdnn.ops.fused import fused_flops, with_stages
 from optdnn.ops.window import check_window, read_window
 from optdnn.runtime.reference.conv import KERNELS, transpose_pads
 from optdnn.runtime.reference.window import output_sizes, resolve_pads
@@ -62,7 +63,7 @@ def _operands(call: Call) -> tuple[TensorType, TensorType]:
     require_rank(x, rank, f"{call.kind} input (its weights are {w})")
     if not is_float(w.dtype):
         raise ShapeError(f"{call.kind} weights are {w}; they must be floating-point")
-    if x.dtype != w.dtype and not call.attrs.prologue:
+    if x.dtype != w.dtype:
         raise ShapeError(f"{call.kind} input {x} and weights {w} have different types")
     if call.attrs.group < 1:
         raise ShapeError(f"{call.kind} group is {call.attrs.group}")
@@ -196,17 +197,14 @@ def _split(
 
 
 def _cost_conv(call: Call, result: Result) -> Cost:
-    y, w = result.types[0], call.type(1)
-    stages = len(call.attrs.prologue) * elements(call.type(0)) + len(call.attrs.epilogue) * elements(y)
-    bias = elements(y) if call.has(2) else 0.0
-    return Cost(2 * elements(y) * extent(*w.dims[1:]) + bias + stages)
+    y = elements(result.types[0])
+    products = 2 * y * extent(*call.type(1).dims[1:])
+    return Cost(products + (y if call.has(2) else 0.0) + fused_flops(call, result))
 
 
 def _cost_conv_transpose(call: Call, result: Result) -> Cost:
-    x, y, w = call.type(0), result.types[0], call.type(1)
-    stages = len(call.attrs.prologue) * elements(x) + len(call.attrs.epilogue) * elements(y)
-    bias = elements(y) if call.has(2) else 0.0
-    return Cost(2 * elements(x) * extent(*w.dims[1:]) + bias + stages)
+    products = 2 * elements(call.type(0)) * extent(*call.type(1).dims[1:])
+    return Cost(products + (elements(result.types[0]) if call.has(2) else 0.0) + fused_flops(call, result))
 
 
 def _window_attrs(a: ConvAttrs | ConvTransposeAttrs, w: TensorType) -> dict[str, Any]:
@@ -235,7 +233,7 @@ _TOL = Tol(rtol=1e-5, atol=3e-6)
 DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="Conv",
-        infer=_infer_conv,
+        infer=with_stages(_infer_conv),
         kernel=KERNELS["Conv"],
         attrs=ConvAttrs,
         onnx={"Conv": _import_conv},
@@ -246,7 +244,7 @@ DEFS: tuple[OpDef, ...] = (
     ),
     OpDef(
         kind="ConvTranspose",
-        infer=_infer_conv_transpose,
+        infer=with_stages(_infer_conv_transpose),
         kernel=KERNELS["ConvTranspose"],
         attrs=ConvTransposeAttrs,
         onnx={"ConvTranspose": _import_conv_transpose},

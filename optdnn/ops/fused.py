@@ -7,7 +7,7 @@ helpers here. A stage's meaning is that of its own kind, so nothing about stages
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.dim import Dim
@@ -18,6 +18,7 @@ from optdnn.ops.base import (
     Cost,
     Export,
     FusedAttrs,
+    Infer,
     Known,
     OpDef,
     Result,
@@ -25,6 +26,7 @@ from optdnn.ops.base import (
     Traits,
     attrs_dict,
 )
+from optdnn.ops.checks import elements
 from optdnn.runtime.reference.run import PlainStage, run_kernel
 from optdnn.types import Array, TensorType
 
@@ -90,6 +92,45 @@ def infer_stages(stages: Sequence[Stage], start: TensorType, operands: Sequence[
     return calls[-1][1].types[0] if calls else start
 
 
+def with_stages(infer: Infer) -> Infer:
+    """``infer``, which sees operand 0 as the prologue leaves it; the epilogue turns its result.
+
+    Raises ShapeError for a stage that contradicts its operands or changes a shape.
+    """
+
+    def run(call: Call) -> Result:
+        prologue, epilogue = call.attrs.prologue, call.attrs.epilogue
+        own = call
+        if prologue:
+            given = call.type(0)
+            entering = infer_stages(prologue, given, call.types)
+            _same_shape(call.kind, "prologue", given, entering)
+            own = replace(call, types=(entering, *call.types[1:]))
+        result = infer(own)
+        if not epilogue:
+            return result
+        leaving = infer_stages(epilogue, result.types[0], call.types)
+        _same_shape(call.kind, "epilogue", result.types[0], leaving)
+        return Result((leaving, *result.types[1:]))
+
+    return run
+
+
+def _same_shape(kind: str, what: str, before: TensorType, after: TensorType) -> None:
+    if before.shape != after.shape:
+        raise ShapeError(f"the {what} of a {kind} turns {before} into {after}; it must keep the shape")
+
+
+def fused_flops(call: Call, result: Result) -> float:
+    """Arithmetic of the prologue and the epilogue of a fusible kind."""
+    prologue, epilogue = call.attrs.prologue, call.attrs.epilogue
+    if not prologue and not epilogue:
+        return 0.0
+    # Stages do not change shapes, so the result's type stands for what enters the epilogue.
+    before = stages_flops(prologue, call.type(0), call.types)
+    return before + stages_flops(epilogue, result.types[0], call.types)
+
+
 def stages_flops(stages: Sequence[Stage], start: TensorType, operands: Sequence[TensorType | None]) -> float:
     """Arithmetic of a chain of stages; symbolic dimensions count by :func:`elements`."""
     return sum(flops(call, result) for call, result in stage_calls(stages, start, operands))
@@ -99,14 +140,6 @@ def flops(call: Call, result: Result) -> float:
     """Arithmetic of one call by its kind's cost function (one operation per output element where it has none)."""
     cost = _opdef(call.kind).cost
     return cost(call, result).flops if cost else elements(result.types[0])
-
-
-def elements(t: TensorType) -> float:
-    """Number of elements, with 1 for each symbolic dimension (and for an unknown rank)."""
-    count = 1.0
-    for d in t.shape or ():
-        count *= d if isinstance(d, int) else 1
-    return count
 
 
 def plain_attrs(kind: str, attrs: Attrs) -> dict[str, Any]:
@@ -140,6 +173,9 @@ class _Typed:
 
     def type(self, name: str) -> TensorType:
         return self.types[name] if name in self.types else self.base.type(name)
+
+    def value(self, name: str) -> Array | None:
+        return None if name in self.types else self.base.value(name)
 
 
 def export_op(kind: str, attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:

@@ -9,6 +9,7 @@ from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Cost, Emit, FusedAttrs, NodeSpec, OpDef, Ref, Result, Tol, promote_types
 from optdnn.ops.checks import agree, elements, extent, require_rank, required
+from optdnn.ops.fused import fused_flops, with_stages
 from optdnn.runtime.reference.gemm import KERNELS
 from optdnn.types import TensorType, broadcast_dims, show_shape
 
@@ -35,19 +36,11 @@ class EinsumAttrs(Attrs):
     equation: str
 
 
-def _dtype_of(call: Call, n: int) -> TensorType:
-    types = [call.type(i) for i in range(n)]
-    if call.attrs.prologue:  # operand 0 may enter in another type
-        return types[1]
-    promote_types(types, call.kind)
-    return types[0]
-
-
 def _infer_matmul(call: Call) -> Result:
     a, b = call.type(0).dims, call.type(1).dims
     if not a or not b:
         raise ShapeError("MatMul of a scalar; use Mul")
-    dtype = _dtype_of(call, 2).dtype
+    dtype = promote_types([call.type(0), call.type(1)], call.kind)
     inner = b[-2] if len(b) > 1 else b[0]
     agree(a[-1], inner, f"MatMul of {show_shape(a)} and {show_shape(b)}: the inner sizes differ")
     rows: tuple[DimLike, ...] = a[-2:-1] if len(a) > 1 else ()
@@ -59,7 +52,7 @@ def _infer_gemm(call: Call) -> Result:
     a, b = call.type(0), call.type(1)
     require_rank(a, 2, "Gemm operand A")
     require_rank(b, 2, "Gemm operand B")
-    dtype = _dtype_of(call, 2).dtype
+    dtype = promote_types([call.type(0), call.type(1)], call.kind)
     m, k = a.dims[::-1] if call.attrs.transA else a.dims
     k2, n = b.dims[::-1] if call.attrs.transB else b.dims
     agree(k, k2, f"Gemm of {a} and {b}: the inner sizes differ")
@@ -126,20 +119,15 @@ def _infer_einsum(call: Call) -> Result:
     return Result((TensorType(dtype, tuple(sizes[c] for c in result)),))
 
 
-def _stages(call: Call, result: Result) -> float:
-    a = call.attrs
-    return len(a.prologue) * elements(call.type(0)) + len(a.epilogue) * elements(result.types[0])
-
-
 def _cost_matmul(call: Call, result: Result) -> Cost:
-    return Cost(2 * elements(result.types[0]) * extent(call.type(0).dims[-1]) + _stages(call, result))
+    return Cost(2 * elements(result.types[0]) * extent(call.type(0).dims[-1]) + fused_flops(call, result))
 
 
 def _cost_gemm(call: Call, result: Result) -> Cost:
     k = call.type(0).dims[0 if call.attrs.transA else 1]
     extra = (call.attrs.alpha != 1.0) + (call.has(2) and 1 + (call.attrs.beta != 1.0))
     y = elements(result.types[0])
-    return Cost(2 * y * extent(k) + extra * y + _stages(call, result))
+    return Cost(2 * y * extent(k) + extra * y + fused_flops(call, result))
 
 
 def _cost_einsum(call: Call, result: Result) -> Cost:
@@ -172,7 +160,7 @@ _TOL = Tol(rtol=1e-5, atol=3e-6)
 DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="MatMul",
-        infer=_infer_matmul,
+        infer=with_stages(_infer_matmul),
         kernel=KERNELS["MatMul"],
         attrs=MatMulAttrs,
         onnx={"MatMul": _import_matmul},
@@ -183,7 +171,7 @@ DEFS: tuple[OpDef, ...] = (
     ),
     OpDef(
         kind="Gemm",
-        infer=_infer_gemm,
+        infer=with_stages(_infer_gemm),
         kernel=KERNELS["Gemm"],
         attrs=GemmAttrs,
         onnx={"Gemm": _import_gemm},

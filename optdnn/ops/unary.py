@@ -106,7 +106,7 @@ def _infer(accepts: str, to_bool: bool = False) -> Infer:
 
 def per_element(count: int) -> Callable[[Call, Result], Cost]:
     def cost(call: Call, result: Result) -> Cost:
-        from optdnn.ops.fused import elements
+        from optdnn.ops.checks import elements
 
         return Cost(count * elements(result.types[0]))
 

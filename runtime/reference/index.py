@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from optdnn.runtime.reference.base import Kernel
 
+from optdnn.runtime.reference.base import Kernel
 from optdnn.types import Array
 
 

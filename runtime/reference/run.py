@@ -12,8 +12,7 @@ from optdnn.runtime.reference.table import KERNELS
 from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType
 
 _WIDENED = {FP16: FP32, BF16: FP32, DTYPES["fp8_e4m3"]: FP32, DTYPES["fp8_e5m2"]: FP32}
-_KEEPS_NARROW = frozenset({"Cast", "Identity", "BatchNormalization", "LayerNormalization", "RMSNormalization"})
-"""Kinds whose kernels see narrow types themselves: their operands or results may differ in type from one another."""
+_KEEPS_NARROW = frozenset({"Cast", "Identity"})
 
 
 class PlainStage(NamedTuple):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
 from optdnn.runtime.reference.base import Kernel
 from optdnn.runtime.reference.binary import as_dtype
-
 from optdnn.types import Array, is_float
 
 

@@ -16,7 +16,8 @@ from onnx.reference import ReferenceEvaluator
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import Attrs, NodeSpec, Tol, attrs_dict
+from optdnn.ops.base import Attrs, NodeSpec, Tol
+from optdnn.ops.fused import plain_attrs
 from optdnn.ops.table import IMPORTERS, OPDEFS
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array, TensorType, evaluate_shape
@@ -131,10 +132,9 @@ def run(graph: Graph, feeds: Mapping[str, Array]) -> list[Array]:
         elif op.kind == "Output":
             results[op.value] = results[op.inputs[0]]  # type: ignore[index]
         else:
-            attrs = attrs_dict(op.attrs)
-            arity = {"arity": OPDEFS[op.kind].arity} if "epilogue" in attrs else {}
             operands = [None if v is None else results[v] for v in op.inputs]
-            for i, y in enumerate(run_kernel(op.kind, operands, {**attrs, **arity})):
+            dtypes = [o.type.dtype for o in op.outputs]
+            for i, y in enumerate(run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), dtypes)):
                 results[Value(op.id, i)] = y
     return [results[graph.op(i).value] for i in graph.outputs]
 
