@@ -1,0 +1,84 @@
+"""Softmax and log-softmax that exporters write out become one op.
+
+``exp(x - max) / sum(exp(x - max))``, with or without the subtracted maximum (a shift that is constant along the axis changes
+nothing in exact arithmetic; the fused op subtracts it always), and ``x - log(sum(exp(x)))`` in its forms.
+"""
+
+from __future__ import annotations
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.passes.base import Match, Miss, PassContext, RulePass
+from optdnn.passes.fuse_norm import reduced
+from optdnn.passes.pattern import Found, PatternRule, Power, Var, choice, closed, matched, node, product, total
+
+X = Var("x")
+_MAX = node("ReduceMax", X, name="max")
+_SHIFTED = node("Sub", X, _MAX)
+
+
+class SoftmaxRule(PatternRule):
+    """Checks the axes: one of them, the same for the sum; the maximum may run over more."""
+
+    result: str
+
+    def accept(self, graph: Graph, root: Op, found: Found) -> Match | Miss | None:
+        x: Value = found.bound["x"]
+        if "softmax" in found.bound:
+            attrs: SoftmaxAttrs = found.bound["softmax"].attrs
+        else:
+            axes = reduced(graph, found.bound["sum"])
+            if isinstance(axes, Miss):
+                return axes
+            if len(axes) != 1:
+                return Miss(f"{self.result} has one axis, the sum runs over {axes}")
+            if "max" in found.bound:
+                over = reduced(graph, found.bound["max"])
+                if isinstance(over, Miss):
+                    return over
+                if axes[0] not in over:
+                    return Miss(f"the maximum runs over axes {over}, the sum over {axes}")
+            attrs = SoftmaxAttrs(axes[0])
+        return closed(graph, found.ops, root.id, x) or matched(graph, found.ops, (root.value, x, attrs))
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        old, x, attrs = match.data
+        patch = Patch(graph, match.ops)
+        patch.replace(old, patch.add(self.result, [x], attrs))
+        return patch
+
+
+class Softmax(SoftmaxRule):
+    """``exp(x) / sum(exp(x))``, the exponent shifted by the maximum or not."""
+
+    name = "softmax"
+    result = "Softmax"
+    _exp = node("Exp", choice(_SHIFTED, X), name="exp")
+    patterns = (product(1.0, _exp, Power(node("ReduceSum", _exp, name="sum"), -1.0)),)
+
+
+class LogSoftmax(SoftmaxRule):
+    """``x - log(sum(exp(x)))``, the exponent shifted by the maximum or not; ``x - ReduceLogSumExp(x)``; ``log(softmax(x))``."""
+
+    name = "log_softmax"
+    result = "LogSoftmax"
+    patterns = (
+        total(
+            0.0,
+            product(-1.0, node("Log", node("ReduceSum", node("Exp", _SHIFTED), name="sum"))),
+            product(-1.0, _MAX),
+            X,
+        ),
+        total(0.0, product(-1.0, node("Log", node("ReduceSum", node("Exp", X), name="sum"))), X),
+        total(0.0, product(-1.0, node("ReduceLogSum", node("Exp", X), name="sum")), X),
+        total(0.0, product(-1.0, node("ReduceLogSumExp", X, name="sum")), X),
+        node("Log", node("Softmax", X, name="softmax")),
+    )
+
+
+class FuseSoftmax(RulePass):
+    """A softmax is seen before the logarithm of it."""
+
+    name = "fuse_softmax"
+    rules = (Softmax(), LogSoftmax())

@@ -1,0 +1,131 @@
+"""fuse_softmax: softmax and log-softmax from their written-out forms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from net import Net, refused, rewritten, untouched
+
+from optdnn.ir.graph import Value
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.passes.fuse_softmax import FuseSoftmax
+
+
+def shifted(n: Net, x: Value, *axes: int) -> Value:
+    return n.op("Sub", x, n.op("ReduceMax", x, n.ints(*axes), attrs=ReduceAttrs()))
+
+
+def summed(n: Net, x: Value, *axes: int) -> Value:
+    return n.op("ReduceSum", x, n.ints(*axes), attrs=ReduceAttrs())
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize("stable", [True, False])
+@pytest.mark.parametrize("reciprocal", [True, False])
+def test_softmax(axis: int, stable: bool, reciprocal: bool) -> None:
+    n = Net()
+    x = n.input(2, 3, 4)
+    e = n.op("Exp", shifted(n, x, axis) if stable else x)
+    s = summed(n, e, axis)
+    y = n.op("Mul", n.op("Reciprocal", s), e) if reciprocal else n.op("Div", e, s)
+    graph, _ = rewritten(n.done(y), FuseSoftmax(), changes=1, kinds={"Softmax": 1})
+    assert graph.of_kind("Softmax")[0].attrs == SoftmaxAttrs(axis % 3)
+
+
+def test_the_maximum_may_be_over_everything() -> None:
+    n = Net()
+    x = n.input(2, 3)
+    e = n.op("Exp", n.op("Sub", x, n.op("ReduceMax", x, attrs=ReduceAttrs())))
+    rewritten(n.done(n.op("Div", e, summed(n, e, 1))), FuseSoftmax(), changes=1, kinds={"Softmax": 1})
+
+
+def test_a_maximum_over_another_axis_is_refused() -> None:
+    n = Net()
+    e = n.op("Exp", shifted(n, n.input(2, 3), 0))
+    refused(
+        n.done(n.op("Div", e, summed(n, e, 1))), FuseSoftmax(), because="the maximum runs over axes (0,), the sum over (1,)"
+    )
+
+
+def test_two_axes_are_refused() -> None:
+    n = Net()
+    e = n.op("Exp", n.input(2, 3, 4))
+    refused(
+        n.done(n.op("Div", e, summed(n, e, 1, 2))), FuseSoftmax(), because="one axis, the sum runs over (1, 2)"
+    )
+
+
+def test_dropped_axes_are_refused() -> None:
+    n = Net()
+    e = n.op("Exp", n.input(3, 3))
+    s = n.op("ReduceSum", e, n.ints(1), attrs=ReduceAttrs(keepdims=False))
+    refused(n.done(n.op("Div", e, s)), FuseSoftmax(), because="drops the reduced axes")
+
+
+def test_a_used_sum_is_refused() -> None:
+    n = Net()
+    e = n.op("Exp", n.input(2, 3))
+    s = summed(n, e, 1)
+    refused(n.done(n.op("Div", e, s), n.op("Neg", s)), FuseSoftmax(), because="an inner value is used elsewhere: ReduceSum_2")
+
+
+def test_a_quotient_of_two_different_exponentials_is_no_softmax() -> None:
+    n = Net()
+    x = n.input(2, 3)
+    untouched(n.done(n.op("Div", n.op("Exp", shifted(n, x, 1)), summed(n, n.op("Exp", x), 1))), FuseSoftmax())
+
+
+def log_of_softmax(n: Net, x: Value) -> Value:
+    return n.op("Log", n.op("Softmax", x, attrs=SoftmaxAttrs(1)))
+
+
+def stable_log(n: Net, x: Value) -> Value:
+    d = shifted(n, x, 1)
+    return n.op("Sub", d, n.op("Log", summed(n, n.op("Exp", d), 1)))
+
+
+def minus_logsumexp(n: Net, x: Value) -> Value:
+    m = n.op("ReduceMax", x, n.ints(1), attrs=ReduceAttrs())
+    lse = n.op("Add", m, n.op("Log", summed(n, n.op("Exp", n.op("Sub", x, m)), 1)))
+    return n.op("Sub", x, lse)
+
+
+def plain_log(n: Net, x: Value) -> Value:
+    return n.op("Sub", x, n.op("Log", summed(n, n.op("Exp", x), 1)))
+
+
+def reduce_log_sum(n: Net, x: Value) -> Value:
+    return n.op("Sub", x, n.op("ReduceLogSum", n.op("Exp", x), n.ints(1), attrs=ReduceAttrs()))
+
+
+def reduce_log_sum_exp(n: Net, x: Value) -> Value:
+    return n.op("Sub", x, n.op("ReduceLogSumExp", x, n.ints(1), attrs=ReduceAttrs()))
+
+
+@pytest.mark.parametrize(
+    "form", [log_of_softmax, stable_log, minus_logsumexp, plain_log, reduce_log_sum, reduce_log_sum_exp]
+)
+def test_log_softmax(form: object) -> None:
+    n = Net()
+    y = form(n, n.input(2, 3, 4))  # type: ignore[operator]
+    graph, _ = rewritten(n.done(y), FuseSoftmax(), changes=1, kinds={"LogSoftmax": 1})
+    assert graph.of_kind("LogSoftmax")[0].attrs == SoftmaxAttrs(1)
+
+
+def test_log_of_a_written_out_softmax_takes_two_steps() -> None:
+    n = Net(np.float64)
+    e = n.op("Exp", n.input(2, 3))
+    rewritten(n.done(n.op("Log", n.op("Div", e, summed(n, e, 1)))), FuseSoftmax(), changes=2, kinds={"LogSoftmax": 1})
+
+
+def test_log_of_a_softmax_used_elsewhere_is_refused() -> None:
+    n = Net()
+    s = n.op("Softmax", n.input(2, 3), attrs=SoftmaxAttrs(1))
+    refused(n.done(n.op("Log", s), n.op("Neg", s)), FuseSoftmax(), because="an inner value is used elsewhere")
+
+
+def test_the_difference_to_another_sum_is_no_log_softmax() -> None:
+    n = Net()
+    x = n.input(2, 3)
+    untouched(n.done(n.op("Sub", n.input(2, 3, name="z"), n.op("Log", summed(n, n.op("Exp", x), 1)))), FuseSoftmax())
