@@ -88,8 +88,11 @@ def _spread(array: Array, dims: Shape) -> Array | None:
         return None
     own = array.reshape(shape[lead:])
     sizes = tuple(d for d in dims if isinstance(d, int))
-    if len(sizes) != len(dims) or any(a not in (1, b) for a, b in zip(own.shape[::-1], sizes[::-1], strict=False)):
+    if len(sizes) != len(dims):
         return None
+    for have, want in zip(own.shape[::-1], sizes[::-1], strict=False):
+        if have not in (1, want):
+            return None
     return np.array(np.broadcast_to(own, sizes))
 
 
@@ -345,9 +348,7 @@ class GroupNorm(NormRule):
         outer = np.ones(channels) if taken.scale is None else taken.scale.astype(np.float64)
         shift = np.zeros(channels) if taken.bias is None else taken.bias.astype(np.float64)
         each = channels // groups
-        taken = Affine(
-            outer * np.repeat(scale, each), outer * np.repeat(bias, each) + shift, taken.result, taken.ops
-        )
+        taken = Affine(outer * np.repeat(scale, each), outer * np.repeat(bias, each) + shift, taken.result, taken.ops)
         ops = frozenset({split.id, op.id, merge.id}) | taken.ops
         attrs = {"epsilon": op.attrs.epsilon, "num_groups": groups}
         norm = Norm("GroupNormalization", attrs, x, taken, (channels,), always_bias=True)
