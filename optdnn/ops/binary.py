@@ -31,7 +31,7 @@ from optdnn.ops.base import (
     read_attrs,
     simple_import,
 )
-from optdnn.ops.unary import needs_opset, per_element
+from optdnn.ops.unary import needs_opset, per_output
 from optdnn.ops.values import (
     Symbolic,
     Undecided,
@@ -240,7 +240,7 @@ def _define(
         attrs,
         onnx={kind: simple_import(kind, read_attrs(attrs))} if onnx is None else onnx,
         to_onnx=to_onnx,
-        cost=per_element(flops),
+        cost=per_output(flops),
         tol=tol,
         traits=Traits(pointwise=True, **traits),
     )

@@ -163,7 +163,8 @@ class _Typed:
     """An Export that also knows the types of the values between stages."""
 
     def __init__(self, base: Export):
-        self.base, self.opset, self.types = base, base.opset, {}  # type: ignore[var-annotated]
+        self.base, self.opset = base, base.opset
+        self.types: dict[str, TensorType] = {}
 
     def node(self, op_type: str, inputs: Sequence[str], outputs: int = 1, *, domain: str = "", **attrs: Any) -> Any:
         return self.base.node(op_type, inputs, outputs, domain=domain, **attrs)
@@ -183,7 +184,9 @@ def export_op(kind: str, attrs: Attrs, inputs: Sequence[str], n_outputs: int, e:
     definition = _opdef(kind)
     if definition.to_onnx is not None:
         return definition.to_onnx(attrs, inputs, n_outputs, e)
-    fields = {k: v for k, v in attrs_dict(attrs).items() if v is not None}
+    fields: dict[str, Any] = {
+        k: int(v) if isinstance(v, bool) else v for k, v in attrs_dict(attrs).items() if v is not None
+    }
     return e.node(kind, inputs, n_outputs, **fields)
 
 

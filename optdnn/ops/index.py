@@ -10,7 +10,6 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, bounds, dim_max, dim_min, floordiv, mod
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops import gather
 from optdnn.ops.base import (
     EXACT,
     Attrs,
@@ -370,5 +369,4 @@ DEFS: tuple[OpDef, ...] = (
     _define("SpaceToDepth", _infer_blocks, BlockAttrs, to_onnx=_export_space_to_depth),
     _define_cumulative("CumSum"),
     _define_cumulative("CumProd"),
-    *gather.DEFS,
 )

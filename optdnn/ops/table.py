@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from optdnn.ops import binary, conv, fused, gemm, index, norm, pool, reduce, resize, shape, softmax, unary
+from optdnn.ops import (
+    binary,
+    conv,
+    create,
+    fused,
+    gather,
+    gemm,
+    index,
+    norm,
+    pool,
+    reduce,
+    resize,
+    shape,
+    softmax,
+    unary,
+)
 from optdnn.ops.base import FromOnnx, OpDef
 
 _DEFS: tuple[OpDef, ...] = (
     *binary.DEFS,
     *conv.DEFS,
+    *create.DEFS,
     *fused.DEFS,
+    *gather.DEFS,
     *gemm.DEFS,
     *index.DEFS,
     *norm.DEFS,

@@ -24,9 +24,11 @@ from optdnn.ops.base import (
     Tol,
     ToOnnx,
     Traits,
+    attrs_dict,
     read_attrs,
     simple_import,
 )
+from optdnn.ops.checks import elements
 from optdnn.ops.values import Undecided, elementwise, require, with_values
 from optdnn.runtime.reference.unary import KERNELS
 from optdnn.types import BOOL, DType, is_float, is_int
@@ -104,10 +106,8 @@ def _infer(accepts: str, to_bool: bool = False) -> Infer:
     return infer
 
 
-def per_element(count: int) -> Callable[[Call, Result], Cost]:
+def per_output(count: int) -> Callable[[Call, Result], Cost]:
     def cost(call: Call, result: Result) -> Cost:
-        from optdnn.ops.checks import elements
-
         return Cost(count * elements(result.types[0]))
 
     return cost
@@ -122,8 +122,7 @@ def _decomposed(since: int, kind: str, write: ToOnnx) -> ToOnnx:
     def to_onnx(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
         if e.opset < since:
             return write(attrs, inputs, n_outputs, e)
-        fields = {k: getattr(attrs, k) for k in attrs.__dataclass_fields__}
-        return e.node(kind, inputs, **fields)
+        return e.node(kind, inputs, **attrs_dict(attrs))
 
     return to_onnx
 
@@ -211,7 +210,7 @@ def _define(
         attrs,
         onnx=dict.fromkeys((kind, *aliases), import_node),
         to_onnx=to_onnx,
-        cost=per_element(flops),
+        cost=per_output(flops),
         tol=tol,
         traits=Traits(pointwise=True, **traits),
     )
