@@ -90,9 +90,8 @@ def _spread(array: Array, dims: Shape) -> Array | None:
     sizes = tuple(d for d in dims if isinstance(d, int))
     if len(sizes) != len(dims):
         return None
-    for have, want in zip(own.shape[::-1], sizes[::-1], strict=False):
-        if have not in (1, want):
-            return None
+    if any(own.shape[-k] not in (1, sizes[-k]) for k in range(1, own.ndim + 1)):
+        return None
     return np.array(np.broadcast_to(own, sizes))
 
 

@@ -11,12 +11,13 @@ from optdnn.ir.evaluate import evaluate, promote, random_feeds
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.verify import verify
 from optdnn.ops.base import Attrs
+from optdnn.ops.table import OPDEFS
 from optdnn.passes.base import Pass, PassContext, PassReport
 from optdnn.types import DimLike, TensorType
 
 
 class Net:
-    """Builds a graph; every op gets a provenance name of its own. Numbers become constants of ``dtype``."""
+    """Builds a graph; every op gets a provenance name of its own, and default attributes. Numbers become constants of ``dtype``."""
 
     def __init__(self, dtype: Any = np.float64):
         self.graph, self.dtype, self.count = Graph("test"), np.dtype(dtype), 0
@@ -37,6 +38,7 @@ class Net:
         values = [v if isinstance(v, Value) or v is None else self.const(v) for v in inputs]
         self.count += 1
         name = f"{kind}_{self.count}"
+        attrs = OPDEFS[kind].attrs() if attrs is None else attrs
         op = self.graph.add(kind, values, attrs, names=[name], outputs=outputs, src=[name])
         return op.value if outputs == 1 else [Value(op.id, i) for i in range(outputs)]
 

@@ -1,0 +1,191 @@
+"""Chains and small DAGs of pointwise operators become one Pointwise op, whose stages run in registers.
+
+A group is grown from its last op: a producer joins when every user of its value is in the group already. So a group has one
+result, and no path leaves it and comes back (it is convex): fusing it cannot make a cycle. All values inside have the
+result's shape; smaller operands are read from outside and broadcast, because computing them inside would repeat them for
+each element. Types may differ inside (a comparison that feeds a Where).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.base import Attrs, Stage
+from optdnn.ops.fused import PointwiseAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.types import show_shape
+
+MAX_STAGES = 16
+"""Stages of one Pointwise op: bounds the registers that a thread of a GPU kernel holds."""
+MAX_OPERANDS = 8
+"""Tensors that one Pointwise op reads; constants of one element do not count (they become literals)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage before slots are assigned: an argument is a value from outside, the number of an earlier step, or None."""
+
+    kind: str
+    attrs: Attrs
+    args: tuple[Value | int | None, ...]
+
+
+def steps_of(op: Op) -> list[Step]:
+    """One pointwise op, or the body of a Pointwise, as steps."""
+    if op.kind != "Pointwise":
+        return [Step(op.kind, op.attrs, op.inputs)]
+
+    def argument(a: int | None) -> Value | int | None:
+        if a is None:
+            return None
+        if a >= 0:
+            return op.inputs[a]
+        return op.inputs[0] if a == -1 else ~a - 1
+
+    return [Step(s.kind, s.attrs, tuple(map(argument, s.args))) for s in op.attrs.epilogue]
+
+
+def body(steps: Sequence[Step], first: Value) -> tuple[list[Value], PointwiseAttrs]:
+    """Operands and attributes of the Pointwise op that runs these steps; ``first`` becomes operand 0."""
+    operands = [first]
+    for step in steps:
+        operands += [a for a in step.args if isinstance(a, Value) and a not in operands]
+
+    def slot(a: Value | int | None) -> int | None:
+        if a is None:
+            return None
+        if isinstance(a, int):
+            return ~(a + 1)
+        return -1 if a == first else operands.index(a)
+
+    stages = tuple(Stage(s.kind, tuple(map(slot, s.args)), s.attrs) for s in steps)
+    return operands, PointwiseAttrs(epilogue=stages)
+
+
+def is_pointwise(op: Op) -> bool:
+    return op.kind not in STRUCTURAL and op.definition.traits.pointwise and len(op.outputs) == 1
+
+
+class FuseGroup(Rule):
+    """The largest group that ends at an op, within the bounds."""
+
+    name = "pointwise"
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if not is_pointwise(op) or op.outputs[0].known is not None:
+            return None
+        group, refusals = {op.id: op}, dict[int, str]()
+        waiting = _producers(graph, op)
+        while waiting:
+            one = waiting.pop(0)
+            if one.id in group:
+                continue
+            reason = self._refuse(graph, op, one, group)
+            if reason is not None:
+                refusals[one.id] = reason
+                continue
+            group[one.id] = one
+            refusals.pop(one.id, None)
+            again = [graph.op(i) for i in refusals if i not in group]
+            waiting = [*waiting, *_producers(graph, one), *again]
+            refusals.clear()
+        if len(group) > 1:
+            ops = tuple(o for o in _ordered(graph, group))
+            return Match(ops, op)
+        return Miss(next(iter(refusals.values()))) if refusals else None
+
+    def _refuse(self, graph: Graph, sink: Op, one: Op, group: dict[int, Op]) -> str | None:
+        result, inner = sink.outputs[0].type, one.outputs[0].type
+        for user in graph.users(one.value):
+            if user.kind == "Output":
+                return f"{one.name} is an output of the network"
+            if user.id not in group:
+                return f"{one.name} is also used by {user.name}"
+        if result.shape is None:
+            return "the rank of the result is unknown"
+        if inner.shape != result.shape:
+            return (
+                f"{one.name} has {show_shape(inner.shape)}, the result {show_shape(result.shape)}: "
+                "it would be computed again for each element"
+            )
+        steps = _collect(graph, [*group.values(), one])
+        if len(steps) > MAX_STAGES:
+            return f"with {one.name} it would have {len(steps)} stages, more than {MAX_STAGES}"
+        outside = _outside(steps)
+        read = sum((array := graph.constant_value(v)) is None or array.size > 1 for v in outside)
+        if read > MAX_OPERANDS:
+            return f"with {one.name} it would read {read} tensors, more than {MAX_OPERANDS}"
+        if _first(graph, outside, result.shape) is None:
+            return f"with {one.name} no operand has the result's shape {show_shape(result.shape)}"
+        return None
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        sink: Op = match.data
+        steps = _collect(graph, match.ops)
+        first = _first(graph, _outside(steps), sink.outputs[0].type.shape)
+        assert first is not None
+        operands, attrs = body(steps, first)
+        patch = Patch(graph, match.ops)
+        patch.replace(sink.value, patch.add("Pointwise", operands, attrs))
+        return patch
+
+
+def _producers(graph: Graph, op: Op) -> list[Op]:
+    """The pointwise ops that an op reads, each once, in operand order."""
+    found = [graph.op(v) for v in op.inputs if v is not None]
+    return list({o.id: o for o in found if is_pointwise(o) and o.outputs[0].known is None}.values())
+
+
+def _ordered(graph: Graph, group: dict[int, Op]) -> list[Op]:
+    """The ops of a group, producers first. Depth first from the ops that nothing in the group reads."""
+    done: dict[int, Op] = {}
+
+    def visit(op: Op) -> None:
+        for v in op.inputs:
+            if v is not None and v.op in group and v.op not in done:
+                visit(graph.op(v))
+        done[op.id] = op
+
+    for op in group.values():
+        if op.id not in done:
+            visit(op)
+    return list(done.values())
+
+
+def _collect(graph: Graph, ops: Sequence[Op]) -> list[Step]:
+    """All steps of these ops, each before its users; equal steps (same kind, attributes, arguments) are kept apart."""
+    steps: list[Step] = []
+    result: dict[Value, int] = {}
+    for op in _ordered(graph, {op.id: op for op in ops}):
+        base = len(steps)
+        for step in steps_of(op):
+            args: tuple[Any, ...] = tuple(
+                base + a if isinstance(a, int) else result.get(a, a) if a is not None else None for a in step.args
+            )
+            steps.append(Step(step.kind, step.attrs, args))
+        result[op.value] = len(steps) - 1
+    return steps
+
+
+def _outside(steps: Sequence[Step]) -> list[Value]:
+    """The values that steps read from outside, in order of first use."""
+    return list(dict.fromkeys(a for s in steps for a in s.args if isinstance(a, Value)))
+
+
+def _first(graph: Graph, outside: Sequence[Value], shape: Any) -> Value | None:
+    """The operand that enters as register 0: of the result's shape, rather a computed one than a constant."""
+    full = [v for v in outside if graph.type(v).shape == shape]
+    computed = [v for v in full if graph.constant_value(v) is None]
+    return next(iter(computed or full), None)
+
+
+class FusePointwise(RulePass):
+    """Sinks first: each group is grown from its last op."""
+
+    name = "fuse_pointwise"
+    rules = (FuseGroup(),)
+    sinks_first = True
