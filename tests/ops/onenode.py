@@ -15,9 +15,9 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from optdnn.dim import symbol
-from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import Attrs, NodeSpec, Tol
-from optdnn.ops.fused import plain_attrs
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.base import Attrs, Call, NodeSpec, Result, Tol
+from optdnn.ops.fused import flops, plain_attrs
 from optdnn.ops.table import IMPORTERS, OPDEFS
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array, TensorType, evaluate_shape
@@ -213,3 +213,11 @@ def assert_close(actual: Array, expected: Array, tol: Tol, what: str = "") -> No
 def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Array:
     """Seeded standard-normal values."""
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def op_flops(graph: Graph, op: Op) -> float:
+    """Arithmetic of one op by its own cost function."""
+    types = tuple(None if v is None else graph.type(v) for v in op.inputs)
+    values = tuple(graph.known(v) for v in op.inputs)
+    call = Call(op.kind, op.attrs, types, values, len(op.outputs), symbol)
+    return flops(call, Result(tuple(o.type for o in op.outputs)))
