@@ -335,7 +335,7 @@ class _Importer:
     ) -> onnx.FunctionProto | None:
         """The function by which ONNX itself defines the operator at this opset, or None."""
         try:
-            found = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset, domain=domain)
+            found: Any = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset, domain=domain)
         except onnx.defs.SchemaError:
             return None
         if found.has_function:

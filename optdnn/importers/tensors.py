@@ -92,7 +92,7 @@ def to_array(t: TensorProto, external: ExternalData, model: str) -> Array:
 def _from_bytes(data: Array, dtype: DType) -> Array:
     """Little-endian bytes as native elements; copied only when misaligned or on a big-endian machine."""
     if dtype.kind == "b":
-        return data != 0  # a bool must be 0 or 1 in memory
+        return np.not_equal(data, 0)  # a bool must be 0 or 1 in memory
     if sys.byteorder == "big" and dtype.itemsize > 1:
         parts = 2 if dtype.kind == "c" else 1
         swapped = data.reshape(-1, parts, dtype.itemsize // parts)[..., ::-1]
@@ -108,7 +108,7 @@ def _from_field(values: Array, dtype: DType) -> Array:
     if dtype.kind == "c":
         return values.view(dtype)
     if dtype.kind == "b":
-        return values != 0
+        return np.not_equal(values, 0)
     if dtype.kind in "iu":
         return values.astype(dtype)
     bits = values.astype(np.uint16 if dtype.itemsize == 2 else np.uint8)  # fp16, bf16, fp8: bit patterns
