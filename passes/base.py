@@ -141,43 +141,50 @@ class RulePass(Pass):
     sinks_first = False
     """Begin with the last op, so that of two nested candidates the larger one (whose root comes later) is seen first."""
 
+    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
+        """The rules of one run; a pass whose rules need facts of the whole graph gathers them here, once."""
+        return self.rules
+
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         order = [op.id for op in graph.order()]
         if self.sinks_first:
             order.reverse()
+        rules = self.rules_for(graph, context)
+        by_kind: dict[str, list[Rule]] = {}
         queue, queued = deque(order), set(order)
         budget = self.rewrites_per_op * (len(order) + 16)
-        refused: dict[tuple[str, int], Refused] = {}
+        refused: dict[int, dict[str, Refused]] = {}
         while queue:
             op_id = queue.popleft()
             queued.discard(op_id)
-            for rule in self.rules:
-                if op_id not in graph:
-                    break
+            if op_id not in graph:
+                continue
+            kind = graph.op(op_id).kind
+            if kind not in by_kind:
+                by_kind[kind] = [r for r in rules if ((kind in r.kinds) if r.kinds else (kind not in STRUCTURAL))]
+            refused.pop(op_id, None)
+            for rule in by_kind[kind]:
                 op = graph.op(op_id)
-                if (op.kind not in rule.kinds) if rule.kinds else (op.kind in STRUCTURAL):
-                    continue
-                refused.pop((rule.name, op_id), None)
                 found = rule.match(graph, op, context)
                 if found is None:
                     continue
                 if isinstance(found, Miss):
-                    refused[rule.name, op_id] = Refused(rule.name, _nodes([op]), found.reason)
+                    refused.setdefault(op_id, {})[rule.name] = Refused(rule.name, node_names([op]), found.reason)
                     continue
                 budget -= 1
                 if budget < 0:
                     raise InternalError(f"pass {self.name}: rule {rule.name} does not come to an end at {op.name!r}")
-                nodes = _nodes(found.ops)
+                nodes = node_names(found.ops)
                 applied = rule.rewrite(graph, found, context).apply()
                 report.fired.append(Fired(rule.name, nodes))
                 for dead in applied.removed:
-                    for key in [k for k in refused if k[1] == dead.id]:
-                        del refused[key]
+                    refused.pop(dead.id, None)
                 for again in self._again(graph, [*applied.added, *applied.touched, op_id]):
                     if again not in queued:
                         queue.append(again)
                         queued.add(again)
-        report.refused.extend(r for _, r in sorted(refused.items(), key=lambda item: (item[0][1], item[0][0])))
+                break  # an op that is still there has been queued again
+        report.refused.extend(r for _, at in sorted(refused.items()) for _, r in sorted(at.items()))
 
     @staticmethod
     def _again(graph: Graph, ids: Sequence[int]) -> list[int]:
@@ -187,10 +194,10 @@ class RulePass(Pass):
                 near[i] = None
                 near.update(dict.fromkeys(sorted(set(graph.nx.predecessors(i)))))
                 near.update(dict.fromkeys(sorted(set(graph.nx.successors(i)))))
-        return [i for i in near if graph.op(i).kind not in STRUCTURAL]
+        return list(near)
 
 
-def _nodes(ops: Sequence[Op]) -> tuple[str, ...]:
+def node_names(ops: Sequence[Op]) -> tuple[str, ...]:
     """The ONNX node names of ops, sorted; ops that have none are named by their output."""
     named = sorted(frozenset().union(*(op.src for op in ops)) if ops else ())
     return tuple(named) or tuple(op.outputs[0].name for op in ops)

@@ -18,8 +18,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.base import Attrs
-from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs
+from optdnn.ops.table import OPDEFS
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.pattern import (
     Found,
@@ -129,7 +128,7 @@ class Norm:
     """The op that replaces a match: kind, attributes, operand, scale and shift."""
 
     kind: str
-    attrs: Attrs
+    attrs: dict[str, Any]
     x: Value
     affine: Affine
     channels: Shape
@@ -154,7 +153,7 @@ class NormRule(Rule):
         inputs = [norm.x, operand(norm.affine.scale, 1.0, "scale")]
         if norm.affine.bias is not None or norm.always_bias:
             inputs.append(operand(norm.affine.bias, 0.0, "bias"))
-        patch.replace(norm.affine.result, patch.add(norm.kind, inputs, norm.attrs))
+        patch.replace(norm.affine.result, patch.add(norm.kind, inputs, OPDEFS[norm.kind].attrs(**norm.attrs)))
         return patch
 
 
@@ -282,11 +281,13 @@ class LayerNorm(NormPatternRule):
         if _static(own):
             taken = _taken(graph, root, trailing(own), found)
             if taken is not None:
-                norms.append(Norm("LayerNormalization", LayerNormAttrs(-len(axes), epsilon), x, taken, own))
+                attrs = {"axis": -len(axes), "epsilon": epsilon}
+                norms.append(Norm("LayerNormalization", attrs, x, taken, own))
         if axes == spatial and isinstance(dims[1], int):
             taken = _taken(graph, root, per_channel(rank, dims[1]), found)
             if taken is not None:
-                norm = Norm("InstanceNormalization", EpsilonAttrs(epsilon), x, taken, (dims[1],), always_bias=True)
+                attrs = {"epsilon": epsilon}
+                norm = Norm("InstanceNormalization", attrs, x, taken, (dims[1],), always_bias=True)
                 norms.insert(0 if len(axes) > 1 else len(norms), norm)
         if not norms and not _static(own):
             return Miss("the size of the normalized axes is not known")
@@ -310,7 +311,7 @@ class RMSNorm(NormPatternRule):
         if not _static(own):
             return Miss("the size of the normalized axes is not known")
         taken = _taken(graph, root, trailing(own), found, shift=False)
-        attrs = LayerNormAttrs(-len(axes), epsilon)
+        attrs = {"axis": -len(axes), "epsilon": epsilon}
         return [] if taken is None else [Norm("RMSNormalization", attrs, x, taken, own)]
 
 
@@ -348,7 +349,7 @@ class GroupNorm(NormRule):
         each = channels // groups
         taken = Affine(outer * np.repeat(scale, each), outer * np.repeat(bias, each) + shift, taken.result, taken.ops)
         ops = frozenset({split.id, op.id, merge.id}) | taken.ops
-        attrs = GroupNormAttrs(groups, op.attrs.epsilon)
+        attrs = {"epsilon": op.attrs.epsilon, "num_groups": groups}
         norm = Norm("GroupNormalization", attrs, x, taken, (channels,), always_bias=True)
         return closed(graph, ops, taken.result.op, x) or matched(graph, ops, norm)
 

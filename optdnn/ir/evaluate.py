@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from optdnn.ir.graph import Graph, Op, Output, Value
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import FP64, Array, is_float
+
+T = TypeVar("T")
 
 
 def evaluate(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -80,7 +83,7 @@ def promote(graph: Graph) -> Graph:
     return _in_order(graph, out)
 
 
-def promoted_attrs(attrs: object) -> object:
+def promoted_attrs(attrs: T) -> T:
     """Attributes with every floating dtype field (Cast.to and the like) set to float64, stages included."""
     from dataclasses import fields, is_dataclass, replace
 

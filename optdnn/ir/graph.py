@@ -18,7 +18,7 @@ from optdnn.dim import Dim, DimLike, symbol
 from optdnn.errors import InternalError, ShapeError
 from optdnn.ops.base import KNOWN_LIMIT, Attrs, Call, Known, OpDef, Result
 from optdnn.ops.table import OPDEFS
-from optdnn.types import Array, TensorType
+from optdnn.types import Array, Shape, TensorType
 
 STRUCTURAL = frozenset({"Input", "Output", "Constant"})
 """Kinds that the graph itself defines; all others are in ``OPDEFS``."""
@@ -337,6 +337,37 @@ class Graph:
             user = self.op(user_id)
             self.set_op(replace(user, inputs=tuple(new if v == old else v for v in user.inputs)))
 
+    def refresh(self, start: Iterable[int]) -> list[int]:
+        """Infer these ops again, and what depends on them, as long as a type or a known value gets sharper.
+
+        Returns the ids of the ops that changed, sorted. Raises ShapeError, naming the op, where what is known now
+        contradicts the op.
+        """
+        inputs = frozenset(self.symbols())
+        stack, changed = sorted(set(start), reverse=True), set()
+        while stack:
+            op = self.op(stack.pop())
+            types = [None if v is None else self.type(v) for v in op.inputs]
+            values = [self.known(v) for v in op.inputs]
+            if op.kind == "Output":
+                found = Result((types[0],) if types[0] is not None else (), (values[0],))
+            else:
+                try:
+                    found = infer(op.kind, op.attrs, types, values, len(op.outputs), self.fresh_symbol)
+                except ShapeError as error:
+                    raise ShapeError(f"{op.kind} {op.name!r}: {error.message}", hint=error.hint) from error
+            outputs = []
+            for i, out in enumerate(op.outputs):
+                known = _kept(found.values[i]) if i < len(found.values) else None
+                better = known is not None and (out.known is None or (_symbolic(out.known) and not _symbolic(known)))
+                type = out.type.with_shape(sharper(out.type.shape, found.types[i].shape, inputs))
+                outputs.append(Output(out.name, type, known if better else out.known))
+                if better or type != out.type:
+                    changed.add(op.id)
+                    stack.extend(sorted({u.op for u in self.uses(Value(op.id, i))}, reverse=True))
+            self.set_op(replace(op, outputs=tuple(outputs)))
+        return sorted(changed)
+
     def remove(self, op_id: int) -> None:
         """Remove an op that nothing uses any more."""
         if self._g.out_degree(op_id):
@@ -386,6 +417,24 @@ def infer(
     if len(result.types) < n_outputs:
         raise ShapeError(f"{kind} has {len(result.types)} outputs, {n_outputs} are used")
     return result
+
+
+def sharper(old: Shape | None, new: Shape | None, inputs: frozenset[str]) -> Shape | None:
+    """``old`` with each dimension that ``new`` knows better: an integer, or an expression of the inputs' symbols alone."""
+    if old is None or new is None or len(old) != len(new):
+        return new if old is None else old
+
+    def free(d: DimLike) -> bool:
+        return isinstance(d, Dim) and not all(s.name in inputs for s in d.symbols())
+
+    return tuple(
+        b if isinstance(a, Dim) and (isinstance(b, int) or (free(a) and not free(b))) else a
+        for a, b in zip(old, new, strict=True)
+    )
+
+
+def _symbolic(value: Known) -> bool:
+    return bool(value.dtype == object)
 
 
 def _kept(value: Known | None) -> Known | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Op, Output, Value
-from optdnn.ops.base import Attrs, Known
+from optdnn.ops.base import KNOWN_LIMIT, Attrs, Known
 from optdnn.types import Array, TensorType
 
 
@@ -24,7 +24,7 @@ class Applied:
     added: tuple[int, ...]
     removed: tuple[Op, ...]
     touched: tuple[int, ...]
-    """Ops whose operands changed."""
+    """Ops whose operands, or the types of these, changed."""
 
 
 class Patch:
@@ -110,12 +110,18 @@ class Patch:
         for op in self._new.values():
             self.graph.insert(op)
         touched: set[int] = set()
+        sharper: set[int] = set()
         for old, new in self._replaced.items():
-            touched.update(u.op for u in self.graph.uses(old))
+            users = {u.op for u in self.graph.uses(old)}
+            touched |= users
+            if self._sharpens(old, new):
+                sharper |= users
             name = self.graph.output(old).name
             self.graph.replace_uses(old, new)
             if new.op in self._new:
                 self.graph.rename(new, name)
+        if sharper:
+            touched.update(self.graph.refresh(sharper))
         removed = self.graph.remove_dead(
             {v.op for v in self._replaced} | {op.id for op in self.covers} | set(self._new)
         )
@@ -129,6 +135,13 @@ class Patch:
                 if op.kind != "Constant":
                     self.graph.set_op(replace(op, src=op.src | lost))
         return Applied(tuple(survivors), tuple(removed), tuple(sorted(i for i in touched if i in self.graph)))
+
+    def _sharpens(self, old: Value, new: Value) -> bool:
+        """True where more is known of the new value than of the old one, so that its users may infer more."""
+        if self.graph.type(old) != self.graph.type(new):
+            return True
+        known = self.graph.known(new)
+        return known is not None and known.size <= KNOWN_LIMIT and self.graph.known(old) is None
 
     def _hand_over(self, src: frozenset[str]) -> None:
         """A removal without new ops: what stands in for the removed op takes its provenance."""

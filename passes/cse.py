@@ -1,0 +1,91 @@
+"""Common subexpression elimination: ops of equal kind, attributes and operands are computed once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.passes.base import Fired, Pass, PassContext, PassReport, node_names
+from optdnn.types import Array
+
+_SAMPLE = 64
+"""Elements that are compared before the whole of a large constant is digested."""
+
+
+class CommonSubexpressions(Pass):
+    """One sweep in topological order: operands are merged before the ops that read them are compared.
+
+    Constants are equal when their dtype, shape and bytes are. The operands of commutative ops (``Traits.commutative``)
+    are compared in any order. Nondeterministic ops are never merged.
+    """
+
+    name = "cse"
+
+    def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
+        self._constants(graph, report)
+        seen: dict[Hashable, Op] = {}
+        for visited in graph.order():
+            if visited.kind in ("Input", "Output", "Constant") or visited.definition.traits.nondeterministic:
+                continue
+            op = graph.op(visited.id)
+            operands = list(op.inputs)
+            if op.definition.traits.commutative:
+                operands.sort(key=lambda v: (v is None, v))
+            key = (op.kind, attribute_key(op.attrs), tuple(operands), len(op.outputs))
+            first = seen.setdefault(key, op)
+            if first is not op:
+                self._merge(graph, op, first, "same_op", report)
+
+    def _constants(self, graph: Graph, report: PassReport) -> None:
+        groups: dict[Hashable, list[Op]] = {}
+        for op in graph.of_kind("Constant"):
+            groups.setdefault(_glance(op.attrs.value), []).append(op)
+        for group in groups.values():
+            seen: dict[bytes, Op] = {}
+            for op in group if len(group) > 1 else ():
+                first = seen.setdefault(digest(op.attrs.value), op)
+                if first is not op:
+                    self._merge(graph, op, first, "same_constant", report)
+
+    @staticmethod
+    def _merge(graph: Graph, op: Op, first: Op, rule: str, report: PassReport) -> None:
+        first = graph.op(first.id)
+        patch = Patch(graph, [op])
+        for i in range(len(op.outputs)):
+            patch.replace(Value(op.id, i), Value(first.id, i))
+        patch.apply()
+        report.fired.append(Fired(rule, node_names([first, op])))
+
+
+def digest(array: Array) -> bytes:
+    """Digest of the bytes of an array (its dtype and shape not included)."""
+    return hashlib.blake2b(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).digest()
+
+
+def _glance(array: Array) -> Hashable:
+    """Cheap necessary condition of equality: dtype, shape, and some elements spread over the array."""
+    flat = array.reshape(-1)
+    return array.dtype, array.shape, flat[:: max(1, flat.size // _SAMPLE)].tobytes()
+
+
+def attribute_key(value: Any) -> Hashable:
+    """A key that is equal exactly for attributes of equal meaning: arrays by content, floats by bits (-0.0 is not 0.0)."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple(attribute_key(getattr(value, f.name)) for f in fields(value))
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, digest(value)
+    if isinstance(value, float):
+        return "float", value.hex()
+    if isinstance(value, tuple | list):
+        return tuple(attribute_key(v) for v in value)
+    try:
+        hash(value)
+    except TypeError:
+        return "object", id(value)
+    return type(value), value

@@ -1,0 +1,107 @@
+"""Ops whose results are known when the network is built become constants.
+
+Two sources: operands that are all constants, and values that inference already knows (a shape computation over static
+dimensions: ``Shape -> Gather -> Concat -> Reshape`` leaves a Reshape by a constant). Arithmetic runs in float64 and is
+rounded once, at the end of a chain of folded ops, except where the user's own Cast rounds in between.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optdnn.errors import RunError
+from optdnn.ir.evaluate import promoted_attrs
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.fused import plain_attrs
+from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
+from optdnn.runtime.reference.run import run_kernel
+from optdnn.types import FP64, Array, is_float
+
+
+class FoldConstants(Pass):
+    """One sweep in topological order; what an op's folding reveals about shapes reaches the ops behind it.
+
+    Refused: results over ``PassContext.fold_limit_bytes`` that are larger than their operands (a filled or expanded
+    tensor is cheaper to compute than to store), operators that are nondeterministic, and operands that the operator
+    itself rejects (an index out of range stays a failure at run time).
+    """
+
+    name = "fold_constants"
+
+    def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
+        exact: dict[Value, Array] = {}
+        """Unrounded float64 values of constants that this run made."""
+        for visited in graph.order():
+            if visited.kind in STRUCTURAL or visited.id not in graph:
+                continue
+            op = graph.op(visited.id)
+            known = _inferred(op)
+            constant = all(v is None or graph.op(v).kind == "Constant" for v in op.inputs)
+            if not constant and all(v is None for v in known):
+                continue
+            reason = _refusal(graph, op, context)
+            values: list[Array | None] = known
+            if reason is None and constant:
+                try:
+                    values = list(_compute(graph, op, exact))
+                except RunError as error:
+                    reason = f"it cannot be evaluated: {error.message}"
+            if reason is not None:
+                report.refused.append(Refused(self.name, node_names([op]), reason))
+                continue
+            self._replace(graph, op, values, exact, report)
+
+    def _replace(
+        self, graph: Graph, op: Op, values: list[Array | None], exact: dict[Value, Array], report: PassReport
+    ) -> None:
+        patch, done = Patch(graph, [op]), False
+        for i, value in enumerate(values):
+            if value is None or not graph.uses(Value(op.id, i)):
+                continue
+            dtype = op.outputs[i].type.dtype
+            new = patch.constant(value.astype(dtype), op.outputs[i].name)
+            patch.replace(Value(op.id, i), new)
+            if value.dtype == FP64 != dtype:
+                exact[new] = value
+            done = True
+        if done:
+            patch.apply()
+            report.fired.append(Fired(self.name, node_names([op])))
+            for v in [v for v in op.inputs if v in exact and v.op not in graph]:
+                exact.pop(v, None)
+
+
+def _inferred(op: Op) -> list[Array | None]:
+    """What inference knows of each output, where it is concrete."""
+    return [o.known if o.known is not None and o.known.dtype != object else None for o in op.outputs]
+
+
+def _refusal(graph: Graph, op: Op, context: PassContext) -> str | None:
+    if op.definition.traits.nondeterministic:
+        return "it is nondeterministic"
+    if not all(o.type.is_static for o in op.outputs):
+        return None
+    made = sum(_bytes(graph, Value(op.id, i)) for i in range(len(op.outputs)))
+    read = sum(_bytes(graph, v) for v in op.inputs if v is not None and graph.type(v).is_static)
+    if made > context.fold_limit_bytes and made > read:
+        return f"its result of {made / 1e6:.1f} MB is over the bound of {context.fold_limit_bytes / 1e6:.1f} MB for folding"
+    return None
+
+
+def _bytes(graph: Graph, value: Value) -> int:
+    t = graph.type(value)
+    return int(np.prod(t.static_shape, dtype=np.int64)) * t.dtype.itemsize
+
+
+def _compute(graph: Graph, op: Op, exact: dict[Value, Array]) -> tuple[Array, ...]:
+    """The outputs; floating ones in float64, not yet rounded (a Cast rounds to the type it names)."""
+    operands: list[Array | None] = []
+    for v in op.inputs:
+        value = None if v is None else exact.get(v, graph.op(v).attrs.value)
+        operands.append(value.astype(FP64) if value is not None and is_float(value.dtype) else value)
+    dtypes = [FP64 if is_float(o.type.dtype) else o.type.dtype for o in op.outputs]
+    results = run_kernel(op.kind, operands, plain_attrs(op.kind, promoted_attrs(op.attrs)), dtypes)
+    if op.kind == "Cast":
+        results = tuple(r.astype(op.attrs.to) for r in results)
+    return results

@@ -1,0 +1,91 @@
+"""Pointwise ops behind a convolution or matrix product become stages of its epilogue.
+
+The result of the anchor (Conv, ConvTranspose, Gemm, MatMul) must be read by the absorbed op alone, and the stage must keep
+its dtype and shape. No cycle can arise: whatever else the absorbed op reads depends on the anchor only through the
+absorbed op itself. An Add of two results that could both take it goes to the later one (the longer path from the
+inputs, then the larger id): the other is ready by then, and its own result is an operand like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optdnn.ir.graph import Graph, Op
+from optdnn.ir.patch import Patch
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, Slots, refuses, with_stages
+
+
+class _Absorb(Rule):
+    """Absorbs one kind of op at a time; a chain is absorbed link by link."""
+
+    kinds = ANCHORS
+    absorbs: frozenset[str]
+
+    def __init__(self, depth: dict[int, int] | None = None):
+        self.depth = depth if depth is not None else {}
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        users = graph.users(op.value)
+        user = next((u for u in users if u.kind in self.absorbs), None)
+        if user is None:
+            return None
+        if any(u.kind == "Output" for u in users):
+            return Miss(f"the result of {op.name} is an output of the network")
+        if len(users) > 1:
+            return Miss(f"the result of {op.name} is used by {len(users)} ops")
+        miss = refuses(graph, user, op.value)
+        if miss is not None:
+            return miss
+        if any(self._later(rival, op) for rival in self._rivals(graph, op, user)):
+            return None
+        return Match((op, user))
+
+    def _rivals(self, graph: Graph, op: Op, user: Op) -> list[Op]:
+        """Other anchors whose epilogue could take ``user``."""
+        others = [graph.op(v) for v in user.inputs if v is not None and v != op.value]
+        return [
+            o
+            for o in others
+            if o.kind in ANCHORS and graph.users(o.value) == [user] and refuses(graph, user, o.value) is None
+        ]
+
+    def _later(self, a: Op, b: Op) -> bool:
+        return (self.depth.get(a.id, 0), a.id) > (self.depth.get(b.id, 0), b.id)
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        op, user = match.ops
+        slots = Slots(op)
+        stage = slots.stage(user, op.value, len(op.attrs.epilogue))
+        patch = Patch(graph, match.ops)
+        fused = patch.add(op.kind, slots.inputs(), with_stages(op.attrs, epilogue=[stage]))
+        self.depth[fused.op] = max(self.depth.get(op.id, 0), self.depth.get(user.id, 0))
+        patch.replace(user.value, fused)
+        return patch
+
+
+class EpilogueAdd(_Absorb):
+    """A bias that is not constant or not per channel, or a residual."""
+
+    name = "epilogue_add"
+    absorbs = ADDITIONS
+
+
+class EpilogueScale(_Absorb):
+    name = "epilogue_scale"
+    absorbs = SCALINGS
+
+
+class EpilogueActivation(_Absorb):
+    name = "epilogue_activation"
+    absorbs = ACTIVATIONS
+
+
+class FuseEpilogue(RulePass):
+    name = "fuse_epilogue"
+
+    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
+        depth: dict[int, int] = {}
+        for op in graph.order():
+            depth[op.id] = 1 + max((depth[v.op] for v in op.inputs if v is not None), default=0)
+        return (EpilogueAdd(depth), EpilogueScale(depth), EpilogueActivation(depth))

@@ -1,0 +1,50 @@
+"""Which passes run, in which order, and why. One literal list per optimization level."""
+
+from __future__ import annotations
+
+from optdnn.errors import UsageError
+from optdnn.passes.base import Pass
+from optdnn.passes.cse import CommonSubexpressions
+from optdnn.passes.dce import DeadCode
+from optdnn.passes.fold_constants import FoldConstants
+from optdnn.passes.fuse_activation import FuseActivation
+from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn
+from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.passes.fuse_norm import FuseNorm
+from optdnn.passes.fuse_prologue import FusePrologue
+from optdnn.passes.fuse_softmax import FuseSoftmax
+
+O0: tuple[Pass, ...] = (
+    DeadCode(),  # what no output needs must not have to be supported by a target
+)
+
+O1: tuple[Pass, ...] = (
+    DeadCode(),  # first, so that nothing else spends time on it
+    FoldConstants(),  # shape arithmetic and everything else that is known now; later passes ask for constants
+    CommonSubexpressions(),  # equal values become one value, so that "used once" means what it says
+)
+
+O2: tuple[Pass, ...] = (
+    *O1,
+    FuseActivation(),  # before epilogues: x * sigmoid(x) uses x twice, a Swish once
+    FuseNorm(),  # before anything rewrites the arithmetic that a decomposed normalization consists of
+    FuseSoftmax(),  # likewise
+    FuseConvBn(),  # before epilogues: a scale and shift folded into weights costs nothing at all
+    BnToScaleShift(),  # after folding had its chance; what is left can become a stage
+    FuseEpilogue(),  # bias, residual, activation, with all activations recognized
+    FusePrologue(),  # after epilogues: a producer's own epilogue is the cheaper place
+)
+
+O3: tuple[Pass, ...] = O2
+
+_LEVELS = (O0, O1, O2, O3)
+
+
+def PIPELINE(level: int, target: str) -> tuple[Pass, ...]:
+    """The passes of optimization level 0..3 for a target ("cpu", "reference", "cuda:sm_90a", …), in order.
+
+    Raises UsageError for a level that does not exist.
+    """
+    if not 0 <= level < len(_LEVELS):
+        raise UsageError(f"opt-level {level} is not one of 0, 1, 2, 3")
+    return _LEVELS[level]

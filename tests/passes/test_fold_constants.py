@@ -1,0 +1,155 @@
+"""fold_constants: what is known becomes a constant, once rounded, within its bound."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.dim import symbol
+from optdnn.ir.evaluate import evaluate
+from optdnn.ops.base import OpDef, Traits, same_type
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.create import ConstantOfShapeAttrs
+from optdnn.ops.shape import ReshapeAttrs
+from optdnn.ops.table import OPDEFS
+from optdnn.passes.base import PassContext
+from optdnn.passes.fold_constants import FoldConstants
+from optdnn.types import FP16, FP32
+
+FOLD = FoldConstants()
+
+
+def test_a_chain_of_constants_becomes_one() -> None:
+    n = Net()
+    x = n.input(2, 3)
+    k = n.op("Add", n.op("Mul", n.random(3), n.random(3)), n.random(2, 3))
+    graph, _ = check_pass(FOLD, n.done(n.op("Mul", x, k)), changes=2, kinds={"Mul": 1}, drops=["Mul_1", "Add_2"])
+    (mul,) = graph.of_kind("Mul")
+    assert graph.constant_value(mul.inputs[1]).shape == (2, 3)
+
+
+def test_a_chain_is_rounded_once() -> None:
+    """(1 + 2^-30) - 1 is 0 when the sum is rounded to fp32, 2^-30 when only the result is."""
+    n = Net()
+    x = n.input(2)
+    k = n.op("Sub", n.op("Add", 1.0, 2.0**-30), 1.0)
+    graph, _ = check_pass(FOLD, n.done(n.op("Add", x, k)), changes=2, drops=["Add_1", "Sub_2"])
+    (add,) = graph.of_kind("Add")
+    value = graph.constant_value(add.inputs[1])
+    assert value.dtype == np.float32
+    assert float(value) == 2.0**-30
+
+
+def test_a_cast_of_the_user_rounds_where_it_stands() -> None:
+    n = Net()
+    x = n.input(2)
+    half = n.op("Cast", n.op("Add", 1.0, 2.0**-14), attrs=CastAttrs(FP16))
+    k = n.op("Sub", n.op("Cast", half, attrs=CastAttrs(FP32)), 1.0)
+    graph = n.done(n.op("Add", x, k))
+    FOLD(graph)
+    (add,) = graph.of_kind("Add")
+    assert float(graph.constant_value(add.inputs[1])) == 0.0  # 1 + 2^-14 is 1 in fp16
+
+
+def test_shape_arithmetic_over_static_dimensions_disappears() -> None:
+    n = Net()
+    x = n.input(2, 3, 4)
+    shape = n.op("Shape", x)
+    rows = n.op("Gather", shape, n.ints(0))
+    target = n.op("Concat", rows, n.ints(-1), attrs=OPDEFS["Concat"].attrs(axis=0))
+    y = n.op("Reshape", x, target, attrs=ReshapeAttrs())
+    gone = ["Shape_1", "Gather_2", "Concat_3"]
+    graph, _ = check_pass(FOLD, n.done(y), changes=3, kinds={"Reshape": 1}, drops=gone)
+    assert graph.type(graph.of_kind("Reshape")[0].value).dims == (2, 12)
+
+
+def test_symbolic_shape_arithmetic_stays() -> None:
+    n = Net()
+    x = n.input(symbol("n"), 3, 4)
+    target = n.op(
+        "Concat", n.op("Gather", n.op("Shape", x), n.ints(0)), n.ints(12), attrs=OPDEFS["Concat"].attrs(axis=0)
+    )
+    check_untouched(FOLD, n.done(n.op("Reshape", x, target, attrs=ReshapeAttrs())))
+
+
+def test_what_folding_reveals_reaches_the_ops_behind() -> None:
+    """The target shape is too long a computation for inference (its constant is over the limit of known values)."""
+    n = Net()
+    x = n.input(2, 6)
+    table = n.const(np.arange(300), np.int64)
+    picked = n.op("Gather", table, n.ints(3, 4))
+    y = n.op("Reshape", x, picked, attrs=ReshapeAttrs())
+    z = n.op("Shape", n.op("Relu", y))
+    graph = n.done(n.op("Relu", y), z)
+    assert graph.type(y).dims != (3, 4)
+    after, _ = check_pass(FOLD, graph, changes=2, drops=["Gather_1", "Shape_4", "Relu_3"], depends_on_input=False)
+    assert after.type(after.of_kind("Reshape")[0].value).dims == (3, 4)
+    assert after.type(after.of_kind("Relu")[0].value).dims == (3, 4)
+    assert [d.outputs[0].type.dims for d in map(after.op, after.outputs)] == [(3, 4), (2,)]
+
+
+def test_weights_of_a_convolution_are_prepared_once() -> None:
+    n = Net()
+    x = n.input(1, 3, 5, 5)
+    w = n.op("Transpose", n.random(3, 3, 3, 4), attrs=OPDEFS["Transpose"].attrs((3, 2, 0, 1)))
+    y = n.op("Conv", x, w, attrs=ConvAttrs((1, 1), (0,) * 4, (1, 1)))
+    check_pass(FOLD, n.done(y), changes=1, kinds={"Conv": 1}, drops=["Transpose_1"])
+
+
+def test_a_filled_tensor_over_the_bound_is_left_to_run_time() -> None:
+    n = Net()
+    x = n.input(64)
+    filled = n.op("ConstantOfShape", n.ints(64), attrs=ConstantOfShapeAttrs(2.0, FP32))
+    graph = n.done(n.op("Mul", x, filled))
+    check_refused(FOLD, graph, because="0.0 MB is over the bound", context=PassContext(fold_limit_bytes=255))
+    check_pass(FOLD, graph, changes=1, drops=["ConstantOfShape_1"], context=PassContext(fold_limit_bytes=512))
+
+
+def test_a_large_constant_that_shrinks_is_folded() -> None:
+    n = Net()
+    x = n.input(4)
+    total = n.op("ReduceSum", n.random(100, 4), n.ints(0), attrs=OPDEFS["ReduceSum"].attrs(keepdims=False))
+    graph = n.done(n.op("Mul", x, total))
+    check_pass(FOLD, graph, changes=1, drops=["ReduceSum_1"], context=PassContext(fold_limit_bytes=1))
+
+
+def test_an_index_out_of_range_stays_a_failure_at_run_time() -> None:
+    n = Net()
+    graph = n.done(n.op("Mul", n.input(1), n.op("Gather", n.random(300), n.ints(7))))
+    gather = graph.of_kind("Gather")[0]
+    bad = graph.make_constant(np.array([999], dtype=np.int64), "bad")
+    graph.insert(bad)
+    graph.set_op(_with_input(gather, 1, bad.value))
+    check_refused(FOLD, graph, because="cannot be evaluated.*out of")
+
+
+def test_nondeterministic_ops_are_never_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        OPDEFS, "Noise", OpDef("Noise", same_type, lambda x: (x,), traits=Traits(nondeterministic=True))
+    )
+    n = Net()
+    graph = n.done(n.op("Noise", n.random(3)))
+    check_refused(FOLD, graph, because="nondeterministic")
+
+
+def test_a_network_that_is_constant() -> None:
+    n = Net()
+    n.input(3)
+    after, _ = check_pass(
+        FOLD, n.done(n.op("Relu", n.random(3))), changes=1, kinds={}, drops=["Relu_1"], depends_on_input=False
+    )
+    assert len(evaluate(after, {"x": np.zeros(3, np.float32)})["y0"]) == 3
+
+
+def _with_input(op, slot, value):  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    return replace(op, inputs=tuple(value if i == slot else v for i, v in enumerate(op.inputs)))
+
+
+def test_nothing_to_fold() -> None:
+    n = Net()
+    check_untouched(FOLD, n.done(n.op("Mul", n.input(3), n.random(3))))

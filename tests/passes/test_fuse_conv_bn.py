@@ -1,0 +1,349 @@
+"""fuse_conv_bn: scales and shifts per channel go into weights and bias, exactly where that is legal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Value
+from optdnn.ops.base import Stage
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
+from optdnn.ops.norm import EpsilonAttrs
+from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn
+
+FUSE, LEFT_OVER = FuseConvBn(), BnToScaleShift()
+Make = Callable[[Net, Value], Value]
+
+IMAGES: dict[str, Make] = {
+    "conv": lambda n, x: n.conv(x, 4),
+    "conv with bias": lambda n, x: n.conv(x, 4, bias=True),
+    "conv 1x1": lambda n, x: n.conv(x, 5, 1, pads=0),
+    "grouped conv": lambda n, x: n.conv(x, 8, group=2, bias=True),
+    "depthwise conv": lambda n, x: n.conv(x, 6, group=6),
+    "dilated, strided conv": lambda n, x: n.conv(x, 4, dilations=2, strides=2, pads=2),
+    "conv transpose": lambda n, x: n.conv_transpose(x, 4),
+    "grouped conv transpose": lambda n, x: n.conv_transpose(x, 4, group=2, bias=True),
+}
+ROWS: dict[str, Make] = {
+    "gemm": lambda n, x: n.gemm(x, 4),
+    "gemm, no bias": lambda n, x: n.gemm(x, 4, bias=False),
+    "gemm, transposed weights": lambda n, x: n.gemm(x, 4, trans_b=True),
+    "gemm, alpha and beta": lambda n, x: n.gemm(x, 4, alpha=0.5, beta=-2.0),
+}
+
+
+@pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES.keys())
+def test_batch_norm_after_a_convolution(make: Make) -> None:
+    n = Net()
+    y = n.bn(make(n, n.input(2, 6, 9, 9)))
+    kind = n.graph.op(n.graph.op(y).inputs[0]).kind
+    graph, report = check_pass(FUSE, n.done(y), changes=1, kinds={kind: 1}, rules={"conv_bn": 1})
+    (op,) = graph.of_kind(kind)
+    assert op.src == {f"{kind}_1", "BatchNormalization_2"}
+    assert op.outputs[0].name == "BatchNormalization_2"
+    assert report.fired[0].nodes == ("BatchNormalization_2", f"{kind}_1")
+
+
+@pytest.mark.parametrize("make", ROWS.values(), ids=ROWS.keys())
+def test_batch_norm_after_a_matrix_product(make: Make) -> None:
+    n = Net()
+    check_pass(FUSE, n.done(n.bn(make(n, n.input(2, 6)))), changes=1, kinds={"Gemm": 1})
+
+
+def test_batch_norm_after_a_matmul_makes_a_gemm_with_a_bias() -> None:
+    n = Net()
+    graph, _ = check_pass(FUSE, n.done(n.bn(n.matmul(n.input(2, 6), 4))), changes=1, kinds={"Gemm": 1})
+    assert graph.of_kind("Gemm")[0].attrs == GemmAttrs()
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_other_ranks(rank: int) -> None:
+    n = Net()
+    check_pass(FUSE, n.done(n.bn(n.conv(n.input(2, 3, *(6,) * rank), 4))), changes=1, kinds={"Conv": 1})
+
+
+def test_symbolic_batch_and_image_size() -> None:
+    n = Net()
+    x = n.input(symbol("n"), 3, symbol("h"), symbol("w"))
+    check_pass(FUSE, n.done(n.bn(n.conv(x, 4))), changes=1, kinds={"Conv": 1}, sizes={"n": 2, "h": 6, "w": 5})
+
+
+def test_a_chain_is_one_rewrite_rounded_once() -> None:
+    n = Net()
+    y = n.bn(n.conv(n.input(2, 3, 6, 6), 4, bias=True))
+    y = n.op("Add", n.op("Mul", n.random(1, 4, 1, 1), y), n.random(4, 1, 1))
+    y = n.op("Sub", 1.0, n.op("Div", n.op("Sub", y, 0.25), n.positive(4, 1, 1)))
+    graph, _ = check_pass(FUSE, n.done(y), changes=1, kinds={"Conv": 1}, rules={"conv_bn": 1})
+    (conv,) = graph.of_kind("Conv")
+    assert len(conv.src) == 7
+    before = n.graph
+    wide = before.constant_value(before.of_kind("Conv")[0].inputs[1]).astype(np.float64)
+    stats = [before.constant_value(v).astype(np.float64) for v in before.of_kind("BatchNormalization")[0].inputs[1:]]
+    mul = before.constant_value(before.of_kind("Mul")[0].inputs[0]).astype(np.float64).reshape(-1)
+    div = before.constant_value(before.of_kind("Div")[0].inputs[1]).astype(np.float64).reshape(-1)
+    scale = -stats[0] / np.sqrt(stats[3] + 1e-3) * mul / div
+    expected = (wide * scale.reshape(-1, 1, 1, 1)).astype(np.float32)
+    assert np.array_equal(graph.constant_value(conv.inputs[1]), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("Mul", (4, 1, 1)),
+        ("Mul", ()),
+        ("Mul", (1,)),
+        ("Add", (1, 4, 1, 1)),
+        ("Add", ()),
+        ("Sub", (4, 1, 1)),
+        ("Div", (4, 1, 1)),
+    ],
+)
+def test_a_scale_or_shift_without_batch_norm(kind: str, shape: tuple[int, ...]) -> None:
+    n = Net()
+    y = n.op(kind, n.conv(n.input(2, 3, 6, 6), 4), n.positive(*shape))
+    check_pass(FUSE, n.done(y), changes=1, kinds={"Conv": 1}, rules={"conv_scale_shift": 1})
+
+
+def test_a_shift_alone_leaves_the_weights_as_they_are() -> None:
+    n = Net()
+    x, w = n.input(2, 3, 6, 6), n.input(4, 3, 3, 3, name="w")
+    y = n.op("Add", n.op("Conv", x, w, attrs=ConvAttrs((1, 1), (1,) * 4, (1, 1))), n.random(4, 1, 1))
+    graph, _ = check_pass(FUSE, n.done(y), changes=1, kinds={"Conv": 1})
+    assert graph.constant_value(graph.of_kind("Conv")[0].inputs[2]).shape == (4,)
+
+
+def test_a_bias_after_a_matmul_of_rank_2_makes_a_gemm() -> None:
+    n = Net()
+    check_pass(FUSE, n.done(n.op("Add", n.matmul(n.input(2, 6), 4), n.random(4))), changes=1, kinds={"Gemm": 1})
+
+
+def test_a_scale_after_a_batched_matmul() -> None:
+    n = Net()
+    y = n.op("Mul", n.matmul(n.input(2, 5, 6), 4), n.random(4))
+    check_pass(FUSE, n.done(y), changes=1, kinds={"MatMul": 1})
+
+
+def test_a_gemm_whose_bias_is_a_matrix() -> None:
+    n = Net()
+    x = n.input(3, 6)
+    y = n.op("Gemm", x, n.random(6, 4), n.random(3, 1), attrs=GemmAttrs(beta=0.5))
+    check_pass(FUSE, n.done(n.bn(y)), changes=1, kinds={"Gemm": 1})
+
+
+def test_half_precision_folds_in_float64() -> None:
+    n = Net(np.float16)
+    graph, _ = check_pass(FUSE, n.done(n.bn(n.conv(n.input(2, 3, 6, 6), 4))), changes=1)
+    assert graph.constant_value(graph.of_kind("Conv")[0].inputs[1]).dtype == np.float16
+
+
+# ---------------------------------------------------------------- before a linear op
+
+
+@pytest.mark.parametrize("group", [1, 2, 6])
+def test_batch_norm_before_a_convolution_without_padding(group: int) -> None:
+    n = Net()
+    y = n.conv(n.bn(n.input(2, 6, 7, 7)), 6, pads=0, group=group, bias=True)
+    check_pass(FUSE, n.done(y), changes=1, kinds={"Conv": 1}, rules={"bn_conv": 1})
+
+
+@pytest.mark.parametrize("make", ROWS.values(), ids=ROWS.keys())
+def test_batch_norm_before_a_matrix_product(make: Make) -> None:
+    n = Net()
+    check_pass(FUSE, n.done(make(n, n.bn(n.input(2, 6)))), changes=1, kinds={"Gemm": 1}, rules={"bn_conv": 1})
+
+
+def test_batch_norm_before_a_matmul() -> None:
+    n = Net()
+    check_pass(FUSE, n.done(n.matmul(n.bn(n.input(2, 6)), 4)), changes=1, kinds={"Gemm": 1})
+
+
+@pytest.mark.parametrize("make", [IMAGES["grouped conv"], IMAGES["grouped conv transpose"]])
+def test_a_scale_before_a_convolution_may_be_padded(make: Make) -> None:
+    n = Net()
+    y = make(n, n.op("Mul", n.input(2, 6, 7, 7), n.random(6, 1, 1)))
+    check_pass(FUSE, n.done(y), changes=1, rules={"scale_shift_conv": 1})
+
+
+def test_a_scale_before_a_batched_matmul() -> None:
+    n = Net()
+    y = n.matmul(n.op("Div", n.input(2, 5, 6), n.positive(6)), 4)
+    check_pass(FUSE, n.done(y), changes=1, kinds={"MatMul": 1})
+
+
+def test_image_normalization_goes_into_the_first_convolution() -> None:
+    n = Net()
+    x = n.op("Div", n.op("Sub", n.op("Mul", n.input(2, 3, 7, 7), 1 / 255), n.random(3, 1, 1)), n.positive(3, 1, 1))
+    check_pass(FUSE, n.done(n.conv(x, 4, pads=0)), changes=1, kinds={"Conv": 1}, rules={"scale_shift_conv": 1})
+
+
+def test_the_fold_backwards_is_preferred() -> None:
+    n = Net()
+    y = n.conv(n.bn(n.conv(n.input(2, 3, 7, 7), 4, pads=0)), 4, pads=0)
+    check_pass(FUSE, n.done(y), changes=1, kinds={"Conv": 2}, rules={"conv_bn": 1})
+
+
+def test_the_fold_forwards_where_backwards_is_refused() -> None:
+    n = Net()
+    c = n.conv(n.input(2, 3, 7, 7), 4, pads=0)
+    graph = n.done(n.conv(n.bn(c), 4, pads=0), n.op("Relu", c))
+    check_pass(FUSE, graph, changes=1, kinds={"Conv": 2, "Relu": 1}, rules={"bn_conv": 1})
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_refused_where_the_result_has_other_uses() -> None:
+    n = Net()
+    c = n.conv(n.input(2, 3, 6, 6), 4)
+    check_refused(FUSE, n.done(n.bn(c), n.op("Relu", c)), because="result of Conv_1 is used 2 times", rule="conv_bn")
+
+
+def test_refused_where_the_result_is_an_output() -> None:
+    n = Net()
+    c = n.conv(n.input(2, 3, 6, 6), 4)
+    check_refused(FUSE, n.done(c, n.bn(c)), because="Conv_1 is an output of the network")
+
+
+def test_the_chain_ends_at_an_output() -> None:
+    n = Net()
+    first = n.op("Mul", n.conv(n.input(2, 3, 6, 6), 4), n.random(4, 1, 1))
+    graph = n.done(first, n.bn(first))
+    check_pass(FUSE, graph, changes=1, kinds={"Conv": 1, "BatchNormalization": 1})
+
+
+def test_refused_for_weights_that_are_not_constant() -> None:
+    n = Net()
+    x, w = n.input(2, 3, 6, 6), n.input(4, 3, 3, 3, name="w")
+    y = n.bn(n.op("Conv", x, w, attrs=ConvAttrs((1, 1), (1,) * 4, (1, 1))))
+    check_refused(FUSE, n.done(y), because="weights of Conv_1 are not constant")
+
+
+def test_refused_for_a_bias_that_is_not_constant() -> None:
+    n = Net()
+    x, b = n.input(2, 3, 6, 6), n.input(4, name="b")
+    y = n.bn(n.op("Conv", x, n.random(4, 3, 3, 3), b, attrs=ConvAttrs((1, 1), (1,) * 4, (1, 1))))
+    check_refused(FUSE, n.done(y), because="bias of Conv_1 is not constant")
+
+
+def test_refused_for_statistics_that_are_not_constant() -> None:
+    n = Net()
+    mean = n.input(4, name="mean")
+    c = n.conv(n.input(2, 3, 6, 6), 4)
+    y = n.op("BatchNormalization", c, n.random(4), n.random(4), mean, n.positive(4), attrs=EpsilonAttrs())
+    graph = n.done(y)
+    check_refused(FUSE, graph, because="statistics of BatchNormalization_2 are not constant")
+    check_refused(LEFT_OVER, graph, because="statistics of BatchNormalization_2 are not constant")
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 6), (6, 6), (2, 1, 1, 1), (4, 6, 1)])
+def test_refused_for_a_constant_that_is_not_per_channel(shape: tuple[int, ...]) -> None:
+    n = Net()
+    y = n.op("Mul", n.conv(n.input(2, 3, 6, 6), 4), n.random(*shape))
+    check_refused(FUSE, n.done(y), because="is not one value per channel", rule="conv_scale_shift")
+
+
+def test_refused_for_a_constant_that_enlarges_the_result() -> None:
+    n = Net()
+    y = n.op("Mul", n.conv(n.input(2, 3, 6, 6), 1), n.random(4, 1, 1))
+    check_refused(FUSE, n.done(y), because="enlarges its operand")
+    n = Net()
+    y = n.conv(n.op("Mul", n.input(2, 1, 6, 6), n.random(4, 1, 1)), 4)
+    check_refused(FUSE, n.done(y), because="enlarges its operand")
+
+
+def test_refused_for_a_division_by_zero() -> None:
+    n = Net()
+    y = n.op("Div", n.conv(n.input(2, 3, 6, 6), 2), n.const([[[1.0]], [[0.0]]]))
+    check_refused(FUSE, n.done(y), because="divides by zero")
+
+
+def test_refused_where_half_precision_would_overflow() -> None:
+    n = Net(np.float16)
+    y = n.op("Mul", n.op("Mul", n.conv(n.input(2, 3, 6, 6), 4), 6e4), 6e4)
+    check_refused(FUSE, n.done(y), because="weights of Conv_1 would overflow float16")
+
+
+def test_refused_before_a_padded_convolution() -> None:
+    n = Net()
+    check_refused(FUSE, n.done(n.conv(n.bn(n.input(2, 3, 6, 6)), 4)), because="pads with zeros", rule="bn_conv")
+    n = Net()
+    y = n.conv(n.bn(n.input(2, 3, symbol("h"), 6)), 4, pads=0, auto_pad="SAME_UPPER")
+    check_refused(FUSE, n.done(y), because="pads with zeros")
+
+
+def test_refused_before_a_transposed_convolution() -> None:
+    n = Net()
+    check_refused(FUSE, n.done(n.conv_transpose(n.bn(n.input(2, 3, 6, 6)), 4)), because="near the border")
+
+
+def test_refused_before_a_convolution_where_shared() -> None:
+    n = Net()
+    b = n.bn(n.input(2, 3, 6, 6))
+    graph = n.done(n.conv(b, 4, pads=0), n.conv(b, 4, pads=0))
+    check_refused(FUSE, graph, because="BatchNormalization_1 is used 2 times", rule="bn_conv")
+
+
+def test_refused_for_a_shift_that_a_batched_matmul_has_no_bias_for() -> None:
+    n = Net()
+    y = n.op("Add", n.matmul(n.input(2, 5, 6), 4), n.random(4))
+    check_refused(FUSE, n.done(y), because="no bias operand")
+    n = Net()
+    check_refused(FUSE, n.done(n.matmul(n.op("Add", n.input(2, 5, 6), n.random(6)), 4)), because="no bias operand")
+
+
+def test_refused_for_a_batch_norm_over_another_axis() -> None:
+    n = Net()
+    y = n.bn(n.matmul(n.input(2, 5, 6), 4))
+    check_refused(FUSE, n.done(y), because="normalizes axis 1, the channels are on axis 2")
+
+
+def test_refused_behind_stages() -> None:
+    n = Net()
+    x = n.input(2, 3, 6, 6)
+    attrs = ConvAttrs((1, 1), (0,) * 4, (1, 1), epilogue=(Stage("Relu", (-1,)),))
+    y = n.op("Conv", x, n.random(4, 3, 3, 3), attrs=attrs)
+    check_refused(FUSE, n.done(n.bn(y)), because="Conv_1 already has the epilogue Relu")
+    n = Net()
+    x = n.input(2, 3, 6, 6)
+    attrs = ConvAttrs((1, 1), (0,) * 4, (1, 1), prologue=(Stage("Relu", (-1,)),))
+    y = n.op("Conv", n.bn(x), n.random(4, 3, 3, 3), attrs=attrs)
+    check_refused(FUSE, n.done(y), because="Conv_2 already has the prologue Relu")
+
+
+def test_arithmetic_with_values_that_are_not_constant_is_no_candidate() -> None:
+    n = Net()
+    c = n.conv(n.input(2, 3, 6, 6), 4)
+    check_untouched(FUSE, n.done(n.op("Add", c, n.input(2, 4, 6, 6, name="r"))))
+
+
+# ---------------------------------------------------------------- what is left over
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 4, 5), (2, 4, 5, 6)])
+def test_a_batch_norm_that_is_left_over_becomes_a_scale_and_a_shift(shape: tuple[int, ...]) -> None:
+    n = Net()
+    graph, _ = check_pass(
+        LEFT_OVER, n.done(n.bn(n.input(*shape))), changes=1, kinds={"Mul": 1, "Add": 1}, rules={"bn_scale_shift": 1}
+    )
+    (mul,) = graph.of_kind("Mul")
+    assert graph.type(mul.inputs[1]).dims == (4, *(1,) * (len(shape) - 2))
+    assert mul.src == {"BatchNormalization_1"}
+
+
+def test_a_batch_norm_that_would_overflow_is_left_alone() -> None:
+    n = Net(np.float16)
+    stats = (n.const([6e4]), n.const([0.0]), n.const([0.0]), n.const([1e-4]))
+    y = n.op("BatchNormalization", n.input(2, 1, 3), *stats, attrs=EpsilonAttrs(0.0))
+    check_refused(LEFT_OVER, n.done(y), because="would overflow float16")
+
+
+def test_matmul_by_a_vector_is_no_candidate() -> None:
+    n = Net()
+    y = n.op("MatMul", n.input(2, 6), n.random(6), attrs=MatMulAttrs())
+    check_untouched(FUSE, n.done(n.op("Mul", y, 2.0)))

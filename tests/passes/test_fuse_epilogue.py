@@ -1,0 +1,215 @@
+"""fuse_epilogue: what follows a convolution or matrix product becomes its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched, stages
+from support.net import Net
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Value
+from optdnn.ops.base import Attrs
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.unary import GeluAttrs, LeakyReluAttrs
+from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.types import FP16
+
+FUSE = FuseEpilogue()
+
+ACTIVATIONS: list[tuple[str, Attrs | None, tuple[Any, ...]]] = [
+    ("Relu", None, ()),
+    ("LeakyRelu", LeakyReluAttrs(0.2), ()),
+    ("PRelu", None, (np.linspace(0.1, 0.4, 4).reshape(4, 1, 1),)),
+    ("Elu", None, ()),
+    ("Clip", None, (0.0, 6.0)),
+    ("Clip", None, (None, 0.5)),
+    ("Sigmoid", None, ()),
+    ("HardSigmoid", None, ()),
+    ("HardSwish", None, ()),
+    ("Swish", None, ()),
+    ("Mish", None, ()),
+    ("Tanh", None, ()),
+    ("Gelu", GeluAttrs("tanh"), ()),
+    ("Softplus", None, ()),
+    ("Max", None, (0.25,)),
+]
+
+
+@pytest.mark.parametrize(("kind", "attrs", "more"), ACTIVATIONS, ids=[f"{k}{len(m)}" for k, _, m in ACTIVATIONS])
+def test_an_activation(kind: str, attrs: Attrs | None, more: tuple[Any, ...]) -> None:
+    n = Net()
+    y = n.op(kind, n.conv(n.input(2, 3, 6, 6), 4, bias=True), *more, attrs=attrs)
+    graph, _ = check_pass(FUSE, n.done(y), changes=1, kinds={"Conv": 1}, rules={"epilogue_activation": 1})
+    assert stages(graph) == [("<Conv>", kind)]
+    (conv,) = graph.of_kind("Conv")
+    assert conv.attrs.epilogue[0].attrs == n.graph.of_kind(kind)[0].attrs
+    assert conv.outputs[0].name == f"{kind}_2"
+
+
+ANCHORS: dict[str, Callable[[Net], Value]] = {
+    "Conv": lambda n: n.conv(n.input(2, 3, 6, 6), 4),
+    "ConvTranspose": lambda n: n.conv_transpose(n.input(2, 3, 6, 6), 4, bias=True),
+    "Gemm": lambda n: n.gemm(n.input(2, 3), 4),
+    "MatMul": lambda n: n.matmul(n.input(2, 5, 3), 4),
+}
+
+
+@pytest.mark.parametrize("kind", ANCHORS)
+def test_a_chain_behind_each_kind(kind: str) -> None:
+    n = Net()
+    y = n.op("Relu", n.op("Add", n.op("Mul", ANCHORS[kind](n), 0.5), 0.125))
+    graph, _ = check_pass(FUSE, n.done(y), changes=3, kinds={kind: 1})
+    assert stages(graph) == [(f"<{kind}>", "Mul", "Add", "Relu")]
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_residual_in_either_order(flip: bool) -> None:
+    n = Net()
+    x = n.input(2, 4, 6, 6)
+    c = n.conv(x, 4)
+    y = n.op("Relu", n.op("Add", *((x, c) if flip else (c, x))))
+    graph, _ = check_pass(
+        FUSE, n.done(y), changes=2, kinds={"Conv": 1}, rules={"epilogue_add": 1, "epilogue_activation": 1}
+    )
+    assert stages(graph) == [("<Conv>", "Add", "Relu")]
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_difference_keeps_its_order(flip: bool) -> None:
+    n = Net()
+    x = n.input(2, 4, 6, 6)
+    c = n.conv(x, 4)
+    y = n.op("Sub", *((x, c) if flip else (c, x)))
+    graph, _ = check_pass(FUSE, n.done(y), changes=1, kinds={"Conv": 1})
+    assert graph.of_kind("Conv")[0].attrs.epilogue[0].args == ((3, -1) if flip else (-1, 3))
+
+
+def test_a_residual_that_is_computed_after_the_convolution() -> None:
+    """The other operand comes later in the ONNX file, and does not depend on the convolution."""
+    n = Net()
+    x = n.input(2, 4, 6, 6)
+    c = n.conv(x, 4)
+    r = n.op("Exp", n.op("Neg", x))
+    graph, _ = check_pass(FUSE, n.done(n.op("Add", c, r)), changes=1, kinds={"Conv": 1, "Exp": 1, "Neg": 1})
+    assert [op.kind for op in graph.order() if op.kind in ("Conv", "Exp")] == ["Exp", "Conv"]
+
+
+def test_of_two_convolutions_the_later_takes_the_sum() -> None:
+    n = Net()
+    x = n.input(2, 4, 6, 6)
+    main = n.conv(n.op("Relu", n.conv(x, 4)), 4, 1, pads=0)
+    shortcut = n.conv(x, 4)
+    graph, _ = check_pass(FUSE, n.done(n.op("Relu", n.op("Add", main, shortcut))), changes=3, kinds={"Conv": 3})
+    assert sorted(stages(graph)) == [("<Conv>",), ("<Conv>", "Add", "Relu"), ("<Conv>", "Relu")]
+    fused = next(op for op in graph.of_kind("Conv") if len(op.attrs.epilogue) == 2)
+    assert "Conv_3" in fused.src
+    assert "Conv_4" not in fused.src
+
+
+def test_of_two_equally_deep_convolutions_the_later_in_the_model_takes_the_sum() -> None:
+    n = Net()
+    x = n.input(2, 4, 6, 6)
+    graph, _ = check_pass(FUSE, n.done(n.op("Add", n.conv(x, 4), n.conv(x, 4))), changes=1, kinds={"Conv": 2})
+    assert next(op for op in graph.of_kind("Conv") if op.attrs.epilogue).src == {"Conv_2", "Add_3"}
+
+
+def test_the_earlier_convolution_takes_the_sum_where_the_later_is_refused() -> None:
+    n = Net()
+    x = n.input(2, 4, 6, 6)
+    wide = n.conv(x, 4)
+    row = n.conv(n.op("Relu", n.conv(n.input(2, 4, 1, 6, name="r"), 4)), 4)
+    graph, _ = check_pass(FUSE, n.done(n.op("Add", wide, row)), changes=2, kinds={"Conv": 3})
+    assert next(
+        op for op in graph.of_kind("Conv") if op.attrs.epilogue[-1:] and op.attrs.epilogue[-1].kind == "Add"
+    ).src == {
+        "Conv_1",
+        "Add_5",
+    }
+
+
+def test_the_result_used_twice_by_one_op() -> None:
+    n = Net()
+    c = n.conv(n.input(2, 4, 6, 6), 4)
+    graph, _ = check_pass(FUSE, n.done(n.op("Mul", c, c)), changes=1, kinds={"Conv": 1})
+    assert graph.of_kind("Conv")[0].attrs.epilogue[0].args == (-1, -1)
+
+
+def test_an_operand_that_two_stages_read_takes_one_slot() -> None:
+    n = Net()
+    x = n.input(2, 4, 6, 6)
+    y = n.op("Mul", n.op("Add", n.conv(x, 4), x), x)
+    graph, _ = check_pass(FUSE, n.done(y), changes=2)
+    assert len(graph.of_kind("Conv")[0].inputs) == 4
+
+
+def test_a_bias_that_is_not_constant() -> None:
+    n = Net()
+    y = n.op("Add", n.matmul(n.input(2, 5, 3), 4), n.input(4, name="b"))
+    check_pass(FUSE, n.done(y), changes=1, kinds={"MatMul": 1}, rules={"epilogue_add": 1})
+
+
+def test_the_product_of_two_activations_in_attention() -> None:
+    n = Net()
+    q, k = n.input(2, 5, 3), n.input(2, 3, 5, name="k")
+    mask = n.input(1, 5, 5, name="mask")
+    y = n.op("Add", n.op("Mul", n.op("MatMul", q, k, attrs=MatMulAttrs()), 0.5), mask)
+    graph, _ = check_pass(FUSE, n.done(y), changes=2, kinds={"MatMul": 1})
+    assert stages(graph) == [("<MatMul>", "Mul", "Add")]
+
+
+def test_symbolic_shapes_that_are_the_same() -> None:
+    n = Net()
+    x = n.input(symbol("n"), 4, symbol("h"), 6)
+    y = n.op("Relu", n.op("Add", n.conv(x, 4), x))
+    check_pass(FUSE, n.done(y), changes=2, kinds={"Conv": 1}, sizes={"n": 2, "h": 5})
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_refused_where_symbolic_shapes_may_differ() -> None:
+    n = Net()
+    c = n.conv(n.input(symbol("n"), 4, 6, 6), 4)
+    y = n.op("Add", c, n.input(symbol("m"), 4, 6, 6, name="r"))
+    check_refused(FUSE, n.done(y), because="would enlarge", rule="epilogue_add")
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6, 6), (1, 2, 4, 1, 6)])
+def test_refused_where_broadcasting_enlarges_the_result(shape: tuple[int, ...]) -> None:
+    n = Net()
+    c = n.conv(n.input(2, 3, 1, 6), 4)
+    check_refused(FUSE, n.done(n.op("Add", c, n.input(*shape, name="r"))), because="Add Add_2 would enlarge")
+
+
+def test_refused_where_the_result_has_other_uses() -> None:
+    n = Net()
+    c = n.conv(n.input(2, 4, 6, 6), 4)
+    graph = n.done(n.op("Relu", c), n.op("MaxPool", c, attrs=n.graph.op(n.max_pool(c)).attrs))
+    check_refused(FUSE, graph, because="result of Conv_1 is used by 3 ops")
+
+
+def test_refused_where_the_result_is_an_output() -> None:
+    n = Net()
+    c = n.conv(n.input(2, 4, 6, 6), 4)
+    check_refused(FUSE, n.done(n.op("Relu", c), c), because="Conv_1 is an output of the network")
+
+
+def test_refused_where_a_matmul_is_of_integers() -> None:
+    n = Net(np.int32)
+    y = n.op("MatMul", n.input(2, 3), n.const([[1, 2], [3, 4], [5, 6]]), attrs=MatMulAttrs())
+    check_refused(FUSE, n.done(n.op("Add", y, 1)), because="not the floating type")
+
+
+def test_a_cast_is_no_candidate() -> None:
+    n = Net()
+    check_untouched(FUSE, n.done(n.op("Cast", n.conv(n.input(2, 3, 6, 6), 4), attrs=CastAttrs(FP16))))
+
+
+def test_pooling_ends_the_chain() -> None:
+    n = Net()
+    check_untouched(FUSE, n.done(n.op("Relu", n.max_pool(n.conv(n.input(2, 3, 6, 6), 4)))))

@@ -1,0 +1,209 @@
+"""What every pass has to hold: exact counts and structure, invariants, idempotence, provenance, float64 equality."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx.parser
+
+from optdnn.ir.evaluate import evaluate, promote, random_feeds
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.verify import verify
+from optdnn.ops.base import FusedAttrs, attrs_dict
+from optdnn.passes.base import Pass, PassContext, PassReport
+from optdnn.types import Array, is_float
+
+TOLERANCE = 1e-9
+"""Passes are exact rewrites: results in promoted float64 differ by no more than this fraction of the largest element."""
+
+
+def from_text(text: str) -> Graph:
+    """The graph of a model in ONNX's text form (``onnx.parser``)."""
+    from optdnn.importers.onnx import import_model
+
+    return import_model(onnx.parser.parse_model(text))
+
+
+def check_pass(
+    one: Pass,
+    before: Graph | str,
+    *,
+    changes: int,
+    after: Graph | None = None,
+    kinds: Mapping[str, int] | None = None,
+    rules: Mapping[str, int] | None = None,
+    promoted_changes: int | None = None,
+    context: PassContext | None = None,
+    sizes: Mapping[str, int] | None = None,
+    seeds: Sequence[int] = (1, 2, 3),
+    drops: Sequence[str] = (),
+    depends_on_input: bool = True,
+) -> tuple[Graph, PassReport]:
+    """Run ``one`` on a copy of ``before`` and return the result with its report.
+
+    Asserts: exactly ``changes`` rewrites (``rules``: by rule name); the structure of ``after`` or the ``kinds`` left; the
+    graph's invariants; a second run changes nothing; no provenance is lost but ``drops`` (nodes whose work is gone
+    altogether); outputs keep names, dtypes and shapes; and, for each seed, the outputs of the pass run on the float64
+    promotion equal the promotion's at 1e-9, while the pass run as it is stays within rounding of its own dtype. The
+    outputs have to differ from seed to seed by far more than that, or the comparison would say nothing
+    (``depends_on_input=False`` for a network that is constant). ``promoted_changes``: where a promoted graph is
+    rewritten another number of times (its casts between floats do nothing).
+    """
+    graph = from_text(before) if isinstance(before, str) else before
+    verify(graph)
+    result = graph.copy()
+    report = one(result, context)
+    verify(result)
+    assert report.changes == changes, (
+        f"{report.changes} rewrites, not {changes}:\n{_explain(report)}\n{structure(result)}"
+    )
+    fired = {name: sum(f.rule == name for f in report.fired) for name in {f.rule for f in report.fired}}
+    assert rules is None or fired == dict(rules), f"{fired}, not {dict(rules)}"
+    if kinds is not None:
+        assert result.kinds() == dict(sorted(kinds.items())), structure(result)
+    if after is not None:
+        assert structure(result) == structure(after)
+    again = one(result.copy(), context)
+    assert again.changes == 0, f"not idempotent:\n{_explain(again)}\n{structure(result)}"
+    lost = sources(graph) - sources(result)
+    assert lost == set(drops), f"provenance lost: {sorted(lost)}, expected {sorted(drops)}"
+
+    wide = promote(graph)
+    wide_result = wide.copy()
+    wide_report = one(wide_result, context)
+    assert wide_report.changes == (changes if promoted_changes is None else promoted_changes), _explain(wide_report)
+    verify(wide_result)
+    rounded = promote(result)
+    unit = _roundoff(graph)
+    answers = []
+    for seed in seeds:
+        feeds = random_feeds(wide, seed, sizes)
+        expected = evaluate(wide, feeds)
+        same(evaluate(wide_result, feeds), expected, TOLERANCE)
+        same(evaluate(rounded, feeds), expected, max(TOLERANCE, 64 * unit))
+        answers.append(expected)
+    if depends_on_input:
+        for name, first in answers[0].items():
+            assert differs(first, answers[1][name], 1e-3), f"{name} hardly depends on the input"
+    return result, report
+
+
+def check_refused(
+    one: Pass, before: Graph | str, *, because: str, rule: str | None = None, context: PassContext | None = None
+) -> PassReport:
+    """Run ``one`` on a copy of ``before``; it has to change nothing and to give a reason that matches ``because``."""
+    graph = from_text(before) if isinstance(before, str) else before
+    result = graph.copy()
+    report = one(result, context)
+    assert report.changes == 0, _explain(report)
+    assert structure(result) == structure(graph)
+    found = [r for r in report.refused if re.search(because, r.reason) and rule in (None, r.rule)]
+    assert found, f"no refusal matches {because!r}:\n{_explain(report)}"
+    assert all(r.nodes for r in found)
+    return report
+
+
+def check_untouched(one: Pass, before: Graph | str, context: PassContext | None = None) -> None:
+    """Run ``one`` on a copy of ``before``; it has to change nothing and to see no candidate."""
+    graph = from_text(before) if isinstance(before, str) else before
+    result = graph.copy()
+    report = one(result, context)
+    assert (report.changes, report.refused) == (0, []), _explain(report)
+    assert structure(result) == structure(graph)
+
+
+def same(actual: Mapping[str, Array], expected: Mapping[str, Array], tolerance: float) -> None:
+    """Equal names, dtypes and shapes; floats within ``tolerance`` of the largest expected element, all else exactly."""
+    assert list(actual) == list(expected)
+    for name, a in expected.items():
+        b = actual[name]
+        assert (b.dtype, b.shape) == (a.dtype, a.shape), name
+        if not is_float(a.dtype):
+            assert np.array_equal(a, b), name
+            continue
+        finite = np.isfinite(a)
+        assert np.array_equal(finite, np.isfinite(b)), name
+        assert np.array_equal(a[~finite], b[~finite], equal_nan=True), name
+        scale = float(np.abs(a[finite]).max(initial=0.0)) or 1.0
+        error = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
+        assert error <= tolerance * scale, f"{name}: off by {error:.3g} of {scale:.3g}, more than {tolerance:.1g}"
+
+
+def differs(a: Array, b: Array, fraction: float) -> bool:
+    if a.shape != b.shape or not is_float(a.dtype):
+        return a.shape != b.shape or not np.array_equal(a, b)
+    return float(np.abs(a - b).max(initial=0.0)) > fraction * float(np.abs(a).max(initial=0.0))
+
+
+def sources(graph: Graph) -> set[str]:
+    """The provenance of all ops together."""
+    return set().union(*(op.src for op in graph.ops()))
+
+
+def stages(graph: Graph, *kinds: str) -> list[tuple[str, ...]]:
+    """In topological order, for each fused op (of these kinds): the prologue's kinds, the op's kind in <>, the epilogue's."""
+    return [
+        (*(s.kind for s in op.attrs.prologue), f"<{op.kind}>", *(s.kind for s in op.attrs.epilogue))
+        for op in graph.order()
+        if isinstance(op.attrs, FusedAttrs) and (not kinds or op.kind in kinds)
+    ]
+
+
+def structure(graph: Graph) -> str:
+    """The graph as text that does not depend on ids, value names, or the contents of constants."""
+    numbers: dict[int, str] = {}
+    lines: list[str] = []
+
+    def label(value: Value | None) -> str:
+        if value is None:
+            return "-"
+        op = graph.op(value)
+        if op.kind == "Input":
+            return op.outputs[0].name
+        if op.kind == "Constant":
+            return f"const {op.outputs[0].type}"
+        return numbers[op.id] + (f".{value.port}" if value.port else "")
+
+    for op in _depth_first(graph):
+        operands = ", ".join(label(v) for v in op.inputs)
+        if op.kind == "Output":
+            lines.append(f"{op.outputs[0].name} = {operands}")
+        else:
+            numbers[op.id] = f"%{len(numbers)}"
+            shown = ", ".join(f"{k}={v}" for k, v in attrs_dict(op.attrs).items() if v not in (None, (), ""))
+            lines.append(f"{numbers[op.id]} = {op.kind}({operands}){{{shown}}} -> {op.outputs[0].type}")
+    return "\n".join(lines)
+
+
+def _depth_first(graph: Graph) -> list[Op]:
+    """Computing ops and outputs, operands first, in an order that only the structure decides."""
+    done: dict[int, Op] = {}
+    for root in graph.outputs:
+        stack: list[tuple[int, bool]] = [(root, False)]
+        while stack:
+            i, ready = stack.pop()
+            if i in done:
+                continue
+            op = graph.op(i)
+            if ready:
+                done[i] = op
+                continue
+            stack.append((i, True))
+            stack.extend((v.op, False) for v in reversed(op.inputs) if v is not None and v.op not in done)
+    return [op for op in done.values() if op.kind not in STRUCTURAL or op.kind == "Output"]
+
+
+def _roundoff(graph: Graph) -> float:
+    """Relative rounding of the narrowest floating type among constants."""
+    import ml_dtypes
+
+    dtypes = {op.outputs[0].type.dtype for op in graph.ops() if op.kind == "Constant"}
+    return max((float(ml_dtypes.finfo(d).eps) for d in dtypes if is_float(d)), default=0.0)
+
+
+def _explain(report: PassReport) -> str:
+    lines: list[Any] = [f"  fired {f.rule}: {', '.join(f.nodes)}" for f in report.fired]
+    return "\n".join(lines + [f"  refused {r.rule}: {', '.join(r.nodes)}: {r.reason}" for r in report.refused])
