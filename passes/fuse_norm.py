@@ -1,9 +1,9 @@
 """Normalizations that exporters write out: layer, instance, RMS and group normalization become one op each.
 
 Layer normalization: Ba, Kiros and Hinton (2016); TorchScript writes ReduceMean, Sub, Pow, ReduceMean, Add, Sqrt, Div, Mul,
-Add, TensorFlow also ``x inv + (b - mean inv)`` with ``inv = g rsqrt(var + eps)``. RMS normalization: Zhang and Sennrich
-(2019). Group normalization: Wu and He (2018), which both PyTorch exporters write as Reshape, InstanceNormalization, Reshape,
-Mul, Add.
+Add, TensorFlow also ``x inv + (b - mean inv)`` with ``inv = g rsqrt(var + eps)``, Flax the variance as
+``mean(x x) - mean(x)^2``. RMS normalization: Zhang and Sennrich (2019). Group normalization: Wu and He (2018), which both
+PyTorch exporters write as Reshape, InstanceNormalization, Reshape, Mul, Add.
 
 The core is found by pattern; a scale and a shift that follow it are taken along when they are shaped like the op's own.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op, Value, known_shape
 from optdnn.ir.patch import Patch
 from optdnn.ops.table import OPDEFS
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
@@ -25,6 +25,7 @@ from optdnn.passes.pattern import (
     Pattern,
     PatternRule,
     Power,
+    Scalar,
     Var,
     choice,
     closed,
@@ -163,14 +164,14 @@ def reduced(graph: Graph, op: Op) -> tuple[int, ...] | Miss:
     if rank is None:
         return Miss("the rank of the operand is unknown")
     given = op.input(1)
-    axes = () if given is None else graph.constant_value(given)
-    if axes is None:
+    axes = () if given is None else known_shape(graph.known(given))
+    if axes is None or any(not isinstance(a, int) for a in axes):
         return Miss("the axes are not constant")
     if not op.attrs.keepdims:
         return Miss(f"{op.name} drops the reduced axes")
     if not len(axes):
         return () if op.attrs.noop_with_empty_axes else tuple(range(rank))
-    return tuple(sorted(int(a) % rank for a in axes))
+    return tuple(sorted(a % rank for a in axes if isinstance(a, int)))
 
 
 def _operand(op: Op) -> Value:
@@ -186,7 +187,13 @@ X, EPS, G, B = Var("x"), Var("epsilon"), Var("scale"), Var("bias")
 
 _MEAN = node("ReduceMean", X, name="mean")
 _CENTRED = node("Sub", X, _MEAN)
-_VARIANCE = node("ReduceMean", product(1.0, _CENTRED, _CENTRED), name="variance")
+_FAST = total(0.0, node("ReduceMean", product(1.0, X, X), name="variance"), product(-1.0, _MEAN, _MEAN))
+_VARIANCE = choice(
+    node("ReduceMean", product(1.0, _CENTRED, _CENTRED), name="variance"),
+    _FAST,  # Flax: mean of squares less square of the mean, kept from rounding below zero
+    node("Max", _FAST, Scalar(0.0)),
+    node("Relu", _FAST),
+)
 _SQUARES = node("ReduceMean", product(1.0, X, X), name="variance")
 
 

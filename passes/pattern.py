@@ -3,7 +3,7 @@
 A decomposed GELU or layer norm is written by exporters in many ways: ``0.5`` first or last, a division by ``sqrt(2)`` or
 a multiplication by its reciprocal, ``Pow(x, 2)`` or ``x * x``, ``1 / sqrt(v)`` or ``Pow(v, -0.5)``. A pattern therefore
 says what is computed, not which nodes compute it: :class:`Product` and :class:`Sum` flatten trees of Mul, Div, Neg,
-Reciprocal, Sqrt, Pow and of Add, Sub, Neg, gather their scalar constants into one coefficient, and match what remains in
+Reciprocal, Sqrt, Pow and of Add, Sub, Neg, Sum, gather their scalar constants into one coefficient, and match what remains in
 any order. All other operators are matched as they are (:class:`Node`), with the operands of commutative ones in any order.
 
 A constant stands for a mathematical one when it is within its own dtype's rounding of it: the fp32 ``1.4142135`` is
@@ -73,7 +73,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Sum:
-    """``constant + term + term …`` in any order and nesting, written with Add, Sub, Neg."""
+    """``constant + term + term …`` in any order and nesting, written with Add, Sub, Neg, Sum."""
 
     constant: float | Scalar
     terms: tuple[Pattern, ...]
@@ -314,30 +314,32 @@ def _sums(graph: Graph, value: Value, sign: float, limit: int, depth: int) -> It
     if limit < 1:
         return
     op = graph.op(value)
-    if depth and op.kind in ("Add", "Sub", "Neg"):
+    if depth and op.kind in ("Add", "Sub", "Neg", "Sum"):
         yield from _sum_of(graph, op, sign, limit, depth)
     yield _Flat(0.0, 0.0, ((value, sign),), frozenset())
 
 
 def _sum_of(graph: Graph, op: Op, sign: float, limit: int, depth: int) -> Iterator[_Flat]:
     """Ways to see ``sign * op`` as a sum of what its operands are."""
-    a, b = op.input(0), op.input(1)
-    assert a is not None
-    mine = frozenset({op.id})
-    if op.kind == "Neg":
-        for flat in _sums(graph, a, -sign, limit, depth - 1):
-            yield flat._replace(ops=flat.ops | mine)
-        return
-    assert b is not None
-    for left in _sums(graph, a, sign, limit, depth - 1):
-        room = limit - len(left.leaves)
-        for right in _sums(graph, b, sign if op.kind == "Add" else -sign, room, depth - 1):
-            yield _Flat(
-                left.constant + right.constant,
-                max(left.rounding, right.rounding),
-                left.leaves + right.leaves,
-                left.ops | right.ops | mine,
-            )
+    signs = {"Neg": (-sign,), "Sub": (sign, -sign)}.get(op.kind, (sign,) * len(op.inputs))
+
+    def rest(i: int, room: int) -> Iterator[_Flat]:
+        """Ways to see the operands from number ``i`` on."""
+        if i == len(op.inputs):
+            yield _Flat(0.0, 0.0, (), frozenset({op.id}))
+            return
+        operand = op.inputs[i]
+        assert operand is not None
+        for left in _sums(graph, operand, signs[i], room, depth - 1):
+            for right in rest(i + 1, room - len(left.leaves)):
+                yield _Flat(
+                    left.constant + right.constant,
+                    max(left.rounding, right.rounding),
+                    left.leaves + right.leaves,
+                    left.ops | right.ops,
+                )
+
+    yield from rest(0, limit)
 
 
 # ---------------------------------------------------------------- rules made of patterns
@@ -352,7 +354,7 @@ def root_kinds(pattern: Pattern) -> frozenset[str]:
     if isinstance(pattern, Product):
         return frozenset({"Mul", "Div", "Neg", "Reciprocal", "Sqrt", "Pow"})
     if isinstance(pattern, Sum):
-        return frozenset({"Add", "Sub", "Neg"})
+        return frozenset({"Add", "Sub", "Neg", "Sum"})
     raise TypeError(f"{pattern} cannot be the root of a pattern")
 
 

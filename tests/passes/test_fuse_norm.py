@@ -135,6 +135,18 @@ def test_layer_norm_of_tensorflow(scale: bool, shift: bool) -> None:
     rewritten(n.done(y), FuseNorm(), changes=1, kinds={"LayerNormalization": 1})
 
 
+@pytest.mark.parametrize("clamp", ["none", "max", "relu"])
+def test_layer_norm_of_flax(clamp: str) -> None:
+    n = Net()
+    x = n.input(2, 8)
+    m = mean(n, x, -1)
+    v = n.op("Sub", mean(n, n.op("Mul", x, x), -1), n.op("Mul", m, m))
+    v = {"none": lambda: v, "max": lambda: n.op("Max", v, 0.0), "relu": lambda: n.op("Relu", v)}[clamp]()
+    y = n.op("Mul", n.op("Sub", x, m), n.op("Mul", n.op("Pow", n.op("Add", v, EPS), -0.5), n.random(8)))
+    y = n.op("Add", y, n.random(8, seed=2))
+    rewritten(n.done(y), FuseNorm(), changes=1, kinds={"LayerNormalization": 1})
+
+
 def test_a_residual_added_to_a_layer_norm_is_no_shift() -> None:
     n = Net()
     x = n.input(2, 8)
