@@ -314,6 +314,37 @@ def bounds(x: DimLike) -> tuple[int, int]:
             lo, hi = min(corners), max(corners)
         lo, hi = _clip(lo * coefficient), _clip(hi * coefficient)
         low, high = _clip(low + min(lo, hi)), _clip(high + max(lo, hi))
+    if 1 < len(x.terms) <= 8:
+        low, high = _related_bounds(x, low, high)
+    return low, high
+
+
+def _related_bounds(x: Dim, low: int, high: int) -> tuple[int, int]:
+    """``low, high`` sharpened where a function atom and the other terms depend on the same symbols (``n - n // 2``).
+
+    ``a // b`` is ``(a - r) / b`` with ``0 <= r < b``; a minimum or maximum is one of its two operands.
+    """
+    for monomial, c in x.terms:
+        if len(monomial) != 1 or not isinstance(monomial[0], Function):
+            continue
+        atom = monomial[0]
+        rest = x - _build({monomial: c})
+        if atom.op == "floordiv" and isinstance(atom.b, int) and atom.b > 0:
+            base_low, base_high = bounds(rest * atom.b + c * atom.a)
+            slack = c * (atom.b - 1)
+            if base_low > -INF:
+                low = max(low, -((max(slack, 0) - base_low) // atom.b))
+            if base_high < INF:
+                high = min(high, (base_high - min(slack, 0)) // atom.b)
+            break
+        if atom.op in ("min", "max"):
+            (p_low, p_high), (q_low, q_high) = bounds(rest + c * atom.a), bounds(rest + c * atom.b)
+            low, high = max(low, min(p_low, q_low)), min(high, max(p_high, q_high))
+            if (atom.op == "max") == (c > 0):
+                low = max(low, p_low, q_low)
+            else:
+                high = min(high, p_high, q_high)
+            break
     return low, high
 
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value, known_shape
 from optdnn.ir.patch import Patch
-from optdnn.ops.table import OPDEFS
+from optdnn.ops.base import Attrs
+from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.pattern import (
     Found,
@@ -129,7 +130,7 @@ class Norm:
     """The op that replaces a match: kind, attributes, operand, scale and shift."""
 
     kind: str
-    attrs: dict[str, Any]
+    attrs: Attrs
     x: Value
     affine: Affine
     channels: Shape
@@ -154,7 +155,7 @@ class NormRule(Rule):
         inputs = [norm.x, operand(norm.affine.scale, 1.0, "scale")]
         if norm.affine.bias is not None or norm.always_bias:
             inputs.append(operand(norm.affine.bias, 0.0, "bias"))
-        patch.replace(norm.affine.result, patch.add(norm.kind, inputs, OPDEFS[norm.kind].attrs(**norm.attrs)))
+        patch.replace(norm.affine.result, patch.add(norm.kind, inputs, norm.attrs))
         return patch
 
 
@@ -288,13 +289,11 @@ class LayerNorm(NormPatternRule):
         if _static(own):
             taken = _taken(graph, root, trailing(own), found)
             if taken is not None:
-                attrs = {"axis": -len(axes), "epsilon": epsilon}
-                norms.append(Norm("LayerNormalization", attrs, x, taken, own))
+                norms.append(Norm("LayerNormalization", LayerNormAttrs(-len(axes), epsilon), x, taken, own))
         if axes == spatial and isinstance(dims[1], int):
             taken = _taken(graph, root, per_channel(rank, dims[1]), found)
             if taken is not None:
-                attrs = {"epsilon": epsilon}
-                norm = Norm("InstanceNormalization", attrs, x, taken, (dims[1],), always_bias=True)
+                norm = Norm("InstanceNormalization", EpsilonAttrs(epsilon), x, taken, (dims[1],), always_bias=True)
                 norms.insert(0 if len(axes) > 1 else len(norms), norm)
         if not norms and not _static(own):
             return Miss("the size of the normalized axes is not known")
@@ -318,7 +317,7 @@ class RMSNorm(NormPatternRule):
         if not _static(own):
             return Miss("the size of the normalized axes is not known")
         taken = _taken(graph, root, trailing(own), found, shift=False)
-        attrs = {"axis": -len(axes), "epsilon": epsilon}
+        attrs = LayerNormAttrs(-len(axes), epsilon)
         return [] if taken is None else [Norm("RMSNormalization", attrs, x, taken, own)]
 
 
@@ -356,7 +355,7 @@ class GroupNorm(NormRule):
         each = channels // groups
         taken = Affine(outer * np.repeat(scale, each), outer * np.repeat(bias, each) + shift, taken.result, taken.ops)
         ops = frozenset({split.id, op.id, merge.id}) | taken.ops
-        attrs = {"epsilon": op.attrs.epsilon, "num_groups": groups}
+        attrs = GroupNormAttrs(groups, op.attrs.epsilon)
         norm = Norm("GroupNormalization", attrs, x, taken, (channels,), always_bias=True)
         return closed(graph, ops, taken.result.op, x) or matched(graph, ops, norm)
 

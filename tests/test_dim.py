@@ -31,6 +31,15 @@ def test_extremes_use_ranges() -> None:
     assert dim_max(N, H) == dim_max(H, N)
 
 
+def test_bounds_relate_a_function_to_its_operand() -> None:
+    assert bounds(N - N // 2)[0] == 1
+    assert bounds(N // 2 * 2 - N) == (-1, 0)
+    assert bounds(dim_min(N, 512) - N)[1] == 0
+    assert bounds(dim_max(N, H) - H)[0] == 0
+    assert bounds(dim_max(N, H) - dim_min(N, H))[0] == 0
+    assert dim_max(0, N - dim_min(N, 7)) == N - dim_min(N, 7)
+
+
 def test_extremes_absorb() -> None:
     both = dim_max(N, H)
     assert dim_max(both, N) == both

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import onnx
 import onnx.defs
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from optdnn.errors import ModelError, UnsupportedError, UsageError
 from optdnn.importers.external_data import ExternalData
@@ -59,6 +60,8 @@ def open_model(source: Source, source_name: str | None = None) -> Model:
             f"{name} is not an ONNX model: it has no {'graph' if proto.ir_version else 'IR version'}",
             hint="the file is truncated, corrupt, or of another format",
         )
+    if not all(isinstance(text, str) for text in _texts(proto)):  # protobuf returns bytes where decoding fails
+        raise ModelError(f"{name} is not an ONNX model: it has a name that is not UTF-8 text", hint="the file is corrupt")
     opsets = read_opsets(proto.opset_import, name)
     functions: dict[FunctionKey, onnx.FunctionProto] = {}
     for f in proto.functions:
@@ -67,6 +70,31 @@ def open_model(source: Source, source_name: str | None = None) -> Model:
             raise ModelError(f"{name}: function {f.domain}.{f.name} is defined twice")
         functions[key] = f
     return Model(proto, name, ExternalData(folder, name), opsets, functions)
+
+
+def _texts(proto: onnx.ModelProto) -> Iterator[object]:
+    """Every text of a model that the importer reads."""
+    graph = proto.graph
+    yield graph.name
+    for imported in (proto.opset_import, *(f.opset_import for f in proto.functions)):
+        for entry in imported:
+            yield entry.domain
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        yield value.name
+        for d in value.type.tensor_type.shape.dim:
+            yield d.dim_param
+    for t in (*graph.initializer, *(s.values for s in graph.sparse_initializer)):
+        yield t.name
+        for item in t.external_data:
+            yield item.key
+            yield item.value
+    for f in proto.functions:
+        yield from (f.name, f.domain, f.overload, *f.input, *f.output)
+    for node in (*graph.node, *(n for f in proto.functions for n in f.node)):
+        yield from (node.name, node.op_type, node.domain, node.overload, *node.input, *node.output)
+        for a in node.attribute:
+            yield a.name
+            yield a.ref_attr_name
 
 
 def _read(path: Path) -> bytes:

@@ -198,7 +198,7 @@ def schema(op_type: str, domain: str, opset: int) -> Schema | str | None:
     if domain not in ("", "ai.onnx.ml"):
         return None
     try:
-        found = onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
+        found: Any = onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
     except onnx.defs.SchemaError:
         try:
             since = min(

@@ -18,9 +18,9 @@ from optdnn.errors import ModelError, ShapeError, UnsupportedError, UnsupportedN
 from optdnn.importers.inputs import graph_inputs, known_type, refusal
 from optdnn.importers.model import Model, Source, domain_of, open_model, read_opsets
 from optdnn.importers.nodes import Schema, attributes, check_node, describe, in_order, reads, schema, unique_names
-from optdnn.importers.tensors import ELEMENT_TYPES, MAX_TENSOR_BYTES, element_type, sparse_to_array, to_array
+from optdnn.importers.tensors import MAX_TENSOR_BYTES, element_type, sparse_to_array, to_array
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import Attrs, Known, NodeSpec, Unsupported
+from optdnn.ops.base import Attrs, Known, NodeSpec, Unsupported, onnx_number
 from optdnn.ops.table import IMPORTERS
 from optdnn.types import Array, TensorType, dtype_name
 
@@ -335,7 +335,7 @@ class _Importer:
     ) -> onnx.FunctionProto | None:
         """The function by which ONNX itself defines the operator at this opset, or None."""
         try:
-            found = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset, domain=domain)
+            found: Any = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset, domain=domain)
         except onnx.defs.SchemaError:
             return None
         if found.has_function:
@@ -422,9 +422,8 @@ def _schema_defaults(op_type: str, domain: str, opset: int) -> Mapping[str, tupl
 
 
 def _type_proto(t: TensorType) -> onnx.TypeProto:
-    code = next(c for c, d in ELEMENT_TYPES.items() if d == t.dtype)
     shape = None if t.shape is None else [d if isinstance(d, int) else str(d) for d in t.shape]
-    return onnx.helper.make_tensor_type_proto(code, shape)
+    return onnx.helper.make_tensor_type_proto(onnx_number(t.dtype), shape)
 
 
 def _live_nodes(nodes: Sequence[onnx.NodeProto], wanted: Sequence[str]) -> set[int]:

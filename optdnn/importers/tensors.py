@@ -15,33 +15,12 @@ from onnx import SparseTensorProto, TensorProto
 from optdnn.errors import ModelError
 from optdnn.importers.external_data import ExternalData
 from optdnn.ops.base import Unsupported
-from optdnn.types import DTYPES, INT64, Array, DType
+from optdnn.types import INT64, ONNX_TYPES, Array, DType
 
 MAX_TENSOR_BYTES = 1 << 40
 """A tensor declared larger than this (1 TiB) is refused: no machine in reach holds it, and the model is likely corrupt."""
 MAX_SPARSE_BYTES = 1 << 31
 """Sparse tensors are made dense only up to this size, because a tiny file can declare a huge one."""
-
-ELEMENT_TYPES: dict[int, DType] = {
-    TensorProto.FLOAT: DTYPES["fp32"],
-    TensorProto.DOUBLE: DTYPES["fp64"],
-    TensorProto.FLOAT16: DTYPES["fp16"],
-    TensorProto.BFLOAT16: DTYPES["bf16"],
-    TensorProto.FLOAT8E4M3FN: DTYPES["fp8_e4m3"],
-    TensorProto.FLOAT8E5M2: DTYPES["fp8_e5m2"],
-    TensorProto.INT64: DTYPES["int64"],
-    TensorProto.INT32: DTYPES["int32"],
-    TensorProto.INT16: DTYPES["int16"],
-    TensorProto.INT8: DTYPES["int8"],
-    TensorProto.UINT64: DTYPES["uint64"],
-    TensorProto.UINT32: DTYPES["uint32"],
-    TensorProto.UINT16: DTYPES["uint16"],
-    TensorProto.UINT8: DTYPES["uint8"],
-    TensorProto.BOOL: DTYPES["bool"],
-    TensorProto.COMPLEX64: DTYPES["complex64"],
-    TensorProto.COMPLEX128: DTYPES["complex128"],
-}
-"""TensorProto.DataType -> dtype."""
 
 # Which repeated field holds the elements of a type when raw_data does not, the dtype of that field, and how many of its
 # entries make one element. Types narrower than 32 bits travel as bit patterns in int32_data.
@@ -59,7 +38,7 @@ _NARROW = ("int32_data", np.int32, 1)
 
 def element_type(code: int) -> DType:
     """The dtype of a TensorProto.DataType. Raises Unsupported for strings, 4-bit and other exotic types."""
-    dtype = ELEMENT_TYPES.get(code)
+    dtype = ONNX_TYPES.get(code)
     if dtype is None:
         names = {v: k for k, v in TensorProto.DataType.items()}
         raise Unsupported(f"element type {names.get(code, code)} is not supported")
@@ -113,7 +92,7 @@ def to_array(t: TensorProto, external: ExternalData, model: str) -> Array:
 def _from_bytes(data: Array, dtype: DType) -> Array:
     """Little-endian bytes as native elements; copied only when misaligned or on a big-endian machine."""
     if dtype.kind == "b":
-        return data != 0  # a bool must be 0 or 1 in memory
+        return np.not_equal(data, 0)  # a bool must be 0 or 1 in memory
     if sys.byteorder == "big" and dtype.itemsize > 1:
         parts = 2 if dtype.kind == "c" else 1
         swapped = data.reshape(-1, parts, dtype.itemsize // parts)[..., ::-1]
@@ -129,7 +108,7 @@ def _from_field(values: Array, dtype: DType) -> Array:
     if dtype.kind == "c":
         return values.view(dtype)
     if dtype.kind == "b":
-        return values != 0
+        return np.not_equal(values, 0)
     if dtype.kind in "iu":
         return values.astype(dtype)
     bits = values.astype(np.uint16 if dtype.itemsize == 2 else np.uint8)  # fp16, bf16, fp8: bit patterns

@@ -12,6 +12,7 @@ import numpy as np
 from optdnn.dim import Dim, DimLike, dim_max
 from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ops.base import (
+    DEFAULT_TOL,
     Attrs,
     Call,
     Emit,
@@ -202,7 +203,9 @@ def _export_trilu(attrs: TriluAttrs, inputs: Sequence[str], n_outputs: int, e: E
 # ---------------------------------------------------------------- the table
 
 DEFS: tuple[OpDef, ...] = (
-    define_shape_op("Range", _infer_range, symbolic=_range_values, onnx={"Range": _import_range}, traits=Traits()),
+    define_shape_op(
+        "Range", _infer_range, symbolic=_range_values, onnx={"Range": _import_range}, traits=Traits(), tol=DEFAULT_TOL
+    ),
     define_shape_op(
         "ConstantOfShape",
         _infer_constant_of_shape,

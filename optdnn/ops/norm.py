@@ -33,7 +33,6 @@ from optdnn.types import (
     DType,
     Shape,
     TensorType,
-    broadcast_dims,
     is_float,
     normalize_axis,
     show_shape,
@@ -123,8 +122,12 @@ def _infer_group(call: Call) -> Result:
 
 def _check_affine(call: Call, x: TensorType, i: int, name: str) -> TensorType:
     t = call.type(i)
-    if len(t.dims) > len(x.dims) or broadcast_dims(t.dims, x.dims) != x.dims:
-        raise ShapeError(f"{call.kind} {name} {t} does not broadcast to its input {x}")
+    what = f"{call.kind} {name} {t} does not broadcast to its input {x}"
+    if len(t.dims) > len(x.dims):
+        raise ShapeError(what)
+    for size, target in zip(reversed(t.dims), reversed(x.dims), strict=False):
+        if size != 1:
+            agree(size, target, what)
     return t
 
 

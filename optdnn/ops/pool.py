@@ -28,7 +28,7 @@ from optdnn.ops.checks import agree, elements, extent, per_element, require_leng
 from optdnn.ops.window import Window, check_window, read_window
 from optdnn.runtime.reference.pool import KERNELS
 from optdnn.runtime.reference.window import output_sizes
-from optdnn.types import INT64, TensorType, is_float
+from optdnn.types import INT8, INT64, UINT8, TensorType, is_float
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _input(call: Call, integers: bool = False) -> TensorType:
     x = call.type(0)
     if len(x.dims) < 2:
         raise ShapeError(f"{call.kind} input {x} must have a batch and a channel axis")
-    if not is_float(x.dtype) and not (integers and x.dtype.kind in "iu"):
+    if not is_float(x.dtype) and not (integers and x.dtype in (INT8, UINT8)):
         raise ShapeError(f"{call.kind} input is {x}; that element type is not allowed")
     return x
 

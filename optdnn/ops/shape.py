@@ -23,6 +23,7 @@ from optdnn.ops.base import (
     OpDef,
     Ref,
     Result,
+    Tol,
     ToOnnx,
     Traits,
     known_array,
@@ -113,23 +114,20 @@ def reshaped(dims: Shape, target: Sequence[DimLike], allowzero: bool = False) ->
     holes = [i for i, d in enumerate(out) if d == -1]
     if len(holes) > 1:
         raise ShapeError(f"{what}: more than one -1")
-    # Equal dimensions cancel first, so that only what really changes is divided.
-    left, right = list(dims), [d for d in out if d != -1]
-    for d in tuple(right):
-        if d in left and d != 0:
-            left.remove(d)
-            right.remove(d)
-    have, want = product(left), product(right)
     if not holes:
-        low, high = bounds(have - want)
+        low, high = bounds(product(dims) - product(out))
         if low > 0 or high < 0:
             raise ShapeError(f"{what}: {product(dims)} elements against {product(out)}")
         return tuple(out)
+    # Equal dimensions cancel first, so that only what really changes is divided (and an empty batch stays empty).
+    left, right = list(dims), [d for d in out if d != -1]
+    for d in tuple(right):
+        if d in left:
+            left.remove(d)
+            right.remove(d)
+    have, want = product(left), product(right)
     if want == 0:
-        if have != 0 or allowzero:
-            raise ShapeError(f"{what}: -1 beside an empty dimension")
-        out[holes[0]] = 0
-        return tuple(out)
+        raise ShapeError(f"{what}: -1 beside an empty dimension could be anything")
     rest = mod(have, want)
     if isinstance(rest, int) and rest != 0:
         raise ShapeError(f"{what}: {have} is not a multiple of {want}")
@@ -292,8 +290,9 @@ def define_shape_op(
     onnx: dict[str, FromOnnx] | None = None,
     to_onnx: ToOnnx | None = None,
     traits: Traits = Traits(movement=True),  # noqa: B008 - frozen
+    tol: Tol = EXACT,
 ) -> OpDef:
-    """An operator that computes nothing: exact, free, and (unless ``traits`` say otherwise) pure data movement."""
+    """An operator that computes nothing: free, and unless ``tol`` and ``traits`` say otherwise exact data movement."""
     return OpDef(
         kind,
         with_values(infer, symbolic),
@@ -302,7 +301,7 @@ def define_shape_op(
         onnx={kind: simple_import(kind, read_attrs(attrs))} if onnx is None else onnx,
         to_onnx=to_onnx,
         cost=free,
-        tol=EXACT,
+        tol=tol,
         traits=traits,
     )
 

@@ -24,8 +24,14 @@ def _reshape(x: Array, shape: Array, allowzero: bool) -> tuple[Array, ...]:
             raise ValueError(f"the target shape {dims} copies a dimension that operand 0 lacks")
         dims = [x.shape[i] if d == 0 else d for i, d in enumerate(dims)]
     if -1 in dims:
-        rest = math.prod(d for d in dims if d != -1)
-        dims[dims.index(-1)] = x.size // rest if rest else 0
+        left, right = list(x.shape), [d for d in dims if d != -1]
+        for d in tuple(right):  # an empty batch stays empty, and tells nothing of the dimension that is asked for
+            if d in left:
+                left.remove(d)
+                right.remove(d)
+        if 0 in right:
+            raise ValueError(f"-1 beside an empty dimension in the target shape {dims} could be anything")
+        dims[dims.index(-1)] = math.prod(left) // math.prod(right)
     return (x.reshape(dims),)
 
 

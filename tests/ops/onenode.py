@@ -15,9 +15,9 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from optdnn.dim import symbol
-from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import Attrs, NodeSpec, Tol
-from optdnn.ops.fused import plain_attrs
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.base import Attrs, Call, NodeSpec, Result, Tol
+from optdnn.ops.fused import flops, plain_attrs
 from optdnn.ops.table import IMPORTERS, OPDEFS
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array, TensorType, evaluate_shape
@@ -64,19 +64,29 @@ class Case:
         return {n: x for i, (n, x) in enumerate(zip(self.names, self.inputs, strict=True))
                 if x is not None and i not in self.constants}  # fmt: skip
 
+    @property
+    def node(self) -> onnx.NodeProto:
+        return helper.make_node(self.op, self.names, self._outs, name="node", **self.attrs)
+
+    @property
+    def _outs(self) -> list[str]:
+        return [f"y{i}" for i in range(self.outputs)]
+
     def model(self) -> onnx.ModelProto:
-        outs = [f"y{i}" for i in range(self.outputs)]
-        node = helper.make_node(self.op, self.names, outs, name="node", **self.attrs)
 
         def info(name: str, x: Array) -> onnx.ValueInfoProto:
             return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
 
         graph = helper.make_graph(
-            [node],
+            [self.node],
             "one",
             [info(n, x) for n, x in self.fed.items()],
-            [onnx.ValueInfoProto(name=n) for n in outs],
-            [numpy_helper.from_array(x, f"x{i}") for i, x in enumerate(self.inputs) if i in self.constants],
+            [onnx.ValueInfoProto(name=n) for n in self._outs],
+            [
+                numpy_helper.from_array(x, f"x{i}")
+                for i, x in enumerate(self.inputs)
+                if i in self.constants and x is not None
+            ],
         )
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)])
         model.ir_version = min(10, model.ir_version)
@@ -97,7 +107,7 @@ def import_case(case: Case, symbolic: Mapping[int, Sequence[int]] | None = None)
             axes = [a % x.ndim for a in (symbolic or {}).get(i, ())]
             shape = tuple(symbol(f"d{d}", 1) if a in axes else d for a, d in enumerate(x.shape))
             refs.append(graph.add_input(name, TensorType(x.dtype, shape)))
-    node = case.model().graph.node[0]
+    node = case.node
     spec = NodeSpec(
         node.op_type, node.domain, case.opset, node.name, tuple(refs), tuple(node.output), _attributes(node)
     )
@@ -213,3 +223,11 @@ def assert_close(actual: Array, expected: Array, tol: Tol, what: str = "") -> No
 def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Array:
     """Seeded standard-normal values."""
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def op_flops(graph: Graph, op: Op) -> float:
+    """Arithmetic of one op by its own cost function."""
+    types = tuple(None if v is None else graph.type(v) for v in op.inputs)
+    values = tuple(graph.known(v) for v in op.inputs)
+    call = Call(op.kind, op.attrs, types, values, len(op.outputs), symbol)
+    return flops(call, Result(tuple(o.type for o in op.outputs)))

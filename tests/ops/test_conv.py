@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from onenode import Case, check_case, import_case, normal
+from onenode import Case, check_case, import_case, normal, op_flops
 
 from optdnn.dim import symbol
 from optdnn.errors import ShapeError
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import Tol
 from optdnn.ops.conv import ConvAttrs, resolved
-from optdnn.ops.table import OPDEFS
 from optdnn.runtime.reference import conv as kernels
 from optdnn.types import tensor
 
@@ -160,16 +159,7 @@ def test_types_must_agree() -> None:
 
 
 def test_cost_counts_a_multiply_add_as_two() -> None:
-    (op,) = import_case(Case("Conv", [normal(2, 4, 8, 8), normal(6, 2, 3, 3), normal(6)], {"group": 2})).of_kind("Conv")
-    assert _flops(op, [(2, 4, 8, 8), (6, 2, 3, 3), (6,)]) == 2 * (2 * 6 * 6 * 6) * (2 * 9) + 2 * 6 * 6 * 6
-    (op,) = import_case(Case("ConvTranspose", [normal(2, 4, 8, 8), normal(4, 3, 3, 3)])).of_kind("ConvTranspose")
-    assert _flops(op, [(2, 4, 8, 8), (4, 3, 3, 3)]) == 2 * (2 * 4 * 8 * 8) * (3 * 9)
-
-
-def _flops(op: object, shapes: list[tuple[int, ...]]) -> float:
-    from optdnn.ops.base import Call, Result
-
-    types = tuple(tensor(np.float32, *s) for s in shapes)
-    call = Call(op.kind, op.attrs, types, (None,) * len(types), 1, symbol)
-    cost = OPDEFS[op.kind].cost
-    return cost(call, Result(tuple(o.type for o in op.outputs))).flops
+    graph = import_case(Case("Conv", [normal(2, 4, 8, 8), normal(6, 2, 3, 3), normal(6)], {"group": 2}))
+    assert op_flops(graph, graph.of_kind("Conv")[0]) == 2 * (2 * 6 * 6 * 6) * (2 * 9) + 2 * 6 * 6 * 6
+    graph = import_case(Case("ConvTranspose", [normal(2, 4, 8, 8), normal(4, 3, 3, 3)]))
+    assert op_flops(graph, graph.of_kind("ConvTranspose")[0]) == 2 * (2 * 4 * 8 * 8) * (3 * 9)

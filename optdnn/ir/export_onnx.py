@@ -1,0 +1,397 @@
+"""A graph as ONNX: for other runtimes, for ``--emit-onnx``, and to check every pass on ONNX Runtime.
+
+Each op is written by its ``OpDef.to_onnx`` (by default: a node of its kind whose attributes are its fields); fused stages
+become nodes of their own. What the asked-for opset cannot express is a typed error that names the ops.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.defs
+import onnx.helper
+from onnx import AttributeProto, TensorProto
+
+from optdnn.errors import InternalError, UnsupportedError, UnsupportedNode, UsageError
+from optdnn.ir.graph import Graph, Op, Value, infer
+from optdnn.ops.base import FusedAttrs, Unsupported, onnx_number
+from optdnn.ops.fused import export_op, export_stages, infer_stages
+from optdnn.types import INT64, Array, TensorType
+
+DEFAULT_OPSET = 21
+EXTERNAL_FROM_BYTES = 1024
+"""Constants of more bytes than this leave the protobuf when weights are external."""
+_ALIGNMENT = 64
+_PROTOBUF_LIMIT = (1 << 31) - (1 << 20)
+_SHOWN_NAMES = 4
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """An ONNX model. ``weights`` are the constants that are not in ``proto``, by name; ``nodes`` maps each node's name to
+    the names of the ONNX nodes it came from."""
+
+    proto: onnx.ModelProto
+    weights: dict[str, Array] = field(default_factory=dict)
+    nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The serialized protobuf, the same for the same graph. Raises UsageError where it would exceed 2 GiB."""
+        if self.proto.ByteSize() > _PROTOBUF_LIMIT:
+            raise UsageError("the model is larger than a protobuf may be (2 GiB)", hint="export with external weights")
+        return bytes(self.proto.SerializeToString(deterministic=True))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file, and ``<path>.data`` beside it where weights are external."""
+        path = Path(path)
+        if self.weights:
+            declared = {t.name: t for t in self.proto.graph.initializer if t.data_location == TensorProto.EXTERNAL}
+            if declared.keys() != self.weights.keys():
+                raise UsageError("a model whose weights are inputs cannot be saved as a file of its own")
+            with open(f"{path}.data", "wb") as file:
+                for name, array in self.weights.items():
+                    file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+                    _declare_external(declared[name], f"{path.name}.data", file.tell(), array.nbytes)
+                    file.write(_little_endian(array).data)
+        path.write_bytes(self.to_bytes())
+
+
+def export_model(
+    graph: Graph,
+    opset: int = DEFAULT_OPSET,
+    *,
+    external_weights: bool = False,
+    weights_as_inputs: bool = False,
+) -> ExportedModel:
+    """Write ``graph`` as ONNX at ``opset``; inputs, outputs and symbolic dimensions keep their names.
+
+    ``external_weights`` leaves constants of more than 1 KiB out of the protobuf, declared as initializers with external
+    data (ONNX Runtime: ``SessionOptions.add_external_initializers``); ``weights_as_inputs`` declares them as inputs of the
+    graph instead (OpenVINO: its Parameters are replaced by constants that share memory). int64 constants always stay in,
+    since shapes are made of them.
+
+    Raises UnsupportedError listing every op that the opset cannot express.
+    """
+    if external_weights and weights_as_inputs:
+        raise UsageError("weights are either external or inputs, not both")
+    newest = onnx.defs.onnx_opset_version()
+    if not 7 <= opset <= newest:
+        raise UnsupportedError(f"ONNX opset {opset} cannot be written; 7 to {newest} can")
+    return _Exporter(graph, opset).run(external_weights, weights_as_inputs)
+
+
+class _Exporter:
+    """Implements ``ops.base.Export``."""
+
+    def __init__(self, graph: Graph, opset: int):
+        self.graph, self.opset = graph, opset
+        self.nodes: list[onnx.NodeProto] = []
+        self.provenance: dict[str, tuple[str, ...]] = {}
+        self._types: dict[str, TensorType] = {}
+        self._constants: dict[str, Array] = {}
+        self._small: dict[tuple[Any, ...], str] = {}
+        self._taken: set[str] = set()
+        self._node_names: set[str] = set()
+        self._domains: set[str] = set()
+        self._op: Op | None = None
+
+    # ------------------------------------------------------------------ ops.base.Export
+
+    def node(
+        self, op_type: str, inputs: Sequence[str], outputs: int = 1, *, domain: str = "", **attrs: Any
+    ) -> tuple[str, ...]:
+        op = self._op
+        assert op is not None
+        names = list(inputs)
+        while names and not names[-1]:
+            names.pop()
+        made = onnx.NodeProto(op_type=op_type, domain=domain, input=names)
+        results = tuple(self._fresh(f"{op.outputs[0].name}/{op_type}") for _ in range(outputs))
+        made.output.extend(results)
+        made.name = self._node_name(op, op_type)
+        made.attribute.extend(node_attributes(op_type, domain, self.opset, attrs, len(names)))
+        self._domains.add(domain)
+        self.nodes.append(made)
+        return results
+
+    def const(self, value: Array, hint: str = "c") -> str:
+        value = np.asarray(value)
+        key = (value.dtype, value.shape, value.tobytes()) if value.nbytes <= EXTERNAL_FROM_BYTES else None
+        if key is not None and key in self._small:
+            return self._small[key]
+        name = self._fresh(f"const/{hint}")
+        self._constants[name] = value
+        self._types[name] = TensorType(value.dtype, value.shape)
+        if key is not None:
+            self._small[key] = name
+        return name
+
+    def type(self, name: str) -> TensorType:
+        try:
+            return self._types[name]
+        except KeyError:
+            raise InternalError(f"the type of {name!r} is not known while exporting") from None
+
+    def value(self, name: str) -> Array | None:
+        return self._constants.get(name)
+
+    # ------------------------------------------------------------------ names
+
+    def _fresh(self, hint: str) -> str:
+        name, k = hint, 1
+        while name in self._taken:
+            name, k = f"{hint}_{k}", k + 1
+        self._taken.add(name)
+        return name
+
+    def _node_name(self, op: Op, op_type: str) -> str:
+        src = sorted(op.src)
+        base = " + ".join(src[:_SHOWN_NAMES]) or op.outputs[0].name
+        if len(src) > _SHOWN_NAMES:
+            base += f" + {len(src) - _SHOWN_NAMES} more"
+        name, k = base, 1
+        while name in self._node_names:
+            name, k = f"{base}/{op_type}" + (f"_{k}" if k > 1 else ""), k + 1
+        self._node_names.add(name)
+        self.provenance[name] = tuple(src)
+        return name
+
+    def _value_names(self) -> dict[Value, str]:
+        """ONNX names: inputs and outputs have theirs for certain; the rest keep their own where it is free."""
+        graph, names = self.graph, {}
+        for i in graph.inputs:
+            names[Value(i)] = graph.op(i).outputs[0].name
+        for i in graph.outputs:
+            source, wanted = graph.op(i).inputs[0], graph.op(i).outputs[0].name
+            assert source is not None
+            if source not in names and graph.op(source).kind != "Constant":
+                names[source] = wanted
+        self._taken = {graph.op(i).outputs[0].name for i in (*graph.inputs, *graph.outputs)}
+        for op in graph.order():
+            if op.kind != "Output":
+                for port, out in enumerate(op.outputs):
+                    value = Value(op.id, port)
+                    if value not in names:
+                        names[value] = self._fresh(out.name)
+                    self._types[names[value]] = out.type
+        return names
+
+    # ------------------------------------------------------------------ the graph
+
+    def run(self, external_weights: bool, weights_as_inputs: bool) -> ExportedModel:
+        graph, names = self.graph, self._value_names()
+        refused: list[UnsupportedNode] = []
+        for op in graph.order():
+            self._op = op
+            if op.kind == "Constant":
+                self._constants[names[op.value]] = op.attrs.value
+            elif op.kind == "Output":
+                source, wanted = op.inputs[0], op.outputs[0].name
+                assert source is not None
+                if names[source] != wanted:
+                    self._name_results(len(self.nodes), self.node("Identity", [names[source]]), [wanted])
+            elif op.kind != "Input":
+                try:
+                    self._export(op, names)
+                except (Unsupported, UnsupportedError) as error:
+                    reason = error.message if isinstance(error, UnsupportedError) else str(error)
+                    refused.append(UnsupportedNode(op.name, op.kind, "", self.opset, reason))
+        if refused:
+            raise UnsupportedError(f"{len(refused)} ops cannot be written in ONNX opset {self.opset}:", refused)
+        return self._model(external_weights, weights_as_inputs)
+
+    def _export(self, op: Op, names: Mapping[Value, str]) -> None:
+        inputs = ["" if v is None else names[v] for v in op.inputs]
+        start, attrs = len(self.nodes), op.attrs
+        if isinstance(attrs, FusedAttrs):
+            results = self._export_fused(op, attrs, inputs)
+        else:
+            results = export_op(op.kind, attrs, inputs, len(op.outputs), self)
+        self._name_results(start, results, [names[Value(op.id, i)] for i in range(len(op.outputs))])
+
+    def _export_fused(self, op: Op, attrs: FusedAttrs, inputs: list[str]) -> Sequence[str]:
+        """The kind's own node between the nodes of its prologue and epilogue."""
+        arity = op.definition.arity
+        if arity is None:
+            raise InternalError(f"{op.kind} holds stages but has no arity")
+        types = [self.type(n) if n else None for n in inputs]
+        own = inputs[:arity]
+        if attrs.prologue:
+            first = types[0]
+            assert first is not None
+            own[0] = export_stages(attrs.prologue, own[0], first, inputs, self)
+            self._types[own[0]] = types[0] = infer_stages(attrs.prologue, first, types)
+        plain = replace(attrs, prologue=(), epilogue=())
+        results = list(export_op(op.kind, plain, own, len(op.outputs), self))
+        if attrs.epilogue:
+            known = [self._constants.get(n) if n else None for n in own]
+            t = infer(op.kind, plain, types[:arity], known, len(op.outputs), self.graph.fresh_symbol).types[0]
+            results[0] = export_stages(attrs.epilogue, results[0], t, inputs, self)
+        return results
+
+    def _name_results(self, start: int, results: Sequence[str], wanted: Sequence[str]) -> None:
+        """Let the nodes from ``start`` on call their results as wanted; a result that is an older value is copied."""
+        made = {x for n in self.nodes[start:] for x in n.output if x}
+        mapping: dict[str, str] = {}
+        for result, name in zip(results, wanted, strict=True):
+            if result in made and result not in mapping:
+                mapping[result] = name
+            else:
+                (copied,) = self.node("Identity", [result])
+                mapping[copied] = name
+        for n in self.nodes[start:]:
+            for field_ in (n.input, n.output):
+                for k, x in enumerate(field_):
+                    if x in mapping:
+                        field_[k] = mapping[x]
+
+    def _model(self, external_weights: bool, weights_as_inputs: bool) -> ExportedModel:
+        graph = self.graph
+        used = {x for n in self.nodes for x in n.input}
+        proto = onnx.GraphProto(name=graph.name, node=self.nodes)
+        weights: dict[str, Array] = {}
+        for i in graph.inputs:
+            out = graph.op(i).outputs[0]
+            proto.input.append(_value_info(out.name, out.type))
+        for name, array in self._constants.items():
+            if name not in used:
+                continue
+            large = array.nbytes > EXTERNAL_FROM_BYTES and array.dtype != INT64
+            if large and weights_as_inputs:
+                proto.input.append(_value_info(name, TensorType(array.dtype, array.shape)))
+                weights[name] = array
+            elif large and external_weights:
+                declared = TensorProto(name=name, data_type=onnx_number(array.dtype), dims=array.shape)
+                _declare_external(declared, "weights", sum(w.nbytes for w in weights.values()), array.nbytes)
+                proto.initializer.append(declared)
+                weights[name] = array
+            else:
+                proto.initializer.append(tensor_proto(array, name))
+        for i in graph.outputs:
+            out, source = graph.op(i).outputs[0], graph.op(i).inputs[0]
+            assert source is not None
+            proto.output.append(_value_info(out.name, graph.type(source)))
+        imports = [onnx.helper.make_opsetid("", self.opset)]
+        imports += [onnx.helper.make_opsetid(d, 1) for d in sorted(self._domains - {""})]
+        model = onnx.ModelProto(
+            ir_version=onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True),
+            producer_name="optdnn",
+            graph=proto,
+            opset_import=imports,
+        )
+        return ExportedModel(model, weights, self.provenance)
+
+
+# ---------------------------------------------------------------- protobuf
+
+
+@lru_cache(maxsize=4096)
+def _schema(op_type: str, domain: str, opset: int) -> Any:
+    try:
+        return onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
+    except onnx.defs.SchemaError:
+        return None
+
+
+def node_attributes(
+    op_type: str, domain: str, opset: int, attrs: Mapping[str, Any], operands: int
+) -> list[AttributeProto]:
+    """Attributes in the types that the operator's schema at ``opset`` gives them; None is left off.
+
+    An attribute that this opset does not know is left off where it has the default of the newest opset, because it means
+    nothing then. Raises Unsupported for any other, and for an operator or a number of operands that it does not know.
+    """
+    known = _schema(op_type, domain, opset)
+    if known is None and domain == "":
+        raise Unsupported(f"there is no {op_type} in it")
+    if known is not None and known.deprecated:
+        raise Unsupported(f"{op_type} was removed from it")
+    if known is not None and operands > known.max_input:
+        raise Unsupported(f"{op_type} has only {known.max_input} operands there")
+    out = []
+    for name, value in attrs.items():
+        if value is None:
+            continue
+        kind = None
+        if known is not None:
+            declared = known.attributes.get(name)
+            if declared is None:
+                if _is_default(op_type, domain, name, value):
+                    continue
+                raise Unsupported(f"attribute {name}={value!r} of {op_type} does not exist in it")
+            kind = declared.type
+        out.append(_attribute(name, value, kind))
+    return out
+
+
+def _is_default(op_type: str, domain: str, name: str, value: Any) -> bool:
+    newest = _schema(op_type, domain, onnx.defs.onnx_opset_version())
+    declared = None if newest is None else newest.attributes.get(name)
+    if declared is None or not declared.default_value.name:
+        return False
+    default = onnx.helper.get_attribute_value(declared.default_value)
+    if isinstance(default, bytes):
+        default = default.decode()
+    plain = int(value) if isinstance(value, (bool, np.bool_)) else list(value) if isinstance(value, tuple) else value
+    return bool(plain == default)
+
+
+_TYPES = onnx.defs.OpSchema.AttrType
+
+
+def _attribute(name: str, value: Any, kind: Any) -> AttributeProto:
+    if isinstance(value, np.dtype):
+        value = onnx_number(value)
+    if isinstance(value, np.ndarray) and kind in (None, _TYPES.TENSOR):
+        return AttributeProto(name=name, type=AttributeProto.TENSOR, t=tensor_proto(value, ""))
+    if kind is None:
+        return onnx.helper.make_attribute(name, int(value) if isinstance(value, bool) else value)
+    if kind == _TYPES.INT:
+        return AttributeProto(name=name, type=AttributeProto.INT, i=int(value))
+    if kind == _TYPES.FLOAT:
+        return AttributeProto(name=name, type=AttributeProto.FLOAT, f=float(value))
+    if kind == _TYPES.STRING:
+        return AttributeProto(name=name, type=AttributeProto.STRING, s=str(value).encode())
+    if kind == _TYPES.INTS:
+        return AttributeProto(name=name, type=AttributeProto.INTS, ints=[int(v) for v in value])
+    if kind == _TYPES.FLOATS:
+        return AttributeProto(name=name, type=AttributeProto.FLOATS, floats=[float(v) for v in value])
+    if kind == _TYPES.STRINGS:
+        return AttributeProto(name=name, type=AttributeProto.STRINGS, strings=[str(v).encode() for v in value])
+    raise InternalError(f"attribute {name!r} of type {kind} cannot be written")
+
+
+def tensor_proto(array: Array, name: str) -> TensorProto:
+    """An array as a TensorProto with raw data."""
+    t = TensorProto(name=name, data_type=onnx_number(array.dtype), dims=array.shape)
+    t.raw_data = _little_endian(array).tobytes()
+    return t
+
+
+def _little_endian(array: Array) -> Array:
+    """The array's bytes as the file wants them, flat."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if sys.byteorder == "big" and array.dtype.itemsize > 1:
+        part = array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1)
+        return np.ascontiguousarray(flat.view(np.uint8).reshape(-1, part)[:, ::-1]).reshape(-1)
+    return flat.view(np.uint8)
+
+
+def _declare_external(t: TensorProto, location: str, offset: int, length: int) -> None:
+    t.data_location = TensorProto.EXTERNAL
+    del t.external_data[:]
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        t.external_data.add(key=key, value=str(value))
+
+
+def _value_info(name: str, t: TensorType) -> onnx.ValueInfoProto:
+    shape = None if t.shape is None else [d if isinstance(d, int) else str(d) for d in t.shape]
+    return onnx.helper.make_tensor_value_info(name, onnx_number(t.dtype), shape)

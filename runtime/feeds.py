@@ -1,0 +1,38 @@
+"""Seeded random inputs for an engine, where the user gives none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from optdnn.errors import UsageError
+from optdnn.types import Array, TensorSpec, is_float
+
+
+def random_feeds(
+    inputs: Sequence[TensorSpec], *, seed: int = 0, sizes: Mapping[str, int] | None = None, default: int = 1
+) -> dict[str, Array]:
+    """An array per input: standard normal floats, integers of 0 to 7, booleans; the same for the same seed.
+
+    A symbolic dimension takes its size from ``sizes``, else ``default``. Raises UsageError for a size of no symbol.
+    """
+    rng = np.random.default_rng(seed)
+    sizes = dict(sizes or {})
+    symbols = {d for s in inputs for d in s.shape if isinstance(d, str)}
+    if unknown := sorted(sizes.keys() - symbols):
+        raise UsageError(
+            f"no input has a dimension {', '.join(unknown)}; there are {', '.join(sorted(symbols)) or 'none'}"
+        )
+    feeds: dict[str, Array] = {}
+    for spec in inputs:
+        shape = tuple(d if isinstance(d, int) else sizes.get(d, default) for d in spec.shape)
+        if is_float(spec.dtype):
+            feeds[spec.name] = rng.standard_normal(shape).astype(spec.dtype)
+        elif spec.dtype.kind == "b":
+            feeds[spec.name] = rng.integers(0, 2, shape).astype(np.bool_)
+        elif spec.dtype.kind == "c":
+            feeds[spec.name] = (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(spec.dtype)
+        else:
+            feeds[spec.name] = rng.integers(0, 8, shape).astype(spec.dtype)
+    return feeds

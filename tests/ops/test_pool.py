@@ -1,0 +1,187 @@
+"""Pools against ONNX Runtime and against a direct transcription of the definition; inference; every refusal."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from onenode import Case, check_case, import_case, normal, op_flops, run
+
+from optdnn.errors import RunError, ShapeError
+from optdnn.ir.graph import Graph
+from optdnn.ops.base import EXACT
+from optdnn.ops.pool import MaxUnpoolAttrs
+from optdnn.types import INT64, tensor
+
+Json = dict[str, Any]
+
+GEOMETRIES: list[tuple[tuple[int, ...], Json]] = [
+    ((2, 3, 8, 9), {"kernel_shape": [2, 3]}),
+    ((2, 3, 8, 9), {"kernel_shape": [3, 2], "strides": [2, 3], "pads": [1, 0, 2, 1]}),
+    ((2, 3, 8, 9), {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1], "ceil_mode": 1}),
+    ((1, 2, 7, 6), {"kernel_shape": [2, 2], "strides": [3, 4], "ceil_mode": 1}),
+    # ceil_mode would start a window in the end padding here; it is dropped.
+    ((1, 2, 5, 5), {"kernel_shape": [2, 2], "strides": [2, 2], "pads": [0, 0, 1, 1], "ceil_mode": 1}),
+    ((2, 3, 12), {"kernel_shape": [3], "strides": [2], "pads": [1, 1]}),
+    ((1, 2, 5, 6, 7), {"kernel_shape": [2, 3, 2], "strides": [1, 2, 2], "pads": [0, 1, 1, 1, 1, 0]}),
+    ((2, 3, 8, 9), {"kernel_shape": [3, 4], "strides": [2, 3], "auto_pad": "SAME_UPPER"}),
+    ((2, 3, 8, 9), {"kernel_shape": [2, 4], "strides": [1, 3], "auto_pad": "SAME_LOWER"}),
+    ((2, 3, 8, 9), {"kernel_shape": [3, 2], "strides": [2, 2], "auto_pad": "VALID"}),
+]
+DILATED: list[tuple[tuple[int, ...], Json]] = [
+    ((2, 3, 9, 11), {"kernel_shape": [2, 3], "dilations": [3, 2]}),
+    ((2, 3, 9, 11), {"kernel_shape": [3, 3], "dilations": [2, 2], "strides": [2, 3], "pads": [2, 1, 2, 1]}),
+    ((1, 2, 9, 10), {"kernel_shape": [2, 2], "dilations": [2, 3], "strides": [2, 2], "ceil_mode": 1}),
+]
+
+
+def _spatial(x: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    return {0: (0, *range(2, len(x)))}
+
+
+@pytest.mark.parametrize(("x", "attrs"), GEOMETRIES + DILATED)
+@pytest.mark.parametrize("order", [0, 1])
+def test_max_pool_with_indices(x: tuple[int, ...], attrs: Json, order: int) -> None:
+    attrs = {**attrs, "storage_order": order}
+    check_case(Case("MaxPool", [normal(*x)], attrs, opset=12, outputs=2), symbolic=_spatial(x), tol=EXACT)
+    check_case(Case("MaxPool", [normal(*x)], attrs, opset=12), symbolic=_spatial(x), tol=EXACT)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_max_pool_of_integers(dtype: Any) -> None:
+    x = np.random.default_rng(0).integers(-100 if dtype == np.int8 else 0, 100, (2, 3, 8, 9)).astype(dtype)
+    attrs = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
+    check_case(Case("MaxPool", [x], attrs))
+
+
+def test_max_pool_indices_of_equal_values_name_the_first() -> None:
+    x = np.zeros((1, 1, 4, 4), np.float32)
+    check_case(Case("MaxPool", [x], {"kernel_shape": [2, 2], "strides": [2, 2]}, outputs=2), tol=EXACT)
+    below = np.full((1, 1, 3, 3), -np.inf, np.float32)  # padding must not win against minus infinity
+    attrs = {"kernel_shape": [2, 2], "pads": [1, 1, 1, 1]}
+    case = Case("MaxPool", [below], attrs, outputs=2)
+    _, where = run(import_case(case), case.fed)
+    assert where.min() >= 0
+
+
+@pytest.mark.parametrize(("x", "attrs"), GEOMETRIES)
+@pytest.mark.parametrize("include", [0, 1])
+def test_average_pool(x: tuple[int, ...], attrs: Json, include: int) -> None:
+    case = Case("AveragePool", [normal(*x)], {**attrs, "count_include_pad": include}, opset=10)
+    check_case(case, [_pooled(case, include, np.mean)], symbolic=_spatial(x))
+    if not attrs.get("ceil_mode"):  # ONNX Runtime counts what ceil_mode adds in some releases
+        check_case(case)
+
+
+@pytest.mark.parametrize(("x", "attrs"), DILATED)
+@pytest.mark.parametrize("include", [0, 1])
+def test_dilated_average_pool(x: tuple[int, ...], attrs: Json, include: int) -> None:
+    case = Case("AveragePool", [normal(*x)], {**attrs, "count_include_pad": include}, opset=19)
+    check_case(case, [_pooled(case, include, np.mean)], symbolic=_spatial(x))
+
+
+@pytest.mark.parametrize(("x", "attrs"), GEOMETRIES + DILATED)
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_lp_pool(x: tuple[int, ...], attrs: Json, p: int) -> None:
+    case = Case("LpPool", [normal(*x)], {**attrs, "p": p}, opset=18)
+    expected = _pooled(case, 1, lambda w: (np.abs(w) ** p).sum() ** (1 / p))
+    check_case(case, [expected], symbolic=_spatial(x))
+    if not attrs.get("ceil_mode"):
+        check_case(case)
+
+
+def _pooled(case: Case, include: int, reduce: Any) -> np.ndarray:
+    """The definition, element by element, with the pads and sizes that import resolved."""
+    x, a = case.inputs[0], import_case(case).of_kind(case.op)[0].attrs
+    out = [int(d) for d in import_case(case).of_kind(case.op)[0].outputs[0].type.static_shape[2:]]
+    rank = len(out)
+    y = np.zeros((*x.shape[:2], *out))
+    for at in itertools.product(*map(range, out)):
+        picked = []
+        for i, o in enumerate(at):
+            taps = o * a.strides[i] - a.pads[i] + np.arange(a.kernel_shape[i]) * a.dilations[i]
+            low, high = (-a.pads[i], x.shape[2 + i] + a.pads[rank + i]) if include else (0, x.shape[2 + i])
+            picked.append([t for t in taps if low <= t < high])
+        for n, c in itertools.product(*map(range, x.shape[:2])):
+            window = [
+                float(x[(n, c, *t)]) if all(0 <= v < s for v, s in zip(t, x.shape[2:], strict=True)) else 0.0
+                for t in itertools.product(*picked)
+            ]
+            y[(n, c, *at)] = reduce(np.array(window))
+    return y.astype(x.dtype)
+
+
+@pytest.mark.parametrize("kind", ["GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool"])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 5, 6), (2, 3, 4, 5, 6)])
+def test_global_pools(kind: str, shape: tuple[int, ...]) -> None:
+    check_case(Case(kind, [normal(*shape)], opset=21), symbolic=_spatial(shape))
+    if kind == "GlobalLpPool":
+        check_case(Case(kind, [normal(*shape)], {"p": 3}, opset=21))
+
+
+def test_separable_passes_are_exact_in_float64() -> None:
+    x = normal(1, 2, 20, 20, dtype=np.float64)
+    case = Case("AveragePool", [x], {"kernel_shape": [7, 5], "pads": [3, 2, 3, 2]}, opset=19)
+    check_case(case, [_pooled(case, 0, np.mean)])
+
+
+def test_max_unpool_inverts_max_pool() -> None:
+    x = normal(2, 3, 6, 8)
+    pooled = Case("MaxPool", [x], {"kernel_shape": [2, 2], "strides": [2, 2]}, outputs=2)
+    values, where = run(import_case(pooled), pooled.fed)
+    attrs = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    check_case(Case("MaxUnpool", [values, where], attrs), symbolic={0: (0, 2, 3), 1: (0, 2, 3)})
+    larger = np.array([2, 3, 7, 9])
+    graph = check_case(Case("MaxUnpool", [values, where, larger], attrs, constants=[2]), "reference")
+    assert graph.of_kind("MaxUnpool")[0].outputs[0].type.shape == (2, 3, 7, 9)
+    known_later = import_case(Case("MaxUnpool", [values, where, larger], attrs))
+    assert not known_later.of_kind("MaxUnpool")[0].outputs[0].type.is_static
+
+
+def test_max_unpool_refuses_bad_indices_and_shapes() -> None:
+    x, where = np.ones((1, 1, 2, 2), np.float32), np.array([0, 2, 8, 99]).reshape(1, 1, 2, 2)
+    attrs = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    case = Case("MaxUnpool", [x, where], attrs)
+    with pytest.raises(RunError, match="outside of the unpooled shape"):
+        run(import_case(case), case.fed)
+    case = Case("MaxUnpool", [x, where % 16, np.array([1, 1, 3, 4])], attrs)
+    with pytest.raises(RunError, match="is smaller than"):
+        run(import_case(case), case.fed)
+    with pytest.raises(ShapeError, match="is smaller than"):
+        import_case(Case("MaxUnpool", case.inputs, attrs, constants=[2]))
+    g = Graph()
+    a, b = g.add_input("a", tensor(np.float32, 1, 1, 2, 2)), g.add_input("b", tensor(np.int32, 1, 1, 2, 2))
+    c = g.add_input("c", tensor(INT64, 1, 1, 2, 3))
+    with pytest.raises(ShapeError, match="must be int64"):
+        g.add("MaxUnpool", [a, b], MaxUnpoolAttrs((2, 2), (2, 2), (0,) * 4))
+    with pytest.raises(ShapeError, match="different shapes"):
+        g.add("MaxUnpool", [a, c], MaxUnpoolAttrs((2, 2), (2, 2), (0,) * 4))
+
+
+@pytest.mark.parametrize(
+    ("op", "x", "attrs", "message"),
+    [
+        ("MaxPool", np.zeros((1, 1, 4, 4), np.float32), {}, "needs attribute 'kernel_shape'"),
+        ("MaxPool", np.zeros((1, 1, 4, 4), np.float32), {"kernel_shape": [2]}, "kernel_shape has 1"),
+        ("MaxPool", np.zeros((1, 1, 4, 4), np.float32), {"kernel_shape": [0, 2]}, "must be positive"),
+        ("MaxPool", np.zeros((1, 1, 4, 4), np.float32), {"kernel_shape": [5, 2]}, "does not fit"),
+        ("MaxPool", np.zeros((1, 1, 4, 4), np.float32), {"kernel_shape": [2, 2], "pads": [1, 1]}, "pads has 2"),
+        ("MaxPool", np.zeros((1, 1, 4, 4), np.int32), {"kernel_shape": [2, 2]}, "element type is not allowed"),
+        ("AveragePool", np.zeros((1, 1, 4, 4), np.int8), {"kernel_shape": [2, 2]}, "element type is not allowed"),
+        ("GlobalMaxPool", np.zeros((4,), np.float32), {}, "a batch and a channel axis"),
+    ],
+)
+def test_contradictions_are_refused(op: str, x: Any, attrs: Json, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        import_case(Case(op, [x], attrs))
+
+
+def test_cost() -> None:
+    graph = import_case(Case("MaxPool", [normal(1, 2, 4, 4)], {"kernel_shape": [2, 2], "strides": [2, 2]}))
+    assert op_flops(graph, graph.of_kind("MaxPool")[0]) == 4 * 2 * 4
+    graph = import_case(Case("AveragePool", [normal(1, 2, 4, 4)], {"kernel_shape": [2, 2], "strides": [2, 2]}))
+    assert op_flops(graph, graph.of_kind("AveragePool")[0]) == 5 * 2 * 4
+    graph = import_case(Case("GlobalAveragePool", [normal(1, 2, 4, 4)]))
+    assert op_flops(graph, graph.of_kind("GlobalAveragePool")[0]) == 32
