@@ -1,7 +1,7 @@
 """What both CPU libraries have in common: the settings of a compiled model, and the model's interface.
 
 A library model is made from ONNX bytes without weights plus the weights as arrays (possibly memory-mapped); neither library
-copies them. It is immutable and may be shared by threads; each thread makes its own :class:`Request`.
+copies them. It is immutable and may be shared by threads; each thread makes its own session.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
 
-from optdnn.errors import MissingDependency
+from optdnn.errors import EngineError, MissingDependency
+from optdnn.runtime.executor import LoadOptions, Session
+from optdnn.runtime.program import Program, Step
 from optdnn.types import Array
 
 
@@ -27,19 +29,49 @@ class Settings:
         return {"threads": self.threads, "precision": self.precision}
 
 
-class Request(Protocol):
-    """One thread's state of a model."""
-
-    def run(self, inputs: Sequence[Array], outs: Sequence[Array | None]) -> list[Array]:
-        """Run once. ``outs[i]``, where given, is the C-contiguous buffer that output i must be written to."""
-
-
 class LibraryModel(Protocol):
-    """A compiled model. ``executed`` counts the operators that ran in each precision, as the library reports them."""
+    """A model that a library has compiled; an :class:`~optdnn.runtime.executor.Executor` besides."""
 
-    def request(self) -> Request: ...
+    @property
+    def aliases(self) -> bool: ...
 
-    def executed(self) -> Mapping[str, int]: ...
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+
+    def session(self) -> Session: ...
+
+
+class MakeModel(Protocol):
+    """How each library's model is made; see ``OpenVinoModel`` and ``OnnxRuntimeModel``."""
+
+    def __call__(
+        self,
+        model: bytes,
+        weights: Mapping[str, Array],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        settings: Settings,
+    ) -> LibraryModel: ...
+
+
+def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOptions) -> LibraryModel:
+    """Make a library step of an engine ready: its parameters are the number of the blob that holds the ONNX bytes, the
+    blobs of the weights by name, the names of inputs and outputs, and the settings."""
+    p = step.params
+    try:
+        threads = int(p["threads"]) if options.threads is None else options.threads
+        settings = Settings(threads, str(p["precision"]))
+        blobs = program.blobs
+        weights = {str(name): blobs[number] for name, number in p["weights"].items()}
+        model = blobs[p["model"]].tobytes()
+        inputs, outputs = [str(n) for n in p["inputs"]], [str(n) for n in p["outputs"]]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise EngineError(f"a {step.executor} step of the engine is malformed: {error!r}") from None
+    if len(inputs) != len(step.inputs) or len(outputs) != len(step.outputs):
+        raise EngineError(
+            f"a {step.executor} step of the engine names {len(inputs)} inputs for {len(step.inputs)} buffers"
+        )
+    return make(model, weights, inputs, outputs, settings)
 
 
 def library_module(name: str) -> ModuleType:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from optdnn.errors import RunError
-from optdnn.runtime.cpu.library import Settings, library_module
+from optdnn.runtime.cpu.library import Settings, library_module, prepare_step
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.program import Program, Step
 from optdnn.types import Array
 
 
@@ -37,6 +39,7 @@ class OnnxRuntimeModel:
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         self._inputs, self._outputs = list(inputs), list(outputs)
+        self._facts = {"library": self.name, "version": ort.__version__, **settings.to_plain()}
         # ONNX Runtime reads the arrays in place and does not own them: they must outlive the session.
         self._weights = dict(weights)
         try:
@@ -48,24 +51,27 @@ class OnnxRuntimeModel:
         except Exception as error:  # the binding raises its own unrelated classes
             raise RunError(f"onnxruntime does not take this network: {_first_line(error)}") from None
 
-    def request(self) -> _OnnxRuntimeRequest:
-        return _OnnxRuntimeRequest(self)
+    aliases = False
 
-    def executed(self) -> dict[str, int]:
+    @property
+    def facts(self) -> dict[str, Any]:
         """ONNX Runtime computes each operator in the types of its operands; it casts nothing on its own."""
-        return {}
+        return dict(self._facts)
+
+    def session(self) -> _OnnxRuntimeSession:
+        return _OnnxRuntimeSession(self)
 
 
-class _OnnxRuntimeRequest:
+class _OnnxRuntimeSession:
     def __init__(self, model: OnnxRuntimeModel):
         self._model = model
         self._session = model._session
         self._names, self._outputs = model._inputs, model._outputs
         self._ort = library_module("onnxruntime")
 
-    def run(self, inputs: Sequence[Array], outs: Sequence[Array | None]) -> list[Array]:
+    def run(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> list[Array]:
         try:
-            feeds = dict(zip(self._names, inputs, strict=True))
+            feeds = {name: a for name, a in zip(self._names, inputs, strict=True) if a is not None}
             if any(o is not None for o in outs):
                 return self._run_bound(feeds, outs)
             results: list[Array] = self._session.run(self._outputs, feeds)
@@ -85,6 +91,11 @@ class _OnnxRuntimeRequest:
         self._session.run_with_iobinding(binding)
         values = binding.get_outputs()
         return [v.numpy() if out is None else out for v, out in zip(values, outs, strict=True)]
+
+
+def prepare(step: Step, program: Program, options: LoadOptions) -> OnnxRuntimeModel:
+    """Make an engine's step ready; see ``library.prepare_step``."""
+    return cast(OnnxRuntimeModel, prepare_step(OnnxRuntimeModel, step, program, options))
 
 
 def _first_line(error: Exception) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from optdnn.errors import RunError
-from optdnn.runtime.cpu.library import Settings, library_module
+from optdnn.runtime.cpu.library import Settings, library_module, prepare_step
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.program import Program, Step
 from optdnn.types import BF16, Array
 
 _HINT = {"fp32": "f32", "bf16": "bf16"}
@@ -64,6 +67,8 @@ class OpenVinoModel:
             "KV_CACHE_PRECISION": hint,
         }
         self._weights = dict(weights)
+        self._model = model  # small initializers are not copied out of it
+        self._facts = {"library": self.name, "version": ov.get_version(), **settings.to_plain()}
         try:
             network = core().read_model(model)
             self._share_weights(ov, network)
@@ -71,13 +76,14 @@ class OpenVinoModel:
             self._inputs = [network.get_parameter_index(parameters[n]) for n in inputs]
             results = {name: i for i, o in enumerate(network.outputs) for name in o.get_names()}
             self._outputs = [results[n] for n in outputs]
+            direct = _written_directly(network)
             self._compiled: Any = core().compile_model(network, "CPU", config)
         except Exception as error:
             raise RunError(f"openvino does not take this network: {_first_line(error)}") from None
         ran = str(self._compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name())
         if ran != hint:
             raise RunError(f"openvino was asked for {hint} and would run {ran}")
-        self._static = [self._compiled.outputs[i].get_partial_shape().is_static for i in self._outputs]
+        self._direct = [direct[i] and self._compiled.outputs[i].get_partial_shape().is_static for i in self._outputs]
 
     def _share_weights(self, ov: Any, network: Any) -> None:
         parameters = {name: p for p in network.get_parameters() for name in p.output(0).get_names()}
@@ -85,46 +91,69 @@ class OpenVinoModel:
             parameter = parameters.get(name)
             if parameter is None:
                 continue  # the reader dropped it: nothing uses it
-            tensor = _tensor(ov, array)
-            constant = ov.op.Constant(tensor) if array.dtype == BF16 else ov.op.Constant(array, shared_memory=True)
+            if array.dtype == BF16:
+                constant = ov.op.Constant(_tensor(ov, array))
+            else:
+                constant = ov.op.Constant(_writable(array), shared_memory=True)
             constant.set_friendly_name(name)
             parameter.output(0).replace(constant.output(0))
             network.remove_parameter(parameter)
         network.validate_nodes_and_infer_types()
 
-    def request(self) -> _OpenVinoRequest:
-        return _OpenVinoRequest(self)
+    aliases = False
 
-    def executed(self) -> dict[str, int]:
-        """Executed operators per runtime precision ("f32", "bf16", "i8", …), read back from the compiled graph."""
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What runs, read back: ``executed`` counts operators per runtime precision ("f32", "bf16", "i8", …)."""
         counts: Counter[str] = Counter()
         for op in self._compiled.get_runtime_model().get_ops():
             info = op.get_rt_info()
             if "runtimePrecision" in info and info["layerType"].astype(str) not in ("Input", "Output", "Const"):
                 counts[str(info["runtimePrecision"].astype(str))] += 1
-        return dict(sorted(counts.items()))
+        return {**self._facts, "executed": dict(sorted(counts.items()))}
+
+    def session(self) -> _OpenVinoSession:
+        return _OpenVinoSession(self)
 
 
-class _OpenVinoRequest:
+def _written_directly(network: Any) -> list[bool]:
+    """Per result, whether the plugin writes it to a tensor of the caller's.
+
+    It does not where the result is a constant or an input as it stands, nor for further results of one value (seen in
+    2026.4: the tensor keeps what it held); these are copied out instead.
+    """
+    seen: set[tuple[str, int]] = set()
+    direct = []
+    for result in network.get_results():
+        source = result.input_value(0)
+        node = source.get_node()
+        key = (node.get_name(), source.get_index())
+        direct.append(key not in seen and node.get_type_name() not in ("Constant", "Parameter"))
+        seen.add(key)
+    return direct
+
+
+class _OpenVinoSession:
     def __init__(self, model: OpenVinoModel):
         self._ov = library_module("openvino")
         self._model = model
         self._request = model._compiled.create_infer_request()
         self._types = [model._compiled.outputs[i].get_element_type() for i in model._outputs]
         self._shapes = [
-            tuple(model._compiled.outputs[i].get_shape()) if static else None
-            for i, static in zip(model._outputs, model._static, strict=True)
+            tuple(model._compiled.outputs[i].get_shape()) if direct else None
+            for i, direct in zip(model._outputs, model._direct, strict=True)
         ]
         self._dtypes = [BF16 if t == self._ov.Type.bf16 else np.dtype(t.to_dtype()) for t in self._types]
 
-    def run(self, inputs: Sequence[Array], outs: Sequence[Array | None]) -> list[Array]:
+    def run(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> list[Array]:
         try:
             request, ov = self._request, self._ov
             for index, array in zip(self._model._inputs, inputs, strict=True):
-                request.set_input_tensor(index, _tensor(ov, array))
+                if array is not None:
+                    request.set_input_tensor(index, _tensor(ov, array))
             results: list[Array | None] = []
             for index, shape, dtype, out in zip(self._model._outputs, self._shapes, self._dtypes, outs, strict=True):
-                # A result of known shape is written straight into the caller's (or a fresh) array.
+                # A computed result of known shape is written straight into the caller's (or a fresh) array.
                 target = out if out is not None else None if shape is None else np.empty(shape, dtype)
                 if target is not None and shape is not None:
                     request.set_output_tensor(index, _tensor(ov, target))
@@ -133,21 +162,34 @@ class _OpenVinoRequest:
             for i, (index, out) in enumerate(zip(self._model._outputs, outs, strict=True)):
                 if results[i] is None:
                     data = _array(request.get_output_tensor(index), self._dtypes[i])
-                    if out is None:
-                        results[i] = data.copy()
-                    else:
+                    if out is not None and out.shape == data.shape:
                         out[...] = data
                         results[i] = out
+                    else:
+                        results[i] = data.copy()
             return [r for r in results if r is not None]
         except Exception as error:
             raise RunError(f"openvino failed: {_first_line(error)}") from None
 
 
+def prepare(step: Step, program: Program, options: LoadOptions) -> OpenVinoModel:
+    """Make an engine's step ready; see ``library.prepare_step``."""
+    return cast(OpenVinoModel, prepare_step(OpenVinoModel, step, program, options))
+
+
 def _tensor(ov: Any, array: Array) -> Any:
-    """An OpenVINO tensor over the array's memory."""
+    """An OpenVINO tensor over the array's memory (the caller keeps the array alive)."""
     if array.dtype == BF16:  # not a dtype that the binding knows: pass the bits with the type beside them
-        return ov.Tensor(array.view(np.uint16), list(array.shape), ov.Type.bf16)
-    return ov.Tensor(array, shared_memory=True)
+        return ov.Tensor(_writable(array.view(np.uint16)), list(array.shape), ov.Type.bf16)
+    return ov.Tensor(_writable(array), shared_memory=True)
+
+
+def _writable(array: Array) -> Array:
+    """The same memory as a writable array: the binding takes no other, though it only reads inputs and constants."""
+    if array.flags.writeable:
+        return array
+    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+    return np.frombuffer(memoryview(memory).cast("B"), array.dtype).reshape(array.shape)
 
 
 def _array(tensor: Any, dtype: Any) -> Array:

@@ -1,0 +1,5 @@
+"""``python -m optdnn.cli``."""
+
+from optdnn.cli.main import main
+
+main()

@@ -1,0 +1,84 @@
+"""``optdnn bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from optdnn.cli.common import print_json, progress, stderr, stdout, table
+from optdnn.cli.run import read_inputs
+
+
+@click.command("bench")
+@click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Runs that are not counted.")
+@click.option("--duration", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds to measure (3).")
+@click.option("--iterations", type=click.IntRange(min=1), metavar="N", help="Runs to measure, instead of a duration.")
+@click.option("--input", "inputs", multiple=True, metavar="[NAME=]FILE", help="As for run; random where not given.")
+@click.option("--size", "sizes", multiple=True, metavar="NAME=N", help="Size of a symbolic dimension (1).")
+@click.option("--threads", type=click.IntRange(min=1), help="Override the build's number of threads.")
+@click.option("--profile", is_flag=True, help="Also time each step.")
+@click.option("--json", "as_json", is_flag=True, help="Print the full report as JSON.")
+def command(
+    engine: Path,
+    warmup: int,
+    duration: float | None,
+    iterations: int | None,
+    inputs: tuple[str, ...],
+    sizes: tuple[str, ...],
+    threads: int | None,
+    profile: bool,
+    as_json: bool,
+) -> None:
+    """Measure the latency and throughput of ENGINE, NumPy arrays in and out, one call at a time."""
+    import optdnn
+    from optdnn.runtime.bench import bench
+    from optdnn.runtime.feeds import random_feeds
+
+    loaded = optdnn.load(engine, threads=threads)
+    feeds = read_inputs(inputs)
+    missing = [s for s in loaded.inputs if s.name not in feeds]
+    if missing:
+        stderr.print(f"random inputs: {', '.join(map(str, missing))}", markup=False)
+        feeds = {**random_feeds(missing, sizes=_sizes(sizes)), **feeds}
+    with progress(f"bench {engine.name}"):
+        report = bench(loaded, feeds, warmup=warmup, duration=duration, iterations=iterations, with_profile=profile)
+    if as_json:
+        print_json(report)
+        return
+    latency = report["latency_ms"]
+    stdout.print(
+        table(None, [*latency, "per second", "runs"], [[*(f"{v:.3f}" for v in latency.values()), *_rates(report)]])
+    )
+    facts = "; ".join(", ".join(f"{k} {v}" for k, v in f.items()) for f in report["facts"])
+    stdout.print(f"milliseconds; target {report['target']}, precision {report['precision']}; {facts}", markup=False)
+    if profile:
+        rows = [
+            [p["step"], p["executor"], f"{p['median_ms']:.3f}", f"{p['share']:.0%}", _names(p["src"])]
+            for p in report["profile"]
+        ]
+        stdout.print(table("\nsteps", ["step", "executor", "median ms", "share", "ONNX nodes"], rows, right=[0, 2, 3]))
+    if not report["stable"]:
+        stderr.print("the machine was too unstable to trust these figures (or too few runs were taken)")
+
+
+def _rates(report: dict[str, Any]) -> tuple[str, str]:
+    return f"{report['throughput_per_s']:.1f}", str(report["iterations"])
+
+
+def _names(src: list[str]) -> str:
+    return ", ".join(src[:3]) + (f" and {len(src) - 3} more" if len(src) > 3 else "")
+
+
+def _sizes(texts: tuple[str, ...]) -> dict[str, int]:
+    from optdnn.errors import UsageError
+
+    sizes = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not value.isdigit():
+            raise UsageError(f"--size {text!r} is not NAME=N")
+        sizes[name] = int(value)
+    return sizes

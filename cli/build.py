@@ -1,0 +1,93 @@
+"""``optdnn build``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from optdnn.cli.common import build_options, make_options, print_json, progress, stderr, stdout, table
+
+
+@click.command("build")
+@click.argument("model", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Default: MODEL.engine beside it."
+)
+@build_options
+@click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write numbered graph dumps here.")
+@click.option("--stop-after", metavar="PASS", help="Run the pipeline up to this pass only.")
+@click.option(
+    "--emit-onnx", type=click.Path(path_type=Path, dir_okay=False), help="Also write the optimized graph as ONNX."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the full report as JSON.")
+@click.option("-v", "--verbose", is_flag=True, help="List every fusion made and refused.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    model: Path,
+    output: Path | None,
+    dump: Path | None,
+    stop_after: str | None,
+    emit_onnx: Path | None,
+    as_json: bool,
+    verbose: bool,
+    **options: Any,
+) -> None:
+    """Compile MODEL.onnx into an engine: import, optimize, choose tactics by measurement, save.
+
+    The engine goes to OUT.engine; what was measured and how long it took goes to OUT.engine.report.json beside it.
+    """
+    from optdnn.compiler import build_verbose, write_report
+
+    chosen = replace(make_options(ctx, **options), dump=dump, stop_after=stop_after, emit_onnx=emit_onnx)
+    output = output or model.with_suffix(".engine")
+    with progress(f"build {model.name}") as say:
+        build = build_verbose(model, chosen, say)
+        say("save")
+        build.engine.save(output)
+    report = build.report()
+    write_report(report, output)
+    if as_json:
+        print_json({"engine": str(output), **report})
+        return
+    rows = [
+        [p.name, p.changes, len(p.refused), p.nodes_before, p.nodes_after, f"{p.seconds * 1e3:.1f}"]
+        for p in build.passes
+    ]
+    stdout.print(table(None, ["pass", "made", "refused", "nodes before", "after", "ms"], rows, right=range(1, 6)))
+    if verbose:
+        _explain(build)
+    if build.tactics:
+        stdout.print()
+        rows = [[m.name, f"{m.median_ms:.3f}" if m.median_ms is not None else "-", _remark(m)] for m in build.tactics]
+        stdout.print(table(None, ["tactic", "median ms", ""], rows, right=[1]))
+    for library, left in build.fallbacks.items():
+        for item in left:
+            stderr.print(f"{library} does not take {item['operator']} {item['node']}: {item['reason']}")
+    tactic = build.engine.meta.get("tactic")
+    total = sum(build.seconds.values())
+    stdout.print(
+        f"\n{output}: target {build.engine.target}, precision {build.engine.precision}"
+        + (f", tactic {tactic['name']}" if tactic else "")
+        + f", {len(build.graph)} operators, built in {total:.1f} s"
+    )
+
+
+def _explain(build: Any) -> None:
+    for p in build.passes:
+        for fired in p.fired:
+            stdout.print(f"  {p.name}/{fired.rule}: {' + '.join(fired.nodes)}", markup=False)
+        for refused in p.refused:
+            stdout.print(
+                f"  {p.name}/{refused.rule} not at {' + '.join(refused.nodes)}: {refused.reason}", markup=False
+            )
+
+
+def _remark(measured: Any) -> str:
+    if measured.refused is not None:
+        return f"refused: {measured.refused}"
+    return "from the timing cache" if measured.cached else ""

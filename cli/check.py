@@ -1,0 +1,42 @@
+"""``optdnn check``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from optdnn.cli.common import build_options, make_options, print_json, stdout, table
+
+
+@click.command("check")
+@click.argument("model", type=click.Path(path_type=Path, dir_okay=False))
+@build_options
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.pass_context
+def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -> None:
+    """Import and optimize MODEL.onnx without building: whether it is supported, and what each pass would do."""
+    from optdnn.compiler import optimize, resolve_target
+    from optdnn.importers.onnx import import_model
+
+    chosen = make_options(ctx, **options)
+    target = resolve_target(chosen.target)
+    graph = import_model(model, shapes=chosen.shapes)
+    before = graph.kinds()
+    reports = optimize(graph, chosen, target)
+    facts = {
+        "model": str(model),
+        "target": target,
+        "supported": True,
+        "operators_before": before,
+        "operators_after": graph.kinds(),
+        "passes": [r.to_json() for r in reports],
+    }
+    if as_json:
+        print_json(facts)
+        return
+    kinds = sorted({*before, *graph.kinds()})
+    rows = [[k, before.get(k, 0), graph.kinds().get(k, 0)] for k in kinds]
+    stdout.print(table(None, ["operator", "in the model", "after the passes"], rows, right=[1, 2]))
+    stdout.print(f"\n{model}: supported on {target}; {sum(before.values())} operators become {len(graph)}")

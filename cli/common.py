@@ -1,0 +1,106 @@
+"""Options, progress and tables that several commands share."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from optdnn.config import BuildOptions
+from optdnn.errors import UsageError
+
+stderr = Console(stderr=True, highlight=False)
+"""For progress and remarks; stdout holds results only."""
+stdout = Console(highlight=False, soft_wrap=True)
+
+_SHAPE = re.compile(r"^(?P<name>.+)=(?P<dims>(\d+|\?)(x(\d+|\?))*|scalar)$")
+
+
+def parse_shapes(texts: Sequence[str]) -> dict[str, tuple[int | None, ...]]:
+    """``("x=1x3x224x224",)`` as a mapping; ``?`` leaves a dimension symbolic, ``scalar`` is rank 0."""
+    shapes: dict[str, tuple[int | None, ...]] = {}
+    for text in texts:
+        m = _SHAPE.match(text)
+        if not m:
+            raise UsageError(
+                f"--shape {text!r} is not NAME=1x3x224x224", hint="use ? for a dimension that stays symbolic"
+            )
+        if m["name"] in shapes:
+            raise UsageError(f"--shape names input {m['name']!r} twice")
+        dims = () if m["dims"] == "scalar" else tuple(None if d == "?" else int(d) for d in m["dims"].split("x"))
+        shapes[m["name"]] = dims
+    return shapes
+
+
+def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every command that builds; they arrive as keyword arguments for :func:`make_options`."""
+    decorators = [
+        click.option("--target", default="auto", metavar="TARGET", help="auto, cpu or reference.", show_default=True),
+        click.option("--precision", default="fp32", metavar="P", help="fp32 or bf16.", show_default=True),
+        click.option("--shape", "shape", multiple=True, metavar="NAME=1x3x224x224", help="Fix an input's shape."),
+        click.option("--io-dtype", default="model", metavar="DTYPE", help="fp32, fp16, bf16, or the model's own."),
+        click.option(
+            "--opt-level", "-O", type=click.IntRange(0, 3), default=3, show_default=True, help="Passes to run."
+        ),
+        click.option(
+            "--tactics", default="auto", metavar="T", help="auto, openvino or onnxruntime.", show_default=True
+        ),
+        click.option("--threads", type=click.IntRange(min=1), default=None, help="Pin the number of threads."),
+        click.option("--timing-cache", type=click.Path(path_type=Path), default=None, help="Keep measured times here."),
+        click.option(
+            "--workspace", type=click.IntRange(min=1), default=None, metavar="BYTES", help="Bound scratch memory."
+        ),
+    ]
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
+def make_options(ctx: click.Context, shape: Sequence[str], **options: Any) -> BuildOptions:
+    """Build options from a command's arguments."""
+    return BuildOptions(shapes=parse_shapes(shape), debug=bool(ctx.obj and ctx.obj.get("debug")), **options)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[str], None]]:
+    """A status line on a terminal; nothing at all when stderr is piped."""
+    if not stderr.is_terminal:
+        yield lambda text: None
+        return
+    with stderr.status(title) as status:
+        yield lambda text: status.update(f"{title}: {text}")
+
+
+def print_json(data: Any) -> None:
+    """Results for scripts, on stdout."""
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def table(
+    title: str | None, columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()
+) -> Table:
+    """A plain table; the columns numbered in ``right`` are right-aligned."""
+    out = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(columns):
+        out.add_column(name, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        out.add_row(*(str(cell) for cell in row))
+    return out
+
+
+def is_engine(path: Path) -> bool:
+    """True for a file that starts as an engine does. Raises UsageError where it cannot be read."""
+    from optdnn.runtime.format import MAGIC
+
+    try:
+        with path.open("rb") as f:
+            return f.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None

@@ -1,0 +1,85 @@
+"""``optdnn inspect``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from optdnn.cli.common import is_engine, print_json, stdout, table
+
+
+@click.command("inspect")
+@click.argument("file", metavar="MODEL|ENGINE", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def command(file: Path, as_json: bool) -> None:
+    """Show what is in a model (operators, shapes) or in an engine (options, passes with their refusals, steps)."""
+    facts = _engine_facts(file) if is_engine(file) else _model_facts(file)
+    if as_json:
+        print_json(facts)
+        return
+    _show(facts)
+
+
+def _engine_facts(file: Path) -> dict[str, Any]:
+    from optdnn.runtime.format import read
+
+    program = read(file)
+    return {
+        "kind": "engine",
+        "file": str(file),
+        "bytes": file.stat().st_size,
+        "target": program.target,
+        "precision": program.precision,
+        "requires": list(program.requires),
+        "inputs": [str(s) for s, _ in program.inputs],
+        "outputs": [str(s) for s, _ in program.outputs],
+        "steps": [{"executor": s.executor, "nodes": list(s.src)} for s in program.steps],
+        "weights_bytes": sum(b.nbytes for b in program.blobs),
+        "arena_bytes": program.arena_bytes,
+        **program.meta,
+    }
+
+
+def _model_facts(file: Path) -> dict[str, Any]:
+    from optdnn.importers.onnx import import_model
+
+    graph = import_model(file)
+    constants = [op.attrs.value for op in graph.of_kind("Constant")]
+    return {
+        "kind": "model",
+        "file": str(file),
+        "bytes": file.stat().st_size,
+        "name": graph.name,
+        "inputs": [f"{graph.op(i).outputs[0].name}: {graph.op(i).outputs[0].type}" for i in graph.inputs],
+        "outputs": [f"{graph.op(i).outputs[0].name}: {graph.op(i).outputs[0].type}" for i in graph.outputs],
+        "operators": graph.kinds(),
+        "nodes": len(graph),
+        "parameters": int(sum(c.size for c in constants)),
+        "critical_path": len(graph.critical_path()),
+    }
+
+
+def _show(facts: dict[str, Any]) -> None:
+    simple = {k: v for k, v in facts.items() if isinstance(v, (str, int, float))}
+    stdout.print(table(None, ["", ""], [[k, v] for k, v in simple.items()]))
+    for key in ("inputs", "outputs", "requires"):
+        if facts.get(key):
+            stdout.print(f"{key}: {', '.join(facts[key])}", markup=False)
+    if facts.get("operators"):
+        rows = sorted(facts["operators"].items(), key=lambda item: (-item[1], item[0]))
+        stdout.print(table("\noperators", ["kind", "count"], rows, right=[1]))
+    if facts.get("passes"):
+        rows = [
+            [p["name"], len(p["fired"]), len(p["refused"]), p["nodes_before"], p["nodes_after"]]
+            for p in facts["passes"]
+        ]
+        stdout.print(table("\npasses", ["pass", "made", "refused", "nodes before", "after"], rows, right=[1, 2, 3, 4]))
+        refused = [(p["name"], r) for p in facts["passes"] for r in p["refused"]]
+        if refused:
+            rows = [[name, r["rule"], " + ".join(r["nodes"]), r["reason"]] for name, r in refused]
+            stdout.print(table("\nrefused", ["pass", "rule", "nodes", "because"], rows))
+    if facts.get("steps"):
+        rows = [[i, s["executor"], len(s["nodes"])] for i, s in enumerate(facts["steps"])]
+        stdout.print(table("\nsteps", ["step", "executor", "ONNX nodes"], rows, right=[0, 2]))

@@ -1,0 +1,106 @@
+"""``optdnn``: the command group, errors and exit codes.
+
+Commands are loaded when they are called, so ``optdnn --help`` stays quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from importlib import import_module
+from typing import Any
+
+import click
+
+from optdnn import __version__
+from optdnn.errors import EXIT_CODES, OptdnnError
+
+COMMANDS: dict[str, str] = {
+    "build": "Compile an ONNX model into an engine.",
+    "run": "Run an engine once on given or random inputs.",
+    "bench": "Measure an engine's latency and throughput.",
+    "compare": "Race an engine or model against other runtimes: speed and accuracy.",
+    "inspect": "Show what is in a model or an engine, and what the build did.",
+    "check": "Say what a build would do with a model, without building.",
+    "env": "Show versions, the machine, and which targets are usable.",
+    "demo": "Build, run and compare the shipped networks: a first look.",
+}
+"""Command -> its one-line help; each is the function ``command`` of the module ``optdnn.cli.NAME``."""
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"optdnn.cli.{name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="optdnn")
+@click.option("--debug", is_flag=True, help="Show tracebacks, and check the graph after every pass.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Compile trained networks from ONNX into fast, verified inference engines."""
+    ctx.obj = {"debug": debug}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: runs the command and turns errors into one message and an exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    sys.exit(run(argv))
+
+
+def run(argv: list[str]) -> int:
+    """Run a command line; returns its exit code."""
+    debug = "--debug" in argv
+    try:
+        result = cli.main(args=argv, prog_name="optdnn", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 130
+    except OptdnnError as error:
+        if debug:
+            traceback.print_exc()
+        click.echo(f"{click.style('error:', fg='red', bold=True)} {error}", err=True)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of a pipe went away (head, less): not an error. Python would complain once more on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        click.echo(
+            f"{click.style('internal error:', fg='red', bold=True)} {type(error).__name__}: {error}\n"
+            "  hint: this is a defect of optdnn; please report it with the output of the same command with --debug",
+            err=True,
+        )
+        return 70
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""The build: from an ONNX file to an engine. The one place that knows the order of things."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optdnn import __version__
+from optdnn.config import BuildOptions
+from optdnn.errors import UsageError
+from optdnn.importers.onnx import import_model
+from optdnn.ir.graph import Graph
+from optdnn.lower import lower_reference
+from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
+from optdnn.passes.io_dtype import convert_borders
+from optdnn.passes.pipelines import PIPELINE
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.program import Program
+from optdnn.tactics.base import Measured
+from optdnn.tactics.timing_cache import TimingCache
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Build:
+    """An engine and the account of how it came about.
+
+    ``passes`` and ``tactics`` explain it; ``seconds`` are wall times per phase. What is deterministic of this is in the
+    engine's ``meta`` as well; all of it goes to the report beside the engine.
+    """
+
+    engine: Engine
+    graph: Graph
+    passes: list[PassReport]
+    tactics: list[Measured] = field(default_factory=list)
+    fallbacks: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def report(self) -> dict[str, Any]:
+        """Everything, wall times and measurements included, for OUT.engine.report.json."""
+        from optdnn.runtime.machine import machine, versions
+
+        return {
+            **self.engine.meta,
+            "tactics": [m.to_json() for m in self.tactics],
+            "fallbacks": self.fallbacks,
+            "executed": [dict(f) for f in self.engine.facts],
+            "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
+            "pass_seconds": [{"pass": p.name, "seconds": round(p.seconds, 4)} for p in self.passes],
+            "machine": machine(),
+            "versions": versions(),
+        }
+
+
+def build(
+    model: str | Path | bytes | Any,
+    *,
+    target: str = "auto",
+    precision: str = "fp32",
+    shapes: Mapping[str, Sequence[int | None]] | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Engine:
+    """Compile an ONNX model (a path, serialized bytes or a ``ModelProto``) into an :class:`Engine`.
+
+    ``target`` is "auto", "cpu" or "reference"; ``precision`` "fp32" or "bf16"; ``shapes`` maps input names to dimensions
+    (None leaves one symbolic). Further options are the fields of :class:`optdnn.config.BuildOptions`. ``progress`` is
+    called with a line of text as the build goes on.
+    Raises ModelError, UnsupportedError, UsageError or MissingDependency; nothing is written.
+    """
+    given = {name: tuple(dims) for name, dims in (shapes or {}).items()}
+    return build_verbose(model, _options(target, precision, given, options), progress).engine
+
+
+def _options(target: str, precision: str, shapes: Any, options: dict[str, Any]) -> BuildOptions:
+    try:
+        return BuildOptions(target=target, precision=precision, shapes=shapes, **options)
+    except TypeError as error:
+        raise UsageError(f"build: {error}".replace("BuildOptions.__init__() got an ", "")) from None
+
+
+def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None = None) -> Build:
+    """Like :func:`build`, with the account of the build."""
+    say = progress or (lambda text: None)
+    seconds: dict[str, float] = {}
+    cache = TimingCache.open(options.timing_cache)
+    target = resolve_target(options.target)
+    with _timed(seconds, "import"):
+        say("import")
+        graph = import_model(model, shapes=options.shapes)
+    with _timed(seconds, "passes"):
+        passes = optimize(graph, options, target, say)
+    if options.emit_onnx is not None:
+        from optdnn.ir.export_onnx import export_model
+
+        export_model(graph).save(options.emit_onnx)
+    meta = {
+        "optdnn": __version__,
+        "model": {"name": graph.name, "digest": _digest(graph)},
+        "options": {
+            "target": target,
+            "precision": options.precision,
+            "io_dtype": options.io_dtype,
+            "opt_level": options.opt_level,
+            "tactics": options.tactics,
+            "stop_after": options.stop_after,
+        },
+        "passes": [p.to_json() for p in passes],
+        "operators": graph.kinds(),
+    }
+    measured: list[Measured] = []
+    fallbacks: dict[str, list[dict[str, str]]] = {}
+    with _timed(seconds, "tactics"):
+        program: Program
+        if target == "reference":
+            program = lower_reference(graph, meta)
+        else:
+            from optdnn.tactics.cpu import choose
+
+            choice = choose(graph, options, cache, meta, say)
+            program, measured, fallbacks = choice.program, choice.rows, choice.fallbacks
+    cache.save()
+    with _timed(seconds, "load"):
+        engine = Engine(program)
+    return Build(engine, graph, passes, measured, fallbacks, seconds)
+
+
+def resolve_target(target: str) -> str:
+    """``auto`` is cuda where it is usable, else cpu."""
+    return "cpu" if target == "auto" else target
+
+
+def optimize(graph: Graph, options: BuildOptions, target: str, say: Progress = lambda text: None) -> list[PassReport]:
+    """Run the pipeline of the level and target on ``graph``, in place. Raises UsageError for an unknown stop-after."""
+    pipeline: tuple[Pass, ...] = PIPELINE(options.opt_level, target)
+    if options.stop_after is not None and options.stop_after not in {p.name for p in pipeline}:
+        names = ", ".join(dict.fromkeys(p.name for p in pipeline))
+        raise UsageError(f"there is no pass {options.stop_after!r} at -O{options.opt_level}; the passes are: {names}")
+    if options.io_dtype != "model":
+        convert_borders(graph, options.io_dtype)
+    dump = _Dump(options.dump)
+    dump(0, "import", graph)
+
+    def after(index: int, one: Pass, graph: Graph, report: PassReport) -> None:
+        say(f"pass {one.name}: {report.changes} changes")
+        dump(index + 1, one.name, graph)
+
+    return run_pipeline(
+        graph,
+        pipeline,
+        PassContext(target=target),
+        verify=options.debug,
+        stop_after=options.stop_after,
+        after=after,
+    )
+
+
+class _Dump:
+    """Numbered text dumps of the graph, ``03-fuse_conv_bn.txt``."""
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"cannot make the dump folder {folder}: {error.strerror}") from None
+
+    def __call__(self, index: int, name: str, graph: Graph) -> None:
+        if self.folder is not None:
+            from optdnn.ir.text import to_text
+
+            (self.folder / f"{index:02d}-{name}.txt").write_text(to_text(graph), encoding="utf-8")
+
+
+def _digest(graph: Graph) -> str:
+    """SHA-256 of the optimized graph's constants and structure, to tell engines of different models apart."""
+    digest = hashlib.sha256()
+    for op in graph.order():
+        digest.update(f"{op.kind} {[o.name for o in op.outputs]} {op.inputs}".encode())
+        if op.kind == "Constant":
+            digest.update(op.attrs.value.tobytes())
+    return digest.hexdigest()
+
+
+class _timed:
+    """Adds the wall time of a ``with`` block to a dictionary."""
+
+    def __init__(self, into: dict[str, float], name: str):
+        self.into, self.name = into, name
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self.into[self.name] = self.into.get(self.name, 0.0) + time.perf_counter() - self.start
+
+
+def write_report(report: Mapping[str, Any], engine: Path) -> Path:
+    """Write a build's report to ENGINE.report.json, atomically; returns its path."""
+    from optdnn.runtime.atomic import write_atomic
+
+    path = engine.with_name(engine.name + ".report.json")
+    write_atomic(path, [(json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n").encode()])
+    return path

@@ -1,0 +1,133 @@
+"""Lowering: from the optimized graph to a program of steps over buffers.
+
+On `cpu` and `reference` a step is either a region of the graph that a library runs, or one operator that its NumPy
+kernel runs. Constants that library steps need travel as blobs beside the library's model, shared by digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from optdnn.dim import Dim
+from optdnn.errors import UnsupportedError
+from optdnn.ir.export_onnx import ExportedModel
+from optdnn.ir.extract import Region
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ops.fused import plain_attrs
+from optdnn.runtime.cpu.library import Settings
+from optdnn.runtime.program import Buffer, Program, Step
+from optdnn.runtime.reference_executor import reference_step
+from optdnn.types import Array, TensorSpec, TensorType
+
+
+@dataclass
+class Lowering:
+    """A program under construction. Buffers are made on first use; equal constants share one blob."""
+
+    graph: Graph
+    target: str
+    precision: str
+    buffers: list[Buffer] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    blobs: list[Array] = field(default_factory=list)
+    _numbers: dict[Value, int] = field(default_factory=dict)
+    _blob_of: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
+
+    def blob(self, array: Array) -> int:
+        """Number of the blob with this content."""
+        array = np.ascontiguousarray(array).reshape(array.shape)
+        digest = hashlib.sha256(array.reshape(-1).view(np.uint8).data if array.size else b"").digest()
+        key = (array.dtype.str if array.dtype.kind != "V" else array.dtype.name, array.shape, digest)
+        if key not in self._blob_of:
+            self._blob_of[key] = len(self.blobs)
+            self.blobs.append(array)
+        return self._blob_of[key]
+
+    def buffer(self, value: Value) -> int:
+        """Number of the buffer that holds a value."""
+        if value not in self._numbers:
+            out = self.graph.output(value)
+            constant = self.graph.constant_value(value)
+            self._numbers[value] = len(self.buffers)
+            self.buffers.append(
+                Buffer(
+                    out.name,
+                    out.type.dtype,
+                    _plain_shape(out.type),
+                    blob=None if constant is None else self.blob(constant),
+                )
+            )
+        return self._numbers[value]
+
+    def reference_step(self, op: Op) -> None:
+        """One operator on its NumPy kernel."""
+        inputs = tuple(-1 if v is None else self.buffer(v) for v in op.inputs)
+        outputs = tuple(self.buffer(Value(op.id, i)) for i in range(len(op.outputs)))
+        attrs = plain_attrs(op.kind, op.attrs)
+        self.steps.append(reference_step(op.kind, attrs, inputs, outputs, sorted(op.src)))
+
+    def library_step(self, library: str, region: Region, model: ExportedModel, settings: Settings) -> None:
+        """One region on a CPU library. The model's bytes and its weights become blobs."""
+        params: dict[str, Any] = {
+            "model": self.blob(np.frombuffer(model.to_bytes(), np.uint8)),
+            "weights": {name: self.blob(array) for name, array in sorted(model.weights.items())},
+            "inputs": [self.graph.output(v).name for v in region.inputs],
+            "outputs": [self.graph.output(v).name for v in region.outputs],
+            **settings.to_plain(),
+        }
+        self.steps.append(
+            Step(
+                library,
+                params,
+                tuple(self.buffer(v) for v in region.inputs),
+                tuple(self.buffer(v) for v in region.outputs),
+                tuple(sorted(frozenset().union(*(op.src for op in region.ops)))),
+            )
+        )
+
+    def program(self, requires: Sequence[str], meta: dict[str, Any]) -> Program:
+        return Program(
+            target=self.target,
+            precision=self.precision,
+            inputs=tuple((_spec(self.graph.op(i)), self.buffer(self.graph.op(i).value)) for i in self.graph.inputs),
+            outputs=tuple(
+                (_spec(self.graph.op(i)), self.buffer(_source(self.graph.op(i)))) for i in self.graph.outputs
+            ),
+            buffers=tuple(self.buffers),
+            steps=tuple(self.steps),
+            blobs=self.blobs,
+            requires=tuple(requires),
+            meta=meta,
+        )
+
+
+def lower_reference(graph: Graph, meta: dict[str, Any]) -> Program:
+    """Every operator on its NumPy kernel, in topological order."""
+    out = Lowering(graph, "reference", "fp32")
+    for op in graph.order():
+        if op.kind not in STRUCTURAL:
+            out.reference_step(op)
+    return out.program((), meta)
+
+
+def _source(op: Op) -> Value:
+    value = op.inputs[0]
+    assert value is not None
+    return value
+
+
+def _spec(op: Op) -> TensorSpec:
+    t = op.outputs[0].type
+    shape = _plain_shape(t)
+    if shape is None:
+        raise UnsupportedError(f"output {op.outputs[0].name!r} has an unknown rank")
+    return TensorSpec(op.outputs[0].name, t.dtype, shape)
+
+
+def _plain_shape(t: TensorType) -> tuple[int | str, ...] | None:
+    return None if t.shape is None else tuple(str(d) if isinstance(d, Dim) else d for d in t.shape)

@@ -1,0 +1,69 @@
+"""What a tactic is: one way of running (a part of) a graph on a target, measured against its rivals."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One candidate's outcome. Exactly one of ``median_ms`` and ``refused`` is set; ``cached``: not timed in this build."""
+
+    name: str
+    settings: Mapping[str, Any]
+    median_ms: float | None = None
+    refused: str | None = None
+    cached: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        row: dict[str, Any] = {"tactic": self.name, **self.settings}
+        row |= {"refused": self.refused} if self.refused is not None else {"median_ms": self.median_ms}
+        return row | ({"cached": True} if self.cached else {})
+
+
+def take_turns(
+    runners: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 4,
+    turn_seconds: float = 0.08,
+    budget_seconds: float = 8.0,
+    give_up_ratio: float = 1.25,
+    tick: Callable[[str], None] = lambda name: None,
+) -> dict[str, float]:
+    """Median milliseconds of each runner, measured in turns so that a noisy machine hits all alike.
+
+    A turn starts with one run that is not counted (the rivals' threads have to come to rest, caches to warm). After each
+    round, runners whose best time is ``give_up_ratio`` times the best of all are given up. ``budget_seconds`` bounds the
+    whole; each runner is measured at least once.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    active = list(runners)
+    deadline = time.perf_counter() + budget_seconds
+    for _ in range(rounds):
+        for name in active:
+            tick(name)
+            run = runners[name]
+            run()
+            end = time.perf_counter() + turn_seconds
+            while True:
+                start = time.perf_counter()
+                run()
+                now = time.perf_counter()
+                times[name].append((now - start) * 1e3)
+                if now >= end:
+                    break
+        best = min(min(times[n]) for n in active)
+        active = [n for n in active if min(times[n]) <= best * give_up_ratio]
+        if time.perf_counter() > deadline or len(active) == 1:
+            break
+    return {name: statistics.median(t) for name, t in times.items() if t}
+
+
+def fastest(rows: Sequence[Measured]) -> Measured | None:
+    """The fastest measured candidate (the first of equals), or None when all were refused."""
+    measured = [r for r in rows if r.median_ms is not None]
+    return min(measured, key=lambda r: r.median_ms or 0.0) if measured else None

@@ -1,0 +1,63 @@
+"""The timing cache: what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from optdnn.errors import UsageError
+from optdnn.tactics.timing_cache import TimingCache
+
+
+def test_what_is_put_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    cache = TimingCache.open(path)
+    assert cache.get("k") is None
+    cache.put("k", 1.25)
+    cache.save()
+    assert TimingCache.open(path).get("k") == 1.25
+    assert [p.name for p in tmp_path.iterdir()] == ["cache.json"]
+
+
+def test_nothing_is_written_when_nothing_was_measured(tmp_path: Path) -> None:
+    cache = TimingCache.open(tmp_path / "cache.json")
+    cache.save()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_entries_give_the_same_bytes(tmp_path: Path) -> None:
+    for name, keys in (("a", "xyz"), ("b", "zyx")):
+        cache = TimingCache.open(tmp_path / name)
+        for k in keys:
+            cache.put(k, 2.0)
+        cache.save()
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not json",
+        "[]",
+        json.dumps({"format": "other", "version": 1, "entries": {}}),
+        json.dumps({"format": "optdnn-timing-cache", "version": 2, "entries": {}}),
+        json.dumps({"format": "optdnn-timing-cache", "version": 1, "entries": {"k": "fast"}}),
+        json.dumps({"format": "optdnn-timing-cache", "version": 1, "entries": {"k": -1}}),
+        json.dumps({"format": "optdnn-timing-cache", "version": 1, "entries": {"k": True}}),
+    ],
+)
+def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cache.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="cache.json"):
+        TimingCache.open(path)
+    assert path.read_text() == text
+
+
+def test_an_unwritable_place_is_a_usage_error(tmp_path: Path) -> None:
+    cache = TimingCache(tmp_path / "absent" / "cache.json")
+    cache.put("k", 1.0)
+    with pytest.raises(UsageError, match="cannot write"):
+        cache.save()
