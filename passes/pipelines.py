@@ -11,7 +11,9 @@ from optdnn.passes.fuse_activation import FuseActivation
 from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.fuse_norm import FuseNorm
+from optdnn.passes.fuse_pointwise import FusePointwise
 from optdnn.passes.fuse_prologue import FusePrologue
+from optdnn.passes.fuse_siblings import FuseSiblings
 from optdnn.passes.fuse_softmax import FuseSoftmax
 
 O0: tuple[Pass, ...] = (
@@ -35,7 +37,11 @@ O2: tuple[Pass, ...] = (
     FusePrologue(),  # after epilogues: a producer's own epilogue is the cheaper place
 )
 
-O3: tuple[Pass, ...] = O2
+O3: tuple[Pass, ...] = (
+    *O2,
+    FuseSiblings(),  # after epilogues: siblings are merged together with their biases and activations
+    FusePointwise(),  # last: it takes what is left of pointwise work once every other fusion had its pick
+)
 
 _LEVELS = (O0, O1, O2, O3)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from net import Net, refused, rewritten, untouched
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Value
@@ -23,8 +24,8 @@ CUDA = PassContext(target="cuda:sm_90a")
 
 def conv(n: Net, x: Value, out: int, *extra: Any, k: int = 1, bias: bool = True, **attrs: Any) -> Value:
     """A convolution of 8 channels; ``extra`` are the operands of its epilogue."""
-    w = n.random(out, 8 // attrs.get("group", 1), k, k, seed=out)
-    b = n.random(out, seed=out + 1) if bias else None
+    w = n.random(out, 8 // attrs.get("group", 1), k, k)
+    b = n.random(out) if bias else None
     fields = {"strides": (1, 1), "pads": (k // 2,) * 4, "dilations": (1, 1), **attrs}
     operands = [x, w, b, *extra]
     while operands[-1] is None:
@@ -33,12 +34,12 @@ def conv(n: Net, x: Value, out: int, *extra: Any, k: int = 1, bias: bool = True,
 
 
 def test_branches_of_an_inception_block() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     a, b, c = (conv(n, x, out) for out in (3, 5, 4))
     deep = conv(n, x, 4, k=3)
     graph = n.done(a, n.op("Relu", b), n.op("Relu", c), deep)
-    after, report = rewritten(graph, FuseSiblings(), changes=1, kinds={"Conv": 2, "Relu": 2, "Split": 1}, context=CUDA)
+    after, report = check_pass(FuseSiblings(), graph, changes=1, kinds={"Conv": 2, "Relu": 2, "Split": 1}, context=CUDA)
     split = after.of_kind("Split")[0]
     assert [o.type.shape for o in split.outputs] == [(1, 3, 6, 6), (1, 5, 6, 6), (1, 4, 6, 6)]
     assert report.fired[0].nodes == ("Conv_1", "Conv_2", "Conv_3")
@@ -46,11 +47,11 @@ def test_branches_of_an_inception_block() -> None:
 
 
 def test_a_missing_bias_is_zero() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
-    rewritten(
-        n.done(conv(n, x, 3), conv(n, x, 5, bias=False)),
+    check_pass(
         FuseSiblings(),
+        n.done(conv(n, x, 3), conv(n, x, 5, bias=False)),
         changes=1,
         kinds={"Conv": 1, "Split": 1},
         context=CUDA,
@@ -58,189 +59,191 @@ def test_a_missing_bias_is_zero() -> None:
 
 
 def test_no_bias_at_all() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     graph = n.done(conv(n, x, 3, bias=False), conv(n, x, 5, bias=False))
-    after, _ = rewritten(graph, FuseSiblings(), changes=1, kinds={"Conv": 1, "Split": 1}, context=CUDA)
+    after, _ = check_pass(FuseSiblings(), graph, changes=1, kinds={"Conv": 1, "Split": 1}, context=CUDA)
     assert len(after.of_kind("Conv")[0].inputs) == 2
 
 
 def test_equal_activations_are_kept() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     stages = (Stage("LeakyRelu", (-1,), LeakyReluAttrs(0.1)),)
     graph = n.done(conv(n, x, 3, epilogue=stages), conv(n, x, 5, epilogue=stages))
-    after, _ = rewritten(graph, FuseSiblings(), changes=1, kinds={"Conv": 1, "Split": 1}, context=CUDA)
+    after, _ = check_pass(FuseSiblings(), graph, changes=1, kinds={"Conv": 1, "Split": 1}, context=CUDA)
     assert after.of_kind("Conv")[0].attrs.epilogue == stages
 
 
 def test_constants_for_each_channel_are_joined() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     stages = (Stage("Mul", (-1, 3)), Stage("Clip", (-2, 4, 5)))
     graph = n.done(
         conv(n, x, 3, n.random(3, 1, 1), -1.0, 1.0, epilogue=stages),
         conv(n, x, 5, n.random(1, 5, 1, 1), -1.0, 1.0, bias=False, epilogue=stages),
     )
-    after, _ = rewritten(graph, FuseSiblings(), changes=1, kinds={"Conv": 1, "Split": 1}, context=CUDA)
+    after, _ = check_pass(FuseSiblings(), graph, changes=1, kinds={"Conv": 1, "Split": 1}, context=CUDA)
     shapes = [after.type(v).shape for v in after.of_kind("Conv")[0].inputs if v is not None]
     assert shapes[2:] == [(8,), (8, 1, 1), (), ()]
 
 
 def test_different_activations_are_not_merged() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     graph = n.done(conv(n, x, 3, epilogue=(Stage("Relu", (-1,)),)), conv(n, x, 5))
-    refused(graph, FuseSiblings(), because="same geometry, type and activation", context=CUDA)
+    check_refused(FuseSiblings(), graph, because="same geometry, type and activation", context=CUDA)
 
 
 def test_different_bounds_are_not_merged() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     stages = (Stage("Clip", (-1, 3, 4)),)
     graph = n.done(conv(n, x, 3, 0.0, 1.0, epilogue=stages), conv(n, x, 5, 0.0, 6.0, epilogue=stages))
-    refused(graph, FuseSiblings(), because="same geometry, type and activation", context=CUDA)
+    check_refused(FuseSiblings(), graph, because="same geometry, type and activation", context=CUDA)
 
 
 @pytest.mark.parametrize("change", [{"strides": (2, 2)}, {"pads": (1, 1, 1, 1)}, {"dilations": (2, 2)}, {"k": 3}])
 def test_different_geometry_is_not_merged(change: dict[str, Any]) -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     graph = n.done(conv(n, x, 3), conv(n, x, 5, **change))
-    refused(graph, FuseSiblings(), because="no other Conv on x has the same geometry", context=CUDA)
+    check_refused(FuseSiblings(), graph, because="no other Conv on x has the same geometry", context=CUDA)
 
 
 def test_grouped_convolutions_are_not_merged() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     graph = n.done(conv(n, x, 4, group=2), conv(n, x, 6, group=2))
-    refused(graph, FuseSiblings(), because="a grouped convolution reads only its own channels", context=CUDA)
+    check_refused(FuseSiblings(), graph, because="a grouped convolution reads only its own channels", context=CUDA)
 
 
 def test_computed_weights_are_not_merged() -> None:
-    n = Net()
+    n = Net(np.float64)
     x, w = n.input(1, 8, 6, 6), n.input(3, 8, 1, 1, name="w")
     attrs = ConvAttrs((1, 1), (0,) * 4, (1, 1))
     graph = n.done(n.op("Conv", x, w, attrs=attrs), n.op("Conv", x, w, attrs=attrs))
-    refused(graph, FuseSiblings(), because="its weights are not constant", context=CUDA)
+    check_refused(FuseSiblings(), graph, because="its weights are not constant", context=CUDA)
 
 
 def test_a_residual_in_the_epilogue_is_not_merged() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     a = conv(n, x, 5)
     b = conv(n, x, 5, a, epilogue=(Stage("Add", (-1, 3)),))  # depends on its sibling: merging would make a cycle
-    refused(n.done(a, b), FuseSiblings(), because="not a constant for each output channel", context=CUDA)
+    check_refused(FuseSiblings(), n.done(a, b), because="not a constant for each output channel", context=CUDA)
 
 
 def test_a_prologue_is_not_merged() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     graph = n.done(*(conv(n, x, out, prologue=(Stage("Relu", (-1,)),)) for out in (3, 5)))
-    refused(graph, FuseSiblings(), because="it has a prologue of its own", context=CUDA)
+    check_refused(FuseSiblings(), graph, because="it has a prologue of its own", context=CUDA)
 
 
 def test_a_big_split_does_not_pay() -> None:
     n = Net(np.float32)
     x = n.input(1, 8, 512, 512)
     graph = n.done(conv(n, x, 64), conv(n, x, 64))
-    refused(graph, FuseSiblings(), because="the Split would copy 268.4 MB to save 12.6 MB", context=CUDA)
+    check_refused(FuseSiblings(), graph, because="the Split would copy 268.4 MB to save 12.6 MB", context=CUDA)
 
 
 @pytest.mark.parametrize("target", ["cpu", "reference"])
 def test_a_split_does_not_pay_on_cpu(target: str) -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     graph = n.done(conv(n, x, 3), conv(n, x, 5))
-    refused(graph, FuseSiblings(), because=f"on {target} the Split's copy costs", context=PassContext(target=target))
+    check_refused(
+        FuseSiblings(), graph, because=f"on {target} the Split's copy costs", context=PassContext(target=target)
+    )
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_a_concat_of_all_siblings_goes_away(order: tuple[int, ...]) -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     parts = [conv(n, x, out) for out in (3, 5, 4)]
     y = n.op("Concat", *(parts[i] for i in order), attrs=ConcatAttrs(1))
-    rewritten(n.done(y), FuseSiblings(), changes=1, kinds={"Conv": 1}, context=PassContext(target="cpu"))
+    check_pass(FuseSiblings(), n.done(y), changes=1, kinds={"Conv": 1}, context=PassContext(target="cpu"))
 
 
 def test_a_concat_with_neighbours_takes_the_merged_value() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     parts = [n.op("Exp", x), conv(n, x, 3), conv(n, x, 5), n.op("Tanh", x)]
     y = n.op("Concat", *parts, attrs=ConcatAttrs(-3))
-    after, _ = rewritten(n.done(y), FuseSiblings(), changes=1, kinds={"Concat": 1, "Conv": 1, "Exp": 1, "Tanh": 1})
+    after, _ = check_pass(FuseSiblings(), n.done(y), changes=1, kinds={"Concat": 1, "Conv": 1, "Exp": 1, "Tanh": 1})
     assert len(after.of_kind("Concat")[0].inputs) == 3
 
 
 def test_siblings_apart_in_a_concat_need_a_split() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     y = n.op("Concat", conv(n, x, 3), n.op("Exp", x), conv(n, x, 5), attrs=ConcatAttrs(1))
     kinds = {"Concat": 1, "Conv": 1, "Exp": 1, "Split": 1}
-    rewritten(n.done(y), FuseSiblings(), changes=1, kinds=kinds, context=CUDA)
+    check_pass(FuseSiblings(), n.done(y), changes=1, kinds=kinds, context=CUDA)
 
 
 def test_a_concat_along_another_axis_needs_a_split() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     y = n.op("Concat", conv(n, x, 5), conv(n, x, 5), attrs=ConcatAttrs(2))
-    rewritten(n.done(y), FuseSiblings(), changes=1, kinds={"Concat": 1, "Conv": 1, "Split": 1}, context=CUDA)
+    check_pass(FuseSiblings(), n.done(y), changes=1, kinds={"Concat": 1, "Conv": 1, "Split": 1}, context=CUDA)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_query_key_and_value(bias: bool) -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(symbol("N"), 7, 8)
     stages = (Stage("Add", (-1, 2)),) if bias else ()
     outs = [
         n.op(
             "MatMul",
             x,
-            n.random(8, 4, seed=i),
-            *([n.random(4, seed=i)] if bias else []),
+            n.random(8, 4),
+            *([n.random(4)] if bias else []),
             attrs=MatMulAttrs(epilogue=stages),
         )
         for i in range(3)
     ]
-    after, _ = rewritten(n.done(*outs), FuseSiblings(), changes=1, kinds={"MatMul": 1, "Split": 1}, context=CUDA)
+    after, _ = check_pass(FuseSiblings(), n.done(*outs), changes=1, kinds={"MatMul": 1, "Split": 1}, context=CUDA)
     assert after.of_kind("Split")[0].attrs.axis == 2
 
 
 @pytest.mark.parametrize("trans_b", [False, True])
 def test_gemms(trans_b: bool) -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(3, 8)
     attrs = GemmAttrs(alpha=0.5, beta=2.0, transB=trans_b)
     shapes = [(4, 8), (6, 8)] if trans_b else [(8, 4), (8, 6)]
     a = n.op("Gemm", x, n.random(*shapes[0]), n.random(1, 4), attrs=attrs)
     b = n.op("Gemm", x, n.random(*shapes[1]), 0.25, attrs=attrs)
-    rewritten(n.done(a, b), FuseSiblings(), changes=1, kinds={"Gemm": 1, "Split": 1}, context=CUDA)
+    check_pass(FuseSiblings(), n.done(a, b), changes=1, kinds={"Gemm": 1, "Split": 1}, context=CUDA)
 
 
 def test_a_gemm_with_a_bias_for_each_row_is_not_merged() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(3, 8)
     graph = n.done(*(n.op("Gemm", x, n.random(8, 3), n.random(3, 1), attrs=GemmAttrs()) for _ in range(2)))
-    refused(graph, FuseSiblings(), because="its bias is not a constant for each output channel", context=CUDA)
+    check_refused(FuseSiblings(), graph, because="its bias is not a constant for each output channel", context=CUDA)
 
 
 def test_matrix_products_of_a_batch_of_weights_are_not_merged() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(2, 3, 8)
     graph = n.done(*(n.op("MatMul", x, n.random(2, 8, 4), attrs=MatMulAttrs()) for _ in range(2)))
-    refused(graph, FuseSiblings(), because="its weights have rank 3, not 2", context=CUDA)
+    check_refused(FuseSiblings(), graph, because="its weights have rank 3, not 2", context=CUDA)
 
 
 def test_one_operator_alone_is_no_candidate() -> None:
-    n = Net()
-    untouched(n.done(conv(n, n.input(1, 8, 6, 6), 3)), FuseSiblings(), context=CUDA)
+    n = Net(np.float64)
+    check_untouched(FuseSiblings(), n.done(conv(n, n.input(1, 8, 6, 6), 3)), context=CUDA)
 
 
 def test_the_same_matrix_as_right_operand_is_no_sibling() -> None:
-    n = Net()
+    n = Net(np.float64)
     x = n.input(8, 8)
     graph = n.done(
         n.op("MatMul", x, n.random(8, 8), attrs=MatMulAttrs()), n.op("MatMul", n.random(8, 8), x, attrs=MatMulAttrs())
     )
-    untouched(graph, FuseSiblings(), context=CUDA)
+    check_untouched(FuseSiblings(), graph, context=CUDA)
