@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from optdnn.dim import DimLike
@@ -164,8 +164,32 @@ def _import_unpool(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op("MaxUnpool", node.inputs, MaxUnpoolAttrs(kernel, win.strides, win.pads))
 
 
+def _without_dropped_windows(attrs: PoolAttrs, x: TensorType) -> PoolAttrs:
+    """``attrs`` rounding down, with the end pads that give the same windows, where rounding up drops a window.
+
+    Below opset 22, ONNX's own shape inference counts such a window, though no implementation of it computes one.
+    """
+    if not attrs.ceil_mode or attrs.auto_pad != "NOTSET" or not x.is_static:
+        return attrs
+    rank, ends, dropped = len(attrs.kernel_shape), [], False
+    geometry = zip(x.static_shape[2:], attrs.kernel_shape, attrs.strides, attrs.dilations, strict=True)
+    for i, (size, kernel, stride, dilation) in enumerate(geometry):
+        begin, end = attrs.pads[i], attrs.pads[rank + i]
+        span = (kernel - 1) * dilation + 1
+        counted = -(-(size + begin + end - span) // stride) + 1
+        kept = min(counted, -(-(size + begin) // stride))
+        dropped = dropped or kept != counted
+        ends.append(max(0, (kept - 1) * stride + span - size - begin))
+    grown = any(new > old for new, old in zip(ends, attrs.pads[rank:], strict=True))
+    if not dropped or (grown and getattr(attrs, "count_include_pad", False)):  # more padding would count
+        return attrs
+    return replace(attrs, ceil_mode=False, pads=(*attrs.pads[:rank], *ends))
+
+
 def _export_pool(attrs: PoolAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     kind = type(attrs).__name__.removesuffix("Attrs")
+    if e.opset < 22:
+        attrs = _without_dropped_windows(attrs, e.type(inputs[0]))
     values = {f.name: getattr(attrs, f.name) for f in fields(attrs)}
     values.pop("indices", None)
     values["ceil_mode"] = int(attrs.ceil_mode)

@@ -15,6 +15,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from optdnn.dim import symbol
+from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.base import Attrs, Call, NodeSpec, Result, Tol
 from optdnn.ops.fused import flops, plain_attrs
@@ -231,3 +232,19 @@ def op_flops(graph: Graph, op: Op) -> float:
     values = tuple(graph.known(v) for v in op.inputs)
     call = Call(op.kind, op.attrs, types, values, len(op.outputs), symbol)
     return flops(call, Result(tuple(o.type for o in op.outputs)))
+
+
+def check_export(case: Case, opset: int, *, by: str = "onnxruntime") -> onnx.ModelProto:
+    """Write a case's graph at ``opset`` and run it by ONNX Runtime or ONNX's evaluator: the same results as the kernel's.
+
+    Returns the model, which the ONNX checker has passed.
+    """
+    graph = import_case(case)
+    model = export_model(graph, opset).proto
+    onnx.checker.check_model(model, full_check=True)
+    model.ir_version = min(10, model.ir_version)
+    expected = run(graph, case.fed)
+    actual = onnxruntime_run(model, case.fed) if by == "onnxruntime" else ReferenceEvaluator(model).run(None, case.fed)
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert_close(np.asarray(a), b, Tol(2e-5, 1e-5), f"opset {opset}, output {i}")
+    return model

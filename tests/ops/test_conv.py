@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from onenode import Case, check_case, import_case, normal, op_flops
+from onenode import Case, check_case, check_export, import_case, normal, onnxruntime_run, op_flops, run
 
 from optdnn.dim import symbol
 from optdnn.errors import ShapeError
+from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import Tol
 from optdnn.ops.conv import ConvAttrs, resolved
@@ -163,3 +164,24 @@ def test_cost_counts_a_multiply_add_as_two() -> None:
     assert op_flops(graph, graph.of_kind("Conv")[0]) == 2 * (2 * 6 * 6 * 6) * (2 * 9) + 2 * 6 * 6 * 6
     graph = import_case(Case("ConvTranspose", [normal(2, 4, 8, 8), normal(4, 3, 3, 3)]))
     assert op_flops(graph, graph.of_kind("ConvTranspose")[0]) == 2 * (2 * 4 * 8 * 8) * (3 * 9)
+
+
+@pytest.mark.parametrize("opset", [13, 17, 22])
+def test_export(opset: int) -> None:
+    x, w, bias = normal(2, 6, 7, 8), normal(4, 3, 3, 3), normal(4)
+    attrs = {"group": 2, "strides": [2, 1], "pads": [1, 0, 1, 2], "dilations": [1, 2]}
+    check_export(Case("Conv", [x, w, bias], attrs), opset)
+    check_export(Case("Conv", [x, w], {"auto_pad": "SAME_LOWER", "group": 2, "strides": [2, 2]}), opset)
+    w = normal(6, 2, 3, 4)
+    attrs = {"group": 2, "strides": [2, 3], "pads": [1, 0, 1, 1], "output_padding": [1, 2]}
+    check_export(Case("ConvTranspose", [x, w, bias], attrs), opset)
+
+
+def test_export_keeps_what_is_symbolic() -> None:
+    case = Case("Conv", [normal(1, 3, 9, 9), normal(4, 3, 3, 3)], {"auto_pad": "SAME_UPPER", "strides": [2, 2]})
+    (node,) = export_model(import_case(case, {0: (2,)}), 21).proto.graph.node
+    assert {a.name for a in node.attribute} == {"auto_pad", "dilations", "group", "kernel_shape", "strides"}
+    case = Case("ConvTranspose", [normal(1, 3, 4, 4), normal(3, 2, 3, 3)], {"output_shape": [9, 9], "strides": [2, 2]})
+    model = export_model(import_case(case, {0: (2,)}), 21).proto
+    (y,) = onnxruntime_run(model, case.fed)
+    np.testing.assert_allclose(y, run(import_case(case), case.fed)[0], atol=1e-5)

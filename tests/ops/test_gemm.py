@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onenode import Case, check_case, import_case, normal, op_flops, run
+from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
 
 from optdnn.errors import ShapeError
 from optdnn.ir.graph import Graph
@@ -169,3 +169,11 @@ def test_cost() -> None:
     assert op_flops(graph, graph.of_kind("Gemm")[0]) == 2 * 3 * 4 * 5 + 3 * 15
     graph = import_case(Case("Einsum", [normal(2, 3, 4), normal(2, 4, 5)], {"equation": "bij,bjk->bik"}))
     assert op_flops(graph, graph.of_kind("Einsum")[0]) == 2 * 2 * 3 * 4 * 5
+
+
+@pytest.mark.parametrize("opset", [13, 22])
+def test_export(opset: int) -> None:
+    check_export(Case("MatMul", [normal(2, 3, 4), normal(4, 5)]), opset)
+    check_export(Case("Gemm", [normal(4, 3), normal(5, 4), normal(5)], {"transA": 1, "transB": 1, "alpha": 0.5}), opset)
+    check_export(Case("Gemm", [normal(3, 4), normal(4, 5)], {"beta": 0.5}), opset)
+    check_export(Case("Einsum", [normal(2, 3, 4), normal(2, 4, 5)], {"equation": "b i j, b j k -> b i k"}), opset)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onenode import Case, check_case, import_case, normal, op_flops, run
+from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
+from onnx import helper
 
-from optdnn.errors import RunError, ShapeError
+from optdnn.errors import RunError, ShapeError, UnsupportedError
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import EXACT
 from optdnn.ops.pool import MaxUnpoolAttrs
@@ -23,7 +24,7 @@ GEOMETRIES: list[tuple[tuple[int, ...], Json]] = [
     ((2, 3, 8, 9), {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1], "ceil_mode": 1}),
     ((1, 2, 7, 6), {"kernel_shape": [2, 2], "strides": [3, 4], "ceil_mode": 1}),
     # ceil_mode would start a window in the end padding here; it is dropped.
-    ((1, 2, 5, 5), {"kernel_shape": [2, 2], "strides": [2, 2], "pads": [0, 0, 1, 1], "ceil_mode": 1}),
+    ((1, 2, 5, 5), {"kernel_shape": [2, 2], "strides": [3, 2], "pads": [0, 0, 1, 1], "ceil_mode": 1}),
     ((2, 3, 12), {"kernel_shape": [3], "strides": [2], "pads": [1, 1]}),
     ((1, 2, 5, 6, 7), {"kernel_shape": [2, 3, 2], "strides": [1, 2, 2], "pads": [0, 1, 1, 1, 1, 0]}),
     ((2, 3, 8, 9), {"kernel_shape": [3, 4], "strides": [2, 3], "auto_pad": "SAME_UPPER"}),
@@ -185,3 +186,41 @@ def test_cost() -> None:
     assert op_flops(graph, graph.of_kind("AveragePool")[0]) == 5 * 2 * 4
     graph = import_case(Case("GlobalAveragePool", [normal(1, 2, 4, 4)]))
     assert op_flops(graph, graph.of_kind("GlobalAveragePool")[0]) == 32
+
+
+@pytest.mark.parametrize("opset", [13, 18, 19, 22])
+def test_export(opset: int) -> None:
+    x, attrs = normal(2, 3, 8, 9), {"kernel_shape": [3, 2], "strides": [2, 3], "pads": [1, 0, 1, 1]}
+    check_export(
+        Case("MaxPool", [x], {**attrs, "ceil_mode": 1, "dilations": [1, 2], "storage_order": 1}, outputs=2), opset
+    )
+    check_export(Case("MaxPool", [x], attrs), opset)
+    check_export(Case("AveragePool", [x], {**attrs, "count_include_pad": 1}), opset)
+    check_export(Case("LpPool", [x], {**attrs, "p": 3}), min(opset, 21))
+    check_export(Case("GlobalLpPool", [x], {"p": 1}), min(opset, 21))
+    check_export(Case("GlobalMaxPool", [x]), opset)
+    check_export(Case("GlobalAveragePool", [x]), opset)
+    indices = np.arange(24).reshape(1, 1, 4, 6) * 4
+    check_export(
+        Case("MaxUnpool", [normal(1, 1, 4, 6), indices], {"kernel_shape": [2, 2], "strides": [2, 2]}), min(opset, 21)
+    )
+
+
+@pytest.mark.parametrize("kind", ["MaxPool", "AveragePool", "LpPool"])
+def test_export_of_a_dropped_window_below_opset_22(kind: str) -> None:
+    """ONNX's shape inference counts such windows below opset 22 (its implementations never did): rounding down avoids it."""
+    attrs = {"kernel_shape": [2], "strides": [3], "pads": [0, 1], "ceil_mode": 1}
+    case = Case(kind, [normal(1, 1, 5)], attrs)
+    for opset, ceil in ((18, False), (21, False), (22, True)):
+        by = "reference" if (kind, opset) == ("LpPool", 22) else "onnxruntime"
+        (node,) = check_export(case, opset, by=by).graph.node
+        values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        assert (values["ceil_mode"], values["pads"]) == ((1, [0, 1]) if ceil else (0, [0, 0]))
+
+
+@pytest.mark.parametrize(("kind", "since"), [("AveragePool", 19), ("LpPool", 18)])
+def test_export_of_dilated_pools_needs_their_opset(kind: str, since: int) -> None:
+    case = Case(kind, [normal(1, 2, 9, 9)], {"kernel_shape": [2, 2], "dilations": [2, 2]})
+    check_export(case, since)
+    with pytest.raises(UnsupportedError, match=f"need opset {since}"):
+        check_export(case, since - 1)

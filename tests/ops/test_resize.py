@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onenode import Case, check_case, import_case, normal, op_flops, run
+from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
 
 from optdnn.dim import evaluate, symbol
-from optdnn.errors import ShapeError
+from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import EXACT, Tol, Unsupported
 from optdnn.ops.resize import COORDINATES, NEAREST, ResizeAttrs
@@ -250,3 +250,39 @@ def test_cost() -> None:
     assert op_flops(graph, graph.of_kind("Resize")[0]) == 2 * 2 * 2 * 128
     graph = import_case(_sizes(normal(1, 2, 4, 4), [1, 2, 8, 8], {}))
     assert op_flops(graph, graph.of_kind("Resize")[0]) == 0
+
+
+@pytest.mark.parametrize("opset", [13, 18, 19, 21])
+def test_export(opset: int) -> None:
+    x = normal(1, 2, 5, 6)
+    for mode, transform in itertools.product(
+        ("nearest", "linear", "cubic"), ("half_pixel", "align_corners", "asymmetric")
+    ):
+        attrs = {"mode": mode, "coordinate_transformation_mode": transform, "nearest_mode": "floor"}
+        check_export(_sizes(x, [1, 2, 9, 4], attrs), opset)
+    check_export(_scales(x, [1, 1, 2, 0.5], {"mode": "cubic", "cubic_coeff_a": -0.5, "exclude_outside": 1}), opset)
+    some = {"axes": [3, 2], "mode": "linear"}
+    check_export(Case("Resize", [x, None, np.array([2, 0.5], np.float32)], some, 18, constants=[2]), opset)
+    check_export(Case("Resize", [x, None, None, np.array([9, 4])], some, 18, constants=[3]), opset, by="reference")
+    roi = np.array([0.1, 0.2, 0.8, 0.7], np.float32)
+    crop = {"axes": [2, 3], "mode": "linear", "coordinate_transformation_mode": "tf_crop_and_resize"}
+    check_export(Case("Resize", [x, roi, None, np.array([4, 4])], crop, 18, constants=[1, 3]), opset, by="reference")
+
+
+def test_export_of_what_old_opsets_lack() -> None:
+    x, sizes = normal(1, 2, 8, 8), [1, 2, 4, 4]
+    for attrs, opset, message in (
+        ({"mode": "linear", "antialias": 1}, 17, "antialias and"),
+        ({"keep_aspect_ratio_policy": "not_larger"}, 17, "keep_aspect_ratio_policy need"),
+        ({"coordinate_transformation_mode": "half_pixel_symmetric"}, 18, "half_pixel_symmetric needs opset 19"),
+    ):
+        check_export(_sizes(x, sizes, attrs), opset + 1, by="reference")
+        with pytest.raises(UnsupportedError, match=message):
+            check_export(_sizes(x, sizes, attrs), opset)
+    linear_tf = {"mode": "linear", "coordinate_transformation_mode": "tf_half_pixel_for_nn"}
+    with pytest.raises(UnsupportedError, match="opsets 11 and 12 only"):
+        check_export(_sizes(x, sizes, linear_tf, 11), 21)
+    open_sizes = Case("Resize", [x, None, None, np.array([4, 4])], {"axes": [2, 3]}, 18)
+    check_export(open_sizes, 18, by="reference")
+    with pytest.raises(UnsupportedError, match="not known needs opset 18"):
+        check_export(open_sizes, 17)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onenode import Case, check_case, import_case, normal, op_flops, run
+from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
 
 from optdnn.errors import ShapeError
 from optdnn.runtime.reference.softmax import KERNELS
@@ -78,3 +78,10 @@ def test_contradictions_are_refused(x: Any, attrs: dict[str, Any], opset: int, m
 def test_cost() -> None:
     graph = import_case(Case("Softmax", [normal(2, 3)]))
     assert op_flops(graph, graph.of_kind("Softmax")[0]) == 5 * 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("opset", [13, 22])
+def test_export(kind: str, opset: int) -> None:
+    check_export(Case(kind, [normal(2, 3, 4)], {"axis": 1}), opset)
+    check_export(Case(kind, [normal(2, 3, 4)], {"axis": 1}, opset=11), opset)
