@@ -1,0 +1,178 @@
+"""Real networks import: those that the onnx package ships, and the exported ones where they are at hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from optdnn.errors import UnsupportedError
+from optdnn.importers.onnx import import_model
+from optdnn.ir.graph import Graph
+from optdnn.ir.verify import verify
+from optdnn.ops.base import KNOWN_LIMIT
+from optdnn.types import is_float
+
+LIGHT = sorted(Path(onnx.__file__).parent.glob("backend/test/data/light/*.onnx"))
+SHARED = Path(__file__).resolve().parents[2].parent / "shared"
+NETWORKS = [
+    "resnet18",
+    "resnet50",
+    "resnext50_32x4d",
+    "mobilenet_v2",
+    "mobilenet_v3_large",
+    "efficientnet_b0",
+    "convnext_tiny",
+    "googlenet",
+    "squeezenet1_1",
+    "vgg16_bn",
+    "alexnet",
+    "fcn_resnet50",
+    "deeplabv3_mobilenet_v3_large",
+]
+
+
+def unknown_shape_arithmetic(graph: Graph) -> list[str]:
+    """Small integer values that depend on shapes and constants alone and are nevertheless not known."""
+    reads_data: set[int] = set()
+    missing = []
+    for op in graph.order():
+        if op.kind in ("Constant", "Output"):
+            continue
+        operands = {v.op for v in op.inputs if v is not None}
+        if op.kind == "Input" or (operands & reads_data and not op.definition.traits.shape_only):
+            reads_data.add(op.id)
+            continue
+        for out in op.outputs:
+            small = out.type.is_static and np.prod(out.type.static_shape, dtype=np.int64) <= KNOWN_LIMIT
+            if small and not is_float(out.type.dtype) and out.known is None:
+                missing.append(f"{op.kind} {op.name}")
+    return missing
+
+
+def ort_shapes(model: onnx.ModelProto, feeds) -> dict[str, tuple[int, ...]]:
+    ort = pytest.importorskip("onnxruntime")
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return dict(zip([o.name for o in session.get_outputs()], [y.shape for y in session.run(None, feeds)], strict=True))
+
+
+def check(model: onnx.ModelProto, feeds, name: str) -> Graph:
+    graph = import_model(model, shapes={k: v.shape for k, v in feeds.items()}, source_name=name)
+    verify(graph)
+    assert unknown_shape_arithmetic(graph) == []
+    got = {graph.op(i).outputs[0].name: graph.op(i).outputs[0].type.static_shape for i in graph.outputs}
+    assert got == ort_shapes(model, feeds)
+    return graph
+
+
+def test_the_check_of_shape_arithmetic_can_fail():
+    graph = import_model(
+        helper.make_model(
+            helper.make_graph(
+                [helper.make_node("Shape", ["x"], ["s"]), helper.make_node("Neg", ["s"], ["y"])],
+                "g",
+                [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3])],
+                [helper.make_tensor_value_info("y", TensorProto.INT64, [2])],
+            ),
+            opset_imports=[helper.make_opsetid("", 17)],
+        )
+    )
+    assert unknown_shape_arithmetic(graph) == []
+    neg = graph.of_kind("Neg")[0]
+    graph.set_op(type(neg)(neg.id, neg.kind, neg.attrs, neg.inputs, (type(neg.outputs[0])("y", neg.outputs[0].type),)))
+    assert unknown_shape_arithmetic(graph) == ["Neg y"]
+
+
+@pytest.mark.parametrize("path", LIGHT, ids=[p.stem for p in LIGHT])
+def test_light_models(path):
+    model = onnx.load(path)
+    rng = np.random.default_rng(0)
+    constants = {t.name for t in model.graph.initializer}
+    feeds = {
+        v.name: rng.standard_normal([d.dim_value for d in v.type.tensor_type.shape.dim]).astype(np.float32)
+        for v in model.graph.input
+        if v.name not in constants
+    }
+    check(model, feeds, path.name)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """Maps a graph's name to its skeleton's path; and the module that fills in weights."""
+    archive = SHARED / "graphs.tar.xz"
+    if not archive.exists():
+        pytest.skip("the exported graphs are not at hand")
+    folder = tmp_path_factory.mktemp("graphs")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    spec = importlib.util.spec_from_file_location("fill", SHARED / "fill.py")
+    assert spec is not None
+    assert spec.loader is not None
+    fill = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fill)
+    return {p.stem: p for p in folder.rglob("*.onnx")}, fill
+
+
+@pytest.mark.parametrize("exporter", ["ts", "dyn"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_exported_networks(exported, name, exporter):
+    paths, fill = exported
+    model = fill.fill(str(paths[f"{name}.{exporter}"]))
+    graph = check(model, fill.feeds(model), name)
+    for op in graph.ops():  # with symbols, every dimension but the batch is still known
+        assert all(out.type.shape is not None for out in op.outputs)
+
+
+def chain(n: int) -> onnx.ModelProto:
+    """``n`` nodes: convolutions and activations with shape arithmetic between them."""
+    nodes, weights, x = [], [], "x"
+    for i in range(n // 8):
+        weights.append(numpy_helper.from_array(np.zeros((4, 4, 3, 3), np.float32), f"w{i}"))
+        nodes += [
+            helper.make_node("Conv", [x, f"w{i}"], [f"c{i}"], pads=[1, 1, 1, 1]),
+            helper.make_node("Relu", [f"c{i}"], [f"r{i}"]),
+            helper.make_node("Shape", [f"r{i}"], [f"s{i}"]),
+            helper.make_node("Gather", [f"s{i}", "zero"], [f"n{i}"]),
+            helper.make_node("Unsqueeze", [f"n{i}", "axis"], [f"u{i}"]),
+            helper.make_node("Concat", [f"u{i}", "rest"], [f"t{i}"], axis=0),
+            helper.make_node("Reshape", [f"r{i}", f"t{i}"], [f"p{i}"]),
+            helper.make_node("Add", [f"p{i}", x], [f"x{i}"]),
+        ]
+        x = f"x{i}"
+    for name, value in (("zero", 0), ("axis", [0]), ("rest", [4, 8, 8])):
+        weights.append(numpy_helper.from_array(np.array(value, np.int64), name))
+    graph = helper.make_graph(
+        nodes,
+        "chain",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4, 8, 8])],
+        [helper.make_tensor_value_info(x, TensorProto.FLOAT, None)],
+        weights,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+def test_import_is_linear_and_quick():
+    seconds = {}
+    for n in (1000, 4000):
+        model = chain(n)
+        start = time.perf_counter()
+        graph = import_model(model)
+        seconds[n] = time.perf_counter() - start
+        assert len(graph) == n
+    assert seconds[4000] < 4.0
+    assert seconds[4000] < 8 * seconds[1000] + 0.1  # quadratic would be 16 times
+
+
+def test_what_is_unsupported_in_a_detector_is_one_error(exported):
+    paths, fill = exported
+    with pytest.raises(UnsupportedError) as e:
+        import_model(fill.fill(str(paths["ssdlite320_mobilenet_v3_large.ts"])))
+    assert {"NonMaxSuppression"} <= {n.op_type for n in e.value.nodes} or {"TopK"} <= {n.op_type for n in e.value.nodes}
