@@ -32,6 +32,16 @@ EXTERNAL_FROM_BYTES = 1024
 _ALIGNMENT = 64
 _PROTOBUF_LIMIT = (1 << 31) - (1 << 20)
 _SHOWN_NAMES = 4
+_ONCE_ATTRIBUTES = {
+    "Squeeze": ("axes",),
+    "Unsqueeze": ("axes",),
+    "Split": ("split",),
+    "Clip": ("min", "max"),
+    "Pad": ("pads", "value"),
+    "Slice": ("starts", "ends", "axes", "steps"),
+    "Dropout": ("ratio",),
+}
+"""Operators whose operands after the first were attributes of these names before some opset."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,7 @@ class _Exporter:
         names = list(inputs)
         while names and not names[-1]:
             names.pop()
+        names, attrs = self._older_form(op_type, names, attrs) if not domain else (names, attrs)
         made = onnx.NodeProto(op_type=op_type, domain=domain, input=names)
         results = tuple(self._fresh(f"{op.outputs[0].name}/{op_type}") for _ in range(outputs))
         made.output.extend(results)
@@ -142,6 +153,21 @@ class _Exporter:
 
     def value(self, name: str) -> Array | None:
         return self._constants.get(name)
+
+    def _older_form(self, op_type: str, names: list[str], attrs: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+        """Constant operands as the attributes that they were in older opsets."""
+        known = _schema(op_type, "", self.opset)
+        slots = _ONCE_ATTRIBUTES.get(op_type)
+        if known is None or slots is None or len(names) <= known.max_input:
+            return names, attrs
+        attrs = dict(attrs)
+        for name, attribute in zip(names[1:], slots, strict=False):
+            value = self.value(name) if name else None
+            if name and value is None:
+                raise Unsupported(f"operand {attribute} of {op_type} must be a constant there")
+            if value is not None and not (attribute == "steps" and np.all(value == 1)):
+                attrs[attribute] = value.item() if value.ndim == 0 else tuple(value.tolist())
+        return names[:1], attrs
 
     # ------------------------------------------------------------------ names
 
@@ -333,6 +359,8 @@ def node_attributes(
 
 
 def _is_default(op_type: str, domain: str, name: str, value: Any) -> bool:
+    if name == "dilations" and all(v == 1 for v in value):  # a default that schemas say in words
+        return True
     newest = _schema(op_type, domain, onnx.defs.onnx_opset_version())
     declared = None if newest is None else newest.attributes.get(name)
     if declared is None or not declared.default_value.name:
