@@ -1,0 +1,80 @@
+"""A worker process of the race: holds one candidate and runs it when its turn comes.
+
+Started as ``python -c "from optdnn.runtime.worker import main; main()"``; reads commands from its standard input and answers
+on what was its standard output (libraries that print reach the standard error instead):
+
+* ``open``: candidate, threads -> facts, outputs
+* ``feeds`` (with arrays) -> outputs as arrays, of one run on them
+* ``turn``: warmup, seconds, most -> latencies of one turn, an int64 array "ns"
+* ``quit``
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from optdnn.errors import OptdnnError
+from optdnn.runtime.bench import sample
+from optdnn.runtime.candidates import Candidate, Opened, converted, open_candidate
+from optdnn.runtime.wire import receive, send
+from optdnn.types import Array
+
+
+def main() -> None:
+    """Serve until the parent quits or is gone."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not disturb the frames
+    serve(sys.stdin.buffer, answers)
+
+
+def serve(commands: BinaryIO, answers: BinaryIO) -> None:
+    """Answer every command; a failure is an answer too."""
+    worker = _Worker()
+    while True:
+        frame = receive(commands)
+        if frame is None or frame[0]["command"] == "quit":
+            return
+        message, arrays = frame
+        try:
+            answer, results = getattr(worker, f"do_{message['command']}")(message, arrays)
+            send(answers, {"ok": True, **answer}, results)
+        except BaseException as e:
+            text = e.message if isinstance(e, OptdnnError) else f"{e}".strip() or "no message"
+            send(answers, {"ok": False, "error": type(e).__name__, "message": text.splitlines()[0][:500]})
+            if not isinstance(e, Exception):
+                return
+
+
+Answer = tuple[dict[str, Any], dict[str, Array] | None]
+
+
+class _Worker:
+    opened: Opened
+    feeds: Mapping[str, Array]
+
+    def do_open(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        start = time.perf_counter()
+        self.opened = open_candidate(Candidate(**message["candidate"]), message["threads"])
+        seconds = time.perf_counter() - start
+        return {"facts": dict(self.opened.facts), "outputs": list(self.opened.outputs), "open_s": seconds}, None
+
+    def do_feeds(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        self.feeds = converted(arrays, self.opened.inputs)
+        start = time.perf_counter()
+        outputs = self.opened.run(self.feeds)
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds}, {f"{i}": np.asarray(a) for i, a in enumerate(outputs)}
+
+    def do_turn(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        run, feeds = self.opened.run, self.feeds
+        if message["most"] is not None:
+            taken = sample(lambda: run(feeds), warmup=message["warmup"], iterations=message["most"])
+        else:
+            taken = sample(lambda: run(feeds), warmup=message["warmup"], duration=message["seconds"])
+        return {}, {"ns": np.frombuffer(taken, np.int64)}

@@ -1,0 +1,99 @@
+"""Openers of made-up candidates for the tests of the race; imported inside the worker processes.
+
+``path`` carries what the test wants of the candidate.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from optdnn.errors import UsageError
+from optdnn.runtime.candidates import Candidate, Opened
+from optdnn.types import Array, TensorSpec
+
+
+def sleeper(candidate: Candidate, threads: int) -> Opened:
+    """Takes ``path`` seconds; gives 2 x."""
+
+    def run(feeds: Mapping[str, Array]) -> Sequence[Array]:
+        time.sleep(float(candidate.path))
+        return [feeds["x"] * 2]
+
+    return Opened(run, ["y"], {"threads": threads, "omp": os.environ["OMP_NUM_THREADS"]})
+
+
+def logger(candidate: Candidate, threads: int) -> Opened:
+    """Appends "name start end" (ns, the system's monotonic clock) of every call to the file ``path``."""
+
+    def run(feeds: Mapping[str, Array]) -> Sequence[Array]:
+        start = time.monotonic_ns()
+        time.sleep(0.002)
+        with open(candidate.path, "a") as f:
+            f.write(f"{candidate.name} {start} {time.monotonic_ns()}\n")
+        return [feeds["x"]]
+
+    return Opened(run, ["y"], {})
+
+
+def off_by(candidate: Candidate, threads: int) -> Opened:
+    """Gives 2 x + path."""
+    return Opened(lambda feeds: [feeds["x"] * 2 + np.float32(candidate.path)], ["z"], {})
+
+
+def two_outputs(candidate: Candidate, threads: int) -> Opened:
+    return Opened(lambda feeds: [feeds["x"], feeds["x"]], ["a", "b"], {})
+
+
+def half_io(candidate: Candidate, threads: int) -> Opened:
+    """Wants its input in fp16."""
+
+    def run(feeds: Mapping[str, Array]) -> Sequence[Array]:
+        assert feeds["x"].dtype == np.float16
+        return [feeds["x"] * 2]
+
+    return Opened(run, ["y"], {}, [TensorSpec("x", np.dtype(np.float16), (3,))])
+
+
+def chatty(candidate: Candidate, threads: int) -> Opened:
+    """Writes to its standard output from Python and below it."""
+    print("hello from Python", flush=True)
+    os.write(1, b"hello from C\n" * 1000)
+    return sleeper(candidate, threads)
+
+
+def failing(candidate: Candidate, threads: int) -> Opened:
+    """Fails in the way and at the call that ``path`` says: "raise 0" at opening, "exit 3" at the third call."""
+    how, _, at = candidate.path.partition(" ")
+    calls = 0
+
+    def fail() -> None:
+        if how == "raise":
+            raise ValueError("no such tile\nand more")
+        if how == "typed":
+            raise UsageError("wrong option", hint="use another")
+        if how == "exit":
+            print("fatal: out of cheese", file=sys.stderr, flush=True)
+            os._exit(3)
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    if at == "0":
+        fail()
+
+    def run(feeds: Mapping[str, Array]) -> Sequence[Array]:
+        nonlocal calls
+        calls += 1
+        if calls == int(at):
+            fail()
+        return [feeds["x"] * 2]
+
+    return Opened(run, ["y"], {})

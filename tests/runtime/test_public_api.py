@@ -1,0 +1,91 @@
+"""``import optdnn`` is quick, lazy, and loads only what is used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from programs import mlp
+
+import optdnn
+from optdnn import Engine
+
+HEAVY = ("numpy", "onnx", "networkx", "onnxruntime", "openvino", "click", "rich")
+ROOT = Path(__file__).parents[2]
+
+
+def in_new_process(code: str) -> dict[str, object]:
+    """Run ``code``, which leaves a dict in ``result``; adds which heavy modules were loaded."""
+    program = f"import json, sys, time\nresult = {{}}\n{code}\n"
+    program += f"result['loaded'] = [m for m in {HEAVY!r} if m in sys.modules]\nprint(json.dumps(result))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer
+
+
+TIMED = "t = time.perf_counter(); import optdnn; {use}; result['ms'] = (time.perf_counter() - t) * 1e3"
+
+
+def test_import_is_quick_and_loads_nothing() -> None:
+    runs = [in_new_process(TIMED.format(use="pass")) for _ in range(3)]
+    assert runs[0]["loaded"] == []
+    assert min(float(str(r["ms"])) for r in runs) < 50
+
+
+def test_load_needs_no_compiler(tmp_path: Path) -> None:
+    path = tmp_path / "e.engine"
+    Engine(mlp()).save(path)
+    use = f"import numpy; optdnn.load({str(path)!r})(numpy.ones((1, 5), 'float32'))"
+    runs = [in_new_process(TIMED.format(use=use)) for _ in range(3)]
+    assert runs[0]["loaded"] == ["numpy"]
+    assert min(float(str(r["ms"])) for r in runs) < 500
+
+
+def test_naming_load_imports_within_the_bound() -> None:
+    runs = [in_new_process(TIMED.format(use="optdnn.load; optdnn.Engine; optdnn.EngineError")) for _ in range(3)]
+    assert runs[0]["loaded"] == ["numpy"]
+    assert min(float(str(r["ms"])) for r in runs) < 300
+
+
+def test_errors_alone_need_nothing() -> None:
+    assert in_new_process("import optdnn; optdnn.EngineError; optdnn.OptdnnError")["loaded"] == []
+
+
+def test_every_public_name_is_listed_and_leads_somewhere() -> None:
+    assert set(optdnn.__all__) == set(optdnn._WHERE)
+    assert sorted(optdnn.__all__) == optdnn.__all__
+    assert set(optdnn.__all__) <= set(dir(optdnn))
+    for name in optdnn.__all__:
+        if name == "build" and not (ROOT / "optdnn" / "compiler.py").exists():
+            continue
+        value = getattr(optdnn, name)
+        assert value.__name__ == name
+        assert value.__doc__
+
+
+def test_every_error_is_public() -> None:
+    from optdnn import errors
+
+    kinds = {n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.OptdnnError)}
+    assert kinds <= set(optdnn.__all__)
+    assert {getattr(errors, k).exit_code for k in kinds} <= set(errors.EXIT_CODES)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'optdnn' has no attribute 'biuld'"):
+        optdnn.biuld  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_version_is_the_packages() -> None:
+    assert optdnn.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def test_example_of_the_docstring(tmp_path: Path) -> None:
+    engine = optdnn.Engine(mlp())
+    engine.save(tmp_path / "model.engine")
+    assert list(optdnn.load(tmp_path / "model.engine").run({"x": np.ones((1, 5), np.float32)})) == ["y", "hidden"]
