@@ -1,0 +1,148 @@
+"""Decompositions as they are met: ONNX's own function bodies, and networks from both PyTorch exporters."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from support.shared import needs_shared_graphs, shared_network
+
+from optdnn.importers.onnx import import_model
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph
+from optdnn.ir.verify import verify
+from optdnn.passes.base import PassContext, PassReport, run_pipeline
+from optdnn.passes.fuse_activation import FuseActivation
+from optdnn.passes.fuse_norm import FuseNorm
+from optdnn.passes.fuse_softmax import FuseSoftmax
+from optdnn.passes.pipelines import O1, PIPELINE
+
+RECOGNIZE = (*O1, FuseActivation(), FuseNorm(), FuseSoftmax())
+
+FUNCTIONS = {
+    r"gelu_tanh_\d": "gelu_tanh",
+    r"gelu_default_\d": "gelu",
+    r"hardsigmoid.*": "hard_sigmoid",
+    r"hardswish": "hard_swish",
+    r"mish": "mish",
+    r"swish": "swish",
+    r"softmax_.*": "softmax",
+    r"logsoftmax_.*": "log_softmax",
+    r"layer_normalization_.*": "layer_norm",
+    r"rms_normalization_.*": "rms_norm",
+    r"group_normalization_.*": "layer_norm",  # its shape in between is (N, groups, C / groups, …): the core alone
+}
+"""Test cases of the standard whose operator is expanded into its function body -> the rule that finds it again."""
+
+
+@lru_cache(maxsize=1)
+def expanded() -> dict[str, Any]:
+    """The standard's test cases with function bodies, by name."""
+    from onnx.backend.test.case.node import collect_testcases
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cases = collect_testcases(None)
+    return {c.name[len("test_") :]: c for c in cases if "_expanded" in c.name}
+
+
+def rules(reports: list[PassReport]) -> dict[str, int]:
+    names = {r.name for r in RECOGNIZE[len(O1) :]}
+    return dict(Counter(f.rule for report in reports if report.name in names for f in report.fired))
+
+
+@pytest.mark.parametrize("pattern", FUNCTIONS)
+def test_function_bodies_of_the_standard(pattern: str) -> None:
+    cases = [c for name, c in expanded().items() if re.fullmatch(rf"{pattern}_expanded(_ver\d+)?", name)]
+    assert cases
+    for case in cases:
+        model = onnx.ModelProto()
+        model.CopyFrom(case.model)
+        del model.graph.output[1:]  # a layer norm's statistics: with them the inner values are outputs
+        graph = import_model(model)
+        reports = run_pipeline(graph, RECOGNIZE, verify=True)
+        assert rules(reports) == {FUNCTIONS[pattern]: 1}, case.name
+        inputs, outputs = case.data_sets[0]
+        feeds = dict(zip([i.name for i in model.graph.input], inputs, strict=True))
+        (result,) = evaluate(graph, feeds).values()
+        assert np.allclose(result, outputs[0], rtol=1e-5, atol=1e-6), case.name
+
+
+def test_statistics_that_are_outputs_keep_a_layer_norm_apart() -> None:
+    model = expanded()["layer_normalization_2d_axis1_expanded"].model
+    reports = run_pipeline(import_model(model), RECOGNIZE)
+    assert rules(reports) == {}
+    reasons = [r.reason for report in reports for r in report.refused if r.rule == "layer_norm"]
+    assert any("an inner value is used elsewhere" in r for r in reasons)
+
+
+NETWORKS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "bert.ts": ({"gelu": 4}, {"Gelu": 4, "LayerNormalization": 9, "Softmax": 4}),
+    "bert.dyn": ({}, {"Gelu": 4, "LayerNormalization": 9, "Softmax": 4}),
+    "distilbert.ts": ({"gelu": 3}, {"Gelu": 3, "LayerNormalization": 7}),
+    "convnext_tiny.ts": ({"gelu": 18}, {"Gelu": 18, "LayerNormalization": 23}),
+    "convnext_tiny.dyn": ({}, {"Gelu": 18, "LayerNormalization": 23}),
+    "swin_t.ts": ({"gelu": 12}, {"Gelu": 12, "LayerNormalization": 29}),
+    "whisperenc.ts": ({"gelu": 5}, {"Gelu": 5, "LayerNormalization": 7}),
+    "gpt2.dyn": ({"gelu_tanh": 3}, {"Gelu": 3, "LayerNormalization": 7}),
+    "clipvision.ts": ({"swish": 3}, {"Swish": 3, "LayerNormalization": 7}),
+    "clipvision.dyn": ({"swish": 3}, {"Swish": 3, "LayerNormalization": 7}),
+    "llama.dyn": ({"rms_norm": 5, "swish": 2}, {"RMSNormalization": 5, "Swish": 2, "Softmax": 2}),
+    "t5enc.ts": ({"rms_norm": 7}, {"RMSNormalization": 7, "Softmax": 3}),
+    "t5enc.dyn": ({"rms_norm": 7}, {"RMSNormalization": 7, "Softmax": 3}),
+    "efficientnet_b0.ts": ({"swish": 49}, {"Swish": 49, "Sigmoid": 16}),
+    "efficientnet_b0.dyn": ({"swish": 49}, {"Swish": 49, "Sigmoid": 16}),
+    "mobilenet_v3_large.ts": ({}, {"HardSwish": 21, "HardSigmoid": 8}),
+    "mobilenet_v3_large.dyn": ({}, {"HardSwish": 21, "HardSigmoid": 8}),
+}
+"""Network -> rewrites by rule, and how many of these kinds there are afterwards (some are exported whole)."""
+
+
+@needs_shared_graphs
+@pytest.mark.parametrize("name", NETWORKS)
+def test_exported_networks(name: str, tmp_path: Path) -> None:
+    graph = import_model(shared_network(name, tmp_path))
+    fired, kinds = NETWORKS[name]
+    assert rules(run_pipeline(graph, RECOGNIZE, verify=True)) == fired
+    left = graph.kinds()
+    assert {k: left.get(k) for k in kinds} == kinds
+    for written_out in ("Erf", "Tanh", "Reciprocal") if fired else ():
+        assert left.get(written_out, 0) == 0
+
+
+CUDA = PassContext(target="cuda:sm_90a")
+
+
+def light(name: str) -> Graph:
+    """A network that the onnx package ships without weights; these are drawn here."""
+    path = Path(onnx.__file__).parent / "backend/test/data/light" / f"light_{name}.onnx"
+    model = onnx.load(path)
+    rng = np.random.default_rng(0)
+    sizes = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    for node in list(model.graph.node):
+        if node.op_type == "ConstantOfShape" and node.input[0] in sizes:
+            shape = tuple(int(d) for d in sizes[node.input[0]])
+            weight = rng.standard_normal(shape, dtype=np.float32) * np.float32(1 / np.sqrt(max(np.prod(shape[1:]), 1)))
+            model.graph.initializer.append(numpy_helper.from_array(weight, node.output[0]))
+            model.graph.node.remove(node)
+    return import_model(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "families"), [("inception_v1", 9), ("inception_v2", 10), ("squeezenet", 0), ("resnet50", 0)]
+)
+def test_siblings_of_networks(name: str, families: int) -> None:
+    graph = light(name)
+    reports = run_pipeline(graph, PIPELINE(3, CUDA.target), CUDA)
+    verify(graph)
+    (report,) = [r for r in reports if r.name == "fuse_siblings"]
+    assert report.changes == families
+    assert graph.kinds().get("Split", 0) == families
