@@ -158,11 +158,12 @@ def pack(intervals: Sequence[Interval], alignment: int = ALIGNMENT) -> tuple[lis
         raise InternalError("an interval has a negative size or ends before it starts")
     bound = live_bytes(intervals, alignment)
     sized = [replace(v, size=_up(v.size, alignment)) for v in intervals]
+    neighbours = _neighbours(sized)
     best: tuple[list[int], int] | None = None
     for make in ORDERS:
         order = make(sized)
         for _ in range(1 + min(REPAIRS, REPAIR_WORK // max(1, len(sized)))):
-            found = _place(sized, order)
+            found = _place(sized, neighbours, order)
             if best is None or found[1] < best[1]:
                 best = found
             if best[1] == bound:
@@ -171,12 +172,16 @@ def pack(intervals: Sequence[Interval], alignment: int = ALIGNMENT) -> tuple[lis
             offsets, arena = found
             late = [i for i in order if offsets[i] + sized[i].size == arena]
             order = late + [i for i in order if offsets[i] + sized[i].size != arena]
+        if best is not None and best[1] <= bound * CLOSE:
+            return best
     assert best is not None
     return best
 
 
 REPAIRS, REPAIR_WORK = 60, 60_000
 """How often a placement above the lower bound is repaired, and how many buffers may be placed in doing so, per order."""
+CLOSE = 1.01
+"""An arena this near to its lower bound is not worth another order."""
 
 
 def _by_size(v: Sequence[Interval]) -> list[int]:
@@ -211,27 +216,38 @@ ORDERS: tuple[Order, ...] = (_by_size, _by_breadth, _by_area, _by_length, _by_st
 """Orders in which buffers are placed, most often best first."""
 
 
-def _place(intervals: Sequence[Interval], order: Sequence[int]) -> tuple[list[int], int]:
+def _neighbours(intervals: Sequence[Interval]) -> list[list[int]]:
+    """For each interval those that share a step with it."""
+    found: list[list[int]] = [[] for _ in intervals]
+    alive: list[int] = []
+    for i in sorted(range(len(intervals)), key=lambda i: intervals[i].start):
+        alive = [j for j in alive if intervals[j].end >= intervals[i].start]
+        for j in alive:
+            found[i].append(j)
+            found[j].append(i)
+        alive.append(i)
+    return found
+
+
+def _place(
+    intervals: Sequence[Interval], neighbours: Sequence[Sequence[int]], order: Sequence[int]
+) -> tuple[list[int], int]:
     """Place in this order, each at the smallest gap (lowest on ties) between the buffers it lives together with."""
-    offsets = [0] * len(intervals)
-    placed: dict[int, list[int]] = {}
-    """Step -> the buffers placed so far that live then."""
+    offsets = [-1] * len(intervals)
+    ends = [0] * len(intervals)
     arena = 0
     for i in order:
-        v = intervals[i]
-        rivals = sorted(
-            {(offsets[j], offsets[j] + intervals[j].size) for t in range(v.start, v.end + 1) for j in placed.get(t, ())}
-        )
+        size = intervals[i].size
         end, best, slack = 0, -1, -1
-        for low, high in rivals:
+        for low, high in sorted([(offsets[j], ends[j]) for j in neighbours[i] if offsets[j] >= 0]):
             gap = low - end
-            if gap >= v.size and (best < 0 or gap - v.size < slack):
-                best, slack = end, gap - v.size
-            end = max(end, high)
-        offsets[i] = best if best >= 0 else end
-        arena = max(arena, offsets[i] + v.size)
-        for t in range(v.start, v.end + 1):
-            placed.setdefault(t, []).append(i)
+            if gap >= size and (best < 0 or gap - size < slack):
+                best, slack = end, gap - size
+            if high > end:
+                end = high
+        offsets[i] = at = best if best >= 0 else end
+        ends[i] = at + size
+        arena = max(arena, at + size)
     return offsets, arena
 
 

@@ -286,14 +286,14 @@ def test_every_order_is_worth_its_place() -> None:
             Interval(64 * rng.randint(1, 9), s := rng.randint(0, 6), s + rng.randint(0, 4))
             for _ in range(rng.randint(3, 14))
         ]
-        arenas = [memory._place(intervals, order(intervals))[1] for order in ORDERS]
+        arenas = [memory._place(intervals, memory._neighbours(intervals), order(intervals))[1] for order in ORDERS]
         if arenas.count(min(arenas)) == 1:
             winners.add(arenas.index(min(arenas)))
     assert winners == set(range(len(ORDERS)))
 
 
 def test_planning_grows_gently() -> None:
-    """7,000 buffers (the largest real graph) plan in well under a second a thousand."""
+    """7,000 buffers (the largest real graph) in seconds of processor time, whatever else the machine does."""
     import time
 
     rng = random.Random(0)
@@ -302,9 +302,9 @@ def test_planning_grows_gently() -> None:
     for i in range(1, 7000):
         steps.append(Use([i - 1, rng.randrange(max(0, i - 20), i)], (i,)))
         sizes[i] = rng.randint(1, 1 << 16)
-    start = time.perf_counter()
+    start = time.process_time()
     plan(steps, sizes)
-    assert time.perf_counter() - start < 7
+    assert time.process_time() - start < 6
 
 
 # ---------------------------------------------------------------- on programs

@@ -82,7 +82,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_the_version_is_the_packages() -> None:
-    assert optdnn.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "optdnn.__version__"}
+    assert optdnn.__version__.count(".") == 2
 
 
 def test_example_of_the_docstring(tmp_path: Path) -> None:
