@@ -1,0 +1,78 @@
+"""How the engine file of format 1.0 in this folder was made. Run once per format version, never again for an old one:
+
+    python tests/golden/make_engine.py tests/golden/engine-1.0
+
+writes ``engine-1.0.engine`` and ``engine-1.0.npz``, whose arrays are the input "x" and the outputs that must come out.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from optdnn import Engine
+from optdnn.runtime.program import Buffer, Program
+from optdnn.runtime.reference.run import PlainStage
+from optdnn.runtime.reference_executor import reference_step
+from optdnn.types import BF16, FP32, INT64, Array, TensorSpec
+
+
+def golden_program() -> Program:
+    """A small convolutional classifier: fused stages, bf16 weights, int64 constants, a symbolic batch, special floats."""
+    rng = np.random.default_rng(2025)
+
+    def weights(*shape: int, dtype: np.dtype = FP32) -> Array:
+        return (rng.standard_normal(shape) * 0.4).astype(dtype)
+
+    blobs = [weights(4, 3, 3, 3), weights(4), weights(4, 1, 1), np.array([0, -1], INT64), weights(4, 3, dtype=BF16)]
+    conv = {
+        "strides": (2, 2),
+        "pads": (1, 1, 1, 1),
+        "dilations": (1, 1),
+        "group": 1,
+        "auto_pad": "NOTSET",
+        "prologue": (),
+        "epilogue": (PlainStage("Mul", (-1, 3), {}), PlainStage("LeakyRelu", (-2,), {"alpha": 0.125})),
+        "arity": 3,
+    }
+    intermediates = [
+        ("conv", FP32, ("n", 4, 4, 4)),
+        ("pooled", FP32, ("n", 4, 1, 1)),
+        ("flat", FP32, ("n", 4)),
+        ("features", BF16, ("n", 4)),
+        ("logits", BF16, ("n", 3)),
+        ("wide", FP32, ("n", 3)),
+        ("y", FP32, ("n", 3)),
+    ]
+    return Program(
+        target="reference",
+        precision="fp32",
+        inputs=((TensorSpec("x", FP32, ("n", 3, 8, 8)), 0),),
+        outputs=((TensorSpec("y", FP32, ("n", 3)), 12), (TensorSpec("features", BF16, ("n", 4)), 9)),
+        buffers=(
+            Buffer("x", FP32, ("n", 3, 8, 8)),
+            *(Buffer(f"constant {i}", b.dtype, b.shape, blob=i) for i, b in enumerate(blobs)),
+            *(Buffer(*entry) for entry in intermediates),
+        ),
+        steps=(
+            reference_step("Conv", conv, (0, 1, 2, 3), (6,), ("/stem/conv", "/stem/scale", "/stem/act")),
+            reference_step("GlobalAveragePool", {}, (6,), (7,), ("/pool",)),
+            reference_step("Reshape", {"allowzero": False}, (7, 4), (8,), ("/flatten",)),
+            reference_step("Cast", {"to": BF16}, (8,), (9,)),
+            reference_step("MatMul", {}, (9, 5), (10,), ("/head",)),
+            reference_step("Cast", {"to": FP32}, (10,), (11,)),
+            reference_step("Softmax", {"axis": -1}, (11,), (12,), ("/softmax",)),
+        ),
+        blobs=blobs,
+        requires=("package:numpy>=1.0",),
+        meta={"options": {"opt_level": 3, "budget": float("inf")}, "$escaped": ["é", None, True, 0.1]},
+    )
+
+
+if __name__ == "__main__":
+    engine = Engine(golden_program())
+    x = np.random.default_rng(7).standard_normal((2, 3, 8, 8)).astype(np.float32)
+    results = engine.run({"x": x})
+    engine.save(f"{sys.argv[1]}.engine")
+    np.savez(f"{sys.argv[1]}.npz", x=x, y=results["y"], features=results["features"].astype(np.float32))
