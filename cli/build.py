@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from optdnn.cli.common import build_options, make_options, print_json, progress, stderr, stdout, table
+from optdnn.cli.common import build_options, make_options, print_json, progress, stdout, table
 
 
 @click.command("build")
@@ -65,10 +65,9 @@ def command(
         stdout.print()
         rows = [[m.name, f"{m.median_ms:.3f}" if m.median_ms is not None else "-", _remark(m)] for m in build.tactics]
         stdout.print(table(None, ["tactic", "median ms", ""], rows, right=[1]))
-    for library, left in build.fallbacks.items():
-        for item in left:
-            stderr.print(f"{library} does not take {item['operator']} {item['node']}: {item['reason']}")
     tactic = build.engine.meta.get("tactic")
+    for item in build.fallbacks.get(tactic["library"], []) if tactic else []:
+        stdout.print(f"from its NumPy kernel: {item['operator']} {item['node']}: {item['reason']}", markup=False)
     total = sum(build.seconds.values())
     stdout.print(
         f"\n{output}: target {build.engine.target}, precision {build.engine.precision}"

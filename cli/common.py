@@ -16,7 +16,7 @@ from rich.table import Table
 from optdnn.config import BuildOptions
 from optdnn.errors import UsageError
 
-stderr = Console(stderr=True, highlight=False)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 """For progress and remarks; stdout holds results only."""
 stdout = Console(highlight=False, soft_wrap=True)
 

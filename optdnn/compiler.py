@@ -20,7 +20,6 @@ from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
 from optdnn.passes.io_dtype import convert_borders
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.program import Program
 from optdnn.tactics.base import Measured
 from optdnn.tactics.timing_cache import TimingCache
 
@@ -117,17 +116,14 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     measured: list[Measured] = []
     fallbacks: dict[str, list[dict[str, str]]] = {}
     with _timed(seconds, "tactics"):
-        program: Program
         if target == "reference":
-            program = lower_reference(graph, meta)
+            engine = Engine(lower_reference(graph, meta))
         else:
             from optdnn.tactics.cpu import choose
 
             choice = choose(graph, options, cache, meta, say)
-            program, measured, fallbacks = choice.program, choice.rows, choice.fallbacks
+            engine, measured, fallbacks = choice.engine, choice.rows, choice.fallbacks
     cache.save()
-    with _timed(seconds, "load"):
-        engine = Engine(program)
     return Build(engine, graph, passes, measured, fallbacks, seconds)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +18,10 @@ from optdnn.config import BuildOptions
 from optdnn.errors import MissingDependency, RunError, UnsupportedError
 from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.export_onnx import ExportedModel, export_model
-from optdnn.ir.extract import extract, regions, single
+from optdnn.ir.extract import Region, extract, regions, single, whole
 from optdnn.ir.graph import Graph, Op
 from optdnn.lower import Lowering
+from optdnn.runtime.cpu import onnxruntime, openvino
 from optdnn.runtime.cpu.library import LibraryModel, MakeModel, Settings
 from optdnn.runtime.cpu.onnxruntime import OnnxRuntimeModel
 from optdnn.runtime.cpu.openvino import OpenVinoModel
@@ -44,6 +44,8 @@ class Library:
     weights: str
     """How large weights travel: "external" initializers, or graph "inputs"."""
     make: MakeModel
+    refuses: Callable[[str], str | None]
+    """Why the library cannot run in a precision at all on this machine, or None."""
 
     def version(self) -> str | None:
         """Installed version, or None."""
@@ -65,8 +67,8 @@ class Library:
 
 
 LIBRARIES: dict[str, Library] = {
-    "openvino": Library("openvino", 21, "inputs", OpenVinoModel),
-    "onnxruntime": Library("onnxruntime", 21, "external", OnnxRuntimeModel),
+    "openvino": Library("openvino", 21, "inputs", OpenVinoModel, openvino.refuses),
+    "onnxruntime": Library("onnxruntime", 21, "external", OnnxRuntimeModel, onnxruntime.refuses),
 }
 
 
@@ -74,22 +76,10 @@ LIBRARIES: dict[str, Library] = {
 class Choice:
     """The program that was chosen and why."""
 
-    program: Program
+    engine: Engine
     rows: list[Measured]
     fallbacks: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     """Per library, the operators that run from their NumPy kernels and why."""
-
-
-@dataclass(frozen=True)
-class Tactic:
-    """One library with one thread count."""
-
-    library: Library
-    threads: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.library.name}/{self.threads}t"
 
 
 def choose(
@@ -103,109 +93,180 @@ def choose(
 
     Raises MissingDependency when no library is installed, UnsupportedError when each one refuses the network.
     """
-    rows: list[Measured] = []
-    tactics, plans = _candidates(graph, options, rows, progress)
-    keys = {t.name: _key(graph, t, options, plans[t.library.name].program) for t in tactics}
-    cached = {t.name: ms for t in tactics if (ms := cache.get(keys[t.name])) is not None}
-    if len(cached) < len(tactics):
-        feeds = random_feeds(graph, seed=1, sizes=_typical_sizes(graph))
-        engines = {}
-        for t in tactics:
-            progress(f"compile {t.name}")
-            engines[t.name] = Engine(plans[t.library.name].program, threads=t.threads)
-        wrong = _check(graph, {t.name: t for t in tactics}, engines, feeds, options.precision)
-        for name, reason in wrong.items():
-            rows.append(_row(tactics, name, options, refused=reason))
-            del engines[name]
-        tactics = [t for t in tactics if t.name in engines]
-        contexts = {name: engine.context() for name, engine in engines.items()}
-        runners = {name: _runner(context, feeds) for name, context in contexts.items() if name not in cached}
-        measured = take_turns(runners, tick=lambda name: progress(f"time {name}")) if runners else {}
-        for name, ms in measured.items():
-            cache.put(keys[name], round(ms, 4))
-        rows += [_row(tactics, name, options, median_ms=cache.get(keys[name])) for name in measured]
-    rows += [_row(tactics, name, options, median_ms=ms, cached=True) for name, ms in cached.items()]
-    rows.sort(key=lambda r: (r.median_ms is None, r.median_ms or 0.0, r.name))
-    best = fastest(rows)
-    if best is None:
-        reasons = "; ".join(f"{r.name}: {r.refused}" for r in rows)
-        raise UnsupportedError(f"no tactic of the cpu target runs this network in {options.precision}: {reasons}")
-    chosen = next(t for t in tactics if t.name == best.name)
-    plan = plans[chosen.library.name]
-    program = plan.lower(chosen.threads, {**meta, "tactic": {"name": chosen.name, "library": chosen.library.name}})
-    return Choice(program, rows, {name: p.fallbacks for name, p in plans.items() if p.fallbacks})
+    search = _Search(graph, options, cache, progress)
+    cores = options.threads or usable_cores()
+    search.measure([(c, cores) for c in search.contenders])
+    if options.threads is None:
+        search.measure(
+            [(c, n) for c in search.near_best() for n in _fewer_threads(cores, search.times[c.tactic(cores)])]
+        )
+    return search.conclude(meta)
 
 
-def _candidates(
-    graph: Graph, options: BuildOptions, rows: list[Measured], progress: Progress
-) -> tuple[list[Tactic], dict[str, _Plan]]:
-    wanted = list(LIBRARIES) if options.tactics == "auto" else [options.tactics]
-    tactics: list[Tactic] = []
-    plans: dict[str, _Plan] = {}
-    missing: list[str] = []
-    for name in wanted:
-        library = LIBRARIES[name]
-        if library.version() is None:
-            missing.append(name)
-            rows.append(
-                Measured(name, {"precision": options.precision}, refused="not installed: pip install 'optdnn[cpu]'")
-            )
-            continue
-        progress(f"plan {name}")
-        try:
-            plans[name] = _Plan.make(graph, library, options)
-        except RunError as error:
-            rows.append(Measured(name, {"precision": options.precision}, refused=error.message))
-            continue
-        tactics += [Tactic(library, n) for n in _thread_counts(options)]
-    if not tactics and len(missing) == len(wanted):
-        raise MissingDependency(" and ".join(missing), "cpu", "for the cpu target")
-    return tactics, plans
+SMALL_MS = 3.0
+"""Networks quicker than this may lose more by waking threads than they gain."""
+NEAR = 1.25
+"""Libraries within this factor of the fastest are tried with other thread counts."""
 
 
-@dataclass
-class _Plan:
-    """How a library runs the graph: its regions, exported once, and the operators it leaves to NumPy."""
+def _fewer_threads(cores: int, median_ms: float) -> list[int]:
+    """The smaller thread counts worth trying: half of many cores, one for a small network."""
+    counts = ([cores // 2] if cores > 4 else []) + ([1] if cores > 1 and median_ms < SMALL_MS else [])
+    return sorted(set(counts), reverse=True)
 
-    graph: Graph
-    library: Library
-    precision: str
-    fallbacks: list[dict[str, str]]
-    program: Program
-    """The program at the library's default thread count; its blobs are shared by all."""
-    _cuts: list[tuple[Any, ExportedModel | None]]
 
-    @classmethod
-    def make(cls, graph: Graph, library: Library, options: BuildOptions) -> _Plan:
-        settings = Settings(0, options.precision)
-        reasons: dict[int, str] = {}
-        try:
-            library.compile(graph, settings)
-        except (RunError, UnsupportedError) as error:
-            reasons = _refused_ops(graph, library, settings)
-            if not reasons:  # each operator alone is taken: it is the network as a whole that is refused
-                raise RunError(error.message) from None
-        cuts: list[tuple[Any, ExportedModel | None]] = []
-        for region in regions(graph, lambda op: "reference" if op.id in reasons else library.name):
-            cuts.append((region, None if region.label == "reference" else library.export(extract(graph, region))))
-        fallbacks = [
-            {"node": graph.op(i).name, "operator": graph.op(i).kind, "reason": r} for i, r in sorted(reasons.items())
+class _Search:
+    """The state of one search: who is in it, what has been measured, who was refused and why."""
+
+    def __init__(self, graph: Graph, options: BuildOptions, cache: TimingCache, progress: Progress):
+        self.graph, self.options, self.cache, self.progress = graph, options, cache, progress
+        self.times: dict[str, float] = {}
+        self.cached: set[str] = set()
+        self.refused: dict[str, tuple[dict[str, Any], str]] = {}
+        self.engines: dict[str, Engine] = {}
+        self.owner: dict[str, tuple[_Contender, int]] = {}
+        self.contenders: list[_Contender] = []
+        wanted = list(LIBRARIES) if options.tactics == "auto" else [options.tactics]
+        for name in wanted:
+            if LIBRARIES[name].version() is None:
+                self._refuse(name, {}, "not installed: pip install 'optdnn[cpu]'")
+            elif (reason := LIBRARIES[name].refuses(options.precision)) is not None:
+                self._refuse(name, {}, reason)
+            else:
+                try:
+                    self.contenders.append(_Contender(graph, LIBRARIES[name], options.precision))
+                except UnsupportedError as error:
+                    self._refuse(name, {}, error.message)
+        if len(self.refused) == len(wanted) and all("not installed" in reason for _, reason in self.refused.values()):
+            raise MissingDependency(" and ".join(wanted), "cpu", "for the cpu target")
+
+    def _refuse(self, name: str, settings: dict[str, Any], reason: str) -> None:
+        self.refused[name] = ({"precision": self.options.precision, **settings}, reason)
+
+    def measure(self, wanted: Sequence[tuple[_Contender, int]]) -> None:
+        """Find the time of each (library, threads): from the cache, else compiled, checked and timed in turns."""
+        fresh: dict[str, Engine] = {}
+        for contender, threads in wanted:
+            name = contender.tactic(threads)
+            self.owner[name] = (contender, threads)
+            known = self.cache.get(contender.key(threads))
+            if known is not None:
+                self.times[name] = known
+                self.cached.add(name)
+                continue
+            self.progress(f"compile {name}")
+            try:
+                fresh[name] = contender.engine(threads)
+            except RunError as error:
+                self._refuse(name, contender.settings(threads), error.message)
+        if not fresh:
+            return
+        feeds = random_feeds(self.graph, seed=1, sizes=_typical_sizes(self.graph))
+        self.progress("check results")
+        for name, reason in _check(self.graph, fresh, feeds, self.options.precision).items():
+            contender, threads = self.owner[name]
+            self._refuse(name, contender.settings(threads), reason)
+            del fresh[name]
+        runners = {name: _runner(engine.context(), feeds) for name, engine in fresh.items()}
+        if runners:
+            times = take_turns(runners, tick=lambda name: self.progress(f"time {name}"))
+            for name, ms in times.items():
+                contender, threads = self.owner[name]
+                self.times[name] = round(ms, 4)
+                self.cache.put(contender.key(threads), self.times[name])
+        self.engines.update(fresh)
+
+    def near_best(self) -> list[_Contender]:
+        """Contenders whose best time is within NEAR of the best of all."""
+        if not self.times:
+            return []
+        limit = NEAR * min(self.times.values())
+        return list(dict.fromkeys(self.owner[n][0] for n, ms in self.times.items() if ms <= limit))
+
+    def conclude(self, meta: dict[str, Any]) -> Choice:
+        """The fastest as an engine that carries ``meta``, and the account of all."""
+        rows = [
+            Measured(name, self.owner[name][0].settings(self.owner[name][1]), median_ms=ms, cached=name in self.cached)
+            for name, ms in sorted(self.times.items(), key=lambda item: (item[1], item[0]))
         ]
-        plan = cls(graph, library, options.precision, fallbacks, None, cuts)  # type: ignore[arg-type]
-        plan.program = plan.lower(0, {})
-        return plan
+        rows += [Measured(name, settings, refused=reason) for name, (settings, reason) in sorted(self.refused.items())]
+        best = fastest(rows)
+        if best is None:
+            reasons = "; ".join(f"{r.name}: {r.refused}" for r in rows)
+            raise UnsupportedError(
+                f"no tactic of the cpu target runs this network in {self.options.precision}: {reasons}"
+            )
+        contender, threads = self.owner[best.name]
+        engine = self.engines.get(best.name) or contender.engine(threads)
+        engine.program.meta.update(
+            meta, tactic={"name": best.name, "library": contender.library.name, "threads": threads}
+        )
+        fallbacks = {c.library.name: c.fallbacks for c in self.contenders if c.fallbacks}
+        return Choice(engine, rows, fallbacks)
 
-    def lower(self, threads: int, meta: dict[str, Any]) -> Program:
+
+class _Contender:
+    """One library on one graph: the graph as the library reads it, cut where the library does not take an operator."""
+
+    def __init__(self, graph: Graph, library: Library, precision: str):
+        self.graph, self.library, self.precision = graph, library, precision
+        self.fallbacks: list[dict[str, str]] = []
+        region = whole(graph)
+        try:
+            model = library.export(extract(graph, region))
+        except UnsupportedError:  # an operator that this library's opset cannot express: cut around it
+            self._cuts = self._cut()
+        else:
+            self._cuts = [(region, model)]
+        digest = hashlib.sha256(repr((precision, library.name, library.version(), machine()["cpu"])).encode())
+        for _, part in self._cuts:
+            digest.update(part.to_bytes() if part is not None else b"")
+        self._digest = digest.hexdigest()[:32]
+
+    def tactic(self, threads: int) -> str:
+        return f"{self.library.name}/{threads}t"
+
+    def key(self, threads: int) -> str:
+        """Timing-cache key: names all that the time depends on."""
+        return f"{self.tactic(threads)} {self.precision} {self.library.version()} {machine()['cpu']} {self._digest}"
+
+    def settings(self, threads: int) -> dict[str, Any]:
+        return {"library": self.library.name, "threads": threads, "precision": self.precision}
+
+    def engine(self, threads: int) -> Engine:
+        """Compile. When the library refuses the network, the operators it refuses are cut out and run from NumPy."""
+        try:
+            return Engine(self._lower(threads))
+        except RunError:
+            if self.fallbacks:
+                raise
+            cuts = self._cut()
+            if not self.fallbacks:  # each operator alone is taken: it is the network as a whole that is refused
+                raise
+            self._cuts = cuts
+            return Engine(self._lower(threads))
+
+    def _cut(self) -> list[tuple[Region, ExportedModel | None]]:
+        reasons = _refused_ops(self.graph, self.library, Settings(0, self.precision))
+        self.fallbacks = [
+            {"node": self.graph.op(i).name, "operator": self.graph.op(i).kind, "reason": r}
+            for i, r in sorted(reasons.items())
+        ]
+        found = regions(self.graph, lambda op: "reference" if op.id in reasons else self.library.name)
+        return [(r, None if r.label == "reference" else self.library.export(extract(self.graph, r))) for r in found]
+
+    def _lower(self, threads: int) -> Program:
         out = Lowering(self.graph, "cpu", self.precision)
         for region, model in self._cuts:
             if model is None:
                 for op in region.ops:
                     out.reference_step(op)
-            else:
+            elif region.ops:
                 out.library_step(self.library.name, region, model, Settings(threads, self.precision))
         version = self.library.version()
-        needs = [f"package:{self.library.name}>={_minor(version)}"] if version and any(m for _, m in self._cuts) else []
-        return out.program(needs, meta)
+        used = any(model is not None for _, model in self._cuts)
+        needs = [f"package:{self.library.name}>={_minor(version)}"] if version and used else []
+        return out.program(needs, {})
 
 
 def _refused_ops(graph: Graph, library: Library, settings: Settings) -> dict[int, str]:
@@ -235,14 +296,8 @@ def _signature(graph: Graph, op: Op) -> str:
     return f"{op.kind} {op.attrs!r} {operands} {len(op.outputs)}"
 
 
-def _check(
-    graph: Graph,
-    tactics: Mapping[str, Tactic],
-    engines: Mapping[str, Engine],
-    feeds: Mapping[str, Array],
-    precision: str,
-) -> dict[str, str]:
-    """Tactics whose results are wrong, with the reason. The oracle is asked when no two libraries can vouch for each other."""
+def _check(graph: Graph, engines: Mapping[str, Engine], feeds: Mapping[str, Array], precision: str) -> dict[str, str]:
+    """Tactics whose results are wrong, with the reason. The oracle is asked when no two libraries vouch for each other."""
     limit = {"fp32": 1e-3, "bf16": 0.25}[precision]
     results: dict[str, dict[str, Array]] = {}
     wrong: dict[str, str] = {}
@@ -251,14 +306,15 @@ def _check(
             results[name] = engine.run(feeds)
         except RunError as error:
             wrong[name] = error.message
-    libraries = {tactics[n].library.name for n in results}
-    agreed = len(libraries) > 1 and all(_distance(a, b) <= limit for a in results.values() for b in results.values())
-    if not agreed and results:
-        oracle = evaluate(graph, feeds)
-        for name, outputs in results.items():
-            distance = _distance(outputs, oracle)
-            if not distance <= limit:
-                wrong[name] = f"its result differs from the reference by {distance:.2g} of the largest output"
+    libraries = {name.split("/")[0] for name in results}
+    first = next(iter(results.values()), None)
+    if first is None or (len(libraries) > 1 and all(_distance(r, first) <= limit for r in results.values())):
+        return wrong
+    oracle = evaluate(graph, feeds)
+    for name, outputs in results.items():
+        distance = _distance(outputs, oracle)
+        if not distance <= limit:
+            wrong[name] = f"its result differs from the reference by {distance:.2g} of the largest output"
     return wrong
 
 
@@ -283,20 +339,6 @@ def _runner(context: Any, feeds: Mapping[str, Array]) -> Callable[[], object]:
     return lambda: context.run(feeds)
 
 
-def _row(tactics: Sequence[Tactic], name: str, options: BuildOptions, **outcome: Any) -> Measured:
-    tactic = next(t for t in tactics if t.name == name)
-    settings = {"library": tactic.library.name, "threads": tactic.threads, "precision": options.precision}
-    return Measured(name, settings, **outcome)
-
-
-def _thread_counts(options: BuildOptions) -> list[int]:
-    """The counts worth trying: all available cores, half of them, and one."""
-    if options.threads is not None:
-        return [options.threads]
-    cores = usable_cores()
-    return sorted({cores, max(1, cores // 2), 1}, reverse=True)
-
-
 def _typical_sizes(graph: Graph) -> dict[str, int]:
     """A size per symbol for timing: 1 for a leading (batch) dimension, 32 for any other."""
     sizes: dict[str, int] = {}
@@ -306,17 +348,6 @@ def _typical_sizes(graph: Graph) -> dict[str, int]:
                 for s in d.symbols():
                     sizes.setdefault(s.name, max(s.lo, min(s.hi, 1 if axis == 0 else 32)))
     return sizes
-
-
-def _key(graph: Graph, tactic: Tactic, options: BuildOptions, program: Program) -> str:
-    """Timing-cache key: all that the time depends on."""
-    digest = hashlib.sha256()
-    for step in program.steps:
-        digest.update(json.dumps([step.executor, step.params], sort_keys=True, default=str).encode())
-        if "model" in step.params:
-            digest.update(program.blobs[step.params["model"]].data)
-    version = tactic.library.version()
-    return f"{digest.hexdigest()[:32]} {tactic.name} {options.precision} {tactic.library.name}-{version} {machine()['cpu']}"
 
 
 def _minor(version: str) -> str:

@@ -14,6 +14,11 @@ from optdnn.runtime.program import Program, Step
 from optdnn.types import Array
 
 
+def refuses(precision: str) -> str | None:
+    """Why ONNX Runtime cannot run in ``precision``, or None."""
+    return None if precision == "fp32" else f"onnxruntime has no {precision} arithmetic on the CPU"
+
+
 class OnnxRuntimeModel:
     """An ``InferenceSession`` over ONNX bytes whose large weights are given from memory.
 
@@ -32,8 +37,8 @@ class OnnxRuntimeModel:
         settings: Settings,
     ):
         ort = library_module("onnxruntime")
-        if settings.precision != "fp32":
-            raise RunError(f"onnxruntime has no {settings.precision} arithmetic on the CPU")
+        if (reason := refuses(settings.precision)) is not None:
+            raise RunError(reason)
         options = ort.SessionOptions()
         options.intra_op_num_threads = settings.threads
         options.inter_op_num_threads = 1

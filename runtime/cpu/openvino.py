@@ -30,9 +30,11 @@ def core() -> Any:
         return _core
 
 
-def has_bf16() -> bool:
-    """Whether the processor has native bf16 arithmetic that OpenVINO uses."""
-    return "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+def refuses(precision: str) -> str | None:
+    """Why OpenVINO cannot run in ``precision`` on this machine, or None."""
+    if precision == "bf16" and "BF16" not in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        return "this processor has no native bf16 arithmetic"
+    return None
 
 
 class OpenVinoModel:
@@ -55,8 +57,8 @@ class OpenVinoModel:
     ):
         ov = library_module("openvino")
         hint = _HINT[settings.precision]
-        if hint == "bf16" and not has_bf16():
-            raise RunError("this processor has no native bf16 arithmetic")
+        if (reason := refuses(settings.precision)) is not None:
+            raise RunError(reason)
         config = {
             "INFERENCE_PRECISION_HINT": hint,
             "PERFORMANCE_HINT": "LATENCY",
