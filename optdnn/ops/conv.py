@@ -54,6 +54,18 @@ def resolved(attrs: ConvAttrs, x: TensorType, w: TensorType) -> ConvAttrs:
     return attrs if pads is None else replace(attrs, pads=pads, auto_pad="NOTSET")
 
 
+def resolved_transpose(attrs: ConvTransposeAttrs, x: TensorType, w: TensorType) -> ConvTransposeAttrs:
+    """``attrs`` with ``output_shape`` turned into pads where the sizes in the operands' types allow it."""
+    if not attrs.output_shape:
+        return attrs
+    geometry = zip(x.dims[2:], w.dims[2:], attrs.strides, attrs.dilations, attrs.output_padding, strict=True)
+    totals = [_full(*g) - target for g, target in zip(geometry, attrs.output_shape, strict=True)]
+    if not all(isinstance(t, int) for t in totals):
+        return attrs
+    pads, output_padding = _split(totals, attrs.output_padding, attrs.auto_pad)
+    return replace(attrs, pads=pads, output_padding=output_padding, output_shape=(), auto_pad="NOTSET")
+
+
 def _operands(call: Call) -> tuple[TensorType, TensorType]:
     """x and w, checked for rank, dtype and channels (the first two axes of w are checked by the callers)."""
     x, w = call.type(0), call.type(1)
@@ -148,7 +160,7 @@ def _import_conv(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 def _import_conv_transpose(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     x, w = _operand_types(node, e)
-    kernel, spatial = w.dims[2:], x.dims[2:]
+    kernel = w.dims[2:]
     rank = len(kernel)
     _check_kernel_shape(node, kernel)
     auto_pad = str(node.get("auto_pad", "NOTSET")) or "NOTSET"
@@ -160,26 +172,24 @@ def _import_conv_transpose(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     target = node.ints("output_shape") or ()
     if len(target) == rank + 2:  # some exporters include batch and channels
         target = target[2:]
-    kept: tuple[int, ...] = ()
-    if target:
-        require_length(target, rank, "ConvTranspose output_shape")
-        full = [_full(spatial[i], kernel[i], win.strides[i], win.dilations[i], out_pad[i]) for i in range(rank)]
-        totals = [f - t for f, t in zip(full, target, strict=True)]
-        if all(isinstance(t, int) for t in totals):
-            pads, out_pad = _split(totals, out_pad, auto_pad)
-            auto_pad = "NOTSET"
-        else:
-            kept = target
-    elif auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+    if not target and auto_pad in ("SAME_UPPER", "SAME_LOWER"):
         # The total, full - size * stride, does not depend on the size.
         totals = [
             _full(1, kernel[i], win.strides[i], win.dilations[i], out_pad[i]) - win.strides[i] for i in range(rank)
         ]
         pads, out_pad = _split(totals, out_pad, auto_pad)
-        auto_pad = "NOTSET"
+    if target:
+        require_length(target, rank, "ConvTranspose output_shape")
     attrs = ConvTransposeAttrs(
-        win.strides, pads, win.dilations, out_pad, int(node.get("group", 1)), kept, auto_pad if kept else "NOTSET"
+        win.strides,
+        pads,
+        win.dilations,
+        out_pad,
+        int(node.get("group", 1)),
+        target,
+        auto_pad if target else "NOTSET",
     )
+    attrs = resolved_transpose(attrs, x, w)
     return e.op("ConvTranspose", node.inputs, attrs)
 
 

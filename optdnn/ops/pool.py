@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
@@ -27,7 +27,7 @@ from optdnn.ops.base import (
 from optdnn.ops.checks import agree, elements, extent, per_element, require_length, require_rank, required
 from optdnn.ops.window import Window, check_window, read_window
 from optdnn.runtime.reference.pool import KERNELS
-from optdnn.runtime.reference.window import output_sizes
+from optdnn.runtime.reference.window import output_sizes, resolve_pads
 from optdnn.types import INT8, INT64, UINT8, TensorType, is_float
 
 
@@ -71,6 +71,15 @@ class MaxUnpoolAttrs(Attrs):
     kernel_shape: tuple[int, ...]
     strides: tuple[int, ...]
     pads: tuple[int, ...]
+
+
+AnyPool = TypeVar("AnyPool", bound=PoolAttrs)
+
+
+def resolved(attrs: AnyPool, x: TensorType) -> AnyPool:
+    """``attrs`` with ``auto_pad`` turned into pads where the sizes in the operand's type allow it."""
+    pads = resolve_pads(attrs.auto_pad, attrs.pads, x.dims[2:], attrs.kernel_shape, attrs.strides, attrs.dilations)
+    return attrs if pads is None else replace(attrs, pads=pads, auto_pad="NOTSET")
 
 
 def _input(call: Call, integers: bool = False) -> TensorType:
@@ -238,7 +247,6 @@ DEFS: tuple[OpDef, ...] = (
         to_onnx=_export_pool,
         cost=_cost_pool,
         tol=_SUM,
-        traits=Traits(monotone=True),
     ),
     OpDef(
         kind="LpPool",
@@ -267,7 +275,6 @@ DEFS: tuple[OpDef, ...] = (
         onnx={"GlobalAveragePool": simple_import("GlobalAveragePool")},
         cost=per_element(1),
         tol=_SUM,
-        traits=Traits(monotone=True),
     ),
     OpDef(
         kind="GlobalLpPool",

@@ -226,10 +226,10 @@ _SUM = Tol(rtol=1e-5, atol=2e-6)
 _RISKY = Traits(fp16_risky=True)
 
 DEFS: tuple[OpDef, ...] = (
-    _reduction("ReduceSum", 1, _SUM, Traits(monotone=True, fp16_risky=True)),
-    _reduction("ReduceMean", 1, _SUM, Traits(monotone=True, fp16_risky=True)),
+    _reduction("ReduceSum", 1, _SUM, _RISKY),
+    _reduction("ReduceMean", 1, _SUM, _RISKY),
     _reduction("ReduceMax", 1, EXACT, Traits(monotone=True)),
-    _reduction("ReduceMin", 1, EXACT, Traits(monotone=True)),
+    _reduction("ReduceMin", 1, EXACT, Traits()),
     _reduction("ReduceProd", 1, Tol(rtol=1e-5, atol=1e-6), _RISKY),
     _reduction("ReduceL1", 2, _SUM, _RISKY),
     _reduction("ReduceL2", 2, _SUM, _RISKY),

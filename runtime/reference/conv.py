@@ -136,12 +136,16 @@ def conv_transpose(
     if output_shape:
         both = [transpose_pads(full[i] + output_padding[i] - output_shape[i], auto_pad) for i in range(rank)]
         pads = [b for b, _ in both] + [e for _, e in both]
-    columns = np.matmul(
-        w.reshape(group, w.shape[0] // group, -1).swapaxes(1, 2), x.reshape(n, group, x.shape[1] // group, -1)
-    ).reshape(n, group * per_group, *kernel, *spatial)
-    y = np.zeros((n, group * per_group, *full), columns.dtype)
-    for at, where in taps(kernel, spatial, strides, dilations):
-        y[where] += columns[at]
+    weights = w.reshape(group, w.shape[0] // group, -1).swapaxes(1, 2)
+    points = math.prod(spatial)
+    y = np.zeros((n, group * per_group, *full), np.result_type(x, w))
+    images = max(1, BUFFER_BYTES // max(1, weights.shape[0] * weights.shape[1] * points * y.itemsize))
+    for start in range(0, n, images):
+        part, target = x[start : start + images], y[start : start + images]
+        columns = np.matmul(weights, part.reshape(len(part), group, w.shape[0] // group, points))
+        columns = columns.reshape(len(part), group * per_group, *kernel, *spatial)
+        for at, where in taps(kernel, spatial, strides, dilations):
+            target[where] += columns[at]
     crop = [-p for p in pads[:rank]] + [o - p for o, p in zip(output_padding, pads[rank:], strict=True)]
     y = pad_spatial(y, crop)
     if bias is not None:

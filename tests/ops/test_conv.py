@@ -11,7 +11,7 @@ from optdnn.errors import ShapeError
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import Tol
-from optdnn.ops.conv import ConvAttrs, resolved
+from optdnn.ops.conv import ConvAttrs, resolved, resolved_transpose
 from optdnn.runtime.reference import conv as kernels
 from optdnn.types import tensor
 
@@ -61,6 +61,7 @@ def test_conv_in_bands_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     for buffer in (1, 3000, 9000):
         monkeypatch.setattr(kernels, "BUFFER_BYTES", buffer)
         check_case(case)
+        check_case(Case("ConvTranspose", [normal(3, 4, 5, 6), normal(4, 2, 3, 3)], {"group": 2, "strides": [2, 1]}))
 
 
 def test_auto_pad_stays_symbolic_until_sizes_are_known() -> None:
@@ -184,4 +185,9 @@ def test_export_keeps_what_is_symbolic() -> None:
     case = Case("ConvTranspose", [normal(1, 3, 4, 4), normal(3, 2, 3, 3)], {"output_shape": [9, 9], "strides": [2, 2]})
     model = export_model(import_case(case, {0: (2,)}), 21).proto
     (y,) = onnxruntime_run(model, case.fed)
+    (op,) = import_case(case, {0: (2,)}).of_kind("ConvTranspose")
+    types = tensor(np.float32, 1, 3, 4, 4), tensor(np.float32, 3, 2, 3, 3)
+    assert op.attrs.output_shape == (9, 9)
+    assert resolved_transpose(op.attrs, *types) == import_case(case).of_kind("ConvTranspose")[0].attrs
+    assert resolved_transpose(op.attrs, tensor(np.float32, 1, 3, symbol("h"), 4), types[1]) == op.attrs
     np.testing.assert_allclose(y, run(import_case(case), case.fed)[0], atol=1e-5)
