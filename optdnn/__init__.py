@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from optdnn.compiler import build
     from optdnn.errors import (
         EngineError,
         EngineStale,

@@ -31,8 +31,8 @@ CLOSE = 0.02
 class Row:
     """One candidate's result. Where ``error`` is set it failed, and the measurements are None.
 
-    ``speedup`` is the baseline's median latency over this one's; ``speedup_range`` a 95 % confidence interval of the median
-    of the rounds' own ratios. ``verdict``: "baseline", "faster", "slower", "equal" (within 2 %) or "unstable" (too noisy
+    ``speedup`` is the median over rounds of the baseline's median latency over this one's in the same round, so that what
+    slows the machine for a while cancels out; ``speedup_range`` is a 95 % confidence interval of it. ``verdict``: "baseline", "faster", "slower", "equal" (within 2 %) or "unstable" (too noisy
     to rank). Errors are against the race's error reference (see :func:`~optdnn.runtime.accuracy.errors_between`).
     """
 
@@ -234,18 +234,16 @@ def _judge(rows: Mapping[str, Row], turns: Mapping[str, list[Array]], reference:
             rows[name].stats = LatencyStats.of(np.concatenate(taken).tolist())
     if reference is None or not turns.get(reference):
         return
-    base = rows[reference].stats
-    assert base is not None
     base_medians = [float(np.median(t)) for t in turns[reference]]
     for name, taken in turns.items():
         row = rows[name]
         if row.stats is None:
             continue
-        row.speedup = base.median / row.stats.median
         if name == reference:
-            row.speedup_range, row.verdict = (1.0, 1.0), "baseline"
+            row.speedup, row.speedup_range, row.verdict = 1.0, (1.0, 1.0), "baseline"
             continue
         ratios = [b / float(np.median(t)) for b, t in zip(base_medians, taken, strict=False)]
+        row.speedup = float(np.median(ratios))
         row.speedup_range = median_interval(ratios)
         row.verdict = _verdict(row.speedup_range)
 
