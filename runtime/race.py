@@ -32,8 +32,9 @@ class Row:
     """One candidate's result. Where ``error`` is set it failed, and the measurements are None.
 
     ``speedup`` is the median over rounds of the baseline's median latency over this one's in the same round, so that what
-    slows the machine for a while cancels out; ``speedup_range`` is a 95 % confidence interval of it. ``verdict``: "baseline", "faster", "slower", "equal" (within 2 %) or "unstable" (too noisy
-    to rank). Errors are against the race's error reference (see :func:`~optdnn.runtime.accuracy.errors_between`).
+    slows the machine for a while cancels out; ``speedup_range`` is a 95 % confidence interval of it. ``verdict``:
+    "baseline", "faster", "slower", "equal" (within 2 %) or "unstable" (too noisy to rank). Errors are against the race's
+    error reference (see :func:`~optdnn.runtime.accuracy.errors_between`).
     """
 
     name: str
