@@ -53,6 +53,10 @@ class ConstantAttrs(Attrs):
 
     value: Array
 
+    # Not inherited: the base class compares its own (no) fields, so any two constants would be equal.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
