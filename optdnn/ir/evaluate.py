@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
+from optdnn.dim import Dim
+from optdnn.dim import evaluate as evaluate_dim
 from optdnn.errors import InputError
-from optdnn.ir.graph import Graph, Op, Output, Value
+from optdnn.ir.graph import Graph, Output, Value
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import FP64, Array, is_float
@@ -17,44 +20,83 @@ T = TypeVar("T")
 
 
 def evaluate(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """Outputs by name, in order. ``feeds`` maps each input's name to an array. Raises InputError for a missing input."""
-    return {
-        graph.op(i).outputs[0].name: v for i, v in zip(graph.outputs, values(graph, feeds, graph.outputs), strict=True)
-    }
+    """Outputs by name, in order. ``feeds`` maps each input's name to an array of its dtype and shape.
+
+    Raises InputError for an input that is missing, unknown, or of another dtype or shape (equal symbols must have equal
+    sizes), and RunError where a kernel refuses its operands' values.
+    """
+    names = {graph.op(i).outputs[0].name for i in graph.inputs}
+    if unknown := sorted(feeds.keys() - names):
+        raise InputError(
+            f"there is no input {unknown[0]!r}", hint=f"the inputs are {', '.join(sorted(map(repr, names)))}"
+        )
+    sources = [graph.op(i).inputs[0] for i in graph.outputs]
+    arrays = values(graph, feeds, [v for v in sources if v is not None])
+    return {graph.op(i).outputs[0].name: array for i, array in zip(graph.outputs, arrays, strict=True)}
 
 
-def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[int]) -> list[Array]:
-    """First output of each op in ``wanted`` (op ids)."""
+def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[Value]) -> list[Array]:
+    """Any values of the graph; only what they depend on is computed, and each array is dropped after its last use."""
+    needed, uses = _needed(graph, wanted)
     results: dict[Value, Array] = {}
-    left = {op.id: _fanout(graph, op) for op in graph.ops()}
-    keep = set(wanted)
+    sizes: dict[str, tuple[int, str]] = {}
     for op in graph.order():
+        if op.id not in needed or op.kind == "Output":
+            continue
         if op.kind == "Input":
-            name = op.outputs[0].name
-            if name not in feeds:
-                raise InputError(f"input {name!r} is missing")
-            results[op.value] = np.asarray(feeds[name])
+            results[op.value] = _checked(op.outputs[0], feeds, sizes)
         elif op.kind == "Constant":
             results[op.value] = op.attrs.value
-        elif op.kind == "Output":
-            source = op.inputs[0]
-            assert source is not None
-            results[op.value] = results[source]
         else:
             operands = [None if v is None else results[v] for v in op.inputs]
             dtypes = [o.type.dtype for o in op.outputs]
             for i, array in enumerate(run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), dtypes)):
-                results[Value(op.id, i)] = array
-        for producer in {v.op for v in op.inputs if v is not None}:
-            left[producer] -= 1
-            if not left[producer] and producer not in keep:
-                for i in range(len(graph.op(producer).outputs)):
-                    results.pop(Value(producer, i), None)
-    return [results[Value(i, 0)] for i in wanted]
+                if uses.get(Value(op.id, i)):
+                    results[Value(op.id, i)] = array
+        for v in {v for v in op.inputs if v is not None}:
+            uses[v] -= 1
+            if not uses[v]:
+                del results[v]
+    return [results[v] for v in wanted]
 
 
-def _fanout(graph: Graph, op: Op) -> int:
-    return len(set(graph.nx.successors(op.id)))
+def _needed(graph: Graph, wanted: Sequence[Value]) -> tuple[set[int], dict[Value, int]]:
+    """The ops that ``wanted`` depend on, and how many of those (and of ``wanted``) read each value."""
+    needed: set[int] = set()
+    uses: dict[Value, int] = {}
+    for v in wanted:
+        uses[v] = uses.get(v, 0) + 1
+    stack = [v.op for v in wanted]
+    while stack:
+        op_id = stack.pop()
+        if op_id not in needed:
+            needed.add(op_id)
+            for v in {v for v in graph.op(op_id).inputs if v is not None}:
+                uses[v] = uses.get(v, 0) + 1
+                stack.append(v.op)
+    return needed, uses
+
+
+def _checked(declared: Output, feeds: Mapping[str, Array], sizes: dict[str, tuple[int, str]]) -> Array:
+    """The array given for an input. ``sizes`` collects what each symbol is bound to, and by which input."""
+    if declared.name not in feeds:
+        raise InputError(f"input {declared.name!r} is missing")
+    array, t = np.asarray(feeds[declared.name]), declared.type
+    what = f"input {declared.name!r} is {t}"
+    if array.dtype != t.dtype:
+        raise InputError(f"{what}, the array given is {array.dtype}")
+    if t.shape is None:
+        return array
+    if array.ndim != len(t.shape):
+        raise InputError(f"{what}, the array given has shape {list(array.shape)}")
+    for size, d in zip(array.shape, t.shape, strict=True):
+        if isinstance(d, int) and d != size:
+            raise InputError(f"{what}, the array given has shape {list(array.shape)}")
+        if isinstance(d, Dim):
+            bound, by = sizes.setdefault(str(d), (size, declared.name))
+            if bound != size:
+                raise InputError(f"{what}, and {d} is {size} in it but {bound} in input {by!r}")
+    return array
 
 
 def promote(graph: Graph) -> Graph:
@@ -85,8 +127,6 @@ def promote(graph: Graph) -> Graph:
 
 def promoted_attrs(attrs: T) -> T:
     """Attributes with every floating dtype field (Cast.to and the like) set to float64, stages included."""
-    from dataclasses import fields, is_dataclass, replace
-
     if not is_dataclass(attrs) or isinstance(attrs, type):
         return attrs
     changes: dict[str, object] = {}
@@ -117,8 +157,6 @@ def _in_order(graph: Graph, out: Graph) -> Graph:
 
 def random_feeds(graph: Graph, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Array]:
     """Seeded inputs for a graph: normal floats, small non-negative integers, booleans; symbols from ``sizes`` (else 2)."""
-    from optdnn.dim import evaluate as evaluate_dim
-
     rng = np.random.default_rng(seed)
     names: Iterable[str] = graph.symbols()
     given = {**dict.fromkeys(names, 2), **(sizes or {})}
