@@ -60,9 +60,9 @@ def machine() -> dict[str, Plain]:
 
 def versions() -> dict[str, str]:
     """Version of optdnn and of each package of PACKAGES that is installed."""
-    import optdnn
-
-    found = {"optdnn": optdnn.__version__, "python": platform.python_version()}
+    # Not imported by name: that would tie the runtime to all that the public API names.
+    own: str = sys.modules["optdnn"].__version__
+    found = {"optdnn": own, "python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = version(name)
