@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from optdnn.errors import UsageError
+from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import Pass
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
@@ -43,6 +44,10 @@ O3: tuple[Pass, ...] = (
     FusePointwise(),  # last: it takes what is left of pointwise work once every other fusion had its pick
 )
 
+GPU: tuple[Pass, ...] = (
+    AssignLayout(),  # the very last: what it writes are physical facts, and other passes rewrite logical ones
+)
+
 _LEVELS = (O0, O1, O2, O3)
 
 
@@ -53,4 +58,4 @@ def PIPELINE(level: int, target: str) -> tuple[Pass, ...]:
     """
     if not 0 <= level < len(_LEVELS):
         raise UsageError(f"opt-level {level} is not one of 0, 1, 2, 3")
-    return _LEVELS[level]
+    return (*_LEVELS[level], *GPU) if target.startswith("cuda") and level >= 2 else _LEVELS[level]

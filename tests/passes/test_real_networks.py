@@ -1,4 +1,4 @@
-"""Decompositions as they are met: ONNX's own function bodies, and networks from both PyTorch exporters."""
+"""Passes on what is met: function bodies of the standard, networks from both PyTorch exporters and of the onnx package."""
 
 from __future__ import annotations
 
@@ -146,3 +146,21 @@ def test_siblings_of_networks(name: str, families: int) -> None:
     (report,) = [r for r in reports if r.name == "fuse_siblings"]
     assert report.changes == families
     assert graph.kinds().get("Split", 0) == families
+
+
+@pytest.mark.parametrize(
+    ("name", "convolutions", "conversions"),
+    [("resnet50", 53, 1), ("densenet121", 121, 1), ("vgg19", 16, 2), ("shufflenet", 49, 33)],
+)
+def test_layouts_of_networks(name: str, convolutions: int, conversions: int) -> None:
+    """Only the borders are converted, but in ShuffleNet, whose channel shuffles reshape in plain order 32 times."""
+    graph = light(name)
+    report = run_pipeline(graph, PIPELINE(3, CUDA.target), CUDA, verify=True)[-1]
+    assert report.name == "assign_layout"
+    assert [op.outputs[0].type.layout for op in graph.of_kind("Conv")] == ["nhwc"] * convolutions
+    assert sum(f.rule == "convert" for f in report.fired) == conversions
+    reasons = Counter(r.reason.split(":")[0] for r in report.refused)
+    reshapes = {"resnet50": 0, "densenet121": 0, "vgg19": 1, "shufflenet": 32}[name]
+    assert reasons.pop("Reshape has no channels-last form", 0) == reshapes
+    assert list(reasons.values()) == [1]
+    assert "is an input of the network" in next(iter(reasons))

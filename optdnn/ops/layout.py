@@ -1,0 +1,40 @@
+"""The kind Layout: a change of physical order alone, which a target's pipeline puts between ops of different layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Export, OpDef, Result, Traits
+from optdnn.runtime.reference.shape import KERNELS
+
+
+@dataclass(frozen=True)
+class LayoutAttrs(Attrs):
+    """``layout``: the physical order of the result, as in :class:`~optdnn.types.TensorType` ("" is plain order)."""
+
+    layout: str = ""
+
+
+def _infer(call: Call) -> Result:
+    return Result((replace(call.type(0), layout=call.attrs.layout),), (call.value(0),))
+
+
+def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    """ONNX has logical tensors only: nothing happens."""
+    return e.node("Identity", inputs)
+
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef(
+        "Layout",
+        _infer,
+        KERNELS["Layout"],
+        LayoutAttrs,
+        to_onnx=_export,
+        cost=lambda call, result: Cost(0.0),
+        tol=EXACT,
+        traits=Traits(movement=True),
+    ),
+)

@@ -1,0 +1,240 @@
+"""Which values lie in channels-last order, chosen for the whole network at once; conversions where the order changes.
+
+Tensor cores read channels as the innermost axis: a convolution in plain order pays for the two conversions that a library
+makes inside. Other operators do not care, or exist in plain order only. Choosing an order for each op so that all of these
+costs together are least is a minimum cut: plain order on the source's side, channels-last on the sink's, an arc for each
+value that would have to be converted. One conversion serves all users that need it.
+
+Axes stay in ONNX's logical order; only :attr:`TensorType.layout` changes. So this pass belongs to a target's pipeline, and
+nothing that follows it may rewrite by type alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from optdnn.errors import InternalError
+from optdnn.ir.cut import minimum_cut
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Use, Value
+from optdnn.ops.checks import elements
+from optdnn.ops.layout import LayoutAttrs
+from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused
+from optdnn.passes.fuse_siblings import LAUNCH_BYTES
+
+CHANNELS_LAST = {3: "nwc", 4: "nhwc", 5: "ndhwc"}
+"""Rank -> name of the channels-last layout."""
+
+PREFER = frozenset({"Conv", "ConvTranspose"})
+"""Kinds that run on tensor cores, in channels-last order."""
+
+EITHER = frozenset(
+    {
+        *("MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "Resize"),
+        *("BatchNormalization", "InstanceNormalization", "GroupNormalization", "LRN", "Softmax", "LogSoftmax"),
+        *("Concat", "Split", "Slice", "Pad", "Identity", "DepthToSpace", "SpaceToDepth"),
+        *("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare"),
+    }
+)
+"""Kinds besides the pointwise ones that run in either order at the same cost; the result is in the operand's order."""
+
+_ALL_OPERANDS = frozenset({"Concat"})
+_PLAIN, _LAST = "plain", "channels last"
+Side = object
+"""A node of the cut: an op that may run in either order, the source (plain) or the sink (channels last)."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """In which order an op reads its operands and writes its results: the same unknown, two of them, or fixed."""
+
+    reads: Side
+    writes: Side
+
+
+class AssignLayout(Pass):
+    """Does nothing unless the target is a GPU, and nothing to a graph that has layouts already."""
+
+    name = "assign_layout"
+
+    def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
+        if not context.target.startswith("cuda") or any(o.type.layout for op in graph.ops() for o in op.outputs):
+            return
+        sides = {op.id: _sides(graph, op) for op in graph.order()}
+        if not any(op.kind in PREFER and sides[op.id].reads is not _PLAIN for op in graph.ops()):
+            return
+        _, last = minimum_cut(_arcs(graph, sides), _PLAIN, _LAST)
+        chosen = {i: Sides(s.reads in last, s.writes in last) for i, s in sides.items()}
+        wanted = _conversions(graph, chosen)
+        for op in graph.order():
+            self._assign(graph, op, sides[op.id], chosen[op.id], report)
+        for value, to_last, uses in wanted:
+            self._convert(graph, value, to_last, uses, sides, report)
+
+    @staticmethod
+    def _assign(graph: Graph, op: Op, side: Sides, chosen: Sides, report: PassReport) -> None:
+        nodes = tuple(sorted(op.src)) or (op.outputs[0].name,)
+        if chosen.writes:
+            outputs = tuple(replace(o, type=replace(o.type, layout=_name(o.type.rank))) for o in op.outputs)
+            graph.set_op(replace(op, outputs=outputs))
+        if chosen.writes or chosen.reads:
+            report.fired.append(Fired("channels_last", nodes))
+        elif op.kind in PREFER and side.reads is not _PLAIN:
+            reason = "converting its operand and result would cost what channels-last order gains"
+            report.refused.append(Refused("channels_last", nodes, reason))
+        elif op.kind in PREFER:
+            report.refused.append(Refused("channels_last", nodes, f"its result has {_rank(op)} axes, not 3 to 5"))
+
+    @staticmethod
+    def _convert(
+        graph: Graph, value: Value, to_last: bool, uses: list[Use], sides: dict[int, Sides], report: PassReport
+    ) -> None:
+        t, users = graph.type(value), [graph.op(u.op) for u in uses]
+        src: frozenset[str] = frozenset().union(*(u.src for u in users)) or graph.op(value).src
+        layout = _name(t.rank) if to_last else ""
+        name = f"{graph.output(value).name}.{layout or 'plain'}"
+        new = graph.add("Layout", [value], LayoutAttrs(layout), names=[name], src=src)
+        for use in uses:
+            user = graph.op(use.op)
+            inputs = tuple(new.value if i == use.slot else v for i, v in enumerate(user.inputs))
+            graph.set_op(replace(user, inputs=inputs))
+        nodes = tuple(sorted(src)) or (graph.output(value).name,)
+        if _is_view(graph, value):
+            report.fired.append(Fired("view", nodes))
+            return
+        report.fired.append(Fired("convert", nodes))
+        forcing = graph.op(value) if to_last else min(users, key=lambda u: sides[u.id].reads is not _PLAIN)
+        fixed = (sides[forcing.id].writes if to_last else sides[forcing.id].reads) is _PLAIN
+        report.refused.append(Refused("convert", nodes, f"{_why(forcing, fixed)}: {_bytes(graph, value) / 1e6:.2f} MB"))
+
+
+def _why(op: Op, fixed: bool) -> str:
+    if op.kind in ("Input", "Output"):
+        return f"{op.outputs[0].name} is an {op.kind.lower()} of the network, which has ONNX's order"
+    return f"{op.kind} has no channels-last form" if fixed else f"{op.kind} costs less in plain order"
+
+
+def _rank(op: Op) -> int:
+    return op.outputs[0].type.rank or 0
+
+
+def _name(rank: int | None) -> str:
+    if rank not in CHANNELS_LAST:
+        raise InternalError(f"there is no channels-last order of {rank} axes")
+    return CHANNELS_LAST[rank]
+
+
+# ---------------------------------------------------------------- what each op can do
+
+
+def _sides(graph: Graph, op: Op) -> Sides:
+    """Which orders an op can read and write."""
+    if op.kind in STRUCTURAL:
+        return Sides(_PLAIN, _PLAIN)
+    own: Side = op.id
+    if op.kind == "Transpose":
+        to_last, from_last = _permutations(op)
+        return Sides(own if to_last else _PLAIN, own if from_last else _PLAIN)
+    first = op.input(0)
+    pointwise = op.definition.traits.pointwise
+    if first is None or not (pointwise or op.kind in PREFER or op.kind in EITHER):
+        return Sides(_PLAIN, _PLAIN)
+    rank = op.outputs[0].type.rank
+    if rank not in CHANNELS_LAST or any(o.type.rank != rank for o in op.outputs):
+        return Sides(_PLAIN, _PLAIN)
+    if not pointwise and graph.type(first).rank != rank:  # a reduction that drops its axes
+        return Sides(_PLAIN, _PLAIN)
+    if op.kind == "MaxPool" and len(op.outputs) > 1:  # indices count elements in plain order
+        return Sides(_PLAIN, _PLAIN)
+    return Sides(own, own)
+
+
+def _permutations(op: Op) -> tuple[bool, bool]:
+    """Whether a Transpose puts channels last (of a channels-last value it moves nothing), or back to the second axis."""
+    perm, rank = tuple(op.attrs.perm or ()), op.outputs[0].type.rank
+    if rank not in CHANNELS_LAST or len(perm) != rank:
+        return False, False
+    return perm == (0, *range(2, rank), 1), perm == (0, rank - 1, *range(1, rank - 1))
+
+
+def _follows(graph: Graph, op: Op, slot: int) -> bool:
+    """Whether this operand of an op that can run in either order is read in the op's order (else plainly)."""
+    value = op.inputs[slot]
+    if value is None or graph.type(value).rank != _rank(op):
+        return False
+    arity = op.definition.arity
+    if op.definition.traits.pointwise or op.kind in _ALL_OPERANDS or slot == 0:
+        return True
+    return arity is not None and slot >= arity  # an operand of a fused stage
+
+
+def _uses(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[Value, list[tuple[Use, Side]]]]:
+    """Every computed value that may be in either order, with the order each use reads it in."""
+    for op in graph.order():
+        if op.kind in ("Constant", "Output"):  # constants are stored as their users want them
+            continue
+        for port, out in enumerate(op.outputs):
+            if out.type.rank not in CHANNELS_LAST:
+                continue
+            value = Value(op.id, port)
+            found: list[tuple[Use, Side]] = []
+            for use in graph.uses(value):
+                user = graph.op(use.op)
+                free = user.kind not in STRUCTURAL and (user.kind == "Transpose" or _follows(graph, user, use.slot))
+                found.append((use, sides[user.id].reads if free else _PLAIN))
+            yield value, found
+
+
+# ---------------------------------------------------------------- costs
+
+
+def _bytes(graph: Graph, value: Value) -> int:
+    """Size of a value; a symbolic dimension counts as 1."""
+    t = graph.type(value)
+    return int(elements(t)) * t.dtype.itemsize
+
+
+def _is_view(graph: Graph, value: Value) -> bool:
+    """Whether both orders are the same in memory: one channel, or one position."""
+    dims = graph.type(value).dims
+    return dims[1] == 1 or all(d == 1 for d in dims[2:])
+
+
+def _conversion(graph: Graph, value: Value) -> int:
+    return 0 if _is_view(graph, value) else 2 * _bytes(graph, value) + LAUNCH_BYTES
+
+
+def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, object, float]]:
+    """The arcs of the cut, their capacities in bytes moved (a launch counts as :data:`LAUNCH_BYTES`)."""
+    for op in graph.order():
+        own, first = sides[op.id], op.input(0)
+        if first is None or own.reads is _PLAIN is own.writes:
+            continue
+        if op.kind in PREFER:
+            moved = _bytes(graph, first) + _bytes(graph, op.value)
+            yield own.reads, _LAST, 2 * moved + 2 * LAUNCH_BYTES
+        elif op.kind == "Transpose":
+            yield (own.writes if own.reads is _PLAIN else own.reads), _LAST, _conversion(graph, first)
+    for value, uses in _uses(graph, sides):
+        writes, cost = sides[value.op].writes, _conversion(graph, value)
+        others = [side for _, side in uses if side is not writes]
+        if not cost or not others:
+            continue
+        # Paid once if the value is plain and any user wants it channels last, and the other way round.
+        yield writes, (value, "to last"), cost
+        yield (value, "to plain"), writes, cost
+        for side in others:
+            yield (value, "to last"), side, math.inf
+            yield side, (value, "to plain"), math.inf
+
+
+def _conversions(graph: Graph, chosen: dict[int, Sides]) -> list[tuple[Value, bool, list[Use]]]:
+    """The values to convert: to channels-last order or not, and for which uses."""
+    found: list[tuple[Value, bool, list[Use]]] = []
+    for value, uses in _uses(graph, chosen):
+        here = chosen[value.op].writes is True
+        there = [use for use, side in uses if (side is True) != here]
+        if there:
+            found.append((value, not here, there))
+    return found

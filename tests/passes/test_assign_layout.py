@@ -1,0 +1,213 @@
+"""assign_layout: where channels-last order begins and ends, what is converted and why, and that the choice is cheapest."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass
+from support.net import Net
+
+from optdnn.dim import symbol
+from optdnn.ir.cut import minimum_cut
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.base import Stage
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.pool import MaxPoolAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.assign_layout import AssignLayout
+from optdnn.passes.base import PassContext, PassReport
+
+CUDA = PassContext(target="cuda:sm_90a")
+LAYOUT = AssignLayout()
+
+
+def assign(graph: Graph, *, last: int, convert: int, view: int = 0) -> tuple[Graph, PassReport]:
+    """Run the pass; so many ops in channels-last order, conversions, and conversions that move nothing."""
+    rules = {k: v for k, v in (("channels_last", last), ("convert", convert), ("view", view)) if v}
+    after, report = check_pass(LAYOUT, graph, changes=last + convert + view, rules=rules, context=CUDA)
+    assert after.kinds().get("Layout", 0) == convert + view
+    consistent(after)
+    return after, report
+
+
+def consistent(graph: Graph) -> None:
+    """A Conv reads and writes one order; what is joined pointwise or in a Concat is in one order; inputs, outputs are plain."""
+    for op in graph.ops():
+        read = {graph.type(v).layout for v in op.inputs if v is not None and graph.op(v).kind != "Constant"}
+        written = {o.type.layout for o in op.outputs}
+        if op.kind in ("Input", "Output", "Reshape", "Flatten", "Gemm", "MatMul", "LayerNormalization"):
+            assert read | written <= {""}, op
+        elif op.kind not in ("Constant", "Layout", "Transpose"):
+            assert len(read | written) == 1, op
+
+
+def reasons(report: PassReport) -> list[str]:
+    return [r.reason for r in report.refused]
+
+
+def flatten(n: Net, x: Value, width: int) -> Value:
+    return n.gemm(n.op("Flatten", n.op("GlobalAveragePool", x)), width)
+
+
+def residual(n: Net, x: Value, channels: int) -> Value:
+    inner = n.op("Relu", n.conv(x, channels))
+    stages = (Stage("Add", (-1, 3)), Stage("Relu", (-2,)))
+    w = n.random(channels, channels, 3, 3, scale=0.1)
+    return n.op("Conv", inner, w, None, x, attrs=ConvAttrs((1, 1), (1, 1, 1, 1), (1, 1), epilogue=stages))
+
+
+def test_a_residual_network_is_converted_at_its_borders_alone() -> None:
+    n = Net(np.float64)
+    x = n.max_pool(n.conv(n.input(1, 3, 16, 16), 8))
+    y = flatten(n, residual(n, residual(n, x, 8), 8), 10)
+    # Input -> Conv, MaxPool, 2 x (Conv, Relu, Conv), GlobalAveragePool -> (1 x 1 positions: a view) -> Flatten, Gemm
+    graph, report = assign(n.done(y), last=9, convert=1, view=1)
+    assert [op.outputs[0].type.layout for op in graph.of_kind("Conv")] == ["nhwc"] * 5
+    assert [op.outputs[0].type.layout for op in graph.of_kind("Flatten", "Gemm")] == ["", ""]
+    assert reasons(report) == ["x is an input of the network, which has ONNX's order: 0.01 MB"]
+
+
+def test_one_conversion_serves_all_branches() -> None:
+    n = Net(np.float64)
+    x = n.op("Flatten", n.input(1, 4, 8, 8))
+    x = n.op("Reshape", x, n.ints(1, 4, 8, 8))
+    y = n.op(
+        "Concat", n.conv(x, 4, 1, pads=0), n.conv(x, 4), n.op("Relu", n.conv(x, 4, 5, pads=2)), attrs=ConcatAttrs(1)
+    )
+    _, report = assign(n.done(n.conv(y, 4)), last=6, convert=2)
+    assert [r.split(":")[0] for r in reasons(report)] == [
+        "Reshape has no channels-last form",
+        "y0 is an output of the network, which has ONNX's order",
+    ]
+
+
+def test_operators_without_a_channels_last_form_force_conversions() -> None:
+    n = Net(np.float64)
+    x = n.conv(n.conv(n.input(1, 4, 8, 8), 8), 8)
+    x = n.op("Reshape", x, n.ints(1, 8, 8, 8))  # may mix the axes: plain order only
+    y = n.conv(n.conv(x, 8), 8)
+    _, report = assign(n.done(y), last=4, convert=4)
+    assert sum("Reshape has no channels-last form: 0.00 MB" in r for r in reasons(report)) == 2
+
+
+def test_a_lone_convolution_stays_in_plain_order() -> None:
+    n = Net(np.float64)
+    _, report = check_pass(LAYOUT, n.done(n.conv(n.input(1, 4, 8, 8), 4)), changes=0, context=CUDA)
+    assert reasons(report) == ["converting its operand and result would cost what channels-last order gains"]
+
+
+def test_channels_last_code_of_convnext_moves_nothing() -> None:
+    n = Net(np.float64)
+    x = n.conv(n.input(1, 4, 8, 8), 8)
+    inner = n.op("Transpose", n.conv(x, 8, group=8), attrs=TransposeAttrs((0, 2, 3, 1)))
+    inner = n.op("LayerNormalization", inner, n.random(8), attrs=LayerNormAttrs())
+    inner = n.op("Transpose", n.matmul(inner, 8), attrs=TransposeAttrs((0, 3, 1, 2)))
+    y = n.op("Add", x, inner)
+    graph, _ = assign(n.done(flatten(n, n.conv(y, 4), 3)), last=7, convert=1, view=1)
+    to_last, from_last = graph.of_kind("Transpose")
+    assert graph.type(to_last.inputs[0]).layout == "nhwc"  # type: ignore[arg-type]
+    assert to_last.outputs[0].type.layout == ""
+    assert graph.type(from_last.inputs[0]).layout == ""  # type: ignore[arg-type]
+    assert from_last.outputs[0].type.layout == "nhwc"
+
+
+def test_another_transpose_is_plain() -> None:
+    n = Net(np.float64)
+    x = n.op("Transpose", n.conv(n.conv(n.input(1, 4, 8, 8), 4), 4), attrs=TransposeAttrs((0, 1, 3, 2)))
+    _, report = assign(n.done(x), last=2, convert=2)
+    assert any("Transpose has no channels-last form" in r for r in reasons(report))
+
+
+def test_a_gate_of_one_position_is_a_view() -> None:
+    n = Net(np.float64)
+    x = n.conv(n.input(1, 4, 8, 8), 8)
+    gate = n.op("Reshape", n.gemm(n.op("Flatten", n.op("GlobalAveragePool", x)), 8), n.ints(1, 8, 1, 1))
+    y = flatten(n, n.conv(n.op("Mul", x, n.op("Sigmoid", gate)), 4), 3)
+    assign(n.done(y), last=5, convert=1, view=3)
+
+
+def test_a_reduction_that_keeps_its_axes_is_in_either_order() -> None:
+    n = Net(np.float64)
+    x = n.conv(n.conv(n.input(1, 4, 8, 8), 8), 8)
+    x = n.op("ReduceMean", x, n.ints(2, 3), attrs=ReduceAttrs(keepdims=True))
+    assign(n.done(n.op("Flatten", x)), last=3, convert=1, view=1)
+
+
+def test_a_reduction_that_drops_its_axes_is_plain() -> None:
+    n = Net(np.float64)
+    x = n.conv(n.conv(n.input(1, 4, 8, 8), 8), 8)
+    x = n.op("ReduceMean", x, n.ints(2, 3), attrs=ReduceAttrs(keepdims=False))
+    _, report = assign(n.done(x), last=2, convert=2)
+    assert any("ReduceMean has no channels-last form" in r for r in reasons(report))
+
+
+def test_indices_of_a_pool_count_in_plain_order() -> None:
+    n = Net(np.float64)
+    x = n.conv(n.conv(n.input(1, 4, 8, 8), 8), 8)
+    attrs = MaxPoolAttrs((2, 2), (2, 2), (0, 0, 0, 0), (1, 1), indices=True)
+    pooled, indices = n.op("MaxPool", x, attrs=attrs, outputs=2)
+    _, report = assign(n.done(pooled, indices), last=2, convert=2)
+    assert any("MaxPool has no channels-last form" in r for r in reasons(report))
+
+
+@pytest.mark.parametrize(("rank", "name"), [(3, "nwc"), (5, "ndhwc")])
+def test_other_ranks(rank: int, name: str) -> None:
+    n = Net(np.float64)
+    x = n.conv(n.conv(n.input(1, 4, *(6,) * (rank - 2)), 8), 8)
+    graph, _ = assign(n.done(x), last=2, convert=2)
+    assert {op.outputs[0].type.layout for op in graph.of_kind("Conv")} == {name}
+
+
+def test_four_spatial_axes_have_no_channels_last_form() -> None:
+    n = Net(np.float64)
+    x = n.conv(n.conv(n.input(1, 2, 3, 3, 3, 3), 2), 2)
+    flat = n.op("Reshape", x, n.ints(1, 2, 9, 9))
+    _, report = assign(n.done(n.conv(n.conv(flat, 2), 2)), last=2, convert=2)
+    assert reasons(report)[:2] == ["its result has 6 axes, not 3 to 5"] * 2
+
+
+def test_a_symbolic_batch() -> None:
+    n = Net(np.float64)
+    y = flatten(n, n.conv(n.conv(n.input(symbol("N"), 3, 8, 8), 8), 8), 4)
+    assign(n.done(y), last=3, convert=1, view=1)
+
+
+@pytest.mark.parametrize("target", ["cpu", "reference", ""])
+def test_other_targets_keep_logical_order(target: str) -> None:
+    n = Net(np.float64)
+    graph = n.done(n.conv(n.conv(n.input(1, 4, 8, 8), 8), 8))
+    _, report = check_pass(LAYOUT, graph, changes=0, context=PassContext(target=target))
+    assert report.refused == []
+
+
+def test_a_network_without_convolutions_is_left_alone() -> None:
+    n = Net(np.float64)
+    _, report = check_pass(LAYOUT, n.done(n.max_pool(n.input(1, 4, 8, 8))), changes=0, context=CUDA)
+    assert report.refused == []
+
+
+def test_minimum_cut_is_the_least_of_all() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        nodes = list("abcde")
+        arcs: list[tuple[Any, Any, float]] = []
+        for a, b in itertools.permutations(["s", *nodes, "t"], 2):
+            if b != "s" and a != "t" and rng.random() < 0.4:
+                arcs.append((a, b, float(rng.integers(1, 9)) if rng.random() < 0.9 or (a, b) == ("s", "t") else np.inf))
+        costs = {}
+        for chosen in itertools.product([False, True], repeat=len(nodes)):
+            far = {"t", *itertools.compress(nodes, chosen)}
+            costs[frozenset(far)] = sum(c for a, b, c in arcs if a not in far and b in far)
+        best = min(costs.values())
+        if np.isinf(best):
+            continue
+        value, far = minimum_cut(arcs, "s", "t")
+        assert value == best
+        assert costs[frozenset(far)] == best
+        assert len(far) == min(len(f) for f, c in costs.items() if c == best)
