@@ -199,6 +199,10 @@ def _export_pool(attrs: PoolAttrs, inputs: Sequence[str], n_outputs: int, e: Exp
     kind = type(attrs).__name__.removesuffix("Attrs")
     if e.opset < 22:
         attrs = _without_dropped_windows(attrs, e.type(inputs[0]))
+    if attrs.auto_pad != "NOTSET" and any(d != 1 for d in attrs.dilations):
+        raise Unsupported(
+            "auto_pad with dilations and sizes that are not known: implementations disagree on the padding"
+        )
     values = {f.name: getattr(attrs, f.name) for f in fields(attrs)}
     values.pop("indices", None)
     values["ceil_mode"] = int(attrs.ceil_mode)

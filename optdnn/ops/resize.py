@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +13,7 @@ from optdnn.dim import DimLike, floordiv
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Cost, Emit, Export, NodeSpec, OpDef, Ref, Result, Tol, Unsupported
 from optdnn.ops.checks import elements, require_length, required
-from optdnn.runtime.reference.resize import KERNELS, aspect_scale, scaled_size
+from optdnn.runtime.reference.resize import KERNELS, aspect_scale, plan, scaled_size
 from optdnn.types import TensorType, is_float, normalize_axis
 
 MODES = ("nearest", "linear", "cubic")
@@ -198,6 +198,10 @@ def _export(attrs: ResizeAttrs, inputs: Sequence[str], n_outputs: int, e: Export
         raise Unsupported("tf_half_pixel_for_nn exists in opsets 11 and 12 only")
     if mode == "half_pixel_symmetric" and e.opset < 19:
         raise Unsupported("half_pixel_symmetric needs opset 19")
+    operands = [*inputs, *[""] * (4 - len(inputs))]
+    if mode == "align_corners" and operands[2]:
+        attrs, operands = _aligned_by_sizes(attrs, operands, e)
+        mode = attrs.coordinate_transformation_mode
     values: dict[str, Any] = {
         "mode": attrs.mode,
         "coordinate_transformation_mode": mode,
@@ -209,7 +213,6 @@ def _export(attrs: ResizeAttrs, inputs: Sequence[str], n_outputs: int, e: Export
         values["cubic_coeff_a"] = attrs.cubic_coeff_a
     if mode == "tf_crop_and_resize":
         values["extrapolation_value"] = attrs.extrapolation_value
-    operands = [*inputs, *[""] * (4 - len(inputs))]
     if e.opset >= 18:
         values["antialias"] = int(attrs.antialias)
         if attrs.keep_aspect_ratio_policy != "stretch":
@@ -224,6 +227,26 @@ def _export(attrs: ResizeAttrs, inputs: Sequence[str], n_outputs: int, e: Export
     while not operands[-1]:
         operands.pop()
     return e.node("Resize", operands, **values)
+
+
+def _aligned_by_sizes(attrs: ResizeAttrs, operands: list[str], e: Export) -> tuple[ResizeAttrs, list[str]]:
+    """align_corners with scales, written so that it means the same everywhere.
+
+    Where size * scale is no integer, ONNX's tests divide by it less one, most implementations by its floor less one. A
+    crop to the region that the former reads, given by sizes, leaves no doubt.
+    """
+    scales, t = e.value(operands[2]), e.type(operands[0])
+    if scales is not None and all(float(s).is_integer() for s in scales):
+        return attrs, operands
+    if scales is None or not t.is_static:
+        raise Unsupported("align_corners with fractional scales and sizes that are not known")
+    plans = plan(t.static_shape, None, scales, None, attrs.axes, "stretch")
+    if all(p.width == p.out for p in plans):
+        return attrs, operands
+    ends = [(p.out - 1) / (p.width - 1) if p.out > 1 else 0.0 for p in plans]
+    roi = e.const(np.array([0.0] * len(plans) + ends, np.float32), "roi")
+    sizes = e.const(np.array([p.out for p in plans], np.int64), "sizes")
+    return replace(attrs, coordinate_transformation_mode="tf_crop_and_resize"), [operands[0], roi, "", sizes]
 
 
 def _all_axes(axes: Sequence[int], operands: Sequence[str], e: Export) -> list[str]:

@@ -239,3 +239,14 @@ def test_auto_pad_stays_symbolic_until_sizes_are_known() -> None:
     values = {a.name for a in export_model(import_case(case, {0: (3,)}), 21).proto.graph.node[0].attribute}
     assert "auto_pad" in values
     assert "pads" not in values
+
+
+def test_export_of_symbolic_auto_pad_with_dilations_is_refused() -> None:
+    """ONNX Runtime pads as if there were no dilation; with explicit pads there is nothing to misread."""
+    case = Case(
+        "MaxPool", [normal(1, 2, 8, 9)], {"kernel_shape": [3, 3], "dilations": [2, 2], "auto_pad": "SAME_UPPER"}
+    )
+    assert check_export(case, 21).graph.output[0].type.tensor_type.shape.dim[2].dim_value == 8
+    attrs = {**case.attrs, "strides": [2, 2]}
+    with pytest.raises(UnsupportedError, match="disagree on the padding"):
+        export_model(import_case(Case("MaxPool", case.inputs, attrs), {0: (2,)}), 21)

@@ -11,6 +11,7 @@ from onenode import Case, check_case, check_export, import_case, normal, op_flop
 
 from optdnn.dim import evaluate, symbol
 from optdnn.errors import ShapeError, UnsupportedError
+from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import EXACT, Tol, Unsupported
 from optdnn.ops.resize import COORDINATES, NEAREST, ResizeAttrs
@@ -286,3 +287,18 @@ def test_export_of_what_old_opsets_lack() -> None:
     check_export(open_sizes, 18, by="reference")
     with pytest.raises(UnsupportedError, match="not known needs opset 18"):
         check_export(open_sizes, 17)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+@pytest.mark.parametrize("scales", [[2, 3], [0.6, 1.4], [2.3, 0.55], [0.2, 0.3]])
+@pytest.mark.parametrize("opset", [17, 21])
+def test_export_of_aligned_corners_with_fractional_scales(mode: str, scales: list[float], opset: int) -> None:
+    attrs = {"mode": mode, "coordinate_transformation_mode": "align_corners"}
+    case = _scales(normal(1, 2, 5, 6), [1, 1, *scales], attrs)
+    by_sizes = not all(float(s).is_integer() for s in scales)
+    (node,) = check_export(case, opset).graph.node
+    assert (len(node.input) == 4) == by_sizes
+    check_case(case, "reference")
+    if by_sizes:
+        with pytest.raises(UnsupportedError, match="sizes that are not known"):
+            export_model(import_case(case, {0: (2,)}), opset)
