@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from optdnn.errors import InternalError
-from optdnn.ir.graph import STRUCTURAL, Graph, Op
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 
 
@@ -127,6 +127,19 @@ class Rule(ABC):
     @abstractmethod
     def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
         """The patch for a match."""
+
+
+class Rewrite(Rule):
+    """A rule for the first (only) output of an op: ``Match.data`` is a function that builds its replacement in a patch.
+
+    ``Match.ops`` begins with the op itself.
+    """
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        patch = Patch(graph, match.ops)
+        build: Callable[[Patch], Value] = match.data
+        patch.replace(match.ops[0].value, build(patch))
+        return patch
 
 
 class RulePass(Pass):

@@ -23,15 +23,23 @@ class CommonSubexpressions(Pass):
 
     Constants are equal when their dtype, shape and bytes are. The operands of commutative ops (``Traits.commutative``)
     are compared in any order. Nondeterministic ops are never merged.
+
+    ``keep`` are kinds that stay apart for now: two equal convolutions with different ops behind them are better fused with
+    these than merged into one value with two uses. A second run, after fusion, merges what is still equal.
     """
 
     name = "cse"
+
+    def __init__(self, keep: frozenset[str] = frozenset()):
+        self.keep = keep
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         self._constants(graph, report)
         seen: dict[Hashable, Op] = {}
         for visited in graph.order():
             if visited.kind in ("Input", "Output", "Constant") or visited.definition.traits.nondeterministic:
+                continue
+            if visited.kind in self.keep:
                 continue
             op = graph.op(visited.id)
             operands = list(op.inputs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from optdnn.errors import UsageError
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import Pass
+from optdnn.passes.canonicalize import Canonicalize
+from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fold_constants import FoldConstants
@@ -16,6 +18,7 @@ from optdnn.passes.fuse_pointwise import FusePointwise
 from optdnn.passes.fuse_prologue import FusePrologue
 from optdnn.passes.fuse_siblings import FuseSiblings
 from optdnn.passes.fuse_softmax import FuseSoftmax
+from optdnn.passes.stages import ANCHORS
 
 O0: tuple[Pass, ...] = (
     DeadCode(),  # what no output needs must not have to be supported by a target
@@ -24,18 +27,27 @@ O0: tuple[Pass, ...] = (
 O1: tuple[Pass, ...] = (
     DeadCode(),  # first, so that nothing else spends time on it
     FoldConstants(),  # shape arithmetic and everything else that is known now; later passes ask for constants
-    CommonSubexpressions(),  # equal values become one value, so that "used once" means what it says
+    CommonSubexpressions(),  # equal values become one value, so that patterns see them as one
+    Canonicalize(),  # no-ops, reshapes, transposes, padding
+    CanonicalizeArithmetic(),  # constants merged, sums as additions, bounds as Clip
+    DeadCode(),  # patches remove what they replace; this holds whatever a pass may have forgotten
 )
 
 O2: tuple[Pass, ...] = (
-    *O1,
+    DeadCode(),  # first, so that nothing else spends time on it
+    FoldConstants(),  # shape arithmetic and everything else that is known now; later passes ask for constants
+    CommonSubexpressions(keep=ANCHORS),  # equal values become one value; convolutions stay apart until fused
+    Canonicalize(),  # no-ops between the ops of a pattern hide it; padding and transposes get out of the way
     FuseActivation(),  # before epilogues: x * sigmoid(x) uses x twice, a Swish once
     FuseNorm(),  # before anything rewrites the arithmetic that a decomposed normalization consists of
     FuseSoftmax(),  # likewise
+    CanonicalizeArithmetic(),  # constants merged, sums as additions: what folding and epilogues look for
     FuseConvBn(),  # before epilogues: a scale and shift folded into weights costs nothing at all
     BnToScaleShift(),  # after folding had its chance; what is left can become a stage
+    CanonicalizeArithmetic(),  # a left-over BatchNormalization merges with the scale and shift behind it
     FuseEpilogue(),  # bias, residual, activation, with all activations recognized
     FusePrologue(),  # after epilogues: a producer's own epilogue is the cheaper place
+    CommonSubexpressions(),  # equal convolutions that are still equal with all their stages
 )
 
 O3: tuple[Pass, ...] = (

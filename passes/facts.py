@@ -1,0 +1,127 @@
+"""Facts about values and ops that several canonicalizations ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from optdnn.dim import Dim
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.base import Known
+from optdnn.types import FP64, Array, Shape, is_float
+
+_DEPTH = 16
+"""How far back a proof looks."""
+
+_NON_NEGATIVE = frozenset(
+    {
+        "Relu",
+        "Abs",
+        "Sigmoid",
+        "HardSigmoid",
+        "Softplus",
+        "Exp",
+        "Sqrt",
+        "Softmax",
+        "ReduceL1",
+        "ReduceL2",
+        "ReduceSumSquare",
+    }
+)
+_KEEPS_SIGN = frozenset(
+    {
+        *(
+            "MaxPool",
+            "AveragePool",
+            "GlobalMaxPool",
+            "GlobalAveragePool",
+            "ReduceMean",
+            "ReduceSum",
+            "ReduceMax",
+            "ReduceMin",
+        ),
+        *("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand", "Tile", "Transpose", "Identity", "Slice", "Split"),
+        *("DepthToSpace", "SpaceToDepth", "Gather", "Floor", "Ceil", "Round", "Cast"),
+    }
+)
+"""Kinds whose result has no negative element where operand 0 has none."""
+_KEEP_SIGNS = frozenset({"Concat", "Add", "Mul", "Div", "Max", "Min", "Sum", "Mean"})
+"""Kinds whose result has no negative element where no operand has any."""
+
+
+def same_shape(graph: Graph, op: Op) -> bool:
+    """True where the (first) result is known to have the shape of operand 0, symbolic dimensions included."""
+    x = op.inputs[0]
+    return x is not None and op.outputs[0].type.shape is not None and graph.type(x).shape == op.outputs[0].type.shape
+
+
+def is_filled(value: Known | None, number: float) -> bool:
+    """True for a known array that holds nothing but ``number`` (an empty one holds nothing at all)."""
+    return value is not None and value.dtype != object and value.size > 0 and bool(np.all(value == number))
+
+
+def scalar(graph: Graph, value: Value | None) -> float | None:
+    """A constant of one element as a float; None for anything else."""
+    array = graph.constant_value(value)
+    return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
+
+
+def ints(graph: Graph, value: Value | None) -> tuple[int, ...] | None:
+    """A known integer tensor without symbols, flat; None where it is absent, unknown or symbolic."""
+    known = graph.known(value)
+    if known is None or any(isinstance(v, Dim) for v in known.reshape(-1)):
+        return None
+    return tuple(int(v) for v in known.reshape(-1))
+
+
+def non_negative(graph: Graph, value: Value, depth: int = _DEPTH) -> bool:
+    """True where no element can be negative (NaN aside), as far as the ops behind the value prove it."""
+    op = graph.op(value)
+    if op.kind == "Constant":
+        array: Array = op.attrs.value
+        return bool(is_float(array.dtype)) and not bool(np.any(array.astype(FP64) < 0))
+    if depth == 0 or not is_float(graph.type(value).dtype):
+        return False
+    epilogue = getattr(op.attrs, "epilogue", ())
+    if epilogue:
+        return bool(epilogue[-1].kind in _NON_NEGATIVE)
+    if op.kind in _NON_NEGATIVE:
+        return True
+    if op.kind == "Clip":
+        low = scalar(graph, op.input(1))
+        return low is not None and low >= 0
+    if op.kind == "Mul" and op.inputs[0] == op.inputs[1]:
+        return True
+    behind: Sequence[Value | None]
+    if op.kind == "Pad":
+        filler = op.input(2)
+        behind = (op.inputs[0],) if op.attrs.mode != "constant" or filler is None else (op.inputs[0], filler)
+    elif op.kind in _KEEPS_SIGN:
+        behind = op.inputs[:1]
+    elif op.kind in _KEEP_SIGNS:
+        behind = op.inputs
+    else:
+        return False
+    return all(v is not None and non_negative(graph, v, depth - 1) for v in behind)
+
+
+def reshape_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
+    """A constant target with which ONNX Reshape (``allowzero`` off) turns ``before`` into ``after``.
+
+    0 copies a symbolic dimension that stays where it is, one -1 stands for another. None where two would be needed, or
+    where a dimension is 0 (which a target would read as "copy").
+    """
+    target: list[int] = []
+    for i, d in enumerate(after):
+        if isinstance(d, int):
+            if d == 0:
+                return None
+            target.append(d)
+        elif i < len(before) and before[i] == d:
+            target.append(0)
+        elif -1 in target:
+            return None
+        else:
+            target.append(-1)
+    return tuple(target)
