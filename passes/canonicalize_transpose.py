@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule
@@ -109,7 +109,7 @@ def _passage(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
 
     During look-ahead ``value`` need not be a Transpose's result yet; other operands have to be.
     """
-    if len(op.outputs) != 1 or op.outputs[0].type.rank is None:
+    if op.kind in STRUCTURAL or len(op.outputs) != 1 or op.outputs[0].type.rank is None:
         return None
     if op.definition.traits.pointwise and op.kind != "Pointwise":
         return _pointwise(graph, op, value, perm)
@@ -200,13 +200,13 @@ def _reduction(graph: Graph, op: Op, perm: Perm) -> Passage | None:
     value = op.inputs[0]
     assert value is not None
 
-    def build(patch: Patch) -> Value:
-        return patch.add(op.kind, [_under(graph, value), patch.constant(new_axes, "axes")], op.attrs, src=op.src)
+    after = perm if op.attrs.keepdims else _order([perm[i] for i in range(rank) if i not in out])
 
-    if op.attrs.keepdims:
-        return Passage((0,), build, perm)
-    left = [perm[i] for i in range(rank) if i not in out]
-    return Passage((0,), build, _order(left))
+    def build(patch: Patch) -> Value:
+        src = None if after is None else op.src  # without a Transpose behind it, it stands for both
+        return patch.add(op.kind, [_under(graph, value), patch.constant(new_axes, "axes")], op.attrs, src=src)
+
+    return Passage((0,), build, after)
 
 
 def _order(axes: Sequence[int]) -> Perm | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from optdnn.errors import InternalError
-from optdnn.ir.graph import Graph, Op, Output, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Output, Value
 from optdnn.ops.base import KNOWN_LIMIT, Attrs, Known
 from optdnn.types import Array, TensorType
 
@@ -128,7 +128,7 @@ class Patch:
         lost = frozenset().union(*(op.src for op in removed)) - self.src if removed else frozenset()
         survivors = [i for i in self._new if i in self.graph]
         if not survivors:
-            self._hand_over(frozenset().union(*(op.src for op in removed)) if removed else frozenset())
+            self._hand_over(frozenset().union(*(op.src for op in removed)) if removed else frozenset(), touched)
         elif lost:
             for i in survivors:
                 op = self.graph.op(i)
@@ -143,12 +143,16 @@ class Patch:
         known = self.graph.known(new)
         return known is not None and known.size <= KNOWN_LIMIT and self.graph.known(old) is None
 
-    def _hand_over(self, src: frozenset[str]) -> None:
-        """A removal without new ops: what stands in for the removed op takes its provenance."""
+    def _hand_over(self, src: frozenset[str], users: set[int]) -> None:
+        """A removal without new ops: what stands in for the removed op takes its provenance.
+
+        Where that is an input or a constant, the ops that read it now take it.
+        """
         for new in self._replaced.values():
-            op = self.graph.op(new)
-            if op.kind not in ("Input", "Constant"):
-                self.graph.set_op(replace(op, src=op.src | src))
+            heirs = [new.op] if self.graph.op(new).kind not in STRUCTURAL else sorted(users)
+            for op in (self.graph.op(i) for i in heirs if i in self.graph):
+                if op.kind not in STRUCTURAL:
+                    self.graph.set_op(replace(op, src=op.src | src))
 
 
 def _compatible(before: TensorType, after: TensorType) -> bool:

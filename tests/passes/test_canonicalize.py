@@ -1,0 +1,416 @@
+"""canonicalize: no-ops, reshapes, transposes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.dim import DimLike, symbol
+from optdnn.ir.graph import Value
+from optdnn.ops.base import Attrs
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.gemm import GemmAttrs
+from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
+from optdnn.ops.pool import MaxPoolAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.resize import ResizeAttrs
+from optdnn.ops.shape import AxisAttrs, ReshapeAttrs, TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.passes.canonicalize import Canonicalize
+from optdnn.types import FP16, FP32, FP64, INT64
+
+CANON = Canonicalize()
+
+
+def shape_of(*dims: int) -> np.ndarray:  # type: ignore[type-arg]
+    return np.asarray(dims, np.int64)
+
+
+def transpose(n: Net, x: Value, *perm: int) -> Value:
+    return n.op("Transpose", x, attrs=TransposeAttrs(perm))
+
+
+# ---------------------------------------------------------------- no-ops
+
+NO_OPS: dict[str, tuple[str, tuple[Any, ...], Attrs | None]] = {
+    "Identity": ("Identity", (), None),
+    "Cast to the same type": ("Cast", (), CastAttrs(FP32)),
+    "Reshape to the same shape": ("Reshape", (shape_of(0, 4, -1, 6),), None),
+    "Expand to the same shape": ("Expand", (shape_of(1, 1, 6, 6),), None),
+    "Tile once": ("Tile", (shape_of(1, 1, 1, 1),), None),
+    "Transpose by the identity": ("Transpose", (), TransposeAttrs((0, 1, 2, 3))),
+    "Pad by nothing": ("Pad", (shape_of(0, 0, 0, 0, 0, 0, 0, 0),), None),
+    "Slice of everything": ("Slice", (shape_of(0), shape_of(1 << 40), shape_of(2)), None),
+    "Concat of one": ("Concat", (), ConcatAttrs(1)),
+    "Sum of one": ("Sum", (), None),
+    "Max of one": ("Max", (), None),
+    "Split into one": ("Split", (), SplitAttrs(1, 1)),
+    "MaxPool over points": ("MaxPool", (), MaxPoolAttrs((1, 1), (1, 1), (0,) * 4, (1, 1))),
+    "Resize by one": ("Resize", (None, np.ones(4)), ResizeAttrs(mode="linear")),
+    "Mul by one": ("Mul", (1.0,), None),
+    "Div by ones": ("Div", (np.ones((4, 1, 1)),), None),
+    "Pow of one": ("Pow", (1.0,), None),
+    "Add of zero": ("Add", (np.zeros((1, 4, 1, 1)),), None),
+    "Sub of zero": ("Sub", (0.0,), None),
+    "Clip without bounds": ("Clip", (), None),
+    "ReduceSum over nothing": ("ReduceSum", (), ReduceAttrs(noop_with_empty_axes=True)),
+}
+
+
+@pytest.mark.parametrize("case", NO_OPS.values(), ids=NO_OPS.keys())
+def test_no_op(case: tuple[str, tuple[Any, ...], Attrs | None]) -> None:
+    kind, more, attrs = case
+    n = Net()
+    x = n.op("Exp", n.input(2, 4, 6, 6))
+    graph, _ = check_pass(
+        CANON, n.done(n.op(kind, x, *more, attrs=attrs)), changes=1, kinds={"Exp": 1}, rules={"no_op": 1}
+    )
+    assert graph.of_kind("Exp")[0].src == {"Exp_1", f"{kind}_2"}
+
+
+OPS: dict[str, tuple[str, tuple[Any, ...], Attrs | None]] = {
+    "Cast to another type": ("Cast", (), CastAttrs(FP64)),
+    "Reshape": ("Reshape", (shape_of(2, 6, 4, 6),), None),
+    "Expand that adds an axis": ("Expand", (shape_of(1, 2, 4, 6, 6),), None),
+    "Pad that shifts": ("Pad", (shape_of(0, 0, 1, 0, 0, 0, -1, 0),), None),
+    "Slice backwards": ("Slice", (shape_of(-1), shape_of(-(1 << 40)), shape_of(2), shape_of(-1)), None),
+    "Slice": ("Slice", (shape_of(1), shape_of(9), shape_of(2)), None),
+    "MaxPool with a stride": ("MaxPool", (), MaxPoolAttrs((1, 1), (2, 2), (0,) * 4, (1, 1))),
+    "Resize that keeps the size by rounding": ("Resize", (None, np.asarray([1, 1, 1.1, 1])), ResizeAttrs(mode="linear")),
+    "Mul by almost one": ("Mul", (np.asarray([1, 1, 1, 1, 1, 1.5]),), None),
+    "Mul by one that adds an axis": ("Mul", (np.ones((1, 1, 1, 1, 1)),), None),
+    "Add of something": ("Add", (1e-30,), None),
+    "Relu of any sign": ("Relu", (), None),
+    "ReduceSum over everything": ("ReduceSum", (), ReduceAttrs()),
+}
+
+
+@pytest.mark.parametrize("case", OPS.values(), ids=OPS.keys())
+def test_what_does_something_stays(case: tuple[str, tuple[Any, ...], Attrs | None]) -> None:
+    kind, more, attrs = case
+    n = Net()
+    check_untouched(CANON, n.done(n.op(kind, n.input(2, 4, 6, 6), *more, attrs=attrs)))
+
+
+def test_precision_casts_of_the_user_stay() -> None:
+    n = Net()
+    half = n.op("Cast", n.input(3), attrs=CastAttrs(FP16))
+    check_untouched(CANON, n.done(n.op("Cast", half, attrs=CastAttrs(FP32))))
+
+
+def test_integer_casts_to_the_same_type_go() -> None:
+    n = Net(np.int64)
+    y = n.op("Neg", n.op("Cast", n.input(3), attrs=CastAttrs(INT64)))
+    check_pass(CANON, n.done(y), changes=1, kinds={"Neg": 1})
+
+
+def test_a_symbolic_reshape_to_the_same_shape() -> None:
+    n = Net()
+    x = n.input(symbol("n"), 4)
+    y = n.op("Neg", n.op("Reshape", x, shape_of(0, 4), attrs=ReshapeAttrs()))
+    graph, _ = check_pass(CANON, n.done(y), changes=1, kinds={"Neg": 1})
+    assert graph.of_kind("Neg")[0].src == {"Reshape_1", "Neg_2"}  # an input has no provenance to add to
+
+
+def test_reductions_and_pools_over_single_points() -> None:
+    n = Net()
+    x = n.op("Exp", n.input(2, 4, 1, 1))
+    y = n.op("ReduceMean", n.op("GlobalAveragePool", x), shape_of(2, 3), attrs=ReduceAttrs())
+    check_pass(CANON, n.done(y), changes=2, kinds={"Exp": 1})
+
+
+def test_a_no_op_between_input_and_output() -> None:
+    n = Net()
+    graph, _ = check_pass(
+        CANON, n.done(n.op("Identity", n.input(3))), changes=1, kinds={}, drops=["Identity_1"]
+    )
+    assert len(graph.outputs) == 1
+
+
+@pytest.mark.parametrize("kind", ["Relu", "Sigmoid", "Abs", "Softmax", "Exp"])
+def test_relu_of_what_cannot_be_negative(kind: str) -> None:
+    n = Net()
+    x = n.op(kind, n.input(2, 3, 6, 6))
+    y = n.op("Relu", n.op("Concat", n.max_pool(x), n.average_pool(x), attrs=ConcatAttrs(1)))
+    check_pass(CANON, n.done(y), changes=1, rules={"no_op": 1})
+
+
+@pytest.mark.parametrize("low", [-0.5, None])
+def test_relu_of_what_may_be_negative(low: float | None) -> None:
+    n = Net()
+    check_untouched(CANON, n.done(n.op("Relu", n.op("Clip", n.input(2, 3), low, 6.0))))
+
+
+def test_non_negative_looks_at_paddings_and_products() -> None:
+    n = Net()
+    x = n.input(2, 3)
+    good = n.op("Relu", n.op("Pad", n.op("Mul", x, x), shape_of(0, 1, 0, 1), 0.5, attrs=PadAttrs()))
+    check_pass(CANON, n.done(good), changes=1)
+    n = Net()
+    bad = n.op("Pad", n.op("Abs", n.input(2, 3)), shape_of(0, 1, 0, 1), -0.5, attrs=PadAttrs())
+    check_untouched(CANON, n.done(n.op("Relu", bad)))
+
+
+@pytest.mark.parametrize("kind", ["Floor", "Abs", "Sign"])
+def test_idempotent_ops(kind: str) -> None:
+    n = Net()
+    x = n.op("Mul", n.input(2, 3), 3.5)
+    check_pass(CANON, n.done(n.op(kind, n.op(kind, x))), changes=1, kinds={kind: 1, "Mul": 1}, rules={"idempotent": 1})
+
+
+def test_unused_indices_of_a_max_pool() -> None:
+    n = Net()
+    attrs = MaxPoolAttrs((2, 2), (2, 2), (0,) * 4, (1, 1), indices=True)
+    y, _ = n.op("MaxPool", n.input(2, 3, 6, 6), attrs=attrs, outputs=2)
+    graph, _ = check_pass(CANON, n.done(y), changes=1, kinds={"MaxPool": 1}, rules={"unused_indices": 1})
+    assert len(graph.of_kind("MaxPool")[0].outputs) == 1
+    n = Net()
+    check_untouched(CANON, n.done(*n.op("MaxPool", n.input(2, 3, 6, 6), attrs=attrs, outputs=2)))
+
+
+# ---------------------------------------------------------------- reshapes
+
+Dims = tuple[DimLike, ...]
+N, M = symbol("n"), symbol("m")
+CHAINS: dict[str, tuple[Dims, Callable[[Net, Value], Value], tuple[int, ...]]] = {
+    "Reshape, Reshape": (
+        (2, 12),
+        lambda n, x: n.op("Reshape", n.op("Reshape", x, shape_of(4, 6)), shape_of(3, -1)),
+        (3, 8),
+    ),
+    "Unsqueeze, Flatten": (
+        (N, 3, 4),
+        lambda n, x: n.op("Flatten", n.op("Unsqueeze", x, shape_of(1)), attrs=AxisAttrs(1)),
+        (0, 12),
+    ),
+    "Squeeze, Unsqueeze elsewhere": (
+        (N, 1, 4, M),
+        lambda n, x: n.op("Unsqueeze", n.op("Squeeze", x, shape_of(1)), shape_of(3)),
+        (0, 4, -1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHAINS.values(), ids=CHAINS.keys())
+def test_reshape_chain(case: tuple[Dims, Callable[[Net, Value], Value], tuple[int, ...]]) -> None:
+    dims, make, target = case
+    n = Net()
+    y = make(n, n.input(*dims))
+    if target == (0, 4, -1, 1):  # m has moved from axis 3 to axis 2 only if 4 stays: [n, 4, m, 1]
+        assert n.dims(y) == (N, 4, M, 1)
+    graph, _ = check_pass(CANON, n.done(y), changes=1, kinds={"Reshape": 1}, rules={"reshape_chain": 1}, sizes={"n": 2, "m": 3})
+    (op,) = graph.of_kind("Reshape")
+    assert tuple(graph.constant_value(op.inputs[1])) == target
+
+
+def test_a_reshape_chain_that_comes_back_vanishes() -> None:
+    n = Net()
+    x = n.op("Exp", n.input(N, 3, 4))
+    y = n.op("Squeeze", n.op("Unsqueeze", x, shape_of(0)), shape_of(0))
+    check_pass(CANON, n.done(y), changes=2, kinds={"Exp": 1}, rules={"reshape_chain": 1, "no_op": 1}, sizes={"n": 2})
+
+
+def test_a_reshape_that_others_use_stays_for_them() -> None:
+    n = Net()
+    a = n.op("Reshape", n.input(2, 12), shape_of(4, 6))
+    check_pass(CANON, n.done(n.op("Exp", a), n.op("Reshape", a, shape_of(24))), changes=1, kinds={"Exp": 1, "Reshape": 2})
+
+
+def test_a_chain_that_moves_two_symbols_is_refused() -> None:
+    n = Net()
+    x = n.input(N, M, 1)
+    y = n.op("Unsqueeze", n.op("Squeeze", x, shape_of(2)), shape_of(0))
+    check_refused(CANON, n.done(y), because="more than one symbolic dimension", rule="reshape_chain")
+
+
+def computed_target(n: Net, x: Value, *dims: int) -> Value:
+    """Reshape to [size of axis 0, *dims], as PyTorch exports ``x.view(x.shape[0], …)``."""
+    batch = n.op("Gather", n.op("Shape", x), shape_of(0))
+    return n.op("Reshape", x, n.op("Concat", batch, shape_of(*dims), attrs=ConcatAttrs(0)))
+
+
+def test_shape_arithmetic_over_a_symbolic_batch_disappears() -> None:
+    n = Net()
+    gone = ["Shape_1", "Gather_2", "Concat_3"]
+    graph, _ = check_pass(
+        CANON,
+        n.done(computed_target(n, n.input(N, 3, 4), 12)),
+        changes=1,
+        kinds={"Reshape": 1},
+        rules={"constant_target": 1},
+        sizes={"n": 2},
+    )
+    (op,) = graph.of_kind("Reshape")
+    assert tuple(graph.constant_value(op.inputs[1])) == (0, 12)
+    assert op.src == {"Reshape_4", *gone}
+
+
+def test_an_expand_to_a_symbolic_shape() -> None:
+    n = Net()
+    x, y = n.input(N, 1, 4), n.input(N, 3, 4, name="y")
+    target = n.op("Concat", n.op("Gather", n.op("Shape", y), shape_of(0)), shape_of(3, 4), attrs=ConcatAttrs(0))
+    graph, _ = check_pass(CANON, n.done(n.op("Expand", x, target)), changes=1, kinds={"Expand": 1}, sizes={"n": 2})
+    assert tuple(graph.constant_value(graph.of_kind("Expand")[0].inputs[1])) == (1, 3, 4)
+
+
+def test_targets_that_a_constant_cannot_express_are_refused() -> None:
+    n = Net()
+    x = n.input(N, 3, M)
+    dims = n.op("Shape", x)
+    swapped = n.op("Gather", dims, shape_of(2, 0, 1))
+    check_refused(CANON, n.done(n.op("Reshape", x, swapped)), because="no constant target", rule="constant_target")
+    n = Net()
+    grown = n.op("Expand", n.input(1, 4), n.op("Shape", n.input(N, 4, name="y")))
+    check_refused(CANON, n.done(grown), because="no constant target")
+
+
+def test_targets_that_depend_on_data_are_refused() -> None:
+    n = Net()
+    y = n.op("Reshape", n.input(2, 12), n.input(2, name="shape", dtype=np.int64))
+    check_refused(CANON, n.done(y), because="depends on data")
+
+
+# ---------------------------------------------------------------- transposes
+
+
+def test_transposes_that_cancel() -> None:
+    n = Net()
+    y = transpose(n, transpose(n, n.op("Exp", n.input(2, 3, 4, 5)), 0, 2, 3, 1), 0, 3, 1, 2)
+    check_pass(CANON, n.done(y), changes=1, kinds={"Exp": 1}, rules={"transpose_chain": 1})
+
+
+def test_transposes_that_compose() -> None:
+    n = Net()
+    y = transpose(n, transpose(n, n.input(2, 3, 4, 5), 1, 2, 3, 0), 2, 0, 1, 3)
+    graph, _ = check_pass(CANON, n.done(y), changes=1, kinds={"Transpose": 1})
+    assert graph.of_kind("Transpose")[0].attrs.perm == (3, 1, 2, 0)
+
+
+def test_a_transpose_that_moves_single_points_is_a_reshape() -> None:
+    n = Net()
+    y = transpose(n, n.input(N, 3, 1, 1), 0, 2, 3, 1)
+    check_pass(CANON, n.done(y), changes=1, kinds={"Reshape": 1}, rules={"transpose_is_reshape": 1}, sizes={"n": 2})
+
+
+def test_a_transpose_that_moves_more_is_not() -> None:
+    n = Net()
+    check_untouched(CANON, n.done(transpose(n, n.input(2, 3, 4, 1), 0, 2, 3, 1)))
+
+
+def test_a_transpose_that_moves_two_symbols_past_single_points_is_refused() -> None:
+    n = Net()
+    check_refused(CANON, n.done(transpose(n, n.input(1, N, M), 1, 2, 0)), because="more than one symbolic dimension")
+
+
+def test_gemm_reads_operands_transposed() -> None:
+    n = Net()
+    a, b = transpose(n, n.input(5, 2), 1, 0), transpose(n, n.input(4, 5, name="b"), 1, 0)
+    graph, _ = check_pass(CANON, n.done(n.op("Gemm", a, b)), changes=2, kinds={"Gemm": 1}, rules={"gemm_transpose": 2})
+    assert graph.of_kind("Gemm")[0].attrs == GemmAttrs(transA=True, transB=True)
+
+
+NHWC, NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
+
+
+def test_transposes_meet_across_pointwise_ops() -> None:
+    """What TensorFlow writes around a bias and an activation: there and back again."""
+    n = Net()
+    x = transpose(n, n.input(2, 3, 4, 5), *NHWC)
+    y = n.op("Relu", n.op("Add", n.op("Mul", x, n.random(4, 1, 3)), n.random(3)))
+    y = n.op("Clip", n.op("PRelu", y, n.positive(3)), -0.5, 6.0)
+    graph, report = check_pass(
+        CANON,
+        n.done(transpose(n, y, *NCHW)),
+        changes=6,
+        kinds={"Mul": 1, "Add": 1, "Relu": 1, "PRelu": 1, "Clip": 1},
+        rules={"sink_transpose": 5, "transpose_chain": 1},
+    )
+    (mul,) = graph.of_kind("Mul")
+    assert graph.type(mul.inputs[1]).dims == (1, 3, 4, 1)
+    assert mul.src == {"Mul_2"}
+    assert "Transpose_1" in graph.of_kind("Clip")[0].src
+
+
+def test_transposes_meet_across_a_residual() -> None:
+    n = Net()
+    a, b = transpose(n, n.input(2, 3, 4, 5), *NHWC), transpose(n, n.input(2, 3, 4, 5, name="b"), *NHWC)
+    y = transpose(n, n.op("Relu", n.op("Add", a, b)), *NCHW)
+    check_pass(CANON, n.done(y), changes=3, kinds={"Add": 1, "Relu": 1})
+
+
+def test_two_transposes_become_one_where_values_join() -> None:
+    n = Net()
+    a, b = transpose(n, n.input(2, 3, 4), 0, 2, 1), transpose(n, n.input(2, 3, 4, name="b"), 0, 2, 1)
+    check_pass(CANON, n.done(n.op("Mul", a, b)), changes=1, kinds={"Mul": 1, "Transpose": 1})
+
+
+def test_transposes_meet_across_a_concat_a_pad_and_a_softmax() -> None:
+    n = Net()
+    a, b = transpose(n, n.input(2, 3, 4, 5), *NHWC), transpose(n, n.input(2, 2, 4, 5, name="b"), *NHWC)
+    y = n.op("Concat", a, b, attrs=ConcatAttrs(-1))
+    y = n.op("Pad", y, shape_of(0, 1, 2, 0, 0, 1, 0, 0), 0.5, attrs=PadAttrs())
+    y = n.op("Softmax", y, attrs=SoftmaxAttrs(-1))
+    y = n.op("Pad", y, shape_of(1, 2), None, shape_of(-1), attrs=PadAttrs("reflect"))
+    graph, _ = check_pass(CANON, n.done(transpose(n, y, *NCHW)), changes=5, kinds={"Concat": 1, "Pad": 2, "Softmax": 1})
+    assert graph.of_kind("Concat")[0].attrs.axis == 1
+    assert graph.of_kind("Softmax")[0].attrs.axis == 1
+
+
+@pytest.mark.parametrize(("axes", "keepdims"), [((1, 2), False), ((1, 2), True), ((-1,), True), ((), True)])
+def test_a_transpose_before_a_reduction(axes: tuple[int, ...], keepdims: bool) -> None:
+    n = Net()
+    x = transpose(n, n.input(2, 3, 4, 5), *NHWC)
+    y = n.op("ReduceMean", x, *([shape_of(*axes)] if axes else []), attrs=ReduceAttrs(keepdims=keepdims))
+    if keepdims:
+        y = transpose(n, y, *NCHW)
+    check_pass(CANON, n.done(y), changes=2 if keepdims else 1, kinds={"ReduceMean": 1})
+
+
+def test_a_reduction_that_leaves_axes_in_another_order() -> None:
+    n = Net()
+    x = transpose(n, n.input(2, 3, 4, 5), *NHWC)
+    y = n.op("ReduceMax", x, shape_of(1), attrs=ReduceAttrs(keepdims=False))
+    check_pass(CANON, n.done(transpose(n, y, 0, 2, 1)), changes=2, kinds={"ReduceMax": 1})
+
+
+def test_a_transpose_with_two_uses_that_both_pay() -> None:
+    n = Net()
+    t = transpose(n, n.input(2, 3, 4, 5), *NHWC)
+    graph = n.done(transpose(n, n.op("Relu", t), *NCHW), transpose(n, n.op("Exp", t), *NCHW))
+    check_pass(CANON, graph, changes=4, kinds={"Exp": 1, "Relu": 1})
+
+
+def test_an_activation_behind_a_transposed_convolution_result_becomes_adjacent() -> None:
+    n = Net()
+    y = n.op("Relu", transpose(n, n.conv(n.input(2, 3, 6, 6), 4), *NHWC))
+    graph, _ = check_pass(CANON, n.done(y), changes=1, rules={"sink_transpose": 1})
+    assert graph.op(graph.of_kind("Relu")[0].inputs[0]).kind == "Conv"
+
+
+def test_a_transpose_that_meets_no_other_stays() -> None:
+    n = Net()
+    y = n.op("Relu", transpose(n, n.input(2, 3, 4), 0, 2, 1))
+    check_refused(CANON, n.done(y), because="meets no other transpose", rule="sink_transpose")
+    n = Net()
+    t = transpose(n, n.input(2, 3, 4, 5), *NHWC)
+    graph = n.done(transpose(n, n.op("Relu", t), *NCHW), n.op("Exp", t))
+    check_refused(CANON, graph, because="meets no other transpose")
+
+
+@pytest.mark.parametrize("kind", ["MatMul", "Add"])
+def test_ops_that_a_transpose_cannot_pass(kind: str) -> None:
+    n = Net()
+    x = transpose(n, n.input(2, 3, 4), 0, 2, 1)
+    other = n.input(2, 3, 3, name="o") if kind == "MatMul" else n.input(2, 4, 3, name="o")
+    check_untouched(CANON, n.done(transpose(n, n.op(kind, x, other), 0, 2, 1)))
+
+
+def test_values_transposed_in_different_ways_do_not_join() -> None:
+    n = Net()
+    a, b = transpose(n, n.input(3, 3, 3), 0, 2, 1), transpose(n, n.input(3, 3, 3, name="b"), 1, 0, 2)
+    check_untouched(CANON, n.done(n.op("Mul", a, b)))
