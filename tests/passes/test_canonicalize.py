@@ -81,7 +81,11 @@ OPS: dict[str, tuple[str, tuple[Any, ...], Attrs | None]] = {
     "Slice backwards": ("Slice", (shape_of(-1), shape_of(-(1 << 40)), shape_of(2), shape_of(-1)), None),
     "Slice": ("Slice", (shape_of(1), shape_of(9), shape_of(2)), None),
     "MaxPool with a stride": ("MaxPool", (), MaxPoolAttrs((1, 1), (2, 2), (0,) * 4, (1, 1))),
-    "Resize that keeps the size by rounding": ("Resize", (None, np.asarray([1, 1, 1.1, 1])), ResizeAttrs(mode="linear")),
+    "Resize that keeps the size by rounding": (
+        "Resize",
+        (None, np.asarray([1, 1, 1.1, 1])),
+        ResizeAttrs(mode="linear"),
+    ),
     "Mul by almost one": ("Mul", (np.asarray([1, 1, 1, 1, 1, 1.5]),), None),
     "Mul by one that adds an axis": ("Mul", (np.ones((1, 1, 1, 1, 1)),), None),
     "Add of something": ("Add", (1e-30,), None),
@@ -126,9 +130,7 @@ def test_reductions_and_pools_over_single_points() -> None:
 
 def test_a_no_op_between_input_and_output() -> None:
     n = Net()
-    graph, _ = check_pass(
-        CANON, n.done(n.op("Identity", n.input(3))), changes=1, kinds={}, drops=["Identity_1"]
-    )
+    graph, _ = check_pass(CANON, n.done(n.op("Identity", n.input(3))), changes=1, kinds={}, drops=["Identity_1"])
     assert len(graph.outputs) == 1
 
 
@@ -203,7 +205,9 @@ def test_reshape_chain(case: tuple[Dims, Callable[[Net, Value], Value], tuple[in
     y = make(n, n.input(*dims))
     if target == (0, 4, -1, 1):  # m has moved from axis 3 to axis 2 only if 4 stays: [n, 4, m, 1]
         assert n.dims(y) == (N, 4, M, 1)
-    graph, _ = check_pass(CANON, n.done(y), changes=1, kinds={"Reshape": 1}, rules={"reshape_chain": 1}, sizes={"n": 2, "m": 3})
+    graph, _ = check_pass(
+        CANON, n.done(y), changes=1, kinds={"Reshape": 1}, rules={"reshape_chain": 1}, sizes={"n": 2, "m": 3}
+    )
     (op,) = graph.of_kind("Reshape")
     assert tuple(graph.constant_value(op.inputs[1])) == target
 
@@ -218,7 +222,9 @@ def test_a_reshape_chain_that_comes_back_vanishes() -> None:
 def test_a_reshape_that_others_use_stays_for_them() -> None:
     n = Net()
     a = n.op("Reshape", n.input(2, 12), shape_of(4, 6))
-    check_pass(CANON, n.done(n.op("Exp", a), n.op("Reshape", a, shape_of(24))), changes=1, kinds={"Exp": 1, "Reshape": 2})
+    check_pass(
+        CANON, n.done(n.op("Exp", a), n.op("Reshape", a, shape_of(24))), changes=1, kinds={"Exp": 1, "Reshape": 2}
+    )
 
 
 def test_a_chain_that_moves_two_symbols_is_refused() -> None:
@@ -323,7 +329,7 @@ def test_transposes_meet_across_pointwise_ops() -> None:
     x = transpose(n, n.input(2, 3, 4, 5), *NHWC)
     y = n.op("Relu", n.op("Add", n.op("Mul", x, n.random(4, 1, 3)), n.random(3)))
     y = n.op("Clip", n.op("PRelu", y, n.positive(3)), -0.5, 6.0)
-    graph, report = check_pass(
+    graph, _ = check_pass(
         CANON,
         n.done(transpose(n, y, *NCHW)),
         changes=6,
