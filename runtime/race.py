@@ -27,6 +27,22 @@ CLOSE = 0.02
 """Speedups within this of 1 are called equal when the measurement is good enough to tell."""
 
 
+@dataclass(frozen=True)
+class Versus:
+    """One candidate's speedup over another (median over rounds), its 95 % interval, and the verdict of :class:`Row`."""
+
+    speedup: float
+    range: tuple[float, float]
+    verdict: str
+
+    @classmethod
+    def of(cls, medians: Sequence[float], base_medians: Sequence[float]) -> Versus:
+        """From the medians of the same rounds."""
+        ratios = [b / m for b, m in zip(base_medians, medians, strict=False)]
+        interval = median_interval(ratios)
+        return cls(float(np.median(ratios)), interval, _verdict(interval))
+
+
 @dataclass
 class Row:
     """One candidate's result. Where ``error`` is set it failed, and the measurements are None.
@@ -34,7 +50,8 @@ class Row:
     ``speedup`` is the median over rounds of the baseline's median latency over this one's in the same round, so that what
     slows the machine for a while cancels out; ``speedup_range`` is a 95 % confidence interval of it. ``verdict``:
     "baseline", "faster", "slower", "equal" (within 2 %) or "unstable" (too noisy to rank). Errors are against the race's
-    error reference (see :func:`~optdnn.runtime.accuracy.errors_between`).
+    error reference (see :func:`~optdnn.runtime.accuracy.errors_between`). ``round_medians_ms``: one median per round, in
+    order; ``quantiles_ms``: the 0 %, 1 %, … 100 % quantiles of all latencies, enough to draw their distribution.
     """
 
     name: str
@@ -49,6 +66,8 @@ class Row:
     facts: Mapping[str, Plain] = field(default_factory=dict)
     outputs: dict[str, Array] | None = None
     open_s: float | None = None
+    round_medians_ms: list[float] = field(default_factory=list)
+    quantiles_ms: list[float] = field(default_factory=list)
 
     def to_plain(self) -> dict[str, Plain]:
         """The row of ``compare --json``; the outputs themselves are left out."""
@@ -67,6 +86,8 @@ class Row:
             "latency_ms": s and s.to_plain(),
             "n": s and s.n,
             "stable": s and s.stable,
+            "round_medians_ms": [round(v, 6) for v in self.round_medians_ms],
+            "quantiles_ms": [round(v, 6) for v in self.quantiles_ms],
             "open_s": self.open_s,
             "facts": dict(self.facts),
             "error": self.error,
@@ -86,6 +107,11 @@ class Race:
 
     def row(self, name: str) -> Row:
         return next(r for r in self.rows if r.name == name)
+
+    def versus(self, name: str, base: str) -> Versus | None:
+        """Candidate ``name`` held against any other than the race's speedup reference; None where one was not measured."""
+        mine, other = self.row(name).round_medians_ms, self.row(base).round_medians_ms
+        return Versus.of(mine, other) if mine and other else None
 
     def to_plain(self) -> dict[str, Plain]:
         """The report of ``compare --json``: rows, references, machine, versions."""
@@ -232,21 +258,21 @@ def _judge(rows: Mapping[str, Row], turns: Mapping[str, list[Array]], reference:
     """Statistics, speedups and verdicts."""
     for name, taken in turns.items():
         if taken:
-            rows[name].stats = LatencyStats.of(np.concatenate(taken).tolist())
+            row, all_ns = rows[name], np.concatenate(taken)
+            row.stats = LatencyStats.of(all_ns.tolist())
+            row.round_medians_ms = [float(np.median(t)) / 1e6 for t in taken]
+            row.quantiles_ms = (np.percentile(all_ns, range(101)) / 1e6).tolist()
     if reference is None or not turns.get(reference):
         return
-    base_medians = [float(np.median(t)) for t in turns[reference]]
-    for name, taken in turns.items():
+    for name in turns:
         row = rows[name]
         if row.stats is None:
             continue
         if name == reference:
             row.speedup, row.speedup_range, row.verdict = 1.0, (1.0, 1.0), "baseline"
             continue
-        ratios = [b / float(np.median(t)) for b, t in zip(base_medians, taken, strict=False)]
-        row.speedup = float(np.median(ratios))
-        row.speedup_range = median_interval(ratios)
-        row.verdict = _verdict(row.speedup_range)
+        versus = Versus.of(row.round_medians_ms, rows[reference].round_medians_ms)
+        row.speedup, row.speedup_range, row.verdict = versus.speedup, versus.range, versus.verdict
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:

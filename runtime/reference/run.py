@@ -80,8 +80,7 @@ def _run(
     if narrow is not None:
         wanted = dtypes if dtypes is not None else [narrow] * len(results)
         results = tuple(
-            r.astype(t) if r.dtype == np.float32 and t in _WIDENED else r
-            for r, t in zip(results, wanted, strict=False)
+            r.astype(t) if r.dtype == np.float32 and t in _WIDENED else r for r, t in zip(results, wanted, strict=False)
         )
     return tuple(np.ascontiguousarray(r) if r.ndim else r for r in map(np.asarray, results))
 

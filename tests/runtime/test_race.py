@@ -59,6 +59,24 @@ def test_faster_and_slower_are_told(speeds: RaceResult) -> None:
     assert 2 <= quick.stats.median < 8  # milliseconds
 
 
+def test_any_two_can_be_held_against_each_other(speeds: RaceResult) -> None:
+    versus = speeds.versus("quick", "snail")
+    assert versus is not None
+    assert versus.verdict == "faster"
+    assert versus.speedup > 10
+    own = speeds.versus("quick", "slow")
+    assert own is not None
+    assert (own.speedup, own.range) == (speeds.row("quick").speedup, speeds.row("quick").speedup_range)
+
+
+def test_the_distribution_is_kept(speeds: RaceResult) -> None:
+    quick = speeds.row("quick").to_plain()
+    assert len(quick["round_medians_ms"]) == 8
+    assert len(quick["quantiles_ms"]) == 101
+    assert quick["quantiles_ms"] == sorted(quick["quantiles_ms"])
+    assert quick["quantiles_ms"][50] == pytest.approx(quick["median_ms"], abs=1e-5)
+
+
 def test_all_get_the_same_threads(speeds: RaceResult) -> None:
     assert [r.facts for r in speeds.rows] == [{"threads": 1, "omp": "1"}] * 3
 
