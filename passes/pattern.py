@@ -235,7 +235,7 @@ def _match_flat(
         if after is None:
             continue
         for found in _assign(graph, flat.leaves, wanted, after.cover(*flat.ops), flatten is _sums):
-            key = (tuple(sorted((k, repr(v)) for k, v in found.bound.items())), found.ops)
+            key = (tuple((k, v.id if isinstance(v, Op) else v) for k, v in sorted(found.bound.items())), found.ops)
             if key not in seen:
                 seen.add(key)
                 yield found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 
@@ -11,8 +13,12 @@ from optdnn.dim import symbol
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.unary import LeakyReluAttrs
+from optdnn.passes.dce import DeadCode
 from optdnn.passes.fuse_pointwise import MAX_OPERANDS, MAX_STAGES, FusePointwise
 from optdnn.types import FP32
+
+UNARY = ("Sin", "Tanh", "Neg")
+KINDS = (*UNARY, "Add", "Sub", "Mul", "Max", "ReduceSum")
 
 
 def test_a_chain() -> None:
@@ -179,3 +185,32 @@ def test_known_shape_arithmetic_is_left_alone(count: int) -> None:
     for _ in range(count):
         shape = n.op("Add", shape, n.ints(1, 1))
     check_untouched(FusePointwise(), n.done(shape))
+
+
+def test_dead_ops_go_away() -> None:
+    n = Net(np.float64)
+    x = n.input(4)
+    n.op("Sin", n.op("Neg", x))
+    check_pass(FusePointwise(), n.done(n.op("Relu", x)), changes=1, kinds={"Relu": 1}, drops=["Neg_1", "Sin_2"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 50), st.integers(0, 50)), min_size=2, max_size=24))
+def test_random_dags_keep_their_values(ops: list[tuple[str, int, int]]) -> None:
+    """Any DAG of pointwise ops and row sums over tensors that broadcast: equal results, bounds held, nothing left to fuse."""
+    n = Net(np.float64)
+    values = [n.input(3, 4), n.input(4, name="row"), n.input(3, 1, name="column"), n.const(0.5)]
+    for kind, a, b in ops:
+        operands = [values[a % len(values)], values[b % len(values)]]
+        if kind == "ReduceSum":
+            values.append(n.op("ReduceSum", operands[0], n.ints(-1) if len(n.dims(operands[0])) else n.ints()))
+        else:
+            values.append(n.op(kind, *operands[: 1 if kind in UNARY else 2]))
+    graph = n.done(*values[-2:])
+    DeadCode()(graph)
+    after = graph.copy()
+    report = FusePointwise()(after)
+    check_pass(FusePointwise(), graph, changes=report.changes, seeds=(1,), depends_on_input=False)
+    for op in after.of_kind("Pointwise"):
+        assert 2 <= len(op.attrs.epilogue) <= MAX_STAGES
+        assert after.type(op.inputs[0]).shape == op.outputs[0].type.shape  # type: ignore[arg-type]
