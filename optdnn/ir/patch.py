@@ -149,6 +149,8 @@ class Patch:
         Where that is an input or a constant, the ops that read it now take it.
         """
         for new in self._replaced.values():
+            if new.op not in self.graph:  # nothing read the replaced value: old and new are both gone
+                continue
             heirs = [new.op] if self.graph.op(new).kind not in STRUCTURAL else sorted(users)
             for op in (self.graph.op(i) for i in heirs if i in self.graph):
                 if op.kind not in STRUCTURAL:
