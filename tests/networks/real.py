@@ -17,6 +17,10 @@ import numpy as np
 import onnx
 import pytest
 
+from optdnn.importers.onnx import import_model
+from optdnn.ir.graph import Value
+from optdnn.ops.fused import plain_attrs
+from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
@@ -77,6 +81,36 @@ def light(name: str, seed: int = 7) -> onnx.ModelProto:
     del model.graph.node[:]
     model.graph.node.extend(keep)
     model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in made.items())
+    if keep[-1].op_type == "Softmax":  # logits say more than probabilities, of which one may be all
+        model.graph.output[0].name = keep[-1].input[0]
+        del model.graph.node[-1]
+    return _calibrated(model, rng)
+
+
+def _calibrated(model: onnx.ModelProto, rng: np.random.Generator) -> onnx.ModelProto:
+    """The model with each BatchNormalization's statistics set to those of its input on a picture, layer by layer, as
+    training would leave them: without that, deep networks with random weights saturate or forget their input."""
+    graph = import_model(model)
+    results: dict[Value, Array] = {}
+    statistics: dict[str, Array] = {}
+    for op in graph.order():
+        if op.kind == "Input":
+            results[op.value] = picture(rng, graph.type(op.value).static_shape)
+        elif op.kind == "Constant":
+            results[op.value] = op.attrs.value
+        elif op.kind != "Output":
+            operands = [None if v is None else results[v] for v in op.inputs]
+            if op.kind == "BatchNormalization" and operands[0] is not None:
+                axes = tuple(a for a in range(operands[0].ndim) if a != 1)
+                for slot, array in ((3, operands[0].mean(axes)), (4, operands[0].var(axes) + 1e-3)):
+                    value = op.inputs[slot]
+                    assert value is not None
+                    operands[slot] = statistics[graph.output(value).name] = array.astype(np.float32)
+            outputs = run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs))
+            results.update({Value(op.id, i): a for i, a in enumerate(outputs)})
+    for t in model.graph.initializer:
+        if t.name in statistics:
+            t.CopyFrom(onnx.numpy_helper.from_array(statistics[t.name], t.name))
     return model
 
 
@@ -86,7 +120,7 @@ def _weights(rng: np.random.Generator, shape: tuple[int, ...], role: str) -> Arr
     if role == "zero" or len(shape) < 2:
         return (rng.standard_normal(shape) * 0.1).astype(np.float32)
     fan_in = int(np.prod(shape[1:])) if len(shape) > 2 else max(shape)
-    return (rng.standard_normal(shape) * (2 / fan_in) ** 0.5).astype(np.float32)
+    return rng.standard_normal(shape, np.float32) * np.float32((2 / fan_in) ** 0.5)
 
 
 def picture(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
