@@ -51,7 +51,8 @@ from optdnn.runtime.program import Program, validate
 from optdnn.types import Array, dtype_name
 
 MAGIC = b"\x89OPTDNN\n"
-VERSION = (1, 0)
+VERSION = (1, 1)
+"""The newest format. 1.1 added the table of GPU kernels; a program that has none is written as 1.0."""
 PREFIX = struct.Struct("<8sHHIQQ")
 HEADER_AT = PREFIX.size + 32
 PAGE, LINE, LARGE = 4096, 64, 1 << 16
@@ -90,7 +91,8 @@ def encode(program: Program) -> list[bytes | memoryview]:
     if len(text) > HEADER_LIMIT:
         raise InternalError(f"the engine's header would take {len(text)} bytes; the format allows {HEADER_LIMIT}")
     data_at = _data_at(len(text), len(blobs))
-    prefix = PREFIX.pack(MAGIC, *VERSION, len(text), data_at + data_length, 0)
+    version = VERSION if program.kernels else (1, 0)
+    prefix = PREFIX.pack(MAGIC, *version, len(text), data_at + data_length, 0)
     pieces: list[bytes | memoryview] = [prefix, hashlib.sha256(prefix + text).digest(), text]
     position = HEADER_AT + len(text)
     for offset, blob in zip(offsets, blobs, strict=True):
@@ -193,15 +195,15 @@ def _open_regular(path: str, flags: int) -> int:
 def decode(data: memoryview, *, verify: bool = True) -> Program:
     """The program in an engine file's contents. Arrays are read-only views of ``data``. Raises as :func:`read`."""
     _need_little_endian()
-    text, data_at = _checked_header(data)
-    program, entries = parse_header(text)
+    text, data_at, minor = _checked_header(data)
+    program, entries = parse_header(text, minor)
     program.blobs = _blobs(entries, data, data_at, verify)
     validate(program)
     return program
 
 
-def _checked_header(data: memoryview) -> tuple[str, int]:
-    """The header's text, verified, and where the data starts."""
+def _checked_header(data: memoryview) -> tuple[str, int, int]:
+    """The header's text, verified, where it ends, and the file's minor version."""
     if len(data) < HEADER_AT:
         if bytes(data[:8]) != MAGIC[: len(data)]:
             raise EngineError("this is not an optdnn engine")
@@ -229,7 +231,7 @@ def _checked_header(data: memoryview) -> tuple[str, int]:
         decoded = str(text, "utf-8")
     except UnicodeDecodeError as e:
         raise EngineError("the header is not UTF-8") from e
-    return decoded, HEADER_AT + header_length
+    return decoded, HEADER_AT + header_length, minor
 
 
 def _blobs(entries: Sequence[BlobEntry], data: memoryview, header_end: int, verify: bool) -> list[Array]:

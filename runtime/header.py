@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.errors import EngineError, InternalError
-from optdnn.runtime.program import Buffer, Plain, Program, Step
+from optdnn.runtime.program import Buffer, Kernel, Plain, Program, Step
 from optdnn.types import DTYPES, DType, TensorSpec, dtype_name
 
 NAME_LIMIT = 1 << 16
 """Longest text, in characters."""
+SOURCE_LIMIT = 1 << 22
+"""Longest generated source of a kernel, in characters."""
 RANK_LIMIT = 64
 """Most dimensions of a tensor (NumPy's own limit)."""
 SIZE_LIMIT = 1 << 62
@@ -79,8 +81,21 @@ def header_text(program: Program, blobs: Sequence[BlobEntry]) -> str:
                 for k, s in enumerate(program.steps)
             ],
             "target": program.target,
+            **({"kernels": [_kernel_to_plain(k) for k in program.kernels]} if program.kernels else {}),
         }
     )
+
+
+def _kernel_to_plain(k: Kernel) -> dict[str, Plain]:
+    return {
+        "arch": k.arch,
+        "cubin": k.cubin,
+        "function": k.function,
+        "generated": dict(k.generated),
+        "options": list(k.options),
+        "source": k.source,
+        "template": k.template,
+    }
 
 
 def _port_to_plain(spec: TensorSpec, buffer: int) -> dict[str, Plain]:
@@ -130,13 +145,16 @@ def from_json(value: Plain) -> Plain:
 # ---------------------------------------------------------------- reading
 
 
-def parse_header(text: str) -> tuple[Program, list[BlobEntry]]:
-    """The program (its list of blobs still empty) and the table of its blobs. Raises EngineError."""
+def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
+    """The program (its list of blobs still empty) and the table of its blobs. Raises EngineError.
+
+    ``minor`` is the file's: 1.1 added "kernels", and a program without any is written as 1.0.
+    """
     try:
         parsed = json.loads(text)
         if canonical(parsed) != text:
             raise EngineError("the header is not in canonical form")
-        h = _table(parsed, _HEADER_KEYS, "the header")
+        h = _table(parsed, _HEADER_KEYS | {"kernels"} if minor >= 1 else _HEADER_KEYS, "the header")
         escaped = '"$' in text
         program = Program(
             target=_text(h["target"], "target"),
@@ -149,7 +167,10 @@ def parse_header(text: str) -> tuple[Program, list[BlobEntry]]:
             arena_bytes=_size(h["arena_bytes"], "arena_bytes"),
             requires=tuple(_text(r, "requirement") for r in _list(h["requires"], "requires")),
             meta=_plain_table(h["meta"], "meta", escaped),
+            kernels=tuple(_kernel(k) for k in _list(h.get("kernels", []), "kernels")),
         )
+        if minor >= 1 and not program.kernels:
+            raise EngineError("the header's table of kernels is empty")
         return program, [_blob(b) for b in _list(h["blobs"], "blobs")]
     except RecursionError as e:
         raise EngineError("the header is nested too deeply") from e
@@ -197,11 +218,30 @@ def _step(value: Any, escaped: bool) -> Step:
     )
 
 
+def _kernel(value: Any) -> Kernel:
+    k = _table(value, _KERNEL_KEYS, "a kernel")
+    generated = k["generated"]
+    if not isinstance(generated, dict) or not all(
+        isinstance(v, str) and len(v) <= SOURCE_LIMIT for v in generated.values()
+    ):
+        raise EngineError("a kernel's generated sources are not texts")
+    return Kernel(
+        _text(k["template"], "a kernel's template"),
+        _text(k["function"], "a kernel's function"),
+        _text(k["arch"], "a kernel's architecture"),
+        dict(generated),
+        tuple(_text(o, "a kernel's option") for o in _list(k["options"], "a kernel's options")),
+        _text(k["source"], "a kernel's digest"),
+        None if k["cubin"] is None else _size(k["cubin"], "a kernel's cubin"),
+    )
+
+
 _HEADER_KEYS = frozenset(
     ("arena_bytes", "blobs", "buffers", "inputs", "meta", "outputs", "precision", "requires", "steps", "target")
 )
 _BLOB_KEYS = frozenset(("dtype", "length", "offset", "sha256", "shape"))
 _BUFFER_KEYS = frozenset(("blob", "dtype", "name", "offset", "shape"))
+_KERNEL_KEYS = frozenset(("arch", "cubin", "function", "generated", "options", "source", "template"))
 _PORT_KEYS = frozenset(("buffer", "dtype", "name", "shape"))
 _STEP_KEYS = frozenset(("executor", "inputs", "outputs", "params", "src"))
 

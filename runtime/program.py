@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from optdnn.errors import EngineError
 from optdnn.types import Array, DType, TensorSpec
 
@@ -52,6 +54,24 @@ class Step:
     src: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """How a GPU kernel is made: a template of this version of optdnn and what was rendered for it, never host code.
+
+    ``template`` is a file of ``runtime/cuda/kernels``; ``generated`` maps names of rendered headers to their text; ``source``
+    is the SHA-256 over all text that goes into the compilation (a template that has changed since makes the engine stale).
+    ``cubin`` is the blob with the compiled code for ``arch``, or None where only the recipe is kept.
+    """
+
+    template: str
+    function: str
+    arch: str
+    generated: Mapping[str, str]
+    options: tuple[str, ...]
+    source: str
+    cubin: int | None = None
+
+
 @dataclass(eq=False)
 class Program:
     """A compiled network.
@@ -59,7 +79,7 @@ class Program:
     ``inputs`` and ``outputs`` pair the user's tensors with buffer numbers; ``blobs`` are arrays (C-contiguous; possibly
     memory-mapped); ``requires`` lists what the machine must have, as :mod:`optdnn.runtime.requires` reads it
     ("package:onnxruntime>=1.20", "cpu:avx512_bf16"). ``meta`` holds deterministic facts: options, pass reports, tactic
-    decisions, provenance.
+    decisions, provenance. ``kernels`` is the table that steps of the executor "cuda" point into.
     """
 
     target: str
@@ -72,13 +92,15 @@ class Program:
     arena_bytes: int = 0
     requires: tuple[str, ...] = ()
     meta: dict[str, Plain] = field(default_factory=dict)
+    kernels: tuple[Kernel, ...] = ()
 
 
 def validate(program: Program) -> None:
     """Check that the program can be run without looking outside of itself; raises EngineError naming the first fault.
 
     Every number refers to something, every buffer is written once and before it is read, the types of inputs, outputs and
-    blobs agree with their buffers, and planned buffers lie inside the arena.
+    blobs agree with their buffers, and planned buffers lie inside the arena. "cuda" steps may write different parts of one
+    buffer (a concatenation in place); which parts, their executor checks.
     """
     n = len(program.buffers)
     written = [False] * n
@@ -101,6 +123,15 @@ def validate(program: Program) -> None:
     for spec, i in program.inputs:
         _require(not written[i], f"input {spec.name!r} shares buffer {i} with a constant or another input")
         written[i] = True
+    for k, kernel in enumerate(program.kernels):
+        if kernel.cubin is not None:
+            _require(
+                0 <= kernel.cubin < len(program.blobs),
+                f"kernel {k} points at blob {kernel.cubin}, which does not exist",
+            )
+            cubin = program.blobs[kernel.cubin]
+            _require(cubin.dtype == np.uint8 and cubin.ndim == 1, f"the cubin of kernel {k} is not a run of bytes")
+    parts: set[int] = set()
     for k, step in enumerate(program.steps):
         for i in step.inputs:
             _require(-1 <= i < n, f"step {k} reads buffer {i}, which does not exist")
@@ -108,8 +139,11 @@ def validate(program: Program) -> None:
         for i in step.outputs:
             _require(-1 <= i < n, f"step {k} writes buffer {i}, which does not exist")
             if i >= 0:
-                _require(not written[i], f"step {k} writes buffer {i}, which is written already")
+                shared = step.executor == "cuda" and i in parts
+                _require(shared or not written[i], f"step {k} writes buffer {i}, which is written already")
                 written[i] = True
+                if step.executor == "cuda":
+                    parts.add(i)
     for spec, i in program.outputs:
         _require(written[i], f"nothing writes output {spec.name!r}")
 

@@ -1,8 +1,8 @@
-"""How the engine file of format 1.0 in this folder was made. Run once per format version, never again for an old one:
+"""How the engine files in this folder were made. Run once per format version, never again for an old one:
 
-    python tests/golden/make_engine.py tests/golden/engine-1.0
+    python tests/golden/make_engine.py 1 tests/golden/engine-1.1
 
-writes ``engine-1.0.engine`` and ``engine-1.0.npz``, whose arrays are the input "x" and the outputs that must come out.
+writes format 1.1; likewise, for 1.0, it wrote ``engine-1.0.engine`` and ``engine-1.0.npz``, whose arrays are the input "x" and the outputs that must come out.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import sys
 import numpy as np
 
 from optdnn import Engine
-from optdnn.runtime.program import Buffer, Program
+from optdnn.runtime.program import Buffer, Kernel, Program
 from optdnn.runtime.reference.run import PlainStage
 from optdnn.runtime.reference_executor import reference_step
 from optdnn.types import BF16, FP32, INT64, Array, TensorSpec
 
 
-def golden_program() -> Program:
-    """A small convolutional classifier: fused stages, bf16 weights, int64 constants, a symbolic batch, special floats."""
+def golden_program(minor: int) -> Program:
+    """A small convolutional classifier: fused stages, bf16 weights, int64 constants, a symbolic batch, special floats; from 1.1 on, a GPU kernel."""
     rng = np.random.default_rng(2025)
 
     def weights(*shape: int, dtype: np.dtype = FP32) -> Array:
@@ -45,6 +45,16 @@ def golden_program() -> Program:
         ("wide", FP32, ("n", 3)),
         ("y", FP32, ("n", 3)),
     ]
+    kernels: tuple[Kernel, ...] = ()
+    if minor >= 1:
+        blobs.append(np.arange(16, dtype=np.uint8))
+        header = "#define é 1\n"
+        kernels = (
+            Kernel(
+                "general.cu", "body", "sm_90a", {"generated.cuh": header}, ("--std=c++17",), "0" * 64, len(blobs) - 1
+            ),
+            Kernel("general.cu", "body", "sm_90a", {}, (), "1" * 64),
+        )
     return Program(
         target="reference",
         precision="fp32",
@@ -52,7 +62,7 @@ def golden_program() -> Program:
         outputs=((TensorSpec("y", FP32, ("n", 3)), 12), (TensorSpec("features", BF16, ("n", 4)), 9)),
         buffers=(
             Buffer("x", FP32, ("n", 3, 8, 8)),
-            *(Buffer(f"constant {i}", b.dtype, b.shape, blob=i) for i, b in enumerate(blobs)),
+            *(Buffer(f"constant {i}", b.dtype, b.shape, blob=i) for i, b in enumerate(blobs[:5])),
             *(Buffer(*entry) for entry in intermediates),
         ),
         steps=(
@@ -67,12 +77,13 @@ def golden_program() -> Program:
         blobs=blobs,
         requires=("package:numpy>=1.0",),
         meta={"options": {"opt_level": 3, "budget": float("inf")}, "$escaped": ["é", None, True, 0.1]},
+        kernels=kernels,
     )
 
 
 if __name__ == "__main__":
-    engine = Engine(golden_program())
+    engine = Engine(golden_program(int(sys.argv[1])))
     x = np.random.default_rng(7).standard_normal((2, 3, 8, 8)).astype(np.float32)
     results = engine.run({"x": x})
-    engine.save(f"{sys.argv[1]}.engine")
-    np.savez(f"{sys.argv[1]}.npz", x=x, y=results["y"], features=results["features"].astype(np.float32))
+    engine.save(f"{sys.argv[2]}.engine")
+    np.savez(f"{sys.argv[2]}.npz", x=x, y=results["y"], features=results["features"].astype(np.float32))

@@ -56,7 +56,8 @@ def forge(data: bytes, change: Callable[[Any], Any], text: Callable[[str], str] 
     raw = new.encode("utf-8", "surrogatepass")
     end = fmt.HEADER_AT + len(raw)
     at = -(-end // fmt.PAGE) * fmt.PAGE if h.get("blobs") else end
-    prefix = fmt.PREFIX.pack(fmt.MAGIC, *fmt.VERSION, len(raw), at + len(blobs), 0)
+    version = struct.unpack_from("<HH", data, 8)
+    prefix = fmt.PREFIX.pack(fmt.MAGIC, *version, len(raw), at + len(blobs), 0)
     return prefix + hashlib.sha256(prefix + raw).digest() + raw + bytes(at - end) + blobs
 
 
@@ -325,8 +326,8 @@ def test_other_versions() -> None:
         return data[:8] + struct.pack("<HH", major, minor) + data[12:]
 
     for v, message in (
-        ((2, 0), r"has format 2.0; this version of optdnn reads 1.0 to 1.0\n  hint: upgrade"),
-        ((1, 1), r"has format 1.1; .*\n  hint: upgrade"),
+        ((2, 0), r"has format 2.0; this version of optdnn reads 1.0 to 1.1\n  hint: upgrade"),
+        ((1, 2), r"has format 1.2; .*\n  hint: upgrade"),
         ((0, 9), r"has format 0.9; .*\n  hint: rebuild"),
     ):
         with pytest.raises(EngineError, match=message):
