@@ -1,0 +1,219 @@
+"""Padding into windows, activations before maxima, means as pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.base import Stage
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.index import PadAttrs
+from optdnn.ops.pool import AveragePoolAttrs, MaxPoolAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.passes.canonicalize import Canonicalize
+from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
+
+CANON, ARITHMETIC = Canonicalize(), CanonicalizeArithmetic()
+
+
+def shape_of(*dims: int) -> np.ndarray:  # type: ignore[type-arg]
+    return np.asarray(dims, np.int64)
+
+
+def pad(n: Net, x: Value, pads: tuple[int, ...] = (0, 0, 1, 2, 0, 0, 0, 1), value: Any = None, **attrs: str) -> Value:
+    return n.op("Pad", x, shape_of(*pads), *([] if value is None else [value]), attrs=PadAttrs(**attrs))
+
+
+# ---------------------------------------------------------------- padding
+
+
+@pytest.mark.parametrize("pads", [0, (1, 0, 2, 1)])
+def test_padding_goes_into_a_convolution(pads: int | tuple[int, ...]) -> None:
+    n = Net()
+    y = n.conv(pad(n, n.input(2, 3, 6, 6)), 4, pads=pads, strides=2)
+    graph, _ = check_pass(CANON, n.done(y), changes=1, kinds={"Conv": 1}, rules={"pad_conv": 1})
+    own = (0, 0, 0, 0) if pads == 0 else (1, 0, 2, 1)
+    assert graph.of_kind("Conv")[0].attrs.pads == tuple(a + b for a, b in zip(own, (1, 2, 0, 1), strict=True))
+
+
+def test_padding_by_named_axes_of_a_symbolic_image() -> None:
+    n = Net()
+    x = n.input(2, 3, symbol("h"), symbol("w"))
+    y = n.conv(n.op("Pad", x, shape_of(1, 2), 0.0, shape_of(-1), attrs=PadAttrs()), 4, pads=0)
+    check_pass(CANON, n.done(y), changes=1, kinds={"Conv": 1}, sizes={"h": 5, "w": 4})
+
+
+def test_padding_that_others_use_stays_for_them() -> None:
+    n = Net()
+    p = pad(n, n.input(2, 3, 6, 6))
+    check_pass(CANON, n.done(n.conv(p, 4), n.op("Exp", p)), changes=1, kinds={"Conv": 1, "Exp": 1, "Pad": 1})
+
+
+def conv_refusals() -> dict[str, tuple[str, Graph]]:
+    cases: dict[str, tuple[str, Graph]] = {}
+    n = Net()
+    cases["reflection"] = ("by reflect", n.done(n.conv(pad(n, n.input(2, 3, 6, 6), mode="reflect"), 4)))
+    n = Net()
+    cases["a number"] = ("pads with 0.5", n.done(n.conv(pad(n, n.input(2, 3, 6, 6), value=0.5), 4)))
+    n = Net()
+    cases["channels"] = ("batch or the channels", n.done(n.conv(pad(n, n.input(2, 3, 6, 6), (0, 1, 0, 0, 0, 0, 0, 0)), 4)))
+    n = Net()
+    cases["cropping"] = ("crops", n.done(n.conv(pad(n, n.input(2, 3, 6, 6), (0, 0, 0, -1, 0, 0, 0, 1)), 4)))
+    n = Net()
+    wide = n.input(2, 3, symbol("h"), 6)
+    cases["auto_pad"] = ("depends on its input", n.done(n.conv(pad(n, wide), 4, pads=0, auto_pad="SAME_UPPER")))
+    n = Net()
+    p = n.op("Pad", n.input(2, 3, 6, 6), n.input(8, name="pads", dtype=np.int64), attrs=PadAttrs())
+    attrs = ConvAttrs((1, 1), (0,) * 4, (1, 1))
+    cases["computed"] = ("are not constant", n.done(n.op("Conv", p, n.random(4, 3, 3, 3), attrs=attrs)))
+    n = Net()
+    attrs = ConvAttrs((1, 1), (0,) * 4, (1, 1), prologue=(Stage("Exp", (-1,)),))
+    y = n.op("Conv", pad(n, n.input(2, 3, 6, 6)), n.random(4, 3, 3, 3), attrs=attrs)
+    cases["prologue"] = ("depends on its input", n.done(y))
+    return cases
+
+
+@pytest.mark.parametrize(("because", "graph"), conv_refusals().values(), ids=conv_refusals().keys())
+def test_padding_that_a_convolution_cannot_take(because: str, graph: Graph) -> None:
+    check_refused(CANON, graph, because=because, rule="pad_conv")
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_zeros_in_front_of_an_average_count(include: bool) -> None:
+    n = Net()
+    y = n.average_pool(pad(n, n.input(2, 3, 6, 6)), include_pad=include)
+    graph, _ = check_pass(CANON, n.done(y), changes=1, kinds={"AveragePool": 1}, rules={"pad_pool": 1})
+    assert graph.of_kind("AveragePool")[0].attrs.count_include_pad
+
+
+def test_padding_adds_up_where_a_pool_counts_its_own() -> None:
+    n = Net()
+    x = pad(n, n.input(2, 3, 6, 6), (0, 0, 1, 0, 0, 0, 1, 0))
+    check_pass(CANON, n.done(n.average_pool(x, pads=1, include_pad=True)), changes=1, kinds={"AveragePool": 1})
+
+
+@pytest.mark.parametrize("filler", [-np.inf, float(np.finfo(np.float32).min)])
+def test_the_lowest_number_in_front_of_a_maximum(filler: float) -> None:
+    n = Net()
+    y = n.max_pool(pad(n, n.input(2, 3, 6, 6), value=filler))
+    check_pass(CANON, n.done(y), changes=1, kinds={"MaxPool": 1})
+
+
+def test_zeros_in_front_of_a_maximum_of_what_is_not_negative() -> None:
+    n = Net()
+    y = n.max_pool(pad(n, n.op("Relu", n.input(2, 3, 6, 6))))
+    check_pass(CANON, n.done(y), changes=1, kinds={"MaxPool": 1, "Relu": 1})
+
+
+def pool_refusals() -> dict[str, tuple[str, Graph]]:
+    cases: dict[str, tuple[str, Graph]] = {}
+    n = Net()
+    cases["any sign"] = ("pads with 0, and elements may be smaller", n.done(n.max_pool(pad(n, n.input(2, 3, 6, 6)))))
+    n = Net()
+    x = n.op("Relu", n.input(2, 3, 6, 6))
+    cases["above zero"] = ("pads with 0.25, and elements", n.done(n.max_pool(pad(n, x, value=0.25))))
+    n = Net()
+    cases["average of a number"] = ("pads with 1, an average", n.done(n.average_pool(pad(n, n.input(2, 3, 6, 6), value=1.0))))
+    n = Net()
+    x = pad(n, n.input(2, 3, 6, 6), (0, 0, 1, 0, 0, 0, 1, 0))
+    cases["uncounted"] = ("does not count", n.done(n.average_pool(x, pads=1)))
+    n = Net()
+    cases["ceil"] = ("rounds its output size up", n.done(n.average_pool(pad(n, n.input(2, 3, 6, 6)), ceil_mode=True)))
+    n = Net()
+    x = pad(n, n.input(2, 3, 6, 6), (0, 0, 3, 0, 0, 0, 0, 0), -np.inf)
+    cases["a window of padding"] = ("nothing but padding", n.done(n.max_pool(x)))
+    n = Net()
+    attrs = MaxPoolAttrs((2, 2), (1, 1), (0,) * 4, (3, 3))
+    x = pad(n, n.input(2, 3, 6, 6), (0, 0, 1, 0, 0, 0, 1, 0), -np.inf)
+    cases["a dilated window"] = ("nothing but padding", n.done(n.op("MaxPool", x, attrs=attrs)))
+    n = Net()
+    attrs = MaxPoolAttrs((3, 3), (2, 2), (0,) * 4, (1, 1), indices=True)
+    x = pad(n, n.input(2, 3, 6, 6), value=-np.inf)
+    cases["indices"] = ("returns indices", n.done(*n.op("MaxPool", x, attrs=attrs, outputs=2)))
+    n = Net()
+    attrs = AveragePoolAttrs((3, 3), (2, 2), (0,) * 4, (1, 1), auto_pad="SAME_UPPER")
+    cases["auto_pad"] = ("depends on its input", n.done(n.op("AveragePool", pad(n, n.input(2, 3, 6, 6)), attrs=attrs)))
+    return cases
+
+
+@pytest.mark.parametrize(("because", "graph"), pool_refusals().values(), ids=pool_refusals().keys())
+def test_padding_that_a_pool_cannot_take(because: str, graph: Graph) -> None:
+    check_refused(CANON, graph, because=because, rule="pad_pool")
+
+
+# ---------------------------------------------------------------- activations and maxima
+
+
+@pytest.mark.parametrize(("kind", "more"), [("Relu", ()), ("Clip", (-0.25, 0.5)), ("Sigmoid", ()), ("Tanh", ())])
+def test_an_activation_moves_in_front_of_a_maximum(kind: str, more: tuple[float, ...]) -> None:
+    n = Net()
+    y = n.op(kind, n.max_pool(n.conv(n.input(2, 3, 8, 8), 4), pads=1), *more)
+    graph, _ = check_pass(ARITHMETIC, n.done(y), changes=1, rules={"activation_before_pool": 1})
+    assert [op.kind for op in graph.order() if op.kind not in ("Input", "Constant", "Output")] == ["Conv", kind, "MaxPool"]
+    assert graph.of_kind("MaxPool")[0].src == {"MaxPool_2"}
+
+
+def test_an_activation_that_is_not_monotone_stays() -> None:
+    n = Net()
+    check_untouched(ARITHMETIC, n.done(n.op("Abs", n.max_pool(n.conv(n.input(2, 3, 8, 8), 4)))))
+
+
+def test_an_activation_stays_where_no_convolution_takes_it() -> None:
+    n = Net()
+    check_untouched(ARITHMETIC, n.done(n.op("Tanh", n.max_pool(n.input(2, 3, 8, 8)))))
+    n = Net()
+    c = n.conv(n.input(2, 3, 8, 8), 4)
+    check_untouched(ARITHMETIC, n.done(n.op("Tanh", n.max_pool(c)), n.op("Exp", c)))
+
+
+def test_an_activation_stays_behind_a_maximum_that_others_read() -> None:
+    n = Net()
+    p = n.max_pool(n.conv(n.input(2, 3, 8, 8), 4))
+    check_refused(ARITHMETIC, n.done(n.op("Relu", p), n.op("Exp", p)), because="MaxPool_2 has other uses")
+
+
+def test_an_activation_stays_behind_windows_that_may_be_empty() -> None:
+    n = Net()
+    y = n.op("Relu", n.max_pool(n.conv(n.input(2, 3, 8, 8), 4), ceil_mode=True))
+    check_refused(ARITHMETIC, n.done(y), because="nothing but padding")
+
+
+# ---------------------------------------------------------------- reductions of images
+
+
+@pytest.mark.parametrize(("kind", "pool"), [("ReduceMean", "GlobalAveragePool"), ("ReduceMax", "GlobalMaxPool")])
+@pytest.mark.parametrize("keepdims", [True, False])
+def test_a_reduction_of_an_image_is_a_pool(kind: str, pool: str, keepdims: bool) -> None:
+    n = Net()
+    y = n.op(kind, n.input(symbol("n"), 3, 4, symbol("w")), shape_of(-1, 2), attrs=ReduceAttrs(keepdims))
+    kinds = {pool: 1} if keepdims else {pool: 1, "Reshape": 1}
+    check_pass(
+        ARITHMETIC, n.done(y), changes=1, kinds=kinds, rules={"spatial_reduction": 1}, sizes={"n": 2, "w": 5}
+    )
+
+
+@pytest.mark.parametrize(
+    ("dims", "axes"), [((2, 3, 4), (2,)), ((2, 3, 4, 5), (3,)), ((2, 3, 4, 5), (1, 2)), ((2, 3, 4, 5), (1, 2, 3))]
+)
+def test_other_reductions_stay(dims: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    n = Net()
+    check_untouched(ARITHMETIC, n.done(n.op("ReduceMean", n.input(*dims), shape_of(*axes), attrs=ReduceAttrs())))
+
+
+def test_a_reduction_whose_shape_no_constant_expresses_is_refused() -> None:
+    """An empty dimension: a target of 0 would mean "copy"."""
+    n = Net()
+    y = n.op("ReduceMean", n.input(2, 0, 4, 5), shape_of(2, 3), attrs=ReduceAttrs(keepdims=False))
+    check_refused(ARITHMETIC, n.done(y), because="no constant target", rule="spatial_reduction")
+
+
+def test_integer_reductions_stay() -> None:
+    n = Net(np.int32)
+    y = n.op("ReduceMax", n.input(2, 3, 4, 5), shape_of(2, 3), attrs=ReduceAttrs())
+    check_untouched(ARITHMETIC, n.done(y))
