@@ -34,7 +34,11 @@ CHANNELS = np.linspace(0.5, 2.0, 4).reshape(4, 1, 1)
 
 def test_constants_come_last() -> None:
     graph, _ = check_pass(
-        ARITHMETIC, chain(("Mul", 2.0, "x"), ("Sub", 1.0, "x")), changes=1, kinds={"Mul": 1, "Sub": 1}, rules={"constant_last": 1}
+        ARITHMETIC,
+        chain(("Mul", 2.0, "x"), ("Sub", 1.0, "x")),
+        changes=1,
+        kinds={"Mul": 1, "Sub": 1},
+        rules={"constant_last": 1},
     )
     (mul,) = graph.of_kind("Mul")
     assert graph.constant_value(mul.inputs[1]) is not None
@@ -67,9 +71,7 @@ def test_differences_and_quotients_join_the_chain() -> None:
 
 def test_a_scale_goes_before_a_shift_where_it_merges() -> None:
     graph = chain(("Mul", 2.0), ("Add", CHANNELS), ("Mul", 0.25), ("Add", 1.5))
-    check_pass(
-        ARITHMETIC, graph, changes=3, kinds={"Add": 1, "Mul": 1}, rules={"scale_first": 1, "merge_constants": 2}
-    )
+    check_pass(ARITHMETIC, graph, changes=3, kinds={"Add": 1, "Mul": 1}, rules={"scale_first": 1, "merge_constants": 2})
 
 
 def test_a_scale_behind_the_bias_of_a_matrix_product_goes_to_the_product() -> None:
@@ -132,7 +134,9 @@ def test_step_functions_see_no_other_rounding(links: tuple[tuple[Any, ...], ...]
 
 def test_a_cast_to_integers_is_a_step() -> None:
     n = Net()
-    y = n.op("Cast", n.op("Reshape", n.op("Div", n.input(4), 49.0), np.asarray([2, 2], np.int64)), attrs=CastAttrs(INT64))
+    y = n.op(
+        "Cast", n.op("Reshape", n.op("Div", n.input(4), 49.0), np.asarray([2, 2], np.int64)), attrs=CastAttrs(INT64)
+    )
     check_refused(ARITHMETIC, n.done(y), because="what Cast Cast_3 gives")
 
 
@@ -154,7 +158,9 @@ def test_integers_stay_as_they_are() -> None:
 def test_sums_are_additions_from_the_left() -> None:
     n = Net()
     x, y, z = (n.input(2, 3, name=k) for k in "xyz")
-    graph, _ = check_pass(ARITHMETIC, n.done(n.op("Sum", x, y, z)), changes=1, kinds={"Add": 2}, rules={"sum_is_add": 1})
+    graph, _ = check_pass(
+        ARITHMETIC, n.done(n.op("Sum", x, y, z)), changes=1, kinds={"Add": 2}, rules={"sum_is_add": 1}
+    )
     last = graph.op(graph.op(graph.outputs[0]).inputs[0])
     assert graph.op(last.inputs[1]).outputs[0].name == "z"
 

@@ -62,7 +62,10 @@ def conv_refusals() -> dict[str, tuple[str, Graph]]:
     n = Net()
     cases["a number"] = ("pads with 0.5", n.done(n.conv(pad(n, n.input(2, 3, 6, 6), value=0.5), 4)))
     n = Net()
-    cases["channels"] = ("batch or the channels", n.done(n.conv(pad(n, n.input(2, 3, 6, 6), (0, 1, 0, 0, 0, 0, 0, 0)), 4)))
+    cases["channels"] = (
+        "batch or the channels",
+        n.done(n.conv(pad(n, n.input(2, 3, 6, 6), (0, 1, 0, 0, 0, 0, 0, 0)), 4)),
+    )
     n = Net()
     cases["cropping"] = ("crops", n.done(n.conv(pad(n, n.input(2, 3, 6, 6), (0, 0, 0, -1, 0, 0, 0, 1)), 4)))
     n = Net()
@@ -119,7 +122,10 @@ def pool_refusals() -> dict[str, tuple[str, Graph]]:
     x = n.op("Relu", n.input(2, 3, 6, 6))
     cases["above zero"] = ("pads with 0.25, and elements", n.done(n.max_pool(pad(n, x, value=0.25))))
     n = Net()
-    cases["average of a number"] = ("pads with 1, an average", n.done(n.average_pool(pad(n, n.input(2, 3, 6, 6), value=1.0))))
+    cases["average of a number"] = (
+        "pads with 1, an average",
+        n.done(n.average_pool(pad(n, n.input(2, 3, 6, 6), value=1.0))),
+    )
     n = Net()
     x = pad(n, n.input(2, 3, 6, 6), (0, 0, 1, 0, 0, 0, 1, 0))
     cases["uncounted"] = ("does not count", n.done(n.average_pool(x, pads=1)))
@@ -155,7 +161,11 @@ def test_an_activation_moves_in_front_of_a_maximum(kind: str, more: tuple[float,
     n = Net()
     y = n.op(kind, n.max_pool(n.conv(n.input(2, 3, 8, 8), 4), pads=1), *more)
     graph, _ = check_pass(ARITHMETIC, n.done(y), changes=1, rules={"activation_before_pool": 1})
-    assert [op.kind for op in graph.order() if op.kind not in ("Input", "Constant", "Output")] == ["Conv", kind, "MaxPool"]
+    assert [op.kind for op in graph.order() if op.kind not in ("Input", "Constant", "Output")] == [
+        "Conv",
+        kind,
+        "MaxPool",
+    ]
     assert graph.of_kind("MaxPool")[0].src == {"MaxPool_2"}
 
 
@@ -193,9 +203,7 @@ def test_a_reduction_of_an_image_is_a_pool(kind: str, pool: str, keepdims: bool)
     n = Net()
     y = n.op(kind, n.input(symbol("n"), 3, 4, symbol("w")), shape_of(-1, 2), attrs=ReduceAttrs(keepdims))
     kinds = {pool: 1} if keepdims else {pool: 1, "Reshape": 1}
-    check_pass(
-        ARITHMETIC, n.done(y), changes=1, kinds=kinds, rules={"spatial_reduction": 1}, sizes={"n": 2, "w": 5}
-    )
+    check_pass(ARITHMETIC, n.done(y), changes=1, kinds=kinds, rules={"spatial_reduction": 1}, sizes={"n": 2, "w": 5})
 
 
 @pytest.mark.parametrize(
