@@ -1,0 +1,1 @@
+"""The CUDA runtime: NVRTC, driver launches, CUDA graphs, and the kernels' own planning. Imports no CUDA package by itself."""

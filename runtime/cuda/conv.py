@@ -1,0 +1,386 @@
+"""Plans of the Hopper convolution kernel (``kernels/conv_sm90.cu``): problem, tile configuration, cost, launch.
+
+The kernel computes ``out[pixel, channel] = epilogue(sum over sources, taps and channels)`` over NHWC tensors; a plain GEMM is
+the 1x1 convolution with one "image" per row. Everything here is a pure function of the problem and the device; only
+:func:`bind` needs a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.runtime.cuda import render
+from optdnn.runtime.cuda.device import Device, Function, Launch, encode_im2col, encode_tiled
+from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
+from optdnn.types import Array
+
+ROWS, IM2COL = 0, 1
+_BARRIER_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Source:
+    """One activation tensor the convolution reads: NHWC ``height`` x ``width`` x ``channels``, and how it is walked.
+
+    ``padding`` is (top, left, bottom, right).
+    """
+
+    height: int
+    width: int
+    channels: int
+    kernel: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dilation: tuple[int, int] = (1, 1)
+
+    @property
+    def mode(self) -> int:
+        """How TMA reads it."""
+        pointwise = self.kernel == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0, 0, 0)
+        return ROWS if pointwise else IM2COL
+
+    def output(self) -> tuple[int, int]:
+        """Height and width of the result."""
+        top, left, bottom, right = self.padding
+        h = (self.height + top + bottom - (self.kernel[0] - 1) * self.dilation[0] - 1) // self.stride[0] + 1
+        w = (self.width + left + right - (self.kernel[1] - 1) * self.dilation[1] - 1) // self.stride[1] + 1
+        return h, w
+
+
+def space_to_depth(source: Source) -> Source:
+    """The stride-1 source that a strided few-channel one becomes when ``stride x stride`` pixels are moved into the channels.
+
+    Tap t of the new filter covers taps ``stride * (t - pad') + d + pad`` of the old one, for d in 0..stride - 1, where ``pad'`` is
+    the new padding. Channels are filled up with zeros to a multiple of 16.
+    """
+    stride = source.stride[0]
+    if source.stride != (stride, stride) or source.dilation != (1, 1):
+        raise InternalError("space_to_depth needs equal strides and no dilation")
+    out = source.output()
+    size = (-(-source.height // stride), -(-source.width // stride))
+    before = [-(-pad // stride) for pad in source.padding[:2]]
+    taps = [
+        (k - 1 - pad) // stride + b + 1 for k, pad, b in zip(source.kernel, source.padding[:2], before, strict=True)
+    ]
+    after = [o - n - b + t - 1 for o, n, b, t in zip(out, size, before, taps, strict=True)]
+    channels = -(-source.channels * stride * stride // 16) * 16
+    return Source(size[0], size[1], channels, (taps[0], taps[1]), (1, 1), (before[0], before[1], after[0], after[1]))
+
+
+def space_to_depth_weights(source: Source, weight: Array) -> Array:
+    """OIHW weights of ``source`` -> OIHW weights of ``space_to_depth(source)``. Keeps the dtype; every weight appears once."""
+    made, stride = space_to_depth(source), source.stride[0]
+    out, channels, taps_h, taps_w = weight.shape
+    packed = np.zeros((out, made.channels, *made.kernel), weight.dtype)
+    for r in range(taps_h):
+        for s in range(taps_w):
+            row, dy = divmod(r - source.padding[0], stride)
+            column, dx = divmod(s - source.padding[1], stride)
+            lane = (dy * stride + dx) * channels
+            packed[:, lane : lane + channels, row + made.padding[0], column + made.padding[1]] = weight[:, :, r, s]
+    return packed
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A convolution: ``batch`` images, ``channels`` output channels, one or two sources of equal output size, and the stages of
+    its epilogue."""
+
+    batch: int
+    channels: int
+    sources: tuple[Source, ...]
+    epilogue: tuple[render.Stage, ...] = (("bias",),)
+    dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
+            raise InternalError("a convolution has one or two sources with the same output size")
+        if self.channels % 8 or any(source.channels % 8 for source in self.sources):
+            raise InternalError("TMA needs channel counts that are multiples of 8: pad the channels")
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        """Height and width of the output."""
+        return self.sources[0].output()
+
+    @property
+    def pixels(self) -> int:
+        """Output pixels over the batch."""
+        return self.batch * math.prod(self.out_size)
+
+    @property
+    def block(self) -> int:
+        """BK: channels per K step."""
+        widest = max(source.channels for source in self.sources)
+        return 16 if widest <= 16 else 32 if widest <= 32 else 64
+
+    def steps(self, source: Source) -> int:
+        """K steps of one source."""
+        return math.prod(source.kernel) * -(-source.channels // self.block)
+
+    @property
+    def k_steps(self) -> int:
+        """K steps over all sources."""
+        return sum(self.steps(source) for source in self.sources)
+
+    @property
+    def residual(self) -> bool:
+        """Whether the epilogue reads a second tensor of the output's shape."""
+        return render.uses_residual(self.epilogue)
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds counted as two, without padding."""
+        return 2 * self.pixels * self.channels * sum(math.prod(s.kernel) * s.channels for s in self.sources)
+
+    @property
+    def bytes(self) -> int:
+        """Least global traffic: each tensor once."""
+        read = sum(self.batch * s.height * s.width * s.channels // math.prod(s.stride if s.kernel == (1, 1) else (1, 1))
+                   for s in self.sources)  # fmt: skip
+        weights = self.k_steps * self.block * self.channels
+        return 2 * (read + weights + self.pixels * self.channels * (2 if self.residual else 1))
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """A tile: ``wgm x wgn`` consumer warpgroups over channels x pixels, each of ``mt`` x 64 channels and ``bn`` pixels.
+
+    ``stages``: ring depth; ``split``: blocks per cluster that share K; ``out_buffers``: output tiles in flight; ``stationary``:
+    the weights of the block's K range are loaded once and kept; ``blocks``: blocks per multiprocessor that registers must allow.
+    """
+
+    wgm: int
+    wgn: int
+    mt: int
+    bn: int
+    stages: int
+    split: int = 1
+    out_buffers: int = 1
+    stationary: bool = False
+    blocks: int = 1
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Channels and pixels of a block's tile."""
+        return self.wgm * self.mt * 64, self.wgn * self.bn
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumer warpgroups and two loading warps."""
+        return self.wgm * self.wgn * 128 + 64
+
+    def __str__(self) -> str:
+        name = f"{self.wgm}x{self.wgn}m{self.mt}n{self.bn}s{self.stages}"
+        return (
+            name
+            + (f"k{self.split}" if self.split > 1 else f"o{self.out_buffers}")
+            + ("w" if self.stationary else "")
+            + f"b{self.blocks}"
+        )
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block."""
+    span = problem.block * 2
+    weights = config.tile[0] * span
+    stage = config.tile[1] * span + (0 if config.stationary else weights)
+    operands = config.stages * stage + (-(-problem.k_steps // config.split) * weights if config.stationary else 0)
+    operands = -(-operands // 1024) * 1024
+    if config.split > 1:  # a cluster's partial sums: whole blocks of eight pixels, from every rank
+        slots = -(-config.bn // 8 // config.split)
+        return _BARRIER_BYTES + operands + config.wgm * config.wgn * config.mt * slots * config.split * 2048
+    return _BARRIER_BYTES + operands + config.out_buffers * config.tile[0] * config.tile[1] * 2
+
+
+def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers: int = 65536) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if config.bn % 8 or not 8 <= config.bn <= 256 or config.mt not in (1, 2) or config.wgm * config.wgn not in (1, 2):
+        return "not a tile of this kernel"
+    if config.tile[0] > 256:
+        return "a weight tile of more than 256 rows exceeds a TMA box"
+    if config.split > 16 or config.split > problem.k_steps:
+        return f"{problem.k_steps} K steps cannot be split {config.split} ways"
+    if config.stages == 1 and problem.k_steps > config.split:
+        return "a stage is handed back when the next one is being read: one stage holds one K step"
+    if not 1 <= config.stages <= 24 or not 1 <= config.out_buffers <= 4:
+        return "too many stages"
+    if (needed := shared_bytes(problem, config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    if config.blocks > 1 and config.blocks * (shared_bytes(problem, config) + 1024) > shared + 1024:
+        return "shared memory does not allow that many blocks per multiprocessor"
+    limit = registers // (config.blocks * config.threads) // 8 * 8
+    if config.mt * config.bn // 2 + 40 > limit:
+        return f"{config.mt * config.bn // 2} accumulators and their addresses exceed {limit} registers"
+    if config.mt * config.bn > 256:
+        return "more than 128 accumulators a thread"
+    if config.split > 1 and shared_bytes(problem, replace(config, split=1, out_buffers=0)) - _BARRIER_BYTES < 5120:
+        return "the ring is too small for the transposition of a cluster's sums"
+    return None
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+    """What to compile. Shapes are parameters: problems that share modes, epilogue and configuration share the cubin.
+
+    ``checked`` makes a wait that never ends trap instead of hanging the GPU."""
+    modes = [source.mode for source in problem.sources] + [-1]
+    defines = {
+        "WGM": config.wgm, "WGN": config.wgn, "MT": config.mt, "BN": config.bn, "BK": problem.block, "STAGES": config.stages,
+        "SPLIT": config.split, "OUT_BUFFERS": config.out_buffers, "WEIGHTS_STATIONARY": int(config.stationary),
+        "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1], "HAS_RESIDUAL": int(problem.residual),
+    }  # fmt: skip
+    text = "\n".join(
+        [render.constants(defines), render.epilogue(problem.epilogue), render.wgmma(config.bn, problem.dtype), ""]
+    )
+    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
+               *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
+    return Recipe("conv_sm90.cu", arch, {"generated.cuh": text}, options)
+
+
+def pack_weights(problem: Problem, weights: Sequence[Array]) -> Array:
+    """OIHW weights of each source -> ``[channels, k_steps * block]`` in the kernel's K order, zero-filled. Keeps the dtype."""
+    rows: list[Array] = []
+    for weight in weights:
+        out, channels, taps_h, taps_w = weight.shape
+        packed = np.zeros((out, taps_h, taps_w, -(-channels // problem.block) * problem.block), weight.dtype)
+        packed[..., :channels] = weight.transpose(0, 2, 3, 1)
+        rows.append(packed.reshape(out, -1))
+    return np.ascontiguousarray(np.concatenate(rows, axis=1))
+
+
+# ---- launch ---------------------------------------------------------------------------------------------------------------
+
+
+class _Source(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in (
+        "channel_blocks", "taps_h", "taps_w", "dilation_h", "dilation_w", "stride_h", "stride_w", "pad_h", "pad_w",
+    )]  # fmt: skip
+
+
+class _Params(ctypes.Structure):
+    _fields_ = [
+        ("maps", ctypes.c_ubyte * (5 * 128)),
+        ("bias", ctypes.c_void_p), ("output", ctypes.c_void_p), ("residual", ctypes.c_void_p),
+        *[(name, ctypes.c_int) for name in (
+            "channels", "pixel_count", "out_h", "out_w", "channel_tiles", "tiles", "k_steps", "reverse",
+        )],
+        ("source", _Source * 2),
+    ]  # fmt: skip
+
+
+_PARAMS_BYTES = -(-ctypes.sizeof(_Params) // 64) * 64
+
+
+@dataclass(frozen=True)
+class Pointers:
+    """Device addresses: NHWC sources, packed weights, fp32 bias (padded to a multiple of 4), NHWC output, NHWC residual."""
+
+    sources: tuple[int, ...]
+    weights: int
+    bias: int
+    output: int
+    residual: int = 0
+
+
+def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
+    """Blocks to launch: every tile once for split K, a persistent grid otherwise."""
+    channel_tiles = -(-problem.channels // config.tile[0])
+    tiles = channel_tiles * -(-problem.pixels // config.tile[1])
+    if config.split > 1:
+        return tiles * config.split
+    resident = device.multiprocessors * max(
+        1, min(config.blocks, device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024))
+    )
+    if tiles <= resident:
+        return tiles
+    if config.stationary:  # a block keeps its channel tile
+        return resident // channel_tiles * channel_tiles or channel_tiles
+    return resident
+
+
+def parameters(problem: Problem, pointers: Pointers, maps: Sequence[bytes]) -> Any:
+    """The kernels' parameter block (a ctypes structure), but for the tile counts. ``maps``: weights, pixels, pixels, output,
+    residual."""
+    params = _Params()
+    ctypes.memmove(params.maps, b"".join(maps), 5 * 128)
+    params.bias, params.output, params.residual = pointers.bias, pointers.output, pointers.residual or None
+    params.channels, params.pixel_count = problem.channels, problem.pixels
+    params.out_h, params.out_w = problem.out_size
+    params.k_steps = problem.k_steps
+    for slot, source in zip(params.source, problem.sources, strict=False):
+        slot.channel_blocks = -(-source.channels // problem.block)
+        slot.taps_h, slot.taps_w = source.kernel
+        slot.dilation_h, slot.dilation_w = source.dilation
+        slot.stride_h, slot.stride_w = source.stride
+        slot.pad_h, slot.pad_w = source.padding[0], source.padding[1]
+    return params
+
+
+def raw_bytes(params: Any) -> bytes:
+    """The block as the kernel takes it: tensor maps make it a multiple of 64 bytes."""
+    return bytes(params).ljust(_PARAMS_BYTES, b"\0")
+
+
+def _source_map(problem: Problem, source: Source, config: Config, pointer: int) -> bytes:
+    span = problem.block * 2
+    n = problem.batch
+    if source.mode == ROWS:
+        rows = n * source.height * source.width
+        return encode_tiled(
+            problem.dtype, pointer, (source.channels, rows), (source.channels * 2,), (problem.block, config.bn), span
+        )
+    return encode_im2col(
+        problem.dtype, pointer, (n, source.height, source.width, source.channels), kernel=source.kernel, stride=source.stride,
+        padding=source.padding, dilation=source.dilation, pixels=config.bn, channels=problem.block, swizzle=span,
+    )  # fmt: skip
+
+
+def bind(
+    problem: Problem,
+    config: Config,
+    device: Device,
+    function: Function,
+    pointers: Pointers,
+    *,
+    reverse: bool = False,
+    dependent: bool = True,
+    label: str = "",
+) -> Launch:
+    """The launch of the problem on these buffers. ``reverse`` walks the pixels from the end, to meet what L2 still holds."""
+    block, span, dtype = problem.block, problem.block * 2, problem.dtype
+    depth = problem.k_steps * block
+    maps = [
+        encode_tiled(dtype, pointers.weights, (depth, problem.channels), (depth * 2,), (block, config.tile[0]), span),
+        *[
+            _source_map(problem, source, config, at)
+            for source, at in zip(problem.sources, pointers.sources, strict=True)
+        ],
+    ]
+    if len(maps) == 2:
+        maps.append(maps[1])
+    shape, strides, box = (problem.channels, problem.pixels), (problem.channels * 2,), (64, config.bn)
+    maps.append(encode_tiled(dtype, pointers.output, shape, strides, box, 128))
+    maps.append(encode_tiled(dtype, pointers.residual or pointers.output, shape, strides, box, 128))
+    params = parameters(problem, pointers, maps)
+    params.channel_tiles = -(-problem.channels // config.tile[0])
+    params.tiles = params.channel_tiles * -(-problem.pixels // config.tile[1])
+    params.reverse = int(reverse)
+    return Launch(
+        function, (grid_blocks(problem, config, device), 1, 1), config.threads, [raw_bytes(params)],
+        shared=shared_bytes(problem, config), cluster=config.split, dependent=dependent, label=label or str(config),
+    )  # fmt: skip
+
+
+def load(
+    problem: Problem, config: Config, cache: KernelCache, arch: str = "sm_90a", *, checked: bool = False
+) -> Function:
+    """The compiled kernel on the current device."""
+    cubin = cache.get(recipe(problem, config, arch, checked=checked))
+    return Function(cubin, "conv_sm90", shared=shared_bytes(problem, config), wide_cluster=config.split > 8)

@@ -1,0 +1,110 @@
+"""Ranks configurations of the Hopper convolution kernel without a GPU: a roofline with waves, operand traffic and latency.
+
+The figures are those of an H200 (see ``benchmarks/results``); the ranking only has to keep the fastest configuration among the
+first dozens, which are then timed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from optdnn.runtime.cuda.conv import Config, Problem, refuse, shared_bytes
+from optdnn.runtime.cuda.device import Device
+
+CLOCK = 1.75e9  # Hz under load
+MEMORY = 4.2e12  # bytes/s, read + written
+L2_PER_CLOCK = 40.0  # bytes per cycle and multiprocessor that TMA brings from L2
+LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kernel
+HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
+WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
+
+
+def h200() -> Device:
+    """The device plans are made for when there is none at hand."""
+    return Device(0, "NVIDIA H200", (9, 0), 132, 232448, 233472, 60 << 20, (13, 0))
+
+
+def estimate(problem: Problem, config: Config, device: Device) -> float:
+    """Predicted seconds of one dependent launch."""
+    tile_channels, tile_pixels = config.tile
+    channel_tiles = -(-problem.channels // tile_channels)
+    tiles = channel_tiles * -(-problem.pixels // tile_pixels)
+    groups, block = config.wgm * config.wgn, problem.block
+    steps = -(-problem.k_steps // config.split)
+    shared = shared_bytes(problem, config)
+    resident = max(1, min(config.blocks, device.shared_per_multiprocessor // (shared + 1024)))
+    multiply = groups * config.mt * (block // 16) * max(config.bn / 2, 16 + config.bn / 4)
+    weight_bytes, pixel_bytes = tile_channels * block * 2, tile_pixels * block * 2
+    streamed = pixel_bytes + (0 if config.stationary else weight_bytes)
+    read = groups * config.mt * (block // 16) * (2048 + config.bn * 32) / 128
+    step = max(multiply, read + streamed / 128, streamed / L2_PER_CLOCK)
+    jobs = tiles * config.split
+    waves = -(-jobs // device.multiprocessors)  # blocks that one multiprocessor works through
+    epilogue = 350 + config.mt * config.bn * (4.0 if problem.residual else 3.0)
+    if config.split > 1:
+        # Two cluster barriers, and the partial sums through the network between multiprocessors (about 12 bytes per cycle).
+        epilogue += 1000 + tile_channels * tile_pixels * 4 * (config.split - 1) / config.split / 12
+    overlapped = resident > 1 or groups > 1
+    first = steps * step + epilogue
+    later = max(steps * step, epilogue) if overlapped else first
+    if config.split > 1:  # not persistent: each wave is launched, loaded and reduced anew
+        later = first + 1500
+    compute = (first + (waves - 1) * later) / CLOCK
+    extra = tiles * config.split * steps * weight_bytes / 12e12 if not config.stationary else 0.0
+    in_flight = resident * (config.stages * streamed + (config.out_buffers - 1) * tile_channels * tile_pixels * 2)
+    memory = problem.bytes / min(MEMORY, device.multiprocessors * max(in_flight, 4096) / 0.9e-6) + extra * 0.1
+    return LATENCY + max(compute, memory) + 0.15 * min(compute, memory)
+
+
+def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, device: Device) -> Iterator[Config]:
+    """The stage counts and buffers worth trying for one tile (wgm, wgn, mt, bn) and split."""
+    wgm, wgn, mt, bn = tile
+    steps = -(-problem.k_steps // split)
+    channel_tiles = -(-problem.channels // (wgm * mt * 64))
+    tiles = channel_tiles * -(-problem.pixels // (wgn * bn))
+    many = tiles > 2 * device.multiprocessors
+    for blocks, limit in ((2, HALF_SHARED), (1, device.shared_per_block)):
+        if blocks == 1 and tiles * split <= device.multiprocessors and steps <= 4:
+            continue
+        for stationary in (False, True) if many and split == 1 and steps <= 12 and channel_tiles <= 16 else (False,):
+            for buffers in ((1, 2) if blocks == 2 else (1, 2, 3)) if many and split == 1 else (1,):
+                best = None
+                ceiling = max(2, min(12, steps if not many else 12))
+                for stages in range(1, ceiling + 1):
+                    config = Config(wgm, wgn, mt, bn, stages, split, buffers, stationary, blocks)
+                    if (
+                        shared_bytes(problem, config) <= limit
+                        and refuse(problem, config, shared=device.shared_per_block) is None
+                    ):
+                        best = config
+                if best is not None and (best.stages >= 2 or steps == 1):
+                    yield best
+
+
+def candidates(problem: Problem, device: Device, limit: int = 12) -> list[Config]:
+    """The configurations to time, best predicted first; at most three of one tile shape."""
+    found: list[tuple[float, Config]] = []
+    for wgm, wgn, mt in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)):
+        if wgm * mt * 64 > max(64, math.ceil(problem.channels / 64) * 64):
+            continue
+        for bn in WIDTHS:
+            if mt * bn > 256 or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
+                continue
+            tiles = -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
+            for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
+                if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):
+                    continue
+                for config in variants(problem, (wgm, wgn, mt, bn), split, device):
+                    found.append((estimate(problem, config, device), config))
+    found.sort(key=lambda item: (item[0], item[1]))
+    chosen: list[Config] = []
+    shapes: dict[tuple[int, ...], int] = {}
+    for _, config in found:
+        shape = (*config.tile, config.split)
+        if shapes.get(shape, 0) < 3:
+            shapes[shape] = shapes.get(shape, 0) + 1
+            chosen.append(config)
+        if len(chosen) == limit:
+            break
+    return chosen

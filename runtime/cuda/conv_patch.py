@@ -1,0 +1,228 @@
+"""Plans of the Hopper patch convolution (``kernels/conv_patch_sm90.cu``): stride 1, each input patch loaded once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optdnn.runtime.cuda import render
+from optdnn.runtime.cuda.conv import Pointers, Problem, parameters, raw_bytes
+from optdnn.runtime.cuda.device import Device, Function, Launch, encode_tiled
+from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
+
+_BARRIER_BYTES = 1024
+
+
+@dataclass(frozen=True, order=True)
+class PatchConfig:
+    """A tile: ``wgm`` x 64 channels x ``wgn`` patches of ``tile_h`` x ``tile_w`` output pixels.
+
+    ``stages``: patches in flight per group; ``weight_stages``: depth of the weights' ring, 0 to keep all of a channel tile's
+    weights; ``out_buffers``: output tiles in flight; ``blocks``: blocks per multiprocessor that registers must allow.
+    """
+
+    wgm: int
+    wgn: int
+    tile_h: int
+    tile_w: int
+    stages: int
+    weight_stages: int = 0
+    out_buffers: int = 1
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumer warpgroups and three loading warps."""
+        return self.wgm * self.wgn * 128 + 96
+
+    def __str__(self) -> str:
+        ring = f"r{self.weight_stages}" if self.weight_stages else "w"
+        return f"patch{self.wgm}x{self.wgn}t{self.tile_h}x{self.tile_w}s{self.stages}{ring}o{self.out_buffers}b{self.blocks}"
+
+
+def patch_size(problem: Problem, config: PatchConfig) -> tuple[int, int]:
+    """Rows and columns of the input patch of a tile."""
+    source = problem.sources[0]
+    return (
+        config.tile_h + (source.kernel[0] - 1) * source.dilation[0],
+        config.tile_w + (source.kernel[1] - 1) * source.dilation[1],
+    )
+
+
+def columns(problem: Problem, config: PatchConfig) -> int:
+    """wgmma's N: the tile's rows at the patch's pitch, the last without its tail, to a multiple of 8."""
+    return -(-((config.tile_h - 1) * patch_size(problem, config)[1] + config.tile_w) // 8) * 8
+
+
+def _round(size: int) -> int:
+    return -(-size // 1024) * 1024
+
+
+def shared_bytes(problem: Problem, config: PatchConfig) -> int:
+    """Dynamic shared memory of a block."""
+    span = problem.block * 2
+    height, width = patch_size(problem, config)
+    weights = (config.weight_stages or problem.k_steps) * config.wgm * 64 * span
+    patches = config.wgn * config.stages * _round(height * width * span)
+    out = config.wgm * config.wgn * config.out_buffers * _round((config.tile_h * config.tile_w + 1) * 128)
+    return _BARRIER_BYTES + weights + patches + out
+
+
+def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448, registers: int = 65536) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if len(problem.sources) != 1:
+        return "it reads one source"
+    source = problem.sources[0]
+    if source.stride != (1, 1):
+        return "it needs stride 1"
+    if config.wgm * config.wgn not in (1, 2) or config.stages < 1 or not 1 <= config.out_buffers <= 4:
+        return "not a tile of this kernel"
+    height, width = patch_size(problem, config)
+    if max(height, width) > 256:
+        return f"a patch of {height} x {width} exceeds a TMA box"
+    n = columns(problem, config)
+    if n > 256:
+        return f"{n} columns exceed wgmma's 256"
+    needed = shared_bytes(problem, config)
+    if needed > shared or config.blocks * (needed + 1024) > shared + 1024:
+        return f"{needed} bytes of shared memory exceed what {config.blocks} blocks can have"
+    if n // 2 + 40 > min(255, registers // (config.blocks * config.threads) // 8 * 8):
+        return "accumulators and addresses exceed the registers"
+    if config.weight_stages == 1 or (
+        config.weight_stages == 0 and problem.k_steps * config.wgm * 64 * problem.block * 2 >= 1 << 20
+    ):
+        return "the weights' barrier cannot count them"
+    return None
+
+
+def recipe(problem: Problem, config: PatchConfig, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+    """What to compile. Sizes of the image are parameters; the filter and the tile are not."""
+    source = problem.sources[0]
+    defines = {
+        "WGM": config.wgm, "WGN": config.wgn, "TILE_H": config.tile_h, "TILE_W": config.tile_w,
+        "TAPS_H": source.kernel[0], "TAPS_W": source.kernel[1], "DILATION_H": source.dilation[0], "DILATION_W": source.dilation[1],
+        "BN": columns(problem, config), "BK": problem.block, "STAGES": config.stages, "WEIGHT_STAGES": config.weight_stages,
+        "OUT_BUFFERS": config.out_buffers, "MIN_CTAS": config.blocks, "HAS_RESIDUAL": int(problem.residual),
+    }  # fmt: skip
+    parts = [
+        render.constants(defines),
+        render.epilogue(problem.epilogue),
+        render.wgmma(columns(problem, config), problem.dtype),
+        "",
+    ]
+    options = ["--std=c++17", "--use_fast_math"]
+    options += ["-DDTYPE_BF16"] if problem.dtype == "bfloat16" else []
+    options += ["-DBARRIER_TRAP"] if checked else []
+    return Recipe("conv_patch_sm90.cu", arch, {"generated.cuh": "\n".join(parts)}, tuple(options))
+
+
+def tiles(problem: Problem, config: PatchConfig) -> tuple[int, int]:
+    """Channel tiles, and all tiles of the grid."""
+    h, w = problem.out_size
+    spatial = problem.batch * -(-h // config.tile_h) * -(-w // config.tile_w)
+    channel_tiles = -(-problem.channels // (config.wgm * 64))
+    return channel_tiles, channel_tiles * -(-spatial // config.wgn)
+
+
+def grid_blocks(problem: Problem, config: PatchConfig, device: Device) -> int:
+    """Blocks to launch: a persistent grid; a block that keeps its weights keeps its channel tile."""
+    channel_tiles, count = tiles(problem, config)
+    fit = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
+    resident = device.multiprocessors * max(1, min(config.blocks, fit))
+    if count <= resident:
+        return count
+    return resident if config.weight_stages else resident // channel_tiles * channel_tiles or channel_tiles
+
+
+def bind(
+    problem: Problem,
+    config: PatchConfig,
+    device: Device,
+    function: Function,
+    pointers: Pointers,
+    *,
+    reverse: bool = False,
+    dependent: bool = True,
+    label: str = "",
+) -> Launch:
+    """The launch of the problem on these buffers (as :func:`optdnn.runtime.cuda.conv.bind`)."""
+    source, block, dtype = problem.sources[0], problem.block, problem.dtype
+    n, (h, w), channels, depth = problem.batch, problem.out_size, problem.channels, problem.k_steps * block
+
+    def image(pointer: int, height: int, width: int, depth: int, box: tuple[int, int, int], span: int) -> bytes:
+        strides = (depth * 2, width * depth * 2, height * width * depth * 2)
+        return encode_tiled(dtype, pointer, (depth, width, height, n), strides, (*box, 1), span)
+
+    height, width = patch_size(problem, config)
+    pixels = image(pointers.sources[0], source.height, source.width, source.channels, (block, width, height), block * 2)
+    out = (64, config.tile_w, config.tile_h)
+    maps = [
+        encode_tiled(dtype, pointers.weights, (depth, channels), (depth * 2,), (block, config.wgm * 64), block * 2),
+        pixels, pixels, image(pointers.output, h, w, channels, out, 128),
+        image(pointers.residual or pointers.output, h, w, channels, out, 128),
+    ]  # fmt: skip
+    params = parameters(problem, pointers, maps)
+    params.channel_tiles, params.tiles = tiles(problem, config)
+    params.reverse = int(reverse)
+    return Launch(
+        function, (grid_blocks(problem, config, device), 1, 1), config.threads, [raw_bytes(params)],
+        shared=shared_bytes(problem, config), dependent=dependent, label=label or str(config),
+    )  # fmt: skip
+
+
+def load(
+    problem: Problem, config: PatchConfig, cache: KernelCache, arch: str = "sm_90a", *, checked: bool = False
+) -> Function:
+    """The compiled kernel on the current device."""
+    cubin = cache.get(recipe(problem, config, arch, checked=checked))
+    return Function(cubin, "conv_patch_sm90", shared=shared_bytes(problem, config))
+
+
+def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
+    """Every sensible tile: the whole width or a divisor of it, all rows counts that fit, the deepest rings that fit."""
+    if len(problem.sources) != 1 or problem.sources[0].stride != (1, 1) or problem.sources[0].kernel == (1, 1):
+        return []
+    h, w = problem.out_size
+    found: list[PatchConfig] = []
+    widths = [x for x in range(7, w + 1) if w % x == 0 and x <= 128][-2:]
+    for wgm, wgn in ((1, 1), (1, 2), (2, 1)):
+        if wgm * 64 > -(-problem.channels // 64) * 64:
+            continue
+        for tile_w in widths:
+            for tile_h in range(1, h + 1):
+                probe = PatchConfig(wgm, wgn, tile_h, tile_w, 1)
+                n = columns(problem, probe)
+                if n > 256 or tile_h * tile_w < 0.8 * n or (n < 100 and tile_h < h and problem.pixels > 20000):
+                    continue
+                for blocks in (1, 2):
+                    for ring in (0, 4, 3):
+                        for buffers in (1, 2):
+                            fits = [
+                                config
+                                for stages in (1, 2, 3, 4)
+                                if refuse(
+                                    problem,
+                                    config := PatchConfig(wgm, wgn, tile_h, tile_w, stages, ring, buffers, blocks),
+                                )
+                                is None
+                            ]
+                            found += fits[-1:]
+                        if (
+                            found
+                            and found[-1].weight_stages == 0
+                            and (found[-1].wgm, found[-1].wgn, found[-1].tile_h) == (wgm, wgn, tile_h)
+                        ):
+                            break  # weights that fit are kept
+    found.sort(key=lambda c: (_cost(problem, c, device), c))
+    return found
+
+
+def _cost(problem: Problem, config: PatchConfig, device: Device) -> float:
+    """Cycles by the tensor cores and the output's share of memory, with waves: enough to put the best tiles first."""
+    _, count = tiles(problem, config)
+    n = columns(problem, config)
+    groups = config.wgm * config.wgn
+    busy = groups * problem.k_steps * (problem.block // 16) * max(n / 2, 16 + n / 4)
+    idle = 1500 + n * 3.0
+    overlapped = config.wgn * config.blocks > 1
+    jobs = -(-count // device.multiprocessors)
+    return jobs * (busy if overlapped else busy + idle) + idle + 200 * (3 - min(3, config.stages + config.out_buffers))

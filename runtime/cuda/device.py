@@ -1,0 +1,266 @@
+"""Devices, modules, launches with attributes, and TMA tensor maps, through ``cuda.bindings.driver``.
+
+CuPy (or any other library that uses the primary context) owns the memory; this module launches what NVRTC compiled, with what
+the runtime API of array libraries lacks: clusters, programmatic dependent launch, tensor maps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from optdnn.errors import MissingDependency, RunError
+
+TENSOR_MAP_BYTES = 128
+
+
+class CudaError(RunError):
+    """The CUDA driver refused a call. ``code`` is its name, such as ``CUDA_ERROR_OUT_OF_MEMORY``."""
+
+    def __init__(self, call: str, code: str, text: str):
+        super().__init__(f"{call}: {text} ({code})")
+        self.code = code
+
+
+@cache
+def driver() -> ModuleType:
+    """``cuda.bindings.driver``, initialized. Raises MissingDependency, or CudaError where there is no usable driver or GPU."""
+    try:
+        module = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise MissingDependency("cuda-bindings", "cuda", "to run on an NVIDIA GPU") from error
+    try:
+        result = module.cuInit(0)
+    except RuntimeError as error:
+        raise CudaError("cuInit", "NO_DRIVER", f"the NVIDIA driver's library cannot be loaded: {error}") from error
+    if result[0] != module.CUresult.CUDA_SUCCESS:
+        raise CudaError("cuInit", result[0].name, "no usable NVIDIA driver or GPU")
+    return module
+
+
+def check(call: str, result: tuple[Any, ...]) -> Any:
+    """Unwrap a driver call's ``(status, *values)``. Raises CudaError."""
+    status, *values = result
+    module = driver()
+    if status != module.CUresult.CUDA_SUCCESS:
+        _, text = module.cuGetErrorString(status)
+        raise CudaError(call, status.name, text.decode() if text else "unknown error")
+    return values[0] if len(values) == 1 else tuple(values) if values else None
+
+
+def gpu_count() -> int:
+    """How many GPUs there are: 0 where there is no driver. Raises MissingDependency."""
+    try:
+        return int(check("cuDeviceGetCount", driver().cuDeviceGetCount()))
+    except CudaError:
+        return 0
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU and what plans depend on. Sizes in bytes."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_per_block: int
+    shared_per_multiprocessor: int
+    l2_bytes: int
+    driver_version: tuple[int, int]
+
+    @classmethod
+    def open(cls, index: int = 0) -> Device:
+        """Query GPU ``index`` and make its primary context current on this thread."""
+        cu = driver()
+        handle = check("cuDeviceGet", cu.cuDeviceGet(index))
+        context = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(handle))
+        check("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
+        attribute = cu.CUdevice_attribute
+
+        def get(name: str) -> int:
+            key = getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+            return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(key, handle)))
+
+        version = int(check("cuDriverGetVersion", cu.cuDriverGetVersion()))
+        return cls(
+            index=index,
+            name=check("cuDeviceGetName", cu.cuDeviceGetName(256, handle)).split(b"\0")[0].decode(),
+            capability=(get("COMPUTE_CAPABILITY_MAJOR"), get("COMPUTE_CAPABILITY_MINOR")),
+            multiprocessors=get("MULTIPROCESSOR_COUNT"),
+            shared_per_block=get("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+            shared_per_multiprocessor=get("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
+            l2_bytes=get("L2_CACHE_SIZE"),
+            driver_version=(version // 1000, version % 1000 // 10),
+        )
+
+    @property
+    def arch(self) -> str:
+        """The NVRTC architecture of this GPU: ``sm_90a`` on Hopper, plain ``sm_XY`` below."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+class Function:
+    """A kernel of a loaded cubin. Keeps its module alive; unloading happens when the last function goes."""
+
+    def __init__(self, cubin: bytes, name: str, *, shared: int = 0, wide_cluster: bool = False):
+        cu = driver()
+        self.name = name
+        self._module = check("cuModuleLoadData", cu.cuModuleLoadData(cubin))
+        self.handle = check("cuModuleGetFunction", cu.cuModuleGetFunction(self._module, name.encode()))
+        attribute = cu.CUfunction_attribute
+        if shared > 48 * 1024:
+            key = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check("cuFuncSetAttribute", cu.cuFuncSetAttribute(self.handle, key, shared))
+        if wide_cluster:
+            key = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            check("cuFuncSetAttribute", cu.cuFuncSetAttribute(self.handle, key, 1))
+
+
+class Launch:
+    """One kernel launch with its parameters, ready to be enqueued (or captured) any number of times.
+
+    ``parameters`` are the raw bytes of each kernel parameter in order. ``cluster`` counts blocks per cluster along x;
+    ``dependent`` asks for programmatic dependent launch: the kernel may start before its predecessor in the stream ends, and
+    must execute ``griddepcontrol.wait`` before it touches anything that the predecessor writes or reads.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        grid: tuple[int, int, int],
+        block: int,
+        parameters: Sequence[bytes],
+        *,
+        shared: int = 0,
+        cluster: int = 1,
+        dependent: bool = True,
+        label: str = "",
+    ):
+        cu = driver()
+        self.function, self.grid, self.block, self.shared, self.cluster = function, grid, block, shared, cluster
+        self.label = label or function.name
+        self._buffers = [ctypes.create_string_buffer(value, len(value)) for value in parameters]
+        self._pointers = (ctypes.c_void_p * len(parameters))(*[ctypes.addressof(buffer) for buffer in self._buffers])
+        config = cu.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = shared
+        attributes = []
+        if cluster > 1:
+            attribute = cu.CUlaunchAttribute()
+            attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+            attributes.append(attribute)
+        if dependent:
+            attribute = cu.CUlaunchAttribute()
+            attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        self._config = config
+
+    def enqueue(self, stream: int) -> None:
+        """Launch on the stream with this handle (an int, as array libraries expose it)."""
+        cu = driver()
+        self._config.hStream = cu.CUstream(stream)
+        result = cu.cuLaunchKernelEx(self._config, self.function.handle, ctypes.addressof(self._pointers), 0)
+        check(f"cuLaunchKernelEx of {self.label}", result)
+
+    def clusters_per_device(self) -> int:
+        """How many of this launch's clusters can run at once (0: it cannot run)."""
+        cu = driver()
+        return int(
+            check("cuOccupancyMaxActiveClusters", cu.cuOccupancyMaxActiveClusters(self.function.handle, self._config))
+        )
+
+
+# ---- tensor maps ----------------------------------------------------------------------------------------------------------
+
+
+def _enums(dtype: str, swizzle: int) -> tuple[Any, Any, Any, Any, Any]:
+    cu = driver()
+    kinds = cu.CUtensorMapDataType
+    data = {
+        "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "float32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        "int8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }[dtype]
+    swizzles = cu.CUtensorMapSwizzle
+    spans = {
+        0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+    }
+    return (
+        data,
+        cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        spans[swizzle],
+        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+
+
+def _bytes(tensor_map: Any) -> bytes:
+    return struct.pack("16Q", *[int(word) for word in tensor_map.opaque])
+
+
+def encode_tiled(
+    dtype: str, pointer: int, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
+) -> bytes:
+    """A tiled tensor map. ``shape`` and ``box`` in elements, innermost first; ``strides`` in bytes of all but the innermost
+    dimension (multiples of 16; overlapping is allowed); ``swizzle`` is the span in bytes (0, 32, 64, 128)."""
+    cu = driver()
+    data, interleave, span, promotion, fill = _enums(dtype, swizzle)
+    u32, u64 = cu.cuuint32_t, cu.cuuint64_t
+    result = cu.cuTensorMapEncodeTiled(
+        data, len(shape), pointer, [u64(n) for n in shape], [u64(n) for n in strides], [u32(n) for n in box],
+        [u32(1)] * len(shape), interleave, span, promotion, fill,
+    )  # fmt: skip
+    return _bytes(
+        check(f"cuTensorMapEncodeTiled(shape={list(shape)}, strides={list(strides)}, box={list(box)})", result)
+    )
+
+
+def encode_im2col(
+    dtype: str,
+    pointer: int,
+    nhwc: tuple[int, int, int, int],
+    *,
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int, int, int],
+    dilation: tuple[int, int],
+    pixels: int,
+    channels: int,
+    swizzle: int,
+) -> bytes:
+    """An im2col tensor map of a dense NHWC tensor: a load brings ``pixels`` consecutive output positions x ``channels``.
+
+    ``padding`` is (top, left, bottom, right). The bounding box of the filter's top-left tap runs from ``-padding`` to
+    ``size - 1 + padding_end - (kernel - 1) * dilation`` and is walked in steps of ``stride``; corners are 8-bit (PTX ISA,
+    "im2col mode"), which bounds padding and dilated kernel size at 127.
+    """
+    cu = driver()
+    n, h, w, c = nhwc
+    item = 4 if dtype == "float32" else 1 if dtype == "int8" else 2
+    data, interleave, span, promotion, fill = _enums(dtype, swizzle)
+    u32, u64 = cu.cuuint32_t, cu.cuuint64_t
+    top, left, bottom, right = padding
+    lower = [-left, -top]
+    upper = [right - (kernel[1] - 1) * dilation[1], bottom - (kernel[0] - 1) * dilation[0]]
+    result = cu.cuTensorMapEncodeIm2col(
+        data, 4, pointer, [u64(x) for x in (c, w, h, n)], [u64(x * item) for x in (c, w * c, h * w * c)], lower, upper,
+        channels, pixels, [u32(x) for x in (1, stride[1], stride[0], 1)], interleave, span, promotion, fill,
+    )  # fmt: skip
+    return _bytes(check(f"cuTensorMapEncodeIm2col(nhwc={nhwc}, kernel={kernel}, stride={stride})", result))

@@ -1,0 +1,107 @@
+"""CUDA graphs of launches, with programmatic dependent launch between them, and their timing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from optdnn.runtime.cuda.device import Launch, check, driver
+
+
+class Stream:
+    """A non-blocking stream. ``handle`` is an int, as array libraries expect it."""
+
+    def __init__(self) -> None:
+        cu = driver()
+        self._stream = check("cuStreamCreate", cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self.handle = int(self._stream)
+
+    def synchronize(self) -> None:
+        """Wait for everything on the stream. Raises CudaError for any earlier failure."""
+        check("cuStreamSynchronize", driver().cuStreamSynchronize(self._stream))
+
+
+class Graph:
+    """An instantiated CUDA graph of ``launches`` in order.
+
+    They are captured from one stream, so each depends on the one before; those that ask for it get a programmatic edge.
+    """
+
+    def __init__(self, launches: Iterable[Launch], stream: Stream):
+        cu = driver()
+        self.launches = tuple(launches)  # their parameter buffers were copied, their functions must stay loaded
+        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check("cuStreamBeginCapture", cu.cuStreamBeginCapture(stream.handle, mode))
+        try:
+            for launch in self.launches:
+                launch.enqueue(stream.handle)
+        finally:
+            graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
+        try:
+            self._executable = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, 0))
+        finally:
+            check("cuGraphDestroy", cu.cuGraphDestroy(graph))
+
+    def replay(self, stream: Stream) -> None:
+        """Enqueue one run."""
+        check("cuGraphLaunch", driver().cuGraphLaunch(self._executable, stream.handle))
+
+    def close(self) -> None:
+        """Free the executable graph. Using it afterwards is an error."""
+        check("cuGraphExecDestroy", driver().cuGraphExecDestroy(self._executable))
+
+
+def time_runs(
+    run: Callable[[], Any],
+    stream: Stream,
+    *,
+    warmup: int = 5,
+    repeats: int = 30,
+    inner: int = 1,
+    between: Callable[[], Any] | None = None,
+) -> list[float]:
+    """GPU milliseconds of ``run()`` (which enqueues on ``stream``), one figure per repeat, each the mean of ``inner`` runs.
+
+    ``between`` is enqueued before each repeat, outside of the timed region: an L2 flush, say.
+    """
+    cu = driver()
+    for _ in range(warmup):
+        run()
+    pairs = []
+    for _ in range(repeats):
+        begin, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
+        if between is not None:
+            between()
+        check("cuEventRecord", cu.cuEventRecord(begin, stream.handle))
+        for _ in range(inner):
+            run()
+        check("cuEventRecord", cu.cuEventRecord(end, stream.handle))
+        pairs.append((begin, end))
+    stream.synchronize()
+    times = []
+    for begin, end in pairs:
+        times.append(float(check("cuEventElapsedTime", cu.cuEventElapsedTime(begin, end))) / inner)
+        cu.cuEventDestroy(begin)
+        cu.cuEventDestroy(end)
+    return times
+
+
+def median_ms(graph: Graph, stream: Stream, **options: Any) -> float:
+    """The median of :func:`time_runs` over replays of ``graph``."""
+    return statistics.median(time_runs(lambda: graph.replay(stream), stream, **options))
+
+
+class Flush:
+    """Evicts L2: overwrites a buffer of ``bytes`` (twice the L2 is enough)."""
+
+    def __init__(self, size: int, stream: Stream):
+        self._size, self._stream = size, stream
+        self._pointer = check("cuMemAlloc", driver().cuMemAlloc(size))
+
+    def __call__(self) -> None:
+        check("cuMemsetD8Async", driver().cuMemsetD8Async(self._pointer, 0, self._size, self._stream.handle))
+
+    def close(self) -> None:
+        """Free the buffer."""
+        check("cuMemFree", driver().cuMemFree(self._pointer))

@@ -1,0 +1,250 @@
+// Stride-1 convolution for Hopper that loads each input patch once: NHWC, 16-bit operands, fp32 accumulation, wgmma and TMA.
+//
+// im2col loads bring a KxK filter's pixels K*K times, and the copy engine, not the tensor cores, then sets the pace when there
+// are few channels. Here a tile of TH x TW output pixels of one image loads its (TH + K - 1) x (TW + K - 1) patch once per block of
+// BK channels; filter tap (r, s) is the same patch, read from row r * PATCH_W + s on. So wgmma's N runs over padded rows of
+// PATCH_W pixels, and the columns between TW and PATCH_W are computed for nothing: TW / PATCH_W of the work is useful.
+//
+// Warps: WGM x WGN consumer warpgroups (channels x tiles), then one warp each for patches, weights and residuals. Each of the
+// WGN tiles has a ring of its own, so that one group multiplies while another stores.
+//
+// generated.cuh defines WGM, WGN, TILE_H, TILE_W, TAPS_H, TAPS_W, DILATION_H, DILATION_W, BN, BK, STAGES (patches per group),
+// WEIGHT_STAGES (0: all weights of the channel tile are loaded once and kept), OUT_BUFFERS, MIN_CTAS, HAS_RESIDUAL, wgmma_step()
+// and epilogue().
+#include "conv_common.cuh"
+
+constexpr int GROUPS = WGM * WGN;
+constexpr int CONSUMERS = GROUPS * 128;
+constexpr int THREADS = CONSUMERS + 96;
+constexpr int TAPS = TAPS_H * TAPS_W;
+constexpr int PATCH_H = TILE_H + (TAPS_H - 1) * DILATION_H, PATCH_W = TILE_W + (TAPS_W - 1) * DILATION_W;
+constexpr int SPAN = BK * 2;
+constexpr u32 PATCH_LOAD = PATCH_H * PATCH_W * SPAN;
+constexpr u32 PATCH_BYTES = (PATCH_LOAD + 1023) / 1024 * 1024;
+constexpr u32 WEIGHT_BYTES = WGM * 64 * SPAN;
+constexpr u32 OUT_LOAD = TILE_H * TILE_W * 128;
+constexpr u32 OUT_BYTES = (OUT_LOAD + 128 + 1023) / 1024 * 1024;   // and one row for what lies between the tile's columns
+constexpr u32 BARRIER_BYTES = 1024;
+static_assert((TILE_H - 1) * PATCH_W + TILE_W <= BN, "the tile does not fit the accumulators");
+
+struct Tile {
+    int channel, n, h, w;
+};
+
+DEVICE Tile tile_at(const Params& p, int tile, int group) {
+    Tile at;
+    at.channel = (tile % p.channel_tiles) * WGM * 64;
+    int index = tile / p.channel_tiles;
+    if (p.reverse) index = p.tiles / p.channel_tiles - 1 - index;
+    index = index * WGN + group;
+    const int columns = (p.out_w + TILE_W - 1) / TILE_W, rows = (p.out_h + TILE_H - 1) / TILE_H;
+    at.w = index % columns * TILE_W;
+    at.h = index / columns % rows * TILE_H;
+    at.n = index / columns / rows;
+    return at;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) u8 shared[];
+    const u32 base = smem_address(shared);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int blocks = p.source[0].channel_blocks;
+    const u32 full = base, empty = full + 8 * WGN * STAGES, weights_full = empty + 8 * WGN * STAGES;
+    const u32 weights_empty = weights_full + 8 * (WEIGHT_STAGES + 1), residual_full = weights_empty + 8 * (WEIGHT_STAGES + 1);
+    const u32 residual_empty = residual_full + 8 * OUT_BUFFERS * WGN;
+    const u32 weights = base + BARRIER_BYTES;
+    const u32 patches = weights + (WEIGHT_STAGES ? WEIGHT_STAGES : blocks * TAPS) * WEIGHT_BYTES;
+    const u32 out = patches + WGN * STAGES * PATCH_BYTES;
+
+    if (warp == CONSUMERS / 32 && lane == 0) {
+        tma_prefetch(&p.weights);
+        tma_prefetch(&p.pixels0);
+        for (int i = 0; i < WGN * STAGES; i++) {
+            barrier_init(full + 8 * i, 1);
+            barrier_init(empty + 8 * i, WGM * 4);
+        }
+        for (int i = 0; i <= WEIGHT_STAGES; i++) {
+            barrier_init(weights_full + 8 * i, 1);
+            barrier_init(weights_empty + 8 * i, GROUPS * 4);
+        }
+        for (int i = 0; i < WGN * OUT_BUFFERS; i++) {
+            barrier_init(residual_full + 8 * i, 1);
+            barrier_init(residual_empty + 8 * i, WGM);
+        }
+        barrier_init_fence();
+        async_proxy_fence();
+    }
+    __syncthreads();
+    grid_launch_dependents();
+
+    if (warp == CONSUMERS / 32) {                                      // patches
+        if (lane == 0) {
+            mark(0);
+            grid_dependency_wait();
+            mark(1);
+            int stage = 0, parity = 1, issued = 0;
+            for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+                for (int b = 0; b < blocks; b++) {
+                    #pragma unroll
+                    for (int g = 0; g < WGN; g++) {
+                        const Tile at = tile_at(p, tile, g);
+                        const int slot = g * STAGES + stage;
+                        if (issued >= STAGES) barrier_wait(empty + 8 * slot, parity);
+                        barrier_expect(full + 8 * slot, PATCH_LOAD);
+                        tma_load_4d(patches + slot * PATCH_BYTES, &p.pixels0, full + 8 * slot, b * BK, at.w - p.source[0].pad_w,
+                                    at.h - p.source[0].pad_h, at.n);
+                    }
+                    issued++;
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+                mark(2);
+            }
+        }
+    } else if (warp == CONSUMERS / 32 + 1) {                           // weights, which depend on no other kernel
+        if (lane == 0) {
+            if (WEIGHT_STAGES == 0) {
+                const int channel = tile_at(p, blockIdx.x, 0).channel;
+                barrier_expect(weights_full, blocks * TAPS * WEIGHT_BYTES);
+                for (int b = 0; b < blocks; b++)
+                    for (int tap = 0; tap < TAPS; tap++)
+                        tma_load_2d(weights + (b * TAPS + tap) * WEIGHT_BYTES, &p.weights, weights_full, (tap * blocks + b) * BK, channel);
+            } else {
+                int stage = 0, parity = 1, issued = 0;
+                for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+                    const int channel = tile_at(p, tile, 0).channel;
+                    for (int b = 0; b < blocks; b++) {
+                        for (int tap = 0; tap < TAPS; tap++) {
+                            if (issued >= WEIGHT_STAGES) barrier_wait(weights_empty + 8 * stage, parity);
+                            barrier_expect(weights_full + 8 * stage, WEIGHT_BYTES);
+                            tma_load_2d(weights + stage * WEIGHT_BYTES, &p.weights, weights_full + 8 * stage, (tap * blocks + b) * BK, channel);
+                            issued++;
+                            if (++stage == WEIGHT_STAGES) stage = 0, parity ^= 1;
+                        }
+                    }
+                }
+            }
+        }
+    } else if (warp == CONSUMERS / 32 + 2) {                           // residuals
+        if (HAS_RESIDUAL && lane == 0) {
+            grid_dependency_wait();
+            int buffer = 0, parity = 1, issued = 0;
+            for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+                #pragma unroll
+                for (int g = 0; g < WGN; g++) {
+                    const Tile at = tile_at(p, tile, g);
+                    const int slot = g * OUT_BUFFERS + buffer;
+                    if (issued >= OUT_BUFFERS) barrier_wait(residual_empty + 8 * slot, parity);
+                    barrier_expect(residual_full + 8 * slot, WGM * OUT_LOAD);
+                    for (int m = 0; m < WGM; m++)
+                        tma_load_4d(out + (slot * WGM + m) * OUT_BYTES, &p.residual, residual_full + 8 * slot, at.channel + m * 64, at.w, at.h, at.n);
+                }
+                issued++;
+                if (++buffer == OUT_BUFFERS) buffer = 0, parity ^= 1;
+            }
+        }
+    } else {
+        const int group = warp / 4, quarter = warp % 4, m = group % WGM, g = group / WGM;
+        float acc[BN / 2];
+        int stage = 0, parity = 0, weight_stage = 0, weight_parity = 0, buffer = 0, buffer_parity = 0;
+        grid_dependency_wait();
+        if (WEIGHT_STAGES == 0) barrier_wait(weights_full, 0);
+
+        for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+            const Tile at = tile_at(p, tile, g);
+            float bias[2];
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int row = at.channel + m * 64 + quarter * 16 + i * 8 + lane / 4;
+                bias[i] = row < p.channels ? __ldg(p.bias + row) : 0.0f;
+            }
+            int held_patch = -1, held_weights = -1;
+            for (int b = 0; b < blocks; b++) {
+                const int slot = g * STAGES + stage;
+                barrier_wait(full + 8 * slot, parity);
+                if (b == 0 && threadIdx.x == 0) mark(3);
+                const u64 patch = wgmma_descriptor<SPAN>(patches + slot * PATCH_BYTES);
+                #pragma unroll 1
+                for (int tap_h = 0; tap_h < TAPS_H; tap_h++) {
+                    #pragma unroll
+                    for (int tap_w = 0; tap_w < TAPS_W; tap_w++) {
+                        const int tap = tap_h * TAPS_W + tap_w;
+                        if (WEIGHT_STAGES) barrier_wait(weights_full + 8 * weight_stage, weight_parity);
+                        const u64 a = wgmma_descriptor<SPAN>(weights + (WEIGHT_STAGES ? weight_stage : b * TAPS + tap) * WEIGHT_BYTES + m * 64 * SPAN);
+                        const u64 shifted = patch + (((tap_h * DILATION_H) * PATCH_W + tap_w * DILATION_W) * SPAN >> 4);
+                        wgmma_fence();
+                        #pragma unroll
+                        for (int step = 0; step < BK / 16; step++)
+                            wgmma_step(acc, a + 2 * step, shifted + 2 * step, (b | tap | step) != 0);
+                        wgmma_commit();
+                        if (WEIGHT_STAGES) {
+                            if (held_weights >= 0) {
+                                wgmma_wait<1>();
+                                if (lane == 0) barrier_arrive(weights_empty + 8 * held_weights);
+                            }
+                            held_weights = weight_stage;
+                            if (++weight_stage == WEIGHT_STAGES) weight_stage = 0, weight_parity ^= 1;
+                        }
+                        if (tap == 0 && held_patch >= 0) {             // the last product of the block before has been read
+                            wgmma_wait<1>();
+                            if (lane == 0) barrier_arrive(empty + 8 * held_patch);
+                        }
+                    }
+                }
+                held_patch = slot;
+                if (STAGES == 1 && b + 1 < blocks) {                   // the next block's patch lands where this one lies
+                    wgmma_wait<0>();
+                    if (lane == 0) barrier_arrive(empty + 8 * held_patch);
+                    held_patch = -1;
+                }
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+            wgmma_wait<0>();
+            if (lane == 0) {
+                barrier_arrive(empty + 8 * held_patch);
+                if (WEIGHT_STAGES) barrier_arrive(weights_empty + 8 * held_weights);
+            }
+
+            if (threadIdx.x == 0) mark(4);
+            const bool leader = quarter == 0 && lane == 0;
+            const int slot = g * OUT_BUFFERS + buffer;
+            const u32 own = out + (slot * WGM + m) * OUT_BYTES;
+            if (HAS_RESIDUAL) {
+                barrier_wait(residual_full + 8 * slot, buffer_parity);
+            } else {
+                if (leader) tma_store_wait_read<OUT_BUFFERS - 1>();
+                named_barrier(1 + group, 128);
+            }
+            // Lane l names row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of 8-15.
+            const int chunk = quarter * 2 + ((lane >> 3) & 1);
+            #pragma unroll
+            for (int j = 0; j < BN / 8; j += 2) {
+                const bool pair = j + 1 < BN / 8;
+                const int pixel = j * 8 + (pair ? (lane >> 4) * 8 : 0) + (lane & 7);
+                const int h = pixel / PATCH_W, w = pixel % PATCH_W;
+                const int row = h < TILE_H && w < TILE_W ? h * TILE_W + w : TILE_H * TILE_W;
+                const u32 address = own + row * 128 + ((chunk ^ (row & 7)) << 4);
+                if (pair)
+                    finish_16_pixels(address, &acc[j * 4], bias);
+                else
+                    finish_8_pixels(address, &acc[j * 4], bias);
+            }
+            async_proxy_fence();
+            named_barrier(1 + group, 128);
+            if (leader) {
+                tma_store_4d(&p.output, own, at.channel + m * 64, at.w, at.h, at.n);
+                tma_store_commit();
+                if (HAS_RESIDUAL) {                                    // hand back the buffer whose store has left shared memory
+                    tma_store_wait_read<(OUT_BUFFERS > 1 ? 1 : 0)>();
+                    if (OUT_BUFFERS == 1)
+                        barrier_arrive(residual_empty + 8 * slot);
+                    else if (tile != blockIdx.x)
+                        barrier_arrive(residual_empty + 8 * (g * OUT_BUFFERS + (buffer ? buffer - 1 : OUT_BUFFERS - 1)));
+                }
+            }
+            if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
+        }
+        if (threadIdx.x == 0) mark(6);
+        if (quarter == 0 && lane == 0) tma_store_wait_read<0>();
+        if (threadIdx.x == 0) mark(7);
+    }
+}

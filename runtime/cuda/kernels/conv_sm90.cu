@@ -1,0 +1,367 @@
+// Implicit-GEMM convolution for Hopper: NHWC, 16-bit operands, fp32 accumulation, wgmma fed by TMA.
+//
+// Output channels lie on wgmma's M, output pixels on its N (any multiple of 8: 49 pixels waste 13 % of a tile, not 62 %).
+//   out[pixel, channel] = epilogue(sum_k weights[channel, k] * patch[k, pixel])
+// K runs over one or two sources (a residual block's downsample convolution is a second source of the same GEMM), and within
+// a source over filter taps and blocks of BK channels. A source's pixels come by TMA as rows of a matrix (1x1, stride 1) or in
+// im2col mode (anything else).
+//
+// One warp issues the loads, one the residual's loads, WGM*WGN warpgroups multiply. Weights that are loaded before
+// griddepcontrol.wait overlap the previous kernel. Two epilogues: SPLIT == 1 goes through shared memory and TMA stores, and
+// overlaps the next tile's loads (persistent grid). SPLIT > 1 shares K among the blocks of a cluster: each sends its partial
+// sums, as they lie in registers, to the block that owns those pixels, which adds them in rank order (deterministic).
+//
+// generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS), the sources'
+// modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL, wgmma_step() and epilogue().
+#include "conv_common.cuh"
+
+constexpr int GROUPS = WGM * WGN;
+constexpr int CONSUMERS = GROUPS * 128;
+constexpr int THREADS = CONSUMERS + 64;
+constexpr int TILE_CHANNELS = WGM * MT * 64;
+constexpr int TILE_PIXELS = WGN * BN;
+constexpr int SPAN = BK * 2;
+constexpr u32 WEIGHT_BYTES = TILE_CHANNELS * SPAN;
+constexpr u32 PIXEL_BYTES = BN * SPAN;
+constexpr u32 STAGE_BYTES = WGN * PIXEL_BYTES + (WEIGHTS_STATIONARY ? 0 : WEIGHT_BYTES);
+constexpr u32 OUT_BYTES = BN * 128;               // one 64-channel subtile of one warpgroup
+constexpr u32 BARRIER_BYTES = 1024;
+constexpr int SLOTS = (BN / 8 + SPLIT - 1) / SPLIT;   // blocks of eight pixels that a rank of the cluster finishes
+
+struct Cursor {                                    // where in K the producer is
+    int source, block, tap_w, tap_h;
+};
+
+DEVICE void seek(Cursor& at, const Params& p, int k) {
+    const int first = p.source[0].channel_blocks * p.source[0].taps_h * p.source[0].taps_w;
+    at.source = (MODE1 >= 0 && k >= first) ? 1 : 0;
+    const Source& s = p.source[at.source];
+    k -= at.source ? first : 0;
+    at.block = k % s.channel_blocks;
+    at.tap_w = (k / s.channel_blocks) % s.taps_w;
+    at.tap_h = k / s.channel_blocks / s.taps_w;
+}
+
+DEVICE void advance(Cursor& at, const Params& p) {
+    const Source& s = p.source[at.source];
+    if (++at.block < s.channel_blocks) return;
+    at.block = 0;
+    if (++at.tap_w < s.taps_w) return;
+    at.tap_w = 0;
+    if (++at.tap_h < s.taps_h) return;
+    at.tap_h = 0;
+    at.source = 1;
+}
+
+template <int MODE>
+DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Source& s, const Cursor& at, int first, int n, int h,
+                        int w) {
+    if (MODE == 0) {
+        tma_load_2d(target, map, barrier, at.block * BK, first);
+    } else {
+        tma_load_im2col(target, map, barrier, at.block * BK, w * s.stride_w - s.pad_w, h * s.stride_h - s.pad_h, n,
+                        u16(at.tap_w * s.dilation_w), u16(at.tap_h * s.dilation_h));
+    }
+}
+
+DEVICE void tile_at(const Params& p, int tile, int& channel, int& pixel) {
+    channel = (tile % p.channel_tiles) * TILE_CHANNELS;
+    int index = tile / p.channel_tiles;
+    if (p.reverse) index = p.tiles / p.channel_tiles - 1 - index;
+    pixel = index * TILE_PIXELS;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) u8 shared[];
+    const u32 base = smem_address(shared);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
+    const int k_begin = SPLIT > 1 ? p.k_steps * rank / SPLIT : 0;
+    const int k_count = (SPLIT > 1 ? p.k_steps * (rank + 1) / SPLIT : p.k_steps) - k_begin;
+    const int first_tile = SPLIT > 1 ? blockIdx.x / SPLIT : blockIdx.x;
+    const int tile_step = SPLIT > 1 ? gridDim.x / SPLIT : gridDim.x;
+
+    const u32 full = base, empty = full + 8 * STAGES, weights_full = empty + 8 * STAGES;
+    const u32 residual_full = weights_full + 8, residual_empty = residual_full + 8 * OUT_BUFFERS;
+    const u32 stationary = base + BARRIER_BYTES;
+    const u32 ring = stationary + (WEIGHTS_STATIONARY ? ((p.k_steps + SPLIT - 1) / SPLIT) * WEIGHT_BYTES : 0);
+    const u32 out = (ring + STAGES * STAGE_BYTES + 1023) / 1024 * 1024;
+
+    if (warp == CONSUMERS / 32 && lane == 0) {
+        tma_prefetch(&p.weights);
+        tma_prefetch(&p.pixels0);
+        if (MODE1 >= 0) tma_prefetch(&p.pixels1);
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(full + 8 * i, 1);
+            barrier_init(empty + 8 * i, CONSUMERS / 32);
+        }
+        barrier_init(weights_full, 1);
+        for (int i = 0; i < OUT_BUFFERS; i++) {
+            barrier_init(residual_full + 8 * i, 1);
+            barrier_init(residual_empty + 8 * i, GROUPS);
+        }
+        barrier_init_fence();
+        async_proxy_fence();
+    }
+    __syncthreads();
+    if (SPLIT > 1) cluster_arrive();
+    grid_launch_dependents();
+
+    if (warp == CONSUMERS / 32) {
+        if (lane == 0) {
+            int channel, pixel;
+            tile_at(p, first_tile, channel, pixel);
+            // Weights first: they depend on no other kernel.
+            if (WEIGHTS_STATIONARY) {
+                barrier_expect(weights_full, k_count * WEIGHT_BYTES);
+                for (int k = 0; k < k_count; k++)
+                    tma_load_2d(stationary + k * WEIGHT_BYTES, &p.weights, weights_full, (k_begin + k) * BK, channel);
+            } else {
+                for (int k = 0; k < k_count && k < STAGES; k++) {
+                    barrier_expect(full + 8 * k, STAGE_BYTES);
+                    tma_load_2d(ring + k * STAGE_BYTES + WGN * PIXEL_BYTES, &p.weights, full + 8 * k, (k_begin + k) * BK, channel);
+                }
+            }
+            mark(0);
+            grid_dependency_wait();
+            mark(1);
+            int stage = 0, parity = 1, issued = 0;
+            for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
+                tile_at(p, tile, channel, pixel);
+                int n[WGN], h[WGN], w[WGN];
+                for (int i = 0; i < WGN; i++) {
+                    const int at = pixel + i * BN;
+                    w[i] = at % p.out_w;
+                    h[i] = at / p.out_w % p.out_h;
+                    n[i] = at / p.out_w / p.out_h;
+                }
+                Cursor at;
+                seek(at, p, k_begin);
+                for (int k = 0; k < k_count; k++) {
+                    const u32 target = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
+                    const bool primed = !WEIGHTS_STATIONARY && issued < STAGES && issued < k_count;   // weights are on their way
+                    if (issued >= STAGES) barrier_wait(empty + 8 * stage, parity);
+                    if (!primed) {
+                        barrier_expect(barrier, STAGE_BYTES);
+                        if (!WEIGHTS_STATIONARY)
+                            tma_load_2d(target + WGN * PIXEL_BYTES, &p.weights, barrier, (k_begin + k) * BK, channel);
+                    }
+                    for (int i = 0; i < WGN; i++) {
+                        if (MODE1 >= 0 && at.source)
+                            load_pixels<MODE1>(target + i * PIXEL_BYTES, &p.pixels1, barrier, p.source[1], at, pixel + i * BN,
+                                               n[i], h[i], w[i]);
+                        else
+                            load_pixels<MODE0>(target + i * PIXEL_BYTES, &p.pixels0, barrier, p.source[0], at, pixel + i * BN,
+                                               n[i], h[i], w[i]);
+                    }
+                    advance(at, p);
+                    issued++;
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+                mark(2);
+            }
+        }
+        __syncwarp();
+    } else if (warp == CONSUMERS / 32 + 1) {
+        if (HAS_RESIDUAL && SPLIT == 1 && lane == 0) {
+            grid_dependency_wait();
+            int buffer = 0, parity = 1, issued = 0;
+            for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
+                int channel, pixel;
+                tile_at(p, tile, channel, pixel);
+                if (issued >= OUT_BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
+                barrier_expect(residual_full + 8 * buffer, GROUPS * MT * OUT_BYTES);
+                for (int i = 0; i < GROUPS * MT; i++) {
+                    const int group = i / MT;
+                    tma_load_2d(out + (buffer * GROUPS * MT + i) * OUT_BYTES, &p.residual, residual_full + 8 * buffer,
+                                channel + ((group % WGM) * MT + i % MT) * 64, pixel + (group / WGM) * BN);
+                }
+                issued++;
+                if (++buffer == OUT_BUFFERS) buffer = 0, parity ^= 1;
+            }
+        }
+        __syncwarp();
+    } else {
+        const int group = warp / 4, quarter = warp % 4;
+        const int group_channel = (group % WGM) * MT * 64, group_pixel = (group / WGM) * BN;
+        const u32 weights_at = WEIGHTS_STATIONARY ? stationary : ring + WGN * PIXEL_BYTES;
+        constexpr u32 WEIGHT_STRIDE = WEIGHTS_STATIONARY ? WEIGHT_BYTES : STAGE_BYTES;
+        float acc[MT][BN / 2];
+        int stage = 0, parity = 0;
+
+#if SPLIT > 1
+        // Rank r owns blocks r, r + SPLIT, ... of eight pixels. An item is four channels of one pixel of an owned block.
+        int tile_channel, tile_pixel;
+        tile_at(p, first_tile, tile_channel, tile_pixel);
+        const int first_channel = tile_channel + group_channel + quarter * 16 + lane % 4 * 4;
+        const int first_pixel = tile_pixel + group_pixel + rank * 8 + lane / 4;
+        bool live[MT][SLOTS];
+        float4 item_bias[MT];
+        uint2 item_residual[MT][SLOTS];
+        #pragma unroll
+        for (int m = 0; m < MT; m++) {
+            const bool inside = first_channel + m * 64 < p.channels;
+            item_bias[m] = inside ? __ldg(reinterpret_cast<const float4*>(p.bias + first_channel + m * 64)) : make_float4(0, 0, 0, 0);
+            #pragma unroll
+            for (int i = 0; i < SLOTS; i++) {
+                live[m][i] = inside && rank + i * SPLIT < BN / 8 && first_pixel + i * SPLIT * 8 < p.pixel_count;
+                item_residual[m][i] = make_uint2(0u, 0u);
+            }
+        }
+        grid_dependency_wait();
+        #pragma unroll
+        for (int m = 0; m < MT; m++) {
+            #pragma unroll
+            for (int i = 0; i < SLOTS; i++) {
+                const long long at = (long long)(first_pixel + i * SPLIT * 8) * p.channels + first_channel + m * 64;
+                if (HAS_RESIDUAL && live[m][i]) item_residual[m][i] = *reinterpret_cast<const uint2*>(p.residual_pointer + at);
+            }
+        }
+#else
+        int buffer = 0, buffer_parity = 0;
+        grid_dependency_wait();
+#endif
+        if (WEIGHTS_STATIONARY) barrier_wait(weights_full, 0);
+
+        for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
+            int channel, pixel;
+            tile_at(p, tile, channel, pixel);
+#if SPLIT == 1
+            float bias[MT][2];
+            #pragma unroll
+            for (int m = 0; m < MT; m++) {
+                #pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int row = channel + group_channel + m * 64 + quarter * 16 + i * 8 + lane / 4;
+                    bias[m][i] = row < p.channels ? __ldg(p.bias + row) : 0.0f;
+                }
+            }
+#endif
+            int previous = 0;
+            for (int k = 0; k < k_count; k++) {
+                barrier_wait(full + 8 * stage, parity);
+                if (k == 0 && threadIdx.x == 0) mark(3);
+                const u32 weight_tile = weights_at + (WEIGHTS_STATIONARY ? k : stage) * WEIGHT_STRIDE + group_channel * SPAN;
+                const u64 b = wgmma_descriptor<SPAN>(ring + stage * STAGE_BYTES + (group / WGM) * PIXEL_BYTES);
+                wgmma_fence();
+                #pragma unroll
+                for (int step = 0; step < BK / 16; step++) {
+                    #pragma unroll
+                    for (int m = 0; m < MT; m++)
+                        wgmma_step(acc[m], wgmma_descriptor<SPAN>(weight_tile + m * 64 * SPAN) + 2 * step, b + 2 * step,
+                                   (k | step) != 0);
+                }
+                wgmma_commit();
+                if (k > 0) {                       // the step before this one has been read: its stage is free
+                    wgmma_wait<1>();
+                    if (lane == 0) barrier_arrive(empty + 8 * previous);
+                }
+                previous = stage;
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+            wgmma_wait<0>();
+            if (lane == 0) barrier_arrive(empty + 8 * previous);
+            if (threadIdx.x == 0) mark(4);
+
+#if SPLIT == 1
+            const bool leader = quarter == 0 && lane == 0;
+            const u32 own = out + (buffer * GROUPS + group) * MT * OUT_BYTES;
+            if (HAS_RESIDUAL) {
+                barrier_wait(residual_full + 8 * buffer, buffer_parity);
+            } else {
+                if (leader) tma_store_wait_read<OUT_BUFFERS - 1>();
+                named_barrier(1 + group, 128);
+            }
+            #pragma unroll
+            for (int m = 0; m < MT; m++) {
+                // Lane l names row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of 8-15.
+                const u32 row = own + m * OUT_BYTES + ((lane >> 4) * 8 + (lane & 7)) * 128 +
+                                (((quarter * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+                #pragma unroll
+                for (int j = 0; j < BN / 16; j++) finish_16_pixels(row + j * 16 * 128, &acc[m][j * 8], bias[m]);
+                if (BN % 16) finish_8_pixels(row - (lane >> 4) * 8 * 128 + (BN / 16) * 16 * 128, &acc[m][BN / 16 * 8], bias[m]);
+            }
+            async_proxy_fence();
+            named_barrier(1 + group, 128);
+            if (leader) {
+                #pragma unroll
+                for (int m = 0; m < MT; m++)
+                    tma_store_2d(&p.output, own + m * OUT_BYTES, channel + group_channel + m * 64, pixel + group_pixel);
+                tma_store_commit();
+                if (HAS_RESIDUAL) {                // hand back the buffer whose store has left shared memory
+                    tma_store_wait_read<(OUT_BUFFERS > 1 ? 1 : 0)>();
+                    if (OUT_BUFFERS == 1)
+                        barrier_arrive(residual_empty);
+                    else if (tile != first_tile)
+                        barrier_arrive(residual_empty + 8 * (buffer ? buffer - 1 : OUT_BUFFERS - 1));
+                }
+            }
+            if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
+#endif
+        }
+#if SPLIT == 1
+        if (threadIdx.x == 0) mark(6);
+        if (quarter == 0 && lane == 0) tma_store_wait_read<0>();
+        if (threadIdx.x == 0) mark(7);
+#else
+        // Each lane's four accumulators of a block of eight pixels travel as one 16-byte store, 512 bytes a warp.
+        __syncwarp();
+        cluster_wait();                            // the peers run: their shared memory may be written
+        const u32 own_fragment = (quarter * 32 + lane) * 16;
+        #pragma unroll
+        for (int m = 0; m < MT; m++) {
+            #pragma unroll
+            for (int j = 0; j < BN / 8; j++) {
+                const u32 slot = ((group * MT + m) * SLOTS + j / SPLIT) * SPLIT + rank;
+                cluster_store(cluster_map(out + slot * 2048 + own_fragment, j % SPLIT), &acc[m][j * 4]);
+            }
+        }
+        if (threadIdx.x == 0) mark(5);
+        cluster_arrive();
+        cluster_wait();
+        if (threadIdx.x == 0) mark(6);
+        #pragma unroll
+        for (int m = 0; m < MT; m++) {
+            #pragma unroll
+            for (int i = 0; i < SLOTS; i++) {
+                if (rank + i * SPLIT >= BN / 8) continue;
+                const u32 slot = out + ((group * MT + m) * SLOTS + i) * SPLIT * 2048 + own_fragment;
+                float4 part[SPLIT];
+                #pragma unroll
+                for (int r = 0; r < SPLIT; r++) part[r] = shared_load(slot + r * 2048);
+                #pragma unroll
+                for (int r = 1; r < SPLIT; r++) {
+                    part[0].x += part[r].x;
+                    part[0].y += part[r].y;
+                    part[0].z += part[r].z;
+                    part[0].w += part[r].w;
+                }
+                // Transpose within the warp (over the ring, whose operands have been read): [8 pixels][16 channels], pitch 20.
+                const u32 patch = stationary + ((group * 4 + quarter) * 160) * 4;
+                const u32 column = patch + (lane % 4 * 2 * 20 + lane / 4) * 4;
+                __syncwarp();
+                shared_store(column, part[0].x);
+                shared_store(column + 80, part[0].y);
+                shared_store(column + 32, part[0].z);
+                shared_store(column + 112, part[0].w);
+                __syncwarp();
+                const float4 sum = shared_load(patch + (lane / 4 * 20 + lane % 4 * 4) * 4);
+                const uint2 r = item_residual[m][i];
+                const float4 c = item_bias[m];
+                const long long at = (long long)(first_pixel + i * SPLIT * 8) * p.channels + first_channel + m * 64;
+                if (live[m][i])
+                    *reinterpret_cast<uint2*>(p.output_pointer + at) =
+                        make_uint2(pack2(epilogue(sum.x, c.x, low_float(r.x)), epilogue(sum.y, c.y, high_float(r.x))),
+                                   pack2(epilogue(sum.z, c.z, low_float(r.y)), epilogue(sum.w, c.w, high_float(r.y))));
+            }
+        }
+        if (threadIdx.x == 0) mark(7);
+#endif
+    }
+#if SPLIT > 1
+    if (warp >= CONSUMERS / 32) {                  // the loading warps take part in the cluster's second barrier, too
+        cluster_wait();
+        cluster_arrive();
+    }
+#endif
+}

@@ -1,0 +1,200 @@
+// Thin wrappers of the PTX instructions the kernels use. No CUDA header is needed: NVRTC compiles these alone.
+// PTX ISA 8.0+: sections "mbarrier", "cp.async.bulk.tensor", "wgmma", "griddepcontrol", "barrier.cluster".
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE static __device__ __forceinline__
+
+// A CUtensorMap, opaque, as the driver encodes it. It is a __grid_constant__ parameter, so TMA may read it in place.
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+DEVICE u32 smem_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+// ---- element types: 16-bit storage, fp32 arithmetic -------------------------------------------------------------
+
+#if defined(DTYPE_BF16)
+DEVICE u32 pack2(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+DEVICE float low_float(u32 packed) { return __uint_as_float(packed << 16); }
+DEVICE float high_float(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
+#else
+DEVICE u32 pack2(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+DEVICE float low_float(u32 packed) {
+    float value;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(value) : "r"(packed));
+    return value;
+}
+DEVICE float high_float(u32 packed) {
+    float value;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(packed));
+    return value;
+}
+#endif
+DEVICE u16 pack1(float value) { return static_cast<u16>(pack2(value, 0.0f)); }
+DEVICE float unpack1(u16 bits) { return low_float(bits); }
+
+// ---- in-kernel time marks, for finding where a short kernel's time goes (compile with -DPROFILE) ---------------------
+
+#ifdef PROFILE
+__device__ u64 profile_log[2048 * 16];             // nanoseconds: [block][mark]
+DEVICE void mark(int index) {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    if (blockIdx.x < 2048) profile_log[blockIdx.x * 16 + index] = now;
+}
+#else
+DEVICE void mark(int) {}
+#endif
+
+// ---- programmatic dependent launch -------------------------------------------------------------------------------
+
+// Before it: only constants (weights, biases) may be read and nothing may be written; buffers are reused across steps.
+DEVICE void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void grid_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+#if __CUDA_ARCH__ >= 900
+
+// ---- mbarrier ------------------------------------------------------------------------------------------------------
+
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+DEVICE bool barrier_try(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, 0x989680; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done;
+}
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+#ifdef BARRIER_TRAP  // a protocol fault ends the kernel with an error and does not hang the GPU
+    for (int tries = 0; !barrier_try(barrier, parity); tries++)
+        if (tries > 200) __trap();
+#else
+    while (!barrier_try(barrier, parity)) {}
+#endif
+}
+DEVICE void named_barrier(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// ---- clusters ------------------------------------------------------------------------------------------------------
+
+DEVICE u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE u32 cluster_map(u32 address, u32 rank) {
+    u32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+DEVICE void cluster_store(u32 address, const float* v) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+DEVICE float4 shared_load(u32 address) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+    return v;
+}
+DEVICE void shared_store(u32 address, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory"); }
+
+// ---- TMA -----------------------------------------------------------------------------------------------------------
+
+DEVICE void tma_prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<u64>(map)) : "memory");
+}
+DEVICE void tma_load_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+                 ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(x), "r"(y) : "memory");
+}
+DEVICE void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int a, int b, int c, int d) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+// im2col mode of an NHWC tensor: (w, h, n) is the first pixel's top-left corner, the offsets select the filter tap.
+DEVICE void tma_load_im2col(u32 target, const TensorMap* map, u32 barrier, int c, int w, int h, int n, u16 tap_w, u16 tap_h) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4, %5, %6}], [%2], {%7, %8};"
+                 ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(tap_w),
+                 "h"(tap_h) : "memory");
+}
+DEVICE void tma_store_2d(const TensorMap* map, u32 source, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
+                 ::"l"(reinterpret_cast<u64>(map)), "r"(source), "r"(x), "r"(y) : "memory");
+}
+DEVICE void tma_store_4d(const TensorMap* map, u32 source, int a, int b, int c, int d) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 ::"l"(reinterpret_cast<u64>(map)), "r"(source), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int PENDING> DEVICE void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- wgmma ---------------------------------------------------------------------------------------------------------
+
+// A K-major operand in shared memory whose rows are one swizzle span (128 or 64 bytes) and whose start is aligned to 8 rows.
+template <int SPAN> DEVICE u64 wgmma_descriptor(u32 address) {
+    constexpr u64 swizzle = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3;
+    constexpr u64 eight_rows = (8 * SPAN) >> 4;
+    return (swizzle << 62) | (eight_rows << 32) | (u64(1) << 16) | u64((address & 0x3ffff) >> 4);
+}
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+
+// ---- transposed 8x8 matrices between registers and shared memory ---------------------------------------------------
+
+DEVICE void stmatrix_x4_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+DEVICE void stmatrix_x2_trans(u32 address, u32 a, u32 b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
+#endif  // __CUDA_ARCH__ >= 900
+
+DEVICE void ldmatrix_x4(u32 address, u32& a, u32& b, u32& c, u32& d) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
+}
+DEVICE void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
+}
+DEVICE void ldmatrix_x2_trans(u32 address, u32& a, u32& b) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(a), "=r"(b) : "r"(address) : "memory");
+}

@@ -1,0 +1,294 @@
+"""Compiles CUDA C++ to cubins with NVRTC, and keeps them in a cache on disk. Needs no GPU.
+
+A cubin is keyed by sha256 over everything that decides its bytes: the source with the text of every header it includes, the
+options, the architecture, the NVRTC version and :data:`ABI`. A cache entry holds its own digest; writing is atomic (temporary
+file, then rename in the same folder), so that concurrent processes and crashes leave whole entries or none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from optdnn.errors import InternalError, MissingDependency
+
+ABI = 1
+"""Changes whenever the host's view of a kernel (parameter struct, launch convention) changes without its source changing."""
+
+KERNELS = Path(__file__).parent / "kernels"
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_MAGIC = b"optdnn-cubin-1\n"
+
+
+class KernelError(InternalError):
+    """A kernel template does not compile. The message holds the compiler's log."""
+
+
+class CacheWarning(UserWarning):
+    """The kernel cache cannot be written, or an entry was damaged and has been replaced."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a cubin is made from.
+
+    ``name`` is a file in ``kernels/``; ``generated`` maps the names of rendered headers to their text; ``arch`` is an NVRTC
+    architecture such as ``sm_90a``.
+    """
+
+    name: str
+    arch: str
+    generated: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ("--std=c++17", "--use_fast_math")
+
+    def sources(self) -> dict[str, str]:
+        """Every text that goes into the compilation, the main file first."""
+        texts: dict[str, str] = {}
+        pending = [self.name]
+        while pending:
+            name = pending.pop(0)
+            if name in texts:
+                continue
+            text = self.generated.get(name)
+            if text is None:
+                path = KERNELS / name
+                if not path.is_file():
+                    raise KernelError(f"{self.name}: includes {name!r}, which is neither in {KERNELS} nor generated")
+                text = path.read_text(encoding="utf-8")
+            texts[name] = text
+            pending += _INCLUDE.findall(text)
+        return texts
+
+    def key(self) -> str:
+        """The cache key: 64 hexadecimal digits."""
+        digest = hashlib.sha256()
+        parts = [f"abi {ABI}", f"nvrtc {'.'.join(map(str, version()))}", self.arch, *self.options]
+        for name, text in sorted(self.sources().items()):
+            parts += [name, text]
+        for part in parts:
+            encoded = part.encode()
+            digest.update(f"{len(encoded)}:".encode())
+            digest.update(encoded)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reported for a kernel: registers per thread; spilled (stores + loads), stack frame and static shared bytes."""
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def _preload() -> None:
+    """Load NVRTC's wheel from anywhere on ``sys.path``: cuda.bindings looks in the interpreter's own site folders only, and so
+    misses layered environments. Where there is no such wheel, its search goes on as usual."""
+    for folder in sys.path:
+        for library in sorted(Path(folder or ".").glob("nvidia/cu1[3-9]/lib/libnvrtc.so.*"), reverse=True):
+            if "alt" in library.name:
+                continue
+            for part in (*library.parent.glob("libnvrtc-builtins.so.*"), library):  # NVRTC opens the builtins by name
+                ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
+            return
+
+
+@cache
+def _nvrtc() -> ModuleType:
+    _preload()
+    try:
+        return importlib.import_module("cuda.bindings.nvrtc")
+    except ImportError as error:
+        raise MissingDependency("cuda-bindings", "cuda", "to compile kernels") from error
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    nvrtc = _nvrtc()
+    try:
+        status, *values = function(*arguments)
+    except RuntimeError as error:  # cuda.bindings raises this when it finds no libnvrtc
+        raise MissingDependency("nvidia-cuda-nvrtc", "cuda", "to compile kernels") from error
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise KernelError(f"NVRTC: {nvrtc.nvrtcGetErrorString(status)[1].decode()} ({status.name})")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+@cache
+def version() -> tuple[int, int]:
+    """NVRTC's version, for example ``(13, 0)``."""
+    major, minor = _call(_nvrtc().nvrtcVersion)
+    return int(major), int(minor)
+
+
+def compile_recipe(recipe: Recipe, *, resources: bool = False) -> tuple[bytes, str]:
+    """Compile to a cubin, without the cache. Returns the cubin and the log (with ``resources``, ptxas's report is in it)."""
+    nvrtc = _nvrtc()
+    texts = recipe.sources()
+    main = texts.pop(recipe.name)
+    options = [f"--gpu-architecture={recipe.arch}", *recipe.options]
+    if resources:
+        options.append("--ptxas-options=-v")
+    names = sorted(texts)
+    program = _call(
+        nvrtc.nvrtcCreateProgram, main.encode(), recipe.name.encode(), len(names),
+        [texts[name].encode() for name in names], [name.encode() for name in names],
+    )  # fmt: skip
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = bytearray(_call(nvrtc.nvrtcGetProgramLogSize, program))
+        _call(nvrtc.nvrtcGetProgramLog, program, log)
+        text = bytes(log).rstrip(b"\0").decode(errors="replace")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise KernelError(f"{recipe.name} does not compile for {recipe.arch} ({status.name}):\n{text}")
+        cubin = bytearray(_call(nvrtc.nvrtcGetCUBINSize, program))
+        _call(nvrtc.nvrtcGetCUBIN, program, cubin)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return bytes(cubin), text
+
+
+def resources(recipe: Recipe) -> dict[str, Resources]:
+    """Compile and read ptxas's report: kernel name -> :class:`Resources`."""
+    _, log = compile_recipe(recipe, resources=True)
+    found: dict[str, Resources] = {}
+    name = None
+    stack = spill = 0
+    for line in log.splitlines():
+        if match := re.search(r"Function properties for (\S+)|Compiling entry function '(\S+?)'", line):
+            name = match[1] or match[2]
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            stack, spill = int(match[1]), int(match[2]) + int(match[3])
+        elif (match := re.search(r"Used (\d+) registers", line)) and name:
+            shared = re.search(r"(\d+) bytes smem", line)
+            found[name] = Resources(int(match[1]), spill, stack, int(shared[1]) if shared else 0)
+    if not found:
+        raise KernelError(f"{recipe.name}: the compiler gave no resource report:\n{log}")
+    return found
+
+
+def default_folder() -> Path:
+    """``$OPTDNN_CACHE/kernels``, or ``optdnn/kernels`` in the user's cache folder (``$XDG_CACHE_HOME``, ``~/.cache``,
+    ``%LOCALAPPDATA%``)."""
+    if chosen := os.environ.get("OPTDNN_CACHE"):
+        return Path(chosen) / "kernels"
+    if sys.platform == "win32":
+        root = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "optdnn" / "kernels"
+
+
+class KernelCache:
+    """Cubins on disk. Safe under concurrent processes; a damaged entry is reported, recompiled and replaced."""
+
+    def __init__(self, folder: Path | None = None):
+        self.folder = folder or default_folder()
+        self.hits = 0
+        self.misses = 0
+
+    def path(self, key: str) -> Path:
+        """Where the entry of ``key`` lies."""
+        return self.folder / f"{key}.cubin"
+
+    def get(self, recipe: Recipe) -> bytes:
+        """The recipe's cubin, compiled if the cache does not hold it."""
+        key = recipe.key()
+        cubin = self._read(key)
+        if cubin is not None:
+            self.hits += 1
+            return cubin
+        self.misses += 1
+        cubin, _ = compile_recipe(recipe)
+        self._write(key, cubin)
+        return cubin
+
+    def get_many(self, recipes: Sequence[Recipe], workers: int) -> list[bytes]:
+        """The cubins of many recipes, in order; missing ones are compiled by up to ``workers`` processes.
+
+        Processes, since NVRTC serializes the threads of one. Raises KernelError with the first log of those that failed.
+        """
+        missing = {key: recipe for recipe in recipes if not self.path(key := recipe.key()).is_file()}
+        count = min(workers, len(missing) // 4)
+        if count > 1:
+            jobs = list(missing.values())
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                __name__,
+                str(self.folder),
+            ]  # -P: a folder named optdnn in the current one is not it
+            running = []
+            for i in range(count):
+                text = json.dumps([[r.name, r.arch, dict(r.generated), r.options] for r in jobs[i::count]])
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                assert process.stdin is not None
+                process.stdin.write(text)
+                process.stdin.close()
+                running.append(process)
+            for process in running:
+                assert process.stdout is not None
+                output = process.stdout.read()
+                if process.wait() != 0:
+                    raise KernelError(f"a compiling process failed: {output.strip() or process.returncode}")
+            self.misses += len(missing)
+        return [self.get(recipe) for recipe in recipes]
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            blob = self.path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            warnings.warn(f"cannot read the kernel cache: {error}", CacheWarning, stacklevel=3)
+            return None
+        head = len(_MAGIC) + 32
+        payload = blob[head:]
+        if blob[: len(_MAGIC)] == _MAGIC and blob[len(_MAGIC) : head] == hashlib.sha256(payload).digest():
+            return payload
+        warnings.warn(f"{self.path(key)} is damaged; it is compiled anew", CacheWarning, stacklevel=3)
+        return None
+
+    def _write(self, key: str, cubin: bytes) -> None:
+        temporary = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{key[:16]}-", suffix=".tmp")
+            with os.fdopen(handle, "wb") as file:
+                file.write(_MAGIC + hashlib.sha256(cubin).digest() + cubin)
+            os.replace(temporary, self.path(key))
+        except OSError as error:
+            warnings.warn(f"cannot write the kernel cache {self.folder}: {error}", CacheWarning, stacklevel=3)
+            if temporary is not None and os.path.exists(temporary):
+                os.unlink(temporary)
+
+
+def _compile_jobs() -> int:
+    """A worker of :meth:`KernelCache.get_many`: recipes as JSON on stdin, the cache folder as argument, an error on stdout."""
+    cache = KernelCache(Path(sys.argv[1]))
+    for name, arch, generated, options in json.load(sys.stdin):
+        try:
+            cache.get(Recipe(name, arch, generated, tuple(options)))
+        except KernelError as error:
+            print(error)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_compile_jobs())

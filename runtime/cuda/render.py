@@ -1,0 +1,81 @@
+"""Renders what a kernel template leaves open: the wgmma instruction of a tile width, and the epilogue of a list of stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from optdnn.errors import InternalError
+
+Stage = tuple[str | float, ...]
+"""One epilogue stage: ``("bias",)``, ``("add",)``, ``("relu",)``, ``("clip", 0.0, 6.0)``, … (the keys of :data:`STAGES`)."""
+
+# x is the fp32 accumulator, c the channel's bias, r the residual's element; {0}, {1} are the stage's own constants.
+STAGES: dict[str, tuple[int, str]] = {
+    "bias": (0, "x = x + c;"),
+    "add": (0, "x = x + r;"),
+    "mul": (0, "x = x * r;"),
+    "relu": (0, "x = fmaxf(x, 0.0f);"),
+    "clip": (2, "x = fminf(fmaxf(x, {0}), {1});"),
+    "leaky_relu": (1, "x = x < 0.0f ? {0} * x : x;"),
+    "elu": (1, "x = x < 0.0f ? {0} * (__expf(x) - 1.0f) : x;"),
+    "sigmoid": (0, "x = __fdividef(1.0f, 1.0f + __expf(-x));"),
+    "silu": (0, "x = __fdividef(x, 1.0f + __expf(-x));"),
+    "tanh": (0, "x = tanhf(x);"),
+    "hard_sigmoid": (2, "x = __saturatef({0} * x + {1});"),
+    "hard_swish": (0, "x = x * __saturatef(x * 0.16666667f + 0.5f);"),
+    "gelu": (0, "x = 0.5f * x * (1.0f + erff(x * 0.70710678f));"),
+    "gelu_tanh": (0, "x = 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));"),
+    "softplus": (0, "x = x > 20.0f ? x : log1pf(__expf(x));"),
+    "mul_const": (1, "x = x * {0};"),
+    "add_const": (1, "x = x + {0};"),
+}
+
+
+def _literal(value: float) -> str:
+    if math.isinf(value):
+        return "__int_as_float(0x7f800000)" if value > 0 else "__int_as_float(0xff800000)"
+    if math.isnan(value):
+        raise InternalError("an epilogue constant is NaN")
+    return f"{float(value)!r}f"
+
+
+def uses_residual(stages: Sequence[Stage]) -> bool:
+    """Whether a stage reads the second tensor."""
+    return any(stage[0] in ("add", "mul") for stage in stages)
+
+
+def epilogue(stages: Sequence[Stage]) -> str:
+    """CUDA source of ``float epilogue(float x, float c, float r)``, the stages applied in order. Raises InternalError."""
+    if sum(stage[0] in ("add", "mul") for stage in stages) > 1:
+        raise InternalError("an epilogue reads at most one residual tensor")
+    lines = ["DEVICE float epilogue(float x, float c, float r) {"]
+    for name, *constants in stages:
+        if name not in STAGES:
+            raise InternalError(f"unknown epilogue stage {name!r}; known: {', '.join(STAGES)}")
+        count, text = STAGES[str(name)]
+        if len(constants) != count:
+            raise InternalError(f"epilogue stage {name!r} takes {count} constants, not {len(constants)}")
+        lines.append("    " + text.format(*[_literal(float(value)) for value in constants]))
+    return "\n".join([*lines, "    return x;", "}"])
+
+
+def wgmma(columns: int, dtype: str) -> str:
+    """CUDA source of ``wgmma_step(float (&d)[columns / 2], u64 a, u64 b, int accumulate)``: m64 n``columns`` k16, both operands
+    K-major in shared memory, fp32 accumulators (PTX ISA, "wgmma.mma_async")."""
+    if columns % 8 or not 8 <= columns <= 256:
+        raise InternalError(f"wgmma has no tile of {columns} columns")
+    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    count = columns // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""DEVICE void wgmma_step(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
+    asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "
+        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{registers}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;}}"
+        : {outputs} : "l"(a), "l"(b), "r"(accumulate));
+}}"""
+
+
+def constants(values: Mapping[str, int]) -> str:
+    """``#define NAME value`` lines."""
+    return "\n".join(f"#define {name} {value}" for name, value in values.items())

@@ -1,0 +1,64 @@
+"""Every kernel compiles for its architectures, and the hot ones spill nothing. Needs NVRTC, no GPU."""
+
+from __future__ import annotations
+
+import pytest
+from support.conv_cases import ADD, CASES, RELU, same
+
+from optdnn.errors import MissingDependency
+from optdnn.runtime.cuda import conv, conv_cost, conv_patch, nvrtc, pool
+from optdnn.runtime.cuda.conv import Problem, Source
+from optdnn.runtime.cuda.conv_patch import PatchConfig
+
+
+@pytest.fixture(autouse=True)
+def _needs_nvrtc() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
+    try:
+        nvrtc.version()
+    except MissingDependency as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case_compiles_without_spills(name: str) -> None:
+    problem, config = CASES[name]
+    family = conv_patch if isinstance(config, PatchConfig) else conv
+    found = nvrtc.resources(family.recipe(problem, config, checked=True))
+    (kernel,) = found.values()
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    assert kernel.registers * config.threads * config.blocks <= 65536
+
+
+@pytest.mark.parametrize("batch", [1, 128])
+def test_the_first_candidates_of_resnet50_do_not_spill(batch: int) -> None:
+    problems = [
+        Problem(batch, 64, (same(56, 56, 64),), RELU),
+        Problem(batch, 256, (Source(56, 56, 64),), ADD),
+        Problem(batch, 256, (Source(56, 56, 64), Source(56, 56, 64)), RELU),
+        Problem(batch, 128, (same(56, 56, 128, stride=2),), RELU),
+        Problem(batch, 1024, (Source(14, 14, 256), Source(28, 28, 512, (1, 1), (2, 2))), RELU),
+        Problem(batch, 512, (same(7, 7, 512),), RELU),
+    ]
+    for problem in problems:
+        for config in conv_cost.candidates(problem, conv_cost.h200(), 2):
+            (kernel,) = nvrtc.resources(conv.recipe(problem, config)).values()
+            assert kernel.spill_bytes == kernel.stack_bytes == 0, config
+        for patch in conv_patch.candidates(problem, conv_cost.h200())[:2]:
+            (kernel,) = nvrtc.resources(conv_patch.recipe(problem, patch)).values()
+            assert kernel.spill_bytes == kernel.stack_bytes == 0, patch
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_pooling_compiles(arch: str, dtype: str) -> None:
+    for kernel in nvrtc.resources(pool.recipe(dtype, arch)).values():
+        assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+def test_too_many_accumulators_do_not_fit_and_are_refused() -> None:
+    """The guard behind the refusal: with 160 accumulators and two blocks the compiler gives up."""
+    problem, config = Problem(8, 256, (Source(56, 56, 64),), ADD), conv.Config(2, 1, 2, 160, 2, blocks=2)
+    assert conv.refuse(problem, config) is not None
+    with pytest.raises(nvrtc.KernelError, match="registers"):
+        nvrtc.compile_recipe(conv.recipe(problem, config))

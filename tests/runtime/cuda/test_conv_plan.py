@@ -1,0 +1,156 @@
+"""Plans of the convolution kernels, without a GPU: shapes, packing, refusals, candidates, the parameter block."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.conv_cases import ADD, CASES, RELU, convolve, same
+
+from optdnn.errors import InternalError
+from optdnn.runtime.cuda import conv, conv_cost, conv_patch
+from optdnn.runtime.cuda.conv import Config, Problem, Source
+from optdnn.runtime.cuda.conv_patch import PatchConfig
+
+DEVICE = conv_cost.h200()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        Source(12, 10, 3, (7, 7), (2, 2), (3, 3, 3, 3)),
+        Source(11, 13, 3, (3, 3), (2, 2), (1, 1, 1, 1)),
+        Source(12, 12, 3, (3, 3), (2, 2), (0, 0, 1, 1)),
+        Source(9, 8, 3, (3, 3), (1, 1), (1, 1, 1, 1)),
+        Source(16, 16, 3, (4, 4), (4, 4)),
+        Source(15, 14, 1, (5, 5), (3, 3), (2, 1, 2, 1)),
+    ],
+)
+def test_space_to_depth_is_the_same_convolution(source: Source) -> None:
+    rng = np.random.default_rng(0)
+    image = rng.standard_normal((2, source.height, source.width, source.channels))
+    weight = rng.standard_normal((5, source.channels, *source.kernel))
+    made, stride = conv.space_to_depth(source), source.stride[0]
+    moved = np.zeros((2, made.height, stride, made.width, stride, source.channels))
+    moved.reshape(2, made.height * stride, made.width * stride, -1)[:, : source.height, : source.width] = image
+    deep = np.zeros((2, made.height, made.width, made.channels))
+    deep[..., : stride * stride * source.channels] = moved.transpose(0, 1, 3, 2, 4, 5).reshape(
+        2, made.height, made.width, -1
+    )
+    packed = conv.space_to_depth_weights(source, weight)
+    assert made.output() == source.output()
+    assert np.count_nonzero(packed) == weight.size
+    np.testing.assert_allclose(convolve(deep, packed, made), convolve(image, weight, source), atol=1e-12)
+
+
+def test_space_to_depth_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(InternalError, match="equal strides"):
+        conv.space_to_depth(Source(8, 8, 3, (3, 3), (2, 1)))
+
+
+def test_weights_lie_in_the_order_the_kernel_walks_k() -> None:
+    sources = (same(6, 6, 72), Source(12, 12, 128, (1, 1), (2, 2)))
+    problem = Problem(1, 8, sources, RELU)
+    rng = np.random.default_rng(1)
+    weights = [rng.standard_normal((8, s.channels, *s.kernel)) for s in sources]
+    packed = conv.pack_weights(problem, weights)
+    assert packed.shape == (8, problem.k_steps * problem.block) == (8, (9 * 2 + 2) * 64)
+    step = 0
+    for source, weight in zip(sources, weights, strict=True):
+        for r in range(source.kernel[0]):
+            for s in range(source.kernel[1]):
+                for block in range(-(-source.channels // 64)):
+                    part = weight[:, block * 64 : (block + 1) * 64, r, s]
+                    columns = packed[:, step * 64 : (step + 1) * 64]
+                    np.testing.assert_array_equal(columns[:, : part.shape[1]], part)
+                    assert not columns[:, part.shape[1] :].any()
+                    step += 1
+    assert step == problem.k_steps
+
+
+def test_the_parameter_block_has_the_kernels_layout() -> None:
+    assert ctypes.sizeof(conv._Params) == 5 * 128 + 3 * 8 + 8 * 4 + 2 * 9 * 4 == 768
+    assert conv._Params.bias.offset == 640
+    assert conv._Params.source.offset == 696
+
+
+P = Problem(4, 128, (same(14, 14, 128),), RELU)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (P, Config(1, 1, 1, 12, 3), "not a tile"),
+        (P, Config(2, 2, 1, 64, 3), "not a tile"),
+        (P, Config(2, 1, 2, 160, 2), "128 accumulators"),
+        (P, Config(1, 1, 1, 64, 3, 17), "cannot be split"),
+        (Problem(1, 64, (Source(8, 8, 64),), RELU), Config(1, 1, 1, 64, 2, 2), "cannot be split"),
+        (P, Config(1, 1, 1, 64, 1), "one stage holds one K step"),
+        (P, Config(1, 1, 1, 64, 30), "too many stages"),
+        (P, Config(2, 1, 1, 256, 5), "bytes of shared memory"),
+        (P, Config(2, 1, 1, 128, 4, blocks=2), "does not allow that many blocks"),
+        (P, Config(2, 1, 1, 192, 2, blocks=2), "that many blocks|exceed 10"),
+        (Problem(1, 64, (same(8, 8, 16),), RELU), Config(1, 1, 1, 8, 1, 9), "too small for the transposition"),
+    ],
+)
+def test_refusals(problem: Problem, config: Config, reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        assert (found := conv.refuse(problem, config)) is None, found
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (P, PatchConfig(2, 2, 7, 14, 2, 4), "not a tile"),
+        (replace(P, sources=(same(14, 14, 128, stride=2),)), PatchConfig(1, 1, 7, 7, 2, 4), "stride 1"),
+        (replace(P, sources=(Source(14, 14, 64), Source(14, 14, 64))), PatchConfig(1, 1, 7, 14, 2, 4), "one source"),
+        (P, PatchConfig(1, 1, 20, 14, 2, 4), "exceed wgmma's 256"),
+        (P, PatchConfig(1, 1, 1, 255, 2, 4), "exceeds a TMA box"),
+        (P, PatchConfig(2, 1, 14, 14, 4, 8), "bytes of shared memory"),
+        (P, PatchConfig(2, 1, 12, 14, 1, 2, blocks=2), "registers|shared memory"),
+        (P, PatchConfig(1, 1, 7, 14, 1, 1), "barrier cannot count"),
+    ],
+)
+def test_patch_refusals(problem: Problem, config: PatchConfig, reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        assert (found := conv_patch.refuse(problem, config)) is None, found
+
+
+def test_a_problem_must_fit_tma() -> None:
+    with pytest.raises(InternalError, match="multiples of 8"):
+        Problem(1, 64, (Source(8, 8, 12),))
+    with pytest.raises(InternalError, match="same output size"):
+        Problem(1, 64, (Source(8, 8, 16), Source(9, 9, 16)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cases_are_not_refused(name: str) -> None:
+    problem, config = CASES[name]
+    family = conv_patch if isinstance(config, PatchConfig) else conv
+    assert family.refuse(problem, config) is None
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32, 128])
+def test_candidates_are_valid_and_distinct(batch: int) -> None:
+    for source, channels in (
+        (same(56, 56, 64), 64),
+        (same(7, 7, 512), 512),
+        (Source(14, 14, 1024), 256),
+        (Source(1, 1, 2048), 1000),
+    ):
+        problem = Problem(batch, channels, (source,), ADD)
+        found = conv_cost.candidates(problem, DEVICE, 16)
+        assert len(found) == len(set(found)) == 16
+        assert all(conv.refuse(problem, config) is None for config in found)
+        patches = conv_patch.candidates(problem, DEVICE)
+        assert all(conv_patch.refuse(problem, config) is None for config in patches)
+        assert bool(patches) == (source.kernel == (3, 3))
+
+
+def test_a_block_that_keeps_its_weights_keeps_its_channel_tile() -> None:
+    problem = Problem(64, 448, (Source(28, 28, 64),), RELU)
+    config = Config(1, 1, 1, 64, 3, stationary=True)
+    assert conv.grid_blocks(problem, config, DEVICE) % 7 == 0
+    assert conv.grid_blocks(problem, replace(config, stationary=False), DEVICE) == DEVICE.multiprocessors

@@ -1,0 +1,211 @@
+"""The kernels on a GPU, against the definition in float64 of the same 16-bit operands; outputs are poisoned with NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.conv_cases import CASES, convolve
+
+from optdnn.errors import OptdnnError
+from optdnn.runtime.cuda import conv, conv_patch, graphs, pool
+from optdnn.runtime.cuda.conv_patch import PatchConfig
+from optdnn.runtime.cuda.device import Device, Launch, check, driver, gpu_count
+from optdnn.runtime.cuda.nvrtc import KernelCache
+
+
+def _why_not() -> str | None:
+    try:
+        if gpu_count() == 0:
+            return "no NVIDIA GPU"
+        if Device.open().capability[0] != 9:
+            return "these kernels are for Hopper (sm_90a)"
+    except OptdnnError as error:
+        return str(error)
+    return None
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")]
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+TOLERANCE = {"float16": 4e-4, "bfloat16": 3e-3}  # of the norm; rounding the result once costs half of it
+
+
+class Memory:
+    """Device buffers by driver calls alone."""
+
+    def __init__(self) -> None:
+        self.device = Device.open()
+        self.stream = graphs.Stream()
+        self.held: list[Any] = []
+
+    def put(self, array: np.ndarray) -> int:
+        array = np.ascontiguousarray(array)
+        pointer = check("cuMemAlloc", driver().cuMemAlloc(max(array.nbytes, 256)))
+        self.held.append(pointer)
+        check("cuMemcpyHtoD", driver().cuMemcpyHtoD(pointer, array.ctypes.data, array.nbytes))
+        return int(pointer)
+
+    def get(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        array = np.empty(shape, dtype)
+        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(array.ctypes.data, pointer, array.nbytes))
+        return array
+
+    def run(self, launch: Launch) -> None:
+        launch.enqueue(self.stream.handle)
+        self.stream.synchronize()
+
+    def free(self) -> None:
+        for pointer in self.held:
+            driver().cuMemFree(pointer)
+        self.held.clear()
+
+
+@pytest.fixture
+def memory() -> Any:
+    made = Memory()
+    yield made
+    made.free()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> KernelCache:
+    return KernelCache(tmp_path_factory.mktemp("kernels"))
+
+
+def apply_stages(x: np.ndarray, stages: Any, bias: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    for name, *values in stages:
+        if name == "bias":
+            x = x + bias
+        elif name == "add":
+            x = x + residual
+        elif name == "mul":
+            x = x * residual
+        elif name == "clip":
+            x = np.clip(x, *values)
+        elif name == "relu":
+            x = np.maximum(x, 0)
+        elif name == "silu":
+            x = x / (1 + np.exp(-x))
+        elif name == "hard_swish":
+            x = x * np.clip(x / 6 + 0.5, 0, 1)
+        else:
+            raise KeyError(name)
+    return x
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_convolution(name: str, memory: Memory, cache: KernelCache) -> None:
+    problem, config = CASES[name]
+    family: Any = conv_patch if isinstance(config, PatchConfig) else conv
+    rng = np.random.default_rng(0)
+    dtype = DTYPES[problem.dtype]
+    n, (h, w), channels = problem.batch, problem.out_size, problem.channels
+    images = [rng.standard_normal((n, s.height, s.width, s.channels)).astype(dtype) for s in problem.sources]
+    fan_in = sum(s.channels * s.kernel[0] * s.kernel[1] for s in problem.sources)
+    weights = [
+        (rng.standard_normal((channels, s.channels, *s.kernel)) / fan_in**0.5).astype(dtype) for s in problem.sources
+    ]
+    bias = rng.standard_normal(-(-channels // 4) * 4).astype(np.float32)
+    residual = rng.standard_normal((n, h, w, channels)).astype(dtype)
+    precise = np.float64 if problem.flops < 2e8 else np.float32
+    total = sum(
+        convolve(image.astype(precise), weight.astype(precise), source)
+        for image, weight, source in zip(images, weights, problem.sources, strict=True)
+    )
+    expected = apply_stages(total, problem.epilogue, bias[:channels].astype(precise), residual.astype(precise))
+
+    fence = 4096  # bytes around the output that nothing may touch
+    size = n * h * w * channels * 2
+    raw = memory.put(np.full(size + 2 * fence, 0xFF, np.uint8))
+    pointers = conv.Pointers(
+        tuple(memory.put(image) for image in images), memory.put(conv.pack_weights(problem, weights)), memory.put(bias),
+        raw + fence, memory.put(residual) if problem.residual else 0,
+    )  # fmt: skip
+    function = family.load(problem, config, cache, checked=True)
+    results = []
+    for reverse in (False, True, False):
+        check("cuMemsetD8", driver().cuMemsetD8(raw, 0xFF, size + 2 * fence))
+        memory.run(family.bind(problem, config, memory.device, function, pointers, reverse=reverse))
+        around = memory.get(raw, (size + 2 * fence,), np.dtype(np.uint8))
+        assert (around[:fence] == 0xFF).all()
+        assert (around[-fence:] == 0xFF).all()
+        results.append(around[fence:-fence].copy())
+    assert all((result == results[0]).all() for result in results), "runs differ, or the order of the tiles matters"
+    got = results[0].view(dtype).reshape(expected.shape).astype(precise)
+    error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+    assert error < TOLERANCE[problem.dtype], f"{config}: {error}"
+    assert np.abs(got - expected).max() < 60 * TOLERANCE[problem.dtype] * np.abs(expected).std()
+
+
+def test_max_pool(memory: Memory, cache: KernelCache) -> None:
+    image = np.random.default_rng(1).standard_normal((2, 13, 11, 24)).astype(np.float16)
+    padded = np.pad(image, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
+    expected = np.stack([padded[:, r : r + 12 + 1 : 2, s : s + 10 + 1 : 2] for r in range(3) for s in range(3)]).max(0)
+    target = memory.put(np.full(expected.shape, np.nan, np.float16))
+    memory.run(
+        pool.max_pool(
+            cache, memory.device.arch, "float16", image.shape, (3, 3), (2, 2), (1, 1, 1, 1), memory.put(image), target
+        )
+    )
+    np.testing.assert_array_equal(memory.get(target, expected.shape, expected.dtype), expected)
+
+
+def test_global_average_pool(memory: Memory, cache: KernelCache) -> None:
+    image = np.random.default_rng(2).standard_normal((3, 7, 7, 200)).astype(np.float16)
+    target = memory.put(np.full((3, 200), np.nan, np.float16))
+    memory.run(pool.global_average_pool(cache, memory.device.arch, "float16", image.shape, memory.put(image), target))
+    expected = image.astype(np.float64).mean((1, 2))
+    np.testing.assert_allclose(memory.get(target, (3, 200), np.dtype(np.float16)), expected, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "source", [conv.Source(13, 10, 3, (7, 7), (2, 2), (3, 3, 3, 3)), conv.Source(9, 8, 3, (3, 3), (1, 1), (1, 1, 1, 1))]
+)
+def test_image_to_depth(source: conv.Source, memory: Memory, cache: KernelCache) -> None:
+    image = np.random.default_rng(3).standard_normal((2, 3, source.height, source.width)).astype(np.float16)
+    made, block = conv.space_to_depth(source), source.stride[0]
+    moved = np.zeros((2, made.height, block, made.width, block, 3), np.float16)
+    moved.reshape(2, made.height * block, made.width * block, 3)[:, : source.height, : source.width] = image.transpose(
+        0, 2, 3, 1
+    )
+    expected = np.zeros((2, made.height, made.width, made.channels), np.float16)
+    expected[..., : block * block * 3] = moved.transpose(0, 1, 3, 2, 4, 5).reshape(2, made.height, made.width, -1)
+    target = memory.put(np.full(expected.shape, np.nan, np.float16))
+    memory.run(pool.image_to_depth(cache, memory.device.arch, "float16", 2, source, memory.put(image), target))
+    np.testing.assert_array_equal(memory.get(target, expected.shape, expected.dtype), expected)
+
+
+def test_a_graph_of_dependent_launches_replays_the_same(memory: Memory, cache: KernelCache) -> None:
+    problem, config = CASES["1x1 split"]
+    rng = np.random.default_rng(4)
+    image = rng.standard_normal((1, 14, 14, 1024)).astype(np.float16)
+    weight = (rng.standard_normal((256, 1024, 1, 1)) / 32).astype(np.float16)
+    shape = (1, 14, 14, 256)
+    one, two = (memory.put(np.zeros(shape, np.float16)) for _ in range(2))
+    source, packed, bias = (
+        memory.put(image),
+        memory.put(conv.pack_weights(problem, [weight])),
+        memory.put(np.ones(256, np.float32)),
+    )
+    function = conv.load(problem, config, cache, checked=True)
+
+    def launch(residual: int, output: int) -> Launch:
+        return conv.bind(
+            problem, config, memory.device, function, conv.Pointers((source,), packed, bias, output, residual)
+        )
+
+    chain = [launch(one, two), launch(two, one), launch(one, two)]  # each adds the one before
+    for step in chain:
+        memory.run(step)
+    expected = memory.get(two, shape, np.dtype(np.float16))
+    graph = graphs.Graph(chain, memory.stream)
+    for _ in range(3):
+        for buffer in (one, two):
+            check("cuMemsetD8", driver().cuMemsetD8(buffer, 0, 2 * expected.size))
+        graph.replay(memory.stream)
+        memory.stream.synchronize()
+        np.testing.assert_array_equal(memory.get(two, shape, np.dtype(np.float16)), expected)
+    assert 0 < graphs.median_ms(graph, memory.stream, repeats=5) < 10
+    graph.close()

@@ -1,0 +1,163 @@
+"""Compiling and the kernel cache: keys, typed errors, atomic entries, damage, folders that cannot be written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from optdnn.errors import MissingDependency
+from optdnn.runtime.cuda import nvrtc
+from optdnn.runtime.cuda.nvrtc import CacheWarning, KernelCache, KernelError, Recipe
+
+RECIPE = Recipe(
+    "pool.cu",
+    "sm_80",
+    {
+        "generated.cuh": "#define KERNEL_H 3\n#define KERNEL_W 3\n#define CHANNELS 3\n#define BLOCK 2\n#define LANES 16\n"
+    },
+)
+
+
+@pytest.fixture(autouse=True)
+def _needs_nvrtc(request: pytest.FixtureRequest) -> None:
+    if "without_nvrtc" in request.keywords:
+        return
+    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
+    try:
+        nvrtc.version()
+    except MissingDependency as error:
+        pytest.skip(str(error))
+
+
+def test_a_cubin_is_an_elf_file_and_repeats_bit_for_bit() -> None:
+    first, _ = nvrtc.compile_recipe(RECIPE)
+    second, _ = nvrtc.compile_recipe(RECIPE)
+    assert first[:4] == b"\x7fELF"
+    assert first == second
+
+
+def test_a_kernel_that_does_not_compile_gives_the_log() -> None:
+    broken = replace(RECIPE, generated={"generated.cuh": "this is no C++;"})
+    with pytest.raises(KernelError, match=r"pool\.cu does not compile for sm_80[\s\S]*generated\.cuh"):
+        nvrtc.compile_recipe(broken)
+
+
+def test_a_missing_include_names_the_file() -> None:
+    with pytest.raises(KernelError, match=r"includes 'generated\.cuh'"):
+        nvrtc.compile_recipe(replace(RECIPE, generated={}))
+
+
+def test_the_key_depends_on_everything_that_decides_the_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys = {
+        RECIPE.key(),
+        replace(RECIPE, arch="sm_90a").key(),
+        replace(RECIPE, options=("--std=c++17",)).key(),
+        replace(RECIPE, generated={"generated.cuh": RECIPE.generated["generated.cuh"] + " "}).key(),
+        replace(RECIPE, name="conv_sm90.cu").key(),
+    }
+    assert len(keys) == 5
+    assert RECIPE.key() in keys
+    for file in nvrtc.KERNELS.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(nvrtc, "KERNELS", tmp_path)
+    assert RECIPE.key() in keys
+    with (tmp_path / "ptx.cuh").open("a") as header:  # a header that the main file includes
+        header.write("// changed\n")
+    assert RECIPE.key() not in keys
+    (tmp_path / "ptx.cuh").write_bytes((Path(nvrtc.__file__).parent / "kernels" / "ptx.cuh").read_bytes())
+    monkeypatch.setattr(nvrtc, "version", lambda: (99, 0))
+    assert RECIPE.key() not in keys
+    monkeypatch.undo()
+    monkeypatch.setattr(nvrtc, "ABI", -1)
+    assert RECIPE.key() not in keys
+
+
+def test_the_cache_compiles_once(tmp_path: Path) -> None:
+    cache = KernelCache(tmp_path)
+    first = cache.get(RECIPE)
+    assert (cache.hits, cache.misses) == (0, 1)
+    assert cache.get(RECIPE) == first
+    assert (cache.hits, cache.misses) == (1, 1)
+    assert [file.name for file in tmp_path.iterdir()] == [f"{RECIPE.key()}.cubin"]  # no temporary file stays
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
+def test_a_damaged_entry_is_reported_and_replaced(tmp_path: Path, damage: str) -> None:
+    cache = KernelCache(tmp_path)
+    good = cache.get(RECIPE)
+    entry = cache.path(RECIPE.key())
+    blob = entry.read_bytes()
+    flipped = bytearray(blob)
+    flipped[len(blob) // 2] ^= 1
+    entry.write_bytes({"truncated": blob[:-7], "flipped": bytes(flipped), "empty": b"", "foreign": good}[damage])
+    with pytest.warns(CacheWarning, match="damaged"):
+        assert cache.get(RECIPE) == good
+    assert entry.read_bytes() == blob
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.get(RECIPE) == good
+
+
+def test_a_folder_that_cannot_be_written_warns_and_still_compiles(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("not a folder")
+    cache = KernelCache(blocker / "kernels")
+    with pytest.warns(CacheWarning, match="cannot"):
+        assert cache.get(RECIPE)[:4] == b"\x7fELF"
+
+
+def test_concurrent_processes_share_the_cache(tmp_path: Path) -> None:
+    recipes = [
+        replace(RECIPE, generated={"generated.cuh": RECIPE.generated["generated.cuh"] + f"// {i}\n"}) for i in range(8)
+    ]
+    cache = KernelCache(tmp_path)
+    cubins = cache.get_many(recipes, workers=2)
+    assert cache.misses == 8
+    assert all(cubin[:4] == b"\x7fELF" for cubin in cubins)
+    assert len(list(tmp_path.iterdir())) == 8
+
+
+def test_an_error_in_a_compiling_process_is_raised_here(tmp_path: Path) -> None:
+    bad = [Recipe("pool.cu", "sm_80", {"generated.cuh": f"broken {i};"}) for i in range(8)]
+    with pytest.raises(KernelError, match=r"pool\.cu does not compile"):
+        KernelCache(tmp_path).get_many(bad, workers=2)
+
+
+def test_resources_report_registers_and_shared_memory() -> None:
+    found = nvrtc.resources(RECIPE)
+    assert set(found) == {"max_pool", "global_average_pool", "space_to_depth"}
+    assert found["global_average_pool"].shared_bytes == 2048
+    assert all(0 < kernel.registers <= 255 for kernel in found.values())
+
+
+def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
+    assert nvrtc.default_folder() == tmp_path / "kernels"
+    monkeypatch.delenv("OPTDNN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    if sys.platform != "win32":
+        assert nvrtc.default_folder() == tmp_path / "xdg" / "optdnn" / "kernels"
+
+
+@pytest.mark.without_nvrtc
+def test_without_the_packages_the_error_names_the_pip_command() -> None:
+    code = """
+import sys
+sys.modules["cuda.bindings"] = None
+from optdnn.errors import MissingDependency
+from optdnn.runtime.cuda import conv, conv_cost, conv_patch, device, graphs, nvrtc, pool, render
+for call in (nvrtc.version, device.driver):
+    try:
+        call()
+    except MissingDependency as error:
+        assert "pip install 'optdnn[cuda]'" in str(error), error
+    else:
+        raise AssertionError(call)
+assert not any(name.split(".")[0] in ("cupy", "torch", "onnx", "networkx") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

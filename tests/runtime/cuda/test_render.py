@@ -1,0 +1,44 @@
+"""What is rendered into the kernels: epilogues and the wgmma instruction."""
+
+from __future__ import annotations
+
+import pytest
+
+from optdnn.errors import InternalError
+from optdnn.runtime.cuda import render
+
+
+def test_stages_are_applied_in_order() -> None:
+    text = render.epilogue((("bias",), ("add",), ("clip", 0.0, 6.0)))
+    assert (
+        text.index("x + c") < text.index("x + r") < text.index("fminf(fmaxf(x, 0.0f), 6.0f)") < text.index("return x")
+    )
+    assert render.uses_residual((("bias",), ("add",)))
+    assert not render.uses_residual((("bias",), ("relu",)))
+
+
+def test_infinite_bounds_are_literals_that_compile() -> None:
+    assert "0xff800000" in render.epilogue((("clip", float("-inf"), 1.0),))
+
+
+@pytest.mark.parametrize(
+    ("stages", "reason"),
+    [
+        ((("blur",),), "unknown epilogue stage 'blur'"),
+        ((("clip", 1.0),), "takes 2 constants, not 1"),
+        ((("add",), ("mul",)), "at most one residual"),
+        ((("mul_const", float("nan")),), "NaN"),
+    ],
+)
+def test_what_cannot_be_rendered_says_why(stages: tuple[render.Stage, ...], reason: str) -> None:
+    with pytest.raises(InternalError, match=reason):
+        render.epilogue(stages)
+
+
+def test_wgmma_names_every_accumulator_once() -> None:
+    text = render.wgmma(24, "bfloat16")
+    assert "m64n24k16.f32.bf16.bf16" in text
+    assert [f'"+f"(d[{i}])' in text for i in range(13)] == [True] * 12 + [False]
+    for columns in (0, 4, 12, 264):
+        with pytest.raises(InternalError, match="no tile"):
+            render.wgmma(columns, "float16")

@@ -1,0 +1,106 @@
+"""Convolutions that try one thing each, with a configuration: the GPU tests run them, the compile tests compile them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optdnn.runtime.cuda.conv import Config, Problem, Source, space_to_depth
+from optdnn.runtime.cuda.conv_patch import PatchConfig
+from optdnn.runtime.cuda.render import Stage
+
+RELU: tuple[Stage, ...] = (("bias",), ("relu",))
+ADD: tuple[Stage, ...] = (("bias",), ("add",), ("relu",))
+STEM = space_to_depth(Source(64, 64, 3, (7, 7), (2, 2), (3, 3, 3, 3)))
+SMALL = space_to_depth(Source(32, 32, 3, (3, 3), (1, 1), (1, 1, 1, 1)))
+
+
+def same(
+    height: int,
+    width: int,
+    channels: int,
+    kernel: tuple[int, int] = (3, 3),
+    stride: int = 1,
+    dilation: tuple[int, int] = (1, 1),
+) -> Source:
+    """A source whose output has its size (at stride 1)."""
+    pad = [(k - 1) * d // 2 for k, d in zip(kernel, dilation, strict=True)]
+    return Source(height, width, channels, kernel, (stride, stride), (pad[0], pad[1], pad[0], pad[1]), dilation)
+
+
+def convolve(image: np.ndarray, weight: np.ndarray, source: Source) -> np.ndarray:
+    """NHWC image, OIHW weight, by the definition, in the arrays' own precision."""
+    top, left, bottom, right = source.padding
+    padded = np.pad(image, ((0, 0), (top, max(bottom, 0)), (left, max(right, 0)), (0, 0)))
+    out_h, out_w = source.output()
+    total = np.zeros((image.shape[0], out_h, out_w, weight.shape[0]), image.dtype)
+    for r in range(source.kernel[0]):
+        for s in range(source.kernel[1]):
+            h0, w0 = r * source.dilation[0], s * source.dilation[1]
+            rows = padded[:, h0 : h0 + (out_h - 1) * source.stride[0] + 1 : source.stride[0]]
+            total += rows[:, :, w0 : w0 + (out_w - 1) * source.stride[1] + 1 : source.stride[1]] @ weight[:, :, r, s].T
+    return total
+
+
+CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {
+    "1x1": (Problem(2, 64, (Source(8, 8, 64),), RELU), Config(1, 1, 1, 64, 2)),
+    "1x1 deep": (Problem(2, 128, (Source(9, 7, 512),), RELU), Config(2, 1, 1, 48, 3)),
+    "1x1 persistent": (Problem(48, 256, (Source(28, 28, 64),), ADD), Config(2, 1, 1, 128, 3, 1, 2)),
+    "1x1 stationary": (Problem(48, 256, (Source(28, 28, 64),), ADD), Config(2, 1, 1, 128, 3, 1, 3, True)),
+    "1x1 stationary, two blocks": (
+        Problem(48, 128, (Source(28, 28, 128),), RELU),
+        Config(1, 1, 1, 64, 3, 1, 2, True, 2),
+    ),
+    "1x1 split": (Problem(1, 256, (Source(14, 14, 1024),), ADD), Config(1, 1, 1, 56, 2, 8)),
+    "1x1 split, two groups": (Problem(1, 256, (Source(14, 14, 1024),), ADD), Config(2, 1, 1, 56, 2, 5)),
+    "1x1 split 16": (Problem(1, 256, (Source(7, 7, 2048),), ADD), Config(1, 1, 1, 56, 2, 16)),
+    "3x3": (Problem(1, 64, (same(8, 8, 64),), RELU), Config(1, 1, 1, 64, 2)),
+    "3x3 over images": (Problem(5, 64, (same(7, 7, 128),), ADD), Config(1, 2, 1, 32, 3)),
+    "3x3 stride 2": (Problem(3, 128, (same(14, 14, 64, stride=2),), RELU), Config(2, 1, 1, 56, 3)),
+    "3x3 stride 2 odd": (Problem(3, 128, (same(15, 13, 64, stride=2),), RELU), Config(1, 1, 2, 56, 3, 3)),
+    "3x3 asymmetric": (
+        Problem(2, 64, (Source(12, 10, 64, (3, 3), (2, 2), (0, 0, 1, 1)),), RELU),
+        Config(1, 1, 1, 32, 2),
+    ),
+    "1x7": (Problem(2, 64, (same(12, 9, 64, (1, 7)),), RELU), Config(1, 1, 1, 32, 2)),
+    "7x1": (Problem(2, 64, (same(12, 9, 64, (7, 1)),), RELU), Config(1, 1, 1, 32, 2)),
+    "5x3 dilated": (Problem(2, 64, (same(16, 14, 64, (5, 3), 1, (2, 3)),), RELU), Config(1, 1, 1, 72, 4)),
+    "1x1 stride 2": (Problem(2, 64, (Source(14, 14, 128, (1, 1), (2, 2)),), RELU), Config(1, 1, 1, 56, 2)),
+    "two sources": (
+        Problem(2, 256, (Source(14, 14, 64), Source(28, 28, 128, (1, 1), (2, 2))), RELU),
+        Config(2, 1, 1, 56, 3),
+    ),
+    "two sources split": (
+        Problem(1, 256, (Source(14, 14, 64), Source(28, 28, 256, (1, 1), (2, 2))), RELU),
+        Config(1, 2, 1, 56, 3, 4),
+    ),
+    "24 -> 40 channels": (Problem(2, 40, (Source(10, 10, 24),), RELU), Config(1, 1, 1, 40, 2)),
+    "72 -> 200 channels": (Problem(2, 200, (Source(10, 10, 72),), RELU), Config(2, 1, 1, 40, 2)),
+    "72 -> 200 channels split": (Problem(2, 200, (same(10, 10, 72),), ADD), Config(2, 1, 1, 40, 2, 4)),
+    "fc": (Problem(1, 1000, (Source(1, 1, 2048),), (("bias",),)), Config(1, 1, 1, 8, 4, 8)),
+    "fc of a batch": (Problem(37, 1000, (Source(1, 1, 2048),), (("bias",),)), Config(1, 1, 1, 40, 4)),
+    "stem im2col": (Problem(2, 64, (STEM,), RELU), Config(1, 1, 1, 112, 4)),
+    "stem im2col, unaligned ring": (Problem(2, 64, (STEM,), RELU), Config(1, 1, 1, 200, 7, 1, 2, False, 2)),
+    "stem patch": (Problem(2, 64, (STEM,), RELU), PatchConfig(1, 2, 4, 32, 2)),
+    "3 channels patch": (Problem(2, 64, (SMALL,), RELU), PatchConfig(1, 1, 7, 32, 2)),
+    "patch": (Problem(2, 64, (same(16, 14, 64),), RELU), PatchConfig(1, 1, 4, 14, 2)),
+    "patch persistent": (Problem(24, 64, (same(56, 56, 64),), RELU), PatchConfig(1, 2, 4, 56, 1)),
+    "patch deep": (Problem(8, 128, (same(28, 28, 128),), RELU), PatchConfig(2, 1, 7, 28, 2, 4)),
+    "patch one stage, two blocks": (Problem(4, 128, (same(28, 28, 128),), RELU), PatchConfig(2, 1, 4, 14, 1, 4, 2, 2)),
+    "patch many blocks, residual": (Problem(5, 128, (same(28, 28, 256),), ADD), PatchConfig(2, 1, 7, 28, 2, 3)),
+    "patch residual buffers": (Problem(32, 64, (same(28, 28, 64),), ADD), PatchConfig(1, 2, 2, 28, 2, 0, 2)),
+    "patch clipped": (Problem(3, 72, (same(17, 19, 40),), ADD), PatchConfig(1, 1, 4, 16, 2)),
+    "patch 1x7": (Problem(2, 64, (same(12, 24, 64, (1, 7)),), RELU), PatchConfig(1, 1, 3, 24, 2)),
+    "patch 5x3 dilated": (Problem(2, 64, (same(16, 14, 64, (5, 3), 1, (2, 3)),), RELU), PatchConfig(1, 1, 4, 14, 1)),
+    "patch bf16": (Problem(2, 64, (same(16, 14, 32),), ADD, "bfloat16"), PatchConfig(1, 1, 4, 14, 2)),
+    "bf16": (Problem(2, 128, (Source(9, 7, 512),), ADD, "bfloat16"), Config(2, 1, 1, 48, 3)),
+    "bf16 split": (Problem(1, 256, (Source(14, 14, 1024),), ADD, "bfloat16"), Config(1, 1, 1, 56, 2, 8)),
+    "silu": (Problem(2, 128, (Source(9, 7, 64),), (("bias",), ("silu",))), Config(2, 1, 1, 48, 2)),
+    "mul clip": (
+        Problem(2, 128, (Source(9, 7, 64),), (("bias",), ("mul",), ("clip", -1.0, 2.0))),
+        Config(1, 1, 2, 48, 2),
+    ),
+    "hard_swish split": (
+        Problem(2, 128, (Source(9, 7, 256),), (("bias",), ("hard_swish",), ("add",))),
+        Config(1, 1, 2, 48, 2, 3),
+    ),
+}
