@@ -14,7 +14,9 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from optdnn.errors import ModelError, UnsupportedError, UsageError
 from optdnn.importers.external_data import ExternalData
 
-OLDEST_OPSET = 7
+OLDEST_OPSET = 1
+_FIRST_IR_WITH_OPSETS = 3
+"""Models of older IR versions name no opset: they are of opset 1."""
 NEWEST_OPSET: int = onnx.defs.onnx_opset_version()
 
 Source: TypeAlias = str | Path | bytes | onnx.ModelProto
@@ -61,8 +63,12 @@ def open_model(source: Source, source_name: str | None = None) -> Model:
             hint="the file is truncated, corrupt, or of another format",
         )
     if not all(isinstance(text, str) for text in _texts(proto)):  # protobuf returns bytes where decoding fails
-        raise ModelError(f"{name} is not an ONNX model: it has a name that is not UTF-8 text", hint="the file is corrupt")
+        raise ModelError(
+            f"{name} is not an ONNX model: it has a name that is not UTF-8 text", hint="the file is corrupt"
+        )
     opsets = read_opsets(proto.opset_import, name)
+    if not opsets and proto.ir_version < _FIRST_IR_WITH_OPSETS:
+        opsets = {"": 1}
     functions: dict[FunctionKey, onnx.FunctionProto] = {}
     for f in proto.functions:
         key = (domain_of(f.domain), f.name, f.overload)
@@ -120,12 +126,10 @@ def read_opsets(imports: object, name: str) -> dict[str, int]:
             raise ModelError(
                 f"{name} imports domain {domain or 'ai.onnx'!r} at versions {opsets[domain]} and {version}"
             )
-    version = opsets.get("", OLDEST_OPSET)
+    version = opsets.get("", NEWEST_OPSET)
     if not OLDEST_OPSET <= version <= NEWEST_OPSET:
         raise UnsupportedError(
             f"{name} uses ONNX opset {version}; opsets {OLDEST_OPSET} to {NEWEST_OPSET} are supported",
-            hint="convert it with onnx.version_converter.convert_version"
-            if version < OLDEST_OPSET
-            else "install a newer onnx package, or export at an older opset",
+            hint="install a newer onnx package, or export at an older opset",
         )
     return opsets

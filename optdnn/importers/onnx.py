@@ -21,6 +21,7 @@ from optdnn.importers.nodes import Schema, attributes, check_node, describe, in_
 from optdnn.importers.tensors import MAX_TENSOR_BYTES, element_type, sparse_to_array, to_array
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Attrs, Known, NodeSpec, Unsupported, onnx_number
+from optdnn.ops.legacy import FIRST_MODERN, modernize
 from optdnn.ops.table import IMPORTERS
 from optdnn.types import Array, TensorType, dtype_name
 
@@ -264,7 +265,7 @@ class _Importer:
             if rules is not None:
                 check_node(node, attrs, rules)
             if importer is None:
-                body = self._definition(node, domain, opset, operands)
+                body = self._definition(_resolved(node, attrs), domain, opset, operands)
                 if body is None:
                     raise Unsupported("the operator is not supported" if rules else "the custom operator is unknown")
                 defaults = _schema_defaults(node.op_type, domain, opset)
@@ -300,6 +301,8 @@ class _Importer:
     def _import(self, importer: Any, spec: NodeSpec) -> Sequence[Any]:
         """Run an import function; the values it returns get the names of the node's outputs."""
         self._outputs, self._src, self._made = spec.outputs, frozenset((spec.name,)), {}
+        if spec.domain == "" and spec.opset < FIRST_MODERN:
+            spec = modernize(spec, self)
         refs = list(importer(spec, self))
         if len(refs) < len(spec.outputs):
             raise Unsupported(f"output {len(refs)} is not supported")
@@ -399,6 +402,25 @@ def _variadic_outputs(node: onnx.NodeProto, opsets: Mapping[str, int]) -> bool:
     domain = domain_of(node.domain)
     rules = schema(node.op_type, domain, opsets.get(domain, 0))
     return isinstance(rules, Schema) and rules.max_outputs >= 1 << 30
+
+
+def _resolved(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]]) -> onnx.NodeProto:
+    """The node with the attributes that refer to those of the function call it is in replaced by their values.
+
+    ONNX's context-dependent function bodies are built from a node's attributes.
+    """
+    if not any(a.ref_attr_name for a in node.attribute):
+        return node
+    out = onnx.NodeProto()
+    out.CopyFrom(node)
+    del out.attribute[:]
+    for a in node.attribute:
+        if not a.ref_attr_name:
+            out.attribute.append(a)
+        elif a.name in attrs:
+            kind, value = attrs[a.name]
+            out.attribute.append(onnx.helper.make_attribute(a.name, value, attr_type=kind))
+    return out
 
 
 def _defaults(function: onnx.FunctionProto) -> onnx.NodeProto:

@@ -187,11 +187,32 @@ def _stash(node: NodeSpec) -> DType:
 
 def _import_batch(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if node.get("training_mode", 0):
-        raise Unsupported("training_mode=1; export the model for inference")
+        return _training(node, e)
     no_outputs_beyond(node, 1, "its statistics outputs are used (training mode); export the model for inference")
     if node.opset < 9 and not node.get("spatial", 1):
         return _per_activation(node, e)
     return e.op("BatchNormalization", node.inputs, EpsilonAttrs(_epsilon(node)))
+
+
+def _training(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """training_mode=1 (opset 14): the batch's own statistics (population variance), and what they do to the running ones."""
+    x, scale, bias, mean, var = node.inputs
+    t, dtype = e.type(x), e.type(mean).dtype
+    wide = x if t.dtype.itemsize >= FP32.itemsize else emit(e, "Cast", x, to=FP32)
+    axes = np.array([i for i in range(len(t.dims)) if i != 1])
+    kept = emit(e, "ReduceMean", wide, axes, keepdims=True)
+    centred = emit(e, "Sub", wide, kept)
+    spread = emit(e, "ReduceMean", emit(e, "Mul", centred, centred), axes, keepdims=False)
+    batch = [emit(e, "Squeeze", kept, axes), spread]
+    if e.type(wide).dtype != dtype:
+        batch = [emit(e, "Cast", v, to=dtype) for v in batch]
+    (y,) = e.op("BatchNormalization", [x, scale, bias, *batch], EpsilonAttrs(_epsilon(node)))
+    momentum = float(node.get("momentum", 0.9))
+    old, new = np.asarray(momentum, dtype), np.asarray(1 - momentum, dtype)
+    running = [
+        emit(e, "Add", emit(e, "Mul", r, old), emit(e, "Mul", b, new)) for r, b in zip((mean, var), batch, strict=True)
+    ]
+    return (y, *running)
 
 
 def _per_activation(node: NodeSpec, e: Emit) -> Sequence[Ref]:
