@@ -382,13 +382,13 @@ class _Importer:
         bound = {**attributes(_defaults(function), {}, self._tensor, self._sparse), **attrs}
         opsets = read_opsets(function.opset_import, f"{self.model.name}: function {function.name}")
         opsets = {**self.model.opsets, **opsets}
-        wanted = list(function.output[: len(outputs)])
-        labels = dict(zip(wanted, outputs, strict=True))
+        wanted = [x for x, out in zip(function.output, outputs, strict=False) if out]
+        labels = dict(zip(wanted, (out for out in outputs if out), strict=True))
         self._nodes(function.node, scope, opsets, f"{name}/", bound, wanted, depth + 1, labels)
         missing = [x for x in wanted if x not in scope]
         if missing:
             raise ModelError(f"function {function.name} does not produce its output {missing[0]!r}")
-        return [scope[x] for x in wanted]
+        return [scope.get(x) for x in function.output[: len(outputs)]]
 
     def _tensor(self, t: onnx.TensorProto) -> Array:
         return to_array(t, self.model.external, self.model.name)
@@ -428,6 +428,17 @@ def _defaults(function: onnx.FunctionProto) -> onnx.NodeProto:
     node = onnx.NodeProto()
     node.attribute.extend(function.attribute_proto)
     return node
+
+
+def _resolved(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]]) -> onnx.NodeProto:
+    """``node`` with references to attributes of a call replaced by their values."""
+    if not any(a.ref_attr_name for a in node.attribute):
+        return node
+    plain = onnx.NodeProto()
+    plain.CopyFrom(node)
+    del plain.attribute[:]
+    plain.attribute.extend(onnx.helper.make_attribute(k, v, attr_type=t) for k, (t, v) in attrs.items())
+    return plain
 
 
 @lru_cache(maxsize=1024)
