@@ -1,6 +1,6 @@
 """optdnn as an ONNX backend (``onnx.backend.base``): ``prepare``, ``run_model``, ``run_node``, ``supports_device``.
 
-Devices: ``REFERENCE`` evaluates the imported graph in NumPy, without any pass: what an operator means. ``CPU`` builds an
+Devices: ``REFERENCE`` evaluates the imported graph in NumPy, without any pass: what the operators mean. ``CPU`` builds an
 engine for the cpu target.
 
     import onnx, optdnn.backend
@@ -29,7 +29,7 @@ DEVICES = ("CPU", "REFERENCE")
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 
-class PreparedModel(BackendRep):  # type: ignore[misc]
+class PreparedModel(BackendRep):
     """A model that is ready to run. ``inputs`` and ``outputs`` are names in ONNX's order."""
 
     def __init__(self, inputs: Sequence[str], outputs: Sequence[str], run: Run):
@@ -54,7 +54,7 @@ class PreparedModel(BackendRep):  # type: ignore[misc]
         return outputs
 
 
-class OptdnnBackend(Backend):  # type: ignore[misc]
+class OptdnnBackend(Backend):
     """The backend; its methods are also functions of this module."""
 
     @classmethod
@@ -74,19 +74,20 @@ class OptdnnBackend(Backend):  # type: ignore[misc]
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> PreparedModel:
-        """Import (REFERENCE) or build (CPU) the model. Further keywords are options of :func:`optdnn.build`.
+        """Import (REFERENCE) or build (CPU) the model.
 
+        Further keywords are options of :func:`optdnn.build`; with any of them REFERENCE is a build for the reference target.
         Raises UsageError for another device, and whatever importing or building raises.
         """
         if not cls.supports_device(device):
             raise UsageError(f"there is no device {device!r}", hint=f"the devices are {', '.join(DEVICES)}")
-        if device.startswith("REFERENCE"):
-            graph = import_model(model, **kwargs)
+        if device.startswith("REFERENCE") and not kwargs:
+            graph = import_model(model)
             names = [[graph.op(i).outputs[0].name for i in ids] for ids in (graph.inputs, graph.outputs)]
             return PreparedModel(names[0], names[1], lambda feeds: evaluate(graph, feeds))
         from optdnn.compiler import build
 
-        engine = build(model, target="cpu", **kwargs)
+        engine = build(model, target=device.partition(":")[0].lower(), **kwargs)
         return PreparedModel([s.name for s in engine.inputs], [s.name for s in engine.outputs], engine.run)
 
     @classmethod

@@ -105,7 +105,7 @@ def _show(dims: Sequence[int | str | None] | None) -> str:
 
 
 def known_type(t: onnx.TypeProto, name: str) -> TensorType | None:
-    """The type that a model declares for an inner value, or None where it does not give element type and rank."""
+    """The type that a model declares for an inner value or an output, or None where it does not give element type and rank."""
     if refusal(t) is not None or not t.tensor_type.HasField("shape"):
         return None
     dims: list[DimLike] = [

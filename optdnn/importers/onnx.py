@@ -8,6 +8,7 @@ not supported is collected and reported in one :class:`~optdnn.errors.Unsupporte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
@@ -314,7 +315,27 @@ class _Importer:
                     self.graph.rename(first, own)
                     self.graph.rename(ref, wanted)
                     self._made[own], self._made[wanted] = first, ref
+        for ref in refs:
+            if isinstance(ref, Value) and self.graph.type(ref).shape is None:
+                self._declare(ref)
         return refs
+
+    def _declare(self, ref: Value) -> None:
+        """Give a value whose rank cannot be inferred the shape that the model declares for it, where it does."""
+        op = self.graph.op(ref)
+        out = op.outputs[ref.port]
+        declared = self._declared(out.name)
+        if declared is not None and declared.dtype == out.type.dtype:
+            outs = list(op.outputs)
+            outs[ref.port] = replace(out, type=declared)
+            self.graph.set_op(replace(op, outputs=tuple(outs)))
+
+    def _declared(self, name: str) -> TensorType | None:
+        """What the model declares a value of the main graph to be, where that gives element type and rank."""
+        if self._hints is None:
+            proto = self.model.proto.graph
+            self._hints = {v.name: v.type for v in (*proto.value_info, *proto.output)}
+        return known_type(self._hints[name], name) if name in self._hints else None
 
     def _refuse(self, name: str, op_type: str, domain: str, reason: str, opset: int | None = None) -> None:
         if self._alive:
@@ -323,12 +344,10 @@ class _Importer:
 
     def _stand_ins(self, outputs: Sequence[str]) -> list[Any]:
         """Stand-ins of the declared type for an unsupported node's outputs, so that what follows is checked too."""
-        if self._hints is None:
-            self._hints = {v.name: v.type for v in self.model.proto.graph.value_info}
         refs: list[Any] = []
         for out in outputs:
-            known = known_type(self._hints[out], out) if out in self._hints else None
-            refs.append(UNKNOWN if known is None else self.graph.add_input(out, known))
+            declared = self._declared(out)
+            refs.append(UNKNOWN if declared is None else self.graph.add_input(out, declared))
         return refs
 
     # ------------------------------------------------------------------ functions

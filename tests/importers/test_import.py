@@ -220,6 +220,17 @@ def test_shape_arithmetic_is_known_after_import():
     assert known.tolist() == [2, -1]
 
 
+def test_ranks_that_cannot_be_inferred_are_taken_from_the_model():
+    m = model(
+        """g (float[1, 3] x, int64[A] axes) => (float[D, 3] y) {
+        [s] h = Unsqueeze(x, axes)  [r] y = Squeeze(h, axes) }"""
+    )
+    graph = import_model(m)
+    assert str(graph.of_kind("Unsqueeze")[0].outputs[0].type) == "fp32[?]"
+    assert out_type(graph) == "fp32[D, 3]"
+    verify(graph)
+
+
 # ---------------------------------------------------------------- huge, wrong, unsupported
 
 

@@ -20,6 +20,7 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.table import OPDEFS
 from optdnn.types import DTYPES, FP32, TensorType, tensor
 
+
 def round_trip(graph: Graph) -> str:
     text = to_text(graph)
     back = from_text(text, constants_by_digest(graph))

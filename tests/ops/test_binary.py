@@ -88,7 +88,9 @@ def test_against_onnx(op: str, attrs: dict, opset: int, operands: list) -> None:
     rank = max(x.ndim for x in operands if x is not None)
     first = {0: (0,)} if operands[0].ndim == rank and operands[0].shape[0] > 1 else None
     min_over_max = op == "Clip" and len(operands) == 3 and operands[1] is not None and operands[1] > operands[2]
-    if op != "Clip" or (opset >= 13 and not min_over_max):  # the evaluator's Clip of old opsets, and of min > max, differs
+    if op != "Clip" or (
+        opset >= 13 and not min_over_max
+    ):  # the evaluator's Clip of old opsets, and of min > max, differs
         check_case(case, "reference", symbolic=first)
     check_case(case, onnxruntime_outputs(case), symbolic=first)
 

@@ -187,6 +187,8 @@ def test_operands_that_contradict_give_a_typed_error() -> None:
 # ---------------------------------------------------------------- traits
 
 GRID = np.linspace(-3, 3, 61)
+
+
 def _accepts(kind: str, count: int, t: Any) -> bool:
     try:
         return len(infer(kind, *[t] * count).types) == 1
@@ -212,7 +214,9 @@ def test_what_is_not_monotone_is_not_called_so() -> None:
         (y,) = run_kernel(kind, [GRID], plain_attrs(kind, OPDEFS[kind].attrs()))
         if y.dtype == np.float64 and (np.diff(y[np.isfinite(y)]) < -1e-12).any():
             falling.append(kind)
-    assert {"Gelu", "Swish", "Mish", "HardSwish", "Neg", "Abs", "Cosh", "Sin", "Cos", "Acos", "Reciprocal"} <= set(falling)
+    assert {"Gelu", "Swish", "Mish", "HardSwish", "Neg", "Abs", "Cosh", "Sin", "Cos", "Acos", "Reciprocal"} <= set(
+        falling
+    )
     assert not [k for k in falling if OPDEFS[k].traits.monotone]
 
 

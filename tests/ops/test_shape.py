@@ -102,7 +102,9 @@ def test_against_onnx(op: str, attrs: dict, opset: int, operands: list) -> None:
         check_case(case, onnxruntime_outputs(case))
 
 
-RUNTIME_OPERANDS = [c for c in CASES if c[0] in ("Reshape", "Expand", "Range", "ConstantOfShape") and "value" not in c[1]]
+RUNTIME_OPERANDS = [
+    c for c in CASES if c[0] in ("Reshape", "Expand", "Range", "ConstantOfShape") and "value" not in c[1]
+]
 
 
 @pytest.mark.parametrize(("op", "attrs", "opset", "operands"), RUNTIME_OPERANDS)

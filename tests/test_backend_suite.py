@@ -1,0 +1,267 @@
+"""ONNX's own backend tests: every case is either right or refused with a typed error, and what is refused is a checked list.
+
+``backend_expected.json`` maps patterns of test names to the reason why those cases are refused today. The list only shrinks:
+a case that passes although it is listed fails here, and so does a pattern that matches nothing.
+
+Models of opset 6 (two of ONNX's collections) are first converted as the importer's message advises.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, version_converter
+from onnx.backend.test.loader import load_model_tests
+
+import optdnn.backend
+from optdnn.errors import InputError, ModelError, UnsupportedError, UsageError
+from optdnn.importers.model import NEWEST_OPSET
+from optdnn.importers.onnx import import_model
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.export_onnx import export_model
+
+LISTED = json.loads(Path(__file__).with_name("backend_expected.json").read_text())
+KNOWN_ONNX = LISTED["onnx"]
+SAME_ONNX = onnx.__version__.startswith(KNOWN_ONNX + ".")
+LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
+ULPS = 2
+"""Roundoffs of fp16 and bf16 results that may differ; ONNX's own runner allows bfloat16 as many."""
+
+
+def _cases() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ONNX's generators overflow and divide by zero on purpose
+        kinds = ("node", "simple", "pytorch-converted", "pytorch-operator", "real")
+        return {case.name: case for kind in kinds for case in load_model_tests(kind=kind)}
+
+
+CASES = _cases()
+
+
+def reason(name: str) -> str | None:
+    """Why a case is expected to be refused, or None."""
+    return _reasons().get(name)
+
+
+@functools.lru_cache
+def _reasons() -> dict[str, str]:
+    out: dict[str, str] = {}
+    for pattern, why in LISTED["refused"].items():
+        expression = re.compile(fnmatch.translate(pattern))
+        out.update({name: why for name in CASES if expression.match(name)})
+    return out
+
+
+PASSING = sorted(name for name in CASES if reason(name) is None)
+
+
+@functools.lru_cache(maxsize=4)
+def load(name: str) -> onnx.ModelProto:
+    case = CASES[name]
+    if case.model is not None:
+        return case.model
+    path = Path(case.model_dir) / "model.onnx" if case.model_dir else LIGHT / Path(case.url).name
+    model = onnx.load(path)
+    if model.opset_import and model.opset_import[0].version == 6:
+        return version_converter.convert_version(model, 9)
+    return model
+
+
+def data(name: str) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Inputs and expected outputs, per data set."""
+    case = CASES[name]
+    if case.data_sets is not None:
+        for inputs, outputs in case.data_sets:
+            yield [_array(x) for x in inputs], [_array(x) for x in outputs]
+    elif case.model_dir:
+        for folder in sorted(Path(case.model_dir).glob("test_data_set*")):
+            yield _stored(folder, "input"), _stored(folder, "output")
+    else:
+        model = load(name)
+        constants = {t.name for t in model.graph.initializer}
+        (shape,) = (
+            [d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input if v.name not in constants
+        )
+        size = int(np.prod(shape))  # what ONNX's runner feeds to its light models
+        expected = onnx.load_tensor(LIGHT / f"{Path(case.url).stem}_output_0.pb")
+        yield [(np.arange(size).reshape(shape) / size).astype(np.float32)], [numpy_helper.to_array(expected)]
+
+
+def _array(x: Any) -> Any:
+    return numpy_helper.to_array(x) if isinstance(x, onnx.TensorProto) else x
+
+
+def _stored(folder: Path, what: str) -> list[Any]:
+    count = len(list(folder.glob(f"{what}_*.pb")))
+    return [numpy_helper.to_array(onnx.load_tensor(folder / f"{what}_{i}.pb")) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One way to run a model."""
+
+    device: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, name: str) -> None:
+        prepared = optdnn.backend.prepare(load(name), self.device, **dict(self.options))
+        for inputs, outputs in data(name):
+            compare(prepared.run(inputs), outputs, CASES[name].rtol, CASES[name].atol)
+
+
+def compare(got: Any, want: list[Any], rtol: float, atol: float) -> None:
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        if a.dtype.itemsize == 2 and a.dtype.kind not in "iu":
+            rtol = max(rtol, ULPS * 2.0 ** (-10 if a.dtype == np.float16 else -7))
+            a, b = a.astype(np.float32), b.astype(np.float32)
+        elif a.dtype.kind not in "iubfc":  # fp8
+            a, b = a.astype(np.float32), b.astype(np.float32)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
+NOT_WRITTEN = "^test_resize_(up|down)sample_scales_(linear|cubic)_align_corners$"
+"""Cases that have no ONNX form: what ONNX means by fractional scales there depends on sizes, which these give at run time."""
+
+RUNNERS = {"REFERENCE": Runner("REFERENCE"), "REFERENCE-O3": Runner("REFERENCE", (("opt_level", 3), ("debug", True)))}
+
+
+def attempt(run: Runner, name: str) -> None:
+    try:
+        run(name)
+    except UnsupportedError as error:
+        if SAME_ONNX:
+            raise
+        pytest.skip(f"not in the list, which is of onnx {KNOWN_ONNX}: {error.message}")
+
+
+@pytest.mark.parametrize("name", PASSING)
+@pytest.mark.parametrize("runner", list(RUNNERS))
+def test_case(runner, name):
+    attempt(RUNNERS[runner], name)
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_round_trip(name):
+    """Export of what was imported means the same: equal to the last bit, or to roundoff where ONNX has no such node."""
+    if not SAME_ONNX and refused(name):
+        pytest.skip(f"not in the list, which is of onnx {KNOWN_ONNX}")
+    graph = import_model(load(name))
+    if re.search(NOT_WRITTEN, name):
+        with pytest.raises(UnsupportedError, match="sizes that are not known"):
+            export_model(graph, NEWEST_OPSET)
+        return
+    again = import_model(export_model(graph, NEWEST_OPSET).proto)
+    names = [graph.op(i).outputs[0].name for i in graph.inputs]
+    for inputs, _ in data(name):
+        feeds = dict(zip(names, inputs, strict=True))
+        want, got = evaluate(graph, feeds), evaluate(again, feeds)
+        assert list(got) == list(want)
+        compare(tuple(got.values()), list(want.values()), 1e-5, 1e-6)
+
+
+@pytest.mark.skipif(not SAME_ONNX, reason=f"the list of refused cases is of onnx {KNOWN_ONNX}")
+def test_the_list_of_refused_cases_is_true():
+    unmatched = [p for p in LISTED["refused"] if not any(fnmatch.fnmatchcase(n, p) for n in CASES)]
+    assert unmatched == [], "these patterns match no case"
+    passing = [name for name in CASES if reason(name) is not None and not refused(name)]
+    assert passing == [], "these cases are listed as refused but run: shorten the list"
+
+
+def refused(name: str) -> bool:
+    """True when importing or running the case raises a typed error; a wrong result or a crash fails the test."""
+    try:
+        RUNNERS["REFERENCE"](name)
+    except (UnsupportedError, ModelError):
+        return True
+    return False
+
+
+# ---------------------------------------------------------------- the interface itself
+
+
+def test_comparisons_can_fail():
+    one = np.ones((2, 50), np.float32)
+    compare((one,), [one], 1e-3, 1e-7)
+    wrong = one.copy()
+    wrong[1, 7] = 1.01
+    for bad in (wrong, one[:1], one.astype(np.float64)):
+        with pytest.raises(AssertionError):
+            compare((bad,), [one], 1e-3, 1e-7)
+    half = np.ones(4, np.float16)
+    with pytest.raises(AssertionError):
+        compare((half + np.float16(0.004),), [half], 1e-3, 1e-7)
+
+
+def test_onnx_own_runner_takes_the_backend():
+    from onnx.backend.test.runner import Runner as OnnxRunner
+
+    cases = OnnxRunner(optdnn.backend.OptdnnBackend, __name__).include("^test_(add|softmax_axis_0)_cpu$").test_cases
+    ran = []
+    for name in ("test_add_cpu", "test_softmax_axis_0_cpu"):
+        getattr(cases["OnnxBackendNodeModelTest"](name), name)()
+        ran.append(name)
+    assert len(ran) == 2
+
+
+def test_devices():
+    assert [d for d in ("CPU", "CPU:0", "REFERENCE", "CUDA", "CPU:1") if optdnn.backend.supports_device(d)] == [
+        "CPU",
+        "CPU:0",
+        "REFERENCE",
+    ]
+    with pytest.raises(UsageError, match="there is no device 'CUDA'"):
+        optdnn.backend.prepare(load("test_add"), "CUDA")
+
+
+def test_run_model_takes_names_sequences_and_arrays():
+    model = load("test_add")
+    x = np.ones((3, 4, 5), np.float32)
+    outputs = optdnn.backend.run_model(model, {"x": x, "y": x}, "REFERENCE")
+    assert np.array_equal(outputs["sum"], x + x)
+    assert np.array_equal(outputs.sum, outputs[0])
+    assert np.array_equal(optdnn.backend.run_model(model, [x, x], "REFERENCE")[0], x + x)
+    assert np.array_equal(optdnn.backend.run_model(load("test_abs"), -x, "REFERENCE")[0], x)
+    with pytest.raises(InputError, match="1 inputs are given, the model has 2"):
+        optdnn.backend.run_model(model, [x], "REFERENCE")
+
+
+def test_run_node():
+    x = np.array([[1, -2, 3]], np.float32)
+    node = onnx.helper.make_node("Clip", ["x", "", "top"], ["y"])
+    (y,) = optdnn.backend.run_node(node, [x, np.array(2, np.float32)], "REFERENCE")
+    assert y.tolist() == [[1, -2, 2]]
+    old = onnx.helper.make_node("Clip", ["x"], ["y"], max=2.0)
+    assert optdnn.backend.run_node(old, x, "REFERENCE", opset_version=9)[0].tolist() == [[1, -2, 2]]
+    with pytest.raises(ModelError, match="unknown attribute 'max'"):
+        optdnn.backend.run_node(old, x, "REFERENCE")
+    with pytest.raises(InputError, match="2 inputs are given, the node reads 1"):
+        optdnn.backend.run_node(old, [x, x], "REFERENCE", opset_version=9)
+
+
+def test_compatibility():
+    assert optdnn.backend.is_compatible(load("test_add"), "REFERENCE")
+    assert not optdnn.backend.is_compatible(load("test_add"), "CUDA")
+    unsupported = onnx.helper.make_node("Multinomial", ["x"], ["y"])
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [unsupported],
+            "g",
+            [onnx.helper.make_tensor_value_info("x", 1, [1, 2])],
+            [onnx.helper.make_tensor_value_info("y", 6, [1, 1])],
+        )
+    )
+    assert not optdnn.backend.is_compatible(model, "REFERENCE")
