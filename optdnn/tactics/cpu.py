@@ -10,7 +10,7 @@ import hashlib
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,9 +22,7 @@ from optdnn.ir.extract import Region, extract, regions, single, whole
 from optdnn.ir.graph import Graph, Op
 from optdnn.lower import Lowering
 from optdnn.runtime.cpu import onnxruntime, openvino
-from optdnn.runtime.cpu.library import LibraryModel, MakeModel, Settings
-from optdnn.runtime.cpu.onnxruntime import OnnxRuntimeModel
-from optdnn.runtime.cpu.openvino import OpenVinoModel
+from optdnn.runtime.cpu.library import Settings
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import machine, usable_cores
 from optdnn.runtime.program import Program
@@ -33,17 +31,18 @@ from optdnn.tactics.timing_cache import TimingCache
 from optdnn.types import Array, is_float
 
 Progress = Callable[[str], None]
+Cut: TypeAlias = tuple[Region, ExportedModel | None]
+"""A region with its model; without one, its operators run from NumPy kernels."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """One CPU library: how the graph is written for it, and who makes its model."""
+    """One CPU library: how the graph is written for it."""
 
     name: str
     opset: int
     weights: str
     """How large weights travel: "external" initializers, or graph "inputs"."""
-    make: MakeModel
     refuses: Callable[[str], str | None]
     """Why the library cannot run in a precision at all on this machine, or None."""
 
@@ -58,17 +57,24 @@ class Library:
         inputs = self.weights == "inputs"
         return export_model(graph, self.opset, external_weights=not inputs, weights_as_inputs=inputs)
 
-    def compile(self, graph: Graph, settings: Settings) -> LibraryModel:
-        """The graph as a model of this library; raises RunError when the library refuses."""
-        model = self.export(graph)
-        inputs = [graph.op(i).outputs[0].name for i in graph.inputs]
-        outputs = [graph.op(i).outputs[0].name for i in graph.outputs]
-        return self.make(model.to_bytes(), model.weights, inputs, outputs, settings)
+    def lower(self, graph: Graph, cuts: Sequence[Cut], settings: Settings, meta: dict[str, Any]) -> Program:
+        """The program of a graph cut into regions: this library's, and (without a model) those of NumPy kernels."""
+        out = Lowering(graph, "cpu", settings.precision)
+        for region, model in cuts:
+            if model is None:
+                for op in region.ops:
+                    out.reference_step(op)
+            elif region.ops:
+                out.library_step(self.name, region, model, settings)
+        version = self.version()
+        used = any(model is not None for _, model in cuts)
+        needs = [f"package:{self.name}>={_minor(version)}"] if version and used else []
+        return out.program(needs, meta)
 
 
 LIBRARIES: dict[str, Library] = {
-    "openvino": Library("openvino", 21, "inputs", OpenVinoModel, openvino.refuses),
-    "onnxruntime": Library("onnxruntime", 21, "external", OnnxRuntimeModel, onnxruntime.refuses),
+    "openvino": Library("openvino", 21, "inputs", openvino.refuses),
+    "onnxruntime": Library("onnxruntime", 21, "external", onnxruntime.refuses),
 }
 
 
@@ -236,7 +242,7 @@ class _Contender:
     def engine(self, threads: int) -> Engine:
         """Compile. When the library refuses the network, the operators it refuses are cut out and run from NumPy."""
         try:
-            return Engine(self._lower(threads))
+            return self._engine(threads)
         except RunError:
             if self.fallbacks:
                 raise
@@ -244,9 +250,12 @@ class _Contender:
             if not self.fallbacks:  # each operator alone is taken: it is the network as a whole that is refused
                 raise
             self._cuts = cuts
-            return Engine(self._lower(threads))
+            return self._engine(threads)
 
-    def _cut(self) -> list[tuple[Region, ExportedModel | None]]:
+    def _engine(self, threads: int) -> Engine:
+        return Engine(self.library.lower(self.graph, self._cuts, Settings(threads, self.precision), {}))
+
+    def _cut(self) -> list[Cut]:
         reasons = _refused_ops(self.graph, self.library, Settings(0, self.precision))
         self.fallbacks = [
             {"node": self.graph.op(i).name, "operator": self.graph.op(i).kind, "reason": r}
@@ -254,19 +263,6 @@ class _Contender:
         ]
         found = regions(self.graph, lambda op: "reference" if op.id in reasons else self.library.name)
         return [(r, None if r.label == "reference" else self.library.export(extract(self.graph, r))) for r in found]
-
-    def _lower(self, threads: int) -> Program:
-        out = Lowering(self.graph, "cpu", self.precision)
-        for region, model in self._cuts:
-            if model is None:
-                for op in region.ops:
-                    out.reference_step(op)
-            elif region.ops:
-                out.library_step(self.library.name, region, model, Settings(threads, self.precision))
-        version = self.library.version()
-        used = any(model is not None for _, model in self._cuts)
-        needs = [f"package:{self.library.name}>={_minor(version)}"] if version and used else []
-        return out.program(needs, {})
 
 
 def _refused_ops(graph: Graph, library: Library, settings: Settings) -> dict[int, str]:
@@ -279,7 +275,8 @@ def _refused_ops(graph: Graph, library: Library, settings: Settings) -> dict[int
         signature = _signature(graph, op)
         if signature not in known:
             try:
-                library.compile(single(graph, op), settings)
+                part = single(graph, op)
+                Engine(library.lower(part, [(whole(part), library.export(part))], settings, {}))
                 known[signature] = None
             except (RunError, UnsupportedError) as error:
                 known[signature] = error.message
