@@ -51,7 +51,7 @@ def test_the_same_entries_give_the_same_bytes(tmp_path: Path) -> None:
 def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "cache.json"
     path.write_text(text)
-    with pytest.raises(UsageError, match="cache.json"):
+    with pytest.raises(UsageError, match=r"cache\.json"):
         TimingCache.open(path)
     assert path.read_text() == text
 

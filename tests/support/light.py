@@ -1,21 +1,12 @@
-"""Real exported networks for tests: the ``light_*`` graphs of the onnx wheel, and skeleton graphs beside the repository.
-
-Skeletons come from ``../shared/graphs.tar.xz`` (weights refilled from a seed by ``../shared/fill.py``) where that folder
-exists; tests that need it are skipped with the reason elsewhere.
-"""
+"""The ``light_*`` graphs of the onnx wheel with real weights, smooth pictures, and the error of one result against another."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import tarfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import onnx
-import pytest
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import Value
@@ -23,39 +14,8 @@ from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 LIGHT_MODELS = tuple(sorted(p.stem for p in LIGHT.glob("light_*.onnx")))
-CONVOLUTIONAL = (
-    "resnet18 resnet50 resnext50_32x4d mobilenet_v2 mobilenet_v3_large efficientnet_b0 convnext_tiny googlenet "
-    "squeezenet1_1 vgg16_bn alexnet fcn_resnet50 deeplabv3_mobilenet_v3_large"
-).split()
-"""The shared architectures whose operators this release covers."""
-EXPORTERS = ("ts", "dyn")
-
-
-@functools.cache
-def fill() -> ModuleType:
-    """The module that refills skeletons; skips the test where it is absent."""
-    path = SHARED / "fill.py"
-    if not path.exists():
-        pytest.skip("the shared graphs are not beside the repository (../shared)")
-    spec = importlib.util.spec_from_file_location("fill", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def shared(name: str, folder: Path) -> onnx.ModelProto:
-    """The shared graph ``resnet50.ts`` and so on, with its seeded weights."""
-    filler = fill()
-    with tarfile.open(SHARED / "graphs.tar.xz") as tar:
-        for member in (f"graphs/{name}.onnx", f"graphs/{name}.json"):
-            tar.extract(member, folder, filter="data")
-    model: onnx.ModelProto = filler.fill(str(folder / "graphs" / f"{name}.onnx"))
-    return model
 
 
 def light(name: str, seed: int = 7) -> onnx.ModelProto:
