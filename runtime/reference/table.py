@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optdnn.runtime.reference import binary, conv, gemm, index, norm, pool, reduce, resize, shape, softmax, unary
+from optdnn.runtime.reference import binary, conv, gemm, index, norm, pool, reduce, resize, rnn, shape, softmax, unary
 from optdnn.runtime.reference.base import Kernel
 
 KERNELS: dict[str, Kernel] = {
@@ -14,6 +14,7 @@ KERNELS: dict[str, Kernel] = {
     **pool.KERNELS,
     **reduce.KERNELS,
     **resize.KERNELS,
+    **rnn.KERNELS,
     **shape.KERNELS,
     **softmax.KERNELS,
     **unary.KERNELS,

@@ -1,0 +1,240 @@
+"""Recurrent layers: LSTM, GRU, RNN.
+
+Time comes first (ONNX's layout 0); layout 1 is imported with transpositions around the layer. ``alphas`` and ``betas`` hold
+one number per activation function, whether the function uses it or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from optdnn.dim import DimLike
+from optdnn.errors import ShapeError
+from optdnn.ops.base import (
+    Attrs,
+    Call,
+    Cost,
+    Emit,
+    Export,
+    FromOnnx,
+    Infer,
+    NodeSpec,
+    OpDef,
+    Ref,
+    Result,
+    Tol,
+    ToOnnx,
+    Traits,
+    attrs_dict,
+)
+from optdnn.ops.checks import agree, elements, emit, extent, require_length, require_rank
+from optdnn.runtime.reference.rnn import KERNELS
+from optdnn.types import TensorType, is_float
+
+_DIRECTIONS = {"forward": 1, "reverse": 1, "bidirectional": 2}
+_PARAMETERS: dict[str, tuple[float | None, float | None]] = {
+    "Affine": (1.0, 0.0),
+    "Elu": (1.0, None),
+    "HardSigmoid": (0.2, 0.5),
+    "LeakyRelu": (0.01, None),
+    "Relu": (None, None),
+    "ScaledTanh": (1.0, 1.0),
+    "Sigmoid": (None, None),
+    "Softplus": (None, None),
+    "Softsign": (None, None),
+    "Tanh": (None, None),
+    "ThresholdedRelu": (1.0, None),
+}
+"""Activation -> the defaults of its alpha and beta; None where it has no such parameter."""
+_GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+_DEFAULTS = {"RNN": ("Tanh",), "GRU": ("Sigmoid", "Tanh"), "LSTM": ("Sigmoid", "Tanh", "Tanh")}
+
+
+@dataclass(frozen=True)
+class RNNAttrs(Attrs):
+    """``activations`` of all directions, one after the other; ``clip`` bounds the inputs of the gates' activations."""
+
+    hidden_size: int
+    direction: str = "forward"
+    activations: tuple[str, ...] = _DEFAULTS["RNN"]
+    alphas: tuple[float, ...] = (0.0,)
+    betas: tuple[float, ...] = (0.0,)
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
+class GRUAttrs(RNNAttrs):
+    """``linear_before_reset``: the hidden projection comes before the reset gate (as in cuDNN and PyTorch)."""
+
+    activations: tuple[str, ...] = _DEFAULTS["GRU"]
+    alphas: tuple[float, ...] = (0.0,) * 2
+    betas: tuple[float, ...] = (0.0,) * 2
+    linear_before_reset: bool = False
+
+
+@dataclass(frozen=True)
+class LSTMAttrs(RNNAttrs):
+    """``input_forget``: the forget gate is one minus the input gate."""
+
+    activations: tuple[str, ...] = _DEFAULTS["LSTM"]
+    alphas: tuple[float, ...] = (0.0,) * 3
+    betas: tuple[float, ...] = (0.0,) * 3
+    input_forget: bool = False
+
+
+def _infer(kind: str) -> Infer:
+    gates = _GATES[kind]
+
+    def infer(call: Call) -> Result:
+        a: RNNAttrs = call.attrs
+        count, hidden = _DIRECTIONS[a.direction], a.hidden_size
+        require_length(a.activations, count * len(_DEFAULTS[kind]), f"{kind} activations of direction {a.direction}")
+        require_length(a.alphas, len(a.activations), f"{kind} alphas")
+        require_length(a.betas, len(a.activations), f"{kind} betas")
+        x = call.type(0)
+        if not is_float(x.dtype):
+            raise ShapeError(f"{kind} of {x}; it must be floating-point")
+        require_rank(x, 3, f"{kind} input")
+        steps, batch, width = x.dims
+        state = (count, batch, hidden)
+        wanted: list[tuple[str, tuple[DimLike, ...]]] = [
+            ("weights W", (count, gates * hidden, width)),
+            ("recurrent weights R", (count, gates * hidden, hidden)),
+            ("bias B", (count, 2 * gates * hidden)),
+            ("sequence_lens", (batch,)),
+            ("initial_h", state),
+            ("initial_c", state),
+            ("peepholes P", (count, 3 * hidden)),
+        ]
+        for i, (name, shape) in enumerate(wanted, 1):
+            if i <= 2 or call.has(i):
+                _check(kind, name, call.type(i), shape, x if name != "sequence_lens" else None)
+        last = TensorType(x.dtype, state)
+        return Result((TensorType(x.dtype, (steps, *state)), last, last)[: 3 if kind == "LSTM" else 2])
+
+    return infer
+
+
+def _check(kind: str, name: str, t: TensorType, shape: Sequence[DimLike], like: TensorType | None) -> None:
+    require_rank(t, len(shape), f"{kind} {name}")
+    for size, wanted in zip(t.dims, shape, strict=True):
+        agree(size, wanted, f"{kind} {name} is {t}, it must be [{', '.join(map(str, shape))}]")
+    if like is not None and t.dtype != like.dtype:
+        raise ShapeError(f"{kind} {name} is {t}, its input {like}")
+    if like is None and t.dtype.kind not in "iu":
+        raise ShapeError(f"{kind} {name} is {t}; it must hold integers")
+
+
+# ---------------------------------------------------------------- import
+
+
+def _functions(node: NodeSpec, count: int) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float, ...]]:
+    """Names of the activations and a number per name; the lists of the node serve the functions that take one, in order."""
+    known = {name.lower(): name for name in _PARAMETERS}
+    names = []
+    for given in node.get("activations") or _DEFAULTS[node.op_type] * count:
+        if given.lower() not in known:
+            raise ShapeError(f"{node.op_type} activation {given!r} is unknown; ONNX has {', '.join(_PARAMETERS)}")
+        names.append(known[given.lower()])
+    numbers = []
+    for k, attribute in enumerate(("activation_alpha", "activation_beta")):
+        rest = list(node.get(attribute) or ())
+        values = []
+        for name in names:
+            default = _PARAMETERS[name][k]
+            values.append(0.0 if default is None else float(rest.pop(0)) if rest else default)
+        if rest:
+            raise ShapeError(f"{node.op_type} {attribute} has {len(rest)} values more than its activations take")
+        numbers.append(tuple(values))
+    return tuple(names), numbers[0], numbers[1]
+
+
+def _import(kind: str, cls: type[RNNAttrs], flag: str | None) -> FromOnnx:
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        direction = str(node.get("direction", "forward"))
+        if direction not in _DIRECTIONS:
+            raise ShapeError(f"{kind} direction is {direction!r}; it must be one of {', '.join(_DIRECTIONS)}")
+        operands: list[Ref | None] = list(node.inputs)
+        recurrent = e.type(operands[2])
+        require_rank(recurrent, 3, f"{kind} recurrent weights R")
+        hidden = node.get("hidden_size", recurrent.dims[2])
+        if not isinstance(hidden, int):
+            raise ShapeError(f"{kind} hidden_size is not known")
+        clip = node.get("clip")
+        attrs = cls(
+            hidden,
+            direction,
+            *_functions(node, _DIRECTIONS[direction]),
+            None if clip is None else float(clip),
+            *([] if flag is None else [bool(node.get(flag, 0))]),
+        )
+        n = len(node.outputs)
+        if not node.get("layout", 0):
+            return e.op(kind, operands, attrs, outputs=n)
+        for i in (0, 5, 6):
+            if i < len(operands) and operands[i] is not None:
+                operands[i] = emit(e, "Transpose", operands[i], perm=(1, 0, 2))
+        y, *states = e.op(kind, operands, attrs, outputs=n)
+        return (
+            emit(e, "Transpose", y, perm=(2, 0, 1, 3)),
+            *(emit(e, "Transpose", s, perm=(1, 0, 2)) for s in states),
+        )
+
+    return from_onnx
+
+
+# ---------------------------------------------------------------- export and cost
+
+
+def _export(kind: str, flag: str | None) -> ToOnnx:
+    def to_onnx(a: RNNAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+        fields = attrs_dict(a)
+        alphas = tuple(v for n, v in zip(a.activations, a.alphas, strict=True) if _PARAMETERS[n][0] is not None)
+        betas = tuple(v for n, v in zip(a.activations, a.betas, strict=True) if _PARAMETERS[n][1] is not None)
+        return e.node(
+            kind,
+            inputs,
+            n_outputs,
+            hidden_size=a.hidden_size,
+            direction=a.direction,
+            activations=a.activations,
+            activation_alpha=alphas or None,
+            activation_beta=betas or None,
+            clip=a.clip,
+            **({} if flag is None else {flag: int(fields[flag])}),
+        )
+
+    return to_onnx
+
+
+def _cost(kind: str) -> Callable[[Call, Result], Cost]:
+    gates = _GATES[kind]
+
+    def cost(call: Call, result: Result) -> Cost:
+        width = extent(call.type(0).dims[2]) + call.attrs.hidden_size
+        return Cost(elements(result.types[0]) * gates * (2 * width + 5))
+
+    return cost
+
+
+def _define(kind: str, cls: type[RNNAttrs], flag: str | None) -> OpDef:
+    return OpDef(
+        kind=kind,
+        infer=_infer(kind),
+        kernel=KERNELS[kind],
+        attrs=cls,
+        onnx={kind: _import(kind, cls, flag)},
+        to_onnx=_export(kind, flag),
+        cost=_cost(kind),
+        # Errors of one step enter all that follow.
+        tol=Tol(rtol=1e-4, atol=1e-5),
+        traits=Traits(fp16_risky=True),
+    )
+
+
+DEFS: tuple[OpDef, ...] = (
+    _define("RNN", RNNAttrs, None),
+    _define("GRU", GRUAttrs, "linear_before_reset"),
+    _define("LSTM", LSTMAttrs, "input_forget"),
+)
