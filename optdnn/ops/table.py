@@ -22,24 +22,27 @@ from optdnn.ops import (
 )
 from optdnn.ops.base import FromOnnx, OpDef
 
-_DEFS: tuple[OpDef, ...] = (
-    *binary.DEFS,
-    *conv.DEFS,
-    *create.DEFS,
-    *fused.DEFS,
-    *gather.DEFS,
-    *gemm.DEFS,
-    *index.DEFS,
-    *layout.DEFS,
-    *norm.DEFS,
-    *pool.DEFS,
-    *reduce.DEFS,
-    *resize.DEFS,
-    *rnn.DEFS,
-    *shape.DEFS,
-    *softmax.DEFS,
-    *unary.DEFS,
-)
+FAMILIES: dict[str, tuple[OpDef, ...]] = {
+    "arithmetic, comparison, logic, casts": binary.DEFS,
+    "convolution": conv.DEFS,
+    "constants and identities": create.DEFS,
+    "fused (our own)": fused.DEFS,
+    "gather and scatter": gather.DEFS,
+    "matrix products": gemm.DEFS,
+    "slicing and joining": index.DEFS,
+    "layout (our own)": layout.DEFS,
+    "normalization": norm.DEFS,
+    "pooling": pool.DEFS,
+    "reductions": reduce.DEFS,
+    "resizing": resize.DEFS,
+    "rnn": rnn.DEFS,
+    "shapes": shape.DEFS,
+    "softmax": softmax.DEFS,
+    "functions and activations": unary.DEFS,
+}
+"""Family -> its kinds."""
+
+_DEFS: tuple[OpDef, ...] = tuple(d for family in FAMILIES.values() for d in family)
 
 OPDEFS: dict[str, OpDef] = {d.kind: d for d in _DEFS}
 """Kind -> definition."""
