@@ -25,6 +25,8 @@ _REDUCTIONS = frozenset(
 _LOOK_AHEAD = 64
 """How many ops a transpose may pass before it has to have met another one."""
 
+_STAGES_BACK = 8
+
 Perm = tuple[int, ...]
 
 
@@ -69,13 +71,8 @@ class SinkTranspose(Rule):
         return Match((user, *dict.fromkeys(transposes)), passage)
 
     def _pays(self, graph: Graph, op: Op, user: Op) -> bool:
-        producer = graph.op(op.inputs[0]) if op.inputs[0] is not None else op
-        if producer.kind in ANCHORS and user.kind in ACTIVATIONS | ADDITIONS | SCALINGS:
-            alone = len(graph.users(producer.value)) == 1 and len(graph.users(op.value)) == 1
-            if alone and all(
-                v == op.value or graph.constant_value(v) is not None for v in user.inputs if v is not None
-            ):
-                return True
+        if _stage_of_constants(graph, user, op.value) and len(graph.users(op.value)) == 1 and _behind_anchor(graph, op):
+            return True
         value, perm = op.value, op.attrs.perm
         for _ in range(_LOOK_AHEAD):
             passage = _passage(graph, user, value, perm)
@@ -102,6 +99,29 @@ class SinkTranspose(Rule):
             value = patch.add("Transpose", [value], TransposeAttrs(passage.perm), src=src)
         patch.replace(user.value, value)
         return patch
+
+
+def _stage_of_constants(graph: Graph, op: Op, value: Value) -> bool:
+    """Whether ``op`` could be an epilogue stage that reads nothing but ``value`` and constants."""
+    if op.kind not in ACTIVATIONS | ADDITIONS | SCALINGS:
+        return False
+    return all(v == value or graph.constant_value(v) is not None for v in op.inputs if v is not None)
+
+
+def _behind_anchor(graph: Graph, op: Op) -> bool:
+    """Whether operand 0 of ``op`` is the result of a convolution or matrix product, or of a stage-like chain behind one."""
+    for _ in range(_STAGES_BACK):
+        value = op.inputs[0]
+        if value is None or graph.sole_user(value) is None:
+            return False
+        op = graph.op(value)
+        if op.kind in ANCHORS:
+            return True
+        operands = [v for v in op.inputs if v is not None and graph.constant_value(v) is None]
+        if len(operands) != 1 or not _stage_of_constants(graph, op, operands[0]):
+            return False
+        op = replace(op, inputs=(operands[0],))
+    return False
 
 
 def _passage(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
