@@ -102,11 +102,12 @@ class Pass(ABC):
 
     def __call__(self, graph: Graph, context: PassContext | None = None) -> PassReport:
         """Run, and account for what was done."""
-        report = PassReport(self.name, nodes_before=len(graph), kinds_before=graph.kinds())
+        report = PassReport(self.name, kinds_before=graph.kinds())
         start = time.perf_counter()
         self.run(graph, context or PassContext(), report)
         report.seconds = time.perf_counter() - start
-        report.nodes_after, report.kinds_after = len(graph), graph.kinds()
+        report.kinds_after = graph.kinds()
+        report.nodes_before, report.nodes_after = sum(report.kinds_before.values()), sum(report.kinds_after.values())
         return report
 
     @abstractmethod
@@ -205,8 +206,8 @@ class RulePass(Pass):
         for i in ids:
             if i in graph:
                 near[i] = None
-                near.update(dict.fromkeys(sorted(set(graph.nx.predecessors(i)))))
-                near.update(dict.fromkeys(sorted(set(graph.nx.successors(i)))))
+                near.update(dict.fromkeys(sorted(graph.nx.predecessors(i))))
+                near.update(dict.fromkeys(sorted(graph.nx.successors(i))))
         return list(near)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -82,10 +83,17 @@ def _glance(array: Array) -> Hashable:
     return array.dtype, array.shape, flat[:: max(1, flat.size // _SAMPLE)].tobytes()
 
 
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind))
+
+
 def attribute_key(value: Any) -> Hashable:
     """A key that is equal exactly for attributes of equal meaning: arrays by content, floats by bits (-0.0 is not 0.0)."""
+    if isinstance(value, int | str | type(None)):  # most fields; bool and int compare equal, their types do not
+        return type(value), value
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value), tuple(attribute_key(getattr(value, f.name)) for f in fields(value))
+        return type(value), tuple(attribute_key(getattr(value, name)) for name in _field_names(type(value)))
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, digest(value)
     if isinstance(value, float):

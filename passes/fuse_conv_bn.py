@@ -91,7 +91,7 @@ class _FoldBefore(_FoldChain):
 def _before(graph: Graph, linear: Linear, value: Value, total: Affine) -> Affine | Miss:
     producer = graph.op(value)
     if graph.sole_user(value) is None:
-        return Miss(f"the result of {producer.name} is used {len(graph.uses(value))} times")
+        return Miss(f"the result of {producer.name} is used {graph.use_count(value)} times")
     step = read(graph, producer, linear.in_axis, linear.in_channels)
     if isinstance(step, Miss):
         return step

@@ -58,7 +58,7 @@ class _Prologue(Rule):
 
     def _refusal(self, graph: Graph, linear: Linear, op: Op, x: Value, value: Value) -> Miss | None:
         if graph.sole_user(value) is None:
-            return Miss(f"the result of {op.name} is used {len(graph.uses(value))} times")
+            return Miss(f"the result of {op.name} is used {graph.use_count(value)} times")
         return refuses(graph, op, x)
 
     def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:

@@ -101,9 +101,12 @@ class Graph:
         self.inputs: list[int] = []
         self.outputs: list[int] = []
         self._g: nx.MultiDiGraph = nx.MultiDiGraph()
+        self._ops: dict[int, Op] = {}
+        """The node attributes "op" of ``_g`` once more: nothing is read as often."""
         self._ids = itertools.count()
         self._order: list[int] | None = None
         self._names: set[str] = set()
+        self._suffixes: dict[str, int] = {}
         self._symbols: set[str] = set()
 
     # ------------------------------------------------------------------ reading
@@ -113,7 +116,7 @@ class Graph:
         return sum(1 for op in self.ops() if op.kind not in STRUCTURAL)
 
     def __contains__(self, op_id: int) -> bool:
-        return op_id in self._g
+        return op_id in self._ops
 
     @property
     def nx(self) -> nx.MultiDiGraph:
@@ -122,13 +125,11 @@ class Graph:
 
     def op(self, ref: int | Value) -> Op:
         """The op with this id, or the producer of this value."""
-        op: Op = self._g.nodes[ref.op if isinstance(ref, Value) else ref]["op"]
-        return op
+        return self._ops[ref.op if isinstance(ref, Value) else ref]
 
     def ops(self) -> Iterator[Op]:
         """All ops, in no particular order."""
-        for _, op in self._g.nodes(data="op"):
-            yield op
+        return iter(self._ops.values())
 
     def order(self) -> list[Op]:
         """All ops in a deterministic topological order (cached until the next change).
@@ -140,10 +141,12 @@ class Graph:
                 self._order = list(nx.topological_sort(self._g))
             except nx.NetworkXUnfeasible:
                 raise InternalError("the graph has a cycle") from None
-        return [self.op(i) for i in self._order]
+        return [self._ops[i] for i in self._order]
 
     def of_kind(self, *kinds: str) -> list[Op]:
         """Ops of these kinds in topological order."""
+        if not any(op.kind in kinds for op in self.ops()):
+            return []
         return [op for op in self.order() if op.kind in kinds]
 
     def output(self, value: Value) -> Output:
@@ -173,8 +176,15 @@ class Graph:
         """Every operand slot that reads the value, in deterministic order."""
         return sorted(
             Use(user, slot)
-            for _, user, slot, port in self._g.out_edges(value.op, keys=True, data="port")
-            if port == value.port
+            for user, edges in self._g._adj[value.op].items()  # the dictionaries themselves: views are ten times slower
+            for slot, data in edges.items()
+            if data["port"] == value.port
+        )
+
+    def use_count(self, value: Value) -> int:
+        """Number of operand slots that read the value."""
+        return sum(
+            data["port"] == value.port for edges in self._g._adj[value.op].values() for data in edges.values()
         )
 
     def users(self, value: Value) -> list[Op]:
@@ -183,8 +193,14 @@ class Graph:
 
     def sole_user(self, value: Value) -> Op | None:
         """The one op that reads the value, when it reads it in exactly one slot and nothing else does."""
-        uses = self.uses(value)
-        return self.op(uses[0].op) if len(uses) == 1 else None
+        found: int | None = None
+        for user, edges in self._g._adj[value.op].items():
+            for data in edges.values():
+                if data["port"] == value.port:
+                    if found is not None:
+                        return None  # without looking at all uses of a value that thousands read
+                    found = user
+        return None if found is None else self._ops[found]
 
     def has_path(self, source: int, target: int) -> bool:
         """True if op ``target`` depends on op ``source``."""
@@ -226,12 +242,11 @@ class Graph:
         """``hint``, or ``hint_1`` and so on when an output of that name exists already; the name is taken."""
         hint = hint or "v"
         name = hint
-        for k in itertools.count(1):
-            if name not in self._names:
-                self._names.add(name)
-                return name
-            name = f"{hint}_{k}"
-        raise AssertionError
+        while name in self._names:
+            self._suffixes[hint] = self._suffixes.get(hint, 0) + 1
+            name = f"{hint}_{self._suffixes[hint]}"
+        self._names.add(name)
+        return name
 
     def fresh_symbol(self, hint: str) -> Dim:
         """A symbol for a size that depends on data, unlike all others (those of the inputs included)."""
@@ -307,9 +322,10 @@ class Graph:
     def insert(self, op: Op) -> Op:
         """Add an op whose operands exist already."""
         for value in op.inputs:
-            if value is not None and (value.op not in self._g or value.port >= len(self.op(value).outputs)):
+            if value is not None and (value.op not in self._ops or value.port >= len(self.op(value).outputs)):
                 raise InternalError(f"{op.kind} {op.name!r} reads {value}, which does not exist")
         self._g.add_node(op.id, op=op)
+        self._ops[op.id] = op
         for slot, value in enumerate(op.inputs):
             if value is not None:
                 self._g.add_edge(value.op, op.id, key=slot, port=value.port)
@@ -320,12 +336,15 @@ class Graph:
         """Replace the op of the same id; operand edges follow ``op.inputs``."""
         old = self.op(op.id)
         if old.inputs != op.inputs:
-            self._g.remove_edges_from([(v.op, op.id, slot) for slot, v in enumerate(old.inputs) if v is not None])
-            for slot, value in enumerate(op.inputs):
-                if value is not None:
-                    self._g.add_edge(value.op, op.id, key=slot, port=value.port)
+            for slot, (before, after) in enumerate(itertools.zip_longest(old.inputs, op.inputs)):
+                if before == after:
+                    continue  # a Concat of a thousand operands changes one at a time
+                if before is not None:
+                    self._g.remove_edge(before.op, op.id, key=slot)
+                if after is not None:
+                    self._g.add_edge(after.op, op.id, key=slot, port=after.port)
             self._order = None
-        self._g.nodes[op.id]["op"] = op
+        self._g._node[op.id]["op"] = self._ops[op.id] = op
 
     def rename(self, value: Value, name: str) -> None:
         """Give a value the (already free or taken-over) name."""
@@ -374,11 +393,12 @@ class Graph:
 
     def remove(self, op_id: int) -> None:
         """Remove an op that nothing uses any more."""
-        if self._g.out_degree(op_id):
+        if self._g._adj[op_id]:
             raise InternalError(f"{self.op(op_id).name!r} is still used")
         if op_id in self.inputs or op_id in self.outputs:
             raise InternalError(f"{self.op(op_id).name!r} is an input or output of the network")
         self._g.remove_node(op_id)
+        del self._ops[op_id]
         self._order = None
 
     def remove_dead(self, start: Iterable[int]) -> list[Op]:
@@ -386,7 +406,7 @@ class Graph:
         stack, removed = sorted(start, reverse=True), []
         while stack:
             i = stack.pop()
-            if i not in self._g or self._g.out_degree(i) or self.op(i).kind in ("Input", "Output"):
+            if i not in self._ops or self._g._adj[i] or self.op(i).kind in ("Input", "Output"):
                 continue
             op = self.op(i)
             self.remove(i)
@@ -398,7 +418,8 @@ class Graph:
         """An independent graph that shares the (immutable) ops."""
         other = Graph(self.name)
         other.inputs, other.outputs = list(self.inputs), list(self.outputs)
-        other._g = self._g.copy()
+        other._g, other._ops = self._g.copy(), dict(self._ops)
+        other._suffixes = dict(self._suffixes)
         other._ids = itertools.count(max(self._g.nodes, default=-1) + 1)
         other._names, other._symbols = set(self._names), set(self._symbols)
         other._order = None if self._order is None else list(self._order)
