@@ -30,7 +30,7 @@ O1: tuple[Pass, ...] = (
     CommonSubexpressions(),  # equal values become one value, so that patterns see them as one
     Canonicalize(),  # no-ops, reshapes, transposes, padding
     CanonicalizeArithmetic(),  # constants merged, sums as additions, bounds as Clip
-    DeadCode(),  # patches remove what they replace; this holds whatever a pass may have forgotten
+    CommonSubexpressions(),  # constants and ops that the rewrites made equal
 )
 
 O2: tuple[Pass, ...] = (
@@ -47,7 +47,7 @@ O2: tuple[Pass, ...] = (
     CanonicalizeArithmetic(),  # a left-over BatchNormalization merges with the scale and shift behind it
     FuseEpilogue(),  # bias, residual, activation, with all activations recognized
     FusePrologue(),  # after epilogues: a producer's own epilogue is the cheaper place
-    CommonSubexpressions(),  # equal convolutions that are still equal with all their stages
+    CommonSubexpressions(),  # convolutions that are still equal with all their stages; constants that rewrites made
 )
 
 O3: tuple[Pass, ...] = (
