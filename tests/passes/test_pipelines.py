@@ -9,8 +9,8 @@ from typing import Any
 
 import onnx
 import pytest
-from networks import NETWORKS, SIZES
 from support.check import TOLERANCE, differs, same, stages
+from support.networks import NETWORKS, SIZES
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate, promote, random_feeds
