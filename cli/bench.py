@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from optdnn.cli.common import print_json, progress, stderr, stdout, table
+from optdnn.cli.common import parse_sizes, print_json, progress, stderr, stdout, table
 from optdnn.cli.run import read_inputs
 
 
@@ -41,8 +41,8 @@ def command(
     feeds = read_inputs(inputs)
     missing = [s for s in loaded.inputs if s.name not in feeds]
     if missing:
-        stderr.print(f"random inputs: {', '.join(map(str, missing))}", markup=False)
-        feeds = {**random_feeds(missing, sizes=_sizes(sizes)), **feeds}
+        stderr.print(f"random inputs: {', '.join(map(str, missing))}")
+        feeds = {**random_feeds(missing, sizes=parse_sizes(sizes)), **feeds}
     with progress(f"bench {engine.name}"):
         report = bench(loaded, feeds, warmup=warmup, duration=duration, iterations=iterations, with_profile=profile)
     if as_json:
@@ -53,7 +53,7 @@ def command(
         table(None, [*latency, "per second", "runs"], [[*(f"{v:.3f}" for v in latency.values()), *_rates(report)]])
     )
     facts = "; ".join(", ".join(f"{k} {v}" for k, v in f.items()) for f in report["facts"])
-    stdout.print(f"milliseconds; target {report['target']}, precision {report['precision']}; {facts}", markup=False)
+    stdout.print(f"milliseconds; target {report['target']}, precision {report['precision']}; {facts}")
     if profile:
         rows = [
             [p["step"], p["executor"], f"{p['median_ms']:.3f}", f"{p['share']:.0%}", _names(p["src"])]
@@ -70,15 +70,3 @@ def _rates(report: dict[str, Any]) -> tuple[str, str]:
 
 def _names(src: list[str]) -> str:
     return ", ".join(src[:3]) + (f" and {len(src) - 3} more" if len(src) > 3 else "")
-
-
-def _sizes(texts: tuple[str, ...]) -> dict[str, int]:
-    from optdnn.errors import UsageError
-
-    sizes = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        if not value.isdigit():
-            raise UsageError(f"--size {text!r} is not NAME=N")
-        sizes[name] = int(value)
-    return sizes

@@ -67,7 +67,7 @@ def command(
         stdout.print(table(None, ["tactic", "median ms", ""], rows, right=[1]))
     tactic = build.engine.meta.get("tactic")
     for item in build.fallbacks.get(tactic["library"], []) if tactic else []:
-        stdout.print(f"from its NumPy kernel: {item['operator']} {item['node']}: {item['reason']}", markup=False)
+        stdout.print(f"from its NumPy kernel: {item['operator']} {item['node']}: {item['reason']}")
     total = sum(build.seconds.values())
     stdout.print(
         f"\n{output}: target {build.engine.target}, precision {build.engine.precision}"
@@ -79,7 +79,7 @@ def command(
 def _explain(build: Any) -> None:
     for p in build.passes:
         for fired in p.fired:
-            stdout.print(f"  {p.name}/{fired.rule}: {' + '.join(fired.nodes)}", markup=False)
+            stdout.print(f"  {p.name}/{fired.rule}: {' + '.join(fired.nodes)}")
         for refused in p.refused:
             stdout.print(
                 f"  {p.name}/{refused.rule} not at {' + '.join(refused.nodes)}: {refused.reason}", markup=False

@@ -4,21 +4,46 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.table import Table
+from rich.text import Text
 
 from optdnn.config import BuildOptions
-from optdnn.errors import UsageError
+from optdnn.errors import UsageError, printable
 
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class PlainConsole(Console):
+    """A console that prints what it is given: names of tensors and files are not markup, and hold no terminal commands.
+
+    What goes to a file or a pipe is not wrapped at some terminal's width.
+    """
+
+    def __init__(self, *, stderr: bool = False):
+        super().__init__(stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        return super().size if self.is_terminal else ConsoleDimensions(10_000, 25)
+
+    @size.setter
+    def size(self, size: tuple[int, int]) -> None:
+        self._width, self._height = size
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(printable(o) if isinstance(o, str) else o for o in objects), **options)
+
+
+stderr = PlainConsole(stderr=True)
 """For progress and remarks; stdout holds results only."""
-stdout = Console(highlight=False, soft_wrap=True)
+stdout = PlainConsole()
 
 _SHAPE = re.compile(r"^(?P<name>.+)=(?P<dims>(\d+|\?)(x(\d+|\?))*|scalar)$")
 
@@ -37,6 +62,17 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, tuple[int | None, ...]]:
         dims = () if m["dims"] == "scalar" else tuple(None if d == "?" else int(d) for d in m["dims"].split("x"))
         shapes[m["name"]] = dims
     return shapes
+
+
+def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
+    """``("N=4",)`` of ``--size`` as a mapping."""
+    sizes = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        if not name or not (value.isascii() and value.isdigit()):
+            raise UsageError(f"--size {text!r} is not NAME=N")
+        sizes[name] = int(value)
+    return sizes
 
 
 def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,6 +104,16 @@ def make_options(ctx: click.Context, shape: Sequence[str], **options: Any) -> Bu
     return BuildOptions(shapes=parse_shapes(shape), debug=bool(ctx.obj and ctx.obj.get("debug")), **options)
 
 
+def command_line(ctx: click.Context) -> str:
+    """The command as it was given, for reports."""
+    return shlex.join(["optdnn", *(ctx.obj or {}).get("argv", ())])
+
+
+def now() -> str:
+    """The date and time, UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[str], None]]:
     """A status line on a terminal; nothing at all when stderr is piped."""
@@ -91,7 +137,7 @@ def table(
     for i, name in enumerate(columns):
         out.add_column(name, justify="right" if i in right else "left", overflow="fold")
     for row in rows:
-        out.add_row(*(str(cell) for cell in row))
+        out.add_row(*(Text(printable(str(cell))) for cell in row))
     return out
 
 

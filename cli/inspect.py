@@ -66,7 +66,7 @@ def _show(facts: dict[str, Any]) -> None:
     stdout.print(table(None, ["", ""], [[k, v] for k, v in simple.items()]))
     for key in ("inputs", "outputs", "requires"):
         if facts.get(key):
-            stdout.print(f"{key}: {', '.join(facts[key])}", markup=False)
+            stdout.print(f"{key}: {', '.join(facts[key])}")
     if facts.get("operators"):
         rows = sorted(facts["operators"].items(), key=lambda item: (-item[1], item[0]))
         stdout.print(table("\noperators", ["kind", "count"], rows, right=[1]))

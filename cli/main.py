@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from optdnn import __version__
-from optdnn.errors import EXIT_CODES, OptdnnError
+from optdnn.errors import EXIT_CODES, OptdnnError, printable
 
 COMMANDS: dict[str, str] = {
     "build": "Compile an ONNX model into an engine.",
@@ -59,7 +59,7 @@ class LazyGroup(click.Group):
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:
     """Compile trained networks from ONNX into fast, verified inference engines."""
-    ctx.obj = {"debug": debug}
+    ctx.obj = {**(ctx.obj or {}), "debug": debug}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -72,7 +72,7 @@ def run(argv: list[str]) -> int:
     """Run a command line; returns its exit code."""
     debug = "--debug" in argv
     try:
-        result = cli.main(args=argv, prog_name="optdnn", standalone_mode=False)
+        result = cli.main(args=argv, prog_name="optdnn", standalone_mode=False, obj={"argv": tuple(argv)})
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
     except OptdnnError as error:
         if debug:
             traceback.print_exc()
-        click.echo(f"{click.style('error:', fg='red', bold=True)} {error}", err=True)
+        click.echo(f"{click.style('error:', fg='red', bold=True)} {printable(str(error))}", err=True)
         return error.exit_code
     except BrokenPipeError:
         # The reader of a pipe went away (head, less): not an error. Python would complain once more on exit.
@@ -95,7 +95,7 @@ def run(argv: list[str]) -> int:
         if debug:
             raise
         click.echo(
-            f"{click.style('internal error:', fg='red', bold=True)} {type(error).__name__}: {error}\n"
+            f"{click.style('internal error:', fg='red', bold=True)} {type(error).__name__}: {printable(str(error))}\n"
             "  hint: this is a defect of optdnn; please report it with the output of the same command with --debug",
             err=True,
         )

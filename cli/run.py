@@ -28,7 +28,7 @@ def command(engine: Path, inputs: tuple[str, ...], out: Path | None, seed: int) 
     feeds = read_inputs(inputs)
     missing = [s for s in loaded.inputs if s.name not in feeds]
     if missing:
-        stderr.print(f"random inputs (seed {seed}): {', '.join(map(str, missing))}", markup=False)
+        stderr.print(f"random inputs (seed {seed}): {', '.join(map(str, missing))}")
         feeds = {**random_feeds(missing, seed=seed), **feeds}
     results = loaded.run(feeds)
     rows = [[name, dtype_name(a.dtype), list(a.shape), *_summary(a)] for name, a in results.items()]

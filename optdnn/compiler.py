@@ -101,7 +101,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         export_model(graph).save(options.emit_onnx)
     meta = {
         "optdnn": __version__,
-        "model": {"name": graph.name, "digest": _digest(graph)},
+        "model": {"name": graph.name, "digest": graph_digest(graph)},
         "options": {
             "target": target,
             "precision": options.precision,
@@ -175,7 +175,7 @@ class _Dump:
             (self.folder / f"{index:02d}-{name}.txt").write_text(to_text(graph), encoding="utf-8")
 
 
-def _digest(graph: Graph) -> str:
+def graph_digest(graph: Graph) -> str:
     """SHA-256 of the optimized graph's constants and structure, to tell engines of different models apart."""
     digest = hashlib.sha256()
     for op in graph.order():

@@ -112,6 +112,11 @@ class InternalError(OptdnnError):
     exit_code = 70
 
 
+def printable(text: str) -> str:
+    """``text`` with control characters escaped, newlines apart: names from a model must not command a terminal."""
+    return "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 EXIT_CODES: dict[int, str] = {
     0: "success",
     1: "any other failure",

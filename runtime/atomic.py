@@ -16,21 +16,10 @@ def write_atomic(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryvi
     A symbolic link is followed: its target is what is replaced. Raises OutputError where that fails; the temporary file is
     then removed and the old file, if any, is untouched.
     """
-    target = os.path.realpath(path)
+    target, shown = _target(path), os.fspath(path)
     folder = os.path.dirname(target)
-    shown = os.fspath(path)
     try:
-        mode = os.stat(target).st_mode
-    except OSError:
-        mode = None  # absent: the usual case; anything worse shows when the temporary file is made
-    if mode is not None and not stat.S_ISREG(mode):
-        raise OutputError(f"{shown} cannot be written: it exists and is not a regular file")
-    if mode is not None and not os.access(target, os.W_OK):
-        raise OutputError(f"{shown} cannot be written: it is read-only")
-    temporary = os.path.join(folder, f".optdnn-{os.urandom(8).hex()}.tmp")
-    try:
-        # os.open rather than tempfile: the file gets the user's own umask, not 0600.
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        temporary, fd = _temporary(folder)
         try:
             with open(fd, "wb") as f:
                 for piece in pieces:
@@ -42,10 +31,49 @@ def write_atomic(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryvi
             _remove(temporary)
             raise
     except OSError as e:
-        raise OutputError(
-            f"{shown} cannot be written: {e.strerror or e}", hint="check the folder, its permissions and the free space"
-        ) from e
+        raise _failure(shown, e) from e
     _sync_folder(folder)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise the OutputError that :func:`write_atomic` would meet, as far as it can be told now; leaves nothing behind.
+
+    For commands that work long before they write.
+    """
+    folder = os.path.dirname(_target(path))
+    try:
+        temporary, fd = _temporary(folder)
+    except OSError as e:
+        raise _failure(os.fspath(path), e) from e
+    os.close(fd)
+    _remove(temporary)
+
+
+def _target(path: str | os.PathLike[str]) -> str:
+    """The file that is meant, links followed. Raises OutputError where it exists and cannot be replaced."""
+    target, shown = os.path.realpath(path), os.fspath(path)
+    try:
+        mode = os.stat(target).st_mode
+    except OSError:
+        return target  # absent: the usual case; anything worse shows when the temporary file is made
+    if not stat.S_ISREG(mode):
+        raise OutputError(f"{shown} cannot be written: it exists and is not a regular file")
+    if not os.access(target, os.W_OK):
+        raise OutputError(f"{shown} cannot be written: it is read-only")
+    return target
+
+
+def _temporary(folder: str) -> tuple[str, int]:
+    """A new file in ``folder``, open for writing. os.open rather than tempfile: it gets the user's own umask, not 0600."""
+    path = os.path.join(folder, f".optdnn-{os.urandom(8).hex()}.tmp")
+    return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+
+
+def _failure(shown: str, error: OSError) -> OutputError:
+    return OutputError(
+        f"{shown} cannot be written: {error.strerror or error}",
+        hint="check the folder, its permissions and the free space",
+    )
 
 
 def _remove(path: str) -> None:

@@ -109,6 +109,11 @@ def choose(
     return search.conclude(meta)
 
 
+def compile_with(graph: Graph, library: str, precision: str, threads: int) -> Engine:
+    """``graph`` on one library, nothing measured; raises RunError or UnsupportedError where the library refuses it."""
+    return _Contender(graph, LIBRARIES[library], precision).engine(threads)
+
+
 SMALL_MS = 3.0
 """Networks quicker than this may lose more by waking threads than they gain."""
 NEAR = 1.25

@@ -1,0 +1,234 @@
+"""``optdnn compare``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from optdnn.cli.common import (
+    build_options,
+    command_line,
+    is_engine,
+    make_options,
+    now,
+    parse_sizes,
+    print_json,
+    progress,
+    stderr,
+    stdout,
+    table,
+)
+from optdnn.cli.run import read_inputs
+from optdnn.errors import NotMet, RunError, UsageError
+
+SHOWN_LAYERS = 20
+
+
+@click.command("compare")
+@click.argument("file", metavar="MODEL|ENGINE", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--against",
+    multiple=True,
+    metavar="A,B,…",
+    help="onnxruntime, openvino[:bf16], reference, or engine files.  [default: onnxruntime,openvino]",
+)
+@click.option("--model", type=click.Path(path_type=Path, dir_okay=False), help="The model that ENGINE was built from.")
+@build_options
+@click.option("--input", "inputs", multiple=True, metavar="[NAME=]FILE", help="As for run; random where not given.")
+@click.option("--size", "sizes", multiple=True, metavar="NAME=N", help="Size of a symbolic dimension (1).")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of random inputs.")
+@click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True, help="Turns that each one gets.")
+@click.option(
+    "--duration",
+    type=click.FloatRange(min=0, min_open=True),
+    default=2.5,
+    show_default=True,
+    metavar="S",
+    help="Seconds to measure each one, over all rounds.",
+)
+@click.option("--baseline", metavar="NAME", help="What speedups are over.  [default: the first of --against]")
+@click.option("--error-reference", metavar="NAME", help="What errors are against.  [default: NumPy in float64]")
+@click.option("--layers", is_flag=True, help="Show the divergence node by node, worst first.")
+@click.option("--bisect", is_flag=True, help="Find the first node whose output is beyond --tolerance.")
+@click.option("--tolerance", type=click.FloatRange(min=0), help="For --bisect.  [default: 1e-4; 0.1 at bf16]")
+@click.option("--max-error", type=click.FloatRange(min=0), help="Fail (exit code 7) beyond this relative error.")
+@click.option("--min-speedup", type=click.FloatRange(min=0), help="Fail (exit code 7) below this over the baseline.")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a self-contained HTML report.")
+@click.option("--markdown", type=click.Path(path_type=Path, dir_okay=False), help="Write a Markdown report.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="Write the report as JSON; - prints it instead of the table.",
+)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    file: Path,
+    against: tuple[str, ...],
+    model: Path | None,
+    inputs: tuple[str, ...],
+    sizes: tuple[str, ...],
+    seed: int,
+    rounds: int,
+    duration: float,
+    baseline: str | None,
+    error_reference: str | None,
+    layers: bool,
+    bisect: bool,
+    tolerance: float | None,
+    max_error: float | None,
+    min_speedup: float | None,
+    html: Path | None,
+    markdown: Path | None,
+    json_file: Path | None,
+    **options: Any,
+) -> None:
+    """Race an optdnn engine against other runtimes on the same model: speed and accuracy side by side.
+
+    A MODEL is built first. Each candidate lives in a process of its own and they take turns, with the same number of
+    threads. For an ENGINE the rivals need --model FILE.
+    """
+    from optdnn.comparison import Subject, build_subject, check_rivals, compare, load_subject
+    from optdnn.report import check_outputs, write_reports
+
+    names = [n for text in against or ("onnxruntime,openvino",) for n in text.split(",") if n]
+    engine = is_engine(file)
+    if engine:
+        _refuse_build_options(ctx)
+    elif model is not None:
+        raise UsageError("--model goes with an ENGINE; a MODEL is built from itself")
+    check_rivals(names, has_model=not engine or model is not None)
+    files = {"html": html, "markdown": markdown, "json": None if str(json_file) == "-" else json_file}
+    check_outputs(files)
+    given = read_inputs(inputs)
+    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder, progress(f"compare {file.name}") as say:
+        if engine:
+            subject: Subject = load_subject(file, model, options["threads"])
+        else:
+            subject = build_subject(file, make_options(ctx, **options), Path(folder), say)
+        outcome = compare(
+            subject,
+            names,
+            given=given,
+            sizes=parse_sizes(sizes),
+            seed=seed,
+            baseline=baseline,
+            error_reference=error_reference,
+            threads=options["threads"],
+            rounds=rounds,
+            duration=duration,
+            look_inside=layers or bisect,
+            tolerance=tolerance,
+            say=say,
+        )
+        report = outcome.to_plain() | {"command": command_line(ctx), "time": now()}
+    written = write_reports(report, files)
+    if str(json_file) == "-":
+        print_json(report)
+    else:
+        _show(report)
+        if bisect:
+            _show_first(report)
+        if layers:
+            _show_layers(report)
+    for path in written:
+        stderr.print(f"written: {path}")
+    _judge(report, max_error, min_speedup)
+
+
+def _refuse_build_options(ctx: click.Context) -> None:
+    """An engine is built already: options of a build would be ignored."""
+    for name in ("target", "precision", "shape", "io_dtype", "opt_level", "tactics", "timing_cache", "workspace"):
+        if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name.replace('_', '-')} is for building a MODEL; the ENGINE is built already")
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    from optdnn.report import error_cells, speedup_text
+
+    rows = [
+        [
+            row["name"],
+            *(_number(row[k], d) for k, d in (("median_ms", 3), ("p99_ms", 3), ("throughput_per_s", 1))),
+            speedup_text(row),
+            *error_cells(row, report),
+            row["error"] or "",
+        ]
+        for row in report["rows"]
+    ]
+    base = report["speedup_reference"]
+    speedup = "speedup" if base is None else f"speedup over {base}"
+    columns = ["", "median ms", "p99 ms", "per second", speedup, "max abs err", "max rel err", ""]
+    stdout.print(table(None, columns, rows, right=range(1, 7)))
+    stdout.print()
+    for line in _notes(report):
+        stdout.print(line)
+
+
+def _notes(report: Mapping[str, Any]) -> list[str]:
+    from optdnn.report import problems, sentences
+
+    machine = report["machine"]
+    return [
+        *sentences(report),
+        *problems(report),
+        f"machine: {machine['cpu']}, {machine['usable_cores']} cores, {report['threads']} threads for each",
+        "versions: " + ", ".join(f"{k} {v}" for k, v in report["versions"].items()),
+    ]
+
+
+def _show_first(report: Mapping[str, Any]) -> None:
+    found = report["bisect"]
+    first, tolerance = found["first"], found["tolerance"]
+    if first is None:
+        stdout.print(f"\nbisect: no node is beyond {tolerance:g} of its largest output")
+        return
+    stdout.print(
+        f"\nbisect: the first node beyond {tolerance:g} is {first['operator']} {first['node']} (output {first['value']}): "
+        f"max rel err {_error(first['max_rel_err'])}, of which the passes make {_error(first['passes_rel_err'])}"
+    )
+
+
+def _show_layers(report: Mapping[str, Any]) -> None:
+    shown = report["layers"][:SHOWN_LAYERS]
+    rows: Sequence[Sequence[object]] = [
+        [
+            d["position"],
+            d["operator"],
+            *(_error(d[k]) for k in ("max_rel_err", "max_abs_err", "passes_rel_err")),
+            d["value"],
+            d["node"],
+        ]
+        for d in shown
+    ]
+    columns = ["op", "operator", "max rel err", "max abs err", "by passes", "output", "ONNX nodes"]
+    stdout.print(table("\ndivergence, worst first", columns, rows, right=[0, 2, 3, 4]))
+    if len(report["layers"]) > len(shown):
+        stdout.print(f"and {len(report['layers']) - len(shown)} more (all of them: --json)")
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _error(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.2e}"
+
+
+def _judge(report: Mapping[str, Any], max_error: float | None, min_speedup: float | None) -> None:
+    """Raise RunError where the subject itself failed, NotMet where it misses what was asked for."""
+    row = report["rows"][0]
+    if row["error"] is not None:
+        raise RunError(f"{row['name']} failed: {row['error']}")
+    if max_error is not None and not (row["max_rel_err"] is not None and row["max_rel_err"] <= max_error):
+        raise NotMet(f"the error of {row['name']} is {_error(row['max_rel_err'])}, not within {max_error:g}")
+    if min_speedup is not None and not (row["speedup"] is not None and row["speedup"] >= min_speedup):
+        base = report["speedup_reference"]
+        raise NotMet(f"{row['name']} is {_number(row['speedup'], 3)} times as fast as {base}, not {min_speedup:g}")

@@ -1,0 +1,58 @@
+"""Reports: one plain account of a comparison and its build (:meth:`optdnn.comparison.Comparison.to_plain`), drawn as a table,
+as Markdown, as JSON and as one self-contained HTML file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from optdnn.report.html import require_jinja, to_html
+from optdnn.report.markdown import to_markdown
+from optdnn.report.words import error_cells, problems, sentences, speedup_text
+from optdnn.runtime.atomic import check_writable, write_atomic
+from optdnn.runtime.program import Plain
+
+__all__ = [
+    "check_outputs",
+    "error_cells",
+    "problems",
+    "sentences",
+    "speedup_text",
+    "to_html",
+    "to_json",
+    "to_markdown",
+    "write_reports",
+]
+
+FORMS = ("html", "markdown", "json")
+
+
+def check_outputs(files: Mapping[str, Path | None]) -> None:
+    """Refuse, before any work, files that could not be written at its end: form ("html", …) -> path.
+
+    Raises OutputError, and MissingDependency where HTML is asked for and jinja2 is absent.
+    """
+    for form in FORMS:
+        path = files.get(form)
+        if path is not None:
+            check_writable(path)
+            if form == "html":
+                require_jinja()
+
+
+def write_reports(report: Mapping[str, Plain], files: Mapping[str, Path | None]) -> list[Path]:
+    """Write the report in each form that has a path; returns the paths. Raises OutputError."""
+    forms = {"html": to_html, "markdown": to_markdown, "json": to_json}
+    written = []
+    for form in FORMS:
+        path = files.get(form)
+        if path is not None:
+            write_atomic(path, [forms[form](report).encode()])
+            written.append(path)
+    return written
+
+
+def to_json(report: Mapping[str, Plain]) -> str:
+    """The report itself."""
+    return json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,106 @@
+"""How a report says things: the same words on the terminal, in Markdown and in HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any
+
+from optdnn.runtime.program import Plain
+
+
+def times(value: float) -> str:
+    """A speedup."""
+    return f"{value:.2f}×" if value < 100 else f"{value:.0f}×"
+
+
+def error_text(value: float | None) -> str:
+    """An error; None is one that is not finite."""
+    return "not finite" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def error_cells(row: Mapping[str, Any], report: Mapping[str, Plain]) -> tuple[str, str]:
+    """A row's absolute and relative error, where it was compared at all."""
+    if row["error"] is not None or report["error_reference"] is None:
+        return "–", "–"
+    return error_text(row["max_abs_err"]), error_text(row["max_rel_err"])
+
+
+def milliseconds(value: float | None) -> str:
+    """Three or four significant digits."""
+    return "–" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def bytes_text(n: int) -> str:
+    return f"{n / 2**20:.1f} MiB" if n >= 2**20 else f"{n / 1024:.1f} KiB" if n >= 1024 else f"{n} bytes"
+
+
+def speedup_text(row: Mapping[str, Any]) -> str:
+    """A row's speedup with its interval; no figure where the interval is too wide to rank."""
+    if row["speedup"] is None:
+        return "–"
+    if row["verdict"] == "baseline":
+        return "baseline"
+    low, high = row["speedup_range"]
+    interval = f"{low:.2f} to {high:.2f}"
+    return f"too unstable ({interval})" if row["verdict"] == "unstable" else f"{times(row['speedup'])} ({interval})"
+
+
+def sentences(report: Mapping[str, Plain]) -> list[str]:
+    """What the figures say, and what they are relative to (see also :func:`problems`)."""
+    said = [_versus(report["subject"], v) for v in report["versus"]]
+    if report["speedup_reference"] is not None:
+        said.append(
+            f"speedup: median over rounds of {report['speedup_reference']}'s latency over each one's, "
+            "with a 95 % confidence interval"
+        )
+    if report["error_reference"] is not None:
+        text = f"errors: against {report['error_reference']}; relative ones to the largest magnitude of an output"
+        if report["input_difference"] is not None:
+            text += f" (other inputs make a difference of {report['input_difference']:.1g})"
+        said.append(text)
+    said.append(f"inputs: {inputs_text(report)}; {report['inputs_from']}")
+    return said
+
+
+def inputs_text(report: Mapping[str, Plain]) -> str:
+    return ", ".join(f"{n} {i['dtype']}[{', '.join(map(str, i['shape']))}]" for n, i in report["inputs"].items())
+
+
+def problems(report: Mapping[str, Plain]) -> list[str]:
+    """What a reader must not miss."""
+    found = []
+    difference = report["input_difference"]
+    compared = [r for r in report["rows"] if r["error"] is None and report["error_reference"] is not None]
+    if broken := [r["name"] for r in compared if r["max_rel_err"] is None]:
+        found.append(
+            f"warning: other shapes than the reference's, or elements that are not finite: {', '.join(broken)}"
+        )
+    if difference == 0:
+        found.append("warning: other inputs make no difference to the outputs, so the errors say little")
+    elif difference is not None:
+        near = [r["name"] for r in compared if r["max_rel_err"] and r["max_rel_err"] > difference / 10]
+        if near:
+            found.append(f"warning: errors that are not well below what other inputs make: {', '.join(near)}")
+    if drifted := [r["name"] for r in report["rows"] if r["stable"] is False]:
+        found.append(
+            f"note: latencies drifted or were few while measuring {', '.join(drifted)}; speedups compare the same rounds"
+        )
+    return found
+
+
+def _versus(subject: str, v: Mapping[str, Any]) -> str:
+    low, high = v["range"]
+    interval = f"{low:.2f} to {high:.2f}"
+    if v["verdict"] == "unstable":
+        return f"{subject} against {v['against']}: too unstable to rank ({interval} times as fast)"
+    if v["verdict"] == "equal":
+        return f"{subject} is as fast as {v['against']}, within 2 % ({interval})"
+    return f"{subject} is {v['speedup']:.2f} times as fast as {v['against']} ({interval})"
+
+
+def pass_groups(entries: Iterable[Mapping[str, Any]], key: str) -> list[tuple[str, str, list[str]]]:
+    """Rewrites made ("fired") or refused of one pass: (rule, reason or "", each one's nodes), equal reasons together."""
+    items = [(e["rule"], e.get(key, ""), " + ".join(e["nodes"])) for e in entries]
+    items.sort(key=lambda i: i[:2])
+    return [(rule, reason, [i[2] for i in group]) for (rule, reason), group in groupby(items, key=lambda i: i[:2])]

@@ -1,0 +1,43 @@
+"""A real report, of a network whose names are hostile."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.onnxnet import save_convnet
+
+HOSTILE = {
+    "conv1": "<script>document.title='owned'</script>",
+    "relu2": '"><img src=x onerror="document.title=\'owned\'">',
+    "head": "a|b`*_[x](javascript:1) </summary></td> & \x1b[31m",
+}
+
+
+@pytest.fixture(scope="session")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("openvino")
+    from optdnn.comparison import build_subject, compare
+    from optdnn.config import BuildOptions
+
+    folder = tmp_path_factory.mktemp("report")
+    model = save_convnet(folder / "net <b>.onnx", names=HOSTILE)
+    subject = build_subject(model, BuildOptions(target="cpu", threads=1), folder, lambda text: None)
+    found = compare(
+        subject,
+        ["onnxruntime", "openvino", "reference"],
+        threads=1,
+        rounds=6,
+        duration=0.12,
+        look_inside=True,
+    )
+    plain = found.to_plain() | {"command": "optdnn compare 'net <b>.onnx'", "time": "2026-01-01T00:00:00+00:00"}
+    return json.loads(json.dumps(plain, allow_nan=False))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def altered(report: dict[str, Any]) -> dict[str, Any]:
+    """A copy to change."""
+    return json.loads(json.dumps(report))  # type: ignore[no-any-return]
