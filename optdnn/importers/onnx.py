@@ -423,25 +423,6 @@ def _variadic_outputs(node: onnx.NodeProto, opsets: Mapping[str, int]) -> bool:
     return isinstance(rules, Schema) and rules.max_outputs >= 1 << 30
 
 
-def _resolved(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]]) -> onnx.NodeProto:
-    """The node with the attributes that refer to those of the function call it is in replaced by their values.
-
-    ONNX's context-dependent function bodies are built from a node's attributes.
-    """
-    if not any(a.ref_attr_name for a in node.attribute):
-        return node
-    out = onnx.NodeProto()
-    out.CopyFrom(node)
-    del out.attribute[:]
-    for a in node.attribute:
-        if not a.ref_attr_name:
-            out.attribute.append(a)
-        elif a.name in attrs:
-            kind, value = attrs[a.name]
-            out.attribute.append(onnx.helper.make_attribute(a.name, value, attr_type=kind))
-    return out
-
-
 def _defaults(function: onnx.FunctionProto) -> onnx.NodeProto:
     """A node that holds the attribute defaults of a function."""
     node = onnx.NodeProto()

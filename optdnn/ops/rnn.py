@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
@@ -189,7 +190,7 @@ def _import(kind: str, cls: type[RNNAttrs], flag: str | None) -> FromOnnx:
 
 def _export(kind: str, flag: str | None) -> ToOnnx:
     def to_onnx(a: RNNAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-        fields = attrs_dict(a)
+        own: dict[str, Any] = {} if flag is None else {flag: int(attrs_dict(a)[flag])}
         alphas = tuple(v for n, v in zip(a.activations, a.alphas, strict=True) if _PARAMETERS[n][0] is not None)
         betas = tuple(v for n, v in zip(a.activations, a.betas, strict=True) if _PARAMETERS[n][1] is not None)
         return e.node(
@@ -202,7 +203,7 @@ def _export(kind: str, flag: str | None) -> ToOnnx:
             activation_alpha=alphas or None,
             activation_beta=betas or None,
             clip=a.clip,
-            **({} if flag is None else {flag: int(fields[flag])}),
+            **own,
         )
 
     return to_onnx

@@ -33,7 +33,7 @@ _FUNCTIONS: dict[str, Callable[[Array, float, float], Array]] = {
 def _sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x)) without overflow."""
     e = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1, e) / (1 + e)
+    return np.asarray(np.where(x >= 0, 1, e) / (1 + e))
 
 
 def _activations(
@@ -59,7 +59,7 @@ def _reverse(x: Array, lens: Array | None) -> Array:
         return x[::-1]
     t = np.arange(len(x))[:, None]
     at = np.where(t < lens, lens - 1 - t, t)
-    return x[at, np.arange(x.shape[1])]
+    return np.asarray(x[at, np.arange(x.shape[1])])
 
 
 class _Cell:
@@ -75,7 +75,8 @@ class _Cell:
 
     def project(self, x: Array) -> Array:
         steps, batch, width = x.shape
-        return (x.reshape(steps * batch, width) @ self.w + self.wb).reshape(steps, batch, -1)
+        rows: Array = x.reshape(steps * batch, width) @ self.w + self.wb
+        return rows.reshape(steps, batch, rows.shape[1])
 
     def step(self, gates: Array, state: list[Array]) -> list[Array]:
         raise NotImplementedError

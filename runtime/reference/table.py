@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from optdnn.runtime.reference import binary, conv, gemm, index, norm, pool, reduce, resize, rnn, shape, softmax, unary
+from optdnn.runtime.reference import (
+    attention,
+    binary,
+    conv,
+    gemm,
+    index,
+    norm,
+    pool,
+    reduce,
+    resize,
+    rnn,
+    shape,
+    softmax,
+    unary,
+)
 from optdnn.runtime.reference.base import Kernel
 
 KERNELS: dict[str, Kernel] = {
+    **attention.KERNELS,
     **binary.KERNELS,
     **conv.KERNELS,
     **gemm.KERNELS,

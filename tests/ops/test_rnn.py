@@ -14,7 +14,7 @@ from optdnn.ops.base import OpDef
 from optdnn.ops.rnn import DEFS, LSTMAttrs
 from optdnn.types import FP16, FP64
 
-T, N, I, H = 5, 3, 4, 6
+T, N, WIDTH, H = 5, 3, 4, 6
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 
 
@@ -37,7 +37,7 @@ def layer(
     ]
     if op != "LSTM":
         optional = optional[:3]
-    operands = [random(T, N, I, seed=1), random(d, g * H, I, seed=2), random(d, g * H, H, seed=3)]
+    operands = [random(T, N, WIDTH, seed=1), random(d, g * H, WIDTH, seed=2), random(d, g * H, H, seed=3)]
     operands += [v if key in use else None for key, v in optional]
     while operands[-1] is None:
         operands.pop()
@@ -109,9 +109,7 @@ def test_parameters_go_to_the_activations_that_take_them_in_order() -> None:
 def test_batch_first(op: str, direction: str) -> None:
     case = layer(op, direction, use="bhc")
     expected = run(import_case(case), case.fed)
-    first = [
-        x if i not in (0, 5, 6) else x.transpose(1, 0, 2) for i, x in enumerate(case.inputs) if x is not None or True
-    ]
+    first = [x if i not in (0, 5, 6) else x.transpose(1, 0, 2) for i, x in enumerate(case.inputs)]
     batched = Case(op, first, {**case.attrs, "layout": 1}, 14, case.outputs, case.constants)
     perms = [(2, 0, 1, 3), (1, 0, 2), (1, 0, 2)]
     check_case(batched, [y.transpose(p) for y, p in zip(expected, perms, strict=False)])
@@ -154,7 +152,7 @@ def test_export_of_flags_and_activation_parameters() -> None:
 def test_cost_counts_the_products() -> None:
     graph = import_case(layer("LSTM", use="b"))
     (op,) = graph.of_kind("LSTM")
-    assert op_flops(graph, op) == T * N * H * 4 * (2 * (I + H) + 5)
+    assert op_flops(graph, op) == T * N * H * 4 * (2 * (WIDTH + H) + 5)
 
 
 @pytest.mark.parametrize("definition", DEFS, ids=lambda d: d.kind)
@@ -162,8 +160,8 @@ def test_cost_counts_the_products() -> None:
     ("slot", "shape", "dtype", "message"),
     [
         (0, (T, N), np.float32, "input must have 3 dimensions"),
-        (0, (T, N, I), np.int32, "must be floating-point"),
-        (1, (1, 5, I), np.float32, "weights W is"),
+        (0, (T, N, WIDTH), np.int32, "must be floating-point"),
+        (1, (1, 5, WIDTH), np.float32, "weights W is"),
         (2, (1, 5, H), np.float32, "recurrent weights R is"),
         (3, (1, 7), np.float32, "bias B is"),
         (3, None, np.float64, "bias B is fp64"),

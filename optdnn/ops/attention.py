@@ -1,0 +1,467 @@
+"""Scaled dot-product attention, rotary position embedding, and the write into a key-value cache.
+
+Heads are an axis of their own, (batch, heads, length, size): 3-D operands are imported with a Reshape and a Transpose, which
+passes can sink or cancel. Position ids become a Gather of the caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from optdnn.dim import Dim, DimLike, bounds
+from optdnn.errors import ShapeError
+from optdnn.ops.base import (
+    EXACT,
+    Attrs,
+    Call,
+    Cost,
+    Emit,
+    Export,
+    NodeSpec,
+    OpDef,
+    Ref,
+    Result,
+    Tol,
+    Traits,
+    Unsupported,
+    onnx_dtype,
+    promote_types,
+)
+from optdnn.ops.checks import agree, elements, emit, extent, per_element, require_rank, required
+from optdnn.runtime.reference.attention import KERNELS
+from optdnn.types import INT64, DType, TensorType, broadcast_dims, is_float, normalize_axis
+
+
+@dataclass(frozen=True)
+class AttentionAttrs(Attrs):
+    """``scale``: None for 1 / sqrt(head size); ``softcap`` 0: none. Windows of -1 are unbounded.
+
+    ``qk_matmul_output_mode``: output 3 is the scores as the product gives them (0), after softcap (1), with the mask added
+    (2), or after softmax (3).
+    """
+
+    scale: float | None = None
+    is_causal: bool = False
+    softcap: float = 0.0
+    softmax_precision: DType | None = None
+    qk_matmul_output_mode: int = 0
+    left_window_size: int = -1
+    right_window_size: int = -1
+
+
+@dataclass(frozen=True)
+class RotaryAttrs(Attrs):
+    """``rotary_embedding_dim`` 0: all of the head."""
+
+    interleaved: bool = False
+    rotary_embedding_dim: int = 0
+
+
+@dataclass(frozen=True)
+class TensorScatterAttrs(Attrs):
+    """``mode`` is "linear" or "circular"."""
+
+    axis: int = -2
+    mode: str = "linear"
+
+
+# ---------------------------------------------------------------- inference
+
+
+def _infer_attention(call: Call) -> Result:
+    a: AttentionAttrs = call.attrs
+    q, k, v = (call.type(i) for i in range(3))
+    promote_types([q, k], "Attention")
+    for i, name in enumerate(("Q", "K", "V", "", "past_key", "past_value")):
+        if name and call.has(i):
+            require_rank(call.type(i), 4, f"Attention {name}")
+            if not is_float(call.type(i).dtype):
+                raise ShapeError(f"Attention {name} is {call.type(i)}; it must be floating-point")
+    batch, heads, rows, size = q.dims
+    shared, cols = k.dims[1:3]
+    agree(k.dims[0], batch, "Attention: the batches of Q and K differ")
+    agree(v.dims[0], batch, "Attention: the batches of Q and V differ")
+    agree(k.dims[3], size, "Attention: the head sizes of Q and K differ")
+    agree(v.dims[1], shared, "Attention: the heads of K and V differ")
+    agree(v.dims[2], cols, "Attention: the lengths of K and V differ")
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        raise ShapeError(f"Attention: {shared} heads of K and V do not divide the {heads} of Q")
+    if call.has(4) != call.has(5):
+        raise ShapeError("Attention needs past_key and past_value, or neither")
+    total = cols
+    if call.has(4):
+        if call.has(6):
+            raise ShapeError("Attention with past_key and nonpad_kv_seqlen; one of them says where the keys are")
+        past = call.type(4).dims[2]
+        for t, own, name in ((call.type(4), k, "past_key"), (call.type(5), v, "past_value")):
+            wanted = (*own.dims[:2], past, own.dims[3])
+            for d, w in zip(t.dims, wanted, strict=True):
+                agree(d, w, f"Attention {name} is {t} beside {own}")
+        total = past + cols
+    if call.has(3):
+        _check_mask(call.type(3), (batch, heads, rows, total), q)
+    if call.has(6):
+        require_rank(call.type(6), 1, "Attention nonpad_kv_seqlen")
+        agree(call.type(6).dims[0], batch, "Attention nonpad_kv_seqlen has one length per sample")
+    if not 0 <= a.qk_matmul_output_mode <= 3:
+        raise ShapeError(f"Attention qk_matmul_output_mode is {a.qk_matmul_output_mode}; it must be 0, 1, 2 or 3")
+    if min(a.left_window_size, a.right_window_size) < -1:
+        raise ShapeError("Attention window sizes must be -1 or more")
+    keys = k.with_shape((batch, shared, total, size))
+    values = v.with_shape((batch, shared, total, v.dims[3]))
+    y = q.with_shape((batch, heads, rows, v.dims[3]))
+    return Result((y, keys, values, q.with_shape((batch, heads, rows, total)))[: call.n_outputs])
+
+
+def _check_mask(mask: TensorType, scores: Sequence[DimLike], q: TensorType) -> None:
+    if mask.dtype.kind != "b" and mask.dtype != q.dtype:
+        raise ShapeError(f"Attention attn_mask is {mask}; it must be bool or of Q's type, {q}")
+    if not 1 <= len(mask.dims) <= 4:
+        raise ShapeError(f"Attention attn_mask is {mask}; it must have 1 to 4 dimensions")
+    cols = scores[-1]
+    if bounds(mask.dims[-1] - cols)[0] > 0:
+        raise ShapeError(f"Attention attn_mask is {mask}, for {cols} keys")
+    shown = ", ".join(map(str, scores))
+    for d, s in zip(reversed(mask.dims[:-1]), reversed(scores[:-1]), strict=False):
+        if d != 1:
+            agree(d, s, f"Attention attn_mask {mask} does not broadcast to [{shown}]")
+
+
+def _infer_rotary(call: Call) -> Result:
+    x, cos, sin = (call.type(i) for i in range(3))
+    require_rank(x, 4, "RotaryEmbedding input")
+    promote_types((x, cos, sin), "RotaryEmbedding")
+    size: DimLike = call.attrs.rotary_embedding_dim or x.dims[3]
+    if isinstance(size, int) and (size % 2 or (isinstance(x.dims[3], int) and size > x.dims[3])):
+        raise ShapeError(f"RotaryEmbedding of {size} entries of {x}; it must be an even number of them")
+    for t, name in ((cos, "cos_cache"), (sin, "sin_cache")):
+        require_rank(t, 3, f"RotaryEmbedding {name}")
+        broadcast_dims(t.dims[:1], x.dims[:1])
+        agree(t.dims[1], x.dims[2], f"RotaryEmbedding {name} {t} does not fit the length of {x}")
+        agree(t.dims[2] * 2, size, f"RotaryEmbedding {name} {t} does not hold half of {size} angles")
+    return Result((x,))
+
+
+def _infer_tensor_scatter(call: Call) -> Result:
+    cache, update = call.type(0), call.type(1)
+    promote_types((cache, update), "TensorScatter")
+    require_rank(update, len(cache.dims), "TensorScatter update")
+    axis = normalize_axis(call.attrs.axis, len(cache.dims), "TensorScatter axis")
+    if axis == 0:
+        raise ShapeError("TensorScatter axis is the batch's")
+    if call.attrs.mode not in ("linear", "circular"):
+        raise ShapeError(f"TensorScatter mode is {call.attrs.mode!r}; it must be linear or circular")
+    for i, (d, c) in enumerate(zip(update.dims, cache.dims, strict=True)):
+        if i != axis:
+            agree(d, c, f"TensorScatter update {update} does not fit the cache {cache}")
+        elif bounds(d - c)[0] > 0:
+            raise ShapeError(f"TensorScatter update {update} is longer than the cache {cache}")
+    if call.has(2):
+        require_rank(call.type(2), 1, "TensorScatter write_indices")
+        agree(call.type(2).dims[0], cache.dims[0], "TensorScatter write_indices has one entry per sample")
+    return Result((cache,))
+
+
+# ---------------------------------------------------------------- import
+
+
+def split_heads(e: Emit, x: Ref, heads: int) -> Ref:
+    """(batch, length, heads * size) to (batch, heads, length, size)."""
+    return emit(e, "Transpose", emit(e, "Reshape", x, np.array([0, 0, heads, -1])), perm=(0, 2, 1, 3))
+
+
+def merge_heads(e: Emit, x: Ref) -> Ref:
+    """(batch, heads, length, size) to (batch, length, heads * size)."""
+    return emit(e, "Reshape", emit(e, "Transpose", x, perm=(0, 2, 1, 3)), np.array([0, 0, -1]))
+
+
+def _import_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    precision = int(node.get("softmax_precision", 0))
+    scale = node.get("scale")
+    attrs = AttentionAttrs(
+        None if scale is None else float(scale),
+        bool(node.get("is_causal", 0)),
+        float(node.get("softcap", 0.0)),
+        onnx_dtype(precision) if precision else None,
+        int(node.get("qk_matmul_output_mode", 0)),
+        int(node.get("left_window_size", -1)),
+        int(node.get("right_window_size", -1)),
+    )
+    operands = list(node.inputs)
+    ranks = {len(e.type(r).dims) for r in operands[:3]}
+    n = len(node.outputs)
+    if ranks == {3}:
+        own, shared = int(required(node, "q_num_heads")), int(required(node, "kv_num_heads"))
+        for i, heads in enumerate((own, shared, shared)):
+            width = e.type(operands[i]).dims[2]
+            if heads < 1 or (isinstance(width, int) and width % heads):
+                raise ShapeError(f"Attention: {heads} heads do not divide the width {width} of operand {i}")
+            operands[i] = split_heads(e, operands[i], heads)
+        y, *rest = e.op("Attention", operands, attrs, outputs=n)
+        return (merge_heads(e, y), *rest)
+    if ranks != {4}:
+        raise ShapeError("Attention needs Q, K and V of 3 dimensions or of 4")
+    return e.op("Attention", operands, attrs, outputs=n)
+
+
+def _import_rotary(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    x, cos, sin = node.inputs[:3]
+    ids = node.input(3)
+    if ids is not None:
+        cos, sin = (emit(e, "Gather", c, ids, axis=0) for c in (cos, sin))
+    flat = len(e.type(x).dims) == 3
+    if flat:
+        heads = int(node.get("num_heads", 0))
+        if heads < 1:
+            raise ShapeError("RotaryEmbedding of 3 dimensions needs the attribute num_heads")
+        x = split_heads(e, x, heads)
+    attrs = RotaryAttrs(bool(node.get("interleaved", 0)), int(node.get("rotary_embedding_dim", 0)))
+    (y,) = e.op("RotaryEmbedding", [x, cos, sin], attrs)
+    return (merge_heads(e, y) if flat else y,)
+
+
+def _import_tensor_scatter(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    attrs = TensorScatterAttrs(int(node.get("axis", -2)), str(node.get("mode", "linear")))
+    return e.op("TensorScatter", node.inputs, attrs)
+
+
+# ---------------------------------------------------------------- export
+
+
+def _since(a: AttentionAttrs, inputs: Sequence[str]) -> int:
+    """The first opset whose Attention can say this."""
+    if a.left_window_size != -1 or a.right_window_size != -1:
+        return 25
+    return 24 if len(inputs) > 6 and inputs[6] else 23
+
+
+class _Writer:
+    """Short forms of the nodes that decompositions are made of."""
+
+    def __init__(self, e: Export):
+        self.e = e
+
+    def __call__(self, op_type: str, *inputs: str, **attrs: Any) -> str:
+        return self.e.node(op_type, inputs, **attrs)[0]
+
+    def const(self, value: Any, dtype: Any = INT64) -> str:
+        return self.e.const(np.asarray(value, dtype), "c")
+
+    def axis_size(self, x: str, axis: int, dim: DimLike) -> str:
+        """A size as a 1-D tensor."""
+        if isinstance(dim, int):
+            return self.const([dim])
+        return self("Gather", self("Shape", x), self.const([axis]), axis=0)
+
+    def unsqueeze(self, x: str, *axes: int) -> str:
+        if self.e.opset < 13:
+            return self("Unsqueeze", x, axes=axes)
+        return self("Unsqueeze", x, self.const(list(axes)))
+
+    def range(self, stop: str) -> str:
+        """0 … stop - 1 for a 1-D size."""
+        value = self.e.value(stop)
+        if value is not None:
+            return self.const(np.arange(int(value[0])))
+        scalar = self("Reshape", stop, self.e.const(np.zeros(0, np.int64), "c"))
+        return self("Range", self.const(0), scalar, self.const(1))
+
+
+def _export_attention(a: AttentionAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    if e.opset >= _since(a, inputs):
+        fields: dict[str, Any] = {"is_causal": int(a.is_causal), "scale": a.scale}
+        if a.softcap:
+            fields["softcap"] = a.softcap
+        if a.softmax_precision is not None:
+            fields["softmax_precision"] = a.softmax_precision
+        if a.qk_matmul_output_mode:
+            fields["qk_matmul_output_mode"] = a.qk_matmul_output_mode
+        if _since(a, inputs) >= 25:
+            fields |= {"left_window_size": a.left_window_size, "right_window_size": a.right_window_size}
+        return e.node("Attention", inputs, n_outputs, **fields)
+    q, k, v, mask, past_key, past_value, lengths = [*inputs, *[""] * (7 - len(inputs))]
+    w, dtype = _Writer(e), e.type(q).dtype
+    _, heads, rows, size = e.type(q).dims
+    shared, cols = e.type(k).dims[1:3]
+    if not isinstance(size, int) or not isinstance(heads, int) or not isinstance(shared, int):
+        raise Unsupported("Attention with symbolic heads or head size below opset 23")
+    offset = w.const([0])
+    n_rows, n_cols = w.axis_size(q, 2, rows), w.axis_size(k, 2, cols)
+    if past_key:
+        offset = w.axis_size(past_key, 2, e.type(past_key).dims[2])
+        n_cols = w("Add", offset, n_cols)
+        k, v = w("Concat", past_key, k, axis=2), w("Concat", past_value, v, axis=2)
+    elif lengths:
+        offset = w("Sub", lengths, n_rows)
+    bias = _export_bias(a, mask, lengths, offset, n_rows, n_cols, w, e, dtype)
+    full_k, full_v = k, v
+    if heads != shared:
+        k, v = (_export_repeat(x, heads, shared, w) for x in (k, v))
+    root = w.const(np.sqrt(size**-0.5 if a.scale is None else a.scale), dtype)
+    shown = scores = w("MatMul", w("Mul", q, root), w("Transpose", w("Mul", k, root), perm=(0, 1, 3, 2)))
+    if a.softcap > 0:
+        cap = w.const(a.softcap, dtype)
+        scores = w("Mul", w("Tanh", w("Div", scores, cap)), cap)
+    shown = scores if a.qk_matmul_output_mode == 1 else shown
+    scores = w("Add", scores, bias) if bias else scores
+    shown = scores if a.qk_matmul_output_mode == 2 else shown
+    wide = a.softmax_precision is not None and a.softmax_precision != dtype
+    p = w("Softmax", w("Cast", scores, to=a.softmax_precision) if wide else scores, axis=-1 if e.opset >= 13 else 3)
+    p = w("Cast", p, to=dtype) if wide else p
+    if bias:  # a query without keys
+        axes: tuple[str, ...] = (w.const([-1]),) if e.opset >= 18 else ()
+        top = w("ReduceMax", bias, *axes, axes=None if axes else (-1,), keepdims=1)
+        dead = w("Less", top, w.const(ml_dtypes.finfo(dtype).min, dtype))  # type: ignore[no-untyped-call]
+        p = w("Where", dead, w.const(0, dtype), p)
+    shown = p if a.qk_matmul_output_mode == 3 else shown
+    return [w("MatMul", p, v), full_k, full_v, shown][:n_outputs]
+
+
+def _export_bias(
+    a: AttentionAttrs,
+    mask: str,
+    lengths: str,
+    offset: str,
+    n_rows: str,
+    n_cols: str,
+    w: _Writer,
+    e: Export,
+    dtype: DType,
+) -> str:
+    """What is added to the scores: -inf where a key is out of sight, and the mask. "" for nothing."""
+    zero, low = w.const(0, dtype), w.const(-np.inf, dtype)
+    sight = []
+    if a.is_causal or a.left_window_size >= 0 or a.right_window_size >= 0:
+        at = w("Add", w("Reshape", offset, w.const([-1, 1, 1, 1])), w.unsqueeze(w.range(n_rows), 1))
+        behind = w("Sub", at, w.range(n_cols))
+        if a.is_causal:
+            sight.append(w("Less", w.const(-1), behind))
+        if a.left_window_size >= 0:
+            sight.append(w("Less", behind, w.const(a.left_window_size + 1)))
+        if a.right_window_size >= 0:
+            sight.append(w("Less", w.const(-a.right_window_size - 1), behind))
+    if lengths:
+        sight.append(w("Less", w.range(n_cols), w("Reshape", lengths, w.const([-1, 1, 1, 1]))))
+    bias = ""
+    for allowed in sight:
+        part = w("Where", allowed, zero, low)
+        bias = w("Add", bias, part) if bias else part
+    if not mask:
+        return bias
+    t = e.type(mask)
+    added = w("Where", mask, zero, low) if t.dtype.kind == "b" else mask
+    present = t.dims[-1]
+    known = e.value(n_cols)
+    if known is None or isinstance(present, Dim) or int(known[0]) != present:
+        missing = w("Sub", n_cols, w.axis_size(mask, len(t.dims) - 1, present))
+        before = w.const([0] * (2 * len(t.dims) - 1))
+        added = w("Pad", added, w("Concat", before, missing, axis=0), low)
+    return w("Add", bias, added) if bias else added
+
+
+def _export_repeat(x: str, heads: int, shared: int, w: _Writer) -> str:
+    """(B, G, S, D) to (B, H, S, D), each head repeated H / G times."""
+    parts = w("Concat", *[w.unsqueeze(x, 2)] * (heads // shared), axis=2)
+    shape = w("Shape", x)
+    ends = [w("Gather", shape, w.const([i]), axis=0) for i in (0, 2, 3)]
+    return w("Reshape", parts, w("Concat", ends[0], w.const([heads]), *ends[1:], axis=0))
+
+
+def _export_rotary(a: RotaryAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    x, cos, sin = inputs
+    if e.opset >= 23:
+        fields: dict[str, Any] = {"interleaved": int(a.interleaved)}
+        if a.rotary_embedding_dim:
+            fields["rotary_embedding_dim"] = a.rotary_embedding_dim
+        return e.node("RotaryEmbedding", inputs, **fields)
+    w, head = _Writer(e), e.type(x).dims[3]
+    size = a.rotary_embedding_dim or head
+    if not isinstance(size, int) or not isinstance(head, int):
+        raise Unsupported("RotaryEmbedding of a symbolic head size below opset 23")
+
+    def part(start: int, stop: int, step: int = 1) -> str:
+        return w("Slice", x, *(w.const([v]) for v in (start, stop, 3, step)))
+
+    c, s = (w.unsqueeze(v, 1) for v in (cos, sin))
+    if a.interleaved:
+        first, second = part(0, size, 2), part(1, size, 2)
+    else:
+        first, second = part(0, size // 2), part(size // 2, size)
+    real = w("Sub", w("Mul", c, first), w("Mul", s, second))
+    imag = w("Add", w("Mul", s, first), w("Mul", c, second))
+    if a.interleaved:
+        pairs = w("Concat", w.unsqueeze(real, 4), w.unsqueeze(imag, 4), axis=4)
+        turned = [w("Reshape", pairs, w.const([0, 0, 0, size]))]
+    else:
+        turned = [real, imag]
+    rest = [part(size, head)] if size < head else []
+    return [w("Concat", *turned, *rest, axis=3)]
+
+
+def _export_tensor_scatter(a: TensorScatterAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    if e.opset >= 24:
+        return e.node("TensorScatter", inputs, axis=a.axis, mode=a.mode)
+    if e.opset < 11:
+        raise Unsupported("TensorScatter below opset 11")
+    cache, update = inputs[:2]
+    w, t = _Writer(e), e.type(update)
+    rank = len(t.dims)
+    axis = a.axis % rank
+    at = w.unsqueeze(w.range(w.axis_size(update, axis, t.dims[axis])), 0)
+    if len(inputs) > 2 and inputs[2]:
+        start = inputs[2] if e.type(inputs[2]).dtype == INT64 else w("Cast", inputs[2], to=INT64)
+        at = w("Add", w.unsqueeze(start, 1), at)
+    if a.mode == "circular":
+        at = w("Mod", at, w.axis_size(cache, axis, e.type(cache).dims[axis]))
+    at = w.unsqueeze(at, *(i for i in range(1, rank) if i != axis))
+    return [w("ScatterElements", cache, w("Expand", at, w("Shape", update)), update, axis=axis)]
+
+
+# ---------------------------------------------------------------- definitions
+
+
+def _cost_attention(call: Call, result: Result) -> Cost:
+    q, v = call.type(0), call.type(2)
+    cols = extent(call.type(1).dims[2]) + (extent(call.type(4).dims[2]) if call.has(4) else 0.0)
+    scores = extent(*q.dims[:3]) * cols
+    return Cost(scores * (2 * extent(q.dims[3]) + 2 * extent(v.dims[3]) + 6))
+
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef(
+        kind="Attention",
+        infer=_infer_attention,
+        kernel=KERNELS["Attention"],
+        attrs=AttentionAttrs,
+        onnx={"Attention": _import_attention},
+        to_onnx=_export_attention,
+        cost=_cost_attention,
+        tol=Tol(rtol=1e-5, atol=3e-6),
+        traits=Traits(fp16_risky=True),
+    ),
+    OpDef(
+        kind="RotaryEmbedding",
+        infer=_infer_rotary,
+        kernel=KERNELS["RotaryEmbedding"],
+        attrs=RotaryAttrs,
+        onnx={"RotaryEmbedding": _import_rotary},
+        to_onnx=_export_rotary,
+        cost=per_element(3),
+    ),
+    OpDef(
+        kind="TensorScatter",
+        infer=_infer_tensor_scatter,
+        kernel=KERNELS["TensorScatter"],
+        attrs=TensorScatterAttrs,
+        onnx={"TensorScatter": _import_tensor_scatter},
+        to_onnx=_export_tensor_scatter,
+        cost=lambda call, result: Cost(elements(call.type(1))),
+        tol=EXACT,
+        traits=Traits(movement=True),
+    ),
+)

@@ -1,0 +1,140 @@
+"""NumPy kernels. Scaled dot-product attention, rotary position embedding, and the write into a key-value cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optdnn.runtime.reference.base import Kernel
+from optdnn.types import Array, DType
+
+
+def visible(rows: int, cols: int, offset: Array, is_causal: bool, left: int, right: int) -> Array:
+    """Which keys each query may see: (B or 1, 1, rows, cols). The query of row i is at position ``offset + i``.
+
+    ``left`` and ``right``: how many keys before and after its own position a query sees; -1 for all.
+    """
+    behind = offset.reshape(-1, 1, 1, 1) + np.arange(rows)[:, None] - np.arange(cols)
+    allowed = np.ones(behind.shape, bool)
+    if is_causal:
+        allowed &= behind >= 0
+    if left >= 0:
+        allowed &= behind <= left
+    if right >= 0:
+        allowed &= -behind <= right
+    return allowed
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None = None,
+    past_key: Array | None = None,
+    past_value: Array | None = None,
+    lengths: Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    softmax_precision: DType | None = None,
+    qk_matmul_output_mode: int = 0,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+) -> tuple[Array, ...]:
+    """Attention (ONNX opset 25): q (B, H, L, D), k (B, G, S, D), v (B, G, S, E), where G divides H.
+
+    ``mask`` (bool, or added) broadcasts to (B, H, L, P + S) from the right and may lack trailing keys; ``past_key`` and
+    ``past_value`` (B, G, P, D or E) come before k and v; ``lengths`` (B): how many keys of each sample there are.
+    Results: y (B, H, L, E), the present keys and values, and the scores that ``qk_matmul_output_mode`` asks for. A query
+    that sees no key yields zeros.
+    """
+    rows = q.shape[2]
+    offset = np.zeros(1, np.int64)
+    if past_key is not None and past_value is not None:
+        offset = np.full(1, past_key.shape[2])
+        k, v = np.concatenate([past_key, k], 2), np.concatenate([past_value, v], 2)
+    elif lengths is not None:
+        offset = lengths.astype(np.int64) - rows
+    cols = k.shape[2]
+    allowed = visible(rows, cols, offset, is_causal, left_window_size, right_window_size)
+    if lengths is not None:
+        allowed = allowed & (np.arange(cols) < lengths.reshape(-1, 1, 1, 1))
+    bias = np.where(allowed, q.dtype.type(0), q.dtype.type(-np.inf))
+    if mask is not None:
+        if mask.dtype == bool:
+            mask = np.where(mask, q.dtype.type(0), q.dtype.type(-np.inf))
+        missing = cols - mask.shape[-1]
+        pad = [(0, 0)] * (mask.ndim - 1) + [(0, missing)]
+        bias = bias + np.pad(mask.astype(q.dtype, copy=False), pad, constant_values=-np.inf)
+    root = q.dtype.type(np.sqrt(q.shape[-1] ** -0.5 if scale is None else scale))
+    groups = q.shape[1] // k.shape[1]
+    # The heads that share keys side by side, as one product each.
+    stacked = (q * root).reshape(q.shape[0], k.shape[1], groups * rows, q.shape[3])
+    scores = np.matmul(stacked, (k * root).swapaxes(2, 3)).reshape(*q.shape[:3], cols)
+    shown = scores
+    if softcap > 0:
+        scores = np.tanh(scores / q.dtype.type(softcap)) * q.dtype.type(softcap)
+    if qk_matmul_output_mode == 1:
+        shown = scores
+    scores = scores + bias
+    if qk_matmul_output_mode == 2:
+        shown = scores
+    p = scores if softmax_precision is None else scores.astype(softmax_precision)
+    top = p.max(axis=-1, keepdims=True)
+    e = np.exp(p - np.where(np.isneginf(top), 0, top).astype(p.dtype))
+    total = e.sum(axis=-1, keepdims=True)
+    p = (e / np.where(total == 0, 1, total).astype(p.dtype)).astype(q.dtype, copy=False)
+    p = np.where(np.isneginf(bias.max(axis=-1, keepdims=True)), q.dtype.type(0), p)
+    if qk_matmul_output_mode == 3:
+        shown = p
+    y = np.matmul(p.reshape(q.shape[0], k.shape[1], groups * rows, cols), v).reshape(*q.shape[:3], v.shape[3])
+    return y, k, v, shown
+
+
+def rotary_embedding(
+    x: Array, cos: Array, sin: Array, *, interleaved: bool = False, rotary_embedding_dim: int = 0
+) -> tuple[Array, ...]:
+    """RotaryEmbedding (ONNX opset 23): x (B, H, S, D); cos and sin (B, S, R / 2) turn the first R entries of each head.
+
+    Entry i goes with entry i + R / 2, or with its neighbour where ``interleaved``.
+    """
+    size = rotary_embedding_dim or x.shape[-1]
+    turned, kept = x[..., :size], x[..., size:]
+    c, s = cos[:, None], sin[:, None]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        pairs = np.stack([c * a - s * b, s * a + c * b], axis=-1)
+        turned = pairs.reshape(*x.shape[:-1], size)
+    else:
+        a, b = turned[..., : size // 2], turned[..., size // 2 :]
+        turned = np.concatenate([c * a - s * b, s * a + c * b], axis=-1)
+    return (np.concatenate([turned, kept], axis=-1).astype(x.dtype, copy=False),)
+
+
+def tensor_scatter(
+    cache: Array, update: Array, write_indices: Array | None = None, *, axis: int = -2, mode: str = "linear"
+) -> tuple[Array, ...]:
+    """TensorScatter (ONNX opset 24): ``update`` of each sample lies in the cache from its write index on.
+
+    Raises ValueError where it would lie beyond the end (mode "linear"); mode "circular" goes on at the beginning.
+    """
+    axis %= cache.ndim
+    start = np.zeros(len(cache), np.int64) if write_indices is None else write_indices.astype(np.int64)
+    at = start[:, None] + np.arange(update.shape[axis])
+    size = cache.shape[axis]
+    if mode == "circular":
+        at %= size
+    elif at.size and (at.min() < 0 or at.max() >= size):
+        raise ValueError(f"write indices {start.tolist()} put {update.shape[axis]} entries outside of {size}")
+    shape = [1] * cache.ndim
+    shape[0], shape[axis] = at.shape
+    out = cache.copy()
+    np.put_along_axis(out, np.broadcast_to(at.reshape(shape), update.shape), update, axis)
+    return (out,)
+
+
+KERNELS: dict[str, Kernel] = {
+    "Attention": attention,
+    "RotaryEmbedding": rotary_embedding,
+    "TensorScatter": tensor_scatter,
+}
