@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from optdnn.ops import (
+    attention,
     binary,
     conv,
     create,
@@ -35,10 +36,11 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "pooling": pool.DEFS,
     "reductions": reduce.DEFS,
     "resizing": resize.DEFS,
-    "rnn": rnn.DEFS,
+    "recurrent layers": rnn.DEFS,
     "shapes": shape.DEFS,
     "softmax": softmax.DEFS,
     "functions and activations": unary.DEFS,
+    "attention": attention.DEFS,
 }
 """Family -> its kinds."""
 
