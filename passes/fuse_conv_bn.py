@@ -2,13 +2,17 @@
 
 After a linear op: ``W' = W s``, ``b' = b s + t`` along the output channels. Before one: ``W' = W s`` along the input
 channels, ``b' = b + W t``. A whole chain (BatchNormalization, then a Mul and an Add, say) is composed in float64 and
-folded at once, so that weights are rounded once. What is left over becomes a Mul and an Add by the second pass here.
+folded at once, so that weights are rounded once. What is left over becomes a Mul and an Add by the second pass here, and, for
+libraries that run both in one kernel, a BatchNormalization again by the third.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.norm import EpsilonAttrs
 from optdnn.passes.affine import IDENTITY, Affine, read, round_to, variable
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.linear import LINEAR, Linear
@@ -159,3 +163,43 @@ class BnToScaleShift(RulePass):
 
     name = "bn_to_scale_shift"
     rules = (BnScaleShift(),)
+
+
+class ScaleShiftBn(Rule):
+    """A Mul and an Add by one constant for each channel of an image become a BatchNormalization of mean 0, variance 1."""
+
+    name = "scale_shift_bn"
+    kinds = frozenset({"Add"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        scaled = variable(graph, op)
+        mul = graph.op(scaled) if scaled is not None else op
+        x = variable(graph, mul) if mul.kind == "Mul" else None
+        shape = None if x is None else graph.type(x).shape
+        if scaled is None or x is None or shape is None or len(shape) < 3 or not isinstance(shape[1], int):
+            return None
+        if graph.sole_user(scaled) is None:
+            return Miss(f"the result of {mul.name} is used {graph.use_count(scaled)} times")
+        scale, shift = read(graph, mul, 1, shape[1]), read(graph, op, 1, shape[1])
+        if not isinstance(scale, Affine) or not isinstance(shift, Affine):
+            return None  # other arithmetic, such as a mask
+        if scale.scale.ndim + shift.shift.ndim == 0:
+            return None
+        return Match((op, mul), (x, shape[1], scale.then(shift)))
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        op = match.ops[0]
+        x, channels, affine = match.data
+        dtype = op.outputs[0].type.dtype
+        patch = Patch(graph, match.ops)
+        statistics = (affine.scale, affine.shift, np.zeros(()), np.ones(()))
+        constants = [patch.constant(np.broadcast_to(s, (channels,)).astype(dtype), "statistic") for s in statistics]
+        patch.replace(op.value, patch.add("BatchNormalization", [x, *constants], EpsilonAttrs(0.0)))
+        return patch
+
+
+class ScaleShiftToBn(RulePass):
+    """For targets whose libraries run a BatchNormalization in one go and a Mul and an Add in two."""
+
+    name = "scale_shift_to_bn"
+    rules = (ScaleShiftBn(),)

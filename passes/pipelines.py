@@ -11,7 +11,7 @@ from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.fuse_activation import FuseActivation
-from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn
+from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn, ScaleShiftToBn
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.fuse_norm import FuseNorm
 from optdnn.passes.fuse_pointwise import FusePointwise
@@ -33,7 +33,7 @@ O1: tuple[Pass, ...] = (
     CommonSubexpressions(),  # constants and ops that the rewrites made equal
 )
 
-O2: tuple[Pass, ...] = (
+FOLDED: tuple[Pass, ...] = (
     DeadCode(),  # first, so that nothing else spends time on it
     FoldConstants(),  # shape arithmetic and everything else that is known now; later passes ask for constants
     CommonSubexpressions(keep=ANCHORS),  # equal values become one value; convolutions stay apart until fused
@@ -45,22 +45,41 @@ O2: tuple[Pass, ...] = (
     FuseConvBn(),  # before epilogues: a scale and shift folded into weights costs nothing at all
     BnToScaleShift(),  # after folding had its chance; what is left can become a stage
     CanonicalizeArithmetic(),  # a left-over BatchNormalization merges with the scale and shift behind it
+)
+"""What every target begins with from level 2 on."""
+
+O2: tuple[Pass, ...] = (
+    *FOLDED,
     FuseEpilogue(),  # bias, residual, activation, with all activations recognized
     FusePrologue(),  # after epilogues: a producer's own epilogue is the cheaper place
     CommonSubexpressions(),  # convolutions that are still equal with all their stages; constants that rewrites made
 )
 
-O3: tuple[Pass, ...] = (
-    *O2,
+O2_CPU: tuple[Pass, ...] = (
+    *FOLDED,
+    ScaleShiftToBn(),  # the libraries have no prologues, but one kernel for a scale and shift per channel (DenseNet: 12 %)
+    FuseEpilogue(),  # as above: the libraries fuse what stands behind a convolution when it stands there alone
+    CommonSubexpressions(),  # as above
+)
+
+LAST: tuple[Pass, ...] = (
     FuseSiblings(),  # after epilogues: siblings are merged together with their biases and activations
     FusePointwise(),  # last: it takes what is left of pointwise work once every other fusion had its pick
 )
+
+O3: tuple[Pass, ...] = (*O2, *LAST)
+O3_CPU: tuple[Pass, ...] = (*O2_CPU, *LAST)
 
 GPU: tuple[Pass, ...] = (
     AssignLayout(),  # the very last: what it writes are physical facts, and other passes rewrite logical ones
 )
 
-_LEVELS = (O0, O1, O2, O3)
+_LEVELS: dict[str, tuple[tuple[Pass, ...], ...]] = {
+    "": (O0, O1, O2, O3),
+    "cpu": (O0, O1, O2_CPU, O3_CPU),
+    "cuda": (O0, O1, (*O2, *GPU), (*O3, *GPU)),
+}
+"""By the family of the target ("" for all others), then by level."""
 
 
 def PIPELINE(level: int, target: str) -> tuple[Pass, ...]:
@@ -68,6 +87,7 @@ def PIPELINE(level: int, target: str) -> tuple[Pass, ...]:
 
     Raises UsageError for a level that does not exist.
     """
-    if not 0 <= level < len(_LEVELS):
+    levels = _LEVELS.get(target.partition(":")[0], _LEVELS[""])
+    if not 0 <= level < len(levels):
         raise UsageError(f"opt-level {level} is not one of 0, 1, 2, 3")
-    return (*_LEVELS[level], *GPU) if target.startswith("cuda") and level >= 2 else _LEVELS[level]
+    return levels[level]

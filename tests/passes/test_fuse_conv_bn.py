@@ -15,9 +15,9 @@ from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.norm import EpsilonAttrs
-from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn
+from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn, ScaleShiftToBn
 
-FUSE, LEFT_OVER = FuseConvBn(), BnToScaleShift()
+FUSE, LEFT_OVER, BACK = FuseConvBn(), BnToScaleShift(), ScaleShiftToBn()
 Make = Callable[[Net, Value], Value]
 
 IMAGES: dict[str, Make] = {
@@ -347,3 +347,41 @@ def test_matmul_by_a_vector_is_no_candidate() -> None:
     n = Net()
     y = n.op("MatMul", n.input(2, 6), n.random(6), attrs=MatMulAttrs())
     check_untouched(FUSE, n.done(n.op("Mul", y, 2.0)))
+
+
+# ---------------------------------------------------------------- and back, for libraries
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("shapes", [((4, 1, 1), (4, 1, 1)), ((4, 1, 1), ()), ((), (1, 4, 1, 1))])
+def test_a_scale_and_a_shift_become_a_batch_norm(shapes: tuple[tuple[int, ...], ...], flip: bool) -> None:
+    n = Net()
+    x, scale, shift = n.input(symbol("n"), 4, 5, symbol("w")), n.random(*shapes[0]), n.random(*shapes[1])
+    y = n.op("Add", shift, n.op("Mul", scale, x)) if flip else n.op("Add", n.op("Mul", x, scale), shift)
+    graph, _ = check_pass(
+        BACK, n.done(y), changes=1, kinds={"BatchNormalization": 1}, rules={"scale_shift_bn": 1}, sizes={"n": 2, "w": 3}
+    )
+    (op,) = graph.of_kind("BatchNormalization")
+    assert [graph.type(v).dims for v in op.inputs[1:]] == [(4,)] * 4
+
+
+def test_arithmetic_that_is_not_per_channel_becomes_no_batch_norm() -> None:
+    for shape, constants in [
+        ((2, 4), ((4,), (4,))),
+        ((2, 4, 5), ((), ())),
+        ((2, 4, 5), ((5,), (4, 1))),
+        ((2, 4, 5), ((4, 1), (2, 1, 1))),
+        ((2, 1, 5), ((4, 1), (4, 1))),
+    ]:
+        n = Net()
+        y = n.op("Add", n.op("Mul", n.input(*shape), n.random(*constants[0])), n.random(*constants[1]))
+        check_untouched(BACK, n.done(y))
+    n = Net()
+    check_untouched(BACK, n.done(n.op("Add", n.op("Mul", n.input(2, 4, 5), n.random(4, 1)), n.input(4, 1, name="s"))))
+
+
+def test_a_scale_that_others_read_becomes_no_batch_norm() -> None:
+    n = Net()
+    m = n.op("Mul", n.input(2, 4, 5), n.random(4, 1))
+    graph = n.done(n.op("Add", m, n.random(4, 1)), n.op("Exp", m))
+    check_refused(BACK, graph, because="result of Mul_1 is used 2 times", rule="scale_shift_bn")

@@ -15,7 +15,7 @@ from support.networks import NETWORKS, SIZES
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate, promote, random_feeds
 from optdnn.ir.graph import Graph
-from optdnn.passes.base import PassReport, run_pipeline
+from optdnn.passes.base import PassContext, PassReport, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
 
 FUSIONS = frozenset(
@@ -44,6 +44,24 @@ def test_results_stay_and_a_second_run_finds_nothing(name: str, level: int) -> N
     assert all(differs(first, answers[1][k], 1e-3) for k, first in answers[0].items())
     again = run_pipeline(optimized, PIPELINE(level, "reference"))
     assert {r.name: [f.rule for f in r.fired] for r in again if r.fired} == {}
+
+
+@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("target", ["cpu", "cuda:sm_90a"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_results_stay_on_other_targets(name: str, target: str, level: int) -> None:
+    graph = promote(NETWORKS[name]())
+    optimized = graph.copy()
+    run_pipeline(optimized, PIPELINE(level, target), PassContext(target), verify=True)
+    feeds = random_feeds(graph, 1, SIZES)
+    same(evaluate(optimized, feeds), evaluate(graph, feeds), TOLERANCE)
+
+
+def test_left_over_batch_norms_stay_themselves_on_the_cpu() -> None:
+    graph = NETWORKS["densenet"]()
+    run_pipeline(graph, PIPELINE(2, "cpu"), PassContext("cpu"))
+    assert graph.kinds()["BatchNormalization"] == 3
+    assert not any(s[0] != "<Conv>" for s in stages(graph, "Conv"))
 
 
 EXPECTED: dict[str, tuple[dict[str, int], dict[str, int], dict[tuple[str, ...], int]]] = {
