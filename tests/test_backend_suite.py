@@ -2,8 +2,6 @@
 
 ``backend_expected.json`` maps patterns of test names to the reason why those cases are refused today. The list only shrinks:
 a case that passes although it is listed fails here, and so does a pattern that matches nothing.
-
-Models of opset 6 (two of ONNX's collections) are first converted as the importer's message advises.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper, version_converter
+from onnx import numpy_helper
 from onnx.backend.test.loader import load_model_tests
 
 import optdnn.backend
@@ -72,10 +70,7 @@ def load(name: str) -> onnx.ModelProto:
     if case.model is not None:
         return case.model
     path = Path(case.model_dir) / "model.onnx" if case.model_dir else LIGHT / Path(case.url).name
-    model = onnx.load(path)
-    if model.opset_import and model.opset_import[0].version == 6:
-        return version_converter.convert_version(model, 9)
-    return model
+    return onnx.load(path)
 
 
 def data(name: str) -> Iterator[tuple[list[Any], list[Any]]]:
