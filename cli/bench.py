@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from optdnn.cli.arrays import read_inputs, typed
 from optdnn.cli.common import parse_sizes, print_json, progress, stderr, stdout, table
-from optdnn.cli.run import read_inputs
 
 
 @click.command("bench")
@@ -38,7 +38,7 @@ def command(
     from optdnn.runtime.feeds import random_feeds
 
     loaded = optdnn.load(engine, threads=threads)
-    feeds = read_inputs(inputs)
+    feeds = typed(read_inputs(inputs), loaded.inputs)
     missing = [s for s in loaded.inputs if s.name not in feeds]
     if missing:
         stderr.print(f"random inputs: {', '.join(map(str, missing))}")

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from optdnn.cli.common import build_options, make_options, print_json, progress, stdout, table
+from optdnn.errors import UsageError
 
 
 @click.command("build")
@@ -45,6 +46,7 @@ def command(
 
     chosen = replace(make_options(ctx, **options), dump=dump, stop_after=stop_after, emit_onnx=emit_onnx)
     output = output or model.with_suffix(".engine")
+    _check_outputs(model, output, emit_onnx)
     with progress(f"build {model.name}") as say:
         build = build_verbose(model, chosen, say)
         say("save")
@@ -74,6 +76,17 @@ def command(
         + (f", tactic {tactic['name']}" if tactic else "")
         + f", {len(build.graph)} operators, built in {total:.1f} s"
     )
+
+
+def _check_outputs(model: Path, output: Path, emit_onnx: Path | None) -> None:
+    """Refuse, before the work, what could not be written at its end, or would overwrite the model."""
+    from optdnn.compiler import report_path
+    from optdnn.runtime.atomic import check_writable
+
+    for path in (output, report_path(output), *([emit_onnx] if emit_onnx else [])):
+        if path.resolve() == model.resolve():
+            raise UsageError(f"{path} is the model itself", hint="name another file: -o OUT.engine")
+        check_writable(path)
 
 
 def _explain(build: Any) -> None:

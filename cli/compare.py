@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from optdnn.cli.arrays import read_inputs, typed
 from optdnn.cli.common import (
     build_options,
     command_line,
@@ -23,7 +24,6 @@ from optdnn.cli.common import (
     stdout,
     table,
 )
-from optdnn.cli.run import read_inputs
 from optdnn.errors import NotMet, RunError, UsageError
 
 SHOWN_LAYERS = 20
@@ -116,7 +116,7 @@ def command(
         outcome = compare(
             subject,
             names,
-            given=given,
+            given=typed(given, subject.inputs),
             sizes=parse_sizes(sizes),
             seed=seed,
             baseline=baseline,

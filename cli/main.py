@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from optdnn import __version__
-from optdnn.errors import EXIT_CODES, OptdnnError, printable
+from optdnn.errors import EXIT_CODES, OptdnnError, RunError, printable
 
 COMMANDS: dict[str, str] = {
     "build": "Compile an ONNX model into an engine.",
@@ -73,6 +73,7 @@ def run(argv: list[str]) -> int:
     debug = "--debug" in argv
     try:
         result = cli.main(args=argv, prog_name="optdnn", standalone_mode=False, obj={"argv": tuple(argv)})
+        sys.stdout.flush()  # here, where a reader that is gone is still met by the handler below
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
@@ -87,10 +88,16 @@ def run(argv: list[str]) -> int:
             traceback.print_exc()
         click.echo(f"{click.style('error:', fg='red', bold=True)} {printable(str(error))}", err=True)
         return error.exit_code
-    except BrokenPipeError:
-        # The reader of a pipe went away (head, less): not an error. Python would complain once more on exit.
+    except (BrokenPipeError, SystemExit):
+        # The reader of a pipe went away (head, less): not an error; click, where it meets it, asks to exit.
+        # Python would complain once more on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except MemoryError as error:
+        if debug:
+            traceback.print_exc()
+        click.echo(f"{click.style('error:', fg='red', bold=True)} out of memory: {error}", err=True)
+        return RunError.exit_code
     except Exception as error:
         if debug:
             raise

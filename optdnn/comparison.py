@@ -28,6 +28,7 @@ from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.machine import usable_cores
 from optdnn.runtime.program import Plain
 from optdnn.runtime.race import Race, race
+from optdnn.runtime.signature import Signature
 from optdnn.types import Array, TensorSpec, is_float
 
 Progress = Callable[[str], None]
@@ -229,12 +230,14 @@ def compare(
 
     ``baseline`` (default: the first rival) is what speedups are over; ``error_reference`` is a candidate's name, or
     "reference" for the model evaluated in NumPy in float64 (the default where the model is at hand). ``duration`` is seconds
-    per candidate over all ``rounds``. ``look_inside`` finds where the numbers part, node by node (see
+    per candidate over all ``rounds``. Raises InputError for inputs that do not fit, UsageError for names that do not exist. ``look_inside`` finds where the numbers part, node by node (see
     :mod:`optdnn.divergence`), and which node is the first beyond ``tolerance``.
     """
     feeds = dict(given or {})
     missing = [s for s in subject.inputs if s.name not in feeds]
     feeds = {**random_feeds(missing, seed=seed, sizes=sizes), **feeds}
+    signature = Signature(subject.inputs, ())
+    signature.sizes(signature.arrays(feeds))
     other = random_feeds(subject.inputs, seed=seed + 1, sizes=_sizes_of(subject.inputs, feeds))
     feeds_from = "files" if not missing else f"random, seed {seed}" + (", and files" if given else "")
     if look_inside and subject.original is None:
@@ -249,7 +252,7 @@ def compare(
             field_,
             feeds,
             other_feeds=other,
-            error_reference=error_reference if error_reference in names else None,
+            error_reference=error_reference if error_reference in names else None if subject.original else names[1],
             speedup_reference=baseline or (names[1] if len(names) > 1 else None),
             threads=threads,
             rounds=rounds,

@@ -12,13 +12,14 @@ from typing import Any
 
 from optdnn import __version__
 from optdnn.config import BuildOptions
-from optdnn.errors import UsageError
+from optdnn.errors import OutputError, UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import Graph
 from optdnn.lower import lower_reference
 from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
 from optdnn.passes.io_dtype import convert_borders
 from optdnn.passes.pipelines import PIPELINE
+from optdnn.runtime.atomic import check_writable, write_atomic
 from optdnn.runtime.engine import Engine
 from optdnn.tactics.base import Measured
 from optdnn.tactics.timing_cache import TimingCache
@@ -89,6 +90,8 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     say = progress or (lambda text: None)
     seconds: dict[str, float] = {}
     cache = TimingCache.open(options.timing_cache)
+    if options.emit_onnx is not None:
+        check_writable(options.emit_onnx)
     target = resolve_target(options.target)
     with _timed(seconds, "import"):
         say("import")
@@ -166,13 +169,13 @@ class _Dump:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UsageError(f"cannot make the dump folder {folder}: {error.strerror}") from None
+                raise OutputError(f"the dump folder {folder} cannot be made: {error.strerror}") from None
 
     def __call__(self, index: int, name: str, graph: Graph) -> None:
         if self.folder is not None:
             from optdnn.ir.text import to_text
 
-            (self.folder / f"{index:02d}-{name}.txt").write_text(to_text(graph), encoding="utf-8")
+            write_atomic(self.folder / f"{index:02d}-{name}.txt", [to_text(graph).encode()])
 
 
 def graph_digest(graph: Graph) -> str:
@@ -182,6 +185,8 @@ def graph_digest(graph: Graph) -> str:
         digest.update(f"{op.kind} {[o.name for o in op.outputs]} {op.inputs}".encode())
         if op.kind == "Constant":
             digest.update(op.attrs.value.tobytes())
+        else:
+            digest.update(repr(op.attrs).encode())
     return digest.hexdigest()
 
 
@@ -198,10 +203,13 @@ class _timed:
         self.into[self.name] = self.into.get(self.name, 0.0) + time.perf_counter() - self.start
 
 
+def report_path(engine: Path) -> Path:
+    """Where the build's report goes: beside the engine."""
+    return engine.with_name(engine.name + ".report.json")
+
+
 def write_report(report: Mapping[str, Any], engine: Path) -> Path:
     """Write a build's report to ENGINE.report.json, atomically; returns its path."""
-    from optdnn.runtime.atomic import write_atomic
-
-    path = engine.with_name(engine.name + ".report.json")
+    path = report_path(engine)
     write_atomic(path, [(json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n").encode()])
     return path

@@ -11,7 +11,7 @@ from optdnn.errors import UsageError
 TARGETS = ("auto", "cpu", "reference")
 PRECISIONS = ("fp32", "bf16")
 IO_DTYPES = ("model", "fp32", "fp16", "bf16")
-LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "reference")
+LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime")
 
 
 @dataclass(frozen=True)

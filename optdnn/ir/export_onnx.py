@@ -24,6 +24,7 @@ from optdnn.errors import InternalError, UnsupportedError, UnsupportedNode, Usag
 from optdnn.ir.graph import Graph, Op, Value, infer
 from optdnn.ops.base import FusedAttrs, Unsupported, onnx_number
 from optdnn.ops.fused import export_op, export_stages, infer_stages
+from optdnn.runtime.atomic import write_atomic
 from optdnn.types import INT64, Array, TensorType
 
 DEFAULT_OPSET = 21
@@ -60,18 +61,21 @@ class ExportedModel:
         return bytes(self.proto.SerializeToString(deterministic=True))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, and ``<path>.data`` beside it where weights are external."""
+        """Write the file, and ``<path>.data`` beside it where weights are external. Raises OutputError."""
         path = Path(path)
         if self.weights:
             declared = {t.name: t for t in self.proto.graph.initializer if t.data_location == TensorProto.EXTERNAL}
             if declared.keys() != self.weights.keys():
                 raise UsageError("a model whose weights are inputs cannot be saved as a file of its own")
-            with open(f"{path}.data", "wb") as file:
-                for name, array in self.weights.items():
-                    file.write(b"\0" * (-file.tell() % _ALIGNMENT))
-                    _declare_external(declared[name], f"{path.name}.data", file.tell(), array.nbytes)
-                    file.write(_little_endian(array).data)
-        path.write_bytes(self.to_bytes())
+            position = 0
+            pieces: list[bytes | memoryview] = []
+            for name, array in self.weights.items():
+                pieces += [bytes(-position % _ALIGNMENT), _little_endian(array).data]
+                position += -position % _ALIGNMENT
+                _declare_external(declared[name], f"{path.name}.data", position, array.nbytes)
+                position += array.nbytes
+            write_atomic(f"{path}.data", pieces)
+        write_atomic(path, [self.to_bytes()])
 
 
 def export_model(

@@ -7,13 +7,12 @@ version, on which processor. A file of another format or one that is not ours is
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from optdnn.errors import UsageError
+from optdnn.runtime.atomic import check_writable, write_atomic
 
 FORMAT = "optdnn-timing-cache"
 VERSION = 1
@@ -29,12 +28,19 @@ class TimingCache:
 
     @classmethod
     def open(cls, path: Path | None) -> TimingCache:
-        """Read the file, if there is one. Raises UsageError when it is not a timing cache of this version."""
-        if path is None or not path.exists():
+        """Read the file, if there is one.
+
+        Raises UsageError when it is not a timing cache of this version, and OutputError where it could not be written
+        afterwards (better known before all is measured).
+        """
+        if path is None:
+            return cls(path)
+        if not path.exists():
+            check_writable(path)
             return cls(path)
         try:
             data: Any = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"{path} is not a timing cache: {error}", hint="delete it, or name another file") from None
         entries = data.get("entries") if isinstance(data, dict) else None
         if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
@@ -43,6 +49,7 @@ class TimingCache:
             )
         if not isinstance(entries, dict) or not all(_is_time(v) for v in entries.values()):
             raise UsageError(f"{path} holds something that is not a time", hint="delete it, or name another file")
+        check_writable(path)
         return cls(path, {str(k): float(v) for k, v in entries.items()})
 
     def get(self, key: str) -> float | None:
@@ -53,23 +60,13 @@ class TimingCache:
         self.changed = True
 
     def save(self) -> None:
-        """Write back atomically, if anything was measured."""
+        """Write back atomically, if anything was measured. Raises OutputError."""
         if self.path is None or not self.changed:
             return
         text = json.dumps(
             {"format": FORMAT, "version": VERSION, "entries": dict(sorted(self.entries.items()))}, indent=1
         )
-        try:
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as f:
-                    f.write(text + "\n")
-                os.replace(temporary, self.path)
-            except BaseException:
-                os.unlink(temporary)
-                raise
-        except OSError as error:
-            raise UsageError(f"cannot write the timing cache {self.path}: {error.strerror}") from None
+        write_atomic(self.path, [(text + "\n").encode()])
         self.changed = False
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optdnn.errors import UsageError
+from optdnn.errors import OutputError, UsageError
 from optdnn.tactics.timing_cache import TimingCache
 
 
@@ -40,6 +40,7 @@ def test_the_same_entries_give_the_same_bytes(tmp_path: Path) -> None:
     "text",
     [
         "not json",
+        "[" * 100_000,
         "[]",
         json.dumps({"format": "other", "version": 1, "entries": {}}),
         json.dumps({"format": "optdnn-timing-cache", "version": 2, "entries": {}}),
@@ -56,8 +57,10 @@ def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, text: str) -> 
     assert path.read_text() == text
 
 
-def test_an_unwritable_place_is_a_usage_error(tmp_path: Path) -> None:
+def test_an_unwritable_place_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="cannot be written"):
+        TimingCache.open(tmp_path / "absent" / "cache.json")
     cache = TimingCache(tmp_path / "absent" / "cache.json")
     cache.put("k", 1.0)
-    with pytest.raises(UsageError, match="cannot write"):
+    with pytest.raises(OutputError, match="cannot be written"):
         cache.save()

@@ -1,0 +1,73 @@
+"""Arrays in and out of files: ``.npy`` and ``.npz``, in which bfloat16 and 8-bit floats travel as raw bytes of their size."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import InputError, UsageError
+from optdnn.runtime.atomic import write_atomic
+from optdnn.types import Array, TensorSpec
+
+_BROKEN = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError)
+"""What NumPy and zipfile raise for a file that is not what it should be."""
+
+
+def read_inputs(texts: Sequence[str]) -> dict[str, Array]:
+    """The arrays of ``--input`` options ("NAME=FILE.npy", "FILE.npz"). Raises UsageError or InputError."""
+    feeds: dict[str, Array] = {}
+    for text in texts:
+        name, _, file = text.rpartition("=")
+        for key, array in _load(Path(file)).items():
+            if key and name:
+                raise UsageError(f"--input {text!r}: an .npz names its arrays itself; leave out {name!r}")
+            if not key and not name:
+                raise UsageError(f"--input {text!r} needs the input's name: NAME={file}")
+            if (key or name) in feeds:
+                raise UsageError(f"input {key or name!r} is given twice")
+            feeds[key or name] = array
+    return feeds
+
+
+def _load(path: Path) -> dict[str, Array]:
+    """Name -> array of an .npz; the name of an .npy is ""."""
+    try:
+        data: Any = np.load(path, allow_pickle=False)
+        if isinstance(data, np.ndarray):
+            return {"": data}
+        with data:
+            return {key: data[key] for key in data.files}
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {path}") from None
+    except _BROKEN as error:
+        raise InputError(f"{path} is not a .npy or .npz file: {error}") from None
+
+
+def typed(feeds: Mapping[str, Array], inputs: Sequence[TensorSpec]) -> dict[str, Array]:
+    """``feeds`` where raw bytes have become the dtype of the input that they are for, when it has their size."""
+    dtypes = {s.name: s.dtype for s in inputs}
+    return {
+        name: a.view(dtypes[name]) if a.dtype.kind == "V" and a.dtype.itemsize == _size(dtypes.get(name)) else a
+        for name, a in feeds.items()
+    }
+
+
+def _size(dtype: np.dtype[Any] | None) -> int:
+    return 0 if dtype is None else dtype.itemsize
+
+
+def write_outputs(path: Path, arrays: Mapping[str, Array]) -> None:
+    """Write an .npz under exactly this name, atomically. Raises OutputError."""
+    # np.savez would append a suffix, and has parameters whose names an output may have.
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.ascontiguousarray(array).reshape(array.shape), allow_pickle=False)
+    write_atomic(path, [buffer.getbuffer()])

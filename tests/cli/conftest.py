@@ -1,0 +1,48 @@
+"""The command line as a function: exit code, standard output, standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.onnxnet import save_convnet
+
+import optdnn
+from optdnn.cli.main import run
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    def call(*argv: object) -> Result:
+        capsys.readouterr()
+        code = run([str(a) for a in argv])
+        found = capsys.readouterr()
+        assert "Traceback" not in found.err or "--debug" in argv
+        return Result(code, found.out, found.err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small convolutional network with a symbolic batch N."""
+    return save_convnet(tmp_path_factory.mktemp("model") / "net.onnx", batch="N")
+
+
+@pytest.fixture(scope="session")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It, built for the reference target."""
+    path = tmp_path_factory.mktemp("engine") / "net.engine"
+    optdnn.build(model, target="reference").save(path)
+    return path
