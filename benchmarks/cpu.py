@@ -1,0 +1,116 @@
+"""Race optdnn against ONNX Runtime and OpenVINO on the CPU over many networks, through ``optdnn compare``.
+
+    python benchmarks/cpu.py MODEL.onnx… [--shared] [--light] [--precision fp32] --out benchmarks/results/cpu-fp32.json
+
+``--shared`` adds the convolutional graphs of ``../shared`` (weights refilled from a seed), ``--light`` the onnx wheel's
+``light_*`` graphs. Writes every comparison whole, and a summary: per network the speedup against each rival and against the
+faster of the two, and the geometric means. Leave the machine alone while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "networks"))
+
+
+def collect(args: argparse.Namespace, folder: Path) -> list[tuple[str, Path, list[str]]]:
+    """(name, file, extra options) of each network; symbolic batch dimensions become 1."""
+    found = [(Path(m).stem, Path(m), list[str]()) for m in args.models]
+    if args.light:
+        from support.light import LIGHT_MODELS, light
+
+        for name in LIGHT_MODELS:
+            onnx.save(light(name), folder / f"{name}.onnx")
+            found.append((name, folder / f"{name}.onnx", []))
+    if args.shared:
+        from support.shared import shared_network
+        from test_end_to_end import CONVOLUTIONAL
+
+        for name in (f"{n}.{e}" for n in CONVOLUTIONAL for e in ("ts", "dyn")):
+            model = shared_network(name, folder)
+            onnx.save(model, folder / f"{name}.onnx")
+            (value,) = [v for v in model.graph.input if v.name not in {t.name for t in model.graph.initializer}]
+            dims = [d.dim_value if d.HasField("dim_value") else args.batch for d in value.type.tensor_type.shape.dim]
+            found.append((name, folder / f"{name}.onnx", ["--shape", f"{value.name}={'x'.join(map(str, dims))}"]))
+    return found
+
+
+def compare(name: str, file: Path, extra: list[str], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One ``optdnn compare``, as JSON."""
+    out = folder / f"{name}.json"
+    command = [sys.executable, "-m", "optdnn.cli", "compare", str(file), "--against", args.against, *extra]
+    command += ["--precision", args.precision, "--threads", str(args.threads), "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr}")
+    result: dict[str, Any] = json.loads(out.read_text())
+    return {"network": name, "command": " ".join(["optdnn", *command[3:]]).replace(str(folder) + "/", ""), **result}
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Per network, rival median over ours; then geometric means."""
+    rows = []
+    for r in results:
+        medians = {row["name"]: row["median_ms"] for row in r["rows"]}
+        ours = next(ms for name, ms in medians.items() if name.startswith("optdnn"))
+        rivals = {name: ms / ours for name, ms in medians.items() if not name.startswith("optdnn") and ms}
+        rows.append({"network": r["network"], "optdnn_ms": ours, "over": rivals, "over_faster": min(rivals.values())})
+    names = sorted({n for row in rows for n in row["over"]})
+    means = {n: geometric(row["over"][n] for row in rows if n in row["over"]) for n in names}
+    return {"rows": rows, "geomean": {**means, "faster of them": geometric(row["over_faster"] for row in rows)}}
+
+
+def geometric(values: Any) -> float:
+    return math.exp(statistics.fmean(math.log(v) for v in values))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--shared", action="store_true")
+    parser.add_argument("--light", action="store_true")
+    parser.add_argument("--only", help="only networks whose name contains this")
+    parser.add_argument("--against", default="onnxruntime,openvino")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, file, extra in collect(args, Path(folder)):
+            if args.only and args.only not in name:
+                continue
+            results.append(compare(name, file, extra, args, Path(folder)))
+            row = summary(results[-1:])["rows"][0]
+            over = ", ".join(f"{k} {v:.2f}x" for k, v in row["over"].items())
+            print(f"{name:40s} {row['optdnn_ms']:9.3f} ms   over {over}", flush=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+    ).stdout.strip()
+    totals = summary(results)
+    facts = {
+        "command": "python benchmarks/cpu.py " + " ".join(sys.argv[1:]),
+        "commit": commit,
+        "date": time.strftime("%F"),
+    }
+    args.out.write_text(json.dumps({**facts, "summary": totals, "comparisons": results}, indent=1) + "\n")
+    print("geometric means:", ", ".join(f"{k} {v:.3f}x" for k, v in totals["geomean"].items()))
+
+
+if __name__ == "__main__":
+    main()
