@@ -1,0 +1,89 @@
+"""Builders of real architectures with seeded weights: ONNX models to test, optimize and time without downloading
+anything.
+
+    from optdnn.models import zoo
+    model = zoo.build("resnet50", batch="N", seed=0)        # an onnx.ModelProto
+    feeds = zoo.example_inputs(model, seed=1)                # {"x": float32 (2, 3, 224, 224)}
+
+Channel counts, strides and block counts are the papers' (each builder names its source); convolution and
+BatchNormalization are separate nodes, and node names are those of torch's exporter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import onnx
+
+from optdnn.errors import UsageError
+from optdnn.models.zoo import (
+    bert,
+    densenet,
+    efficientnet,
+    inception,
+    mlp,
+    mobilenet,
+    recurrent,
+    resnet,
+    squeezenet,
+    unet,
+    vgg,
+    vit,
+    yolox,
+)
+from optdnn.models.zoo.inputs import example_inputs
+from optdnn.models.zoo.net import Net
+from optdnn.types import Array
+
+__all__ = ["BUILDERS", "NAMES", "build", "example_inputs", "options"]
+
+BUILDERS: dict[str, Callable[..., None]] = {
+    "resnet18": resnet.resnet18,
+    "resnet50": resnet.resnet50,
+    "mobilenet_v2": mobilenet.mobilenet_v2,
+    "efficientnet_b0": efficientnet.efficientnet_b0,
+    "vgg16": vgg.vgg16,
+    "vgg16_bn": vgg.vgg16_bn,
+    "densenet121": densenet.densenet121,
+    "inception_v3": inception.inception_v3,
+    "squeezenet1_1": squeezenet.squeezenet1_1,
+    "unet": unet.unet,
+    "yolox_s": yolox.yolox_s,
+    "vit_b_16": vit.vit_b_16,
+    "bert_base": bert.bert_base,
+    "lstm": recurrent.lstm,
+    "mlp": mlp.mlp,
+}
+NAMES = tuple(BUILDERS)
+
+
+def options(name: str) -> dict[str, Any]:
+    """The options of a builder with their defaults (``batch``, ``image_size``, ``width``, …); UsageError for an
+    unknown name."""
+    if name not in BUILDERS:
+        raise UsageError(f"there is no network {name!r} in the zoo", hint=f"take one of {', '.join(NAMES)}")
+    return {
+        p.name: p.default for p in inspect.signature(BUILDERS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY
+    }
+
+
+def build(
+    name: str, *, seed: int = 0, opset: int = 17, state: Mapping[str, Array] | None = None, **settings: Any
+) -> onnx.ModelProto:
+    """Build a network of the zoo.
+
+    ``settings`` are those that :func:`options` lists for it: ``batch`` (an int, or a name such as "N" for a symbolic dimension),
+    ``image_size``, ``num_classes``, ``width`` and ``depth`` (scales of channels and of block counts, for small
+    variants in tests), and what is the network's own. Equal arguments give byte-identical models. ``state`` (name ->
+    array, a torch ``state_dict`` of the same architecture) replaces the seeded weights. Raises UsageError for an
+    unknown name, setting or opset.
+    """
+    known = options(name)
+    if unknown := sorted(set(settings) - set(known)):
+        raise UsageError(f"{name} has no option {', '.join(unknown)}", hint=f"its options are {', '.join(known)}")
+    builder = BUILDERS[name]
+    net = Net(name, opset=opset, seed=seed, state=state, doc=inspect.getdoc(inspect.getmodule(builder)) or "")
+    builder(net, **settings)
+    return net.model()
