@@ -183,9 +183,7 @@ class Graph:
 
     def use_count(self, value: Value) -> int:
         """Number of operand slots that read the value."""
-        return sum(
-            data["port"] == value.port for edges in self._g._adj[value.op].values() for data in edges.values()
-        )
+        return sum(data["port"] == value.port for edges in self._g._adj[value.op].values() for data in edges.values())
 
     def users(self, value: Value) -> list[Op]:
         """The ops that read the value, each once."""

@@ -14,6 +14,7 @@ from optdnn.ops import (
     layout,
     norm,
     pool,
+    quant,
     reduce,
     resize,
     rnn,
@@ -41,6 +42,7 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "softmax": softmax.DEFS,
     "functions and activations": unary.DEFS,
     "attention": attention.DEFS,
+    "quantization": quant.DEFS,
 }
 """Family -> its kinds."""
 

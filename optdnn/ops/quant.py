@@ -1,0 +1,419 @@
+"""Quantized operators: QuantizeLinear, DequantizeLinear, DynamicQuantizeLinear, and the products of integers.
+
+Scales and zero points are operands: one number per tensor, one per entry of ``axis``, or one per block of ``axis``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from optdnn.dim import DimLike, bounds
+from optdnn.errors import ShapeError
+from optdnn.ops.base import (
+    EXACT,
+    Attrs,
+    Call,
+    Cost,
+    Emit,
+    Export,
+    FromOnnx,
+    NodeSpec,
+    OpDef,
+    Ref,
+    Result,
+    ToOnnx,
+    Unsupported,
+    normalized_axis,
+    onnx_dtype,
+    simple_import,
+)
+from optdnn.ops.checks import agree, elements, extent, per_element, require_rank
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.values import ceil_div
+from optdnn.ops.window import read_window
+from optdnn.runtime.reference.quant import KERNELS
+from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, DType, TensorType, is_float
+
+_FP8 = (DTYPES["fp8_e4m3"], DTYPES["fp8_e5m2"])
+_INTEGERS = (UINT8, INT8, DTYPES["uint16"], DTYPES["int16"])
+
+
+@dataclass(frozen=True)
+class QuantizeAttrs(Attrs):
+    """``saturate`` counts for fp8 outputs alone; the quotient has the type ``precision`` (None: the scale's)."""
+
+    output_dtype: DType
+    axis: int = 1
+    block_size: int = 0
+    saturate: bool = True
+    precision: DType | None = None
+
+
+@dataclass(frozen=True)
+class DequantizeAttrs(Attrs):
+    """``output_dtype`` None: the scale's type."""
+
+    axis: int = 1
+    block_size: int = 0
+    output_dtype: DType | None = None
+
+
+@dataclass(frozen=True)
+class IntegerConvAttrs(Attrs):
+    """As ``ops.conv.ConvAttrs``, without stages."""
+
+    strides: tuple[int, ...]
+    pads: tuple[int, ...]
+    dilations: tuple[int, ...]
+    group: int = 1
+    auto_pad: str = "NOTSET"
+
+
+# ---------------------------------------------------------------- inference
+
+
+def _check_parameter(call: Call, i: int, name: str, x: TensorType, like: TensorType | None = None) -> TensorType:
+    """A scale or zero point fits x per tensor, per axis or per block (and has the shape of ``like``)."""
+    t, a = call.type(i), call.attrs
+    what = f"{call.kind} {name} {t}"
+    if like is not None:
+        require_rank(t, len(like.dims), f"{what} beside a scale {like}: it")
+        for d, s in zip(t.dims, like.dims, strict=True):
+            agree(d, s, f"{what} does not have the shape of the scale {like}")
+        return t
+    if a.block_size:
+        require_rank(t, len(x.dims), f"{what}, in blocks of {x},")
+        for k, (d, size) in enumerate(zip(t.dims, x.dims, strict=True)):
+            wanted = ceil_div(size, a.block_size) if k == a.axis % len(x.dims) else size
+            agree(d, wanted, f"{what} does not fit {x} in blocks of {a.block_size} along axis {a.axis}")
+    elif len(t.dims) == 1 and t.dims[0] != 1:
+        if not -len(x.dims) <= a.axis < len(x.dims):
+            raise ShapeError(f"{call.kind} axis {a.axis} is out of range for {x}")
+        agree(t.dims[0], x.dims[a.axis], f"{what} does not fit axis {a.axis} of {x}")
+    elif len(t.dims) > 1:
+        raise ShapeError(f"{what} has more than one dimension, which only blocks do")
+    return t
+
+
+def _infer_quantize(call: Call) -> Result:
+    a: QuantizeAttrs = call.attrs
+    x, scale = call.type(0), _check_parameter(call, 1, "scale", call.type(0))
+    if not is_float(scale.dtype) or not (is_float(x.dtype) or x.dtype == INT32):
+        raise ShapeError(f"QuantizeLinear of {x} with the scale {scale}")
+    if call.has(2) and _check_parameter(call, 2, "zero point", x, scale).dtype != a.output_dtype:
+        raise ShapeError(f"QuantizeLinear zero point is {call.type(2)}, its output {a.output_dtype}")
+    return Result((x.with_dtype(a.output_dtype),))
+
+
+def _infer_dequantize(call: Call) -> Result:
+    x, scale = call.type(0), _check_parameter(call, 1, "scale", call.type(0))
+    if not is_float(scale.dtype):
+        raise ShapeError(f"DequantizeLinear scale is {scale}; it must be floating-point")
+    if call.has(2) and _check_parameter(call, 2, "zero point", x, scale).dtype != x.dtype:
+        raise ShapeError(f"DequantizeLinear zero point is {call.type(2)}, its input {x}")
+    return Result((x.with_dtype(call.attrs.output_dtype or scale.dtype),))
+
+
+def _infer_dynamic(call: Call) -> Result:
+    x = call.type(0)
+    if not is_float(x.dtype):
+        raise ShapeError(f"DynamicQuantizeLinear of {x}; it must be floating-point")
+    return Result((x.with_dtype(UINT8), TensorType(FP32, ()), TensorType(UINT8, ()))[: call.n_outputs])
+
+
+def _bytes(call: Call, *slots: int) -> None:
+    for i in slots:
+        if call.has(i) and call.type(i).dtype not in (INT8, UINT8):
+            raise ShapeError(f"{call.kind} operand {i} is {call.type(i)}; it must be int8 or uint8")
+
+
+def _same_as(call: Call, i: int, data: int) -> None:
+    if call.has(i) and call.type(i).dtype != call.type(data).dtype:
+        raise ShapeError(f"{call.kind} zero point {call.type(i)} is not of the type of its operand {call.type(data)}")
+
+
+def _check_row(call: Call, i: int, size: DimLike, what: str) -> None:
+    """A parameter that is one number or one per ``size``."""
+    if not call.has(i):
+        return
+    t = call.type(i)
+    if len(t.dims) == 1 and t.dims[0] != 1:
+        agree(t.dims[0], size, f"{call.kind} {what} {t} does not fit")
+
+
+def _product(call: Call, a: int, b: int) -> TensorType:
+    from optdnn.ops.table import OPDEFS
+
+    types = tuple(call.type(i).with_dtype(FP32) for i in (a, b))
+    return OPDEFS["MatMul"].infer(Call("MatMul", MatMulAttrs(), types, (None, None), 1, call.fresh)).types[0]
+
+
+def _infer_matmul_integer(call: Call) -> Result:
+    _bytes(call, 0, 1)
+    _same_as(call, 2, 0)
+    _same_as(call, 3, 1)
+    y = _product(call, 0, 1)
+    a, b = call.type(0).dims, call.type(1).dims
+    _check_row(call, 2, a[-2] if len(a) > 1 else 1, "zero point of A")
+    _check_row(call, 3, b[-1] if len(b) > 1 else 1, "zero point of B")
+    return Result((y.with_dtype(INT32),))
+
+
+def _infer_qlinear_matmul(call: Call) -> Result:
+    _bytes(call, 0, 3, 7)
+    _same_as(call, 2, 0)
+    _same_as(call, 5, 3)
+    y = _product(call, 0, 3)
+    a, b = call.type(0).dims, call.type(3).dims
+    for i in (1, 2):
+        _check_row(call, i, a[-2] if len(a) > 1 else 1, "scale or zero point of A")
+    for i in (4, 5):
+        _check_row(call, i, b[-1] if len(b) > 1 else 1, "scale or zero point of B")
+    _scalar(call, 6, 7)
+    return Result((y.with_dtype(call.type(7).dtype),))
+
+
+def _scalar(call: Call, *slots: int) -> None:
+    for i in slots:
+        t = call.type(i)
+        if len(t.dims) > 1 or (t.dims and bounds(t.dims[0])[0] > 1):
+            raise ShapeError(f"{call.kind} operand {i} is {t}; it must be one number")
+
+
+def _convolved(call: Call, x: int, w: int) -> TensorType:
+    from optdnn.ops.table import OPDEFS
+
+    a: IntegerConvAttrs = call.attrs
+    attrs = ConvAttrs(a.strides, a.pads, a.dilations, a.group, a.auto_pad)
+    types = (call.type(x).with_dtype(FP32), call.type(w).with_dtype(FP32))
+    return OPDEFS["Conv"].infer(Call("Conv", attrs, types, (None, None), 1, call.fresh)).types[0]
+
+
+def _infer_conv_integer(call: Call) -> Result:
+    _bytes(call, 0, 1)
+    _same_as(call, 2, 0)
+    _same_as(call, 3, 1)
+    if call.has(2):
+        _scalar(call, 2)
+    y = _convolved(call, 0, 1)
+    _check_row(call, 3, call.type(1).dims[0], "zero point of the weights")
+    return Result((y.with_dtype(INT32),))
+
+
+def _infer_qlinear_conv(call: Call) -> Result:
+    _bytes(call, 0, 3, 7)
+    _same_as(call, 2, 0)
+    _same_as(call, 5, 3)
+    _scalar(call, 1, 2, 6, 7)
+    y = _convolved(call, 0, 3)
+    channels = call.type(3).dims[0]
+    for i in (4, 5):
+        _check_row(call, i, channels, "scale or zero point of the weights")
+    if call.has(8):
+        bias = call.type(8)
+        require_rank(bias, 1, "QLinearConv bias")
+        agree(bias.dims[0], channels, "QLinearConv bias length and output channels differ")
+        if bias.dtype != INT32:
+            raise ShapeError(f"QLinearConv bias is {bias}; it must be int32")
+    return Result((y.with_dtype(call.type(7).dtype),))
+
+
+# ---------------------------------------------------------------- import
+
+
+def _block(node: NodeSpec) -> int:
+    size = int(node.get("block_size", 0))
+    if size < 0:
+        raise ShapeError(f"{node.op_type} block_size is {size}")
+    return size
+
+
+def _axis(node: NodeSpec, e: Emit) -> int:
+    """Counted from the front; 0 where one number serves all of the tensor (the default may exceed its rank)."""
+    scale = e.type(node.inputs[1])
+    if not _block(node) and scale.dims in ((), (1,)):
+        return 0
+    return normalized_axis(node, e, 1)
+
+
+def _import_quantize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    zero, asked = node.input(2), int(node.get("output_dtype", 0))
+    dtype = onnx_dtype(asked) if asked else None if zero is None else e.type(zero).dtype
+    if zero is not None and dtype != e.type(zero).dtype:
+        raise ShapeError(f"QuantizeLinear output_dtype {dtype} is not the type of its zero point, {e.type(zero)}")
+    dtype = dtype or UINT8
+    if dtype not in (*_INTEGERS, *_FP8):
+        raise Unsupported(f"QuantizeLinear to {dtype}")
+    precision = int(node.get("precision", 0))
+    attrs = QuantizeAttrs(
+        dtype,
+        _axis(node, e),
+        _block(node),
+        bool(node.get("saturate", 1)),
+        onnx_dtype(precision) if precision else None,
+    )
+    x, scale = node.inputs[:2]
+    # No fp8 type has a zero point other than 0.
+    return e.op("QuantizeLinear", [x, scale, None if dtype in _FP8 else zero], attrs)
+
+
+def _import_dequantize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    asked = int(node.get("output_dtype", 0))
+    x, scale = node.inputs[:2]
+    zero = None if is_float(e.type(x).dtype) else node.input(2)
+    dtype = onnx_dtype(asked) if asked else None
+    if dtype == e.type(scale).dtype:
+        dtype = None
+    return e.op("DequantizeLinear", [x, scale, zero], DequantizeAttrs(_axis(node, e), _block(node), dtype))
+
+
+def _import_conv(kind: str, weights: int) -> FromOnnx:
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        x, w = e.type(node.inputs[0]), e.type(node.inputs[weights])
+        if len(w.dims) < 3:
+            raise ShapeError(f"{kind} weights {w} must have at least 3 dimensions")
+        require_rank(x, len(w.dims), f"{kind} input (its weights are {w})")
+        win = read_window(node, len(w.dims) - 2, x.dims[2:], w.dims[2:])
+        attrs = IntegerConvAttrs(win.strides, win.pads, win.dilations, int(node.get("group", 1)), win.auto_pad)
+        return e.op(kind, node.inputs, attrs)
+
+    return from_onnx
+
+
+# ---------------------------------------------------------------- export
+
+
+def _export_quantize(a: QuantizeAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    scale = e.type(inputs[1])
+    fields: dict[str, Any] = {}
+    operands = [n for n in inputs if n]
+    if len(operands) < 3 and a.output_dtype != UINT8:  # the zero point says what the type is
+        if e.opset >= 21:
+            fields["output_dtype"] = a.output_dtype
+        else:
+            operands.append(e.const(np.zeros(scale.static_shape, a.output_dtype), "zero_point"))
+    if a.precision is not None and a.precision != scale.dtype:
+        fields["precision"] = a.precision
+    if scale.dims not in ((), (1,)):
+        fields["axis"] = a.axis
+    if a.block_size:
+        fields["block_size"] = a.block_size
+    if not a.saturate:
+        fields["saturate"] = 0
+    _per_axis_needs_13(scale, e)
+    return e.node("QuantizeLinear", operands, **fields)
+
+
+def _per_axis_needs_13(scale: TensorType, e: Export) -> None:
+    if e.opset < 13 and scale.dims not in ((), (1,)):
+        raise Unsupported("scales per axis need opset 13")
+
+
+def _export_dequantize(a: DequantizeAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    scale = e.type(inputs[1])
+    _per_axis_needs_13(scale, e)
+    fields: dict[str, Any] = {}
+    if scale.dims not in ((), (1,)):
+        fields["axis"] = a.axis
+    if a.block_size:
+        fields["block_size"] = a.block_size
+    if a.output_dtype is not None and e.opset >= 23:
+        fields["output_dtype"] = a.output_dtype
+    y = e.node("DequantizeLinear", inputs, **fields)
+    if a.output_dtype is not None and e.opset < 23:
+        y = e.node("Cast", y, to=a.output_dtype)
+    return y
+
+
+def _export_conv(kind: str, weights: int) -> ToOnnx:
+    def to_onnx(a: IntegerConvAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+        fields: dict[str, Any] = {"strides": a.strides, "dilations": a.dilations, "group": a.group}
+        fields |= {"pads": a.pads} if a.auto_pad == "NOTSET" else {"auto_pad": a.auto_pad}
+        w = e.type(inputs[weights])
+        if w.is_static:
+            fields["kernel_shape"] = w.static_shape[2:]
+        return e.node(kind, inputs, **fields)
+
+    return to_onnx
+
+
+# ---------------------------------------------------------------- definitions
+
+
+def _cost_conv(weights: int) -> Any:
+    return lambda call, result: Cost(2 * elements(result.types[0]) * extent(*call.type(weights).dims[1:]))
+
+
+def _cost_matmul(call: Call, result: Result) -> Cost:
+    return Cost(2 * elements(result.types[0]) * extent(call.type(0).dims[-1]))
+
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef(
+        kind="QuantizeLinear",
+        infer=_infer_quantize,
+        kernel=KERNELS["QuantizeLinear"],
+        attrs=QuantizeAttrs,
+        onnx={"QuantizeLinear": _import_quantize},
+        to_onnx=_export_quantize,
+        cost=per_element(4),
+        tol=EXACT,
+    ),
+    OpDef(
+        kind="DequantizeLinear",
+        infer=_infer_dequantize,
+        kernel=KERNELS["DequantizeLinear"],
+        attrs=DequantizeAttrs,
+        onnx={"DequantizeLinear": _import_dequantize},
+        to_onnx=_export_dequantize,
+        cost=per_element(2),
+    ),
+    OpDef(
+        kind="DynamicQuantizeLinear",
+        infer=_infer_dynamic,
+        kernel=KERNELS["DynamicQuantizeLinear"],
+        onnx={"DynamicQuantizeLinear": simple_import("DynamicQuantizeLinear")},
+        cost=per_element(6),
+    ),
+    OpDef(
+        kind="MatMulInteger",
+        infer=_infer_matmul_integer,
+        kernel=KERNELS["MatMulInteger"],
+        onnx={"MatMulInteger": simple_import("MatMulInteger")},
+        cost=_cost_matmul,
+        tol=EXACT,
+    ),
+    OpDef(
+        kind="QLinearMatMul",
+        infer=_infer_qlinear_matmul,
+        kernel=KERNELS["QLinearMatMul"],
+        onnx={"QLinearMatMul": simple_import("QLinearMatMul")},
+        cost=_cost_matmul,
+        tol=EXACT,
+    ),
+    OpDef(
+        kind="ConvInteger",
+        infer=_infer_conv_integer,
+        kernel=KERNELS["ConvInteger"],
+        attrs=IntegerConvAttrs,
+        onnx={"ConvInteger": _import_conv("ConvInteger", 1)},
+        to_onnx=_export_conv("ConvInteger", 1),
+        cost=_cost_conv(1),
+        tol=EXACT,
+    ),
+    OpDef(
+        kind="QLinearConv",
+        infer=_infer_qlinear_conv,
+        kernel=KERNELS["QLinearConv"],
+        attrs=IntegerConvAttrs,
+        onnx={"QLinearConv": _import_conv("QLinearConv", 3)},
+        to_onnx=_export_conv("QLinearConv", 3),
+        cost=_cost_conv(3),
+        tol=EXACT,
+    ),
+)
