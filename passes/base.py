@@ -91,6 +91,7 @@ class PassContext:
     """What a pass may depend on besides the graph. ``target`` is "cpu", "reference", "cuda:sm_90a" or "" (none)."""
 
     target: str = ""
+    precision: str = "fp32"
     fold_limit_bytes: int = 1 << 24
     """Constant folding does not create a constant larger than this unless it shrinks its operands."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from optdnn.errors import UsageError
 from optdnn.passes.assign_layout import AssignLayout
+from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import Pass
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
@@ -71,6 +72,7 @@ O3: tuple[Pass, ...] = (*O2, *LAST)
 O3_CPU: tuple[Pass, ...] = (*O2_CPU, *LAST)
 
 GPU: tuple[Pass, ...] = (
+    AssignPrecision(),  # after all exact rewrites: the one approximation; before layouts, which weigh bytes
     AssignLayout(),  # the very last: what it writes are physical facts, and other passes rewrite logical ones
 )
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.errors import InputError, InternalError, OptdnnError, RunError
 from optdnn.runtime.executor import Executor
-from optdnn.runtime.program import Program, Step
+from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.signature import Signature
 from optdnn.types import Array
 
@@ -53,6 +53,15 @@ class Schedule:
         """Buffers in the arena. Outputs of the network are never there: what run() returns is the caller's to keep."""
         self.actions = _actions(program, wanted | {i for i, _, _ in self.planned}, [e.aliases for e in executors])
         self.may_alias = self._may_alias()
+
+    @property
+    def facts(self) -> tuple[Mapping[str, Plain], ...]:
+        """Per step, what really runs."""
+        return tuple(e.facts for e in self.executors)
+
+    def context(self) -> Context:
+        """One thread's own state."""
+        return Context(self)
 
     def _may_alias(self) -> bool:
         """True where an output could share memory with an input, a constant or another output."""

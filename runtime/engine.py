@@ -8,45 +8,38 @@ from collections.abc import Mapping
 from typing import Any
 
 from optdnn.errors import EngineError, InputError
-from optdnn.runtime.context import Context, Schedule
-from optdnn.runtime.executor import LoadOptions, prepare
+from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Plain, Program, validate
 from optdnn.runtime.requires import check_requires
+from optdnn.runtime.runner import RunContext, open_runner
 from optdnn.runtime.signature import show
 from optdnn.types import Array, TensorSpec
-
-TARGETS = ("cpu", "reference")
-"""Targets that this version can run."""
-
 
 class Engine:
     """A compiled network, ready to run. Made by ``optdnn.build`` or ``optdnn.load``; safe to share between threads."""
 
-    def __init__(self, program: Program, *, threads: int | None = None):
-        """Prepare ``program``; ``threads`` overrides the number of threads that the build chose.
+    def __init__(self, program: Program, *, threads: int | None = None, options: LoadOptions | None = None):
+        """Prepare ``program``; ``threads`` overrides the number of threads that the build chose; ``options`` are :func:`load`'s.
 
         Raises EngineError where it is for another target or machine, MissingDependency where a library it needs is absent.
         """
-        if program.target not in TARGETS:
-            raise EngineError(
-                f"the engine is for target {program.target!r}; this installation runs {', '.join(TARGETS)}",
-                hint="rebuild it for one of these: optdnn build MODEL --target cpu",
-            )
-        check_requires(program.requires)
+        options = options or LoadOptions(threads)
+        if not options.simulate:
+            check_requires(program.requires)
         validate(program)
         self.program = program
-        self._schedule = Schedule(program, prepare(program, LoadOptions(threads)))
-        self._idle: deque[Context] = deque([Context(self._schedule)])
+        self._runner = open_runner(program, options)
+        self._idle: deque[RunContext] = deque([self._runner.context()])
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Name, dtype and shape of each input, in ONNX order."""
-        return self._schedule.signature.inputs
+        return self._runner.signature.inputs
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Name, dtype and shape of each output, in ONNX order."""
-        return self._schedule.signature.outputs
+        return self._runner.signature.outputs
 
     @property
     def target(self) -> str:
@@ -64,11 +57,11 @@ class Engine:
     @property
     def facts(self) -> tuple[Mapping[str, Plain], ...]:
         """Per step, what really runs (library, version, precision, threads), read back from the library."""
-        return tuple(e.facts for e in self._schedule.executors)
+        return self._runner.facts
 
-    def context(self) -> Context:
+    def context(self) -> RunContext:
         """A new context: one thread's own state, with reusable output buffers through ``run(..., out=...)``."""
-        return Context(self._schedule)
+        return self._runner.context()
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Array]:
         """Run once: input name -> array gives output name -> fresh array, in ONNX output order. Thread-safe.
@@ -79,7 +72,7 @@ class Engine:
         try:
             context = self._idle.pop()
         except IndexError:
-            context = Context(self._schedule)
+            context = self._runner.context()
         try:
             return context.run(feeds)
         finally:
@@ -103,14 +96,27 @@ class Engine:
         return f"{head}: {show(self.inputs)} -> {show(self.outputs)})"
 
 
-def load(path: str | os.PathLike[str], *, threads: int | None = None, verify: bool = True, mmap: bool = True) -> Engine:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    verify: bool = True,
+    mmap: bool = True,
+    simulate: bool = False,
+    trust_cubins: bool = True,
+    recompile: bool = False,
+) -> Engine:
     """Load an engine file.
 
     ``threads`` overrides the number of threads chosen by the build. ``verify=False`` skips the SHA-256 of the blobs (the
     header's is always checked). ``mmap=False`` reads the file into memory, for files that may change underneath.
-    Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, and
-    MissingDependency for an absent library.
+    Engines for GPUs: ``simulate`` runs the program in NumPy, on any machine; ``trust_cubins=False`` compiles the kernels from
+    their recipes instead of loading the compiled code in the file; ``recompile`` does so even where this version's templates
+    differ from those of the build.
+    Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine (EngineStale: whose
+    kernels this version would make otherwise), and MissingDependency for an absent library.
     """
     from optdnn.runtime.format import read
 
-    return Engine(read(path, verify=verify, mmap=mmap), threads=threads)
+    options = LoadOptions(threads, simulate, trust_cubins and not recompile, recompile)
+    return Engine(read(path, verify=verify, mmap=mmap), options=options)

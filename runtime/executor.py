@@ -50,9 +50,16 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Choices made when an engine is loaded, for executors to honour. ``threads`` None keeps the number chosen by the build."""
+    """Choices made when an engine is loaded, for executors to honour. ``threads`` None keeps the number chosen by the build.
+
+    For engines of GPUs: ``simulate`` runs them in NumPy instead; ``trust_cubins=False`` compiles their kernels from the recipes
+    (which must be those of this version, unless ``recompile``), ``recompile`` does so with this version's templates.
+    """
 
     threads: int | None = None
+    simulate: bool = False
+    trust_cubins: bool = True
+    recompile: bool = False
 
 
 EXECUTORS: dict[str, str] = {

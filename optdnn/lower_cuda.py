@@ -1,0 +1,198 @@
+"""Lowering for `cuda` and `simulate`: every operator becomes launches of kernels over views of planned buffers.
+
+The order of things: reserve the places that are fixed (outputs of the network, joint buffers of concatenations), emit each
+operator by the first tactic of its kind that does not refuse it, drop what nothing reads, compile, plan the arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.config import BuildOptions
+from optdnn.dim import Dim
+from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
+from optdnn.ir.graph import STRUCTURAL, Graph
+from optdnn.memory import place_buffers
+from optdnn.runtime.program import Buffer, Kernel, Program, Step
+from optdnn.tactics.cuda.builder import Builder, Placed, row_major
+from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.table import TACTICS, WRITES_ANYWHERE
+from optdnn.tactics.cuda.views import VIEWS, plan_concats
+from optdnn.types import TensorSpec
+
+ALIGNMENT = 256
+"""Of every buffer in the arena, in bytes: what cudaMalloc gives."""
+
+
+def lower_cuda(
+    graph: Graph, options: BuildOptions, target: str, meta: dict[str, Any], say: Callable[[str], None] = lambda text: None
+) -> Program:
+    """The program of an optimized graph for "cuda:ARCH", or for "simulate" (Hopper's program, without compiled kernels).
+
+    Raises UsageError for a dimension that is not known, UnsupportedError naming every operator without a kernel.
+    """
+    arch = target.partition(":")[2] or "sm_90a"
+    _need_static(graph)
+    _need_kernels(graph)
+    b = Builder(graph, arch)
+    inputs, outputs = _borders(b)
+    plan_concats(b, WRITES_ANYWHERE)
+    chosen: list[dict[str, Any]] = []
+    for op in graph.order():
+        if op.kind in STRUCTURAL:
+            continue
+        if op.kind in VIEWS:
+            VIEWS[op.kind](b, op)
+            continue
+        chosen.append(_emit(b, op))
+    for (_, i), op_id in zip(outputs, graph.outputs, strict=True):
+        op = graph.op(op_id)
+        assert op.inputs[0] is not None
+        found = b.operand(op.inputs[0])
+        if found.buffer != i:
+            shape = found.shape
+            copy(b, op, found, Placed(i, 0, shape, row_major(shape), found.dtype))
+    program = b.program(target, options.precision, inputs, outputs, {**meta, "tactics": chosen, "arch": arch})
+    program = _compact(_prune(program))
+    if target != "simulate" and not options.no_cubins:
+        program = _compiled(program, say)
+    program, plan = place_buffers(program, ALIGNMENT)
+    program.meta["memory"] = {"arena_bytes": plan.arena_bytes, "live_bytes": plan.live_bytes}
+    return program
+
+
+def _emit(b: Builder, op: Any) -> dict[str, Any]:
+    refused: list[dict[str, str]] = []
+    before = len(b.steps)
+    for tactic in TACTICS[op.kind]:
+        why = tactic.refuse(b, op)
+        if why is not None:
+            refused.append({"tactic": tactic.name, "reason": why})
+            continue
+        config = tactic.emit(b, op)
+        found = {"nodes": sorted(op.src), "kind": op.kind, "tactic": tactic.name, "launches": len(b.steps) - before}
+        return {**found, **({"config": config} if config else {}), **({"refused": refused} if refused else {})}
+    reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
+    raise UnsupportedError(f"no cuda kernel runs {op.kind} {op.name} ({reasons})")
+
+
+def _need_static(graph: Graph) -> None:
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        names = [str(d) for d in out.type.shape or () if isinstance(d, Dim)]
+        if out.type.shape is None or names:
+            dims = "x".join(str(d) if not isinstance(d, Dim) else "N" for d in out.type.shape or ())
+            raise UsageError(
+                f"input {out.name!r} has dimensions that are not fixed ({', '.join(names) or 'unknown rank'})",
+                hint=f"a cuda engine is for fixed sizes; give them: --shape {out.name}={dims}",
+            )
+    for op in graph.order():
+        for out in op.outputs:
+            if not out.type.is_static:
+                raise UnsupportedError(
+                    f"{op.kind} {op.name}: the size of {out.name!r} depends on data ({out.type}); the cuda target needs fixed sizes"
+                )
+
+
+def _need_kernels(graph: Graph) -> None:
+    nodes = [
+        UnsupportedNode(op.name, op.kind, "", 0, "the cuda target has no kernel for it yet")
+        for op in graph.order()
+        if op.kind not in STRUCTURAL and op.kind not in TACTICS and op.kind not in VIEWS
+    ]
+    if nodes:
+        raise UnsupportedError("the cuda target has no kernels for some operators", nodes)
+
+
+def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[TensorSpec, int]]]:
+    """Buffers of the network's inputs and outputs; an output that one kernel makes is written there at once."""
+    graph = b.graph
+    inputs, outputs = [], []
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        shape = out.type.static_shape
+        b.place[graph.op(i).value] = b.new(out.name, out.type.dtype, shape)
+        inputs.append((TensorSpec(out.name, out.type.dtype, shape), len(b.buffers) - 1))
+    for i in graph.outputs:
+        op = graph.op(i)
+        value, t = op.inputs[0], op.outputs[0].type
+        assert value is not None
+        shape = t.static_shape
+        placed = b.new(op.outputs[0].name, t.dtype, shape)
+        outputs.append((TensorSpec(op.outputs[0].name, t.dtype, shape), placed.buffer))
+        if graph.op(value).kind not in STRUCTURAL and not graph.type(value).layout:
+            b.reserved.setdefault(value, placed)
+    return inputs, outputs
+
+
+# ---------------------------------------------------------------- what is not needed goes
+
+
+def _prune(program: Program) -> Program:
+    """Without the steps that write nothing that is read."""
+    wanted = {i for _, i in program.outputs}
+    kept: list[Step] = []
+    for step in reversed(program.steps):
+        if wanted.intersection(step.outputs):
+            kept.append(step)
+            wanted.update(step.inputs)
+    return replace(program, steps=tuple(reversed(kept)))
+
+
+def _compact(program: Program) -> Program:
+    """Without the buffers, kernels and blobs that no step names."""
+    named = {i for s in program.steps for i in (*s.inputs, *s.outputs)} | {i for _, i in (*program.inputs, *program.outputs)}
+    buffer = {old: new for new, old in enumerate(sorted(named))}
+    old_blobs = sorted({b for i in named if (b := program.buffers[i].blob) is not None})
+    blob = {old: new for new, old in enumerate(old_blobs)}
+    used = sorted({s.params["launch"]["kernel"] for s in program.steps})
+    kernel = {old: new for new, old in enumerate(used)}
+
+    def moved(b: Buffer) -> Buffer:
+        return b if b.blob is None else replace(b, blob=blob[b.blob])
+
+    def step(s: Step) -> Step:
+        launch = {**s.params["launch"], "kernel": kernel[s.params["launch"]["kernel"]]}
+        return replace(
+            s, params={**s.params, "launch": launch}, inputs=_mapped(s.inputs, buffer), outputs=_mapped(s.outputs, buffer)
+        )
+
+    return replace(
+        program,
+        buffers=tuple(moved(program.buffers[i]) for i in sorted(named)),
+        inputs=tuple((spec, buffer[i]) for spec, i in program.inputs),
+        outputs=tuple((spec, buffer[i]) for spec, i in program.outputs),
+        steps=tuple(map(step, program.steps)),
+        blobs=[program.blobs[i] for i in old_blobs],
+        kernels=tuple(program.kernels[i] for i in used),
+    )
+
+
+def _mapped(numbers: Iterable[int], to: dict[int, int]) -> tuple[int, ...]:
+    return tuple(to[i] for i in numbers)
+
+
+def _compiled(program: Program, say: Callable[[str], None]) -> Program:
+    """The program with the cubin of every kernel among its blobs."""
+    from optdnn.runtime.cuda.kernels_of import recipe_of
+    from optdnn.runtime.cuda.nvrtc import KernelCache, version
+
+    say(f"compile {len(program.kernels)} kernels")
+    recipes = list(dict.fromkeys(map(_frozen, program.kernels)))
+    of = {key: k for key, k in zip(map(_frozen, program.kernels), program.kernels, strict=True)}
+    cubins = KernelCache().get_many([recipe_of(of[r]) for r in recipes], workers=2)
+    blobs = [*program.blobs, *(np.frombuffer(c, np.uint8) for c in cubins)]
+    number = {r: len(program.blobs) + i for i, r in enumerate(recipes)}
+    kernels = tuple(replace(k, cubin=number[_frozen(k)]) for k in program.kernels)
+    program.meta["nvrtc"] = ".".join(map(str, version()))
+    return replace(program, kernels=kernels, blobs=blobs)
+
+
+def _frozen(k: Kernel) -> tuple[Any, ...]:
+    return (k.template, k.arch, tuple(sorted(k.generated.items())), k.options)
+
+

@@ -1,0 +1,295 @@
+"""The cuda program under construction: where every value lies, the kernels' parameter blocks, the table of kernels.
+
+A value is :class:`Placed`: a buffer, an offset and a stride per logical axis (in elements). Reshapes, transposes, slices and
+splits are therefore other views of the same memory, and a concatenation is written in place by those that make its parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.runtime.attrs import attrs_to_plain
+from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.runtime.cuda.plan import CudaStep, LaunchPlan, Meaning, Pointer, Relocation, TensorMap, View
+from optdnn.runtime.program import Buffer, Kernel, Program, Step
+from optdnn.types import BF16, FP16, Array, DType, TensorType
+
+CHANNEL_ALIGN = 8
+"""Channels-last tensors of 16-bit floats have this many channels, or a multiple, per pixel: TMA addresses 16 bytes."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor in a buffer; ``offset`` and ``strides`` (one per logical axis) count elements."""
+
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def byte_offset(self) -> int:
+        return self.offset * self.dtype.itemsize
+
+    def is_like(self, strides: Sequence[int]) -> bool:
+        """Whether it has these strides where they matter (on axes longer than 1)."""
+        return all(n == 1 or a == b for n, a, b in zip(self.shape, self.strides, strides, strict=True))
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is in plain row-major order without gaps."""
+        return self.is_like(row_major(self.shape))
+
+    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> Placed:
+        """Another view of the same buffer, ``offset`` elements on."""
+        return replace(self, shape=tuple(shape), strides=tuple(strides), offset=self.offset + offset)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def channels_last(shape: Sequence[int], pitch: int) -> tuple[int, ...]:
+    """Strides of a channels-last tensor of this logical shape (axis 1: channels) with ``pitch`` channels per position."""
+    n, _, *spatial = shape
+    inner = row_major(spatial)
+    total = int(np.prod(spatial, dtype=np.int64))
+    return (total * pitch, 1, *(s * pitch for s in inner))
+
+
+def up(n: int, multiple: int) -> int:
+    """``n`` rounded up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
+class Block:
+    """A kernel's parameter block: fields in C's layout, with the addresses left to relocations."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.addresses: list[tuple[int, Placed]] = []
+
+    def _put(self, form: str, value: float | int) -> None:
+        size = struct.calcsize(form)
+        self.data.extend(bytes(-len(self.data) % size))
+        self.data.extend(struct.pack("<" + form, value))
+
+    def pointer(self, placed: Placed | None) -> Block:
+        """The address of a tensor's first element (0 for None)."""
+        self._put("Q", 0)
+        if placed is not None:
+            self.addresses.append((len(self.data) - 8, placed))
+        return self
+
+    def i32(self, *values: int) -> Block:
+        for v in values:
+            self._put("i", v)
+        return self
+
+    def u32(self, *values: int) -> Block:
+        for v in values:
+            self._put("I", v)
+        return self
+
+    def i64(self, *values: int) -> Block:
+        for v in values:
+            self._put("q", v)
+        return self
+
+    def f32(self, *values: float) -> Block:
+        for v in values:
+            self._put("f", v)
+        return self
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel: what to compile, and which function of it."""
+
+    recipe: Recipe
+    function: str
+
+
+@dataclass(frozen=True)
+class MapSpec:
+    """A tensor map of a placed tensor; fields as in :class:`optdnn.runtime.cuda.plan.TensorMap`."""
+
+    at: int
+    placed: Placed
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    corners: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+
+
+@dataclass
+class Builder:
+    """Collects buffers, steps, kernels and blobs. ``graph`` gives types; ``place`` says where each value lies."""
+
+    graph: Graph
+    arch: str
+    buffers: list[Buffer] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    blobs: list[Array] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    recipes: list[Recipe] = field(default_factory=list)
+    place: dict[Value, Placed] = field(default_factory=dict)
+    reserved: dict[Value, Placed] = field(default_factory=dict)
+    """Values that must be written to a place chosen beforehand: network outputs, and parts of concatenations."""
+    _kernel_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    _blob_of: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
+    _constants: dict[int, Placed] = field(default_factory=dict)
+    _copies: dict[tuple[Placed, tuple[int, ...]], Placed] = field(default_factory=dict)
+
+    # ---------------------------------------------------------------- memory
+
+    def new(self, name: str, dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None) -> Placed:
+        """A new buffer for a tensor of this logical shape; its physical size is what the strides span."""
+        strides = tuple(strides) if strides is not None else row_major(shape)
+        # A padded channels-last tensor is a whole number of images, its last pixel's padding included.
+        whole = shape[0] * strides[0] if shape else 1
+        span = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        physical = tuple(shape) if strides == row_major(shape) else (max(span, whole),)
+        self.buffers.append(Buffer(name, dtype, physical))
+        return Placed(len(self.buffers) - 1, 0, tuple(shape), strides, dtype)
+
+    def constant(self, array: Array, name: str = "constant") -> Placed:
+        """A constant buffer with this content; equal contents share one."""
+        array = np.ascontiguousarray(array).reshape(array.shape)
+        digest = hashlib.sha256(array.reshape(-1).view(np.uint8).data if array.size else b"").digest()
+        key = (array.dtype.str if array.dtype.kind != "V" else array.dtype.name, array.shape, digest)
+        if key not in self._blob_of:
+            self._blob_of[key] = len(self.blobs)
+            self.blobs.append(array)
+        blob = self._blob_of[key]
+        if blob not in self._constants:
+            self.buffers.append(Buffer(name, array.dtype, array.shape, blob=blob))
+            self._constants[blob] = Placed(len(self.buffers) - 1, 0, array.shape, row_major(array.shape), array.dtype)
+        return self._constants[blob]
+
+    def operand(self, value: Value) -> Placed:
+        """Where a value lies (a Constant is placed on first use)."""
+        found = self.place.get(value)
+        if found is None:
+            array = self.graph.constant_value(value)
+            if array is None:
+                raise InternalError(f"{self.graph.output(value).name!r} is read before it is placed")
+            found = self.place[value] = self.constant(array, self.graph.output(value).name)
+        return found
+
+    def strides_for(self, type: TensorType) -> tuple[int, ...]:
+        """Strides of a fresh tensor of this type in its layout."""
+        shape = type.static_shape
+        if not type.layout:
+            return row_major(shape)
+        align = CHANNEL_ALIGN if type.dtype in (FP16, BF16) else 1
+        return channels_last(shape, up(shape[1], align))
+
+    def target(self, value: Value) -> Placed:
+        """Where the producer of a value writes it: its reserved place, or a new buffer in the layout of its type."""
+        if value in self.place:
+            return self.place[value]
+        out = self.graph.output(value)
+        found = self.reserved.get(value)
+        if found is None:
+            found = self.new(out.name, out.type.dtype, out.type.static_shape, self.strides_for(out.type))
+        self.place[value] = found
+        return found
+
+    # ---------------------------------------------------------------- steps
+
+    def kernel(self, spec: KernelSpec) -> int:
+        """Number of a kernel in the program's table."""
+        r = spec.recipe
+        key = (r.name, spec.function, r.arch, tuple(sorted(r.generated.items())), tuple(r.options))
+        if key not in self._kernel_of:
+            self._kernel_of[key] = len(self.kernels)
+            self.kernels.append(Kernel(r.name, spec.function, r.arch, dict(r.generated), tuple(r.options), source_digest(r)))
+            self.recipes.append(r)
+        return self._kernel_of[key]
+
+    def emit(
+        self,
+        op: Op,
+        spec: KernelSpec,
+        grid: tuple[int, int, int],
+        threads: int,
+        block: Block,
+        kind: str,
+        attrs: Mapping[str, Any],
+        reads: Sequence[Placed | None],
+        writes: Sequence[Placed | None],
+        *,
+        maps: Iterable[MapSpec] = (),
+        shared: int = 0,
+        cluster: int = 1,
+    ) -> None:
+        """Add a launch. ``kind``, ``attrs``, ``reads`` and ``writes`` are its meaning; ``attrs`` as the reference kernel takes them."""
+        maps = tuple(maps)
+        written = list(dict.fromkeys(w.buffer for w in writes if w is not None))
+        touched = [*(r for r in reads if r is not None), *(p for _, p in block.addresses), *(m.placed for m in maps)]
+        wanted = {r.buffer for r in reads if r is not None}
+        inputs = [i for i in dict.fromkeys(p.buffer for p in touched) if i not in written or i in wanted]
+        number = {b: i for i, b in enumerate((*inputs, *written))}
+        relocations: list[Relocation] = [Pointer(at, number[p.buffer], p.byte_offset) for at, p in block.addresses]
+        for m in maps:
+            relocations.append(
+                TensorMap(
+                    m.at, number[m.placed.buffer], m.placed.byte_offset, map_dtype(m.placed.dtype),
+                    m.shape, m.strides, m.box, m.swizzle, m.corners, m.steps,
+                )
+            )  # fmt: skip
+        launch = LaunchPlan(
+            self.kernel(spec), grid, threads, bytes(block.data), tuple(relocations), shared, cluster, dependent=True
+        )
+        order = {b: i for i, b in enumerate(inputs)}
+        meaning = Meaning(
+            kind,
+            attrs_to_plain(attrs),
+            tuple(None if r is None else View(order[r.buffer], r.offset, r.shape, r.strides) for r in reads),
+            tuple(None if w is None else View(number[w.buffer], w.offset, w.shape, w.strides) for w in writes),
+        )
+        self.steps.append(
+            Step("cuda", CudaStep(launch, meaning).to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src)))
+        )
+
+    def program(self, target: str, precision: str, inputs: Any, outputs: Any, meta: dict[str, Any]) -> Program:
+        return Program(
+            target=target, precision=precision, inputs=tuple(inputs), outputs=tuple(outputs), buffers=tuple(self.buffers),
+            steps=tuple(self.steps), blobs=self.blobs, meta=meta, kernels=tuple(self.kernels),
+        )  # fmt: skip
+
+
+def map_dtype(dtype: DType) -> str:
+    """The name of an element type in a tensor map."""
+    return {FP16: "float16", BF16: "bfloat16"}.get(dtype, dtype.name)
+
+
+def source_digest(recipe: Recipe) -> str:
+    """SHA-256 over every text, option and the architecture that decide a cubin, but for the compiler's version."""
+    digest = hashlib.sha256()
+    for part in (recipe.arch, *recipe.options, *(x for item in sorted(recipe.sources().items()) for x in item)):
+        data = part.encode()
+        digest.update(f"{len(data)}:".encode() + data)
+    return digest.hexdigest()

@@ -1,0 +1,174 @@
+"""Tactics of convolutions: Hopper's implicit GEMM first, the vectorized depthwise kernel, and a direct one that runs anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.ops.base import Stage
+from optdnn.runtime.cuda import conv as hopper
+from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed, channels_last, map_dtype, up
+from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
+from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, copy, emit_pointwise
+from optdnn.tactics.cuda.views import cast_source
+from optdnn.types import BF16, FP16, Array
+
+FEW_CHANNELS = 4
+"""A strided convolution of up to this many channels reads blocks of pixels as channels instead."""
+
+
+def bias_of(b: Builder, op: Op, slot: int = 2) -> Array | None:
+    """The constant bias operand in fp32, or None where it is absent."""
+    value = op.input(slot)
+    array = b.graph.constant_value(value)
+    return None if array is None else array.astype(np.float32)
+
+
+def entering(b: Builder, op: Op) -> Placed:
+    """Operand 0 with the operator's prologue applied, by a kernel of its own where there is one."""
+    assert op.inputs[0] is not None
+    x = b.operand(op.inputs[0])
+    if not op.attrs.prologue:
+        return x
+    out = b.new(f"{op.outputs[0].name}.prologue", x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], 8)))
+    operands = [x, *(None if v is None else b.operand(v) for v in op.inputs[1:])]
+    emit_pointwise(b, op, *_only_used(op.attrs.prologue, operands), out)
+    return out
+
+
+def _only_used(stages: Sequence[Stage], operands: Sequence[Placed | None]) -> tuple[list[Stage], list[Placed | None]]:
+    """The stages with only those operands (and operand 0) that they read."""
+    used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
+    slot = {0: 0, **{a: i + 1 for i, a in enumerate(used)}}
+    moved = [replace(s, args=tuple(a if a is None or a < 0 else slot[a] for a in s.args)) for s in stages]
+    return moved, [operands[0], *(operands[a] for a in used)]
+
+
+def finish(b: Builder, op: Op, ep: Epilogue, between: Placed, target: Placed) -> None:
+    """What the kernel left of the epilogue: from ``between`` to the place of the result."""
+    if between is not target:
+        emit_pointwise(b, op, ep.rest, [between, *map(b.operand, ep.rest_operands)], target)
+
+
+def with_pitch(b: Builder, op: Op, x: Placed) -> Placed:
+    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask)."""
+    if conv_sm90.pitch_of(x) is not None:
+        return x
+    key = (x, ())
+    if key not in b._copies:
+        made = b.new(f"{op.outputs[0].name}.nhwc", x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], 8)))
+        copy(b, op, x, made)
+        b._copies[key] = made
+    return b._copies[key]
+
+
+def image(x: Placed) -> Placed:
+    """A 1-D or 2-D feature map as NCHW."""
+    if len(x.shape) == 4:
+        return x
+    (n, c, w), (sn, sc, sw) = x.shape, x.strides
+    return x.view((n, c, 1, w), (sn, sc, sw * w, sw))
+
+
+class HopperConv:
+    """Ungrouped convolutions of 16-bit floats over one or two spatial axes."""
+
+    name = "conv_sm90"
+    deterministic, row_invariant = True, True
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        if weight is None:
+            return "its weights are not constant"
+        if weight.ndim not in (3, 4):
+            return f"it has {weight.ndim - 2} spatial axes"
+        if a.group != 1:
+            return f"it has {a.group} groups"
+        if op.input(2) is not None and bias_of(b, op) is None:
+            return "its bias is not constant"
+        if 0 in op.outputs[0].type.static_shape or 0 in weight.shape:
+            return "it is empty"
+        geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
+        return conv_sm90.refuse(b.arch, map_dtype(op.outputs[0].type.dtype), [geometry])
+
+    def emit(self, b: Builder, op: Op) -> str:
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        bias = bias_of(b, op)
+        if ep.bias is not None:
+            bias = ep.bias if bias is None else bias + ep.bias
+        strides, pads, dilations = a.strides, a.pads, a.dilations
+        if weight.ndim == 3:
+            weight = weight[:, :, None]
+            strides, pads, dilations = (1, *strides), (0, pads[0], 0, pads[1]), (1, *dilations)
+        feed = self._stem(b, op, weight, strides, pads, dilations)
+        if feed is None:
+            x = with_pitch(b, op, image(entering(b, op)))
+            feed = conv_sm90.Feed(x, weight, strides, pads, dilations)
+        target = b.target(op.value)
+        out = image(target)
+        residual = with_pitch(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
+        between = target
+        if ep.rest or conv_sm90.pitch_of(out) is None:
+            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, channels_last(target.shape, up(out.shape[1], 8)))
+        config = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, image(between))
+        finish(b, op, ep, between, target)
+        return config
+
+    def _stem(
+        self, b: Builder, op: Op, weight: Array, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...]
+    ) -> conv_sm90.Feed | None:
+        """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast folded in."""
+        few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
+        if not few or op.attrs.prologue or len(op.outputs[0].type.static_shape) != 4:
+            return None
+        assert op.inputs[0] is not None
+        raw = b.operand(cast_source(b, op.inputs[0]))
+        n, c, h, w = raw.shape
+        source = hopper.Source(h, w, c, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
+        made = hopper.space_to_depth(source)
+        shape = (n, made.channels, made.height, made.width)
+        blocks = b.new(f"{op.outputs[0].name}.blocks", op.outputs[0].type.dtype, shape, channels_last(shape, made.channels))
+        emit_space_to_depth(b, op, raw, blocks, strides[0])
+        return conv_sm90.Feed(blocks, hopper.space_to_depth_weights(source, weight), made.stride, made.padding, made.dilation)
+
+
+def emit_space_to_depth(b: Builder, op: Op, x: Placed, out: Placed, size: int) -> None:
+    """Blocks of ``size`` x ``size`` pixels into channels: one thread per eight channels of an output pixel."""
+    n, c, h, w = x.shape
+    _, lanes, high, wide = out.shape
+    t, u = CPP[x.dtype], CPP[out.dtype]
+    text = f"""struct Params {{ const {t}* x; {u}* y; i64 sn, sc, sh, sw; int n, h, w, high, wide; }};
+
+extern "C" __global__ void __launch_bounds__(128) space_to_depth(const __grid_constant__ Params p) {{
+    launch_dependents();
+    wait_for_predecessor();
+    const u32 index = blockIdx.x * 128 + threadIdx.x, part = index % {lanes // 8};
+    const u32 pixel = index / {lanes // 8}, column = pixel % p.wide, row = pixel / p.wide % p.high, image = pixel / p.wide / p.high;
+    if (image >= p.n) return;
+    Pack<{u}, 8> y;
+    #pragma unroll
+    for (int i = 0; i < 8; i++) {{
+        const int lane = part * 8 + i, channel = lane % {c}, dx = lane / {c} % {size}, dy = lane / {c * size};
+        const int r = row * {size} + dy, s = column * {size} + dx;
+        float v = 0.0f;
+        if (dy < {size} && r < p.h && s < p.w) v = widen(p.x[image * p.sn + channel * p.sc + r * p.sh + s * p.sw]);
+        y.lane[i] = narrow<{u}>(v);
+    }}
+    y.store(p.y + i64(index) * 8);
+}}
+"""
+    block = Block().pointer(x).pointer(out).i64(*x.strides).i32(n, h, w, high, wide)
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "space_to_depth")
+    threads = n * high * wide * lanes // 8
+    b.emit(op, spec, (-(-threads // 128), 1, 1), 128, block, "SpaceToDepthImage", {"block": size, "lanes": lanes}, [x], [out])
+
+
+def is_half(op: Op) -> bool:
+    return op.outputs[0].type.dtype in (FP16, BF16)

@@ -1,0 +1,179 @@
+"""Convolutions and matrix products on the Hopper implicit-GEMM kernel: wgmma fed by TMA, epilogue fused.
+
+The problem, its configurations and their cost are :mod:`optdnn.runtime.cuda.conv`'s and ``conv_cost``'s; here a configuration
+becomes data: the parameter block with relocations that :func:`optdnn.runtime.cuda.conv.bind` would fill in with addresses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.ops.base import Stage
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda import conv as hopper
+from optdnn.runtime.cuda.conv_cost import candidates, estimate, h200
+from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, MapSpec, Placed, channels_last, map_dtype, up
+from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue
+from optdnn.types import Array
+
+POINTERS = 5 * 128
+"""Offset of bias, output and residual in the parameter block, behind five tensor maps."""
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One source of the implicit GEMM: a channels-last tensor (logical NCHW), its OIHW weights, and how they meet."""
+
+    x: Placed
+    weight: Array
+    strides: tuple[int, int]
+    pads: tuple[int, int, int, int]
+    dilations: tuple[int, int]
+
+    @property
+    def source(self) -> hopper.Source:
+        _, c, h, w = self.x.shape
+        return hopper.Source(h, w, up(c, 8), self.weight.shape[2:], self.strides, self.pads, self.dilations)
+
+
+def pitch_of(x: Placed) -> int | None:
+    """Elements between neighbouring pixels of a channels-last NCHW tensor that TMA can read; None for any other."""
+    n, c, h, w = x.shape
+    pitch = x.strides[3] if w > 1 else x.strides[2] if h > 1 else x.strides[0] if n > 1 else up(c, 8)
+    pitch = max(pitch, c)
+    fits = pitch % 8 == 0 and x.offset % 8 == 0 and x.is_like(channels_last(x.shape, pitch))
+    return pitch if fits else None
+
+
+def refuse(arch: str, dtype: str, feeds: Sequence[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]]) -> str | None:
+    """Why the kernel cannot run convolutions of these (kernel, strides, pads, dilations)."""
+    if not arch.startswith("sm_90"):
+        return f"it needs Hopper's wgmma and TMA (sm_90a), not {arch}"
+    if dtype not in ("float16", "bfloat16"):
+        return f"its operands are 16-bit floats, not {dtype}"
+    for kernel, strides, pads, dilations in feeds:
+        if max(strides) > 8:
+            return f"TMA walks in steps of at most 8, not {max(strides)}"
+        reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
+        if max(max(pads), *(r - p for r, p in zip(reach, pads[2:], strict=True)), 0) > 127 or max(reach) > 255:
+            return "TMA's corners are 8-bit: padding and dilated kernel size are bounded"
+    return None
+
+
+@lru_cache(maxsize=4096)
+def best_config(problem: hopper.Problem, dense: bool) -> hopper.Config | None:
+    """The configuration that the cost model ranks first. Only unsplit ones write with a pitch that is not ``channels``."""
+    ranked = candidates(problem, h200(), limit=12)
+    if not dense:
+        ranked = [c for c in ranked if c.split == 1] or [c for c in candidates(problem, h200(), limit=400) if c.split == 1]
+    return ranked[0] if ranked else None
+
+
+def cost(problem: hopper.Problem, config: hopper.Config) -> float:
+    """Predicted seconds."""
+    return estimate(problem, config, h200())
+
+
+def emit_conv(b: Builder, op: Op, feeds: Sequence[Feed], bias: Array | None, ep: Epilogue, residual: Placed | None, out: Placed) -> str:
+    """One launch: ``out = epilogue(sum of the convolutions + bias)``. ``out`` and ``residual`` are channels-last NCHW.
+
+    Returns the configuration's name.
+    """
+    channels = out.shape[1]
+    wide = up(channels, 8)
+    pitch, residual_pitch = pitch_of(out), pitch_of(residual) if residual is not None else None
+    assert pitch is not None
+    dense = pitch == wide and residual_pitch in (None, wide)
+    rendered = (("bias",), *ep.rendered)
+    problem = hopper.Problem(out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), map_dtype(out.dtype))
+    config = best_config(problem, dense)
+    assert config is not None, "every problem has an unsplit configuration"
+    vector = np.zeros(wide, np.float32)
+    if bias is not None:
+        vector[:channels] = bias
+    bias_at = b.constant(vector, f"{op.outputs[0].name}.bias")
+    packed = hopper.pack_weights(problem, [f.weight for f in feeds])
+    weights = b.constant(packed, f"{op.outputs[0].name}.weights")
+    span, depth = problem.block * 2, problem.k_steps * problem.block
+    maps = [MapSpec(0, weights, (depth, channels), (depth * 2,), (problem.block, config.tile[0]), span)]
+    sources = [_source_map(128 * (1 + i), f, problem, config) for i, f in enumerate(feeds)]
+    maps += sources if len(sources) == 2 else [sources[0], _moved(sources[0], 256)]
+    rows, box = (channels if pitch != wide else wide, problem.pixels), (64, config.bn)
+    maps.append(MapSpec(384, out, rows, (pitch * 2,), box, 128))
+    second, second_pitch = (residual, residual_pitch) if residual is not None else (out, pitch)
+    assert second is not None and second_pitch is not None
+    maps.append(MapSpec(512, second, rows, (second_pitch * 2,), box, 128))
+    params = hopper.parameters(problem, hopper.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5)
+    params.channel_tiles = -(-wide // config.tile[0])
+    params.tiles = params.channel_tiles * -(-problem.pixels // config.tile[1])
+    block = Block()
+    block.data[:] = hopper.raw_bytes(params)
+    block.addresses = [(POINTERS, bias_at), (POINTERS + 8, out)]
+    if residual is not None:
+        block.addresses.append((POINTERS + 16, residual))
+    stages = plain_stages(ep.stages)
+    constants = [b.constant(c, "scalar") for c in ep.constants]
+    views = [(f.x, w) for f, w in zip(feeds, _weight_views(weights, problem, feeds), strict=True)]
+    bias_view = bias_at.view((channels,), (1,))
+    tail = [residual, *constants] if residual is not None or constants else []
+    geometry = [(f.strides, f.pads, f.dilations) for f in feeds]
+    if len(feeds) == 1:
+        strides, pads, dilations = geometry[0]
+        attrs = {"strides": strides, "pads": pads, "dilations": dilations, "group": 1, "auto_pad": "NOTSET",
+                 "prologue": (), "epilogue": stages, "arity": RESIDUAL}  # fmt: skip
+        kind, reads = "Conv", [*views[0], bias_view, *tail]
+    else:
+        bias_stage = Stage("Add", (-1, 1))
+        moved = [Stage(s.kind, tuple(_shift(a, 1) for a in s.args), s.attrs) for s in ep.stages]
+        attrs = {"sources": tuple(geometry), "epilogue": plain_stages([bias_stage, *moved])}
+        column = bias_at.view((1, channels, 1, 1), (0, 1, 0, 0))
+        kind, reads = "ConvSum", [*views[0], *views[1], column, *tail]
+    spec = KernelSpec(hopper.recipe(problem, config, b.arch), "conv_sm90")
+    grid = (hopper.grid_blocks(problem, config, h200()), 1, 1)
+    b.emit(op, spec, grid, config.threads, block, kind, attrs, reads, [out], maps=maps,
+           shared=hopper.shared_bytes(problem, config), cluster=config.split)  # fmt: skip
+    return str(config)
+
+
+def _shift(arg: int | None, by: int) -> int | None:
+    """A stage argument where one stage more comes before (registers) and operands are (result, bias, residual, constants…)."""
+    if arg is None:
+        return None
+    return arg - by if arg < 0 else arg - RESIDUAL + 2
+
+
+def _moved(m: MapSpec, at: int) -> MapSpec:
+    return MapSpec(at, m.placed, m.shape, m.strides, m.box, m.swizzle, m.corners, m.steps)
+
+
+def _source_map(at: int, feed: Feed, problem: hopper.Problem, config: hopper.Config) -> MapSpec:
+    """As the kernel's own host code makes it, but for the pitch and for channels that are not a multiple of 8."""
+    n, c, h, w = feed.x.shape
+    pitch = pitch_of(feed.x)
+    assert pitch is not None
+    span = problem.block * 2
+    if feed.source.mode == hopper.ROWS:
+        return MapSpec(at, feed.x, (c, n * h * w), (pitch * 2,), (problem.block, config.bn), span)
+    kernel, (top, left, bottom, right) = feed.weight.shape[2:], feed.pads
+    reach = [(k - 1) * d for k, d in zip(kernel, feed.dilations, strict=True)]
+    corners = (-left, -top, right - reach[1], bottom - reach[0])
+    strides = (pitch * 2, w * pitch * 2, h * w * pitch * 2)
+    steps = (1, feed.strides[1], feed.strides[0], 1)
+    return MapSpec(at, feed.x, (c, w, h, n), strides, (problem.block, config.bn), span, corners, steps)
+
+
+def _weight_views(packed: Placed, problem: hopper.Problem, feeds: Sequence[Feed]) -> list[Placed]:
+    """The logical OIHW weights of each source inside the packed ones."""
+    depth, at, views = problem.k_steps * problem.block, 0, []
+    for source, feed in zip(problem.sources, feeds, strict=True):
+        o, i, r, s = feed.weight.shape
+        lane = up(source.channels, problem.block)
+        views.append(packed.view((o, i, r, s), (depth, 1, s * lane, lane), at))
+        at += math.prod(source.kernel) * lane
+    return views

@@ -1,0 +1,29 @@
+"""Pointwise operators, alone or fused, on one generated kernel."""
+
+from __future__ import annotations
+
+from optdnn.ir.graph import Op
+from optdnn.tactics.cuda.builder import Builder
+from optdnn.tactics.cuda.pointwise import CPP, EXPRESSIONS, emit_pointwise, single
+
+
+class Elementwise:
+    """Any pointwise operator or DAG of them, of any shapes that broadcast and any strides."""
+
+    name = "pointwise"
+    deterministic, row_invariant = True, True
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        stages = op.attrs.epilogue if op.kind == "Pointwise" else single(op)
+        missing = sorted({s.kind for s in stages} - EXPRESSIONS.keys())
+        if missing:
+            return f"there is no expression for {', '.join(missing)}"
+        types = [b.graph.type(v).dtype for v in op.inputs if v is not None] + [op.outputs[0].type.dtype]
+        unknown = sorted({t.name for t in types} - {t.name for t in CPP})
+        return f"there is no arithmetic on {', '.join(unknown)}" if unknown else None
+
+    def emit(self, b: Builder, op: Op) -> str:
+        stages = list(op.attrs.epilogue) if op.kind == "Pointwise" else single(op)
+        operands = [None if v is None else b.operand(v) for v in op.inputs]
+        emit_pointwise(b, op, stages, operands, b.target(op.value))
+        return ""

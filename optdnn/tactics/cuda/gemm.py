@@ -1,0 +1,100 @@
+"""Tactics of matrix products: Hopper's kernel for constant weights, and a tiled one that runs anything."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda.builder import Builder, Placed, map_dtype, row_major, up
+from optdnn.tactics.cuda.conv import bias_of, finish
+from optdnn.tactics.cuda.epilogue import Epilogue, channel_vector, plan_epilogue
+from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.views import reshaped
+from optdnn.types import Array
+
+
+def rows_of(x: Placed) -> Placed | None:
+    """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch (a multiple of 8)."""
+    flat = reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]))
+    if flat is None:
+        return None
+    (n, k), (pitch, step) = flat.shape, flat.strides
+    if k > 1 and step != 1:
+        return None
+    found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, 8), 1, pitch, pitch))
+    return found if conv_sm90.pitch_of(found) is not None else None
+
+
+class HopperGemm:
+    """MatMul and Gemm of 16-bit floats whose second operand is a constant matrix: a 1x1 convolution over rows."""
+
+    name = "gemm_sm90"
+    deterministic, row_invariant = True, True
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        weight = b.graph.constant_value(op.inputs[1])
+        if weight is None or weight.ndim != 2:
+            return "its second operand is not a constant matrix"
+        if op.kind == "Gemm" and op.attrs.transA:
+            return "its first operand is transposed"
+        if op.attrs.prologue:
+            return "it has a prologue"
+        shape = op.outputs[0].type.static_shape
+        if not shape or 0 in shape or 0 in weight.shape or op.inputs[0] is None or not b.graph.type(op.inputs[0]).static_shape[:-1]:
+            return "it is not a product of rows with a matrix"
+        if op.kind == "Gemm" and op.input(2) is not None:
+            bias = bias_of(b, op)
+            if bias is None or channel_vector(bias, shape, -1) is None:
+                return "its third operand is not a constant row"
+        return conv_sm90.refuse(b.arch, map_dtype(op.outputs[0].type.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
+
+    def emit(self, b: Builder, op: Op) -> str:
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None and op.inputs[0] is not None
+        bias: Array | None = None
+        if op.kind == "Gemm":
+            weight = weight if op.attrs.transB else weight.T
+            if op.attrs.alpha != 1.0:
+                weight = (weight.astype(np.float32) * np.float32(op.attrs.alpha)).astype(weight.dtype)
+            given = bias_of(b, op)
+            if given is not None:
+                row = channel_vector(given, op.outputs[0].type.static_shape, -1)
+                assert row is not None
+                bias = row * np.float32(op.attrs.beta)
+        else:
+            weight = weight.T
+        ep = plan_epilogue(b.graph, op, channel_axis=-1)
+        if ep.bias is not None:
+            bias = ep.bias if bias is None else bias + ep.bias
+        x = self._rows(b, op, b.operand(op.inputs[0]))
+        residual = self._rows(b, op, b.operand(ep.residual)) if ep.residual is not None else None
+        target = b.target(op.value)
+        between = target
+        out = None if ep.rest else rows_of(target)
+        if out is None:
+            shape, pitch = target.shape, up(target.shape[-1], 8)
+            strides = (*(s * pitch for s in row_major(shape[:-1])), 1)
+            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, shape, strides)
+            out = rows_of(between)
+            assert out is not None
+        feed = conv_sm90.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
+        config = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out)
+        finish(b, op, ep, between, target)
+        return config
+
+    @staticmethod
+    def _rows(b: Builder, op: Op, x: Placed) -> Placed:
+        found = rows_of(x)
+        if found is None:
+            pitch = up(x.shape[-1], 8)
+            dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape, (*(s * pitch for s in row_major(x.shape[:-1])), 1))
+            copy(b, op, x, dense)
+            found = rows_of(dense)
+            assert found is not None
+        return found
+
+
+__all__ = ["Epilogue", "HopperGemm", "rows_of"]

@@ -1,0 +1,135 @@
+"""Reductions over any axes, generated: a block sums in a fixed order, so results repeat bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.ops.reduce import reduced_axes
+from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
+from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, copy, literal, merge
+from optdnn.tactics.cuda.views import ints
+from optdnn.types import is_float
+
+THREADS = 256
+
+# kind -> (start, element v -> term, how terms combine, total s -> result); {T} is the arithmetic type, {N} the count.
+RULES: dict[str, tuple[str, str, str, str]] = {
+    "ReduceSum": ("{T}(0)", "v", "a + b", "s"),
+    "ReduceMean": ("{T}(0)", "v", "a + b", "s / {T}({N})"),
+    "ReduceMax": ("{LOW}", "v", "max_nan(a, b)", "s"),
+    "ReduceMin": ("{HIGH}", "v", "min_nan(a, b)", "s"),
+    "ReduceProd": ("{T}(1)", "v", "a * b", "s"),
+    "ReduceL1": ("{T}(0)", "(v < {T}(0) ? {T}(-v) : v)", "a + b", "s"),
+    "ReduceL2": ("{T}(0)", "v * v", "a + b", "{T}(sqrt({F}(s)))"),
+    "ReduceSumSquare": ("{T}(0)", "v * v", "a + b", "s"),
+    "ReduceLogSum": ("{T}(0)", "v", "a + b", "{T}(log({F}(s)))"),
+    "ReduceLogSumExp": ("{T}(0)", "exp(v - top)", "a + b", "(isinf(top) ? top : {T}(log(s)) + top)"),
+}
+
+
+def limits(t: str) -> tuple[str, str]:
+    """The least and the greatest value of an arithmetic type, as C++."""
+    if t in ("float", "double"):
+        return literal(-math.inf, t), literal(math.inf, t)
+    if t == "bool":
+        return "false", "true"
+    bits = int(t[1:])
+    low, high = (0, (1 << bits) - 1) if t.startswith("u") else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+    return f"{t}({low}ULL)" if low >= 0 else f"{t}({t}({low + 1}LL) - 1)", f"{t}({high}ULL)"
+
+
+def walk(name: str, index: str, dims: str, rank: int, offsets: Sequence[tuple[str, str]]) -> str:
+    """C++ that splits ``index`` over ``dims`` and adds up offsets: (variable, strides array) pairs."""
+    lines = [f"u32 {name} = {index};"]
+    for d in reversed(range(rank)):
+        part = f"{name} % p.{dims}[{d}]" if d else name
+        adds = " ".join(f"{variable} += k * p.{strides}[{d}];" for variable, strides in offsets)
+        lines.append(f"{{ const i64 k = {part}; {adds} }}" + (f" {name} /= p.{dims}[{d}];" if d else ""))
+    return " ".join(lines)
+
+
+def emit_reduce(
+    b: Builder, op: Op, how: str, x: Placed, axes: Sequence[int], out: Placed, *, kind: str, attrs: dict[str, Any],
+    reads: Sequence[Placed | None],
+) -> None:  # fmt: skip
+    """``out = how(x over axes)``; ``out`` has x's shape with the axes reduced to 1, or dropped."""
+    kept = [i for i in range(len(x.shape)) if i not in axes]
+    shape = [x.shape[i] for i in kept]
+    out_strides = out.strides if len(out.shape) == len(kept) else [out.strides[i] for i in kept]
+    dims, (so, sx) = merge(shape, [out_strides, [x.strides[i] for i in kept]])
+    inner, (rx, _) = merge([x.shape[i] for i in axes], [[x.strides[i] for i in axes]] * 2)
+    count, outputs = math.prod(inner), math.prod(dims)
+    if 0 in out.shape:
+        return
+    t = arithmetic(x.dtype)
+    low, high = limits(t)
+    start, term, combine, result = (
+        s.format(T=t, N=count, LOW=low, HIGH=high, F="double" if t != "float" else "float") for s in RULES[how]
+    )
+    # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce.
+    lanes = 32 if sx[-1] == 1 and dims[-1] >= 8 and rx[-1] != 1 else 1
+    runs = THREADS // lanes
+    tx, ty = CPP[x.dtype], CPP[out.dtype]
+    loop = f"for (u32 i = run; i < {count}u; i += {runs}) {{ i64 o = base; {walk('r', 'i', 'inner', len(inner), [('o', 'rx')])} const {t} v = widen(p.x[o]);"
+    tree = f"""partial[run][lane] = s;
+    __syncthreads();
+    for (int half = {runs // 2}; half; half /= 2) {{
+        if (run < half) {{ const {t} a = partial[run][lane], b = partial[run + half][lane]; partial[run][lane] = {{}}; }}
+        __syncthreads();
+    }}
+    s = partial[0][lane];"""
+    first = ""
+    if how == "ReduceLogSumExp":
+        first = f"{t} s = {low}; if (live) {loop} s = max_nan(s, v); }}\n    {tree.format('max_nan(a, b)')}\n    const {t} top = s;\n    __syncthreads();\n    s = {start};"
+    else:
+        first = f"{t} s = {start};"
+    text = f"""struct Params {{ const {tx}* x; {ty}* y; u32 count, dims[{len(dims)}], inner[{len(inner)}]; i64 so[{len(dims)}], sx[{len(dims)}], rx[{len(inner)}]; }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) reduce(const __grid_constant__ Params p) {{
+    __shared__ {t} partial[{runs}][{lanes}];
+    launch_dependents();
+    wait_for_predecessor();
+    const u32 lane = threadIdx.x % {lanes}, run = threadIdx.x / {lanes}, index = blockIdx.x * {lanes} + lane;
+    const bool live = index < p.count;
+    i64 base = 0, to = 0;
+    if (live) {{ {walk('q', 'index', 'dims', len(dims), [('base', 'sx'), ('to', 'so')])} }}
+    {first}
+    if (live) {loop} const {t} a = s, b = {t}({term}); s = {combine}; }}
+    {tree.format(combine)}
+    if (run == 0 && live) p.y[to] = narrow<{ty}>({result});
+}}
+"""
+    block = Block().pointer(x).pointer(out).u32(outputs, *dims, *inner).i64(*so, *sx, *rx)
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "reduce")
+    b.emit(op, spec, (-(-outputs // lanes), 1, 1), THREADS, block, kind, attrs, reads, [out])
+
+
+class Reduction:
+    """Every ONNX reduction."""
+
+    name = "reduce"
+    deterministic, row_invariant = True, True
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        dtype = op.outputs[0].type.dtype
+        if op.kind == "ReduceLogSumExp" and not is_float(dtype):
+            return f"it takes no exponentials of {dtype.name}"
+        return None
+
+    def emit(self, b: Builder, op: Op) -> str:
+        assert op.inputs[0] is not None
+        x, out = b.operand(op.inputs[0]), b.target(op.value)
+        axes = reduced_axes(op.attrs, ints(b, op, 1), len(x.shape), op.kind)
+        if not axes:
+            copy(b, op, x, out)
+            return ""
+        attrs = {"keepdims": op.attrs.keepdims, "noop_with_empty_axes": False}
+        named = b.constant(np.array(axes, np.int64), "axes")
+        emit_reduce(b, op, op.kind, x, axes, out, kind=op.kind, attrs=attrs, reads=[x, named])
+        return ""

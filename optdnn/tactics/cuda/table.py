@@ -1,0 +1,46 @@
+"""Which tactics run which kinds of operator, the preferred one first."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from optdnn.ir.graph import Op
+from optdnn.ops.table import OPDEFS
+from optdnn.tactics.cuda.builder import Builder
+from optdnn.tactics.cuda.conv import HopperConv
+from optdnn.tactics.cuda.elementwise import Elementwise
+from optdnn.tactics.cuda.gemm import HopperGemm
+from optdnn.tactics.cuda.window import GlobalPool, WindowPool
+
+
+class Tactic(Protocol):
+    """One way of running an operator.
+
+    ``deterministic``: the same input gives the same bits; ``row_invariant``: a row of a batch does not depend on the others.
+    """
+
+    name: str
+    deterministic: bool
+    row_invariant: bool
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        """Why it cannot run the operator, or None. A pure function of the operator and the target."""
+
+    def emit(self, b: Builder, op: Op) -> str:
+        """Add the launches; returns the configuration's name ("" where there is no choice)."""
+
+
+TACTICS: dict[str, tuple[Tactic, ...]] = {
+    "Conv": (HopperConv(),),
+    "MatMul": (HopperGemm(),),
+    "Gemm": (HopperGemm(),),
+    "MaxPool": (WindowPool(),),
+    "AveragePool": (WindowPool(),),
+    "GlobalAveragePool": (GlobalPool(),),
+    "GlobalMaxPool": (GlobalPool(),),
+    **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
+}
+"""Kind -> its tactics in order of preference (kinds of :data:`optdnn.tactics.cuda.views.VIEWS` need none)."""
+
+WRITES_ANYWHERE = frozenset(TACTICS)
+"""Kinds whose kernels write to a reserved place of any strides."""

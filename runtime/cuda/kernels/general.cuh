@@ -1,0 +1,106 @@
+// What the general kernels share: element types, their conversion to and from the type of arithmetic, dependent launch.
+//
+// 16-bit floats are stored as structs of their bits and computed in float; every conversion to a narrower type rounds to nearest
+// even, once. The kernels of this family run on every architecture from sm_80 on and read any strides.
+#pragma once
+#define DEVICE __device__ __forceinline__
+
+typedef unsigned char u8;
+typedef signed char i8;
+typedef unsigned short u16;
+typedef short i16;
+typedef unsigned int u32;
+typedef int i32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct f16 { u16 bits; };
+struct bf16 { u16 bits; };
+struct boolean { u8 bits; };
+typedef float f32;
+typedef double f64;
+
+// The type an element type is computed in.
+template <typename T> struct Arithmetic { typedef T type; };
+template <> struct Arithmetic<f16> { typedef float type; };
+template <> struct Arithmetic<bf16> { typedef float type; };
+template <> struct Arithmetic<boolean> { typedef bool type; };
+
+DEVICE float widen(f16 v) {
+    float out;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(v.bits));
+    return out;
+}
+DEVICE float widen(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
+DEVICE bool widen(boolean v) { return v.bits != 0; }
+template <typename T> DEVICE T widen(T v) { return v; }
+
+// Conversions as ONNX's Cast: floats to integers truncate, anything to bool compares with zero.
+template <typename T> struct Narrow {
+    template <typename S> DEVICE static T from(S v) { return T(v); }
+};
+template <> struct Narrow<f16> {
+    DEVICE static f16 from(float v) {
+        f16 out;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(v));
+        return out;
+    }
+    DEVICE static f16 from(double v) {
+        f16 out;
+        asm("cvt.rn.f16.f64 %0, %1;" : "=h"(out.bits) : "d"(v));
+        return out;
+    }
+    template <typename S> DEVICE static f16 from(S v) { return from(double(v)); }
+};
+template <> struct Narrow<bf16> {
+    DEVICE static bf16 from(float v) {
+        bf16 out;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(v));
+        return out;
+    }
+    DEVICE static bf16 from(double v) {     // by way of a float rounded to odd, so that rounding happens once
+        float f = __double2float_rz(v);
+        if (double(f) != v && f == f) f = __uint_as_float(__float_as_uint(f) | 1u);
+        return from(f);
+    }
+    template <typename S> DEVICE static bf16 from(S v) { return from(double(v)); }
+};
+template <> struct Narrow<boolean> {
+    template <typename S> DEVICE static boolean from(S v) { boolean out; out.bits = v != S(0); return out; }
+};
+template <typename T, typename S> DEVICE T narrow(S v) { return Narrow<T>::from(v); }
+
+template <int BYTES> struct Word;
+template <> struct Word<1> { typedef u8 type; };
+template <> struct Word<2> { typedef u16 type; };
+template <> struct Word<4> { typedef u32 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<16> { typedef uint4 type; };
+
+// COUNT consecutive elements as one access (COUNT * sizeof(T) bytes, aligned to that size).
+template <typename T, int COUNT> struct Pack {
+    union { typename Word<sizeof(T) * COUNT>::type word; T lane[COUNT]; };
+    DEVICE Pack() {}
+    DEVICE explicit Pack(const T* p) : word(*reinterpret_cast<const typename Word<sizeof(T) * COUNT>::type*>(p)) {}
+    DEVICE void store(T* p) const { *reinterpret_cast<typename Word<sizeof(T) * COUNT>::type*>(p) = word; }
+};
+
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+DEVICE void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEVICE bool is_nan(float v) { return v != v; }
+// NumPy's (and ONNX's) maximum and minimum: a NaN wins.
+DEVICE float max_nan(float a, float b) { return a > b || is_nan(a) ? a : b; }
+DEVICE float min_nan(float a, float b) { return a < b || is_nan(a) ? a : b; }
+DEVICE double max_nan(double a, double b) { return a > b || a != a ? a : b; }
+DEVICE double min_nan(double a, double b) { return a < b || a != a ? a : b; }
+template <typename T> DEVICE T max_nan(T a, T b) { return a > b ? a : b; }
+template <typename T> DEVICE T min_nan(T a, T b) { return a < b ? a : b; }

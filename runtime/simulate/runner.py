@@ -1,0 +1,171 @@
+"""The runner "simulate": each step's meaning, evaluated in NumPy on the views that the step's kernel reads and writes.
+
+Arithmetic is fp32 and results are rounded at the store, as the kernels do it. Memory is the program's own: one arena whose
+buffers overlay each other in time, so a wrong lifetime, offset or stride gives wrong results here as on the GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from optdnn.errors import EngineError, InputError, InternalError, OptdnnError, RunError
+from optdnn.runtime.attrs import attrs_from_plain
+from optdnn.runtime.cuda.plan import CudaStep, View, parse
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.program import Plain, Program
+from optdnn.runtime.reference.binary import cast
+from optdnn.runtime.reference.run import run_kernel
+from optdnn.runtime.reference.table import KERNELS
+from optdnn.runtime.signature import Signature
+from optdnn.runtime.simulate.kinds import OWN
+from optdnn.types import BF16, FP16, Array, dtype_name
+
+FENCE = 256
+"""Bytes before and after the arena that nothing may write."""
+_FENCE_BYTE = 0xA5
+
+
+@dataclass(frozen=True)
+class _Action:
+    step: CudaStep
+    operands: tuple[int, ...]
+    run: Callable[[Sequence[Array | None]], Sequence[Array]]
+
+
+class SimulateRunner:
+    """A program made ready; immutable, shared by threads."""
+
+    def __init__(self, program: Program):
+        others = sorted({s.executor for s in program.steps} - {"cuda"})
+        if others:
+            raise EngineError(f"simulate runs cuda steps only, not those of {', '.join(others)}")
+        self.program = program
+        self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
+        self.actions: list[_Action] = []
+        for step in program.steps:
+            parsed = parse(step, program)
+            self.actions.append(_Action(parsed, (*step.inputs, *step.outputs), _evaluator(parsed)))
+        fact: dict[str, Plain] = {"executor": "simulate", "library": "numpy", "version": np.__version__}
+        self.facts: tuple[Mapping[str, Plain], ...] = tuple({**fact, "op": a.step.meaning.kind} for a in self.actions)
+
+    def context(self) -> SimulateContext:
+        return SimulateContext(self)
+
+
+def _evaluator(step: CudaStep) -> Callable[[Sequence[Array | None]], Sequence[Array]]:
+    m = step.meaning
+    attrs = attrs_from_plain(dict(m.attrs))
+    if m.kind in OWN:
+        own = OWN[m.kind]
+        return lambda operands: own(operands, attrs)
+    if m.kind not in KERNELS and m.kind != "Pointwise":
+        raise EngineError(
+            f"the engine uses operator {m.kind!r}, which this version of optdnn has no NumPy kernel for",
+            hint="upgrade optdnn, or rebuild the engine with this version",
+        )
+    return lambda operands: run_kernel(m.kind, operands, attrs, [np.dtype(np.float32)] * len(m.writes))
+
+
+class SimulateContext:
+    """One thread's arena. ``poison`` fills it with NaN before each run, so that what is read unwritten shows."""
+
+    def __init__(self, runner: SimulateRunner, *, poison: bool = False):
+        self._runner, self.poison = runner, poison
+        p = runner.program
+        self._raw = np.full(p.arena_bytes + 2 * FENCE, _FENCE_BYTE, np.uint8)
+        arena = self._raw[FENCE : FENCE + p.arena_bytes]
+        self._flat: list[Array | None] = [None] * len(p.buffers)
+        outside = {i for _, i in (*p.inputs, *p.outputs)}
+        for i, b in enumerate(p.buffers):
+            if b.blob is not None:
+                self._flat[i] = np.ascontiguousarray(p.blobs[b.blob]).reshape(-1)
+            elif b.offset is not None:
+                self._flat[i] = arena[b.offset : b.offset + (b.nbytes or 0)].view(b.dtype)
+            elif i not in outside and b.nbytes is not None:
+                self._flat[i] = np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype)
+        self._arena = arena
+        self._lock = threading.Lock()
+
+    def run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None) -> dict[str, Any]:
+        """Run once; see :meth:`optdnn.runtime.context.Context.run`."""
+        return self._run(feeds, out, stream, None)
+
+    def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
+        """Run once and time each step: (outputs, nanoseconds per step of the program)."""
+        times: list[int] = []
+        return self._run(feeds, None, None, times), times
+
+    def _run(
+        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object, times: list[int] | None
+    ) -> dict[str, Any]:
+        if stream is not None:
+            raise InputError("target 'simulate' has no streams; leave stream out")
+        if not self._lock.acquire(blocking=False):
+            raise RunError("this context is running in another thread", hint="use engine.run, or engine.context() per thread")
+        try:
+            p, signature = self._runner.program, self._runner.signature
+            arrays = signature.arrays(feeds)
+            sizes = signature.sizes(arrays)
+            given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
+            for (_, i), a in zip(p.inputs, arrays, strict=True):
+                self._flat[i] = a.reshape(-1)
+            results: dict[str, Any] = {}
+            for (spec, i), buffer in zip(p.outputs, given, strict=True):
+                shape = [d for d in spec.shape if isinstance(d, int)]
+                result = buffer if buffer is not None else np.empty(shape, spec.dtype)
+                self._flat[i] = result.reshape(-1)
+                results[spec.name] = result
+            if self.poison:
+                self._arena[:] = 0xFF  # NaN in every floating type, -1 in the integers
+            self._steps(times)
+            self._check_fences()
+            return results
+        finally:
+            self._lock.release()
+
+    def _steps(self, times: list[int] | None) -> None:
+        for k, action in enumerate(self._runner.actions):
+            start = time.perf_counter_ns()
+            m = action.step.meaning
+            try:
+                operands = [None if v is None else self._view(action, v).copy() for v in m.reads]
+                with np.errstate(all="ignore"):
+                    results = action.run(operands)
+                    for view, result in zip(m.writes, results, strict=False):
+                        if view is not None:
+                            self._store(self._view(action, view), result)
+            except OptdnnError:
+                raise
+            except Exception as e:
+                raise RunError(f"step {k} ({action.step.label}) failed: {type(e).__name__}: {e}") from e
+            if times is not None:
+                times.append(time.perf_counter_ns() - start)
+
+    def _view(self, action: _Action, view: View) -> Array:
+        flat = self._flat[action.operands[view.operand]]
+        if flat is None:
+            raise InternalError(f"{action.step.label} uses a buffer without memory")
+        strides = [s * flat.itemsize for s in view.strides]
+        return as_strided(flat[min(view.offset, flat.size) :], view.shape, strides)
+
+    @staticmethod
+    def _store(target: Array, result: Array) -> None:
+        if target.shape != result.shape:
+            raise InternalError(f"a step computes {dtype_name(result.dtype)}{list(result.shape)} for {list(target.shape)}")
+        np.copyto(target, result if result.dtype == target.dtype else cast(result, target.dtype)[0])
+
+    def _check_fences(self) -> None:
+        if (self._raw[:FENCE] != _FENCE_BYTE).any() or (self._raw[-FENCE:] != _FENCE_BYTE).any():
+            raise InternalError("a step wrote outside of the arena")
+
+
+def prepare(program: Program, options: LoadOptions) -> SimulateRunner:
+    """Raises EngineError for a program that is not one of cuda steps."""
+    return SimulateRunner(program)
