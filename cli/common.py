@@ -78,18 +78,29 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
 def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every command that builds; they arrive as keyword arguments for :func:`make_options`."""
     decorators = [
-        click.option("--target", default="auto", metavar="TARGET", help="auto, cpu or reference.", show_default=True),
-        click.option("--precision", default="fp32", metavar="P", help="fp32 or bf16.", show_default=True),
+        click.option(
+            "--target",
+            default="auto",
+            metavar="TARGET",
+            help="auto, cpu, reference, cuda, cuda:ARCH or simulate.",
+            show_default=True,
+        ),
+        click.option("--precision", default="fp32", metavar="P", help="fp32, bf16 or fp16.", show_default=True),
         click.option("--shape", "shape", multiple=True, metavar="NAME=1x3x224x224", help="Fix an input's shape."),
         click.option("--io-dtype", default="model", metavar="DTYPE", help="fp32, fp16, bf16, or the model's own."),
         click.option(
             "--opt-level", "-O", type=click.IntRange(0, 3), default=3, show_default=True, help="Passes to run."
         ),
         click.option(
-            "--tactics", default="auto", metavar="T", help="auto, openvino or onnxruntime.", show_default=True
+            "--tactics",
+            default="auto",
+            metavar="T",
+            help="auto, openvino, onnxruntime or heuristic.",
+            show_default=True,
         ),
         click.option("--threads", type=click.IntRange(min=1), default=None, help="Pin the number of threads."),
         click.option("--timing-cache", type=click.Path(path_type=Path), default=None, help="Keep measured times here."),
+        click.option("--no-cubins", is_flag=True, help="Keep the recipes of GPU kernels alone in the engine."),
         click.option(
             "--workspace", type=click.IntRange(min=1), default=None, metavar="BYTES", help="Bound scratch memory."
         ),

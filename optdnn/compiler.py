@@ -21,6 +21,7 @@ from optdnn.passes.io_dtype import convert_borders
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.runtime.atomic import check_writable, write_atomic
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.executor import LoadOptions
 from optdnn.tactics.base import Measured
 from optdnn.tactics.timing_cache import TimingCache
 
@@ -69,8 +70,8 @@ def build(
 ) -> Engine:
     """Compile an ONNX model (a path, serialized bytes or a ``ModelProto``) into an :class:`Engine`.
 
-    ``target`` is "auto", "cpu" or "reference"; ``precision`` "fp32" or "bf16"; ``shapes`` maps input names to dimensions
-    (None leaves one symbolic). Further options are the fields of :class:`optdnn.config.BuildOptions`. ``progress`` is
+    ``target`` is one of :data:`optdnn.config.TARGETS`; ``precision`` "fp32", "bf16" or "fp16" (GPUs);
+    ``shapes`` maps input names to dimensions (None leaves one symbolic). Further options are the fields of :class:`optdnn.config.BuildOptions`. ``progress`` is
     called with a line of text as the build goes on.
     Raises ModelError, UnsupportedError, UsageError or MissingDependency; nothing is written.
     """
@@ -121,6 +122,11 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     with _timed(seconds, "tactics"):
         if target == "reference":
             engine = Engine(lower_reference(graph, meta))
+        elif target.partition(":")[0] in ("cuda", "simulate"):
+            from optdnn.lower_cuda import lower_cuda
+
+            # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
+            engine = Engine(lower_cuda(graph, options, target, meta, say), options=LoadOptions(defer=True))
         else:
             from optdnn.tactics.cpu import choose
 
@@ -131,13 +137,25 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
 
 
 def resolve_target(target: str) -> str:
-    """``auto`` is cuda where it is usable, else cpu."""
+    """``auto`` is cuda where it is usable, else cpu; ``cuda`` is cuda for the GPU of this machine.
+
+    Raises UsageError for ``cuda`` on a machine without a GPU, MissingDependency where the driver's bindings are absent.
+    """
+    if target == "cuda":
+        from optdnn.runtime.cuda.device import Device, gpu_count
+
+        if gpu_count() == 0:
+            raise UsageError(
+                "there is no usable NVIDIA GPU here to build for", hint="name the architecture: --target cuda:sm_90a"
+            )
+        return f"cuda:{Device.open().arch}"
     return "cpu" if target == "auto" else target
 
 
 def optimize(graph: Graph, options: BuildOptions, target: str, say: Progress = lambda text: None) -> list[PassReport]:
     """Run the pipeline of the level and target on ``graph``, in place. Raises UsageError for an unknown stop-after."""
-    pipeline: tuple[Pass, ...] = PIPELINE(options.opt_level, target)
+    machine = "cuda:sm_90a" if target == "simulate" else target  # simulate runs Hopper's program
+    pipeline: tuple[Pass, ...] = PIPELINE(options.opt_level, machine)
     if options.stop_after is not None and options.stop_after not in {p.name for p in pipeline}:
         names = ", ".join(dict.fromkeys(p.name for p in pipeline))
         raise UsageError(f"there is no pass {options.stop_after!r} at -O{options.opt_level}; the passes are: {names}")
@@ -153,7 +171,7 @@ def optimize(graph: Graph, options: BuildOptions, target: str, say: Progress = l
     return run_pipeline(
         graph,
         pipeline,
-        PassContext(target=target),
+        PassContext(target=machine, precision=options.precision),
         verify=options.debug,
         stop_after=options.stop_after,
         after=after,

@@ -29,7 +29,11 @@ ALIGNMENT = 256
 
 
 def lower_cuda(
-    graph: Graph, options: BuildOptions, target: str, meta: dict[str, Any], say: Callable[[str], None] = lambda text: None
+    graph: Graph,
+    options: BuildOptions,
+    target: str,
+    meta: dict[str, Any],
+    say: Callable[[str], None] = lambda text: None,
 ) -> Program:
     """The program of an optimized graph for "cuda:ARCH", or for "simulate" (Hopper's program, without compiled kernels).
 
@@ -145,7 +149,9 @@ def _prune(program: Program) -> Program:
 
 def _compact(program: Program) -> Program:
     """Without the buffers, kernels and blobs that no step names."""
-    named = {i for s in program.steps for i in (*s.inputs, *s.outputs)} | {i for _, i in (*program.inputs, *program.outputs)}
+    named = {i for s in program.steps for i in (*s.inputs, *s.outputs)} | {
+        i for _, i in (*program.inputs, *program.outputs)
+    }
     buffer = {old: new for new, old in enumerate(sorted(named))}
     old_blobs = sorted({b for i in named if (b := program.buffers[i].blob) is not None})
     blob = {old: new for new, old in enumerate(old_blobs)}
@@ -158,7 +164,10 @@ def _compact(program: Program) -> Program:
     def step(s: Step) -> Step:
         launch = {**s.params["launch"], "kernel": kernel[s.params["launch"]["kernel"]]}
         return replace(
-            s, params={**s.params, "launch": launch}, inputs=_mapped(s.inputs, buffer), outputs=_mapped(s.outputs, buffer)
+            s,
+            params={**s.params, "launch": launch},
+            inputs=_mapped(s.inputs, buffer),
+            outputs=_mapped(s.outputs, buffer),
         )
 
     return replace(
@@ -183,7 +192,7 @@ def _compiled(program: Program, say: Callable[[str], None]) -> Program:
 
     say(f"compile {len(program.kernels)} kernels")
     recipes = list(dict.fromkeys(map(_frozen, program.kernels)))
-    of = {key: k for key, k in zip(map(_frozen, program.kernels), program.kernels, strict=True)}
+    of = dict(zip(map(_frozen, program.kernels), program.kernels, strict=True))
     cubins = KernelCache().get_many([recipe_of(of[r]) for r in recipes], workers=2)
     blobs = [*program.blobs, *(np.frombuffer(c, np.uint8) for c in cubins)]
     number = {r: len(program.blobs) + i for i, r in enumerate(recipes)}
@@ -194,5 +203,3 @@ def _compiled(program: Program, say: Callable[[str], None]) -> Program:
 
 def _frozen(k: Kernel) -> tuple[Any, ...]:
     return (k.template, k.arch, tuple(sorted(k.generated.items())), k.options)
-
-

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from optdnn.errors import ShapeError
@@ -22,6 +21,9 @@ from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, no
 from optdnn.types import BF16, FP16, FP32, Array, DType
 
 NARROW: Mapping[str, DType] = {"fp16": FP16, "bf16": BF16}
+
+LARGEST: Mapping[DType, float] = {FP16: 65504.0, BF16: 3.3895313892515355e38}
+"""Largest finite value."""
 
 KEEPS_FP32: Mapping[str, frozenset[int]] = {
     "Resize": frozenset({1, 2}),
@@ -125,8 +127,7 @@ class _Assignment:
         return self.narrowed[value]
 
     def _rounded(self, array: Array, op: Op) -> Array:
-        info = ml_dtypes.finfo(self.dtype)
-        top = np.float32(info.max)
+        top = np.float32(LARGEST[self.dtype])
         beyond = np.isfinite(array) & (np.abs(array) > top)
         if beyond.any():
             nodes = tuple(sorted(op.src)) or (op.outputs[0].name,)

@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from optdnn.errors import EngineError, InputError
+from optdnn.errors import InputError
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Plain, Program, validate
 from optdnn.runtime.requires import check_requires
 from optdnn.runtime.runner import RunContext, open_runner
 from optdnn.runtime.signature import show
 from optdnn.types import Array, TensorSpec
+
 
 class Engine:
     """A compiled network, ready to run. Made by ``optdnn.build`` or ``optdnn.load``; safe to share between threads."""
@@ -24,12 +25,12 @@ class Engine:
         Raises EngineError where it is for another target or machine, MissingDependency where a library it needs is absent.
         """
         options = options or LoadOptions(threads)
-        if not options.simulate:
+        if not options.simulate and not options.defer:
             check_requires(program.requires)
         validate(program)
         self.program = program
         self._runner = open_runner(program, options)
-        self._idle: deque[RunContext] = deque([self._runner.context()])
+        self._idle: deque[RunContext] = deque([] if options.defer else [self._runner.context()])
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

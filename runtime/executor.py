@@ -57,6 +57,8 @@ class LoadOptions:
     """
 
     threads: int | None = None
+    defer: bool = False
+    """Look at the machine on first use only: an engine that was just built here may be for another one."""
     simulate: bool = False
     trust_cubins: bool = True
     recompile: bool = False

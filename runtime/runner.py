@@ -21,7 +21,9 @@ from optdnn.types import Array
 class RunContext(Protocol):
     """One thread's own state for running a program."""
 
-    def run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None) -> dict[str, Any]:
+    def run(
+        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
+    ) -> dict[str, Any]:
         """Run once; see :meth:`optdnn.runtime.context.Context.run`."""
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:

@@ -146,7 +146,10 @@ def parse(step: Step, program: Program) -> CudaStep:
         p = step.params
         _need(set(p) == {"launch", "op", "reads", "writes"}, "has other parts than launch, op, reads and writes")
         kind, attrs = p["op"]["kind"], p["op"]["attrs"]
-        _need(set(p["op"]) == {"kind", "attrs"} and isinstance(kind, str) and isinstance(attrs, dict), "has a malformed op")
+        _need(
+            set(p["op"]) == {"kind", "attrs"} and isinstance(kind, str) and isinstance(attrs, dict),
+            "has a malformed op",
+        )
         operands = (*step.inputs, *step.outputs)
         sizes = [_elements(program, i) for i in operands]
         n = len(step.inputs)
@@ -210,7 +213,10 @@ def _relocation(p: Any, program: Program, operands: Sequence[int], size: int) ->
     _need(fits and 1 <= len(shape) <= 5 and len(strides) == len(shape) - 1, "has a malformed tensor map")
     item = {"float32": 4, "int8": 1}.get(dtype, 2)
     span = shape[0] * item + sum((n - 1) * s for n, s in zip(shape[1:], strides, strict=True))
-    _need(min(*shape, *strides, 1) >= 1 and offset + span <= (buffer.nbytes or 0), "has a tensor map outside of its buffer")
+    _need(
+        min(*shape, *strides, 1) >= 1 and offset + span <= (buffer.nbytes or 0),
+        "has a tensor map outside of its buffer",
+    )
     return TensorMap(at, operand, offset, dtype, shape, strides, box, _int(swizzle), corners, steps)
 
 

@@ -26,7 +26,11 @@ def _space_to_depth(operands: Sequence[Array | None], attrs: Mapping[str, Any]) 
     high, wide = -(-h // block), -(-w // block)
     padded = np.zeros((n, c, high * block, wide * block), np.float32)
     padded[:, :, :h, :w] = x
-    tiles = padded.reshape(n, c, high, block, wide, block).transpose(0, 3, 5, 1, 2, 4).reshape(n, block * block * c, high, wide)
+    tiles = (
+        padded.reshape(n, c, high, block, wide, block)
+        .transpose(0, 3, 5, 1, 2, 4)
+        .reshape(n, block * block * c, high, wide)
+    )
     out = np.zeros((n, lanes, high, wide), np.float32)
     out[:, : block * block * c] = tiles
     return (out,)

@@ -25,7 +25,7 @@ from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KERNELS
 from optdnn.runtime.signature import Signature
 from optdnn.runtime.simulate.kinds import OWN
-from optdnn.types import BF16, FP16, Array, dtype_name
+from optdnn.types import Array, dtype_name
 
 FENCE = 256
 """Bytes before and after the arena that nothing may write."""
@@ -93,7 +93,9 @@ class SimulateContext:
         self._arena = arena
         self._lock = threading.Lock()
 
-    def run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None) -> dict[str, Any]:
+    def run(
+        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
+    ) -> dict[str, Any]:
         """Run once; see :meth:`optdnn.runtime.context.Context.run`."""
         return self._run(feeds, out, stream, None)
 
@@ -108,7 +110,9 @@ class SimulateContext:
         if stream is not None:
             raise InputError("target 'simulate' has no streams; leave stream out")
         if not self._lock.acquire(blocking=False):
-            raise RunError("this context is running in another thread", hint="use engine.run, or engine.context() per thread")
+            raise RunError(
+                "this context is running in another thread", hint="use engine.run, or engine.context() per thread"
+            )
         try:
             p, signature = self._runner.program, self._runner.signature
             arrays = signature.arrays(feeds)
@@ -158,7 +162,9 @@ class SimulateContext:
     @staticmethod
     def _store(target: Array, result: Array) -> None:
         if target.shape != result.shape:
-            raise InternalError(f"a step computes {dtype_name(result.dtype)}{list(result.shape)} for {list(target.shape)}")
+            raise InternalError(
+                f"a step computes {dtype_name(result.dtype)}{list(result.shape)} for {list(target.shape)}"
+            )
         np.copyto(target, result if result.dtype == target.dtype else cast(result, target.dtype)[0])
 
     def _check_fences(self) -> None:

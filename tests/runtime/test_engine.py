@@ -485,8 +485,8 @@ def test_an_arena_beyond_memory_is_a_run_error() -> None:
 
 def test_refuses_another_target() -> None:
     p = mlp()
-    p.target = "cuda"
-    with pytest.raises(EngineError, match=r"for target 'cuda'; this installation runs cpu, reference\n  hint: rebuild"):
+    p.target = "abacus"
+    with pytest.raises(EngineError, match=r"for target 'abacus'; this installation runs cpu, reference, cuda, simulate\n  hint: rebuild"):
         Engine(p)
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
@@ -15,6 +14,7 @@ from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import AxisAttrs, TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.ops.table import OPDEFS
+from support.net import Net
 
 
 def _ints(*values: int) -> np.ndarray:  # type: ignore[type-arg]

@@ -17,6 +17,7 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.runtime.attrs import attrs_to_plain
+from optdnn.runtime.cuda.kernels_of import source_digest
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.plan import CudaStep, LaunchPlan, Meaning, Pointer, Relocation, TensorMap, View
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
@@ -70,7 +71,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 def channels_last(shape: Sequence[int], pitch: int) -> tuple[int, ...]:
     """Strides of a channels-last tensor of this logical shape (axis 1: channels) with ``pitch`` channels per position."""
-    n, _, *spatial = shape
+    _, _, *spatial = shape
     inner = row_major(spatial)
     total = int(np.prod(spatial, dtype=np.int64))
     return (total * pitch, 1, *(s * pitch for s in inner))
@@ -225,7 +226,8 @@ class Builder:
         key = (r.name, spec.function, r.arch, tuple(sorted(r.generated.items())), tuple(r.options))
         if key not in self._kernel_of:
             self._kernel_of[key] = len(self.kernels)
-            self.kernels.append(Kernel(r.name, spec.function, r.arch, dict(r.generated), tuple(r.options), source_digest(r)))
+            made = Kernel(r.name, spec.function, r.arch, dict(r.generated), tuple(r.options), source_digest(r))
+            self.kernels.append(made)
             self.recipes.append(r)
         return self._kernel_of[key]
 
@@ -245,7 +247,7 @@ class Builder:
         shared: int = 0,
         cluster: int = 1,
     ) -> None:
-        """Add a launch. ``kind``, ``attrs``, ``reads`` and ``writes`` are its meaning; ``attrs`` as the reference kernel takes them."""
+        """Add a launch. ``kind``, ``attrs`` (as the reference kernel takes them), ``reads`` and ``writes`` are its meaning."""
         maps = tuple(maps)
         written = list(dict.fromkeys(w.buffer for w in writes if w is not None))
         touched = [*(r for r in reads if r is not None), *(p for _, p in block.addresses), *(m.placed for m in maps)]
@@ -284,12 +286,3 @@ class Builder:
 def map_dtype(dtype: DType) -> str:
     """The name of an element type in a tensor map."""
     return {FP16: "float16", BF16: "bfloat16"}.get(dtype, dtype.name)
-
-
-def source_digest(recipe: Recipe) -> str:
-    """SHA-256 over every text, option and the architecture that decide a cubin, but for the compiler's version."""
-    digest = hashlib.sha256()
-    for part in (recipe.arch, *recipe.options, *(x for item in sorted(recipe.sources().items()) for x in item)):
-        data = part.encode()
-        digest.update(f"{len(data)}:".encode() + data)
-    return digest.hexdigest()

@@ -51,7 +51,11 @@ def _only_used(stages: Sequence[Stage], operands: Sequence[Placed | None]) -> tu
 
 def finish(b: Builder, op: Op, ep: Epilogue, between: Placed, target: Placed) -> None:
     """What the kernel left of the epilogue: from ``between`` to the place of the result."""
-    if between is not target:
+    if between is target:
+        return
+    if not ep.rest:
+        copy(b, op, between, target)
+    else:
         emit_pointwise(b, op, ep.rest, [between, *map(b.operand, ep.rest_operands)], target)
 
 
@@ -116,13 +120,20 @@ class HopperConv:
         residual = with_pitch(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
         between = target
         if ep.rest or conv_sm90.pitch_of(out) is None:
-            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, channels_last(target.shape, up(out.shape[1], 8)))
+            strides = channels_last(target.shape, up(out.shape[1], 8))
+            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)
         config = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, image(between))
         finish(b, op, ep, between, target)
         return config
 
     def _stem(
-        self, b: Builder, op: Op, weight: Array, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...]
+        self,
+        b: Builder,
+        op: Op,
+        weight: Array,
+        strides: tuple[int, ...],
+        pads: tuple[int, ...],
+        dilations: tuple[int, ...],
     ) -> conv_sm90.Feed | None:
         """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast folded in."""
         few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
@@ -134,9 +145,13 @@ class HopperConv:
         source = hopper.Source(h, w, c, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
         made = hopper.space_to_depth(source)
         shape = (n, made.channels, made.height, made.width)
-        blocks = b.new(f"{op.outputs[0].name}.blocks", op.outputs[0].type.dtype, shape, channels_last(shape, made.channels))
+        blocks = b.new(
+            f"{op.outputs[0].name}.blocks", op.outputs[0].type.dtype, shape, channels_last(shape, made.channels)
+        )
         emit_space_to_depth(b, op, raw, blocks, strides[0])
-        return conv_sm90.Feed(blocks, hopper.space_to_depth_weights(source, weight), made.stride, made.padding, made.dilation)
+        return conv_sm90.Feed(
+            blocks, hopper.space_to_depth_weights(source, weight), made.stride, made.padding, made.dilation
+        )
 
 
 def emit_space_to_depth(b: Builder, op: Op, x: Placed, out: Placed, size: int) -> None:
@@ -167,7 +182,17 @@ extern "C" __global__ void __launch_bounds__(128) space_to_depth(const __grid_co
     block = Block().pointer(x).pointer(out).i64(*x.strides).i32(n, h, w, high, wide)
     spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "space_to_depth")
     threads = n * high * wide * lanes // 8
-    b.emit(op, spec, (-(-threads // 128), 1, 1), 128, block, "SpaceToDepthImage", {"block": size, "lanes": lanes}, [x], [out])
+    b.emit(
+        op,
+        spec,
+        (-(-threads // 128), 1, 1),
+        128,
+        block,
+        "SpaceToDepthImage",
+        {"block": size, "lanes": lanes},
+        [x],
+        [out],
+    )
 
 
 def is_half(op: Op) -> bool:

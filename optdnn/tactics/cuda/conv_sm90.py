@@ -51,8 +51,12 @@ def pitch_of(x: Placed) -> int | None:
     return pitch if fits else None
 
 
-def refuse(arch: str, dtype: str, feeds: Sequence[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]]) -> str | None:
-    """Why the kernel cannot run convolutions of these (kernel, strides, pads, dilations)."""
+Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
+"""Kernel, strides, pads (begins, then ends), dilations."""
+
+
+def refuse(arch: str, dtype: str, feeds: Sequence[Geometry]) -> str | None:
+    """Why the kernel cannot run convolutions of these geometries."""
     if not arch.startswith("sm_90"):
         return f"it needs Hopper's wgmma and TMA (sm_90a), not {arch}"
     if dtype not in ("float16", "bfloat16"):
@@ -61,7 +65,8 @@ def refuse(arch: str, dtype: str, feeds: Sequence[tuple[tuple[int, ...], tuple[i
         if max(strides) > 8:
             return f"TMA walks in steps of at most 8, not {max(strides)}"
         reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
-        if max(max(pads), *(r - p for r, p in zip(reach, pads[2:], strict=True)), 0) > 127 or max(reach) > 255:
+        ends = pads[len(reach) :]
+        if max(*pads, *(r - p for r, p in zip(reach, ends, strict=True))) > 127 or max(reach) > 255:
             return "TMA's corners are 8-bit: padding and dilated kernel size are bounded"
     return None
 
@@ -71,7 +76,9 @@ def best_config(problem: hopper.Problem, dense: bool) -> hopper.Config | None:
     """The configuration that the cost model ranks first. Only unsplit ones write with a pitch that is not ``channels``."""
     ranked = candidates(problem, h200(), limit=12)
     if not dense:
-        ranked = [c for c in ranked if c.split == 1] or [c for c in candidates(problem, h200(), limit=400) if c.split == 1]
+        ranked = [c for c in ranked if c.split == 1] or [
+            c for c in candidates(problem, h200(), limit=400) if c.split == 1
+        ]
     return ranked[0] if ranked else None
 
 
@@ -80,7 +87,9 @@ def cost(problem: hopper.Problem, config: hopper.Config) -> float:
     return estimate(problem, config, h200())
 
 
-def emit_conv(b: Builder, op: Op, feeds: Sequence[Feed], bias: Array | None, ep: Epilogue, residual: Placed | None, out: Placed) -> str:
+def emit_conv(
+    b: Builder, op: Op, feeds: Sequence[Feed], bias: Array | None, ep: Epilogue, residual: Placed | None, out: Placed
+) -> str:
     """One launch: ``out = epilogue(sum of the convolutions + bias)``. ``out`` and ``residual`` are channels-last NCHW.
 
     Returns the configuration's name.
@@ -107,7 +116,7 @@ def emit_conv(b: Builder, op: Op, feeds: Sequence[Feed], bias: Array | None, ep:
     rows, box = (channels if pitch != wide else wide, problem.pixels), (64, config.bn)
     maps.append(MapSpec(384, out, rows, (pitch * 2,), box, 128))
     second, second_pitch = (residual, residual_pitch) if residual is not None else (out, pitch)
-    assert second is not None and second_pitch is not None
+    assert second_pitch is not None
     maps.append(MapSpec(512, second, rows, (second_pitch * 2,), box, 128))
     params = hopper.parameters(problem, hopper.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5)
     params.channel_tiles = -(-wide // config.tile[0])

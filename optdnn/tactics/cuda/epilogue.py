@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,9 @@ _PLAIN = {
 """Stages without attributes -> their rendering."""
 
 
-def plan_epilogue(graph: Graph, op: Op, *, channel_axis: int, allow_residual: bool = True, allow: bool = True) -> Epilogue:
+def plan_epilogue(
+    graph: Graph, op: Op, *, channel_axis: int, allow_residual: bool = True, allow: bool = True
+) -> Epilogue:
     """Split the epilogue of a Conv, MatMul or Gemm. ``channel_axis``: the axis of the result that a bias runs along."""
     out = op.outputs[0].type
     shape = out.static_shape
@@ -89,7 +92,7 @@ def _absorb(
     register = -1 - len(into.stages)
     if stage.kind in _PLAIN:
         return _add(into, Stage(stage.kind, (register,), stage.attrs), (_PLAIN[stage.kind],))
-    a = stage.attrs
+    a: Any = stage.attrs
     match stage.kind:
         case "LeakyRelu":
             return _add(into, Stage("LeakyRelu", (register,), a), ("leaky_relu", a.alpha))
@@ -130,7 +133,14 @@ def _absorb_clip(graph: Graph, op: Op, stage: Stage, into: Epilogue, register: i
 
 
 def _absorb_binary(
-    graph: Graph, op: Op, stage: Stage, into: Epilogue, register: int, shape: tuple[int, ...], axis: int, allow_residual: bool
+    graph: Graph,
+    op: Op,
+    stage: Stage,
+    into: Epilogue,
+    register: int,
+    shape: tuple[int, ...],
+    axis: int,
+    allow_residual: bool,
 ) -> bool:
     slot = next((a for a in stage.args if a is not None and a >= 0), None)
     value = op.inputs[slot] if slot is not None else None
@@ -146,7 +156,9 @@ def _absorb_binary(
         if array.size == 1:
             number = float(array.reshape(-1)[0])
             at = into.constant(np.array(number, np.float32))
-            return _add(into, Stage(stage.kind, (register, at)), ("add_const" if stage.kind == "Add" else "mul_const", number))
+            return _add(
+                into, Stage(stage.kind, (register, at)), ("add_const" if stage.kind == "Add" else "mul_const", number)
+            )
         return False
     same = graph.type(value).static_shape == shape and graph.type(value).dtype == op.outputs[0].type.dtype
     if not same or into.residual is not None or not allow_residual:

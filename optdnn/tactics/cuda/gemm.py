@@ -10,7 +10,7 @@ from optdnn.ir.graph import Op
 from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.builder import Builder, Placed, map_dtype, row_major, up
 from optdnn.tactics.cuda.conv import bias_of, finish
-from optdnn.tactics.cuda.epilogue import Epilogue, channel_vector, plan_epilogue
+from optdnn.tactics.cuda.epilogue import channel_vector, plan_epilogue
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.views import reshaped
 from optdnn.types import Array
@@ -28,6 +28,11 @@ def rows_of(x: Placed) -> Placed | None:
     return found if conv_sm90.pitch_of(found) is not None else None
 
 
+def padded_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor but for rows that start at multiples of 8 elements."""
+    return (*(s * up(shape[-1], 8) for s in row_major(shape[:-1])), 1)
+
+
 class HopperGemm:
     """MatMul and Gemm of 16-bit floats whose second operand is a constant matrix: a 1x1 convolution over rows."""
 
@@ -43,7 +48,13 @@ class HopperGemm:
         if op.attrs.prologue:
             return "it has a prologue"
         shape = op.outputs[0].type.static_shape
-        if not shape or 0 in shape or 0 in weight.shape or op.inputs[0] is None or not b.graph.type(op.inputs[0]).static_shape[:-1]:
+        if (
+            not shape
+            or 0 in shape
+            or 0 in weight.shape
+            or op.inputs[0] is None
+            or not b.graph.type(op.inputs[0]).static_shape[:-1]
+        ):
             return "it is not a product of rows with a matrix"
         if op.kind == "Gemm" and op.input(2) is not None:
             bias = bias_of(b, op)
@@ -53,7 +64,8 @@ class HopperGemm:
 
     def emit(self, b: Builder, op: Op) -> str:
         weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None and op.inputs[0] is not None
+        assert weight is not None
+        assert op.inputs[0] is not None
         bias: Array | None = None
         if op.kind == "Gemm":
             weight = weight if op.attrs.transB else weight.T
@@ -71,13 +83,11 @@ class HopperGemm:
             bias = ep.bias if bias is None else bias + ep.bias
         x = self._rows(b, op, b.operand(op.inputs[0]))
         residual = self._rows(b, op, b.operand(ep.residual)) if ep.residual is not None else None
-        target = b.target(op.value)
+        target = self._target(b, op)
         between = target
         out = None if ep.rest else rows_of(target)
         if out is None:
-            shape, pitch = target.shape, up(target.shape[-1], 8)
-            strides = (*(s * pitch for s in row_major(shape[:-1])), 1)
-            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, shape, strides)
+            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape))
             out = rows_of(between)
             assert out is not None
         feed = conv_sm90.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
@@ -86,15 +96,21 @@ class HopperGemm:
         return config
 
     @staticmethod
+    def _target(b: Builder, op: Op) -> Placed:
+        """The place of the result: rows at a pitch that TMA can write, unless it is reserved."""
+        out = op.outputs[0]
+        if op.value not in b.reserved and out.type.static_shape[-1] % 8:
+            b.place[op.value] = b.new(
+                out.name, out.type.dtype, out.type.static_shape, padded_rows(out.type.static_shape)
+            )
+        return b.target(op.value)
+
+    @staticmethod
     def _rows(b: Builder, op: Op, x: Placed) -> Placed:
         found = rows_of(x)
         if found is None:
-            pitch = up(x.shape[-1], 8)
-            dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape, (*(s * pitch for s in row_major(x.shape[:-1])), 1))
+            dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape, padded_rows(x.shape))
             copy(b, op, x, dense)
             found = rows_of(dense)
             assert found is not None
         return found
-
-
-__all__ = ["Epilogue", "HopperGemm", "rows_of"]

@@ -62,7 +62,11 @@ def _f(text: str) -> Render:
 
 
 def vars_of(attrs: Any) -> dict[str, Any]:
-    return dict(attrs) if isinstance(attrs, dict) else {k: getattr(attrs, k) for k in getattr(attrs, "__dataclass_fields__", {})}
+    return (
+        dict(attrs)
+        if isinstance(attrs, dict)
+        else {k: getattr(attrs, k) for k in getattr(attrs, "__dataclass_fields__", {})}
+    )
 
 
 def _fold(text: str) -> Render:
@@ -237,7 +241,13 @@ def vector(tensors: Sequence[Placed], dims: Sequence[int], strides: Sequence[Seq
 
 
 def emit_pointwise(
-    b: Builder, op: Op, stages: Sequence[Stage], operands: Sequence[Placed | None], out: Placed, *, kind: str = "Pointwise"
+    b: Builder,
+    op: Op,
+    stages: Sequence[Stage],
+    operands: Sequence[Placed | None],
+    out: Placed,
+    *,
+    kind: str = "Pointwise",
 ) -> None:
     """One kernel: ``out = stages(operands)``, register 0 being operand 0. Operands broadcast to ``out``'s shape."""
     if 0 in out.shape:
@@ -271,7 +281,13 @@ def emit_pointwise(
 
 
 def _source(
-    lines: Sequence[str], result: str, out: Placed, present: Sequence[tuple[int, Placed]], rank: int, vec: int, inner: Sequence[int]
+    lines: Sequence[str],
+    result: str,
+    out: Placed,
+    present: Sequence[tuple[int, Placed]],
+    rank: int,
+    vec: int,
+    inner: Sequence[int],
 ) -> str:
     names = [str(i) for i, _ in present]
     fields = ["void* out;", *(f"const void* in{n};" for n in names), f"u32 count; u32 dims[{rank}];",
@@ -324,4 +340,3 @@ def single(op: Op) -> list[Stage]:
     """A pointwise op of its own kind as one stage."""
     args = [-1 if i == 0 else (None if v is None else i) for i, v in enumerate(op.inputs)]
     return [Stage(op.kind, tuple(args), op.attrs if op.attrs is not None else Attrs())]
-

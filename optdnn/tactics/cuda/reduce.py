@@ -80,13 +80,13 @@ def emit_reduce(
     tree = f"""partial[run][lane] = s;
     __syncthreads();
     for (int half = {runs // 2}; half; half /= 2) {{
-        if (run < half) {{ const {t} a = partial[run][lane], b = partial[run + half][lane]; partial[run][lane] = {{}}; }}
+        if (run < half) {{ const {t} a = partial[run][lane], b = partial[run + half][lane]; partial[run][lane] = COMBINE; }}
         __syncthreads();
     }}
     s = partial[0][lane];"""
-    first = ""
+    top, tree = tree.replace("COMBINE", "max_nan(a, b)"), tree.replace("COMBINE", combine)
     if how == "ReduceLogSumExp":
-        first = f"{t} s = {low}; if (live) {loop} s = max_nan(s, v); }}\n    {tree.format('max_nan(a, b)')}\n    const {t} top = s;\n    __syncthreads();\n    s = {start};"
+        first = f"{t} s = {low}; if (live) {loop} s = max_nan(s, v); }}\n    {top}\n    const {t} top = s;\n    __syncthreads();\n    s = {start};"
     else:
         first = f"{t} s = {start};"
     text = f"""struct Params {{ const {tx}* x; {ty}* y; u32 count, dims[{len(dims)}], inner[{len(inner)}]; i64 so[{len(dims)}], sx[{len(dims)}], rx[{len(inner)}]; }};
@@ -98,10 +98,10 @@ extern "C" __global__ void __launch_bounds__({THREADS}) reduce(const __grid_cons
     const u32 lane = threadIdx.x % {lanes}, run = threadIdx.x / {lanes}, index = blockIdx.x * {lanes} + lane;
     const bool live = index < p.count;
     i64 base = 0, to = 0;
-    if (live) {{ {walk('q', 'index', 'dims', len(dims), [('base', 'sx'), ('to', 'so')])} }}
+    if (live) {{ {walk("q", "index", "dims", len(dims), [("base", "sx"), ("to", "so")])} }}
     {first}
     if (live) {loop} const {t} a = s, b = {t}({term}); s = {combine}; }}
-    {tree.format(combine)}
+    {tree}
     if (run == 0 && live) p.y[to] = narrow<{ty}>({result});
 }}
 """

@@ -20,7 +20,9 @@ def ints(b: Builder, op: Op, slot: int) -> list[int] | None:
         return None
     known = b.graph.known(value)
     if known is None or known.dtype == object:
-        raise UnsupportedError(f"{op.kind} {op.name}: the cuda target needs operand {slot} to be known when the engine is built")
+        raise UnsupportedError(
+            f"{op.kind} {op.name}: the cuda target needs operand {slot} to be known when the engine is built"
+        )
     return [int(x) for x in known.reshape(-1)]
 
 
@@ -114,14 +116,17 @@ def _expand(b: Builder, op: Op) -> None:
     x = b.operand(op.inputs[0])  # type: ignore[arg-type]
     shape = op.outputs[0].type.static_shape
     lead = len(shape) - len(x.shape)
-    strides = [0] * lead + [0 if n == 1 and m != 1 else s for n, s, m in zip(x.shape, x.strides, shape[lead:], strict=True)]
+    strides = [0] * lead + [
+        0 if n == 1 and m != 1 else s for n, s, m in zip(x.shape, x.strides, shape[lead:], strict=True)
+    ]
     settle(b, op, 0, x.view(shape, strides))
 
 
 def _slice(b: Builder, op: Op) -> None:
     x = b.operand(op.inputs[0])  # type: ignore[arg-type]
     starts, ends, axes, steps = (ints(b, op, i) for i in range(1, 5))
-    assert starts is not None and ends is not None
+    assert starts is not None
+    assert ends is not None
     axes = axes if axes is not None else list(range(len(starts)))
     steps = steps if steps is not None else [1] * len(starts)
     shape, strides, offset = list(x.shape), list(x.strides), 0
@@ -226,7 +231,10 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
         if last and any(n % 8 for n in sizes[:-1]):
             continue
         free = [
-            v not in b.reserved and values.count(v) == 1 and b.graph.op(v).kind in kernels and b.graph.constant_value(v) is None
+            v not in b.reserved
+            and values.count(v) == 1
+            and b.graph.op(v).kind in kernels
+            and b.graph.constant_value(v) is None
             for v in values
         ]
         if not any(free):

@@ -31,7 +31,9 @@ class Window:
     dilations: tuple[int, ...]
 
     @classmethod
-    def make(cls, kernel: Sequence[int], strides: Sequence[int], pads: Sequence[int], dilations: Sequence[int]) -> Window:
+    def make(
+        cls, kernel: Sequence[int], strides: Sequence[int], pads: Sequence[int], dilations: Sequence[int]
+    ) -> Window:
         lead, rank = 3 - len(kernel), len(kernel)
         ones, zeros = (1,) * lead, (0,) * lead
         begins, ends = (*zeros, *pads[:rank]), (*zeros, *pads[rank:])
@@ -145,7 +147,11 @@ class WindowPool:
         window = Window.make(a.kernel_shape, a.strides, pads, a.dilations)
         vec = channel_vector_width([x, out])
         tx, ty, t = CPP[x.dtype], CPP[out.dtype], arithmetic(x.dtype)
-        load = f"const Pack<{tx}, {vec}> v(at + c * p.xs[1]);" if vec > 1 else f"struct {{ {tx} lane[1]; }} v = {{at[c * p.xs[1]]}};"
+        load = (
+            f"const Pack<{tx}, {vec}> v(at + c * p.xs[1]);"
+            if vec > 1
+            else f"struct {{ {tx} lane[1]; }} v = {{at[c * p.xs[1]]}};"
+        )
         each = f"#pragma unroll\n            for (int j = 0; j < {vec}; j++)"
         lowest = {"float": literal(float("-inf"), "float"), "double": literal(float("-inf"), "double")}.get(t)
         if op.kind == "MaxPool":
@@ -156,12 +162,22 @@ class WindowPool:
         else:
             lp = op.kind == "LpPool"
             power = a.p if lp else 1
-            value = "widen(v.lane[j])" if not lp else ("fabs(widen(v.lane[j]))" if power == 1 else f"pow(fabs(widen(v.lane[j])), {t}({power}))")
+            value = (
+                "widen(v.lane[j])"
+                if not lp
+                else ("fabs(widen(v.lane[j]))" if power == 1 else f"pow(fabs(widen(v.lane[j])), {t}({power}))")
+            )
             step, start = f"acc[j] += {value};", f"{t}(0)"
-            result = "acc[j] / counted" if not lp else ("acc[j]" if power == 1 else f"pow(acc[j], {t}(1) / {t}({power}))")
+            result = (
+                "acc[j] / counted" if not lp else ("acc[j]" if power == 1 else f"pow(acc[j], {t}(1) / {t}({power}))")
+            )
         counted = self._counted(window, getattr(a, "count_include_pad", False), t) if op.kind == "AveragePool" else ""
         store = (f"Pack<{ty}, {vec}> r; {each} r.lane[j] = narrow<{ty}>({result}); r.store(y);" if vec > 1 else f"const int j = 0; *y = narrow<{ty}>({result});")  # fmt: skip
-        parts = {"start": f"{t} acc[{vec}]; {each.replace(chr(10), chr(10))} acc[j] = {start};", "tap": f"{load} {each} {step}", "end": counted + store}
+        parts = {
+            "start": f"{t} acc[{vec}]; {each.replace(chr(10), chr(10))} acc[j] = {start};",
+            "tap": f"{load} {each} {step}",
+            "end": counted + store,
+        }
         parts["start"] = f"{t} acc[{vec}]; for (int j = 0; j < {vec}; j++) acc[j] = {start};"
         parts["tap"] = f"{load} for (int j = 0; j < {vec}; j++) {step}"
         parts["end"] = parts["end"].replace("#pragma unroll\n            ", "")

@@ -1,0 +1,75 @@
+"""Arrays on the GPU as other libraries hand them over: ``__cuda_array_interface__`` (CuPy, PyTorch, Numba, PyCUDA) and DLPack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import InputError, MissingDependency
+from optdnn.types import TensorSpec, dtype_name
+
+
+def on_gpu(array: Any) -> bool:
+    """Whether an array says that it lies on a CUDA device."""
+    if isinstance(array, np.ndarray):
+        return False
+    if hasattr(array, "__cuda_array_interface__"):
+        return True
+    device = getattr(array, "__dlpack_device__", None)
+    return device is not None and int(device()[0]) == 2  # kDLCUDA
+
+
+def pointer_of(array: Any, spec: TensorSpec, what: str, *, writable: bool = False) -> int:
+    """The address of a GPU array's first element.
+
+    Raises InputError where it is not exactly ``spec``: dtype, shape, C-contiguous; ``what`` names it in messages.
+    """
+    if isinstance(array, np.ndarray) or not on_gpu(array):
+        raise InputError(
+            f"{what} lies in host memory; a device array is due", hint="give all arrays on the GPU, or all as NumPy"
+        )
+    try:
+        table = array.__cuda_array_interface__
+    except (AttributeError, TypeError, RuntimeError):
+        table = _by_dlpack(array)
+    shape = tuple(table["shape"])
+    bfloat = "bfloat16" in str(getattr(array, "dtype", ""))
+    given = dtype_name(table["typestr"]) if not bfloat and table["typestr"][1] != "V" else "bf16"
+    if given != dtype_name(spec.dtype) or shape != spec.shape:
+        raise InputError(f"{what} is {given}{list(shape)}, not {spec}")
+    strides = table.get("strides")
+    dense = [spec.dtype.itemsize * int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape))]
+    if strides is not None and any(n > 1 and a != b for n, a, b in zip(shape, strides, dense, strict=True)):
+        raise InputError(f"{what} is not C-contiguous", hint="make it contiguous before the call")
+    address, read_only = table["data"]
+    if writable and read_only:
+        raise InputError(f"{what} is read-only")
+    return int(address or 0)
+
+
+def _by_dlpack(array: Any) -> Any:
+    cupy = import_cupy("to take arrays by DLPack")
+    return cupy.from_dlpack(array).__cuda_array_interface__
+
+
+def import_cupy(why: str) -> Any:
+    """CuPy. Raises MissingDependency, which says what for."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise MissingDependency("cupy-cuda13x", "cuda", why) from error
+    return cupy
+
+
+def stream_handle(stream: Any) -> int:
+    """The handle of a stream: an int, or an object of CuPy (``ptr``), PyTorch (``cuda_stream``), Numba or ours (``handle``)."""
+    if isinstance(stream, int):
+        return stream
+    for name in ("ptr", "cuda_stream", "handle"):
+        value = getattr(stream, name, None)
+        if value is not None:
+            return int(getattr(value, "value", value) or 0)
+    raise InputError(
+        f"{type(stream).__name__} is not a CUDA stream", hint="give its handle as an int, or a CuPy or PyTorch stream"
+    )

@@ -1,0 +1,58 @@
+"""From a program's table of kernels to recipes and compiled code."""
+
+from __future__ import annotations
+
+import hashlib
+
+from optdnn.errors import EngineStale
+from optdnn.runtime.cuda.nvrtc import KernelCache, KernelError, Recipe
+from optdnn.runtime.program import Kernel, Program
+
+
+def recipe_of(kernel: Kernel) -> Recipe:
+    """The recipe of an entry of the table."""
+    return Recipe(kernel.template, kernel.arch, dict(kernel.generated), tuple(kernel.options))
+
+
+def source_digest(recipe: Recipe) -> str:
+    """SHA-256 over every text, option and the architecture that decide a cubin, but for the compiler's version."""
+    digest = hashlib.sha256()
+    for part in (recipe.arch, *recipe.options, *(x for item in sorted(recipe.sources().items()) for x in item)):
+        data = part.encode()
+        digest.update(f"{len(data)}:".encode() + data)
+    return digest.hexdigest()
+
+
+def cubins(
+    program: Program, *, trust: bool = True, recompile: bool = False, cache: KernelCache | None = None
+) -> list[bytes]:
+    """The compiled code of every kernel: from the engine where it is there and trusted, else compiled from the recipes.
+
+    Raises EngineStale for a recipe whose templates are not those of the build (unless ``recompile``), MissingDependency
+    where NVRTC is needed and absent.
+    """
+    found: list[bytes | None] = [
+        program.blobs[k.cubin].tobytes() if k.cubin is not None and trust and not recompile else None
+        for k in program.kernels
+    ]
+    missing = [i for i, c in enumerate(found) if c is None]
+    recipes = [recipe_of(program.kernels[i]) for i in missing]
+    if not recompile:
+        for i, recipe in zip(missing, recipes, strict=True):
+            _check_fresh(program.kernels[i], recipe)
+    made = (cache or KernelCache()).get_many(recipes, workers=4) if recipes else []
+    for i, cubin in zip(missing, made, strict=True):
+        found[i] = cubin
+    return [c for c in found if c is not None]
+
+
+def _check_fresh(kernel: Kernel, recipe: Recipe) -> None:
+    try:
+        fresh = source_digest(recipe) == kernel.source
+    except KernelError:  # the template is gone
+        fresh = False
+    if not fresh:
+        raise EngineStale(
+            f"the engine's kernel {kernel.function} was made from another version of {kernel.template}",
+            hint="rebuild the engine, or load it with recompile=True to use this version's template",
+        )

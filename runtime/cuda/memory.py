@@ -1,0 +1,56 @@
+"""Device and pinned host memory by driver calls alone, freed when the last reference goes."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import RunError
+from optdnn.runtime.cuda.device import CudaError, check, driver
+from optdnn.types import Array
+
+
+def _free(name: str, pointer: Any) -> None:
+    try:
+        getattr(driver(), name)(pointer)
+    except Exception:
+        pass
+
+
+class DeviceMemory:
+    """``size`` bytes on the current device; ``pointer`` is their address (0 for none)."""
+
+    def __init__(self, size: int, what: str):
+        self.size, self.pointer = size, 0
+        if size:
+            try:
+                handle = check("cuMemAlloc", driver().cuMemAlloc(size))
+            except CudaError as error:
+                if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
+                    raise
+                raise RunError(
+                    f"the GPU has no room for {what}: {size / 1e6:.1f} MB",
+                    hint="use a smaller batch, or fewer contexts",
+                ) from error
+            self.pointer = int(handle)
+            weakref.finalize(self, _free, "cuMemFree", handle)
+
+    def upload(self, data: Array, offset: int = 0) -> None:
+        """Copy a C-contiguous host array in, and wait for it."""
+        if data.nbytes:
+            check("cuMemcpyHtoD", driver().cuMemcpyHtoD(self.pointer + offset, data.ctypes.data, data.nbytes))
+
+
+class PinnedMemory:
+    """Page-locked host memory as a NumPy array of bytes: copies from and to it overlap with the host."""
+
+    def __init__(self, size: int):
+        pointer = check("cuMemAllocHost", driver().cuMemAllocHost(max(size, 1)))
+        address = int(pointer)
+        view = memoryview((ctypes.c_ubyte * max(size, 1)).from_address(address))
+        self.bytes: Array = np.frombuffer(view, np.uint8)[:size]
+        self.pointer = address
+        weakref.finalize(self, _free, "cuMemFreeHost", pointer)

@@ -1,0 +1,299 @@
+"""Networks of convolutions on the simulated GPU: right values, in place where promised, whatever the tensors' places."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
+
+from optdnn.errors import EngineError, InputError, InternalError, RunError, UnsupportedError, UsageError
+from optdnn.ir.graph import Graph
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.program import Buffer, Program
+from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
+
+
+def residual_net(batch: int = 2) -> Graph:
+    """A strided stem, pooling, two residual blocks (one with a projection), a classifier."""
+    n = Net()
+    x = n.op("Relu", n.bn(n.conv(n.input(batch, 3, 32, 32), 16, 7, strides=2, pads=3)))
+    x = n.max_pool(x, pads=1)
+    y = n.op("Relu", n.bn(n.conv(x, 16)))
+    x = n.op("Relu", n.op("Add", n.bn(n.conv(y, 16)), x))
+    skip = n.bn(n.conv(x, 24, 1, pads=0, strides=2))
+    y = n.op("Relu", n.bn(n.conv(x, 24, strides=2)))
+    x = n.op("Relu", n.op("Add", n.bn(n.conv(y, 24)), skip))
+    x = n.op("Flatten", n.op("GlobalAveragePool", x))
+    return n.done(n.gemm(x, 10))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_residual_network(precision: str) -> None:
+    program = check_simulated(residual_net(), precision)
+    found = kinds(program)
+    assert found.count("Conv") == 7  # six convolutions and the classifier
+    assert found.count("SpaceToDepthImage") == 1
+    assert "Pointwise" not in found[1:-1], "everything else is fused"
+    assert found[-1] == "Copy" or found[-1] == "Pointwise"  # the cast at the border
+
+
+def test_concatenation_is_written_in_place() -> None:
+    n = Net()
+    x = n.conv(n.input(2, 16, 9, 9), 24)
+    parts = [n.op("Relu", n.conv(x, 8, 1, pads=0)), n.op("Relu", n.conv(x, 16)), n.max_pool(x, strides=1, pads=1)]
+    joined = n.op("Concat", *parts, attrs=ConcatAttrs(1))
+    graph = n.done(n.conv(joined, 16, 1, pads=0))
+    program = check_simulated(graph)
+    assert kinds(program).count("Copy") <= 2, "only the border's changes of order"
+    writers = [s.outputs[0] for s in program.steps]
+    joint = max(set(writers), key=writers.count)
+    assert writers.count(joint) >= 2, "several steps write parts of one buffer"
+
+
+def test_dense_connections_share_one_buffer() -> None:
+    n = Net()
+    x = n.conv(n.input(1, 16, 8, 8), 16)
+    features = [x]
+    for _ in range(3):
+        joined = n.op("Concat", *features, attrs=ConcatAttrs(1)) if len(features) > 1 else x
+        features.append(n.op("Relu", n.conv(joined, 8)))
+    program = check_simulated(n.done(n.conv(n.op("Concat", *features, attrs=ConcatAttrs(1)), 8, 1, pads=0)))
+    writers = [s.outputs[0] for s in program.steps]
+    assert max(writers.count(w) for w in writers) == 4
+    assert len(program.steps) <= 8
+
+
+def test_parts_that_tma_cannot_address_are_copied() -> None:
+    n = Net()
+    x = n.conv(n.input(1, 16, 8, 8), 16)
+    joined = n.op("Concat", n.conv(x, 12), n.conv(x, 8), attrs=ConcatAttrs(1))
+    check_simulated(n.done(n.conv(joined, 16)))
+
+
+def test_channels_that_are_no_multiple_of_eight() -> None:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 5, 11, 7), 21, bias=True))
+    check_simulated(n.done(n.conv(x, 3, (3, 1), pads=(1, 0, 1, 0), dilations=1)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"strides": 2, "pads": (1, 0, 0, 2)}, {"dilations": 2, "pads": 2}, {"kernel": 1, "pads": 0, "strides": 3}],
+)
+def test_geometry(options: dict[str, Any]) -> None:
+    n = Net()
+    check_simulated(n.done(n.op("Sigmoid", n.conv(n.input(2, 16, 13, 10), 24, bias=True, **options))))
+
+
+def test_one_spatial_axis() -> None:
+    n = Net()
+    check_simulated(n.done(n.conv(n.op("Relu", n.conv(n.input(2, 8, 31), 16, 5, pads=2)), 8, 3, strides=2)))
+
+
+def test_what_an_epilogue_cannot_hold_becomes_a_pointwise_kernel() -> None:
+    n = Net()
+    x = n.conv(n.input(1, 16, 8, 8), 16, bias=True)
+    a, b = n.conv(x, 16), n.conv(x, 16)
+    y = n.op("Add", n.op("Relu", n.op("Add", a, x)), b)  # two residuals: one fits the kernel
+    program = check_simulated(n.done(n.op("Selu", y)))
+    assert kinds(program).count("Conv") == 3
+
+
+def test_batch_normalization_before_a_convolution() -> None:
+    n = Net()
+    x = n.conv(n.input(2, 8, 10, 10), 16)
+    y = n.conv(n.op("Relu", n.bn(x)), 16)
+    check_simulated(n.done(n.conv(n.op("Relu", n.bn(y)), 8), n.op("GlobalMaxPool", x)))
+
+
+def test_views_cost_nothing() -> None:
+    n = Net()
+    x = n.matmul(n.input(4, 6, 32), 48)
+    x = n.op("Reshape", x, n.ints(4, 6, 3, 16))
+    x = n.op("Transpose", x, attrs=TransposeAttrs((2, 0, 1, 3)))
+    y = n.op("Slice", x, n.ints(1), n.ints(3), n.ints(0))
+    program = check_simulated(n.done(n.op("Relu", y)))
+    assert len(program.steps) <= 4
+
+
+def test_pools() -> None:
+    n = Net()
+    x = n.conv(n.input(2, 8, 11, 11), 16)
+    check_simulated(
+        n.done(
+            n.max_pool(x, ceil_mode=True),
+            n.average_pool(x, pads=1),
+            n.average_pool(x, pads=1, include_pad=True, ceil_mode=True),
+        )
+    )
+
+
+def test_an_input_may_be_an_output_and_a_constant_too() -> None:
+    n = Net()
+    x = n.input(2, 3)
+    graph = n.done(x, n.op("Relu", x), n.random(2, 2))
+    got = simulate(lowered(graph), feeds_of(graph))
+    np.testing.assert_allclose(got["y0"], feeds_of(graph)["x"], rtol=1e-3)
+
+
+# ---------------------------------------------------------------- the program itself
+
+
+def test_programs_repeat_byte_for_byte() -> None:
+    from optdnn.runtime.format import encode
+
+    first, second = (b"".join(bytes(p) for p in encode(lowered(residual_net()))) for _ in range(2))
+    assert first == second
+
+
+def test_buffers_that_live_together_do_not_overlap() -> None:
+    program = lowered(residual_net())
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for k, s in enumerate(program.steps):
+        for i in (*s.inputs, *s.outputs):
+            first.setdefault(i, k)
+            last[i] = k
+    planned = [i for i in first if program.buffers[i].offset is not None]
+    assert len(planned) > 5
+    pairs = 0
+    for a in planned:
+        for b in planned:
+            if a < b and first[a] <= last[b] and first[b] <= last[a]:
+                low, high = (program.buffers[i] for i in sorted((a, b), key=lambda i: program.buffers[i].offset or 0))
+                assert (low.offset or 0) + (low.nbytes or 0) <= (high.offset or 0)
+                pairs += 1
+    assert pairs
+    assert all((program.buffers[i].offset or 0) % 256 == 0 for i in planned)
+
+
+def test_an_overlap_is_seen() -> None:
+    """The poisoned arena and the comparison notice two live buffers in one place."""
+    graph = residual_net()
+    program, feeds = lowered(graph), feeds_of(graph)
+    right = simulate(program, feeds)["y0"]
+    sizes = [b.nbytes or 0 if b.offset is not None else -1 for b in program.buffers]
+    i = int(np.argmax(sizes))
+    wrong = [
+        replace(b, offset=program.buffers[i].offset) if b.offset is not None and (b.nbytes or 0) < 5000 else b
+        for b in program.buffers
+    ]
+    got = simulate(replace(program, buffers=tuple(wrong)), feeds)["y0"]
+    assert not np.allclose(got, right, rtol=1e-2, atol=1e-2)
+
+
+def test_engine_runs_and_loads(tmp_path: Any) -> None:
+    graph = residual_net()
+    engine = Engine(lowered(graph))
+    engine.save(tmp_path / "e.engine")
+    from optdnn import load
+
+    again = load(tmp_path / "e.engine")
+    feeds = feeds_of(graph)
+    a, b = engine.run(feeds), again.run(feeds)
+    np.testing.assert_array_equal(a["y0"], b["y0"])
+    out = np.empty_like(a["y0"])
+    ctx = again.context()
+    assert ctx.run(feeds, out={"y0": out})["y0"] is out
+    np.testing.assert_array_equal(out, a["y0"])
+    _, times = ctx.profile(feeds)
+    assert len(times) == len(again.program.steps) == len(again.facts)
+    with pytest.raises(InputError, match="has no streams"):
+        ctx.run(feeds, stream=0)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_unknown_sizes_are_refused_with_the_option_that_helps() -> None:
+    from optdnn.dim import symbol
+
+    n = Net()
+    graph = n.done(n.op("Relu", n.input(symbol("batch"), 8)))
+    with pytest.raises(UsageError, match=r"'x' has dimensions that are not fixed \(batch\)\n.*--shape x=Nx8"):
+        lowered(graph)
+
+
+def test_operators_without_kernels_are_named_together() -> None:
+    n = Net()
+    x = n.input(3, 4)
+    from optdnn.ops.base import Attrs
+
+    graph = n.done(
+        n.op("Einsum", x, x, attrs=_einsum("ij,kj->ik")),
+        n.op("Einsum", x, attrs=_einsum("ij->ji")),
+        n.op("Relu", x, attrs=Attrs()),
+    )
+    with pytest.raises(UnsupportedError, match=r"(?s)no kernels for some operators.*Einsum_1.*Einsum_2"):
+        lowered(graph)
+
+
+def _einsum(equation: str) -> Any:
+    from optdnn.ops.gemm import EinsumAttrs
+
+    return EinsumAttrs(equation)
+
+
+def _broken(change: Any) -> Program:
+    program = lowered(residual_net())
+    step = program.steps[1]
+    params = {k: (dict(v) if isinstance(v, dict) else list(v)) for k, v in step.params.items()}
+    change(params)
+    return replace(program, steps=(program.steps[0], replace(step, params=params), *program.steps[2:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p.pop("op"), "other parts"),
+        (lambda p: p["launch"].update(kernel=99), "names kernel 99"),
+        (lambda p: p["launch"].update(block=0), "impossible launch"),
+        (lambda p: p["launch"].update(parameters="xy"), "malformed"),
+        (lambda p: p["launch"].update(relocations=[["pointer", 10**6, 0, 0]]), "outside of its parameters"),
+        (lambda p: p["launch"].update(relocations=[["pointer", 0, 0, 10**9]]), "points outside of its buffer"),
+        (lambda p: p["launch"]["relocations"][-1].__setitem__(6, [10**9, 1]), "tensor map"),
+        (lambda p: p["reads"].__setitem__(0, [0, 0, [10**6], [1]]), "has a view of elements 0 to 999999"),
+        (lambda p: p["reads"].__setitem__(0, [0, 0, [2], [-1]]), "has a view of elements -1 to"),
+        (lambda p: p["writes"].__setitem__(0, p["reads"][0]), "writes one of its inputs"),
+        (lambda p: p.update(op={"kind": "Nonsense", "attrs": {}}), "no NumPy kernel"),
+    ],
+)
+def test_malformed_steps_are_refused(change: Any, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        Engine(_broken(change))
+
+
+def test_other_executors_are_refused() -> None:
+    program = lowered(residual_net())
+    step = replace(program.steps[0], executor="reference")
+    with pytest.raises(EngineError, match="not those of reference"):
+        SimulateRunner(replace(program, steps=(step, *program.steps[1:])))
+
+
+def test_a_write_outside_of_the_arena_is_noticed() -> None:
+    graph = residual_net()
+    context = SimulateContext(SimulateRunner(lowered(graph)))
+    context._raw[3] ^= 1
+    with pytest.raises(InternalError, match="outside of the arena"):
+        context.run(feeds_of(graph))
+
+
+def test_a_context_is_for_one_thread() -> None:
+    graph = residual_net()
+    context = SimulateContext(SimulateRunner(lowered(graph)))
+    with context._lock, pytest.raises(RunError, match="running in another thread"):
+        context.run(feeds_of(graph))
+
+
+def test_symbolic_buffers_are_refused() -> None:
+    program = lowered(residual_net())
+    i = program.steps[1].outputs[0]
+    buffers = tuple(Buffer(b.name, b.dtype, ("n",)) if k == i else b for k, b in enumerate(program.buffers))
+    with pytest.raises(EngineError, match="no fixed size"):
+        SimulateRunner(replace(program, buffers=buffers))

@@ -1,0 +1,76 @@
+"""Builds small graphs for the simulated GPU and compares them with the graph's own values in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from optdnn.compiler import optimize
+from optdnn.config import BuildOptions
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph
+from optdnn.lower_cuda import lower_cuda
+from optdnn.runtime.program import Program, validate
+from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
+from optdnn.types import Array, is_float
+
+TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 2e-5}
+"""Of the largest magnitude of an output; small networks, a dozen roundings."""
+
+
+def lowered(graph: Graph, precision: str = "fp16", target: str = "simulate", **options: Any) -> Program:
+    """The program of a copy of the graph, after every pass; checked."""
+    chosen = BuildOptions(target=target, precision=precision, **options)
+    copy = graph.copy()
+    optimize(copy, chosen, target)
+    program = lower_cuda(copy, chosen, target, {})
+    validate(program)
+    return program
+
+
+def feeds_of(graph: Graph, seed: int = 1) -> dict[str, Array]:
+    """Random inputs: floats around 0, integers from 0 to 3."""
+    rng = np.random.default_rng(seed)
+    feeds: dict[str, Array] = {}
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        shape, dtype = out.type.static_shape, out.type.dtype
+        # An offset per channel, so that what pools over positions depends on the input, too.
+        offset = rng.standard_normal((*shape[:2], *(1,) * (len(shape) - 2)))
+        made = rng.standard_normal(shape) + offset if is_float(dtype) else rng.integers(0, 4, shape)
+        feeds[out.name] = made.astype(dtype)
+    return feeds
+
+
+def simulate(program: Program, feeds: dict[str, Array]) -> dict[str, Array]:
+    """One run over an arena full of NaN, between fences."""
+    results: dict[str, Array] = SimulateContext(SimulateRunner(program), poison=True).run(feeds)
+    return results
+
+
+def check_simulated(graph: Graph, precision: str = "fp16", *, tolerance: float | None = None) -> Program:
+    """Lower, run and compare every output; the bound must be far below what another input changes. Returns the program."""
+    program = lowered(graph, precision)
+    feeds, other = feeds_of(graph), feeds_of(graph, seed=2)
+    expected, different = evaluate(graph, feeds), evaluate(graph, other)
+    got = simulate(program, feeds)
+    assert list(got) == list(expected)
+    for name, want in expected.items():
+        a, e = got[name], np.asarray(want)
+        assert a.dtype == e.dtype
+        assert a.shape == e.shape
+        if not is_float(e.dtype):
+            np.testing.assert_array_equal(a, e)
+            continue
+        scale = np.abs(e[np.isfinite(e)]).max(initial=1e-30)
+        bound = (tolerance or TOLERANCE[precision]) * float(scale)
+        np.testing.assert_allclose(a, e, rtol=0, atol=bound)
+        moved = np.abs(np.asarray(different[name], np.float64) - e)
+        assert moved[np.isfinite(moved)].max() > 4 * bound, "the output hardly depends on the input"
+    return program
+
+
+def kinds(program: Program) -> list[str]:
+    """What each step computes, in order."""
+    return [s.params["op"]["kind"] for s in program.steps]
