@@ -35,8 +35,8 @@ class TimingCache:
         """
         if path is None:
             return cls(path)
+        check_writable(path)  # first: a device, say, is not to be read either
         if not path.exists():
-            check_writable(path)
             return cls(path)
         try:
             data: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -49,7 +49,6 @@ class TimingCache:
             )
         if not isinstance(entries, dict) or not all(_is_time(v) for v in entries.values()):
             raise UsageError(f"{path} holds something that is not a time", hint="delete it, or name another file")
-        check_writable(path)
         return cls(path, {str(k): float(v) for k, v in entries.items()})
 
     def get(self, key: str) -> float | None:

@@ -1,0 +1,483 @@
+"""Bad input at the command line: each gets its typed error in one message, its exit code, and leaves nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from support.onnxnet import convnet, save_convnet
+
+from optdnn.runtime.format import MAGIC, read, write
+
+from conftest import Cli  # type: ignore[import-not-found]  # isort: skip
+
+MODEL, UNSUPPORTED, ENGINE, RUN, OUTPUT, USAGE = 3, 4, 5, 6, 9, 2
+Attrs = dict[str, Any]
+Shape = list[int | str]
+
+
+def network(
+    nodes: list[onnx.NodeProto],
+    shape: Shape | None = None,
+    weights: list[onnx.TensorProto] | None = None,
+    opset: int = 17,
+    outputs: list[str] | None = None,
+) -> onnx.ModelProto:
+    """An unchecked model: input "x", output "y"."""
+    ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in outputs or ["y"]]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape or [2, 3])
+    graph = helper.make_graph(nodes, "bad", [x], ports, weights or [])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9)
+
+
+def node(op: str, inputs: str, outputs: str, name: str = "", **attrs: Any) -> onnx.NodeProto:
+    return helper.make_node(op, inputs.split(), outputs.split(), name=name or op.lower(), **attrs)
+
+
+@pytest.fixture
+def fails(cli: Cli, tmp_path: Path) -> Callable[..., str]:
+    """Build (and check, and inspect) a model that must fail in the same way each time; returns the message."""
+
+    def build(model: onnx.ModelProto | bytes, code: int, *options: str) -> str:
+        path = tmp_path / "bad.onnx"
+        path.write_bytes(model if isinstance(model, bytes) else model.SerializeToString())
+        before = sorted(p.name for p in tmp_path.rglob("*"))
+        result = cli("build", path, "--target", "reference", *options)
+        assert (result.code, result.out) == (code, ""), result
+        assert result.err.startswith("error: ")
+        assert sorted(p.name for p in tmp_path.rglob("*")) == before
+        if not options:
+            for other in ("check", "inspect"):
+                assert cli(other, path)[:2] == (code, "")
+        return result.err
+
+    return build
+
+
+# ---------------------------------------------------------------- model files
+
+
+def test_no_such_model(cli: Cli, tmp_path: Path) -> None:
+    for command in ("build", "check", "inspect", "compare"):
+        code, out, err = cli(command, tmp_path / "absent.onnx")
+        assert (code, out) == (USAGE, ""), command
+        assert "absent.onnx" in err
+    assert cli("build", tmp_path).code == USAGE  # a folder
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 100, b"PK\x03\x04 not a model", b"\xff" * 64, b"hello " * 1000])
+def test_what_is_no_model(fails: Callable[..., str], content: bytes) -> None:
+    assert "bad.onnx" in fails(content, MODEL)
+
+
+def test_truncated_models(cli: Cli, tmp_path: Path) -> None:
+    whole = convnet().SerializeToString()
+    path = tmp_path / "cut.onnx"
+    for n in np.linspace(0, len(whole) - 1, 40, dtype=int):
+        path.write_bytes(whole[:n])
+        code, out, err = cli("check", path, "--target", "reference")
+        assert (code, out) == (MODEL, ""), n
+        assert err.startswith("error: ")
+
+
+def test_flipped_bits_in_a_model_never_surprise(cli: Cli, tmp_path: Path) -> None:
+    """A flipped bit may leave a valid model (a weight, a name); all else is a typed error."""
+    whole = convnet(channels=1).SerializeToString()
+    rng = np.random.default_rng(0)
+    path = tmp_path / "flipped.onnx"
+    codes = []
+    for at, bit in zip(rng.integers(0, len(whole), 300), rng.integers(0, 8, 300), strict=True):
+        data = bytearray(whole)
+        data[at] ^= 1 << bit
+        path.write_bytes(data)
+        code, _, err = cli("check", path, "--target", "reference")
+        assert code in (0, USAGE, MODEL, UNSUPPORTED), (at, bit, err)
+        codes.append(code)
+    assert {0, MODEL, UNSUPPORTED} <= set(codes)
+
+
+def test_a_cyclic_graph(fails: Callable[..., str]) -> None:
+    model = network([node("Add", "x b", "a", "first"), node("Relu", "a", "b", "second"), node("Neg", "b", "y")])
+    err = fails(model, MODEL)
+    assert "cycle" in err
+    assert "first" in err
+    assert "second" in err
+
+
+def test_all_unsupported_operators_are_in_one_message(fails: Callable[..., str]) -> None:
+    nodes = [
+        node("Frobnicate", "x", "a", "one"),
+        node("NonMaxSuppression_", "a", "b", "two"),
+        helper.make_node("Special", ["b"], ["c"], name="three", domain="com.example"),
+        node("Relu", "c", "y", "four"),
+    ]
+    model = network(nodes)
+    model.opset_import.append(helper.make_opsetid("com.example", 3))
+    err = fails(model, UNSUPPORTED)
+    assert "one: Frobnicate (opset 17)" in err
+    assert "two: NonMaxSuppression_ (opset 17)" in err
+    assert "three: com.example.Special (opset 3)" in err
+    assert "four" not in err
+
+
+@pytest.mark.parametrize("opset", [0, 999])
+def test_unknown_opsets(fails: Callable[..., str], opset: int) -> None:
+    assert str(opset) in fails(network([node("Relu", "x", "y")], opset=opset), UNSUPPORTED)
+
+
+def test_shapes_that_contradict(fails: Callable[..., str]) -> None:
+    weight = numpy_helper.from_array(np.zeros((4, 4), np.float32), "w")
+    err = fails(network([node("MatMul", "x w", "y", "product")], [2, 3], [weight]), MODEL)
+    assert "product" in err
+    assert "MatMul" in err
+
+
+@pytest.mark.parametrize(
+    ("nodes", "weights"),
+    [
+        ([node("Expand", "x huge", "y", "grow")], [np.array([1 << 40, 1 << 20], np.int64)]),
+        ([node("ConstantOfShape", "huge", "a", "fill"), node("Add", "a x", "y")], [np.array([1 << 50], np.int64)]),
+        ([node("Tile", "x huge", "y", "tile")], [np.array([1 << 31, 1 << 31], np.int64)]),
+        ([node("Pad", "x huge", "y", "pad")], [np.array([0, 0, 1 << 40, 1 << 40], np.int64)]),
+    ],
+)
+def test_huge_results(fails: Callable[..., str], nodes: list[onnx.NodeProto], weights: list[Any]) -> None:
+    err = fails(network(nodes, [1, 1], [numpy_helper.from_array(w, "huge") for w in weights]), MODEL)
+    assert nodes[0].name in err
+    assert "GiB" in err
+
+
+def test_huge_declared_dimensions(fails: Callable[..., str], cli: Cli, tmp_path: Path) -> None:
+    assert "GiB" in fails(network([node("Relu", "x", "y")], [1 << 40, 1 << 20]), MODEL)
+    huge = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[1 << 40], raw_data=b"\0" * 16)
+    assert "'w'" in fails(network([node("Add", "x w", "y")], weights=[huge]), MODEL)
+    negative = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[-1], raw_data=b"")
+    assert "'w'" in fails(network([node("Add", "x w", "y")], weights=[negative]), MODEL)
+    symbolic = tmp_path / "symbolic.onnx"
+    onnx.save(network([node("Relu", "x", "y")], ["N", 3]), symbolic)
+    code, _, err = cli("build", symbolic, "--target", "reference", "--shape", f"x={1 << 45}x3")
+    assert code == MODEL
+    assert "GiB" in err
+
+
+# ---------------------------------------------------------------- external data
+
+
+@pytest.fixture
+def external(tmp_path: Path) -> Callable[..., Path]:
+    """A model in a folder of its own whose weight lies in the file ``location``."""
+
+    def make(location: str, **entries: object) -> Path:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        w = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[2, 3], data_location=TensorProto.EXTERNAL)
+        for key, value in {"location": location, **entries}.items():
+            w.external_data.add(key=key, value=str(value))
+        path = folder / "m.onnx"
+        path.write_bytes(network([node("Add", "x w", "y")], weights=[w]).SerializeToString())
+        return path
+
+    (tmp_path / "outside.bin").write_bytes(np.ones((2, 3), np.float32).tobytes())
+    return make
+
+
+@pytest.mark.parametrize(
+    ("location", "message"),
+    [
+        ("absent.bin", "cannot be read"),
+        ("../outside.bin", "leads out of the model's folder"),
+        ("inside/../../outside.bin", "leads out of the model's folder"),
+        ("ABSOLUTE", "is not a relative path"),
+        ("link.bin", "is a link out of the model's folder"),
+        ("folder/outside.bin", "is a link out of the model's folder"),
+        ("/dev/zero", "is not a relative path"),
+        ("fifo", "is not a regular file"),
+    ],
+)
+def test_external_data_that_is_missing_or_outside(
+    cli: Cli, external: Callable[..., Path], tmp_path: Path, location: str, message: str
+) -> None:
+    model = external(str(tmp_path / "outside.bin") if location == "ABSOLUTE" else location)
+    (model.parent / "link.bin").symlink_to(tmp_path / "outside.bin")
+    (model.parent / "folder").symlink_to(tmp_path)
+    os.mkfifo(model.parent / "fifo")
+    for command in ("build", "check", "inspect"):
+        code, out, err = cli(command, model)
+        assert (code, out) == (MODEL, "")
+        assert message in err
+        assert "'w'" in err
+    assert not (model.parent / "m.engine").exists()
+
+
+def test_external_data_of_another_size(cli: Cli, external: Callable[..., Path]) -> None:
+    model = external("w.bin")
+    (model.parent / "w.bin").write_bytes(b"\0" * 23)
+    code, _, err = cli("check", model)
+    assert code == MODEL
+    assert "wants bytes 0 to 24 of 'w.bin', which has 23" in err
+    code, _, err = cli("check", external("w.bin", length=20))
+    assert code == MODEL
+    code, _, err = cli("check", external("w.bin", offset=-8))
+    assert code == MODEL
+    (model.parent / "w.bin").write_bytes(b"\0" * 24)
+    assert cli("check", external("w.bin")).code == 0
+
+
+# ---------------------------------------------------------------- engine files
+
+
+def test_no_such_engine_and_what_is_none(cli: Cli, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.engine").touch()
+    for path in (tmp_path / "absent.engine", tmp_path / "empty.engine", model):
+        for command in ("run", "bench"):
+            code, out, err = cli(command, path)
+            assert (code, out) == (ENGINE, "")
+            assert path.name in err
+
+
+def test_truncated_engines(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    whole = engine.read_bytes()
+    path = tmp_path / "cut.engine"
+    for n in [*range(12), *np.linspace(12, len(whole) - 1, 25, dtype=int)]:
+        path.write_bytes(whole[:n])
+        code, out, err = cli("run", path)
+        assert (code, out) == (ENGINE, ""), n
+        assert "cut.engine" in err
+
+
+def test_flipped_bits_in_an_engine_are_all_found(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    whole = engine.read_bytes()
+    path = tmp_path / "flipped.engine"
+    rng = np.random.default_rng(0)
+    for at in [*range(len(MAGIC) + 16), *rng.integers(0, len(whole), 150)]:
+        data = bytearray(whole)
+        data[at] ^= 1 << int(rng.integers(8))
+        path.write_bytes(data)
+        code, out, err = cli("run", path)
+        assert (code, out) == (ENGINE, ""), at
+        assert "flipped.engine" in err
+    code, _, _ = cli("inspect", path)
+    assert code == ENGINE
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("target", "cuda", "'cuda'"),
+        ("requires", ("cpu:no_such_feature",), "no_such_feature"),
+        ("requires", ("package:onnxruntime>=999",), "999"),
+    ],
+)
+def test_an_engine_for_another_target_or_machine(
+    cli: Cli, engine: Path, tmp_path: Path, field: str, value: object, message: str
+) -> None:
+    program = read(engine)
+    object.__setattr__(program, field, value)
+    write(program, tmp_path / "other.engine")
+    code, out, err = cli("run", tmp_path / "other.engine")
+    assert code in (ENGINE, 8)
+    assert out == ""
+    assert message in err
+    assert "hint: " in err
+    assert cli("inspect", tmp_path / "other.engine").code == 0  # what it is can be told all the same
+
+
+# ---------------------------------------------------------------- inputs of a run
+
+
+def save(path: Path, array: Any) -> Path:
+    np.save(path, array)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((1, 3, 8, 9), np.float32), "axis 3 is 9 instead of 8"),
+        (np.zeros((3, 8, 8), np.float32), "rank 3 instead of 4"),
+        (np.zeros((1, 3, 8, 8), np.float64), "fp64"),
+        (np.zeros((1, 3, 8, 8), np.int32), "int32"),
+        (np.zeros((1, 3, 8, 8), "S4"), "S4"),
+    ],
+)
+def test_wrong_shapes_and_dtypes(cli: Cli, engine: Path, tmp_path: Path, array: Any, message: str) -> None:
+    for command in ("run", "bench"):
+        code, out, err = cli(command, engine, "--input", f"x={save(tmp_path / 'x.npy', array)}")
+        assert (code, out) == (RUN, "")
+        assert message in err
+        assert "'x'" in err
+
+
+def test_wrong_names_and_files(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    x = save(tmp_path / "x.npy", np.zeros((1, 3, 8, 8), np.float32))
+    good = [f"x={x}"]
+
+    def run(*inputs: object) -> tuple[int, str]:
+        code, out, err = cli("run", engine, *(a for i in inputs for a in ("--input", i)))
+        assert out == ""
+        return code, err
+
+    code, err = run(f"image={x}")
+    assert code == RUN
+    assert "'image'" in err
+    code, err = run(*good, f"z={x}")
+    assert code == RUN
+    assert "'z'" in err
+    assert run(x)[0] == USAGE  # an .npy without a name
+    assert run(*good, *good)[0] == USAGE
+    assert run(f"x={tmp_path / 'absent.npy'}")[0] == USAGE
+    assert run(f"x={tmp_path}")[0] == RUN
+    np.savez(tmp_path / "x.npz", x=np.zeros(3))
+    assert run(f"x={tmp_path / 'x.npz'}")[0] == USAGE
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"PK\x03\x04", b"\x80\x04K\x01.", b"text"])
+def test_files_that_hold_no_arrays(cli: Cli, engine: Path, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.npy").write_bytes(content)
+    code, out, err = cli("run", engine, "--input", f"x={tmp_path / 'x.npy'}")
+    assert (code, out) == (RUN, "")
+    assert "x.npy is not a .npy or .npz file" in err
+
+
+def test_pickles_are_never_loaded(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([{}], object), allow_pickle=True)
+    np.savez(tmp_path / "x.npz", x=np.array([{}], object))
+    for given in (f"x={tmp_path / 'x.npy'}", tmp_path / "x.npz"):
+        code, _, err = cli("run", engine, "--input", given)
+        assert code == RUN
+        assert "pickle" in err
+
+
+def test_broken_archives(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "x.npz", x=np.random.default_rng(0).standard_normal((1, 3, 8, 8)).astype(np.float32))
+    whole = (tmp_path / "x.npz").read_bytes()
+    for at in range(30, len(whole), 97):
+        data = bytearray(whole)
+        data[at] ^= 0xFF
+        (tmp_path / "bad.npz").write_bytes(data)
+        assert cli("run", engine, "--input", tmp_path / "bad.npz").code in (0, RUN, USAGE)
+
+
+# ---------------------------------------------------------------- outputs
+
+
+@pytest.mark.parametrize("place", ["nowhere/out", "file/out", "/proc/optdnn-out", "/dev/full"])
+def test_an_unwritable_output_is_found_before_the_work(
+    cli: Cli, model: Path, engine: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    out = tmp_path / place
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    code, text, err = cli("run", engine, "--out", out)
+    assert (code, text) == (OUTPUT, "")
+    assert "random inputs" not in err
+
+    def work(*args: object, **options: object) -> None:
+        raise AssertionError("the work has begun")
+
+    monkeypatch.setattr("optdnn.compiler.import_model", work)
+    monkeypatch.setattr("optdnn.comparison.import_model", work)
+    for argv in (
+        ["build", model, "-o", out],
+        ["build", model, "-o", tmp_path / "e", "--emit-onnx", out],
+        ["build", model, "-o", tmp_path / "e", "--timing-cache", out],
+        ["compare", model, "--against", "reference", "--markdown", out],
+        ["compare", model, "--against", "reference", "--json", out],
+    ):
+        code, text, err = cli(*argv)
+        assert (code, text) == (OUTPUT, ""), argv
+        assert str(out) in err
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+def test_a_dump_folder_that_cannot_be(cli: Cli, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--dump", tmp_path / "file" / "x")
+    assert code == OUTPUT
+    assert "dump folder" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_build_that_fails_leaves_the_old_engine(cli: Cli, tmp_path: Path) -> None:
+    model = save_convnet(tmp_path / "m.onnx")
+    assert cli("build", model, "--target", "reference").code == 0
+    old = (tmp_path / "m.engine").read_bytes()
+    model.write_bytes(b"no model any more")
+    assert cli("build", model, "--target", "reference").code == MODEL
+    assert (tmp_path / "m.engine").read_bytes() == old
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.engine", "m.engine.report.json", "m.onnx"]
+
+
+def test_the_model_is_never_overwritten(cli: Cli, tmp_path: Path) -> None:
+    model = save_convnet(tmp_path / "m.engine")
+    before = model.read_bytes()
+    for argv in ([], ["-o", tmp_path / "other", "--emit-onnx", model], ["-o", tmp_path / "." / "m.engine"]):
+        code, _, err = cli("build", model, *argv)
+        assert code == USAGE
+        assert "is the model itself" in err
+    assert model.read_bytes() == before
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shape", "x"], "--shape 'x' is not NAME=1x3x224x224"),
+        (["--shape", "x="], "is not NAME="),
+        (["--shape", "=1x3"], "is not NAME="),
+        (["--shape", "x=1x-3x8x8"], "is not NAME="),
+        (["--shape", "x=1,3,8,8"], "is not NAME="),
+        (["--shape", "x=1x3x8x8", "--shape", "x=2x3x8x8"], "twice"),
+        (["--shape", "image=1x3x8x8"], "'image'"),
+        (["--target", "tpu"], "target 'tpu' is not one of auto, cpu, reference"),
+        (["--precision", "fp64"], "precision 'fp64' is not one of"),
+        (["--io-dtype", "int8"], "io-dtype 'int8' is not one of"),
+        (["--tactics", "magic"], "tactics 'magic' is not one of"),
+        (["--threads", "0"], "threads"),
+        (["--workspace", "0"], "workspace"),
+        (["--opt-level", "4"], "4"),
+        (["--stop-after", "nothing"], "there is no pass 'nothing'"),
+        (["--timing-cache", "CACHE"], "is not a timing cache"),
+    ],
+)
+def test_options_that_cannot_be(cli: Cli, model: Path, tmp_path: Path, options: list[str], message: str) -> None:
+    (tmp_path / "cache").write_text(json.dumps({"format": "something else"}))
+    options = [str(tmp_path / "cache") if o == "CACHE" else o for o in options]
+    code, out, err = cli("build", model, "-o", tmp_path / "e", "--target", "reference", *options)
+    assert (code, out) == (USAGE, "")
+    assert message in err
+    assert [p.name for p in tmp_path.iterdir()] == ["cache"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [("x=1x3x8", "rank"), ("x=1x3x9x8", "8"), ("x=1x3x8x8x1", "rank"), ("x=scalar", "rank")],
+)
+def test_shapes_that_do_not_fit_the_model(cli: Cli, model: Path, tmp_path: Path, shape: str, message: str) -> None:
+    code, out, err = cli("build", model, "-o", tmp_path / "e", "--shape", shape)
+    assert (code, out) in ((USAGE, ""), (MODEL, ""))
+    assert message in err
+    assert "x" in err
+
+
+def test_names_of_a_model_do_not_command_the_terminal(cli: Cli, tmp_path: Path) -> None:
+    bad = network([node("Frob\x1b[31mnicate", "x", "y", "evil\x1b]0;title\x07[bold]name")])
+    (tmp_path / "m.onnx").write_bytes(bad.SerializeToString())
+    code, _, err = cli("check", tmp_path / "m.onnx")
+    assert code == UNSUPPORTED
+    assert "\x1b" not in err
+    assert "\\x1b]0;title" in err
+    good = convnet(names={"conv1": "conv\x1b[31m:smile:[/nothing]"})
+    (tmp_path / "m.onnx").write_bytes(good.SerializeToString())
+    code, out, _ = cli("build", tmp_path / "m.onnx", "--target", "reference", "-v")
+    assert code == 0
+    assert "conv\\x1b[31m:smile:[/nothing]" in out
