@@ -270,7 +270,7 @@ def test_flipped_bits_in_an_engine_are_all_found(cli: Cli, engine: Path, tmp_pat
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("target", "cuda", "'cuda'"),
+        ("target", "tpu", "'tpu'"),
         ("requires", ("cpu:no_such_feature",), "no_such_feature"),
         ("requires", ("package:onnxruntime>=999",), "999"),
     ],

@@ -1,0 +1,138 @@
+"""The demo: what it says, and that it fails where an accuracy or an error is missed. With stand-ins, so that it is quick."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from support.onnxnet import save_convnet
+
+import optdnn
+import optdnn.models
+from optdnn.cli import demo
+from optdnn.cli.main import run
+from optdnn.models import zoo
+
+from conftest import Cli  # type: ignore[import-not-found]  # isort: skip
+
+Facts = dict[str, Any]
+
+
+def stand_ins(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A quick ResNet-50, and networks "good" and "odd" in the place of the trained ones."""
+    build = zoo.build
+    patch.setattr(zoo, "build", lambda name, **o: build(name, **o, image_size=64, width=0.25, num_classes=10))
+    patch.setattr(demo, "ROUNDS", 2)
+    path = save_convnet(folder / "good.onnx", batch="N")
+    ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", 4]) for n in "xy"]
+    nodes = [helper.make_node("Frobnicate", ["x"], ["a"]), helper.make_node("Wobble", ["a"], ["y"])]
+    graph = helper.make_graph(nodes, "odd", ports[:1], ports[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), folder / "odd.onnx")
+    x = np.random.default_rng(0).standard_normal((40, 3, 8, 8)).astype(np.float32)
+    y = optdnn.build(path, target="reference")(x).argmax(axis=1)  # type: ignore[union-attr]
+    y[:10] = (y[:10] + 1) % 5
+    module: Any = ModuleType("optdnn.models.trained")
+    module.NAMES = ("good", "odd")
+    module.load = lambda name: (folder / f"{name}.onnx", x, y, 0.75)
+    patch.setitem(sys.modules, "optdnn.models.trained", module)
+    patch.setattr(optdnn.models, "trained", module, raising=False)
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    """What one real run of the demo, on the stand-ins, found."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("openvino")
+    printed: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        stand_ins(patch, tmp_path_factory.mktemp("demo"))
+        patch.setattr(demo, "print_json", printed.append)
+        assert run(["demo", "--threads", "1", "--json"]) == 0
+    found: Facts = json.loads(json.dumps(printed[0], allow_nan=False))
+    return found
+
+
+@pytest.fixture
+def replay(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> Facts:
+    """Let the demo find a copy of the same again; returns the copy, to be changed."""
+    again: Facts = json.loads(json.dumps(facts))
+    module: Any = ModuleType("optdnn.models.trained")
+    module.NAMES = ("good", "odd")
+    monkeypatch.setitem(sys.modules, "optdnn.models.trained", module)
+    monkeypatch.setattr(optdnn.models, "trained", module, raising=False)
+    by_name = {n["name"]: n for n in again["networks"]}
+    monkeypatch.setattr(demo, "_trained", lambda name, *rest: by_name[name])
+    monkeypatch.setattr(demo, "_resnet", lambda *rest: again["resnet50"])
+    return again
+
+
+def test_what_the_demo_finds(facts: Facts) -> None:
+    good, odd = facts["networks"]
+    assert (good["right"], good["pictures"], good["recorded_accuracy"]) == (30, 40, 0.75)
+    assert (good["operators_before"], good["operators_after"]) == (10, 5)
+    assert good["max_rel_err"] < 1e-5
+    assert odd["unsupported"] == ["Frobnicate", "Wobble"]
+    resnet = facts["resnet50"]
+    assert (resnet["bn_before"], resnet["bn_after"], resnet["operators_after"]) == (53, 0, 57)
+    assert 0 < resnet["max_rel_err"] < 1e-4 < resnet["input_difference"]
+    assert resnet["median_ms"] > 0
+    assert resnet["onnxruntime_median_ms"] > 0
+
+
+def test_what_the_demo_says(cli: Cli, replay: Facts) -> None:
+    code, out, err = cli("demo")
+    assert (code, err) == (0, "")
+    assert "30 of 40 (75.00%)        75.00%     10 → 5" in out
+    assert "odd: its Frobnicate, Wobble come in a later release" in out
+    assert "operators: 175 → 57; 53 of 53 BatchNormalizations folded" in out
+    assert "fuse_conv_bn 53" in out
+    assert "of ONNX Runtime's, relative to the largest" in out
+    assert "optdnn build your.onnx" in out
+
+
+@pytest.mark.parametrize(
+    ("network", "changes", "message"),
+    [
+        ("good", {"right": 28}, "good gets 28 of 40 right, less than 75.00%"),
+        ("good", {"max_rel_err": None}, "good: outputs differ from ONNX Runtime's by None, allowed is 0.0001"),
+        ("resnet50", {"max_rel_err": 2e-4}, "resnet50: outputs differ from ONNX Runtime's by 0.0002"),
+        ("resnet50", {"input_difference": 1e-5}, "another picture changes the outputs by 1e-05 alone"),
+    ],
+)
+def test_what_is_missed_fails_the_demo(
+    cli: Cli, replay: Facts, network: str, changes: dict[str, Any], message: str
+) -> None:
+    (replay["resnet50"] if network == "resnet50" else replay["networks"][0]).update(changes)
+    code, out, err = cli("demo")
+    assert code == 7
+    assert message in err
+    assert "Next, with a model of your own" in out  # all is shown first
+
+
+def test_one_picture_may_be_a_tie(cli: Cli, replay: Facts) -> None:
+    replay["networks"][0]["right"] = 29
+    assert cli("demo").code == 0
+
+
+def test_what_could_not_be_ranked_is_said(cli: Cli, replay: Facts) -> None:
+    replay["resnet50"]["versus"] = {"speedup": 1.0, "range": [0.8, 1.3], "verdict": "unstable"}
+    assert "too unstable to rank (0.80 to 1.30×)" in cli("demo").out
+    replay["resnet50"] |= {"versus": None, "median_ms": None, "error": "it crashed"}
+    code, out, err = cli("demo")
+    assert code == 7
+    assert "optdnn – ms" in out
+    assert "resnet50: it crashed" in err
+
+
+def test_without_onnxruntime_it_says_what_to_install(cli: Cli, replay: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.comparison.find_spec", lambda name: None)
+    code, out, err = cli("demo")
+    assert (code, out) == (8, "")
+    assert "pip install 'optdnn[cpu]'" in err
