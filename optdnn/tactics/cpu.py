@@ -6,6 +6,7 @@ kernel as a step of its own; which operators those are is found out by asking th
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,8 @@ from optdnn.runtime.machine import machine, usable_cores
 from optdnn.runtime.program import Program
 from optdnn.tactics.base import Measured, fastest, take_turns
 from optdnn.tactics.timing_cache import TimingCache
-from optdnn.types import Array, is_float
+from optdnn.tactics.unchecked import trusting_ops
+from optdnn.types import Array, is_float, is_int
 
 Progress = Callable[[str], None]
 Cut: TypeAlias = tuple[Region, ExportedModel | None]
@@ -45,6 +47,8 @@ class Library:
     """How large weights travel: "external" initializers, or graph "inputs"."""
     refuses: Callable[[str], str | None]
     """Why the library cannot run in a precision at all on this machine, or None."""
+    unsafe: Callable[[Graph], Mapping[int, str]] = lambda graph: {}
+    """Ops that it would take and must not, with the reason."""
 
     def version(self) -> str | None:
         """Installed version, or None."""
@@ -73,7 +77,7 @@ class Library:
 
 
 LIBRARIES: dict[str, Library] = {
-    "openvino": Library("openvino", 21, "inputs", openvino.refuses),
+    "openvino": Library("openvino", 21, "inputs", openvino.refuses, trusting_ops),
     "onnxruntime": Library("onnxruntime", 21, "external", onnxruntime.refuses),
 }
 
@@ -137,6 +141,7 @@ class _Search:
         self.engines: dict[str, Engine] = {}
         self.owner: dict[str, tuple[_Contender, int]] = {}
         self.contenders: list[_Contender] = []
+        self.untimed = ""
         wanted = list(LIBRARIES) if options.tactics == "auto" else [options.tactics]
         for name in wanted:
             if LIBRARIES[name].version() is None:
@@ -172,12 +177,15 @@ class _Search:
                 self._refuse(name, contender.settings(threads), error.message)
         if not fresh:
             return
-        feeds = random_feeds(self.graph, seed=1, sizes=_typical_sizes(self.graph))
+        self.engines.update(fresh)
         self.progress("check results")
+        feeds = self._feeds()
+        if feeds is None:
+            return
         for name, reason in _check(self.graph, fresh, feeds, self.options.precision).items():
             contender, threads = self.owner[name]
             self._refuse(name, contender.settings(threads), reason)
-            del fresh[name]
+            del fresh[name], self.engines[name]
         runners = {name: _runner(engine.context(), feeds) for name, engine in fresh.items()}
         if runners:
             times = take_turns(runners, tick=lambda name: self.progress(f"time {name}"))
@@ -185,7 +193,31 @@ class _Search:
                 contender, threads = self.owner[name]
                 self.times[name] = round(ms, 4)
                 self.cache.put(contender.key(threads), self.times[name])
-        self.engines.update(fresh)
+
+    @functools.cache  # noqa: B019 (a search lives as long as one build)
+    def _feeds(self) -> Mapping[str, Array] | None:
+        """Inputs to check and time with; None where none are found that the network takes.
+
+        Integers and short float inputs may be axes, sizes, pads, positions or scales, which not every value fits, and what
+        a library does then ranges from an error to a crash of the process. So the oracle is asked first, and such inputs
+        are 1 if they may be, else 0.
+        """
+        feeds = random_feeds(self.graph, seed=1, sizes=_typical_sizes(self.graph))
+        if not any(is_int(a.dtype) or a.ndim < 2 for a in feeds.values()):
+            return feeds
+        for control, other in ((1, None), (0, None), (1, 0), (0, 0), (None, None)):
+            tried = dict(feeds)
+            for name, array in feeds.items():
+                integer = is_int(array.dtype)
+                fill = other if array.ndim > 1 else control if integer or control is None else 1
+                if fill is not None and (integer or array.ndim < 2):
+                    tried[name] = np.full_like(array, fill)
+            try:
+                evaluate(self.graph, tried)
+                return tried
+            except RunError as error:
+                self.untimed = f"not timed: it takes none of the made-up inputs ({error.message})"
+        return None
 
     def near_best(self) -> list[_Contender]:
         """Contenders whose best time is within NEAR of the best of all."""
@@ -202,6 +234,10 @@ class _Search:
         ]
         rows += [Measured(name, settings, refused=reason) for name, (settings, reason) in sorted(self.refused.items())]
         best = fastest(rows)
+        if best is None and self.engines:  # no inputs to time with: the library that checks the user's comes first
+            name = min(self.engines, key=lambda n: (not n.startswith("onnxruntime"), n))
+            best = Measured(name, self.owner[name][0].settings(self.owner[name][1]), refused=self.untimed)
+            rows.insert(0, best)
         if best is None:
             reasons = "; ".join(f"{r.name}: {r.refused}" for r in rows)
             raise UnsupportedError(
@@ -223,9 +259,12 @@ class _Contender:
         self.graph, self.library, self.precision = graph, library, precision
         self.fallbacks: list[dict[str, str]] = []
         region = whole(graph)
+        self._unsafe = library.unsafe(graph)
         try:
+            if self._unsafe:
+                raise UnsupportedError(f"{library.name} must not run some operators")
             model = library.export(extract(graph, region))
-        except UnsupportedError:  # an operator that this library's opset cannot express: cut around it
+        except UnsupportedError:  # an operator that its opset cannot express, or that it must not run: cut around it
             self._cuts = self._cut()
         else:
             self._cuts = [(region, model)]
@@ -261,7 +300,7 @@ class _Contender:
         return Engine(self.library.lower(self.graph, self._cuts, Settings(threads, self.precision), {}))
 
     def _cut(self) -> list[Cut]:
-        reasons = _refused_ops(self.graph, self.library, Settings(0, self.precision))
+        reasons = {**_refused_ops(self.graph, self.library, Settings(0, self.precision)), **self._unsafe}
         self.fallbacks = [
             {"node": self.graph.op(i).name, "operator": self.graph.op(i).kind, "reason": r}
             for i, r in sorted(reasons.items())

@@ -68,6 +68,8 @@ def _pad(
         out = np.full([n + a + b for n, (a, b) in zip(x.shape, width, strict=True)], fill, dtype=x.dtype)
         out[tuple(slice(a, a + n) for n, (a, _) in zip(x.shape, width, strict=True))] = x
         return (out,)
+    if mode == "reflect" and any(max(w) >= n for w, n in zip(width, x.shape, strict=True) if any(w)):
+        raise ValueError(f"reflect pads of {width} reach past the border of {list(x.shape)}")
     modes: dict[str, Any] = {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}
     return (np.pad(x, width, mode=modes[mode]),)
 

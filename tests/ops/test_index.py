@@ -221,6 +221,13 @@ def test_known_axes_of_pad_are_resolved_on_import() -> None:
     assert len(op.inputs) == 4
 
 
+def test_reflect_pads_stay_inside() -> None:
+    x = np.arange(3.0)
+    assert run_kernel("Pad", [x, ints(2, 0)], {"mode": "reflect"})[0].tolist() == [2, 1, 0, 1, 2]
+    with pytest.raises(RunError, match="reach past the border"):
+        run_kernel("Pad", [x, ints(0, 3)], {"mode": "reflect"})
+
+
 def test_negative_pads_crop_before_reflecting() -> None:
     x = np.arange(5.0)
     (y,) = run_kernel("Pad", [x, ints(-1, 2)], {"mode": "reflect"})
