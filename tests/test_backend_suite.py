@@ -28,6 +28,7 @@ from optdnn.importers.model import NEWEST_OPSET
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
+from optdnn.tactics import cpu
 
 LISTED = json.loads(Path(__file__).with_name("backend_expected.json").read_text())
 KNOWN_ONNX = LISTED["onnx"]
@@ -132,6 +133,7 @@ NOT_WRITTEN = "^test_resize_(up|down)sample_scales_(linear|cubic)_align_corners$
 """Cases that have no ONNX form: what ONNX means by fractional scales there depends on sizes, which these give at run time."""
 
 RUNNERS = {"REFERENCE": Runner("REFERENCE"), "REFERENCE-O3": Runner("REFERENCE", (("opt_level", 3), ("debug", True)))}
+CPU = Runner("CPU", (("threads", 1),))
 
 
 def attempt(run: Runner, name: str) -> None:
@@ -147,6 +149,16 @@ def attempt(run: Runner, name: str) -> None:
 @pytest.mark.parametrize("runner", list(RUNNERS))
 def test_case(runner, name):
     attempt(RUNNERS[runner], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PASSING)
+def test_cpu(name, monkeypatch):
+    """Whichever library comes first; they are run once each instead of being timed."""
+    for library in ("onnxruntime", "openvino"):
+        pytest.importorskip(library, reason="the cpu extra is not installed")
+    monkeypatch.setattr(cpu, "take_turns", functools.partial(cpu.take_turns, rounds=1, turn_seconds=0.0))
+    attempt(CPU, name)
 
 
 @pytest.mark.parametrize("name", PASSING)

@@ -29,7 +29,7 @@ from optdnn.runtime.machine import machine, usable_cores
 from optdnn.runtime.program import Program
 from optdnn.tactics.base import Measured, fastest, take_turns
 from optdnn.tactics.timing_cache import TimingCache
-from optdnn.tactics.unchecked import trusting_ops
+from optdnn.tactics.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.types import Array, is_float, is_int
 
 Progress = Callable[[str], None]
@@ -77,8 +77,8 @@ class Library:
 
 
 LIBRARIES: dict[str, Library] = {
-    "openvino": Library("openvino", 21, "inputs", openvino.refuses, trusting_ops),
-    "onnxruntime": Library("onnxruntime", 21, "external", onnxruntime.refuses),
+    "openvino": Library("openvino", 21, "inputs", openvino.refuses, openvino_must_not),
+    "onnxruntime": Library("onnxruntime", 21, "external", onnxruntime.refuses, onnxruntime_must_not),
 }
 
 

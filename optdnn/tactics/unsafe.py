@@ -1,0 +1,79 @@
+"""Operators that a library takes and must not run; they run from their NumPy kernels, and the build says so.
+
+* OpenVINO trusts axes, sizes, pads and positions that come from the user: a wrong one makes it read or write outside of its
+  memory, and the process is gone (seen with CumSum, Pad, Slice and Resize). ONNX Runtime checks them and returns an error.
+* ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
+* Neither library's Python binding passes arrays of 8-bit floats.
+"""
+
+from __future__ import annotations
+
+from optdnn.ir.graph import STRUCTURAL, Graph
+from optdnn.types import DTYPES
+
+_FP8 = frozenset({DTYPES["fp8_e4m3"], DTYPES["fp8_e5m2"]})
+_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
+PARAMETERS: dict[str, tuple[int, ...]] = {
+    **{f"Reduce{r}": (1,) for r in _REDUCTIONS},
+    "ConstantOfShape": (0,),
+    "CumProd": (1,),
+    "CumSum": (1,),
+    "Expand": (1,),
+    "GatherElements": (1,),
+    "GatherND": (1,),
+    "OneHot": (1,),
+    "Pad": (1, 3),
+    "Range": (0, 1, 2),
+    "Reshape": (1,),
+    "Resize": (1, 2, 3),
+    "ScatterElements": (1,),
+    "ScatterND": (1,),
+    "Slice": (1, 2, 3, 4),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Tile": (1,),
+    "Trilu": (1,),
+    "Unsqueeze": (1,),
+}
+"""Operand slots that say where or how much, by kind."""
+
+
+def openvino_must_not(graph: Graph) -> dict[int, str]:
+    """Op id -> reason, for OpenVINO."""
+    data = data_dependent(graph)
+    out = _eight_bit_floats(graph)
+    for op in graph.order():
+        for slot in PARAMETERS.get(op.kind, ()):
+            value = op.input(slot)
+            if value is not None and value.op in data and graph.known(value) is None:
+                name = graph.output(value).name
+                out[op.id] = f"openvino does not check {name!r}, which comes from an input: a wrong value may crash it"
+                break
+    return out
+
+
+def onnxruntime_must_not(graph: Graph) -> dict[int, str]:
+    """Op id -> reason, for ONNX Runtime."""
+    reason = "onnxruntime's MaxUnpool places values as if there were no output_shape"
+    unpools = {op.id: reason for op in graph.of_kind("MaxUnpool") if op.input(2) is not None}
+    return {**_eight_bit_floats(graph), **unpools}
+
+
+def data_dependent(graph: Graph) -> set[int]:
+    """Ids of the ops whose results depend on the data (not only on the shapes) of inputs."""
+    found = set(graph.inputs)
+    for op in graph.order():
+        if op.kind in STRUCTURAL or op.definition.traits.shape_only:
+            continue
+        if any(v is not None and v.op in found for v in op.inputs):
+            found.add(op.id)
+    return found
+
+
+def _eight_bit_floats(graph: Graph) -> dict[int, str]:
+    out = {}
+    for op in graph.order():
+        types = {o.type.dtype for o in op.outputs} | {graph.type(v).dtype for v in op.inputs if v is not None}
+        if op.kind not in STRUCTURAL and types & _FP8:
+            out[op.id] = "the library's binding has no arrays of 8-bit floats"
+    return out

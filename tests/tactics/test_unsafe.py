@@ -1,0 +1,108 @@
+"""What each library must not run, and that the cpu target then runs it elsewhere, rightly."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from optdnn.compiler import build_verbose
+from optdnn.config import BuildOptions
+from optdnn.dim import symbol
+from optdnn.errors import RunError
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.export_onnx import export_model
+from optdnn.ir.graph import Graph
+from optdnn.ops.table import OPDEFS
+from optdnn.tactics.cpu import LIBRARIES
+from optdnn.tactics.unsafe import PARAMETERS, data_dependent, onnxruntime_must_not, openvino_must_not
+from optdnn.types import DTYPES, FP32, INT64, TensorType, tensor
+
+
+def cumulative() -> Graph:
+    """Relu, then CumSum along an axis that is an input."""
+    graph = Graph("cumulative")
+    x, axis = graph.add_input("x", tensor(np.float32, 3, 4)), graph.add_input("axis", tensor(np.int64))
+    relu = graph.add("Relu", [x], names=["r"], src=["relu"])
+    graph.add_output(graph.add("CumSum", [relu.value, axis], OPDEFS["CumSum"].attrs(), src=["sum"]).value, "y")
+    return graph
+
+
+def test_parameters_from_inputs_are_not_openvinos():
+    graph = cumulative()
+    (cumsum,) = graph.of_kind("CumSum")
+    assert list(openvino_must_not(graph)) == [cumsum.id]
+    assert "'axis'" in openvino_must_not(graph)[cumsum.id]
+    assert onnxruntime_must_not(graph) == {}
+
+
+def test_parameters_from_shapes_and_constants_are():
+    graph = Graph()
+    x = graph.add_input("x", TensorType(FP32, (symbol("N"), 4)))
+    shape = graph.add("Shape", [x], OPDEFS["Shape"].attrs()).value
+    axis = graph.add_constant(np.array(0), "axis")
+    y = graph.add("CumSum", [x, axis], OPDEFS["CumSum"].attrs()).value
+    graph.add_output(graph.add("Expand", [y, shape]).value, "y")
+    assert openvino_must_not(graph) == {}
+    assert shape.op not in data_dependent(graph)
+    assert y.op in data_dependent(graph)
+
+
+def test_the_table_names_kinds_and_slots_that_exist():
+    assert set(PARAMETERS) <= set(OPDEFS)
+
+
+@pytest.mark.parametrize("tactics", ["auto", "openvino"])
+def test_the_build_cuts_such_operators_out_and_says_so(tactics):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("openvino")
+    graph = cumulative()
+    built = build_verbose(export_model(graph).proto, BuildOptions(target="cpu", threads=1, tactics=tactics))
+    (fallback,) = built.fallbacks["openvino"]
+    assert (fallback["node"], fallback["operator"]) == ("sum", "CumSum")
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    for axis in (0, 1):
+        feeds = {"x": x, "axis": np.array(axis)}
+        assert np.array_equal(built.engine.run(feeds)["y"], evaluate(graph, feeds)["y"])
+    with pytest.raises(RunError):  # and not the end of the process
+        built.engine.run({"x": x, "axis": np.array(7)})
+
+
+def test_maxunpool_with_an_output_shape_is_not_onnxruntimes():
+    graph = Graph()
+    x = graph.add_input("x", tensor(np.float32, 1, 1, 2, 2))
+    i = graph.add_input("i", tensor(np.int64, 1, 1, 2, 2))
+    attrs = OPDEFS["MaxUnpool"].attrs(kernel_shape=(2, 2), strides=(2, 2), pads=(0, 0, 0, 0))
+    plain = graph.add("MaxUnpool", [x, i], attrs)
+    shape = graph.add_constant(np.array([1, 1, 5, 5]), "shape")
+    placed = graph.add("MaxUnpool", [x, i, shape], attrs)
+    graph.add_output(plain.value, "p")
+    graph.add_output(placed.value, "y")
+    assert list(onnxruntime_must_not(graph)) == [placed.id]
+
+
+@pytest.mark.parametrize("library", sorted(LIBRARIES))
+def test_8_bit_floats_are_neithers(library):
+    graph = Graph()
+    x = graph.add_input("x", tensor(np.float32, 4))
+    narrow = graph.add("Cast", [x], OPDEFS["Cast"].attrs(to=DTYPES["fp8_e4m3"]), src=["narrow"])
+    graph.add_output(graph.add("Relu", [x]).value, "r")
+    graph.add_output(narrow.value, "y")
+    assert list(LIBRARIES[library].unsafe(graph)) == [narrow.id]
+    built = build_verbose(export_model(graph).proto, BuildOptions(target="cpu", threads=1, tactics=library))
+    got = built.engine.run({"x": np.array([-1, 0.3, 1000, 2], np.float32)})
+    assert got["y"].tolist() == np.array([-1, 0.3, 448, 2]).astype(ml_dtypes.float8_e4m3fn).tolist()
+
+
+def test_inputs_that_nothing_made_up_fits_leave_the_choice_untimed():
+    """Reshape to a shape that only the user knows: no library is timed, and the engine is still right."""
+    pytest.importorskip("onnxruntime")
+    graph = Graph("reshape")
+    x = graph.add_input("x", tensor(np.float32, 2, 3))
+    shape = graph.add_input("shape", tensor(INT64, 3))
+    graph.add_output(graph.add("Reshape", [x, shape], OPDEFS["Reshape"].attrs()).value, "y")
+    built = build_verbose(export_model(graph).proto, BuildOptions(target="cpu", threads=1))
+    assert built.tactics[0].name == "onnxruntime/1t"
+    assert "takes none of the made-up inputs" in str(built.tactics[0].refused)
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert built.engine.run({"x": x, "shape": np.array([3, 1, 2])})["y"].shape == (3, 1, 2)
