@@ -30,7 +30,7 @@ from optdnn.runtime.program import Program
 from optdnn.tactics.base import Measured, fastest, take_turns
 from optdnn.tactics.timing_cache import TimingCache
 from optdnn.tactics.unsafe import onnxruntime_must_not, openvino_must_not
-from optdnn.types import Array, is_float, is_int
+from optdnn.types import BF16, FP16, Array, is_float, is_int
 
 Progress = Callable[[str], None]
 Cut: TypeAlias = tuple[Region, ExportedModel | None]
@@ -340,6 +340,10 @@ def _signature(graph: Graph, op: Op) -> str:
 def _check(graph: Graph, engines: Mapping[str, Engine], feeds: Mapping[str, Array], precision: str) -> dict[str, str]:
     """Tactics whose results are wrong, with the reason. The oracle is asked when no two libraries vouch for each other."""
     limit = {"fp32": 1e-3, "bf16": 0.25}[precision]
+    types = {o.type.dtype for op in graph.ops() for o in op.outputs}
+    limit = max(
+        limit, 2**-5 if BF16 in types else 2**-8 if FP16 in types else 0.0
+    )  # a few roundoffs of the model's own
     results: dict[str, dict[str, Array]] = {}
     wrong: dict[str, str] = {}
     for name, engine in engines.items():

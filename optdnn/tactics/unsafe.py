@@ -3,13 +3,13 @@
 * OpenVINO trusts axes, sizes, pads and positions that come from the user: a wrong one makes it read or write outside of its
   memory, and the process is gone (seen with CumSum, Pad, Slice and Resize). ONNX Runtime checks them and returns an error.
 * ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
-* Neither library's Python binding passes arrays of 8-bit floats.
+* ONNX Runtime's Python binding passes neither bfloat16 arrays nor 8-bit floats, OpenVINO's no 8-bit floats.
 """
 
 from __future__ import annotations
 
 from optdnn.ir.graph import STRUCTURAL, Graph
-from optdnn.types import DTYPES
+from optdnn.types import BF16, DTYPES, DType, dtype_name
 
 _FP8 = frozenset({DTYPES["fp8_e4m3"], DTYPES["fp8_e5m2"]})
 _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
@@ -41,7 +41,7 @@ PARAMETERS: dict[str, tuple[int, ...]] = {
 def openvino_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for OpenVINO."""
     data = data_dependent(graph)
-    out = _eight_bit_floats(graph)
+    out = _touching(graph, _FP8)
     for op in graph.order():
         for slot in PARAMETERS.get(op.kind, ()):
             value = op.input(slot)
@@ -56,7 +56,7 @@ def onnxruntime_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for ONNX Runtime."""
     reason = "onnxruntime's MaxUnpool places values as if there were no output_shape"
     unpools = {op.id: reason for op in graph.of_kind("MaxUnpool") if op.input(2) is not None}
-    return {**_eight_bit_floats(graph), **unpools}
+    return {**_touching(graph, _FP8 | {BF16}), **unpools}
 
 
 def data_dependent(graph: Graph) -> set[int]:
@@ -70,10 +70,11 @@ def data_dependent(graph: Graph) -> set[int]:
     return found
 
 
-def _eight_bit_floats(graph: Graph) -> dict[int, str]:
+def _touching(graph: Graph, dtypes: frozenset[DType]) -> dict[int, str]:
+    """Each op that reads or writes one of the types."""
     out = {}
     for op in graph.order():
         types = {o.type.dtype for o in op.outputs} | {graph.type(v).dtype for v in op.inputs if v is not None}
-        if op.kind not in STRUCTURAL and types & _FP8:
-            out[op.id] = "the library's binding has no arrays of 8-bit floats"
+        if op.kind not in STRUCTURAL and types & dtypes:
+            out[op.id] = f"the library's binding has no {dtype_name(min(types & dtypes, key=str))} arrays"
     return out

@@ -94,6 +94,17 @@ def test_8_bit_floats_are_neithers(library):
     assert got["y"].tolist() == np.array([-1, 0.3, 448, 2]).astype(ml_dtypes.float8_e4m3fn).tolist()
 
 
+def test_bfloat16_is_not_onnxruntimes():
+    graph = Graph()
+    x = graph.add_input("x", tensor(DTYPES["bf16"], 4))
+    relu = graph.add("Relu", [x], names=["r"])
+    graph.add_output(relu.value, "y")
+    assert "no bf16 arrays" in onnxruntime_must_not(graph)[relu.id]
+    assert openvino_must_not(graph) == {}
+    built = build_verbose(export_model(graph).proto, BuildOptions(target="cpu", threads=1, tactics="onnxruntime"))
+    assert built.engine.run({"x": np.array([-1, 2, 3, 0], DTYPES["bf16"])})["y"].tolist() == [0, 2, 3, 0]
+
+
 def test_inputs_that_nothing_made_up_fits_leave_the_choice_untimed():
     """Reshape to a shape that only the user knows: no library is timed, and the engine is still right."""
     pytest.importorskip("onnxruntime")
