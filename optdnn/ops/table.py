@@ -7,6 +7,7 @@ from optdnn.ops import (
     binary,
     conv,
     create,
+    detect,
     fused,
     gather,
     gemm,
@@ -19,7 +20,9 @@ from optdnn.ops import (
     resize,
     rnn,
     shape,
+    signal,
     softmax,
+    sort,
     unary,
 )
 from optdnn.ops.base import FromOnnx, OpDef
@@ -43,6 +46,9 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "functions and activations": unary.DEFS,
     "attention": attention.DEFS,
     "quantization": quant.DEFS,
+    "selecting and ordering": sort.DEFS,
+    "detection and sampling": detect.DEFS,
+    "signals and transforms": signal.DEFS,
 }
 """Family -> its kinds."""
 

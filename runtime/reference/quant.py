@@ -19,10 +19,12 @@ from optdnn.types import FP32, FP64, INT32, Array, DType, is_float
 def along(v: Array, x: Array, axis: int, block_size: int) -> Array:
     """A scale or zero point as it meets ``x``: one number, one per entry of ``axis``, or one per block of it."""
     if v.size == 1 and v.ndim <= 1:
-        return v.reshape(())
+        return np.asarray(v.reshape(()))
     if block_size:
         return np.asarray(np.take(v, np.arange(x.shape[axis]) // block_size, axis))
-    return v.reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
+    shape = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)]
+    spread: Array = v.reshape(shape)
+    return spread
 
 
 def saturated(rounded: Array, zero_point: Array | float, dtype: DType) -> Array:

@@ -6,7 +6,9 @@ from optdnn.runtime.reference import (
     attention,
     binary,
     conv,
+    detect,
     gemm,
+    grid_sample,
     index,
     norm,
     pool,
@@ -15,7 +17,9 @@ from optdnn.runtime.reference import (
     resize,
     rnn,
     shape,
+    signal,
     softmax,
+    sort,
     unary,
 )
 from optdnn.runtime.reference.base import Kernel
@@ -24,7 +28,9 @@ KERNELS: dict[str, Kernel] = {
     **attention.KERNELS,
     **binary.KERNELS,
     **conv.KERNELS,
+    **detect.KERNELS,
     **gemm.KERNELS,
+    **grid_sample.KERNELS,
     **index.KERNELS,
     **norm.KERNELS,
     **pool.KERNELS,
@@ -33,6 +39,8 @@ KERNELS: dict[str, Kernel] = {
     **resize.KERNELS,
     **rnn.KERNELS,
     **shape.KERNELS,
+    **signal.KERNELS,
     **softmax.KERNELS,
+    **sort.KERNELS,
     **unary.KERNELS,
 }

@@ -1,0 +1,306 @@
+"""Operators of detectors: NonMaxSuppression, RoiAlign, MaxRoiPool, GridSample, DeformConv."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.errors import ShapeError
+from optdnn.ops.base import (
+    EXACT,
+    Attrs,
+    Call,
+    Cost,
+    Emit,
+    Export,
+    NodeSpec,
+    OpDef,
+    Ref,
+    Result,
+    Tol,
+    Unsupported,
+    promote_types,
+    read_attrs,
+    simple_import,
+)
+from optdnn.ops.checks import agree, elements, extent, require_rank, required
+from optdnn.ops.window import check_window, read_window
+from optdnn.runtime.reference.detect import KERNELS
+from optdnn.runtime.reference.grid_sample import KERNELS as GRID_KERNELS
+from optdnn.runtime.reference.window import output_sizes
+from optdnn.types import INT64, TensorType, is_float
+
+
+@dataclass(frozen=True)
+class NMSAttrs(Attrs):
+    """``center_point_box`` 0: two corners (y, x), (y, x); 1: centre and size (x, y, width, height)."""
+
+    center_point_box: int = 0
+
+
+@dataclass(frozen=True)
+class RoiAlignAttrs(Attrs):
+    """``sampling_ratio`` 0: as many samples as a bin has pixels.
+
+    ``coordinate_transformation_mode`` is "half_pixel" or "output_half_pixel", ``mode`` "avg" or "max".
+    """
+
+    output_height: int = 1
+    output_width: int = 1
+    sampling_ratio: int = 0
+    spatial_scale: float = 1.0
+    mode: str = "avg"
+    coordinate_transformation_mode: str = "half_pixel"
+
+
+@dataclass(frozen=True)
+class MaxRoiPoolAttrs(Attrs):
+    pooled_shape: tuple[int, ...]
+    spatial_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class GridSampleAttrs(Attrs):
+    """``mode``: linear, nearest or cubic; ``padding_mode``: zeros, border or reflection."""
+
+    mode: str = "linear"
+    padding_mode: str = "zeros"
+    align_corners: bool = False
+
+
+@dataclass(frozen=True)
+class DeformConvAttrs(Attrs):
+    strides: tuple[int, ...]
+    pads: tuple[int, ...]
+    dilations: tuple[int, ...]
+    group: int = 1
+    offset_group: int = 1
+
+
+# ---------------------------------------------------------------- inference
+
+
+def _infer_nms(call: Call) -> Result:
+    boxes, scores = call.type(0), call.type(1)
+    require_rank(boxes, 3, "NonMaxSuppression boxes")
+    require_rank(scores, 3, "NonMaxSuppression scores")
+    agree(boxes.dims[2], 4, f"NonMaxSuppression boxes {boxes} need four coordinates")
+    agree(boxes.dims[0], scores.dims[0], "NonMaxSuppression: the batches of boxes and scores differ")
+    agree(boxes.dims[1], scores.dims[2], "NonMaxSuppression: the numbers of boxes and scores differ")
+    if call.attrs.center_point_box not in (0, 1):
+        raise ShapeError(f"NonMaxSuppression center_point_box is {call.attrs.center_point_box}")
+    return Result((TensorType(INT64, (call.fresh("selected"), 3)),))
+
+
+def _regions(call: Call, columns: int) -> tuple[TensorType, TensorType]:
+    x, rois = call.type(0), call.type(1)
+    require_rank(x, 4, f"{call.kind} input")
+    require_rank(rois, 2, f"{call.kind} rois")
+    agree(rois.dims[1], columns, f"{call.kind} rois {rois} need {columns} columns")
+    promote_types((x, rois), call.kind)
+    return x, rois
+
+
+def _infer_roi_align(call: Call) -> Result:
+    a: RoiAlignAttrs = call.attrs
+    x, rois = _regions(call, 4)
+    indices = call.type(2)
+    require_rank(indices, 1, "RoiAlign batch_indices")
+    agree(indices.dims[0], rois.dims[0], "RoiAlign has one batch index per region")
+    if a.mode not in ("avg", "max"):
+        raise ShapeError(f"RoiAlign mode is {a.mode!r}; it must be avg or max")
+    if a.coordinate_transformation_mode not in ("half_pixel", "output_half_pixel"):
+        raise ShapeError(f"RoiAlign coordinate_transformation_mode is {a.coordinate_transformation_mode!r}")
+    if min(a.output_height, a.output_width) < 1 or a.sampling_ratio < 0:
+        raise ShapeError(f"RoiAlign to {a.output_height} x {a.output_width} with {a.sampling_ratio} samples")
+    return Result((x.with_shape((rois.dims[0], x.dims[1], a.output_height, a.output_width)),))
+
+
+def _infer_max_roi_pool(call: Call) -> Result:
+    x, rois = _regions(call, 5)
+    if len(call.attrs.pooled_shape) != 2 or min(call.attrs.pooled_shape) < 1:
+        raise ShapeError(f"MaxRoiPool pooled_shape is {call.attrs.pooled_shape}")
+    return Result((x.with_shape((rois.dims[0], x.dims[1], *call.attrs.pooled_shape)),))
+
+
+def _infer_grid_sample(call: Call) -> Result:
+    x, grid, a = call.type(0), call.type(1), call.attrs
+    rank = len(x.dims)
+    if rank < 3 or not is_float(grid.dtype):
+        raise ShapeError(f"GridSample of {x} at {grid}")
+    require_rank(grid, rank, f"GridSample grid for {x}")
+    agree(x.dims[0], grid.dims[0], "GridSample: the batches of the input and the grid differ")
+    agree(grid.dims[-1], rank - 2, f"GridSample grid {grid} needs a coordinate per spatial axis of {x}")
+    if a.mode not in ("linear", "nearest", "cubic") or a.padding_mode not in ("zeros", "border", "reflection"):
+        raise ShapeError(f"GridSample mode {a.mode!r} with padding {a.padding_mode!r}")
+    return Result((x.with_shape((*x.dims[:2], *grid.dims[1:-1])),))
+
+
+def _infer_deform_conv(call: Call) -> Result:
+    x, w, offset = (call.type(i) for i in range(3))
+    a: DeformConvAttrs = call.attrs
+    for t, name in ((x, "input"), (w, "weights"), (offset, "offset")):
+        require_rank(t, 4, f"DeformConv {name}")
+    promote_types((x, w, offset), "DeformConv")
+    check_window("DeformConv", 2, a.strides, a.pads, a.dilations)
+    m, per_group, *kernel = w.dims
+    agree(x.dims[1], per_group * a.group, f"DeformConv input {x} and weights {w} in {a.group} groups")
+    if isinstance(x.dims[1], int) and x.dims[1] % a.offset_group:
+        raise ShapeError(f"DeformConv: {a.offset_group} offset groups do not divide {x.dims[1]} channels")
+    taps = kernel[0] * kernel[1] * a.offset_group
+    sizes = output_sizes("NOTSET", a.pads, x.dims[2:], kernel, a.strides, a.dilations)
+    wanted = [(offset, taps * 2, "offset")]
+    if call.has(4):
+        require_rank(call.type(4), 4, "DeformConv mask")
+        wanted.append((call.type(4), taps, "mask"))
+    for t, channels, name in wanted:
+        for d, s in zip(t.dims, (x.dims[0], channels, *sizes), strict=True):
+            agree(d, s, f"DeformConv {name} {t} does not fit its input {x} and weights {w}")
+    if call.has(3):
+        require_rank(call.type(3), 1, "DeformConv bias")
+        agree(call.type(3).dims[0], m, "DeformConv bias length and output channels differ")
+    return Result((x.with_shape((x.dims[0], m, *sizes)),))
+
+
+# ---------------------------------------------------------------- import and export
+
+
+def _import_roi_align(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    default = "half_pixel" if node.opset >= 16 else "output_half_pixel"
+    attrs = RoiAlignAttrs(
+        int(node.get("output_height", 1)),
+        int(node.get("output_width", 1)),
+        int(node.get("sampling_ratio", 0)),
+        float(node.get("spatial_scale", 1.0)),
+        str(node.get("mode", "avg")),
+        str(node.get("coordinate_transformation_mode", default)),
+    )
+    return e.op("RoiAlign", node.inputs, attrs)
+
+
+def _export_roi_align(a: RoiAlignAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    fields: dict[str, Any] = {
+        "output_height": a.output_height,
+        "output_width": a.output_width,
+        "sampling_ratio": a.sampling_ratio,
+        "spatial_scale": a.spatial_scale,
+        "mode": a.mode,
+    }
+    if e.opset >= 16:
+        fields["coordinate_transformation_mode"] = a.coordinate_transformation_mode
+    elif a.coordinate_transformation_mode != "output_half_pixel":
+        raise Unsupported("coordinate_transformation_mode half_pixel needs opset 16")
+    return e.node("RoiAlign", inputs, **fields)
+
+
+_OLD_MODES = {"bilinear": "linear", "bicubic": "cubic"}
+
+
+def _import_grid_sample(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    mode = str(node.get("mode", "linear"))
+    attrs = GridSampleAttrs(
+        _OLD_MODES.get(mode, mode), str(node.get("padding_mode", "zeros")), bool(node.get("align_corners", 0))
+    )
+    return e.op("GridSample", node.inputs, attrs)
+
+
+def _export_grid_sample(a: GridSampleAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    mode = a.mode
+    if e.opset < 20:
+        mode = {new: old for old, new in _OLD_MODES.items()}.get(mode, mode)
+        if len(e.type(inputs[0]).dims) != 4:
+            raise Unsupported("GridSample of other than 4 dimensions needs opset 20")
+    return e.node("GridSample", inputs, mode=mode, padding_mode=a.padding_mode, align_corners=int(a.align_corners))
+
+
+def _import_deform_conv(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    x, w = e.type(node.inputs[0]), e.type(node.inputs[1])
+    if len(x.dims) != 4 or len(w.dims) != 4:
+        raise Unsupported(f"DeformConv of {x}; only two spatial dimensions are supported")
+    win = read_window(node, 2, x.dims[2:], w.dims[2:])
+    attrs = DeformConvAttrs(
+        win.strides, win.pads, win.dilations, int(node.get("group", 1)), int(node.get("offset_group", 1))
+    )
+    return e.op("DeformConv", node.inputs, attrs)
+
+
+def _import_max_roi_pool(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    shape = tuple(int(v) for v in required(node, "pooled_shape"))
+    return e.op("MaxRoiPool", node.inputs, MaxRoiPoolAttrs(shape, float(node.get("spatial_scale", 1.0))))
+
+
+# ---------------------------------------------------------------- definitions
+
+
+def _cost_nms(call: Call, result: Result) -> Cost:
+    """Overlaps of every pair, as a bound."""
+    boxes = extent(call.type(0).dims[1])
+    return Cost(10 * boxes * boxes * extent(*call.type(1).dims[:2]))
+
+
+def _cost_roi_align(call: Call, result: Result) -> Cost:
+    return Cost(8 * max(1, call.attrs.sampling_ratio) ** 2 * elements(result.types[0]))
+
+
+def _cost_grid_sample(call: Call, result: Result) -> Cost:
+    taps = {"nearest": 1, "linear": 2, "cubic": 4}[call.attrs.mode] ** (len(call.type(0).dims) - 2)
+    return Cost(2 * taps * elements(result.types[0]))
+
+
+def _cost_deform_conv(call: Call, result: Result) -> Cost:
+    w = call.type(1).dims
+    columns = extent(call.type(0).dims[1], *w[2:], *result.types[0].dims[2:], result.types[0].dims[0])
+    return Cost(2 * elements(result.types[0]) * extent(*w[1:]) + 8 * columns)
+
+
+_TOL = Tol(rtol=1e-5, atol=3e-6)
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef(
+        kind="NonMaxSuppression",
+        infer=_infer_nms,
+        kernel=KERNELS["NonMaxSuppression"],
+        attrs=NMSAttrs,
+        onnx={"NonMaxSuppression": simple_import("NonMaxSuppression", read_attrs(NMSAttrs))},
+        cost=_cost_nms,
+        tol=EXACT,
+    ),
+    OpDef(
+        kind="RoiAlign",
+        infer=_infer_roi_align,
+        kernel=KERNELS["RoiAlign"],
+        attrs=RoiAlignAttrs,
+        onnx={"RoiAlign": _import_roi_align},
+        to_onnx=_export_roi_align,
+        cost=_cost_roi_align,
+        tol=Tol(rtol=1e-4, atol=1e-5),
+    ),
+    OpDef(
+        kind="MaxRoiPool",
+        infer=_infer_max_roi_pool,
+        kernel=KERNELS["MaxRoiPool"],
+        attrs=MaxRoiPoolAttrs,
+        onnx={"MaxRoiPool": _import_max_roi_pool},
+        tol=EXACT,
+    ),
+    OpDef(
+        kind="GridSample",
+        infer=_infer_grid_sample,
+        kernel=GRID_KERNELS["GridSample"],
+        attrs=GridSampleAttrs,
+        onnx={"GridSample": _import_grid_sample},
+        to_onnx=_export_grid_sample,
+        cost=_cost_grid_sample,
+        tol=_TOL,
+    ),
+    OpDef(
+        kind="DeformConv",
+        infer=_infer_deform_conv,
+        kernel=KERNELS["DeformConv"],
+        attrs=DeformConvAttrs,
+        onnx={"DeformConv": _import_deform_conv},
+        cost=_cost_deform_conv,
+        tol=_TOL,
+    ),
+)

@@ -1,0 +1,203 @@
+"""Selecting and ordering: TopK, NonZero, Unique, Compress, ReverseSequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from optdnn.dim import DimLike, bounds
+from optdnn.errors import ShapeError
+from optdnn.ops.base import (
+    EXACT,
+    Attrs,
+    Call,
+    Emit,
+    Export,
+    NodeSpec,
+    OpDef,
+    Ref,
+    Result,
+    Traits,
+    Unsupported,
+    normalized_axis,
+    read_attrs,
+    simple_import,
+)
+from optdnn.ops.checks import agree, per_element, require_rank, required
+from optdnn.ops.values import require_ints
+from optdnn.runtime.reference.sort import KERNELS
+from optdnn.types import INT64, TensorType, normalize_axis
+
+
+@dataclass(frozen=True)
+class TopKAttrs(Attrs):
+    """The values come sorted whatever ``sorted`` says, as in ONNX Runtime the first of equal ones first."""
+
+    axis: int = -1
+    largest: bool = True
+    sorted: bool = True
+
+
+@dataclass(frozen=True)
+class UniqueAttrs(Attrs):
+    """``axis`` None: of the flattened input. Unsorted values come in order of appearance."""
+
+    axis: int | None = None
+    sorted: bool = True
+
+
+@dataclass(frozen=True)
+class CompressAttrs(Attrs):
+    """``axis`` None: of the flattened input."""
+
+    axis: int | None = None
+
+
+@dataclass(frozen=True)
+class ReverseSequenceAttrs(Attrs):
+    batch_axis: int = 1
+    time_axis: int = 0
+
+
+def _infer_top_k(call: Call) -> Result:
+    x = call.type(0)
+    axis = normalize_axis(call.attrs.axis, len(x.dims), "TopK axis")
+    require_ints(call, 1)
+    given = call.ints(1)
+    k: DimLike = call.fresh("top_k") if not given else given[0]
+    if bounds(k)[1] < 0 or bounds(k - x.dims[axis])[0] > 0:
+        raise ShapeError(f"TopK of {k} values along axis {axis} of {x}")
+    shape = (*x.dims[:axis], k, *x.dims[axis + 1 :])
+    return Result((x.with_shape(shape), TensorType(INT64, shape))[: call.n_outputs])
+
+
+def _import_top_k(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    attrs = TopKAttrs(normalized_axis(node, e, -1), bool(node.get("largest", 1)), bool(node.get("sorted", 1)))
+    k: Any = node.input(1) if node.opset >= 10 else np.array([int(required(node, "k"))])
+    return e.op("TopK", [node.inputs[0], k], attrs, outputs=len(node.outputs))
+
+
+def _export_top_k(a: TopKAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    fields: dict[str, Any] = {"axis": a.axis}
+    if e.opset >= 11:
+        fields |= {"largest": int(a.largest), "sorted": int(a.sorted)}
+    elif not a.largest:
+        raise Unsupported("the smallest values need opset 11")
+    if e.opset >= 10:
+        return e.node("TopK", inputs, 2, **fields)[:n_outputs]
+    k = e.value(inputs[1])
+    if k is None:
+        raise Unsupported("k that is not known needs opset 10")
+    return e.node("TopK", inputs[:1], 2, **fields, k=int(k.reshape(-1)[0]))[:n_outputs]
+
+
+def _infer_non_zero(call: Call) -> Result:
+    return Result((TensorType(INT64, (len(call.type(0).dims), call.fresh("nonzero"))),))
+
+
+def _infer_unique(call: Call) -> Result:
+    x, axis = call.type(0), call.attrs.axis
+    n = call.fresh("unique")
+    whole: DimLike = x.size
+    shape: tuple[DimLike, ...] = (n,)
+    if axis is not None:
+        axis = normalize_axis(axis, len(x.dims), "Unique axis")
+        whole = x.dims[axis]
+        shape = (*x.dims[:axis], n, *x.dims[axis + 1 :])
+    one = TensorType(INT64, (n,))
+    return Result((x.with_shape(shape), one, one.with_shape((whole,)), one)[: call.n_outputs])
+
+
+def _infer_compress(call: Call) -> Result:
+    x, condition, axis = call.type(0), call.type(1), call.attrs.axis
+    require_rank(condition, 1, "Compress condition")
+    if condition.dtype.kind != "b":
+        raise ShapeError(f"Compress condition is {condition}; it must be bool")
+    axis = None if axis is None else normalize_axis(axis, len(x.dims), "Compress axis")
+    whole: DimLike = x.size if axis is None else x.dims[axis]
+    if bounds(condition.dims[0] - whole)[0] > 0:
+        raise ShapeError(f"Compress condition {condition} is longer than the {whole} slices of {x}")
+    value = call.value(1)
+    n: DimLike = call.fresh("compressed") if value is None or value.dtype == object else int(np.count_nonzero(value))
+    return Result((x.with_shape((n,) if axis is None else (*x.dims[:axis], n, *x.dims[axis + 1 :])),))
+
+
+def _infer_reverse(call: Call) -> Result:
+    x, lengths, a = call.type(0), call.type(1), call.attrs
+    if sorted((a.batch_axis, a.time_axis)) != [0, 1] or len(x.dims) < 2:
+        raise ShapeError(f"ReverseSequence of {x}: time and batch must be its first two axes")
+    require_rank(lengths, 1, "ReverseSequence sequence_lens")
+    require_ints(call, 1)
+    agree(lengths.dims[0], x.dims[a.batch_axis], "ReverseSequence has one length per sample")
+    return Result((x,))
+
+
+def _export_shape_bound(kind: str, since: int) -> Any:
+    def to_onnx(a: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+        if e.opset < since:
+            raise Unsupported(f"{kind} needs opset {since}")
+        fields = {k: int(v) for k, v in vars(a).items() if v is not None}
+        return e.node(kind, inputs, n_outputs, **fields)  # type: ignore[arg-type]
+
+    return to_onnx
+
+
+def _axis_attrs(cls: Any) -> Any:
+    return simple_import(cls.__name__.removesuffix("Attrs"), read_attrs(cls))
+
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef(
+        kind="TopK",
+        infer=_infer_top_k,
+        kernel=KERNELS["TopK"],
+        attrs=TopKAttrs,
+        onnx={"TopK": _import_top_k},
+        to_onnx=_export_top_k,
+        cost=per_element(10),
+        tol=EXACT,
+    ),
+    OpDef(
+        kind="NonZero",
+        infer=_infer_non_zero,
+        kernel=KERNELS["NonZero"],
+        onnx={"NonZero": simple_import("NonZero")},
+        cost=per_element(1),
+        tol=EXACT,
+    ),
+    OpDef(
+        kind="Unique",
+        infer=_infer_unique,
+        kernel=KERNELS["Unique"],
+        attrs=UniqueAttrs,
+        onnx={"Unique": _axis_attrs(UniqueAttrs)},
+        to_onnx=_export_shape_bound("Unique", 11),
+        cost=per_element(10),
+        tol=EXACT,
+    ),
+    OpDef(
+        kind="Compress",
+        infer=_infer_compress,
+        kernel=KERNELS["Compress"],
+        attrs=CompressAttrs,
+        onnx={"Compress": _axis_attrs(CompressAttrs)},
+        to_onnx=_export_shape_bound("Compress", 9),
+        cost=per_element(1),
+        tol=EXACT,
+        traits=Traits(movement=True),
+    ),
+    OpDef(
+        kind="ReverseSequence",
+        infer=_infer_reverse,
+        kernel=KERNELS["ReverseSequence"],
+        attrs=ReverseSequenceAttrs,
+        onnx={"ReverseSequence": _axis_attrs(ReverseSequenceAttrs)},
+        to_onnx=_export_shape_bound("ReverseSequence", 10),
+        cost=per_element(1),
+        tol=EXACT,
+        traits=Traits(movement=True),
+    ),
+)

@@ -1,0 +1,194 @@
+"""NonMaxSuppression, RoiAlign, MaxRoiPool, GridSample, DeformConv against ONNX Runtime; refusals."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from onenode import Case, check_case, check_export, import_case, normal, onnxruntime_outputs, op_flops, run
+
+from optdnn.errors import ShapeError, UnsupportedError
+from optdnn.ir.export_onnx import export_model
+from optdnn.ops.base import Unsupported
+from optdnn.types import Array
+
+F = np.float32
+
+
+def boxes(n: int, count: int, seed: int = 0) -> Array:
+    rng = np.random.default_rng(seed)
+    low, size = rng.uniform(0, 10, (n, count, 2)), rng.uniform(1, 5, (n, count, 2))
+    return np.concatenate([low, low + size], -1).astype(F)
+
+
+def nms(limit: int | None, iou: float | None, score: float | None, **attrs: Any) -> Case:
+    rng = np.random.default_rng(5)
+    b, s = boxes(2, 40), (rng.integers(0, 20, (2, 3, 40)) / 20).astype(F)  # equal scores among them
+    operands: list[Array | None] = [b, s, None if limit is None else np.array([limit])]
+    operands += [None if v is None else np.array([v], F) for v in (iou, score)]
+    while operands[-1] is None:
+        operands.pop()
+    return Case("NonMaxSuppression", operands, attrs, 11)
+
+
+@pytest.mark.parametrize("centre", [0, 1])
+@pytest.mark.parametrize(
+    ("limit", "iou", "score"),
+    [
+        (5, 0.5, 0.2),
+        (100, 0.3, None),
+        (100, 0.0, 0.5),
+        (3, None, None),
+        (100, 1.0, None),
+        (0, 0.5, 0.1),
+        (None, None, None),
+    ],
+)
+def test_non_max_suppression(centre: int, limit: int | None, iou: float | None, score: float | None) -> None:
+    case = nms(limit, iou, score, center_point_box=centre)
+    (expected,) = onnxruntime_outputs(case)
+    (got,) = run(import_case(case), case.fed)
+    np.testing.assert_array_equal(got, expected)
+    assert got.dtype == np.int64
+    check_export(case, 21)
+
+
+def test_corners_in_any_order_and_boxes_without_area() -> None:
+    case = nms(100, 0.4, None)
+    b = case.inputs[0]
+    assert b is not None
+    b[:, ::2] = b[:, ::2][..., [2, 3, 0, 1]]
+    b[:, 1::7, 2:] = b[:, 1::7, :2]
+    np.testing.assert_array_equal(run(import_case(case), case.fed)[0], onnxruntime_outputs(case)[0])
+
+
+# ---------------------------------------------------------------- regions
+
+
+ROIS = np.array([[1, 1, 8, 6], [0, 0, 3.3, 9.7], [-4, -4, 2, 2], [7, 5, 30, 40], [3, 3, 3, 3], [5.5, 2.25, 6, 2.5]], F)
+
+
+@pytest.mark.parametrize("mode", ["avg", "max"])
+@pytest.mark.parametrize("ratio", [0, 1, 3])
+@pytest.mark.parametrize(("transform", "opset"), [("half_pixel", 16), ("output_half_pixel", 16), (None, 10)])
+def test_roi_align(mode: str, ratio: int, transform: str | None, opset: int) -> None:
+    attrs = {"output_height": 3, "output_width": 2, "sampling_ratio": ratio, "spatial_scale": 0.75, "mode": mode}
+    attrs |= {} if transform is None else {"coordinate_transformation_mode": transform}
+    case = Case("RoiAlign", [normal(2, 3, 9, 8), ROIS, np.array([0, 1, 1, 0, 1, 0])], attrs, opset)
+    check_case(case, symbolic={0: (0, 2, 3)})
+    check_export(case, 21)
+
+
+def test_roi_align_of_a_single_row() -> None:
+    attrs = {"output_height": 2, "output_width": 2, "sampling_ratio": 2}
+    check_case(Case("RoiAlign", [normal(1, 2, 1, 9), ROIS, np.zeros(6, np.int64)], attrs, 16))
+
+
+def test_max_roi_pool() -> None:
+    rois = np.concatenate([np.array([[0, 1, 1, 0, 1, 0]], F).T, ROIS], 1)
+    case = Case("MaxRoiPool", [normal(2, 3, 9, 8), rois], {"pooled_shape": [3, 2], "spatial_scale": 0.75}, 1)
+    check_case(case)
+    check_export(case, 21)
+
+
+# ---------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize(
+    ("mode", "padding", "align"),
+    list(product(["linear", "nearest", "cubic"], ["zeros", "border", "reflection"], [0, 1])),
+)
+def test_grid_sample(mode: str, padding: str, align: int) -> None:
+    grid = np.random.default_rng(1).uniform(-1.6, 1.6, (2, 6, 7, 2)).astype(F)
+    attrs = {"mode": mode, "padding_mode": padding, "align_corners": align}
+    case = Case("GridSample", [normal(2, 3, 5, 4), grid], attrs, 20)
+    check_case(case, symbolic={0: (1, 2), 1: (1, 2)})
+    old = Case(
+        "GridSample", case.inputs, {**attrs, "mode": {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)}, 16
+    )
+    check_case(old)
+    check_export(case, 16)
+    check_export(case, 21)
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+def test_grid_sample_of_volumes(mode: str, padding: str) -> None:
+    grid = np.random.default_rng(1).uniform(-1.3, 1.3, (2, 4, 5, 6, 3)).astype(F)
+    case = Case("GridSample", [normal(2, 3, 5, 4, 3), grid], {"mode": mode, "padding_mode": padding}, 20)
+    check_case(case)
+    with pytest.raises(UnsupportedError, match="needs opset 20"):
+        export_model(import_case(case), 19)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("offset_group", [1, 2])
+@pytest.mark.parametrize(("bias", "mask"), [(False, False), (True, True)])
+def test_deform_conv(group: int, offset_group: int, bias: bool, mask: bool) -> None:
+    x, w = normal(2, 4, 8, 7), normal(6, 4 // group, 3, 2, seed=1)
+    attrs = {"group": group, "offset_group": offset_group, "strides": [2, 1], "pads": [1, 0, 1, 1], "dilations": [1, 2]}
+    oh, ow = (8 + 2 - 3) // 2 + 1, 7 + 1 - 3 + 1
+    operands: list[Array | None] = [x, w, normal(2, offset_group * 12, oh, ow, seed=2) * F(1.5)]
+    operands += [normal(6, seed=3) if bias else None, normal(2, offset_group * 6, oh, ow, seed=4) if mask else None]
+    while operands[-1] is None:
+        operands.pop()
+    case = Case("DeformConv", operands, attrs, 19)
+    check_case(case)
+    check_export(case, 21)
+
+
+def test_costs() -> None:
+    graph = import_case(Case("GridSample", [normal(2, 3, 5, 4), normal(2, 6, 7, 2)], {}, 20))
+    assert op_flops(graph, graph.of_kind("GridSample")[0]) == 2 * 4 * 2 * 3 * 6 * 7
+    graph = import_case(nms(5, 0.5, None))
+    assert op_flops(graph, graph.of_kind("NonMaxSuppression")[0]) == 10 * 40 * 40 * 6
+
+
+X = normal(2, 3, 9, 8)
+ONES = np.ones(6, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case("NonMaxSuppression", [boxes(2, 5), normal(2, 3, 6)], {}, 11), "numbers of boxes and scores"),
+        (Case("NonMaxSuppression", [boxes(1, 5), normal(2, 3, 5)], {}, 11), "batches of boxes and scores"),
+        (Case("NonMaxSuppression", [boxes(2, 5)[..., :3], normal(2, 3, 5)], {}, 11), "four coordinates"),
+        (
+            Case("NonMaxSuppression", [boxes(2, 5), normal(2, 3, 5)], {"center_point_box": 2}, 11),
+            "center_point_box is 2",
+        ),
+        (Case("RoiAlign", [X, ROIS[:, :3], ONES], {}, 16), "need 4 columns"),
+        (Case("RoiAlign", [X, ROIS, ONES[:5]], {}, 16), "one batch index per region"),
+        (Case("RoiAlign", [X, ROIS, ONES], {"mode": "sum"}, 16), "mode is 'sum'"),
+        (Case("RoiAlign", [X, ROIS, ONES], {"output_height": 0}, 16), "RoiAlign to 0 x 1"),
+        (
+            Case("RoiAlign", [X, ROIS, ONES], {"coordinate_transformation_mode": "x"}, 16),
+            "coordinate_transformation_mode",
+        ),
+        (Case("MaxRoiPool", [X, ROIS], {"pooled_shape": [2, 2]}, 22), "need 5 columns"),
+        (Case("MaxRoiPool", [X, normal(6, 5)], {"pooled_shape": [2]}, 22), "pooled_shape"),
+        (Case("GridSample", [X, normal(2, 4, 4, 3)], {}, 20), "a coordinate per spatial axis"),
+        (Case("GridSample", [X, normal(1, 4, 4, 2)], {}, 20), "batches"),
+        (Case("GridSample", [X, normal(2, 4, 4, 2)], {"mode": "quintic"}, 20), "quintic"),
+        (Case("DeformConv", [X, normal(4, 3, 3, 3), normal(2, 17, 7, 6)], {}, 19), "offset .* does not fit"),
+        (Case("DeformConv", [X, normal(4, 2, 3, 3), normal(2, 18, 7, 6)], {}, 19), "in 1 groups"),
+        (Case("DeformConv", [X, normal(4, 3, 3, 3), normal(2, 36, 7, 6)], {"offset_group": 2}, 19), "do not divide 3"),
+    ],
+)
+def test_operands_that_contradict(case: Case, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        import_case(case)
+
+
+def test_deform_conv_of_other_ranks_is_refused() -> None:
+    with pytest.raises(Unsupported, match="two spatial dimensions"):
+        import_case(Case("DeformConv", [normal(2, 3, 9), normal(4, 3, 3), normal(2, 3, 7)], {}, 19))
+
+
+def test_roi_align_below_opset_16() -> None:
+    graph = import_case(Case("RoiAlign", [X, ROIS, ONES], {}, 16))
+    with pytest.raises(UnsupportedError, match="half_pixel needs opset 16"):
+        export_model(graph, 15)
