@@ -119,7 +119,5 @@ def load(
     """
     from optdnn.runtime.format import read
 
-    options = LoadOptions(
-        threads, simulate=simulate, trust_cubins=trust_cubins and not recompile, recompile=recompile
-    )
+    options = LoadOptions(threads, simulate=simulate, trust_cubins=trust_cubins and not recompile, recompile=recompile)
     return Engine(read(path, verify=verify, mmap=mmap), options=options)

@@ -81,7 +81,7 @@ def grid_sample(
             at = axis.position(grid[i, ..., rank - 1 - k].astype(x.dtype, copy=False))
             if mode == "nearest":
                 at = np.rint(at)
-            neighbours.append([(*axis.index(p), w) for p, w in _taps(axis.inside(at), mode)])
+            neighbours.append([(*axis.index(p), w) for p, w in _taps(axis.inside(at, mode), mode)])
         for choice in itertools.product(*neighbours):
             weight = np.ones(out, x.dtype)
             for _, found, w in choice:

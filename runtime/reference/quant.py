@@ -19,19 +19,18 @@ from optdnn.types import FP32, FP64, INT32, Array, DType, is_float
 def along(v: Array, x: Array, axis: int, block_size: int) -> Array:
     """A scale or zero point as it meets ``x``: one number, one per entry of ``axis``, or one per block of it."""
     if v.size == 1 and v.ndim <= 1:
-        return np.asarray(v.reshape(()))
+        return v.reshape(())
     if block_size:
         return np.asarray(np.take(v, np.arange(x.shape[axis]) // block_size, axis))
-    shape = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)]
-    spread: Array = v.reshape(shape)
-    return spread
+    return v.reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
 
 
 def saturated(rounded: Array, zero_point: Array | float, dtype: DType) -> Array:
     """Whole numbers plus the zero point, bounded by the integer type (NaN becomes 0)."""
     info = np.iinfo(dtype)
     wide = np.nan_to_num(rounded.astype(FP64, copy=False), nan=0.0, posinf=np.inf, neginf=-np.inf)
-    return np.clip(wide + zero_point, info.min, info.max).astype(dtype)
+    bounded: Array = np.clip(wide + zero_point, info.min, info.max)
+    return bounded.astype(dtype)
 
 
 def quantize_linear(
