@@ -25,6 +25,7 @@ from optdnn.runtime.accuracy import errors_between
 from optdnn.runtime.candidates import Candidate
 from optdnn.runtime.engine import Engine, load
 from optdnn.runtime.feeds import random_feeds
+from optdnn.runtime.format import read
 from optdnn.runtime.machine import usable_cores
 from optdnn.runtime.program import Plain
 from optdnn.runtime.race import Race, race
@@ -230,8 +231,10 @@ def compare(
 
     ``baseline`` (default: the first rival) is what speedups are over; ``error_reference`` is a candidate's name, or
     "reference" for the model evaluated in NumPy in float64 (the default where the model is at hand). ``duration`` is seconds
-    per candidate over all ``rounds``. Raises InputError for inputs that do not fit, UsageError for names that do not exist. ``look_inside`` finds where the numbers part, node by node (see
+    per candidate over all ``rounds``. ``look_inside`` finds where the numbers part, node by node (see
     :mod:`optdnn.divergence`), and which node is the first beyond ``tolerance``.
+
+    Raises InputError for inputs that do not fit, UsageError for names that do not exist.
     """
     feeds = dict(given or {})
     missing = [s for s in subject.inputs if s.name not in feeds]
@@ -240,8 +243,8 @@ def compare(
     signature.sizes(signature.arrays(feeds))
     other = random_feeds(subject.inputs, seed=seed + 1, sizes=_sizes_of(subject.inputs, feeds))
     feeds_from = "files" if not missing else f"random, seed {seed}" + (", and files" if given else "")
-    if look_inside and subject.original is None:
-        raise UsageError("to look inside, the ONNX model that the engine was built from is needed", hint="--model FILE")
+    if look_inside:
+        _check_look(subject)
     with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
         field_ = candidates(against, subject, Path(folder), say)
         names = [c.name for c in field_]
@@ -266,6 +269,17 @@ def compare(
     if look_inside:
         result.findings = look(subject, feeds, tolerance, say)
     return result
+
+
+def _check_look(subject: Subject) -> None:
+    if subject.original is None:
+        raise UsageError("to look inside, the ONNX model that the engine was built from is needed", hint="--model FILE")
+    target = read(subject.engine, verify=False).target
+    if target not in ("cpu", "reference"):
+        raise UsageError(
+            f"--layers and --bisect look into engines for cpu and reference, not for {target}",
+            hint="look into the same model with --target cpu: what its passes do is alike",
+        )
 
 
 def _sizes_of(inputs: Sequence[TensorSpec], feeds: Mapping[str, Array]) -> dict[str, int]:
@@ -308,13 +322,13 @@ def look(subject: Subject, feeds: Mapping[str, Array], tolerance: float | None, 
 
 def runner(engine: Engine, options: BuildOptions) -> Callable[[Graph], Engine]:
     """How to make an engine of another graph in the way this one was made: same target, library, threads, precision."""
-    tactic: Any = engine.meta.get("tactic")
-    if tactic is None:
+    if engine.target == "reference":
         from optdnn.lower import lower_reference
 
         return lambda graph: Engine(lower_reference(graph, {}))
     from optdnn.tactics.cpu import compile_with
 
+    tactic: Any = engine.meta["tactic"]
     threads = options.threads or tactic["threads"]
     return lambda graph: compile_with(graph, tactic["library"], engine.precision, threads)
 

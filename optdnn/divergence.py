@@ -24,7 +24,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Plain
 from optdnn.types import Array, TensorType, is_float
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 1e-1}
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-1}
 """Largest error of a value, over its largest magnitude, that its precision explains in a network of usual depth."""
 CHUNK_BYTES = 1 << 30
 """Values are exposed and kept in groups of about this size."""

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from support.cli import Cli, Result
 from support.onnxnet import save_convnet
 
 import optdnn
 from optdnn.cli.main import run
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Cli = Callable[..., Result]
 
 
 @pytest.fixture

@@ -12,11 +12,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support.cli import Cli
 from support.onnxnet import convnet, save_convnet
 
 from optdnn.runtime.format import MAGIC, read, write
-
-from conftest import Cli  # type: ignore[import-not-found]  # isort: skip
 
 MODEL, UNSUPPORTED, ENGINE, RUN, OUTPUT, USAGE = 3, 4, 5, 6, 9, 2
 Attrs = dict[str, Any]

@@ -14,13 +14,12 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from support.cli import Cli
 from support.onnxnet import convnet, save_convnet
 
 import optdnn
 from optdnn.cli.main import COMMANDS
 from optdnn.errors import EXIT_CODES
-
-from conftest import Cli  # type: ignore[import-not-found]  # isort: skip
 
 ROOT = Path(__file__).parents[2]
 libraries = pytest.mark.usefixtures("_libraries")

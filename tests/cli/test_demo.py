@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from support.cli import Cli
 from support.onnxnet import save_convnet
 
 import optdnn
@@ -19,8 +20,6 @@ import optdnn.models
 from optdnn.cli import demo
 from optdnn.cli.main import run
 from optdnn.models import zoo
-
-from conftest import Cli  # type: ignore[import-not-found]  # isort: skip
 
 Facts = dict[str, Any]
 

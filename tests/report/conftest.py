@@ -6,13 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from support.onnxnet import save_convnet
-
-HOSTILE = {
-    "conv1": "<script>document.title='owned'</script>",
-    "relu2": '"><img src=x onerror="document.title=\'owned\'">',
-    "head": "a|b`*_[x](javascript:1) </summary></td> & \x1b[31m",
-}
+from support.onnxnet import HOSTILE, save_convnet
 
 
 @pytest.fixture(scope="session")

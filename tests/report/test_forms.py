@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.onnxnet import HOSTILE
 
 import optdnn.report.html
 from optdnn.errors import MissingDependency, OutputError
 from optdnn.report import check_outputs, problems, sentences, speedup_text, to_html, to_json, to_markdown, write_reports
-
-from conftest import HOSTILE  # type: ignore[import-not-found]  # isort: skip
 
 
 class Page(HTMLParser):

@@ -10,6 +10,14 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 
+HOSTILE = {
+    "conv1": "<script>document.title='owned'</script>",
+    "relu2": '"><img src=x onerror="document.title=\'owned\'">',
+    "head": "a|b`*_[x](javascript:1) </summary></td> & \x1b[31m",
+}
+"""Node names that mean something to HTML, to Markdown and to terminals."""
+
+
 def convnet(*, batch: int | str = 1, names: dict[str, str] | None = None, channels: int = 8) -> onnx.ModelProto:
     """Input "x" (batch, 3, 8, 8), output "y" (batch, 5). ``names`` renames nodes (keys: conv1, bn1, relu1, …)."""
     rng = np.random.default_rng(0)
