@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from optdnn.cli.common import build_options, make_options, print_json, progress, stdout, table
+from optdnn.cli.common import build_options, make_options, print_json, progress, refuse_engine, stdout, table
 from optdnn.errors import UsageError
 
 
@@ -45,6 +45,7 @@ def command(
     from optdnn.compiler import build_verbose, write_report
 
     chosen = replace(make_options(ctx, **options), dump=dump, stop_after=stop_after, emit_onnx=emit_onnx)
+    refuse_engine(model)
     output = output or model.with_suffix(".engine")
     _check_outputs(model, output, emit_onnx)
     with progress(f"build {model.name}") as say:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from optdnn.cli.common import build_options, make_options, print_json, stdout, table
+from optdnn.cli.common import build_options, make_options, print_json, refuse_engine, stdout, table
 
 
 @click.command("check")
@@ -20,6 +20,7 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
     from optdnn.compiler import optimize, resolve_target
     from optdnn.importers.onnx import import_model
 
+    refuse_engine(model)
     chosen = make_options(ctx, **options)
     target = resolve_target(chosen.target)
     graph = import_model(model, shapes=chosen.shapes)

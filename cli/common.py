@@ -152,6 +152,12 @@ def table(
     return out
 
 
+def refuse_engine(path: Path) -> None:
+    """Raise UsageError for an engine where a model is wanted."""
+    if is_engine(path):
+        raise UsageError(f"{path} is an engine already", hint=f"optdnn run {path}, or optdnn inspect {path}")
+
+
 def is_engine(path: Path) -> bool:
     """True for a file that starts as an engine does. Raises UsageError where it cannot be read."""
     from optdnn.runtime.format import MAGIC

@@ -35,7 +35,7 @@ SHOWN_LAYERS = 20
     "--against",
     multiple=True,
     metavar="A,B,…",
-    help="onnxruntime, openvino[:bf16], reference, or engine files.  [default: onnxruntime,openvino]",
+    help="onnxruntime, openvino[:bf16], reference, or engine files.  [default: the installed libraries]",
 )
 @click.option("--model", type=click.Path(path_type=Path, dir_okay=False), help="The model that ENGINE was built from.")
 @build_options
@@ -95,10 +95,10 @@ def command(
     A MODEL is built first. Each candidate lives in a process of its own and they take turns, with the same number of
     threads. For an ENGINE the rivals need --model FILE.
     """
-    from optdnn.comparison import Subject, build_subject, check_rivals, compare, load_subject
+    from optdnn.comparison import Subject, build_subject, check_rivals, compare, installed, load_subject
     from optdnn.report import check_outputs, write_reports
 
-    names = [n for text in against or ("onnxruntime,openvino",) for n in text.split(",") if n]
+    names = [n for text in against for n in text.split(",") if n] if against else installed()
     engine = is_engine(file)
     if engine:
         _refuse_build_options(ctx)

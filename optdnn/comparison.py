@@ -156,6 +156,14 @@ def specs(graph: Graph) -> tuple[TensorSpec, ...]:
 # ---------------------------------------------------------------- the others
 
 
+def installed() -> list[str]:
+    """The rival libraries that are installed. Raises MissingDependency where there is none."""
+    found = [name for name in LIBRARIES if find_spec(name) is not None]
+    if not found:
+        raise MissingDependency(" or ".join(LIBRARIES), "cpu", "to compare with it")
+    return found
+
+
 def check_rivals(names: Sequence[str], *, has_model: bool) -> None:
     """Refuse, before any work, what could not take part.
 

@@ -414,6 +414,15 @@ def test_a_build_that_fails_leaves_the_old_engine(cli: Cli, tmp_path: Path) -> N
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.engine", "m.engine.report.json", "m.onnx"]
 
 
+def test_an_engine_is_not_built_again(cli: Cli, engine: Path) -> None:
+    before = engine.read_bytes()
+    for command in ("build", "check"):
+        code, out, err = cli(command, engine)
+        assert (code, out) == (USAGE, "")
+        assert "is an engine already" in err
+    assert engine.read_bytes() == before
+
+
 def test_the_model_is_never_overwritten(cli: Cli, tmp_path: Path) -> None:
     model = save_convnet(tmp_path / "m.engine")
     before = model.read_bytes()

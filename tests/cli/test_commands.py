@@ -388,9 +388,22 @@ def test_compare_refuses_what_cannot_be(cli: Cli, model: Path, options: list[str
 
 def test_compare_names_the_absent_library(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optdnn.comparison.find_spec", lambda name: None)
-    code, _, err = cli("compare", model, "--against", "openvino")
-    assert code == 8
-    assert "pip install 'optdnn[cpu]'" in err
+    for against in (["--against", "openvino"], []):
+        code, _, err = cli("compare", model, *against)
+        assert code == 8
+        assert "pip install 'optdnn[cpu]'" in err
+
+
+@libraries
+def test_by_default_the_installed_libraries_are_compared(
+    cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optdnn.comparison.find_spec", lambda name: name if name == "onnxruntime" else None)
+    argv = ["compare", model, "--target", "reference", "--rounds", 1, "--duration", 0.01, "--shape", "x=2x3x8x8"]
+    report = strict(cli(*argv, "--json", "-").out)
+    assert [r["name"] for r in report["rows"]] == ["optdnn", "onnxruntime"]
+    assert report["rows"][1]["error"] is None
+    assert report["inputs"]["x"]["shape"] == [2, 3, 8, 8]
 
 
 def test_build_options_do_not_go_with_an_engine(cli: Cli, engine: Path) -> None:

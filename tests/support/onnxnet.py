@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-
 HOSTILE = {
     "conv1": "<script>document.title='owned'</script>",
     "relu2": '"><img src=x onerror="document.title=\'owned\'">',
