@@ -192,14 +192,21 @@ class RulePass(Pass):
                 nodes = node_names(found.ops)
                 applied = rule.rewrite(graph, found, context).apply()
                 report.fired.append(Fired(rule.name, nodes))
+                changed = [*applied.added, *applied.touched, op_id]
                 for dead in applied.removed:
                     refused.pop(dead.id, None)
-                for again in self._again(graph, [*applied.added, *applied.touched, op_id]):
+                    changed.extend(self._freed(graph, dead))
+                for again in self._again(graph, changed):
                     if again not in queued:
                         queue.append(again)
                         queued.add(again)
                 break  # an op that is still there has been queued again
         report.refused.extend(r for _, at in sorted(refused.items()) for _, r in sorted(at.items()))
+
+    @staticmethod
+    def _freed(graph: Graph, dead: Op) -> list[int]:
+        """Producers that have one use left now that ``dead`` is gone: what was refused for a second use may match."""
+        return [v.op for v in dead.inputs if v is not None and v.op in graph and graph.nx.out_degree(v.op) == 1]
 
     @staticmethod
     def _again(graph: Graph, ids: Sequence[int]) -> list[int]:

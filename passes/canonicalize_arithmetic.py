@@ -16,8 +16,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.affine import round_to
 from optdnn.passes.base import Match, Miss, PassContext, Rewrite, RulePass
-from optdnn.passes.canonicalize_noop import Idempotent, NoOp
-from optdnn.passes.canonicalize_shape import ReshapeChain
+from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_window import ActivationBeforePool, SpatialReduction
 from optdnn.passes.facts import is_filled, same_shape, scalar
 from optdnn.passes.linear import LINEAR, Linear, absorb_scalars
@@ -372,11 +371,12 @@ def _rounded(value: Any, like: Array, *, factor: bool = True) -> Array | Miss:
 
 
 class CanonicalizeArithmetic(RulePass):
+    """All that :class:`Canonicalize` does, and arithmetic: each uncovers work for the other."""
+
     name = "canonicalize_arithmetic"
     rules = (
         ConstantLast(),  # first: the others look for constants in operand 1
-        NoOp(),
-        Idempotent(),
+        *Canonicalize.rules,
         SumIsAdd(),
         Reciprocals(),
         SubIsAdd(),
@@ -389,6 +389,5 @@ class CanonicalizeArithmetic(RulePass):
         MergeClips(),
         GemmScalars(),
         SpatialReduction(),
-        ReshapeChain(),
         ActivationBeforePool(),
     )

@@ -95,13 +95,19 @@ def _bytes(graph: Graph, value: Value) -> int:
 
 
 def _compute(graph: Graph, op: Op, exact: dict[Value, Array]) -> tuple[Array, ...]:
-    """The outputs; floating ones in float64, not yet rounded (a Cast rounds to the type it names)."""
+    """The outputs; floating ones in float64, not yet rounded (a Cast rounds to the type it names).
+
+    An op that only moves data moves it in its own type: that is exact, and large weights are not widened for it.
+    """
+    moves = op.definition.traits.movement and not any(v in exact for v in op.inputs if v is not None)
     operands: list[Array | None] = []
     for v in op.inputs:
         value = None if v is None else exact.get(v, graph.op(v).attrs.value)
-        operands.append(value.astype(FP64) if value is not None and is_float(value.dtype) else value)
-    dtypes = [FP64 if is_float(o.type.dtype) else o.type.dtype for o in op.outputs]
-    results = run_kernel(op.kind, operands, plain_attrs(op.kind, promoted_attrs(op.attrs)), dtypes)
+        widen = value is not None and is_float(value.dtype) and not moves
+        operands.append(value.astype(FP64) if value is not None and widen else value)
+    attrs = op.attrs if moves else promoted_attrs(op.attrs)
+    dtypes = [FP64 if is_float(o.type.dtype) and not moves else o.type.dtype for o in op.outputs]
+    results = run_kernel(op.kind, operands, plain_attrs(op.kind, attrs), dtypes)
     if op.kind == "Cast":
         results = tuple(r.astype(op.attrs.to) for r in results)
     return results

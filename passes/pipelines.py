@@ -29,8 +29,7 @@ O1: tuple[Pass, ...] = (
     DeadCode(),  # first, so that nothing else spends time on it
     FoldConstants(),  # shape arithmetic and everything else that is known now; later passes ask for constants
     CommonSubexpressions(),  # equal values become one value, so that patterns see them as one
-    Canonicalize(),  # no-ops, reshapes, transposes, padding
-    CanonicalizeArithmetic(),  # constants merged, sums as additions, bounds as Clip
+    CanonicalizeArithmetic(),  # no-ops, reshapes, transposes, padding; constants merged, sums as additions, bounds as Clip
     CommonSubexpressions(),  # constants and ops that the rewrites made equal
 )
 
@@ -42,10 +41,11 @@ FOLDED: tuple[Pass, ...] = (
     FuseActivation(),  # before epilogues: x * sigmoid(x) uses x twice, a Swish once
     FuseNorm(),  # before anything rewrites the arithmetic that a decomposed normalization consists of
     FuseSoftmax(),  # likewise
-    CanonicalizeArithmetic(),  # constants merged, sums as additions: what folding and epilogues look for
+    CanonicalizeArithmetic(),  # constants merged, sums as additions: what folding and epilogues look for; and all of the
+    # above again: a transpose passes a Swish, where x * sigmoid(x) stopped it
     FuseConvBn(),  # before epilogues: a scale and shift folded into weights costs nothing at all
     BnToScaleShift(),  # after folding had its chance; what is left can become a stage
-    CanonicalizeArithmetic(),  # a left-over BatchNormalization merges with the scale and shift behind it
+    CanonicalizeArithmetic(),  # a left-over BatchNormalization merges with the scale and shift behind it, a Pad meets its Conv
 )
 """What every target begins with from level 2 on."""
 
