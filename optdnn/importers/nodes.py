@@ -124,6 +124,19 @@ def _captures(graph: onnx.GraphProto) -> list[str]:
     return [x for x in dict.fromkeys(wanted) if x and x not in inside]
 
 
+def live_nodes(nodes: Sequence[onnx.NodeProto], wanted: Sequence[str]) -> set[int]:
+    """Indices of the nodes that the wanted values depend on."""
+    producer = {out: i for i, n in enumerate(nodes) for out in n.output if out}
+    live: set[int] = set()
+    stack = list(wanted)
+    while stack:
+        i = producer.get(stack.pop())
+        if i is not None and i not in live:
+            live.add(i)
+            stack.extend(reads(nodes[i]))
+    return live
+
+
 # ---------------------------------------------------------------- attributes
 
 
@@ -246,3 +259,9 @@ def check_node(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]], rules
     for name, (_, needed) in rules.attributes.items():
         if needed and name not in attrs:
             raise ModelError(f"lacks its attribute {name!r}")
+
+
+def variadic_outputs(op_type: str, domain: str, opset: int) -> bool:
+    """True for operators whose number of outputs has a meaning (Split): unused ones are kept."""
+    rules = schema(op_type, domain, opset)
+    return isinstance(rules, Schema) and rules.max_outputs >= 1 << 30

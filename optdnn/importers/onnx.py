@@ -9,19 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import onnx
 import onnx.defs
 
 from optdnn.errors import ModelError, ShapeError, UnsupportedError, UnsupportedNode
+from optdnn.importers.functions import default_attributes, definition, resolved, schema_defaults
 from optdnn.importers.inputs import graph_inputs, known_type, refusal
 from optdnn.importers.model import Model, Source, domain_of, open_model, read_opsets
-from optdnn.importers.nodes import Schema, attributes, check_node, describe, in_order, reads, schema, unique_names
+from optdnn.importers.nodes import (
+    attributes,
+    check_node,
+    describe,
+    in_order,
+    live_nodes,
+    reads,
+    schema,
+    unique_names,
+    variadic_outputs,
+)
 from optdnn.importers.tensors import MAX_TENSOR_BYTES, element_type, sparse_to_array, to_array
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import Attrs, Known, NodeSpec, Unsupported, onnx_number
+from optdnn.ops.base import Attrs, Known, NodeSpec, Unsupported
 from optdnn.ops.legacy import FIRST_MODERN, modernize
 from optdnn.ops.table import IMPORTERS
 from optdnn.types import Array, TensorType, dtype_name
@@ -218,7 +229,7 @@ class _Importer:
             if depth == 0:
                 self._alive = True if self._live is None else i in self._live
             outputs = list(node.output)
-            while len(outputs) > 1 and outputs[-1] not in used and not _variadic_outputs(node, opsets):
+            while len(outputs) > 1 and outputs[-1] not in used and not _variadic(node, opsets):
                 outputs.pop()
             shown = outputs if labels is None else [x and labels.get(x, prefix + x) for x in outputs]
             refs = self._node(node, names[i], shown, scope, opsets, bound, depth, (nodes, wanted, i))
@@ -266,10 +277,11 @@ class _Importer:
             if rules is not None:
                 check_node(node, attrs, rules)
             if importer is None:
-                body = self._definition(_resolved(node, attrs), domain, opset, operands)
+                known = None if UNKNOWN in operands else [None if r is None else self.type(r) for r in operands]
+                body = definition(resolved(node, attrs), domain, opset, known)
                 if body is None:
                     raise Unsupported("the operator is not supported" if rules else "the custom operator is unknown")
-                defaults = _schema_defaults(node.op_type, domain, opset)
+                defaults = schema_defaults(node.op_type, domain, opset)
                 return self._call(body, name, operands, {**defaults, **attrs}, outputs, depth)
             if any(r is UNKNOWN for r in operands):
                 return [UNKNOWN] * len(outputs)
@@ -278,7 +290,7 @@ class _Importer:
             return self._import(importer, spec)
         except Unsupported as error:
             if depth == 0 and self._live is None:
-                self._live = _live_nodes(place[0], place[1])
+                self._live = live_nodes(place[0], place[1])
                 self._alive = place[2] in self._live
             self._refuse(name, node.op_type, domain, str(error), opset)
             return self._stand_ins(outputs)
@@ -352,35 +364,6 @@ class _Importer:
 
     # ------------------------------------------------------------------ functions
 
-    def _definition(
-        self, node: onnx.NodeProto, domain: str, opset: int, operands: Sequence[Any]
-    ) -> onnx.FunctionProto | None:
-        """The function by which ONNX itself defines the operator at this opset, or None."""
-        try:
-            found: Any = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset, domain=domain)
-        except onnx.defs.SchemaError:
-            return None
-        if found.has_function:
-            versions = [v for v in found.function_opset_versions if v <= opset]
-            data = found.get_function_with_opset_version(max(versions)) if versions else None
-        elif found.has_context_dependent_function and not any(r is UNKNOWN for r in operands):
-            versions = [v for v in found.context_dependent_function_opset_versions if v <= opset]
-            types = [
-                (onnx.TypeProto() if r is None else _type_proto(self.type(r))).SerializeToString() for r in operands
-            ]
-            data = (
-                found.get_context_dependent_function_with_opset_version(max(versions), node.SerializeToString(), types)
-                if versions
-                else None
-            )
-        else:
-            data = None
-        if not data:
-            return None
-        body = onnx.FunctionProto()
-        body.ParseFromString(data)
-        return body
-
     def _call(
         self,
         function: onnx.FunctionProto,
@@ -398,7 +381,7 @@ class _Importer:
         if len(outputs) > len(function.output):
             raise ModelError(f"is called for {len(outputs)} outputs, the function has {len(function.output)}")
         scope: Scope = {x: operands[i] if i < len(operands) else None for i, x in enumerate(function.input)}
-        bound = {**attributes(_defaults(function), {}, self._tensor, self._sparse), **attrs}
+        bound = {**attributes(default_attributes(function), {}, self._tensor, self._sparse), **attrs}
         opsets = read_opsets(function.opset_import, f"{self.model.name}: function {function.name}")
         opsets = {**self.model.opsets, **opsets}
         wanted = [x for x, out in zip(function.output, outputs, strict=False) if out]
@@ -416,57 +399,6 @@ class _Importer:
         return sparse_to_array(t, self.model.external, self.model.name)
 
 
-def _variadic_outputs(node: onnx.NodeProto, opsets: Mapping[str, int]) -> bool:
-    """True for operators whose number of outputs has a meaning (Split): unused ones are kept."""
+def _variadic(node: onnx.NodeProto, opsets: Mapping[str, int]) -> bool:
     domain = domain_of(node.domain)
-    rules = schema(node.op_type, domain, opsets.get(domain, 0))
-    return isinstance(rules, Schema) and rules.max_outputs >= 1 << 30
-
-
-def _defaults(function: onnx.FunctionProto) -> onnx.NodeProto:
-    """A node that holds the attribute defaults of a function."""
-    node = onnx.NodeProto()
-    node.attribute.extend(function.attribute_proto)
-    return node
-
-
-def _resolved(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]]) -> onnx.NodeProto:
-    """``node`` with references to attributes of a call replaced by their values."""
-    if not any(a.ref_attr_name for a in node.attribute):
-        return node
-    plain = onnx.NodeProto()
-    plain.CopyFrom(node)
-    del plain.attribute[:]
-    plain.attribute.extend(onnx.helper.make_attribute(k, v, attr_type=t) for k, (t, v) in attrs.items())
-    return plain
-
-
-@lru_cache(maxsize=1024)
-def _schema_defaults(op_type: str, domain: str, opset: int) -> Mapping[str, tuple[int, Any]]:
-    """The attribute defaults that ONNX's schema declares."""
-    found = onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
-    out: dict[str, tuple[int, Any]] = {}
-    for name, a in found.attributes.items():
-        if a.default_value.name:
-            out[name] = (a.default_value.type, onnx.helper.get_attribute_value(a.default_value))
-            if isinstance(out[name][1], bytes):
-                out[name] = (a.default_value.type, out[name][1].decode())
-    return out
-
-
-def _type_proto(t: TensorType) -> onnx.TypeProto:
-    shape = None if t.shape is None else [d if isinstance(d, int) else str(d) for d in t.shape]
-    return onnx.helper.make_tensor_type_proto(onnx_number(t.dtype), shape)
-
-
-def _live_nodes(nodes: Sequence[onnx.NodeProto], wanted: Sequence[str]) -> set[int]:
-    """Indices of the nodes that the wanted values depend on."""
-    producer = {out: i for i, n in enumerate(nodes) for out in n.output if out}
-    live: set[int] = set()
-    stack = list(wanted)
-    while stack:
-        i = producer.get(stack.pop())
-        if i is not None and i not in live:
-            live.add(i)
-            stack.extend(reads(nodes[i]))
-    return live
+    return variadic_outputs(node.op_type, domain, opsets.get(domain, 0))

@@ -1,0 +1,80 @@
+"""Functions of ONNX: those by which ONNX defines its own operators, attribute defaults, references to a call's attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import onnx
+import onnx.defs
+import onnx.helper
+
+from optdnn.ops.base import onnx_number
+from optdnn.types import TensorType
+
+
+def definition(
+    node: onnx.NodeProto, domain: str, opset: int, types: Sequence[TensorType | None] | None
+) -> onnx.FunctionProto | None:
+    """The function by which ONNX itself defines the operator at this opset, or None.
+
+    ``types`` are the operands' (None: absent), which some definitions depend on; None where they are not known.
+    """
+    try:
+        found: Any = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset, domain=domain)
+    except onnx.defs.SchemaError:
+        return None
+    data = b""
+    if found.has_function:
+        versions = [v for v in found.function_opset_versions if v <= opset]
+        if versions:
+            data = found.get_function_with_opset_version(max(versions))
+    elif found.has_context_dependent_function and types is not None:
+        versions = [v for v in found.context_dependent_function_opset_versions if v <= opset]
+        if versions:
+            protos = [onnx.TypeProto() if t is None else _type_proto(t) for t in types]
+            data = found.get_context_dependent_function_with_opset_version(
+                max(versions), node.SerializeToString(), [p.SerializeToString() for p in protos]
+            )
+    if not data:
+        return None
+    body = onnx.FunctionProto()
+    body.ParseFromString(data)
+    return body
+
+
+def default_attributes(function: onnx.FunctionProto) -> onnx.NodeProto:
+    """A node that holds the attribute defaults of a function."""
+    node = onnx.NodeProto()
+    node.attribute.extend(function.attribute_proto)
+    return node
+
+
+def resolved(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]]) -> onnx.NodeProto:
+    """``node`` with references to attributes of a call replaced by their values."""
+    if not any(a.ref_attr_name for a in node.attribute):
+        return node
+    plain = onnx.NodeProto()
+    plain.CopyFrom(node)
+    del plain.attribute[:]
+    plain.attribute.extend(onnx.helper.make_attribute(k, v, attr_type=t) for k, (t, v) in attrs.items())
+    return plain
+
+
+@lru_cache(maxsize=1024)
+def schema_defaults(op_type: str, domain: str, opset: int) -> Mapping[str, tuple[int, Any]]:
+    """The attribute defaults that ONNX's schema declares."""
+    found = onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
+    out: dict[str, tuple[int, Any]] = {}
+    for name, a in found.attributes.items():
+        if a.default_value.name:
+            out[name] = (a.default_value.type, onnx.helper.get_attribute_value(a.default_value))
+            if isinstance(out[name][1], bytes):
+                out[name] = (a.default_value.type, out[name][1].decode())
+    return out
+
+
+def _type_proto(t: TensorType) -> onnx.TypeProto:
+    shape = None if t.shape is None else [d if isinstance(d, int) else str(d) for d in t.shape]
+    return onnx.helper.make_tensor_type_proto(onnx_number(t.dtype), shape)
