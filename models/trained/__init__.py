@@ -1,0 +1,77 @@
+"""Small networks that were really trained, on scikit-learn's 8x8 digits, each as an ONNX file with held-out pictures
+and its accuracy.
+
+    from optdnn.models import trained
+    path, x, y, accuracy = trained.load("digits_resnet")
+
+``python -m optdnn.models.trained.train`` trains them anew (extra ``train``: scikit-learn, torch). Nothing here needs
+torch or onnx.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optdnn.errors import UsageError
+from optdnn.types import Array
+
+__all__ = ["NAMES", "Trained", "calibration", "load", "manifest"]
+
+NAMES = ("digits_resnet", "digits_mobile", "digits_gru")
+DATA = "digits.npz"
+
+
+class Trained(NamedTuple):
+    """A trained network with what to judge it by."""
+
+    path: Path
+    """The ONNX file: input ``x`` with a batch "N", output ``logits``, float32 (N, 10)."""
+    x: Array
+    """Held-out pictures, float32 in 0 … 1, in the shape of the network's input."""
+    y: Array
+    """Their digits, int64 (pictures,)."""
+    accuracy: float
+    """The part of them for which the largest logit is the right digit, in float32."""
+
+
+def load(name: str) -> Trained:
+    """The trained network ``name`` with its held-out split; UsageError for an unknown name."""
+    entry = _entry(name)
+    data = _data()
+    return Trained(_folder() / f"{name}.onnx", _shaped(data["x"], entry), data["y"], float(entry["accuracy"]))
+
+
+def calibration(name: str) -> Array:
+    """Pictures from the *training* split, in the shape of the network's input: for calibration, which must not see
+    held-out data."""
+    return _shaped(_data()["calibration"], _entry(name))
+
+
+def manifest() -> dict[str, dict[str, Any]]:
+    """For each network: accuracy, counts of right and of all held-out pictures, parameters, input shape, and how it
+    was trained."""
+    return dict(json.loads((_folder() / "manifest.json").read_text(encoding="utf-8")))
+
+
+def _entry(name: str) -> dict[str, Any]:
+    if name not in NAMES:
+        raise UsageError(f"there is no trained network {name!r}", hint=f"take one of {', '.join(NAMES)}")
+    return manifest()[name]
+
+
+def _folder() -> Path:
+    return Path(str(resources.files(__name__)))
+
+
+def _data() -> dict[str, Array]:
+    with np.load(_folder() / DATA, allow_pickle=False) as data:
+        return {key: data[key] for key in data.files}
+
+
+def _shaped(x: Array, entry: dict[str, Any]) -> Array:
+    return x.reshape(len(x), *entry["input"])
