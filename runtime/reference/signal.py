@@ -112,7 +112,7 @@ def col2im(
     rank = len(image)
     padded = [image[i] + pads[i] + pads[rank + i] for i in range(rank)]
     out = [(padded[i] - dilations[i] * (block[i] - 1) - 1) // strides[i] + 1 for i in range(rank)]
-    if math.prod(out) != x.shape[2] or x.shape[1] % math.prod(block):
+    if min(block, default=1) < 1 or math.prod(out) != x.shape[2] or x.shape[1] % math.prod(block):
         raise ValueError(f"columns {list(x.shape)} do not make an image {image} of blocks {block}")
     columns = x.reshape(x.shape[0], x.shape[1] // math.prod(block), *block, *out)
     y = np.zeros((*columns.shape[:2], *padded), x.dtype)
