@@ -117,3 +117,12 @@ def test_inputs_that_nothing_made_up_fits_leave_the_choice_untimed():
     assert "takes none of the made-up inputs" in str(built.tactics[0].refused)
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     assert built.engine.run({"x": x, "shape": np.array([3, 1, 2])})["y"].shape == (3, 1, 2)
+
+
+@pytest.mark.parametrize("library", sorted(LIBRARIES))
+def test_fourier_transforms_are_neithers(library):
+    graph = Graph()
+    x = graph.add_input("x", tensor(np.float32, 2, 16, 1))
+    spectrum = graph.add("DFT", [x], OPDEFS["DFT"].attrs(axis=1), src=["dft"])
+    graph.add_output(graph.add("Relu", [spectrum.value]).value, "y")
+    assert list(LIBRARIES[library].unsafe(graph)) == [spectrum.id]
