@@ -32,6 +32,9 @@ RULES: dict[str, tuple[str, str, str, str]] = {
     "ReduceLogSumExp": ("{T}(0)", "exp(v - top)", "a + b", "(isinf(top) ? top : {T}(log(s)) + top)"),
 }
 
+REDUCTIONS = tuple(RULES)
+"""Kinds of :class:`Reduction`."""
+
 
 def limits(t: str) -> tuple[str, str]:
     """The least and the greatest value of an arithmetic type, as C++."""

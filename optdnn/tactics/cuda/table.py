@@ -8,9 +8,11 @@ from optdnn.ir.graph import Op
 from optdnn.ops.table import OPDEFS
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv import HopperConv
+from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.tactics.cuda.elementwise import Elementwise
 from optdnn.tactics.cuda.gemm import HopperGemm
-from optdnn.tactics.cuda.window import GlobalPool, WindowPool
+from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
+from optdnn.tactics.cuda.reduce import REDUCTIONS, Reduction
 
 
 class Tactic(Protocol):
@@ -31,11 +33,14 @@ class Tactic(Protocol):
 
 
 TACTICS: dict[str, tuple[Tactic, ...]] = {
-    "Conv": (HopperConv(),),
+    "Conv": (HopperConv(), Depthwise(), DirectConv()),
+    "ConvTranspose": (DirectConvTranspose(),),
     "MatMul": (HopperGemm(),),
     "Gemm": (HopperGemm(),),
     "MaxPool": (WindowPool(),),
     "AveragePool": (WindowPool(),),
+    "LpPool": (WindowPool(),),
+    **dict.fromkeys(REDUCTIONS, (Reduction(),)),
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
