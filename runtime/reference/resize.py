@@ -104,7 +104,8 @@ def coordinates(p: AxisPlan, mode: str) -> Array:
     raise InternalError(f"Resize has no coordinate transformation {mode!r}")
 
 
-def _round(x: Array, mode: str) -> Array:
+def rounded(x: Array, mode: str) -> Array:
+    """Positions as whole numbers, under a ``nearest_mode``."""
     if mode == "round_prefer_floor":
         return np.ceil(x - 0.5)
     if mode == "round_prefer_ceil":
@@ -139,6 +140,17 @@ def _filter(p: AxisPlan, at: Array, mode: str, antialias: bool, a: float) -> tup
     return (base[:, None] + offsets).astype(np.int64), weights
 
 
+def taps(
+    p: AxisPlan, at: Array, mode: str, antialias: bool, a: float, exclude_outside: bool
+) -> tuple[Array, Array]:
+    """Input positions, clamped to the axis, and weights of every tap of an interpolation: two arrays (out, taps)."""
+    found, weights = _filter(p, at, mode, antialias, a)
+    if exclude_outside:
+        weights = np.where((found < 0) | (found >= p.size), 0.0, weights)
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    return np.clip(found, 0, p.size - 1), weights
+
+
 def resize(
     x: Array,
     roi: Array | None = None,
@@ -165,7 +177,7 @@ def resize(
             continue
         at = coordinates(p, coordinate_transformation_mode)
         if mode == "nearest":
-            y = y.take(np.clip(_round(at, nearest_mode), 0, p.size - 1).astype(np.int64), axis=p.axis)
+            y = y.take(np.clip(rounded(at, nearest_mode), 0, p.size - 1).astype(np.int64), axis=p.axis)
         else:
             y = _interpolate(y, p, at, mode, antialias, cubic_coeff_a, exclude_outside)
         if crop:
@@ -180,17 +192,13 @@ def resize(
 def _interpolate(
     x: Array, p: AxisPlan, at: Array, mode: str, antialias: bool, a: float, exclude_outside: bool
 ) -> Array:
-    taps, weights = _filter(p, at, mode, antialias, a)
-    if exclude_outside:
-        weights = np.where((taps < 0) | (taps >= p.size), 0.0, weights)
-        weights = weights / weights.sum(axis=1, keepdims=True)
-    taps = np.clip(taps, 0, p.size - 1)
+    where, weights = taps(p, at, mode, antialias, a, exclude_outside)
     dtype = x.dtype if x.dtype.itemsize >= FP32.itemsize else FP32
     column = (-1, *(1,) * (x.ndim - 1 - p.axis))
     total = np.zeros((*x.shape[: p.axis], p.out, *x.shape[p.axis + 1 :]), dtype)
-    for i in range(taps.shape[1]):
+    for i in range(where.shape[1]):
         if weights[:, i].any():
-            total += x.take(taps[:, i], axis=p.axis) * weights[:, i].astype(dtype).reshape(column)
+            total += x.take(where[:, i], axis=p.axis) * weights[:, i].astype(dtype).reshape(column)
     return total
 
 

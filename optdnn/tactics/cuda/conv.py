@@ -37,11 +37,11 @@ def entering(b: Builder, op: Op) -> Placed:
         return x
     out = b.new(f"{op.outputs[0].name}.prologue", x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], 8)))
     operands = [x, *(None if v is None else b.operand(v) for v in op.inputs[1:])]
-    emit_pointwise(b, op, *_only_used(op.attrs.prologue, operands), out)
+    emit_pointwise(b, op, *only_used(op.attrs.prologue, operands), out)
     return out
 
 
-def _only_used(stages: Sequence[Stage], operands: Sequence[Placed | None]) -> tuple[list[Stage], list[Placed | None]]:
+def only_used(stages: Sequence[Stage], operands: Sequence[Placed | None]) -> tuple[list[Stage], list[Placed | None]]:
     """The stages with only those operands (and operand 0) that they read."""
     used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
     slot = {0: 0, **{a: i + 1 for i, a in enumerate(used)}}

@@ -12,7 +12,7 @@ from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages, stage_calls
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
-from optdnn.types import BF16, BOOL, DTYPES, FP16, FP32, FP64, DType, TensorType
+from optdnn.types import BF16, BOOL, DTYPES, FP16, FP32, FP64, DType, TensorType, is_float
 
 OPTIONS = ("--std=c++17",)
 """Options of the general kernels: no fast math, they are the accurate ones."""
@@ -248,12 +248,18 @@ def emit_pointwise(
     out: Placed,
     *,
     kind: str = "Pointwise",
+    widened: bool = False,
 ) -> None:
-    """One kernel: ``out = stages(operands)``, register 0 being operand 0. Operands broadcast to ``out``'s shape."""
+    """One kernel: ``out = stages(operands)``, register 0 being operand 0. Operands broadcast to ``out``'s shape.
+
+    ``widened``: floating operands may be of other widths than operand 0 (all are computed in fp32 at least).
+    """
     if 0 in out.shape:
         return
     present = [(i, p) for i, p in enumerate(operands) if p is not None]
     types = [TensorType(p.dtype if p is not None else FP32, p.shape if p is not None else ()) for p in operands]
+    if widened:
+        types = [t.with_dtype(types[0].dtype) if is_float(t.dtype) else t for t in types]
     lines, result, _ = body(stages, types)
     tensors = [out, *(p for _, p in present)]
     dims, strides = merge(out.shape, [out.strides, *(broadcast(p, out.shape) for _, p in present)])

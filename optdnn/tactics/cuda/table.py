@@ -10,9 +10,12 @@ from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.tactics.cuda.elementwise import Elementwise
+from optdnn.tactics.cuda.gather import GatherBy, Pad, Resize
 from optdnn.tactics.cuda.gemm import HopperGemm
+from optdnn.tactics.cuda.matmul import TiledMatMul
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
 from optdnn.tactics.cuda.reduce import REDUCTIONS, Reduction
+from optdnn.tactics.cuda.rows import BatchNorm, LocalResponse, Rows
 
 
 class Tactic(Protocol):
@@ -35,10 +38,22 @@ class Tactic(Protocol):
 TACTICS: dict[str, tuple[Tactic, ...]] = {
     "Conv": (HopperConv(), Depthwise(), DirectConv()),
     "ConvTranspose": (DirectConvTranspose(),),
-    "MatMul": (HopperGemm(),),
-    "Gemm": (HopperGemm(),),
+    "MatMul": (HopperGemm(), TiledMatMul()),
+    "Gemm": (HopperGemm(), TiledMatMul()),
     "MaxPool": (WindowPool(),),
     "AveragePool": (WindowPool(),),
+    "Resize": (Resize(),),
+    "Pad": (Pad(),),
+    "BatchNormalization": (BatchNorm(),),
+    "LRN": (LocalResponse(),),
+    **dict.fromkeys(("Gather", "GatherElements", "GatherND"), (GatherBy(),)),
+    **dict.fromkeys(
+        (
+            *("Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization", "InstanceNormalization"),
+            *("GroupNormalization", "LpNormalization", "MeanVarianceNormalization"),
+        ),
+        (Rows(),),
+    ),
     "LpPool": (WindowPool(),),
     **dict.fromkeys(REDUCTIONS, (Reduction(),)),
     "GlobalAveragePool": (GlobalPool(),),

@@ -120,8 +120,12 @@ def emit_window(
     stages: Sequence[Stage] = (),
     operands: Sequence[Placed | None] = (),
     transposed: bool = False,
+    writes: Placed | None = None,
 ) -> None:
-    """Render and add the kernel. ``stages`` turn the result; ``operands`` (by slot, from 1 on) are what they read."""
+    """Render and add the kernel. ``stages`` turn the result; ``operands`` (by slot, from 1 on) are what they read.
+
+    ``writes`` is the result as its meaning has it, where ``out`` is another view of it.
+    """
     x5, y5 = spatial3(x), spatial3(out)
     tx, ty = CPP[x.dtype], CPP[out.dtype]
     opening, closing = taps(window, transposed=transposed)
@@ -165,7 +169,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_cons
         block.i64(*spatial3(out.view(out.shape, broadcast(p, out.shape))).strides)
     block.i64(*parts.numbers)
     spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "window")
-    b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, kind, attrs, reads, [out])
+    b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, kind, attrs, reads, [writes or out])
 
 
 def _finish(stages: Sequence[Stage], extra: dict[int, Placed], slots: int, out: Placed) -> str:
