@@ -70,8 +70,9 @@ def build(
 ) -> Engine:
     """Compile an ONNX model (a path, serialized bytes or a ``ModelProto``) into an :class:`Engine`.
 
-    ``target`` is one of :data:`optdnn.config.TARGETS`; ``precision`` "fp32", "bf16" or "fp16" (GPUs);
-    ``shapes`` maps input names to dimensions (None leaves one symbolic). Further options are the fields of :class:`optdnn.config.BuildOptions`. ``progress`` is
+    ``target`` is one of :data:`optdnn.config.TARGETS`; ``precision`` "fp32", "bf16" or "fp16" (GPUs); ``shapes`` maps input
+    names to dimensions (None leaves one symbolic). Further options are the fields of
+    :class:`optdnn.config.BuildOptions`. ``progress`` is
     called with a line of text as the build goes on.
     Raises ModelError, UnsupportedError, UsageError or MissingDependency; nothing is written.
     """

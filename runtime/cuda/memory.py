@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
 from typing import Any
@@ -14,10 +15,8 @@ from optdnn.types import Array
 
 
 def _free(name: str, pointer: Any) -> None:
-    try:
+    with contextlib.suppress(Exception):  # the driver may be gone when the interpreter ends
         getattr(driver(), name)(pointer)
-    except Exception:
-        pass
 
 
 class DeviceMemory:

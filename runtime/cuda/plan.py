@@ -29,7 +29,7 @@ MAP_DTYPES = ("float16", "bfloat16", "float32", "int8")
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of ``shape`` in the step's operand number ``operand`` (inputs, then outputs): ``offset`` and ``strides`` in elements."""
+    """A tensor in the step's operand number ``operand`` (inputs, then outputs); ``offset`` and ``strides`` count elements."""
 
     operand: int
     offset: int

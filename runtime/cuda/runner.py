@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -290,7 +291,7 @@ class CudaContext:
             self._stream.synchronize()
             times = [
                 int(float(check("cuEventElapsedTime", cu.cuEventElapsedTime(a, b))) * 1e6)
-                for a, b in zip(marks, marks[1:], strict=False)
+                for a, b in pairwise(marks)
             ]
             for mark in marks:
                 cu.cuEventDestroy(mark)

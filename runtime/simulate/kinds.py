@@ -37,7 +37,7 @@ def _space_to_depth(operands: Sequence[Array | None], attrs: Mapping[str, Any]) 
 
 
 def _conv_sum(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
-    """Sum of the convolutions of operands (0, 1) and (2, 3), which share a K loop, then the epilogue. ``sources``: their attributes."""
+    """The convolutions of operands (0, 1) and (2, 3), added, then the epilogue. ``sources``: their strides, pads, dilations."""
     x0, w0, x1, w1, *rest = operands
     first, second = attrs["sources"]
     names = ("strides", "pads", "dilations")

@@ -78,6 +78,8 @@ class SimulateContext:
 
     def __init__(self, runner: SimulateRunner, *, poison: bool = False):
         self._runner, self.poison = runner, poison
+        self.after_step: Callable[[_Action, list[Array]], None] | None = None
+        """Called after each step, with its action and results: how tests hold kernels against their steps' meaning."""
         p = runner.program
         self._raw = np.full(p.arena_bytes + 2 * FENCE, _FENCE_BYTE, np.uint8)
         arena = self._raw[FENCE : FENCE + p.arena_bytes]
@@ -145,12 +147,14 @@ class SimulateContext:
                     for view, result in zip(m.writes, results, strict=False):
                         if view is not None:
                             self._store(self._view(action, view), result)
-            except OptdnnError:
+            except (OptdnnError, AssertionError):
                 raise
             except Exception as e:
                 raise RunError(f"step {k} ({action.step.label}) failed: {type(e).__name__}: {e}") from e
             if times is not None:
                 times.append(time.perf_counter_ns() - start)
+            if self.after_step is not None:
+                self.after_step(action, list(results))
 
     def _view(self, action: _Action, view: View) -> Array:
         flat = self._flat[action.operands[view.operand]]

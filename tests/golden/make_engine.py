@@ -2,7 +2,8 @@
 
     python tests/golden/make_engine.py 1 tests/golden/engine-1.1
 
-writes format 1.1; likewise, for 1.0, it wrote ``engine-1.0.engine`` and ``engine-1.0.npz``, whose arrays are the input "x" and the outputs that must come out.
+writes format 1.1 (likewise 1.0): ``engine-1.1.engine`` and ``engine-1.1.npz``, whose arrays are the input "x" and the outputs
+that must come out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from optdnn.types import BF16, FP32, INT64, Array, TensorSpec
 
 
 def golden_program(minor: int) -> Program:
-    """A small convolutional classifier: fused stages, bf16 weights, int64 constants, a symbolic batch, special floats; from 1.1 on, a GPU kernel."""
+    """A small convolutional classifier: fused stages, bf16 weights, int64 constants, a symbolic batch, special floats.
+
+    From 1.1 on, GPU kernels as well.
+    """
     rng = np.random.default_rng(2025)
 
     def weights(*shape: int, dtype: np.dtype = FP32) -> Array:

@@ -183,5 +183,3 @@ class DirectConvTranspose:
             stages=_stages(op), operands=_operands(b, op, out), transposed=True,
         )  # fmt: skip
         return ""
-
-

@@ -77,7 +77,7 @@ def best_config(problem: hopper.Problem, dense: bool) -> hopper.Config | None:
     ranked = candidates(problem, h200(), limit=12)
     if not dense:
         ranked = [c for c in ranked if c.split == 1] or [
-            c for c in candidates(problem, h200(), limit=400) if c.split == 1
+            c for c in candidates(problem, h200(), limit=1 << 20) if c.split == 1
         ]
     return ranked[0] if ranked else None
 

@@ -50,7 +50,9 @@ def emit_taps(
             at.append(f"i64(o{i}) * p.sx[{i}]")
             continue
         table, taps = by_axis[i], by_axis[i].index.shape[1]
-        arguments.append(b.constant(np.ascontiguousarray(table.index.astype(np.int32)), f"{op.outputs[0].name}.index{i}"))
+        arguments.append(
+            b.constant(np.ascontiguousarray(table.index.astype(np.int32)), f"{op.outputs[0].name}.index{i}")
+        )
         fields.append(f"const int* n{i};")
         opening += f"for (int t{i} = 0; t{i} < {taps}; t{i}++) {{ const int k{i} = p.n{i}[o{i} * {taps} + t{i}]; "
         if table.weight is not None:
@@ -103,7 +105,9 @@ class Resize:
 
     def emit(self, b: Builder, op: Op) -> str:
         x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs  # type: ignore[arg-type]
-        roi, scales, sizes = (None if op.input(i) is None else np.asarray(b.graph.known(op.input(i))) for i in (1, 2, 3))
+        roi, scales, sizes = (
+            None if op.input(i) is None else np.asarray(b.graph.known(op.input(i))) for i in (1, 2, 3)
+        )
         crop = a.coordinate_transformation_mode == "tf_crop_and_resize"
         tables = []
         for p in resize.plan(x.shape, roi if crop else None, scales, sizes, a.axes, a.keep_aspect_ratio_policy):
@@ -116,8 +120,10 @@ class Resize:
             else:
                 index, weights = resize.taps(p, at, a.mode, a.antialias, a.cubic_coeff_a, a.exclude_outside)
             if crop:
-                index = np.where(((at < 0) | (at > p.size - 1))[:, None], -1, index)
-                weights = None if weights is None else np.where((index < 0).all(1)[:, None], 1 / index.shape[1], weights)
+                index = np.where(np.asarray((at < 0) | (at > p.size - 1)).reshape(-1, 1), -1, index)
+                weights = (
+                    None if weights is None else np.where((index < 0).all(1, keepdims=True), 1 / index.shape[1], weights)
+                )
             tables.append(AxisTable(p.axis, index, weights))
         reads = [None if v is None else b.operand(v) for v in op.inputs]
         emit_taps(b, op, x, out, tables, a.extrapolation_value, kind="Resize", attrs=attrs_dict(a), reads=reads)

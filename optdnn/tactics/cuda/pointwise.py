@@ -230,10 +230,8 @@ def vector(tensors: Sequence[Placed], dims: Sequence[int], strides: Sequence[Seq
             break
         fits = strides[0][-1] == 1
         for t, s in zip(tensors, strides, strict=True):
-            if s[-1] == 1:
-                fits = fits and t.offset % count == 0 and all(x % count == 0 for x in s[:-1])
-            else:
-                fits = fits and s[-1] == 0
+            aligned = t.offset % count == 0 and all(x % count == 0 for x in s[:-1])
+            fits = fits and (aligned if s[-1] == 1 else s[-1] == 0)
         if not fits:
             break
         best = count

@@ -52,7 +52,9 @@ def emit_rows(
     fields += [f"i64 o{n}[{len(dims)}], i{n}[{len(inner)}];" for n in names]
     text = []
     for k, s in enumerate(statistics):
-        start, term, combine, post = (z.format(T=t, N=count, LOW=limits(t)[0]) for z in (s.start, s.term, s.combine, s.post))
+        start, term, combine, post = (
+            z.format(T=t, N=count, LOW=limits(t)[0]) for z in (s.start, s.term, s.combine, s.post)
+        )
         text.append(
             f"{t} t{k}; {{ {t} s = {start};\n    if (live) for (u32 i = lane; i < {count}u; i += {lanes}) {{ i64 at = bx; "
             f"{walk('r', 'i', 'inner', len(inner), [('at', 'ix')])} const {t} v = widen(p.x[at]); "
@@ -118,7 +120,8 @@ class Rows:
         x = operands[0]
         assert x is not None
         out, a, rank = b.target(op.value), op.attrs, len(x.shape)
-        source, target, axes, extras = x, out, (0,), [p for p in operands[1:] if p is not None]
+        source, target, extras = x, out, [p for p in operands[1:] if p is not None]
+        axes: tuple[int, ...]
         shift = " + e1" if len(extras) > 1 else ""
         match op.kind:
             case "Softmax" | "LogSoftmax":
@@ -173,13 +176,13 @@ class BatchNorm:
 
     def emit(self, b: Builder, op: Op) -> str:
         x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
-        scale, shift, mean, var = (
-            np.asarray(b.graph.constant_value(v), np.float64) for v in op.inputs[1:5]
-        )
+        scale, shift, mean, var = (np.asarray(b.graph.constant_value(v), np.float64) for v in op.inputs[1:5])
         factor = scale / np.sqrt(var + op.attrs.epsilon)
         wide = np.float64 if x.dtype == FP64 else np.float32
         shape = (-1, *(1,) * (len(x.shape) - 2))
-        column = [b.constant(v.astype(wide).reshape(shape), op.outputs[0].name) for v in (factor, shift - mean * factor)]
+        column = [
+            b.constant(v.astype(wide).reshape(shape), op.outputs[0].name) for v in (factor, shift - mean * factor)
+        ]
         stages = [Stage("Mul", (-1, 1)), Stage("Add", (-2, 2))]
         emit_pointwise(b, op, stages, [x, *column], out, widened=True)
         return ""
@@ -200,7 +203,9 @@ class LocalResponse:
         a, (n, c) = op.attrs, x.shape[:2]
         pixels = math.prod(x.shape[2:])
         flat = [reshaped(p, (n, c, pixels)) for p in (self._uniform(b, op, x), out)]
-        source, target = (p.view((n, pixels, c), (p.strides[0], p.strides[2], p.strides[1])) for p in flat if p is not None)
+        source, target = (
+            p.view((n, pixels, c), (p.strides[0], p.strides[2], p.strides[1])) for p in flat if p is not None
+        )
         before = (a.size - 1) // 2
         window = Window.make((a.size,), (1,), (before, a.size - 1 - before), (1,))
         t = arithmetic(x.dtype)

@@ -30,7 +30,9 @@ class Window:
     dilations: tuple[int, ...]
 
     @classmethod
-    def make(cls, kernel: Sequence[int], strides: Sequence[int], pads: Sequence[int], dilations: Sequence[int]) -> Window:
+    def make(
+        cls, kernel: Sequence[int], strides: Sequence[int], pads: Sequence[int], dilations: Sequence[int]
+    ) -> Window:
         lead, rank = 3 - len(kernel), len(kernel)
         ones, zeros = (1,) * lead, (0,) * lead
         begins, ends = (*zeros, *pads[:rank]), (*zeros, *pads[rank:])

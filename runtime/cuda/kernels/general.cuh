@@ -14,6 +14,8 @@ typedef int i32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+#include "machine.cuh"
+
 struct f16 { u16 bits; };
 struct bf16 { u16 bits; };
 struct boolean { u8 bits; };
@@ -26,11 +28,7 @@ template <> struct Arithmetic<f16> { typedef float type; };
 template <> struct Arithmetic<bf16> { typedef float type; };
 template <> struct Arithmetic<boolean> { typedef bool type; };
 
-DEVICE float widen(f16 v) {
-    float out;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(v.bits));
-    return out;
-}
+DEVICE float widen(f16 v) { return half_to_float(v.bits); }
 DEVICE float widen(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE bool widen(boolean v) { return v.bits != 0; }
 template <typename T> DEVICE T widen(T v) { return v; }
@@ -40,24 +38,12 @@ template <typename T> struct Narrow {
     template <typename S> DEVICE static T from(S v) { return T(v); }
 };
 template <> struct Narrow<f16> {
-    DEVICE static f16 from(float v) {
-        f16 out;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(v));
-        return out;
-    }
-    DEVICE static f16 from(double v) {
-        f16 out;
-        asm("cvt.rn.f16.f64 %0, %1;" : "=h"(out.bits) : "d"(v));
-        return out;
-    }
+    DEVICE static f16 from(float v) { f16 out; out.bits = float_to_half(v); return out; }
+    DEVICE static f16 from(double v) { f16 out; out.bits = double_to_half(v); return out; }
     template <typename S> DEVICE static f16 from(S v) { return from(double(v)); }
 };
 template <> struct Narrow<bf16> {
-    DEVICE static bf16 from(float v) {
-        bf16 out;
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(v));
-        return out;
-    }
+    DEVICE static bf16 from(float v) { bf16 out; out.bits = float_to_bfloat(v); return out; }
     DEVICE static bf16 from(double v) {     // by way of a float rounded to odd, so that rounding happens once
         float f = __double2float_rz(v);
         if (double(f) != v && f == f) f = __uint_as_float(__float_as_uint(f) | 1u);
@@ -84,17 +70,6 @@ template <typename T, int COUNT> struct Pack {
     DEVICE explicit Pack(const T* p) : word(*reinterpret_cast<const typename Word<sizeof(T) * COUNT>::type*>(p)) {}
     DEVICE void store(T* p) const { *reinterpret_cast<typename Word<sizeof(T) * COUNT>::type*>(p) = word; }
 };
-
-DEVICE void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-DEVICE void wait_for_predecessor() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 DEVICE bool is_nan(float v) { return v != v; }
 // NumPy's (and ONNX's) maximum and minimum: a NaN wins.

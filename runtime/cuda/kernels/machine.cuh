@@ -1,0 +1,36 @@
+// The instructions that general.cuh needs: conversions of 16-bit floats, and dependent launch. Everything else in it is plain C++,
+// so that tests can run the generated kernels on a processor, with these few functions written for it.
+#pragma once
+
+DEVICE float half_to_float(u16 bits) {
+    float out;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
+    return out;
+}
+DEVICE u16 float_to_half(float v) {
+    u16 out;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(v));
+    return out;
+}
+DEVICE u16 double_to_half(double v) {
+    u16 out;
+    asm("cvt.rn.f16.f64 %0, %1;" : "=h"(out) : "d"(v));
+    return out;
+}
+DEVICE u16 float_to_bfloat(float v) {
+    u16 out;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(v));
+    return out;
+}
+
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+DEVICE void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+

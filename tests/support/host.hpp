@@ -1,0 +1,58 @@
+// CUDA C++ on a processor, enough for the generated kernels. The threads of a block are fibers that take turns: each runs until it
+// waits at a barrier (or ends), so __syncthreads() means what it should.
+#pragma once
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+using namespace std;
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(n)
+#define __shared__ static
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct Index { unsigned x, y, z; };
+static Index threadIdx, blockIdx, gridDim;
+
+enum { MOST = 1024, STACK = 32768 };
+static ucontext_t scheduler, fibers[MOST];
+static bool ended[MOST];
+static char* stacks;
+static void (*entry)();
+static void run_fiber() { entry(); ended[threadIdx.x] = true; }
+static void __syncthreads() { swapcontext(&fibers[threadIdx.x], &scheduler); }
+
+// Every thread of the current block.
+static void run_block(unsigned threads, bool synchronized) {
+    if (!synchronized) {
+        for (unsigned t = 0; t < threads; t++) { threadIdx = {t, 0, 0}; entry(); }
+        return;
+    }
+    if (!stacks) stacks = static_cast<char*>(malloc(size_t(MOST) * STACK));
+    for (unsigned t = 0; t < threads; t++) {
+        getcontext(&fibers[t]);
+        fibers[t].uc_stack.ss_sp = stacks + size_t(t) * STACK;
+        fibers[t].uc_stack.ss_size = STACK;
+        fibers[t].uc_link = &scheduler;
+        ended[t] = false;
+        makecontext(&fibers[t], run_fiber, 0);
+    }
+    for (unsigned left = threads; left;) {
+        left = 0;
+        for (unsigned t = 0; t < threads; t++) {
+            if (ended[t]) continue;
+            threadIdx = {t, 0, 0};
+            swapcontext(&scheduler, &fibers[t]);
+            left += !ended[t];
+        }
+    }
+}
+
+static inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
+static inline float __int_as_float(int v) { float f; memcpy(&f, &v, 4); return f; }
+static inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
+static inline float __double2float_rz(double v) { float f = float(v); return fabs(double(f)) > fabs(v) ? nextafterf(f, 0) : f; }

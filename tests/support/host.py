@@ -1,0 +1,78 @@
+"""Runs generated kernels on the processor: the very source, parameter block and grid of a step, with pointers to host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from optdnn.runtime.cuda.kernels_of import recipe_of
+from optdnn.runtime.cuda.plan import CudaStep, Pointer
+from optdnn.runtime.program import Program
+from optdnn.types import Array
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+WHY_NOT = None if COMPILER else "there is no g++ to compile the generated kernels for the processor"
+
+
+class HostKernels:
+    """The generated kernels of a program, compiled into one library."""
+
+    def __init__(self, program: Program, folder: Path):
+        self.program = program
+        assert COMPILER is not None
+        parts, common = [(HERE / "host.hpp").read_text(encoding="utf-8")], ""
+        for number, kernel in enumerate(program.kernels):
+            if kernel.template != "general.cu":
+                continue
+            texts = recipe_of(kernel).sources()
+            common = texts["general.cuh"]
+            parts.append(_namespace(number, kernel.function, texts["generated.cuh"]))
+        machine = (HERE / "host_machine.hpp").read_text(encoding="utf-8")
+        common = common.replace('#include "machine.cuh"', machine).replace("#pragma once", "")
+        parts.insert(1, common.replace("#define DEVICE __device__ __forceinline__", "#define DEVICE inline"))
+        code, library = folder / "kernels.cpp", folder / "kernels.so"
+        code.write_text("\n".join(parts), encoding="utf-8")
+        command = [COMPILER, "-std=c++17", "-O0", "-w", "-shared", "-fPIC", str(code), "-o", str(library)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[:6000]
+        self._library = ctypes.CDLL(str(library))
+
+    def runs(self, step: CudaStep) -> bool:
+        """Whether the step's kernel is one of these."""
+        return self.program.kernels[step.launch.kernel].template == "general.cu"
+
+    def run(self, step: CudaStep, memory: Sequence[Array]) -> None:
+        """Run a step's launch; ``memory`` holds the flat arrays of its operands (inputs, then outputs)."""
+        number, block = step.launch.kernel, bytearray(step.launch.parameters)
+        size = getattr(self._library, f"parameter_bytes_{number}")()
+        assert size - len(block) in range(8), "the parameter block and the kernel's struct differ in size"
+        for r in step.launch.relocations:
+            assert isinstance(r, Pointer)
+            block[r.at : r.at + 8] = (memory[r.operand].ctypes.data + r.offset).to_bytes(8, "little")
+        raw = (ctypes.c_char * (len(block) + 8)).from_buffer_copy(bytes(block) + bytes(8))
+        run = getattr(self._library, f"run_{number}")
+        run(raw, *(ctypes.c_uint(n) for n in (*step.launch.grid, step.launch.block)))
+
+
+def _namespace(number: int, function: str, generated: str) -> str:
+    """One kernel in a namespace of its own, and the entry point that runs its grid."""
+    generated = generated.replace('extern "C" ', "static ")
+    return f"""namespace k{number} {{
+{generated}
+static Params parameters;
+}}
+extern "C" unsigned parameter_bytes_{number}() {{ return sizeof(k{number}::Params); }}
+extern "C" void run_{number}(const void* block, unsigned gx, unsigned gy, unsigned gz, unsigned threads) {{
+    gridDim = {{gx, gy, gz}};
+    memcpy(&k{number}::parameters, block, sizeof(k{number}::Params));
+    entry = [] {{ k{number}::{function}(k{number}::parameters); }};
+    for (unsigned z = 0; z < gz; z++) for (unsigned y = 0; y < gy; y++) for (unsigned x = 0; x < gx; x++) {{
+        blockIdx = {{x, y, z}};
+        run_block(threads, {str("__syncthreads" in generated).lower()});
+    }}
+}}
+"""
