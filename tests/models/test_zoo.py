@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import onnx
@@ -50,21 +52,55 @@ def dims(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     return tuple(d.dim_value if d.HasField("dim_value") else d.dim_param for d in value.type.tensor_type.shape.dim)
 
 
+def digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
 @pytest.fixture
-def hollow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole networks without their weights: zeros instead, and no probe. (VGG-16 has 553 MB of them.)"""
+def hollow(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, ...]]:
+    """Whole networks without their weights: zeros instead, and no probe. (VGG-16 has 553 MB of them.) Collects names and shapes."""
+    drawn: dict[str, tuple[int, ...]] = {}
+    original = GraphBuilder.draw
 
     def draw(self: GraphBuilder, leaf: str, shape, init) -> tuple[str, np.ndarray]:
-        key = ".".join([*(label.rsplit(".", 1)[-1] for label in self._labels), leaf])
-        return key, np.zeros(tuple(shape), np.float32)
+        key, array = original(self, leaf, shape, lambda rng, dims: np.zeros(dims, np.float32))
+        drawn[key] = array.shape
+        return key, array
 
     monkeypatch.setattr(GraphBuilder, "draw", draw)
     monkeypatch.setattr(GraphBuilder, "seeded", property(lambda self: False))
+    return drawn
+
+
+# Digests of the originals, torchvision 0.28 and transformers (BertModel) with torch 2.13: of "OpType name" of all nodes but
+# Identity and Constant that torch.onnx.export (opset 17, training=PRESERVE, dynamo=False) writes, in order, and of "name shape"
+# of the state_dict's entries, sorted. With those state_dicts the builders' outputs equalled the originals' to float32 rounding.
+ORIGINALS = {
+    "resnet18": ("ad41734749b43f31", "2bb53b15765c4651"),
+    "resnet50": ("8e049c582b05f611", "cf11dad974eadeaa"),
+    "mobilenet_v2": ("1bdc0c3e79c3b755", "d613ea65450d5318"),
+    "efficientnet_b0": ("270fb2ba118e8e48", "b5ec7b4b5e4fedbb"),
+    "vgg16": ("b69825ca7841658f", "ba63c2556d912509"),
+    "vgg16_bn": ("702c0031e6546c8c", "d8308b804a50efac"),
+    "densenet121": ("1e8a89c584ed2e75", "222a58d1fd8d2818"),
+    "inception_v3": ("fbe65a92e92864da", "5beceaea5a4204b9"),
+    "squeezenet1_1": ("650220d5122ddb08", "3fbd2a746421cada"),
+    "vit_b_16": (None, "2c2360f6707280a8"),  # the exporter's shape arithmetic is folded in ours
+    "bert_base": (None, "7c984fc4b78ff000"),
+    "lstm": (None, "8da11cd08b269376"),
+}
 
 
 @pytest.mark.parametrize("name", zoo.NAMES)
-def test_manifest(name: str, hollow: None) -> None:
-    assert manifest.describe(zoo.build(name)) == manifest.load()[name]
+def test_whole_network(name: str, hollow: dict[str, tuple[int, ...]]) -> None:
+    """At full size: the manifest's counts, and node for node, parameter for parameter the original where there is one."""
+    model = zoo.build(name)
+    assert manifest.describe(model) == manifest.load()[name]
+    nodes, parameters = ORIGINALS.get(name, (None, None))
+    if nodes:
+        assert digest(f"{n.op_type} {n.name}" for n in model.graph.node if n.op_type != "Constant") == nodes
+    if parameters:
+        assert digest(sorted(f"{key} {shape}" for key, shape in hollow.items())) == parameters
 
 
 def test_manifest_has_every_network() -> None:
@@ -119,17 +155,26 @@ def test_small_variant(name: str) -> None:
         first, second = (r[value.name] for r in results)
         assert first.shape == dims(value)
         assert np.isfinite(first).all()
+        if name == "yolox_s":  # boxes lie where their anchors lie; scores have to follow the picture
+            first, second = first[..., 4:], second[..., 4:]
         # Compare what another input changes with what is there: the part that an engine ignoring its input would get right.
-        scale = np.abs(first - first.mean()).mean()
-        assert np.abs(first - second).mean() > (0.02 if name == "yolox_s" else 0.2) * scale
+        assert np.abs(first - second).mean() > 0.2 * np.abs(first - first.mean()).mean()
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet50", "mobilenet_v2", "efficientnet_b0", "densenet121", "inception_v3", "yolox_s", "unet"]
+    ("name", "settings"),
+    [
+        *(
+            (name, SMALL[name])
+            for name in ("mobilenet_v2", "efficientnet_b0", "densenet121", "inception_v3", "yolox_s", "unet")
+        ),
+        ("resnet50", {}),
+        ("resnet50", SMALL["resnet50"]),
+    ],
 )
-def test_activations_stay_of_order_one(name: str) -> None:
+def test_activations_stay_of_order_one(name: str, settings: dict) -> None:
     """The output of each BatchNormalization, over pictures that the builder did not see, has a spread near its scales."""
-    model = zoo.build(name, **SMALL[name])
+    model = zoo.build(name, **settings)
     outputs = [n.output[0] for n in model.graph.node if n.op_type == "BatchNormalization"]
     scales = [
         np.abs(_initializer(model, n.input[1])).mean() for n in model.graph.node if n.op_type == "BatchNormalization"
