@@ -44,7 +44,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     epilogue = 350 + config.mt * config.bn * (4.0 if problem.residual else 3.0)
     if config.split > 1:
         # Two cluster barriers, and the partial sums through the network between multiprocessors (about 12 bytes per cycle).
-        epilogue += 1000 + tile_channels * tile_pixels * 4 * (config.split - 1) / config.split / 12
+        epilogue += 700 + tile_channels * tile_pixels * 4 * (config.split - 1) / config.split / 12
     overlapped = resident > 1 or groups > 1
     first = steps * step + epilogue
     later = max(steps * step, epilogue) if overlapped else first

@@ -44,10 +44,15 @@ DEVICE Tile tile_at(const Params& p, int tile, int group) {
     return at;
 }
 
+DEVICE void load_bias(const Params& p, int first, float (&bias)[2]) {
+    #pragma unroll
+    for (int i = 0; i < 2; i++) bias[i] = first + i * 8 < p.channels ? __ldg(p.bias + first + i * 8) : 0.0f;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
     const int blocks = p.source[0].channel_blocks;
     const u32 full = base, empty = full + 8 * WGN * STAGES, weights_full = empty + 8 * WGN * STAGES;
     const u32 weights_empty = weights_full + 8 * (WEIGHT_STAGES + 1), residual_full = weights_empty + 8 * (WEIGHT_STAGES + 1);
@@ -78,21 +83,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
     grid_launch_dependents();
 
     if (warp == CONSUMERS / 32) {                                      // patches
-        if (lane == 0) {
+        if (elect_one()) {
+            Tile at[WGN];
+            #pragma unroll
+            for (int g = 0; g < WGN; g++) at[g] = tile_at(p, blockIdx.x, g);
             mark(0);
             grid_dependency_wait();
             mark(1);
             int stage = 0, parity = 1, issued = 0;
             for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+                #pragma unroll
+                for (int g = 0; g < WGN; g++)
+                    if (tile != blockIdx.x) at[g] = tile_at(p, tile, g);
+                #pragma unroll 1
                 for (int b = 0; b < blocks; b++) {
                     #pragma unroll
                     for (int g = 0; g < WGN; g++) {
-                        const Tile at = tile_at(p, tile, g);
                         const int slot = g * STAGES + stage;
                         if (issued >= STAGES) barrier_wait(empty + 8 * slot, parity);
                         barrier_expect(full + 8 * slot, PATCH_LOAD);
-                        tma_load_4d(patches + slot * PATCH_BYTES, &p.pixels0, full + 8 * slot, b * BK, at.w - p.source[0].pad_w,
-                                    at.h - p.source[0].pad_h, at.n);
+                        tma_load_4d(patches + slot * PATCH_BYTES, &p.pixels0, full + 8 * slot, b * BK, at[g].w - p.source[0].pad_w,
+                                    at[g].h - p.source[0].pad_h, at[g].n);
                     }
                     issued++;
                     if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -101,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
             }
         }
     } else if (warp == CONSUMERS / 32 + 1) {                           // weights, which depend on no other kernel
-        if (lane == 0) {
+        if (elect_one()) {
             if (WEIGHT_STAGES == 0) {
                 const int channel = tile_at(p, blockIdx.x, 0).channel;
                 barrier_expect(weights_full, blocks * TAPS * WEIGHT_BYTES);
@@ -125,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
             }
         }
     } else if (warp == CONSUMERS / 32 + 2) {                           // residuals
-        if (HAS_RESIDUAL && lane == 0) {
+        if (HAS_RESIDUAL && elect_one()) {
             grid_dependency_wait();
             int buffer = 0, parity = 1, issued = 0;
             for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
@@ -146,16 +157,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
         const int group = warp / 4, quarter = warp % 4, m = group % WGM, g = group / WGM;
         float acc[BN / 2];
         int stage = 0, parity = 0, weight_stage = 0, weight_parity = 0, buffer = 0, buffer_parity = 0;
+        Tile at = tile_at(p, blockIdx.x, g);
+        float bias[2];
+        load_bias(p, at.channel + m * 64 + quarter * 16 + lane / 4, bias);
         grid_dependency_wait();
         if (WEIGHT_STAGES == 0) barrier_wait(weights_full, 0);
 
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-            const Tile at = tile_at(p, tile, g);
-            float bias[2];
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int row = at.channel + m * 64 + quarter * 16 + i * 8 + lane / 4;
-                bias[i] = row < p.channels ? __ldg(p.bias + row) : 0.0f;
+            if (tile != blockIdx.x) {
+                at = tile_at(p, tile, g);
+                load_bias(p, at.channel + m * 64 + quarter * 16 + lane / 4, bias);
             }
             int held_patch = -1, held_weights = -1;
             for (int b = 0; b < blocks; b++) {
@@ -205,13 +216,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
             }
 
             if (threadIdx.x == 0) mark(4);
-            const bool leader = quarter == 0 && lane == 0;
             const int slot = g * OUT_BUFFERS + buffer;
             const u32 own = out + (slot * WGM + m) * OUT_BYTES;
             if (HAS_RESIDUAL) {
                 barrier_wait(residual_full + 8 * slot, buffer_parity);
             } else {
-                if (leader) tma_store_wait_read<OUT_BUFFERS - 1>();
+                if (quarter == 0 && elect_one()) tma_store_wait_read<OUT_BUFFERS - 1>();
                 named_barrier(1 + group, 128);
             }
             // Lane l names row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of 8-15.
@@ -230,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
             }
             async_proxy_fence();
             named_barrier(1 + group, 128);
-            if (leader) {
+            if (quarter == 0 && elect_one()) {           // always the same lane: bulk groups belong to a thread
                 tma_store_4d(&p.output, own, at.channel + m * 64, at.w, at.h, at.n);
                 tma_store_commit();
                 if (HAS_RESIDUAL) {                                    // hand back the buffer whose store has left shared memory
@@ -244,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
             if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
         }
         if (threadIdx.x == 0) mark(6);
-        if (quarter == 0 && lane == 0) tma_store_wait_read<0>();
+        if (quarter == 0 && elect_one()) tma_store_wait_read<0>();
         if (threadIdx.x == 0) mark(7);
     }
 }

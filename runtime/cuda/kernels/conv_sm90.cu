@@ -43,8 +43,10 @@ DEVICE void seek(Cursor& at, const Params& p, int k) {
 }
 
 DEVICE void advance(Cursor& at, const Params& p) {
-    const Source& s = p.source[at.source];
-    if (++at.block < s.channel_blocks) return;
+    at.block++;
+    if (MODE0 == 0 && MODE1 < 0) return;
+    const Source& s = p.source[MODE1 >= 0 ? at.source : 0];
+    if (at.block < s.channel_blocks) return;
     at.block = 0;
     if (++at.tap_w < s.taps_w) return;
     at.tap_w = 0;
@@ -71,10 +73,51 @@ DEVICE void tile_at(const Params& p, int tile, int& channel, int& pixel) {
     pixel = index * TILE_PIXELS;
 }
 
+DEVICE void load_bias(const Params& p, int first, float (&bias)[MT][2]) {
+    #pragma unroll
+    for (int m = 0; m < MT; m++) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = first + m * 64 + i * 8;
+            bias[m][i] = row < p.channels ? __ldg(p.bias + row) : 0.0f;
+        }
+    }
+}
+
+struct Place {                                     // a tile, as the producer needs it
+    int channel, pixel, n[WGN], h[WGN], w[WGN];
+    Cursor at;
+};
+
+DEVICE Place place(const Params& p, int tile, int k_begin) {
+    Place to;
+    tile_at(p, tile, to.channel, to.pixel);
+    #pragma unroll
+    for (int i = 0; i < WGN; i++) {
+        const int first = to.pixel + i * BN;
+        to.w[i] = first % p.out_w;
+        to.h[i] = first / p.out_w % p.out_h;
+        to.n[i] = first / p.out_w / p.out_h;
+    }
+    seek(to.at, p, k_begin);
+    return to;
+}
+
+DEVICE void load_stage(const Params& p, Place& to, u32 target, u32 barrier) {
+    #pragma unroll
+    for (int i = 0; i < WGN; i++) {
+        if (MODE1 >= 0 && to.at.source)
+            load_pixels<MODE1>(target + i * PIXEL_BYTES, &p.pixels1, barrier, p.source[1], to.at, to.pixel + i * BN, to.n[i], to.h[i], to.w[i]);
+        else
+            load_pixels<MODE0>(target + i * PIXEL_BYTES, &p.pixels0, barrier, p.source[0], to.at, to.pixel + i * BN, to.n[i], to.h[i], to.w[i]);
+    }
+    advance(to.at, p);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
     const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
     const int k_begin = SPLIT > 1 ? p.k_steps * rank / SPLIT : 0;
     const int k_count = (SPLIT > 1 ? p.k_steps * (rank + 1) / SPLIT : p.k_steps) - k_begin;
@@ -82,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     const int tile_step = SPLIT > 1 ? gridDim.x / SPLIT : gridDim.x;
 
     const u32 full = base, empty = full + 8 * STAGES, weights_full = empty + 8 * STAGES;
-    const u32 residual_full = weights_full + 8, residual_empty = residual_full + 8 * OUT_BUFFERS;
+    const u32 reduced = weights_full + 8, residual_full = reduced + 8, residual_empty = residual_full + 8 * OUT_BUFFERS;
     const u32 stationary = base + BARRIER_BYTES;
     const u32 ring = stationary + (WEIGHTS_STATIONARY ? ((p.k_steps + SPLIT - 1) / SPLIT) * WEIGHT_BYTES : 0);
     const u32 out = (ring + STAGES * STAGE_BYTES + 1023) / 1024 * 1024;
@@ -96,74 +139,62 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             barrier_init(empty + 8 * i, CONSUMERS / 32);
         }
         barrier_init(weights_full, 1);
+        barrier_init(reduced, 1);
         for (int i = 0; i < OUT_BUFFERS; i++) {
             barrier_init(residual_full + 8 * i, 1);
             barrier_init(residual_empty + 8 * i, GROUPS);
         }
         barrier_init_fence();
         async_proxy_fence();
+        if (SPLIT > 1)                             // the partial sums that this rank will be sent
+            barrier_expect(reduced, GROUPS * MT * ((BN / 8 + SPLIT - 1 - rank) / SPLIT) * SPLIT * 2048);
     }
     __syncthreads();
     if (SPLIT > 1) cluster_arrive();
     grid_launch_dependents();
 
     if (warp == CONSUMERS / 32) {
-        if (lane == 0) {
-            int channel, pixel;
-            tile_at(p, first_tile, channel, pixel);
+        if (elect_one()) {
+            Place to = place(p, first_tile, k_begin);
             // Weights first: they depend on no other kernel.
+            const int primed = k_count < STAGES ? k_count : STAGES;
             if (WEIGHTS_STATIONARY) {
                 barrier_expect(weights_full, k_count * WEIGHT_BYTES);
                 for (int k = 0; k < k_count; k++)
-                    tma_load_2d(stationary + k * WEIGHT_BYTES, &p.weights, weights_full, (k_begin + k) * BK, channel);
-            } else {
-                for (int k = 0; k < k_count && k < STAGES; k++) {
-                    barrier_expect(full + 8 * k, STAGE_BYTES);
-                    tma_load_2d(ring + k * STAGE_BYTES + WGN * PIXEL_BYTES, &p.weights, full + 8 * k, (k_begin + k) * BK, channel);
-                }
+                    tma_load_2d(stationary + k * WEIGHT_BYTES, &p.weights, weights_full, (k_begin + k) * BK, to.channel);
+            }
+            for (int k = 0; k < primed; k++) {
+                barrier_expect(full + 8 * k, STAGE_BYTES);
+                if (!WEIGHTS_STATIONARY)
+                    tma_load_2d(ring + k * STAGE_BYTES + WGN * PIXEL_BYTES, &p.weights, full + 8 * k, (k_begin + k) * BK, to.channel);
             }
             mark(0);
             grid_dependency_wait();
             mark(1);
-            int stage = 0, parity = 1, issued = 0;
+            #pragma unroll 1
+            for (int k = 0; k < primed; k++) load_stage(p, to, ring + k * STAGE_BYTES, full + 8 * k);
+            mark(2);
+            int stage = primed == STAGES ? 0 : primed, parity = primed == STAGES ? 0 : 1, fresh = STAGES - primed, k = primed;
             for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
-                tile_at(p, tile, channel, pixel);
-                int n[WGN], h[WGN], w[WGN];
-                for (int i = 0; i < WGN; i++) {
-                    const int at = pixel + i * BN;
-                    w[i] = at % p.out_w;
-                    h[i] = at / p.out_w % p.out_h;
-                    n[i] = at / p.out_w / p.out_h;
-                }
-                Cursor at;
-                seek(at, p, k_begin);
-                for (int k = 0; k < k_count; k++) {
+                if (tile != first_tile) to = place(p, tile, k_begin), k = 0;
+                #pragma unroll 1
+                for (; k < k_count; k++) {
                     const u32 target = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
-                    const bool primed = !WEIGHTS_STATIONARY && issued < STAGES && issued < k_count;   // weights are on their way
-                    if (issued >= STAGES) barrier_wait(empty + 8 * stage, parity);
-                    if (!primed) {
-                        barrier_expect(barrier, STAGE_BYTES);
-                        if (!WEIGHTS_STATIONARY)
-                            tma_load_2d(target + WGN * PIXEL_BYTES, &p.weights, barrier, (k_begin + k) * BK, channel);
-                    }
-                    for (int i = 0; i < WGN; i++) {
-                        if (MODE1 >= 0 && at.source)
-                            load_pixels<MODE1>(target + i * PIXEL_BYTES, &p.pixels1, barrier, p.source[1], at, pixel + i * BN,
-                                               n[i], h[i], w[i]);
-                        else
-                            load_pixels<MODE0>(target + i * PIXEL_BYTES, &p.pixels0, barrier, p.source[0], at, pixel + i * BN,
-                                               n[i], h[i], w[i]);
-                    }
-                    advance(at, p);
-                    issued++;
+                    if (fresh > 0)
+                        fresh--;                   // a stage that nobody has used yet
+                    else
+                        barrier_wait(empty + 8 * stage, parity);
+                    barrier_expect(barrier, STAGE_BYTES);
+                    if (!WEIGHTS_STATIONARY)
+                        tma_load_2d(target + WGN * PIXEL_BYTES, &p.weights, barrier, (k_begin + k) * BK, to.channel);
+                    load_stage(p, to, target, barrier);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
-                mark(2);
             }
         }
         __syncwarp();
     } else if (warp == CONSUMERS / 32 + 1) {
-        if (HAS_RESIDUAL && SPLIT == 1 && lane == 0) {
+        if (HAS_RESIDUAL && SPLIT == 1 && elect_one()) {
             grid_dependency_wait();
             int buffer = 0, parity = 1, issued = 0;
             for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
@@ -219,22 +250,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         }
 #else
         int buffer = 0, buffer_parity = 0;
+        int tile_channel, tile_pixel;
+        tile_at(p, first_tile, tile_channel, tile_pixel);
+        float bias[MT][2];
+        load_bias(p, tile_channel + group_channel + quarter * 16 + lane / 4, bias);
         grid_dependency_wait();
 #endif
         if (WEIGHTS_STATIONARY) barrier_wait(weights_full, 0);
 
         for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
-            int channel, pixel;
-            tile_at(p, tile, channel, pixel);
 #if SPLIT == 1
-            float bias[MT][2];
-            #pragma unroll
-            for (int m = 0; m < MT; m++) {
-                #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int row = channel + group_channel + m * 64 + quarter * 16 + i * 8 + lane / 4;
-                    bias[m][i] = row < p.channels ? __ldg(p.bias + row) : 0.0f;
-                }
+            if (tile != first_tile) {
+                tile_at(p, tile, tile_channel, tile_pixel);
+                load_bias(p, tile_channel + group_channel + quarter * 16 + lane / 4, bias);
             }
 #endif
             int previous = 0;
@@ -264,12 +292,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             if (threadIdx.x == 0) mark(4);
 
 #if SPLIT == 1
-            const bool leader = quarter == 0 && lane == 0;
             const u32 own = out + (buffer * GROUPS + group) * MT * OUT_BYTES;
             if (HAS_RESIDUAL) {
                 barrier_wait(residual_full + 8 * buffer, buffer_parity);
             } else {
-                if (leader) tma_store_wait_read<OUT_BUFFERS - 1>();
+                if (quarter == 0 && elect_one()) tma_store_wait_read<OUT_BUFFERS - 1>();
                 named_barrier(1 + group, 128);
             }
             #pragma unroll
@@ -283,10 +310,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             }
             async_proxy_fence();
             named_barrier(1 + group, 128);
-            if (leader) {
+            if (quarter == 0 && elect_one()) {           // always the same lane: bulk groups belong to a thread
                 #pragma unroll
                 for (int m = 0; m < MT; m++)
-                    tma_store_2d(&p.output, own + m * OUT_BYTES, channel + group_channel + m * 64, pixel + group_pixel);
+                    tma_store_2d(&p.output, own + m * OUT_BYTES, tile_channel + group_channel + m * 64, tile_pixel + group_pixel);
                 tma_store_commit();
                 if (HAS_RESIDUAL) {                // hand back the buffer whose store has left shared memory
                     tma_store_wait_read<(OUT_BUFFERS > 1 ? 1 : 0)>();
@@ -301,24 +328,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         }
 #if SPLIT == 1
         if (threadIdx.x == 0) mark(6);
-        if (quarter == 0 && lane == 0) tma_store_wait_read<0>();
+        if (quarter == 0 && elect_one()) tma_store_wait_read<0>();
         if (threadIdx.x == 0) mark(7);
 #else
         // Each lane's four accumulators of a block of eight pixels travel as one 16-byte store, 512 bytes a warp.
         __syncwarp();
-        cluster_wait();                            // the peers run: their shared memory may be written
+        cluster_wait();                            // the peers run, and their barriers count: their shared memory may be written
         const u32 own_fragment = (quarter * 32 + lane) * 16;
         #pragma unroll
         for (int m = 0; m < MT; m++) {
             #pragma unroll
             for (int j = 0; j < BN / 8; j++) {
                 const u32 slot = ((group * MT + m) * SLOTS + j / SPLIT) * SPLIT + rank;
-                cluster_store(cluster_map(out + slot * 2048 + own_fragment, j % SPLIT), &acc[m][j * 4]);
+                cluster_store_async(cluster_map(out + slot * 2048 + own_fragment, j % SPLIT), cluster_map(reduced, j % SPLIT), &acc[m][j * 4]);
             }
         }
         if (threadIdx.x == 0) mark(5);
-        cluster_arrive();
-        cluster_wait();
+        barrier_wait_cluster(reduced, 0);
         if (threadIdx.x == 0) mark(6);
         #pragma unroll
         for (int m = 0; m < MT; m++) {
@@ -358,10 +384,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         if (threadIdx.x == 0) mark(7);
 #endif
     }
-#if SPLIT > 1
-    if (warp >= CONSUMERS / 32) {                  // the loading warps take part in the cluster's second barrier, too
-        cluster_wait();
-        cluster_arrive();
-    }
-#endif
 }

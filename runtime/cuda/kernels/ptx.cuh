@@ -75,6 +75,14 @@ DEVICE void grid_launch_dependents() {
 
 #if __CUDA_ARCH__ >= 900
 
+// True on one lane of a converged warp. Unlike lane == 0, the compiler knows that a single lane is left, and issues TMA from
+// uniform registers without a loop over lanes.
+DEVICE bool elect_one() {
+    u32 elected;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+    return elected;
+}
+
 // ---- mbarrier ------------------------------------------------------------------------------------------------------
 
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
@@ -101,6 +109,17 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
     while (!barrier_try(barrier, parity)) {}
 #endif
 }
+// The same for a barrier that other blocks of the cluster count on: what they stored is visible afterwards.
+DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
+    u32 done = 0;
+    for (int tries = 0; !done; tries++) {
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2, 0x989680; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#ifdef BARRIER_TRAP
+        if (tries > 200) __trap();
+#endif
+    }
+}
 DEVICE void named_barrier(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // ---- clusters ------------------------------------------------------------------------------------------------------
@@ -117,16 +136,18 @@ DEVICE u32 cluster_map(u32 address, u32 rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
     return remote;
 }
-DEVICE void cluster_store(u32 address, const float* v) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
-                 ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-}
 DEVICE float4 shared_load(u32 address) {
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
     return v;
 }
 DEVICE void shared_store(u32 address, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory"); }
+
+// A 16-byte store to a block of the cluster that counts on that block's barrier (both addresses by cluster_map).
+DEVICE void cluster_store_async(u32 address, u32 barrier, const float* v) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
+}
 
 // ---- TMA -----------------------------------------------------------------------------------------------------------
 
