@@ -382,7 +382,7 @@ def stage_marks(bench: Bench, batch: int, folder: Path, record: Any) -> None:
         log = np.zeros((2048, 16), np.uint64)
         check("cuMemcpyDtoH", cu.cuMemcpyDtoH(log.ctypes.data, address, log.nbytes))
         log = log[: min(launch.grid[0], 2048)].astype(np.int64)
-        names = ["ready", "wait", "issued", "first", "mma", "pushed", "reduced", "end"]
+        names = ["ready", "wait", "issued", "first", "mma", "pushed", "reduced", "end", *(f"k{i}" for i in range(8))]
         times = {n: int((log[:, i] - log[:, 1]).mean()) for i, n in enumerate(names) if log[:, i].any()}
         spread = int(log[:, 7].max() - log[:, 1].min())
         record({"batch": batch, "layer": layers[0], "config": str(config), "marks": times, "wait_to_last_end": spread})

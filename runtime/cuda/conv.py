@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -154,7 +154,8 @@ class Config:
     """A tile: ``wgm x wgn`` consumer warpgroups over channels x pixels, each of ``mt`` x 64 channels and ``bn`` pixels.
 
     ``stages``: ring depth; ``split``: blocks per cluster that share K; ``out_buffers``: output tiles in flight; ``stationary``:
-    the weights of the block's K range are loaded once and kept; ``blocks``: blocks per multiprocessor that registers must allow.
+    the weights of the block's K range are loaded once and kept; ``blocks``: blocks per multiprocessor that registers must allow;
+    ``direct``: one tile per block, stored from registers (always so when ``split`` > 1).
     """
 
     wgm: int
@@ -166,6 +167,12 @@ class Config:
     out_buffers: int = 1
     stationary: bool = False
     blocks: int = 1
+    direct: bool = False
+
+    @property
+    def stores_directly(self) -> bool:
+        """One tile per block, stored from registers."""
+        return self.direct or self.split > 1
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -181,10 +188,16 @@ class Config:
         name = f"{self.wgm}x{self.wgn}m{self.mt}n{self.bn}s{self.stages}"
         return (
             name
-            + (f"k{self.split}" if self.split > 1 else f"o{self.out_buffers}")
+            + (f"k{self.split}" if self.split > 1 else "d" if self.direct else f"o{self.out_buffers}")
             + ("w" if self.stationary else "")
             + f"b{self.blocks}"
         )
+
+
+def direct_bytes(m_tiles: int, columns: int, split: int) -> int:
+    """Shared memory of one warpgroup's DirectStore: what the cluster's ranks send it, and the room to turn blocks around."""
+    slots = -(-columns // 8 // split)
+    return (m_tiles * slots * split * 2048 if split > 1 else 0) + 4 * m_tiles * slots * 640
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
@@ -194,9 +207,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     stage = config.tile[1] * span + (0 if config.stationary else weights)
     operands = config.stages * stage + (-(-problem.k_steps // config.split) * weights if config.stationary else 0)
     operands = -(-operands // 1024) * 1024
-    if config.split > 1:  # a cluster's partial sums: whole blocks of eight pixels, from every rank
-        slots = -(-config.bn // 8 // config.split)
-        return _BARRIER_BYTES + operands + config.wgm * config.wgn * config.mt * slots * config.split * 2048
+    if config.stores_directly:
+        return _BARRIER_BYTES + operands + config.wgm * config.wgn * direct_bytes(config.mt, config.bn, config.split)
     return _BARRIER_BYTES + operands + config.out_buffers * config.tile[0] * config.tile[1] * 2
 
 
@@ -221,8 +233,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         return f"{config.mt * config.bn // 2} accumulators and their addresses exceed {limit} registers"
     if config.mt * config.bn > 256:
         return "more than 128 accumulators a thread"
-    if config.split > 1 and shared_bytes(problem, replace(config, split=1, out_buffers=0)) - _BARRIER_BYTES < 5120:
-        return "the ring is too small for the transposition of a cluster's sums"
+    if config.direct and (config.stationary or config.mt * config.bn > 128):
+        return "direct stores are for small tiles, one per block"
     return None
 
 
@@ -233,7 +245,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     modes = [source.mode for source in problem.sources] + [-1]
     defines = {
         "WGM": config.wgm, "WGN": config.wgn, "MT": config.mt, "BN": config.bn, "BK": problem.block, "STAGES": config.stages,
-        "SPLIT": config.split, "OUT_BUFFERS": config.out_buffers, "WEIGHTS_STATIONARY": int(config.stationary),
+        "SPLIT": config.split,
+        "DIRECT": int(config.stores_directly), "OUT_BUFFERS": config.out_buffers, "WEIGHTS_STATIONARY": int(config.stationary),
         "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1], "HAS_RESIDUAL": int(problem.residual),
     }  # fmt: skip
     text = "\n".join(
@@ -290,10 +303,10 @@ class Pointers:
 
 
 def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
-    """Blocks to launch: every tile once for split K, a persistent grid otherwise."""
+    """Blocks to launch: every tile once for direct stores, a persistent grid otherwise."""
     channel_tiles = -(-problem.channels // config.tile[0])
     tiles = channel_tiles * -(-problem.pixels // config.tile[1])
-    if config.split > 1:
+    if config.stores_directly:
         return tiles * config.split
     resident = device.multiprocessors * max(
         1, min(config.blocks, device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from optdnn.runtime.cuda.conv import Config, Problem, refuse, shared_bytes
 from optdnn.runtime.cuda.device import Device
@@ -42,8 +43,10 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     jobs = tiles * config.split
     waves = -(-jobs // device.multiprocessors)  # blocks that one multiprocessor works through
     epilogue = 350 + config.mt * config.bn * (4.0 if problem.residual else 3.0)
+    if config.direct:
+        epilogue -= 250
     if config.split > 1:
-        # Two cluster barriers, and the partial sums through the network between multiprocessors (about 12 bytes per cycle).
+        # The sums' way to their owner, and the partial sums through the network between multiprocessors (about 12 bytes per cycle).
         epilogue += 700 + tile_channels * tile_pixels * 4 * (config.split - 1) / config.split / 12
     overlapped = resident > 1 or groups > 1
     first = steps * step + epilogue
@@ -64,6 +67,7 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
     channel_tiles = -(-problem.channels // (wgm * mt * 64))
     tiles = channel_tiles * -(-problem.pixels // (wgn * bn))
     many = tiles > 2 * device.multiprocessors
+    small = split == 1 and tiles <= 2 * device.multiprocessors and mt * bn <= 128
     for blocks, limit in ((2, HALF_SHARED), (1, device.shared_per_block)):
         if blocks == 1 and tiles * split <= device.multiprocessors and steps <= 4:
             continue
@@ -80,10 +84,13 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
                         best = config
                 if best is not None and (best.stages >= 2 or steps == 1):
                     yield best
+                    direct = replace(best, direct=True)
+                    if small and not stationary and refuse(problem, direct, shared=device.shared_per_block) is None:
+                        yield direct
 
 
 def candidates(problem: Problem, device: Device, limit: int = 12) -> list[Config]:
-    """The configurations to time, best predicted first; at most three of one tile shape."""
+    """The configurations to time, best predicted first; at most two of one tile shape with or without kept weights."""
     found: list[tuple[float, Config]] = []
     for wgm, wgn, mt in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)):
         if wgm * mt * 64 > max(64, math.ceil(problem.channels / 64) * 64):
@@ -101,8 +108,8 @@ def candidates(problem: Problem, device: Device, limit: int = 12) -> list[Config
     chosen: list[Config] = []
     shapes: dict[tuple[int, ...], int] = {}
     for _, config in found:
-        shape = (*config.tile, config.split)
-        if shapes.get(shape, 0) < 3:
+        shape = (*config.tile, config.split, config.stationary)
+        if shapes.get(shape, 0) < 2:
             shapes[shape] = shapes.get(shape, 0) + 1
             chosen.append(config)
         if len(chosen) == limit:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv import Pointers, Problem, parameters, raw_bytes
+from optdnn.runtime.cuda.conv import Pointers, Problem, direct_bytes, parameters, raw_bytes
 from optdnn.runtime.cuda.device import Device, Function, Launch, encode_tiled
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 
@@ -17,7 +17,9 @@ class PatchConfig:
     """A tile: ``wgm`` x 64 channels x ``wgn`` patches of ``tile_h`` x ``tile_w`` output pixels.
 
     ``stages``: patches in flight per group; ``weight_stages``: depth of the weights' ring, 0 to keep all of a channel tile's
-    weights; ``out_buffers``: output tiles in flight; ``blocks``: blocks per multiprocessor that registers must allow.
+    weights; ``out_buffers``: output tiles in flight; ``blocks``: blocks per multiprocessor that registers must allow;
+    ``split``: blocks of a cluster that share the channel blocks; ``direct``: one tile per block, stored from registers (always
+    so when ``split`` > 1).
     """
 
     wgm: int
@@ -28,6 +30,13 @@ class PatchConfig:
     weight_stages: int = 0
     out_buffers: int = 1
     blocks: int = 1
+    split: int = 1
+    direct: bool = False
+
+    @property
+    def stores_directly(self) -> bool:
+        """One tile per block, stored from registers."""
+        return self.direct or self.split > 1
 
     @property
     def threads(self) -> int:
@@ -36,7 +45,8 @@ class PatchConfig:
 
     def __str__(self) -> str:
         ring = f"r{self.weight_stages}" if self.weight_stages else "w"
-        return f"patch{self.wgm}x{self.wgn}t{self.tile_h}x{self.tile_w}s{self.stages}{ring}o{self.out_buffers}b{self.blocks}"
+        end = f"k{self.split}" if self.split > 1 else "d" if self.direct else f"o{self.out_buffers}"
+        return f"patch{self.wgm}x{self.wgn}t{self.tile_h}x{self.tile_w}s{self.stages}{ring}{end}b{self.blocks}"
 
 
 def patch_size(problem: Problem, config: PatchConfig) -> tuple[int, int]:
@@ -57,13 +67,21 @@ def _round(size: int) -> int:
     return -(-size // 1024) * 1024
 
 
+def kept_steps(problem: Problem, config: PatchConfig) -> int:
+    """K steps of the weights that a block keeps when it keeps all: those of its share of the channel blocks."""
+    taps = problem.sources[0].kernel[0] * problem.sources[0].kernel[1]
+    return -(-(problem.k_steps // taps) // config.split) * taps
+
+
 def shared_bytes(problem: Problem, config: PatchConfig) -> int:
     """Dynamic shared memory of a block."""
     span = problem.block * 2
     height, width = patch_size(problem, config)
-    weights = (config.weight_stages or problem.k_steps) * config.wgm * 64 * span
+    weights = (config.weight_stages or kept_steps(problem, config)) * config.wgm * 64 * span
     patches = config.wgn * config.stages * _round(height * width * span)
     out = config.wgm * config.wgn * config.out_buffers * _round((config.tile_h * config.tile_w + 1) * 128)
+    if config.stores_directly:
+        out = config.wgm * config.wgn * direct_bytes(1, columns(problem, config), config.split)
     return _BARRIER_BYTES + weights + patches + out
 
 
@@ -87,6 +105,12 @@ def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448, regis
         return f"{needed} bytes of shared memory exceed what {config.blocks} blocks can have"
     if n // 2 + 40 > min(255, registers // (config.blocks * config.threads) // 8 * 8):
         return "accumulators and addresses exceed the registers"
+    if config.direct and n > 128:
+        return "direct stores are for small tiles"
+    if not 1 <= config.split <= min(16, problem.k_steps // (source.kernel[0] * source.kernel[1])):
+        return f"the channel blocks cannot be split {config.split} ways"
+    if config.weight_stages > 32:
+        return "too many stages"
     if config.weight_stages == 1 or (
         config.weight_stages == 0 and problem.k_steps * config.wgm * 64 * problem.block * 2 >= 1 << 20
     ):
@@ -100,7 +124,8 @@ def recipe(problem: Problem, config: PatchConfig, arch: str = "sm_90a", *, check
     defines = {
         "WGM": config.wgm, "WGN": config.wgn, "TILE_H": config.tile_h, "TILE_W": config.tile_w,
         "TAPS_H": source.kernel[0], "TAPS_W": source.kernel[1], "DILATION_H": source.dilation[0], "DILATION_W": source.dilation[1],
-        "BN": columns(problem, config), "BK": problem.block, "STAGES": config.stages, "WEIGHT_STAGES": config.weight_stages,
+        "BN": columns(problem, config), "BK": problem.block, "STAGES": config.stages, "SPLIT": config.split,
+        "DIRECT": int(config.stores_directly), "WEIGHT_STAGES": config.weight_stages,
         "OUT_BUFFERS": config.out_buffers, "MIN_CTAS": config.blocks, "HAS_RESIDUAL": int(problem.residual),
     }  # fmt: skip
     parts = [
@@ -126,6 +151,8 @@ def tiles(problem: Problem, config: PatchConfig) -> tuple[int, int]:
 def grid_blocks(problem: Problem, config: PatchConfig, device: Device) -> int:
     """Blocks to launch: a persistent grid; a block that keeps its weights keeps its channel tile."""
     channel_tiles, count = tiles(problem, config)
+    if config.stores_directly:
+        return count * config.split
     fit = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     resident = device.multiprocessors * max(1, min(config.blocks, fit))
     if count <= resident:
@@ -165,7 +192,7 @@ def bind(
     params.reverse = int(reverse)
     return Launch(
         function, (grid_blocks(problem, config, device), 1, 1), config.threads, [raw_bytes(params)],
-        shared=shared_bytes(problem, config), dependent=dependent, label=label or str(config),
+        shared=shared_bytes(problem, config), cluster=config.split, dependent=dependent, label=label or str(config),
     )  # fmt: skip
 
 
@@ -174,14 +201,16 @@ def load(
 ) -> Function:
     """The compiled kernel on the current device."""
     cubin = cache.get(recipe(problem, config, arch, checked=checked))
-    return Function(cubin, "conv_patch_sm90", shared=shared_bytes(problem, config))
+    return Function(cubin, "conv_patch_sm90", shared=shared_bytes(problem, config), wide_cluster=config.split > 8)
 
 
 def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
-    """Every sensible tile: the whole width or a divisor of it, all rows counts that fit, the deepest rings that fit."""
+    """Every sensible tile, the best predicted first: the whole width or a divisor of it, all row counts that fit, splits that fill
+    the device, and of each the deepest rings that fit."""
     if len(problem.sources) != 1 or problem.sources[0].stride != (1, 1) or problem.sources[0].kernel == (1, 1):
         return []
     h, w = problem.out_size
+    channel_blocks = problem.k_steps // (problem.sources[0].kernel[0] * problem.sources[0].kernel[1])
     found: list[PatchConfig] = []
     widths = [x for x in range(7, w + 1) if w % x == 0 and x <= 128][-2:]
     for wgm, wgn in ((1, 1), (1, 2), (2, 1)):
@@ -191,38 +220,54 @@ def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
             for tile_h in range(1, h + 1):
                 probe = PatchConfig(wgm, wgn, tile_h, tile_w, 1)
                 n = columns(problem, probe)
-                if n > 256 or tile_h * tile_w < 0.8 * n or (n < 100 and tile_h < h and problem.pixels > 20000):
+                if n > 256 or tile_h * tile_w < 0.75 * n or (n < 100 and tile_h < h and problem.pixels > 50000):
                     continue
-                for blocks in (1, 2):
-                    for ring in (0, 4, 3):
-                        for buffers in (1, 2):
-                            fits = [
-                                config
-                                for stages in (1, 2, 3, 4)
-                                if refuse(
-                                    problem,
-                                    config := PatchConfig(wgm, wgn, tile_h, tile_w, stages, ring, buffers, blocks),
-                                )
-                                is None
-                            ]
-                            found += fits[-1:]
-                        if (
-                            found
-                            and found[-1].weight_stages == 0
-                            and (found[-1].wgm, found[-1].wgn, found[-1].tile_h) == (wgm, wgn, tile_h)
-                        ):
-                            break  # weights that fit are kept
+                _, count = tiles(problem, probe)
+                for split in (1, 2, 3, 4, 6, 8):
+                    if split > channel_blocks or (split > 1 and count * split > 2 * device.multiprocessors):
+                        continue
+                    for blocks in (1, 2):
+                        for direct in (False, True) if n <= 128 and count <= 2 * device.multiprocessors and split == 1 else (False,):
+                            for buffers in (1,) if split > 1 or direct else (1, 2):
+                                found += _deepest(problem, PatchConfig(wgm, wgn, tile_h, tile_w, 1, 0, buffers, blocks, split, direct))
     found.sort(key=lambda c: (_cost(problem, c, device), c))
-    return found
+    kept: list[PatchConfig] = []
+    shapes: dict[tuple[int, ...], int] = {}
+    for config in found:  # at most two of one tile and split
+        shape = (config.wgm, config.wgn, config.tile_h, config.tile_w, config.split)
+        shapes[shape] = shapes.get(shape, 0) + 1
+        if shapes[shape] <= 2:
+            kept.append(config)
+    return kept
+
+
+def _deepest(problem: Problem, config: PatchConfig) -> list[PatchConfig]:
+    """The ring depths worth trying: kept weights with the most patches, or one, two, three patches with the deepest ring of weights."""
+    kept = [c for stages in (1, 2, 3, 4) if refuse(problem, c := replace(config, stages=stages)) is None]
+    if kept:
+        return kept[-1:]
+    rings = []
+    for stages in (1, 2, 3):
+        fits = [c for ring in range(3, 25) if refuse(problem, c := replace(config, stages=stages, weight_stages=ring)) is None]
+        rings += fits[-1:]
+    return rings
 
 
 def _cost(problem: Problem, config: PatchConfig, device: Device) -> float:
-    """Cycles by the tensor cores and the output's share of memory, with waves: enough to put the best tiles first."""
+    """Cycles by the tensor cores and by the loads, with waves: enough to put the best tiles first."""
     _, count = tiles(problem, config)
     n = columns(problem, config)
     groups = config.wgm * config.wgn
-    busy = groups * problem.k_steps * (problem.block // 16) * max(n / 2, 16 + n / 4)
-    idle = 1500 + n * 3.0
-    overlapped = config.wgn * config.blocks > 1
-    jobs = -(-count // device.multiprocessors)
+    steps = kept_steps(problem, config)
+    multiply = groups * (problem.block // 16) * max(n / 2, 16 + n / 4)
+    height, width = patch_size(problem, config)
+    taps = problem.sources[0].kernel[0] * problem.sources[0].kernel[1]
+    loaded = config.wgn * height * width * problem.block * 2 / taps + (config.wgm * 128 * problem.block if config.weight_stages else 0)
+    shallow = 1.0 + 2.0 / config.weight_stages if config.weight_stages else 1.0
+    busy = steps * max(multiply, loaded / 45 * shallow)
+    idle = 1500 + n * (2.0 if config.stores_directly else 3.0)
+    if config.split > 1:
+        idle += 600 + groups * 64 * n * 4 * (config.split - 1) / config.split / 12
+    jobs = -(-count * config.split // device.multiprocessors)
+    overlapped = config.wgn * config.blocks > 1 and not config.stores_directly
     return jobs * (busy if overlapped else busy + idle) + idle + 200 * (3 - min(3, config.stages + config.out_buffers))

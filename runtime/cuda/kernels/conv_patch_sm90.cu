@@ -9,7 +9,7 @@
 // WGN tiles has a ring of its own, so that one group multiplies while another stores.
 //
 // generated.cuh defines WGM, WGN, TILE_H, TILE_W, TAPS_H, TAPS_W, DILATION_H, DILATION_W, BN, BK, STAGES (patches per group),
-// WEIGHT_STAGES (0: all weights of the channel tile are loaded once and kept), OUT_BUFFERS, MIN_CTAS, HAS_RESIDUAL, wgmma_step()
+// SPLIT (blocks of a cluster that share the channel blocks, one tile per cluster), DIRECT (see DirectStore), WEIGHT_STAGES (0: all weights of the channel tile are loaded once and kept), OUT_BUFFERS, MIN_CTAS, HAS_RESIDUAL, wgmma_step()
 // and epilogue().
 #include "conv_common.cuh"
 
@@ -26,6 +26,8 @@ constexpr u32 OUT_LOAD = TILE_H * TILE_W * 128;
 constexpr u32 OUT_BYTES = (OUT_LOAD + 128 + 1023) / 1024 * 1024;   // and one row for what lies between the tile's columns
 constexpr u32 BARRIER_BYTES = 1024;
 static_assert((TILE_H - 1) * PATCH_W + TILE_W <= BN, "the tile does not fit the accumulators");
+
+using Direct = DirectStore<1, BN, SPLIT>;
 
 struct Tile {
     int channel, n, h, w;
@@ -53,12 +55,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
-    const int blocks = p.source[0].channel_blocks;
+    const int all_blocks = p.source[0].channel_blocks;
+    const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
+    const int first_block = SPLIT > 1 ? all_blocks * rank / SPLIT : 0;
+    const int blocks = (SPLIT > 1 ? all_blocks * (rank + 1) / SPLIT : all_blocks) - first_block;
+    const int first_tile = SPLIT > 1 ? blockIdx.x / SPLIT : blockIdx.x;
+    const int tile_step = SPLIT > 1 ? gridDim.x / SPLIT : gridDim.x;
     const u32 full = base, empty = full + 8 * WGN * STAGES, weights_full = empty + 8 * WGN * STAGES;
     const u32 weights_empty = weights_full + 8 * (WEIGHT_STAGES + 1), residual_full = weights_empty + 8 * (WEIGHT_STAGES + 1);
     const u32 residual_empty = residual_full + 8 * OUT_BUFFERS * WGN;
+    const u32 reduced = residual_empty + 8 * OUT_BUFFERS * WGN;
     const u32 weights = base + BARRIER_BYTES;
-    const u32 patches = weights + (WEIGHT_STAGES ? WEIGHT_STAGES : blocks * TAPS) * WEIGHT_BYTES;
+    const u32 patches = weights + (WEIGHT_STAGES ? WEIGHT_STAGES : (all_blocks + SPLIT - 1) / SPLIT * TAPS) * WEIGHT_BYTES;
     const u32 out = patches + WGN * STAGES * PATCH_BYTES;
 
     if (warp == CONSUMERS / 32 && lane == 0) {
@@ -76,25 +84,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
             barrier_init(residual_full + 8 * i, 1);
             barrier_init(residual_empty + 8 * i, WGM);
         }
+        barrier_init(reduced, 1);
         barrier_init_fence();
         async_proxy_fence();
+        if (SPLIT > 1) barrier_expect(reduced, GROUPS * Direct::expected(rank));
     }
     __syncthreads();
+    if (SPLIT > 1) cluster_arrive();
     grid_launch_dependents();
 
     if (warp == CONSUMERS / 32) {                                      // patches
         if (elect_one()) {
             Tile at[WGN];
             #pragma unroll
-            for (int g = 0; g < WGN; g++) at[g] = tile_at(p, blockIdx.x, g);
+            for (int g = 0; g < WGN; g++) at[g] = tile_at(p, first_tile, g);
             mark(0);
             grid_dependency_wait();
             mark(1);
             int stage = 0, parity = 1, issued = 0;
-            for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+            for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
                 #pragma unroll
                 for (int g = 0; g < WGN; g++)
-                    if (tile != blockIdx.x) at[g] = tile_at(p, tile, g);
+                    if (tile != first_tile) at[g] = tile_at(p, tile, g);
                 #pragma unroll 1
                 for (int b = 0; b < blocks; b++) {
                     #pragma unroll
@@ -102,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                         const int slot = g * STAGES + stage;
                         if (issued >= STAGES) barrier_wait(empty + 8 * slot, parity);
                         barrier_expect(full + 8 * slot, PATCH_LOAD);
-                        tma_load_4d(patches + slot * PATCH_BYTES, &p.pixels0, full + 8 * slot, b * BK, at[g].w - p.source[0].pad_w,
+                        tma_load_4d(patches + slot * PATCH_BYTES, &p.pixels0, full + 8 * slot, (first_block + b) * BK, at[g].w - p.source[0].pad_w,
                                     at[g].h - p.source[0].pad_h, at[g].n);
                     }
                     issued++;
@@ -114,20 +125,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
     } else if (warp == CONSUMERS / 32 + 1) {                           // weights, which depend on no other kernel
         if (elect_one()) {
             if (WEIGHT_STAGES == 0) {
-                const int channel = tile_at(p, blockIdx.x, 0).channel;
+                const int channel = tile_at(p, first_tile, 0).channel;
                 barrier_expect(weights_full, blocks * TAPS * WEIGHT_BYTES);
                 for (int b = 0; b < blocks; b++)
                     for (int tap = 0; tap < TAPS; tap++)
-                        tma_load_2d(weights + (b * TAPS + tap) * WEIGHT_BYTES, &p.weights, weights_full, (tap * blocks + b) * BK, channel);
+                        tma_load_2d(weights + (b * TAPS + tap) * WEIGHT_BYTES, &p.weights, weights_full, (tap * all_blocks + first_block + b) * BK, channel);
             } else {
                 int stage = 0, parity = 1, issued = 0;
-                for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+                for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
                     const int channel = tile_at(p, tile, 0).channel;
                     for (int b = 0; b < blocks; b++) {
                         for (int tap = 0; tap < TAPS; tap++) {
                             if (issued >= WEIGHT_STAGES) barrier_wait(weights_empty + 8 * stage, parity);
                             barrier_expect(weights_full + 8 * stage, WEIGHT_BYTES);
-                            tma_load_2d(weights + stage * WEIGHT_BYTES, &p.weights, weights_full + 8 * stage, (tap * blocks + b) * BK, channel);
+                            tma_load_2d(weights + stage * WEIGHT_BYTES, &p.weights, weights_full + 8 * stage, (tap * all_blocks + first_block + b) * BK, channel);
                             issued++;
                             if (++stage == WEIGHT_STAGES) stage = 0, parity ^= 1;
                         }
@@ -136,10 +147,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
             }
         }
     } else if (warp == CONSUMERS / 32 + 2) {                           // residuals
-        if (HAS_RESIDUAL && elect_one()) {
+        if (HAS_RESIDUAL && !DIRECT && elect_one()) {
             grid_dependency_wait();
             int buffer = 0, parity = 1, issued = 0;
-            for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+            for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
                 #pragma unroll
                 for (int g = 0; g < WGN; g++) {
                     const Tile at = tile_at(p, tile, g);
@@ -155,19 +166,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
         }
     } else {
         const int group = warp / 4, quarter = warp % 4, m = group % WGM, g = group / WGM;
-        float acc[BN / 2];
-        int stage = 0, parity = 0, weight_stage = 0, weight_parity = 0, buffer = 0, buffer_parity = 0;
-        Tile at = tile_at(p, blockIdx.x, g);
+        float acc[1][BN / 2];
+        int stage = 0, parity = 0, weight_stage = 0, weight_parity = 0;
+        Tile at = tile_at(p, first_tile, g);
+#if DIRECT
+        Direct store;
+        store.prepare(p, at.channel + m * 64, rank, quarter, lane, [&](int column) -> long long {
+            const int h = at.h + column / PATCH_W, w = at.w + column % PATCH_W;
+            const bool inside = column / PATCH_W < TILE_H && column % PATCH_W < TILE_W && h < p.out_h && w < p.out_w;
+            const int image = p.out_h * p.out_w;
+            return inside && at.n * image < p.pixel_count ? ((long long)at.n * image + h * p.out_w + w) * p.channels : -1;
+        });
+        grid_dependency_wait();
+        store.load_residual(p);
+#else
+        int buffer = 0, buffer_parity = 0;
         float bias[2];
         load_bias(p, at.channel + m * 64 + quarter * 16 + lane / 4, bias);
         grid_dependency_wait();
+#endif
         if (WEIGHT_STAGES == 0) barrier_wait(weights_full, 0);
 
-        for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-            if (tile != blockIdx.x) {
+        for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
+#if !DIRECT
+            if (tile != first_tile) {
                 at = tile_at(p, tile, g);
                 load_bias(p, at.channel + m * 64 + quarter * 16 + lane / 4, bias);
             }
+#endif
             int held_patch = -1, held_weights = -1;
             for (int b = 0; b < blocks; b++) {
                 const int slot = g * STAGES + stage;
@@ -185,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                         wgmma_fence();
                         #pragma unroll
                         for (int step = 0; step < BK / 16; step++)
-                            wgmma_step(acc, a + 2 * step, shifted + 2 * step, (b | tap | step) != 0);
+                            wgmma_step(acc[0], a + 2 * step, shifted + 2 * step, (b | tap | step) != 0);
                         wgmma_commit();
                         if (WEIGHT_STAGES) {
                             if (held_weights >= 0) {
@@ -216,6 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
             }
 
             if (threadIdx.x == 0) mark(4);
+#if !DIRECT
             const int slot = g * OUT_BUFFERS + buffer;
             const u32 own = out + (slot * WGM + m) * OUT_BYTES;
             if (HAS_RESIDUAL) {
@@ -234,9 +261,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                 const int row = h < TILE_H && w < TILE_W ? h * TILE_W + w : TILE_H * TILE_W;
                 const u32 address = own + row * 128 + ((chunk ^ (row & 7)) << 4);
                 if (pair)
-                    finish_16_pixels(address, &acc[j * 4], bias);
+                    finish_16_pixels(address, &acc[0][j * 4], bias);
                 else
-                    finish_8_pixels(address, &acc[j * 4], bias);
+                    finish_8_pixels(address, &acc[0][j * 4], bias);
             }
             async_proxy_fence();
             named_barrier(1 + group, 128);
@@ -247,14 +274,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                     tma_store_wait_read<(OUT_BUFFERS > 1 ? 1 : 0)>();
                     if (OUT_BUFFERS == 1)
                         barrier_arrive(residual_empty + 8 * slot);
-                    else if (tile != blockIdx.x)
+                    else if (tile != first_tile)
                         barrier_arrive(residual_empty + 8 * (g * OUT_BUFFERS + (buffer ? buffer - 1 : OUT_BUFFERS - 1)));
                 }
             }
             if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
+#endif
         }
+#if DIRECT
+        store.finish(p, acc, out + group * Direct::BYTES, reduced);
+#else
         if (threadIdx.x == 0) mark(6);
         if (quarter == 0 && elect_one()) tma_store_wait_read<0>();
+#endif
         if (threadIdx.x == 0) mark(7);
     }
 }

@@ -7,11 +7,11 @@
 // im2col mode (anything else).
 //
 // One warp issues the loads, one the residual's loads, WGM*WGN warpgroups multiply. Weights that are loaded before
-// griddepcontrol.wait overlap the previous kernel. Two epilogues: SPLIT == 1 goes through shared memory and TMA stores, and
-// overlaps the next tile's loads (persistent grid). SPLIT > 1 shares K among the blocks of a cluster: each sends its partial
-// sums, as they lie in registers, to the block that owns those pixels, which adds them in rank order (deterministic).
+// griddepcontrol.wait overlap the previous kernel. Two epilogues: through shared memory and TMA stores, which overlap the next
+// tile's loads (persistent grid); or DIRECT stores of one tile per block, with SPLIT > 1 after the blocks of a cluster, which
+// share K, have sent one another their partial sums.
 //
-// generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS), the sources'
+// generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS), the sources'
 // modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL, wgmma_step() and epilogue().
 #include "conv_common.cuh"
 
@@ -26,7 +26,7 @@ constexpr u32 PIXEL_BYTES = BN * SPAN;
 constexpr u32 STAGE_BYTES = WGN * PIXEL_BYTES + (WEIGHTS_STATIONARY ? 0 : WEIGHT_BYTES);
 constexpr u32 OUT_BYTES = BN * 128;               // one 64-channel subtile of one warpgroup
 constexpr u32 BARRIER_BYTES = 1024;
-constexpr int SLOTS = (BN / 8 + SPLIT - 1) / SPLIT;   // blocks of eight pixels that a rank of the cluster finishes
+using Direct = DirectStore<MT, BN, SPLIT>;
 
 struct Cursor {                                    // where in K the producer is
     int source, block, tap_w, tap_h;
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         barrier_init_fence();
         async_proxy_fence();
         if (SPLIT > 1)                             // the partial sums that this rank will be sent
-            barrier_expect(reduced, GROUPS * MT * ((BN / 8 + SPLIT - 1 - rank) / SPLIT) * SPLIT * 2048);
+            barrier_expect(reduced, GROUPS * Direct::expected(rank));
     }
     __syncthreads();
     if (SPLIT > 1) cluster_arrive();
@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         }
         __syncwarp();
     } else if (warp == CONSUMERS / 32 + 1) {
-        if (HAS_RESIDUAL && SPLIT == 1 && elect_one()) {
+        if (HAS_RESIDUAL && !DIRECT && elect_one()) {
             grid_dependency_wait();
             int buffer = 0, parity = 1, issued = 0;
             for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
@@ -220,38 +220,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         float acc[MT][BN / 2];
         int stage = 0, parity = 0;
 
-#if SPLIT > 1
-        // Rank r owns blocks r, r + SPLIT, ... of eight pixels. An item is four channels of one pixel of an owned block.
         int tile_channel, tile_pixel;
         tile_at(p, first_tile, tile_channel, tile_pixel);
-        const int first_channel = tile_channel + group_channel + quarter * 16 + lane % 4 * 4;
-        const int first_pixel = tile_pixel + group_pixel + rank * 8 + lane / 4;
-        bool live[MT][SLOTS];
-        float4 item_bias[MT];
-        uint2 item_residual[MT][SLOTS];
-        #pragma unroll
-        for (int m = 0; m < MT; m++) {
-            const bool inside = first_channel + m * 64 < p.channels;
-            item_bias[m] = inside ? __ldg(reinterpret_cast<const float4*>(p.bias + first_channel + m * 64)) : make_float4(0, 0, 0, 0);
-            #pragma unroll
-            for (int i = 0; i < SLOTS; i++) {
-                live[m][i] = inside && rank + i * SPLIT < BN / 8 && first_pixel + i * SPLIT * 8 < p.pixel_count;
-                item_residual[m][i] = make_uint2(0u, 0u);
-            }
-        }
+#if DIRECT
+        Direct store;
+        store.prepare(p, tile_channel + group_channel, rank, quarter, lane, [&](int column) -> long long {
+            const int pixel = tile_pixel + group_pixel + column;
+            return pixel < p.pixel_count ? (long long)pixel * p.channels : -1;
+        });
         grid_dependency_wait();
-        #pragma unroll
-        for (int m = 0; m < MT; m++) {
-            #pragma unroll
-            for (int i = 0; i < SLOTS; i++) {
-                const long long at = (long long)(first_pixel + i * SPLIT * 8) * p.channels + first_channel + m * 64;
-                if (HAS_RESIDUAL && live[m][i]) item_residual[m][i] = *reinterpret_cast<const uint2*>(p.residual_pointer + at);
-            }
-        }
+        store.load_residual(p);
 #else
         int buffer = 0, buffer_parity = 0;
-        int tile_channel, tile_pixel;
-        tile_at(p, first_tile, tile_channel, tile_pixel);
         float bias[MT][2];
         load_bias(p, tile_channel + group_channel + quarter * 16 + lane / 4, bias);
         grid_dependency_wait();
@@ -259,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         if (WEIGHTS_STATIONARY) barrier_wait(weights_full, 0);
 
         for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
-#if SPLIT == 1
+#if !DIRECT
             if (tile != first_tile) {
                 tile_at(p, tile, tile_channel, tile_pixel);
                 load_bias(p, tile_channel + group_channel + quarter * 16 + lane / 4, bias);
@@ -269,6 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             for (int k = 0; k < k_count; k++) {
                 barrier_wait(full + 8 * stage, parity);
                 if (k == 0 && threadIdx.x == 0) mark(3);
+                if (k < 8 && threadIdx.x == 0) mark(8 + k);
                 const u32 weight_tile = weights_at + (WEIGHTS_STATIONARY ? k : stage) * WEIGHT_STRIDE + group_channel * SPAN;
                 const u64 b = wgmma_descriptor<SPAN>(ring + stage * STAGE_BYTES + (group / WGM) * PIXEL_BYTES);
                 wgmma_fence();
@@ -291,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             if (lane == 0) barrier_arrive(empty + 8 * previous);
             if (threadIdx.x == 0) mark(4);
 
-#if SPLIT == 1
+#if !DIRECT
             const u32 own = out + (buffer * GROUPS + group) * MT * OUT_BYTES;
             if (HAS_RESIDUAL) {
                 barrier_wait(residual_full + 8 * buffer, buffer_parity);
@@ -326,62 +307,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
 #endif
         }
-#if SPLIT == 1
+#if DIRECT
+        store.finish(p, acc, out + group * Direct::BYTES, reduced);
+#else
         if (threadIdx.x == 0) mark(6);
         if (quarter == 0 && elect_one()) tma_store_wait_read<0>();
-        if (threadIdx.x == 0) mark(7);
-#else
-        // Each lane's four accumulators of a block of eight pixels travel as one 16-byte store, 512 bytes a warp.
-        __syncwarp();
-        cluster_wait();                            // the peers run, and their barriers count: their shared memory may be written
-        const u32 own_fragment = (quarter * 32 + lane) * 16;
-        #pragma unroll
-        for (int m = 0; m < MT; m++) {
-            #pragma unroll
-            for (int j = 0; j < BN / 8; j++) {
-                const u32 slot = ((group * MT + m) * SLOTS + j / SPLIT) * SPLIT + rank;
-                cluster_store_async(cluster_map(out + slot * 2048 + own_fragment, j % SPLIT), cluster_map(reduced, j % SPLIT), &acc[m][j * 4]);
-            }
-        }
-        if (threadIdx.x == 0) mark(5);
-        barrier_wait_cluster(reduced, 0);
-        if (threadIdx.x == 0) mark(6);
-        #pragma unroll
-        for (int m = 0; m < MT; m++) {
-            #pragma unroll
-            for (int i = 0; i < SLOTS; i++) {
-                if (rank + i * SPLIT >= BN / 8) continue;
-                const u32 slot = out + ((group * MT + m) * SLOTS + i) * SPLIT * 2048 + own_fragment;
-                float4 part[SPLIT];
-                #pragma unroll
-                for (int r = 0; r < SPLIT; r++) part[r] = shared_load(slot + r * 2048);
-                #pragma unroll
-                for (int r = 1; r < SPLIT; r++) {
-                    part[0].x += part[r].x;
-                    part[0].y += part[r].y;
-                    part[0].z += part[r].z;
-                    part[0].w += part[r].w;
-                }
-                // Transpose within the warp (over the ring, whose operands have been read): [8 pixels][16 channels], pitch 20.
-                const u32 patch = stationary + ((group * 4 + quarter) * 160) * 4;
-                const u32 column = patch + (lane % 4 * 2 * 20 + lane / 4) * 4;
-                __syncwarp();
-                shared_store(column, part[0].x);
-                shared_store(column + 80, part[0].y);
-                shared_store(column + 32, part[0].z);
-                shared_store(column + 112, part[0].w);
-                __syncwarp();
-                const float4 sum = shared_load(patch + (lane / 4 * 20 + lane % 4 * 4) * 4);
-                const uint2 r = item_residual[m][i];
-                const float4 c = item_bias[m];
-                const long long at = (long long)(first_pixel + i * SPLIT * 8) * p.channels + first_channel + m * 64;
-                if (live[m][i])
-                    *reinterpret_cast<uint2*>(p.output_pointer + at) =
-                        make_uint2(pack2(epilogue(sum.x, c.x, low_float(r.x)), epilogue(sum.y, c.y, high_float(r.x))),
-                                   pack2(epilogue(sum.z, c.z, low_float(r.y)), epilogue(sum.w, c.w, high_float(r.y))));
-            }
-        }
-        if (threadIdx.x == 0) mark(7);
 #endif
+        if (threadIdx.x == 0) mark(7);
     }
 }

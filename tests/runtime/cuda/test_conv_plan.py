@@ -92,7 +92,7 @@ P = Problem(4, 128, (same(14, 14, 128),), RELU)
         (P, Config(2, 1, 1, 256, 5), "bytes of shared memory"),
         (P, Config(2, 1, 1, 128, 4, blocks=2), "does not allow that many blocks"),
         (P, Config(2, 1, 1, 192, 2, blocks=2), "that many blocks|exceed 10"),
-        (Problem(1, 64, (same(8, 8, 16),), RELU), Config(1, 1, 1, 8, 1, 9), "too small for the transposition"),
+        (P, Config(1, 1, 1, 136, 2, direct=True), "direct stores are for small tiles"),
     ],
 )
 def test_refusals(problem: Problem, config: Config, reason: str) -> None:
@@ -111,6 +111,9 @@ def test_refusals(problem: Problem, config: Config, reason: str) -> None:
         (P, PatchConfig(2, 1, 14, 14, 4, 8), "bytes of shared memory"),
         (P, PatchConfig(2, 1, 12, 14, 1, 2, blocks=2), "registers|shared memory"),
         (P, PatchConfig(1, 1, 7, 14, 1, 1), "barrier cannot count"),
+        (P, PatchConfig(1, 1, 9, 14, 1, 3, direct=True), "direct stores are for small tiles"),
+        (P, PatchConfig(1, 1, 4, 14, 1, 3, split=3), "cannot be split 3 ways"),
+        (P, PatchConfig(1, 1, 1, 14, 1, 33), "too many stages|shared memory"),
     ],
 )
 def test_patch_refusals(problem: Problem, config: PatchConfig, reason: str) -> None:
