@@ -212,6 +212,12 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return _BARRIER_BYTES + operands + config.out_buffers * config.tile[0] * config.tile[1] * 2
 
 
+def register_limit(threads: int, blocks: int, registers: int = 65536) -> int:
+    """Registers per thread when that many blocks share a multiprocessor: its four schedulers divide the warps."""
+    warps = -(-blocks * -(-threads // 32) // 4)
+    return min(248, registers // 128 // warps // 8 * 8)
+
+
 def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers: int = 65536) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if config.bn % 8 or not 8 <= config.bn <= 256 or config.mt not in (1, 2) or config.wgm * config.wgn not in (1, 2):
@@ -228,9 +234,12 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         return f"{needed} bytes of shared memory exceed {shared}"
     if config.blocks > 1 and config.blocks * (shared_bytes(problem, config) + 1024) > shared + 1024:
         return "shared memory does not allow that many blocks per multiprocessor"
-    limit = registers // (config.blocks * config.threads) // 8 * 8
-    if config.mt * config.bn // 2 + 40 > limit:
-        return f"{config.mt * config.bn // 2} accumulators and their addresses exceed {limit} registers"
+    limit = register_limit(config.threads, config.blocks, registers)
+    needed = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= 64 else 1)  # two sets of sums when they are short
+    if config.stores_directly:
+        needed += -(-config.bn // 8 // config.split) * (2 + 2 * config.mt)
+    if needed + 40 > limit:
+        return f"{needed} accumulators and addresses exceed {limit} registers"
     if config.mt * config.bn > 256:
         return "more than 128 accumulators a thread"
     if config.direct and (config.stationary or config.mt * config.bn > 128):

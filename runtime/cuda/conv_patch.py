@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv import Pointers, Problem, direct_bytes, parameters, raw_bytes
+from optdnn.runtime.cuda.conv import Pointers, Problem, direct_bytes, parameters, raw_bytes, register_limit
 from optdnn.runtime.cuda.device import Device, Function, Launch, encode_tiled
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 
@@ -103,7 +103,7 @@ def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448, regis
     needed = shared_bytes(problem, config)
     if needed > shared or config.blocks * (needed + 1024) > shared + 1024:
         return f"{needed} bytes of shared memory exceed what {config.blocks} blocks can have"
-    if n // 2 + 40 > min(255, registers // (config.blocks * config.threads) // 8 * 8):
+    if n // 2 + 40 > register_limit(config.threads, config.blocks, registers):
         return "accumulators and addresses exceed the registers"
     if config.direct and n > 128:
         return "direct stores are for small tiles"

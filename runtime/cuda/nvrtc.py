@@ -241,11 +241,10 @@ class KernelCache:
                 process.stdin.write(text)
                 process.stdin.close()
                 running.append(process)
-            for process in running:
-                assert process.stdout is not None
-                output = process.stdout.read()
-                if process.wait() != 0:
-                    raise KernelError(f"a compiling process failed: {output.strip() or process.returncode}")
+            outputs = [process.stdout.read() for process in running if process.stdout is not None]
+            failed = [output.strip() for process, output in zip(running, outputs, strict=True) if process.wait() != 0]
+            if failed:
+                raise KernelError(f"a compiling process failed: {failed[0]}")
             self.misses += len(missing)
         return [self.get(recipe) for recipe in recipes]
 
@@ -281,13 +280,15 @@ class KernelCache:
 def _compile_jobs() -> int:
     """A worker of :meth:`KernelCache.get_many`: recipes as JSON on stdin, the cache folder as argument, an error on stdout."""
     cache = KernelCache(Path(sys.argv[1]))
+    failures = 0
     for name, arch, generated, options in json.load(sys.stdin):
         try:
             cache.get(Recipe(name, arch, generated, tuple(options)))
-        except KernelError as error:
-            print(error)
-            return 1
-    return 0
+        except KernelError as error:  # the others are compiled all the same
+            failures += 1
+            if failures == 1:
+                print(error)
+    return min(failures, 1)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,19 @@ DEVICE void load_bias(const Params& p, int first, float (&bias)[MT][2]) {
     }
 }
 
+constexpr int SETS = MT * BN <= 64 && BK >= 32 ? 2 : 1;
+
+// One K step: weights [64 * MT][BK] x pixels [BN][BK]; steps of 16 go to the sets of sums in turn.
+DEVICE void multiply(float (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int k) {
+    const u64 b = wgmma_descriptor<SPAN>(pixels);
+    #pragma unroll
+    for (int step = 0; step < BK / 16; step++) {
+        #pragma unroll
+        for (int m = 0; m < MT; m++)
+            wgmma_step(acc[step % SETS][m], wgmma_descriptor<SPAN>(weights + m * 64 * SPAN) + 2 * step, b + 2 * step, (k | (step / SETS)) != 0);
+    }
+}
+
 struct Place {                                     // a tile, as the producer needs it
     int channel, pixel, n[WGN], h[WGN], w[WGN];
     Cursor at;
@@ -217,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         const int group_channel = (group % WGM) * MT * 64, group_pixel = (group / WGM) * BN;
         const u32 weights_at = WEIGHTS_STATIONARY ? stationary : ring + WGN * PIXEL_BYTES;
         constexpr u32 WEIGHT_STRIDE = WEIGHTS_STATIONARY ? WEIGHT_BYTES : STAGE_BYTES;
-        float acc[MT][BN / 2];
+        float acc[SETS][MT][BN / 2];
         int stage = 0, parity = 0;
 
         int tile_channel, tile_pixel;
@@ -245,21 +258,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 load_bias(p, tile_channel + group_channel + quarter * 16 + lane / 4, bias);
             }
 #endif
+            // Few columns: a product's latency exceeds its work. Two sets of sums, added at the end, keep two products in flight.
             int previous = 0;
             for (int k = 0; k < k_count; k++) {
                 barrier_wait(full + 8 * stage, parity);
                 if (k == 0 && threadIdx.x == 0) mark(3);
-                if (k < 8 && threadIdx.x == 0) mark(8 + k);
-                const u32 weight_tile = weights_at + (WEIGHTS_STATIONARY ? k : stage) * WEIGHT_STRIDE + group_channel * SPAN;
-                const u64 b = wgmma_descriptor<SPAN>(ring + stage * STAGE_BYTES + (group / WGM) * PIXEL_BYTES);
                 wgmma_fence();
-                #pragma unroll
-                for (int step = 0; step < BK / 16; step++) {
-                    #pragma unroll
-                    for (int m = 0; m < MT; m++)
-                        wgmma_step(acc[m], wgmma_descriptor<SPAN>(weight_tile + m * 64 * SPAN) + 2 * step, b + 2 * step,
-                                   (k | step) != 0);
-                }
+                multiply(acc, weights_at + (WEIGHTS_STATIONARY ? k : stage) * WEIGHT_STRIDE + group_channel * SPAN,
+                         ring + stage * STAGE_BYTES + (group / WGM) * PIXEL_BYTES, k);
                 wgmma_commit();
                 if (k > 0) {                       // the step before this one has been read: its stage is free
                     wgmma_wait<1>();
@@ -270,6 +276,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             }
             wgmma_wait<0>();
             if (lane == 0) barrier_arrive(empty + 8 * previous);
+            float (&sum)[MT][BN / 2] = acc[0];
+            #pragma unroll
+            for (int i = 0; SETS == 2 && i < MT * BN / 2; i++) sum[i / (BN / 2)][i % (BN / 2)] += acc[SETS - 1][i / (BN / 2)][i % (BN / 2)];
             if (threadIdx.x == 0) mark(4);
 
 #if !DIRECT
@@ -286,8 +295,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 const u32 row = own + m * OUT_BYTES + ((lane >> 4) * 8 + (lane & 7)) * 128 +
                                 (((quarter * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
                 #pragma unroll
-                for (int j = 0; j < BN / 16; j++) finish_16_pixels(row + j * 16 * 128, &acc[m][j * 8], bias[m]);
-                if (BN % 16) finish_8_pixels(row - (lane >> 4) * 8 * 128 + (BN / 16) * 16 * 128, &acc[m][BN / 16 * 8], bias[m]);
+                for (int j = 0; j < BN / 16; j++) finish_16_pixels(row + j * 16 * 128, &sum[m][j * 8], bias[m]);
+                if (BN % 16) finish_8_pixels(row - (lane >> 4) * 8 * 128 + (BN / 16) * 16 * 128, &sum[m][BN / 16 * 8], bias[m]);
             }
             async_proxy_fence();
             named_barrier(1 + group, 128);
@@ -305,11 +314,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 }
             }
             if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
+#else
+            store.finish(p, sum, out + group * Direct::BYTES, reduced);
 #endif
         }
-#if DIRECT
-        store.finish(p, acc, out + group * Direct::BYTES, reduced);
-#else
+#if !DIRECT
         if (threadIdx.x == 0) mark(6);
         if (quarter == 0 && elect_one()) tma_store_wait_read<0>();
 #endif
