@@ -208,7 +208,8 @@ def stage_layers(bench: Bench, batch: int, limit: int, record: Any, tried: set[t
                 best = (us, config, estimate)
         if best:
             print(f"b{batch:<4d}{names[0]:16s} x{len(names)} {best[0]:8.2f} us  {problem.flops / best[0] / 1e6:7.1f} TFLOP/s "
-                  f"{problem.bytes / best[0] / 1e3:7.0f} GB/s  {best[1]!s:24s} (predicted {best[2] * 1e6:.1f})", flush=True)  # fmt: skip
+                  f"{problem.bytes / best[0] / 1e3:7.0f} GB/s  {best[1]!s:24s} (predicted {best[2] * 1e6:.1f})",
+                  flush=True)  # fmt: skip
         del layer, reference
 
 
@@ -306,13 +307,17 @@ def timing(run: Any, bench: Bench, flush: Any) -> dict[str, float]:
             "flushed_ms": statistics.median(flushed), "back_to_back_ms": statistics.median(back)}  # fmt: skip
 
 
-def refine(chain: Chain, configs: dict[str, Config], shortlist: dict[str, list[Config]], first: dict[str, str]) -> dict[str, Config]:
+def refine(
+    chain: Chain, configs: dict[str, Config], shortlist: dict[str, list[Config]], first: dict[str, str]
+) -> dict[str, Config]:
     """The choice among near-equals, made in the whole network: neighbours overlap, and share L2."""
     bench = chain.bench
 
     def measure(trial: dict[str, Config]) -> float:
         graph = graphs.Graph(chain.launches(trial, snake=chain.batch >= 32), bench.stream)
-        times = graphs.time_runs(lambda: graph.replay(bench.stream), bench.stream, warmup=3, repeats=25 if chain.batch <= 8 else 11)
+        times = graphs.time_runs(
+            lambda: graph.replay(bench.stream), bench.stream, warmup=3, repeats=25 if chain.batch <= 8 else 11
+        )
         graph.close()
         return statistics.median(times)
 
@@ -333,7 +338,9 @@ def stage_chain(bench: Bench, batch: int, folder: Path, record: Any) -> None:
     chain = Chain(bench, batch)
     flush = graphs.Flush(2 * bench.device.l2_bytes, bench.stream)
     configs = {step.name: measured[first[step.name]][0][1] for step in chain.steps}
-    shortlist = {name: [c for us, c in measured[name] if us < 1.25 * measured[name][0][0]][:4] for name in set(first.values())}
+    shortlist = {
+        name: [c for us, c in measured[name] if us < 1.25 * measured[name][0][0]][:4] for name in set(first.values())
+    }
     needed = [family_of(c).recipe(step.problem, c) for step in chain.steps for c in shortlist[first[step.name]]]
     bench.cache.get_many(list({r.key(): r for r in needed}.values()), os.cpu_count() or 1)
     configs = refine(chain, configs, shortlist, first)
@@ -347,10 +354,12 @@ def stage_chain(bench: Bench, batch: int, folder: Path, record: Any) -> None:
         graph.replay(bench.stream)
         bench.stream.synchronize()
         error, scale = chain.error()
-        row = {"batch": batch, "snake": snake, "dependent": dependent, "kernels": len(launches), "error": error, "another_input": scale,
+        row = {"batch": batch, "snake": snake, "dependent": dependent, "kernels": len(launches),
+               "error": error, "another_input": scale,
                **timing(lambda g=graph: g.replay(bench.stream), bench, flush)}  # fmt: skip
         record(row)
-        print(f"chain b{batch} snake={snake} pdl={dependent}: {row['median_ms']:.4f} ms (back to back {row['back_to_back_ms']:.4f}, "
+        print(f"chain b{batch} snake={snake} pdl={dependent}: {row['median_ms']:.4f} ms "
+              f"(back to back {row['back_to_back_ms']:.4f}, "
               f"L2 flushed {row['flushed_ms']:.4f}) error {error:.1e} of {scale:.2f}", flush=True)  # fmt: skip
         graph.close()
     if batch <= 8:  # what every prefix costs: the difference is a step's share of the whole
@@ -472,7 +481,8 @@ def stage_torch(bench: Bench, batch: int, record: Any) -> None:
 
 
 def machine(bench: Bench) -> dict[str, Any]:
-    return {"device": asdict(bench.device), "nvrtc": nvrtc.version(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
+    return {"device": asdict(bench.device), "nvrtc": nvrtc.version(), "torch": torch.__version__,
+            "cudnn": torch.backends.cudnn.version(),
             "python": sys.version.split()[0], "command": " ".join(sys.argv), "commit": os.environ.get("COMMIT", "")}  # fmt: skip
 
 

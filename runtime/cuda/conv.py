@@ -235,7 +235,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
     if config.blocks > 1 and config.blocks * (shared_bytes(problem, config) + 1024) > shared + 1024:
         return "shared memory does not allow that many blocks per multiprocessor"
     limit = register_limit(config.threads, config.blocks, registers)
-    needed = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= 64 else 1)  # two sets of sums when they are short
+    needed = (
+        config.mt * config.bn // 2 * (2 if config.mt * config.bn <= 64 else 1)
+    )  # two sets of sums when they are short
     if config.stores_directly:
         needed += -(-config.bn // 8 // config.split) * (2 + 2 * config.mt)
     if needed + 40 > limit:

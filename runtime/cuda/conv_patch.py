@@ -227,9 +227,15 @@ def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
                     if split > channel_blocks or (split > 1 and count * split > 2 * device.multiprocessors):
                         continue
                     for blocks in (1, 2):
-                        for direct in (False, True) if n <= 128 and count <= 2 * device.multiprocessors and split == 1 else (False,):
+                        for direct in (
+                            (False, True)
+                            if n <= 128 and count <= 2 * device.multiprocessors and split == 1
+                            else (False,)
+                        ):
                             for buffers in (1,) if split > 1 or direct else (1, 2):
-                                found += _deepest(problem, PatchConfig(wgm, wgn, tile_h, tile_w, 1, 0, buffers, blocks, split, direct))
+                                found += _deepest(
+                                    problem, PatchConfig(wgm, wgn, tile_h, tile_w, 1, 0, buffers, blocks, split, direct)
+                                )
     found.sort(key=lambda c: (_cost(problem, c, device), c))
     kept: list[PatchConfig] = []
     shapes: dict[tuple[int, ...], int] = {}
@@ -242,13 +248,17 @@ def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
 
 
 def _deepest(problem: Problem, config: PatchConfig) -> list[PatchConfig]:
-    """The ring depths worth trying: kept weights with the most patches, or one, two, three patches with the deepest ring of weights."""
+    """The ring depths worth trying: kept weights with the most patches, or one to three patches with the deepest ring of weights."""
     kept = [c for stages in (1, 2, 3, 4) if refuse(problem, c := replace(config, stages=stages)) is None]
     if kept:
         return kept[-1:]
     rings = []
     for stages in (1, 2, 3):
-        fits = [c for ring in range(3, 25) if refuse(problem, c := replace(config, stages=stages, weight_stages=ring)) is None]
+        fits = [
+            c
+            for ring in range(3, 25)
+            if refuse(problem, c := replace(config, stages=stages, weight_stages=ring)) is None
+        ]
         rings += fits[-1:]
     return rings
 
@@ -262,7 +272,9 @@ def _cost(problem: Problem, config: PatchConfig, device: Device) -> float:
     multiply = groups * (problem.block // 16) * max(n / 2, 16 + n / 4)
     height, width = patch_size(problem, config)
     taps = problem.sources[0].kernel[0] * problem.sources[0].kernel[1]
-    loaded = config.wgn * height * width * problem.block * 2 / taps + (config.wgm * 128 * problem.block if config.weight_stages else 0)
+    loaded = config.wgn * height * width * problem.block * 2 / taps + (
+        config.wgm * 128 * problem.block if config.weight_stages else 0
+    )
     shallow = 1.0 + 2.0 / config.weight_stages if config.weight_stages else 1.0
     busy = steps * max(multiply, loaded / 45 * shallow)
     idle = 1500 + n * (2.0 if config.stores_directly else 3.0)

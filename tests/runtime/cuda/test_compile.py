@@ -42,7 +42,9 @@ def test_the_first_candidates_of_resnet50_do_not_spill(batch: int) -> None:
     ]
     for problem in problems:
         recipes = [conv.recipe(problem, config) for config in conv_cost.candidates(problem, conv_cost.h200(), 2)]
-        recipes += [conv_patch.recipe(problem, config) for config in conv_patch.candidates(problem, conv_cost.h200())[:2]]
+        recipes += [
+            conv_patch.recipe(problem, config) for config in conv_patch.candidates(problem, conv_cost.h200())[:2]
+        ]
         for recipe in recipes:
             _, log = nvrtc.compile_recipe(recipe, resources=True)
             assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, recipe.generated
