@@ -24,8 +24,8 @@ class _Prologue(Rule):
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         linear = Linear.of(graph, op)
         value = op.inputs[0]
-        if linear is None or value is None or op.attrs.prologue:
-            return None
+        if linear is None or linear.weight is None or value is None or op.attrs.prologue:
+            return None  # a product of two computed values (attention) has kernels of its own
         chain: list[tuple[Op, Value]] = []
         kept = 0
         miss: Miss | None = None

@@ -10,10 +10,12 @@ import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 
-from optdnn.ir.graph import Graph
+from optdnn.ir.graph import Graph, Value
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import GemmAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
+from optdnn.passes.fuse_conv_bn import FuseConvBn
 from optdnn.types import INT64
 
 ARITHMETIC = CanonicalizeArithmetic()
@@ -83,6 +85,59 @@ def test_a_scale_behind_the_bias_of_a_matrix_product_goes_to_the_product() -> No
 
 def test_a_scale_behind_a_shift_stays_where_nothing_merges() -> None:
     check_untouched(ARITHMETIC, chain(("Add", CHANNELS), ("Mul", 0.25)))
+
+
+def heads(n: Net, x: Value, *perm: int) -> Value:
+    return n.op("Transpose", n.op("Reshape", x, np.asarray([0, 0, 3, 4], np.int64)), attrs=TransposeAttrs(perm))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_scale_of_attention_goes_up_to_the_weights(bias: bool) -> None:
+    n = Net()
+    y = n.matmul(n.input(2, 5, 6), 12)
+    y = heads(n, n.op("Add", y, n.random(12)) if bias else y, 0, 2, 3, 1)
+    graph, _ = check_pass(
+        ARITHMETIC,
+        n.done(n.op("Mul", y, n.const([[0.25]]))),
+        changes=2 if bias else 1,
+        rules={"hoist_scale": 1, "scale_first": 1} if bias else {"hoist_scale": 1},
+    )
+    (mul,) = graph.of_kind("Mul")
+    assert graph.op(mul.inputs[0]).kind == "MatMul"
+    FuseConvBn()(graph)
+    assert "Mul" not in graph.kinds()
+
+
+def assert_unchanged(graph: Graph) -> None:
+    """No rewrite (the Transpose among the moves is refused by another rule)."""
+    assert ARITHMETIC(graph).changes == 0
+
+
+def test_a_scale_stays_where_no_weights_take_it() -> None:
+    n = Net()
+    assert_unchanged(n.done(n.op("Mul", heads(n, n.input(2, 5, 12), 0, 2, 1, 3), 0.25)))
+    n = Net()
+    y = heads(n, n.op("MatMul", n.input(2, 5, 6), n.input(6, 12, name="w")), 0, 2, 1, 3)
+    assert_unchanged(n.done(n.op("Mul", y, 0.25)))
+    n = Net()
+    y = heads(n, n.op("Add", n.op("Exp", n.input(2, 5, 12)), n.random(12)), 0, 2, 1, 3)
+    assert_unchanged(n.done(n.op("Mul", y, 0.25)))
+
+
+def test_a_scale_of_a_value_with_other_uses_stays() -> None:
+    for shared in range(4):
+        n = Net()
+        chain = [n.matmul(n.input(2, 5, 6), 12)]
+        chain.append(n.op("Add", chain[-1], n.random(12)))
+        chain.append(n.op("Reshape", chain[-1], np.asarray([0, 0, 3, 4], np.int64)))
+        chain.append(n.op("Transpose", chain[-1], attrs=TransposeAttrs((0, 2, 1, 3))))
+        assert_unchanged(n.done(n.op("Mul", chain[-1], 0.25), n.op("Exp", chain[shared])))
+
+
+def test_a_scale_in_front_of_a_step_stays() -> None:
+    n = Net()
+    y = n.op("Floor", n.op("Mul", heads(n, n.matmul(n.input(2, 5, 6), 12), 0, 2, 1, 3), 0.3))
+    check_refused(ARITHMETIC, n.done(y), because="another rounding could change", rule="hoist_scale")
 
 
 def test_merged_constants_never_grow() -> None:

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 
 import numpy as np
-from support.net import Net
 
 from optdnn.dim import DimLike, symbol
 from optdnn.ir.graph import Graph, Value
@@ -16,6 +15,7 @@ from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import AxisAttrs, ReshapeAttrs, TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.ops.unary import AlphaAttrs, HardSigmoidAttrs, LeakyReluAttrs
+from support.net import Net
 
 MAX_ELEMENTS = 4096
 
