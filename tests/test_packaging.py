@@ -1,0 +1,80 @@
+"""What an installation holds: every package of the tree, and every file that the code reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = {"optdnn": "optdnn", **{f"optdnn.{n}": n for n in ("passes", "runtime", "cli", "models")}}
+
+
+def setuptools() -> dict[str, Any]:
+    file = ROOT / "pyproject.toml"
+    if not file.exists():
+        pytest.skip("an installed copy has no pyproject.toml")
+    table: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["setuptools"]
+    return table
+
+
+def folder(package: str) -> Path:
+    """Where a package's files are in the tree."""
+    room = max((r for r in ROOMS if package == r or package.startswith(r + ".")), key=len)
+    return ROOT / ROOMS[room] / package.removeprefix(room).lstrip(".").replace(".", "/")
+
+
+def named(place: Path, room: str) -> str:
+    parts = place.relative_to(ROOT / ROOMS[room]).parts
+    return ".".join((room, *parts))
+
+
+def test_every_package_of_the_tree_is_installed() -> None:
+    listed = setuptools()["packages"]
+    found = {
+        named(place.parent, room)
+        for room, top in ROOMS.items()
+        for place in (ROOT / top).rglob("*.py")
+        if "__pycache__" not in place.parts
+    }
+    assert found <= set(listed), f"missing in pyproject.toml's packages: {sorted(found - set(listed))}"
+    assert len(listed) == len(set(listed))
+    assert [p for p in listed if not folder(p).is_dir()] == []
+
+
+def test_every_file_beside_the_code_is_installed() -> None:
+    table = setuptools()
+    packed = {
+        file
+        for package, patterns in table["package-data"].items()
+        for pattern in patterns
+        for file in folder(package).glob(pattern)
+    }
+    beside = {
+        file
+        for package in table["packages"]
+        for file in folder(package).iterdir()
+        if file.is_file() and file.suffix not in (".py", ".pyc")
+    }
+    assert beside <= packed, f"missing in pyproject.toml's package-data: {sorted(map(str, beside - packed))}"
+    assert packed, "no package data at all"
+
+
+def test_python_started_in_the_clones_root_finds_all_of_it() -> None:
+    if not (ROOT / "passes").is_dir():
+        pytest.skip("an installed copy has no clone")
+    code = "import optdnn.passes.pipelines as p, optdnn.runtime.engine; print(p.__file__)"
+    # -S: without site-packages nothing but the clone can be meant (what it needs beside itself is given by path).
+    others = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path += {others!r}; {code}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == ROOT / "passes" / "pipelines.py"
