@@ -1,0 +1,369 @@
+// LSTM and GRU as one persistent launch over all layers and time steps: weights stay in registers, layers run as a wavefront.
+//
+// A cluster of RANKS blocks holds one matrix of one layer: either the input's (kind 0, "projection") or the recurrent one (kind 1,
+// "recurrence"). A block owns 32 hidden units, a warp four, whose four gates are the sixteen rows of an m16n8k16 product: row
+// 4 * gate + unit. The warp's share of the matrix, 16 rows x K, lies in its registers as mma.sync fragments for the whole
+// launch. K is walked in chunks of 32: lane t of four takes elements 8 t .. 8 t + 7 of a chunk, which the packed weights know.
+//
+// Recurrence: h travels to all blocks of the cluster through distributed shared memory (st.async, counted by the receiver's
+// mbarrier); two buffers suffice, since a block sends step t + 1 only after it has received all of step t. Projection: runs ahead
+// of its recurrence, or behind that of the layer before, and passes gate values through global memory with release/acquire
+// flags. Dependencies go from lower to higher cluster indices only, so the launch makes progress even where not all clusters
+// are resident at once. Flags must be zero at the start: rnn_reset goes before.
+//
+// generated.cuh defines CELL (0 LSTM, 1 GRU), RANKS (hidden size / 32), INPUT_CHUNKS (input size / 32, rounded up), TILES (columns of a
+// cluster's batch part / 8), HAS_INITIAL and REVERSE.
+#include "ptx.cuh"
+#include "generated.cuh"
+
+constexpr int HIDDEN = RANKS * 32;
+constexpr int COLUMNS = TILES * 8;
+constexpr int CHAINS = TILES == 1 ? 4 : 2;         // independent accumulators that hide mma's latency
+constexpr u32 HIDDEN_BYTES = RANKS * COLUMNS * 64; // [rank][column][32 units]
+
+struct Params {
+    const u16* input;                              // [steps][batch][inputs]
+    const uint4* weights;                          // per layer: projection, recurrence: [rank][warp][k tile][lane]
+    const float4* bias;                            // [layer][unit]: four gates
+    const u16* initial_h;                          // [layer][batch][unit]
+    const u16* initial_c;
+    u16* hidden;                                   // [layer - 1][steps][batch][unit]: what inner layers give
+    u16* output;                                   // [steps][batch][unit] of the last layer
+    u16* final_h;                                  // [layer][batch][unit]
+    u16* final_c;
+    float4* gates;                                 // [layer][steps][rank][batch][unit of 32]
+    u32* progress;                                 // [cluster][rank][warp]
+    int steps, batch, inputs, layers, groups;      // groups: parts of the batch, one set of clusters each
+};
+
+DEVICE u32 load_acquire(const u32* at) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+DEVICE void store_release(u32* at, u32 value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+DEVICE void add_release(u32* at, u32 value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+DEVICE void spin_guard(int tries) {
+#ifdef BARRIER_TRAP
+    if (tries > 4000000) __trap();
+#endif
+}
+// A wait for what other blocks of the cluster send: their stores are visible afterwards.
+DEVICE void wait_for_cluster(u32 barrier, u32 parity) {
+    u32 done = 0;
+    for (int tries = 0; !done; tries++) {
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2, 0x989680; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#ifdef BARRIER_TRAP
+        if (tries > 200) __trap();
+#endif
+    }
+}
+DEVICE void send(u32 address, u32 barrier, const uint4& v) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier) : "memory");
+}
+DEVICE uint4 shared_words(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+DEVICE void shared_half(u32 address, u16 v) { asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(v) : "memory"); }
+DEVICE void shared_words_store(u32 address, const uint4& v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE void copy_async(u32 target, const void* source, int bytes) {     // 16 bytes, those past ``bytes`` become zero
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
+}
+DEVICE void mma(float (&d)[4], const uint4& a, u32 b0, u32 b1) {
+#if defined(DTYPE_BF16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#endif
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+DEVICE float tangent(float x) {                    // within 1e-7, for any x
+    const float e = __expf(-2.0f * fabsf(x));
+    return copysignf(__fdividef(1.0f - e, 1.0f + e), x);
+}
+
+struct Place {                                     // of this thread
+    int layer, kind, group, rank, warp, lane, row, quad;
+    int first, count;                              // its cluster's part of the batch
+    int unit, pick;                                // hidden unit within the block; which of two columns it takes
+};
+
+template <int CHUNKS> DEVICE void load_weights(uint4 (&w)[2 * CHUNKS], const Params& p, const Place& at) {
+    // Before this matrix: the layer-0 projection, then RANKS chunks for every other one.
+    const int matrix = at.layer * 2 + at.kind;
+    const long long before = matrix == 0 ? 0 : (long long)INPUT_CHUNKS + (matrix - 1) * RANKS;
+    const uint4* from = p.weights + before * (RANKS * 8 * 2 * 32) + (at.rank * 8 + at.warp) * (2 * CHUNKS * 32) + at.lane;
+    #pragma unroll
+    for (int i = 0; i < 2 * CHUNKS; i++) w[i] = __ldg(from + i * 32);
+}
+
+// Sixteen rows times eight columns; then each lane has the four gates of its unit in column tile * 8 + 2 * quad + pick.
+template <int CHUNKS>
+DEVICE void multiply(float4& gates, const uint4 (&w)[2 * CHUNKS], u32 operand, u32 column_stride, u32 chunk_stride, int tile, int live,
+                     const Place& at) {
+    float acc[CHAINS][4];
+    #pragma unroll
+    for (int i = 0; i < CHAINS * 4; i++) (&acc[0][0])[i] = 0.0f;
+    const int column = tile * 8 + at.row;
+    const u32 from = operand + column * column_stride + at.quad * 16;
+    const bool inside = column < live;             // a column's result depends on that column alone
+    #pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        uint4 b = make_uint4(0u, 0u, 0u, 0u);
+        if (inside) b = shared_words(from + c * chunk_stride);
+        mma(acc[c * 2 % CHAINS], w[2 * c], b.x, b.y);
+        mma(acc[(c * 2 + 1) % CHAINS], w[2 * c + 1], b.z, b.w);
+    }
+    #pragma unroll
+    for (int i = CHAINS / 2; i > 0; i /= 2) {
+        #pragma unroll
+        for (int k = 0; k < i; k++) {
+            #pragma unroll
+            for (int j = 0; j < 4; j++) acc[k][j] += acc[k + i][j];
+        }
+    }
+    const float x = __shfl_xor_sync(0xffffffffu, at.pick ? acc[0][0] : acc[0][1], 16);
+    const float y = __shfl_xor_sync(0xffffffffu, at.pick ? acc[0][2] : acc[0][3], 16);
+    gates = at.pick ? make_float4(x, acc[0][1], y, acc[0][3]) : make_float4(acc[0][0], x, acc[0][2], y);
+}
+
+DEVICE int steps_per_tile(int count) { return TILES == 1 ? 8 / count : 1; }       // a projection's tile takes several time steps
+
+DEVICE long long gate_index(const Params& p, const Place& at, int step, int n) {
+    return ((((long long)at.layer * p.steps + step) * RANKS + at.rank) * p.batch + at.first + n) * 32 + at.unit;
+}
+
+template <int CHUNKS> DEVICE void project(const Params& p, const Place& at, u32 base, int* known_steps) {
+    constexpr u32 PITCH = CHUNKS * 64 + (CHUNKS % 2 ? 0 : 64);      // odd multiples of 64 bytes: no bank conflicts
+    uint4 w[2 * CHUNKS];
+    load_weights<CHUNKS>(w, p, at);
+    const float4 bias = __ldg(p.bias + at.layer * HIDDEN + at.rank * 32 + at.unit);
+    grid_dependency_wait();
+    const int span = steps_per_tile(at.count), tiles = (p.steps + span - 1) / span, columns = span * at.count;
+    const int width = at.layer == 0 ? p.inputs : HIDDEN;
+    const u16* input = at.layer == 0 ? p.input : p.hidden + (long long)(at.layer - 1) * p.steps * p.batch * HIDDEN;
+    const int writers = min(8, (at.count * 4 + 31) / 32);           // warps of a recurrence block that store h
+    const u32* before = p.progress + ((at.layer * 2 - 1) * p.groups + at.group) * RANKS * 8;
+    u32* flag = p.progress + (((at.layer * 2) * p.groups + at.group) * RANKS + at.rank) * 8 + at.warp;
+    int known = at.layer == 0 ? p.steps : 0;       // steps that the layer before has finished
+
+    auto ready = [&](int tile, bool wait) {        // the same answer in all threads
+        const int need = min(p.steps, (tile + 1) * span);
+        if (known >= need) return true;
+        __syncthreads();
+        if (at.warp == 0) {
+            int least = 0;
+            for (int tries = 0; ; tries++) {
+                u32 done = 0x7fffffffu;
+                if (at.lane < RANKS) done = load_acquire(before + at.lane * 8) / writers;
+                least = int(__reduce_min_sync(0xffffffffu, done));
+                if (least >= need || !wait) break;
+                spin_guard(tries);
+            }
+            if (at.lane == 0) *known_steps = least;
+        }
+        __syncthreads();
+        known = *known_steps;
+        return known >= need;
+    };
+    auto fetch = [&](int tile) {
+        for (int i = threadIdx.x; i < columns * CHUNKS * 4; i += 256) {
+            const int column = i / (CHUNKS * 4), k = i % (CHUNKS * 4) * 8, step = tile * span + column / at.count;
+            const int position = REVERSE ? p.steps - 1 - step : step;
+            const bool inside = step < p.steps && k < width;
+            const u16* from = input + ((long long)position * p.batch + at.first + column % at.count) * width + k;
+            copy_async(base + (tile % 2) * COLUMNS * PITCH + column * PITCH + k * 2, inside ? from : input, inside ? 16 : 0);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+
+    int fetched = 0;
+    for (int tile = 0; tile < tiles; tile++) {
+        if (fetched == tile) {
+            ready(tile, true);
+            fetch(tile);
+            fetched++;
+        }
+        if (tile + 1 < tiles && ready(tile + 1, false)) {
+            fetch(tile + 1);
+            fetched++;
+            asm volatile("cp.async.wait_group 1;" ::: "memory");
+        } else {
+            asm volatile("cp.async.wait_group 0;" ::: "memory");
+        }
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            float4 g;
+            multiply<CHUNKS>(g, w, base + (tile % 2) * COLUMNS * PITCH, PITCH, 64, i, columns, at);
+            const int column = i * 8 + at.quad * 2 + at.pick, step = tile * span + column / at.count;
+            if (column < columns && step < p.steps)
+                p.gates[gate_index(p, at, step, column % at.count)] =
+                    make_float4(g.x + bias.x, g.y + bias.y, g.z + bias.z, g.w + bias.w);
+        }
+        __syncwarp();
+        if (at.lane == 0) store_release(flag, min(p.steps, (tile + 1) * span));
+        __syncthreads();                           // the buffer has been read
+    }
+}
+
+DEVICE void recur(const Params& p, const Place& at, u32 base) {
+    const u32 full = base, hidden = base + 128, staging = hidden + 2 * HIDDEN_BYTES;
+    uint4 w[2 * RANKS];
+    load_weights<RANKS>(w, p, at);
+    if (threadIdx.x == 0) {
+        barrier_init(full, 1);
+        barrier_init(full + 8, 1);
+        barrier_init_fence();
+        barrier_expect(full, RANKS * at.count * 64);
+        barrier_expect(full + 8, RANKS * at.count * 64);
+    }
+    __syncthreads();
+    cluster_arrive();
+    grid_dependency_wait();
+    const u32* flag = p.progress + (((at.layer * 2) * p.groups + at.group) * RANKS + at.rank) * 8 + at.warp;
+    u32* done = p.progress + (((at.layer * 2 + 1) * p.groups + at.group) * RANKS + at.rank) * 8;
+    u16* output = at.layer + 1 == p.layers ? p.output : p.hidden + (long long)at.layer * p.steps * p.batch * HIDDEN;
+    const long long state = ((long long)at.layer * p.batch + at.first) * HIDDEN;       // of this cluster in the states' arrays
+    float c[TILES], h[TILES];
+    #pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        const int n = i * 8 + at.quad * 2 + at.pick;
+        c[i] = h[i] = 0.0f;
+        if (HAS_INITIAL && n < at.count) {
+            const long long from = state + (long long)n * HIDDEN + at.rank * 32 + at.unit;
+            h[i] = unpack1(p.initial_h[from]);
+            if (CELL == 0) c[i] = unpack1(p.initial_c[from]);
+        }
+    }
+    for (int i = threadIdx.x; i < RANKS * at.count * 4; i += 256) {
+        const int quarter = i % 4, n = i / 4 % at.count, rank = i / 4 / at.count;
+        uint4 v = make_uint4(0u, 0u, 0u, 0u);
+        if (HAS_INITIAL) v = *reinterpret_cast<const uint4*>(p.initial_h + state + (long long)n * HIDDEN + rank * 32 + quarter * 8);
+        shared_words_store(hidden + (rank * COLUMNS + n) * 64 + quarter * 16, v);
+    }
+    __syncthreads();
+    cluster_wait();                                // the peers' barriers are set up
+
+    u32 known = 0;
+    float4 in[TILES];
+    auto fetch = [&](int step) {                   // what the projection computed for this warp's units
+        if (known <= u32(step)) {
+            for (int tries = 0; ; tries++) {
+                u32 value = 0;
+                if (at.lane == 0) value = load_acquire(flag);
+                known = __shfl_sync(0xffffffffu, value, 0);
+                if (known > u32(step)) break;
+                spin_guard(tries);
+            }
+            __syncwarp();
+        }
+        #pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            const int n = i * 8 + at.quad * 2 + at.pick;
+            in[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (n < at.count) in[i] = __ldcg(p.gates + gate_index(p, at, step, n));
+        }
+    };
+    fetch(0);
+    for (int step = 0; step < p.steps; step++) {
+        const int buffer = step & 1;
+        const u32 own = staging + buffer * COLUMNS * 64;       // two: a slow warp may still read the one of the step before
+        if (step > 0) {
+            wait_for_cluster(full + 8 * buffer, ((step - 1) >> 1) & 1);
+            if (threadIdx.x == 0 && step + 2 < p.steps) barrier_expect(full + 8 * buffer, RANKS * at.count * 64);
+        }
+        #pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            float4 g;
+            multiply<RANKS>(g, w, hidden + buffer * HIDDEN_BYTES, 64, COLUMNS * 64, i, at.count, at);
+            if (CELL == 0) {
+                c[i] = sigmoid(in[i].z + g.z) * c[i] + sigmoid(in[i].x + g.x) * tangent(in[i].w + g.w);
+                h[i] = sigmoid(in[i].y + g.y) * tangent(c[i]);
+            } else {
+                const float z = sigmoid(in[i].x + g.x), r = sigmoid(in[i].y + g.y);
+                const float candidate = tangent(in[i].z + r * (g.z + in[i].w));
+                h[i] = candidate + z * (h[i] - candidate);
+            }
+            const int n = i * 8 + at.quad * 2 + at.pick;
+            if (n < at.count) shared_half(own + n * 64 + at.unit * 2, pack1(h[i]));
+        }
+        __syncthreads();
+        if (step + 1 < p.steps) {
+            const u32 target = hidden + (buffer ^ 1) * HIDDEN_BYTES + at.rank * COLUMNS * 64;
+            for (int i = threadIdx.x; i < at.count * 4 * RANKS; i += 256) {
+                const int peer = i % RANKS, piece = i / RANKS;
+                send(cluster_map(target + piece * 16, peer), cluster_map(full + 8 * (buffer ^ 1), peer), shared_words(own + piece * 16));
+            }
+        }
+        const int position = REVERSE ? p.steps - 1 - step : step;
+        if (at.warp * 32 < at.count * 4) {
+            if (threadIdx.x < at.count * 4) {
+                const int n = threadIdx.x / 4, quarter = threadIdx.x % 4;
+                *reinterpret_cast<uint4*>(output + ((long long)position * p.batch + at.first + n) * HIDDEN + at.rank * 32 + quarter * 8) =
+                    shared_words(own + threadIdx.x * 16);
+            }
+            __syncwarp();
+            if (at.layer + 1 < p.layers && at.lane == 0) add_release(done, 1);
+        }
+        if (step + 1 < p.steps) fetch(step + 1);
+    }
+    #pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        const int n = i * 8 + at.quad * 2 + at.pick;
+        const long long to = state + (long long)n * HIDDEN + at.rank * 32 + at.unit;
+        if (n < at.count) {
+            p.final_h[to] = pack1(h[i]);
+            if (CELL == 0) p.final_c[to] = pack1(c[i]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1) rnn_sm90(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) u8 shared[];
+    __shared__ int known_steps;
+    grid_launch_dependents();
+    Place at;
+    const int cluster = blockIdx.x / RANKS;
+    at.rank = blockIdx.x % RANKS;
+    at.layer = cluster / (2 * p.groups);
+    at.kind = cluster / p.groups % 2;
+    at.group = cluster % p.groups;
+    at.warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    at.lane = threadIdx.x % 32;
+    at.row = at.lane / 4;
+    at.quad = at.lane % 4;
+    at.unit = at.warp * 4 + at.row % 4;
+    at.pick = at.row / 4;
+    at.first = at.group * COLUMNS;
+    at.count = min(COLUMNS, p.batch - at.first);
+    const u32 base = smem_address(shared);
+    if (at.kind == 1)
+        recur(p, at, base);
+    else if (at.layer == 0)
+        project<INPUT_CHUNKS>(p, at, base, &known_steps);
+    else
+        project<RANKS>(p, at, base, &known_steps);
+}
+
+struct ResetParams {
+    u32* progress;
+    int count;
+};
+
+extern "C" __global__ void __launch_bounds__(256) rnn_reset(const ResetParams p) {
+    grid_launch_dependents();
+    grid_dependency_wait();
+    for (int i = threadIdx.x; i < p.count; i += 256) p.progress[i] = 0;
+}

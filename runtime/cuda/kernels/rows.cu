@@ -1,0 +1,145 @@
+// Normalization and softmax over the last axis of a matrix: [rows][length], 16-bit storage, fp32 statistics.
+//
+// GROUP threads take a row. Each holds VECTORS vectors of LANES elements of it in registers as fp32, so that a row is read once
+// and written once: mean, then the squared deviations from it (no cancellation), then the result. GROUP <= 32 is part of a warp,
+// and a block takes several rows; a larger GROUP is the whole block.
+//
+// generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, THREADS, HAS_ADD
+// (the normalized row is input + addend), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS.
+#include "vectors.cuh"
+#include "generated.cuh"
+
+constexpr int WARPS = GROUP > 32 ? GROUP / 32 : 1;
+constexpr int COUNT = VECTORS * LANES;
+constexpr bool EARLY_PARAMETERS = COUNT <= 16;     // few enough to wait for the predecessor with the parameters in registers
+
+struct Params {
+    const u16* input;
+    const u16* addend;
+    const float* scale;                            // [length]
+    const float* bias;                             // [length]
+    u16* output;
+    u16* sum;
+    int rows, length;
+    float epsilon, inverse_length, factor;         // factor multiplies softmax's input
+};
+
+__shared__ float exchange[2][WARPS];
+
+// Reduces over the row's group. All of its threads get the result, and add in the same order.
+template <bool MAXIMUM> DEVICE float reduce(float x, int slot) {
+    #pragma unroll
+    for (int distance = (GROUP < 32 ? GROUP : 32) / 2; distance > 0; distance /= 2) {
+        const float other = __shfl_xor_sync(0xffffffffu, x, distance);
+        x = MAXIMUM ? fmaxf(x, other) : x + other;
+    }
+    if (GROUP > 32) {
+        if (threadIdx.x % 32 == 0) exchange[slot][threadIdx.x / 32] = x;
+        __syncthreads();
+        x = exchange[slot][0];
+        #pragma unroll
+        for (int i = 1; i < WARPS; i++) x = MAXIMUM ? fmaxf(x, exchange[slot][i]) : x + exchange[slot][i];
+    }
+    return x;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
+    grid_launch_dependents();
+    const int row = blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP, first = threadIdx.x % GROUP * LANES;
+    const bool live = row < p.rows;
+    const long long start = (long long)row * p.length;
+    float scale[EARLY_PARAMETERS ? COUNT : LANES], bias[EARLY_PARAMETERS ? COUNT : LANES];
+    if (EARLY_PARAMETERS && OPERATION < 2) {
+        #pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            const int column = first + v * GROUP * LANES, at = EARLY_PARAMETERS ? v * LANES : 0;
+            if (column >= p.length) continue;
+            if (HAS_SCALE) load_floats<LANES>(scale + at, p.scale + column);
+            if (HAS_BIAS) load_floats<LANES>(bias + at, p.bias + column);
+        }
+    }
+    grid_dependency_wait();
+
+    Packed<LANES> raw[VECTORS], other[HAS_ADD ? VECTORS : 1];
+    #pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        const int column = first + v * GROUP * LANES;
+        if (!live || column >= p.length) continue;
+        raw[v] = load_packed<LANES>(p.input + start + column);
+        if (HAS_ADD) other[HAS_ADD ? v : 0] = load_packed<LANES>(p.addend + start + column);
+    }
+    float x[COUNT];
+    float total = OPERATION < 2 ? 0.0f : __int_as_float(0xff800000);
+    bool nan = false;                              // fmaxf drops NaN, softmax must not
+    #pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        const int column = first + v * GROUP * LANES;
+        const bool inside = live && column < p.length;
+        #pragma unroll
+        for (int i = 0; i < LANES; i++) {
+            float value = 0.0f;
+            if (inside) value = element(raw[v], i);
+            if (HAS_ADD && inside) value += element(other[HAS_ADD ? v : 0], i);
+            if (OPERATION >= 2) {
+                value *= p.factor;
+                if (inside) total = fmaxf(total, value), nan |= value != value;
+            } else {
+                total += OPERATION == 0 ? value : value * value;
+            }
+            x[v * LANES + i] = value;
+        }
+        if (HAS_SUM && inside) store_packed(p.sum + start + column, pack<LANES>(x + v * LANES));
+    }
+    float shift, factor;
+    if (OPERATION >= 2) {
+        shift = reduce<true>(total, 0);
+        float sum = nan ? __int_as_float(0x7fc00000) : 0.0f;
+        #pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            if (first + v * GROUP * LANES >= p.length) continue;
+            #pragma unroll
+            for (int i = 0; i < LANES; i++) {
+                const float e = __expf(x[v * LANES + i] - shift);
+                if (OPERATION == 2) x[v * LANES + i] = e;
+                sum += e;
+            }
+        }
+        sum = reduce<false>(sum, 1);
+        if (OPERATION == 2) shift = 0.0f, factor = __fdividef(1.0f, sum);
+        else shift += __logf(sum), factor = 1.0f;
+    } else if (OPERATION == 0) {
+        shift = reduce<false>(total, 0) * p.inverse_length;
+        float squares = 0.0f;
+        #pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            if (first + v * GROUP * LANES >= p.length) continue;
+            #pragma unroll
+            for (int i = 0; i < LANES; i++) {
+                const float d = x[v * LANES + i] - shift;
+                squares = fmaf(d, d, squares);
+            }
+        }
+        factor = rsqrtf(reduce<false>(squares, 1) * p.inverse_length + p.epsilon);
+    } else {
+        shift = 0.0f;
+        factor = rsqrtf(reduce<false>(total, 0) * p.inverse_length + p.epsilon);
+    }
+    #pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        const int column = first + v * GROUP * LANES, at = EARLY_PARAMETERS ? v * LANES : 0;
+        if (!live || column >= p.length) continue;
+        if (!EARLY_PARAMETERS && OPERATION < 2) {
+            if (HAS_SCALE) load_floats<LANES>(scale, p.scale + column);
+            if (HAS_BIAS) load_floats<LANES>(bias, p.bias + column);
+        }
+        float y[LANES];
+        #pragma unroll
+        for (int i = 0; i < LANES; i++) {
+            float value = (x[v * LANES + i] - shift) * factor;
+            if (OPERATION < 2 && HAS_SCALE) value *= scale[at + i];
+            if (OPERATION < 2 && HAS_BIAS) value += bias[at + i];
+            y[i] = value;
+        }
+        store_packed(p.output + start + column, pack<LANES>(y));
+    }
+}

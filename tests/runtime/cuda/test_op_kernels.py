@@ -1,0 +1,127 @@
+"""The kernels of depthwise convolution, rows, attention and RNNs compile, spill nothing, and read the parameter blocks that their
+plans write. Needs NVRTC, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from optdnn.errors import MissingDependency
+from optdnn.runtime.cuda import attention, conv_cost, depthwise, group_norm, nvrtc, rnn, rows
+from optdnn.runtime.cuda.conv import Source
+from optdnn.runtime.cuda.describe import Description
+
+DEVICE = conv_cost.h200()
+
+
+@pytest.fixture(autouse=True)
+def _needs_nvrtc() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
+    try:
+        nvrtc.version()
+    except MissingDependency as error:
+        pytest.skip(str(error))
+
+
+def merged(batch: int, positions: int, features: int, **options: Any) -> attention.Problem:
+    q, k, v = (attention.bshd(positions, 12, features, parts=3, part=i) for i in range(3))
+    out = attention.bshd(positions, 12, features)
+    return attention.Problem(batch, 12, positions, positions, features, features**-0.5, q, k, v, out, **options)
+
+
+SQUEEZED = depthwise.Problem(
+    2, Source(14, 14, 80, (5, 5), (2, 2), (2, 2, 2, 2)), (("bias",), ("silu",)), "bfloat16", True
+)
+PROBLEMS: dict[str, tuple[Any, Any]] = {
+    "depthwise 3x3": (depthwise, depthwise.Problem(128, Source(56, 56, 144, (3, 3), (1, 1), (1, 1, 1, 1)))),
+    "depthwise 5x5, squeeze": (depthwise, SQUEEZED),
+    "layer norm": (rows, rows.Problem("layer_norm", 4096, 768, add=True, sum=True)),
+    "rms norm": (rows, rows.Problem("rms_norm", 64, 4096, "bfloat16", bias=False)),
+    "softmax of odd rows": (rows, rows.Problem("softmax", 2364, 197)),
+    "group norm": (group_norm, group_norm.Problem(2, 4096, 320, 32, (("silu",),))),
+    "BERT": (attention, merged(32, 128, 64, mask=(128, 0, 0))),
+    "ViT": (attention, merged(32, 197, 64, dtype="bfloat16")),
+    "causal": (attention, merged(2, 2048, 128, causal=True, lengths=True)),
+    "five subtiles": (attention, merged(2, 100, 80)),
+    "LSTM": (rnn, rnn.Problem("lstm", 128, 32, 512, 512, 2)),
+    "GRU": (rnn, rnn.Problem("gru", 20, 3, 40, 96, 2, "bfloat16", True, True)),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_first_candidate_compiles_without_spills(name: str) -> None:
+    module, problem = PROBLEMS[name]
+    config = module.candidates(problem, DEVICE)[0]
+    found = nvrtc.resources(module.recipe(problem, config))
+    description = module.describe(problem, config)
+    kernel = found[description.entry]
+    assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+    assert kernel.registers * description.block <= 65536
+
+
+@pytest.mark.parametrize("name", ["depthwise 3x3", "depthwise 5x5, squeeze", "layer norm", "softmax of odd rows"])
+def test_what_needs_no_hopper_compiles_for_ampere(name: str) -> None:
+    module, problem = PROBLEMS[name]
+    config = module.candidates(problem, DEVICE)[0]
+    nvrtc.compile_recipe(module.recipe(problem, config, "sm_80"))
+
+
+def compile_with(recipe: nvrtc.Recipe, text: str) -> None:
+    wrapped = {**recipe.generated, "check.cu": f'#include "{recipe.name}"\n{text}\n'}
+    nvrtc.compile_recipe(replace(recipe, name="check.cu", generated=wrapped))
+
+
+def layout_checks(struct: str, description: Description, fields: dict[str, str]) -> str:
+    """static_asserts: the block's size, and the offsets of the fields that hold operands."""
+    places = {p.operand: p.at for p in description.pointers} | {m.operand: m.at for m in description.maps}
+    lines = [f"static_assert(sizeof({struct}) == {len(description.parameters)});"]
+    lines += [
+        f"static_assert(__INTADDR__(&(({struct}*)0)->{field}) == {places[name]});" for field, name in fields.items()
+    ]
+    return "\n".join(lines)
+
+
+def test_parameter_blocks_have_the_kernels_layout() -> None:
+    config: Any = depthwise.candidates(SQUEEZED, DEVICE)[0]
+    recipe = depthwise.recipe(SQUEEZED, config)
+    fields = {"input": "input", "output": "output", "weights": "weights", "bias": "bias"}
+    squeeze = {1: {"sums": "sums"}, 2: {"means": "means"}}[depthwise.squeeze_mode(SQUEEZED, config)]
+    compile_with(recipe, layout_checks("Params", depthwise.describe(SQUEEZED, config), fields | squeeze))
+    compile_with(
+        recipe, layout_checks("FinishParams", depthwise.describe_squeeze(SQUEEZED, config), {"means": "means"})
+    )
+
+    problem: Any = rows.Problem("layer_norm", 5, 768, add=True, sum=True)
+    config = rows.candidates(problem, DEVICE)[0]
+    fields = {name: name for name in ("input", "addend", "scale", "bias", "output", "sum")}
+    compile_with(rows.recipe(problem, config), layout_checks("Params", rows.describe(problem, config), fields))
+
+    problem = group_norm.Problem(2, 100, 320, 32)
+    config = group_norm.candidates(problem, DEVICE)[0]
+    fields = {name: name for name in ("input", "output", "scale", "bias")}
+    checks = layout_checks("Params", group_norm.describe(problem, config), fields)
+    compile_with(group_norm.recipe(problem, config), checks)
+
+    problem = merged(2, 128, 64, mask=(128, 0, 0), lengths=True)
+    config = attention.candidates(problem, DEVICE)[0]
+    fields = {"queries": "q", "keys": "k", "values": "v", "output": "out", "mask": "mask", "lengths": "lengths"}
+    compile_with(
+        attention.recipe(problem, config), layout_checks("Params", attention.describe(problem, config), fields)
+    )
+
+    problem = rnn.Problem("lstm", 7, 3, 64, 64, 2, initial=True)
+    config = rnn.Config(8)
+    description = rnn.describe(problem, config)
+    fields = {name: name for name in description.operands}
+    compile_with(rnn.recipe(problem, config), layout_checks("Params", description, fields))
+    reset = rnn.describe_reset(problem, config)
+    compile_with(rnn.recipe(problem, config), layout_checks("ResetParams", reset, {"progress": "progress"}))
+
+
+def test_a_wrong_layout_is_noticed() -> None:
+    problem = rows.Problem("softmax", 5, 64)
+    config = rows.candidates(problem, DEVICE)[0]
+    with pytest.raises(nvrtc.KernelError, match="static assertion failed"):
+        compile_with(rows.recipe(problem, config), "static_assert(sizeof(Params) == 1);")
