@@ -72,9 +72,11 @@ class _Assignment:
         self.graph.set_op(replace(op, inputs=(made,)))
 
     def _op(self, op: Op) -> None:
-        keep = KEEPS_FP32.get(op.kind, frozenset())
+        if op.kind == "Cast" and self._at_the_border(op):
+            return
+        keep = KEEPS_FP32.get(op.kind, frozenset({0}) if op.kind == "Cast" else frozenset())
         inputs = tuple(
-            v if v is None or (i in keep and self.graph.constant_value(v) is not None) else self._narrow(v)
+            v if v is None or (i in keep and self._may_stay(op, v)) else self._narrow(v)
             for i, v in enumerate(op.inputs)
         )
         attrs = _retyped(op.attrs, self.dtype)
@@ -92,6 +94,16 @@ class _Assignment:
         for port, out in enumerate(outputs):
             if out.type.dtype == FP32:
                 self._convert_after(Value(op.id, port), op)
+
+    def _may_stay(self, op: Op, value: Value) -> bool:
+        """A constant parameter; or what a cast reads, which may have any type."""
+        return op.kind == "Cast" or self.graph.constant_value(value) is not None
+
+    def _at_the_border(self, op: Op) -> bool:
+        """A cast that already is what this pass would make: of an input to 16 bits, or to the type of outputs."""
+        users = self.graph.users(op.value)
+        return bool(users) and op.outputs[0].type.dtype == FP32 and all(
+            u.kind == "Output" and u.outputs[0].type.dtype == FP32 for u in users)  # fmt: skip
 
     def _stay(self, op: Op, reason: str) -> None:
         """The op has no 16-bit form: its operands are cast back to what they were."""

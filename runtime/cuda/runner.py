@@ -129,7 +129,7 @@ class CudaContext:
 
     def __init__(self, runner: CudaRunner, loaded: Loaded):
         loaded.activate()
-        self._runner, self._loaded = runner, loaded
+        self.runner, self._loaded = runner, loaded
         p = runner.program
         self._arena = DeviceMemory(p.arena_bytes, "the arena of activations")
         self._own: dict[int, DeviceMemory] = {}
@@ -138,29 +138,30 @@ class CudaContext:
             if b.blob is None and (i in outside or b.offset is None):
                 self._own[i] = DeviceMemory(b.nbytes or 0, f"buffer {b.name!r}")
         self._host = {i: PinnedMemory(p.buffers[i].nbytes or 0) for i in sorted(outside) if p.buffers[i].blob is None}
-        self._stream = Stream()
+        self.stream = Stream()
         self._graphs: dict[tuple[int, ...], Graph] = {}
         self._lock = threading.Lock()
 
     # ---------------------------------------------------------------- launches
 
-    def _address(self, buffer: int, given: Mapping[int, int]) -> int:
-        b = self._runner.program.buffers[buffer]
+    def address(self, buffer: int, given: Mapping[int, int]) -> int:
+        """Where a buffer lies; ``given``: addresses of inputs and outputs that are the caller's."""
+        b = self.runner.program.buffers[buffer]
         if buffer in given:
             return given[buffer]
         if b.blob is not None:
             return self._loaded.constants[buffer]
         return self._own[buffer].pointer if buffer in self._own else self._arena.pointer + (b.offset or 0)
 
-    def _launches(self, given: Mapping[int, int]) -> list[Launch]:
-        """Every launch, its parameters filled in; ``given``: addresses of inputs and outputs that are the caller's."""
+    def launches(self, given: Mapping[int, int]) -> list[Launch]:
+        """Every launch, its parameters filled in (``given`` as for :meth:`address`)."""
         launches = []
-        for step, parsed in zip(self._runner.program.steps, self._runner.steps, strict=True):
+        for step, parsed in zip(self.runner.program.steps, self.runner.steps, strict=True):
             operands = (*step.inputs, *step.outputs)
             launch = parsed.launch
             block = bytearray(launch.parameters)
             for r in launch.relocations:
-                pointer = self._address(operands[r.operand], given) + r.offset
+                pointer = self.address(operands[r.operand], given) + r.offset
                 value = encode(r, pointer) if isinstance(r, TensorMap) else pointer.to_bytes(8, "little")
                 block[r.at : r.at + len(value)] = value
             launches.append(
@@ -172,10 +173,10 @@ class CudaContext:
         return launches
 
     def _graph(self, given: Mapping[int, int]) -> Graph:
-        key = tuple(given.get(i, 0) for _, i in (*self._runner.program.inputs, *self._runner.program.outputs))
+        key = tuple(given.get(i, 0) for _, i in (*self.runner.program.inputs, *self.runner.program.outputs))
         graph = self._graphs.pop(key, None)
         if graph is None:
-            graph = Graph(self._launches(given), self._stream)
+            graph = Graph(self.launches(given), self.stream)
             while len(self._graphs) >= GRAPHS:
                 self._graphs.pop(next(iter(self._graphs))).close()
         self._graphs[key] = graph
@@ -205,11 +206,11 @@ class CudaContext:
             self._lock.release()
 
     def _run_host(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Array]:
-        cu, p, signature = driver(), self._runner.program, self._runner.signature
+        cu, p, signature = driver(), self.runner.program, self.runner.signature
         arrays = signature.arrays(feeds)
         sizes = signature.sizes(arrays)
         given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
-        handle = self._stream.handle if stream is None else stream_handle(stream)
+        handle = self.stream.handle if stream is None else stream_handle(stream)
         for (_, i), a in zip(p.inputs, arrays, strict=True):
             self._host[i].bytes[:] = a.reshape(-1).view(np.uint8)
             if a.nbytes:
@@ -223,7 +224,7 @@ class CudaContext:
             if nbytes:
                 check(
                     "cuMemcpyDtoHAsync",
-                    cu.cuMemcpyDtoHAsync(self._host[i].pointer, self._address(i, {}), nbytes, handle),
+                    cu.cuMemcpyDtoHAsync(self._host[i].pointer, self.address(i, {}), nbytes, handle),
                 )
         check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))
         results: dict[str, Array] = {}
@@ -248,11 +249,11 @@ class CudaContext:
         """
         self._loaded.activate()
         given, outputs = self._placed(feeds, out or {})
-        return Bound(self, Graph(self._launches(given), self._stream), outputs, dict(feeds))
+        return Bound(self, Graph(self.launches(given), self.stream), outputs, dict(feeds))
 
     def _placed(self, feeds: Mapping[str, Any], out: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, Any]]:
         """The addresses of the caller's arrays by buffer, and the arrays of the results."""
-        p = self._runner.program
+        p = self.runner.program
         names, wanted = {s.name for s, _ in p.inputs}, {s.name for s, _ in p.outputs}
         if set(feeds) != names or not set(out) <= wanted:
             raise InputError(
@@ -283,15 +284,14 @@ class CudaContext:
         cu = driver()
         self.run(feeds)  # inputs are on the device now
         with self._lock:
-            marks = [check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(len(self._runner.steps) + 1)]
-            check("cuEventRecord", cu.cuEventRecord(marks[0], self._stream.handle))
-            for launch, mark in zip(self._launches({}), marks[1:], strict=True):
-                launch.enqueue(self._stream.handle)
-                check("cuEventRecord", cu.cuEventRecord(mark, self._stream.handle))
-            self._stream.synchronize()
+            marks = [check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(len(self.runner.steps) + 1)]
+            check("cuEventRecord", cu.cuEventRecord(marks[0], self.stream.handle))
+            for launch, mark in zip(self.launches({}), marks[1:], strict=True):
+                launch.enqueue(self.stream.handle)
+                check("cuEventRecord", cu.cuEventRecord(mark, self.stream.handle))
+            self.stream.synchronize()
             times = [
-                int(float(check("cuEventElapsedTime", cu.cuEventElapsedTime(a, b))) * 1e6)
-                for a, b in pairwise(marks)
+                int(float(check("cuEventElapsedTime", cu.cuEventElapsedTime(a, b))) * 1e6) for a, b in pairwise(marks)
             ]
             for mark in marks:
                 cu.cuEventDestroy(mark)

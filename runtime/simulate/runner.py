@@ -51,7 +51,7 @@ class SimulateRunner:
         self.actions: list[_Action] = []
         for step in program.steps:
             parsed = parse(step, program)
-            self.actions.append(_Action(parsed, (*step.inputs, *step.outputs), _evaluator(parsed)))
+            self.actions.append(_Action(parsed, (*step.inputs, *step.outputs), evaluator(parsed)))
         fact: dict[str, Plain] = {"executor": "simulate", "library": "numpy", "version": np.__version__}
         self.facts: tuple[Mapping[str, Plain], ...] = tuple({**fact, "op": a.step.meaning.kind} for a in self.actions)
 
@@ -59,7 +59,8 @@ class SimulateRunner:
         return SimulateContext(self)
 
 
-def _evaluator(step: CudaStep) -> Callable[[Sequence[Array | None]], Sequence[Array]]:
+def evaluator(step: CudaStep) -> Callable[[Sequence[Array | None]], Sequence[Array]]:
+    """The step's operator in NumPy: operands to results, narrow floats computed (and left) in fp32. Raises EngineError."""
     m = step.meaning
     attrs = attrs_from_plain(dict(m.attrs))
     if m.kind in OWN:

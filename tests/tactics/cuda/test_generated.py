@@ -150,7 +150,38 @@ def turned_back(n: Net, x: Any) -> Any:
     return n.op("Transpose", x, attrs=shape.TransposeAttrs((1, 3, 0, 2)))
 
 
-UNARY = ["Relu", "Elu", "Selu", "Celu", "Sigmoid", "HardSigmoid", "HardSwish", "Tanh", "Softplus", "Softsign", "Mish", "Gelu", "Neg", "Abs", "Sign", "Ceil", "Floor", "Round", "Erf", "Sin", "Cos", "Atan", "Sinh", "Cosh", "Asinh", "Exp", "ThresholdedRelu", "LeakyRelu", "Swish", "Shrink"]
+UNARY = [
+    "Relu",
+    "Elu",
+    "Selu",
+    "Celu",
+    "Sigmoid",
+    "HardSigmoid",
+    "HardSwish",
+    "Tanh",
+    "Softplus",
+    "Softsign",
+    "Mish",
+    "Gelu",
+    "Neg",
+    "Abs",
+    "Sign",
+    "Ceil",
+    "Floor",
+    "Round",
+    "Erf",
+    "Sin",
+    "Cos",
+    "Atan",
+    "Sinh",
+    "Cosh",
+    "Asinh",
+    "Exp",
+    "ThresholdedRelu",
+    "LeakyRelu",
+    "Swish",
+    "Shrink",
+]
 
 
 def unaries(n: Net) -> list[Any]:

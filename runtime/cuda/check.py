@@ -1,0 +1,85 @@
+"""Holds every kernel of an engine against its meaning: each launch alone, on the GPU's own operands, beside NumPy's result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from optdnn.runtime.cuda.device import check, driver
+from optdnn.runtime.cuda.plan import View
+from optdnn.runtime.cuda.runner import CudaContext
+from optdnn.runtime.simulate.runner import evaluator
+from optdnn.types import Array, is_float
+
+
+@dataclass(frozen=True)
+class StepError:
+    """One step's largest error, of the largest magnitude of its result; inf where a NaN or an infinity is out of place."""
+
+    step: int
+    kind: str
+    kernel: str
+    nodes: str
+    error: float
+
+
+def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepError]:
+    """Run the program launch by launch on ``feeds`` (NumPy arrays) and compare each result with NumPy's on the same operands.
+
+    Results are filled with NaN first, so that what a kernel leaves out shows. Raises CudaError where a launch fails.
+    """
+    cu, runner = driver(), context.runner
+    program = runner.program
+    context.run(feeds)  # the inputs are on the GPU now
+    stream = context.stream
+    found: list[StepError] = []
+    for k, (step, parsed, launch) in enumerate(zip(program.steps, runner.steps, context.launches({}), strict=True)):
+        operands = (*step.inputs, *step.outputs)
+        before = [_download(context, i) for i in operands]
+        meaning = parsed.meaning
+        for v in meaning.writes:
+            if v is not None and operands[v.operand] not in step.inputs:
+                poisoned = before[v.operand].copy()
+                _at(poisoned, v)[...] = np.nan if is_float(poisoned.dtype) else 0
+                address = context.address(operands[v.operand], {})
+                check("cuMemcpyHtoD", cu.cuMemcpyHtoD(address, poisoned.ctypes.data, poisoned.nbytes))
+        launch.enqueue(stream.handle)
+        stream.synchronize()
+        with np.errstate(all="ignore"):
+            wanted = evaluator(parsed)([None if v is None else _at(before[v.operand], v).copy() for v in meaning.reads])
+        error = 0.0
+        for v, want in zip(meaning.writes, wanted, strict=False):
+            if v is not None:
+                error = max(error, _error(_at(_download(context, operands[v.operand]), v), np.asarray(want)))
+        found.append(StepError(k, meaning.kind, program.kernels[parsed.launch.kernel].template, parsed.label, error))
+    return found
+
+
+def _download(context: CudaContext, buffer: int) -> Array:
+    b = context.runner.program.buffers[buffer]
+    flat = np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype)
+    if flat.nbytes:
+        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(flat.ctypes.data, context.address(buffer, {}), flat.nbytes))
+    return flat
+
+
+def _at(flat: Array, v: View) -> Array:
+    return as_strided(flat[min(v.offset, flat.size) :], v.shape, [s * flat.itemsize for s in v.strides])
+
+
+def _error(got: Array, want: Array) -> float:
+    if not got.size:
+        return 0.0
+    if not is_float(got.dtype):
+        return 0.0 if np.array_equal(got, want.astype(got.dtype)) else float("inf")
+    with np.errstate(all="ignore"):
+        a, e = got.astype(np.float64), want.astype(got.dtype).astype(np.float64)
+    odd = ~np.isfinite(e)
+    if not np.array_equal(a[odd], e[odd], equal_nan=True) or not np.isfinite(a[~odd]).all():
+        return float("inf")
+    scale = np.abs(e[~odd]).max(initial=0.0)
+    return float(np.abs(a[~odd] - e[~odd]).max(initial=0.0) / scale) if scale else 0.0

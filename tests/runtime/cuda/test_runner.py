@@ -1,0 +1,196 @@
+"""What the cuda runner says on machines that cannot run the engine; kernels from engines; recipes that are stale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import feeds_of, lowered
+
+import optdnn
+from optdnn.compiler import resolve_target
+from optdnn.errors import EngineError, EngineStale, InputError, MissingDependency, OptdnnError, RunError, UsageError
+from optdnn.ir.graph import Graph
+from optdnn.runtime.cuda import kernels_of, nvrtc
+from optdnn.runtime.cuda.arrays import on_gpu, pointer_of, stream_handle
+from optdnn.runtime.cuda.device import Device, gpu_count
+from optdnn.runtime.cuda.runner import check_arch
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.program import Program
+from optdnn.types import FP16, FP32, TensorSpec
+
+
+def _no_gpu() -> bool:
+    try:
+        return gpu_count() == 0
+    except OptdnnError:
+        return True
+
+
+def _why_no_nvrtc() -> str | None:
+    try:
+        nvrtc.version()
+    except OptdnnError as error:
+        return str(error)
+    return None
+
+
+without_gpu = pytest.mark.skipif(not _no_gpu(), reason="there is a GPU")
+with_nvrtc = pytest.mark.skipif(_why_no_nvrtc() is not None, reason=_why_no_nvrtc() or "")
+
+
+def net() -> Graph:
+    n = Net()
+    return n.done(n.op("Tanh", n.op("Add", n.input(4, 8), 0.25)))
+
+
+def program(**options: Any) -> Program:
+    return lowered(net(), "fp32", target="cuda:sm_90a", **options)
+
+
+@without_gpu
+def test_an_engine_can_be_made_and_saved_but_not_run_without_a_gpu(tmp_path: Path) -> None:
+    engine = Engine(program(no_cubins=True), options=LoadOptions(defer=True))
+    engine.save(tmp_path / "e.engine")
+    with pytest.raises((RunError, MissingDependency)):
+        engine.run(feeds_of(net()))
+    with pytest.raises((RunError, MissingDependency)):
+        optdnn.load(tmp_path / "e.engine")
+    simulated = optdnn.load(tmp_path / "e.engine", simulate=True)
+    got = simulated.run(feeds_of(net()))["y0"]
+    np.testing.assert_allclose(got, np.tanh(feeds_of(net())["x"] + 0.25), rtol=1e-6)
+
+
+@without_gpu
+def test_cuda_alone_needs_a_gpu() -> None:
+    with pytest.raises((UsageError, MissingDependency)) as caught:
+        resolve_target("cuda")
+    assert "cuda" in str(caught.value)
+
+
+def test_simulate_is_for_programs_of_gpus() -> None:
+    from programs import mlp
+
+    with pytest.raises(EngineError, match="for target 'reference'"):
+        Engine(mlp(), options=LoadOptions(simulate=True))
+
+
+def device(*capability: int) -> Device:
+    return Device(0, "GPU", (capability[0], capability[1]), 132, 232448, 233472, 60 << 20, (13, 0))
+
+
+@pytest.mark.parametrize(
+    ("arch", "capability", "runs"),
+    [("sm_90a", (9, 0), True), ("sm_90a", (10, 0), False), ("sm_90a", (8, 0), False), ("sm_80", (8, 0), True),
+     ("sm_80", (8, 6), True), ("sm_80", (9, 0), False), ("sm_86", (8, 0), False), ("sm_120", (12, 0), True)],
+)  # fmt: skip
+def test_architectures(arch: str, capability: tuple[int, int], runs: bool) -> None:
+    if runs:
+        check_arch(arch, device(*capability))
+    else:
+        with pytest.raises(EngineError, match=f"was built for {arch}; this GPU, GPU, is sm_.*\n.*--target cuda:sm_"):
+            check_arch(arch, device(*capability))
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@with_nvrtc
+def test_cubins_travel_in_the_engine_and_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "cache"))
+    made = program()
+    assert all(k.cubin is not None for k in made.kernels)
+    kept = kernels_of.cubins(made)
+    assert all(c.startswith(b"\x7fELF") for c in kept)
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "another"))
+    assert kernels_of.cubins(made, trust=False) == kept, "compiled from the recipe, the same bytes"
+    assert list((tmp_path / "another").rglob("*.cubin"))
+
+
+@with_nvrtc
+def test_without_cubins_the_recipe_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
+    made = program(no_cubins=True)
+    assert all(k.cubin is None for k in made.kernels)
+    assert len(kernels_of.cubins(made)) == len(made.kernels)
+
+
+def test_a_template_that_changed_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = program(no_cubins=True)
+    stale = replace(made, kernels=(replace(made.kernels[0], source="0" * 64),))
+    with pytest.raises(EngineStale, match=r"another version of general.cu\n.*recompile"):
+        kernels_of.cubins(stale)
+    gone = replace(made, kernels=(replace(made.kernels[0], template="gone.cu"),))
+    with pytest.raises(EngineStale, match=r"another version of gone.cu"):
+        kernels_of.cubins(gone)
+
+
+@with_nvrtc
+def test_recompile_takes_this_versions_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
+    made = program(no_cubins=True)
+    stale = replace(made, kernels=(replace(made.kernels[0], source="0" * 64),))
+    assert kernels_of.cubins(stale, recompile=True)
+
+
+# ---------------------------------------------------------------- arrays of other libraries
+
+
+class OnGpu:
+    """What CuPy, PyTorch, Numba or PyCUDA hand over."""
+
+    def __init__(self, shape: tuple[int, ...], typestr: str = "<f4", **more: Any):
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": typestr,
+            "data": (4096, False),
+            "version": 3,
+            **more,
+        }
+
+
+SPEC = TensorSpec("x", FP32, (2, 3))
+
+
+def test_pointers_of_arrays() -> None:
+    assert on_gpu(OnGpu((2, 3)))
+    assert not on_gpu(np.zeros(3))
+    assert pointer_of(OnGpu((2, 3)), SPEC, "input 'x'") == 4096
+    assert pointer_of(OnGpu((2, 3), strides=(12, 4)), SPEC, "input 'x'") == 4096
+    assert pointer_of(OnGpu((2, 3), "<f2"), TensorSpec("x", FP16, (2, 3)), "input 'x'") == 4096
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((2, 3), np.float32), "lies in host memory"),
+        (OnGpu((3, 2)), r"is fp32\[3, 2\], not x: fp32\[2, 3\]"),
+        (OnGpu((2, 3), "<f2"), r"is fp16\[2, 3\]"),
+        (OnGpu((2, 3), strides=(4, 8)), "not C-contiguous"),
+    ],
+)
+def test_arrays_that_do_not_fit(array: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        pointer_of(array, SPEC, "input 'x'")
+
+
+def test_buffers_that_are_read_only() -> None:
+    with pytest.raises(InputError, match="is read-only"):
+        pointer_of(OnGpu((2, 3), data=(4096, True)), SPEC, "the buffer", writable=True)
+
+
+def test_streams() -> None:
+    class CupyStream:
+        ptr = 7
+
+    class TorchStream:
+        cuda_stream = 9
+
+    assert [stream_handle(s) for s in (3, CupyStream(), TorchStream())] == [3, 7, 9]
+    with pytest.raises(InputError, match="str is not a CUDA stream"):
+        stream_handle("0")

@@ -1,0 +1,158 @@
+"""The launches of Hopper's kernel as data are those that its own host code makes, field by field and map by map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import lowered
+
+from optdnn.ir.graph import Graph
+from optdnn.runtime.cuda import conv
+from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.plan import Pointer, TensorMap, parse
+from optdnn.runtime.program import Program
+from optdnn.tactics.cuda import conv_sm90
+
+
+class Recorded:
+    """Stands for a Launch: keeps what it was made of."""
+
+    def __init__(self, function: Any, grid: Any, block: int, parameters: Any, **options: Any):
+        self.grid, self.block, self.parameters, self.options = grid, block, parameters, options
+
+
+def digest(*facts: Any) -> bytes:
+    """128 bytes that stand for a tensor map made of these facts."""
+    import hashlib
+
+    return hashlib.sha256(repr(facts).encode()).digest() * 4
+
+
+def tiled(dtype: str, pointer: int, shape: Any, strides: Any, box: Any, swizzle: int) -> bytes:
+    return digest(dtype, pointer, tuple(shape), tuple(strides), tuple(box), swizzle)
+
+
+def im2col(dtype: str, pointer: int, nhwc: Any, *, kernel: Any, stride: Any, padding: Any, dilation: Any, pixels: int, channels: int,
+           swizzle: int) -> bytes:  # fmt: skip
+    n, h, w, c = nhwc
+    top, left, bottom, right = padding
+    corners = (-left, -top, right - (kernel[1] - 1) * dilation[1], bottom - (kernel[0] - 1) * dilation[0])
+    steps = (1, stride[1], stride[0], 1)
+    return digest(
+        dtype, pointer, (c, w, h, n), (c * 2, w * c * 2, h * w * c * 2), (channels, pixels), swizzle, corners, steps
+    )
+
+
+def encoded(m: TensorMap, pointer: int) -> bytes:
+    facts = (m.dtype, pointer + m.offset, m.shape, m.strides, m.box, m.swizzle)
+    return digest(*facts, m.corners, m.steps) if m.corners else digest(*facts)
+
+
+def networks() -> dict[str, Graph]:
+    n = Net()
+    x = n.conv(n.input(2, 16, 14, 14), 32, 3, strides=2, bias=True)
+    plain = n.done(n.op("Relu", x))
+    n = Net()
+    x = n.conv(n.input(1, 64, 14, 14), 64, 1, pads=0)
+    residual = n.done(n.op("Relu", n.op("Add", n.conv(x, 64, 3, dilations=2, pads=2), x)))
+    n = Net()
+    stem = n.done(n.conv(n.input(1, 3, 30, 30), 16, 7, strides=2, pads=3))
+    n = Net()
+    product = n.done(n.gemm(n.op("Relu", n.input(3, 512)), 1000))
+    return {"plain": plain, "residual": residual, "stem": stem, "product": product}
+
+
+@pytest.mark.parametrize("name", networks())
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[tuple[conv.Problem, conv.Config]] = []
+
+    def remember(problem: conv.Problem, dense: bool) -> conv.Config | None:
+        config = conv_sm90.best_config.__wrapped__(problem, dense)
+        assert config is not None
+        problems.append((problem, config))
+        return config
+
+    with monkeypatch.context() as m:
+        wrapped = conv_sm90.best_config
+        remember.__wrapped__ = wrapped.__wrapped__  # type: ignore[attr-defined]
+        m.setattr(conv_sm90, "best_config", remember)
+        program = lowered(networks()[name], precision)
+    monkeypatch.setattr(conv, "encode_tiled", tiled)
+    monkeypatch.setattr(conv, "encode_im2col", im2col)
+    monkeypatch.setattr(conv, "Launch", Recorded)
+    launches = [
+        (s, parse(s, program))
+        for s in program.steps
+        if program.kernels[s.params["launch"]["kernel"]].template == "conv_sm90.cu"
+    ]
+    assert len(launches) == len(problems) >= 1
+    for (step, parsed), (problem, config) in zip(launches, problems, strict=True):
+        addresses = {i: 0x7000000000 + 4096 * 4096 * i for i in (*step.inputs, *step.outputs)}
+        operands = [addresses[i] for i in (*step.inputs, *step.outputs)]
+        block = bytearray(parsed.launch.parameters)
+        for r in parsed.launch.relocations:
+            value = (
+                encoded(r, operands[r.operand])
+                if isinstance(r, TensorMap)
+                else (operands[r.operand] + r.offset).to_bytes(8, "little")
+            )
+            block[r.at : r.at + len(value)] = value
+        made: Any = conv.bind(problem, config, h200(), None, pointers_of(program, parsed, operands, problem))  # type: ignore[arg-type]
+        (want,) = made.parameters
+        assert parsed.launch.grid == made.grid
+        assert parsed.launch.block == made.block
+        assert parsed.launch.shared == made.options["shared"]
+        assert parsed.launch.cluster == made.options["cluster"]
+        assert parsed.launch.dependent == made.options["dependent"]
+        assert differing(bytes(block), want) == []
+
+
+def pointers_of(program: Program, parsed: Any, operands: list[int], problem: conv.Problem) -> conv.Pointers:
+    """The addresses that the step's relocations name, as bind takes them."""
+    at = {r.at: operands[r.operand] + r.offset for r in parsed.launch.relocations}
+    start = conv_sm90.POINTERS
+    assert all(isinstance(r, Pointer) for r in parsed.launch.relocations if r.at >= start)
+    sources = tuple(at[128 * (1 + i)] for i in range(len(problem.sources)))
+    return conv.Pointers(sources, at[0], at[start], at[start + 8], at.get(start + 16, 0))
+
+
+def differing(a: bytes, b: bytes) -> list[int]:
+    """Where two blocks differ: maps by their number, then byte offsets."""
+    assert len(a) == len(b)
+    return sorted({i if i >= conv_sm90.POINTERS else i // 128 for i in range(len(a)) if a[i] != b[i]})
+
+
+def test_a_wrong_stride_is_noticed() -> None:
+    assert differing(bytes(700), bytes(130) + b"\1" + bytes(569)) == [1]
+
+
+def test_split_kernels_do_not_write_into_joint_buffers() -> None:
+    """A cluster stores at the pitch of its own channels: in a wider buffer only unsplit configurations do."""
+    problem = conv.Problem(1, 64, (conv.Source(7, 7, 512, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",),))
+    dense, joint = conv_sm90.best_config(problem, True), conv_sm90.best_config(problem, False)
+    assert dense is not None
+    assert joint is not None
+    assert dense.split > 1
+    assert joint.split == 1
+
+
+def test_refusals() -> None:
+    ok = [((3, 3), (1, 1), (1, 1, 1, 1), (1, 1))]
+    assert conv_sm90.refuse("sm_90a", "float16", ok) is None
+    assert "wgmma" in str(conv_sm90.refuse("sm_80", "float16", ok))
+    assert "16-bit" in str(conv_sm90.refuse("sm_90a", "float32", ok))
+    assert "steps of at most 8" in str(conv_sm90.refuse("sm_90a", "float16", [((3, 3), (9, 1), (0,) * 4, (1, 1))]))
+    assert "corners" in str(conv_sm90.refuse("sm_90a", "float16", [((3, 3), (1, 1), (0,) * 4, (70, 70))]))
+
+
+def test_weights_lie_where_the_views_say() -> None:
+    weights = np.arange(5 * 3 * 2 * 2, dtype=np.float32).reshape(5, 3, 2, 2)
+    problem = conv.Problem(1, 8, (conv.Source(4, 4, 8, (2, 2)),))
+    packed = conv.pack_weights(problem, [weights])
+    depth, lane = problem.k_steps * problem.block, 16
+    view = np.lib.stride_tricks.as_strided(packed, weights.shape, [s * 4 for s in (depth, 1, 2 * lane, lane)])
+    np.testing.assert_array_equal(view, weights)
