@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -47,6 +48,16 @@ def test_every_command_and_option_shown_exists() -> None:
         known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
         used = {w.split("=")[0] for w in words if w.startswith("-") and w != "-"}
         assert used <= known, f"{line}: {used - known}"
+
+
+def test_the_figures_are_the_newest_results() -> None:
+    path = ROOT / "benchmarks" / "figures.py"
+    spec = importlib.util.spec_from_file_location("figures", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.updated(text()) == text(), "run: python benchmarks/figures.py README.md"
 
 
 def test_links_to_files_lead_somewhere() -> None:
