@@ -2,7 +2,7 @@
 
 Attributes are frozen dataclass fields: None, bool, int, float, str, dtypes, small arrays, fused stages and tuples of
 these. In plain form a tuple is a list, and every dict is a tag: ``{"dtype": name}``, ``{"array": [dtype, shape, values]}``,
-``{"stage": [kind, args, attrs]}``.
+``{"stage": [kind, args, attrs]}``, and ``{"graph": [inputs, constants, ops, outputs]}`` for a body of If, Loop or Scan.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import numpy as np
 
 from optdnn.errors import EngineError, InternalError
 from optdnn.runtime.program import Plain
+from optdnn.runtime.reference.nested import CONSTANT_LIMIT, PlainGraph, PlainOp
 from optdnn.runtime.reference.run import PlainStage
+from optdnn.runtime.reference.table import KERNELS
 from optdnn.types import DTYPES, dtype_name
 
-ARRAY_LIMIT = 4096
+ARRAY_LIMIT = CONSTANT_LIMIT
 """Most elements of an array attribute; anything larger is an operand."""
 
 
@@ -46,6 +48,13 @@ def _to_plain(value: Any, name: str) -> Plain:
         return {"array": [dtype_name(value.dtype), list(value.shape), [_number(x) for x in value.reshape(-1)]]}
     if isinstance(value, PlainStage):
         return {"stage": [value.kind, _to_plain(tuple(value.args), name), attrs_to_plain(value.attrs)]}
+    if isinstance(value, PlainGraph):
+        ops = [
+            [op.kind, _to_plain(op.inputs, name), [dtype_name(d) for d in op.dtypes], attrs_to_plain(op.attrs)]
+            for op in value.ops
+        ]
+        constants = [_to_plain(c, name) for c in value.constants]
+        return {"graph": [value.inputs, constants, ops, list(value.outputs)]}
     if isinstance(value, (tuple, list)):
         return [_to_plain(x, name) for x in value]
     raise InternalError(f"attribute {name!r} is a {type(value).__name__}, which an engine cannot hold")
@@ -75,4 +84,28 @@ def _from_plain(value: Plain, name: str) -> Any:
                     return np.array(values, DTYPES[dtype]).reshape(shape)
                 except (ValueError, OverflowError):
                     pass
+        case {"graph": [int(inputs), list(constants), list(ops), list(outputs)]} if len(value) == 1:
+            graph = _graph_from_plain(inputs, constants, ops, outputs, name)
+            if graph is not None:
+                return graph
     raise EngineError(f"attribute {name!r} of a step is malformed")
+
+
+def _graph_from_plain(
+    inputs: int, constants: list[Any], ops: list[Any], outputs: list[Any], name: str
+) -> PlainGraph | None:
+    """A nested graph, or None where the data does not make one."""
+    arrays = [_from_plain(c, name) for c in constants]
+    made = []
+    for op in ops:
+        match op:
+            case [str(kind), list(read), list(dtypes), dict(attrs)] if all(d in DTYPES for d in dtypes):
+                if not all(i is None or type(i) is int for i in read):
+                    return None
+                made.append(PlainOp(kind, attrs_from_plain(attrs), tuple(read), tuple(DTYPES[d] for d in dtypes)))
+            case _:
+                return None
+    if not all(isinstance(a, np.ndarray) for a in arrays) or not all(type(i) is int for i in outputs):
+        return None
+    graph = PlainGraph(inputs, tuple(arrays), tuple(made), tuple(outputs))
+    return graph if graph.valid() and all(op.kind in KERNELS or op.kind == "Pointwise" for op in made) else None

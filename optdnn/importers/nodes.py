@@ -149,8 +149,8 @@ def attributes(
     """Name -> (AttributeProto type, plain value).
 
     ``bound`` holds the attributes of the function call the node is inlined for: an attribute that refers to one of them
-    takes its value, or is left off when the call does not give it. Raises Unsupported for types and sequences of tensors
-    as attributes, ModelError for text that is not UTF-8.
+    takes its value, or is left off when the call does not give it. A graph stays a GraphProto. Raises Unsupported for
+    types and for sequences of tensors or graphs as attributes, ModelError for text that is not UTF-8.
     """
     out: dict[str, tuple[int, Any]] = {}
     for a in node.attribute:
@@ -176,8 +176,8 @@ def attributes(
             value = [_text(s, a.name) for s in a.strings]
         elif kind == AttributeProto.SPARSE_TENSOR:
             value = sparse(a.sparse_tensor)
-        elif kind in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
-            raise Unsupported("subgraphs are not supported")
+        elif kind == AttributeProto.GRAPH:
+            value = a.g
         else:
             raise Unsupported(f"attribute {a.name!r} is of a type that is not supported")
         out[a.name] = (kind, value)

@@ -7,13 +7,15 @@ not supported is collected and reported in one :class:`~optdnn.errors.Unsupporte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import onnx
 import onnx.defs
+from onnx import AttributeProto
 
 from optdnn.errors import ModelError, ShapeError, UnsupportedError, UnsupportedNode
 from optdnn.importers.functions import default_attributes, definition, resolved, schema_defaults
@@ -30,6 +32,7 @@ from optdnn.importers.nodes import (
     unique_names,
     variadic_outputs,
 )
+from optdnn.importers.subgraphs import Consequence, Subgraph, fits
 from optdnn.importers.tensors import MAX_TENSOR_BYTES, element_type, sparse_to_array, to_array
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Attrs, Known, NodeSpec, Unsupported
@@ -78,11 +81,11 @@ def import_model(
     Raises UsageError (no such file or input), ModelError (not valid ONNX), ShapeError (shapes contradict), and one
     UnsupportedError that lists every node that cannot be imported.
     """
-    return _Importer(open_model(source, source_name), notes if notes is not None else []).run(shapes or {})
+    return Importer(open_model(source, source_name), notes if notes is not None else []).run(shapes or {})
 
 
-class _Importer:
-    """Implements ``ops.base.Emit``; the node at hand is in ``_spec``."""
+class Importer:
+    """Implements ``ops.base.Emit`` for one graph: the model's, or that of a body inside of it."""
 
     def __init__(self, model: Model, notes: list[str]):
         self.model = model
@@ -97,6 +100,8 @@ class _Importer:
         self._live: set[int] | None = None
         self.count = 0
         self._alive = True
+        self._lift: Callable[[Weight], Value] | None = None
+        self._lifted: dict[int, Value] = {}
 
     # ------------------------------------------------------------------ ops.base.Emit
 
@@ -131,6 +136,11 @@ class _Importer:
     def _enter(self, ref: Any, kind: str = "") -> Value:
         if isinstance(ref, Value):
             return ref
+        if self._lift is not None and not fits(ref.array if isinstance(ref, Weight) else ref):
+            weight = ref if isinstance(ref, Weight) else self.const(ref)
+            if id(weight) not in self._lifted:
+                self._lifted[id(weight)] = self._lift(weight)
+            return self._lifted[id(weight)]
         if isinstance(ref, Weight):
             if ref.value is None:
                 ref.value = self.graph.add_constant(ref.array, ref.name, ref.src)
@@ -161,7 +171,7 @@ class _Importer:
             if reason is not None or v.type.WhichOneof("value") not in (None, "tensor_type"):
                 self._refuse(v.name, "graph output", "", reason or refusal(v.type) or "")
         wanted = [v.name for v in proto.output]
-        self._nodes(proto.node, scope, self.model.opsets, "", {}, wanted, 0)
+        self.nodes(proto.node, scope, self.model.opsets, "", {}, wanted, 0)
         if self.unsupported:
             raise UnsupportedError(
                 f"{name} holds {len(self.unsupported)} things that optdnn does not support:", self.unsupported
@@ -202,7 +212,7 @@ class _Importer:
 
     # ------------------------------------------------------------------ nodes
 
-    def _nodes(
+    def nodes(
         self,
         nodes: Sequence[onnx.NodeProto],
         scope: Scope,
@@ -285,14 +295,18 @@ class _Importer:
                 return self._call(body, name, operands, {**defaults, **attrs}, outputs, depth)
             if any(r is UNKNOWN for r in operands):
                 return [UNKNOWN] * len(outputs)
-            plain = {k: v for k, (_, v) in attrs.items()}
+            plain = {
+                k: Subgraph(self, v, name, scope, opsets, bound, depth) if kind == AttributeProto.GRAPH else v
+                for k, (kind, v) in attrs.items()
+            }
             spec = NodeSpec(node.op_type, domain, opset, name, tuple(operands), tuple(outputs), plain)
             return self._import(importer, spec)
         except Unsupported as error:
             if depth == 0 and self._live is None:
                 self._live = live_nodes(place[0], place[1])
                 self._alive = place[2] in self._live
-            self._refuse(name, node.op_type, domain, str(error), opset)
+            if not isinstance(error, Consequence):
+                self._refuse(name, node.op_type, domain, str(error), opset)
             return self._stand_ins(outputs)
         except ShapeError as error:
             if self.unsupported or UNKNOWN in operands:  # may be a consequence; what is unsupported comes first
@@ -352,7 +366,9 @@ class _Importer:
     def _refuse(self, name: str, op_type: str, domain: str, reason: str, opset: int | None = None) -> None:
         if self._alive:
             opset = self.model.opsets.get(domain, 0) if opset is None else opset
-            self.unsupported.append(UnsupportedNode(name, op_type, domain, opset, reason))
+            node = UnsupportedNode(name, op_type, domain, opset, reason)
+            if node not in self.unsupported:  # a body is perhaps imported more than once
+                self.unsupported.append(node)
 
     def _stand_ins(self, outputs: Sequence[str]) -> list[Any]:
         """Stand-ins of the declared type for an unsupported node's outputs, so that what follows is checked too."""
@@ -361,6 +377,41 @@ class _Importer:
             declared = self._declared(out)
             refs.append(UNKNOWN if declared is None else self.graph.add_input(out, declared))
         return refs
+
+    # ------------------------------------------------------------------ subgraphs
+
+    def nested(self, lift: Callable[[Weight], Value]) -> Importer:
+        """An importer of a body: its graph is its own, messages, names and symbols are shared.
+
+        ``lift`` makes an input of a constant that is too large for a body.
+        """
+        inner = Importer(self.model, self.notes)
+        inner.graph.share_symbols(self.graph)
+        inner.unsupported, inner.taken, inner.count = self.unsupported, self.taken, self.count
+        inner._hints, inner._live, inner._alive = self._hints, self._live, self._alive
+        inner._lift = lift
+        return inner
+
+    @property
+    def outputs_at_hand(self) -> tuple[str, ...]:
+        """Names of the outputs of the node at hand."""
+        return self._outputs
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Import other nodes in the middle of one."""
+        outputs, src = self._outputs, self._src
+        yield
+        self._outputs, self._src, self._made = outputs, src, {}
+
+    def enter(self, ref: Any) -> Value:
+        return self._enter(ref)
+
+    def is_unknown(self, ref: Any) -> bool:
+        return ref is UNKNOWN
+
+    def weights(self, proto: onnx.GraphProto, scope: Scope) -> None:
+        self._weights(proto, scope)
 
     # ------------------------------------------------------------------ functions
 
@@ -386,7 +437,7 @@ class _Importer:
         opsets = {**self.model.opsets, **opsets}
         wanted = [x for x, out in zip(function.output, outputs, strict=False) if out]
         labels = dict(zip(wanted, (out for out in outputs if out), strict=True))
-        self._nodes(function.node, scope, opsets, f"{name}/", bound, wanted, depth + 1, labels)
+        self.nodes(function.node, scope, opsets, f"{name}/", bound, wanted, depth + 1, labels)
         missing = [x for x in wanted if x not in scope]
         if missing:
             raise ModelError(f"function {function.name} does not produce its output {missing[0]!r}")

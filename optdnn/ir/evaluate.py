@@ -11,6 +11,7 @@ import numpy as np
 from optdnn.dim import Dim
 from optdnn.dim import evaluate as evaluate_dim
 from optdnn.errors import InputError
+from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Output, Value
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.reference.run import run_kernel
@@ -136,6 +137,8 @@ def promoted_attrs(attrs: T) -> T:
             changes[f.name] = FP64
         elif isinstance(v, np.ndarray) and is_float(v.dtype):
             changes[f.name] = v.astype(np.float64)
+        elif isinstance(v, GraphBody):
+            changes[f.name] = GraphBody(promote(v.graph))
         elif is_dataclass(v):
             changes[f.name] = promoted_attrs(v)
         elif isinstance(v, tuple) and any(is_dataclass(x) for x in v):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,8 +21,9 @@ import onnx.helper
 from onnx import AttributeProto, TensorProto
 
 from optdnn.errors import InternalError, UnsupportedError, UnsupportedNode, UsageError
+from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Op, Value, infer
-from optdnn.ops.base import FusedAttrs, Unsupported, onnx_number
+from optdnn.ops.base import Body, FusedAttrs, Unsupported, onnx_number
 from optdnn.ops.fused import export_op, export_stages, infer_stages
 from optdnn.runtime.atomic import write_atomic
 from optdnn.types import INT64, Array, TensorType
@@ -116,6 +117,7 @@ class _Exporter:
         self._node_names: set[str] = set()
         self._domains: set[str] = set()
         self._op: Op | None = None
+        self.refused: list[UnsupportedNode] = []
 
     # ------------------------------------------------------------------ ops.base.Export
 
@@ -157,6 +159,14 @@ class _Exporter:
 
     def value(self, name: str) -> Array | None:
         return self._constants.get(name)
+
+    def subgraph(self, body: Body, captured: Sequence[str]) -> onnx.GraphProto:
+        assert isinstance(body, GraphBody)
+        inner = _BodyExporter(self, body.graph, captured)
+        proto = inner.body()
+        if inner.refused:
+            raise UnsupportedError("its body holds " + "; ".join(map(str, inner.refused)))
+        return proto
 
     def _older_form(self, op_type: str, names: list[str], attrs: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
         """Constant operands as the attributes that they were in older opsets."""
@@ -217,26 +227,33 @@ class _Exporter:
     # ------------------------------------------------------------------ the graph
 
     def run(self, external_weights: bool, weights_as_inputs: bool) -> ExportedModel:
-        graph, names = self.graph, self._value_names()
-        refused: list[UnsupportedNode] = []
+        self._write(self._value_names())
+        if self.refused:
+            raise UnsupportedError(f"{len(self.refused)} ops cannot be written in ONNX opset {self.opset}:", self.refused)
+        return self._model(external_weights, weights_as_inputs)
+
+    def _write(self, names: Mapping[Value, str]) -> None:
+        """The nodes of all ops; what cannot be written goes to ``refused``."""
+        graph, refused = self.graph, self.refused
         for op in graph.order():
             self._op = op
             if op.kind == "Constant":
                 self._constants[names[op.value]] = op.attrs.value
             elif op.kind == "Output":
-                source, wanted = op.inputs[0], op.outputs[0].name
+                source = op.inputs[0]
                 assert source is not None
-                if names[source] != wanted:
-                    self._name_results(len(self.nodes), self.node("Identity", [names[source]]), [wanted])
+                self._output(op, names, source)
             elif op.kind != "Input":
                 try:
                     self._export(op, names)
                 except (Unsupported, UnsupportedError) as error:
                     reason = error.message if isinstance(error, UnsupportedError) else str(error)
                     refused.append(UnsupportedNode(op.name, op.kind, "", self.opset, reason))
-        if refused:
-            raise UnsupportedError(f"{len(refused)} ops cannot be written in ONNX opset {self.opset}:", refused)
-        return self._model(external_weights, weights_as_inputs)
+
+    def _output(self, op: Op, names: Mapping[Value, str], source: Value) -> None:
+        wanted = op.outputs[0].name
+        if names[source] != wanted:
+            self._name_results(len(self.nodes), self.node("Identity", [names[source]]), [wanted])
 
     def _export(self, op: Op, names: Mapping[Value, str]) -> None:
         inputs = ["" if v is None else names[v] for v in op.inputs]
@@ -285,7 +302,7 @@ class _Exporter:
 
     def _model(self, external_weights: bool, weights_as_inputs: bool) -> ExportedModel:
         graph = self.graph
-        used = {x for n in self.nodes for x in n.input}
+        used = _read(self.nodes)
         proto = onnx.GraphProto(name=graph.name, node=self.nodes)
         weights: dict[str, Array] = {}
         for i in graph.inputs:
@@ -320,7 +337,55 @@ class _Exporter:
         return ExportedModel(model, weights, self.provenance)
 
 
+class _BodyExporter(_Exporter):
+    """A body as a GraphProto. Its captured inputs are names of the graph around it; all names are unlike those outside."""
+
+    def __init__(self, outer: _Exporter, graph: Graph, captured: Sequence[str]):
+        super().__init__(graph, outer.opset)
+        self._outer, self._captured = outer, captured
+        self._taken, self._node_names, self._domains = outer._taken, outer._node_names, outer._domains
+        self.provenance, self._types = outer.provenance, outer._types
+
+    def value(self, name: str) -> Array | None:
+        return self._constants[name] if name in self._constants else self._outer.value(name)
+
+    def body(self) -> onnx.GraphProto:
+        graph, names = self.graph, dict[Value, str]()
+        formal = graph.inputs[: len(graph.inputs) - len(self._captured)]
+        for i, name in zip(graph.inputs[len(formal) :], self._captured, strict=True):
+            names[Value(i)] = name
+        for op in graph.order():
+            for port, out in enumerate(op.outputs):
+                value = Value(op.id, port)
+                if op.kind != "Output" and value not in names:
+                    names[value] = self._fresh(out.name)
+                    self._types[names[value]] = out.type
+        outputs = [graph.op(i) for i in graph.outputs]
+        shown = {op.id: self._fresh(op.outputs[0].name) for op in outputs}
+        self._write({**names, **{op.value: shown[op.id] for op in outputs}})
+        proto = onnx.GraphProto(name=graph.name or "body", node=self.nodes)
+        used = _read(self.nodes)
+        proto.input.extend(_value_info(names[Value(i)], graph.op(i).outputs[0].type) for i in formal)
+        proto.initializer.extend(tensor_proto(array, name) for name, array in self._constants.items() if name in used)
+        proto.output.extend(_value_info(shown[op.id], op.outputs[0].type) for op in outputs)
+        return proto
+
+    def _output(self, op: Op, names: Mapping[Value, str], source: Value) -> None:
+        self._name_results(len(self.nodes), self.node("Identity", [names[source]]), [names[op.value]])
+
+
 # ---------------------------------------------------------------- protobuf
+
+
+def _read(nodes: Iterable[onnx.NodeProto]) -> set[str]:
+    """Names that nodes, or the nodes of their subgraphs, read."""
+    found: set[str] = set()
+    for n in nodes:
+        found.update(n.input)
+        for a in n.attribute:
+            if a.type == AttributeProto.GRAPH:
+                found.update(_read(a.g.node))
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -386,6 +451,8 @@ def _attribute(name: str, value: Any, kind: Any) -> AttributeProto:
         return AttributeProto(name=name, type=AttributeProto.TENSOR, t=tensor_proto(value, ""))
     if kind is None:
         return onnx.helper.make_attribute(name, int(value) if isinstance(value, bool) else value)
+    if kind == _TYPES.GRAPH:
+        return AttributeProto(name=name, type=AttributeProto.GRAPH, g=value)
     if kind == _TYPES.INT:
         return AttributeProto(name=name, type=AttributeProto.INT, i=int(value))
     if kind == _TYPES.FLOAT:

@@ -252,6 +252,10 @@ class Graph:
         self._symbols.add(name)
         return symbol(name)
 
+    def share_symbols(self, outer: Graph) -> None:
+        """Make no symbol that ``outer`` has, and the other way round: this graph is a body inside of it."""
+        self._symbols = outer._symbols
+
     def add_input(self, name: str, type: TensorType) -> Value:
         for d in type.shape or ():
             if isinstance(d, Dim):

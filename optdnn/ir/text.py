@@ -31,7 +31,7 @@ from optdnn.dim import INF, DimLike, Symbol
 from optdnn.errors import InternalError, ModelError
 from optdnn.ir.graph import ConstantAttrs, Graph, Op, Value
 from optdnn.ir.text_reader import SYMBOL, WORD, Reader
-from optdnn.ops.base import Attrs, Stage
+from optdnn.ops.base import Attrs, Body, Stage
 from optdnn.types import Array, TensorType, dtype_name
 
 INLINE_ELEMENTS = 16
@@ -185,6 +185,8 @@ def _plain(v: Any) -> str:
         return f"[{', '.join(map(_stage, v))}]"
     if isinstance(v, tuple):
         return f"({', '.join(map(_plain, v))}{',' if len(v) == 1 else ''})"
+    if isinstance(v, Body):
+        return f"<{v!r}>"
     raise InternalError(f"an attribute of type {type(v).__name__} has no text form")
 
 

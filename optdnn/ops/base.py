@@ -16,6 +16,7 @@ Conventions
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeAlias
@@ -24,6 +25,7 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike
 from optdnn.errors import ShapeError
+from optdnn.runtime.reference.nested import PlainGraph
 from optdnn.types import ONNX_TYPES, Array, DType, TensorType, normalize_axis
 
 Known: TypeAlias = Array
@@ -148,6 +150,18 @@ class Traits:
     nondeterministic: bool = False
 
 
+class Body(ABC):
+    """A subgraph as an attribute: its inputs are what the operator feeds, then the outer values that it captures."""
+
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+
+    @property
+    @abstractmethod
+    def plain(self) -> PlainGraph:
+        """The form that NumPy kernels and engine files hold."""
+
+
 # ---------------------------------------------------------------- import from ONNX
 
 Ref: TypeAlias = Any
@@ -179,6 +193,23 @@ class NodeSpec:
     def ints(self, name: str, default: Sequence[int] | None = None) -> tuple[int, ...] | None:
         v = self.attrs.get(name)
         return (None if default is None else tuple(default)) if v is None else tuple(int(x) for x in v)
+
+
+class Subgraph(Protocol):
+    """A subgraph of a node that is being imported, seen by the import function of its operator."""
+
+    inputs: int
+    """Number of its own (formal) inputs."""
+    outputs: int
+
+    def fresh(self) -> Dim:
+        """A symbol unlike all others, for a size that differs between iterations."""
+
+    def inline(self, inputs: Sequence[Ref]) -> list[Ref]:
+        """Import its nodes into the graph around it; returns its outputs."""
+
+    def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Ref]]:
+        """Import it as a body whose formal inputs have these types; returns it and the outer values that it captures."""
 
 
 class Unsupported(Exception):
@@ -220,6 +251,9 @@ class Export(Protocol):
 
     def value(self, name: str) -> Array | None:
         """The array of a constant (operand that older opsets want as an attribute), else None."""
+
+    def subgraph(self, body: Body, captured: Sequence[str]) -> Any:
+        """A body as the value of a graph attribute; ``captured`` are the names of the outer values that it reads."""
 
 
 ToOnnx: TypeAlias = Callable[[Any, Sequence[str], int, Export], Sequence[str]]

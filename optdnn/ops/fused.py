@@ -14,6 +14,7 @@ from optdnn.dim import Dim
 from optdnn.errors import InternalError, ShapeError
 from optdnn.ops.base import (
     Attrs,
+    Body,
     Call,
     Cost,
     Export,
@@ -144,7 +145,7 @@ def flops(call: Call, result: Result) -> float:
 
 def plain_attrs(kind: str, attrs: Attrs) -> dict[str, Any]:
     """Attributes as :func:`optdnn.runtime.reference.run.run_kernel` takes them: stages in plain form, and ``arity`` with them."""
-    plain = attrs_dict(attrs)
+    plain = {k: v.plain if isinstance(v, Body) else v for k, v in attrs_dict(attrs).items()}
     if isinstance(attrs, FusedAttrs):
         plain["prologue"] = plain_stages(attrs.prologue)
         plain["epilogue"] = plain_stages(attrs.epilogue)
@@ -177,6 +178,9 @@ class _Typed:
 
     def value(self, name: str) -> Array | None:
         return None if name in self.types else self.base.value(name)
+
+    def subgraph(self, body: Body, captured: Sequence[str]) -> Any:
+        raise InternalError("a pointwise stage holds a body")
 
 
 def export_op(kind: str, attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from optdnn.ops import (
     attention,
     binary,
+    control,
     conv,
     create,
     detect,
@@ -49,6 +50,7 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "selecting and ordering": sort.DEFS,
     "detection and sampling": detect.DEFS,
     "signals and transforms": signal.DEFS,
+    "control flow": control.DEFS,
 }
 """Family -> its kinds."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from optdnn.runtime.reference import (
     attention,
     binary,
+    control,
     conv,
     detect,
     gemm,
@@ -27,6 +28,7 @@ from optdnn.runtime.reference.base import Kernel
 KERNELS: dict[str, Kernel] = {
     **attention.KERNELS,
     **binary.KERNELS,
+    **control.KERNELS,
     **conv.KERNELS,
     **detect.KERNELS,
     **gemm.KERNELS,

@@ -1,0 +1,43 @@
+"""A graph inside of an operator's attributes: a branch of If, the body of a Loop or Scan."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.base import Body
+from optdnn.ops.fused import plain_attrs
+from optdnn.runtime.reference.nested import PlainGraph, PlainOp
+from optdnn.types import Array, TensorType
+
+
+class GraphBody(Body):
+    """The graph must not be changed any more; bodies are equal only to themselves."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.inputs: tuple[TensorType, ...] = tuple(graph.op(i).outputs[0].type for i in graph.inputs)
+        self.outputs: tuple[TensorType, ...] = tuple(graph.op(i).outputs[0].type for i in graph.outputs)
+
+    @cached_property
+    def plain(self) -> PlainGraph:
+        graph, register = self.graph, {Value(i): k for k, i in enumerate(self.graph.inputs)}
+        constants: list[Array] = []
+        for op in graph.order():
+            if op.kind == "Constant":
+                register[op.value] = len(register)
+                constants.append(op.attrs.value)
+        ops = []
+        for op in graph.order():
+            if op.kind in ("Input", "Constant", "Output"):
+                continue
+            read = tuple(None if v is None else register[v] for v in op.inputs)
+            dtypes = tuple(o.type.dtype for o in op.outputs)
+            ops.append(PlainOp(op.kind, plain_attrs(op.kind, op.attrs), read, dtypes))
+            for port in range(len(op.outputs)):
+                register[Value(op.id, port)] = len(register)
+        sources = [graph.op(i).inputs[0] for i in graph.outputs]
+        return PlainGraph(len(graph.inputs), tuple(constants), tuple(ops), tuple(register[v] for v in sources if v))
+
+    def __repr__(self) -> str:
+        return f"body of {len(self.graph)} ops"

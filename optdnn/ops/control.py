@@ -1,0 +1,336 @@
+"""Control flow: If, Loop, Scan.
+
+Bodies are attributes (``ops.base.Body``); the outer values that they read are operands, after the operator's own. An If
+whose condition is known when the model is imported is replaced by the branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.dim import Dim, DimLike
+from optdnn.errors import ShapeError
+from optdnn.ops.base import (
+    Attrs,
+    Body,
+    Call,
+    Cost,
+    Emit,
+    Export,
+    NodeSpec,
+    OpDef,
+    Ref,
+    Result,
+    Subgraph,
+    Tol,
+    Unsupported,
+)
+from optdnn.ops.checks import agree
+from optdnn.runtime.reference.control import KERNELS
+from optdnn.types import BOOL, INT64, TensorType, normalize_axis
+
+
+@dataclass(frozen=True)
+class IfAttrs(Attrs):
+    """Operands: the condition, the ``then_captured`` outer values of the one branch, and those of the other."""
+
+    then_branch: Body
+    else_branch: Body
+    then_captured: int
+
+
+@dataclass(frozen=True)
+class LoopAttrs(Attrs):
+    """Operands: trip count, condition, ``carried`` initial values, captured values. Results: final values, scan outputs."""
+
+    body: Body
+    carried: int
+
+
+@dataclass(frozen=True)
+class ScanAttrs(Attrs):
+    """Operands: ``states`` initial states, scanned inputs, captured values. A direction of 1 is backwards."""
+
+    body: Body
+    states: int
+    scan_input_axes: tuple[int, ...]
+    scan_input_directions: tuple[int, ...]
+    scan_output_axes: tuple[int, ...]
+    scan_output_directions: tuple[int, ...]
+
+
+# ---------------------------------------------------------------- inference
+
+
+def _symbols(types: Sequence[TensorType | None]) -> set[str]:
+    found: set[str] = set()
+    for t in types:
+        for d in (t.shape or ()) if t is not None else ():
+            if isinstance(d, Dim):
+                found.update(s.name for s in d.symbols())
+    return found
+
+
+def _seen_outside(t: TensorType, known: set[str], fresh: Callable[[str], Dim]) -> TensorType:
+    """A type inside of a body as it is seen outside: sizes that are known only inside become new symbols."""
+    if t.shape is None:
+        return t
+    return t.with_shape([fresh("inner") if _symbols([TensorType(t.dtype, (d,))]) - known else d for d in t.shape])
+
+
+def _check_captured(call: Call, body: Body, own: int, operands: Sequence[TensorType | None], what: str) -> None:
+    wanted = body.inputs[own:]
+    if len(operands) != len(wanted):
+        raise ShapeError(f"{what} captures {len(wanted)} values and gets {len(operands)}")
+    for given, declared in zip(operands, wanted, strict=True):
+        if given is None or given.dtype != declared.dtype:
+            raise ShapeError(f"{what} captures {declared} and gets {given}")
+
+
+def _merge(a: TensorType, b: TensorType, fresh: Callable[[str], Dim], what: str) -> TensorType:
+    """The type of a value that is an ``a`` or a ``b``."""
+    if a.dtype != b.dtype:
+        raise ShapeError(f"{what} is {a} in one branch and {b} in the other")
+    if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
+        return a.with_shape(None)
+    return a.with_shape([x if x == y else fresh("either") for x, y in zip(a.shape, b.shape, strict=True)])
+
+
+def _infer_if(call: Call) -> Result:
+    a: IfAttrs = call.attrs
+    condition = call.type(0)
+    if condition.dtype != BOOL:
+        raise ShapeError(f"the condition of If is {condition}; it must be bool")
+    split = 1 + a.then_captured
+    _check_captured(call, a.then_branch, 0, call.types[1:split], "the then branch of If")
+    _check_captured(call, a.else_branch, 0, call.types[split:], "the else branch of If")
+    if len(a.then_branch.outputs) != len(a.else_branch.outputs):
+        raise ShapeError("the branches of If yield different numbers of values")
+    known = _symbols(call.types)
+    types = [
+        _merge(
+            _seen_outside(t, known, call.fresh), _seen_outside(f, known, call.fresh), call.fresh, f"output {i} of If"
+        )
+        for i, (t, f) in enumerate(zip(a.then_branch.outputs, a.else_branch.outputs, strict=True))
+    ]
+    return Result(tuple(types))
+
+
+def _infer_loop(call: Call) -> Result:
+    a: LoopAttrs = call.attrs
+    for i, name, dtype in ((0, "trip count", INT64), (1, "condition", BOOL)):
+        if call.has(i) and call.type(i).dtype != dtype:
+            raise ShapeError(f"the {name} of Loop is {call.type(i)}")
+    n, known = 2 + a.carried, _symbols(call.types)
+    _check_captured(call, a.body, n, call.types[n:], "the body of Loop")
+    _check_state(call, a.body.inputs[2:n], call.types[2:n], a.body.outputs[1 : 1 + a.carried], "Loop")
+    # A size that the body was told nothing about changes from one iteration to the next.
+    finals = [_seen_outside(t, known, call.fresh) for t in a.body.inputs[2:n]]
+    trips = call.ints(0)
+    always = not call.has(1) or _true(call.value(1))
+    count: DimLike = trips[0] if trips and always and _ends_by_count(a.body) else call.fresh("iterations")
+    scans = [_stacked(_seen_outside(t, known, call.fresh), count, 0) for t in a.body.outputs[1 + a.carried :]]
+    return Result((*finals, *scans))
+
+
+def _true(value: Any) -> bool:
+    return value is not None and value.size == 1 and bool(value.reshape(-1)[0])
+
+
+def _ends_by_count(body: Body) -> bool:
+    """True where the body's condition is constantly true or the one it was given: only the count ends the loop."""
+    plain = body.plain
+    constants = plain.inputs + len(plain.constants)
+    makers, register = {}, constants
+    for op in plain.ops:
+        makers[register] = op
+        register += len(op.dtypes)
+    register = plain.outputs[0]
+    while register in makers and makers[register].kind in ("Identity", "Cast"):
+        source = makers[register].inputs[0]
+        if source is None:
+            return False
+        register = source
+    return register == 1 or (plain.inputs <= register < constants and _true(plain.constants[register - plain.inputs]))
+
+
+def _stacked(t: TensorType, count: DimLike, axis: int) -> TensorType:
+    if t.shape is None:
+        return t
+    axis = normalize_axis(axis, len(t.shape) + 1)
+    return t.with_shape((*t.shape[:axis], count, *t.shape[axis:]))
+
+
+def _check_state(
+    call: Call,
+    declared: Sequence[TensorType],
+    given: Sequence[TensorType | None],
+    made: Sequence[TensorType],
+    what: str,
+) -> None:
+    if not len(declared) == len(given) == len(made):
+        raise ShapeError(f"{what} carries {len(given)} values, its body takes {len(declared)} and yields {len(made)}")
+    for i, (d, g, m) in enumerate(zip(declared, given, made, strict=True)):
+        if g is None or g.dtype != d.dtype or m.dtype != d.dtype:
+            raise ShapeError(f"{what}: carried value {i} begins as {g}, and the body turns {d} into {m}")
+
+
+def _infer_scan(call: Call) -> Result:
+    a: ScanAttrs = call.attrs
+    n, known = a.states + len(a.scan_input_axes), _symbols(call.types)
+    _check_captured(call, a.body, n, call.types[n:], "the body of Scan")
+    _check_state(call, a.body.inputs[: a.states], call.types[: a.states], a.body.outputs[: a.states], "Scan")
+    length: DimLike | None = None
+    for i, axis in enumerate(a.scan_input_axes):
+        x = call.type(a.states + i)
+        if x.shape is None:
+            continue
+        size = x.shape[normalize_axis(axis, len(x.shape), "Scan axis")]
+        length = size if length is None else agree(length, size, "Scan: the scanned inputs have different lengths")
+    count: DimLike = call.fresh("iterations") if length is None else length
+    finals = [_seen_outside(t, known, call.fresh) for t in a.body.inputs[: a.states]]
+    made = a.body.outputs[a.states :]
+    scans = [
+        _stacked(_seen_outside(t, known, call.fresh), count, axis)
+        for t, axis in zip(made, a.scan_output_axes, strict=True)
+    ]
+    return Result((*finals, *scans))
+
+
+# ---------------------------------------------------------------- import
+
+
+def _import_if(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    then, other = (_subgraph(node, name) for name in ("then_branch", "else_branch"))
+    condition = node.inputs[0]
+    known = e.value(condition)
+    if known is not None and known.size == 1 and not isinstance(known.reshape(-1)[0], Dim):
+        return (then if bool(known.reshape(-1)[0]) else other).inline([])
+    (one, captured), (two, more) = then.build([]), other.build([])
+    attrs = IfAttrs(one, two, len(captured))
+    return e.op("If", [condition, *captured, *more], attrs, outputs=len(node.outputs))
+
+
+def _subgraph(node: NodeSpec, name: str) -> Subgraph:
+    found: Subgraph = node.attrs[name]
+    return found
+
+
+def _build_body(
+    graph: Subgraph, before: Sequence[TensorType], state: Sequence[TensorType], after: Sequence[TensorType], first: int
+) -> tuple[Body, list[Ref]]:
+    """The body for state types that hold in every iteration: a size that an iteration changes becomes a symbol.
+
+    The body's inputs are ``before``, the state, ``after``; its state outputs begin at ``first``.
+    """
+    types, varying = list(state), set[Dim]()
+    while True:  # each round but the last turns a size into a symbol or a shape into an unknown one
+        body, captured = graph.build([*before, *types, *after])
+        made = body.outputs[first : first + len(types)]
+        wider = [_wider(t, m, graph, varying) for t, m in zip(types, made, strict=False)]
+        if wider == types[: len(wider)]:
+            return body, captured
+        types[: len(wider)] = wider
+
+
+def _wider(t: TensorType, made: TensorType, graph: Subgraph, varying: set[Dim]) -> TensorType:
+    if t.dtype != made.dtype:
+        raise ShapeError(f"a carried value begins as {t}, and the body turns it into {made}")
+    if t.shape is None or made.shape is None or len(t.shape) != len(made.shape):
+        return t.with_shape(None)
+    dims: list[DimLike] = []
+    for d, m in zip(t.shape, made.shape, strict=True):
+        if d != m and d not in varying:
+            d = graph.fresh()
+            varying.add(d)
+        dims.append(d)
+    return t.with_shape(dims)
+
+
+def _import_loop(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    body = _subgraph(node, "body")
+    initial = list(node.inputs[2:])
+    if any(v is None for v in initial):
+        raise ShapeError("a carried value of Loop has no initial value")
+    if body.inputs != 2 + len(initial):
+        raise ShapeError(f"the body of Loop takes {body.inputs} values, 2 and {len(initial)} carried ones are fed")
+    counter, flag = TensorType(INT64, ()), TensorType(BOOL, ())
+    built, captured = _build_body(body, [counter, flag], [e.type(v) for v in initial], [], 1)
+    attrs = LoopAttrs(built, len(initial))
+    return e.op("Loop", [node.input(0), node.input(1), *initial, *captured], attrs, outputs=len(node.outputs))
+
+
+def _import_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    if node.opset < 9:
+        raise Unsupported("Scan of opset 8, which has a batch axis")
+    body, count = _subgraph(node, "body"), int(node.attrs["num_scan_inputs"])
+    states = len(node.inputs) - count
+    if states < 0 or body.inputs != len(node.inputs):
+        raise ShapeError(f"the body of Scan takes {body.inputs} values, {len(node.inputs)} are fed")
+    operands = list(node.inputs)
+    types = [e.type(v) for v in operands]
+    axes = node.ints("scan_input_axes") or (0,) * count
+    rows = []
+    for t, axis in zip(types[states:], axes, strict=True):
+        at = normalize_axis(axis, len(t.dims), "Scan axis")
+        rows.append(t.with_shape((*t.dims[:at], *t.dims[at + 1 :])))
+    built, captured = _build_body(body, [], types[:states], rows, 0)
+    made = body.outputs - states
+    attrs = ScanAttrs(
+        built,
+        states,
+        axes,
+        node.ints("scan_input_directions") or (0,) * count,
+        node.ints("scan_output_axes") or (0,) * made,
+        node.ints("scan_output_directions") or (0,) * made,
+    )
+    return e.op("Scan", [*operands, *captured], attrs, outputs=len(node.outputs))
+
+
+# ---------------------------------------------------------------- export
+
+
+def _export_if(a: IfAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    split = 1 + a.then_captured
+    then, other = e.subgraph(a.then_branch, inputs[1:split]), e.subgraph(a.else_branch, inputs[split:])
+    return e.node("If", inputs[:1], len(a.then_branch.outputs), then_branch=then, else_branch=other)[:n_outputs]
+
+
+def _export_loop(a: LoopAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    n = 2 + a.carried
+    body = e.subgraph(a.body, inputs[n:])
+    return e.node("Loop", inputs[:n], len(a.body.outputs) - 1, body=body)[:n_outputs]
+
+
+def _export_scan(a: ScanAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    n = a.states + len(a.scan_input_axes)
+    fields: dict[str, Any] = {
+        "num_scan_inputs": len(a.scan_input_axes),
+        "scan_input_axes": a.scan_input_axes,
+        "scan_input_directions": a.scan_input_directions,
+        "scan_output_axes": a.scan_output_axes,
+        "scan_output_directions": a.scan_output_directions,
+    }
+    body = e.subgraph(a.body, inputs[n:])
+    return e.node("Scan", inputs[:n], len(a.body.outputs), body=body, **fields)[:n_outputs]
+
+
+# ---------------------------------------------------------------- definitions
+
+
+def _cost(call: Call, result: Result) -> Cost:
+    """Not known before it runs."""
+    return Cost(0.0)
+
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef("If", _infer_if, KERNELS["If"], IfAttrs, {"If": _import_if}, _export_if, _cost, Tol(1e-4, 1e-5)),
+    OpDef(
+        "Loop", _infer_loop, KERNELS["Loop"], LoopAttrs, {"Loop": _import_loop}, _export_loop, _cost, Tol(1e-4, 1e-5)
+    ),
+    OpDef(
+        "Scan", _infer_scan, KERNELS["Scan"], ScanAttrs, {"Scan": _import_scan}, _export_scan, _cost, Tol(1e-4, 1e-5)
+    ),
+)

@@ -1,0 +1,103 @@
+"""NumPy kernels. Control flow: If, Loop, Scan, whose bodies are nested graphs of plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.nested import PlainGraph, run_graph
+from optdnn.types import Array
+
+LOOP_LIMIT = 1_000_000
+"""Most iterations of a Loop: one whose condition never turns false ends with an error instead of never."""
+
+
+def if_(
+    condition: Array, *captured: Array | None, then_branch: PlainGraph, else_branch: PlainGraph, then_captured: int
+) -> tuple[Array, ...]:
+    """If (ONNX opset 25). ``captured`` are the outer values that the branches read, the first ``then_captured`` the one's."""
+    if condition.size != 1:
+        raise ValueError(f"the condition has {condition.size} elements")
+    if bool(condition.reshape(-1)[0]):
+        return tuple(run_graph(then_branch, captured[:then_captured]))
+    return tuple(run_graph(else_branch, captured[then_captured:]))
+
+
+def loop(
+    trips: Array | None = None, condition: Array | None = None, *operands: Array | None, body: PlainGraph, carried: int
+) -> tuple[Array, ...]:
+    """Loop (ONNX opset 25): operands are ``carried`` initial values, then what the body captures.
+
+    Results: the final values, then each scan output stacked over the iterations.
+    """
+    limit = None if trips is None else int(trips.reshape(-1)[0])
+    going = condition is None or bool(condition.reshape(-1)[0])
+    state, captured = list(operands[:carried]), operands[carried:]
+    rows: list[list[Array]] = [[] for _ in range(len(body.outputs) - 1 - carried)]
+    i = 0
+    while going and (limit is None or i < limit):
+        if i >= LOOP_LIMIT:
+            raise ValueError(f"the loop has run {LOOP_LIMIT} times; its condition does not end it")
+        results = run_graph(body, [np.asarray(i, np.int64), np.asarray(going), *state, *captured])
+        going = bool(results[0].reshape(-1)[0])
+        state = list(results[1 : 1 + carried])
+        for row, value in zip(rows, results[1 + carried :], strict=True):
+            row.append(value)
+        i += 1
+    scans = [np.stack(row) if row else _empty(body, 1 + carried + k) for k, row in enumerate(rows)]
+    finals = [s if s is not None else np.zeros(0) for s in state]
+    return (*finals, *scans)
+
+
+def _empty(body: PlainGraph, output: int) -> Array:
+    """A scan output of no iterations. Its rank is not known then; ONNX Runtime too gives what it can."""
+    register = body.outputs[output] - body.inputs - len(body.constants)
+    for op in body.ops:
+        if 0 <= register < len(op.dtypes):
+            return np.zeros(0, op.dtypes[register])
+        register -= len(op.dtypes)
+    return np.zeros(0, np.float32)
+
+
+def scan(
+    *operands: Array | None,
+    body: PlainGraph,
+    states: int,
+    scan_input_axes: Sequence[int],
+    scan_input_directions: Sequence[int],
+    scan_output_axes: Sequence[int],
+    scan_output_directions: Sequence[int],
+) -> tuple[Array, ...]:
+    """Scan (ONNX opset 25): operands are ``states`` initial states, the scanned inputs, then what the body captures."""
+    count = len(scan_input_axes)
+    state, captured = list(operands[:states]), operands[states + count :]
+    sequences: list[Array] = []
+    for x, axis, direction in zip(
+        operands[states : states + count], scan_input_axes, scan_input_directions, strict=True
+    ):
+        if x is None:
+            raise ValueError("a scanned input is absent")
+        moved = np.moveaxis(x, axis, 0)
+        sequences.append(moved[::-1] if direction else moved)
+    lengths = {len(s) for s in sequences}
+    if len(lengths) != 1:
+        raise ValueError(f"the scanned inputs have different lengths: {sorted(lengths)}")
+    rows: list[list[Array]] = [[] for _ in scan_output_axes]
+    for i in range(lengths.pop()):
+        results = run_graph(body, [*state, *(s[i] for s in sequences), *captured])
+        state = list(results[:states])
+        for row, value in zip(rows, results[states:], strict=True):
+            row.append(value)
+    outputs = []
+    for k, (row, axis, direction) in enumerate(zip(rows, scan_output_axes, scan_output_directions, strict=True)):
+        if not row:
+            outputs.append(_empty(body, states + k))
+            continue
+        stacked = np.stack(row[::-1] if direction else row)
+        outputs.append(np.moveaxis(stacked, 0, axis))
+    return (*(s if s is not None else np.zeros(0) for s in state), *outputs)
+
+
+KERNELS: dict[str, Kernel] = {"If": if_, "Loop": loop, "Scan": scan}
