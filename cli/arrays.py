@@ -46,7 +46,11 @@ def _load(path: Path) -> dict[str, Array]:
     except FileNotFoundError:
         raise UsageError(f"there is no file {path}") from None
     except _BROKEN as error:
-        raise InputError(f"{path} is not a .npy or .npz file: {error}") from None
+        # NumPy takes whatever it does not know for a pickle, and advises to allow that.
+        why = "" if "pickle" in str(error) else f": {error}"
+        raise InputError(
+            f"{path} is not a .npy or .npz file of plain arrays{why}", hint="write it with numpy.save or numpy.savez"
+        ) from None
 
 
 def typed(feeds: Mapping[str, Array], inputs: Sequence[TensorSpec]) -> dict[str, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def command(
     stdout.print(
         table(None, [*latency, "per second", "runs"], [[*(f"{v:.3f}" for v in latency.values()), *_rates(report)]])
     )
-    facts = "; ".join(", ".join(f"{k} {v}" for k, v in f.items()) for f in report["facts"])
+    facts = _facts(report["facts"])
     stdout.print(f"milliseconds; target {report['target']}, precision {report['precision']}; {facts}")
     if profile:
         rows = [
@@ -66,6 +67,12 @@ def command(
 
 def _rates(report: dict[str, Any]) -> tuple[str, str]:
     return f"{report['throughput_per_s']:.1f}", str(report["iterations"])
+
+
+def _facts(steps: list[dict[str, Any]]) -> str:
+    """What ran, equal steps told once."""
+    counts = Counter(", ".join(f"{k} {v}" for k, v in step.items()) for step in steps)
+    return "; ".join(text + (f" ({n} steps)" if n > 1 else "") for text, n in counts.items())
 
 
 def _names(src: list[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from optdnn.cli.common import build_options, make_options, print_json, progress, refuse_engine, stdout, table
+from optdnn.cli.common import build_options, make_options, print_json, progress, refuse_engine, stderr, stdout, table
 from optdnn.errors import UsageError
 
 
@@ -54,6 +54,8 @@ def command(
         build.engine.save(output)
     report = build.report()
     write_report(report, output)
+    if chosen.workspace is not None and build.engine.target in ("cpu", "reference"):
+        stderr.print(f"--workspace bounds GPU kernels; nothing on target {build.engine.target} is bounded by it")
     if as_json:
         print_json({"engine": str(output), **report})
         return

@@ -102,7 +102,11 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--timing-cache", type=click.Path(path_type=Path), default=None, help="Keep measured times here."),
         click.option("--no-cubins", is_flag=True, help="Keep the recipes of GPU kernels alone in the engine."),
         click.option(
-            "--workspace", type=click.IntRange(min=1), default=None, metavar="BYTES", help="Bound scratch memory."
+            "--workspace",
+            type=click.IntRange(min=1),
+            default=None,
+            metavar="BYTES",
+            help="Bound GPU kernels' scratch memory.",
         ),
     ]
     for decorate in reversed(decorators):

@@ -70,13 +70,14 @@ def build(
 ) -> Engine:
     """Compile an ONNX model (a path, serialized bytes or a ``ModelProto``) into an :class:`Engine`.
 
-    ``target`` is one of :data:`optdnn.config.TARGETS`; ``precision`` "fp32", "bf16" or "fp16" (GPUs); ``shapes`` maps input
-    names to dimensions (None leaves one symbolic). Further options are the fields of
-    :class:`optdnn.config.BuildOptions`. ``progress`` is
-    called with a line of text as the build goes on.
-    Raises ModelError, UnsupportedError, UsageError or MissingDependency; nothing is written.
+    ``target`` is one of :data:`optdnn.config.TARGETS` ("auto": cuda where it is usable, else cpu); ``precision`` is "fp32",
+    "bf16" or (on GPUs) "fp16"; ``shapes`` maps input names to dimensions (None leaves one symbolic). Further options are the
+    fields of :class:`optdnn.config.BuildOptions`: io_dtype, opt_level, tactics, threads, timing_cache, workspace, dump,
+    stop_after, emit_onnx and so on. ``progress`` is called with a line of text as the build goes on.
+    Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was asked for
+    (timing_cache, dump, emit_onnx) cannot be written. The engine itself is written by :meth:`Engine.save`.
     """
-    given = {name: tuple(dims) for name, dims in (shapes or {}).items()}
+    given = {} if shapes is None else shapes
     return build_verbose(model, _options(target, precision, given, options), progress).engine
 
 
@@ -111,7 +112,9 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             "target": target,
             "precision": options.precision,
             "io_dtype": options.io_dtype,
+            "shapes": {name: list(dims) for name, dims in sorted(options.shapes.items())},
             "opt_level": options.opt_level,
+            "threads": options.threads,
             "tactics": options.tactics,
             "stop_after": options.stop_after,
         },

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from optdnn.errors import UsageError
 
@@ -16,10 +19,13 @@ LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "heuristic")
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Everything that shapes an engine.
+    """Everything that shapes an engine. Raises UsageError for a value that no build can have.
 
-    ``shapes`` maps an input's name to its dimensions (None leaves one symbolic); ``threads`` None lets the build measure;
-    ``workspace`` bounds scratch memory in bytes; ``budget`` bounds tuning in seconds. For GPUs,
+    ``shapes`` maps an input's name to its dimensions (None leaves one symbolic); ``io_dtype`` is the element type of the
+    floating-point inputs and outputs ("model": their own); ``threads`` None lets the build measure; ``timing_cache``, ``dump``
+    (a folder) and ``emit_onnx`` are paths, given as text or path objects; ``stop_after`` names the last pass to run;
+    ``workspace`` bounds the scratch memory of GPU kernels in bytes (the libraries of the cpu target have no such bound);
+    ``budget`` bounds tuning in seconds; ``debug`` verifies the graph after every pass. For GPUs,
     ``tactics="heuristic"`` trusts the cost model, and ``no_cubins`` keeps the recipes of kernels alone.
     """
 
@@ -40,6 +46,11 @@ class BuildOptions:
     no_cubins: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("timing_cache", "dump", "emit_onnx"):
+            object.__setattr__(self, name, _path(name, getattr(self, name)))
+        object.__setattr__(self, "shapes", _shapes(self.shapes))
+        for name in ("opt_level", "threads", "workspace"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
         _among("target", self.target, TARGETS)
         _among("precision", self.precision, PRECISIONS)
         _among("io-dtype", self.io_dtype, IO_DTYPES)
@@ -50,6 +61,12 @@ class BuildOptions:
                 f"precision fp16 is for GPUs, not for target {self.target!r}",
                 hint="give --target cuda, or --precision bf16",
             )
+        if self.target == "reference" and (self.precision != "fp32" or self.tactics != "auto"):
+            what = f"tactics {self.tactics!r}" if self.precision == "fp32" else f"precision {self.precision}"
+            raise UsageError(
+                f"target reference runs NumPy kernels in the model's own types; there is no {what}",
+                hint="leave the option out, or give --target cpu",
+            )
         if (self.tactics not in ("auto", "heuristic") and gpu) or (self.tactics == "heuristic" and not gpu):
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
         if not 0 <= self.opt_level <= 3:
@@ -57,11 +74,42 @@ class BuildOptions:
         for name, value in (("threads", self.threads), ("workspace", self.workspace), ("budget", self.budget)):
             if value is not None and value <= 0:
                 raise UsageError(f"{name} must be positive, not {value}")
-        for name, dims in self.shapes.items():
-            if any(d is not None and d < 0 for d in dims):
-                raise UsageError(f"shape of {name!r} has a negative dimension: {dims}")
 
 
 def _among(what: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UsageError(f"{what} {value!r} is not one of {', '.join(allowed)}")
+
+
+def _path(name: str, value: Any) -> Path | None:
+    try:
+        return None if value is None else Path(os.fsdecode(value))
+    except TypeError:
+        raise UsageError(f"{name} must be a path, not {value!r}") from None
+
+
+def _integer(name: str, value: Any) -> int | None:
+    try:
+        return None if value is None and name != "opt_level" else operator.index(value)
+    except TypeError:
+        raise UsageError(f"{name} must be an integer, not {value!r}") from None
+
+
+def _shapes(shapes: Any) -> dict[str, tuple[int | None, ...]]:
+    """The mapping with plain integers. Raises UsageError for anything else than names with dimensions."""
+    if not isinstance(shapes, Mapping):
+        raise UsageError(f"shapes must map names of inputs to dimensions, not {shapes!r}")
+    found: dict[str, tuple[int | None, ...]] = {}
+    for name, dims in shapes.items():
+        if not isinstance(dims, Sequence) or isinstance(dims, (str, bytes)):
+            raise UsageError(f"the shape of {name!r} must be a tuple of dimensions, not {dims!r}")
+        try:
+            found[str(name)] = tuple(None if d is None else operator.index(d) for d in dims)
+        except TypeError:
+            raise UsageError(
+                f"the shape of {name!r} must hold integers, not {tuple(dims)!r}",
+                hint="None leaves a dimension symbolic",
+            ) from None
+        if any(d is not None and d < 0 for d in found[str(name)]):
+            raise UsageError(f"shape of {name!r} has a negative dimension: {tuple(dims)}")
+    return found

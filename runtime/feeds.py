@@ -13,7 +13,9 @@ from optdnn.types import Array, TensorSpec, is_float
 def random_feeds(
     inputs: Sequence[TensorSpec], *, seed: int = 0, sizes: Mapping[str, int] | None = None, default: int = 1
 ) -> dict[str, Array]:
-    """An array per input: standard normal floats, integers of 0 to 7, booleans; the same for the same seed.
+    """An array per input: standard normal floats, integers 0 and 1, booleans; the same for the same seed.
+
+    Integers are mostly indices, masks and token ids: 0 and 1 are valid where anything is.
 
     A symbolic dimension takes its size from ``sizes``, else ``default``. Raises UsageError for a size of no symbol.
     """
@@ -34,5 +36,5 @@ def random_feeds(
         elif spec.dtype.kind == "c":
             feeds[spec.name] = (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(spec.dtype)
         else:
-            feeds[spec.name] = rng.integers(0, 8, shape).astype(spec.dtype)
+            feeds[spec.name] = rng.integers(0, 2, shape).astype(spec.dtype)
     return feeds

@@ -159,7 +159,7 @@ def _in_order(graph: Graph, out: Graph) -> Graph:
 
 
 def random_feeds(graph: Graph, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Array]:
-    """Seeded inputs for a graph: normal floats, small non-negative integers, booleans; symbols from ``sizes`` (else 2)."""
+    """Seeded inputs for a graph: normal floats, integers 0 and 1 (valid as indices, masks and ids), booleans; symbols from ``sizes`` (else 2)."""
     rng = np.random.default_rng(seed)
     names: Iterable[str] = graph.symbols()
     given = {**dict.fromkeys(names, 2), **(sizes or {})}
@@ -172,5 +172,5 @@ def random_feeds(graph: Graph, seed: int = 0, sizes: Mapping[str, int] | None = 
         elif out.type.dtype.kind == "b":
             feeds[out.name] = rng.integers(0, 2, shape).astype(bool)
         else:
-            feeds[out.name] = rng.integers(0, 8, shape).astype(out.type.dtype)
+            feeds[out.name] = rng.integers(0, 2, shape).astype(out.type.dtype)
     return feeds

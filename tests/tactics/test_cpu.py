@@ -150,7 +150,7 @@ def test_a_tactic_with_wrong_results_never_wins(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_missing_library_is_a_row_and_two_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"openvino": None, "onnxruntime": "1.31"}
+    versions = {"openvino": None, "onnxruntime": cpu.LIBRARIES["onnxruntime"].version()}
     monkeypatch.setattr(cpu.Library, "version", lambda self: versions[self.name])
     choice = choose(network(), options(), TimingCache(), {})
     assert {r.name: r.refused for r in choice.rows if r.refused} == {

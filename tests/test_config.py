@@ -1,0 +1,51 @@
+"""Build options as a caller may give them: what is taken, and what is refused with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import optdnn
+from optdnn.config import BuildOptions
+from optdnn.errors import UsageError
+
+
+def test_paths_may_be_text_and_numbers_numpys() -> None:
+    options = BuildOptions(timing_cache="a/b.json", dump="d", emit_onnx=b"e.onnx", threads=np.int64(2))  # type: ignore[arg-type]
+    assert (options.timing_cache, options.dump, options.emit_onnx) == (Path("a/b.json"), Path("d"), Path("e.onnx"))
+    assert type(options.threads) is int
+    shapes = {"x": [np.int64(1), None, 8]}
+    assert BuildOptions(shapes=shapes).shapes == {"x": (1, None, 8)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"timing_cache": 3}, "timing_cache must be a path, not 3"),
+        ({"threads": 1.5}, "threads must be an integer, not 1.5"),
+        ({"threads": 0}, "threads must be positive"),
+        ({"opt_level": None}, "opt_level must be an integer"),
+        ({"opt_level": 4}, "opt-level 4 is not one of"),
+        ({"shapes": [1, 2]}, "shapes must map names"),
+        ({"shapes": {"x": 3}}, "shape of 'x' must be a tuple"),
+        ({"shapes": {"x": "1x3"}}, "shape of 'x' must be a tuple"),
+        ({"shapes": {"x": ("N", 3)}}, "must hold integers.*\n.*None leaves"),
+        ({"shapes": {"x": (-1, 3)}}, "negative dimension"),
+        ({"target": "reference", "precision": "bf16"}, "there is no precision bf16"),
+        ({"target": "reference", "tactics": "openvino"}, "there is no tactics 'openvino'"),
+        ({"target": "cpu", "precision": "fp16"}, "fp16 is for GPUs"),
+        ({"target": "tpu"}, "'tpu' is not one of auto, cpu, reference"),
+        ({"io_dtype": "int8"}, "io-dtype 'int8' is not one of"),
+    ],
+)
+def test_refusals(options: dict[str, Any], because: str) -> None:
+    with pytest.raises(UsageError, match=because):
+        BuildOptions(**options)
+
+
+def test_an_unknown_option_of_build_is_named() -> None:
+    with pytest.raises(UsageError, match="unexpected keyword argument 'presicion'"):
+        optdnn.build(b"", presicion="fp32")
