@@ -28,7 +28,11 @@ def same(
 
 
 def convolve(image: np.ndarray, weight: np.ndarray, source: Source) -> np.ndarray:
-    """NHWC image, OIHW weight, by the definition, in the arrays' own precision."""
+    """NHWC image, OIHW weight (one group's input channels), by the definition, in the arrays' own precision."""
+    groups = image.shape[3] // weight.shape[1]
+    if groups > 1:
+        parts = zip(np.split(image, groups, 3), np.split(weight, groups, 0), strict=True)
+        return np.concatenate([convolve(i, w, source) for i, w in parts], 3)
     top, left, bottom, right = source.padding
     padded = np.pad(image, ((0, 0), (top, max(bottom, 0)), (left, max(right, 0)), (0, 0)))
     out_h, out_w = source.output()
@@ -92,6 +96,9 @@ CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {
     "patch 1x7": (Problem(2, 64, (same(12, 24, 64, (1, 7)),), RELU), PatchConfig(1, 1, 3, 24, 2)),
     "patch 5x3 dilated": (Problem(2, 64, (same(16, 14, 64, (5, 3), 1, (2, 3)),), RELU), PatchConfig(1, 1, 4, 14, 1)),
     "patch bf16": (Problem(2, 64, (same(16, 14, 32),), ADD, "bfloat16"), PatchConfig(1, 1, 4, 14, 2)),
+    "steps in twos, odd count, persistent": (Problem(40, 64, (same(14, 14, 64),), RELU), Config(1, 1, 1, 40, 5, 1, 2)),
+    "steps in twos, four stages": (Problem(3, 128, (same(9, 7, 128),), ADD), Config(2, 1, 1, 48, 4)),
+    "steps in twos, split": (Problem(1, 256, (same(14, 14, 256),), ADD), Config(1, 1, 1, 40, 5, 5)),
     "direct": (Problem(2, 128, (Source(9, 7, 512),), ADD), Config(2, 1, 1, 48, 3, direct=True)),
     "direct, channel tail": (Problem(2, 200, (same(10, 10, 72),), ADD), Config(1, 2, 2, 40, 3, direct=True)),
     "patch direct": (Problem(3, 72, (same(17, 19, 40),), ADD), PatchConfig(1, 1, 4, 16, 2, direct=True)),
@@ -110,4 +117,16 @@ CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {
         Problem(2, 128, (Source(9, 7, 256),), (("bias",), ("hard_swish",), ("add",))),
         Config(1, 1, 2, 48, 2, 3),
     ),
+}
+
+
+GENERAL: dict[str, tuple[Problem, int]] = {  # problem, groups: for the sm_80 kernel, in each of its tiles
+    "1x1": (Problem(2, 64, (Source(9, 7, 128),), ADD), 1),
+    "3x3": (Problem(2, 72, (same(11, 13, 40),), RELU), 1),
+    "3x3 stride 2, asymmetric": (Problem(2, 64, (Source(12, 10, 64, (3, 3), (2, 2), (0, 0, 1, 1)),), RELU), 1),
+    "5x3 dilated": (Problem(2, 64, (same(16, 14, 64, (5, 3), 1, (2, 3)),), ADD), 1),
+    "groups": (Problem(2, 96, (same(9, 9, 64),), RELU), 4),
+    "groups of many channels": (Problem(2, 256, (same(9, 9, 128),), ADD), 2),
+    "one pixel": (Problem(3, 1000, (Source(1, 1, 512),), (("bias",),)), 1),
+    "bf16": (Problem(2, 72, (same(11, 13, 40),), RELU, "bfloat16"), 1),
 }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.conv_cases import ADD, CASES, RELU, same
+from support.conv_cases import ADD, CASES, GENERAL, RELU, same
 
 from optdnn.errors import MissingDependency
-from optdnn.runtime.cuda import conv, conv_cost, conv_patch, nvrtc, pool
+from optdnn.runtime.cuda import conv, conv_cost, conv_general, conv_patch, nvrtc, pool
 from optdnn.runtime.cuda.conv import Problem, Source
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 
@@ -49,6 +49,14 @@ def test_the_first_candidates_of_resnet50_do_not_spill(batch: int) -> None:
             _, log = nvrtc.compile_recipe(recipe, resources=True)
             assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, recipe.generated
             assert "wgmma.mma_async instructions are serialized" not in log, recipe.generated
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("name", ["3x3", "bf16", "5x3 dilated"])
+def test_the_general_convolution_compiles(arch: str, name: str) -> None:
+    for config in conv_general.CONFIGS[::3]:
+        (kernel,) = nvrtc.resources(conv_general.recipe(GENERAL[name][0], config, arch)).values()
+        assert kernel.spill_bytes == kernel.stack_bytes == 0, config
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])

@@ -10,8 +10,9 @@ import pytest
 from support.conv_cases import ADD, CASES, RELU, convolve, same
 
 from optdnn.errors import InternalError
-from optdnn.runtime.cuda import conv, conv_cost, conv_patch
+from optdnn.runtime.cuda import conv, conv_cost, conv_general, conv_patch
 from optdnn.runtime.cuda.conv import Config, Problem, Source
+from optdnn.runtime.cuda.conv_general import GeneralConfig
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 
 DEVICE = conv_cost.h200()
@@ -120,6 +121,29 @@ def test_refusals(problem: Problem, config: Config, reason: str) -> None:
 def test_patch_refusals(problem: Problem, config: PatchConfig, reason: str) -> None:
     with pytest.raises(AssertionError, match=reason):
         assert (found := conv_patch.refuse(problem, config)) is None, found
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "groups", "reason"),
+    [
+        (replace(P, sources=(Source(14, 14, 64), Source(14, 14, 64))), GeneralConfig(64, 64, 3), 1, "one source"),
+        (P, GeneralConfig(96, 64, 3), 1, "not a tile"),
+        (P, GeneralConfig(64, 64, 3), 3, "do not divide"),
+        (P, GeneralConfig(64, 64, 3), 32, "multiples of 8"),
+        (P, GeneralConfig(128, 128, 7), 1, "bytes of shared memory"),
+    ],
+)
+def test_general_refusals(problem: Problem, config: GeneralConfig, groups: int, reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        assert (found := conv_general.refuse(problem, config, groups)) is None, found
+
+
+def test_general_weights_are_tap_by_tap() -> None:
+    weight = np.random.default_rng(5).standard_normal((6, 40, 3, 2))
+    packed = conv_general.pack_weights(weight)
+    assert packed.shape == (6, 6, 64)
+    np.testing.assert_array_equal(packed[:, 3, :40], weight[:, :, 1, 1])
+    assert not packed[..., 40:].any()
 
 
 def test_a_problem_must_fit_tma() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.conv_cases import CASES, convolve
+from support.conv_cases import CASES, GENERAL, convolve
 
 from optdnn.errors import OptdnnError
-from optdnn.runtime.cuda import conv, conv_patch, graphs, pool
+from optdnn.runtime.cuda import conv, conv_general, conv_patch, graphs, pool
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.device import Device, Launch, check, driver, gpu_count
 from optdnn.runtime.cuda.nvrtc import KernelCache
@@ -137,6 +137,30 @@ def test_convolution(name: str, memory: Memory, cache: KernelCache) -> None:
     error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
     assert error < TOLERANCE[problem.dtype], f"{config}: {error}"
     assert np.abs(got - expected).max() < 60 * TOLERANCE[problem.dtype] * np.abs(expected).std()
+
+
+@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("config", conv_general.CONFIGS, ids=str)
+def test_general_convolution(name: str, config: conv_general.GeneralConfig, memory: Memory, cache: KernelCache) -> None:
+    problem, groups = GENERAL[name]
+    rng = np.random.default_rng(6)
+    source, dtype = problem.sources[0], DTYPES[problem.dtype]
+    shape = (problem.batch, *problem.out_size, problem.channels)
+    fan_in = source.channels // groups * source.kernel[0] * source.kernel[1]
+    image = rng.standard_normal((problem.batch, source.height, source.width, source.channels)).astype(dtype)
+    weight = (rng.standard_normal((problem.channels, source.channels // groups, *source.kernel)) / fan_in**0.5).astype(dtype)
+    bias = rng.standard_normal(problem.channels).astype(np.float32)
+    residual = rng.standard_normal(shape).astype(dtype)
+    total = convolve(image.astype(np.float64), weight.astype(np.float64), source)
+    expected = apply_stages(total, problem.epilogue, bias.astype(np.float64), residual.astype(np.float64))
+    output = memory.put(np.full(shape, np.nan, dtype))
+    pointers = conv.Pointers(
+        (memory.put(image),), memory.put(conv_general.pack_weights(weight)), memory.put(bias), output, memory.put(residual)
+    )
+    function = conv_general.load(problem, config, cache, memory.device.arch)
+    memory.run(conv_general.bind(problem, config, memory.device, function, pointers, groups=groups))
+    error = np.linalg.norm(memory.get(output, shape, dtype).astype(np.float64) - expected) / np.linalg.norm(expected)
+    assert error < TOLERANCE[problem.dtype], error
 
 
 def test_max_pool(memory: Memory, cache: KernelCache) -> None:
