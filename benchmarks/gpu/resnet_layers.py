@@ -385,7 +385,7 @@ def stage_chain(bench: Bench, batch: int, folder: Path, record: Any) -> None:
 
 
 def stage_profile(bench: Bench, batch: int, folder: Path, names: list[str]) -> None:
-    """Launches some layers' fastest configurations alone, for a profiler: ``ncu --clock-control none -k regex:conv python … profile``."""
+    """Launches some layers' fastest configurations alone, under a profiler such as ``ncu --clock-control none -k regex:conv``."""
     measured = best_configs(folder, batch)
     for problem, layers in distinct(batch).items():
         if layers[0] in names:

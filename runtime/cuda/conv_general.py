@@ -53,7 +53,9 @@ def refuse(problem: Problem, config: GeneralConfig, groups: int = 1, *, shared: 
     if problem.channels % groups or source.channels % groups:
         return f"{groups} groups do not divide the channels"
     if source.channels // groups % 8 or problem.channels // groups % 2:
-        return "16-byte copies need multiples of 8 input channels a group, paired stores an even number of output channels"
+        return (
+            "16-byte copies need multiples of 8 input channels a group, paired stores an even number of output channels"
+        )
     if (needed := shared_bytes(config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     return None

@@ -248,7 +248,7 @@ def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
 
 
 def _deepest(problem: Problem, config: PatchConfig) -> list[PatchConfig]:
-    """The ring depths worth trying: kept weights with the most patches, or one to three patches with the deepest ring of weights."""
+    """The ring depths worth trying: kept weights with the most patches, else one to three patches, with the deepest ring."""
     kept = [c for stages in (1, 2, 3, 4) if refuse(problem, c := replace(config, stages=stages)) is None]
     if kept:
         return kept[-1:]

@@ -97,14 +97,6 @@ DEVICE void multiply(float (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, in
     }
 }
 
-constexpr bool PAIRS = MT * BN <= 64 && STAGES >= 4 && BK >= 32;
-
-// Hand back the ``count`` stages before ``stage``.
-DEVICE void release(u32 empty, int stage, int count, int lane) {
-    if (lane != 0) return;
-    for (int i = 1; i <= (PAIRS ? count : 1); i++) barrier_arrive(empty + 8 * (stage - i + (stage < i ? STAGES : 0)));
-}
-
 struct Place {                                     // a tile, as the producer needs it
     int channel, pixel, n[WGN], h[WGN], w[WGN];
     Cursor at;
@@ -267,38 +259,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             }
 #endif
             // Few columns: a product's latency exceeds its work. Two sets of sums, added at the end, keep two products in flight.
-            // Short steps go in twos, so that barriers, fence, commit and wait are paid once for both; an odd one goes first.
-            int held = 0;                          // stages that the products in flight but the last group's still read
-            for (int k = 0; k < k_count;) {
-                const bool two = PAIRS && (k > 0 || k_count % 2 == 0);
-                const int first = stage;
-                const u32 weights_first = weights_at + (WEIGHTS_STATIONARY ? k : stage) * WEIGHT_STRIDE + group_channel * SPAN;
-                const u32 pixels_first = ring + stage * STAGE_BYTES + (group / WGM) * PIXEL_BYTES;
+            int previous = 0;
+            for (int k = 0; k < k_count; k++) {
                 barrier_wait(full + 8 * stage, parity);
                 if (k == 0 && threadIdx.x == 0) mark(3);
-                if (++stage == STAGES) stage = 0, parity ^= 1;
-                if (two) {
-                    const u32 weights_second = weights_at + (WEIGHTS_STATIONARY ? k + 1 : stage) * WEIGHT_STRIDE + group_channel * SPAN;
-                    const u32 pixels_second = ring + stage * STAGE_BYTES + (group / WGM) * PIXEL_BYTES;
-                    barrier_wait(full + 8 * stage, parity);
-                    if (++stage == STAGES) stage = 0, parity ^= 1;
-                    wgmma_fence();
-                    multiply(acc, weights_first, pixels_first, k);
-                    multiply(acc, weights_second, pixels_second, k + 1);
-                } else {
-                    wgmma_fence();
-                    multiply(acc, weights_first, pixels_first, k);
-                }
+                wgmma_fence();
+                multiply(acc, weights_at + (WEIGHTS_STATIONARY ? k : stage) * WEIGHT_STRIDE + group_channel * SPAN,
+                         ring + stage * STAGE_BYTES + (group / WGM) * PIXEL_BYTES, k);
                 wgmma_commit();
-                if (k > 0) {                       // the group before this one has been read: its stages are free
+                if (k > 0) {                       // the step before this one has been read: its stage is free
                     wgmma_wait<1>();
-                    release(empty, first, held, lane);
+                    if (lane == 0) barrier_arrive(empty + 8 * previous);
                 }
-                held = two ? 2 : 1;
-                k += held;
+                previous = stage;
+                if (++stage == STAGES) stage = 0, parity ^= 1;
             }
             wgmma_wait<0>();
-            release(empty, stage, held, lane);
+            if (lane == 0) barrier_arrive(empty + 8 * previous);
             float (&sum)[MT][BN / 2] = acc[0];
             #pragma unroll
             for (int i = 0; SETS == 2 && i < MT * BN / 2; i++) sum[i / (BN / 2)][i % (BN / 2)] += acc[SETS - 1][i / (BN / 2)][i % (BN / 2)];

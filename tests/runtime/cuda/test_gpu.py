@@ -148,14 +148,20 @@ def test_general_convolution(name: str, config: conv_general.GeneralConfig, memo
     shape = (problem.batch, *problem.out_size, problem.channels)
     fan_in = source.channels // groups * source.kernel[0] * source.kernel[1]
     image = rng.standard_normal((problem.batch, source.height, source.width, source.channels)).astype(dtype)
-    weight = (rng.standard_normal((problem.channels, source.channels // groups, *source.kernel)) / fan_in**0.5).astype(dtype)
+    weight = (rng.standard_normal((problem.channels, source.channels // groups, *source.kernel)) / fan_in**0.5).astype(
+        dtype
+    )
     bias = rng.standard_normal(problem.channels).astype(np.float32)
     residual = rng.standard_normal(shape).astype(dtype)
     total = convolve(image.astype(np.float64), weight.astype(np.float64), source)
     expected = apply_stages(total, problem.epilogue, bias.astype(np.float64), residual.astype(np.float64))
     output = memory.put(np.full(shape, np.nan, dtype))
     pointers = conv.Pointers(
-        (memory.put(image),), memory.put(conv_general.pack_weights(weight)), memory.put(bias), output, memory.put(residual)
+        (memory.put(image),),
+        memory.put(conv_general.pack_weights(weight)),
+        memory.put(bias),
+        output,
+        memory.put(residual),
     )
     function = conv_general.load(problem, config, cache, memory.device.arch)
     memory.run(conv_general.bind(problem, config, memory.device, function, pointers, groups=groups))

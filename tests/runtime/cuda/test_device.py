@@ -1,0 +1,56 @@
+"""What the driver layer says where there is no driver, and how it reports a refused call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optdnn.errors import RunError
+from optdnn.runtime.cuda import conv_cost, device
+from optdnn.runtime.cuda.device import CudaError, Device
+
+
+def test_without_a_driver_there_are_no_gpus_and_the_error_says_so() -> None:
+    code = """
+import sys, types
+fake = types.ModuleType("cuda.bindings.driver")
+def init(flags): raise RuntimeError("libcuda.so.1: cannot open shared object file")
+fake.cuInit = init
+sys.modules["cuda"] = types.ModuleType("cuda")
+sys.modules["cuda.bindings"] = types.ModuleType("cuda.bindings")
+sys.modules["cuda.bindings.driver"] = fake
+from optdnn.runtime.cuda import device
+assert device.gpu_count() == 0
+try:
+    device.Device.open()
+except device.CudaError as error:
+    assert "driver's library cannot be loaded" in str(error), error
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_refused_call_names_itself_and_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    success, failure = SimpleNamespace(name="CUDA_SUCCESS"), SimpleNamespace(name="CUDA_ERROR_OUT_OF_MEMORY")
+    fake: Any = SimpleNamespace(
+        CUresult=SimpleNamespace(CUDA_SUCCESS=success), cuGetErrorString=lambda status: (success, b"out of memory")
+    )
+    monkeypatch.setattr(device, "driver", lambda: fake)
+    assert device.check("cuMemAlloc", (success, 7)) == 7
+    assert device.check("cuFoo", (success, 1, 2)) == (1, 2)
+    assert device.check("cuBar", (success,)) is None
+    with pytest.raises(CudaError, match=r"cuMemAlloc: out of memory \(CUDA_ERROR_OUT_OF_MEMORY\)") as caught:
+        device.check("cuMemAlloc", (failure, 0))
+    assert caught.value.code == "CUDA_ERROR_OUT_OF_MEMORY"
+    assert isinstance(caught.value, RunError)
+
+
+@pytest.mark.parametrize(("capability", "arch"), [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a")])
+def test_the_architecture_of_a_device(capability: tuple[int, int], arch: str) -> None:
+    fields = {**vars(conv_cost.h200()), "capability": capability}
+    assert Device(**fields).arch == arch
