@@ -117,14 +117,47 @@ class HopperConv:
             feed = conv_sm90.Feed(x, weight, strides, pads, dilations)
         target = b.target(op.value)
         out = image(target)
+        feeds = [feed]
+        joined = self._second(b, op, ep)
+        if joined is not None:
+            feeds.append(joined[0])
+            if joined[1] is not None:
+                bias = joined[1] if bias is None else bias + joined[1]
+            op = replace(op, src=op.src | joined[2])
         residual = with_pitch(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
         between = target
         if ep.rest or conv_sm90.pitch_of(out) is None:
             strides = channels_last(target.shape, up(out.shape[1], 8))
             between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)
-        config = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, image(between))
+        config = conv_sm90.emit_conv(b, op, feeds, bias, ep, residual, image(between))
         finish(b, op, ep, between, target)
         return config
+
+    def _second(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_sm90.Feed, Array | None, frozenset[str]] | None:
+        """The convolution whose result is added first, as a second source of this one: one sum over both, nothing stored between.
+
+        It must have no other user and no stages of its own. Its launch, emitted before, is then read by nobody and dropped.
+        """
+        if (
+            ep.residual is None
+            or not ep.stages
+            or ep.rendered[0] != ("add",)
+            or len(op.outputs[0].type.static_shape) != 4
+        ):
+            return None
+        other = b.graph.op(ep.residual)
+        plain = other.kind == "Conv" and not other.attrs.prologue and not other.attrs.epilogue
+        if not plain or b.graph.sole_user(ep.residual) != op or self.refuse(b, other) is not None:
+            return None
+        weight = b.graph.constant_value(other.inputs[1])
+        assert weight is not None
+        assert other.inputs[0] is not None
+        if weight.shape[1] <= FEW_CHANNELS:
+            return None
+        a = other.attrs
+        ep.drop_residual()
+        x = with_pitch(b, other, b.operand(other.inputs[0]))
+        return conv_sm90.Feed(x, weight, a.strides, a.pads, a.dilations), bias_of(b, other), other.src
 
     def _stem(
         self,

@@ -73,10 +73,10 @@ def refuse(arch: str, dtype: str, feeds: Sequence[Geometry]) -> str | None:
 
 @lru_cache(maxsize=4096)
 def best_config(problem: hopper.Problem, dense: bool) -> hopper.Config | None:
-    """The configuration that the cost model ranks first. Only unsplit ones write with a pitch that is not ``channels``."""
+    """The configuration that the cost model ranks first. Those that store from registers do so at a pitch of ``channels``."""
     ranked = candidates(problem, h200(), limit=12)
     if not dense:
-        ranked = [c for c in ranked if c.split == 1] or [
+        ranked = [c for c in ranked if not c.stores_directly] or [
             c for c in candidates(problem, h200(), limit=1 << 20) if c.split == 1
         ]
     return ranked[0] if ranked else None

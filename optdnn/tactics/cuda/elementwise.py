@@ -24,6 +24,9 @@ class Elementwise:
 
     def emit(self, b: Builder, op: Op) -> str:
         stages = list(op.attrs.epilogue) if op.kind == "Pointwise" else single(op)
-        operands = [None if v is None else b.operand(v) for v in op.inputs]
+        inputs = list(op.inputs)
+        if op.kind == "Cast" and inputs[0] is not None and b.graph.op(inputs[0]).kind == "Layout":
+            inputs[0] = b.graph.op(inputs[0]).inputs[0]  # one kernel changes type and order
+        operands = [None if v is None else b.operand(v) for v in inputs]
         emit_pointwise(b, op, stages, operands, b.target(op.value))
         return ""

@@ -40,6 +40,14 @@ class Epilogue:
         self.constants.append(value)
         return RESIDUAL + len(self.constants)
 
+    def drop_residual(self) -> None:
+        """Without the first stage, the addition of the residual: something else adds it."""
+        self.residual = None
+        self.stages = [
+            replace(s, args=tuple(a if a is None or a >= 0 else a + 1 for a in s.args)) for s in self.stages[1:]
+        ]
+        self.rendered = self.rendered[1:]
+
 
 _PLAIN = {
     "Relu": "relu", "Sigmoid": "sigmoid", "Tanh": "tanh", "HardSwish": "hard_swish", "Softplus": "softplus",

@@ -122,7 +122,9 @@ class Resize:
             if crop:
                 index = np.where(np.asarray((at < 0) | (at > p.size - 1)).reshape(-1, 1), -1, index)
                 weights = (
-                    None if weights is None else np.where((index < 0).all(1, keepdims=True), 1 / index.shape[1], weights)
+                    None
+                    if weights is None
+                    else np.where((index < 0).all(1, keepdims=True), 1 / index.shape[1], weights)
                 )
             tables.append(AxisTable(p.axis, index, weights))
         reads = [None if v is None else b.operand(v) for v in op.inputs]

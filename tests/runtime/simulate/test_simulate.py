@@ -37,7 +37,10 @@ def residual_net(batch: int = 2) -> Graph:
 def test_residual_network(precision: str) -> None:
     program = check_simulated(residual_net(), precision)
     found = kinds(program)
-    assert found.count("Conv") == 7  # six convolutions and the classifier
+    assert found.count("Conv") == 5  # four convolutions and the classifier
+    assert found.count("ConvSum") == 1  # a block's last convolution with the projection beside it
+    nodes = {n for s in program.steps for n in s.src}
+    assert sum("Conv" in n for n in nodes) == 6, "every convolution is some step's"
     assert found.count("SpaceToDepthImage") == 1
     assert "Pointwise" not in found[1:-1], "everything else is fused"
     assert found[-1] == "Copy" or found[-1] == "Pointwise"  # the cast at the border

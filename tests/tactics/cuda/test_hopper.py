@@ -62,7 +62,13 @@ def networks() -> dict[str, Graph]:
     stem = n.done(n.conv(n.input(1, 3, 30, 30), 16, 7, strides=2, pads=3))
     n = Net()
     product = n.done(n.gemm(n.op("Relu", n.input(3, 512)), 1000))
-    return {"plain": plain, "residual": residual, "stem": stem, "product": product}
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 48, 14, 14), 48, 1, pads=0))
+    joined = n.op(
+        "Add", n.conv(n.op("Relu", n.conv(x, 24, 3, strides=2)), 32, 1, pads=0), n.conv(x, 32, 1, pads=0, strides=2)
+    )
+    projection = n.done(n.op("Relu", joined))
+    return {"plain": plain, "residual": residual, "stem": stem, "product": product, "projection": projection}
 
 
 @pytest.mark.parametrize("name", networks())
@@ -89,7 +95,9 @@ def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pyte
         for s in program.steps
         if program.kernels[s.params["launch"]["kernel"]].template == "conv_sm90.cu"
     ]
-    assert len(launches) == len(problems) >= 1
+    assert len(problems) - (name == "projection") == len(launches) >= 1, "what a second source replaces is dropped"
+    if name == "projection":
+        del problems[1]
     for (step, parsed), (problem, config) in zip(launches, problems, strict=True):
         addresses = {i: 0x7000000000 + 4096 * 4096 * i for i in (*step.inputs, *step.outputs)}
         operands = [addresses[i] for i in (*step.inputs, *step.outputs)]
