@@ -194,6 +194,9 @@ def _text(data: bytes, name: str) -> str:
 # ---------------------------------------------------------------- schemas
 
 
+NO_SUCH_OPERATOR = "ONNX has no such operator"
+
+
 @dataclass(frozen=True)
 class Schema:
     """What ONNX says of one operator at one opset. ``attributes``: name -> (type, required)."""
@@ -220,7 +223,7 @@ def schema(op_type: str, domain: str, opset: int) -> Schema | str | None:
                 if s.name == op_type and s.domain == domain
             )
         except ValueError:
-            return "ONNX has no such operator"
+            return NO_SUCH_OPERATOR
         return f"the operator came with opset {since}"
     if found.deprecated:
         return f"the operator was removed from ONNX in opset {found.since_version}"

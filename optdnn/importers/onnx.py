@@ -22,6 +22,7 @@ from optdnn.importers.functions import default_attributes, definition, resolved,
 from optdnn.importers.inputs import graph_inputs, known_type, refusal
 from optdnn.importers.model import Model, Source, domain_of, open_model, read_opsets
 from optdnn.importers.nodes import (
+    NO_SUCH_OPERATOR,
     attributes,
     check_node,
     describe,
@@ -282,9 +283,9 @@ class Importer:
                 return self._call(function, name, operands, attrs, outputs, depth)
             importer = IMPORTERS.get(f"{domain}.{node.op_type}" if domain else node.op_type)
             rules = schema(node.op_type, domain, opset)
-            if isinstance(rules, str):
+            if isinstance(rules, str) and (importer is None or rules != NO_SUCH_OPERATOR):
                 raise Unsupported(rules)
-            if rules is not None:
+            if rules is not None and not isinstance(rules, str):
                 check_node(node, attrs, rules)
             if importer is None:
                 known = None if UNKNOWN in operands else [None if r is None else self.type(r) for r in operands]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from optdnn.ops import (
     attention,
     binary,
+    contrib,
     control,
     conv,
     create,
@@ -59,8 +60,11 @@ _DEFS: tuple[OpDef, ...] = tuple(d for family in FAMILIES.values() for d in fami
 OPDEFS: dict[str, OpDef] = {d.kind: d for d in _DEFS}
 """Kind -> definition."""
 
-IMPORTERS: dict[str, FromOnnx] = {op_type: fn for d in _DEFS for op_type, fn in d.onnx.items()}
+IMPORTERS: dict[str, FromOnnx] = {
+    **{op_type: fn for d in _DEFS for op_type, fn in d.onnx.items()},
+    **contrib.IMPORTERS,
+}
 """ONNX operator ("Conv"; other domains as "com.microsoft.FusedMatMul") -> its import function."""
 
-if len(OPDEFS) != len(_DEFS) or len(IMPORTERS) != sum(len(d.onnx) for d in _DEFS):
+if len(OPDEFS) != len(_DEFS) or len(IMPORTERS) != len(contrib.IMPORTERS) + sum(len(d.onnx) for d in _DEFS):
     raise AssertionError("an operator kind or ONNX operator is defined twice")

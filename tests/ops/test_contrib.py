@@ -1,0 +1,258 @@
+"""ONNX Runtime's own operators against ONNX Runtime; refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onenode import onnxruntime_run
+from onnx import helper, numpy_helper
+
+from optdnn.errors import OptdnnError, ShapeError, UnsupportedError
+from optdnn.importers.onnx import import_model
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph
+from optdnn.types import Array
+
+F = np.float32
+
+
+def normal(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(F)
+
+
+def integers(dtype: Any, *shape: int, seed: int = 0) -> Array:
+    info = np.iinfo(dtype)
+    return np.random.default_rng(seed).integers(info.min, info.max, shape, dtype, endpoint=True)
+
+
+def one(
+    op: str,
+    operands: list[Any],
+    n: int | tuple[str, ...] = 1,
+    fed: int = 1,
+    domain: str = "com.microsoft",
+    **attrs: Any,
+) -> Any:
+    """A model of one node, whose first ``fed`` operands are inputs and the others constants; and its feeds."""
+    arrays = {f"x{i}": np.asarray(x) for i, x in enumerate(operands) if x is not None}
+    names = [f"x{i}" if x is not None else "" for i, x in enumerate(operands)]
+    outs = [f"y{i}" for i in range(n)] if isinstance(n, int) else list(n)
+    node = helper.make_node(op, names, outs, name="n", domain=domain, **attrs)
+    inputs = {k: v for i, (k, v) in enumerate(arrays.items()) if i < fed}
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [
+            helper.make_tensor_value_info(k, helper.np_dtype_to_tensor_dtype(v.dtype), v.shape)
+            for k, v in inputs.items()
+        ],
+        [onnx.ValueInfoProto(name=o) for o in outs if o],
+        [numpy_helper.from_array(v, k) for k, v in arrays.items() if k not in inputs],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8), inputs
+
+
+def check(op: str, operands: list[Any], *, quanta: int = 0, tol: float = 2e-5, **more: Any) -> Graph:
+    """The same as ONNX Runtime; ``quanta``: how far quantized values may be off (its integer paths round once less)."""
+    m, feeds = one(op, operands, **more)
+    graph = import_model(m)
+    for a, b in zip(evaluate(graph, feeds).values(), onnxruntime_run(m, feeds), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        if a.dtype.kind in "iu":
+            assert np.abs(a.astype(int) - b.astype(int)).max() <= quanta
+        else:
+            np.testing.assert_allclose(a, b, rtol=tol, atol=tol)
+    return graph
+
+
+# ---------------------------------------------------------------- products and activations
+
+
+@pytest.mark.parametrize(("ta", "tb"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_fused_matmul(ta: int, tb: int) -> None:
+    a, b = normal(2, 4, 5), normal(2, 5, 3, seed=1)
+    operands = [a.swapaxes(1, 2) if ta else a, b.swapaxes(1, 2) if tb else b]
+    check("FusedMatMul", [np.ascontiguousarray(x) for x in operands], transA=ta, transB=tb, alpha=0.5)
+
+
+def test_gelus() -> None:
+    assert check("BiasGelu", [normal(2, 3, 8), normal(8, seed=1)]).kinds() == {"Add": 1, "Gelu": 1}
+    check("FastGelu", [normal(2, 3, 8), normal(8, seed=1)])
+    check("FastGelu", [normal(2, 3, 8)])
+    check("QuickGelu", [normal(2, 3, 8)], alpha=1.5)
+    check("Gelu", [normal(2, 3, 8)])
+
+
+@pytest.mark.parametrize(
+    ("activation", "params"),
+    [
+        ("Relu", None),
+        ("Tanh", None),
+        ("Sigmoid", None),
+        ("LeakyRelu", [0.2]),
+        ("Clip", [-0.5, 0.5]),
+        ("HardSigmoid", [0.3, 0.4]),
+    ],
+)
+def test_fused_convolution(activation: str, params: list[float] | None) -> None:
+    attrs: dict[str, Any] = {"activation": activation, "pads": [1, 1, 1, 1]}
+    attrs |= {} if params is None else {"activation_params": params}
+    x, w, b = normal(1, 3, 6, 6), normal(4, 3, 3, 3, seed=1), normal(4, seed=2)
+    check("FusedConv", [x, w, b], **attrs)
+    check("FusedConv", [x, w, b, normal(1, 4, 6, 6, seed=3)], **attrs)
+
+
+def test_fused_gemm() -> None:
+    attrs = {"activation": "LeakyRelu", "activation_alpha": 0.2, "transB": 1}
+    check("FusedGemm", [normal(3, 4), normal(5, 4, seed=1), normal(5, seed=2)], **attrs)
+
+
+# ---------------------------------------------------------------- normalization
+
+
+def test_simplified_layer_normalization_in_either_domain() -> None:
+    assert check(
+        "SimplifiedLayerNormalization", [normal(2, 3, 8), normal(8, seed=1)], domain="", epsilon=1e-3
+    ).kinds() == {"RMSNormalization": 1}
+
+
+@pytest.mark.parametrize("beta", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("outputs", [("y",), ("y", "", "", "total")])
+def test_skip_layer_normalization(beta: bool, bias: bool, outputs: tuple[str, ...]) -> None:
+    x, skip, gamma = normal(2, 3, 8), normal(2, 3, 8, seed=1), normal(8, seed=2)
+    more = [normal(8, seed=3) if beta else None, normal(8, seed=4) if bias else None]
+    check("SkipLayerNormalization", [x, skip, gamma, *more], n=outputs, fed=2, epsilon=1e-3)
+    if not beta:
+        check("SkipSimplifiedLayerNormalization", [x, skip, gamma, more[1]], n=outputs, fed=2, epsilon=1e-3)
+
+
+# ---------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("mask", [None, "lengths", "raw"])
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("sizes", [None, [8, 8, 12]])
+def test_attention(mask: str | None, causal: int, sizes: list[int] | None) -> None:
+    width = sum(sizes or [8, 8, 8])
+    masks = {
+        None: None,
+        "lengths": np.array([5, 3], np.int32),
+        "raw": np.array([[1, 1, 1, 0, 1], [1, 1, 0, 0, 0]], np.int32),
+    }
+    attrs: dict[str, Any] = {"num_heads": 4, "unidirectional": causal}
+    attrs |= {} if sizes is None else {"qkv_hidden_sizes": sizes}
+    operands = [normal(2, 5, 6), normal(6, width, seed=1), normal(width, seed=2), masks[mask]]
+    assert check("Attention", operands, **attrs).kinds()["Attention"] == 1
+
+
+def test_attention_bias() -> None:
+    operands = [normal(2, 5, 6), normal(6, 24, seed=1), normal(24, seed=2), None, None, normal(1, 4, 5, 5, seed=3)]
+    check("Attention", operands, num_heads=4)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("mask", [False, True])
+def test_multi_head_attention(bias: bool, mask: bool) -> None:
+    q, k, v = normal(2, 5, 8), normal(2, 7, 8, seed=1), normal(2, 7, 12, seed=2)
+    keep = np.array([[1] * 7, [1, 1, 1, 0, 0, 0, 0]], np.int32) if mask else None
+    check("MultiHeadAttention", [q, k, v, normal(28, seed=3) if bias else None, keep], fed=3, num_heads=4)
+
+
+def test_multi_head_attention_with_a_cache() -> None:
+    q, k, v = (normal(2, 5, 8, seed=i) for i in range(3))
+    past = [normal(2, 4, 3, 2, seed=4), normal(2, 4, 3, 2, seed=5)]
+    check("MultiHeadAttention", [q, k, v, None, None, None, *past], n=3, fed=5, num_heads=4)
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("flat", [0, 1])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_rotary_embedding(interleaved: int, flat: int, offset: int) -> None:
+    x = normal(2, 5, 24) if flat else normal(2, 3, 5, 8)
+    ids = np.array([4]) if offset else np.random.default_rng(3).integers(0, 12, (2, 5))
+    angles = np.random.default_rng(4).uniform(0, 6, (12, 4))
+    check("RotaryEmbedding", [x, ids, np.cos(angles).astype(F), np.sin(angles).astype(F)], interleaved=interleaved)
+
+
+# ---------------------------------------------------------------- quantized
+
+
+def q(dtype: Any, *shape: int, seed: int = 0) -> list[Any]:
+    return [
+        integers(dtype, *shape, seed=seed),
+        F(0.03 + seed / 100),
+        np.asarray(integers(dtype, seed=seed + 1)) // dtype(4),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_operators_between_quantized_tensors(dtype: Any) -> None:
+    y = [F(0.05), dtype(7)]
+    check("QLinearAdd", [*q(dtype, 2, 3, 4), *q(dtype, 3, 4, seed=1), *y], quanta=1)
+    check("QLinearMul", [*q(dtype, 2, 3, 4), *q(dtype, 3, 4, seed=1), *y], quanta=1)
+    check("QLinearSigmoid", [*q(dtype, 2, 3, 4), F(1 / 256), dtype(0)], quanta=1)
+    check("QLinearLeakyRelu", [*q(dtype, 2, 3, 4), *y], quanta=1, alpha=0.2)
+    check("QLinearGlobalAveragePool", [*q(dtype, 2, 3, 4, 5), *y], quanta=1)
+    check("QLinearAveragePool", [*q(dtype, 2, 3, 4, 5), *y], quanta=1, kernel_shape=[2, 2], strides=[1, 2])
+    check("QLinearConcat", [*y, *q(dtype, 2, 3), *q(dtype, 2, 4, seed=1)], quanta=1, axis=1, fed=0)
+
+
+def test_quantize_and_dequantize() -> None:
+    check("QuantizeLinear", [normal(3, 4) * F(20), F(0.2), np.uint8(9)])
+    check("DequantizeLinear", [integers(np.uint8, 3, 4), F(0.2), np.uint8(9)])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("columns", [False, True])
+def test_integer_products_of_floats(bias: bool, columns: bool) -> None:
+    scale = np.random.default_rng(2).uniform(0.01, 0.1, 5 if columns else ()).astype(F)
+    zero = integers(np.uint8, *scale.shape, seed=3)
+    b, extra = integers(np.uint8, 6, 5, seed=1), normal(5, seed=4) if bias else None
+    check("DynamicQuantizeMatMul", [normal(4, 6), b, scale, zero, extra], tol=1e-4)
+    a = integers(np.uint8, 4, 6)
+    check("MatMulIntegerToFloat", [a, b, F(0.05), scale, np.uint8(8), zero, extra], tol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("k", "block"), [(64, 16), (80, 32)])
+def test_weights_of_few_bits(bits: int, zeros: bool, k: int, block: int) -> None:
+    n, blocks = 5, -(-k // block)
+    packed = integers(np.uint8, n, blocks, block * bits // 8, seed=1)
+    scales = np.random.default_rng(2).uniform(0.01, 0.1, n * blocks).astype(F)
+    zero = integers(np.uint8, n * (-(-blocks * bits // 8)), seed=3) if zeros else None
+    graph = check("MatMulNBits", [normal(3, k), packed, scales, zero], tol=1e-3, K=k, N=n, bits=bits, block_size=block)
+    assert graph.kinds()["DequantizeLinear"] == 1
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "attrs", "error", "message"),
+    [
+        ("FusedMatMul", [normal(3, 3), normal(3, 3)], {"transBatchA": 1}, UnsupportedError, "transBatchA=1"),
+        ("FusedConv", [normal(1, 1, 3, 3), normal(1, 1, 1, 1)], {"activation": "Elu"}, UnsupportedError, "activation Elu"),
+        ("Attention", [normal(1, 2, 4), normal(4, 13)], {"num_heads": 2}, ShapeError, "do not make query"),
+        ("Attention", [normal(1, 2, 4), normal(4, 12)], {}, ShapeError, "num_heads"),
+        ("MultiHeadAttention", [normal(1, 2, 4)], {"num_heads": 2}, UnsupportedError, "packed query"),
+        ("RotaryEmbedding", [normal(1, 2, 4)], {}, ShapeError, "needs operand 1"),
+        ("SkipLayerNormalization", [normal(1, 2, 4), normal(1, 2, 4)], {}, ShapeError, "needs operand 2"),
+        ("QLinearConcat", [F(1), np.uint8(0), np.zeros(3, np.uint8)], {"axis": 0}, ShapeError, "1 operands after"),
+        ("QLinearGlobalAveragePool", [*q(np.uint8, 1, 2, 3, 3), F(1), np.uint8(0)], {"channels_last": 1}, UnsupportedError, "chan"),
+        ("MatMulNBits", [normal(2, 16), np.zeros((1, 1, 6), np.uint8), np.ones(1, F)],
+         {"K": 16, "N": 1, "bits": 3, "block_size": 16}, UnsupportedError, "3 bits"),
+        ("GroupQueryAttention", [normal(1, 2, 4)], {}, UnsupportedError, "unknown"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(
+    op: str, operands: list[Any], attrs: dict[str, Any], error: type[OptdnnError], message: str
+) -> None:
+    m, _ = one(op, operands, **attrs)
+    with pytest.raises(error, match=message):
+        import_model(m)
