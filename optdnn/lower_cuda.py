@@ -6,6 +6,7 @@ operator by the first tactic of its kind that does not refuse it, drop what noth
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -193,7 +194,7 @@ def _compiled(program: Program, say: Callable[[str], None]) -> Program:
     say(f"compile {len(program.kernels)} kernels")
     recipes = list(dict.fromkeys(map(_frozen, program.kernels)))
     of = dict(zip(map(_frozen, program.kernels), program.kernels, strict=True))
-    cubins = KernelCache().get_many([recipe_of(of[r]) for r in recipes], workers=2)
+    cubins = KernelCache().get_many([recipe_of(of[r]) for r in recipes], workers=min(16, os.cpu_count() or 1))
     blobs = [*program.blobs, *(np.frombuffer(c, np.uint8) for c in cubins)]
     number = {r: len(program.blobs) + i for i, r in enumerate(recipes)}
     kernels = tuple(replace(k, cubin=number[_frozen(k)]) for k in program.kernels)

@@ -236,7 +236,7 @@ def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
                                 found += _deepest(
                                     problem, PatchConfig(wgm, wgn, tile_h, tile_w, 1, 0, buffers, blocks, split, direct)
                                 )
-    found.sort(key=lambda c: (_cost(problem, c, device), c))
+    found.sort(key=lambda c: (cycles(problem, c, device), c))
     kept: list[PatchConfig] = []
     shapes: dict[tuple[int, ...], int] = {}
     for config in found:  # at most two of one tile and split
@@ -263,7 +263,7 @@ def _deepest(problem: Problem, config: PatchConfig) -> list[PatchConfig]:
     return rings
 
 
-def _cost(problem: Problem, config: PatchConfig, device: Device) -> float:
+def cycles(problem: Problem, config: PatchConfig, device: Device) -> float:
     """Cycles by the tensor cores and by the loads, with waves: enough to put the best tiles first."""
     _, count = tiles(problem, config)
     n = columns(problem, config)

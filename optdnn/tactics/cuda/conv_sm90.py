@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -17,7 +17,8 @@ from optdnn.ir.graph import Op
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv as hopper
-from optdnn.runtime.cuda.conv_cost import candidates, estimate, h200
+from optdnn.runtime.cuda import conv_patch as patch
+from optdnn.runtime.cuda.conv_cost import CLOCK, LATENCY, MEMORY, candidates, estimate, h200
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, MapSpec, Placed, channels_last, map_dtype, up
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue
 from optdnn.types import Array
@@ -71,20 +72,30 @@ def refuse(arch: str, dtype: str, feeds: Sequence[Geometry]) -> str | None:
     return None
 
 
+Config = hopper.Config | patch.PatchConfig
+"""A tile of one of the two kernels: implicit GEMM, or patches loaded once (stride 1, filters larger than 1 x 1)."""
+
+
 @lru_cache(maxsize=4096)
-def best_config(problem: hopper.Problem, dense: bool) -> hopper.Config | None:
-    """The configuration that the cost model ranks first. Those that store from registers do so at a pitch of ``channels``."""
-    ranked = candidates(problem, h200(), limit=12)
+def best_config(problem: hopper.Problem, dense: bool) -> Config | None:
+    """The configuration that the cost models rank first, over both kernels.
+
+    Those that store from registers do so at a pitch of ``channels``: where the tensors are not ``dense``, they are left out.
+    """
+    ranked: list[Config] = [*candidates(problem, h200(), limit=12)]
+    patches = patch.candidates(problem, h200())
     if not dense:
-        ranked = [c for c in ranked if not c.stores_directly] or [
-            c for c in candidates(problem, h200(), limit=1 << 20) if c.split == 1
-        ]
-    return ranked[0] if ranked else None
+        ranked = [c for c in ranked if not c.stores_directly]
+        ranked = ranked or [c for c in candidates(problem, h200(), limit=1 << 20) if not c.stores_directly]
+        patches = [c for c in patches if not c.stores_directly]
+    return min([*ranked[:1], *patches[:1]], key=lambda c: cost(problem, c), default=None)
 
 
-def cost(problem: hopper.Problem, config: hopper.Config) -> float:
+def cost(problem: hopper.Problem, config: Config) -> float:
     """Predicted seconds."""
-    return estimate(problem, config, h200())
+    if isinstance(config, hopper.Config):
+        return estimate(problem, config, h200())
+    return max(patch.cycles(problem, config, h200()) / CLOCK, problem.bytes / MEMORY) + LATENCY
 
 
 def emit_conv(
@@ -109,18 +120,28 @@ def emit_conv(
     bias_at = b.constant(vector, f"{op.outputs[0].name}.bias")
     packed = hopper.pack_weights(problem, [f.weight for f in feeds])
     weights = b.constant(packed, f"{op.outputs[0].name}.weights")
-    span, depth = problem.block * 2, problem.k_steps * problem.block
-    maps = [MapSpec(0, weights, (depth, channels), (depth * 2,), (problem.block, config.tile[0]), span)]
-    sources = [_source_map(128 * (1 + i), f, problem, config) for i, f in enumerate(feeds)]
-    maps += sources if len(sources) == 2 else [sources[0], _moved(sources[0], 256)]
-    rows, box = (channels if pitch != wide else wide, problem.pixels), (64, config.bn)
-    maps.append(MapSpec(384, out, rows, (pitch * 2,), box, 128))
     second, second_pitch = (residual, residual_pitch) if residual is not None else (out, pitch)
     assert second_pitch is not None
-    maps.append(MapSpec(512, second, rows, (second_pitch * 2,), box, 128))
+    rows = channels if pitch != wide else wide
+    if isinstance(config, hopper.Config):
+        maps = _gemm_maps(problem, config, feeds, weights, channels)
+        maps += [
+            _rows_map(384, out, pitch, rows, problem, config),
+            _rows_map(512, second, second_pitch, rows, problem, config),
+        ]
+        recipe, function = hopper.recipe(problem, config, b.arch), "conv_sm90"
+        shared, blocks = hopper.shared_bytes(problem, config), hopper.grid_blocks(problem, config, h200())
+        channel_tiles = -(-wide // config.tile[0])
+        tiles = channel_tiles * -(-problem.pixels // config.tile[1])
+    else:
+        maps = _patch_maps(problem, config, feeds[0], weights, channels)
+        box = (64, config.tile_w, config.tile_h)
+        maps += [_image_map(384, out, rows, pitch, box, 128), _image_map(512, second, rows, second_pitch, box, 128)]
+        recipe, function = patch.recipe(problem, config, b.arch), "conv_patch_sm90"
+        shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, h200())
+        channel_tiles, tiles = patch.tiles(problem, config)
     params = hopper.parameters(problem, hopper.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5)
-    params.channel_tiles = -(-wide // config.tile[0])
-    params.tiles = params.channel_tiles * -(-problem.pixels // config.tile[1])
+    params.channel_tiles, params.tiles = channel_tiles, tiles
     block = Block()
     block.data[:] = hopper.raw_bytes(params)
     block.addresses = [(POINTERS, bias_at), (POINTERS + 8, out)]
@@ -143,10 +164,9 @@ def emit_conv(
         attrs = {"sources": tuple(geometry), "epilogue": plain_stages([bias_stage, *moved])}
         column = bias_at.view((1, channels, 1, 1), (0, 1, 0, 0))
         kind, reads = "ConvSum", [*views[0], *views[1], column, *tail]
-    spec = KernelSpec(hopper.recipe(problem, config, b.arch), "conv_sm90")
-    grid = (hopper.grid_blocks(problem, config, h200()), 1, 1)
-    b.emit(op, spec, grid, config.threads, block, kind, attrs, reads, [out], maps=maps,
-           shared=hopper.shared_bytes(problem, config), cluster=config.split)  # fmt: skip
+    spec = KernelSpec(recipe, function)
+    b.emit(op, spec, (blocks, 1, 1), config.threads, block, kind, attrs, reads, [out], maps=maps,
+           shared=shared, cluster=config.split)  # fmt: skip
     return str(config)
 
 
@@ -157,12 +177,42 @@ def _shift(arg: int | None, by: int) -> int | None:
     return arg - by if arg < 0 else arg - RESIDUAL + 2
 
 
-def _moved(m: MapSpec, at: int) -> MapSpec:
-    return MapSpec(at, m.placed, m.shape, m.strides, m.box, m.swizzle, m.corners, m.steps)
+def _gemm_maps(
+    problem: hopper.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: Placed, channels: int
+) -> list[MapSpec]:
+    """Weights and sources, as the implicit GEMM's own host code makes them but for pitches and odd channel counts."""
+    span, depth = problem.block * 2, problem.k_steps * problem.block
+    maps = [MapSpec(0, weights, (depth, channels), (depth * 2,), (problem.block, config.tile[0]), span)]
+    maps += [_source_map(128 * (1 + i), f, problem, config) for i, f in enumerate(feeds)]
+    return maps if len(maps) == 3 else [*maps, replace(maps[1], at=256)]
+
+
+def _patch_maps(
+    problem: hopper.Problem, config: patch.PatchConfig, feed: Feed, weights: Placed, channels: int
+) -> list[MapSpec]:
+    """The same for the patch kernel, whose source is an image."""
+    span, depth = problem.block * 2, problem.k_steps * problem.block
+    height, width = patch.patch_size(problem, config)
+    pitch = pitch_of(feed.x)
+    assert pitch is not None
+    source = _image_map(128, feed.x, feed.x.shape[1], pitch, (problem.block, width, height), span)
+    first = MapSpec(0, weights, (depth, channels), (depth * 2,), (problem.block, config.wgm * 64), span)
+    return [first, source, replace(source, at=256)]
+
+
+def _rows_map(at: int, x: Placed, pitch: int, channels: int, problem: hopper.Problem, config: hopper.Config) -> MapSpec:
+    """A result (or residual) as rows of channels, one per pixel."""
+    return MapSpec(at, x, (channels, problem.pixels), (pitch * 2,), (64, config.bn), 128)
+
+
+def _image_map(at: int, x: Placed, channels: int, pitch: int, box: tuple[int, int, int], span: int) -> MapSpec:
+    """A channels-last feature map as it is."""
+    n, _, h, w = x.shape
+    return MapSpec(at, x, (channels, w, h, n), (pitch * 2, w * pitch * 2, h * w * pitch * 2), (*box, 1), span)
 
 
 def _source_map(at: int, feed: Feed, problem: hopper.Problem, config: hopper.Config) -> MapSpec:
-    """As the kernel's own host code makes it, but for the pitch and for channels that are not a multiple of 8."""
+    """A source of the implicit GEMM: rows of a matrix, or im2col."""
     n, c, h, w = feed.x.shape
     pitch = pitch_of(feed.x)
     assert pitch is not None

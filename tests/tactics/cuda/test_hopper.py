@@ -10,7 +10,7 @@ from support.net import Net
 from support.simulated import lowered
 
 from optdnn.ir.graph import Graph
-from optdnn.runtime.cuda import conv
+from optdnn.runtime.cuda import conv, conv_patch
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.plan import Pointer, TensorMap, parse
 from optdnn.runtime.program import Program
@@ -74,9 +74,9 @@ def networks() -> dict[str, Graph]:
 @pytest.mark.parametrize("name", networks())
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problems: list[tuple[conv.Problem, conv.Config]] = []
+    problems: list[tuple[conv.Problem, conv_sm90.Config]] = []
 
-    def remember(problem: conv.Problem, dense: bool) -> conv.Config | None:
+    def remember(problem: conv.Problem, dense: bool) -> conv_sm90.Config | None:
         config = conv_sm90.best_config.__wrapped__(problem, dense)
         assert config is not None
         problems.append((problem, config))
@@ -87,13 +87,14 @@ def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pyte
         remember.__wrapped__ = wrapped.__wrapped__  # type: ignore[attr-defined]
         m.setattr(conv_sm90, "best_config", remember)
         program = lowered(networks()[name], precision)
-    monkeypatch.setattr(conv, "encode_tiled", tiled)
     monkeypatch.setattr(conv, "encode_im2col", im2col)
-    monkeypatch.setattr(conv, "Launch", Recorded)
+    for module in (conv, conv_patch):
+        monkeypatch.setattr(module, "encode_tiled", tiled)
+        monkeypatch.setattr(module, "Launch", Recorded)
     launches = [
         (s, parse(s, program))
         for s in program.steps
-        if program.kernels[s.params["launch"]["kernel"]].template == "conv_sm90.cu"
+        if program.kernels[s.params["launch"]["kernel"]].template.startswith("conv_")
     ]
     assert len(problems) - (name == "projection") == len(launches) >= 1, "what a second source replaces is dropped"
     if name == "projection":
@@ -109,7 +110,8 @@ def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pyte
                 else (operands[r.operand] + r.offset).to_bytes(8, "little")
             )
             block[r.at : r.at + len(value)] = value
-        made: Any = conv.bind(problem, config, h200(), None, pointers_of(program, parsed, operands, problem))  # type: ignore[arg-type]
+        bind: Any = conv.bind if isinstance(config, conv.Config) else conv_patch.bind
+        made = bind(problem, config, h200(), None, pointers_of(program, parsed, operands, problem))
         (want,) = made.parameters
         assert parsed.launch.grid == made.grid
         assert parsed.launch.block == made.block
@@ -164,3 +166,10 @@ def test_weights_lie_where_the_views_say() -> None:
     depth, lane = problem.k_steps * problem.block, 16
     view = np.lib.stride_tricks.as_strided(packed, weights.shape, [s * 4 for s in (depth, 1, 2 * lane, lane)])
     np.testing.assert_array_equal(view, weights)
+
+
+def test_patches_are_chosen_where_they_win_and_can() -> None:
+    wide = conv.Problem(8, 64, (conv.Source(56, 56, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",), ("relu",)))
+    assert isinstance(conv_sm90.best_config(wide, True), conv_patch.PatchConfig)
+    strided = conv.Problem(8, 64, (conv.Source(56, 56, 64, (3, 3), (2, 2), (1, 1, 1, 1)),), (("bias",), ("relu",)))
+    assert isinstance(conv_sm90.best_config(strided, True), conv.Config)
