@@ -11,17 +11,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Measured:
-    """One candidate's outcome. Exactly one of ``median_ms`` and ``refused`` is set; ``cached``: not timed in this build."""
+    """One candidate's outcome. Exactly one of ``median_ms`` and ``refused`` is set; ``cached``: not timed in this build.
+
+    ``note`` is a reservation about a candidate that was not refused.
+    """
 
     name: str
     settings: Mapping[str, Any]
     median_ms: float | None = None
     refused: str | None = None
     cached: bool = False
+    note: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {"tactic": self.name, **self.settings}
         row |= {"refused": self.refused} if self.refused is not None else {"median_ms": self.median_ms}
+        row |= {"note": self.note} if self.note is not None else {}
         return row | ({"cached": True} if self.cached else {})
 
 
