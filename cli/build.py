@@ -42,7 +42,7 @@ def command(
 
     The engine goes to OUT.engine; what was measured and how long it took goes to OUT.engine.report.json beside it.
     """
-    from optdnn.compiler import build_verbose, write_report
+    from optdnn.compiler import build_verbose
 
     chosen = replace(make_options(ctx, **options), dump=dump, stop_after=stop_after, emit_onnx=emit_onnx)
     refuse_engine(model)
@@ -53,7 +53,6 @@ def command(
         say("save")
         build.engine.save(output)
     report = build.report()
-    write_report(report, output)
     if chosen.workspace is not None and build.engine.target in ("cpu", "reference"):
         stderr.print(f"--workspace bounds GPU kernels; nothing on target {build.engine.target} is bounded by it")
     if as_json:
@@ -83,10 +82,10 @@ def command(
 
 def _check_outputs(model: Path, output: Path, emit_onnx: Path | None) -> None:
     """Refuse, before the work, what could not be written at its end, or would overwrite the model."""
-    from optdnn.compiler import report_path
     from optdnn.runtime.atomic import check_writable
+    from optdnn.runtime.engine import report_path
 
-    for path in (output, report_path(output), *([emit_onnx] if emit_onnx else [])):
+    for path in (output, Path(report_path(output)), *([emit_onnx] if emit_onnx else [])):
         if path.resolve() == model.resolve():
             raise UsageError(f"{path} is the model itself", hint="name another file: -o OUT.engine")
         check_writable(path)

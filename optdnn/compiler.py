@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +43,36 @@ class Build:
     fallbacks: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def report(self) -> dict[str, Any]:
-        """Everything, wall times and measurements included, for OUT.engine.report.json."""
-        from optdnn.runtime.machine import machine, versions
+    def __post_init__(self) -> None:
+        self.engine.account = partial(
+            _account, passes=self.passes, tactics=self.tactics, fallbacks=self.fallbacks, seconds=self.seconds
+        )
 
-        return {
-            **self.engine.meta,
-            "tactics": [m.to_json() for m in self.tactics],
-            "fallbacks": self.fallbacks,
-            "executed": [dict(f) for f in self.engine.facts],
-            "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
-            "pass_seconds": [{"pass": p.name, "seconds": round(p.seconds, 4)} for p in self.passes],
-            "machine": machine(),
-            "versions": versions(),
-        }
+    def report(self) -> dict[str, Any]:
+        """Everything, wall times and measurements included: what :meth:`Engine.save` writes beside the engine."""
+        return dict(self.engine.report or {})
+
+
+def _account(
+    engine: Engine,
+    *,
+    passes: Sequence[PassReport],
+    tactics: Sequence[Measured],
+    fallbacks: Mapping[str, Any],
+    seconds: Mapping[str, float],
+) -> dict[str, Any]:
+    from optdnn.runtime.machine import machine, versions
+
+    return {
+        **engine.meta,
+        "tactics": [m.to_json() for m in tactics],
+        "fallbacks": fallbacks,
+        "executed": [dict(f) for f in engine.facts],
+        "seconds": {k: round(v, 4) for k, v in seconds.items()},
+        "pass_seconds": [{"pass": p.name, "seconds": round(p.seconds, 4)} for p in passes],
+        "machine": machine(),
+        "versions": versions(),
+    }
 
 
 def build(
@@ -223,15 +239,3 @@ class _timed:
 
     def __exit__(self, *exc: object) -> None:
         self.into[self.name] = self.into.get(self.name, 0.0) + time.perf_counter() - self.start
-
-
-def report_path(engine: Path) -> Path:
-    """Where the build's report goes: beside the engine."""
-    return engine.with_name(engine.name + ".report.json")
-
-
-def write_report(report: Mapping[str, Any], engine: Path) -> Path:
-    """Write a build's report to ENGINE.report.json, atomically; returns its path."""
-    path = report_path(engine)
-    write_atomic(path, [(json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n").encode()])
-    return path

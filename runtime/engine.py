@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from optdnn.errors import InputError
+from optdnn.errors import InputError, UsageError
+from optdnn.runtime.atomic import write_atomic
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Plain, Program, validate
 from optdnn.runtime.requires import check_requires
@@ -25,12 +27,17 @@ class Engine:
         Raises EngineError where it is for another target or machine, MissingDependency where a library it needs is absent.
         """
         options = options or LoadOptions(threads)
+        n = options.threads
+        if n is not None and (not isinstance(n, int) or n < 1):
+            raise UsageError(f"threads must be a positive integer, not {n!r}")
         if not options.simulate and not options.defer:
             check_requires(program.requires)
         validate(program)
         self.program = program
         self._runner = open_runner(program, options)
         self._idle: deque[RunContext] = deque([] if options.defer else [self._runner.context()])
+        self.account: Callable[[Engine], Mapping[str, Plain]] | None = None
+        """Set by the build: makes :attr:`report`."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -60,6 +67,11 @@ class Engine:
         """Per step, what really runs (library, version, precision, threads), read back from the library."""
         return self._runner.facts
 
+    @property
+    def report(self) -> Mapping[str, Plain] | None:
+        """What the build did and measured, with wall times and the machine; None for an engine that was loaded."""
+        return None if self.account is None else self.account(self)
+
     def context(self) -> RunContext:
         """A new context: one thread's own state, with reusable output buffers through ``run(..., out=...)``."""
         return self._runner.context()
@@ -87,14 +99,27 @@ class Engine:
         return results[0] if len(results) == 1 else results
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the engine file, atomically. Raises OutputError where it cannot be written."""
+        """Write the engine file, and, from a build, PATH.report.json beside it (:attr:`report`); each atomically.
+
+        The engine's bytes are the same for the same model, options and timing cache; what is not goes into the report.
+        Raises OutputError where one cannot be written.
+        """
         from optdnn.runtime.format import write
 
         write(self.program, path)
+        report = self.report
+        if report is not None:
+            text = json.dumps(report, indent=1, ensure_ascii=False, default=str)
+            write_atomic(report_path(path), [(text + "\n").encode()])
 
     def __repr__(self) -> str:
         head = f"Engine({self.target}, {self.precision}, {len(self.program.steps)} steps"
         return f"{head}: {show(self.inputs)} -> {show(self.outputs)})"
+
+
+def report_path(engine: str | os.PathLike[str]) -> str:
+    """Where a build's report goes: beside the engine."""
+    return f"{os.fspath(engine)}.report.json"
 
 
 def load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,11 @@ def open_model(source: Source, source_name: str | None = None) -> Model:
         name = source_name or source.graph.name or "model"
         proto = source
     else:
-        if isinstance(source, bytes):
-            name, data = source_name or "model", source
+        if isinstance(source, (bytes, bytearray, memoryview)):
+            name, data = source_name or "model", bytes(source)
         else:
+            if not isinstance(source, (str, os.PathLike)):
+                raise UsageError(f"a model is a path, its bytes or a ModelProto, not {type(source).__name__}")
             path = Path(source)
             name, folder, data = source_name or str(path), path.parent, _read(path)
         proto = onnx.ModelProto()

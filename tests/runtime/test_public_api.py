@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,3 +92,31 @@ def test_example_of_the_docstring(tmp_path: Path) -> None:
     engine = optdnn.Engine(mlp())
     engine.save(tmp_path / "model.engine")
     assert list(optdnn.load(tmp_path / "model.engine").run({"x": np.ones((1, 5), np.float32)})) == ["y", "hidden"]
+
+
+def test_a_built_engine_is_saved_with_its_report_and_a_loaded_one_without(tmp_path: Path) -> None:
+    parser = pytest.importorskip("onnx.parser")
+    model = parser.parse_model('<ir_version: 9, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { y = Exp(x) }')
+    engine = optdnn.build(model, target="reference")
+    engine.save(tmp_path / "e")
+    report = json.loads((tmp_path / "e.report.json").read_text(encoding="utf-8"))
+    assert report == json.loads(json.dumps(engine.report))
+    assert {"seconds", "machine", "versions", "passes", "tactics"} <= set(report)
+    loaded = optdnn.load(tmp_path / "e")
+    assert loaded.report is None
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "e").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "e", "e.report.json"]
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2"])
+def test_threads_that_cannot_be(tmp_path: Path, threads: Any) -> None:
+    with pytest.raises(optdnn.UsageError, match="threads must be a positive integer"):
+        optdnn.load(Path(__file__).parents[1] / "golden" / "engine-1.0.engine", threads=threads)
+
+
+@pytest.mark.parametrize("model", [None, 12, ["m.onnx"]])
+def test_what_is_no_model(model: Any) -> None:
+    pytest.importorskip("onnx")
+    with pytest.raises(optdnn.UsageError, match="a model is a path, its bytes or a ModelProto, not"):
+        optdnn.build(model)
