@@ -114,6 +114,14 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How an engine for a GPU is loaded; the arguments are those of :func:`optdnn.load`."""
+    command = click.option(
+        "--recompile", is_flag=True, help="Compile GPU kernels anew, from this version's templates."
+    )(command)
+    return click.option("--simulate", is_flag=True, help="Run an engine for a GPU in NumPy, on any machine.")(command)
+
+
 def make_options(ctx: click.Context, shape: Sequence[str], **options: Any) -> BuildOptions:
     """Build options from a command's arguments."""
     return BuildOptions(shapes=parse_shapes(shape), debug=bool(ctx.obj and ctx.obj.get("debug")), **options)

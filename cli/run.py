@@ -8,7 +8,7 @@ import click
 import numpy as np
 
 from optdnn.cli.arrays import read_inputs, typed, write_outputs
-from optdnn.cli.common import parse_sizes, stderr, stdout, table
+from optdnn.cli.common import load_options, parse_sizes, stderr, stdout, table
 from optdnn.runtime.atomic import check_writable
 from optdnn.types import Array, dtype_name
 
@@ -21,14 +21,23 @@ from optdnn.types import Array, dtype_name
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the outputs to this .npz.")
 @click.option("--size", "sizes", multiple=True, metavar="NAME=N", help="Size of a symbolic dimension (1).")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of random inputs.")
-def command(engine: Path, inputs: tuple[str, ...], out: Path | None, sizes: tuple[str, ...], seed: int) -> None:
+@load_options
+def command(
+    engine: Path,
+    inputs: tuple[str, ...],
+    out: Path | None,
+    sizes: tuple[str, ...],
+    seed: int,
+    simulate: bool,
+    recompile: bool,
+) -> None:
     """Run ENGINE once. Inputs that are not given are random, and that is said."""
     import optdnn
     from optdnn.runtime.feeds import random_feeds
 
     if out is not None:
         check_writable(out)
-    loaded = optdnn.load(engine)
+    loaded = optdnn.load(engine, simulate=simulate, recompile=recompile)
     feeds = typed(read_inputs(inputs), loaded.inputs)
     missing = [s for s in loaded.inputs if s.name not in feeds]
     if missing:

@@ -1,0 +1,47 @@
+"""Engines for GPUs from the command line, on machines that have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from support.cli import Cli
+
+import optdnn
+
+
+def test_build_and_run_simulated(cli: Cli, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "net.engine"
+    shape = optdnn.build(model, target="reference").inputs[0]
+    dims = "x".join(str(d) if isinstance(d, int) else "2" for d in shape.shape)
+    built = cli(
+        "build", model, "-o", out, "--target", "simulate", "--precision", "fp16", "--shape", f"{shape.name}={dims}"
+    )
+    assert built.code == 0, built.err
+    assert "target simulate, precision fp16" in built.out
+    done = cli("run", out, "--out", tmp_path / "y.npz")
+    assert done.code == 0, done.err
+    assert all(np.isfinite(a).all() for a in np.load(tmp_path / "y.npz").values())
+
+
+def test_an_engine_for_another_machine_runs_simulated(cli: Cli, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "net.engine"
+    name = optdnn.build(model, target="reference").inputs[0].name
+    dims = [d if isinstance(d, int) else 1 for d in optdnn.build(model, target="reference").inputs[0].shape]
+    options = ("--target", "cuda:sm_90a", "--no-cubins", "--tactics", "heuristic", "--precision", "bf16")
+    built = cli("build", model, "-o", out, *options, "--shape", f"{name}={'x'.join(map(str, dims))}")
+    assert built.code == 0, built.err
+    assert cli("run", out, "--simulate").code == 0
+
+
+def test_what_does_not_go_together(cli: Cli, model: Path) -> None:
+    code, _, err = cli("build", model, "--target", "cpu", "--precision", "fp16")
+    assert code == 2
+    assert "precision fp16 is for GPUs" in err
+    code, _, err = cli("build", model, "--target", "simulate", "--tactics", "openvino")
+    assert code == 2
+    assert "do not run on target 'simulate'" in err
+    code, _, err = cli("build", model, "--target", "cuda:sm_90a")
+    assert code == 2
+    assert "has dimensions that are not fixed" in err
+    assert "--shape" in err

@@ -1,0 +1,53 @@
+"""NVRTC, which needs no GPU, compiles every kernel of engines for each architecture; nothing spills in the hot ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.simulated import kinds, lowered
+from test_generated import graph_of  # type: ignore[import-not-found]
+
+from optdnn.errors import OptdnnError
+from optdnn.runtime.cuda import nvrtc
+from optdnn.runtime.cuda.kernels_of import recipe_of
+
+
+def _why_not() -> str | None:
+    try:
+        nvrtc.version()
+    except OptdnnError as error:
+        return str(error)
+    return None
+
+
+pytestmark = pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")
+
+FAMILIES = ("softmaxes", "norms", "pools", "convolutions", "products", "resizes", "gathers", "movements")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_compile_for_hopper(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
+    program = lowered(graph_of(family), "fp16", target="cuda:sm_90a")
+    assert all(k.cubin is not None for k in program.kernels)
+    assert program.meta["nvrtc"]
+
+
+def test_the_general_kernels_compile_for_ampere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without wgmma and TMA everything runs on the general kernels."""
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
+    program = lowered(graph_of("convolutions"), "bf16", target="cuda:sm_80")
+    assert {k.template for k in program.kernels} == {"general.cu"}
+    assert all(k.arch == "sm_80" for k in program.kernels)
+    assert "Conv" in kinds(program)
+
+
+def test_depthwise_kernels_do_not_spill() -> None:
+    program = lowered(graph_of("convolutions"), "fp16")
+    names = [t for t in program.meta["tactics"] if t["tactic"] == "depthwise"]
+    assert names
+    for kernel in program.kernels:
+        if kernel.function == "window":
+            found = nvrtc.resources(recipe_of(kernel))["window"]
+            assert found.spill_bytes == 0
