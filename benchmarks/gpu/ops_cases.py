@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from optdnn.runtime.cuda import attention, conv_cost, depthwise, group_norm, nvrtc, rnn, rows
+from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, group_norm, nvrtc, rnn, rows
 from optdnn.runtime.cuda.conv import Source
 
 FAMILIES = ("depthwise", "rows", "group_norm", "attention", "rnn")
@@ -145,8 +145,18 @@ def rnn_timed() -> list[tuple[str, rnn.Problem]]:
     return [(f"LSTM 2x512 128 steps b{b}", rnn.Problem("lstm", 128, b, 512, 512, 2)) for b in (1, 8, 32)]
 
 
-def configs(family: Any, problem: Any, limit: int) -> list[Any]:
-    return family.candidates(problem, conv_cost.h200(), limit)  # type: ignore[no-any-return]
+def configs(family: str, problem: Any, limit: int) -> list[Any]:
+    """What to check or time. Large depthwise problems are for TMA, small ones for the direct kernel."""
+    device = conv_cost.h200()
+    if family != "depthwise":
+        return MODULES[family].candidates(problem, device, limit)  # type: ignore[no-any-return]
+    direct = depthwise.candidates(problem, device, 2 if problem.batch > 3 else limit)
+    return [*direct, *depthwise_tma.candidates(problem, device, 2 if problem.batch == 1 else limit)]
+
+
+def module_of(family: str, config: Any) -> Any:
+    """The module that plans this kind of configuration."""
+    return depthwise_tma if isinstance(config, depthwise_tma.Config) else MODULES[family]
 
 
 MODULES: dict[str, Any] = {
@@ -160,21 +170,23 @@ TIMED: dict[str, Callable[[], list[tuple[str, Any]]]] = {
     "depthwise": depthwise_timed, "rows": rows_timed, "group_norm": group_norm_timed,
     "attention": attention_timed, "rnn": rnn_timed,
 }  # fmt: skip
-LIMITS = {"depthwise": (4, 6), "rows": (3, 4), "group_norm": (4, 4), "attention": (4, 8), "rnn": (4, 4)}
+LIMITS = {"depthwise": (4, 7), "rows": (3, 4), "group_norm": (4, 4), "attention": (4, 8), "rnn": (4, 4)}
 
 
 def recipe_of(family: str, problem: Any, config: Any) -> nvrtc.Recipe:
-    options = {"checked": True} if family in ("attention", "rnn") else {}
-    return MODULES[family].recipe(problem, config, **options)  # type: ignore[no-any-return]
+    """With waits that trap, where there are any."""
+    module = module_of(family, config)
+    options = {"checked": True} if module in (attention, rnn, depthwise_tma) else {}
+    return module.recipe(problem, config, **options)  # type: ignore[no-any-return]
 
 
 def all_recipes() -> list[nvrtc.Recipe]:
-    found: dict[str, nvrtc.Recipe] = {}
+    found = {r.key(): r for r in (depthwise.squeeze_recipe(depthwise_checks()[i]) for i in (0, 1))}
     for family in FAMILIES:
         checks, timed = LIMITS[family]
         jobs = [(p, checks) for p in CHECKS[family]()] + [(p, timed) for _, p in TIMED[family]()]
         for problem, limit in jobs:
-            for config in configs(MODULES[family], problem, limit):
+            for config in configs(family, problem, limit):
                 made = recipe_of(family, problem, config)
                 found[made.key()] = made
     return list(found.values())

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ops_cases import CHECKS, FAMILIES, LIMITS, MODULES, TIMED, all_recipes, configs, recipe_of
+from ops_cases import CHECKS, FAMILIES, LIMITS, TIMED, all_recipes, configs, module_of, recipe_of
 from ops_tensors import CASES, Bench, Case
 
 from optdnn.runtime.cuda import depthwise, nvrtc, rnn
@@ -33,17 +33,18 @@ TOLERANCE = {"float16": 1.5e-3, "bfloat16": 1e-2}  # relative to the norm; round
 
 
 def launches_of(bench: Bench, family: str, problem: Any, config: Any, tensors: dict[str, Any]) -> list[Launch]:
-    module, recipe = MODULES[family], recipe_of(family, problem, config)
-    made = [module.describe(problem, config)]
-    if family == "depthwise" and depthwise.squeeze_mode(problem, config) == 1:
-        made.append(depthwise.describe_squeeze(problem, config))
+    module, recipe = module_of(family, config), recipe_of(family, problem, config)
+    made = [(recipe, module.describe(problem, config))]
+    if family == "depthwise" and module.squeeze_mode(problem, config) == 1:
+        _, x, y = module.tiles(problem, config)
+        made.append((depthwise.squeeze_recipe(problem), depthwise.describe_squeeze(problem, x * y)))
     if family == "rnn":
-        made.insert(0, rnn.describe_reset(problem, config))
-    return [bench.launch(recipe, d, tensors) for d in made]
+        made.insert(0, (recipe, rnn.describe_reset(problem, config)))
+    return [bench.launch(source, description, tensors) for source, description in made]
 
 
 def run_family(family: str, bench: Bench, record: Callable[[dict[str, Any]], None]) -> None:
-    module, (checks, timed) = MODULES[family], LIMITS[family]
+    checks, timed = LIMITS[family]
 
     def compare(problem: Any, config: Any) -> tuple[float, bool, list[Launch], Case]:
         bench.keep.clear()
@@ -64,7 +65,7 @@ def run_family(family: str, bench: Bench, record: Callable[[dict[str, Any]], Non
         return error, same_bits and bench.intact(), launches, case
 
     for problem in CHECKS[family]():
-        for config in configs(module, problem, checks):
+        for config in configs(family, problem, checks):
             record({"trying": str(config), "problem": repr(problem)[:160]})
             error, sound, _, _ = compare(problem, config)
             good = sound and error < TOLERANCE[problem.dtype]
@@ -73,11 +74,11 @@ def run_family(family: str, bench: Bench, record: Callable[[dict[str, Any]], Non
     for name, problem in TIMED[family]():
         best: tuple[float, Any] | None = None
         own: float | None = None
-        for config in configs(module, problem, timed):
+        for config in configs(family, problem, timed):
             record({"trying": str(config), "problem": name})
             error, sound, launches, case = compare(problem, config)
             good = sound and error < TOLERANCE[problem.dtype]
-            estimate = module.estimate(problem, config, bench.device)
+            estimate = module_of(family, config).estimate(problem, config, bench.device)
             if launches[-1].cluster > 1:
                 record({"clusters that run at once": launches[-1].clusters_per_device(), "config": str(config)})
             us = bench.time(launches, estimate) if good else None

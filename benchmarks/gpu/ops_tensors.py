@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ops_cases import SILU
+from ops_cases import SILU, module_of
 
 from optdnn.runtime.cuda import attention, depthwise, describe, graphs, group_norm, nvrtc, rnn, rows
 from optdnn.runtime.cuda.device import Device, Function, Launch
@@ -95,7 +95,7 @@ class Bench:
 Case = tuple[dict[str, Any], list[str], Callable[[], dict[str, Any]], Callable[[], Any]]
 
 
-def depthwise_case(bench: Bench, p: depthwise.Problem, config: depthwise.Config) -> Case:
+def depthwise_case(bench: Bench, p: depthwise.Problem, config: Any) -> Case:
     torch, s = bench.torch, p.source
     out_h, out_w = p.out_size
     weight = bench.random(p.channels, 1, *s.kernel, dtype=p.dtype, scale=0.3)
@@ -109,7 +109,7 @@ def depthwise_case(bench: Bench, p: depthwise.Problem, config: depthwise.Config)
         tensors["residual"] = bench.random(p.batch, out_h, out_w, p.channels, dtype=p.dtype)
     if p.squeeze:
         tensors["means"] = bench.poisoned(p.batch, p.channels, dtype=p.dtype)
-        _, x, y = depthwise.tiles(p, config)
+        _, x, y = module_of("depthwise", config).tiles(p, config)
         tensors["sums"] = bench.poisoned(p.batch, x * y, p.channels, dtype="float32")
     names = ["output", "means"] if p.squeeze else ["output"]
 

@@ -136,7 +136,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     for name, view in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("out", problem.out)):
         if any(x % 8 or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
             return f"{name}: TMA needs strides and offsets that are multiples of 8 elements"
-    if config.warpgroups not in (1, 2, 3) or config.keys % 16 or not 16 <= config.keys <= 256 or config.stages < 1:
+    if config.warpgroups not in (1, 2, 3, 4) or config.keys % 16 or not 16 <= config.keys <= 256 or config.stages < 1:
         return "not a tile of this kernel"
     tiles = -(-problem.keys // config.keys)
     if config.stages > min(tiles, 8):
@@ -145,7 +145,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return f"{needed} bytes of shared memory exceed {shared}"
     if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
         return "shared memory does not allow that many blocks per multiprocessor"
-    if config.keys // 2 + problem.head // 2 + (56 if problem.mask else 52) > (limit := register_limit(problem, config)):
+    # Scores and their packed copies, results, and the rest: fitted to what the compiler reports.
+    if config.keys * 0.62 + problem.head / 2 + (60 if problem.mask else 44) > (limit := register_limit(problem, config)):
         return f"scores and results of a thread exceed {limit} registers"
     if problem.heads > 65535 or problem.batch > 65535:
         return "the grid is too large"
@@ -233,7 +234,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
 def candidates(problem: Problem, device: Device, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
     found: list[tuple[float, Config]] = []
-    for warpgroups in (1, 2, 3):
+    for warpgroups in (1, 2, 3, 4):
         if warpgroups > 1 and 64 * (warpgroups - 1) >= problem.queries:
             continue
         for keys in (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 256):
@@ -241,10 +242,11 @@ def candidates(problem: Problem, device: Device, limit: int = 6) -> list[Config]
                 continue
             tiles = -(-problem.keys // keys)
             for stages in sorted({1, min(2, tiles), min(3, tiles), min(4, tiles)}):
-                for blocks in (1, 2, 3, 4):
+                for blocks in (4, 3, 2, 1):  # the most that the registers allow: fewer change nothing
                     config = Config(warpgroups, keys, stages, blocks)
                     if refuse(problem, config, shared=device.shared_per_block) is None:
                         found.append((estimate(problem, config, device), config))
+                        break
     found.sort(key=lambda item: (item[0], item[1]))
     chosen: list[Config] = []
     shapes: dict[tuple[int, int], int] = {}

@@ -176,10 +176,15 @@ def describe(problem: Problem, config: Config) -> Description:
     )
 
 
-def describe_squeeze(problem: Problem, config: Config) -> Description:
-    """The second launch of a squeeze in mode 1: ``sums`` -> ``means``, from the same recipe."""
-    _, x, y = tiles(problem, config)
-    block = ParameterBlock().pointer("sums").pointer("means").i32(x * y, problem.channels)
+def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
+    """The kernel of :func:`describe_squeeze`."""
+    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
+    return Recipe("squeeze_finish.cu", arch, {}, options)
+
+
+def describe_squeeze(problem: Problem, tiles_per_image: int) -> Description:
+    """The second launch of a squeeze in mode 1: ``sums`` [batch, tiles, channels] -> ``means``."""
+    block = ParameterBlock().pointer("sums").pointer("means").i32(tiles_per_image, problem.channels)
     block.f32(1.0 / math.prod(problem.out_size))
     return block.describe("squeeze_finish", (-(-problem.channels // 128), problem.batch, 1), 128)
 

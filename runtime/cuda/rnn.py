@@ -1,7 +1,8 @@
 """Plans of the persistent LSTM and GRU (``kernels/rnn_sm90.cu``): all layers and time steps in one launch.
 
-Each layer is two clusters of ``hidden / 32`` blocks: one multiplies the inputs, one carries the recurrence; weights stay in
-registers. Gates are in ONNX's order (LSTM: input, output, forget, cell; GRU: update, reset, hidden, with ``linear_before_reset``).
+Clusters have ``hidden / 32`` blocks. In each layer one multiplies the inputs, and one per part of the batch carries the
+recurrence; weights stay in registers. Gates are in ONNX's order (LSTM: input, output, forget, cell; GRU: update, reset, hidden,
+with ``linear_before_reset``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from optdnn.types import Array
 
 CELLS = ("lstm", "gru")
 CLOCK = 1.75e9
-THREADS = 256
+THREADS = 384
+INPUT_STAGES = 3
+MAX_BATCH = 32
 _GATES = {"lstm": 4, "gru": 3}
 
 
@@ -54,7 +57,7 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """A cluster takes ``columns`` (a multiple of 8) entries of the batch."""
+    """A recurrence's cluster takes ``columns`` (a multiple of 8) entries of the batch."""
 
     columns: int
 
@@ -69,10 +72,10 @@ def groups(problem: Problem, config: Config) -> int:
 
 def clusters(problem: Problem, config: Config) -> int:
     """Clusters of the launch."""
-    return 2 * problem.layers * groups(problem, config)
+    return problem.layers * (1 + groups(problem, config))
 
 
-def refuse(problem: Problem, config: Config, *, most_clusters: int = 8) -> str | None:
+def refuse(problem: Problem, config: Config, *, most_clusters: int = 7) -> str | None:
     """Why the configuration cannot run the problem, or None. ``most_clusters``: of 16 blocks that run at once on the device."""
     if problem.cell not in CELLS:
         return f"no cell {problem.cell!r}"
@@ -82,6 +85,8 @@ def refuse(problem: Problem, config: Config, *, most_clusters: int = 8) -> str |
         return f"{problem.inputs} inputs: a multiple of 8 up to 512 fits the registers of a cluster"
     if problem.steps < 1 or problem.batch < 1 or problem.layers < 1:
         return "nothing to compute"
+    if problem.batch > MAX_BATCH:
+        return f"a batch of {problem.batch} exceeds {MAX_BATCH}, a projection's tile"
     if config.columns % 8 or not 8 <= config.columns <= 32:
         return "not a tile of this kernel"
     if clusters(problem, config) > most_clusters:
@@ -92,17 +97,18 @@ def refuse(problem: Problem, config: Config, *, most_clusters: int = 8) -> str |
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: the recurrence's h twice and its own part twice, or the projection's two input tiles."""
+    """Dynamic shared memory of a block: the recurrence's h twice and its own part twice, or the projection's ring of inputs."""
     chunks = max(-(-problem.inputs // 32), problem.ranks)
-    project = 2 * config.columns * (chunks * 64 + 64)
-    return max(project, 128 + (2 * problem.ranks + 2) * config.columns * 64)
+    project = INPUT_STAGES * -(-problem.batch // 8) * 8 * (chunks * 64 + 64)
+    return 128 + max(project, (2 * problem.ranks + 2) * config.columns * 64)
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """What to compile. Steps, batch and layers are parameters. ``checked``: a wait that never ends traps."""
+    """What to compile. Steps and layers are parameters. ``checked``: a wait that never ends traps."""
     defines = {
         "CELL": CELLS.index(problem.cell), "RANKS": problem.ranks, "INPUT_CHUNKS": -(-problem.inputs // 32),
-        "TILES": config.columns // 8, "HAS_INITIAL": int(problem.initial), "REVERSE": int(problem.reverse),
+        "TILES": config.columns // 8, "INPUT_TILES": -(-problem.batch // 8), "INPUT_STAGES": INPUT_STAGES,
+        "HAS_INITIAL": int(problem.initial), "REVERSE": int(problem.reverse),
     }  # fmt: skip
     options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
                *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
@@ -155,7 +161,7 @@ def workspace(problem: Problem, config: Config) -> dict[str, int]:
     return {
         "hidden": max(16, 2 * (problem.layers - 1) * outputs),
         "gates": 16 * problem.layers * outputs,
-        "progress": 4 * clusters(problem, config) * problem.ranks * 8,
+        "progress": 4 * clusters(problem, config) * problem.ranks,
     }
 
 
@@ -183,23 +189,20 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     columns = min(config.columns, problem.batch)
     tiles = -(-columns // 8)
     reads = 8 * problem.ranks * tiles * max(1.0, min(columns, 8) / 2)  # shared memory cycles for h
-    multiply = max(reads, 64 * problem.ranks * tiles / 4, 16 * tiles * 33)
+    multiply = max(reads, 64 * problem.ranks * tiles / 4, 8 * tiles * 33)
     exchange = problem.ranks * columns * 64 / 12  # bytes that come in, at what the network gives
-    step = multiply + exchange + tiles * 60 + 700
-    offset = steps_per_tile(problem, config) * step * 1.5 + 3000
-    return 12e-6 + (problem.steps * step + (problem.layers - 1) * offset) / CLOCK
-
-
-def steps_per_tile(problem: Problem, config: Config) -> int:
-    """Time steps that a projection handles at once."""
-    return max(1, 8 // min(problem.batch, config.columns)) if config.columns == 8 else 1
+    step = multiply + exchange + tiles * 60 + 900
+    project = 8 * problem.ranks * -(-problem.batch // 8) * min(problem.batch, 8) / 2 + 700
+    span = max(1, 8 // problem.batch)  # time steps that a projection handles at once
+    offset = span * step * 1.5 + 3000
+    return 12e-6 + (problem.steps * max(step, project / span) + (problem.layers - 1) * offset) / CLOCK
 
 
 def candidates(problem: Problem, device: Device, limit: int = 4) -> list[Config]:
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
     if refuse(problem, Config(8), most_clusters=1 << 30) is not None:
         return []
-    most = device.multiprocessors // 16 * (16 // problem.ranks)  # a cluster lies within 16 to 18 multiprocessors
+    most = (device.multiprocessors // 16 - 1) * (16 // problem.ranks)  # seven of 16 blocks run at once on an H200
     found = [
         (estimate(problem, Config(columns), device), Config(columns))
         for columns in (8, 16, 24, 32)

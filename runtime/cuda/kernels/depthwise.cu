@@ -6,13 +6,7 @@
 //
 // generated.cuh defines LANES, KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, TILE_H, TILE_W, MAX_THREADS, MIN_BLOCKS,
 // HAS_RESIDUAL, SQUEEZE (0 none, 1 partial sums, 2 finished means) and epilogue().
-#include "vectors.cuh"
-#include "generated.cuh"
-
-constexpr int TAPS = KERNEL_H * KERNEL_W;
-constexpr int ROWS = (TILE_H - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
-constexpr int COLUMNS = (TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
-constexpr bool WEIGHTS_IN_SHARED = TAPS > 9;
+#include "depthwise_core.cuh"
 
 struct Params {
     const u16* input;
@@ -26,14 +20,6 @@ struct Params {
     int block_vectors, strips_x, strips_y, tiles_x;
     float mean_scale;
 };
-
-typedef Packed<LANES> Vector;
-DEVICE Vector zeros() {
-    Vector v;
-    #pragma unroll
-    for (int i = 0; i < LANES / 2; i++) v.word[i] = 0u;
-    return v;
-}
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(const Params p) {
     extern __shared__ __align__(16) u8 shared[];
@@ -65,80 +51,30 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     if (vector < p.vectors) load_floats<LANES>(bias, p.bias + vector * LANES);
     grid_dependency_wait();
 
-    float acc[TILE_H][TILE_W][LANES];
-    #pragma unroll
-    for (int i = 0; i < TILE_H * TILE_W * LANES; i++) (&acc[0][0][0])[i] = 0.0f;
+    Tile acc;
     if (live) {
         const int top = out_y * STRIDE_H - p.pad_h, left = out_x * STRIDE_W - p.pad_w;
         const u16* image = p.input + ((long long)n * p.height * p.width * p.vectors + vector) * LANES;
-        #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            bool used = false;                     // with a dilation or a stride some rows meet no tap
-            #pragma unroll
-            for (int t = 0; t < TILE_H; t++)
-                used |= r >= t * STRIDE_H && (r - t * STRIDE_H) % DILATION_H == 0 && (r - t * STRIDE_H) / DILATION_H < KERNEL_H;
-            if (!used) continue;
-            const int y = top + r;
-            const bool row_inside = unsigned(y) < unsigned(p.height);
-            const u16* row = image + (long long)y * p.width * p.vectors * LANES;
-            Vector in[COLUMNS];
-            #pragma unroll
-            for (int c = 0; c < COLUMNS; c++) {
-                const int x = left + c;
-                in[c] = zeros();
-                if (row_inside && unsigned(x) < unsigned(p.width)) in[c] = load_packed<LANES>(row + x * p.vectors * LANES);
-            }
-            #pragma unroll
-            for (int pair = 0; pair < LANES / 2; pair++) {
-                float low[COLUMNS], high[COLUMNS];
+        accumulate(
+            acc,
+            [&](int r, Vector (&in)[COLUMNS]) {
+                const int y = top + r;
+                const u16* row = image + (long long)y * p.width * p.vectors * LANES;
                 #pragma unroll
                 for (int c = 0; c < COLUMNS; c++) {
-                    low[c] = low_float(in[c].word[pair]);
-                    high[c] = high_float(in[c].word[pair]);
+                    const int x = left + c;
+                    in[c] = zeros();
+                    if (unsigned(y) < unsigned(p.height) && unsigned(x) < unsigned(p.width))
+                        in[c] = load_packed<LANES>(row + x * p.vectors * LANES);
                 }
-                #pragma unroll
-                for (int t = 0; t < TILE_H; t++) {
-                    const int offset = r - t * STRIDE_H;
-                    if (offset < 0 || offset % DILATION_H || offset / DILATION_H >= KERNEL_H) continue;
-                    const int tap_h = offset / DILATION_H;
-                    #pragma unroll
-                    for (int s = 0; s < KERNEL_W; s++) {
-                        const int tap = tap_h * KERNEL_W + s;
-                        const u32 w = WEIGHTS_IN_SHARED ? shared_weights[tap * p.block_vectors + local].word[pair]
-                                                        : own_weights[WEIGHTS_IN_SHARED ? 0 : tap].word[pair];
-                        const float w0 = low_float(w), w1 = high_float(w);
-                        #pragma unroll
-                        for (int x = 0; x < TILE_W; x++) {
-                            const int c = x * STRIDE_W + s * DILATION_W;
-                            acc[t][x][2 * pair] = fmaf(low[c], w0, acc[t][x][2 * pair]);
-                            acc[t][x][2 * pair + 1] = fmaf(high[c], w1, acc[t][x][2 * pair + 1]);
-                        }
-                    }
-                }
-            }
-        }
+            },
+            [&](int tap) {
+                return WEIGHTS_IN_SHARED ? shared_weights[tap * p.block_vectors + local] : own_weights[WEIGHTS_IN_SHARED ? 0 : tap];
+            });
     }
-
     float sum[LANES];
-    #pragma unroll
-    for (int i = 0; i < LANES; i++) sum[i] = 0.0f;
-    #pragma unroll
-    for (int t = 0; t < TILE_H; t++) {
-        #pragma unroll
-        for (int x = 0; x < TILE_W; x++) {
-            if (!live || out_y + t >= p.out_h || out_x + x >= p.out_w) continue;
-            const long long at = ((((long long)n * p.out_h + out_y + t) * p.out_w + out_x + x) * p.vectors + vector) * LANES;
-            Vector r = zeros();
-            if (HAS_RESIDUAL) r = load_packed<LANES>(p.residual + at);
-            float y[LANES];
-            #pragma unroll
-            for (int i = 0; i < LANES; i++) {
-                y[i] = epilogue(acc[t][x][i], bias[i], element(r, i));
-                sum[i] += y[i];
-            }
-            store_packed(p.output + at, pack<LANES>(y));
-        }
-    }
+    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.vectors};
+    finish(target, acc, bias, sum, live, n, out_y, out_x, vector);
 
 #if SQUEEZE
     // The block's sums of each channel over its strips, in a fixed order.
@@ -160,24 +96,4 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
         }
     }
 #endif
-}
-
-struct FinishParams {
-    const float* sums;                             // [n][tiles][channels]
-    u16* means;                                    // [n][channels]
-    int tiles, channels;
-    float mean_scale;
-};
-
-// Adds the tiles' sums in order: fp32 -> 16-bit means.
-extern "C" __global__ void __launch_bounds__(128) squeeze_finish(const FinishParams p) {
-    grid_launch_dependents();
-    grid_dependency_wait();
-    const int channel = blockIdx.x * 128 + threadIdx.x, n = blockIdx.y;
-    if (channel >= p.channels) return;
-    const float* sums = p.sums + (long long)n * p.tiles * p.channels + channel;
-    float total = 0.0f;
-    #pragma unroll 8
-    for (int i = 0; i < p.tiles; i++) total += sums[(long long)i * p.channels];
-    p.means[(long long)n * p.channels + channel] = pack1(total * p.mean_scale);
 }

@@ -5,6 +5,9 @@
 // 4 * gate + unit. The warp's share of the matrix, 16 rows x K, lies in its registers as mma.sync fragments for the whole
 // launch. K is walked in chunks of 32: lane t of four takes elements 8 t .. 8 t + 7 of a chunk, which the packed weights know.
 //
+// Warps 0-7 multiply. Warp 8 stores results and raises flags: a release at device scope takes longer than the rest of a step. In a
+// projection warps 9-11 bring the inputs into a ring.
+//
 // Recurrence: h travels to all blocks of the cluster through distributed shared memory (st.async, counted by the receiver's
 // mbarrier); two buffers suffice, since a block sends step t + 1 only after it has received all of step t. Projection: runs ahead
 // of its recurrence, or behind that of the layer before, and passes gate values through global memory with release/acquire
@@ -12,13 +15,14 @@
 // are resident at once. Flags must be zero at the start: rnn_reset goes before.
 //
 // generated.cuh defines CELL (0 LSTM, 1 GRU), RANKS (hidden size / 32), INPUT_CHUNKS (input size / 32, rounded up), TILES (columns of a
-// cluster's batch part / 8), HAS_INITIAL and REVERSE.
+// recurrence's part of the batch / 8), INPUT_TILES (of the whole batch, which a projection takes), INPUT_STAGES, HAS_INITIAL and REVERSE.
 #include "ptx.cuh"
 #include "generated.cuh"
 
 constexpr int HIDDEN = RANKS * 32;
-constexpr int COLUMNS = TILES * 8;
-constexpr int CHAINS = TILES == 1 ? 4 : 2;         // independent accumulators that hide mma's latency
+constexpr int COLUMNS = TILES * 8, INPUT_COLUMNS = INPUT_TILES * 8;
+constexpr int CHAINS = 4;                          // independent accumulators that hide mma's latency
+constexpr int COMPUTE = 256, THREADS = 384, FETCHERS = 96;
 constexpr u32 HIDDEN_BYTES = RANKS * COLUMNS * 64; // [rank][column][32 units]
 
 struct Params {
@@ -32,8 +36,8 @@ struct Params {
     u16* final_h;                                  // [layer][batch][unit]
     u16* final_c;
     float4* gates;                                 // [layer][steps][rank][batch][unit of 32]
-    u32* progress;                                 // [cluster][rank][warp]
-    int steps, batch, inputs, layers, groups;      // groups: parts of the batch, one set of clusters each
+    u32* progress;                                 // [cluster][rank]: finished steps
+    int steps, batch, inputs, layers, groups;      // groups: parts of the batch, a recurrence cluster each
 };
 
 DEVICE u32 load_acquire(const u32* at) {
@@ -43,9 +47,6 @@ DEVICE u32 load_acquire(const u32* at) {
 }
 DEVICE void store_release(u32* at, u32 value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-DEVICE void add_release(u32* at, u32 value) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 DEVICE void spin_guard(int tries) {
 #ifdef BARRIER_TRAP
@@ -96,6 +97,7 @@ DEVICE float tangent(float x) {                    // within 1e-7, for any x
 struct Place {                                     // of this thread
     int layer, kind, group, rank, warp, lane, row, quad;
     int first, count;                              // its cluster's part of the batch
+    u32* flag;                                     // its block's
     int unit, pick;                                // hidden unit within the block; which of two columns it takes
 };
 
@@ -138,103 +140,103 @@ DEVICE void multiply(float4& gates, const uint4 (&w)[2 * CHUNKS], u32 operand, u
     gates = at.pick ? make_float4(x, acc[0][1], y, acc[0][3]) : make_float4(acc[0][0], x, acc[0][2], y);
 }
 
-DEVICE int steps_per_tile(int count) { return TILES == 1 ? 8 / count : 1; }       // a projection's tile takes several time steps
-
-DEVICE long long gate_index(const Params& p, const Place& at, int step, int n) {
-    return ((((long long)at.layer * p.steps + step) * RANKS + at.rank) * p.batch + at.first + n) * 32 + at.unit;
+// The flags of a layer's projection, and of the first of its recurrences.
+DEVICE u32* flags_of(const Params& p, int layer, int kind) {
+    return p.progress + (layer * (1 + p.groups) + kind) * RANKS;
 }
 
-template <int CHUNKS> DEVICE void project(const Params& p, const Place& at, u32 base, int* known_steps) {
-    constexpr u32 PITCH = CHUNKS * 64 + (CHUNKS % 2 ? 0 : 64);      // odd multiples of 64 bytes: no bank conflicts
+DEVICE long long gate_index(const Params& p, const Place& at, int step, int n) {       // n counts from the batch's first
+    return ((((long long)at.layer * p.steps + step) * RANKS + at.rank) * p.batch + n) * 32 + at.unit;
+}
+
+// ---- projection ------------------------------------------------------------------------------------------------------------------
+
+// A tile of a small batch takes several time steps: column c is entry c % batch of step c / batch.
+struct Tiling {
+    int span, tiles, columns;
+};
+DEVICE Tiling tiling(const Params& p) {
+    const int span = INPUT_TILES == 1 ? 8 / p.batch : 1;
+    return {span, (p.steps + span - 1) / span, span * p.batch};
+}
+template <int CHUNKS> constexpr u32 PITCH_OF = CHUNKS * 64 + (CHUNKS % 2 ? 0 : 64);    // odd multiples of 64 bytes: no bank conflicts
+
+// base: full barriers, then empty ones; the ring at base + 128.
+template <int CHUNKS> DEVICE void project(const Params& p, const Place& at, u32 base) {
+    constexpr u32 PITCH = PITCH_OF<CHUNKS>;
     uint4 w[2 * CHUNKS];
     load_weights<CHUNKS>(w, p, at);
     const float4 bias = __ldg(p.bias + at.layer * HIDDEN + at.rank * 32 + at.unit);
     grid_dependency_wait();
-    const int span = steps_per_tile(at.count), tiles = (p.steps + span - 1) / span, columns = span * at.count;
-    const int width = at.layer == 0 ? p.inputs : HIDDEN;
-    const u16* input = at.layer == 0 ? p.input : p.hidden + (long long)(at.layer - 1) * p.steps * p.batch * HIDDEN;
-    const int writers = min(8, (at.count * 4 + 31) / 32);           // warps of a recurrence block that store h
-    const u32* before = p.progress + ((at.layer * 2 - 1) * p.groups + at.group) * RANKS * 8;
-    u32* flag = p.progress + (((at.layer * 2) * p.groups + at.group) * RANKS + at.rank) * 8 + at.warp;
-    int known = at.layer == 0 ? p.steps : 0;       // steps that the layer before has finished
-
-    auto ready = [&](int tile, bool wait) {        // the same answer in all threads
-        const int need = min(p.steps, (tile + 1) * span);
-        if (known >= need) return true;
-        __syncthreads();
-        if (at.warp == 0) {
-            int least = 0;
-            for (int tries = 0; ; tries++) {
-                u32 done = 0x7fffffffu;
-                if (at.lane < RANKS) done = load_acquire(before + at.lane * 8) / writers;
-                least = int(__reduce_min_sync(0xffffffffu, done));
-                if (least >= need || !wait) break;
-                spin_guard(tries);
-            }
-            if (at.lane == 0) *known_steps = least;
-        }
-        __syncthreads();
-        known = *known_steps;
-        return known >= need;
-    };
-    auto fetch = [&](int tile) {
-        for (int i = threadIdx.x; i < columns * CHUNKS * 4; i += 256) {
-            const int column = i / (CHUNKS * 4), k = i % (CHUNKS * 4) * 8, step = tile * span + column / at.count;
-            const int position = REVERSE ? p.steps - 1 - step : step;
-            const bool inside = step < p.steps && k < width;
-            const u16* from = input + ((long long)position * p.batch + at.first + column % at.count) * width + k;
-            copy_async(base + (tile % 2) * COLUMNS * PITCH + column * PITCH + k * 2, inside ? from : input, inside ? 16 : 0);
-        }
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    };
-
-    int fetched = 0;
-    for (int tile = 0; tile < tiles; tile++) {
-        if (fetched == tile) {
-            ready(tile, true);
-            fetch(tile);
-            fetched++;
-        }
-        if (tile + 1 < tiles && ready(tile + 1, false)) {
-            fetch(tile + 1);
-            fetched++;
-            asm volatile("cp.async.wait_group 1;" ::: "memory");
-        } else {
-            asm volatile("cp.async.wait_group 0;" ::: "memory");
-        }
-        __syncthreads();
+    const Tiling t = tiling(p);
+    for (int tile = 0, stage = 0, parity = 0; tile < t.tiles; tile++) {
+        barrier_wait(base + 8 * stage, parity);
         #pragma unroll
-        for (int i = 0; i < TILES; i++) {
+        for (int i = 0; i < INPUT_TILES; i++) {
             float4 g;
-            multiply<CHUNKS>(g, w, base + (tile % 2) * COLUMNS * PITCH, PITCH, 64, i, columns, at);
-            const int column = i * 8 + at.quad * 2 + at.pick, step = tile * span + column / at.count;
-            if (column < columns && step < p.steps)
-                p.gates[gate_index(p, at, step, column % at.count)] =
+            multiply<CHUNKS>(g, w, base + 128 + stage * INPUT_COLUMNS * PITCH, PITCH, 64, i, t.columns, at);
+            const int column = i * 8 + at.quad * 2 + at.pick, step = tile * t.span + column / p.batch;
+            if (column < t.columns && step < p.steps)
+                p.gates[gate_index(p, at, step, column % p.batch)] =
                     make_float4(g.x + bias.x, g.y + bias.y, g.z + bias.z, g.w + bias.w);
         }
         __syncwarp();
-        if (at.lane == 0) store_release(flag, min(p.steps, (tile + 1) * span));
-        __syncthreads();                           // the buffer has been read
+        if (at.lane == 0) barrier_arrive(base + 64 + 8 * stage);
+        named_barrier(1, COMPUTE + 32);            // all gates are stored: the publisher raises the flag
+        if (++stage == INPUT_STAGES) stage = 0, parity ^= 1;
     }
 }
 
+template <int CHUNKS> DEVICE void fetch_inputs(const Params& p, const Place& at, u32 base) {
+    constexpr u32 PITCH = PITCH_OF<CHUNKS>;
+    grid_dependency_wait();
+    const Tiling t = tiling(p);
+    const int width = at.layer == 0 ? p.inputs : HIDDEN, own = threadIdx.x - COMPUTE - 32;
+    const u16* input = at.layer == 0 ? p.input : p.hidden + (long long)(at.layer - 1) * p.steps * p.batch * HIDDEN;
+    const u32* before = flags_of(p, at.layer - 1, 1);
+    int known = at.layer == 0 ? p.steps : 0;       // steps that the layer before has finished
+    for (int tile = 0, stage = 0, parity = 1; tile < t.tiles; tile++) {
+        if (tile >= INPUT_STAGES) barrier_wait(base + 64 + 8 * stage, parity);
+        const int need = min(p.steps, (tile + 1) * t.span);
+        for (int tries = 0; known < need; tries++) {
+            u32 least = 0x7fffffffu;
+            for (int i = at.lane; i < RANKS * p.groups; i += 32) least = min(least, load_acquire(before + i));
+            known = int(__reduce_min_sync(0xffffffffu, least));
+            spin_guard(tries);
+        }
+        __syncwarp();
+        for (int i = own; i < t.columns * CHUNKS * 4; i += FETCHERS) {
+            const int column = i / (CHUNKS * 4), k = i % (CHUNKS * 4) * 8, step = tile * t.span + column / p.batch;
+            const int position = REVERSE ? p.steps - 1 - step : step;
+            const bool inside = step < p.steps && k < width;
+            const u16* from = input + ((long long)position * p.batch + column % p.batch) * width + k;
+            copy_async(base + 128 + (stage * INPUT_COLUMNS + column) * PITCH + k * 2, inside ? from : input, inside ? 16 : 0);
+        }
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(base + 8 * stage) : "memory");
+        if (++stage == INPUT_STAGES) stage = 0, parity ^= 1;
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+DEVICE void publish_projection(const Params& p, const Place& at) {
+    grid_dependency_wait();
+    const Tiling t = tiling(p);
+    for (int tile = 0; tile < t.tiles; tile++) {
+        named_barrier(1, COMPUTE + 32);
+        if (at.lane == 0) store_release(at.flag, min(p.steps, (tile + 1) * t.span));
+        __syncwarp();
+    }
+}
+
+// ---- recurrence ------------------------------------------------------------------------------------------------------------------
+
+// base: two barriers; h at base + 128, then this block's own part of it, twice each.
 DEVICE void recur(const Params& p, const Place& at, u32 base) {
     const u32 full = base, hidden = base + 128, staging = hidden + 2 * HIDDEN_BYTES;
     uint4 w[2 * RANKS];
     load_weights<RANKS>(w, p, at);
-    if (threadIdx.x == 0) {
-        barrier_init(full, 1);
-        barrier_init(full + 8, 1);
-        barrier_init_fence();
-        barrier_expect(full, RANKS * at.count * 64);
-        barrier_expect(full + 8, RANKS * at.count * 64);
-    }
-    __syncthreads();
-    cluster_arrive();
     grid_dependency_wait();
-    const u32* flag = p.progress + (((at.layer * 2) * p.groups + at.group) * RANKS + at.rank) * 8 + at.warp;
-    u32* done = p.progress + (((at.layer * 2 + 1) * p.groups + at.group) * RANKS + at.rank) * 8;
-    u16* output = at.layer + 1 == p.layers ? p.output : p.hidden + (long long)at.layer * p.steps * p.batch * HIDDEN;
+    const u32* flag = flags_of(p, at.layer, 0) + at.rank;
     const long long state = ((long long)at.layer * p.batch + at.first) * HIDDEN;       // of this cluster in the states' arrays
     float c[TILES], h[TILES];
     #pragma unroll
@@ -247,14 +249,13 @@ DEVICE void recur(const Params& p, const Place& at, u32 base) {
             if (CELL == 0) c[i] = unpack1(p.initial_c[from]);
         }
     }
-    for (int i = threadIdx.x; i < RANKS * at.count * 4; i += 256) {
+    for (int i = threadIdx.x; i < RANKS * at.count * 4; i += COMPUTE) {
         const int quarter = i % 4, n = i / 4 % at.count, rank = i / 4 / at.count;
         uint4 v = make_uint4(0u, 0u, 0u, 0u);
         if (HAS_INITIAL) v = *reinterpret_cast<const uint4*>(p.initial_h + state + (long long)n * HIDDEN + rank * 32 + quarter * 8);
         shared_words_store(hidden + (rank * COLUMNS + n) * 64 + quarter * 16, v);
     }
-    __syncthreads();
-    cluster_wait();                                // the peers' barriers are set up
+    named_barrier(2, COMPUTE);
 
     u32 known = 0;
     float4 in[TILES];
@@ -273,7 +274,7 @@ DEVICE void recur(const Params& p, const Place& at, u32 base) {
         for (int i = 0; i < TILES; i++) {
             const int n = i * 8 + at.quad * 2 + at.pick;
             in[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (n < at.count) in[i] = __ldcg(p.gates + gate_index(p, at, step, n));
+            if (n < at.count) in[i] = __ldcg(p.gates + gate_index(p, at, step, at.first + n));
         }
     };
     fetch(0);
@@ -299,25 +300,16 @@ DEVICE void recur(const Params& p, const Place& at, u32 base) {
             const int n = i * 8 + at.quad * 2 + at.pick;
             if (n < at.count) shared_half(own + n * 64 + at.unit * 2, pack1(h[i]));
         }
-        __syncthreads();
+        named_barrier(1, COMPUTE + 32);            // with the publisher
         if (step + 1 < p.steps) {
-            const u32 target = hidden + (buffer ^ 1) * HIDDEN_BYTES + at.rank * COLUMNS * 64;
-            for (int i = threadIdx.x; i < at.count * 4 * RANKS; i += 256) {
-                const int peer = i % RANKS, piece = i / RANKS;
+            // Neighbouring lanes send neighbouring pieces to one peer; peers are begun with in turn.
+            const u32 target = hidden + (buffer ^ 1) * HIDDEN_BYTES + at.rank * COLUMNS * 64, pieces = at.count * 4;
+            for (u32 i = threadIdx.x; i < pieces * RANKS; i += COMPUTE) {
+                const u32 peer = (i / pieces + at.rank) % RANKS, piece = i % pieces;
                 send(cluster_map(target + piece * 16, peer), cluster_map(full + 8 * (buffer ^ 1), peer), shared_words(own + piece * 16));
             }
+            fetch(step + 1);
         }
-        const int position = REVERSE ? p.steps - 1 - step : step;
-        if (at.warp * 32 < at.count * 4) {
-            if (threadIdx.x < at.count * 4) {
-                const int n = threadIdx.x / 4, quarter = threadIdx.x % 4;
-                *reinterpret_cast<uint4*>(output + ((long long)position * p.batch + at.first + n) * HIDDEN + at.rank * 32 + quarter * 8) =
-                    shared_words(own + threadIdx.x * 16);
-            }
-            __syncwarp();
-            if (at.layer + 1 < p.layers && at.lane == 0) add_release(done, 1);
-        }
-        if (step + 1 < p.steps) fetch(step + 1);
     }
     #pragma unroll
     for (int i = 0; i < TILES; i++) {
@@ -330,31 +322,81 @@ DEVICE void recur(const Params& p, const Place& at, u32 base) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) rnn_sm90(const __grid_constant__ Params p) {
+DEVICE void publish_recurrence(const Params& p, const Place& at, u32 base) {
+    const u32 staging = base + 128 + 2 * HIDDEN_BYTES;
+    u16* output = at.layer + 1 == p.layers ? p.output : p.hidden + (long long)at.layer * p.steps * p.batch * HIDDEN;
+    grid_dependency_wait();
+    for (int step = 0; step < p.steps; step++) {
+        named_barrier(1, COMPUTE + 32);
+        const int position = REVERSE ? p.steps - 1 - step : step;
+        for (int i = at.lane; i < at.count * 4; i += 32)
+            *reinterpret_cast<uint4*>(output + ((long long)position * p.batch + at.first + i / 4) * HIDDEN + at.rank * 32 + i % 4 * 8) =
+                shared_words(staging + (step & 1) * COLUMNS * 64 + i * 16);
+        __syncwarp();
+        if (at.layer + 1 < p.layers && at.lane == 0) store_release(at.flag, step + 1);
+        __syncwarp();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
-    __shared__ int known_steps;
     grid_launch_dependents();
+    // Clusters, layer by layer: the projection, then the recurrences of the batch's parts.
     Place at;
     const int cluster = blockIdx.x / RANKS;
     at.rank = blockIdx.x % RANKS;
-    at.layer = cluster / (2 * p.groups);
-    at.kind = cluster / p.groups % 2;
-    at.group = cluster % p.groups;
+    at.layer = cluster / (1 + p.groups);
+    at.group = cluster % (1 + p.groups) - 1;
+    at.kind = at.group >= 0;
     at.warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     at.lane = threadIdx.x % 32;
     at.row = at.lane / 4;
     at.quad = at.lane % 4;
-    at.unit = at.warp * 4 + at.row % 4;
+    at.unit = at.warp % 8 * 4 + at.row % 4;
     at.pick = at.row / 4;
-    at.first = at.group * COLUMNS;
+    at.first = at.kind ? at.group * COLUMNS : 0;
     at.count = min(COLUMNS, p.batch - at.first);
+    at.flag = flags_of(p, at.layer, 0) + (at.group + 1) * RANKS + at.rank;
     const u32 base = smem_address(shared);
-    if (at.kind == 1)
-        recur(p, at, base);
-    else if (at.layer == 0)
-        project<INPUT_CHUNKS>(p, at, base, &known_steps);
-    else
-        project<RANKS>(p, at, base, &known_steps);
+    if (threadIdx.x == 0) {
+        if (at.kind) {
+            for (int i = 0; i < 2; i++) {
+                barrier_init(base + 8 * i, 1);
+                barrier_expect(base + 8 * i, RANKS * at.count * 64);
+            }
+        } else {
+            for (int i = 0; i < INPUT_STAGES; i++) {
+                barrier_init(base + 8 * i, FETCHERS);
+                barrier_init(base + 64 + 8 * i, COMPUTE / 32);
+            }
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    cluster_arrive();
+    cluster_wait();                                // the peers run, and their barriers are set up
+    if (at.warp < COMPUTE / 32) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        if (at.kind)
+            recur(p, at, base);
+        else if (at.layer == 0)
+            project<INPUT_CHUNKS>(p, at, base);
+        else
+            project<RANKS>(p, at, base);
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        if (at.warp == COMPUTE / 32) {
+            if (at.kind)
+                publish_recurrence(p, at, base);
+            else
+                publish_projection(p, at);
+        } else if (!at.kind) {
+            if (at.layer == 0)
+                fetch_inputs<INPUT_CHUNKS>(p, at, base);
+            else
+                fetch_inputs<RANKS>(p, at, base);
+        }
+    }
 }
 
 struct ResetParams {

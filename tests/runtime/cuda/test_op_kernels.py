@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from optdnn.errors import MissingDependency
-from optdnn.runtime.cuda import attention, conv_cost, depthwise, group_norm, nvrtc, rnn, rows
+from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, group_norm, nvrtc, rnn, rows
 from optdnn.runtime.cuda.conv import Source
 from optdnn.runtime.cuda.describe import Description
 
@@ -37,6 +37,8 @@ SQUEEZED = depthwise.Problem(
 PROBLEMS: dict[str, tuple[Any, Any]] = {
     "depthwise 3x3": (depthwise, depthwise.Problem(128, Source(56, 56, 144, (3, 3), (1, 1), (1, 1, 1, 1)))),
     "depthwise 5x5, squeeze": (depthwise, SQUEEZED),
+    "depthwise by TMA": (depthwise_tma, depthwise.Problem(128, Source(56, 56, 144, (3, 3), (1, 1), (1, 1, 1, 1)))),
+    "depthwise by TMA, squeeze": (depthwise_tma, SQUEEZED),
     "layer norm": (rows, rows.Problem("layer_norm", 4096, 768, add=True, sum=True)),
     "rms norm": (rows, rows.Problem("rms_norm", 64, 4096, "bfloat16", bias=False)),
     "softmax of odd rows": (rows, rows.Problem("softmax", 2364, 197)),
@@ -89,9 +91,12 @@ def test_parameter_blocks_have_the_kernels_layout() -> None:
     fields = {"input": "input", "output": "output", "weights": "weights", "bias": "bias"}
     squeeze = {1: {"sums": "sums"}, 2: {"means": "means"}}[depthwise.squeeze_mode(SQUEEZED, config)]
     compile_with(recipe, layout_checks("Params", depthwise.describe(SQUEEZED, config), fields | squeeze))
-    compile_with(
-        recipe, layout_checks("FinishParams", depthwise.describe_squeeze(SQUEEZED, config), {"means": "means"})
-    )
+    finish = depthwise.squeeze_recipe(SQUEEZED)
+    compile_with(finish, layout_checks("FinishParams", depthwise.describe_squeeze(SQUEEZED, 7), {"means": "means"}))
+    config = depthwise_tma.candidates(SQUEEZED, DEVICE)[0]
+    squeeze = {1: {"sums": "sums"}, 2: {"means": "means"}}[depthwise_tma.squeeze_mode(SQUEEZED, config)]
+    description = depthwise_tma.describe(SQUEEZED, config)
+    compile_with(depthwise_tma.recipe(SQUEEZED, config), layout_checks("Params", description, fields | squeeze))
 
     problem: Any = rows.Problem("layer_norm", 5, 768, add=True, sum=True)
     config = rows.candidates(problem, DEVICE)[0]

@@ -11,7 +11,7 @@ import pytest
 from support.conv_cases import same
 
 from optdnn.errors import InternalError
-from optdnn.runtime.cuda import attention, conv_cost, depthwise, describe, group_norm, rnn, rows
+from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, describe, group_norm, rnn, rows
 from optdnn.runtime.cuda.conv import Source
 
 DEVICE = conv_cost.h200()
@@ -108,10 +108,51 @@ def test_a_squeeze_is_finished_by_one_block_or_by_a_second_launch() -> None:
     assert depthwise.tiles(problem, small) == (1, 1, 7)
     assert depthwise.squeeze_mode(problem, small) == 1
     assert depthwise.describe(problem, small).operands[-1] == "sums"
-    assert depthwise.describe_squeeze(problem, small).operands == ("sums", "means")
+    assert depthwise.describe_squeeze(problem, 7).operands == ("sums", "means")
     assert depthwise.squeeze_mode(problem, whole) == 2
     assert depthwise.describe(problem, whole).operands[-1] == "means"
     assert depthwise.squeeze_mode(D, small) == 0
+
+
+T = depthwise_tma.Config(2, 4, 8, 4, 4, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (depthwise.Problem(4, same(14, 14, 60)), T, "60 channels"),
+        (D, replace(T, vectors=40, strips_x=1, strips_y=4), "320 channels are no TMA box"),
+        (depthwise.Problem(4, same(14, 14, 64, (9, 9))), T, "too many taps"),
+        (D, replace(T, strips_y=12), "not a tile"),
+        (depthwise.Problem(4, same(99, 99, 64, (7, 7), dilation=(3, 3))), T, "input vectors"),
+        (depthwise.Problem(4, same(999, 999, 64)), replace(T, vectors=1, strips_x=128, strips_y=1), "patch exceeds"),
+        (D, replace(T, stages=9), "9 stages"),
+        (depthwise.Problem(4, same(64, 64, 64, (7, 7), stride=2)), replace(T, stages=8), "shared memory exceed"),
+        (D, replace(T, stages=3, blocks=5), "that many blocks"),
+        (D, replace(T, blocks=4), "registers a thread"),
+        (replace(D, batch=1 << 30), T, "more tiles"),
+    ],
+)
+def test_depthwise_by_tma_refuses(problem: depthwise.Problem, config: depthwise_tma.Config, reason: str) -> None:
+    assert depthwise_tma.refuse(D, T) is None
+    assert reason in (depthwise_tma.refuse(problem, config) or "")
+
+
+@pytest.mark.parametrize("source", [same(56, 56, 144), Source(57, 30, 96, (5, 3), (2, 1), (2, 1, 2, 1), (1, 2))])
+def test_depthwise_patches_hold_what_their_tiles_read(source: Source) -> None:
+    problem = depthwise.Problem(64, source)
+    (sh, sw), (dh, dw), (kh, kw) = source.stride, source.dilation, source.kernel
+    for config in depthwise_tma.candidates(problem, DEVICE):
+        last = (
+            (config.strips_y * config.tile_h - 1) * sh + (kh - 1) * dh,
+            (config.strips_x * config.tile_w - 1) * sw + (kw - 1) * dw,
+        )
+        made = depthwise_tma.describe(problem, config)
+        assert made.maps[0].box == (config.vectors * config.lanes, last[1] + 1, last[0] + 1, 1)
+        slabs, x, y = depthwise_tma.tiles(problem, config)
+        assert slabs * config.vectors * config.lanes >= problem.channels
+        assert made.grid[0] % slabs == 0
+        assert made.grid[0] <= slabs * x * y * problem.batch
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------------------
@@ -331,8 +372,9 @@ L = rnn.Problem("lstm", 128, 32, 512, 512, 2)
         (replace(L, hidden=1024), rnn.Config(16), "1024 hidden units"),
         (replace(L, inputs=100), rnn.Config(16), "100 inputs"),
         (replace(L, steps=0), rnn.Config(16), "nothing to compute"),
+        (replace(L, batch=33), rnn.Config(16), "a batch of 33"),
         (L, rnn.Config(12), "not a tile"),
-        (L, rnn.Config(8), "16 clusters would not run at once"),
+        (L, rnn.Config(8), "10 clusters would not run at once"),
         (replace(L, steps=1 << 17), rnn.Config(16), "more elements"),
     ],
 )
@@ -341,9 +383,9 @@ def test_rnn_refuses(problem: rnn.Problem, config: rnn.Config, reason: str) -> N
     assert reason in (rnn.refuse(problem, config) or "")
 
 
-def test_rnn_launches_two_clusters_per_layer_and_part_of_the_batch() -> None:
+def test_a_layer_is_one_projection_and_a_recurrence_per_part_of_the_batch() -> None:
     made = rnn.describe(L, rnn.Config(16))
-    assert (made.grid, made.cluster, made.block) == ((2 * 2 * 2 * 16, 1, 1), 16, 256)
+    assert (made.grid, made.cluster, made.block) == ((2 * (1 + 2) * 16, 1, 1), 16, 384)
     assert rnn.workspace(L, rnn.Config(16))["gates"] == 16 * 2 * 128 * 32 * 512
     assert rnn.candidates(replace(L, inputs=513), DEVICE) == []
     assert rnn.Config(8) not in rnn.candidates(L, DEVICE)

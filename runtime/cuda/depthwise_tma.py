@@ -1,0 +1,204 @@
+"""Plans of the depthwise convolution that TMA feeds (``kernels/depthwise_sm90.cu``): for large batches on Hopper.
+
+Problems and operands are those of :mod:`optdnn.runtime.cuda.depthwise`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optdnn.runtime.cuda import depthwise, render
+from optdnn.runtime.cuda.depthwise import CLOCK, MEMORY, Problem
+from optdnn.runtime.cuda.describe import Description, ParameterBlock
+from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.nvrtc import Recipe
+
+_HEAD_BYTES = 128
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """A thread's ``tile_h`` x ``tile_w`` output pixels of ``lanes`` channels; a tile's ``vectors`` x ``strips_x`` x ``strips_y``
+    threads; ``stages`` patches in flight; ``blocks`` per multiprocessor that registers must allow."""
+
+    tile_h: int
+    tile_w: int
+    vectors: int
+    strips_x: int
+    strips_y: int
+    lanes: int
+    stages: int
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        """The convolving warps and the loading one."""
+        return -(-self.vectors * self.strips_x * self.strips_y // 32) * 32 + 32
+
+    def __str__(self) -> str:
+        strips = f"{self.strips_x}x{self.strips_y}"
+        return f"dwt{self.tile_h}x{self.tile_w}l{self.lanes}v{self.vectors}s{strips}r{self.stages}b{self.blocks}"
+
+
+def tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Slabs of channels, and tiles along columns and rows."""
+    out_h, out_w = problem.out_size
+    return (
+        -(-problem.channels // config.lanes // config.vectors),
+        -(-out_w // (config.tile_w * config.strips_x)),
+        -(-out_h // (config.tile_h * config.strips_y)),
+    )
+
+
+def patch(problem: Problem, config: Config) -> tuple[int, int]:
+    """Rows and columns of a tile's input patch."""
+    s = problem.source
+    return (
+        (config.strips_y * config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1,
+        (config.strips_x * config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1,
+    )
+
+
+def squeeze_mode(problem: Problem, config: Config) -> int:
+    """As :func:`optdnn.runtime.cuda.depthwise.squeeze_mode`."""
+    if not problem.squeeze:
+        return 0
+    return 2 if tiles(problem, config)[1:] == (1, 1) else 1
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block: barriers, the ring, weights of large filters, the squeeze's sums."""
+    channels, taps = config.vectors * config.lanes, math.prod(problem.source.kernel)
+    ring = config.stages * (-(-math.prod(patch(problem, config)) * channels * 2 // 128) * 128)
+    sums = config.strips_x * config.strips_y * channels * 4 if problem.squeeze else 0
+    return _HEAD_BYTES + ring + (taps * channels * 2 if taps > 9 else 0) + sums
+
+
+def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    s = problem.source
+    if problem.channels % 8 or config.lanes not in (4, 8):
+        return f"{problem.channels} channels are not a multiple of 8"
+    if config.vectors * config.lanes % 8 or config.vectors * config.lanes > 256:
+        return f"{config.vectors * config.lanes} channels are no TMA box"
+    if math.prod(s.kernel) > depthwise.MAX_TAPS or min(problem.out_size) < 1:
+        return "too many taps, or an empty output"
+    if not 64 <= config.threads <= 288 or config.tile_h * config.tile_w * config.lanes > 64:
+        return "not a tile of this kernel"
+    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
+    if columns * config.lanes > 128:
+        return f"a row of {columns} input vectors does not fit the registers"
+    if max(patch(problem, config)) > 256:
+        return "the patch exceeds a TMA box"
+    if not 2 <= config.stages <= 8:
+        return f"{config.stages} stages"
+    if (needed := shared_bytes(problem, config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
+        return "shared memory does not allow that many blocks per multiprocessor"
+    limit = min(255, 512 // -(-(config.threads // 32) * config.blocks // 4) // 8 * 8)
+    if registers(problem, config) * 0.9 > limit:
+        return f"about {registers(problem, config)} registers a thread exceed {limit}"
+    if math.prod(tiles(problem, config)) * problem.batch >= 1 << 31:
+        return "more tiles than the kernel counts"
+    return None
+
+
+def registers(problem: Problem, config: Config) -> int:
+    """About what a thread needs: accumulators, weights of small filters, a row of vectors and its conversion."""
+    s, taps = problem.source, math.prod(problem.source.kernel)
+    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
+    weights = taps * config.lanes // 2 if taps <= 9 else 8
+    return int(config.tile_h * config.tile_w * config.lanes + weights + columns * config.lanes * 0.75 + 30)
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+    """What to compile. Sizes of tensors are parameters. ``checked``: a wait that never ends traps."""
+    s = problem.source
+    defines = {
+        "LANES": config.lanes, "KERNEL_H": s.kernel[0], "KERNEL_W": s.kernel[1], "STRIDE_H": s.stride[0],
+        "STRIDE_W": s.stride[1], "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "TILE_H": config.tile_h,
+        "TILE_W": config.tile_w, "VECTORS": config.vectors, "STRIPS_X": config.strips_x, "STRIPS_Y": config.strips_y,
+        "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "HAS_RESIDUAL": int(problem.residual),
+        "SQUEEZE": squeeze_mode(problem, config),
+    }  # fmt: skip
+    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
+    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
+               *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
+    return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, options)
+
+
+def describe(problem: Problem, config: Config, multiprocessors: int = 132) -> Description:
+    """The launch: a grid that fills ``multiprocessors``. Operands as of :func:`optdnn.runtime.cuda.depthwise.describe`."""
+    s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
+    slabs, tiles_x, tiles_y = tiles(problem, config)
+    count = tiles_x * tiles_y * problem.batch
+    row, item = s.width * problem.channels * 2, problem.channels * 2
+    box_h, box_w = patch(problem, config)
+    shape = (problem.channels, s.width, s.height, problem.batch)
+    block = ParameterBlock()
+    block.tensor_map("input", problem.dtype, shape, (item, row, s.height * row),
+                     (config.vectors * config.lanes, box_w, box_h, 1), 0)  # fmt: skip
+    block.pointer("output").pointer("weights").pointer("bias").pointer("residual" if problem.residual else None)
+    block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
+    block.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
+    block.i32(slabs, tiles_x, tiles_x * tiles_y, count).f32(1.0 / (out_h * out_w))
+    shared = shared_bytes(problem, config)
+    per_slab = max(1, min(count, multiprocessors * resident(problem, config) // slabs))
+    return block.describe("depthwise_sm90", (per_slab * slabs, 1, 1), config.threads, shared=shared)
+
+
+def resident(problem: Problem, config: Config) -> int:
+    """Blocks per multiprocessor."""
+    return max(1, min(config.blocks, 233472 // (shared_bytes(problem, config) + 1024)))
+
+
+def estimate(problem: Problem, config: Config, device: Device) -> float:
+    """Predicted seconds of one dependent launch."""
+    s = problem.source
+    slabs, tiles_x, tiles_y = tiles(problem, config)
+    count, blocks = tiles_x * tiles_y * problem.batch, device.multiprocessors * resident(problem, config)
+    outputs, taps, lanes = config.tile_h * config.tile_w, math.prod(s.kernel), config.lanes
+    rows = (config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
+    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
+    # Instructions of a thread and tile: multiply-adds, conversions, shared loads, the epilogue with its store.
+    work = outputs * taps * lanes + 1.3 * rows * columns * (lanes + 1) + config.tile_h * taps * (lanes + 1)
+    work += outputs * (6 * lanes + 6) + 60
+    per_block = -(-count // max(1, blocks // slabs))
+    warps = (config.threads // 32 - 1) * resident(problem, config)  # few of them leave issue slots empty
+    tile = config.threads * work / 128 / min(0.8, 0.35 + 0.03 * warps)
+    compute = (per_block * tile * resident(problem, config) + 1500) / CLOCK
+    box = math.prod(patch(problem, config)) * config.vectors * lanes * 2
+    l2 = slabs * count * (box + config.threads * outputs * lanes * 2) / 5.0e12
+    in_flight = min(1.0, (config.stages - 1) * box * resident(problem, config) / 40000)
+    return 2.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight))
+
+
+def candidates(problem: Problem, device: Device, limit: int = 8) -> list[Config]:
+    """The configurations to time, best predicted first; at most two of one thread tile."""
+    if problem.channels % 8:
+        return []
+    out_h, out_w = problem.out_size
+    found: list[tuple[float, Config]] = []
+    for lanes in (8, 4):
+        vectors = problem.channels // lanes
+        widths = [v for v in range(32 // lanes, 256 // lanes + 1) if vectors % v == 0] or [min(vectors, 64 // lanes)]
+        for tile_h, tile_w in ((1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (4, 4), (2, 7), (1, 7), (2, 8)):
+            wide, high = -(-out_w // tile_w), -(-out_h // tile_h)
+            for v in widths:
+                for strips_x in sorted({min(wide, 32), -(-wide // 2), -(-wide // 4)}):
+                    for strips_y in sorted({min(high, n) for n in (1, 2, 4, 7, 8, 16)}):
+                        for stages, blocks in ((2, 2), (3, 2), (3, 1), (4, 1), (2, 3), (3, 3)):
+                            config = Config(tile_h, tile_w, v, strips_x, strips_y, lanes, stages, blocks)
+                            if refuse(problem, config, shared=device.shared_per_block) is None and config.threads >= 96:
+                                found.append((estimate(problem, config, device), config))
+    found.sort(key=lambda item: (item[0], item[1]))
+    chosen: list[Config] = []
+    shapes: dict[tuple[int, int, int], int] = {}
+    for _, config in found:
+        shape = (config.tile_h, config.tile_w, config.lanes)
+        if shapes.get(shape, 0) < 2:
+            shapes[shape] = shapes.get(shape, 0) + 1
+            chosen.append(config)
+    return chosen[:limit]
