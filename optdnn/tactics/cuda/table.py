@@ -6,6 +6,7 @@ from typing import Protocol
 
 from optdnn.ir.graph import Op
 from optdnn.ops.table import OPDEFS
+from optdnn.tactics.cuda.arg import ArgExtreme
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
@@ -46,6 +47,7 @@ TACTICS: dict[str, tuple[Tactic, ...]] = {
     "Pad": (Pad(),),
     "BatchNormalization": (BatchNorm(),),
     "LRN": (LocalResponse(),),
+    **dict.fromkeys(("ArgMax", "ArgMin"), (ArgExtreme(),)),
     **dict.fromkeys(("Gather", "GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(
         (

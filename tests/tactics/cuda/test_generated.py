@@ -57,6 +57,17 @@ def reductions(n: Net) -> list[Any]:
     ]
 
 
+def extremes(n: Net) -> list[Any]:
+    x = n.input(3, 5, 7)
+    whole = n.op("Round", x)  # equal elements
+    return [
+        n.op("ArgMax", x, attrs=reduce.ArgAttrs(1)),
+        n.op("ArgMin", x, attrs=reduce.ArgAttrs(-1, keepdims=False)),
+        n.op("ArgMax", whole, attrs=reduce.ArgAttrs(2, select_last_index=True)),
+        n.op("ArgMin", whole, attrs=reduce.ArgAttrs(0)),
+    ]
+
+
 def integer_reductions(n: Net) -> list[Any]:
     x = n.input(3, 40, dtype=INT64)
     return [n.op(f"Reduce{k}", x, n.ints(1)) for k in ("Sum", "Max", "Min", "Prod", "L1")]
@@ -230,6 +241,7 @@ FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
         softmaxes,
         norms,
         reductions,
+        extremes,
         integer_reductions,
         pools,
         convolutions,
