@@ -99,6 +99,9 @@ def _compute(graph: Graph, op: Op, exact: dict[Value, Array]) -> tuple[Array, ..
 
     An op that only moves data moves it in its own type: that is exact, and large weights are not widened for it.
     """
+    if op.definition.traits.own_precision:
+        own = [None if v is None else _own(graph, v, exact) for v in op.inputs]
+        return run_kernel(op.kind, own, plain_attrs(op.kind, op.attrs), [o.type.dtype for o in op.outputs])
     moves = op.definition.traits.movement and not any(v in exact for v in op.inputs if v is not None)
     operands: list[Array | None] = []
     for v in op.inputs:
@@ -111,3 +114,9 @@ def _compute(graph: Graph, op: Op, exact: dict[Value, Array]) -> tuple[Array, ..
     if op.kind == "Cast":
         results = tuple(r.astype(op.attrs.to) for r in results)
     return results
+
+
+def _own(graph: Graph, value: Value, exact: dict[Value, Array]) -> Array:
+    """A constant in its own type, from its unrounded value where there is one."""
+    array: Array = exact.get(value, graph.op(value).attrs.value)
+    return array.astype(graph.type(value).dtype, copy=False)

@@ -12,10 +12,11 @@ from optdnn.dim import Dim
 from optdnn.dim import evaluate as evaluate_dim
 from optdnn.errors import InputError
 from optdnn.ir.body import GraphBody
-from optdnn.ir.graph import Graph, Output, Value
+from optdnn.ir.graph import Graph, Op, Output, Value
 from optdnn.ops.fused import plain_attrs
+from optdnn.ops.table import OPDEFS
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.types import FP64, Array, is_float
+from optdnn.types import FP64, Array, DType, is_float
 
 T = TypeVar("T")
 
@@ -117,6 +118,8 @@ def promote(graph: Graph) -> Graph:
         elif op.kind == "Output":
             assert inputs[0] is not None
             out.add_output(inputs[0], op.outputs[0].name)
+        elif op.definition.traits.own_precision:
+            _in_own_precision(out, graph, op, inputs, mapping)
         else:
             attrs = promoted_attrs(op.attrs)
             names = [o.name for o in op.outputs]
@@ -124,6 +127,27 @@ def promote(graph: Graph) -> Graph:
             for i in range(len(op.outputs)):
                 mapping[Value(op.id, i)] = Value(new.id, i)
     return _in_order(graph, out)
+
+
+def _in_own_precision(
+    out: Graph, graph: Graph, op: Op, inputs: Sequence[Value | None], mapping: dict[Value, Value]
+) -> None:
+    """Add an op to a promoted graph as it is, between casts."""
+
+    def cast(value: Value, dtype: DType) -> Value:
+        if out.type(value).dtype == dtype:
+            return value
+        return out.add("Cast", [value], OPDEFS["Cast"].attrs(to=dtype), src=op.src).value  # type: ignore[call-arg]
+
+    own = [
+        None if new is None or old is None else cast(new, graph.type(old).dtype)
+        for new, old in zip(inputs, op.inputs, strict=True)
+    ]
+    names = [o.name for o in op.outputs]
+    made = out.add(op.kind, own, op.attrs, names=names, outputs=len(op.outputs), src=op.src)
+    for i, o in enumerate(op.outputs):
+        value = Value(made.id, i)
+        mapping[Value(op.id, i)] = cast(value, FP64) if is_float(o.type.dtype) else value
 
 
 def promoted_attrs(attrs: T) -> T:

@@ -1,4 +1,4 @@
-"""Operators of detectors: NonMaxSuppression, RoiAlign, MaxRoiPool, GridSample, DeformConv."""
+"""Operators of detectors: NonMaxSuppression, RoiAlign, MaxRoiPool, AffineGrid, GridSample, DeformConv."""
 
 from __future__ import annotations
 
@@ -70,6 +70,11 @@ class GridSampleAttrs(Attrs):
 
 
 @dataclass(frozen=True)
+class AffineGridAttrs(Attrs):
+    align_corners: bool = False
+
+
+@dataclass(frozen=True)
 class DeformConvAttrs(Attrs):
     strides: tuple[int, ...]
     pads: tuple[int, ...]
@@ -135,6 +140,20 @@ def _infer_grid_sample(call: Call) -> Result:
     if a.mode not in ("linear", "nearest", "cubic") or a.padding_mode not in ("zeros", "border", "reflection"):
         raise ShapeError(f"GridSample mode {a.mode!r} with padding {a.padding_mode!r}")
     return Result((x.with_shape((*x.dims[:2], *grid.dims[1:-1])),))
+
+
+def _infer_affine_grid(call: Call) -> Result:
+    theta, size = call.type(0), call.type(1)
+    require_rank(theta, 3, "AffineGrid theta")
+    require_rank(size, 1, "AffineGrid size")
+    rank, columns = theta.dims[1:]
+    if not isinstance(rank, int) or not is_float(theta.dtype):
+        raise ShapeError(f"AffineGrid theta is {theta}")
+    agree(columns, rank + 1, f"AffineGrid theta {theta} is not affine")
+    agree(size.dims[0], rank + 2, f"AffineGrid size {size} does not go with theta {theta}")
+    given = call.ints(1)
+    spatial = given[2:] if given else tuple(call.fresh("grid") for _ in range(rank))
+    return Result((theta.with_shape((theta.dims[0], *spatial, rank)),))
 
 
 def _infer_deform_conv(call: Call) -> Result:
@@ -292,6 +311,15 @@ DEFS: tuple[OpDef, ...] = (
         onnx={"GridSample": _import_grid_sample},
         to_onnx=_export_grid_sample,
         cost=_cost_grid_sample,
+        tol=_TOL,
+    ),
+    OpDef(
+        kind="AffineGrid",
+        infer=_infer_affine_grid,
+        kernel=GRID_KERNELS["AffineGrid"],
+        attrs=AffineGridAttrs,
+        onnx={"AffineGrid": simple_import("AffineGrid", read_attrs(AffineGridAttrs))},
+        cost=lambda call, result: Cost(2 * elements(result.types[0]) * extent(call.type(0).dims[2])),
         tol=_TOL,
     ),
     OpDef(

@@ -26,6 +26,7 @@ from optdnn.ops.base import (
     Ref,
     Result,
     ToOnnx,
+    Traits,
     Unsupported,
     normalized_axis,
     onnx_dtype,
@@ -363,6 +364,7 @@ DEFS: tuple[OpDef, ...] = (
         to_onnx=_export_quantize,
         cost=per_element(4),
         tol=EXACT,
+        traits=Traits(own_precision=True),
     ),
     OpDef(
         kind="DequantizeLinear",
@@ -379,6 +381,7 @@ DEFS: tuple[OpDef, ...] = (
         kernel=KERNELS["DynamicQuantizeLinear"],
         onnx={"DynamicQuantizeLinear": simple_import("DynamicQuantizeLinear")},
         cost=per_element(6),
+        traits=Traits(own_precision=True),
     ),
     OpDef(
         kind="MatMulInteger",

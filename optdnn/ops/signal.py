@@ -278,5 +278,6 @@ DEFS: tuple[OpDef, ...] = (
         onnx={"BitCast": _import_bit_cast},
         cost=lambda call, result: Cost(0.0),
         tol=EXACT,
+        traits=Traits(own_precision=True),
     ),
 )

@@ -1,4 +1,4 @@
-"""NumPy kernel. GridSample of any rank."""
+"""NumPy kernels. AffineGrid, and GridSample of any rank."""
 
 from __future__ import annotations
 
@@ -91,4 +91,17 @@ def grid_sample(
     return (y,)
 
 
-KERNELS: dict[str, Kernel] = {"GridSample": grid_sample}
+def affine_grid(theta: Array, size: Array, *, align_corners: bool = False) -> tuple[Array, ...]:
+    """AffineGrid (ONNX opset 20): theta (N, rank, rank + 1), size (N, C, *spatial); result (N, *spatial, rank)."""
+    spatial = size.reshape(-1)[2:].tolist()
+    rank = len(spatial)
+    lines = []
+    for n in spatial:
+        at = np.arange(n)
+        lines.append(2 * at / max(n - 1, 1) - (n > 1) if align_corners else (2 * at + 1) / n - 1)
+    points = [*np.meshgrid(*lines, indexing="ij")][::-1]
+    base = np.stack([*points, np.ones(spatial)], axis=-1).astype(theta.dtype).reshape(-1, rank + 1)
+    return (np.matmul(base, theta.swapaxes(1, 2)).reshape(len(theta), *spatial, rank),)
+
+
+KERNELS: dict[str, Kernel] = {"AffineGrid": affine_grid, "GridSample": grid_sample}

@@ -123,6 +123,20 @@ def test_grid_sample_of_volumes(mode: str, padding: str) -> None:
         export_model(import_case(case), 19)
 
 
+@pytest.mark.parametrize("align", [0, 1])
+@pytest.mark.parametrize("size", [(2, 3, 5, 6), (2, 3, 4, 5, 6)])
+def test_affine_grid(align: int, size: tuple[int, ...]) -> None:
+    rank = len(size) - 2
+    theta = normal(2, rank, rank + 1)
+    check_case(Case("AffineGrid", [theta, np.array(size)], {"align_corners": align}, 20, constants=(1,)), symbolic={0: (0,)})
+    case = Case("AffineGrid", [theta, np.array(size)], {"align_corners": align}, 20)
+    check_export(case, 21)
+    with pytest.raises(ShapeError, match="does not go with theta"):
+        import_case(Case("AffineGrid", [theta, np.array(size[:-1])], {}, 20))
+    with pytest.raises(ShapeError, match="is not affine"):
+        import_case(Case("AffineGrid", [theta[..., :-1], np.array(size)], {}, 20))
+
+
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("offset_group", [1, 2])
 @pytest.mark.parametrize(("bias", "mask"), [(False, False), (True, True)])

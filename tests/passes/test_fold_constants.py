@@ -13,11 +13,13 @@ from optdnn.ops.base import OpDef, Traits, same_type
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.create import ConstantOfShapeAttrs
+from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import ReshapeAttrs
+from optdnn.ops.signal import BitCastAttrs
 from optdnn.ops.table import OPDEFS
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_constants import FoldConstants
-from optdnn.types import FP16, FP32
+from optdnn.types import DTYPES, FP16, FP32
 
 FOLD = FoldConstants()
 
@@ -153,3 +155,19 @@ def _with_input(op, slot, value):  # type: ignore[no-untyped-def]
 def test_nothing_to_fold() -> None:
     n = Net()
     check_untouched(FOLD, n.done(n.op("Mul", n.input(3), n.random(3))))
+
+
+def test_quantization_and_bit_casts_fold_in_the_precision_of_the_model() -> None:
+    n = Net()
+    x = n.input(4)
+    third = n.op("Mul", np.array([1.0, 2.5, 3.5, 0.3], np.float32), np.float32(1 / 3))
+    q = n.op("QuantizeLinear", third, 0.5, attrs=QuantizeAttrs(DTYPES["fp8_e4m3"]))
+    d = n.op("DequantizeLinear", q, 0.5, attrs=DequantizeAttrs())
+    bits = n.op("Cast", n.op("BitCast", third, attrs=BitCastAttrs(np.dtype(np.int32))), attrs=CastAttrs(FP32))
+    graph = n.done(n.op("Add", n.op("Add", x, d), n.op("Mul", bits, 2.0**-30)))
+    feeds = {graph.op(graph.inputs[0]).outputs[0].name: np.zeros(4, np.float32)}
+    (before,) = evaluate(graph, feeds).values()
+    dropped = ["BitCast_4", "Cast_5", "DequantizeLinear_3", "Mul_1", "Mul_7", "QuantizeLinear_2"]
+    done, _ = check_pass(FOLD, graph, changes=6, promoted_changes=10, kinds={"Add": 2}, drops=dropped)
+    (after,) = evaluate(done, feeds).values()
+    assert np.array_equal(before, after)
