@@ -86,7 +86,13 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
         ),
         click.option("--precision", default="fp32", metavar="P", help="fp32, bf16 or fp16.", show_default=True),
-        click.option("--shape", "shape", multiple=True, metavar="NAME=1x3x224x224", help="Fix an input's shape."),
+        click.option(
+            "--shape",
+            "shape",
+            multiple=True,
+            metavar="NAME=1x3x224x224",
+            help="Fix an input's shape; ? leaves a dimension symbolic.",
+        ),
         click.option("--io-dtype", default="model", metavar="DTYPE", help="fp32, fp16, bf16, or the model's own."),
         click.option(
             "--opt-level", "-O", type=click.IntRange(0, 3), default=3, show_default=True, help="Passes to run."

@@ -155,7 +155,7 @@ class _Search:
                 except UnsupportedError as error:
                     self._refuse(name, {}, error.message)
         if len(self.refused) == len(wanted) and all("not installed" in reason for _, reason in self.refused.values()):
-            raise MissingDependency(" and ".join(wanted), "cpu", "for the cpu target")
+            raise MissingDependency(" or ".join(wanted), "cpu", "for the cpu target")
 
     def _refuse(self, name: str, settings: dict[str, Any], reason: str) -> None:
         self.refused[name] = ({"precision": self.options.precision, **settings}, reason)
