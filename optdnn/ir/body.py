@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cached_property
 
 from optdnn.ir.graph import Graph, Value
+from optdnn.ir.text import to_text
 from optdnn.ops.base import Body
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.reference.nested import PlainGraph, PlainOp
@@ -39,5 +41,10 @@ class GraphBody(Body):
         sources = [graph.op(i).inputs[0] for i in graph.outputs]
         return PlainGraph(len(graph.inputs), tuple(constants), tuple(ops), tuple(register[v] for v in sources if v))
 
+    @cached_property
+    def digest(self) -> str:
+        """First 64 bits of the SHA-256 of what the body computes (its text form)."""
+        return hashlib.sha256(to_text(self.graph).encode()).hexdigest()[:16]
+
     def __repr__(self) -> str:
-        return f"body of {len(self.graph)} ops"
+        return f"body of {len(self.graph)} ops, {self.digest}"
