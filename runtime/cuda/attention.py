@@ -146,7 +146,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
         return "shared memory does not allow that many blocks per multiprocessor"
     # Scores and their packed copies, results, and the rest: fitted to what the compiler reports.
-    if config.keys * 0.62 + problem.head / 2 + (60 if problem.mask else 44) > (limit := register_limit(problem, config)):
+    if config.keys * 0.62 + problem.head / 2 + (60 if problem.mask else 44) > (
+        limit := register_limit(problem, config)
+    ):
         return f"scores and results of a thread exceed {limit} registers"
     if problem.heads > 65535 or problem.batch > 65535:
         return "the grid is too large"
@@ -219,13 +221,16 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     resident = max(1, min(by_shared, max(config.blocks, warps // (threads(problem, config) // 32))))
     # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
     multiply = config.keys * problem.head / 16 * 2
-    scores = 64 * config.keys * (1 / 16 + 7 / 128 + (3 / 128 if problem.mask is not None else 0))
+    scores = 64 * config.keys * (1 / 16 + 7 / 128 + (3 / 128 if problem.mask is not None else 0)) + 150
     alone = 4 * scores * 0.5 + multiply + 300  # one warpgroup uses a quarter of each unit's issue slots well
+    if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
+        alone += 1000
     groups = config.warpgroups * min(resident, -(-blocks // device.multiprocessors))
     tile = max(groups * max(multiply, scores), alone) / groups
     waves = blocks / (device.multiprocessors * resident)
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
-    block = groups * tiles * tile + 2200  # first loads, last store
+    seen = 0.5 + 0.5 * config.keys / problem.keys if problem.causal and problem.queries == problem.keys else 1.0
+    block = groups * tiles * min(1.0, seen) * tile + 2200  # first loads, last store
     compute = waves * block / CLOCK
     traffic = blocks * (2 * config.keys * tiles + 128 * config.warpgroups) * problem.head * 2
     return 0.8e-6 + max(compute, problem.bytes / MEMORY, traffic / 5.5e12)

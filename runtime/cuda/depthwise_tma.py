@@ -172,7 +172,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     box = math.prod(patch(problem, config)) * config.vectors * lanes * 2
     l2 = slabs * count * (box + config.threads * outputs * lanes * 2) / 5.0e12
     in_flight = min(1.0, (config.stages - 1) * box * resident(problem, config) / 40000)
-    return 2.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight))
+    return 1.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight))
 
 
 def candidates(problem: Problem, device: Device, limit: int = 8) -> list[Config]:

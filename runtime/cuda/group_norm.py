@@ -116,7 +116,8 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     sectors = min(1.0, config.slab * 2 / 64)
     busy = min(1.0, blocks / device.multiprocessors)
     memory = problem.bytes / (MEMORY * (0.5 + 0.5 * sectors) * busy)
-    return 2.5e-6 + (1.0e-6 if config.cluster > 1 else 0.0) + max(memory, math.ceil(waves) * work / CLOCK)
+    cluster = 1.0e-6 if config.cluster > 1 else 0.0
+    return 2.5e-6 + cluster + 2.5 * max(memory, math.ceil(waves) * work / CLOCK)  # 2.5: as measured
 
 
 def candidates(problem: Problem, device: Device, limit: int = 4) -> list[Config]:

@@ -116,7 +116,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     bandwidth = min(MEMORY, in_flight / 0.8e-6)
     work = blocks * config.threads * (elements * 12 + 80 + 40 * math.log2(max(2, config.group)))
     compute = work / min(busy, device.multiprocessors) / 128 / CLOCK
-    latency = 1.5e-6 + (0.1e-6 if config.group > 32 else 0.0) + elements * 10 / CLOCK
+    latency = 0.8e-6 + (0.1e-6 if config.group > 32 else 0.0) + elements * 10 / CLOCK
     tail = 1.0 + 0.5 * resident * device.multiprocessors / max(blocks, resident * device.multiprocessors)
     return latency + max(problem.bytes / bandwidth * (tail if blocks > busy else 1.0), compute)
 
