@@ -10,6 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from optdnn.runtime.cuda.device import check, driver
+from optdnn.runtime.cuda.memory import upload
 from optdnn.runtime.cuda.plan import View
 from optdnn.runtime.cuda.runner import CudaContext
 from optdnn.runtime.simulate.runner import evaluator
@@ -32,7 +33,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
 
     Results are filled with NaN first, so that what a kernel leaves out shows. Raises CudaError where a launch fails.
     """
-    cu, runner = driver(), context.runner
+    runner = context.runner
     program = runner.program
     context.run(feeds)  # the inputs are on the GPU now
     stream = context.stream
@@ -45,8 +46,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
             if v is not None and operands[v.operand] not in step.inputs:
                 poisoned = before[v.operand].copy()
                 _at(poisoned, v)[...] = np.nan if is_float(poisoned.dtype) else 0
-                address = context.address(operands[v.operand], {})
-                check("cuMemcpyHtoD", cu.cuMemcpyHtoD(address, poisoned.ctypes.data, poisoned.nbytes))
+                upload(context.address(operands[v.operand], {}), poisoned)
         launch.enqueue(stream.handle)
         stream.synchronize()
         with np.errstate(all="ignore"):

@@ -39,8 +39,18 @@ class DeviceMemory:
 
     def upload(self, data: Array, offset: int = 0) -> None:
         """Copy a C-contiguous host array in, and wait for it."""
-        if data.nbytes:
-            check("cuMemcpyHtoD", driver().cuMemcpyHtoD(self.pointer + offset, data.ctypes.data, data.nbytes))
+        upload(self.pointer + offset, data)
+
+
+def upload(pointer: int, data: Array) -> None:
+    """Copy a C-contiguous host array to the device, and wait until it is there.
+
+    A copy from pageable memory returns when it is staged; it is ordered with the null stream, but not with ours.
+    """
+    if data.nbytes:
+        cu = driver()
+        check("cuMemcpyHtoD", cu.cuMemcpyHtoD(pointer, data.ctypes.data, data.nbytes))
+        check("cuStreamSynchronize", cu.cuStreamSynchronize(0))
 
 
 class PinnedMemory:

@@ -17,6 +17,7 @@ from optdnn.tactics.cuda.views import ints
 from optdnn.types import is_float
 
 THREADS = 256
+"""Threads of a block where an output has few terms; with many it has four times as many."""
 
 # kind -> (start, element v -> term, how terms combine, total s -> result); {T} is the arithmetic type, {N} the count.
 RULES: dict[str, tuple[str, str, str, str]] = {
@@ -77,7 +78,8 @@ def emit_reduce(
     )
     # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce.
     lanes = 32 if sx[-1] == 1 and dims[-1] >= 8 and rx[-1] != 1 else 1
-    runs = THREADS // lanes
+    threads = 1024 if count >= 1024 else THREADS
+    runs = threads // lanes
     tx, ty = CPP[x.dtype], CPP[out.dtype]
     loop = f"for (u32 i = run; i < {count}u; i += {runs}) {{ i64 o = base; {walk('r', 'i', 'inner', len(inner), [('o', 'rx')])} const {t} v = widen(p.x[o]);"
     tree = f"""partial[run][lane] = s;
@@ -94,7 +96,7 @@ def emit_reduce(
         first = f"{t} s = {start};"
     text = f"""struct Params {{ const {tx}* x; {ty}* y; u32 count, dims[{len(dims)}], inner[{len(inner)}]; i64 so[{len(dims)}], sx[{len(dims)}], rx[{len(inner)}]; }};
 
-extern "C" __global__ void __launch_bounds__({THREADS}) reduce(const __grid_constant__ Params p) {{
+extern "C" __global__ void __launch_bounds__({threads}) reduce(const __grid_constant__ Params p) {{
     __shared__ {t} partial[{runs}][{lanes}];
     launch_dependents();
     wait_for_predecessor();
@@ -110,7 +112,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) reduce(const __grid_cons
 """
     block = Block().pointer(x).pointer(out).u32(outputs, *dims, *inner).i64(*so, *sx, *rx)
     spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "reduce")
-    b.emit(op, spec, (-(-outputs // lanes), 1, 1), THREADS, block, kind, attrs, reads, [out])
+    b.emit(op, spec, (-(-outputs // lanes), 1, 1), threads, block, kind, attrs, reads, [out])
 
 
 class Reduction:

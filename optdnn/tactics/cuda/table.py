@@ -9,6 +9,7 @@ from optdnn.ops.table import OPDEFS
 from optdnn.tactics.cuda.arg import ArgExtreme
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv import HopperConv
+from optdnn.tactics.cuda.conv_blocks import BlockConv, BlockConvTranspose
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.tactics.cuda.elementwise import Elementwise
 from optdnn.tactics.cuda.gather import GatherBy, Pad, Resize
@@ -37,8 +38,8 @@ class Tactic(Protocol):
 
 
 TACTICS: dict[str, tuple[Tactic, ...]] = {
-    "Conv": (HopperConv(), Depthwise(), DirectConv()),
-    "ConvTranspose": (DirectConvTranspose(),),
+    "Conv": (BlockConv(), HopperConv(), Depthwise(), DirectConv()),
+    "ConvTranspose": (BlockConvTranspose(), DirectConvTranspose()),
     "MatMul": (HopperGemm(), TiledMatMul()),
     "Gemm": (HopperGemm(), TiledMatMul()),
     "MaxPool": (WindowPool(),),

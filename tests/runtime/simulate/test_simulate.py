@@ -300,3 +300,36 @@ def test_symbolic_buffers_are_refused() -> None:
     buffers = tuple(Buffer(b.name, b.dtype, ("n",)) if k == i else b for k, b in enumerate(program.buffers))
     with pytest.raises(EngineError, match="no fixed size"):
         SimulateRunner(replace(program, buffers=buffers))
+
+
+def tactics_of(program: Program, kind: str) -> set[str]:
+    return {t["tactic"] for t in program.meta["tactics"] if t["kind"] == kind}
+
+
+def test_patch_embeddings_are_products() -> None:
+    n = Net()
+    x = n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16, bias=True)
+    program = check_simulated(n.done(n.op("Relu", x)))
+    assert tactics_of(program, "Conv") == {"blocks_sm90"}
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(1, 16, 8, 8), 16))
+    program = check_simulated(n.done(n.conv(x, 20, 2, pads=0, strides=2)))
+    assert tactics_of(program, "Conv") == {"conv_sm90", "blocks_sm90"}
+
+
+def test_upsampling_convolutions_are_products() -> None:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 16, 6, 5), 16))
+    up = n.conv_transpose(x, 12, 2, bias=True)
+    skip = n.conv(n.input(2, 16, 12, 10, name="skip"), 12)
+    program = check_simulated(n.done(n.op("Relu", n.op("Add", up, skip)), n.conv_transpose(x, 8, 2)))
+    assert tactics_of(program, "ConvTranspose") == {"blocks_transposed_sm90"}
+
+
+def test_other_strided_windows_keep_their_kernels() -> None:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(1, 16, 9, 9), 16))
+    graph = n.done(n.conv(x, 8, 2, pads=0, strides=2), n.conv_transpose(x, 8, 3), n.conv_transpose(x, 8, 2, pads=1))
+    program = check_simulated(graph)  # 9 is no multiple of 2; windows of 3 overlap; pads cut
+    assert tactics_of(program, "Conv") == {"conv_sm90"}
+    assert tactics_of(program, "ConvTranspose") == {"conv_transpose_direct"}
