@@ -98,7 +98,7 @@ def run_family(family: str, bench: Bench, record: Callable[[dict[str, Any]], Non
 
 
 def worker(family: str, out: Path, cache: Path | None, lock: Path) -> int:
-    import torch  # noqa: F401  (slow to import: outside of the lock)
+    import torch  # slow to import: outside of the lock
 
     with lock.open("w") as handle, (out / f"{family}.jsonl").open("w") as log:
 
@@ -108,7 +108,10 @@ def worker(family: str, out: Path, cache: Path | None, lock: Path) -> int:
 
         fcntl.flock(handle, fcntl.LOCK_EX)
         try:
-            run_family(family, Bench(cache), record)
+            bench = Bench(cache)
+            versions = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "nvrtc": nvrtc.version()}
+            record({"device": bench.device.name, "driver": bench.device.driver_version, **versions})
+            run_family(family, bench, record)
         except Exception:
             record({"family": family, "fault": traceback.format_exc()[-1500:]})
             return 1
