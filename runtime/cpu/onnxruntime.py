@@ -42,7 +42,7 @@ class OnnxRuntimeModel:
         options = ort.SessionOptions()
         options.intra_op_num_threads = settings.threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what goes wrong is raised, with its message; nothing is said twice
         self._inputs, self._outputs = list(inputs), list(outputs)
         self._facts = {"library": self.name, "version": ort.__version__, **settings.to_plain()}
         # ONNX Runtime reads the arrays in place and does not own them: they must outlive the session.
