@@ -183,7 +183,10 @@ def _in_order(graph: Graph, out: Graph) -> Graph:
 
 
 def random_feeds(graph: Graph, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Array]:
-    """Seeded inputs for a graph: normal floats, integers 0 and 1 (valid as indices, masks and ids), booleans; symbols from ``sizes`` (else 2)."""
+    """Seeded inputs for a graph: normal floats, booleans, integers 0 and 1 (valid as indices, masks and ids).
+
+    Symbols have their sizes from ``sizes``, else 2.
+    """
     rng = np.random.default_rng(seed)
     names: Iterable[str] = graph.symbols()
     given = {**dict.fromkeys(names, 2), **(sizes or {})}

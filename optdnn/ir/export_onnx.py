@@ -229,7 +229,9 @@ class _Exporter:
     def run(self, external_weights: bool, weights_as_inputs: bool) -> ExportedModel:
         self._write(self._value_names())
         if self.refused:
-            raise UnsupportedError(f"{len(self.refused)} ops cannot be written in ONNX opset {self.opset}:", self.refused)
+            raise UnsupportedError(
+                f"{len(self.refused)} ops cannot be written in ONNX opset {self.opset}:", self.refused
+            )
         return self._model(external_weights, weights_as_inputs)
 
     def _write(self, names: Mapping[Value, str]) -> None:

@@ -140,9 +140,7 @@ def _filter(p: AxisPlan, at: Array, mode: str, antialias: bool, a: float) -> tup
     return (base[:, None] + offsets).astype(np.int64), weights
 
 
-def taps(
-    p: AxisPlan, at: Array, mode: str, antialias: bool, a: float, exclude_outside: bool
-) -> tuple[Array, Array]:
+def taps(p: AxisPlan, at: Array, mode: str, antialias: bool, a: float, exclude_outside: bool) -> tuple[Array, Array]:
     """Input positions, clamped to the axis, and weights of every tap of an interpolation: two arrays (out, taps)."""
     found, weights = _filter(p, at, mode, antialias, a)
     if exclude_outside:

@@ -128,7 +128,9 @@ def test_grid_sample_of_volumes(mode: str, padding: str) -> None:
 def test_affine_grid(align: int, size: tuple[int, ...]) -> None:
     rank = len(size) - 2
     theta = normal(2, rank, rank + 1)
-    check_case(Case("AffineGrid", [theta, np.array(size)], {"align_corners": align}, 20, constants=(1,)), symbolic={0: (0,)})
+    check_case(
+        Case("AffineGrid", [theta, np.array(size)], {"align_corners": align}, 20, constants=(1,)), symbolic={0: (0,)}
+    )
     case = Case("AffineGrid", [theta, np.array(size)], {"align_corners": align}, 20)
     check_export(case, 21)
     with pytest.raises(ShapeError, match="does not go with theta"):
