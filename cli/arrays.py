@@ -20,19 +20,33 @@ _BROKEN = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.err
 
 
 def read_inputs(texts: Sequence[str]) -> dict[str, Array]:
-    """The arrays of ``--input`` options ("NAME=FILE.npy", "FILE.npz"). Raises UsageError or InputError."""
+    """The arrays of ``--input`` options: "NAME=FILE.npy", "FILE.npz", "NAME=FILE.npz". Raises UsageError or InputError.
+
+    An .npz gives each of its arrays to the input of that name; with NAME, only the one of that name, or its only one.
+    """
     feeds: dict[str, Array] = {}
     for text in texts:
         name, _, file = text.rpartition("=")
-        for key, array in _load(Path(file)).items():
-            if key and name:
-                raise UsageError(f"--input {text!r}: an .npz names its arrays itself; leave out {name!r}")
-            if not key and not name:
+        arrays = _load(Path(file))
+        if "" in arrays:
+            if not name:
                 raise UsageError(f"--input {text!r} needs the input's name: NAME={file}")
-            if (key or name) in feeds:
-                raise UsageError(f"input {key or name!r} is given twice")
-            feeds[key or name] = array
+            arrays = {name: arrays[""]}
+        elif name:
+            arrays = {name: _one_of(arrays, name, text)}
+        for key, array in arrays.items():
+            if key in feeds:
+                raise UsageError(f"input {key!r} is given twice")
+            feeds[key] = array
     return feeds
+
+
+def _one_of(arrays: Mapping[str, Array], name: str, text: str) -> Array:
+    if name in arrays:
+        return arrays[name]
+    if len(arrays) == 1:
+        return next(iter(arrays.values()))
+    raise UsageError(f"--input {text!r}: the file has no array {name!r}; it has {', '.join(arrays) or 'none'}")
 
 
 def _load(path: Path) -> dict[str, Array]:

@@ -16,7 +16,11 @@ from optdnn.types import Array, dtype_name
 @click.command("run")
 @click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
-    "--input", "inputs", multiple=True, metavar="[NAME=]FILE", help="NAME=FILE.npy, or an .npz of named arrays."
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="[NAME=]FILE",
+    help="NAME=FILE.npy, or an .npz of named arrays; NAME=FILE.npz takes one.",
 )
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the outputs to this .npz.")
 @click.option("--size", "sizes", multiple=True, metavar="NAME=N", help="Size of a symbolic dimension (1).")

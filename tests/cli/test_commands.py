@@ -201,7 +201,7 @@ def test_run_on_given_inputs_writes_the_outputs(cli: Cli, engine: Path, tmp_path
     np.save(tmp_path / "x.npy", x)
     np.savez(tmp_path / "x.npz", x=x)
     want = optdnn.load(engine)(x)
-    for given in (f"x={tmp_path / 'x.npy'}", tmp_path / "x.npz"):
+    for given in (f"x={tmp_path / 'x.npy'}", tmp_path / "x.npz", f"x={tmp_path / 'x.npz'}"):
         code, out, err = cli("run", engine, "--input", given, "--out", tmp_path / "result")
         assert (code, err) == (0, "")
         assert "[4, 5]" in out

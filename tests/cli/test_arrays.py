@@ -1,0 +1,57 @@
+"""Files of arrays as ``--input`` names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from optdnn.cli.arrays import read_inputs
+from optdnn.errors import InputError, UsageError
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    np.save("one.npy", np.ones(1))
+    np.savez("single.npz", np.full(2, 2.0))
+    np.savez("named.npz", x=np.full(3, 3.0), z=np.full(4, 4.0))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["x=one.npy"], {"x": 1}),
+        (["named.npz"], {"x": 3, "z": 4}),
+        (["z=named.npz"], {"z": 4}),
+        (["a=single.npz", "x=one.npy"], {"a": 2, "x": 1}),
+        (["a=b=one.npy"], {"a=b": 1}),
+    ],
+)
+def test_names(files: Path, given: list[str], found: dict[str, int]) -> None:
+    assert {name: a.size for name, a in read_inputs(given).items()} == found
+
+
+@pytest.mark.parametrize(
+    ("given", "because"),
+    [
+        (["one.npy"], "needs the input's name: NAME=one.npy"),
+        (["y=named.npz"], "no array 'y'; it has x, z"),
+        (["x=one.npy", "named.npz"], "'x' is given twice"),
+        (["x=none.npy"], "there is no file none.npy"),
+    ],
+)
+def test_refusals(files: Path, given: list[str], because: str) -> None:
+    with pytest.raises(UsageError, match=because):
+        read_inputs(given)
+
+
+def test_a_file_of_something_else_is_not_called_a_pickle(files: Path) -> None:
+    (files / "text.npy").write_text("hello")
+    with pytest.raises(
+        InputError, match=r"not a .npy or .npz file of plain arrays\n  hint: write it with numpy"
+    ) as caught:
+        read_inputs(["x=text.npy"])
+    assert "allow_pickle" not in str(caught.value)
