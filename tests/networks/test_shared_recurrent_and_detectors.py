@@ -76,6 +76,6 @@ def test_ssdlite_selects_the_same_boxes(tmp_path: Path) -> None:
 
 
 def test_mask_rcnn_imports_with_its_loop(tmp_path: Path) -> None:
-    """Its filled weights select among boxes whose scores hardly differ, so only shapes and scores compare."""
+    """Its evaluation in NumPy takes half a minute, and the order of its nearly equal scores hangs on roundoff."""
     kinds = all_kinds(import_model(shared_network("maskrcnn_resnet50_fpn.ts", tmp_path)))
     assert (kinds["Loop"], kinds["NonMaxSuppression"], kinds["RoiAlign"]) == (1, 2, 8)
