@@ -15,8 +15,8 @@ import numpy as np
 
 from optdnn.config import BuildOptions
 from optdnn.dim import Dim
-from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
-from optdnn.ir.graph import STRUCTURAL, Graph
+from optdnn.errors import UnsupportedError, UsageError
+from optdnn.ir.graph import STRUCTURAL, Graph, Value
 from optdnn.memory import place_buffers
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
 from optdnn.tactics.cuda.builder import Builder, Placed, row_major
@@ -50,6 +50,10 @@ def lower_cuda(
     for op in graph.order():
         if op.kind in STRUCTURAL:
             continue
+        if all(0 in out.type.static_shape for out in op.outputs):
+            for port, out in enumerate(op.outputs):  # nothing to compute: a constant without elements
+                b.place[Value(op.id, port)] = b.constant(np.empty(out.type.static_shape, out.type.dtype), out.name)
+            continue
         if op.kind in VIEWS:
             VIEWS[op.kind](b, op)
             continue
@@ -58,7 +62,9 @@ def lower_cuda(
         op = graph.op(op_id)
         assert op.inputs[0] is not None
         found = b.operand(op.inputs[0])
-        if found.buffer != i:
+        if not found.size:
+            b.buffers[i] = replace(b.buffers[i], blob=b.blob(np.empty(b.buffers[i].shape or (), found.dtype)))  # type: ignore[arg-type]
+        elif found.buffer != i:
             shape = found.shape
             copy(b, op, found, Placed(i, 0, shape, row_major(shape), found.dtype))
     program = b.program(target, options.precision, inputs, outputs, {**meta, "tactics": chosen, "arch": arch})
@@ -104,13 +110,13 @@ def _need_static(graph: Graph) -> None:
 
 
 def _need_kernels(graph: Graph) -> None:
-    nodes = [
-        UnsupportedNode(op.name, op.kind, "", 0, "the cuda target has no kernel for it yet")
+    missing = [
+        f"{op.kind} {op.name}"
         for op in graph.order()
         if op.kind not in STRUCTURAL and op.kind not in TACTICS and op.kind not in VIEWS
     ]
-    if nodes:
-        raise UnsupportedError("the cuda target has no kernels for some operators", nodes)
+    if missing:
+        raise UnsupportedError("\n  ".join(["the cuda target has no kernels for some operators", *missing]))
 
 
 def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[TensorSpec, int]]]:

@@ -229,7 +229,11 @@ class CudaContext:
         check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))
         results: dict[str, Array] = {}
         for (spec, i), buffer in zip(p.outputs, given, strict=True):
-            value = self._host[i].bytes.view(spec.dtype).reshape([d for d in spec.shape if isinstance(d, int)])
+            shape = [d for d in spec.shape if isinstance(d, int)]
+            if 0 in shape:
+                results[spec.name] = buffer if buffer is not None else np.empty(shape, spec.dtype)
+                continue
+            value = self._host[i].bytes.view(spec.dtype).reshape(shape)
             if buffer is None:
                 results[spec.name] = value.copy()
             else:

@@ -175,15 +175,19 @@ class Builder:
         self.buffers.append(Buffer(name, dtype, physical))
         return Placed(len(self.buffers) - 1, 0, tuple(shape), strides, dtype)
 
-    def constant(self, array: Array, name: str = "constant") -> Placed:
-        """A constant buffer with this content; equal contents share one."""
-        array = np.ascontiguousarray(array).reshape(array.shape)
+    def blob(self, array: Array) -> int:
+        """Number of the blob with this content."""
         digest = hashlib.sha256(array.reshape(-1).view(np.uint8).data if array.size else b"").digest()
         key = (array.dtype.str if array.dtype.kind != "V" else array.dtype.name, array.shape, digest)
         if key not in self._blob_of:
             self._blob_of[key] = len(self.blobs)
             self.blobs.append(array)
-        blob = self._blob_of[key]
+        return self._blob_of[key]
+
+    def constant(self, array: Array, name: str = "constant") -> Placed:
+        """A constant buffer with this content; equal contents share one."""
+        array = np.ascontiguousarray(array).reshape(array.shape)
+        blob = self.blob(array)
         if blob not in self._constants:
             self.buffers.append(Buffer(name, array.dtype, array.shape, blob=blob))
             self._constants[blob] = Placed(len(self.buffers) - 1, 0, array.shape, row_major(array.shape), array.dtype)

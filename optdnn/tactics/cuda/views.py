@@ -161,7 +161,8 @@ def _depth_to_space(b: Builder, op: Op) -> None:
 def _space_to_depth(b: Builder, op: Op) -> None:
     x = b.operand(op.inputs[0])  # type: ignore[arg-type]
     k, (n, c, h, w) = op.attrs.blocksize, x.shape
-    _permuted(b, op, x, (n, c, h // k, k, w // k, k), (0, 3, 5, 1, 2, 4), b.target(op.value))
+    perm = (0, 3, 5, 1, 2, 4) if op.attrs.mode == "DCR" else (0, 1, 3, 5, 2, 4)
+    _permuted(b, op, x, (n, c, h // k, k, w // k, k), perm, b.target(op.value))
 
 
 def _permuted(b: Builder, op: Op, x: Placed, split: Sequence[int], perm: Sequence[int], out: Placed) -> None:

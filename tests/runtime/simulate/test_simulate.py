@@ -333,3 +333,17 @@ def test_other_strided_windows_keep_their_kernels() -> None:
     program = check_simulated(graph)  # 9 is no multiple of 2; windows of 3 overlap; pads cut
     assert tactics_of(program, "Conv") == {"conv_sm90"}
     assert tactics_of(program, "ConvTranspose") == {"conv_transpose_direct"}
+
+
+def test_tensors_without_elements() -> None:
+    n = Net()
+    x = n.input(3, 4)
+    empty = n.op("Slice", x, n.ints(2), n.ints(2), n.ints(0))
+    graph = n.done(
+        empty, n.op("Relu", empty), n.op("ReduceSum", n.op("Exp", empty), n.ints(0)), n.op("Concat", x, empty)
+    )
+    feeds = feeds_of(graph)
+    got = simulate(lowered(graph, "fp32"), feeds)
+    assert [a.shape for a in got.values()] == [(0, 4), (0, 4), (1, 4), (3, 4)]
+    np.testing.assert_array_equal(got["y2"], np.zeros((1, 4)))
+    np.testing.assert_array_equal(got["y3"], feeds["x"])
