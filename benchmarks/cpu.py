@@ -17,43 +17,67 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "tests" / "networks"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "networks")]
+
+from support.light import LIGHT_MODELS, light  # noqa: E402 (the tests' folder is no package)
+from support.shared import shared_network  # noqa: E402
+from test_end_to_end import CONVOLUTIONAL  # noqa: E402
 
 
-def collect(args: argparse.Namespace, folder: Path) -> list[tuple[str, Path, list[str]]]:
-    """(name, file, extra options) of each network; symbolic batch dimensions become 1."""
-    found = [(Path(m).stem, Path(m), list[str]()) for m in args.models]
+def networks(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Name and file of each network, made when it is its turn."""
+    makers: dict[str, Callable[[], onnx.ModelProto]] = {}
     if args.light:
-        from support.light import LIGHT_MODELS, light
-
-        for name in LIGHT_MODELS:
-            onnx.save(light(name), folder / f"{name}.onnx")
-            found.append((name, folder / f"{name}.onnx", []))
+        makers |= {name: partial(light, name) for name in LIGHT_MODELS}
     if args.shared:
-        from support.shared import shared_network
-        from test_end_to_end import CONVOLUTIONAL
+        makers |= {
+            n: partial(fixed, n, args.batch, folder) for n in (f"{n}.{e}" for n in CONVOLUTIONAL for e in ("ts", "dyn"))
+        }
+    for file in map(Path, args.models):
+        yield file.stem, file
+    for name, make in makers.items():
+        if args.only is None or args.only in name:
+            file = folder / f"{name}.onnx"
+            onnx.save(make(), file)
+            yield name, file
+            file.unlink()
 
-        for name in (f"{n}.{e}" for n in CONVOLUTIONAL for e in ("ts", "dyn")):
-            model = shared_network(name, folder)
-            onnx.save(model, folder / f"{name}.onnx")
-            (value,) = [v for v in model.graph.input if v.name not in {t.name for t in model.graph.initializer}]
-            dims = [d.dim_value if d.HasField("dim_value") else args.batch for d in value.type.tensor_type.shape.dim]
-            found.append((name, folder / f"{name}.onnx", ["--shape", f"{value.name}={'x'.join(map(str, dims))}"]))
-    return found
+
+def fixed(name: str, batch: int, folder: Path) -> onnx.ModelProto:
+    """A shared graph with its symbolic dimensions fixed in the file itself, so that the rivals get fixed shapes as well."""
+    model = shared_network(name, folder)
+    constants = {t.name for t in model.graph.initializer}
+    for value in model.graph.input:
+        for d in value.type.tensor_type.shape.dim if value.name not in constants else ():
+            if not d.HasField("dim_value"):
+                d.dim_value = batch
+    del model.graph.value_info[:]
+    for output in model.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    return model
 
 
-def compare(name: str, file: Path, extra: list[str], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def compare(name: str, file: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One ``optdnn compare``, as JSON."""
     out = folder / f"{name}.json"
-    command = [sys.executable, "-m", "optdnn.cli", "compare", str(file), "--against", args.against, *extra]
-    command += ["--precision", args.precision, "--threads", str(args.threads), "--json", str(out)]
+    command = [sys.executable, "-m", "optdnn.cli", "compare", str(file), "--against", args.against]
+    command += [
+        "--precision",
+        args.precision,
+        "--threads",
+        str(args.threads),
+        "--error-reference",
+        args.error_reference,
+    ]
+    command += ["--duration", str(args.duration), "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr}")
@@ -88,14 +112,14 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--duration", type=float, default=2.5, help="seconds for each candidate")
+    parser.add_argument("--error-reference", default="onnxruntime")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, file, extra in collect(args, Path(folder)):
-            if args.only and args.only not in name:
-                continue
-            results.append(compare(name, file, extra, args, Path(folder)))
+        for name, file in networks(args, Path(folder)):
+            results.append(compare(name, file, args, Path(folder)))
             row = summary(results[-1:])["rows"][0]
             over = ", ".join(f"{k} {v:.2f}x" for k, v in row["over"].items())
             print(f"{name:40s} {row['optdnn_ms']:9.3f} ms   over {over}", flush=True)

@@ -46,7 +46,7 @@ def _cpu(title: str, file: Path) -> str:
     about = (
         f"{machine['cpu']}, {machine['usable_cores']} cores, {first['threads']} threads each; onnxruntime "
         f"{versions['onnxruntime']}, openvino {versions['openvino']}; {data['date']}; `{data['command']}`. Each candidate in a "
-        "process of its own, in turns; the shape fixed for optdnn's build, the rivals run the file as it is."
+        "process of its own, in turns, on the same file with fixed shapes."
     )
     return "\n".join([f"**{title}**", "", *(f"| {' | '.join(r)} |" for r in rows), "", about])
 
