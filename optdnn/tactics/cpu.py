@@ -180,7 +180,7 @@ class _Search:
             return
         self.engines.update(fresh)
         self.progress("check results")
-        feeds = self._feeds()
+        feeds = self._feeds
         if feeds is None:
             return
         wrong, doubts = _check(self.graph, fresh, feeds, self.options.precision)
@@ -197,7 +197,7 @@ class _Search:
                 self.times[name] = round(ms, 4)
                 self.cache.put(contender.key(threads), self.times[name])
 
-    @functools.cache  # noqa: B019 (a search lives as long as one build)
+    @functools.cached_property
     def _feeds(self) -> Mapping[str, Array] | None:
         """Inputs to check and time with; None where none are found that the network takes.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,3 +219,15 @@ def test_constants_and_inputs_as_outputs_are_copied_out_by_openvino() -> None:
         got = choice.engine.run(feeds)
         for name, want in evaluate(g, feeds).items():
             np.testing.assert_array_equal(got[name], want)
+
+
+def test_a_build_leaves_nothing_behind() -> None:
+    """Graphs, weights and compiled models go with their last user: nothing module-wide holds them."""
+    graph = network()
+    gone = weakref.ref(graph)
+    engine = choose(graph, options(), TimingCache(), {}).engine
+    program = weakref.ref(engine.program)
+    del graph, engine
+    gc.collect()
+    assert gone() is None
+    assert program() is None
