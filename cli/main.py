@@ -70,9 +70,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str]) -> int:
     """Run a command line; returns its exit code."""
-    debug = "--debug" in argv
+    # --debug belongs to the group, and is taken wherever it stands.
+    end = argv.index("--") if "--" in argv else len(argv)
+    debug = "--debug" in argv[:end]
+    args = [*(["--debug"] if debug else []), *(a for a in argv[:end] if a != "--debug"), *argv[end:]]
     try:
-        result = cli.main(args=argv, prog_name="optdnn", standalone_mode=False, obj={"argv": tuple(argv)})
+        result = cli.main(args=args, prog_name="optdnn", standalone_mode=False, obj={"argv": tuple(argv)})
         sys.stdout.flush()  # here, where a reader that is gone is still met by the handler below
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:

@@ -465,6 +465,8 @@ def test_as_a_program(model: Path, engine: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
+    assert "Traceback" in program("run", tmp_path / "absent.engine", "--debug").stderr
+    assert "there is no engine file --debug" in program("run", "--", "--debug").stderr
     done = program("--debug", "run", tmp_path / "absent.engine")
     assert done.returncode == 5
     assert "Traceback" in done.stderr
