@@ -21,7 +21,9 @@ from optdnn.errors import UsageError
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write numbered graph dumps here.")
 @click.option("--stop-after", metavar="PASS", help="Run the pipeline up to this pass only.")
 @click.option(
-    "--emit-onnx", type=click.Path(path_type=Path, dir_okay=False), help="Also write the optimized graph as ONNX."
+    "--emit-onnx",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write the optimized graph as ONNX (and FILE.data, beyond 1 GiB).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the full report as JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="List every fusion made and refused.")

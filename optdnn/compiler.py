@@ -26,6 +26,8 @@ from optdnn.tactics.base import Measured
 from optdnn.tactics.timing_cache import TimingCache
 
 Progress = Callable[[str], None]
+ONE_FILE = 1 << 30
+"""Bytes of weights up to which an emitted ONNX model is one file; more go to FILE.data (protobuf ends at 2 GiB)."""
 
 
 @dataclass
@@ -120,7 +122,8 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     if options.emit_onnx is not None:
         from optdnn.ir.export_onnx import export_model
 
-        export_model(graph).save(options.emit_onnx)
+        weights = sum(op.attrs.value.nbytes for op in graph.of_kind("Constant"))
+        export_model(graph, external_weights=weights > ONE_FILE).save(options.emit_onnx)
     meta = {
         "optdnn": __version__,
         "model": {"name": graph.name, "digest": graph_digest(graph)},

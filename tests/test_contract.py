@@ -131,6 +131,18 @@ def test_emitted_onnx_is_the_network(level: int, tmp_path: Path) -> None:
     assert any(n.op_type == "BatchNormalization" for n in onnx.load(emitted).graph.node) == (level < 2)
 
 
+def test_emitted_onnx_of_much_weight_has_it_in_a_file_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.compiler.ONE_FILE", 100)
+    model = convnet(channels=16)
+    optdnn.build(model, target="reference", emit_onnx=tmp_path / "e.onnx")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["e.onnx", "e.onnx.data"]
+    feeds: dict[str, Array] = {"x": np.random.default_rng(1).standard_normal((1, 3, 8, 8)).astype(np.float32)}
+    want = run_ort(model, feeds)[0]
+    np.testing.assert_allclose(run_ort(str(tmp_path / "e.onnx"), feeds)[0], want, rtol=1e-4, atol=1e-5)
+    again = optdnn.build(tmp_path / "e.onnx", target="reference")
+    np.testing.assert_allclose(again.run(feeds)["y"], want, rtol=1e-4, atol=1e-5)
+
+
 def in_process(code: str, folder: Path, seed: int) -> str:
     """Run ``code`` from the clone's root with another order of sets and dictionaries of text; returns what it prints."""
     done = subprocess.run(
