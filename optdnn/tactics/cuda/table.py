@@ -11,6 +11,7 @@ from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv, BlockConvTranspose
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
+from optdnn.tactics.cuda.described import OPERATIONS, HalfDepthwise, HalfRows
 from optdnn.tactics.cuda.elementwise import Elementwise
 from optdnn.tactics.cuda.gather import GatherBy, Pad, Resize
 from optdnn.tactics.cuda.gemm import HopperGemm
@@ -38,7 +39,7 @@ class Tactic(Protocol):
 
 
 TACTICS: dict[str, tuple[Tactic, ...]] = {
-    "Conv": (BlockConv(), HopperConv(), Depthwise(), DirectConv()),
+    "Conv": (BlockConv(), HopperConv(), HalfDepthwise(), Depthwise(), DirectConv()),
     "ConvTranspose": (BlockConvTranspose(), DirectConvTranspose()),
     "MatMul": (HopperGemm(), TiledMatMul()),
     "Gemm": (HopperGemm(), TiledMatMul()),
@@ -50,9 +51,10 @@ TACTICS: dict[str, tuple[Tactic, ...]] = {
     "LRN": (LocalResponse(),),
     **dict.fromkeys(("ArgMax", "ArgMin"), (ArgExtreme(),)),
     **dict.fromkeys(("Gather", "GatherElements", "GatherND"), (GatherBy(),)),
+    **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
     **dict.fromkeys(
         (
-            *("Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization", "InstanceNormalization"),
+            "InstanceNormalization",
             *("GroupNormalization", "LpNormalization", "MeanVarianceNormalization"),
         ),
         (Rows(),),

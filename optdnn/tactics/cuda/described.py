@@ -1,0 +1,193 @@
+"""Tactics on kernels that describe their own launches (:mod:`optdnn.runtime.cuda.describe`): rows, and depthwise convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op, Value
+from optdnn.ops.base import attrs_dict
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda import depthwise, rows
+from optdnn.runtime.cuda.conv import Source
+from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.describe import Description
+from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, MapSpec, Placed, channels_last, map_dtype
+from optdnn.tactics.cuda.conv import bias_of, entering, finish
+from optdnn.tactics.cuda.epilogue import RESIDUAL, plan_epilogue
+from optdnn.tactics.cuda.pointwise import copy
+from optdnn.types import BF16, FP16, normalize_axis
+
+
+def emit_description(
+    b: Builder, op: Op, recipe: Recipe, found: Description, operands: Mapping[str, Placed], *, kind: str, attrs: dict[str, Any],
+    reads: Sequence[Placed | None], writes: Sequence[Placed],
+) -> None:  # fmt: skip
+    """Add a described launch; ``operands`` places its operands by name."""
+    block = Block()
+    block.data[:] = found.parameters
+    for p in found.pointers:
+        placed = operands[p.operand]
+        block.addresses.append((p.at, placed.view(placed.shape, placed.strides, p.offset // placed.dtype.itemsize)))
+    maps = []
+    for m in found.maps:
+        placed = operands[m.operand]
+        shifted = placed.view(placed.shape, placed.strides, m.offset // placed.dtype.itemsize)
+        maps.append(MapSpec(m.at, shifted, m.shape, m.strides, m.box, m.swizzle))
+    b.emit(
+        op, KernelSpec(recipe, found.entry), found.grid, found.block, block, kind, attrs, reads, writes,
+        maps=maps, shared=found.shared, cluster=found.cluster,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _rows_config(problem: rows.Problem) -> rows.Config | None:
+    return next(iter(rows.candidates(problem, h200(), limit=1)), None)
+
+
+OPERATIONS = {
+    "Softmax": "softmax", "LogSoftmax": "log_softmax", "LayerNormalization": "layer_norm", "RMSNormalization": "rms_norm",
+}  # fmt: skip
+"""Kind -> the row kernel's operation."""
+
+
+class HalfRows:
+    """LayerNorm, RMSNorm, Softmax and LogSoftmax of 16-bit rows that lie one after the other, each read once."""
+
+    name = "rows_half"
+    deterministic, row_invariant = True, True
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        t = op.outputs[0].type
+        if not b.arch.startswith("sm_90"):
+            return f"it is tried on sm_90a, not {b.arch}"
+        if t.dtype not in (FP16, BF16) or not t.static_shape:
+            return "it is for rows of 16-bit floats"
+        if normalize_axis(op.attrs.axis, len(t.static_shape)) != len(t.static_shape) - 1:
+            return "its rows are not along the last axis"
+        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+            return "it does not keep the statistics"
+        if any(v is not None and b.graph.constant_value(v) is None for v in op.inputs[1:]):
+            return "its scale and bias are not constant"
+        shape = t.static_shape
+        if any(v is not None and b.graph.type(v).static_shape != shape[-1:] for v in op.inputs[1:]):
+            return "its scale and bias are not those of a row"
+        if _rows_config(self._problem(op)) is None:
+            return f"rows of {shape[-1]} elements do not fit the registers of a block"
+        assert op.inputs[0] is not None
+        if not b.operand(op.inputs[0]).dense or (op.value in b.reserved and not b.reserved[op.value].dense):
+            return "its rows do not lie one after the other"
+        return None
+
+    def _problem(self, op: Op) -> rows.Problem:
+        t = op.outputs[0].type
+        shape = t.static_shape
+        count = int(np.prod(shape[:-1], dtype=np.int64))
+        norm = "Normalization" in op.kind
+        return rows.Problem(
+            OPERATIONS[op.kind], count, shape[-1], map_dtype(t.dtype), scale=norm and op.input(1) is not None,
+            bias=norm and op.input(2) is not None, epsilon=op.attrs.epsilon if norm else 1e-5,
+        )  # fmt: skip
+
+    def emit(self, b: Builder, op: Op) -> str:
+        problem = self._problem(op)
+        config = _rows_config(problem)
+        assert config is not None
+        operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
+        reads = [operands["input"]]
+        for name, value in zip(("scale", "bias"), op.inputs[1:], strict=False):
+            array = b.graph.constant_value(value)
+            if array is not None:
+                operands[name] = b.constant(array.astype(np.float32), f"{op.outputs[0].name}.{name}")
+                reads.append(operands[name])
+        emit_description(
+            b, op, rows.recipe(problem, config, b.arch), rows.describe(problem, config), operands,
+            kind=op.kind, attrs=attrs_dict(op.attrs), reads=reads, writes=[operands["output"]],
+        )  # fmt: skip
+        return str(config)
+
+
+@lru_cache(maxsize=1024)
+def _depthwise_config(problem: depthwise.Problem) -> depthwise.Config | None:
+    return next(iter(depthwise.candidates(problem, h200(), limit=1)), None)
+
+
+class HalfDepthwise:
+    """Depthwise convolutions of 16-bit images that lie channels-last without gaps."""
+
+    name = "depthwise_half"
+    deterministic, row_invariant = True, True
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
+        if not b.arch.startswith("sm_90"):
+            return f"it is tried on sm_90a, not {b.arch}"
+        if weight is None or weight.ndim != 4 or weight.shape[1] != 1 or a.group != weight.shape[0]:
+            return "it is not a depthwise convolution of images with constant weights"
+        if op.outputs[0].type.dtype not in (FP16, BF16) or weight.shape[0] % 8:
+            return "it is for 16-bit floats and channels in eights"
+        if op.input(2) is not None and bias_of(b, op) is None:
+            return "its bias is not constant"
+        if a.prologue or 0 in op.outputs[0].type.static_shape:
+            return "it has a prologue, or nothing to do"
+        assert op.inputs[0] is not None
+        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+        if op.value not in b.reserved and op.outputs[0].type.layout != "nhwc":
+            return "its result is not channels-last"
+        if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 8 for p in places):
+            return "its images have gaps or another order"
+        problem = self._problem(b, op)
+        return None if _depthwise_config(problem) is not None else "no tile of the kernel fits it"
+
+    def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
+        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
+        assert weight is not None
+        n, c, h, w = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
+        return depthwise.Problem(n, source, (("bias",), *ep.rendered), map_dtype(op.outputs[0].type.dtype))
+
+    def emit(self, b: Builder, op: Op) -> str:
+        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
+        assert weight is not None
+        problem = self._problem(b, op)
+        config = _depthwise_config(problem)
+        assert config is not None
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        x, target = entering(b, op), b.target(op.value)
+        channels = weight.shape[0]
+        dense = channels_last(target.shape, channels)
+        between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, dense) if ep.rest else target
+        vector = np.zeros(channels, np.float32)
+        for given in (bias_of(b, op), ep.bias):
+            if given is not None:
+                vector += given
+        packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
+        taps_w = weight.shape[3]
+        logical = packed.view(weight.shape, (1, 0, taps_w * channels, channels))
+        bias = b.constant(vector, f"{op.outputs[0].name}.bias")
+        operands = {"input": x, "output": between, "weights": packed, "bias": bias}
+        residual = None
+        if ep.residual is not None:
+            residual = b.operand(ep.residual)
+            if not residual.is_like(dense) or residual.offset % 8:
+                made = b.new(f"{op.outputs[0].name}.residual", residual.dtype, residual.shape, dense)
+                copy(b, op, residual, made)
+                residual = made
+            operands["residual"] = residual
+        constants = [b.constant(c, "scalar") for c in ep.constants]
+        tail = [residual, *constants] if residual is not None or constants else []
+        attrs = {
+            "strides": a.strides, "pads": a.pads, "dilations": a.dilations, "group": channels, "auto_pad": "NOTSET",
+            "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
+        }  # fmt: skip
+        emit_description(
+            b, op, depthwise.recipe(problem, config, b.arch), depthwise.describe(problem, config), operands,
+            kind="Conv", attrs=attrs, reads=[x, logical, bias, *tail], writes=[between],
+        )  # fmt: skip
+        finish(b, op, ep, between, target)
+        return str(config)
