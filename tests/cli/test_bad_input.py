@@ -333,8 +333,9 @@ def test_wrong_names_and_files(cli: Cli, engine: Path, tmp_path: Path) -> None:
     assert run(*good, *good)[0] == USAGE
     assert run(f"x={tmp_path / 'absent.npy'}")[0] == USAGE
     assert run(f"x={tmp_path}")[0] == RUN
-    np.savez(tmp_path / "x.npz", x=np.zeros(3))
-    assert run(f"x={tmp_path / 'x.npz'}")[0] == USAGE
+    np.savez(tmp_path / "x.npz", x=np.zeros(3), z=np.zeros(3))
+    assert run(f"x={tmp_path / 'x.npz'}")[0] == RUN  # of that name, but not of that shape
+    assert run(f"y={tmp_path / 'x.npz'}")[0] == USAGE
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"PK\x03\x04", b"\x80\x04K\x01.", b"text"])
