@@ -6,6 +6,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 
 from optdnn.cli.main import COMMANDS, cli
@@ -63,3 +65,47 @@ def test_the_figures_are_the_newest_results() -> None:
 def test_links_to_files_lead_somewhere() -> None:
     for target in re.findall(r"\]\((?!http|#)([^)#]+)", text()):
         assert (ROOT / target).exists(), target
+
+
+def use_section() -> str:
+    found = re.search(r"^## Use\n(.*?)(?=^## )", text(), re.S | re.M)
+    assert found is not None
+    return found[1].replace("224", "8")
+
+
+def test_the_commands_of_use_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("onnxruntime", "openvino", "jinja2"):
+        pytest.importorskip(package)
+    from support.onnxnet import convnet
+
+    from optdnn.cli.main import run
+    from optdnn.runtime.cpu.openvino import refuses
+
+    monkeypatch.chdir(tmp_path)
+    onnx.save(convnet(batch="N"), "model.onnx")
+    np.save("image.npy", np.ones((1, 3, 8, 8), np.float32))
+    commands = [line.split("#")[0].split() for line in re.findall(r"^    optdnn (.*)$", use_section(), re.M)]
+    assert len(commands) >= 8
+    for words in commands:
+        if "bf16" in words and refuses("bf16"):
+            continue
+        if words[0] in ("bench", "compare"):
+            words += ["--duration", "0.1"]
+        if words[0] == "compare":
+            words += ["--rounds", "2"]
+        assert run(words) == 0, words
+    assert {"model.engine", "model.engine.report.json", "y.npz", "report.html"} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_the_python_of_use_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    from support.onnxnet import convnet
+
+    monkeypatch.chdir(tmp_path)
+    onnx.save(convnet(batch="N"), "model.onnx")
+    code = re.search(r"^```python\n(.*?)^```", use_section(), re.S | re.M)
+    assert code is not None
+    names = {"array": np.ones((1, 3, 8, 8), np.float32), "buffer": np.zeros((1, 5), np.float32)}
+    exec(code[1], names)
+    assert names["buffer"].any()
+    np.testing.assert_array_equal(names["y"], names["buffer"])
