@@ -1,0 +1,93 @@
+"""Engines on a GPU: every launch does what its step means, runs repeat, host and device arrays agree, faults are typed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import feeds_of, lowered, simulate
+
+from optdnn.errors import InputError, OptdnnError
+from optdnn.ir.graph import Graph
+from optdnn.runtime.cuda.check import check_steps
+from optdnn.runtime.cuda.device import Device, gpu_count
+from optdnn.runtime.engine import Engine
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tactics" / "cuda"))  # for the families of generated kernels
+from test_generated import FAMILIES, graph_of  # noqa: E402
+
+
+def _why_not() -> str | None:
+    try:
+        if gpu_count() == 0:
+            return "no NVIDIA GPU"
+        if Device.open().capability[0] != 9:
+            return "these engines are for Hopper (sm_90a)"
+    except OptdnnError as error:
+        return str(error)
+    return None
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")]
+
+
+def network() -> Graph:
+    n = Net()
+    x = n.op("Relu", n.bn(n.conv(n.input(2, 3, 32, 32), 16, 7, strides=2, pads=3)))
+    x = n.max_pool(x, pads=1)
+    y = n.op("Relu", n.conv(n.op("Relu", n.conv(x, 32, 3)), 32, group=32, bias=True))
+    x = n.op("Relu", n.op("Add", n.conv(y, 24, 1, pads=0), n.conv(x, 24, 1, pads=0)))
+    return n.done(n.gemm(n.op("Flatten", n.op("GlobalAveragePool", x)), 10))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_launch_does_what_its_step_means(family: str, precision: str) -> None:
+    graph = graph_of(family)
+    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
+    tolerance = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.6e-2}[precision]
+    wrong = [e for e in check_steps(context, feeds_of(graph)) if e.error > tolerance]
+    assert not wrong
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_gpu_agrees_with_simulate_and_repeats(precision: str) -> None:
+    graph = network()
+    program, feeds = lowered(graph, precision, target="cuda:sm_90a"), feeds_of(graph)
+    context: Any = Engine(program).context()
+    first, second, expected = context.run(feeds), context.run(feeds), simulate(program, feeds)
+    np.testing.assert_array_equal(first["y0"], second["y0"])
+    bound = {"fp16": 4e-3, "bf16": 3e-2}[precision] * np.abs(expected["y0"]).max()
+    np.testing.assert_allclose(first["y0"], expected["y0"], rtol=0, atol=bound)
+
+
+def test_device_arrays_and_bound_calls() -> None:
+    cupy = pytest.importorskip("cupy")
+    graph = network()
+    context: Any = Engine(lowered(graph, target="cuda:sm_90a")).context()
+    feeds = feeds_of(graph)
+    want = context.run(feeds)["y0"]
+    given = {k: cupy.asarray(v) for k, v in feeds.items()}
+    np.testing.assert_array_equal(cupy.asnumpy(context.run(given)["y0"]), want)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    bound = context.bind(given)
+    bound.run(stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(cupy.asnumpy(bound.outputs["y0"]), want)
+    with pytest.raises(InputError, match="lies in host memory"):
+        context.run(given, out={"y0": np.empty_like(want)})
+
+
+def test_recompiled_kernels_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import optdnn
+
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
+    graph = network()
+    feeds = feeds_of(graph)
+    Engine(lowered(graph, target="cuda:sm_90a")).save(tmp_path / "e.engine")
+    want = optdnn.load(tmp_path / "e.engine").run(feeds)["y0"]
+    np.testing.assert_array_equal(optdnn.load(tmp_path / "e.engine", trust_cubins=False).run(feeds)["y0"], want)
