@@ -18,7 +18,7 @@ from optdnn.runtime.cuda.device import Device, gpu_count
 from optdnn.runtime.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tactics" / "cuda"))  # for the families of generated kernels
-from test_generated import FAMILIES, graph_of  # noqa: E402
+from test_generated import FAMILIES, graph_of
 
 
 def _why_not() -> str | None:
