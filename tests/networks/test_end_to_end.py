@@ -42,32 +42,42 @@ def run_ort(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
     return outputs
 
 
-def check(model: onnx.ModelProto, feeds: dict[str, Any], other_feeds: dict[str, Any], **shapes: Any) -> None:
-    want = run_ort(model, feeds)
-    other = relative_error(dict(enumerate(run_ort(model, other_feeds))), want)  # type: ignore[arg-type]
-    assert other > 100 * FP32_BOUND, "the output hardly depends on the input: the comparison would prove nothing"
+Feeds = dict[str, Any]
+
+
+def check(model: onnx.ModelProto, pairs: list[tuple[Feeds, Feeds]]) -> None:
+    """Each target and precision, built once and run on the first feeds of each pair; the second are other inputs."""
+    wanted = [run_ort(model, feeds) for feeds, _ in pairs]
+    others = []
+    for want, (_, other_feeds) in zip(wanted, pairs, strict=True):
+        others.append(relative_error({str(i): a for i, a in enumerate(run_ort(model, other_feeds))}, want))
+        assert others[-1] > 100 * FP32_BOUND, (
+            "the output hardly depends on the input: the comparison would prove nothing"
+        )
     for target in ("cpu", "reference"):
-        engine = optdnn.build(model, target=target, **shapes)
-        error = relative_error(engine.run(feeds), want)
-        assert error <= FP32_BOUND, f"{target}: {error:.2g}"
-        assert error <= other / 100
+        engine = optdnn.build(model, target=target)
+        for (feeds, _), want, other in zip(pairs, wanted, others, strict=True):
+            error = relative_error(engine.run(feeds), want)
+            assert error <= min(FP32_BOUND, other / 100), f"{target}: {error:.2g}"
+        del engine
     if refuses("bf16") is None:
-        check_bf16(model, feeds, want, other)
+        check_bf16(model, [feeds for feeds, _ in pairs], wanted, others)
 
 
-def check_bf16(model: onnx.ModelProto, feeds: dict[str, Any], want: list[Any], other: float) -> None:
+def check_bf16(model: onnx.ModelProto, inputs: list[Feeds], wanted: list[list[Any]], others: list[float]) -> None:
     """At bf16, no worse than twice OpenVINO's own bf16 error on the graph (the roundings fall elsewhere)."""
     ov = pytest.importorskip("openvino", reason="the cpu extra is not installed")
-    compiled = ov.Core().compile_model(
+    theirs = ov.Core().compile_model(
         ov.Core().read_model(model.SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "bf16"}
     )
-    theirs = compiled(feeds)
-    their_error = relative_error({str(i): theirs[o] for i, o in enumerate(compiled.outputs)}, want)
     engine = optdnn.build(model, target="cpu", precision="bf16")
-    error = relative_error(engine.run(feeds), want)
-    assert error <= 2 * their_error + 1e-3
-    assert error < other
     assert all(f["precision"] == "bf16" and f["executed"].get("bf16", 0) > 0 for f in engine.facts)
+    for feeds, want, other in zip(inputs, wanted, others, strict=True):
+        results = theirs(feeds)
+        their_error = relative_error({str(i): results[o] for i, o in enumerate(theirs.outputs)}, want)
+        error = relative_error(engine.run(feeds), want)
+        assert error <= 2 * their_error + 1e-3
+        assert error < other
 
 
 @pytest.mark.slow
@@ -76,12 +86,10 @@ def check_bf16(model: onnx.ModelProto, feeds: dict[str, Any], want: list[Any], o
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_shared_graph(name: str, exporter: str, tmp_path: Path) -> None:
     model = shared_network(f"{name}.{exporter}", tmp_path)
-    for batch in (1, 2):
-        feeds = {k: v[:batch] for k, v in shared_feeds(model).items()}
-        if any(v.shape[0] < batch for v in feeds.values()):
-            continue  # exported for a batch of one
-        others = {k: v[:batch] for k, v in shared_feeds(model, seed=11).items()}
-        check(model, feeds, others)
+    feeds, others = shared_feeds(model), shared_feeds(model, seed=11)
+    largest = min(v.shape[0] for v in feeds.values())  # some are exported for a batch of one
+    batches = [b for b in (1, 2) if b <= largest]
+    check(model, [({k: v[:b] for k, v in feeds.items()}, {k: v[:b] for k, v in others.items()}) for b in batches])
 
 
 @pytest.mark.slow
@@ -93,4 +101,4 @@ def test_light_graph(name: str) -> None:
     (value,) = [v for v in model.graph.input if v.name not in constants]
     shape = tuple(d.dim_value for d in value.type.tensor_type.shape.dim)
     feeds, others = ({value.name: picture(rng, shape)} for _ in range(2))
-    check(model, feeds, others)
+    check(model, [(feeds, others)])
