@@ -146,7 +146,9 @@ def main() -> None:
                 done = future.result()
                 done = child("run", pair, 60) if done.returncode == 0 else done
                 last = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-                rows.append(json.loads(last[-1][4:]) if last else {**row, "failed": (done.stderr or done.stdout)[-1500:]})
+                rows.append(
+                    json.loads(last[-1][4:]) if last else {**row, "failed": (done.stderr or done.stdout)[-1500:]}
+                )
             except subprocess.TimeoutExpired as error:
                 rows.append({**row, "failed": str(error)})
             shown = {k: v for k, v in rows[-1].items() if k not in ("slowest_us", "another_input")}
