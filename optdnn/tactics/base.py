@@ -30,6 +30,10 @@ class Measured:
         return row | ({"cached": True} if self.cached else {})
 
 
+REST_SECONDS = 0.02
+"""How long a turn waits for the rivals' spinning threads to come to rest."""
+
+
 def take_turns(
     runners: Mapping[str, Callable[[], object]],
     *,
@@ -41,7 +45,8 @@ def take_turns(
 ) -> dict[str, float]:
     """Median milliseconds of each runner, measured in turns so that a noisy machine hits all alike.
 
-    A turn starts with one run that is not counted (the rivals' threads have to come to rest, caches to warm). After each
+    A turn starts with a pause and two runs that are not counted: the rivals' threads spin for a while after their last
+    run (OpenVINO was seen 1.3 times as slow beside an ONNX Runtime session in one process), caches have to warm. After each
     round, runners whose best time is ``give_up_ratio`` times the best of all are given up. ``budget_seconds`` bounds the
     whole; each runner is measured at least once.
     """
@@ -52,6 +57,8 @@ def take_turns(
         for name in active:
             tick(name)
             run = runners[name]
+            time.sleep(REST_SECONDS)
+            run()
             run()
             end = time.perf_counter() + turn_seconds
             while True:
