@@ -88,7 +88,7 @@ def build(
 ) -> Engine:
     """Compile an ONNX model (a path, serialized bytes or a ``ModelProto``) into an :class:`Engine`.
 
-    ``target`` is one of :data:`optdnn.config.TARGETS` ("auto": cuda where it is usable, else cpu); ``precision`` is "fp32",
+    ``target`` is one of :data:`optdnn.config.TARGETS` ("auto" is cpu for now); ``precision`` is "fp32",
     "bf16" or (on GPUs) "fp16"; ``shapes`` maps input names to dimensions (None leaves one symbolic). Further options are the
     fields of :class:`optdnn.config.BuildOptions`: io_dtype, opt_level, tactics, threads, timing_cache, workspace, dump,
     stop_after, emit_onnx and so on. ``progress`` is called with a line of text as the build goes on.
@@ -160,7 +160,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
 
 
 def resolve_target(target: str) -> str:
-    """``auto`` is cuda where it is usable, else cpu; ``cuda`` is cuda for the GPU of this machine.
+    """``auto`` is cpu until the cuda target is released; ``cuda`` is cuda for the GPU of this machine.
 
     Raises UsageError for ``cuda`` on a machine without a GPU, MissingDependency where the driver's bindings are absent.
     """

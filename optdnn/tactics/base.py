@@ -46,7 +46,7 @@ def take_turns(
     """Median milliseconds of each runner, measured in turns so that a noisy machine hits all alike.
 
     A turn starts with a pause and two runs that are not counted: the rivals' threads spin for a while after their last
-    run (OpenVINO was seen 1.3 times as slow beside an ONNX Runtime session in one process), caches have to warm. After each
+    run, which slows a small network down, and caches have to warm. After each
     round, runners whose best time is ``give_up_ratio`` times the best of all are given up. ``budget_seconds`` bounds the
     whole; each runner is measured at least once.
     """
