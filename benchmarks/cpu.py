@@ -89,13 +89,19 @@ def compare(name: str, file: Path, args: argparse.Namespace, folder: Path) -> di
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Per network, rival median over ours; then geometric means."""
+    """Per network, rival over ours: the median over rounds of the ratio within a round (as ``compare`` has it), so that a
+    machine that slows down for a while hits all alike; then geometric means."""
     rows = []
     for r in results:
-        medians = {row["name"]: row["median_ms"] for row in r["rows"]}
-        ours = next(ms for name, ms in medians.items() if name.startswith("optdnn"))
-        rivals = {name: ms / ours for name, ms in medians.items() if not name.startswith("optdnn") and ms}
-        rows.append({"network": r["network"], "optdnn_ms": ours, "over": rivals, "over_faster": min(rivals.values())})
+        rounds = {row["name"]: row["round_medians_ms"] for row in r["rows"]}
+        ours = next(row for row in r["rows"] if row["name"].startswith("optdnn"))
+        rivals = {
+            name: statistics.median(b / a for a, b in zip(ours["round_medians_ms"], theirs, strict=False))
+            for name, theirs in rounds.items()
+            if name != ours["name"] and theirs
+        }
+        row = {"network": r["network"], "optdnn_ms": ours["median_ms"], "over": rivals}
+        rows.append({**row, "over_faster": min(rivals.values())})
     names = sorted({n for row in rows for n in row["over"]})
     means = {n: geometric(row["over"][n] for row in rows if n in row["over"]) for n in names}
     return {"rows": rows, "geomean": {**means, "faster of them": geometric(row["over_faster"] for row in rows)}}

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import UsageError
+from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import machine, versions
 from optdnn.runtime.program import Plain
@@ -163,6 +164,8 @@ def bench(
     facts (what each step really runs), machine, versions, and with ``with_profile`` also profile.
     """
     context = engine.context()
+    context.run(feeds)
+    settle()
     stats = measure(lambda: context.run(feeds), warmup=warmup, duration=duration, iterations=iterations)
     report: dict[str, Plain] = {
         "target": engine.target,

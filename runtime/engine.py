@@ -131,11 +131,14 @@ def load(
     simulate: bool = False,
     trust_cubins: bool = True,
     recompile: bool = False,
+    huge_pages: bool = True,
 ) -> Engine:
     """Load an engine file.
 
     ``threads`` overrides the number of threads chosen by the build. ``verify=False`` skips the SHA-256 of the blobs (the
     header's is always checked). ``mmap=False`` reads the file into memory, for files that may change underneath.
+    ``huge_pages=False`` leaves the memory of an engine for cpu as the libraries allocate it; otherwise, on Linux where huge
+    pages are given on request, a thread moves it onto them after the first run.
     Engines for GPUs: ``simulate`` runs the program in NumPy, on any machine; ``trust_cubins=False`` compiles the kernels from
     their recipes instead of loading the compiled code in the file; ``recompile`` does so even where this version's templates
     differ from those of the build.
@@ -144,5 +147,11 @@ def load(
     """
     from optdnn.runtime.format import read
 
-    options = LoadOptions(threads, simulate=simulate, trust_cubins=trust_cubins and not recompile, recompile=recompile)
+    options = LoadOptions(
+        threads,
+        huge_pages=huge_pages,
+        simulate=simulate,
+        trust_cubins=trust_cubins and not recompile,
+        recompile=recompile,
+    )
     return Engine(read(path, verify=verify, mmap=mmap), options=options)

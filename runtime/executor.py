@@ -57,6 +57,8 @@ class LoadOptions:
     """
 
     threads: int | None = None
+    huge_pages: bool = True
+    """Move what a CPU library allocates onto huge pages (:mod:`optdnn.runtime.cpu.huge_pages`)."""
     defer: bool = False
     """Look at the machine on first use only: an engine that was just built here may be for another one."""
     simulate: bool = False

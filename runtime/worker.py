@@ -22,6 +22,7 @@ import numpy as np
 from optdnn.errors import OptdnnError
 from optdnn.runtime.bench import sample
 from optdnn.runtime.candidates import Candidate, Opened, converted, open_candidate
+from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.wire import receive, send
 from optdnn.types import Array
 
@@ -69,6 +70,7 @@ class _Worker:
         start = time.perf_counter()
         outputs = self.opened.run(self.feeds)
         seconds = time.perf_counter() - start
+        settle()
         return {"seconds": seconds}, {f"{i}": np.asarray(a) for i, a in enumerate(outputs)}
 
     def do_turn(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:

@@ -23,6 +23,7 @@ from optdnn.ir.extract import Region, extract, regions, single, whole
 from optdnn.ir.graph import Graph, Op
 from optdnn.lower import Lowering
 from optdnn.runtime.cpu import onnxruntime, openvino
+from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.cpu.library import Settings
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import machine, usable_cores
@@ -191,6 +192,9 @@ class _Search:
             del fresh[name], self.engines[name]
         runners = {name: _runner(engine.context(), feeds) for name, engine in fresh.items()}
         if runners:
+            for run in runners.values():
+                run()
+            settle()
             times = take_turns(runners, tick=lambda name: self.progress(f"time {name}"))
             for name, ms in times.items():
                 contender, threads = self.owner[name]

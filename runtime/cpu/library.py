@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from optdnn.errors import EngineError, MissingDependency
+from optdnn.runtime.cpu.huge_pages import NewMemory
 from optdnn.runtime.executor import LoadOptions, Session
 from optdnn.runtime.program import Program, Step
 from optdnn.types import Array
@@ -31,6 +32,9 @@ class Settings:
 
 class LibraryModel(Protocol):
     """A model that a library has compiled; an :class:`~optdnn.runtime.executor.Executor` besides."""
+
+    memory: NewMemory | None
+    """What was allocated since the model's compilation began; its sessions say when they have run."""
 
     @property
     def aliases(self) -> bool: ...
@@ -71,7 +75,10 @@ def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOpt
         raise EngineError(
             f"a {step.executor} step of the engine names {len(inputs)} inputs for {len(step.inputs)} buffers"
         )
-    return make(model, weights, inputs, outputs, settings)
+    memory = NewMemory(options.huge_pages)
+    made = make(model, weights, inputs, outputs, settings)
+    made.memory = memory
+    return made
 
 
 def library_module(name: str) -> ModuleType:

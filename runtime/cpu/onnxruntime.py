@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from optdnn.errors import RunError
+from optdnn.runtime.cpu.huge_pages import NewMemory
 from optdnn.runtime.cpu.library import Settings, library_module, prepare_step
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program, Step
@@ -27,6 +28,7 @@ class OnnxRuntimeModel:
     """
 
     name = "onnxruntime"
+    memory: NewMemory | None = None
 
     def __init__(
         self,
@@ -84,6 +86,8 @@ class _OnnxRuntimeSession:
                 if out is not None:
                     return self._run_bound(feeds, outs)
             results: list[Array] = self._run(self._outputs, feeds, None)
+            if self._model.memory is not None:
+                self._model.memory.after_run()
             return results
         except Exception as error:
             raise RunError(f"onnxruntime failed: {_first_line(error)}") from None
@@ -98,6 +102,8 @@ class _OnnxRuntimeSession:
             else:
                 binding.bind_output(name, "cpu", 0, out.dtype, out.shape, out.ctypes.data)
         self._session.run_with_iobinding(binding)
+        if self._model.memory is not None:
+            self._model.memory.after_run()
         values = binding.get_outputs()
         return [v.numpy() if out is None else out for v, out in zip(values, outs, strict=True)]
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from optdnn.errors import RunError
+from optdnn.runtime.cpu.huge_pages import NewMemory
 from optdnn.runtime.cpu.library import Settings, library_module, prepare_step
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program, Step
@@ -46,6 +47,7 @@ class OpenVinoModel:
     """
 
     name = "openvino"
+    memory: NewMemory | None = None
 
     def __init__(
         self,
@@ -139,6 +141,7 @@ class _OpenVinoSession:
     def __init__(self, model: OpenVinoModel):
         self._ov = library_module("openvino")
         self._model = model
+        self._memory = NewMemory(model.memory is not None and model.memory.wanted)
         self._request = model._compiled.create_infer_request()
         self._types = [model._compiled.outputs[i].get_element_type() for i in model._outputs]
         self._shapes = [
@@ -161,6 +164,9 @@ class _OpenVinoSession:
                     request.set_output_tensor(index, _tensor(ov, target))
                 results.append(target if shape is not None else None)
             request.infer()
+            for memory in (self._model.memory, self._memory):
+                if memory is not None:
+                    memory.after_run()
             for i, (index, out) in enumerate(zip(self._model._outputs, outs, strict=True)):
                 if results[i] is None:
                     data = _array(request.get_output_tensor(index), self._dtypes[i])

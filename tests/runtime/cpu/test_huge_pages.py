@@ -1,0 +1,113 @@
+"""Huge pages: which memory is moved, when, and that asking for none leaves it alone."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+import numpy as np
+import pytest
+
+from optdnn.runtime.cpu import huge_pages
+from optdnn.runtime.cpu.huge_pages import HUGE, NewMemory, huge_parts, settle
+
+MB = 1 << 20
+
+
+def smaps(*mappings: tuple[int, int, str, str, int]) -> str:
+    """The text of /proc/self/smaps: (start, end, permissions, name, resident bytes)."""
+    return "".join(
+        f"{a:x}-{b:x} {perm} 00000000 00:00 0    {name}\nSize: 1 kB\nRss: {rss >> 10} kB\nVmFlags: rd wr\n"
+        for a, b, perm, name, rss in mappings
+    )
+
+
+def test_only_whole_huge_pages_of_what_is_new() -> None:
+    text = smaps((3 * MB, 11 * MB, "rw-p", "", 8 * MB))
+    assert huge_parts(text, []) == [(4 * MB, 10 * MB)]
+    assert huge_parts(text, [(3 * MB, 5 * MB)]) == [(6 * MB, 10 * MB)]
+    assert huge_parts(text, [(5 * MB, 7 * MB)]) == [(8 * MB, 10 * MB)]
+    assert huge_parts(text, [(0, 20 * MB)]) == []
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        pytest.param((0, 8 * MB, "rw-p", "/model.engine", 8 * MB), id="a file"),
+        pytest.param((0, 8 * MB, "r--p", "", 8 * MB), id="read-only"),
+        pytest.param((0, 8 * MB, "rw-s", "", 8 * MB), id="shared"),
+        pytest.param((0, 8 * MB, "rw-p", "[stack]", 8 * MB), id="a stack"),
+        pytest.param((0, 8 * MB, "rw-p", "", 3 * MB), id="mostly untouched"),
+        pytest.param((MB, 3 * MB, "rw-p", "", 2 * MB), id="no whole page"),
+    ],
+)
+def test_other_memory_is_left_alone(mapping: tuple[int, int, str, str, int]) -> None:
+    assert huge_parts(smaps(mapping), []) == []
+
+
+def test_the_heap_counts() -> None:
+    assert huge_parts(smaps((0, 4 * MB, "rw-p", "[heap]", 4 * MB)), []) == [(0, 4 * MB)]
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What would be collapsed, on a machine that gives huge pages on request."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(huge_pages, "on_request", lambda: True)
+    monkeypatch.setattr(huge_pages, "_collapse", found.extend)
+    return found
+
+
+def address(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+linux = pytest.mark.skipif(not huge_pages._SMAPS.exists(), reason="there is no /proc/self/smaps")
+
+
+@linux
+def test_memory_mapped_after_the_snapshot_is_moved_once(moved: list[tuple[int, int]]) -> None:
+    memory = NewMemory()
+    block = mmap.mmap(-1, 16 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.write(b"x" * len(block))
+    start = address(block)
+    memory.after_run()
+    settle()
+    inside = sum(max(0, min(b, start + len(block)) - max(a, start)) for a, b in moved)
+    assert inside >= 15 * HUGE
+    moved.clear()
+    memory.after_run()
+    settle()
+    assert not moved
+
+
+@linux
+def test_not_wanted(moved: list[tuple[int, int]]) -> None:
+    memory = NewMemory(wanted=False)
+    memory.after_run()
+    settle()
+    assert not moved
+    assert not any(t.name == "optdnn-huge-pages" for t in threading.enumerate())
+
+
+@pytest.mark.parametrize("text", ["[always] madvise never", "always madvise [never]", None])
+def test_only_where_huge_pages_are_given_on_request(
+    text: str | None, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Setting:
+        def read_text(self) -> str:
+            if text is None:
+                raise FileNotFoundError
+            return text
+
+    monkeypatch.setattr(huge_pages, "_SETTING", Setting())
+    assert not huge_pages.on_request()
+
+
+@pytest.mark.skipif(not huge_pages.on_request(), reason="this machine does not give huge pages on request")
+def test_contents_stay() -> None:
+    memory = NewMemory()
+    array = np.arange(8 * HUGE // 8, dtype=np.int64)
+    memory.after_run()
+    settle()
+    assert np.array_equal(array, np.arange(8 * HUGE // 8, dtype=np.int64))
