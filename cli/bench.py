@@ -43,7 +43,7 @@ def command(
     missing = [s for s in loaded.inputs if s.name not in feeds]
     if missing:
         stderr.print(f"random inputs: {', '.join(map(str, missing))}")
-        feeds = {**random_feeds(missing, sizes=parse_sizes(sizes)), **feeds}
+        feeds = {**random_feeds(missing, sizes=parse_sizes(sizes), profiles=loaded.profiles), **feeds}
     with progress(f"bench {engine.name}"):
         report = bench(loaded, feeds, warmup=warmup, duration=duration, iterations=iterations, with_profile=profile)
     if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from optdnn.config import BuildOptions
 from optdnn.errors import UsageError, printable
+from optdnn.ranges import parse_shapes
 
 
 class PlainConsole(Console):
@@ -44,24 +44,6 @@ class PlainConsole(Console):
 stderr = PlainConsole(stderr=True)
 """For progress and remarks; stdout holds results only."""
 stdout = PlainConsole()
-
-_SHAPE = re.compile(r"^(?P<name>.+)=(?P<dims>(\d+|\?)(x(\d+|\?))*|scalar)$")
-
-
-def parse_shapes(texts: Sequence[str]) -> dict[str, tuple[int | None, ...]]:
-    """``("x=1x3x224x224",)`` as a mapping; ``?`` leaves a dimension symbolic, ``scalar`` is rank 0."""
-    shapes: dict[str, tuple[int | None, ...]] = {}
-    for text in texts:
-        m = _SHAPE.match(text)
-        if not m:
-            raise UsageError(
-                f"--shape {text!r} is not NAME=1x3x224x224", hint="use ? for a dimension that stays symbolic"
-            )
-        if m["name"] in shapes:
-            raise UsageError(f"--shape names input {m['name']!r} twice")
-        dims = () if m["dims"] == "scalar" else tuple(None if d == "?" else int(d) for d in m["dims"].split("x"))
-        shapes[m["name"]] = dims
-    return shapes
 
 
 def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
@@ -91,7 +73,7 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "shape",
             multiple=True,
             metavar="NAME=1x3x224x224",
-            help="Fix an input's shape; ? leaves a dimension symbolic.",
+            help="Fix an input's shape; ? leaves a dimension symbolic, MIN..OPT..MAX gives a range. Repeat for another profile.",
         ),
         click.option("--io-dtype", default="model", metavar="DTYPE", help="fp32, fp16, bf16, or the model's own."),
         click.option(

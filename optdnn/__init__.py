@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
+    from optdnn.ranges import DimRange
     from optdnn.runtime.context import Context
     from optdnn.runtime.engine import Engine, load
     from optdnn.types import TensorSpec
@@ -53,6 +54,7 @@ _WHERE = {
     "load": "optdnn.runtime.engine",
     "Engine": "optdnn.runtime.engine",
     "Context": "optdnn.runtime.context",
+    "DimRange": "optdnn.ranges",
     "TensorSpec": "optdnn.types",
     **dict.fromkeys(_ERRORS.split(), "optdnn.errors"),
 }
@@ -60,6 +62,7 @@ _WHERE = {
 
 __all__ = [  # noqa: PLE0604, RUF100
     "Context",
+    "DimRange",
     "Engine",
     "EngineError",
     "EngineStale",

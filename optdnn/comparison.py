@@ -131,6 +131,7 @@ def load_subject(path: Path, model: Path | None, threads: int | None) -> Subject
     if model is None:
         return Subject(path.name, path, engine.meta, options, engine.inputs)
     original = import_model(model, shapes=shapes)
+    original.profiles = engine.profiles
     wanted, got = [s.name for s in engine.inputs], [s.name for s in specs(original)]
     outputs = [original.op(i).outputs[0].name for i in original.outputs]
     if wanted != got or [s.name for s in engine.outputs] != outputs:
@@ -246,7 +247,8 @@ def compare(
     """
     feeds = dict(given or {})
     missing = [s for s in subject.inputs if s.name not in feeds]
-    feeds = {**random_feeds(missing, seed=seed, sizes=sizes), **feeds}
+    profiles = () if subject.original is None else subject.original.profiles
+    feeds = {**random_feeds(missing, seed=seed, sizes=sizes, profiles=profiles), **feeds}
     signature = Signature(subject.inputs, ())
     signature.sizes(signature.arrays(feeds))
     other = random_feeds(subject.inputs, seed=seed + 1, sizes=_sizes_of(subject.inputs, feeds))

@@ -19,6 +19,7 @@ from optdnn.lower import lower_reference
 from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
 from optdnn.passes.io_dtype import convert_borders
 from optdnn.passes.pipelines import PIPELINE
+from optdnn.ranges import input_shapes
 from optdnn.runtime.atomic import check_writable, write_atomic
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
@@ -82,14 +83,15 @@ def build(
     *,
     target: str = "auto",
     precision: str = "fp32",
-    shapes: Mapping[str, Sequence[int | None]] | None = None,
+    shapes: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Engine:
     """Compile an ONNX model (a path, serialized bytes or a ``ModelProto``) into an :class:`Engine`.
 
     ``target`` is one of :data:`optdnn.config.TARGETS` ("auto" is cpu for now); ``precision`` is "fp32",
-    "bf16" or (on GPUs) "fp16"; ``shapes`` maps input names to dimensions (None leaves one symbolic). Further options are the
+    "bf16" or (on GPUs) "fp16"; ``shapes`` maps input names to dimensions (None leaves one symbolic) or to ranges of them
+    (:func:`optdnn.ranges.input_shapes`), of which a list gives several profiles. Further options are the
     fields of :class:`optdnn.config.BuildOptions`: io_dtype, opt_level, tactics, threads, timing_cache, workspace, dump,
     stop_after, emit_onnx and so on. ``progress`` is called with a line of text as the build goes on.
     Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was asked for
@@ -131,7 +133,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             "target": target,
             "precision": options.precision,
             "io_dtype": options.io_dtype,
-            "shapes": {name: list(dims) for name, dims in sorted(options.shapes.items())},
+            "shapes": input_shapes(options.shapes).to_plain(),
             "opt_level": options.opt_level,
             "threads": options.threads,
             "tactics": options.tactics,

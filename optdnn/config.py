@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from optdnn.errors import UsageError
+from optdnn.ranges import InputShapes, input_shapes
 
 TARGETS = ("auto", "cpu", "reference", "simulate", "cuda", "cuda:sm_90a", "cuda:sm_80")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -21,7 +22,8 @@ LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "heuristic")
 class BuildOptions:
     """Everything that shapes an engine. Raises UsageError for a value that no build can have.
 
-    ``shapes`` maps an input's name to its dimensions (None leaves one symbolic); ``io_dtype`` is the element type of the
+    ``shapes`` maps an input's name to its dimensions (None leaves one symbolic), or to ranges of them
+    (:func:`optdnn.ranges.input_shapes` says in which forms); ``io_dtype`` is the element type of the
     floating-point inputs and outputs ("model": their own); ``threads`` None lets the build measure; ``timing_cache``, ``dump``
     (a folder) and ``emit_onnx`` are paths, given as text or path objects; ``stop_after`` names the last pass to run;
     ``workspace`` bounds the scratch memory of GPU kernels in bytes (the libraries of the cpu target have no such bound);
@@ -31,7 +33,7 @@ class BuildOptions:
 
     target: str = "auto"
     precision: str = "fp32"
-    shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, Any] = field(default_factory=InputShapes)
     io_dtype: str = "model"
     opt_level: int = 3
     tactics: str = "auto"
@@ -48,7 +50,7 @@ class BuildOptions:
     def __post_init__(self) -> None:
         for name in ("timing_cache", "dump", "emit_onnx"):
             object.__setattr__(self, name, _path(name, getattr(self, name)))
-        object.__setattr__(self, "shapes", _shapes(self.shapes))
+        object.__setattr__(self, "shapes", input_shapes(self.shapes))
         for name in ("opt_level", "threads", "workspace"):
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         _among("target", self.target, TARGETS)
@@ -93,23 +95,3 @@ def _integer(name: str, value: Any) -> int | None:
         return None if value is None and name != "opt_level" else operator.index(value)
     except TypeError:
         raise UsageError(f"{name} must be an integer, not {value!r}") from None
-
-
-def _shapes(shapes: Any) -> dict[str, tuple[int | None, ...]]:
-    """The mapping with plain integers. Raises UsageError for anything else than names with dimensions."""
-    if not isinstance(shapes, Mapping):
-        raise UsageError(f"shapes must map names of inputs to dimensions, not {shapes!r}")
-    found: dict[str, tuple[int | None, ...]] = {}
-    for name, dims in shapes.items():
-        if not isinstance(dims, Sequence) or isinstance(dims, (str, bytes)):
-            raise UsageError(f"the shape of {name!r} must be a tuple of dimensions, not {dims!r}")
-        try:
-            found[str(name)] = tuple(None if d is None else operator.index(d) for d in dims)
-        except TypeError:
-            raise UsageError(
-                f"the shape of {name!r} must hold integers, not {tuple(dims)!r}",
-                hint="None leaves a dimension symbolic",
-            ) from None
-        if any(d is not None and d < 0 for d in found[str(name)]):
-            raise UsageError(f"shape of {name!r} has a negative dimension: {tuple(dims)}")
-    return found

@@ -103,6 +103,7 @@ class Lowering:
             blobs=self.blobs,
             requires=tuple(requires),
             meta=meta,
+            profiles=self.graph.profiles,
         )
 
 

@@ -39,7 +39,7 @@ class Schedule:
     def __init__(self, program: Program, executors: Sequence[Executor]):
         self.program = program
         self.executors = tuple(executors)
-        self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
+        self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs], program.profiles)
         self.inputs = tuple(i for _, i in program.inputs)
         self.outputs = tuple(i for _, i in program.outputs)
         self.initial: list[Array | None] = [None if b.blob is None else program.blobs[b.blob] for b in program.buffers]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from optdnn.errors import InputError, UsageError
+from optdnn.ranges import Profile
 from optdnn.runtime.atomic import write_atomic
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Plain, Program, validate
@@ -48,6 +49,11 @@ class Engine:
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Name, dtype and shape of each output, in ONNX order."""
         return self._runner.signature.outputs
+
+    @property
+    def profiles(self) -> tuple[Profile, ...]:
+        """The sizes of symbolic dimensions that it takes: those inside of any of these (all, where there are none)."""
+        return self._runner.signature.profiles
 
     @property
     def target(self) -> str:

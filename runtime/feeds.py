@@ -7,17 +7,24 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from optdnn.errors import UsageError
+from optdnn.ranges import Profile
 from optdnn.types import Array, TensorSpec, is_float
 
 
 def random_feeds(
-    inputs: Sequence[TensorSpec], *, seed: int = 0, sizes: Mapping[str, int] | None = None, default: int = 1
+    inputs: Sequence[TensorSpec],
+    *,
+    seed: int = 0,
+    sizes: Mapping[str, int] | None = None,
+    default: int = 1,
+    profiles: Sequence[Profile] = (),
 ) -> dict[str, Array]:
     """An array per input: standard normal floats, integers 0 and 1, booleans; the same for the same seed.
 
     Integers are mostly indices, masks and token ids: 0 and 1 are valid where anything is.
 
-    A symbolic dimension takes its size from ``sizes``, else ``default``. Raises UsageError for a size of no symbol.
+    A symbolic dimension takes its size from ``sizes``, else the first profile's optimum, else ``default``.
+    Raises UsageError for a size of no symbol.
     """
     rng = np.random.default_rng(seed)
     sizes = dict(sizes or {})
@@ -26,6 +33,7 @@ def random_feeds(
         raise UsageError(
             f"no input has a dimension {', '.join(unknown)}; there are {', '.join(sorted(symbols)) or 'none'}"
         )
+    sizes = {**{n: r.opt for p in profiles[:1] for n, r in p.items()}, **sizes}
     feeds: dict[str, Array] = {}
     for spec in inputs:
         shape = tuple(d if isinstance(d, int) else sizes.get(d, default) for d in spec.shape)

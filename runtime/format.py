@@ -46,13 +46,13 @@ import numpy as np
 
 from optdnn.errors import EngineError, InternalError, ShapeError
 from optdnn.runtime.atomic import write_atomic
-from optdnn.runtime.header import BlobEntry, header_text, parse_header
+from optdnn.runtime.header import BlobEntry, header_text, minor_of, parse_header
 from optdnn.runtime.program import Program, validate
 from optdnn.types import Array, dtype_name
 
 MAGIC = b"\x89OPTDNN\n"
-VERSION = (1, 1)
-"""The newest format. 1.1 added the table of GPU kernels; a program that has none is written as 1.0."""
+VERSION = (1, 2)
+"""The newest format. 1.1 added the table of GPU kernels, 1.2 profiles; a program is written in the oldest that holds it."""
 PREFIX = struct.Struct("<8sHHIQQ")
 HEADER_AT = PREFIX.size + 32
 PAGE, LINE, LARGE = 4096, 64, 1 << 16
@@ -91,7 +91,7 @@ def encode(program: Program) -> list[bytes | memoryview]:
     if len(text) > HEADER_LIMIT:
         raise InternalError(f"the engine's header would take {len(text)} bytes; the format allows {HEADER_LIMIT}")
     data_at = _data_at(len(text), len(blobs))
-    version = VERSION if program.kernels else (1, 0)
+    version = (VERSION[0], minor_of(program))
     prefix = PREFIX.pack(MAGIC, *version, len(text), data_at + data_length, 0)
     pieces: list[bytes | memoryview] = [prefix, hashlib.sha256(prefix + text).digest(), text]
     position = HEADER_AT + len(text)

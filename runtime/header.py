@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.errors import EngineError, InternalError
+from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.program import Buffer, Kernel, Plain, Program, Step
 from optdnn.types import DTYPES, DType, TensorSpec, dtype_name
 
@@ -82,6 +83,7 @@ def header_text(program: Program, blobs: Sequence[BlobEntry]) -> str:
             ],
             "target": program.target,
             **({"kernels": [_kernel_to_plain(k) for k in program.kernels]} if program.kernels else {}),
+            **({"profiles": [_profile_to_plain(p) for p in program.profiles]} if program.profiles else {}),
         }
     )
 
@@ -96,6 +98,10 @@ def _kernel_to_plain(k: Kernel) -> dict[str, Plain]:
         "source": k.source,
         "template": k.template,
     }
+
+
+def _profile_to_plain(p: Profile) -> dict[str, Plain]:
+    return {name: [r.min, r.opt, r.max] for name, r in p.items()}
 
 
 def _port_to_plain(spec: TensorSpec, buffer: int) -> dict[str, Plain]:
@@ -148,13 +154,16 @@ def from_json(value: Plain) -> Plain:
 def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
     """The program (its list of blobs still empty) and the table of its blobs. Raises EngineError.
 
-    ``minor`` is the file's: 1.1 added "kernels", and a program without any is written as 1.0.
+    ``minor`` is the file's: 1.1 added "kernels", 1.2 "profiles"; a program is written in the oldest format that holds it.
     """
     try:
         parsed = json.loads(text)
         if canonical(parsed) != text:
             raise EngineError("the header is not in canonical form")
-        h = _table(parsed, _HEADER_KEYS | {"kernels"} if minor >= 1 else _HEADER_KEYS, "the header")
+        optional = {key for key, since in OPTIONAL_KEYS.items() if since <= minor} & set(
+            parsed if isinstance(parsed, dict) else ()
+        )
+        h = _table(parsed, _HEADER_KEYS | optional, "the header")
         escaped = '"$' in text
         program = Program(
             target=_text(h["target"], "target"),
@@ -168,9 +177,13 @@ def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
             requires=tuple(_text(r, "requirement") for r in _list(h["requires"], "requires")),
             meta=_plain_table(h["meta"], "meta", escaped),
             kernels=tuple(_kernel(k) for k in _list(h.get("kernels", []), "kernels")),
+            profiles=tuple(_profile(p) for p in _list(h.get("profiles", []), "profiles")),
         )
-        if minor >= 1 and not program.kernels:
-            raise EngineError("the header's table of kernels is empty")
+        for key in sorted(optional):
+            if not h[key]:
+                raise EngineError(f"the header's table of {key} is empty")
+        if minor != minor_of(program):
+            raise EngineError(f"the file says that it is of format 1.{minor}; its header is of 1.{minor_of(program)}")
         return program, [_blob(b) for b in _list(h["blobs"], "blobs")]
     except RecursionError as e:
         raise EngineError("the header is nested too deeply") from e
@@ -234,6 +247,27 @@ def _kernel(value: Any) -> Kernel:
         _text(k["source"], "a kernel's digest"),
         None if k["cubin"] is None else _size(k["cubin"], "a kernel's cubin"),
     )
+
+
+def _profile(value: Any) -> Profile:
+    if not isinstance(value, dict):
+        raise EngineError("a profile is not a table")
+    found = {}
+    for name, numbers in value.items():
+        low, opt, high = (_size(n, f"the range of {name!r}") for n in (*_list(numbers, "a range"), -1, -1, -1)[:3])
+        if len(numbers) != 3 or not low <= opt <= high:
+            raise EngineError(f"the range of {name!r} is not one: {numbers!s:.60}")
+        found[_text(name, "a symbol")] = DimRange(low, opt, high)
+    return found
+
+
+OPTIONAL_KEYS = {"kernels": 1, "profiles": 2}
+"""Key of the header -> the minor version that added it."""
+
+
+def minor_of(program: Program) -> int:
+    """The oldest minor version of the format that holds a program."""
+    return max((since for key, since in OPTIONAL_KEYS.items() if getattr(program, key)), default=0)
 
 
 _HEADER_KEYS = frozenset(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import EngineError
+from optdnn.ranges import Profile
 from optdnn.types import Array, DType, TensorSpec
 
 Plain = Any
@@ -79,7 +80,8 @@ class Program:
     ``inputs`` and ``outputs`` pair the user's tensors with buffer numbers; ``blobs`` are arrays (C-contiguous; possibly
     memory-mapped); ``requires`` lists what the machine must have, as :mod:`optdnn.runtime.requires` reads it
     ("package:onnxruntime>=1.20", "cpu:avx512_bf16"). ``meta`` holds deterministic facts: options, pass reports, tactic
-    decisions, provenance. ``kernels`` is the table that steps of the executor "cuda" point into.
+    decisions, provenance. ``kernels`` is the table that steps of the executor "cuda" point into. ``profiles`` hold the sizes
+    of symbolic dimensions that it takes: those inside of any (all, where there are none).
     """
 
     target: str
@@ -93,6 +95,7 @@ class Program:
     requires: tuple[str, ...] = ()
     meta: dict[str, Plain] = field(default_factory=dict)
     kernels: tuple[Kernel, ...] = ()
+    profiles: tuple[Profile, ...] = ()
 
 
 def validate(program: Program) -> None:
@@ -123,6 +126,10 @@ def validate(program: Program) -> None:
     for spec, i in program.inputs:
         _require(not written[i], f"input {spec.name!r} shares buffer {i} with a constant or another input")
         written[i] = True
+    symbols = {d for spec, _ in program.inputs for d in spec.shape if isinstance(d, str)}
+    for profile in program.profiles:
+        strange = sorted(profile.keys() - symbols)
+        _require(not strange, f"a profile gives a range to {strange[:1]}, which is no dimension of an input")
     for k, kernel in enumerate(program.kernels):
         if kernel.cubin is not None:
             _require(

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from optdnn.errors import InputError
+from optdnn.ranges import Profile
 from optdnn.types import Array, DType, TensorSpec, dtype_name
 
 Sizes = dict[str, int]
@@ -21,9 +22,11 @@ Sizes = dict[str, int]
 class Signature:
     """Inputs and outputs of an engine, in ONNX order."""
 
-    def __init__(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]):
+    def __init__(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], profiles: Sequence[Profile] = ()):
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
+        self.profiles = tuple(profiles)
+        """Sizes of symbols that the engine takes: those inside of any of these (all, where there are none)."""
         self._in = tuple((s.name, s.dtype) for s in inputs)
 
     def arrays(self, feeds: Mapping[str, Any]) -> list[Array]:
@@ -50,7 +53,10 @@ class Signature:
         return found
 
     def sizes(self, arrays: Sequence[Array]) -> Sizes:
-        """The size of every symbolic dimension; raises InputError where ranks or sizes do not fit or symbols disagree."""
+        """The size of every symbolic dimension.
+
+        Raises InputError where ranks or sizes do not fit, symbols disagree, or no profile allows the sizes.
+        """
         sizes: Sizes = {}
         origin: dict[str, str] = {}
         for spec, a in zip(self.inputs, arrays, strict=True):
@@ -65,6 +71,8 @@ class Signature:
                     self._refuse_shape(spec, a, f"{want} is {got} on axis {axis}, but {sizes[want]} {before}")
                 else:
                     origin.setdefault(want, f"on axis {axis} of input {spec.name!r}")
+        if self.profiles and not any(_inside(p, sizes) for p in self.profiles):
+            self._refuse_sizes(sizes, origin)
         return sizes
 
     def out_buffers(
@@ -140,8 +148,26 @@ class Signature:
         faults += [f"there is no input {str(n)!r}" for n in feeds if n not in names]
         raise InputError(f"{', '.join(faults)}; {takes}")
 
+    def _refuse_sizes(self, sizes: Sizes, origin: Mapping[str, str]) -> NoReturn:
+        nearest = max(self.profiles, key=lambda p: sum(sizes.get(n, r.min) in r for n, r in p.items()))
+        faults = [
+            f"{n} is {sizes[n]} {origin[n]}, outside of {r.min} to {r.max}"
+            for n, r in nearest.items()
+            if n in sizes and sizes[n] not in r
+        ]
+        known = "; ".join(", ".join(f"{n}={r.min}..{r.max}" for n, r in p.items()) for p in self.profiles)
+        many = f" (the profiles of the engine are {known})" if len(self.profiles) > 1 else ""
+        raise InputError(
+            f"the inputs have sizes that the engine was not built for: {', '.join(faults)}{many}",
+            hint="build it with a wider --shape range",
+        )
+
     def _refuse_shape(self, spec: TensorSpec, a: Array, why: str) -> NoReturn:
         raise InputError(f"input {spec.name!r} has shape {list(a.shape)}; the engine takes {spec} ({why})")
+
+
+def _inside(profile: Profile, sizes: Sizes) -> bool:
+    return all(n not in sizes or r.min <= sizes[n] <= r.max for n, r in profile.items())
 
 
 def show(specs: Sequence[TensorSpec]) -> str:

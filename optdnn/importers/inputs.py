@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import onnx
 
@@ -10,16 +11,20 @@ from optdnn.dim import DimLike, symbol
 from optdnn.errors import ModelError, ShapeError, UsageError
 from optdnn.importers.tensors import element_count, element_type
 from optdnn.ops.base import Unsupported
+from optdnn.ranges import DimRange, Profile, ShapeSpec
 from optdnn.types import TensorType
+
+Size: TypeAlias = int | DimRange
 
 
 def graph_inputs(
-    inputs: Sequence[onnx.ValueInfoProto], shapes: Mapping[str, Sequence[int | None]], model: str
+    inputs: Sequence[onnx.ValueInfoProto], shapes: Mapping[str, ShapeSpec], model: str
 ) -> Iterator[tuple[onnx.ValueInfoProto, TensorType | str]]:
     """Each input with its type, or with the reason why its type is not supported.
 
-    Raises UsageError when ``shapes`` names no input, ShapeError where a given shape contradicts the declared one or two
-    given shapes bind one symbol differently, and where the rank is unknown and not given.
+    A symbol that ``shapes`` gives a range has it; one that it binds is replaced by its size. Raises UsageError when
+    ``shapes`` names no input, ShapeError where a given shape contradicts the declared one or two shapes of one profile
+    bind one symbol differently, and where the rank is unknown and not given.
     """
     names = [v.name for v in inputs]
     for n in shapes:
@@ -27,7 +32,6 @@ def graph_inputs(
             raise UsageError(f"{model} has no input {n!r}", hint=f"its inputs are {', '.join(map(repr, names))}")
     declared: dict[str, list[int | str]] = {}
     reasons: dict[str, str] = {}
-    bound: dict[str, tuple[int, str]] = {}
     for v in inputs:
         where = f"{model}: input {v.name!r}"
         if not v.name or v.name in declared or v.name in reasons:
@@ -36,14 +40,31 @@ def graph_inputs(
         if reason is not None:
             reasons[v.name] = reason
             continue
-        given = shapes.get(v.name)
-        dims = _declared(v, given, where)
-        declared[v.name] = dims
+        declared[v.name] = _declared(v, shapes.get(v.name), where)
+    for profile in getattr(shapes, "profiles", ()) or (shapes,):
+        _bind(declared, profile, model)
+    bound = _bind(declared, shapes, model)
+    for v in inputs:
+        if v.name in reasons:
+            yield v, reasons[v.name]
+            continue
+        shape = [d if isinstance(d, int) else _symbol(d, bound.get(d)) for d in declared[v.name]]
+        dtype = element_type(v.type.tensor_type.elem_type)
+        element_count([d for d in shape if isinstance(d, int)], dtype.itemsize, f"{model}: input {v.name!r}")
+        yield v, TensorType(dtype, tuple(shape))
+
+
+def _bind(declared: Mapping[str, Sequence[int | str]], shapes: Mapping[str, ShapeSpec], model: str) -> dict[str, Size]:
+    """What the given shapes bind each symbol to."""
+    bound: dict[str, tuple[Size, str]] = {}
+    for name, dims in declared.items():
+        given = shapes.get(name)
+        where = f"{model}: input {name!r}"
         for axis, (d, size) in enumerate(zip(dims, given or (), strict=False)):
             if size is None:
                 continue
             if isinstance(d, str):
-                value, other = bound.setdefault(d, (size, v.name))
+                value, other = bound.setdefault(d, (size, name))
                 if value != size:
                     raise ShapeError(
                         f"{where} is {_show(dims)}, the shape given is {_show(given)}: it sets {d} to {size}, "
@@ -54,16 +75,29 @@ def graph_inputs(
                     f"{where} is {_show(dims)}, the shape given is {_show(given)}: they differ in axis {axis}",
                     hint=f"only symbolic dimensions can be given; {d} is fixed in the model",
                 )
-    for v in inputs:
-        if v.name in reasons:
-            yield v, reasons[v.name]
-            continue
-        shape: list[DimLike] = [
-            d if isinstance(d, int) else bound[d][0] if d in bound else symbol(d) for d in declared[v.name]
-        ]
-        dtype = element_type(v.type.tensor_type.elem_type)
-        element_count([d for d in shape if isinstance(d, int)], dtype.itemsize, f"{model}: input {v.name!r}")
-        yield v, TensorType(dtype, tuple(shape))
+    return {d: size for d, (size, _) in bound.items()}
+
+
+def _symbol(name: str, size: Size | None) -> DimLike:
+    if isinstance(size, int):
+        return size
+    return symbol(name) if size is None else symbol(name, size.min, size.max)
+
+
+def profiles_of(inputs: Mapping[str, Sequence[DimLike]], shapes: Mapping[str, ShapeSpec]) -> tuple[Profile, ...]:
+    """The profiles of ``shapes`` as ranges of symbols: what the imported inputs' symbolic dimensions are there.
+
+    A symbol that a profile does not speak of may have any size in it.
+    """
+    found = []
+    for profile in getattr(shapes, "profiles", ()):
+        ranges: dict[str, DimRange] = {}
+        for name, dims in inputs.items():
+            for d, size in zip(dims, profile.get(name, ()), strict=False):
+                if not isinstance(d, int) and size is not None:
+                    ranges[str(d)] = size if isinstance(size, DimRange) else DimRange(size, size, size)
+        found.append(ranges)
+    return tuple(found)
 
 
 def refusal(t: onnx.TypeProto) -> str | None:
@@ -78,10 +112,10 @@ def refusal(t: onnx.TypeProto) -> str | None:
     return None
 
 
-def _declared(v: onnx.ValueInfoProto, given: Sequence[int | None] | None, where: str) -> list[int | str]:
+def _declared(v: onnx.ValueInfoProto, given: ShapeSpec | None, where: str) -> list[int | str]:
     """Dimensions as integers and symbol names. Old exporters write -1 for an unknown one."""
     t = v.type.tensor_type
-    if any(d is not None and d < 0 for d in given or ()):
+    if any(isinstance(d, int) and d < 0 for d in given or ()):
         raise ShapeError(f"{where}: the shape given, {_show(given)}, has a negative dimension")
     if not t.HasField("shape"):
         if given is None:
@@ -100,16 +134,23 @@ def _declared(v: onnx.ValueInfoProto, given: Sequence[int | None] | None, where:
     return dims
 
 
-def _show(dims: Sequence[int | str | None] | None) -> str:
+def _show(dims: Sequence[int | str | DimRange | None] | None) -> str:
     return "[" + ", ".join("?" if d is None else str(d) for d in dims or ()) + "]"
 
 
-def known_type(t: onnx.TypeProto, name: str) -> TensorType | None:
-    """The type that a model declares for an inner value or an output, or None where it does not give element type and rank."""
+def known_type(t: onnx.TypeProto, name: str, symbols: Mapping[str, DimLike]) -> TensorType | None:
+    """The type that a model declares for an inner value or an output, or None where it does not give element type and rank.
+
+    ``symbols``: those that the inputs have, with their ranges.
+    """
     if refusal(t) is not None or not t.tensor_type.HasField("shape"):
         return None
     dims: list[DimLike] = [
-        d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else symbol(d.dim_param or f"{name}.{i}")
+        d.dim_value
+        if d.HasField("dim_value") and d.dim_value >= 0
+        else symbols[d.dim_param]
+        if d.dim_param in symbols
+        else symbol(d.dim_param or f"{name}.{i}")
         for i, d in enumerate(t.tensor_type.shape.dim)
     ]
     return TensorType(element_type(t.tensor_type.elem_type), tuple(dims))

@@ -19,7 +19,7 @@ from onnx import AttributeProto
 
 from optdnn.errors import ModelError, ShapeError, UnsupportedError, UnsupportedNode
 from optdnn.importers.functions import default_attributes, definition, resolved, schema_defaults
-from optdnn.importers.inputs import graph_inputs, known_type, refusal
+from optdnn.importers.inputs import graph_inputs, known_type, profiles_of, refusal
 from optdnn.importers.model import Model, Source, domain_of, open_model, read_opsets
 from optdnn.importers.nodes import (
     NO_SUCH_OPERATOR,
@@ -39,6 +39,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Attrs, Known, NodeSpec, Unsupported
 from optdnn.ops.legacy import FIRST_MODERN, modernize
 from optdnn.ops.table import IMPORTERS
+from optdnn.ranges import ShapeSpec
 from optdnn.types import Array, TensorType, dtype_name
 
 MAX_FUNCTION_DEPTH = 64
@@ -68,13 +69,14 @@ _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, Arithme
 def import_model(
     source: Source,
     *,
-    shapes: Mapping[str, Sequence[int | None]] | None = None,
+    shapes: Mapping[str, ShapeSpec] | None = None,
     source_name: str | None = None,
     notes: list[str] | None = None,
 ) -> Graph:
     """Import an ONNX model, given as a path, as the file's bytes or as a ModelProto.
 
-    ``shapes`` gives dimensions to inputs by name (None leaves one as it is); a symbol it binds is bound everywhere.
+    ``shapes`` gives dimensions to inputs by name (None leaves one as it is); a symbol it binds is bound everywhere, one that
+    it gives a range (:mod:`optdnn.ranges`) has it.
     Named dimensions become symbols of that name, unnamed ones are called ``<input>.<axis>``. An initializer that is also
     listed as an input is a constant: the default that the model gives it is final. ``notes`` receives remarks of this
     sort. ``source_name`` replaces the path in messages.
@@ -151,7 +153,7 @@ class Importer:
 
     # ------------------------------------------------------------------ the model
 
-    def run(self, shapes: Mapping[str, Sequence[int | None]]) -> Graph:
+    def run(self, shapes: Mapping[str, ShapeSpec]) -> Graph:
         proto, name = self.model.proto.graph, self.model.name
         scope: Scope = {}
         self._weights(proto, scope)
@@ -167,6 +169,8 @@ class Importer:
                 scope[v.name] = UNKNOWN
             else:
                 scope[v.name] = self.graph.add_input(v.name, found)
+        ports = [self.graph.op(i).outputs[0] for i in self.graph.inputs]
+        self.graph.profiles = profiles_of({p.name: p.type.shape or () for p in ports}, shapes)
         for v in proto.output:
             reason = refusal(v.type) if v.type.WhichOneof("value") and v.type.tensor_type.elem_type != 0 else None
             if reason is not None or v.type.WhichOneof("value") not in (None, "tensor_type"):
@@ -362,7 +366,7 @@ class Importer:
         if self._hints is None:
             proto = self.model.proto.graph
             self._hints = {v.name: v.type for v in (*proto.value_info, *proto.output)}
-        return known_type(self._hints[name], name) if name in self._hints else None
+        return known_type(self._hints[name], name, self.graph.symbols()) if name in self._hints else None
 
     def _refuse(self, name: str, op_type: str, domain: str, reason: str, opset: int | None = None) -> None:
         if self._alive:

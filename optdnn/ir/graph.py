@@ -18,6 +18,7 @@ from optdnn.dim import Dim, DimLike, symbol
 from optdnn.errors import InternalError, ShapeError
 from optdnn.ops.base import KNOWN_LIMIT, Attrs, Call, Known, OpDef, Result
 from optdnn.ops.table import OPDEFS
+from optdnn.ranges import Profile
 from optdnn.types import Array, Shape, TensorType
 
 STRUCTURAL = frozenset({"Input", "Output", "Constant"})
@@ -108,6 +109,8 @@ class Graph:
         self._names: set[str] = set()
         self._suffixes: dict[str, int] = {}
         self._symbols: set[str] = set()
+        self.profiles: tuple[Profile, ...] = ()
+        """Boxes of sizes that the network is for; none: all sizes. The symbols' own ranges are what these span."""
 
     # ------------------------------------------------------------------ reading
 
@@ -419,7 +422,7 @@ class Graph:
     def copy(self) -> Graph:
         """An independent graph that shares the (immutable) ops."""
         other = Graph(self.name)
-        other.inputs, other.outputs = list(self.inputs), list(self.outputs)
+        other.inputs, other.outputs, other.profiles = list(self.inputs), list(self.outputs), self.profiles
         other._g, other._ops = self._g.copy(), dict(self._ops)
         other._suffixes = dict(self._suffixes)
         other._ids = itertools.count(max(self._g.nodes, default=-1) + 1)

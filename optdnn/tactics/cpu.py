@@ -209,7 +209,7 @@ class _Search:
         a library does then ranges from an error to a crash of the process. So the oracle is asked first, and such inputs
         are 1 if they may be, else 0.
         """
-        feeds = random_feeds(self.graph, seed=1, sizes=_typical_sizes(self.graph))
+        feeds = random_feeds(self.graph, seed=1, sizes=typical_sizes(self.graph))
         if not any(is_int(a.dtype) or a.ndim < 2 for a in feeds.values()):
             return feeds
         for control, other in ((1, None), (0, None), (1, 0), (0, 0), (None, None)):
@@ -275,7 +275,8 @@ class _Contender:
             self._cuts = self._cut()
         else:
             self._cuts = [(region, model)]
-        digest = hashlib.sha256(repr((precision, library.name, library.version(), machine()["cpu"])).encode())
+        sizes = sorted(typical_sizes(graph).items()) if graph.profiles else ""
+        digest = hashlib.sha256(repr((precision, library.name, library.version(), machine()["cpu"], sizes)).encode())
         for _, part in self._cuts:
             digest.update(part.to_bytes() if part is not None else b"")
         self._digest = digest.hexdigest()[:32]
@@ -420,9 +421,9 @@ def _runner(context: Any, feeds: Mapping[str, Array]) -> Callable[[], object]:
     return lambda: context.run(feeds)
 
 
-def _typical_sizes(graph: Graph) -> dict[str, int]:
-    """A size per symbol for timing: 1 for a leading (batch) dimension, 32 for any other."""
-    sizes: dict[str, int] = {}
+def typical_sizes(graph: Graph) -> dict[str, int]:
+    """A size per symbol for timing: the first profile's optimum, else 1 for a leading (batch) dimension, 32 for any other."""
+    sizes: dict[str, int] = {name: r.opt for p in graph.profiles[:1] for name, r in p.items()}
     for i in graph.inputs:
         for axis, d in enumerate(graph.op(i).outputs[0].type.shape or ()):
             if not isinstance(d, int):

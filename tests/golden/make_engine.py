@@ -13,6 +13,7 @@ import sys
 import numpy as np
 
 from optdnn import Engine
+from optdnn.ranges import DimRange
 from optdnn.runtime.program import Buffer, Kernel, Program
 from optdnn.runtime.reference.run import PlainStage
 from optdnn.runtime.reference_executor import reference_step
@@ -22,7 +23,7 @@ from optdnn.types import BF16, FP32, INT64, Array, TensorSpec
 def golden_program(minor: int) -> Program:
     """A small convolutional classifier: fused stages, bf16 weights, int64 constants, a symbolic batch, special floats.
 
-    From 1.1 on, GPU kernels as well.
+    From 1.1 on, GPU kernels as well; from 1.2 on, profiles.
     """
     rng = np.random.default_rng(2025)
 
@@ -82,6 +83,7 @@ def golden_program(minor: int) -> Program:
         requires=("package:numpy>=1.0",),
         meta={"options": {"opt_level": 3, "budget": float("inf")}, "$escaped": ["é", None, True, 0.1]},
         kernels=kernels,
+        profiles=({"n": DimRange(1, 2, 4)}, {"n": DimRange(8, 8, 8)}) if minor >= 2 else (),
     )
 
 

@@ -57,7 +57,7 @@ def test_a_program_without_kernels_is_written_as_1_0() -> None:
     ("change", "message"),
     [
         (lambda h: h.update(kernels=[]), "table of kernels is empty"),
-        (lambda h: h.pop("kernels"), "must have exactly the keys"),
+        (lambda h: h.pop("kernels"), "says that it is of format 1.1; its header is of 1.0"),
         (lambda h: h["kernels"][0].pop("source"), "a kernel must have exactly the keys"),
         (lambda h: h["kernels"][0].update(code="x"), "a kernel must have exactly the keys"),
         (lambda h: h["kernels"][0].update(generated={"a": 1}), "generated sources are not texts"),
