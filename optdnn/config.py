@@ -46,6 +46,7 @@ class BuildOptions:
     emit_onnx: Path | None = None
     debug: bool = False
     no_cubins: bool = False
+    row_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("timing_cache", "dump", "emit_onnx"):

@@ -7,8 +7,8 @@ operator by the first tactic of its kind that does not refuse it, drop what noth
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,12 @@ import numpy as np
 from optdnn.config import BuildOptions
 from optdnn.dim import Dim
 from optdnn.errors import UnsupportedError, UsageError
-from optdnn.ir.graph import STRUCTURAL, Graph, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.memory import place_buffers
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
 from optdnn.tactics.cuda.builder import Builder, Placed, row_major
 from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.select import Choice, Decision, Selection, emit_op, signature
 from optdnn.tactics.cuda.table import TACTICS, WRITES_ANYWHERE
 from optdnn.tactics.cuda.views import VIEWS, plan_concats
 from optdnn.types import TensorSpec
@@ -29,24 +30,62 @@ ALIGNMENT = 256
 """Of every buffer in the arena, in bytes: what cudaMalloc gives."""
 
 
+@dataclass(frozen=True)
+class Emitted:
+    """A program whose kernels are not compiled and whose arena is not planned, and the decisions it is made of: those whose
+    launches it holds."""
+
+    program: Program
+    decisions: Sequence[Decision]
+
+
+Visit = Callable[[Builder, Op, str], None]
+"""Called before an operator's launches are added, with its signature."""
+
+
 def lower_cuda(
     graph: Graph,
     options: BuildOptions,
     target: str,
     meta: dict[str, Any],
     say: Callable[[str], None] = lambda text: None,
+    choices: Mapping[str, Choice] | None = None,
 ) -> Program:
     """The program of an optimized graph for "cuda:ARCH", or for "simulate" (Hopper's program, without compiled kernels).
 
-    Raises UsageError for a dimension that is not known, UnsupportedError naming every operator without a kernel.
+    ``choices`` by signature go before the cost model. Raises UsageError for a dimension that is not known, UnsupportedError
+    naming every operator without a kernel.
     """
+    program = emit_program(graph, options, target, meta, choices).program
+    if target != "simulate" and not options.no_cubins:
+        program = _compiled(program, say)
+    return placed(program)
+
+
+def placed(program: Program) -> Program:
+    """The program with its arena."""
+    program, plan = place_buffers(program, ALIGNMENT)
+    program.meta["memory"] = {"arena_bytes": plan.arena_bytes, "live_bytes": plan.live_bytes}
+    return program
+
+
+def emit_program(
+    graph: Graph,
+    options: BuildOptions,
+    target: str,
+    meta: dict[str, Any],
+    choices: Mapping[str, Choice] | None = None,
+    visit: Visit = lambda b, op, key: None,
+) -> Emitted:
+    """The launches of an optimized graph. Raises as :func:`lower_cuda`."""
     arch = target.partition(":")[2] or "sm_90a"
+    selection = Selection.of(options, choices)
     _need_static(graph)
     _need_kernels(graph)
     b = Builder(graph, arch)
     inputs, outputs = _borders(b)
     plan_concats(b, WRITES_ANYWHERE)
-    chosen: list[dict[str, Any]] = []
+    decisions: list[Decision] = []
     for op in graph.order():
         if op.kind in STRUCTURAL:
             continue
@@ -57,7 +96,9 @@ def lower_cuda(
         if op.kind in VIEWS:
             VIEWS[op.kind](b, op)
             continue
-        chosen.append(_emit(b, op))
+        key = signature(b, op)
+        visit(b, op, key)
+        decisions.append(emit_op(b, op, TACTICS[op.kind], selection, key))
     for (_, i), op_id in zip(outputs, graph.outputs, strict=True):
         op = graph.op(op_id)
         assert op.inputs[0] is not None
@@ -67,28 +108,11 @@ def lower_cuda(
         elif found.buffer != i:
             shape = found.shape
             copy(b, op, found, Placed(i, 0, shape, row_major(shape), found.dtype))
-    program = b.program(target, options.precision, inputs, outputs, {**meta, "tactics": chosen, "arch": arch})
-    program = _compact(_prune(program))
-    if target != "simulate" and not options.no_cubins:
-        program = _compiled(program, say)
-    program, plan = place_buffers(program, ALIGNMENT)
-    program.meta["memory"] = {"arena_bytes": plan.arena_bytes, "live_bytes": plan.live_bytes}
-    return program
-
-
-def _emit(b: Builder, op: Any) -> dict[str, Any]:
-    refused: list[dict[str, str]] = []
-    before = len(b.steps)
-    for tactic in TACTICS[op.kind]:
-        why = tactic.refuse(b, op)
-        if why is not None:
-            refused.append({"tactic": tactic.name, "reason": why})
-            continue
-        config = tactic.emit(b, op)
-        found = {"nodes": sorted(op.src), "kind": op.kind, "tactic": tactic.name, "launches": len(b.steps) - before}
-        return {**found, **({"config": config} if config else {}), **({"refused": refused} if refused else {})}
-    reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
-    raise UnsupportedError(f"no cuda kernel runs {op.kind} {op.name} ({reasons})")
+    program = pruned(b.program(target, options.precision, inputs, outputs, {**meta, "arch": arch}))
+    kept = set(map(id, program.steps))
+    program.meta["tactics"] = [d.to_plain() for d in decisions]
+    held = [d for d in decisions if not d.steps or any(id(s) in kept for s in d.steps)]
+    return Emitted(compact(program), held)
 
 
 def _need_static(graph: Graph) -> None:
@@ -143,7 +167,7 @@ def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[Tenso
 # ---------------------------------------------------------------- what is not needed goes
 
 
-def _prune(program: Program) -> Program:
+def pruned(program: Program) -> Program:
     """Without the steps that write nothing that is read."""
     wanted = {i for _, i in program.outputs}
     kept: list[Step] = []
@@ -154,7 +178,7 @@ def _prune(program: Program) -> Program:
     return replace(program, steps=tuple(reversed(kept)))
 
 
-def _compact(program: Program) -> Program:
+def compact(program: Program) -> Program:
     """Without the buffers, kernels and blobs that no step names."""
     named = {i for s in program.steps for i in (*s.inputs, *s.outputs)} | {
         i for _, i in (*program.inputs, *program.outputs)

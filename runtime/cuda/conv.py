@@ -23,6 +23,8 @@ from optdnn.types import Array
 
 ROWS, IM2COL = 0, 1
 _BARRIER_BYTES = 1024
+TWO_SETS = 64
+"""Up to this many columns (``mt * bn``) a thread keeps two sets of sums, so that products need not wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         return "shared memory does not allow that many blocks per multiprocessor"
     limit = register_limit(config.threads, config.blocks, registers)
     needed = (
-        config.mt * config.bn // 2 * (2 if config.mt * config.bn <= 64 else 1)
+        config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
     )  # two sets of sums when they are short
     if config.stores_directly:
         needed += -(-config.bn // 8 // config.split) * (2 + 2 * config.mt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.ops.base import attrs_dict
@@ -10,21 +11,21 @@ from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, merge
 from optdnn.tactics.cuda.reduce import walk
+from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.types import normalize_axis
 
 THREADS = 128
 
 
-class ArgExtreme:
+class ArgExtreme(OwnTactic):
     """The position of the extreme element; the first NaN is one, as in NumPy."""
 
     name = "arg"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         return None
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs  # type: ignore[arg-type]
         axis = normalize_axis(a.axis, len(x.shape))
         kept = [i for i in range(len(x.shape)) if i != axis]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,6 +163,28 @@ class Builder:
     _blob_of: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
     _constants: dict[int, Placed] = field(default_factory=dict)
     _copies: dict[tuple[Placed, tuple[int, ...]], Placed] = field(default_factory=dict)
+    offered: list[Any] = field(default_factory=list)
+    """The configurations (:class:`optdnn.tactics.cuda.tactic.Offer`) of the launch that was added last, where it had a choice."""
+
+    # ---------------------------------------------------------------- trying things out
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """What is added in a ``with`` block of this is taken back at its end."""
+        lists = {name: len(getattr(self, name)) for name in ("buffers", "steps", "blobs", "kernels", "recipes")}
+        tables = {name: dict(getattr(self, name)) for name in _TABLES}
+        self.offered = []
+        try:
+            yield
+        finally:
+            for name, length in lists.items():
+                del getattr(self, name)[length:]
+            for name, table in tables.items():
+                setattr(self, name, table)
+
+    def offer(self, offers: Iterable[Any]) -> None:
+        """Note the configurations that a launch could be made in, the best predicted first."""
+        self.offered = list(offers)
 
     # ---------------------------------------------------------------- memory
 
@@ -285,6 +308,10 @@ class Builder:
             target=target, precision=precision, inputs=tuple(inputs), outputs=tuple(outputs), buffers=tuple(self.buffers),
             steps=tuple(self.steps), blobs=self.blobs, meta=meta, kernels=tuple(self.kernels),
         )  # fmt: skip
+
+
+_TABLES = ("place", "reserved", "_kernel_of", "_blob_of", "_constants", "_copies")
+"""What a builder looks things up in."""
 
 
 def map_dtype(dtype: DType) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed, channels_last, map_dtype, up
 from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, copy, emit_pointwise
+from optdnn.tactics.cuda.tactic import Rehearsed
 from optdnn.tactics.cuda.views import cast_source
 from optdnn.types import BF16, FP16, Array
 
@@ -79,11 +81,10 @@ def image(x: Placed) -> Placed:
     return x.view((n, c, 1, w), (sn, sc, sw * w, sw))
 
 
-class HopperConv:
+class HopperConv(Rehearsed):
     """Ungrouped convolutions of 16-bit floats over one or two spatial axes."""
 
     name = "conv_sm90"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
@@ -100,7 +101,7 @@ class HopperConv:
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
         return conv_sm90.refuse(b.arch, map_dtype(op.outputs[0].type.dtype), [geometry])
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
         assert weight is not None
         ep = plan_epilogue(b.graph, op, channel_axis=1)
@@ -129,9 +130,9 @@ class HopperConv:
         if ep.rest or conv_sm90.pitch_of(out) is None:
             strides = channels_last(target.shape, up(out.shape[1], 8))
             between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)
-        config = conv_sm90.emit_conv(b, op, feeds, bias, ep, residual, image(between))
+        used = conv_sm90.emit_conv(b, op, feeds, bias, ep, residual, image(between), config)
         finish(b, op, ep, between, target)
-        return config
+        return used
 
     def _second(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_sm90.Feed, Array | None, frozenset[str]] | None:
         """The convolution whose result is added first, as a second source of this one: one sum over both, nothing stored between.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from optdnn.ir.graph import Op
@@ -12,16 +14,16 @@ from optdnn.tactics.cuda.builder import Builder, channels_last, map_dtype, up
 from optdnn.tactics.cuda.conv import bias_of, entering, finish, image, only_used, with_pitch
 from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
 from optdnn.tactics.cuda.pointwise import copy, emit_pointwise
+from optdnn.tactics.cuda.tactic import Rehearsed
 
 POINTWISE = ((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))
 """Geometry of a 1 x 1 convolution."""
 
 
-class BlockConv:
+class BlockConv(Rehearsed):
     """A convolution whose stride is its kernel: blocks of pixels become channels, then it is a product (ViT, ConvNeXt)."""
 
     name = "blocks_sm90"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
@@ -38,7 +40,7 @@ class BlockConv:
             return "its windows do not cover the image"
         return conv_sm90.refuse(b.arch, map_dtype(op.outputs[0].type.dtype), [POINTWISE])
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
         filters, channels, kh, kw = weight.shape
@@ -67,16 +69,15 @@ class BlockConv:
             strides = channels_last(target.shape, up(filters, 8))
             between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)
         feed = conv_sm90.Feed(rows, matrix, (1, 1), (0, 0, 0, 0), (1, 1))
-        config = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, between)
+        used = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, between, config)
         finish(b, op, ep, between, target)
-        return config
+        return used
 
 
-class BlockConvTranspose:
+class BlockConvTranspose(Rehearsed):
     """A transposed convolution whose stride is its kernel: a product, whose channels are then blocks of pixels (U-Net)."""
 
     name = "blocks_transposed_sm90"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         weight = b.graph.constant_value(op.inputs[1])
@@ -90,7 +91,7 @@ class BlockConvTranspose:
             return "its windows overlap, are cut or have holes"
         return conv_sm90.refuse(b.arch, map_dtype(op.outputs[0].type.dtype), [POINTWISE])
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
         weight = weight if weight.ndim == 4 else weight[:, :, None]
@@ -105,7 +106,7 @@ class BlockConvTranspose:
         shape = (n, kh * kw * outside, h, w)
         made = b.new(f"{op.outputs[0].name}.blocks", out.dtype, shape, channels_last(shape, up(shape[1], 8)))
         feed = conv_sm90.Feed(x, matrix, (1, 1), (0, 0, 0, 0), (1, 1))
-        config = conv_sm90.emit_conv(b, op, [feed], wide, Epilogue(), None, made)
+        used = conv_sm90.emit_conv(b, op, [feed], wide, Epilogue(), None, made, config)
         mn, _, mh, mw = made.strides
         split = (n, outside, h, kh, w, kw)
         source = made.view(split, (mn, 1, mh, kw * outside, mw, outside))
@@ -114,11 +115,11 @@ class BlockConvTranspose:
         stages: list[Stage] = list(op.attrs.epilogue)
         if not stages:
             copy(b, op, source, place)
-            return config
+            return used
         # Operands that the stages read follow the result's axes, which the blocks have split.
         plain = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, b.strides_for(op.outputs[0].type))
         pn, pc, ph, pw = image(plain).strides
         copy(b, op, source, image(plain).view(split, (pn, pc, ph * kh, ph, pw * kw, pw)))
         operands = [plain, *(None if v is None else b.operand(v) for v in op.inputs[1:])]
         emit_pointwise(b, op, *only_used(stages, operands), target)
-        return config
+        return used

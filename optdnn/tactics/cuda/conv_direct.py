@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from optdnn.ir.graph import Op
@@ -13,6 +15,7 @@ from optdnn.runtime.reference.window import resolve_pads
 from optdnn.tactics.cuda.builder import Builder, Placed
 from optdnn.tactics.cuda.conv import entering
 from optdnn.tactics.cuda.pointwise import CPP, arithmetic
+from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.tactics.cuda.window import Rendered, Window, channel_vector_width, emit_window, load_channels
 from optdnn.types import is_float
 
@@ -47,11 +50,10 @@ def _meaning(b: Builder, op: Op, x: Placed, weight: Placed) -> list[Placed | Non
     return [x, weight, *rest] if rest else [x, weight, None]
 
 
-class Depthwise:
+class Depthwise(OwnTactic):
     """One filter per channel: a thread takes up to eight neighbouring channels."""
 
     name = "depthwise"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         weight = b.graph.constant_value(op.inputs[1])
@@ -63,7 +65,7 @@ class Depthwise:
             return f"it has {weight.shape[1]} channels a group and {weight.shape[0] / max(op.attrs.group, 1):g} filters a channel"
         return None
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         array = b.graph.constant_value(op.inputs[1])
         assert array is not None
         x, out = entering(b, op), b.target(op.value)
@@ -105,11 +107,10 @@ def _tap_strides(kernel: tuple[int, ...], channels: int) -> tuple[int, ...]:
     return (1, 0, *reversed(strides))
 
 
-class DirectConv:
+class DirectConv(OwnTactic):
     """Any convolution of up to three spatial axes, grouped or not, one output element a thread."""
 
     name = "conv_direct"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         rank = b.graph.type(op.inputs[1]).rank or 0  # type: ignore[arg-type]
@@ -117,7 +118,7 @@ class DirectConv:
             return f"it has {rank - 2} spatial axes"
         return None if is_float(op.outputs[0].type.dtype) else "it is not of floating point"
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[1] is not None
         x, weight, out = entering(b, op), b.operand(op.inputs[1]), b.target(op.value)
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
@@ -144,16 +145,15 @@ class DirectConv:
         return ""
 
 
-class DirectConvTranspose:
+class DirectConvTranspose(OwnTactic):
     """Any transposed convolution of up to three spatial axes, one output element a thread."""
 
     name = "conv_transpose_direct"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         return DirectConv().refuse(b, op)
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[1] is not None
         x, weight, out = entering(b, op), b.operand(op.inputs[1]), b.target(op.value)
         a = resolved_transpose(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from optdnn.runtime.cuda import conv_patch as patch
 from optdnn.runtime.cuda.conv_cost import CLOCK, LATENCY, MEMORY, candidates, estimate, h200
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, MapSpec, Placed, channels_last, map_dtype, up
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue
+from optdnn.tactics.cuda.tactic import Offer
 from optdnn.types import Array
 
 POINTERS = 5 * 128
@@ -76,19 +77,31 @@ Config = hopper.Config | patch.PatchConfig
 """A tile of one of the two kernels: implicit GEMM, or patches loaded once (stride 1, filters larger than 1 x 1)."""
 
 
-@lru_cache(maxsize=4096)
 def best_config(problem: hopper.Problem, dense: bool) -> Config | None:
-    """The configuration that the cost models rank first, over both kernels.
+    """The configuration that the cost models rank first, over both kernels."""
+    return next((offer.config for offer in ranked(problem, dense)), None)
+
+
+@lru_cache(maxsize=1024)
+def ranked(problem: hopper.Problem, dense: bool) -> tuple[Offer, ...]:
+    """Every sensible configuration of both kernels, the best predicted first.
 
     Those that store from registers do so at a pitch of ``channels``: where the tensors are not ``dense``, they are left out.
     """
-    ranked: list[Config] = [*candidates(problem, h200(), limit=12)]
-    patches = patch.candidates(problem, h200())
+    found: list[Config] = [*candidates(problem, h200(), limit=LIMIT), *patch.candidates(problem, h200())]
     if not dense:
-        ranked = [c for c in ranked if not c.stores_directly]
-        ranked = ranked or [c for c in candidates(problem, h200(), limit=1 << 20) if not c.stores_directly]
-        patches = [c for c in patches if not c.stores_directly]
-    return min([*ranked[:1], *patches[:1]], key=lambda c: cost(problem, c), default=None)
+        found = [c for c in found if not c.stores_directly]
+    offers = [Offer(c, cost(problem, c), row_invariant=in_one_order(c)) for c in found]
+    return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
+
+
+LIMIT = 1 << 20
+"""No limit: how many configurations are tried is the tuner's concern."""
+
+
+def in_one_order(config: Config) -> bool:
+    """Whether products are summed in one order that no size decides: the implicit GEMM, K not split, one set of sums."""
+    return isinstance(config, hopper.Config) and config.split == 1 and config.mt * config.bn > hopper.TWO_SETS
 
 
 def cost(problem: hopper.Problem, config: Config) -> float:
@@ -99,11 +112,18 @@ def cost(problem: hopper.Problem, config: Config) -> float:
 
 
 def emit_conv(
-    b: Builder, op: Op, feeds: Sequence[Feed], bias: Array | None, ep: Epilogue, residual: Placed | None, out: Placed
+    b: Builder,
+    op: Op,
+    feeds: Sequence[Feed],
+    bias: Array | None,
+    ep: Epilogue,
+    residual: Placed | None,
+    out: Placed,
+    config: Config | None = None,
 ) -> str:
     """One launch: ``out = epilogue(sum of the convolutions + bias)``. ``out`` and ``residual`` are channels-last NCHW.
 
-    Returns the configuration's name.
+    ``config`` None takes the one that is ranked first. Returns the configuration's name.
     """
     channels = out.shape[1]
     wide = up(channels, 8)
@@ -112,8 +132,9 @@ def emit_conv(
     dense = pitch == wide and residual_pitch in (None, wide)
     rendered = (("bias",), *ep.rendered)
     problem = hopper.Problem(out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), map_dtype(out.dtype))
-    config = best_config(problem, dense)
-    assert config is not None, "every problem has an unsplit configuration"
+    offers = ranked(problem, dense)
+    b.offer(offers)
+    config = config or offers[0].config
     vector = np.zeros(wide, np.float32)
     if bias is not None:
         vector[:channels] = bias

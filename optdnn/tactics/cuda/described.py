@@ -20,6 +20,7 @@ from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, MapSpec, Pla
 from optdnn.tactics.cuda.conv import bias_of, entering, finish
 from optdnn.tactics.cuda.epilogue import RESIDUAL, plan_epilogue
 from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.tactic import Offer, Rehearsed
 from optdnn.types import BF16, FP16, normalize_axis
 
 
@@ -45,8 +46,8 @@ def emit_description(
 
 
 @lru_cache(maxsize=1024)
-def _rows_config(problem: rows.Problem) -> rows.Config | None:
-    return next(iter(rows.candidates(problem, h200(), limit=1)), None)
+def _rows_offers(problem: rows.Problem) -> tuple[Offer, ...]:
+    return tuple(Offer(c, rows.estimate(problem, c, h200())) for c in rows.candidates(problem, h200()))
 
 
 OPERATIONS = {
@@ -55,11 +56,10 @@ OPERATIONS = {
 """Kind -> the row kernel's operation."""
 
 
-class HalfRows:
+class HalfRows(Rehearsed):
     """LayerNorm, RMSNorm, Softmax and LogSoftmax of 16-bit rows that lie one after the other, each read once."""
 
     name = "rows_half"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         t = op.outputs[0].type
@@ -76,7 +76,7 @@ class HalfRows:
         shape = t.static_shape
         if any(v is not None and b.graph.type(v).static_shape != shape[-1:] for v in op.inputs[1:]):
             return "its scale and bias are not those of a row"
-        if _rows_config(self._problem(op)) is None:
+        if not _rows_offers(self._problem(op)):
             return f"rows of {shape[-1]} elements do not fit the registers of a block"
         assert op.inputs[0] is not None
         if not b.operand(op.inputs[0]).dense or (op.value in b.reserved and not b.reserved[op.value].dense):
@@ -93,10 +93,11 @@ class HalfRows:
             bias=norm and op.input(2) is not None, epsilon=op.attrs.epsilon if norm else 1e-5,
         )  # fmt: skip
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         problem = self._problem(op)
-        config = _rows_config(problem)
-        assert config is not None
+        offers = _rows_offers(problem)
+        b.offer(offers)
+        config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
         reads = [operands["input"]]
         for name, value in zip(("scale", "bias"), op.inputs[1:], strict=False):
@@ -112,15 +113,14 @@ class HalfRows:
 
 
 @lru_cache(maxsize=1024)
-def _depthwise_config(problem: depthwise.Problem) -> depthwise.Config | None:
-    return next(iter(depthwise.candidates(problem, h200(), limit=1)), None)
+def _depthwise_offers(problem: depthwise.Problem) -> tuple[Offer, ...]:
+    return tuple(Offer(c, depthwise.estimate(problem, c, h200())) for c in depthwise.candidates(problem, h200()))
 
 
-class HalfDepthwise:
+class HalfDepthwise(Rehearsed):
     """Depthwise convolutions of 16-bit images that lie channels-last without gaps."""
 
     name = "depthwise_half"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
@@ -141,7 +141,7 @@ class HalfDepthwise:
         if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 8 for p in places):
             return "its images have gaps or another order"
         problem = self._problem(b, op)
-        return None if _depthwise_config(problem) is not None else "no tile of the kernel fits it"
+        return None if _depthwise_offers(problem) else "no tile of the kernel fits it"
 
     def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
@@ -151,12 +151,13 @@ class HalfDepthwise:
         source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
         return depthwise.Problem(n, source, (("bias",), *ep.rendered), map_dtype(op.outputs[0].type.dtype))
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
         assert weight is not None
         problem = self._problem(b, op)
-        config = _depthwise_config(problem)
-        assert config is not None
+        offers = _depthwise_offers(problem)
+        b.offer(offers)
+        config = config or offers[0].config
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         x, target = entering(b, op), b.target(op.value)
         channels = weight.shape[0]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from optdnn.ir.graph import Op
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.pointwise import CPP, EXPRESSIONS, emit_pointwise, single
+from optdnn.tactics.cuda.tactic import OwnTactic
 
 
-class Elementwise:
+class Elementwise(OwnTactic):
     """Any pointwise operator or DAG of them, of any shapes that broadcast and any strides."""
 
     name = "pointwise"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         stages = op.attrs.epilogue if op.kind == "Pointwise" else single(op)
@@ -22,7 +24,7 @@ class Elementwise:
         unknown = sorted({t.name for t in types} - {t.name for t in CPP})
         return f"there is no arithmetic on {', '.join(unknown)}" if unknown else None
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         stages = list(op.attrs.epilogue) if op.kind == "Pointwise" else single(op)
         inputs = list(op.inputs)
         if op.kind == "Cast" and inputs[0] is not None and b.graph.op(inputs[0]).kind == "Layout":

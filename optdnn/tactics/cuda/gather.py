@@ -16,6 +16,7 @@ from optdnn.runtime.reference import resize
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, literal, merge
 from optdnn.tactics.cuda.reduce import walk
+from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.tactics.cuda.views import ints
 from optdnn.types import Array, is_float, normalize_axis
 
@@ -91,11 +92,10 @@ extern "C" __global__ void __launch_bounds__({THREADS}) taps(const __grid_consta
     b.emit(op, spec, (-(-out.size // THREADS), 1, 1), THREADS, block, kind, attrs, reads, [out])
 
 
-class Resize:
+class Resize(OwnTactic):
     """Every mode of Resize, as tables of taps and weights per axis."""
 
     name = "taps"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if any(v is not None and b.graph.known(v) is None for v in op.inputs[1:]):
@@ -103,7 +103,7 @@ class Resize:
         dtype = op.outputs[0].type.dtype
         return None if is_float(dtype) or op.attrs.mode == "nearest" else f"it does not interpolate {dtype.name}"
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs  # type: ignore[arg-type]
         roi, scales, sizes = (
             None if op.input(i) is None else np.asarray(b.graph.known(op.input(i))) for i in (1, 2, 3)
@@ -132,17 +132,16 @@ class Resize:
         return ""
 
 
-class Pad:
+class Pad(OwnTactic):
     """Every mode of Pad, of any axes; negative pads crop."""
 
     name = "taps"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         known = all(v is None or b.graph.known(v) is not None for v in op.inputs[1:])
         return None if known else "its pads or value are not known when the engine is built"
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
         pads, axes = ints(b, op, 1) or [], ints(b, op, 3)
         which = [normalize_axis(i, len(x.shape)) for i in axes] if axes is not None else list(range(len(x.shape)))
@@ -172,16 +171,15 @@ def _pad_index(n: int, before: int, after: int, mode: str) -> Array:
     return np.minimum(folded, period - folded) if n > 1 else np.zeros_like(at)
 
 
-class GatherBy:
+class GatherBy(OwnTactic):
     """Gather, GatherElements and GatherND with indices in memory."""
 
     name = "gather"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         return None
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         x, index, out = b.operand(op.inputs[0]), b.operand(op.inputs[1]), b.target(op.value)  # type: ignore[arg-type]
         components = [(0, 0, 0)]
         if op.kind == "Gather":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from optdnn.tactics.cuda.builder import Builder, Placed, map_dtype, row_major, u
 from optdnn.tactics.cuda.conv import bias_of, finish
 from optdnn.tactics.cuda.epilogue import channel_vector, plan_epilogue
 from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.tactic import Rehearsed
 from optdnn.tactics.cuda.views import reshaped
 from optdnn.types import Array
 
@@ -33,11 +35,10 @@ def padded_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*(s * up(shape[-1], 8) for s in row_major(shape[:-1])), 1)
 
 
-class HopperGemm:
+class HopperGemm(Rehearsed):
     """MatMul and Gemm of 16-bit floats whose second operand is a constant matrix: a 1x1 convolution over rows."""
 
     name = "gemm_sm90"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         weight = b.graph.constant_value(op.inputs[1])
@@ -62,7 +63,7 @@ class HopperGemm:
                 return "its third operand is not a constant row"
         return conv_sm90.refuse(b.arch, map_dtype(op.outputs[0].type.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
         assert op.inputs[0] is not None
@@ -91,9 +92,9 @@ class HopperGemm:
             out = rows_of(between)
             assert out is not None
         feed = conv_sm90.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
-        config = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out)
+        used = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
         finish(b, op, ep, between, target)
-        return config
+        return used
 
     @staticmethod
     def _target(b: Builder, op: Op) -> Placed:

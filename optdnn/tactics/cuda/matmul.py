@@ -14,22 +14,22 @@ from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
 from optdnn.tactics.cuda.conv import only_used
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, body, broadcast, emit_pointwise, literal, merge
 from optdnn.tactics.cuda.reduce import walk
+from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.types import TensorType, is_float
 
 TILE, DEPTH = 64, 16
 """Rows and columns of a block's tile, and its step along K; 256 threads compute 4 x 4 elements each."""
 
 
-class TiledMatMul:
+class TiledMatMul(OwnTactic):
     """MatMul and Gemm of any operands; the epilogue runs in the kernel."""
 
     name = "matmul_tiled"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         return None
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         operands = [None if v is None else b.operand(v) for v in op.inputs]
         arity = op.definition.arity or 2
         left, right = operands[0], operands[1]

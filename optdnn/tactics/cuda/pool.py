@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from optdnn.ir.graph import Op
 from optdnn.runtime.reference.window import resolve_pads
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.pointwise import CPP, arithmetic
 from optdnn.tactics.cuda.reduce import emit_reduce, limits
+from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.tactics.cuda.window import Rendered, Window, channel_vector_width, emit_window, load_channels
 from optdnn.types import is_float
 
 
-class WindowPool:
+class WindowPool(OwnTactic):
     """Max, average and Lp pooling of any rank, padding, dilation and order."""
 
     name = "window_pool"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if len(op.outputs) > 1:
@@ -25,7 +27,7 @@ class WindowPool:
         dtype = op.outputs[0].type.dtype
         return None if is_float(dtype) or op.kind == "MaxPool" else f"it does not average {dtype.name}"
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[0] is not None
         a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
         pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], a.kernel_shape, a.strides, a.dilations)
@@ -77,17 +79,16 @@ def _counted(window: Window, padding: bool, t: str) -> str:
     return " ".join(lines)
 
 
-class GlobalPool:
+class GlobalPool(OwnTactic):
     """Pooling over all positions: a reduction."""
 
     name = "reduce"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         dtype = op.outputs[0].type.dtype
         return None if is_float(dtype) else f"it does not pool {dtype.name}"
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[0] is not None
         x, out = b.operand(op.inputs[0]), b.target(op.value)
         how = {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}[op.kind]

@@ -13,6 +13,7 @@ from optdnn.ops.reduce import reduced_axes
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, copy, literal, merge
+from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.tactics.cuda.views import ints
 from optdnn.types import is_float
 
@@ -115,11 +116,10 @@ extern "C" __global__ void __launch_bounds__({threads}) reduce(const __grid_cons
     b.emit(op, spec, (-(-outputs // lanes), 1, 1), threads, block, kind, attrs, reads, [out])
 
 
-class Reduction:
+class Reduction(OwnTactic):
     """Every ONNX reduction."""
 
     name = "reduce"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         dtype = op.outputs[0].type.dtype
@@ -127,7 +127,7 @@ class Reduction:
             return f"it takes no exponentials of {dtype.name}"
         return None
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[0] is not None
         x, out = b.operand(op.inputs[0]), b.target(op.value)
         axes = reduced_axes(op.attrs, ints(b, op, 1), len(x.shape), op.kind)

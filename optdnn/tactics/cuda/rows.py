@@ -15,6 +15,7 @@ from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, broadcast, copy, emit_pointwise, literal, merge
 from optdnn.tactics.cuda.reduce import limits, walk
+from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.tactics.cuda.views import reshaped
 from optdnn.tactics.cuda.window import Rendered, Window, emit_window
 from optdnn.types import FP64, is_float, normalize_axis
@@ -102,11 +103,10 @@ def _variance(epsilon: float) -> Statistic:
     return Statistic("{T}(0)", "(v - t0) * (v - t0)", post=f"{{T}}(1) / sqrt(s / {{T}}({{N}}) + {{T}}({epsilon!r}))")
 
 
-class Rows:
+class Rows(OwnTactic):
     """Softmax, LogSoftmax, and every normalization whose statistics are those of a row."""
 
     name = "rows"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if not is_float(op.outputs[0].type.dtype):
@@ -115,7 +115,7 @@ class Rows:
             return "it does not keep the statistics"
         return None
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         operands = [None if v is None else b.operand(v) for v in op.inputs]
         x = operands[0]
         assert x is not None
@@ -164,17 +164,16 @@ class Rows:
         return ""
 
 
-class BatchNorm:
+class BatchNorm(OwnTactic):
     """A BatchNormalization that nothing took in: a scale and a shift per channel, in fp32."""
 
     name = "pointwise"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         constant = all(b.graph.constant_value(v) is not None for v in op.inputs[1:])
         return None if constant else "its statistics are not constant"
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
         scale, shift, mean, var = (np.asarray(b.graph.constant_value(v), np.float64) for v in op.inputs[1:5])
         factor = scale / np.sqrt(var + op.attrs.epsilon)
@@ -188,17 +187,16 @@ class BatchNorm:
         return ""
 
 
-class LocalResponse:
+class LocalResponse(OwnTactic):
     """LRN: a window over the channels."""
 
     name = "lrn"
-    deterministic, row_invariant = True, True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
         return None if is_float(x.dtype) and len(x.static_shape) >= 3 else "it is for feature maps of floating point"
 
-    def emit(self, b: Builder, op: Op) -> str:
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
         a, (n, c) = op.attrs, x.shape[:2]
         pixels = math.prod(x.shape[2:])

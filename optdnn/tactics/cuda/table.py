@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from optdnn.ir.graph import Op
 from optdnn.ops.table import OPDEFS
 from optdnn.tactics.cuda.arg import ArgExtreme
-from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv, BlockConvTranspose
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
@@ -19,24 +15,7 @@ from optdnn.tactics.cuda.matmul import TiledMatMul
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
 from optdnn.tactics.cuda.reduce import REDUCTIONS, Reduction
 from optdnn.tactics.cuda.rows import BatchNorm, LocalResponse, Rows
-
-
-class Tactic(Protocol):
-    """One way of running an operator.
-
-    ``deterministic``: the same input gives the same bits; ``row_invariant``: a row of a batch does not depend on the others.
-    """
-
-    name: str
-    deterministic: bool
-    row_invariant: bool
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        """Why it cannot run the operator, or None. A pure function of the operator and the target."""
-
-    def emit(self, b: Builder, op: Op) -> str:
-        """Add the launches; returns the configuration's name ("" where there is no choice)."""
-
+from optdnn.tactics.cuda.tactic import Tactic
 
 TACTICS: dict[str, tuple[Tactic, ...]] = {
     "Conv": (BlockConv(), HopperConv(), HalfDepthwise(), Depthwise(), DirectConv()),

@@ -15,6 +15,7 @@ from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.plan import Pointer, TensorMap, parse
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda.tactic import Offer
 
 
 class Recorded:
@@ -76,16 +77,14 @@ def networks() -> dict[str, Graph]:
 def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problems: list[tuple[conv.Problem, conv_sm90.Config]] = []
 
-    def remember(problem: conv.Problem, dense: bool) -> conv_sm90.Config | None:
-        config = conv_sm90.best_config.__wrapped__(problem, dense)
-        assert config is not None
-        problems.append((problem, config))
-        return config
+    ranked = conv_sm90.ranked
+
+    def remember(problem: conv.Problem, dense: bool) -> tuple[Offer, ...]:
+        problems.append((problem, ranked(problem, dense)[0].config))
+        return ranked(problem, dense)
 
     with monkeypatch.context() as m:
-        wrapped = conv_sm90.best_config
-        remember.__wrapped__ = wrapped.__wrapped__  # type: ignore[attr-defined]
-        m.setattr(conv_sm90, "best_config", remember)
+        m.setattr(conv_sm90, "ranked", remember)
         program = lowered(networks()[name], precision)
     monkeypatch.setattr(conv, "encode_im2col", im2col)
     for module in (conv, conv_patch):

@@ -1,0 +1,216 @@
+"""Which tactic runs an operator, and in which configuration: by preference and cost model, or as a table of choices says.
+
+A choice is made per *signature*: everything about an operator that its speed depends on (kind, attributes, types, where operands
+and results lie). Operators of one signature share their choice and its measurement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from optdnn.config import BuildOptions
+from optdnn.errors import InternalError, UnsupportedError
+from optdnn.ir.graph import Op, Value
+from optdnn.runtime.program import Plain, Step
+from optdnn.tactics.cuda.builder import Builder, Placed
+from optdnn.tactics.cuda.tactic import PROVIDERS, Offer, Tactic
+from optdnn.types import dtype_name
+
+SMALL = 64
+"""Constant integers of up to this many elements are part of a signature: axes, sizes, pads."""
+
+
+class Choice(NamedTuple):
+    """A tactic by name, and a configuration by name ("": it has none, or its first)."""
+
+    tactic: str
+    config: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.tactic} {self.config}".rstrip()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What may be chosen: ``providers`` (of :data:`PROVIDERS`), at most ``workspace`` bytes of scratch memory, sums in an order
+    that no batch size decides; and ``choices`` by signature, which go before preference and cost model."""
+
+    providers: frozenset[str] = frozenset(PROVIDERS)
+    workspace: int | None = None
+    row_invariant: bool = False
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: BuildOptions, choices: Mapping[str, Choice] | None = None) -> Selection:
+        """What the options of a build allow. The cost model (``tactics="heuristic"``) knows our own kernels alone."""
+        listed = frozenset(options.tactics.split(","))
+        providers = {"auto": frozenset(PROVIDERS), "heuristic": frozenset({"own"})}.get(options.tactics, listed)
+        return cls(providers, options.workspace, options.row_invariant, choices or {})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What runs an operator. ``steps`` are its launches; ``refused`` says which tactics could not, and why."""
+
+    op: Op
+    signature: str
+    choice: Choice
+    steps: Sequence[Step]
+    scratch: int
+    refused: Sequence[Mapping[str, str]]
+
+    def to_plain(self) -> Plain:
+        row: dict[str, Plain] = {"nodes": sorted(self.op.src), "kind": self.op.kind, "tactic": self.choice.tactic}
+        row |= {"launches": len(self.steps), "signature": self.signature}
+        row |= {"config": self.choice.config} if self.choice.config else {}
+        row |= {"scratch_bytes": self.scratch} if self.scratch else {}
+        return row | ({"refused": [dict(r) for r in self.refused]} if self.refused else {})
+
+
+# ---------------------------------------------------------------- signatures
+
+
+def signature(b: Builder, op: Op) -> str:
+    """A digest (32 hexadecimal digits) of everything about an operator that its speed depends on, but for the machine."""
+    text = json.dumps(_facts(b, op), separators=(",", ":"))
+    return hashlib.sha256(f"{b.arch} {text}".encode()).hexdigest()[:32]
+
+
+def _facts(b: Builder, op: Op) -> list[Plain]:
+    operands: list[Plain] = []
+    for value in op.inputs:
+        if value is None:
+            operands.append(None)
+            continue
+        constant = b.graph.constant_value(value)
+        if constant is not None:
+            small = constant.dtype.kind in "iub" and constant.size <= SMALL
+            values = constant.reshape(-1).tolist() if small else None
+            operands.append(["constant", dtype_name(constant.dtype), list(constant.shape), values])
+            continue
+        source = b.graph.op(value)
+        # A convolution that nobody else reads may become a part of this operator.
+        joined = source.kind == op.kind == "Conv" and b.graph.sole_user(value) == op
+        operands.append([_place(b.operand(value)), _facts(b, source) if joined else None])
+    results: list[Plain] = []
+    for port, out in enumerate(op.outputs):
+        value = Value(op.id, port)
+        reserved = b.reserved.get(value)
+        used = bool(b.graph.uses(value))
+        results.append([str(out.type), out.type.layout, used, None if reserved is None else _place(reserved)])
+    return [op.kind, repr(op.attrs), operands, results]
+
+
+def _place(x: Placed) -> Plain:
+    strides = [s if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True)]
+    return [dtype_name(x.dtype), list(x.shape), strides, math.gcd(x.offset, 8) if x.offset else 8]
+
+
+# ---------------------------------------------------------------- selection
+
+
+def usable(
+    b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection
+) -> tuple[list[Tactic], list[dict[str, str]]]:
+    """The tactics that may run the operator, in order of preference, and why the others may not.
+
+    Where the providers that were asked for have none, our own stand in: no library runs every operator.
+    """
+    refused: list[dict[str, str]] = []
+    able: list[Tactic] = []
+    for tactic in tactics:
+        why = tactic.refuse(b, op)
+        if why is None and selection.row_invariant and not tactic.row_invariant:
+            why = "a row of its result depends on the size of the batch"
+        if why is None:
+            able.append(tactic)
+        else:
+            refused.append({"tactic": tactic.name, "reason": why})
+    listed = [t for t in able if t.provider in selection.providers]
+    if listed:
+        return listed, refused
+    return [t for t in able if t.provider == "own"], refused
+
+
+def offers_of(b: Builder, op: Op, tactic: Tactic, selection: Selection) -> tuple[list[Offer | None], str | None]:
+    """The configurations of a tactic that the selection allows (``[None]``: it has no choice), or why there is none."""
+    offers: list[Offer | None] = [*tactic.configs(b, op)] or [None]
+    if selection.row_invariant:
+        offers = [o for o in offers if o is None or o.row_invariant]
+        if not offers:
+            return [], "in each of its configurations, the order of a sum depends on sizes"
+    if selection.workspace is not None:
+        sizes = [(_scratch(b, op, tactic, o), o) for o in offers]
+        offers = [o for size, o in sizes if size <= selection.workspace]
+        if not offers:
+            least = min(size for size, _ in sizes)
+            return [], f"it needs {least} bytes of scratch memory, of which {selection.workspace} are allowed"
+    return offers, None
+
+
+def _scratch(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> int:
+    """Bytes that the launches need beside operands, constants and results."""
+    first = len(b.buffers)
+    with b.rehearsal():
+        tactic.emit(b, op, None if offer is None else offer.config)
+        return scratch_bytes(b, op, first)
+
+
+def scratch_bytes(b: Builder, op: Op, first: int) -> int:
+    """Bytes of the buffers from number ``first`` on that are neither constants nor the operator's results."""
+    results = {b.place[v].buffer for port in range(len(op.outputs)) if (v := Value(op.id, port)) in b.place}
+    return sum(x.nbytes or 0 for i, x in enumerate(b.buffers[first:], first) if x.blob is None and i not in results)
+
+
+def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, key: str) -> Decision:
+    """Add the operator's launches, by the tactic and configuration that were chosen for its signature ``key``, or else by the
+    first tactic that may run it.
+
+    Raises UnsupportedError where there is none, InternalError for a choice that does not exist.
+    """
+    able, refused = usable(b, op, tactics, selection)
+    chosen = selection.choices.get(key)
+    if chosen is not None:
+        able = [t for t in able if t.name == chosen.tactic]
+        if not able:
+            raise InternalError(f"{op.kind} {op.name}: the chosen tactic {chosen.tactic} cannot run it")
+    limited = selection.row_invariant or selection.workspace is not None
+    for tactic in able:
+        config: Any = None
+        if chosen is not None and chosen.config:
+            config = named(tactic.configs(b, op), chosen.config, op)
+        elif limited:
+            offers, why = offers_of(b, op, tactic, selection)
+            if why is not None:
+                refused.append({"tactic": tactic.name, "reason": why})
+                continue
+            config = None if offers[0] is None else offers[0].config
+        steps, buffers = len(b.steps), len(b.buffers)
+        used = tactic.emit(b, op, config)
+        scratch = scratch_bytes(b, op, buffers)
+        return Decision(op, key, Choice(tactic.name, used or ""), tuple(b.steps[steps:]), scratch, refused)
+    reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
+    raise UnsupportedError(f"no cuda kernel runs {op.kind} {op.name} ({reasons})")
+
+
+def named(offers: Sequence[Offer], name: str, op: Op) -> Any:
+    """The configuration of this name. Raises InternalError where there is none."""
+    for offer in offers:
+        if offer.name == name:
+            return offer.config
+    raise InternalError(f"{op.kind} {op.name}: there is no configuration {name!r}")
+
+
+def alternatives(
+    b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection
+) -> Iterator[tuple[Tactic, Offer | None]]:
+    """Every (tactic, configuration) that may run the operator."""
+    able, _ = usable(b, op, tactics, selection)
+    for tactic in able:
+        for offer in offers_of(b, op, tactic, selection)[0]:
+            yield tactic, offer

@@ -1,0 +1,85 @@
+"""What a tactic of the cuda target is: one way of running an operator, with the configurations it can be run in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from optdnn.ir.graph import Op
+from optdnn.tactics.cuda.builder import Builder
+
+PROVIDERS = ("own", "cudnn", "cublaslt")
+"""Whose kernels a tactic runs: this project's own, or a library's."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A configuration that a tactic could run an operator in.
+
+    ``config`` is the tactic's own object; ``str(config)`` names it in reports, timing caches and engines. ``seconds`` is the cost
+    model's prediction (None: it has none). ``row_invariant``: sums are formed in one order, whatever the size of the batch.
+    """
+
+    config: Any
+    seconds: float | None = None
+    row_invariant: bool = True
+
+    @property
+    def name(self) -> str:
+        return str(self.config)
+
+
+class Tactic(Protocol):
+    """One way of running an operator.
+
+    ``provider`` is one of :data:`PROVIDERS`. ``deterministic``: the same input gives the same bits; ``row_invariant``: a row of a
+    batch does not depend on the others, nor on how many there are (where only some configurations are so, their offers say which).
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def provider(self) -> str: ...
+    @property
+    def deterministic(self) -> bool: ...
+    @property
+    def row_invariant(self) -> bool: ...
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        """Why it cannot run the operator, or None. A pure function of the operator and the target."""
+
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        """The configurations it could run the operator in, the best predicted first; empty where there is no choice.
+
+        For operators that it does not refuse. Leaves the builder as it was.
+        """
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        """Add the launches, in a configuration of :meth:`configs` (None: the first); returns its name ("" where there is none)."""
+
+
+class OwnTactic:
+    """A tactic on this project's own kernels."""
+
+    provider: ClassVar[str] = "own"
+    deterministic: ClassVar[bool] = True
+    row_invariant: ClassVar[bool] = True
+
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        """Without a choice."""
+        return ()
+
+
+class Rehearsed(OwnTactic):
+    """One whose configurations are known when its launches are made: ``emit`` notes them by :meth:`Builder.offer`."""
+
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        """What ``emit`` offers, by making the launches and taking them back."""
+        with b.rehearsal():
+            self.emit(b, op)
+            return tuple(b.offered)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        """See :class:`Tactic`."""
+        raise NotImplementedError
