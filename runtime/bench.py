@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import machine, versions
 from optdnn.runtime.program import Plain
+
+if TYPE_CHECKING:
+    from optdnn.runtime.cuda.runner import CudaContext
 
 SEGMENTS = 5
 """Parts of a measurement whose medians are compared to judge its stability."""
@@ -99,7 +102,7 @@ def sample(
     taken = array("q")
     for _ in range(warmup):
         fn()
-    with _quiet():
+    with quiet():
         end = None if duration is None else clock() + int(duration * 1e9)
         while True:
             start = clock()
@@ -111,7 +114,7 @@ def sample(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No garbage collection while measuring; a full one before."""
     gc.collect()
     enabled = gc.isenabled()
@@ -139,7 +142,7 @@ def profile(engine: Engine, feeds: Mapping[str, Any], *, warmup: int = 3, iterat
     context = engine.context()
     for _ in range(warmup):
         context.run(feeds)
-    with _quiet():
+    with quiet():
         times = np.array([context.profile(feeds)[1] for _ in range(max(1, iterations))], np.float64) / 1e6
     medians = np.median(times, axis=0)
     total = max(float(medians.sum()), 1e-12)
@@ -157,13 +160,18 @@ def bench(
     duration: float | None = None,
     iterations: int | None = None,
     with_profile: bool = False,
+    flush_l2: bool = False,
 ) -> dict[str, Plain]:
     """Measure an engine in its own context, NumPy arrays in and fresh ones out; the report of ``optdnn bench --json``.
 
     Keys: target, precision, latency_ms, throughput_per_s, iterations, warmup, stable, spread, inputs (the shapes used),
-    facts (what each step really runs), machine, versions, and with ``with_profile`` also profile.
+    facts (what each step really runs), machine, versions, and with ``with_profile`` also profile. On a GPU also gpu: the
+    times there (:func:`optdnn.runtime.cuda.measure.gpu_report`), with L2 flushed before each run if ``flush_l2``.
     """
     context = engine.context()
+    on_gpu = cuda_context(context)
+    if flush_l2 and on_gpu is None:
+        raise UsageError("there is no L2 of a GPU to flush", hint="this is for engines of target cuda")
     context.run(feeds)
     settle()
     stats = measure(lambda: context.run(feeds), warmup=warmup, duration=duration, iterations=iterations)
@@ -181,6 +189,23 @@ def bench(
         "machine": machine(),
         "versions": versions(),
     }
-    if with_profile:
+    if on_gpu is not None:
+        from optdnn.runtime.cuda.measure import gpu_report, profile_gpu
+
+        report["gpu"] = gpu_report(
+            on_gpu, feeds, warmup=warmup, duration=duration, iterations=iterations, flush_l2=flush_l2
+        )
+        if with_profile:
+            report["profile"] = [s.to_plain() for s in profile_gpu(on_gpu, feeds)]
+    elif with_profile:
         report["profile"] = [asdict(p) | {"src": list(p.src)} for p in profile(engine, feeds)]
     return report
+
+
+def cuda_context(context: object) -> CudaContext | None:
+    """The context, if it runs on a GPU."""
+    if not type(context).__module__.startswith("optdnn.runtime.cuda"):
+        return None  # without importing what only GPUs need
+    from optdnn.runtime.cuda.runner import CudaContext
+
+    return context if isinstance(context, CudaContext) else None

@@ -6,6 +6,8 @@ A step's params are a table with
     ``kernel`` (number in the program's table), ``grid`` and ``block`` (three and one numbers), ``shared`` (dynamic shared
     bytes), ``cluster`` (blocks per cluster along x), ``dependent`` (programmatic dependent launch), ``parameters`` (the kernel's
     one parameter block, in hexadecimal) and ``relocations``: what the runner writes into the block once addresses are known.
+``tactic`` (may be absent)
+    The tactic that made the step, and its configuration: shown, not read.
 ``op``, ``reads``, ``writes``
     The operator that the launch computes: its kind and attributes as the reference kernels take them, and where each of its
     logical operands and results lies in its buffer (None: absent). The executor "simulate" runs these in NumPy.
@@ -123,6 +125,8 @@ class CudaStep:
     launch: LaunchPlan
     meaning: Meaning
     label: str = field(default="", compare=False)
+    tactic: str = field(default="", compare=False)
+    """Which tactic made it, and its configuration."""
 
     def to_params(self) -> dict[str, Plain]:
         m = self.meaning
@@ -131,6 +135,7 @@ class CudaStep:
             "op": {"kind": m.kind, "attrs": dict(m.attrs)},
             "reads": [None if v is None else v.to_plain() for v in m.reads],
             "writes": [None if v is None else v.to_plain() for v in m.writes],
+            **({"tactic": self.tactic} if self.tactic else {}),
         }
 
 
@@ -144,7 +149,9 @@ def parse(step: Step, program: Program) -> CudaStep:
     """
     try:
         p = step.params
-        _need(set(p) == {"launch", "op", "reads", "writes"}, "has other parts than launch, op, reads and writes")
+        _need(set(p) - {"tactic"} == {"launch", "op", "reads", "writes"}, "has other parts than it should")
+        tactic = p.get("tactic", "")
+        _need(isinstance(tactic, str), "has a tactic that is no name")
         kind, attrs = p["op"]["kind"], p["op"]["attrs"]
         _need(
             set(p["op"]) == {"kind", "attrs"} and isinstance(kind, str) and isinstance(attrs, dict),
@@ -160,7 +167,7 @@ def parse(step: Step, program: Program) -> CudaStep:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(f"a cuda step is malformed: {type(error).__name__}: {error}") from error
     label = ", ".join(step.src[:3]) or kind
-    return CudaStep(launch, Meaning(kind, attrs, reads, writes), label)
+    return CudaStep(launch, Meaning(kind, attrs, reads, writes), label, tactic)
 
 
 def _elements(program: Program, buffer: int) -> tuple[int, int]:

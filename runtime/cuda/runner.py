@@ -20,6 +20,7 @@ from optdnn.runtime.cuda.device import Device, Function, Launch, _bytes, _enums,
 from optdnn.runtime.cuda.graphs import Graph, Stream
 from optdnn.runtime.cuda.kernels_of import cubins
 from optdnn.runtime.cuda.memory import DeviceMemory, PinnedMemory
+from optdnn.runtime.cuda.nvtx import marked
 from optdnn.runtime.cuda.plan import CudaStep, TensorMap, parse
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Plain, Program
@@ -172,6 +173,15 @@ class CudaContext:
             )  # fmt: skip
         return launches
 
+    @property
+    def device(self) -> Device:
+        """The GPU it runs on."""
+        return self._loaded.device
+
+    def graph(self) -> Graph:
+        """The graph over the context's own input and output memory, for whoever stages inputs there (``run`` does)."""
+        return self._graph({})
+
     def _graph(self, given: Mapping[int, int]) -> Graph:
         key = tuple(given.get(i, 0) for _, i in (*self.runner.program.inputs, *self.runner.program.outputs))
         graph = self._graphs.pop(key, None)
@@ -205,6 +215,17 @@ class CudaContext:
         finally:
             self._lock.release()
 
+    def trace(self, feeds: Mapping[str, Any]) -> dict[str, Array]:
+        """Run once by single launches, each in an NVTX range named after its ONNX nodes: for profilers, which see no names in
+        a graph."""
+        results = self.run(feeds)
+        with self._lock:
+            for k, launch in enumerate(self.launches({})):
+                with marked(f"{k}: {launch.label}"):
+                    launch.enqueue(self.stream.handle)
+                    self.stream.synchronize()
+        return results
+
     def _run_host(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Array]:
         cu, p, signature = driver(), self.runner.program, self.runner.signature
         arrays = signature.arrays(feeds)
@@ -213,19 +234,9 @@ class CudaContext:
         handle = self.stream.handle if stream is None else stream_handle(stream)
         for (_, i), a in zip(p.inputs, arrays, strict=True):
             self._host[i].bytes[:] = a.reshape(-1).view(np.uint8)
-            if a.nbytes:
-                check(
-                    "cuMemcpyHtoDAsync",
-                    cu.cuMemcpyHtoDAsync(self._own[i].pointer, self._host[i].pointer, a.nbytes, handle),
-                )
-        self._launch_graph(self._graph({}), handle)
-        for _, i in p.outputs:
-            nbytes = p.buffers[i].nbytes
-            if nbytes:
-                check(
-                    "cuMemcpyDtoHAsync",
-                    cu.cuMemcpyDtoHAsync(self._host[i].pointer, self.address(i, {}), nbytes, handle),
-                )
+        self.copy_in(handle)
+        self._launch_graph(self.graph(), handle)
+        self.copy_out(handle)
         check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))
         results: dict[str, Array] = {}
         for (spec, i), buffer in zip(p.outputs, given, strict=True):
@@ -240,6 +251,20 @@ class CudaContext:
                 np.copyto(buffer, value)
                 results[spec.name] = buffer
         return results
+
+    def copy_in(self, stream: int) -> None:
+        """Enqueue the copies of the staged inputs to the GPU."""
+        for _, i in self.runner.program.inputs:
+            if size := self._host[i].bytes.nbytes:
+                result = driver().cuMemcpyHtoDAsync(self._own[i].pointer, self._host[i].pointer, size, stream)
+                check("cuMemcpyHtoDAsync", result)
+
+    def copy_out(self, stream: int) -> None:
+        """Enqueue the copies of the results to their staging memory."""
+        for _, i in self.runner.program.outputs:
+            if size := self.runner.program.buffers[i].nbytes:
+                result = driver().cuMemcpyDtoHAsync(self._host[i].pointer, self.address(i, {}), size, stream)
+                check("cuMemcpyDtoHAsync", result)
 
     def _run_device(self, feeds: Mapping[str, Any], out: Mapping[str, Any], stream: object) -> dict[str, Any]:
         given, outputs = self._placed(feeds, out)

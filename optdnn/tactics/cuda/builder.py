@@ -303,6 +303,13 @@ class Builder:
             Step("cuda", CudaStep(launch, meaning).to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src)))
         )
 
+    def credit(self, first: int, tactic: str) -> None:
+        """Say which tactic made the steps from number ``first`` on (those that say nothing yet)."""
+        for k in range(first, len(self.steps)):
+            step = self.steps[k]
+            if "tactic" not in step.params:
+                self.steps[k] = replace(step, params={**step.params, "tactic": tactic})
+
     def program(self, target: str, precision: str, inputs: Any, outputs: Any, meta: dict[str, Any]) -> Program:
         return Program(
             target=target, precision=precision, inputs=tuple(inputs), outputs=tuple(outputs), buffers=tuple(self.buffers),

@@ -192,6 +192,7 @@ def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection,
             config = None if offers[0] is None else offers[0].config
         steps, buffers = len(b.steps), len(b.buffers)
         used = tactic.emit(b, op, config)
+        b.credit(steps, f"{tactic.name} {used}".rstrip())
         scratch = scratch_bytes(b, op, buffers)
         return Decision(op, key, Choice(tactic.name, used or ""), tuple(b.steps[steps:]), scratch, refused)
     reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)

@@ -246,7 +246,7 @@ def _einsum(equation: str) -> Any:
 def _broken(change: Any) -> Program:
     program = lowered(residual_net())
     step = program.steps[1]
-    params = {k: (dict(v) if isinstance(v, dict) else list(v)) for k, v in step.params.items()}
+    params = {k: {dict: dict, list: list}.get(type(v), str)(v) for k, v in step.params.items()}
     change(params)
     return replace(program, steps=(program.steps[0], replace(step, params=params), *program.steps[2:]))
 
@@ -255,6 +255,7 @@ def _broken(change: Any) -> Program:
     ("change", "message"),
     [
         (lambda p: p.pop("op"), "other parts"),
+        (lambda p: p.update(tactic=1), "a tactic that is no name"),
         (lambda p: p["launch"].update(kernel=99), "names kernel 99"),
         (lambda p: p["launch"].update(block=0), "impossible launch"),
         (lambda p: p["launch"].update(parameters="xy"), "malformed"),

@@ -1,0 +1,202 @@
+"""Measuring on the GPU: what needs none of it: statistics, remarks, the work of steps, clocks, and the tables."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from support.net import Net
+from support.simulated import lowered
+
+from optdnn.cli import bench as cli_bench
+from optdnn.errors import UsageError
+from optdnn.runtime.bench import bench
+from optdnn.runtime.cuda import nvtx
+from optdnn.runtime.cuda.clocks import ClockSample, Monitor
+from optdnn.runtime.cuda.measure import GpuSamples, _rising, report_of
+from optdnn.runtime.cuda.plan import parse
+from optdnn.runtime.cuda.work import Ceilings, Work, work_of
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.feeds import random_feeds
+from optdnn.types import FP16, FP32
+
+STEADY = ClockSample(1980, 3201, 300.0, 40)
+
+
+def samples(
+    compute: int = 200_000, n: int = 100, clocks: tuple[ClockSample, ...] = (STEADY,), **changed: int
+) -> GpuSamples:
+    figures = {"enqueue": 4_000, "h2d": 20_000, "d2h": 5_000, "latency": 230_000, "host_latency": 250_000, **changed}
+    rows = {name: array("q", [ns] * n) for name, ns in figures.items()}
+    return GpuSamples(array("q", [compute] * n), busy_ns=compute * n, clocks=list(clocks), **rows)
+
+
+def remarks(given: GpuSamples) -> list[str]:
+    found: list[str] = report_of(given, "GPU", flushed=False, monitor=None)["remarks"]
+    return found
+
+
+def test_report() -> None:
+    report = report_of(samples(), "NVIDIA H200", flushed=False, monitor=None)
+    assert report["gpu_compute_ms"]["median"] == pytest.approx(0.2)
+    assert report["enqueue_ms"]["p99"] == pytest.approx(0.004)
+    assert report["throughput_per_s"] == pytest.approx(5000)
+    assert (report["l2"], report["iterations"], report["remarks"]) == ("warm", 100, [])
+    assert report["clocks"]["sm_mhz"] == {"min": 1980, "median": 1980, "max": 1980}
+    paused = replace(samples(), busy_ns=100 * 400_000)  # as much again between the runs
+    assert report_of(paused, "", flushed=False, monitor=None)["throughput_per_s"] == pytest.approx(2500)
+    assert report_of(paused, "", flushed=True, monitor=None)["throughput_per_s"] == pytest.approx(5000)
+
+
+@pytest.mark.parametrize(
+    ("given", "because"),
+    [
+        (samples(n=20), "only 20 runs"),
+        (samples(clocks=(STEADY, replace(STEADY, sm_mhz=1600))), "moved between 1600 and 1980 MHz"),
+        (samples(clocks=(replace(STEADY, held_by=("power cap",)),)), "held down by: power cap"),
+        (samples(clocks=()), "could not be read"),
+        (samples(enqueue=190_000), "bound by the host"),
+        (samples(h2d=190_000, d2h=20_000), "copies to and from the GPU take longer"),
+    ],
+)
+def test_remarks(given: GpuSamples, because: str) -> None:
+    (found,) = remarks(given)
+    assert because in found
+
+
+def test_drift_is_remarked_on() -> None:
+    slowing = replace(samples(), compute=array("q", [200_000 + 1000 * k for k in range(100)]))
+    (found,) = remarks(slowing)
+    assert "drifted" in found
+
+
+def test_rising() -> None:
+    assert _rising([0.0, 2.0, 1.0, 3.0]) == [0.0, 1.5, 1.5, 3.0]
+    assert _rising([0.0, 3.0, 2.0, 1.0]) == [0.0, 2.0, 2.0, 2.0]
+    assert _rising([0.0, 1.0, 2.0]) == [0.0, 1.0, 2.0]
+
+
+# ---------------------------------------------------------------- work
+
+
+def works(precision: str = "fp16") -> dict[str, Work]:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 16, 8, 8), 32, 3, bias=True))
+    graph = n.done(n.op("GlobalAveragePool", x))
+    program = lowered(graph, precision)
+    return {s.params["op"]["kind"]: work_of(s, parse(s, program), program) for s in program.steps}
+
+
+def test_work_of_steps() -> None:
+    found = works()
+    conv = found["Conv"]
+    assert conv.matrix
+    assert conv.dtype == FP16
+    assert conv.flops == 2 * (2 * 32 * 8 * 8) * (16 * 9)
+    operands = 2 * 16 * 64 + 32 * 16 * 9 + 2 * 32 * 64
+    assert conv.bytes == operands * 2 + 32 * 4, "each element once; the bias is fp32"
+    pool = found["GlobalAveragePool"]
+    assert not pool.matrix
+    assert pool.bytes == 2 * (2 * 32 * 64 + 2 * 32)
+
+
+def test_every_step_says_which_tactic_made_it() -> None:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 16, 8, 8), 32, 3, bias=True))
+    program = lowered(n.done(n.op("GlobalAveragePool", x)), "fp16")
+    named = {s.params["op"]["kind"]: parse(s, program).tactic for s in program.steps}
+    assert named["Conv"].startswith("conv_")
+    assert named["GlobalAveragePool"]
+
+
+def test_ceilings() -> None:
+    ceilings = Ceilings(memory=4e12, half=1e15, single=5e13)
+    assert ceilings.seconds(Work(10**12, 10**6, True, FP16)) == pytest.approx(1e-3)
+    assert ceilings.seconds(Work(10**12, 10**6, True, FP32)) == pytest.approx(2e-2)
+    assert ceilings.seconds(Work(10**6, 4 * 10**9, False, FP16)) == pytest.approx(1e-3)
+
+
+# ---------------------------------------------------------------- clocks, ranges
+
+
+class Nvml:
+    """A library whose GPU runs at 1200 MHz under a power cap, with two processes; it has no thermometer."""
+
+    def __init__(self) -> None:
+        def set_(value: int) -> Any:
+            def call(*arguments: Any) -> int:
+                arguments[-1]._obj.value = value
+                return 0
+
+            return call
+
+        self.nvmlDeviceGetPowerUsage = set_(650_000)
+        self.nvmlDeviceGetClockInfo = set_(1200)
+        self.nvmlDeviceGetMaxClockInfo = set_(1980)
+        self.nvmlDeviceGetCurrentClocksEventReasons = set_(0x4 | 0x1)
+
+        def processes(handle: Any, count: Any, rows: Any) -> int:
+            count._obj.value = 2
+            return 7
+
+        self.nvmlDeviceGetComputeRunningProcesses_v3 = processes
+
+
+def test_monitor() -> None:
+    monitor = Monitor(Nvml(), ctypes.c_void_p())
+    assert monitor.sample() == ClockSample(1200, 1200, 650.0, None, ("power cap",))
+    assert (monitor.most(), monitor.processes()) == (1980, 2)
+    report = report_of(samples(clocks=(monitor.sample(),)), "", flushed=False, monitor=monitor)
+    assert [r for r in report["remarks"] if "2 processes" in r]
+    assert [r for r in report["remarks"] if "power cap" in r]
+
+
+def test_ranges_are_marked_where_something_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(nvtx, "_marks", lambda: (said.append, lambda: said.append("end")))
+    with pytest.raises(ValueError, match="x"), nvtx.marked("conv1"):
+        raise ValueError("x")
+    assert said == ["conv1", "end"]
+    monkeypatch.setattr(nvtx, "_marks", lambda: None)
+    with nvtx.marked("conv1"):
+        pass
+    assert said == ["conv1", "end"]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu = report_of(samples(clocks=()), "NVIDIA H200", flushed=False, monitor=None)
+    steps = [
+        {"step": 0, "us": 12.5, "share": 0.8, "tflops": 412.3, "flops": 5, "gbs": 900.0, "roofline": 0.41,
+         "tactic": "conv_sm90 n64", "kind": "Conv", "src": ["/conv1/Conv"]},
+        {"step": 1, "us": 0.0, "share": 0.0, "tflops": None, "flops": 0, "gbs": None, "roofline": None,
+         "tactic": "", "kind": "Copy", "src": []},
+    ]  # fmt: skip
+    report = {"gpu": gpu, "latency_ms": gpu["latency_ms"], "facts": [{"kernel": "conv_sm90"}] * 2,
+              "target": "cuda:sm_90a", "precision": "fp16", "profile": steps}  # fmt: skip
+    cli_bench.show_gpu(report)
+    shown = capsys.readouterr()
+    lines = {line.split("  ")[0].strip(): line for line in shown.out.splitlines()}
+    assert "0.2000" in lines["GPU compute"]
+    assert "0.0040" in lines["enqueue (host)"]
+    assert "throughput 5000.0 inferences per second" in shown.out
+    assert "L2 warm" in shown.out
+    assert "0 12.50 80.0% 412.3 900 41% conv_sm90 n64 /conv1/Conv" in " ".join(shown.out.split())
+    assert "warning: the clocks could not be read" in shown.err
+
+
+def test_what_needs_a_gpu_is_refused_elsewhere(tmp_path: Any) -> None:
+    n = Net()
+    engine = Engine(lowered(n.done(n.op("Relu", n.input(2, 3))), "fp32"))
+    with pytest.raises(UsageError, match="no L2 of a GPU"):
+        bench(engine, random_feeds(engine.inputs), iterations=1, flush_l2=True)
+    engine.save(tmp_path / "e.engine")
+    done = CliRunner().invoke(cli_bench.command, [str(tmp_path / "e.engine"), "--trace"])
+    assert isinstance(done.exception, UsageError)
+    assert "cuda" in str(done.exception)
