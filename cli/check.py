@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
     refuse_engine(model)
     chosen = make_options(ctx, **options)
     target = resolve_target(chosen.target)
+    chosen = replace(chosen, target=target)
     graph = import_model(model, shapes=chosen.shapes)
     before = graph.kinds()
     reports = optimize(graph, chosen, target)

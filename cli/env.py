@@ -32,4 +32,8 @@ def _targets() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     cpu = f"usable: {', '.join(found)}" if found else "not usable: pip install 'optdnn[cpu]'"
-    return {"cpu": cpu, "reference": "usable"}
+    from optdnn.runtime.cuda.usable import why_not
+
+    reason = why_not()
+    cuda = "usable" if reason is None else f"not usable: {reason}"
+    return {"cuda": cuda, "cpu": cpu, "reference": "usable", "simulate": "usable"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def build(
 ) -> Engine:
     """Compile an ONNX model (a path, serialized bytes or a ``ModelProto``) into an :class:`Engine`.
 
-    ``target`` is one of :data:`optdnn.config.TARGETS` ("auto" is cpu for now); ``precision`` is "fp32",
+    ``target`` is one of :data:`optdnn.config.TARGETS` ("auto": the GPU where it is usable, else cpu); ``precision`` is "fp32",
     "bf16" or (on GPUs) "fp16"; ``shapes`` maps input names to dimensions (None leaves one symbolic) or to ranges of them
     (:func:`optdnn.ranges.input_shapes`), of which a list gives several profiles. Further options are the
     fields of :class:`optdnn.config.BuildOptions`: io_dtype, opt_level, tactics, threads, timing_cache, workspace, dump,
@@ -116,6 +116,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     if options.emit_onnx is not None:
         check_writable(options.emit_onnx)
     target = resolve_target(options.target)
+    options = replace(options, target=target)
     with _timed(seconds, "import"):
         say("import")
         graph = import_model(model, shapes=options.shapes)
@@ -162,10 +163,14 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
 
 
 def resolve_target(target: str) -> str:
-    """``auto`` is cpu until the cuda target is released; ``cuda`` is cuda for the GPU of this machine.
+    """``cuda`` is cuda for the GPU of this machine, and so is ``auto`` where that GPU is usable; else ``auto`` is cpu.
 
     Raises UsageError for ``cuda`` on a machine without a GPU, MissingDependency where the driver's bindings are absent.
     """
+    if target == "auto":
+        from optdnn.runtime.cuda.usable import why_not
+
+        target = "cpu" if why_not() else "cuda"
     if target == "cuda":
         from optdnn.runtime.cuda.device import Device, gpu_count
 
@@ -174,7 +179,7 @@ def resolve_target(target: str) -> str:
                 "there is no usable NVIDIA GPU here to build for", hint="name the architecture: --target cuda:sm_90a"
             )
         return f"cuda:{Device.open().arch}"
-    return "cpu" if target == "auto" else target
+    return target
 
 
 def optimize(graph: Graph, options: BuildOptions, target: str, say: Progress = lambda text: None) -> list[PassReport]:

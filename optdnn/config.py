@@ -12,7 +12,14 @@ from typing import Any
 from optdnn.errors import UsageError
 from optdnn.ranges import InputShapes, input_shapes
 
-TARGETS = ("auto", "cpu", "reference", "simulate", "cuda", "cuda:sm_90a", "cuda:sm_80")
+TARGETS = (
+    "auto",
+    "cpu",
+    "reference",
+    "simulate",
+    "cuda",
+    *(f"cuda:{a}" for a in ("sm_90a", "sm_89", "sm_86", "sm_80")),
+)
 PRECISIONS = ("fp32", "bf16", "fp16")
 IO_DTYPES = ("model", "fp32", "fp16", "bf16")
 LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "heuristic")
@@ -58,8 +65,10 @@ class BuildOptions:
         _among("precision", self.precision, PRECISIONS)
         _among("io-dtype", self.io_dtype, IO_DTYPES)
         _among("tactics", self.tactics, LIBRARY_TACTICS)
+        # What "auto" turns out to be is looked at by the build, which then makes these options for that target.
         gpu = self.target.partition(":")[0] in ("cuda", "simulate")
-        if self.precision == "fp16" and not gpu:
+        auto = self.target == "auto"
+        if self.precision == "fp16" and not gpu and not auto:
             raise UsageError(
                 f"precision fp16 is for GPUs, not for target {self.target!r}",
                 hint="give --target cuda, or --precision bf16",
@@ -70,7 +79,9 @@ class BuildOptions:
                 f"target reference runs NumPy kernels in the model's own types; there is no {what}",
                 hint="leave the option out, or give --target cpu",
             )
-        if (self.tactics not in ("auto", "heuristic") and gpu) or (self.tactics == "heuristic" and not gpu):
+        if (self.tactics not in ("auto", "heuristic") and gpu) or (
+            self.tactics == "heuristic" and not gpu and not auto
+        ):
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
         if not 0 <= self.opt_level <= 3:
             raise UsageError(f"opt-level {self.opt_level} is not one of 0, 1, 2, 3")

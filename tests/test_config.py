@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import optdnn
+from optdnn.compiler import resolve_target
 from optdnn.config import BuildOptions
-from optdnn.errors import UsageError
+from optdnn.errors import RunError, UsageError
+from optdnn.runtime.cuda import device, nvrtc, usable
 
 
 def test_paths_may_be_text_and_numbers_numpys() -> None:
@@ -49,3 +52,40 @@ def test_refusals(options: dict[str, Any], because: str) -> None:
 def test_an_unknown_option_of_build_is_named() -> None:
     with pytest.raises(UsageError, match="unexpected keyword argument 'presicion'"):
         optdnn.build(b"", presicion="fp32")
+
+
+def test_auto_is_the_gpu_where_it_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usable, "why_not", lambda: "no NVIDIA GPU or no driver")
+    assert resolve_target("auto") == "cpu"
+    monkeypatch.setattr(usable, "why_not", lambda: None)
+    monkeypatch.setattr(device, "gpu_count", lambda: 1)
+    monkeypatch.setattr(device.Device, "open", lambda: SimpleNamespace(arch="sm_90a"))
+    assert resolve_target("auto") == "cuda:sm_90a"
+
+
+@pytest.mark.parametrize("options", [{"precision": "fp16"}, {"tactics": "heuristic"}])
+def test_what_only_gpus_have_is_refused_once_auto_is_cpu(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usable, "why_not", lambda: "no NVIDIA GPU or no driver")
+    assert BuildOptions(**options).target == "auto"
+    with pytest.raises(UsageError, match=r"for GPUs, not for target 'cpu'|do not run on target 'cpu'"):
+        optdnn.build(b"", **options)
+
+
+def test_a_gpu_is_not_usable_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usable, "PACKAGES", {"json": "json", "no.such.module": "cupy-cuda13x"})
+    assert usable.why_not() == "cupy-cuda13x not installed: pip install 'optdnn[cuda]'"
+
+
+def test_a_gpu_is_not_usable_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usable, "PACKAGES", {})
+    monkeypatch.setattr(device, "gpu_count", lambda: 0)
+    assert usable.why_not() == "no NVIDIA GPU or no driver"
+    monkeypatch.setattr(device, "gpu_count", lambda: 1)
+    monkeypatch.setattr(nvrtc, "version", _no_nvrtc)
+    assert usable.why_not() == "NVRTC cannot be loaded"
+
+
+def _no_nvrtc() -> tuple[int, int]:
+    raise RunError("NVRTC cannot be loaded")

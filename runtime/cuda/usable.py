@@ -1,0 +1,34 @@
+"""Whether engines for GPUs can be built for, and run on, this machine's GPU; why not, where they cannot."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from optdnn.errors import MissingDependency, RunError
+
+PACKAGES = {"cuda.bindings": "cuda-bindings", "cuda.bindings.nvrtc": "cuda-bindings", "cupy": "cupy-cuda13x"}
+"""Module -> the package that brings it, all of the `cuda` extra."""
+
+
+def why_not() -> str | None:
+    """Why the GPU of this machine is not usable, with what to do about it; None where it is."""
+    missing = sorted({package for module, package in PACKAGES.items() if not _there(module)})
+    if missing:
+        return f"{', '.join(missing)} not installed: pip install 'optdnn[cuda]'"
+    from optdnn.runtime.cuda.device import gpu_count
+    from optdnn.runtime.cuda.nvrtc import version
+
+    try:
+        if gpu_count() == 0:
+            return "no NVIDIA GPU or no driver"
+        version()
+    except (MissingDependency, RunError) as error:
+        return error.message
+    return None
+
+
+def _there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # a parent package is absent
+        return False
