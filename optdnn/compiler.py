@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from optdnn import __version__
 from optdnn.config import BuildOptions
 from optdnn.errors import OutputError, UsageError
@@ -232,7 +234,7 @@ def graph_digest(graph: Graph) -> str:
     for op in graph.order():
         digest.update(f"{op.kind} {[o.name for o in op.outputs]} {op.inputs}".encode())
         if op.kind == "Constant":
-            digest.update(op.attrs.value.tobytes())
+            digest.update(np.ascontiguousarray(op.attrs.value).reshape(-1).view(np.uint8).data)
         else:
             digest.update(repr(op.attrs).encode())
     return digest.hexdigest()

@@ -215,3 +215,15 @@ def broadcast_dims(*shapes: Shape) -> Shape:
 def evaluate_shape(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """A shape with every symbol replaced from ``sizes``."""
     return tuple(evaluate(d, sizes) for d in shape)
+
+
+def random_array(rng: np.random.Generator, dtype: DType, shape: tuple[int, ...]) -> Array:
+    """Made-up values of an input: standard normal floats and complex numbers, booleans, and integers 0 and 1.
+
+    Integers are mostly indices, masks and token ids: 0 and 1 are valid where anything is.
+    """
+    if is_float(dtype):
+        return rng.standard_normal(shape).astype(dtype)
+    if dtype.kind == "c":
+        return (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(dtype)
+    return rng.integers(0, 2, shape).astype(dtype)

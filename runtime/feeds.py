@@ -8,7 +8,7 @@ import numpy as np
 
 from optdnn.errors import UsageError
 from optdnn.ranges import Profile
-from optdnn.types import Array, TensorSpec, is_float
+from optdnn.types import Array, TensorSpec, random_array
 
 
 def random_feeds(
@@ -19,9 +19,7 @@ def random_feeds(
     default: int = 1,
     profiles: Sequence[Profile] = (),
 ) -> dict[str, Array]:
-    """An array per input: standard normal floats, integers 0 and 1, booleans; the same for the same seed.
-
-    Integers are mostly indices, masks and token ids: 0 and 1 are valid where anything is.
+    """An array per input (:func:`optdnn.types.random_array`); the same for the same seed.
 
     A symbolic dimension takes its size from ``sizes``, else the first profile's optimum, else ``default``.
     Raises UsageError for a size of no symbol.
@@ -37,12 +35,5 @@ def random_feeds(
     feeds: dict[str, Array] = {}
     for spec in inputs:
         shape = tuple(d if isinstance(d, int) else sizes.get(d, default) for d in spec.shape)
-        if is_float(spec.dtype):
-            feeds[spec.name] = rng.standard_normal(shape).astype(spec.dtype)
-        elif spec.dtype.kind == "b":
-            feeds[spec.name] = rng.integers(0, 2, shape).astype(np.bool_)
-        elif spec.dtype.kind == "c":
-            feeds[spec.name] = (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(spec.dtype)
-        else:
-            feeds[spec.name] = rng.integers(0, 2, shape).astype(spec.dtype)
+        feeds[spec.name] = random_array(rng, spec.dtype, shape)
     return feeds

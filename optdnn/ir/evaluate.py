@@ -16,7 +16,7 @@ from optdnn.ir.graph import Graph, Op, Output, Value
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.table import OPDEFS
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.types import FP64, Array, DType, is_float
+from optdnn.types import FP64, Array, DType, is_float, random_array
 
 T = TypeVar("T")
 
@@ -183,7 +183,7 @@ def _in_order(graph: Graph, out: Graph) -> Graph:
 
 
 def random_feeds(graph: Graph, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Array]:
-    """Seeded inputs for a graph: normal floats, booleans, integers 0 and 1 (valid as indices, masks and ids).
+    """Seeded inputs for a graph (:func:`optdnn.types.random_array`).
 
     Symbols have their sizes from ``sizes``, else 2.
     """
@@ -194,10 +194,5 @@ def random_feeds(graph: Graph, seed: int = 0, sizes: Mapping[str, int] | None = 
     for i in graph.inputs:
         out = graph.op(i).outputs[0]
         shape = tuple(evaluate_dim(d, given) for d in out.type.dims)
-        if is_float(out.type.dtype):
-            feeds[out.name] = rng.standard_normal(shape).astype(out.type.dtype)
-        elif out.type.dtype.kind == "b":
-            feeds[out.name] = rng.integers(0, 2, shape).astype(bool)
-        else:
-            feeds[out.name] = rng.integers(0, 2, shape).astype(out.type.dtype)
+        feeds[out.name] = random_array(rng, out.type.dtype, shape)
     return feeds
