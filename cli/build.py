@@ -8,7 +8,17 @@ from typing import Any
 
 import click
 
-from optdnn.cli.common import build_options, make_options, print_json, progress, refuse_engine, stderr, stdout, table
+from optdnn.cli.common import (
+    build_options,
+    make_options,
+    print_host,
+    print_json,
+    progress,
+    refuse_engine,
+    stderr,
+    stdout,
+    table,
+)
 from optdnn.errors import UsageError
 
 
@@ -74,6 +84,8 @@ def command(
     tactic = build.engine.meta.get("tactic")
     for item in build.fallbacks.get(tactic["library"], []) if tactic else []:
         stdout.print(f"from its NumPy kernel: {item['operator']} {item['node']}: {item['reason']}")
+    if build.engine.meta.get("host", {}).get("operators"):
+        print_host(build.engine.meta["host"], build.engine.target)
     total = sum(build.seconds.values())
     stdout.print(
         f"\n{output}: target {build.engine.target}, precision {build.engine.precision}"

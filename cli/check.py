@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from optdnn.cli.common import build_options, make_options, print_json, refuse_engine, stdout, table
+from optdnn.cli.common import build_options, make_options, print_host, print_json, refuse_engine, stdout, table
 
 
 @click.command("check")
@@ -17,7 +17,10 @@ from optdnn.cli.common import build_options, make_options, print_json, refuse_en
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -> None:
-    """Import and optimize MODEL.onnx without building: whether it is supported, and what each pass would do."""
+    """Import and optimize MODEL.onnx without building: whether it is supported, and what each pass would do.
+
+    For a GPU also what it lacks: the operators that would run on the CPU, why, and what that costs. --strict refuses them.
+    """
     from optdnn.compiler import optimize, resolve_target
     from optdnn.importers.onnx import import_model
 
@@ -36,10 +39,18 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
         "operators_after": graph.kinds(),
         "passes": [r.to_json() for r in reports],
     }
+    host = None
+    if target.partition(":")[0] in ("cuda", "simulate"):
+        from optdnn.lower_cuda import lower_cuda
+
+        host = lower_cuda(graph, replace(chosen, no_cubins=True), target, {}).meta["host"]
+        facts["host"] = host
     if as_json:
         print_json(facts)
         return
     kinds = sorted({*before, *graph.kinds()})
     rows = [[k, before.get(k, 0), graph.kinds().get(k, 0)] for k in kinds]
     stdout.print(table(None, ["operator", "in the model", "after the passes"], rows, right=[1, 2]))
+    if host is not None:
+        print_host(host, target)
     stdout.print(f"\n{model}: supported on {target}; {sum(before.values())} operators become {len(graph)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -89,6 +89,7 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--threads", type=click.IntRange(min=1), default=None, help="Pin the number of threads."),
         click.option("--timing-cache", type=click.Path(path_type=Path), default=None, help="Keep measured times here."),
         click.option("--no-cubins", is_flag=True, help="Keep the recipes of GPU kernels alone in the engine."),
+        click.option("--strict", is_flag=True, help="Refuse a network that would need steps on the CPU (for GPUs)."),
         click.option(
             "--workspace",
             type=click.IntRange(min=1),
@@ -150,6 +151,29 @@ def table(
     for row in rows:
         out.add_row(*(Text(printable(str(cell))) for cell in row))
     return out
+
+
+def print_host(host: Mapping[str, Any], target: str) -> None:
+    """What of a network runs on the CPU (an engine's ``meta["host"]``): operators with reasons, copies, cost."""
+    coverage, operators, copies = host["coverage"], host["operators"], host["copies"]
+    if not operators:
+        stdout.print(f"\nall {coverage['operators']} operators run on {target}")
+        return
+    rows = [[o["kind"], _nodes(o["nodes"]), f"{o['us']:.0f}", o["why"]] for o in operators]
+    stdout.print(table("\non the CPU", ["operator", "ONNX nodes", "about µs", "because"], rows, right=[2]))
+    if copies:
+        rows = [[c["to"], c["tensor"], c["bytes"], f"{c['us']:.0f}"] for c in copies]
+        stdout.print(table("\ncopies", ["to", "tensor", "bytes", "about µs"], rows, right=[2, 3]))
+    total = sum(c["bytes"] for c in copies)
+    stdout.print(
+        f"\n{coverage['device']} of {coverage['operators']} operators run on {target}, {coverage['host']} on the CPU: "
+        f"{len(copies)} copies of {total} bytes and {host['cuts']} cuts of the CUDA graph, about "
+        f"{host['estimated_us'] / 1e3:.2f} ms a run in all (sizes that depend on data count as 1)"
+    )
+
+
+def _nodes(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def refuse_engine(path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from optdnn.cli.common import is_engine, print_json, stdout, table
+from optdnn.cli.common import is_engine, print_host, print_json, stdout, table
+
+if TYPE_CHECKING:
+    from optdnn.runtime.program import Program
 
 
 @click.command("inspect")
@@ -35,11 +38,23 @@ def _engine_facts(file: Path) -> dict[str, Any]:
         "requires": list(program.requires),
         "inputs": [str(s) for s, _ in program.inputs],
         "outputs": [str(s) for s, _ in program.outputs],
-        "steps": [{"executor": s.executor, "nodes": list(s.src)} for s in program.steps],
+        "steps": [_step(program, k) for k in range(len(program.steps))],
         "weights_bytes": sum(b.nbytes for b in program.blobs),
         "arena_bytes": program.arena_bytes,
         **program.meta,
     }
+
+
+def _step(program: Program, k: int) -> dict[str, Any]:
+    """A step: who runs it, what of, and how many bytes it copies between the GPU and the host."""
+    step = program.steps[k]
+    found: dict[str, Any] = {"executor": step.executor, "nodes": list(step.src)}
+    if step.executor == "copy":
+        to = step.params["to"]
+        buffer = program.buffers[(step.outputs if to == "host" else step.inputs)[0]]
+        return {**found, "op": f"to the {'CPU' if to == 'host' else 'GPU'}", "bytes": buffer.nbytes}
+    kind = step.params.get("kind") or step.params.get("op", {}).get("kind")
+    return {**found, "op": kind} if isinstance(kind, str) else found
 
 
 def _model_facts(file: Path) -> dict[str, Any]:
@@ -81,5 +96,11 @@ def _show(facts: dict[str, Any]) -> None:
             rows = [[name, r["rule"], " + ".join(r["nodes"]), r["reason"]] for name, r in refused]
             stdout.print(table("\nrefused", ["pass", "rule", "nodes", "because"], rows))
     if facts.get("steps"):
-        rows = [[i, s["executor"], len(s["nodes"])] for i, s in enumerate(facts["steps"])]
-        stdout.print(table("\nsteps", ["step", "executor", "ONNX nodes"], rows, right=[0, 2]))
+        rows = [
+            [i, s["executor"], s.get("op", ""), s.get("bytes", ""), len(s["nodes"])]
+            for i, s in enumerate(facts["steps"])
+        ]
+        columns = ["step", "executor", "operator", "bytes copied", "ONNX nodes"]
+        stdout.print(table("\nsteps", columns, rows, right=[0, 3, 4]))
+    if facts.get("host"):
+        print_host(facts["host"], facts["target"])

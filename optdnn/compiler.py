@@ -141,6 +141,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             "threads": options.threads,
             "tactics": options.tactics,
             "stop_after": options.stop_after,
+            **({"strict": True} if options.strict else {}),
         },
         "passes": [p.to_json() for p in passes],
         "operators": graph.kinds(),

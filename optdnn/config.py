@@ -35,7 +35,8 @@ class BuildOptions:
     (a folder) and ``emit_onnx`` are paths, given as text or path objects; ``stop_after`` names the last pass to run;
     ``workspace`` bounds the scratch memory of GPU kernels in bytes (the libraries of the cpu target have no such bound);
     ``budget`` bounds tuning in seconds; ``debug`` verifies the graph after every pass. For GPUs,
-    ``tactics="heuristic"`` trusts the cost model, and ``no_cubins`` keeps the recipes of kernels alone.
+    ``tactics="heuristic"`` trusts the cost model, ``no_cubins`` keeps the recipes of kernels alone, and ``strict`` refuses a
+    network that would need steps on the CPU.
     """
 
     target: str = "auto"
@@ -54,6 +55,7 @@ class BuildOptions:
     debug: bool = False
     no_cubins: bool = False
     row_invariant: bool = False
+    strict: bool = False
 
     def __post_init__(self) -> None:
         for name in ("timing_cache", "dump", "emit_onnx"):
@@ -83,6 +85,8 @@ class BuildOptions:
             self.tactics == "heuristic" and not gpu and not auto
         ):
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
+        if self.strict and not gpu and not auto:
+            raise UsageError(f"strict is for GPUs, not for target {self.target!r}", hint="leave --strict out")
         if not 0 <= self.opt_level <= 3:
             raise UsageError(f"opt-level {self.opt_level} is not one of 0, 1, 2, 3")
         for name, value in (("threads", self.threads), ("workspace", self.workspace), ("budget", self.budget)):

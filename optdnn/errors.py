@@ -42,7 +42,7 @@ class ShapeError(ModelError):
 
 @dataclass(frozen=True)
 class UnsupportedNode:
-    """One node that cannot be imported, with the reason."""
+    """One node that cannot be imported or lowered, with the reason. ``opset`` 0: that of optdnn's own operators."""
 
     node: str
     op_type: str
@@ -52,7 +52,8 @@ class UnsupportedNode:
 
     def __str__(self) -> str:
         domain = f"{self.domain}." if self.domain else ""
-        return f"{self.node}: {domain}{self.op_type} (opset {self.opset}): {self.reason}"
+        opset = f" (opset {self.opset})" if self.opset else ""
+        return f"{self.node}: {domain}{self.op_type}{opset}: {self.reason}"
 
 
 class UnsupportedError(OptdnnError):

@@ -1,7 +1,9 @@
 """Lowering for `cuda` and `simulate`: every operator becomes launches of kernels over views of planned buffers.
 
 The order of things: reserve the places that are fixed (outputs of the network, joint buffers of concatenations), emit each
-operator by the first tactic of its kind that does not refuse it, drop what nothing reads, compile, plan the arena.
+operator by the first tactic of its kind that does not refuse it, drop what nothing reads, compile, plan the arena. An operator
+that has no kernel, or whose sizes depend on data, becomes a step on the host (:mod:`optdnn.tactics.cuda.host`), and the steps
+are ordered so that the GPU's run in as few pieces as possible.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ import numpy as np
 
 from optdnn.config import BuildOptions
 from optdnn.dim import Dim
-from optdnn.errors import UnsupportedError, UsageError
+from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.memory import place_buffers
+from optdnn.runtime.host import host_buffers
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
 from optdnn.tactics.cuda.builder import Builder, Placed, row_major
+from optdnn.tactics.cuda.host import CHEAPER, HostSide, plain_shape, summary
 from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.schedule import group_steps, keep_inputs_on_host
 from optdnn.tactics.cuda.select import Choice, Decision, Selection, emit_op, signature
 from optdnn.tactics.cuda.table import TACTICS, WRITES_ANYWHERE
 from optdnn.tactics.cuda.views import VIEWS, plan_concats
@@ -53,8 +58,9 @@ def lower_cuda(
 ) -> Program:
     """The program of an optimized graph for "cuda:ARCH", or for "simulate" (Hopper's program, without compiled kernels).
 
-    ``choices`` by signature go before the cost model. Raises UsageError for a dimension that is not known, UnsupportedError
-    naming every operator without a kernel.
+    ``choices`` by signature go before the cost model. Raises UsageError for a dimension that is not known; UnsupportedError
+    where ``options.strict`` forbids steps on the host, naming every operator that needs one, and where an operator has no NumPy
+    kernel either.
     """
     program = emit_program(graph, options, target, meta, choices).program
     if target != "simulate" and not options.no_cubins:
@@ -64,7 +70,7 @@ def lower_cuda(
 
 def placed(program: Program) -> Program:
     """The program with its arena."""
-    program, plan = place_buffers(program, ALIGNMENT)
+    program, plan = place_buffers(program, ALIGNMENT, outside=host_buffers(program))
     program.meta["memory"] = {"arena_bytes": plan.arena_bytes, "live_bytes": plan.live_bytes}
     return program
 
@@ -81,27 +87,26 @@ def emit_program(
     arch = target.partition(":")[2] or "sm_90a"
     selection = Selection.of(options, choices)
     _need_static(graph)
-    _need_kernels(graph)
     b = Builder(graph, arch)
+    host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
     inputs, outputs = _borders(b)
     plan_concats(b, WRITES_ANYWHERE)
     decisions: list[Decision] = []
     for op in graph.order():
-        if op.kind in STRUCTURAL:
-            continue
-        if all(0 in out.type.static_shape for out in op.outputs):
-            for port, out in enumerate(op.outputs):  # nothing to compute: a constant without elements
-                b.place[Value(op.id, port)] = b.constant(np.empty(out.type.static_shape, out.type.dtype), out.name)
-            continue
-        if op.kind in VIEWS:
-            VIEWS[op.kind](b, op)
-            continue
-        key = signature(b, op)
-        visit(b, op, key)
-        decisions.append(emit_op(b, op, TACTICS[op.kind], selection, key))
-    for (_, i), op_id in zip(outputs, graph.outputs, strict=True):
+        if op.kind not in STRUCTURAL:
+            decisions += _lower(b, host, op, selection, visit, options.strict)
+    if options.strict and host.ops:
+        raise UnsupportedError(
+            f"{target} has no kernels for {len(host.ops)} operators, and strict forbids running them on the CPU",
+            [UnsupportedNode(h.op.name, h.op.kind, "", 0, h.why) for h in host.ops],
+            hint="build without --strict; optdnn check MODEL --target TARGET tells what that costs",
+        )
+    for k, ((spec, i), op_id) in enumerate(zip(outputs, graph.outputs, strict=True)):
         op = graph.op(op_id)
         assert op.inputs[0] is not None
+        if op.inputs[0] in host.made:
+            outputs[k] = (spec, host.buffer(op.inputs[0]))
+            continue
         found = b.operand(op.inputs[0])
         if not found.size:
             b.buffers[i] = replace(b.buffers[i], blob=b.blob(np.empty(b.buffers[i].shape or (), found.dtype)))  # type: ignore[arg-type]
@@ -112,7 +117,35 @@ def emit_program(
     kept = set(map(id, program.steps))
     program.meta["tactics"] = [d.to_plain() for d in decisions]
     held = [d for d in decisions if not d.steps or any(id(s) in kept for s in d.steps)]
-    return Emitted(compact(program), held)
+    program = compact(group_steps(keep_inputs_on_host(program)))
+    program.meta["host"] = summary(graph, host, program)
+    return Emitted(program, held)
+
+
+def _lower(b: Builder, host: HostSide, op: Op, selection: Selection, visit: Visit, strict: bool) -> list[Decision]:
+    """Emit one operator; returns the account of the choice, where there was one."""
+    why = host.must(op)
+    if why is None:
+        if all(0 in out.type.static_shape for out in op.outputs):
+            for port, out in enumerate(op.outputs):  # nothing to compute: a constant without elements
+                b.place[Value(op.id, port)] = b.constant(np.empty(out.type.static_shape, out.type.dtype), out.name)
+            return []
+        if not strict and host.cheaper(op):
+            host.run(op, CHEAPER, forced=False)
+            return []
+        before = host.snapshot()
+        try:
+            if op.kind in VIEWS:
+                VIEWS[op.kind](b, op)
+                return []
+            key = signature(b, op)
+            visit(b, op, key)
+            return [emit_op(b, op, TACTICS[op.kind], selection, key)]
+        except UnsupportedError as error:
+            host.undo(before)
+            why = error.message
+    host.run(op, why)
+    return []
 
 
 def _need_static(graph: Graph) -> None:
@@ -125,22 +158,6 @@ def _need_static(graph: Graph) -> None:
                 f"input {out.name!r} has dimensions that are not fixed ({', '.join(names) or 'unknown rank'})",
                 hint=f"a cuda engine is for fixed sizes; give them: --shape {out.name}={dims}",
             )
-    for op in graph.order():
-        for out in op.outputs:
-            if not out.type.is_static:
-                raise UnsupportedError(
-                    f"{op.kind} {op.name}: the size of {out.name!r} depends on data ({out.type}); the cuda target needs fixed sizes"
-                )
-
-
-def _need_kernels(graph: Graph) -> None:
-    missing = [
-        f"{op.kind} {op.name}"
-        for op in graph.order()
-        if op.kind not in STRUCTURAL and op.kind not in TACTICS and op.kind not in VIEWS
-    ]
-    if missing:
-        raise UnsupportedError("\n  ".join(["the cuda target has no kernels for some operators", *missing]))
 
 
 def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[TensorSpec, int]]]:
@@ -156,7 +173,13 @@ def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[Tenso
         op = graph.op(i)
         value, t = op.inputs[0], op.outputs[0].type
         assert value is not None
-        shape = t.static_shape
+        if not graph.type(value).is_static:  # the host makes it
+            sizes = plain_shape(t)
+            if sizes is None:
+                raise UnsupportedError(f"output {op.outputs[0].name!r} has an unknown rank")
+            outputs.append((TensorSpec(op.outputs[0].name, t.dtype, sizes), -1))
+            continue
+        shape = graph.type(value).static_shape
         placed = b.new(op.outputs[0].name, t.dtype, shape)
         outputs.append((TensorSpec(op.outputs[0].name, t.dtype, shape), placed.buffer))
         if graph.op(value).kind not in STRUCTURAL and not graph.type(value).layout:
@@ -180,19 +203,21 @@ def pruned(program: Program) -> Program:
 
 def compact(program: Program) -> Program:
     """Without the buffers, kernels and blobs that no step names."""
-    named = {i for s in program.steps for i in (*s.inputs, *s.outputs)} | {
+    named = {i for s in program.steps for i in (*s.inputs, *s.outputs) if i >= 0} | {
         i for _, i in (*program.inputs, *program.outputs)
     }
-    buffer = {old: new for new, old in enumerate(sorted(named))}
+    buffer = {-1: -1, **{old: new for new, old in enumerate(sorted(named))}}
     old_blobs = sorted({b for i in named if (b := program.buffers[i].blob) is not None})
     blob = {old: new for new, old in enumerate(old_blobs)}
-    used = sorted({s.params["launch"]["kernel"] for s in program.steps})
+    used = sorted({s.params["launch"]["kernel"] for s in program.steps if s.executor == "cuda"})
     kernel = {old: new for new, old in enumerate(used)}
 
     def moved(b: Buffer) -> Buffer:
         return b if b.blob is None else replace(b, blob=blob[b.blob])
 
     def step(s: Step) -> Step:
+        if s.executor != "cuda":
+            return replace(s, inputs=_mapped(s.inputs, buffer), outputs=_mapped(s.outputs, buffer))
         launch = {**s.params["launch"], "kernel": kernel[s.params["launch"]["kernel"]]}
         return replace(
             s,

@@ -7,7 +7,7 @@ wins; all are deterministic. Buffers may share memory in place where the caller 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from optdnn.errors import InternalError
@@ -132,13 +132,14 @@ def place_buffers(
     program: Program,
     alignment: int = ALIGNMENT,
     in_place: Callable[[Step], Sequence[tuple[int, int]]] = lambda step: (),
+    outside: Collection[int] = (),
 ) -> tuple[Program, Plan]:
     """The program with an arena: every intermediate buffer of static shape gets its offset.
 
-    Inputs, constants, outputs of the network (which are the caller's own) and buffers of symbolic shape stay outside.
-    ``in_place`` gives a step's legal (output, input) pairs.
+    Inputs, constants, outputs of the network (which are the caller's own), buffers of symbolic shape and those of ``outside``
+    stay outside. ``in_place`` gives a step's legal (output, input) pairs.
     """
-    outside = {i for _, i in program.inputs} | {i for _, i in program.outputs}
+    outside = {i for _, i in (*program.inputs, *program.outputs)}.union(outside)
     sizes = {
         i: b.nbytes
         for i, b in enumerate(program.buffers)

@@ -42,7 +42,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Step:
-    """One action. ``executor`` names who runs it ("reference", "onnxruntime", "openvino", "cuda"); ``params`` is its own.
+    """One action. ``executor`` names who runs it ("reference", "onnxruntime", "openvino", "cuda", or in a GPU's program "host"
+    and "copy", see :mod:`optdnn.runtime.host`); ``params`` is its own.
 
     ``inputs`` and ``outputs`` are buffer numbers (-1 is an absent operand, or an output that nobody wants). ``src`` are the
     ONNX nodes it does.
@@ -53,6 +54,10 @@ class Step:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     src: tuple[str, ...] = ()
+
+
+WRITE_PARTS = ("cuda", "copy")
+"""Executors whose steps may write a part of a buffer."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,8 @@ def validate(program: Program) -> None:
     """Check that the program can be run without looking outside of itself; raises EngineError naming the first fault.
 
     Every number refers to something, every buffer is written once and before it is read, the types of inputs, outputs and
-    blobs agree with their buffers, and planned buffers lie inside the arena. "cuda" steps may write different parts of one
-    buffer (a concatenation in place); which parts, their executor checks.
+    blobs agree with their buffers, and planned buffers lie inside the arena. Steps of a GPU's program may write different parts
+    of one buffer (a concatenation in place); which parts, their executor checks.
     """
     n = len(program.buffers)
     written = [False] * n
@@ -146,10 +151,10 @@ def validate(program: Program) -> None:
         for i in step.outputs:
             _require(-1 <= i < n, f"step {k} writes buffer {i}, which does not exist")
             if i >= 0:
-                shared = step.executor == "cuda" and i in parts
+                shared = step.executor in WRITE_PARTS and i in parts
                 _require(shared or not written[i], f"step {k} writes buffer {i}, which is written already")
                 written[i] = True
-                if step.executor == "cuda":
+                if step.executor in WRITE_PARTS:
                     parts.add(i)
     for spec, i in program.outputs:
         _require(written[i], f"nothing writes output {spec.name!r}")

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from optdnn.runtime.cuda.device import check, driver
+from optdnn.runtime.cuda.device import Launch, check, driver
 from optdnn.runtime.cuda.memory import upload
-from optdnn.runtime.cuda.plan import View
+from optdnn.runtime.cuda.plan import CudaStep, View
 from optdnn.runtime.cuda.runner import CudaContext
 from optdnn.runtime.simulate.runner import evaluator
 from optdnn.types import Array, is_float
@@ -38,7 +38,10 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
     context.run(feeds)  # the inputs are on the GPU now
     stream = context.stream
     found: list[StepError] = []
-    for k, (step, parsed, launch) in enumerate(zip(program.steps, runner.steps, context.launches({}), strict=True)):
+    for k, (step, parsed, launch) in enumerate(zip(program.steps, runner.steps, context.items({}), strict=True)):
+        if not isinstance(parsed, CudaStep) or not isinstance(launch, Launch):
+            context.do(launch)  # steps on the host, and copies, feed the launches behind them
+            continue
         operands = (*step.inputs, *step.outputs)
         before = [_download(context, i) for i in operands]
         meaning = parsed.meaning

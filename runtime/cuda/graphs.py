@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
-from optdnn.runtime.cuda.device import Launch, check, driver
+from optdnn.runtime.cuda.device import check, driver
+
+
+class Enqueued(Protocol):
+    """What a graph holds: a launch, or a copy."""
+
+    def enqueue(self, stream: int) -> None:
+        """Enqueue it on the stream with this handle."""
 
 
 class Stream:
@@ -28,7 +35,7 @@ class Graph:
     They are captured from one stream, so each depends on the one before; those that ask for it get a programmatic edge.
     """
 
-    def __init__(self, launches: Iterable[Launch], stream: Stream):
+    def __init__(self, launches: Iterable[Enqueued], stream: Stream):
         cu = driver()
         self.launches = tuple(launches)  # their parameter buffers were copied, their functions must stay loaded
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

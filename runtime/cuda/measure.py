@@ -17,11 +17,14 @@ from typing import Any
 
 from optdnn.errors import UsageError
 from optdnn.runtime.bench import UNSTABLE, LatencyStats, quiet
+from optdnn.runtime.cuda.chain import Chain
 from optdnn.runtime.cuda.clocks import ClockSample, Monitor
 from optdnn.runtime.cuda.device import check, driver
 from optdnn.runtime.cuda.graphs import Flush, Graph, Stream, time_runs
+from optdnn.runtime.cuda.plan import CudaStep
 from optdnn.runtime.cuda.runner import CudaContext
 from optdnn.runtime.cuda.work import Ceilings, Work, work_of
+from optdnn.runtime.host import CopyPlan
 from optdnn.runtime.program import Plain
 
 BATCH = 32
@@ -152,7 +155,7 @@ def sample_gpu(
 
 
 def _single_runs(
-    context: CudaContext, graph: Graph, duration: float | None, iterations: int | None, look: Callable[[], None]
+    context: CudaContext, graph: Graph | Chain, duration: float | None, iterations: int | None, look: Callable[[], None]
 ) -> tuple[array[int], array[int], array[int], array[int]]:
     h2d, d2h, latency, host = (array("q") for _ in range(4))
     events, stream, clock = Events(4), context.stream, time.perf_counter_ns
@@ -282,12 +285,13 @@ class StepShare:
     share: float
     work: Work
     roofline: float | None
+    executor: str = "cuda"
 
     def to_plain(self) -> dict[str, Plain]:
         seconds = self.us * 1e-6
         return {
             "step": self.step,
-            "executor": "cuda",
+            "executor": self.executor,
             "src": list(self.src),
             "kind": self.kind,
             "tactic": self.tactic,
@@ -313,7 +317,10 @@ def profile_gpu(
     """Every step of a run on ``feeds``, in program order; the shares add up to 1."""
     context.run(feeds)
     ceilings = ceilings or Ceilings.of(context.device)
-    program, parsed = context.runner.program, context.runner.steps
+    if any(not isinstance(s, CudaStep) for s in context.runner.steps):
+        return _profile_cut(context, feeds, repeats, ceilings)
+    program = context.runner.program
+    parsed = [s for s in context.runner.steps if isinstance(s, CudaStep)]
     launches, stream = context.launches({}), context.stream
     ends = [0.0]
     for k in range(1, len(launches) + 1):
@@ -335,6 +342,26 @@ def profile_gpu(
                 least / us if us > 0 else None,
             )
         )  # fmt: skip
+    return found
+
+
+def _profile_cut(context: CudaContext, feeds: Mapping[str, Any], repeats: int, ceilings: Ceilings) -> list[StepShare]:
+    """The steps of a program with steps on the host, each by itself: kernels and copies between events, the host by its clock."""
+    program = context.runner.program
+    taken = [context.profile(feeds)[1] for _ in range(max(1, repeats))]
+    times = [statistics.median(one) / 1e3 for one in zip(*taken, strict=True)]
+    total = max(sum(times), 1e-9)
+    found = []
+    for k, (step, plan, us) in enumerate(zip(program.steps, context.runner.steps, times, strict=True)):
+        if isinstance(plan, CudaStep):
+            kind, tactic, work = plan.meaning.kind, plan.tactic, work_of(step, plan, program)
+        elif isinstance(plan, CopyPlan):
+            kind, tactic, work = f"copy to {plan.to}", "copy", Work(0, plan.nbytes, False, plan.dtype)
+        else:
+            kind, tactic, work = plan.kind, "NumPy on the CPU", Work(0, 0, False, plan.dtypes[0])
+        kernel = isinstance(plan, CudaStep) and us > 0
+        roofline = ceilings.seconds(work) * 1e6 / us if kernel else None
+        found.append(StepShare(k, step.src, kind, tactic, us, us / total, work, roofline, step.executor))
     return found
 
 

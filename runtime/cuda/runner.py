@@ -1,4 +1,4 @@
-"""The runner "cuda": the whole program as one CUDA graph over one arena.
+"""The runner "cuda": the whole program as one CUDA graph over one arena (or several, cut by steps on the host).
 
 Kernels and weights are loaded once per engine and shared by its contexts; a context has its own arena, staging memory, stream
 and graphs. Nothing touches the GPU before the first context is made, so engines for other machines can be built anywhere.
@@ -7,15 +7,17 @@ and graphs. Nothing touches the GPU before the first context is made, so engines
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from optdnn.errors import EngineError, InputError, RunError
 from optdnn.runtime.cuda.arrays import import_cupy, on_gpu, pointer_of, stream_handle
+from optdnn.runtime.cuda.chain import Chain, Item, Transfer
 from optdnn.runtime.cuda.device import Device, Function, Launch, _bytes, _enums, check, driver, encode_tiled, gpu_count
 from optdnn.runtime.cuda.graphs import Graph, Stream
 from optdnn.runtime.cuda.kernels_of import cubins
@@ -23,7 +25,20 @@ from optdnn.runtime.cuda.memory import DeviceMemory, PinnedMemory
 from optdnn.runtime.cuda.nvtx import marked
 from optdnn.runtime.cuda.plan import CudaStep, TensorMap, parse
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.program import Plain, Program
+from optdnn.runtime.host import (
+    COPY,
+    HOST,
+    TO_HOST,
+    CopyPlan,
+    HostPlan,
+    facts,
+    hand_over,
+    host_buffers,
+    parse_copy,
+    parse_host,
+    run_host,
+)  # fmt: skip
+from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.signature import Signature
 from optdnn.types import Array
 
@@ -36,15 +51,19 @@ class CudaRunner:
     """A program made ready; shared by threads."""
 
     def __init__(self, program: Program, options: LoadOptions):
-        others = sorted({s.executor for s in program.steps} - {"cuda"})
+        others = sorted({s.executor for s in program.steps} - {"cuda", HOST, COPY})
         if others:
             raise EngineError(f"a cuda engine holds steps for {', '.join(others)}")
         self.program, self._options = program, options
         self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
-        self.steps = [parse(step, program) for step in program.steps]
+        self.on_host = host_buffers(program)
+        self.steps = [_parsed(step, program, self.on_host) for step in program.steps]
         fact: dict[str, Plain] = {"executor": "cuda", "arch": program.target.partition(":")[2]}
         self.facts: tuple[Mapping[str, Plain], ...] = tuple(
-            {**fact, "op": s.meaning.kind, "kernel": program.kernels[s.launch.kernel].function} for s in self.steps
+            {**fact, "op": s.meaning.kind, "kernel": program.kernels[s.launch.kernel].function}
+            if isinstance(s, CudaStep)
+            else facts(s)
+            for s in self.steps
         )
         self._lock = threading.Lock()
         self._loaded: Loaded | None = None
@@ -57,10 +76,21 @@ class CudaRunner:
         return CudaContext(self, self._loaded)
 
 
+def _parsed(step: Step, program: Program, on_host: frozenset[int]) -> CudaStep | HostPlan | CopyPlan:
+    if step.executor == HOST:
+        return parse_host(step, program, on_host)
+    if step.executor == COPY:
+        return parse_copy(step, program, on_host)
+    found = parse(step, program)
+    if any(i in on_host for i in (*step.inputs, *step.outputs)):
+        raise EngineError(f"a kernel of {found.label} reads or writes the host's memory")
+    return found
+
+
 class Loaded:
     """Kernels and constants on the GPU."""
 
-    def __init__(self, program: Program, steps: Sequence[CudaStep], options: LoadOptions):
+    def __init__(self, program: Program, steps: Sequence[CudaStep | HostPlan | CopyPlan], options: LoadOptions):
         if gpu_count() == 0:
             raise RunError(
                 "there is no usable NVIDIA GPU on this machine",
@@ -72,6 +102,8 @@ class Loaded:
         code = cubins(program, trust=options.trust_cubins, recompile=options.recompile)
         shared, cluster = [0] * len(code), [1] * len(code)
         for s in steps:
+            if not isinstance(s, CudaStep):
+                continue
             k = s.launch.kernel
             shared[k], cluster[k] = max(shared[k], s.launch.shared), max(cluster[k], s.launch.cluster)
         self.functions = [
@@ -79,7 +111,7 @@ class Loaded:
             for i, (cubin, kernel) in enumerate(zip(code, program.kernels, strict=True))
         ]
         self.context = check("cuCtxGetCurrent", driver().cuCtxGetCurrent())
-        used = {i for s in program.steps for i in s.inputs} | {i for _, i in program.outputs}
+        used = {i for s in program.steps if s.executor != HOST for i in s.inputs} | {i for _, i in program.outputs}
         places, size = {}, 0
         for i, b in enumerate(program.buffers):
             if b.blob is not None and i in used:
@@ -136,11 +168,15 @@ class CudaContext:
         self._own: dict[int, DeviceMemory] = {}
         outside = {i for _, i in (*p.inputs, *p.outputs)}
         for i, b in enumerate(p.buffers):
-            if b.blob is None and (i in outside or b.offset is None):
+            if b.blob is None and i not in runner.on_host and (i in outside or b.offset is None):
                 self._own[i] = DeviceMemory(b.nbytes or 0, f"buffer {b.name!r}")
-        self._host = {i: PinnedMemory(p.buffers[i].nbytes or 0) for i in sorted(outside) if p.buffers[i].blob is None}
+        moved = {s.host for s in runner.steps if isinstance(s, CopyPlan)}
+        self._host = {
+            i: PinnedMemory(p.buffers[i].nbytes or 0) for i in sorted(outside | moved) if p.buffers[i].blob is None
+        }
+        self._values = self._host_values()
         self.stream = Stream()
-        self._graphs: dict[tuple[int, ...], Graph] = {}
+        self._graphs: dict[tuple[int, ...], Graph | Chain] = {}
         self._lock = threading.Lock()
 
     # ---------------------------------------------------------------- launches
@@ -155,9 +191,19 @@ class CudaContext:
         return self._own[buffer].pointer if buffer in self._own else self._arena.pointer + (b.offset or 0)
 
     def launches(self, given: Mapping[int, int]) -> list[Launch]:
-        """Every launch, its parameters filled in (``given`` as for :meth:`address`)."""
-        launches = []
+        """Every launch of a program without host steps, its parameters filled in (``given`` as for :meth:`address`)."""
+        return [item for item in self.items(given) if isinstance(item, Launch)]
+
+    def items(self, given: Mapping[int, int]) -> list[Item]:
+        """What each step of the program does (``given`` as for :meth:`address`)."""
+        launches: list[Item] = []
         for step, parsed in zip(self.runner.program.steps, self.runner.steps, strict=True):
+            if isinstance(parsed, HostPlan):
+                launches.append(partial(self._run_on_host, parsed))
+                continue
+            if isinstance(parsed, CopyPlan):
+                launches.append(self._transfer(parsed, given))
+                continue
             operands = (*step.inputs, *step.outputs)
             launch = parsed.launch
             block = bytearray(launch.parameters)
@@ -168,7 +214,8 @@ class CudaContext:
             launches.append(
                 Launch(
                     self._loaded.functions[launch.kernel], launch.grid, launch.block, [bytes(block)], shared=launch.shared,
-                    cluster=launch.cluster, dependent=launch.dependent, label=parsed.label,
+                    cluster=launch.cluster, label=parsed.label,
+                    dependent=launch.dependent and not (launches and isinstance(launches[-1], Transfer)),
                 )
             )  # fmt: skip
         return launches
@@ -178,15 +225,79 @@ class CudaContext:
         """The GPU it runs on."""
         return self._loaded.device
 
-    def graph(self) -> Graph:
+    def graph(self) -> Graph | Chain:
         """The graph over the context's own input and output memory, for whoever stages inputs there (``run`` does)."""
         return self._graph({})
 
-    def _graph(self, given: Mapping[int, int]) -> Graph:
+    # ---------------------------------------------------------------- on the host
+
+    def _host_values(self) -> list[Array | None]:
+        """What lies on the host, by buffer: constants, and pinned memory that copies fill; the last entry stays None."""
+        p = self.runner.program
+        values: list[Array | None] = [None if b.blob is None else p.blobs[b.blob] for b in p.buffers]
+        for i in self._host:
+            if i in self.runner.on_host and p.buffers[i].nbytes is not None:
+                values[i] = self._pinned(i)
+        values.append(None)
+        return values
+
+    def _pinned(self, buffer: int) -> Array:
+        """The staging memory of a buffer, as an array of its shape."""
+        b = self.runner.program.buffers[buffer]
+        return self._host[buffer].bytes.view(b.dtype).reshape([n for n in b.shape or () if isinstance(n, int)])
+
+    def _run_on_host(self, plan: HostPlan) -> None:
+        run_host(plan, self._values)
+        for i in plan.outputs:
+            value = self._values[i]
+            if i in self._host and value is not None and self.runner.program.buffers[i].nbytes is not None:
+                np.copyto(self._pinned(i), value)
+
+    def _use(self, buffer: int, value: Array) -> None:
+        self._values[buffer] = value
+
+    def _transfer(self, plan: CopyPlan, given: Mapping[int, int]) -> Transfer:
+        device = self.address(plan.device, given) + plan.offset * plan.dtype.itemsize
+        here = self._host[plan.host].pointer
+        back = plan.to == TO_HOST
+        return Transfer(*((here, device) if back else (device, here)), plan.nbytes, back, plan.label)
+
+    def _chain(self, given: Mapping[int, int]) -> Chain:
+        """The run of a program with host steps. ``given``: as for :meth:`address`; empty where NumPy arrays come and go."""
+        p, on_host = self.runner.program, self.runner.on_host
+        items: list[Item] = []
+        for _, i in p.inputs:
+            if i in on_host and i in given:
+                items.append(
+                    Transfer(self._host[i].pointer, given[i], p.buffers[i].nbytes or 0, True, p.buffers[i].name)
+                )
+        fed = {i for _, i in p.inputs}
+        for plan, item in zip(self.runner.steps, self.items(given), strict=True):
+            if isinstance(plan, CopyPlan) and plan.to == TO_HOST and plan.device in fed:
+                # What the caller gave as a NumPy array is here already.
+                flat = self._pinned(plan.device).reshape(-1)[plan.offset : plan.offset + plan.size]
+                here = self._pinned(plan.host) if given else flat.reshape(plan.shape)
+                items.insert(0, partial(self._use, plan.host, here))
+                if not given:
+                    continue
+            items.append(item)
+        for _, i in p.outputs:
+            if i in on_host and i in given:
+                items.append(
+                    Transfer(given[i], self._host[i].pointer, p.buffers[i].nbytes or 0, False, p.buffers[i].name)
+                )
+        return Chain(items, self.stream)
+
+    def _new_graph(self, given: Mapping[int, int]) -> Graph | Chain:
+        if any(isinstance(s, HostPlan) for s in self.runner.steps):
+            return self._chain(given)
+        return Graph(self.launches(given), self.stream)
+
+    def _graph(self, given: Mapping[int, int]) -> Graph | Chain:
         key = tuple(given.get(i, 0) for _, i in (*self.runner.program.inputs, *self.runner.program.outputs))
         graph = self._graphs.pop(key, None)
         if graph is None:
-            graph = Graph(self.launches(given), self.stream)
+            graph = self._new_graph(given)
             while len(self._graphs) >= GRAPHS:
                 self._graphs.pop(next(iter(self._graphs))).close()
         self._graphs[key] = graph
@@ -200,7 +311,8 @@ class CudaContext:
         """Run once. NumPy arrays are staged through pinned memory, and NumPy arrays come back.
 
         Arrays on the GPU (all of them, then) are read where they are, on the caller's ``stream`` (default: the null stream);
-        the results are ``out``'s arrays, or fresh CuPy ones, and the call does not wait for them.
+        the results are ``out``'s arrays, or fresh CuPy ones, and the call does not wait for them (unless there are steps on
+        the host; results whose size depends on data are NumPy arrays).
         Raises InputError for what does not fit, RunError when running fails.
         """
         if not self._lock.acquire(blocking=False):
@@ -220,9 +332,9 @@ class CudaContext:
         a graph."""
         results = self.run(feeds)
         with self._lock:
-            for k, launch in enumerate(self.launches({})):
-                with marked(f"{k}: {launch.label}"):
-                    launch.enqueue(self.stream.handle)
+            for k, (item, step) in enumerate(zip(self.items({}), self.runner.steps, strict=True)):
+                with marked(f"{k}: {step.label}"):
+                    self.do(item)
                     self.stream.synchronize()
         return results
 
@@ -240,6 +352,9 @@ class CudaContext:
         check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))
         results: dict[str, Array] = {}
         for (spec, i), buffer in zip(p.outputs, given, strict=True):
+            if i in self.runner.on_host:
+                results[spec.name] = hand_over(spec, self._values[i], buffer)
+                continue
             shape = [d for d in spec.shape if isinstance(d, int)]
             if 0 in shape:
                 results[spec.name] = buffer if buffer is not None else np.empty(shape, spec.dtype)
@@ -255,21 +370,27 @@ class CudaContext:
     def copy_in(self, stream: int) -> None:
         """Enqueue the copies of the staged inputs to the GPU."""
         for _, i in self.runner.program.inputs:
-            if size := self._host[i].bytes.nbytes:
+            if i not in self.runner.on_host and (size := self._host[i].bytes.nbytes):
                 result = driver().cuMemcpyHtoDAsync(self._own[i].pointer, self._host[i].pointer, size, stream)
                 check("cuMemcpyHtoDAsync", result)
 
     def copy_out(self, stream: int) -> None:
         """Enqueue the copies of the results to their staging memory."""
         for _, i in self.runner.program.outputs:
-            if size := self.runner.program.buffers[i].nbytes:
+            if i not in self.runner.on_host and (size := self.runner.program.buffers[i].nbytes):
                 result = driver().cuMemcpyDtoHAsync(self._host[i].pointer, self.address(i, {}), size, stream)
                 check("cuMemcpyDtoHAsync", result)
 
     def _run_device(self, feeds: Mapping[str, Any], out: Mapping[str, Any], stream: object) -> dict[str, Any]:
         given, outputs = self._placed(feeds, out)
         self._launch_graph(self._graph(given), 0 if stream is None else stream_handle(stream))
+        outputs.update(self.sized_by_data())
         return outputs
+
+    def sized_by_data(self) -> dict[str, Array]:
+        """The last run's results whose size depends on data: NumPy arrays, wherever the inputs were."""
+        p = self.runner.program
+        return {s.name: hand_over(s, self._values[i], None) for s, i in p.outputs if p.buffers[i].nbytes is None}
 
     def bind(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None) -> Bound:
         """A call with fixed arrays on the GPU, to be repeated: ``bound.run(stream)`` only launches the graph.
@@ -278,7 +399,7 @@ class CudaContext:
         """
         self._loaded.activate()
         given, outputs = self._placed(feeds, out or {})
-        return Bound(self, Graph(self.launches(given), self.stream), outputs, dict(feeds))
+        return Bound(self, self._new_graph(given), outputs, dict(feeds))
 
     def _placed(self, feeds: Mapping[str, Any], out: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, Any]]:
         """The addresses of the caller's arrays by buffer, and the arrays of the results."""
@@ -294,6 +415,11 @@ class CudaContext:
         outputs: dict[str, Any] = {}
         for spec, i in p.outputs:
             array = out.get(spec.name)
+            if p.buffers[i].nbytes is None:
+                if array is not None:
+                    raise InputError(f"the size of output {spec} depends on data: it comes as a new NumPy array")
+                outputs[spec.name] = None  # until it is known; here for the order
+                continue
             if array is None:
                 cupy = import_cupy("to hold results on the GPU; or give arrays of your own as out=")
                 array = cupy.empty(spec.shape, spec.dtype)
@@ -305,7 +431,10 @@ class CudaContext:
         return given, outputs
 
     @staticmethod
-    def _launch_graph(graph: Graph, handle: int) -> None:
+    def _launch_graph(graph: Graph | Chain, handle: int) -> None:
+        if isinstance(graph, Chain):
+            graph.run(handle)
+            return
         check("cuGraphLaunch", driver().cuGraphLaunch(graph._executable, handle))
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
@@ -313,34 +442,58 @@ class CudaContext:
         cu = driver()
         self.run(feeds)  # inputs are on the device now
         with self._lock:
-            launches = self.launches({})
-            for launch in launches:  # once without marks: modules are loaded, clocks are up
-                launch.enqueue(self.stream.handle)
-            marks = [check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(len(self.runner.steps) + 1)]
-            check("cuEventRecord", cu.cuEventRecord(marks[0], self.stream.handle))
-            for launch, mark in zip(launches, marks[1:], strict=True):
-                launch.enqueue(self.stream.handle)
-                check("cuEventRecord", cu.cuEventRecord(mark, self.stream.handle))
+            items = self.items({})
+            handle = self.stream.handle
+            for item in items:  # once without marks: modules are loaded, clocks are up
+                self.do(item)
+            marks: list[tuple[Any, Any] | int] = []
+            for item in items:
+                if isinstance(item, (Launch, Transfer)):
+                    begin, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
+                    check("cuEventRecord", cu.cuEventRecord(begin, handle))
+                    item.enqueue(handle)
+                    check("cuEventRecord", cu.cuEventRecord(end, handle))
+                    marks.append((begin, end))
+                    continue
+                self.stream.synchronize()
+                start = time.perf_counter_ns()
+                item()
+                marks.append(time.perf_counter_ns() - start)
             self.stream.synchronize()
-            times = [
-                int(float(check("cuEventElapsedTime", cu.cuEventElapsedTime(a, b))) * 1e6) for a, b in pairwise(marks)
-            ]
-            for mark in marks:
-                cu.cuEventDestroy(mark)
+            times = [m if isinstance(m, int) else _elapsed(*m) for m in marks]
         return self.run(feeds), times
+
+    def do(self, item: Item) -> None:
+        """One step by itself, on the context's stream."""
+        if isinstance(item, (Launch, Transfer)):
+            item.enqueue(self.stream.handle)
+            return
+        self.stream.synchronize()
+        item()
+
+
+def _elapsed(begin: Any, end: Any) -> int:
+    """GPU nanoseconds between two recorded events, which are given back."""
+    cu = driver()
+    found = int(float(check("cuEventElapsedTime", cu.cuEventElapsedTime(begin, end))) * 1e6)
+    for mark in (begin, end):
+        cu.cuEventDestroy(mark)
+    return found
 
 
 class Bound:
-    """A graph over fixed arrays. ``outputs``: name -> array, which each run overwrites."""
+    """A graph over fixed arrays. ``outputs``: name -> array, which each run overwrites (or, where its size depends on data,
+    replaces by a new NumPy array)."""
 
-    def __init__(self, context: CudaContext, graph: Graph, outputs: dict[str, Any], keep: object):
+    def __init__(self, context: CudaContext, graph: Graph | Chain, outputs: dict[str, Any], keep: object):
         self._context, self._graph, self.outputs, self._keep = context, graph, outputs, keep
         weakref.finalize(self, graph.close)
 
     def run(self, stream: object = None) -> dict[str, Any]:
-        """Enqueue one run on ``stream`` (default: the null stream); does not wait."""
+        """Enqueue one run on ``stream`` (default: the null stream); does not wait (unless there are steps on the host)."""
         self._context._loaded.activate()
         self._context._launch_graph(self._graph, 0 if stream is None else stream_handle(stream))
+        self.outputs.update(self._context.sized_by_data())
         return self.outputs
 
 

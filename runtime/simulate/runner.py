@@ -19,7 +19,20 @@ from optdnn.errors import EngineError, InputError, InternalError, OptdnnError, R
 from optdnn.runtime.attrs import attrs_from_plain
 from optdnn.runtime.cuda.plan import CudaStep, View, parse
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.program import Plain, Program
+from optdnn.runtime.host import (
+    COPY,
+    HOST,
+    TO_HOST,
+    CopyPlan,
+    HostPlan,
+    facts,
+    hand_over,
+    host_buffers,
+    parse_copy,
+    parse_host,
+    run_host,
+)  # fmt: skip
+from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KERNELS
@@ -43,20 +56,31 @@ class SimulateRunner:
     """A program made ready; immutable, shared by threads."""
 
     def __init__(self, program: Program):
-        others = sorted({s.executor for s in program.steps} - {"cuda"})
+        others = sorted({s.executor for s in program.steps} - {"cuda", HOST, COPY})
         if others:
-            raise EngineError(f"simulate runs cuda steps only, not those of {', '.join(others)}")
+            raise EngineError(f"simulate runs the steps of a GPU's program, not those of {', '.join(others)}")
         self.program = program
         self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
-        self.actions: list[_Action] = []
-        for step in program.steps:
-            parsed = parse(step, program)
-            self.actions.append(_Action(parsed, (*step.inputs, *step.outputs), evaluator(parsed)))
+        self.on_host = host_buffers(program)
+        self.actions = [_action(step, program, self.on_host) for step in program.steps]
         fact: dict[str, Plain] = {"executor": "simulate", "library": "numpy", "version": np.__version__}
-        self.facts: tuple[Mapping[str, Plain], ...] = tuple({**fact, "op": a.step.meaning.kind} for a in self.actions)
+        self.facts: tuple[Mapping[str, Plain], ...] = tuple(
+            {**fact, "op": a.step.meaning.kind} if isinstance(a, _Action) else facts(a) for a in self.actions
+        )
 
     def context(self) -> SimulateContext:
         return SimulateContext(self)
+
+
+def _action(step: Step, program: Program, on_host: frozenset[int]) -> _Action | HostPlan | CopyPlan:
+    if step.executor == HOST:
+        return parse_host(step, program, on_host)
+    if step.executor == COPY:
+        return parse_copy(step, program, on_host)
+    parsed = parse(step, program)
+    if any(i in on_host for i in (*step.inputs, *step.outputs)):
+        raise EngineError(f"a kernel of {parsed.label} reads or writes the host's memory")
+    return _Action(parsed, (*step.inputs, *step.outputs), evaluator(parsed))
 
 
 def evaluator(step: CudaStep) -> Callable[[Sequence[Array | None]], Sequence[Array]]:
@@ -91,9 +115,11 @@ class SimulateContext:
                 self._flat[i] = np.ascontiguousarray(p.blobs[b.blob]).reshape(-1)
             elif b.offset is not None:
                 self._flat[i] = arena[b.offset : b.offset + (b.nbytes or 0)].view(b.dtype)
-            elif i not in outside and b.nbytes is not None:
+            elif i not in outside and i not in runner.on_host and b.nbytes is not None:
                 self._flat[i] = np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype)
         self._arena = arena
+        self._host: list[Array | None] = []
+        """What lies on the host in a run; the last entry stays None, for operands that are absent."""
         self._lock = threading.Lock()
 
     def run(
@@ -121,10 +147,16 @@ class SimulateContext:
             arrays = signature.arrays(feeds)
             sizes = signature.sizes(arrays)
             given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
+            self._host = [None if b.blob is None else p.blobs[b.blob] for b in p.buffers]
+            self._host.append(None)
             for (_, i), a in zip(p.inputs, arrays, strict=True):
                 self._flat[i] = a.reshape(-1)
+                self._host[i] = a
             results: dict[str, Any] = {}
             for (spec, i), buffer in zip(p.outputs, given, strict=True):
+                if i in self._runner.on_host:
+                    results[spec.name] = None  # known when it is computed
+                    continue
                 shape = [d for d in spec.shape if isinstance(d, int)]
                 result = buffer if buffer is not None else np.empty(shape, spec.dtype)
                 self._flat[i] = result.reshape(-1)
@@ -133,6 +165,9 @@ class SimulateContext:
                 self._arena[:] = 0xFF  # NaN in every floating type, -1 in the integers
             self._steps(times)
             self._check_fences()
+            for (spec, i), buffer in zip(p.outputs, given, strict=True):
+                if i in self._runner.on_host:
+                    results[spec.name] = hand_over(spec, self._host[i], buffer)
             return results
         finally:
             self._lock.release()
@@ -140,6 +175,11 @@ class SimulateContext:
     def _steps(self, times: list[int] | None) -> None:
         for k, action in enumerate(self._runner.actions):
             start = time.perf_counter_ns()
+            if not isinstance(action, _Action):
+                self._on_host(action)
+                if times is not None:
+                    times.append(time.perf_counter_ns() - start)
+                continue
             m = action.step.meaning
             try:
                 operands = [None if v is None else self._view(action, v).copy() for v in m.reads]
@@ -156,6 +196,22 @@ class SimulateContext:
                 times.append(time.perf_counter_ns() - start)
             if self.after_step is not None:
                 self.after_step(action, list(results))
+
+    def _on_host(self, plan: HostPlan | CopyPlan) -> None:
+        if isinstance(plan, HostPlan):
+            run_host(plan, self._host)
+            return
+        flat = self._flat[plan.device]
+        if flat is None:
+            raise InternalError(f"the copy of {plan.label} is of a buffer without memory")
+        part = flat[plan.offset : plan.offset + plan.size]
+        if plan.to == TO_HOST:
+            self._host[plan.host] = part.reshape(plan.shape).copy()
+            return
+        value = self._host[plan.host]
+        if value is None or value.shape != plan.shape:
+            raise InternalError(f"the copy of {plan.label} is of {None if value is None else list(value.shape)}")
+        part[:] = value.reshape(-1)
 
     def _view(self, action: _Action, view: View) -> Array:
         flat = self._flat[action.operands[view.operand]]

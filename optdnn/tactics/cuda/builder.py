@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -159,6 +159,8 @@ class Builder:
     place: dict[Value, Placed] = field(default_factory=dict)
     reserved: dict[Value, Placed] = field(default_factory=dict)
     """Values that must be written to a place chosen beforehand: network outputs, and parts of concatenations."""
+    fetch: Callable[[Value], Placed | None] = field(default=lambda value: None)
+    """Brings a value that the host makes to the GPU (see :mod:`optdnn.tactics.cuda.host`)."""
     _kernel_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _blob_of: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
     _constants: dict[int, Placed] = field(default_factory=dict)
@@ -218,7 +220,7 @@ class Builder:
 
     def operand(self, value: Value) -> Placed:
         """Where a value lies (a Constant is placed on first use)."""
-        found = self.place.get(value)
+        found = self.place.get(value) or self.fetch(value)
         if found is None:
             array = self.graph.constant_value(value)
             if array is None:

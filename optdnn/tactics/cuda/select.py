@@ -196,7 +196,7 @@ def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection,
         scratch = scratch_bytes(b, op, buffers)
         return Decision(op, key, Choice(tactic.name, used or ""), tuple(b.steps[steps:]), scratch, refused)
     reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
-    raise UnsupportedError(f"no cuda kernel runs {op.kind} {op.name} ({reasons})")
+    raise UnsupportedError(f"no kernel runs it ({reasons})")
 
 
 def named(offers: Sequence[Offer], name: str, op: Op) -> Any:

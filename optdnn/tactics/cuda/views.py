@@ -212,7 +212,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     operator of ``kernels`` (kinds that write wherever they are told), and lie at a multiple of 8 channels for TMA's sake.
     """
     for op in reversed(b.graph.order()):
-        if op.kind != "Concat":
+        if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
             continue
         out = op.outputs[0].type
         axis = normalize_axis(op.attrs.axis, len(out.static_shape))

@@ -1,0 +1,62 @@
+"""``check`` and ``build --strict`` on a network that a GPU cannot run whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+from support import fallback
+from support.cli import Cli
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("three") / "three.onnx"
+    onnx.save(fallback.three(), path)
+    return path
+
+
+def test_check_tells_before_the_build_what_runs_on_the_cpu(cli: Cli, three: Path) -> None:
+    done = cli("check", three, "--target", "cuda:sm_90a")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    for kind, name in (("Det", "det"), ("Unique", "unique"), ("Compress", "kept")):
+        assert any(line.split()[:2] == [kind, name] for line in lines), kind
+    assert "there is no kernel for Det" in done.out
+    assert "2 of 6 operators run on cuda:sm_90a, 4 on the CPU: 3 copies of 152 bytes and 2 cuts" in done.out
+    told = json.loads(cli("check", three, "--target", "simulate", "--json").out)["host"]
+    assert told["coverage"] == {"operators": 6, "device": 2, "host": 4}
+    assert told["estimated_us"] > sum(c["us"] for c in told["copies"]) > 0
+
+
+@pytest.mark.parametrize("command", ["check", "build"])
+def test_strict_names_all_with_their_nodes(cli: Cli, three: Path, command: str) -> None:
+    done = cli(command, three, "--target", "cuda:sm_90a", "--strict")
+    assert done.code == 4
+    for text in ("det: Det: there is no kernel", "unique: Unique:", "kept: Compress:", "strict forbids"):
+        assert text in done.err
+    assert not three.with_suffix(".engine").exists()
+
+
+def test_build_and_inspect_show_the_steps_on_the_cpu(cli: Cli, three: Path, tmp_path: Path) -> None:
+    out = tmp_path / "three.engine"
+    built = cli("build", three, "-o", out, "--target", "simulate")
+    assert built.code == 0, built.err
+    assert "4 on the CPU" in built.out
+    shown = cli("inspect", out).out
+    assert "to the CPU" in shown
+    assert "Det" in shown
+    assert "4 on the CPU" in shown
+    steps = json.loads(cli("inspect", out, "--json").out)["steps"]
+    assert [s["bytes"] for s in steps if s["executor"] == "copy"] == [144, 4, 4]
+    profile = json.loads(cli("bench", out, "--profile", "--iterations", "3", "--json").out)["profile"]
+    assert [p["executor"] for p in profile] == [s["executor"] for s in steps]
+
+
+def test_a_network_that_fits_says_so(cli: Cli, model: Path) -> None:
+    done = cli("check", model, "--target", "cuda:sm_90a", "--shape", "x=1x3x8x8", "--strict")
+    assert done.code == 0, done.err
+    assert "operators run on cuda:sm_90a" in done.out
+    assert "on the CPU" not in done.out
