@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 from optdnn.types import Array
 
 ROWS, IM2COL = 0, 1
+ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+"""Bytes of an element."""
 _BARRIER_BYTES = 1024
 TWO_SETS = 64
 """Up to this many columns (``mt * bn``) a thread keeps two sets of sums, so that products need not wait for each other."""
@@ -41,6 +43,8 @@ class Source:
     stride: tuple[int, int] = (1, 1)
     padding: tuple[int, int, int, int] = (0, 0, 0, 0)
     dilation: tuple[int, int] = (1, 1)
+    pitch: int = 0
+    """Elements from a pixel to the next; 0: ``channels``. Less than ``channels``: pixels that overlap (see :mod:`.quantized`)."""
 
     @property
     def mode(self) -> int:
@@ -100,12 +104,35 @@ class Problem:
     sources: tuple[Source, ...]
     epilogue: tuple[render.Stage, ...] = (("bias",),)
     dtype: str = "float16"
+    out: str = ""
+    """Element type of the result; "": ``dtype``."""
+    residual_dtype: str = ""
+    """Element type of the residual, of the result's size; "": the result's."""
+    zero_point: bool = False
+    """Whether an integer result has a zero point other than 0."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
             raise InternalError("a convolution has one or two sources with the same output size")
-        if self.channels % 8 or any(source.channels % 8 for source in self.sources):
-            raise InternalError("TMA needs channel counts that are multiples of 8: pad the channels")
+        if any(source.channels * self.item % 16 for source in self.sources) or self.channels * self.out_item % 16:
+            raise InternalError("TMA addresses 16 bytes: pad the channels to multiples of 8 (of 8-bit elements: 16)")
+        if self.dtype not in ITEM or self.out_dtype not in ITEM or (self.item == 2 and self.out_dtype != self.dtype):
+            raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
+
+    @property
+    def out_dtype(self) -> str:
+        """Element type of the result."""
+        return self.out or self.dtype
+
+    @property
+    def item(self) -> int:
+        """Bytes of an operand's element."""
+        return ITEM[self.dtype]
+
+    @property
+    def out_item(self) -> int:
+        """Bytes of a result's (and residual's) element."""
+        return ITEM[self.out_dtype]
 
     @property
     def out_size(self) -> tuple[int, int]:
@@ -120,8 +147,13 @@ class Problem:
     @property
     def block(self) -> int:
         """BK: channels per K step."""
-        widest = max(source.channels for source in self.sources)
-        return 16 if widest <= 16 else 32 if widest <= 32 else 64
+        widest = max(source.channels for source in self.sources) * self.item
+        return (32 if widest <= 32 else 64 if widest <= 64 else 128) // self.item
+
+    @property
+    def span(self) -> int:
+        """Bytes of a row of a K step: 32, 64 or 128, also the swizzle's span."""
+        return self.block * self.item
 
     def steps(self, source: Source) -> int:
         """K steps of one source."""
@@ -145,10 +177,11 @@ class Problem:
     @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
-        read = sum(self.batch * s.height * s.width * s.channels // math.prod(s.stride if s.kernel == (1, 1) else (1, 1))
-                   for s in self.sources)  # fmt: skip
+        read = sum(s.height * s.width * (s.pitch or s.channels) // math.prod(s.stride if s.kernel == (1, 1) else (1, 1))
+                   for s in self.sources) * self.batch  # fmt: skip
         weights = self.k_steps * self.block * self.channels
-        return 2 * (read + weights + self.pixels * self.channels * (2 if self.residual else 1))
+        written = self.pixels * self.channels * self.out_item * (2 if self.residual else 1)
+        return self.item * (read + weights) + written
 
 
 @dataclass(frozen=True, order=True)
@@ -204,14 +237,14 @@ def direct_bytes(m_tiles: int, columns: int, split: int) -> int:
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block."""
-    span = problem.block * 2
+    span = problem.span
     weights = config.tile[0] * span
     stage = config.tile[1] * span + (0 if config.stationary else weights)
     operands = config.stages * stage + (-(-problem.k_steps // config.split) * weights if config.stationary else 0)
     operands = -(-operands // 1024) * 1024
     if config.stores_directly:
         return _BARRIER_BYTES + operands + config.wgm * config.wgn * direct_bytes(config.mt, config.bn, config.split)
-    return _BARRIER_BYTES + operands + config.out_buffers * config.tile[0] * config.tile[1] * 2
+    return _BARRIER_BYTES + operands + config.out_buffers * config.tile[0] * config.tile[1] * problem.out_item
 
 
 def register_limit(threads: int, blocks: int, registers: int = 65536) -> int:
@@ -224,6 +257,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
     """Why the configuration cannot run the problem, or None."""
     if config.bn % 8 or not 8 <= config.bn <= 256 or config.mt not in (1, 2) or config.wgm * config.wgn not in (1, 2):
         return "not a tile of this kernel"
+    if not render.wgmma_columns(config.bn, problem.dtype):
+        return f"wgmma has no tile of {config.bn} columns of {problem.dtype}"
     if config.tile[0] > 256:
         return "a weight tile of more than 256 rows exceeds a TMA box"
     if config.split > 16 or config.split > problem.k_steps:
@@ -260,28 +295,67 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "WGM": config.wgm, "WGN": config.wgn, "MT": config.mt, "BN": config.bn, "BK": problem.block, "STAGES": config.stages,
         "SPLIT": config.split,
         "DIRECT": int(config.stores_directly), "OUT_BUFFERS": config.out_buffers, "WEIGHTS_STATIONARY": int(config.stationary),
-        "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1], "HAS_RESIDUAL": int(problem.residual),
+        "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
     }  # fmt: skip
-    text = "\n".join(
-        [render.constants(defines), render.epilogue(problem.epilogue), render.wgmma(config.bn, problem.dtype), ""]
+    return Recipe(
+        "conv_sm90.cu", arch, {"generated.cuh": generated(problem, defines, config.bn)}, options(problem, checked)
     )
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
-               *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
-    return Recipe("conv_sm90.cu", arch, {"generated.cuh": text}, options)
+
+
+def generated(problem: Problem, tile: Mapping[str, int], columns: int) -> str:
+    """The header of a Hopper convolution kernel: its ``tile``, the element types, the epilogue and wgmma of ``columns`` columns."""
+    types = {
+        "HAS_RESIDUAL": int(problem.residual), "OPERAND_ITEM": problem.item, "OUT_ITEM": problem.out_item,
+        "INTEGER": int(problem.dtype in ("int8", "uint8")), "OUT_FLOAT8": int(problem.out_dtype == "float8_e4m3fn"),
+        "OUT_ZERO": int(problem.zero_point), "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
+    }  # fmt: skip
+    stages = render.epilogue if problem.item == 2 else render.runtime_epilogue
+    parts = [render.constants({**tile, **types}), stages(problem.epilogue), render.wgmma(columns, problem.dtype), ""]
+    return "\n".join(parts)
+
+
+def options(problem: Problem, checked: bool) -> tuple[str, ...]:
+    """Compiler options. Quantized results are exact to the bit, so their arithmetic is not contracted."""
+    return ("--std=c++17", "--use_fast_math", *(("--fmad=false",) if problem.item == 1 else ()),
+            *(("-DDTYPE_BF16",) if "bfloat16" in (problem.dtype, problem.out_dtype) else ()),
+            *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
 
 
 def pack_weights(problem: Problem, weights: Sequence[Array]) -> Array:
-    """OIHW weights of each source -> ``[channels, k_steps * block]`` in the kernel's K order, zero-filled. Keeps the dtype."""
+    """OIHW weights of each source -> ``[channels, k_steps * block]`` in the kernel's K order, zero-filled. Keeps the dtype.
+
+    Where results have 8 bits, there are rows to a multiple of 16, and of each 16 row r + 8 h is channel 2 r + h: a thread of
+    the kernel then holds neighbouring channels."""
     rows: list[Array] = []
     for weight in weights:
         out, channels, taps_h, taps_w = weight.shape
         packed = np.zeros((out, taps_h, taps_w, -(-channels // problem.block) * problem.block), weight.dtype)
         packed[..., :channels] = weight.transpose(0, 2, 3, 1)
         rows.append(packed.reshape(out, -1))
-    return np.ascontiguousarray(np.concatenate(rows, axis=1))
+    joined = np.concatenate(rows, axis=1)
+    if problem.out_item == 1:
+        full = np.zeros((-(-len(joined) // 16) * 16, joined.shape[1]), joined.dtype)
+        full[: len(joined)] = joined
+        joined = full.reshape(-1, 8, 2, joined.shape[1]).transpose(0, 2, 1, 3).reshape(full.shape)
+    return np.ascontiguousarray(joined)
 
 
 # ---- launch ---------------------------------------------------------------------------------------------------------------
+
+
+MAX_CONSTANTS = 8
+"""Of a quantized epilogue's stages."""
+
+
+@dataclass(frozen=True)
+class Requantize:
+    """The numbers of a quantized epilogue that are the whole tensor's: ``Requantize`` of ``kernels/conv_element.cuh``."""
+
+    residual_scale: float = 1.0
+    residual_offset: float = 0.0
+    low: float = -128.0
+    high: float = 127.0
+    zero: int = 0
 
 
 class _Source(ctypes.Structure):
@@ -298,6 +372,8 @@ class _Params(ctypes.Structure):
             "channels", "pixel_count", "out_h", "out_w", "channel_tiles", "tiles", "k_steps", "reverse",
         )],
         ("source", _Source * 2),
+        *[(name, ctypes.c_float) for name in ("residual_scale", "residual_offset", "low", "high")],
+        ("zero", ctypes.c_int), ("constants", ctypes.c_float * MAX_CONSTANTS),
     ]  # fmt: skip
 
 
@@ -306,13 +382,19 @@ _PARAMS_BYTES = -(-ctypes.sizeof(_Params) // 64) * 64
 
 @dataclass(frozen=True)
 class Pointers:
-    """Device addresses: NHWC sources, packed weights, fp32 bias (padded to a multiple of 4), NHWC output, NHWC residual."""
+    """Device addresses: NHWC sources, packed weights, fp32 bias (padded to a multiple of 4; of 8-bit operands: pairs of scale and
+    bias), NHWC output, NHWC residual."""
 
     sources: tuple[int, ...]
     weights: int
     bias: int
     output: int
     residual: int = 0
+
+
+def weight_rows(problem: Problem) -> int:
+    """Rows of the packed weights."""
+    return problem.channels if problem.out_item == 2 else -(-problem.channels // 16) * 16
 
 
 def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
@@ -331,7 +413,9 @@ def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
     return resident
 
 
-def parameters(problem: Problem, pointers: Pointers, maps: Sequence[bytes]) -> Any:
+def parameters(
+    problem: Problem, pointers: Pointers, maps: Sequence[bytes], requantize: Requantize | None = None
+) -> Any:
     """The kernels' parameter block (a ctypes structure), but for the tile counts. ``maps``: weights, pixels, pixels, output,
     residual."""
     params = _Params()
@@ -346,6 +430,13 @@ def parameters(problem: Problem, pointers: Pointers, maps: Sequence[bytes]) -> A
         slot.dilation_h, slot.dilation_w = source.dilation
         slot.stride_h, slot.stride_w = source.stride
         slot.pad_h, slot.pad_w = source.padding[0], source.padding[1]
+    if requantize is not None:
+        for name in ("residual_scale", "residual_offset", "low", "high", "zero"):
+            setattr(params, name, getattr(requantize, name))
+        constants = render.constants_of(problem.epilogue)
+        if len(constants) > MAX_CONSTANTS:
+            raise InternalError(f"a quantized epilogue has at most {MAX_CONSTANTS} constants, not {len(constants)}")
+        params.constants[: len(constants)] = constants
     return params
 
 
@@ -355,13 +446,14 @@ def raw_bytes(params: Any) -> bytes:
 
 
 def _source_map(problem: Problem, source: Source, config: Config, pointer: int) -> bytes:
-    span = problem.block * 2
+    span = problem.span
     n = problem.batch
+    if source.pitch:
+        raise InternalError("pixels that overlap are for the patch kernel")
     if source.mode == ROWS:
         rows = n * source.height * source.width
-        return encode_tiled(
-            problem.dtype, pointer, (source.channels, rows), (source.channels * 2,), (problem.block, config.bn), span
-        )
+        strides = (source.channels * problem.item,)
+        return encode_tiled(problem.dtype, pointer, (source.channels, rows), strides, (problem.block, config.bn), span)
     return encode_im2col(
         problem.dtype, pointer, (n, source.height, source.width, source.channels), kernel=source.kernel, stride=source.stride,
         padding=source.padding, dilation=source.dilation, pixels=config.bn, channels=problem.block, swizzle=span,
@@ -378,12 +470,13 @@ def bind(
     reverse: bool = False,
     dependent: bool = True,
     label: str = "",
+    requantize: Requantize | None = None,
 ) -> Launch:
     """The launch of the problem on these buffers. ``reverse`` walks the pixels from the end, to meet what L2 still holds."""
-    block, span, dtype = problem.block, problem.block * 2, problem.dtype
-    depth = problem.k_steps * block
+    block, depth = problem.block, problem.k_steps * problem.block
+    shape, strides = (depth, weight_rows(problem)), (depth * problem.item,)
     maps = [
-        encode_tiled(dtype, pointers.weights, (depth, problem.channels), (depth * 2,), (block, config.tile[0]), span),
+        encode_tiled(problem.dtype, pointers.weights, shape, strides, (block, config.tile[0]), problem.span),
         *[
             _source_map(problem, source, config, at)
             for source, at in zip(problem.sources, pointers.sources, strict=True)
@@ -391,10 +484,11 @@ def bind(
     ]
     if len(maps) == 2:
         maps.append(maps[1])
-    shape, strides, box = (problem.channels, problem.pixels), (problem.channels * 2,), (64, config.bn)
-    maps.append(encode_tiled(dtype, pointers.output, shape, strides, box, 128))
-    maps.append(encode_tiled(dtype, pointers.residual or pointers.output, shape, strides, box, 128))
-    params = parameters(problem, pointers, maps)
+    item, dtype = problem.out_item, problem.out_dtype
+    shape, strides, box = (problem.channels, problem.pixels), (problem.channels * item,), (64, config.bn)
+    maps.append(encode_tiled(dtype, pointers.output, shape, strides, box, 64 * item))
+    maps.append(encode_tiled(dtype, pointers.residual or pointers.output, shape, strides, box, 64 * item))
+    params = parameters(problem, pointers, maps, requantize)
     params.channel_tiles = -(-problem.channels // config.tile[0])
     params.tiles = params.channel_tiles * -(-problem.pixels // config.tile[1])
     params.reverse = int(reverse)

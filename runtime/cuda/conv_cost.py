@@ -31,14 +31,14 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     tile_channels, tile_pixels = config.tile
     channel_tiles = -(-problem.channels // tile_channels)
     tiles = channel_tiles * -(-problem.pixels // tile_pixels)
-    groups, block = config.wgm * config.wgn, problem.block
+    groups, span = config.wgm * config.wgn, problem.span
     steps = -(-problem.k_steps // config.split)
     shared = shared_bytes(problem, config)
     resident = max(1, min(config.blocks, device.shared_per_multiprocessor // (shared + 1024)))
-    multiply = groups * config.mt * (block // 16) * max(config.bn / 2, 16 + config.bn / 4)
-    weight_bytes, pixel_bytes = tile_channels * block * 2, tile_pixels * block * 2
+    multiply = groups * config.mt * (span // 32) * max(config.bn / 2, 16 + config.bn / 4)
+    weight_bytes, pixel_bytes = tile_channels * span, tile_pixels * span
     streamed = pixel_bytes + (0 if config.stationary else weight_bytes)
-    read = groups * config.mt * (block // 16) * (2048 + config.bn * 32) / 128
+    read = groups * config.mt * (span // 32) * (2048 + config.bn * 32) / 128
     step = max(multiply, read + streamed / 128, streamed / L2_PER_CLOCK)
     jobs = tiles * config.split
     waves = -(-jobs // device.multiprocessors)  # blocks that one multiprocessor works through
@@ -55,7 +55,9 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
         later = first + 1500
     compute = (first + (waves - 1) * later) / CLOCK
     extra = tiles * config.split * steps * weight_bytes / 12e12 if not config.stationary else 0.0
-    in_flight = resident * (config.stages * streamed + (config.out_buffers - 1) * tile_channels * tile_pixels * 2)
+    in_flight = resident * (
+        config.stages * streamed + (config.out_buffers - 1) * tile_channels * tile_pixels * problem.out_item
+    )
     memory = problem.bytes / min(MEMORY, device.multiprocessors * max(in_flight, 4096) / 0.9e-6) + extra * 0.1
     return LATENCY + max(compute, memory) + 0.15 * min(compute, memory)
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv import Pointers, Problem, direct_bytes, parameters, raw_bytes, register_limit
+from optdnn.runtime.cuda.conv import (
+    Pointers,
+    Problem,
+    Requantize,
+    direct_bytes,
+    generated,
+    options,
+    parameters,
+    raw_bytes,
+    register_limit,
+    weight_rows,
+)
 from optdnn.runtime.cuda.device import Device, Function, Launch, encode_tiled
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 
@@ -60,7 +71,9 @@ def patch_size(problem: Problem, config: PatchConfig) -> tuple[int, int]:
 
 def columns(problem: Problem, config: PatchConfig) -> int:
     """wgmma's N: the tile's rows at the patch's pitch, the last without its tail, to a multiple of 8."""
-    return -(-((config.tile_h - 1) * patch_size(problem, config)[1] + config.tile_w) // 8) * 8
+    wide = (config.tile_h - 1) * patch_size(problem, config)[1] + config.tile_w
+    eights = -(-wide // 8) * 8
+    return eights if eights > 256 or render.wgmma_columns(eights, problem.dtype) else eights + 8
 
 
 def _round(size: int) -> int:
@@ -75,11 +88,16 @@ def kept_steps(problem: Problem, config: PatchConfig) -> int:
 
 def shared_bytes(problem: Problem, config: PatchConfig) -> int:
     """Dynamic shared memory of a block."""
-    span = problem.block * 2
+    span = problem.span
     height, width = patch_size(problem, config)
     weights = (config.weight_stages or kept_steps(problem, config)) * config.wgm * 64 * span
     patches = config.wgn * config.stages * _round(height * width * span)
-    out = config.wgm * config.wgn * config.out_buffers * _round((config.tile_h * config.tile_w + 1) * 128)
+    out = (
+        config.wgm
+        * config.wgn
+        * config.out_buffers
+        * _round((config.tile_h * config.tile_w + 1) * 64 * problem.out_item)
+    )
     if config.stores_directly:
         out = config.wgm * config.wgn * direct_bytes(1, columns(problem, config), config.split)
     return _BARRIER_BYTES + weights + patches + out
@@ -112,7 +130,7 @@ def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448, regis
     if config.weight_stages > 32:
         return "too many stages"
     if config.weight_stages == 1 or (
-        config.weight_stages == 0 and problem.k_steps * config.wgm * 64 * problem.block * 2 >= 1 << 20
+        config.weight_stages == 0 and problem.k_steps * config.wgm * 64 * problem.span >= 1 << 20
     ):
         return "the weights' barrier cannot count them"
     return None
@@ -126,18 +144,10 @@ def recipe(problem: Problem, config: PatchConfig, arch: str = "sm_90a", *, check
         "TAPS_H": source.kernel[0], "TAPS_W": source.kernel[1], "DILATION_H": source.dilation[0], "DILATION_W": source.dilation[1],
         "BN": columns(problem, config), "BK": problem.block, "STAGES": config.stages, "SPLIT": config.split,
         "DIRECT": int(config.stores_directly), "WEIGHT_STAGES": config.weight_stages,
-        "OUT_BUFFERS": config.out_buffers, "MIN_CTAS": config.blocks, "HAS_RESIDUAL": int(problem.residual),
+        "OUT_BUFFERS": config.out_buffers, "MIN_CTAS": config.blocks,
     }  # fmt: skip
-    parts = [
-        render.constants(defines),
-        render.epilogue(problem.epilogue),
-        render.wgmma(columns(problem, config), problem.dtype),
-        "",
-    ]
-    options = ["--std=c++17", "--use_fast_math"]
-    options += ["-DDTYPE_BF16"] if problem.dtype == "bfloat16" else []
-    options += ["-DBARRIER_TRAP"] if checked else []
-    return Recipe("conv_patch_sm90.cu", arch, {"generated.cuh": "\n".join(parts)}, tuple(options))
+    text = generated(problem, defines, columns(problem, config))
+    return Recipe("conv_patch_sm90.cu", arch, {"generated.cuh": text}, options(problem, checked))
 
 
 def tiles(problem: Problem, config: PatchConfig) -> tuple[int, int]:
@@ -170,24 +180,34 @@ def bind(
     reverse: bool = False,
     dependent: bool = True,
     label: str = "",
+    requantize: Requantize | None = None,
 ) -> Launch:
     """The launch of the problem on these buffers (as :func:`optdnn.runtime.cuda.conv.bind`)."""
-    source, block, dtype = problem.sources[0], problem.block, problem.dtype
-    n, (h, w), channels, depth = problem.batch, problem.out_size, problem.channels, problem.k_steps * block
+    source, block = problem.sources[0], problem.block
+    n, (h, w), depth = problem.batch, problem.out_size, problem.k_steps * problem.block
 
-    def image(pointer: int, height: int, width: int, depth: int, box: tuple[int, int, int], span: int) -> bytes:
-        strides = (depth * 2, width * depth * 2, height * width * depth * 2)
-        return encode_tiled(dtype, pointer, (depth, width, height, n), strides, (*box, 1), span)
+    def image(
+        pointer: int, size: tuple[int, int, int], dtype: str, pitch: int, box: tuple[int, int, int], span: int
+    ) -> bytes:
+        height, width, channels = size
+        strides = (pitch, width * pitch, height * width * pitch)
+        return encode_tiled(dtype, pointer, (channels, width, height, n), strides, (*box, 1), span)
+
+    def result(pointer: int) -> bytes:
+        item, box = problem.out_item, (64, config.tile_w, config.tile_h)
+        return image(pointer, (h, w, problem.channels), problem.out_dtype, problem.channels * item, box, 64 * item)
 
     height, width = patch_size(problem, config)
-    pixels = image(pointers.sources[0], source.height, source.width, source.channels, (block, width, height), block * 2)
-    out = (64, config.tile_w, config.tile_h)
+    pixels = image(
+        pointers.sources[0], (source.height, source.width, source.channels), problem.dtype,
+        (source.pitch or source.channels) * problem.item, (block, width, height), problem.span,
+    )  # fmt: skip
+    rows = (depth, weight_rows(problem)), (depth * problem.item,), (block, config.wgm * 64)
     maps = [
-        encode_tiled(dtype, pointers.weights, (depth, channels), (depth * 2,), (block, config.wgm * 64), block * 2),
-        pixels, pixels, image(pointers.output, h, w, channels, out, 128),
-        image(pointers.residual or pointers.output, h, w, channels, out, 128),
+        encode_tiled(problem.dtype, pointers.weights, *rows, problem.span),
+        pixels, pixels, result(pointers.output), result(pointers.residual or pointers.output),
     ]  # fmt: skip
-    params = parameters(problem, pointers, maps)
+    params = parameters(problem, pointers, maps, requantize)
     params.channel_tiles, params.tiles = tiles(problem, config)
     params.reverse = int(reverse)
     return Launch(
@@ -269,11 +289,11 @@ def cycles(problem: Problem, config: PatchConfig, device: Device) -> float:
     n = columns(problem, config)
     groups = config.wgm * config.wgn
     steps = kept_steps(problem, config)
-    multiply = groups * (problem.block // 16) * max(n / 2, 16 + n / 4)
+    multiply = groups * (problem.span // 32) * max(n / 2, 16 + n / 4)
     height, width = patch_size(problem, config)
     taps = problem.sources[0].kernel[0] * problem.sources[0].kernel[1]
-    loaded = config.wgn * height * width * problem.block * 2 / taps + (
-        config.wgm * 128 * problem.block if config.weight_stages else 0
+    loaded = config.wgn * height * width * problem.span / taps + (
+        config.wgm * 64 * problem.span if config.weight_stages else 0
     )
     shallow = 1.0 + 2.0 / config.weight_stages if config.weight_stages else 1.0
     busy = steps * max(multiply, loaded / 45 * shallow)

@@ -194,6 +194,8 @@ def _enums(dtype: str, swizzle: int) -> tuple[Any, Any, Any, Any, Any]:
         "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         "float32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         "int8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        "uint8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        "float8_e4m3fn": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[dtype]
     swizzles = cu.CUtensorMapSwizzle
     spans = {
@@ -253,7 +255,7 @@ def encode_im2col(
     """
     cu = driver()
     n, h, w, c = nhwc
-    item = 4 if dtype == "float32" else 1 if dtype == "int8" else 2
+    item = {"float32": 4, "float16": 2, "bfloat16": 2}.get(dtype, 1)
     data, interleave, span, promotion, fill = _enums(dtype, swizzle)
     u32, u64 = cu.cuuint32_t, cu.cuuint64_t
     top, left, bottom, right = padding

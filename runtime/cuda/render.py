@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from optdnn.errors import InternalError
 
@@ -47,31 +47,65 @@ def uses_residual(stages: Sequence[Stage]) -> bool:
 
 def epilogue(stages: Sequence[Stage]) -> str:
     """CUDA source of ``float epilogue(float x, float c, float r)``, the stages applied in order. Raises InternalError."""
+    lines = ["DEVICE float epilogue(float x, float c, float r) {"]
+    return "\n".join([*lines, *_statements(stages, _literal), "    return x;", "}"])
+
+
+def runtime_epilogue(stages: Sequence[Stage]) -> str:
+    """CUDA source of ``float epilogue(float x, float c, float r, const float* k)``: the constants of the stages are ``k[0]``,
+    ``k[1]``, … in order, so that layers which differ in their scales alone share a kernel. Raises InternalError."""
+    slots = iter(range(1 << 30))
+    lines = ["DEVICE float epilogue(float x, float c, float r, const float* k) {"]
+    return "\n".join([*lines, *_statements(stages, lambda _: f"k[{next(slots)}]"), "    return x;", "}"])
+
+
+def constants_of(stages: Sequence[Stage]) -> list[float]:
+    """The constants of the stages, in the order of :func:`runtime_epilogue`."""
+    return [float(value) for _, *values in stages for value in values]
+
+
+def _statements(stages: Sequence[Stage], constant: Callable[[float], str]) -> list[str]:
     if sum(stage[0] in ("add", "mul") for stage in stages) > 1:
         raise InternalError("an epilogue reads at most one residual tensor")
-    lines = ["DEVICE float epilogue(float x, float c, float r) {"]
+    lines = []
     for name, *constants in stages:
         if name not in STAGES:
             raise InternalError(f"unknown epilogue stage {name!r}; known: {', '.join(STAGES)}")
         count, text = STAGES[str(name)]
         if len(constants) != count:
             raise InternalError(f"epilogue stage {name!r} takes {count} constants, not {len(constants)}")
-        lines.append("    " + text.format(*[_literal(float(value)) for value in constants]))
-    return "\n".join([*lines, "    return x;", "}"])
+        lines.append("    " + text.format(*[constant(float(value)) for value in constants]))
+    return lines
+
+
+WGMMA_KINDS = {
+    "float16": ("f16.f16", "f32"), "bfloat16": ("bf16.bf16", "f32"), "int8": ("s8.s8", "s32"), "uint8": ("s8.u8", "s32"),
+    "float8_e4m3fn": ("e4m3.e4m3", "f32"),
+}  # fmt: skip
+"""Type of the pixels -> types of wgmma's operands (weights, pixels) and of its sums."""
+
+
+def wgmma_columns(columns: int, dtype: str) -> bool:
+    """Whether wgmma has a tile of this many columns: multiples of 8, for integers above 32 of 16 (PTX ISA, "wgmma.mma_async")."""
+    if columns % 8 or not 8 <= columns <= 256:
+        return False
+    return WGMMA_KINDS[dtype][1] != "s32" or columns <= 32 or columns % 16 == 0
 
 
 def wgmma(columns: int, dtype: str) -> str:
-    """CUDA source of ``wgmma_step(float (&d)[columns / 2], u64 a, u64 b, int accumulate)``: m64 n``columns`` k16, both operands
-    K-major in shared memory, fp32 accumulators (PTX ISA, "wgmma.mma_async")."""
-    if columns % 8 or not 8 <= columns <= 256:
-        raise InternalError(f"wgmma has no tile of {columns} columns")
-    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
-    count = columns // 2
+    """CUDA source of ``wgmma_step(Acc (&d)[columns / 2], u64 a, u64 b, int accumulate)``: m64 n``columns``, 32 bytes of k, both
+    operands K-major in shared memory; Acc is float, int for integers (PTX ISA, "wgmma.mma_async")."""
+    if not wgmma_columns(columns, dtype):
+        raise InternalError(f"wgmma has no tile of {columns} columns of {dtype}")
+    kinds, sums = WGMMA_KINDS[dtype]
+    count, depth = columns // 2, 16 if dtype in ("float16", "bfloat16") else 32
     registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return f"""DEVICE void wgmma_step(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
+    acc, letter = ("int", "r") if sums == "s32" else ("float", "f")
+    outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
+    tail = {"float16": ", 1, 1, 0, 0", "bfloat16": ", 1, 1, 0, 0", "float8_e4m3fn": ", 1, 1"}.get(dtype, "")
+    return f"""DEVICE void wgmma_step({acc} (&d)[{count}], u64 a, u64 b, int accumulate) {{
     asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "
-        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{registers}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;}}"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{sums}.{kinds} {{{registers}}}, %{count}, %{count + 1}, p{tail};}}"
         : {outputs} : "l"(a), "l"(b), "r"(accumulate));
 }}"""
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "ptx.cuh"
 #include "generated.cuh"
+#include "conv_element.cuh"
 
 struct Source {
     int channel_blocks, taps_h, taps_w, dilation_h, dilation_w, stride_h, stride_w, pad_h, pad_w;
@@ -9,35 +10,91 @@ struct Source {
 
 struct Params {
     TensorMap weights, pixels0, pixels1, output, residual;
-    const float* bias;
-    u16* output_pointer;          // a cluster's reduction stores and reads these directly
-    const u16* residual_pointer;
+    const Channel* channel;       // bias, or scale and bias, of every output channel
+    u8* output_pointer;           // a cluster's reduction stores and reads these directly
+    const u8* residual_pointer;
     int channels, pixel_count, out_h, out_w;
     int channel_tiles, tiles, k_steps, reverse;
     Source source[2];
+    Requantize requantize;        // of 8-bit operands
 };
 
+constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile, and the span of its swizzle
+
+// The constants of a thread's two rows of channels: 8 apart, or neighbours where the weights' rows are permuted so.
+DEVICE void load_channel_pair(const Params& p, int first, int lane, Channel (&c)[2]) {
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = first + (OUT_ITEM == 1 ? lane / 4 * 2 + i : lane / 4 + i * 8);
+        c[i] = row < p.channels ? p.channel[row] : no_channel();
+    }
+}
+
+#if OUT_ITEM == 2
 // Accumulators of 16 channels (this warp's rows: lane / 4 and + 8) x 16 pixels -> epilogue -> 16-bit [pixel][channel] rows.
 // ``address`` is this lane's row of the four 8x8 matrices: lanes 0-7 and 8-15 name pixels 0-7 of channels 0-7 and 8-15, lanes
 // 16-31 pixels 8-15. With HAS_RESIDUAL the rows hold the residual before, and are overwritten in place.
-DEVICE void finish_16_pixels(u32 address, const float* v, const float (&bias)[2]) {
+DEVICE void finish_16_pixels(const Params& p, u32 address, const Acc* v, const Channel (&c)[2]) {
     u32 r0 = 0, r1 = 0, r2 = 0, r3 = 0;
     if (HAS_RESIDUAL) ldmatrix_x4_trans(address, r0, r1, r2, r3);
     stmatrix_x4_trans(address,
-        pack2(epilogue(v[0], bias[0], low_float(r0)), epilogue(v[1], bias[0], high_float(r0))),
-        pack2(epilogue(v[2], bias[1], low_float(r1)), epilogue(v[3], bias[1], high_float(r1))),
-        pack2(epilogue(v[4], bias[0], low_float(r2)), epilogue(v[5], bias[0], high_float(r2))),
-        pack2(epilogue(v[6], bias[1], low_float(r3)), epilogue(v[7], bias[1], high_float(r3))));
+        pack2(finished(p.requantize, v[0], c[0], low_float(r0)), finished(p.requantize, v[1], c[0], high_float(r0))),
+        pack2(finished(p.requantize, v[2], c[1], low_float(r1)), finished(p.requantize, v[3], c[1], high_float(r1))),
+        pack2(finished(p.requantize, v[4], c[0], low_float(r2)), finished(p.requantize, v[5], c[0], high_float(r2))),
+        pack2(finished(p.requantize, v[6], c[1], low_float(r3)), finished(p.requantize, v[7], c[1], high_float(r3))));
 }
 
 // The same of eight pixels: lanes 0-15 name the rows (16-31 repeat valid ones).
-DEVICE void finish_8_pixels(u32 address, const float* v, const float (&bias)[2]) {
+DEVICE void finish_8_pixels(const Params& p, u32 address, const Acc* v, const Channel (&c)[2]) {
     u32 r0 = 0, r1 = 0;
     if (HAS_RESIDUAL) ldmatrix_x2_trans(address, r0, r1);
     stmatrix_x2_trans(address,
-        pack2(epilogue(v[0], bias[0], low_float(r0)), epilogue(v[1], bias[0], high_float(r0))),
-        pack2(epilogue(v[2], bias[1], low_float(r1)), epilogue(v[3], bias[1], high_float(r1))));
+        pack2(finished(p.requantize, v[0], c[0], low_float(r0)), finished(p.requantize, v[1], c[0], high_float(r0))),
+        pack2(finished(p.requantize, v[2], c[1], low_float(r1)), finished(p.requantize, v[3], c[1], high_float(r1))));
 }
+#else
+// 16 channels x 8 pixels in 8 bits: two neighbouring channels (the permuted rows lane / 4 and + 8) are one 16-bit element of the
+// 8x8 matrix that stmatrix turns around, so a row of it is one pixel's 16 channels.
+DEVICE u32 finish_fragment(const Params& p, const Acc* v, const Channel (&c)[2], u32 residual) {
+    float r[4];
+    widen_residual(p.requantize, residual, r);
+    return narrow4(p.requantize, finished(p.requantize, v[0], c[0], r[0]), finished(p.requantize, v[2], c[1], r[1]),
+                   finished(p.requantize, v[1], c[0], r[2]), finished(p.requantize, v[3], c[1], r[3]));
+}
+
+// COLUMNS accumulator columns -> 8-bit rows of OUT_ROW bytes. row_of(column) is the row of the tile that a column's pixel has;
+// with HAS_RESIDUAL the rows hold the residual before, and are overwritten in place.
+template <int COLUMNS, class RowOf>
+DEVICE void finish_columns(const Params& p, u32 tile, int quarter, int lane, const Acc* v, const Channel (&c)[2], const RowOf& row_of) {
+    #pragma unroll
+    for (int j = 0; j < COLUMNS / 8; j += 4) {
+        const int left = COLUMNS / 8 - j;          // matrices of eight pixels; lane l names row l % 8 of matrix l / 8
+        const int lanes = left >= 4 ? 32 : left >= 2 ? 16 : 8;
+        const int row = row_of(j * 8 + lane % lanes);
+        const u32 address = tile + row * OUT_ROW + ((quarter ^ ((row >> 1) & 3)) << 4);
+        u32 r[4] = {0, 0, 0, 0};
+        if (left >= 4) {
+            if (HAS_RESIDUAL) ldmatrix_x4_trans(address, r[0], r[1], r[2], r[3]);
+            #pragma unroll
+            for (int i = 0; i < 4; i++) r[i] = finish_fragment(p, v + (j + i) * 4, c, r[i]);
+            stmatrix_x4_trans(address, r[0], r[1], r[2], r[3]);
+            continue;
+        }
+        if (left >= 2) {
+            if (HAS_RESIDUAL) ldmatrix_x2_trans(address, r[0], r[1]);
+            #pragma unroll
+            for (int i = 0; i < 2; i++) r[i] = finish_fragment(p, v + (j + i) * 4, c, r[i]);
+            stmatrix_x2_trans(address, r[0], r[1]);
+        }
+        if (left % 2) {
+            const int last = row_of((j + left - 1) * 8 + lane % 8);
+            const u32 end = tile + last * OUT_ROW + ((quarter ^ ((last >> 1) & 3)) << 4);
+            if (HAS_RESIDUAL) ldmatrix_x1_trans(end, r[0]);
+            stmatrix_x1_trans(end, finish_fragment(p, v + (j + left - 1) * 4, c, r[0]));
+        }
+    }
+}
+#endif
 
 // ---- the epilogue of short kernels: partial sums of a cluster, direct stores --------------------------------------------
 
@@ -59,8 +116,8 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
 
     int channel, rank, lane, quarter;
     long long offset[SLOTS];                       // of the pixel's first channel; negative: outside
-    float4 bias[M_TILES];
-    uint2 residual[M_TILES][SLOTS];
+    Channel constants[M_TILES][4];
+    Four residual[M_TILES][SLOTS];                 // four elements
 
     // Before griddepcontrol.wait: addresses and constants. locate(column) gives the pixel's element offset or -1.
     template <class Locate>
@@ -69,7 +126,7 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
         channel = first_channel + quarter * 16 + lane % 4 * 4;
         #pragma unroll
         for (int m = 0; m < M_TILES; m++)
-            bias[m] = channel + m * 64 < p.channels ? __ldg(reinterpret_cast<const float4*>(p.bias + channel + m * 64)) : make_float4(0, 0, 0, 0);
+            load_four(p.channel, channel + m * 64, p.channels, constants[m]);
         #pragma unroll
         for (int i = 0; i < SLOTS; i++) {
             const int column = (rank + i * SPLIT_WAYS) * 8 + lane / 4;
@@ -84,15 +141,15 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
         for (int m = 0; m < M_TILES; m++) {
             #pragma unroll
             for (int i = 0; i < SLOTS; i++) {
-                residual[m][i] = make_uint2(0u, 0u);
+                residual[m][i] = Four();
                 if (offset[i] >= 0 && channel + m * 64 < p.channels)
-                    residual[m][i] = *reinterpret_cast<const uint2*>(p.residual_pointer + offset[i] + channel + m * 64);
+                    residual[m][i] = *reinterpret_cast<const Four*>(p.residual_pointer + (offset[i] + channel + m * 64) * OUT_ITEM);
             }
         }
     }
 
     // ``memory``: BYTES of shared memory of this warpgroup, at the same address in every block of the cluster.
-    __device__ __forceinline__ void finish(const Params& p, float (&acc)[M_TILES][COLUMNS / 2], u32 memory, u32 reduced) {
+    __device__ __forceinline__ void finish(const Params& p, Acc (&acc)[M_TILES][COLUMNS / 2], u32 memory, u32 reduced) {
         const u32 own_fragment = (quarter * 32 + lane) * 16;
         if (SPLIT_WAYS > 1) {
             __syncwarp();
@@ -110,17 +167,19 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
             if (threadIdx.x == 0) mark(6);
         }
         const u32 scratch = memory + INBOX_BYTES + quarter * (M_TILES * SLOTS * 640);
-        const u32 column = scratch + (lane % 4 * 2 * 20 + lane / 4) * 4;   // [8 pixels][16 channels], pitch 20: no bank conflicts
+        // [8 pixels][16 channels], pitch 20: no bank conflicts. A thread's second row is 8 channels on, or the next where permuted.
+        const u32 column = scratch + (lane % 4 * 2 * 20 + lane / 4 * (OUT_ITEM == 1 ? 2 : 1)) * 4;
+        constexpr u32 NEXT_ROW = OUT_ITEM == 1 ? 4 : 32;
         #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
             #pragma unroll
             for (int i = 0; i < SLOTS; i++) {
-                float4 sum;
+                Acc4 sum;
                 if (SPLIT_WAYS > 1) {
                     const u32 slot = memory + (m * SLOTS + i) * SPLIT_WAYS * 2048 + own_fragment;
-                    float4 part[SPLIT_WAYS];
+                    Acc4 part[SPLIT_WAYS];
                     #pragma unroll
-                    for (int r = 0; r < SPLIT_WAYS; r++) part[r] = shared_load(slot + r * 2048);
+                    for (int r = 0; r < SPLIT_WAYS; r++) shared_load(slot + r * 2048, part[r]);
                     sum = part[0];
                     #pragma unroll
                     for (int r = 1; r < SPLIT_WAYS; r++) {
@@ -130,13 +189,13 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
                         sum.w += part[r].w;
                     }
                 } else {
-                    sum = make_float4(acc[m][i * 4], acc[m][i * 4 + 1], acc[m][i * 4 + 2], acc[m][i * 4 + 3]);
+                    sum.x = acc[m][i * 4], sum.y = acc[m][i * 4 + 1], sum.z = acc[m][i * 4 + 2], sum.w = acc[m][i * 4 + 3];
                 }
                 const u32 target = column + (m * SLOTS + i) * 640;
                 shared_store(target, sum.x);
                 shared_store(target + 80, sum.y);
-                shared_store(target + 32, sum.z);
-                shared_store(target + 112, sum.w);
+                shared_store(target + NEXT_ROW, sum.z);
+                shared_store(target + 80 + NEXT_ROW, sum.w);
             }
         }
         __syncwarp();
@@ -144,13 +203,11 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
         for (int m = 0; m < M_TILES; m++) {
             #pragma unroll
             for (int i = 0; i < SLOTS; i++) {
-                const float4 v = shared_load(scratch + (m * SLOTS + i) * 640 + (lane / 4 * 20 + lane % 4 * 4) * 4);
-                const uint2 r = HAS_RESIDUAL ? residual[m][i] : make_uint2(0u, 0u);
-                const float4 c = bias[m];
+                Acc4 v;
+                shared_load(scratch + (m * SLOTS + i) * 640 + (lane / 4 * 20 + lane % 4 * 4) * 4, v);
                 if (offset[i] >= 0 && channel + m * 64 < p.channels)
-                    *reinterpret_cast<uint2*>(p.output_pointer + offset[i] + channel + m * 64) =
-                        make_uint2(pack2(epilogue(v.x, c.x, low_float(r.x)), epilogue(v.y, c.y, high_float(r.x))),
-                                   pack2(epilogue(v.z, c.z, low_float(r.y)), epilogue(v.w, c.w, high_float(r.y))));
+                    *reinterpret_cast<Four*>(p.output_pointer + (offset[i] + channel + m * 64) * OUT_ITEM) =
+                        finish_four(p.requantize, v, constants[m], HAS_RESIDUAL ? residual[m][i] : Four());
             }
         }
     }

@@ -1,4 +1,4 @@
-// Stride-1 convolution for Hopper that loads each input patch once: NHWC, 16-bit operands, fp32 accumulation, wgmma and TMA.
+// Stride-1 convolution for Hopper that loads each input patch once: NHWC, 16- or 8-bit operands, fp32 (of integers int32) accumulation, wgmma and TMA.
 //
 // im2col loads bring a KxK filter's pixels K*K times, and the copy engine, not the tensor cores, then sets the pace when there
 // are few channels. Here a tile of TH x TW output pixels of one image loads its (TH + K - 1) x (TW + K - 1) patch once per block of
@@ -18,12 +18,12 @@ constexpr int CONSUMERS = GROUPS * 128;
 constexpr int THREADS = CONSUMERS + 96;
 constexpr int TAPS = TAPS_H * TAPS_W;
 constexpr int PATCH_H = TILE_H + (TAPS_H - 1) * DILATION_H, PATCH_W = TILE_W + (TAPS_W - 1) * DILATION_W;
-constexpr int SPAN = BK * 2;
+constexpr int SPAN = BK * OPERAND_ITEM;
 constexpr u32 PATCH_LOAD = PATCH_H * PATCH_W * SPAN;
 constexpr u32 PATCH_BYTES = (PATCH_LOAD + 1023) / 1024 * 1024;
 constexpr u32 WEIGHT_BYTES = WGM * 64 * SPAN;
-constexpr u32 OUT_LOAD = TILE_H * TILE_W * 128;
-constexpr u32 OUT_BYTES = (OUT_LOAD + 128 + 1023) / 1024 * 1024;   // and one row for what lies between the tile's columns
+constexpr u32 OUT_LOAD = TILE_H * TILE_W * OUT_ROW;
+constexpr u32 OUT_BYTES = (OUT_LOAD + OUT_ROW + 1023) / 1024 * 1024;   // and one row for what lies between the tile's columns
 constexpr u32 BARRIER_BYTES = 1024;
 static_assert((TILE_H - 1) * PATCH_W + TILE_W <= BN, "the tile does not fit the accumulators");
 
@@ -44,11 +44,6 @@ DEVICE Tile tile_at(const Params& p, int tile, int group) {
     at.h = index / columns % rows * TILE_H;
     at.n = index / columns / rows;
     return at;
-}
-
-DEVICE void load_bias(const Params& p, int first, float (&bias)[2]) {
-    #pragma unroll
-    for (int i = 0; i < 2; i++) bias[i] = first + i * 8 < p.channels ? __ldg(p.bias + first + i * 8) : 0.0f;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(const __grid_constant__ Params p) {
@@ -166,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
         }
     } else {
         const int group = warp / 4, quarter = warp % 4, m = group % WGM, g = group / WGM;
-        float acc[1][BN / 2];
+        Acc acc[1][BN / 2];
         int stage = 0, parity = 0, weight_stage = 0, weight_parity = 0;
         Tile at = tile_at(p, first_tile, g);
 #if DIRECT
@@ -181,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
         store.load_residual(p);
 #else
         int buffer = 0, buffer_parity = 0;
-        float bias[2];
-        load_bias(p, at.channel + m * 64 + quarter * 16 + lane / 4, bias);
+        Channel constants[2];
+        load_channel_pair(p, at.channel + m * 64 + quarter * 16, lane, constants);
         grid_dependency_wait();
 #endif
         if (WEIGHT_STAGES == 0) barrier_wait(weights_full, 0);
@@ -191,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
 #if !DIRECT
             if (tile != first_tile) {
                 at = tile_at(p, tile, g);
-                load_bias(p, at.channel + m * 64 + quarter * 16 + lane / 4, bias);
+                load_channel_pair(p, at.channel + m * 64 + quarter * 16, lane, constants);
             }
 #endif
             int held_patch = -1, held_weights = -1;
@@ -210,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                         const u64 shifted = patch + (((tap_h * DILATION_H) * PATCH_W + tap_w * DILATION_W) * SPAN >> 4);
                         wgmma_fence();
                         #pragma unroll
-                        for (int step = 0; step < BK / 16; step++)
+                        for (int step = 0; step < SPAN / 32; step++)
                             wgmma_step(acc[0], a + 2 * step, shifted + 2 * step, (b | tap | step) != 0);
                         wgmma_commit();
                         if (WEIGHT_STAGES) {
@@ -251,20 +246,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                 if (quarter == 0 && elect_one()) tma_store_wait_read<OUT_BUFFERS - 1>();
                 named_barrier(1 + group, 128);
             }
+            const auto row_of = [](int pixel) {
+                const int h = pixel / PATCH_W, w = pixel % PATCH_W;
+                return h < TILE_H && w < TILE_W ? h * TILE_W + w : TILE_H * TILE_W;
+            };
+#if OUT_ITEM == 1
+            finish_columns<BN>(p, own, quarter, lane, acc[0], constants, row_of);
+#else
             // Lane l names row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of 8-15.
             const int chunk = quarter * 2 + ((lane >> 3) & 1);
             #pragma unroll
             for (int j = 0; j < BN / 8; j += 2) {
                 const bool pair = j + 1 < BN / 8;
                 const int pixel = j * 8 + (pair ? (lane >> 4) * 8 : 0) + (lane & 7);
-                const int h = pixel / PATCH_W, w = pixel % PATCH_W;
-                const int row = h < TILE_H && w < TILE_W ? h * TILE_W + w : TILE_H * TILE_W;
+                const int row = row_of(pixel);
                 const u32 address = own + row * 128 + ((chunk ^ (row & 7)) << 4);
                 if (pair)
-                    finish_16_pixels(address, &acc[0][j * 4], bias);
+                    finish_16_pixels(p, address, &acc[0][j * 4], constants);
                 else
-                    finish_8_pixels(address, &acc[0][j * 4], bias);
+                    finish_8_pixels(p, address, &acc[0][j * 4], constants);
             }
+#endif
             async_proxy_fence();
             named_barrier(1 + group, 128);
             if (quarter == 0 && elect_one()) {           // always the same lane: bulk groups belong to a thread

@@ -1,4 +1,4 @@
-// Implicit-GEMM convolution for Hopper: NHWC, 16-bit operands, fp32 accumulation, wgmma fed by TMA.
+// Implicit-GEMM convolution for Hopper: NHWC, 16- or 8-bit operands, fp32 (of integers int32) accumulation, wgmma fed by TMA.
 //
 // Output channels lie on wgmma's M, output pixels on its N (any multiple of 8: 49 pixels waste 13 % of a tile, not 62 %).
 //   out[pixel, channel] = epilogue(sum_k weights[channel, k] * patch[k, pixel])
@@ -20,11 +20,11 @@ constexpr int CONSUMERS = GROUPS * 128;
 constexpr int THREADS = CONSUMERS + 64;
 constexpr int TILE_CHANNELS = WGM * MT * 64;
 constexpr int TILE_PIXELS = WGN * BN;
-constexpr int SPAN = BK * 2;
+constexpr int SPAN = BK * OPERAND_ITEM;
 constexpr u32 WEIGHT_BYTES = TILE_CHANNELS * SPAN;
 constexpr u32 PIXEL_BYTES = BN * SPAN;
 constexpr u32 STAGE_BYTES = WGN * PIXEL_BYTES + (WEIGHTS_STATIONARY ? 0 : WEIGHT_BYTES);
-constexpr u32 OUT_BYTES = BN * 128;               // one 64-channel subtile of one warpgroup
+constexpr u32 OUT_BYTES = BN * OUT_ROW;           // one 64-channel subtile of one warpgroup
 constexpr u32 BARRIER_BYTES = 1024;
 using Direct = DirectStore<MT, BN, SPLIT>;
 
@@ -73,24 +73,18 @@ DEVICE void tile_at(const Params& p, int tile, int& channel, int& pixel) {
     pixel = index * TILE_PIXELS;
 }
 
-DEVICE void load_bias(const Params& p, int first, float (&bias)[MT][2]) {
+DEVICE void load_constants(const Params& p, int first, int lane, Channel (&constants)[MT][2]) {
     #pragma unroll
-    for (int m = 0; m < MT; m++) {
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = first + m * 64 + i * 8;
-            bias[m][i] = row < p.channels ? __ldg(p.bias + row) : 0.0f;
-        }
-    }
+    for (int m = 0; m < MT; m++) load_channel_pair(p, first + m * 64, lane, constants[m]);
 }
 
-constexpr int SETS = MT * BN <= 64 && BK >= 32 ? 2 : 1;
+constexpr int SETS = MT * BN <= 64 && SPAN >= 64 ? 2 : 1;
 
-// One K step: weights [64 * MT][BK] x pixels [BN][BK]; steps of 16 go to the sets of sums in turn.
-DEVICE void multiply(float (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int k) {
+// One K step: weights [64 * MT][BK] x pixels [BN][BK]; products over 32 bytes of K go to the sets of sums in turn.
+DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int k) {
     const u64 b = wgmma_descriptor<SPAN>(pixels);
     #pragma unroll
-    for (int step = 0; step < BK / 16; step++) {
+    for (int step = 0; step < SPAN / 32; step++) {
         #pragma unroll
         for (int m = 0; m < MT; m++)
             wgmma_step(acc[step % SETS][m], wgmma_descriptor<SPAN>(weights + m * 64 * SPAN) + 2 * step, b + 2 * step, (k | (step / SETS)) != 0);
@@ -230,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         const int group_channel = (group % WGM) * MT * 64, group_pixel = (group / WGM) * BN;
         const u32 weights_at = WEIGHTS_STATIONARY ? stationary : ring + WGN * PIXEL_BYTES;
         constexpr u32 WEIGHT_STRIDE = WEIGHTS_STATIONARY ? WEIGHT_BYTES : STAGE_BYTES;
-        float acc[SETS][MT][BN / 2];
+        Acc acc[SETS][MT][BN / 2];
         int stage = 0, parity = 0;
 
         int tile_channel, tile_pixel;
@@ -245,8 +239,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         store.load_residual(p);
 #else
         int buffer = 0, buffer_parity = 0;
-        float bias[MT][2];
-        load_bias(p, tile_channel + group_channel + quarter * 16 + lane / 4, bias);
+        Channel constants[MT][2];
+        load_constants(p, tile_channel + group_channel + quarter * 16, lane, constants);
         grid_dependency_wait();
 #endif
         if (WEIGHTS_STATIONARY) barrier_wait(weights_full, 0);
@@ -255,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #if !DIRECT
             if (tile != first_tile) {
                 tile_at(p, tile, tile_channel, tile_pixel);
-                load_bias(p, tile_channel + group_channel + quarter * 16 + lane / 4, bias);
+                load_constants(p, tile_channel + group_channel + quarter * 16, lane, constants);
             }
 #endif
             // Few columns: a product's latency exceeds its work. Two sets of sums, added at the end, keep two products in flight.
@@ -276,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             }
             wgmma_wait<0>();
             if (lane == 0) barrier_arrive(empty + 8 * previous);
-            float (&sum)[MT][BN / 2] = acc[0];
+            Acc (&sum)[MT][BN / 2] = acc[0];
             #pragma unroll
             for (int i = 0; SETS == 2 && i < MT * BN / 2; i++) sum[i / (BN / 2)][i % (BN / 2)] += acc[SETS - 1][i / (BN / 2)][i % (BN / 2)];
             if (threadIdx.x == 0) mark(4);
@@ -291,12 +285,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             }
             #pragma unroll
             for (int m = 0; m < MT; m++) {
+#if OUT_ITEM == 1
+                finish_columns<BN>(p, own + m * OUT_BYTES, quarter, lane, sum[m], constants[m], [](int column) { return column; });
+#else
                 // Lane l names row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of 8-15.
                 const u32 row = own + m * OUT_BYTES + ((lane >> 4) * 8 + (lane & 7)) * 128 +
                                 (((quarter * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
                 #pragma unroll
-                for (int j = 0; j < BN / 16; j++) finish_16_pixels(row + j * 16 * 128, &sum[m][j * 8], bias[m]);
-                if (BN % 16) finish_8_pixels(row - (lane >> 4) * 8 * 128 + (BN / 16) * 16 * 128, &sum[m][BN / 16 * 8], bias[m]);
+                for (int j = 0; j < BN / 16; j++) finish_16_pixels(p, row + j * 16 * 128, &sum[m][j * 8], constants[m]);
+                if (BN % 16) finish_8_pixels(p, row - (lane >> 4) * 8 * 128 + (BN / 16) * 16 * 128, &sum[m][BN / 16 * 8], constants[m]);
+#endif
             }
             async_proxy_fence();
             named_barrier(1 + group, 128);

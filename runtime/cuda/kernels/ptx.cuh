@@ -18,6 +18,16 @@ DEVICE u32 smem_address(const void* pointer) { return static_cast<u32>(__cvta_ge
 
 // ---- element types: 16-bit storage, fp32 arithmetic -------------------------------------------------------------
 
+DEVICE float low_half(u32 packed) {
+    float value;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(value) : "r"(packed));
+    return value;
+}
+DEVICE float high_half(u32 packed) {
+    float value;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(packed));
+    return value;
+}
 #if defined(DTYPE_BF16)
 DEVICE u32 pack2(float low, float high) {
     u32 packed;
@@ -32,16 +42,8 @@ DEVICE u32 pack2(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
-DEVICE float low_float(u32 packed) {
-    float value;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(value) : "r"(packed));
-    return value;
-}
-DEVICE float high_float(u32 packed) {
-    float value;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(packed));
-    return value;
-}
+DEVICE float low_float(u32 packed) { return low_half(packed); }
+DEVICE float high_float(u32 packed) { return high_half(packed); }
 #endif
 DEVICE u16 pack1(float value) { return static_cast<u16>(pack2(value, 0.0f)); }
 DEVICE float unpack1(u16 bits) { return low_float(bits); }
@@ -136,17 +138,23 @@ DEVICE u32 cluster_map(u32 address, u32 rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
     return remote;
 }
-DEVICE float4 shared_load(u32 address) {
-    float4 v;
+DEVICE void shared_load(u32 address, float4& v) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
-    return v;
+}
+DEVICE void shared_load(u32 address, int4& v) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
 }
 DEVICE void shared_store(u32 address, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory"); }
+DEVICE void shared_store(u32 address, int v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
 
 // A 16-byte store to a block of the cluster that counts on that block's barrier (both addresses by cluster_map).
 DEVICE void cluster_store_async(u32 address, u32 barrier, const float* v) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
+}
+DEVICE void cluster_store_async(u32 address, u32 barrier, const int* v) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(barrier) : "memory");
 }
 
 // ---- TMA -----------------------------------------------------------------------------------------------------------
@@ -201,6 +209,9 @@ DEVICE void stmatrix_x4_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+DEVICE void stmatrix_x1_trans(u32 address, u32 a) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address), "r"(a) : "memory");
+}
 DEVICE void stmatrix_x2_trans(u32 address, u32 a, u32 b) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
@@ -214,6 +225,9 @@ DEVICE void ldmatrix_x4(u32 address, u32& a, u32& b, u32& c, u32& d) {
 DEVICE void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
+}
+DEVICE void ldmatrix_x1_trans(u32 address, u32& a) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(a) : "r"(address) : "memory");
 }
 DEVICE void ldmatrix_x2_trans(u32 address, u32& a, u32& b) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"

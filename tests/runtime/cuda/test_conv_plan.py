@@ -72,7 +72,7 @@ def test_weights_lie_in_the_order_the_kernel_walks_k() -> None:
 
 
 def test_the_parameter_block_has_the_kernels_layout() -> None:
-    assert ctypes.sizeof(conv._Params) == 5 * 128 + 3 * 8 + 8 * 4 + 2 * 9 * 4 == 768
+    assert ctypes.sizeof(conv._Params) == 5 * 128 + 3 * 8 + 8 * 4 + 2 * 9 * 4 + 13 * 4 + 4 == 824
     assert conv._Params.bias.offset == 640
     assert conv._Params.source.offset == 696
 

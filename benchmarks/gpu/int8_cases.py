@@ -1,0 +1,81 @@
+"""The convolutions of 8-bit operands over odd cases on a GPU, each against its exact meaning: a line per fault, then a count.
+
+python benchmarks/gpu/int8_cases.py [NAME...]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.quantized_cases import CASES, DTYPES, Case, arrays, compare, family
+
+from optdnn.errors import OptdnnError
+from optdnn.runtime.cuda import conv, graphs, nvrtc
+from optdnn.runtime.cuda.device import Device
+
+FENCE = 4096
+"""Bytes around the result that nothing may write."""
+
+
+def device(array: np.ndarray) -> torch.Tensor:
+    """The array's bytes on the device."""
+    return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8).reshape(-1)).to("cuda")
+
+
+def run(case: Case, cache: nvrtc.KernelCache, at: Device, stream: graphs.Stream) -> str:
+    """What is wrong, or ""."""
+    data, problem, module = arrays(case), case.problem, family(case)
+    kept = {name: device(a) for name, a in (("x", data.image), ("w", data.packed), ("c", data.channel))}
+    residual = None if data.residual is None else device(data.residual)
+    out = torch.full((data.expected.nbytes + 2 * FENCE,), 0xA5, dtype=torch.uint8, device="cuda")
+    pointers = conv.Pointers(
+        (kept["x"].data_ptr(),), kept["w"].data_ptr(), kept["c"].data_ptr(), out.data_ptr() + FENCE,
+        0 if residual is None else residual.data_ptr(),
+    )  # fmt: skip
+    function = module.load(problem, case.config, cache, checked=True)
+    launch = module.bind(problem, case.config, at, function, pointers, requantize=case.scaling().requantize)
+    runs = []
+    for poison in (0xA5, 0x5A):
+        out[FENCE:-FENCE] = poison
+        torch.cuda.synchronize()
+        launch.enqueue(stream.handle)
+        stream.synchronize()
+        raw = out.cpu().numpy()
+        if (raw[:FENCE] != 0xA5).any() or (raw[-FENCE:] != 0xA5).any():
+            return "it wrote outside of its result"
+        runs.append(raw[FENCE:-FENCE].copy())
+    if (runs[0] != runs[1]).any():
+        return "two runs differ: something is not written"
+    out_dtype = DTYPES[case.out.dtype if case.out else case.float_out]
+    return compare(case, runs[0].view(out_dtype).reshape(data.expected.shape), data.expected)
+
+
+def main(names: list[str]) -> int:
+    torch.zeros(1, device="cuda")
+    at, stream, cache = Device.open(0), graphs.Stream(), nvrtc.KernelCache(Path("/tmp/kernels-int8"))
+    chosen = {n: c for n, c in CASES.items() if not names or n in names}
+    begin = time.time()
+    cache.get_many([family(c).recipe(c.problem, c.config, checked=True) for c in chosen.values()], 16)
+    print(f"{len(chosen)} kernels in {time.time() - begin:.1f} s", flush=True)
+    wrong = 0
+    for name, case in chosen.items():
+        try:
+            fault = run(case, cache, at, stream)
+        except OptdnnError as error:
+            print(f"FAILED {name}: {error}", flush=True)
+            return 1
+        wrong += bool(fault)
+        if fault:
+            print(f"WRONG {name}: {fault}", flush=True)
+    print(f"int8 cases: {len(chosen) - wrong} of {len(chosen)} right", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

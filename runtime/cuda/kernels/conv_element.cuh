@@ -1,0 +1,102 @@
+// Element types of the Hopper convolution kernels: what a sum is, what every output channel brings to its epilogue, how results
+// and residuals are stored.
+//
+// generated.cuh defines OPERAND_ITEM and OUT_ITEM (bytes of an operand, and of a result or residual), INTEGER (sums are int, else float), and
+// for results of one byte OUT_FLOAT8, OUT_ZERO (whether a zero point is added), RESIDUAL_UNSIGNED. 16-bit types: see pack2() in ptx.cuh.
+#pragma once
+
+#if INTEGER
+typedef int Acc;
+typedef int4 Acc4;
+#else
+typedef float Acc;
+typedef float4 Acc4;
+#endif
+
+// How sums of 8-bit products become results; all are numbers of the layer, so that layers share kernels. residual_offset is what
+// widen_residual() subtracts; low and high bound the result before its zero point is added.
+struct Requantize {
+    float residual_scale, residual_offset, low, high;
+    int zero;
+    float constants[8];                            // of the stages
+};
+
+#if OPERAND_ITEM == 1
+typedef float2 Channel;                            // scale, bias
+DEVICE Channel no_channel() { return make_float2(0.0f, 0.0f); }
+DEVICE float finished(const Requantize& q, Acc sum, Channel c, float r) {
+    return epilogue(__fmul_rn(float(sum), c.x), c.y, r, q.constants);
+}
+DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) c[i] = no_channel();
+    if (at >= count) return;
+    const float4 a = __ldg(reinterpret_cast<const float4*>(from + at)), b = __ldg(reinterpret_cast<const float4*>(from + at + 2));
+    c[0] = make_float2(a.x, a.y), c[1] = make_float2(a.z, a.w), c[2] = make_float2(b.x, b.y), c[3] = make_float2(b.z, b.w);
+}
+#else
+typedef float Channel;                             // bias
+DEVICE Channel no_channel() { return 0.0f; }
+DEVICE float finished(const Requantize&, Acc sum, Channel c, float r) { return epilogue(sum, c, r); }
+DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
+    const float4 v = at < count ? __ldg(reinterpret_cast<const float4*>(from + at)) : make_float4(0, 0, 0, 0);
+    c[0] = v.x, c[1] = v.y, c[2] = v.z, c[3] = v.w;
+}
+#endif
+
+#if OUT_ITEM == 2
+typedef uint2 Four;
+DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], Four r) {
+    return make_uint2(pack2(finished(q, v.x, c[0], low_float(r.x)), finished(q, v.y, c[1], high_float(r.x))),
+                      pack2(finished(q, v.z, c[2], low_float(r.y)), finished(q, v.w, c[3], high_float(r.y))));
+}
+#else
+typedef u32 Four;
+
+// The four residuals of a word, times their scale.
+DEVICE void widen_residual(const Requantize& q, u32 word, float (&r)[4]) {
+    if (!HAS_RESIDUAL) {
+        r[0] = r[1] = r[2] = r[3] = 0.0f;
+        return;
+    }
+#if OUT_FLOAT8
+    u32 low, high;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(low), "=r"(high) : "r"(word));
+    r[0] = low_half(low), r[1] = high_half(low), r[2] = low_half(high), r[3] = high_half(high);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) r[i] = __fmul_rn(r[i], q.residual_scale);
+#else
+    // A byte in the low mantissa of 2^23 is a float; the bias of signed ones and the zero point go with one exact subtraction.
+    if (!RESIDUAL_UNSIGNED) word ^= 0x80808080u;
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+        r[i] = __fmul_rn(__fsub_rn(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i)), q.residual_offset), q.residual_scale);
+#endif
+}
+
+// Four results in one word: bounded, rounded half to even, shifted by the zero point.
+DEVICE u32 narrow4(const Requantize& q, float a, float b, float c, float d) {
+#if OUT_FLOAT8
+    u32 word;
+    asm("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h};}"
+        : "=r"(word) : "f"(fminf(fmaxf(a, q.low), q.high)), "f"(fminf(fmaxf(b, q.low), q.high)),
+          "f"(fminf(fmaxf(c, q.low), q.high)), "f"(fminf(fmaxf(d, q.low), q.high)));
+    return word;
+#else
+    const float v[4] = {a, b, c, d};
+    u32 bits[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {                  // added to 1.5 * 2^23, a float rounds to a whole number in its low bits
+        bits[i] = __float_as_uint(__fadd_rn(fminf(fmaxf(v[i], q.low), q.high), 12582912.0f));
+        if (OUT_ZERO) bits[i] += q.zero;
+    }
+    return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
+#endif
+}
+
+DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], Four residual) {
+    float r[4];
+    widen_residual(q, residual, r);
+    return narrow4(q, finished(q, v.x, c[0], r[0]), finished(q, v.y, c[1], r[1]), finished(q, v.z, c[2], r[2]), finished(q, v.w, c[3], r[3]));
+}
+#endif

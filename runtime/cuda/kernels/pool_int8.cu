@@ -1,0 +1,133 @@
+// Pooling of 8-bit NHWC images, and the quantization and layout change in front of a few-channel stem. All are memory-bound.
+//
+// generated.cuh defines KERNEL_H, KERNEL_W (max_pool), UNSIGNED (8-bit type of the images), CHANNELS, BLOCK (pack_image), IMAGE_HALF (its
+// images are fp16, else fp32).
+#include "ptx.cuh"
+#include "generated.cuh"
+
+DEVICE u32 max4(u32 a, u32 b) { return UNSIGNED ? __vmaxu4(a, b) : __vmaxs4(a, b); }
+
+// v bounded, rounded half to even, shifted by the zero point.
+DEVICE u32 narrow(float v, float low, float high, int zero) {
+    return (__float_as_uint(__fadd_rn(fminf(fmaxf(v, low), high), 12582912.0f)) + zero) & 255;
+}
+
+struct PoolParams {
+    const uint4* input;
+    uint4* output;
+    int batch, height, width, vectors;             // vectors of sixteen channels
+    int out_h, out_w, stride_h, stride_w, pad_h, pad_w;
+};
+
+// One thread: sixteen channels of one output pixel. Padding never wins the maximum: a tap outside reads the nearest tap inside,
+// so that all loads are unconditional and in flight together.
+extern "C" __global__ void __launch_bounds__(128) max_pool(const __grid_constant__ PoolParams p) {
+    grid_launch_dependents();
+    const int total = p.batch * p.out_h * p.out_w * p.vectors;
+    const int index = blockIdx.x * 128 + threadIdx.x;
+    const int vector = index % p.vectors, pixel = index / p.vectors;
+    const int w0 = pixel % p.out_w * p.stride_w - p.pad_w, h0 = pixel / p.out_w % p.out_h * p.stride_h - p.pad_h;
+    const int n = pixel / p.out_w / p.out_h;
+    const uint4* image = p.input + (long long)n * p.height * p.width * p.vectors + vector;
+    grid_dependency_wait();
+    if (index >= total) return;
+    uint4 taps[KERNEL_H * KERNEL_W];
+    #pragma unroll
+    for (int r = 0; r < KERNEL_H; r++) {
+        #pragma unroll
+        for (int s = 0; s < KERNEL_W; s++) {
+            const int h = min(max(h0 + r, 0), p.height - 1), w = min(max(w0 + s, 0), p.width - 1);
+            taps[r * KERNEL_W + s] = image[(h * p.width + w) * p.vectors];
+        }
+    }
+    uint4 best = taps[0];
+    #pragma unroll
+    for (int i = 1; i < KERNEL_H * KERNEL_W; i++)
+        best = make_uint4(max4(best.x, taps[i].x), max4(best.y, taps[i].y), max4(best.z, taps[i].z), max4(best.w, taps[i].w));
+    p.output[index] = best;
+}
+
+struct MeanParams {
+    const u32* input;
+    u32* output;
+    int pixels, words;                             // words of four channels
+    int shift;                                     // what all pixels of the window add: - pixels * zero point
+    float scale, low, high;
+    int zero;
+};
+
+// Mean over all pixels of an image, requantized: exact integer sums. Block: 32 words of channels x 8 runs of pixels.
+extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __grid_constant__ MeanParams p) {
+    __shared__ int4 partial[8][32];
+    grid_launch_dependents();
+    grid_dependency_wait();
+    const int word = blockIdx.x * 32 + threadIdx.x % 32, run = threadIdx.x / 32;
+    int4 sum = make_int4(0, 0, 0, 0);
+    if (word < p.words) {
+        const u32* image = p.input + (long long)blockIdx.y * p.pixels * p.words + word;
+        #pragma unroll 8
+        for (int i = run; i < p.pixels; i += 8) {
+            const u32 v = image[(long long)i * p.words];
+            sum.x += UNSIGNED ? int(v & 255) : int(v << 24) >> 24;
+            sum.y += UNSIGNED ? int(v >> 8 & 255) : int(v << 16) >> 24;
+            sum.z += UNSIGNED ? int(v >> 16 & 255) : int(v << 8) >> 24;
+            sum.w += UNSIGNED ? int(v >> 24) : int(v) >> 24;
+        }
+    }
+    partial[run][threadIdx.x % 32] = sum;
+    __syncthreads();
+    if (run == 0 && word < p.words) {
+        #pragma unroll
+        for (int i = 1; i < 8; i++) {
+            const int4 other = partial[i][threadIdx.x];
+            sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+        }
+        const int all[4] = {sum.x, sum.y, sum.z, sum.w};
+        u32 out = 0;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) out |= narrow(__fmul_rn(float(all[i] + p.shift), p.scale), p.low, p.high, p.zero) << 8 * i;
+        p.output[(long long)blockIdx.y * p.words + word] = out;
+    }
+}
+
+#if IMAGE_HALF
+typedef u16 Pixel;
+DEVICE float widen(u16 v) { return low_half(v); }
+#else
+typedef float Pixel;
+DEVICE float widen(float v) { return v; }
+#endif
+
+struct PackParams {
+    const Pixel* input;                            // NCHW
+    uint4* output;                                 // [n][out_h][out_w] of sixteen channels
+    int height, width, out_h, out_w, before;       // before: pixels of zeros that begin a row
+    float scale, low, high;
+    int zero;
+};
+
+// NCHW image -> quantized NHWC of BLOCK x BLOCK pixels as channels: channel (dy * BLOCK + dx) * CHANNELS + c, the rest zero. A zero
+// in the padding is the real 0, so images have zero point 0. One thread: one output pixel.
+extern "C" __global__ void __launch_bounds__(128) pack_image(const __grid_constant__ PackParams p) {
+    grid_launch_dependents();
+    const int index = blockIdx.x * 128 + threadIdx.x, n = blockIdx.y;
+    const int h = index / p.out_w * BLOCK, w = (index % p.out_w - p.before) * BLOCK;
+    grid_dependency_wait();
+    if (index >= p.out_h * p.out_w) return;
+    Pixel values[16];
+    #pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const int c = i % CHANNELS, dx = i / CHANNELS % BLOCK, dy = i / CHANNELS / BLOCK;
+        const bool inside = dy < BLOCK && h + dy < p.height && w + dx >= 0 && w + dx < p.width;
+        values[i] = inside ? p.input[((long long)(n * CHANNELS + c) * p.height + h + dy) * p.width + w + dx] : Pixel(0);
+    }
+    u32 words[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        words[i] = 0;
+        #pragma unroll
+        for (int j = 0; j < 4; j++)
+            words[i] |= narrow(__fdiv_rn(widen(values[i * 4 + j]), p.scale), p.low, p.high, p.zero) << 8 * j;
+    }
+    p.output[(long long)n * p.out_h * p.out_w + index] = make_uint4(words[0], words[1], words[2], words[3]);
+}
