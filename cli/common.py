@@ -67,7 +67,29 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="auto, cpu, reference, cuda, cuda:ARCH or simulate.",
             show_default=True,
         ),
-        click.option("--precision", default="fp32", metavar="P", help="fp32, bf16 or fp16.", show_default=True),
+        click.option(
+            "--precision",
+            default="fp32",
+            metavar="P",
+            help="fp32, bf16, fp16, int8, fp8, int8+fp16 …",
+            show_default=True,
+        ),
+        click.option("--calib", metavar="DATA", help="Calibration data: .npz, .npy, or a folder of pictures."),
+        click.option(
+            "--calibrator",
+            default="entropy",
+            metavar="C",
+            help="entropy, percentile, mse or minmax.",
+            show_default=True,
+        ),
+        click.option(
+            "--calib-cache", type=click.Path(path_type=Path, dir_okay=False), help="Keep the ranges here (JSON)."
+        ),
+        click.option("--images", metavar="SPEC", help="How pictures are prepared: JSON, or a file of it."),
+        click.option(
+            "--pin", multiple=True, metavar="NODES=P", help="Another precision for some nodes: --pin 'head*=fp32'."
+        ),
+        click.option("--strict-precision", is_flag=True, help="Fail where a node does not run in what was asked for."),
         click.option(
             "--shape",
             "shape",
@@ -111,9 +133,25 @@ def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--simulate", is_flag=True, help="Run an engine for a GPU in NumPy, on any machine.")(command)
 
 
-def make_options(ctx: click.Context, shape: Sequence[str], **options: Any) -> BuildOptions:
+def make_options(ctx: click.Context, shape: Sequence[str], pin: Sequence[str] = (), **options: Any) -> BuildOptions:
     """Build options from a command's arguments."""
-    return BuildOptions(shapes=parse_shapes(shape), debug=bool(ctx.obj and ctx.obj.get("debug")), **options)
+    return BuildOptions(
+        shapes=parse_shapes(shape),
+        precision_map=parse_pins(pin),
+        debug=bool(ctx.obj and ctx.obj.get("debug")),
+        **options,
+    )
+
+
+def parse_pins(texts: Sequence[str]) -> dict[str, str]:
+    """``("head*=fp32",)`` as a mapping from patterns of node names to precisions."""
+    pins = {}
+    for text in texts:
+        nodes, _, precision = text.rpartition("=")
+        if not nodes:
+            raise UsageError(f"--pin {text!r} is not NODES=PRECISION", hint="for instance --pin 'head*=fp32'")
+        pins[nodes] = precision
+    return pins
 
 
 def command_line(ctx: click.Context) -> str:

@@ -14,11 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from optdnn.compiler import Build, build_verbose, graph_digest, optimize
+from optdnn.compiler import Build, build_verbose, optimize
 from optdnn.config import BuildOptions
 from optdnn.divergence import Findings, find
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.importers.onnx import import_model
+from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
 from optdnn.runtime.accuracy import errors_between

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,17 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from optdnn import __version__
 from optdnn.config import BuildOptions
 from optdnn.errors import OutputError, UsageError
 from optdnn.importers.onnx import import_model
+from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
 from optdnn.lower import lower_reference
 from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
 from optdnn.passes.io_dtype import convert_borders
 from optdnn.passes.pipelines import PIPELINE
+from optdnn.passes.precision import PrecisionPlan
+from optdnn.passes.ranges import Calibration
 from optdnn.ranges import input_shapes
 from optdnn.runtime.atomic import check_writable, write_atomic
 from optdnn.runtime.engine import Engine
@@ -185,15 +185,53 @@ def resolve_target(target: str) -> str:
     return target
 
 
-def optimize(graph: Graph, options: BuildOptions, target: str, say: Progress = lambda text: None) -> list[PassReport]:
-    """Run the pipeline of the level and target on ``graph``, in place. Raises UsageError for an unknown stop-after."""
+def plan_of(options: BuildOptions) -> PrecisionPlan:
+    """The precision that the options ask for, op by op."""
+    return PrecisionPlan.of_option(options.precision, options.precision_map)
+
+
+def _calibrated(graph: Graph, *, options: BuildOptions, machine: str, say: Progress) -> Calibration:
+    """Ranges for the graph as ``assign_precision`` meets it."""
+    from optdnn.calibration import calibrate
+    from optdnn.calibration.images import ImageSpec
+
+    if options.calib is None:
+        raise UsageError(
+            f"precision {options.precision} needs calibration data",
+            hint="give --calib DATA (.npz, .npy or a folder of pictures)",
+        )
+    return calibrate(
+        graph,
+        options.calib,
+        options.calibrator,
+        cache=options.calib_cache,
+        images=None if options.images is None else ImageSpec.read(options.images),
+        symmetric=machine.startswith("cuda"),
+        progress=say,
+    )
+
+
+def optimize(
+    graph: Graph,
+    options: BuildOptions,
+    target: str,
+    say: Progress = lambda text: None,
+    *,
+    stop_before: str | None = None,
+) -> list[PassReport]:
+    """Run the pipeline of the level and target on ``graph``, in place; up to the pass ``stop_before`` where that is given
+    ("assign_precision": the exact part alone). Raises UsageError for an unknown stop-after."""
     machine = "cuda:sm_90a" if target == "simulate" else target  # simulate runs Hopper's program
     pipeline: tuple[Pass, ...] = PIPELINE(options.opt_level, machine)
     if options.stop_after is not None and options.stop_after not in {p.name for p in pipeline}:
         names = ", ".join(dict.fromkeys(p.name for p in pipeline))
         raise UsageError(f"there is no pass {options.stop_after!r} at -O{options.opt_level}; the passes are: {names}")
+    if stop_before is not None:
+        before = [p.name for p in pipeline]
+        pipeline = pipeline[: before.index(stop_before) if stop_before in before else None]
     if options.io_dtype != "model":
         convert_borders(graph, options.io_dtype)
+    calibration = partial(_calibrated, options=options, machine=machine, say=say)
     dump = _Dump(options.dump)
     dump(0, "import", graph)
 
@@ -204,7 +242,7 @@ def optimize(graph: Graph, options: BuildOptions, target: str, say: Progress = l
     return run_pipeline(
         graph,
         pipeline,
-        PassContext(target=machine, precision=options.precision),
+        PassContext(target=machine, precision=options.precision, plan=plan_of(options), calibration=calibration),
         verify=options.debug,
         stop_after=options.stop_after,
         after=after,
@@ -227,18 +265,6 @@ class _Dump:
             from optdnn.ir.text import to_text
 
             write_atomic(self.folder / f"{index:02d}-{name}.txt", [to_text(graph).encode()])
-
-
-def graph_digest(graph: Graph) -> str:
-    """SHA-256 of the optimized graph's constants and structure, to tell engines of different models apart."""
-    digest = hashlib.sha256()
-    for op in graph.order():
-        digest.update(f"{op.kind} {[o.name for o in op.outputs]} {op.inputs}".encode())
-        if op.kind == "Constant":
-            digest.update(np.ascontiguousarray(op.attrs.value).reshape(-1).view(np.uint8).data)
-        else:
-            digest.update(repr(op.attrs).encode())
-    return digest.hexdigest()
 
 
 class _timed:

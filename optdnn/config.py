@@ -20,7 +20,10 @@ TARGETS = (
     "cuda",
     *(f"cuda:{a}" for a in ("sm_90a", "sm_89", "sm_86", "sm_80")),
 )
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "int8", "fp8")
+QUANTIZED = ("int8", "fp8")
+"""Precisions that need calibration; "int8+fp16" asks for fp16 where there is no int8."""
+CALIBRATORS = ("entropy", "percentile", "mse", "minmax")
 IO_DTYPES = ("model", "fp32", "fp16", "bf16")
 LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "heuristic")
 
@@ -37,6 +40,11 @@ class BuildOptions:
     ``budget`` bounds tuning in seconds; ``debug`` verifies the graph after every pass. For GPUs,
     ``tactics="heuristic"`` trusts the cost model, ``no_cubins`` keeps the recipes of kernels alone, and ``strict`` refuses a
     network that would need steps on the CPU.
+
+    For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
+    are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
+    of it). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``);
+    ``strict_precision`` makes it an error (NotMet) where a node does not run in what was asked for.
     """
 
     target: str = "auto"
@@ -56,25 +64,46 @@ class BuildOptions:
     no_cubins: bool = False
     row_invariant: bool = False
     strict: bool = False
+    calib: Any = None
+    calibrator: str = "entropy"
+    calib_cache: Path | None = None
+    images: str | None = None
+    precision_map: Mapping[str, str] = field(default_factory=dict)
+    strict_precision: bool = False
+
+    @property
+    def base_precision(self) -> str:
+        """The float precision: of everything, or of what is not quantized."""
+        name, _, base = self.precision.partition("+")
+        return base or ("fp32" if name in QUANTIZED else name)
 
     def __post_init__(self) -> None:
-        for name in ("timing_cache", "dump", "emit_onnx"):
+        for name in ("timing_cache", "dump", "emit_onnx", "calib_cache"):
             object.__setattr__(self, name, _path(name, getattr(self, name)))
         object.__setattr__(self, "shapes", input_shapes(self.shapes))
         for name in ("opt_level", "threads", "workspace"):
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         _among("target", self.target, TARGETS)
-        _among("precision", self.precision, PRECISIONS)
+        object.__setattr__(self, "precision_map", _precisions(self.precision_map))
+        name, plus, base = self.precision.partition("+")
+        _among("precision", name, PRECISIONS)
+        if plus and (name not in QUANTIZED or base not in PRECISIONS or base in QUANTIZED):
+            raise UsageError(
+                f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}, int8+fp16 and the like"
+            )
+        _among("calibrator", self.calibrator, CALIBRATORS)
         _among("io-dtype", self.io_dtype, IO_DTYPES)
         _among("tactics", self.tactics, LIBRARY_TACTICS)
         # What "auto" turns out to be is looked at by the build, which then makes these options for that target.
         gpu = self.target.partition(":")[0] in ("cuda", "simulate")
         auto = self.target == "auto"
-        if self.precision == "fp16" and not gpu and not auto:
-            raise UsageError(
-                f"precision fp16 is for GPUs, not for target {self.target!r}",
-                hint="give --target cuda, or --precision bf16",
-            )
+        asked = {name, self.base_precision, *self.precision_map.values()}
+        for one in ("fp16", "fp8"):
+            if one in asked and not gpu and not auto:
+                raise UsageError(
+                    f"precision {one} is for GPUs, not for target {self.target!r}",
+                    hint="give --target cuda, or --precision bf16" if one == "fp16" else "give --target cuda",
+                )
         if self.target == "reference" and (self.precision != "fp32" or self.tactics != "auto"):
             what = f"tactics {self.tactics!r}" if self.precision == "fp32" else f"precision {self.precision}"
             raise UsageError(
@@ -97,6 +126,14 @@ class BuildOptions:
 def _among(what: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UsageError(f"{what} {value!r} is not one of {', '.join(allowed)}")
+
+
+def _precisions(table: Any) -> dict[str, str]:
+    if not isinstance(table, Mapping):
+        raise UsageError(f"precision_map must map names of nodes to precisions, not {table!r}")
+    for node, precision in table.items():
+        _among(f"precision of {node!r}", precision, PRECISIONS)
+    return {str(k): v for k, v in table.items()}
 
 
 def _path(name: str, value: Any) -> Path | None:

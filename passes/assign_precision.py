@@ -1,8 +1,11 @@
-"""The one approximation: an fp32 network computed in fp16 or bf16, with casts at its borders alone.
+"""The one approximation: each op in the precision that the plan asks for.
 
-Uniform: every fp32 value becomes 16 bits wide, whatever op makes it. Constants are rounded once (a finite one never becomes
-infinite: masks of -1e9 or -3.4e38 saturate). What a kernel reads as a parameter in fp32 anyway stays so: biases of convolutions,
-statistics of batch normalization, the scales of a Resize. Sums, statistics and exponentials are fp32 inside of the kernels.
+First integers: Q and DQ around what is to run in int8 or fp8 (:mod:`optdnn.passes.quantize`, on every target). Then, on GPUs,
+floating point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16, with casts where ops of different
+precision meet, one per value and type. (Libraries on the CPU have one float precision for a whole network, and round
+themselves.) Constants are rounded once, a finite one never becomes infinite: masks of -1e9 or -3.4e38 saturate. What a kernel
+reads as a parameter in fp32 anyway stays so: biases of convolutions, statistics of batch normalization, scales. Sums,
+statistics and exponentials are fp32 inside of the kernels.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import ShapeError
+from optdnn.errors import ShapeError, UsageError
 from optdnn.ir.graph import Graph, Op, Output, Value, infer
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.binary import CastAttrs
+from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
+from optdnn.passes.precision import QUANTIZED, PrecisionPlan
+from optdnn.passes.quantize import quantize
 from optdnn.types import BF16, FP16, FP32, Array, DType
 
 NARROW: Mapping[str, DType] = {"fp16": FP16, "bf16": BF16}
@@ -30,27 +36,35 @@ KEEPS_FP32: Mapping[str, frozenset[int]] = {
     "Conv": frozenset({2}),
     "ConvTranspose": frozenset({2}),
     "BatchNormalization": frozenset({1, 2, 3, 4}),
+    "QuantizeLinear": frozenset({1}),
+    "DequantizeLinear": frozenset({1}),
 }
 """Kind -> operand slots whose fp32 constants stay fp32."""
 
 
 class AssignPrecision(Pass):
-    """Does nothing unless the target is a GPU and the precision asked for is a 16-bit one."""
+    """Carries out ``PassContext.plan``, or where there is none ``PassContext.precision`` for every op."""
 
     name = "assign_precision"
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
-        dtype = NARROW.get(context.precision)
-        if dtype is None or not context.target.startswith("cuda"):
-            return
-        _Assignment(graph, dtype, report).run()
+        plan = context.plan or PrecisionPlan.of_option(context.precision)
+        if plan.quantizes:
+            if context.calibration is None:
+                raise UsageError("int8 and fp8 need calibration data", hint="give --calib DATA")
+            calibration = context.calibration
+            quantize(graph, plan, calibration(graph) if callable(calibration) else calibration, context.target, report)
+        if context.target.startswith("cuda") and any(p in NARROW for p in plan.floats):
+            _Assignment(graph, plan, report).run()
 
 
 class _Assignment:
-    def __init__(self, graph: Graph, dtype: DType, report: PassReport):
-        self.graph, self.dtype, self.report = graph, dtype, report
-        self.narrowed: dict[Value, Value] = {}
-        """An fp32 constant or input -> the 16-bit value made of it."""
+    def __init__(self, graph: Graph, plan: PrecisionPlan, report: PassReport):
+        self.graph, self.plan, self.report = graph, plan, report
+        self.wide = {Value(op.id, i) for op in graph.ops() for i, o in enumerate(op.outputs) if o.type.dtype == FP32}
+        """The values that were fp32 before, and so are this pass's to narrow."""
+        self.narrowed: dict[tuple[Value, DType], Value] = {}
+        """A value in another type than its own."""
 
     def run(self) -> None:
         for op in self.graph.order():
@@ -61,6 +75,13 @@ class _Assignment:
             else:
                 self._op(op)
         self.graph.remove_dead([op.id for op in self.graph.order() if op.kind == "Constant"])
+
+    def _wanted(self, op: Op) -> DType:
+        """The floating type that an op computes in."""
+        precision = self.plan.of(op)
+        if precision in QUANTIZED or (op.kind == "DequantizeLinear" and not self.plan.named(op)):
+            precision = self.plan.base
+        return NARROW.get(precision, FP32)
 
     def _output(self, op: Op) -> None:
         value = op.inputs[0]
@@ -74,12 +95,15 @@ class _Assignment:
     def _op(self, op: Op) -> None:
         if op.kind == "Cast" and self._at_the_border(op):
             return
+        dtype = self._wanted(op)
         keep = KEEPS_FP32.get(op.kind, frozenset({0}) if op.kind == "Cast" else frozenset())
+        if op.kind == "QuantizeLinear":
+            keep = frozenset({0, 1})
         inputs = tuple(
-            v if v is None or (i in keep and self._may_stay(op, v)) else self._narrow(v)
+            v if v is None or (i in keep and self._may_stay(op, v)) else self._in(v, dtype, op)
             for i, v in enumerate(op.inputs)
         )
-        attrs = _retyped(op.attrs, self.dtype)
+        attrs = op.attrs if dtype == FP32 else _retyped(op.attrs, dtype)
         types = [None if v is None else self.graph.type(v) for v in inputs]
         values = [self.graph.known(v) for v in inputs]
         try:
@@ -91,13 +115,10 @@ class _Assignment:
             Output(o.name, o.type.with_dtype(t.dtype), o.known) for o, t in zip(op.outputs, found.types, strict=False)
         )
         self.graph.set_op(replace(op, inputs=inputs, attrs=attrs, outputs=outputs))
-        for port, out in enumerate(outputs):
-            if out.type.dtype == FP32:
-                self._convert_after(Value(op.id, port), op)
 
     def _may_stay(self, op: Op, value: Value) -> bool:
-        """A constant parameter; or what a cast reads, which may have any type."""
-        return op.kind == "Cast" or self.graph.constant_value(value) is not None
+        """A constant parameter; or what a cast or a quantization reads, which may have any type."""
+        return op.kind in ("Cast", "QuantizeLinear") or self.graph.constant_value(value) is not None
 
     def _at_the_border(self, op: Op) -> bool:
         """A cast that already is what this pass would make: of an input to 16 bits, or to the type of outputs."""
@@ -108,43 +129,29 @@ class _Assignment:
     def _stay(self, op: Op, reason: str) -> None:
         """The op has no 16-bit form: its operands are cast back to what they were."""
         self.report.refused.append(Refused("narrow", node_names([op]), f"{op.kind} stays fp32: {reason}"))
-        inputs = []
-        for v in op.inputs:
-            narrow = v is not None and self.graph.type(v).dtype == self.dtype
-            inputs.append(self._cast(v, FP32, op.src) if narrow and v is not None else v)
-        self.graph.set_op(replace(op, inputs=tuple(inputs)))
-        for port, out in enumerate(op.outputs):
-            if out.type.dtype == FP32:
-                self._convert_after(Value(op.id, port), op)
+        self.graph.set_op(replace(op, inputs=tuple(v if v is None else self._in(v, FP32, op) for v in op.inputs)))
 
-    def _convert_after(self, value: Value, op: Op) -> None:
-        uses = self.graph.uses(value)
-        if uses:
-            made = self._cast(value, self.dtype, op.src)
-            for use in uses:
-                user = self.graph.op(use.op)
-                self.graph.set_op(
-                    replace(user, inputs=tuple(made if i == use.slot else v for i, v in enumerate(user.inputs)))
-                )
-
-    def _narrow(self, value: Value) -> Value:
-        if self.graph.type(value).dtype != FP32:
+    def _in(self, value: Value, dtype: DType, op: Op) -> Value:
+        """``value`` as ``op`` reads it: what was fp32 is of ``dtype``, all else is as it is."""
+        if value not in self.wide or self.graph.type(value).dtype == dtype:
             return value
-        if value not in self.narrowed:
-            array, op = self.graph.constant_value(value), self.graph.op(value)
+        item = (value, dtype)
+        if item not in self.narrowed:
+            array, producer = self.graph.constant_value(value), self.graph.op(value)
             if array is not None:
-                self.narrowed[value] = self.graph.add_constant(self._rounded(array, op), op.outputs[0].name, op.src)
+                rounded = self._rounded(array, producer, dtype)
+                self.narrowed[item] = self.graph.add_constant(rounded, producer.outputs[0].name, producer.src)
             else:
-                self.narrowed[value] = self._cast(value, self.dtype, self.graph.users(value)[0].src)
-        return self.narrowed[value]
+                self.narrowed[item] = self._cast(value, dtype, op.src)
+        return self.narrowed[item]
 
-    def _rounded(self, array: Array, op: Op) -> Array:
-        top = np.float32(LARGEST[self.dtype])
+    def _rounded(self, array: Array, op: Op, dtype: DType) -> Array:
+        top = np.float32(LARGEST[dtype])
         beyond = np.isfinite(array) & (np.abs(array) > top)
         if beyond.any():
             nodes = tuple(sorted(op.src)) or (op.outputs[0].name,)
             self.report.fired.append(Fired("saturate", nodes))
-        return np.where(beyond, np.copysign(top, array), array).astype(self.dtype)
+        return np.where(beyond, np.copysign(top, array), array).astype(dtype)
 
     def _cast(self, value: Value, dtype: DType, src: frozenset[str]) -> Value:
         name = self.graph.output(value).name
@@ -159,7 +166,8 @@ def _retyped(attrs: Any, dtype: DType) -> Any:
     changes: dict[str, Any] = {}
     for f in fields(attrs):
         value = getattr(attrs, f.name)
-        if isinstance(attrs, CastAttrs) and isinstance(value, np.dtype) and value == FP32:
+        integers = isinstance(attrs, DequantizeAttrs) and f.name == "output_dtype" and value in (None, FP32)
+        if integers or (isinstance(attrs, CastAttrs) and isinstance(value, np.dtype) and value == FP32):
             changes[f.name] = dtype
         elif isinstance(value, tuple) and value and isinstance(value[0], Stage):
             changes[f.name] = tuple(replace(s, attrs=_retyped(s.attrs, dtype)) for s in value)

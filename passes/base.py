@@ -11,11 +11,15 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
+
+if TYPE_CHECKING:
+    from optdnn.passes.precision import PrecisionPlan
+    from optdnn.passes.ranges import Calibration
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,10 @@ class PassContext:
 
     target: str = ""
     precision: str = "fp32"
+    plan: PrecisionPlan | None = None
+    """The precision of each op; None: ``precision`` for all."""
+    calibration: Calibration | Callable[[Graph], Calibration] | None = None
+    """Ranges of values, or what finds them in the graph that it is given."""
     fold_limit_bytes: int = 1 << 24
     """Constant folding does not create a constant larger than this unless it shrinks its operands."""
 

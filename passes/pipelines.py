@@ -71,15 +71,19 @@ LAST: tuple[Pass, ...] = (
 O3: tuple[Pass, ...] = (*O2, *LAST)
 O3_CPU: tuple[Pass, ...] = (*O2_CPU, *LAST)
 
+ASSIGN: tuple[Pass, ...] = (
+    AssignPrecision(),  # after all exact rewrites: the one approximation; a fused op is rounded once, at its end
+)
+
 GPU: tuple[Pass, ...] = (
-    AssignPrecision(),  # after all exact rewrites: the one approximation; before layouts, which weigh bytes
+    *ASSIGN,  # before layouts, which weigh bytes
     AssignLayout(),  # the very last: what it writes are physical facts, and other passes rewrite logical ones
 )
 
 _LEVELS: dict[str, tuple[tuple[Pass, ...], ...]] = {
     "": (O0, O1, O2, O3),
-    "cpu": (O0, O1, O2_CPU, O3_CPU),
-    "cuda": (O0, O1, (*O2, *GPU), (*O3, *GPU)),
+    "cpu": ((*O0, *ASSIGN), (*O1, *ASSIGN), (*O2_CPU, *ASSIGN), (*O3_CPU, *ASSIGN)),
+    "cuda": ((*O0, *ASSIGN), (*O1, *ASSIGN), (*O2, *GPU), (*O3, *GPU)),
 }
 """By the family of the target ("" for all others), then by level."""
 

@@ -62,9 +62,14 @@ class Library:
         inputs = self.weights == "inputs"
         return export_model(graph, self.opset, external_weights=not inputs, weights_as_inputs=inputs)
 
-    def lower(self, graph: Graph, cuts: Sequence[Cut], settings: Settings, meta: dict[str, Any]) -> Program:
-        """The program of a graph cut into regions: this library's, and (without a model) those of NumPy kernels."""
-        out = Lowering(graph, "cpu", settings.precision)
+    def lower(
+        self, graph: Graph, cuts: Sequence[Cut], settings: Settings, meta: dict[str, Any], precision: str = ""
+    ) -> Program:
+        """The program of a graph cut into regions: this library's, and (without a model) those of NumPy kernels.
+
+        ``precision`` is what the whole goes by; the library's own settings name the float precision alone.
+        """
+        out = Lowering(graph, "cpu", precision or settings.precision)
         for region, model in cuts:
             if model is None:
                 for op in region.ops:
@@ -116,7 +121,9 @@ def choose(
 
 def compile_with(graph: Graph, library: str, precision: str, threads: int) -> Engine:
     """``graph`` on one library, nothing measured; raises RunError or UnsupportedError where the library refuses it."""
-    return _Contender(graph, LIBRARIES[library], precision).engine(threads)
+    return _Contender(
+        graph, LIBRARIES[library], precision.partition("+")[2] or precision.replace("int8", "fp32"), precision
+    ).engine(threads)
 
 
 SMALL_MS = 3.0
@@ -148,11 +155,13 @@ class _Search:
         for name in wanted:
             if LIBRARIES[name].version() is None:
                 self._refuse(name, {}, "not installed: pip install 'optdnn[cpu]'")
-            elif (reason := LIBRARIES[name].refuses(options.precision)) is not None:
+            elif (reason := LIBRARIES[name].refuses(options.base_precision)) is not None:
                 self._refuse(name, {}, reason)
             else:
                 try:
-                    self.contenders.append(_Contender(graph, LIBRARIES[name], options.precision))
+                    self.contenders.append(
+                        _Contender(graph, LIBRARIES[name], options.base_precision, options.precision)
+                    )
                 except UnsupportedError as error:
                     self._refuse(name, {}, error.message)
         if len(self.refused) == len(wanted) and all("not installed" in reason for _, reason in self.refused.values()):
@@ -184,7 +193,7 @@ class _Search:
         feeds = self._feeds
         if feeds is None:
             return
-        wrong, doubts = _check(self.graph, fresh, feeds, self.options.precision)
+        wrong, doubts = _check(self.graph, fresh, feeds, self.options.base_precision)
         self.doubts.update(doubts)
         for name, reason in wrong.items():
             contender, threads = self.owner[name]
@@ -262,8 +271,8 @@ class _Search:
 class _Contender:
     """One library on one graph: the graph as the library reads it, cut where the library does not take an operator."""
 
-    def __init__(self, graph: Graph, library: Library, precision: str):
-        self.graph, self.library, self.precision = graph, library, precision
+    def __init__(self, graph: Graph, library: Library, base: str, precision: str = ""):
+        self.graph, self.library, self.base, self.precision = graph, library, base, precision or base
         self.fallbacks: list[dict[str, str]] = []
         region = whole(graph)
         self._unsafe = library.unsafe(graph)
@@ -305,10 +314,10 @@ class _Contender:
             return self._engine(threads)
 
     def _engine(self, threads: int) -> Engine:
-        return Engine(self.library.lower(self.graph, self._cuts, Settings(threads, self.precision), {}))
+        return Engine(self.library.lower(self.graph, self._cuts, Settings(threads, self.base), {}, self.precision))
 
     def _cut(self) -> list[Cut]:
-        reasons = {**_refused_ops(self.graph, self.library, Settings(0, self.precision)), **self._unsafe}
+        reasons = {**_refused_ops(self.graph, self.library, Settings(0, self.base)), **self._unsafe}
         self.fallbacks = [
             {"node": self.graph.op(i).name, "operator": self.graph.op(i).kind, "reason": r}
             for i, r in sorted(reasons.items())
@@ -354,6 +363,11 @@ def _check(
     may itself turn a roundoff into another result: what differs no more than that is not called wrong.
     """
     limit = {"fp32": 1e-3, "bf16": 0.25}[precision]
+    quantized = bool(graph.of_kind(*_ROUNDS))
+    if quantized:
+        limit = max(
+            limit, 0.1
+        )  # a value on the edge between two integers falls either way: steps of 1/255, layers deep
     types = {o.type.dtype for op in graph.ops() for o in op.outputs}
     limit = max(
         limit, 2**-5 if BF16 in types else 2**-8 if FP16 in types else 0.0
@@ -372,29 +386,36 @@ def _check(
     oracle = evaluate(graph, feeds)
     distances = {name: _distance(outputs, oracle) for name, outputs in results.items()}
     doubts: dict[str, str] = {}
-    own = _own_error(graph, feeds, oracle) if any(not d <= limit for d in distances.values()) else 0.0
+    own = 0.0
+    if any(not d <= limit for d in distances.values()):
+        own = _own_error(graph, feeds, oracle, _STEP if quantized else _NUDGE)
+        if quantized:  # another result is no nearer than 1: half of that still tells the network from any other
+            limit = max(limit, min(own, 0.5))
     for name, distance in distances.items():
         if distance <= limit:
             continue
         if limit < own and distance <= _MARGIN * own:
             doubts[name] = (
                 f"its result differs from the reference by {distance:.2g} of the largest output, and the network's own "
-                f"by {own:.2g} when its input changes by {_NUDGE:.1g}: it cannot be judged by made-up inputs"
+                f"by {own:.2g} when its input changes by {_STEP if quantized else _NUDGE:.1g}: no made-up input can judge it"
             )
         else:
             wrong[name] = f"its result differs from the reference by {distance:.2g} of the largest output"
     return wrong, doubts
 
 
+_ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul")
 _NUDGE = 2.0**-20
+_STEP = 2.0**-10
+"""A nudge of a quarter of a step of 8-bit integers."""
 _MARGIN = 4
 
 
-def _own_error(graph: Graph, feeds: Mapping[str, Array], oracle: Mapping[str, Array]) -> float:
-    """How far the reference's own results move when each floating-point input changes by a few roundoffs."""
+def _own_error(graph: Graph, feeds: Mapping[str, Array], oracle: Mapping[str, Array], nudge: float = _NUDGE) -> float:
+    """How far the reference's own results move when each floating-point input changes by ``nudge`` of itself."""
     signs = np.random.default_rng(0)
     nudged = {
-        name: (x * (1 + _NUDGE * signs.choice((-1, 1), x.shape))).astype(x.dtype) if is_float(x.dtype) else x
+        name: (x * (1 + nudge * signs.choice((-1, 1), x.shape))).astype(x.dtype) if is_float(x.dtype) else x
         for name, x in feeds.items()
     }
     return _distance(evaluate(graph, nudged), oracle)

@@ -53,6 +53,6 @@ def test_wrong_results_are_refused() -> None:
 def test_what_the_network_does_to_any_roundoff_is_noted() -> None:
     wrong, doubts = judge(steep=True, error=1e-6)
     assert wrong == {}
-    assert "cannot be judged by made-up inputs" in doubts["fake/1t"]
+    assert "no made-up input can judge it" in doubts["fake/1t"]
     assert "note" in Measured("fake/1t", {}, 1.0, note=doubts["fake/1t"]).to_json()
     assert "note" not in Measured("fake/1t", {}, 1.0).to_json()

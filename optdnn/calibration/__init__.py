@@ -1,0 +1,10 @@
+"""Calibration: which real values the integers of a quantized network have to cover, found by running it on data.
+
+from optdnn.calibration import calibrate
+found = calibrate(graph, "pictures.npz", method="entropy", cache="model.calib.json")
+"""
+
+from optdnn.calibration.run import calibrate
+from optdnn.calibration.thresholds import METHODS
+
+__all__ = ["METHODS", "calibrate"]

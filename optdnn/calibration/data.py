@@ -1,0 +1,261 @@
+"""Calibration data: batches of feeds from an ``.npz`` or ``.npy`` file, a folder of pictures, arrays, or a Python iterable.
+
+Whatever the source, it can be gone through several times, one batch in memory at a time, and has a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optdnn.calibration.images import ImageSpec, is_image, read_image
+from optdnn.errors import InputError, UsageError
+from optdnn.types import Array, TensorSpec, is_float, is_int
+
+Feeds = Mapping[str, Array]
+BATCH = 8
+"""Samples to a batch where the network's own batch is symbolic."""
+
+
+@dataclass
+class Data:
+    """Batches of feeds. ``batches()`` starts anew each time; ``name`` is for messages; ``digest`` identifies the content."""
+
+    name: str
+    batches: Callable[[], Iterator[dict[str, Array]]]
+    digest: str
+    count: int | None = None
+    """Batches, where that is known."""
+    keep: Any = None
+    """What has to live as long as this does."""
+
+
+def open_data(source: Any, inputs: Sequence[TensorSpec], images: ImageSpec | None = None) -> Data:
+    """Calibration data for a network with these inputs.
+
+    ``source``: a path to an .npz (an array per input, samples along the first axis; further arrays are left alone), an .npy
+    (for a network of one input) or a folder of pictures (``images`` says how they are prepared); an array or a mapping of
+    arrays likewise; or an iterable of feeds, each a mapping from input names to arrays of the network's shapes (or an array
+    for its only input), or a function that makes one. What can be gone through only once is kept in a temporary file.
+
+    Raises UsageError for a source that cannot be read or is empty, InputError for one that does not fit the inputs.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(os.fspath(source))
+        return _of_folder(path, inputs, images) if path.is_dir() else _of_file(path, inputs)
+    if isinstance(source, np.ndarray):
+        return _of_arrays("the calibration array", {_only(inputs): source}, inputs)
+    if isinstance(source, Mapping):
+        return _of_arrays("the calibration arrays", {str(k): np.asarray(v) for k, v in source.items()}, inputs)
+    if callable(source):
+        return _of_iterable(source, inputs)
+    if isinstance(source, Iterator):
+        return _spooled(source, inputs)
+    if isinstance(source, Iterable):
+        return _of_iterable(lambda: source, inputs)
+    raise UsageError(
+        f"{type(source).__name__} is not calibration data",
+        hint="give a file, a folder, arrays, or an iterable of feeds",
+    )
+
+
+def _only(inputs: Sequence[TensorSpec]) -> str:
+    if len(inputs) != 1:
+        raise UsageError(
+            f"the network has {len(inputs)} inputs ({', '.join(s.name for s in inputs)}): calibration data needs an array for each",
+            hint="write them with numpy.savez(FILE, NAME=…)",
+        )
+    return inputs[0].name
+
+
+# ---------------------------------------------------------------- arrays
+
+
+def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> Data:
+    try:
+        found: Any = np.load(path, allow_pickle=False, mmap_mode="r" if path.suffix == ".npy" else None)
+        if isinstance(found, np.ndarray):
+            arrays = {_only(inputs): found}
+        else:
+            with found:
+                names = _names(path, found.files, inputs)
+                arrays = {name: found[file] for name, file in names.items()}
+    except FileNotFoundError:
+        raise UsageError(f"there is no calibration data {path}") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"{path} is not a .npz or .npy file of plain arrays",
+            hint="write it with numpy.savez, or give a folder of pictures",
+        ) from None
+    return _of_arrays(str(path), arrays, inputs)
+
+
+def _names(path: Path, files: Sequence[str], inputs: Sequence[TensorSpec]) -> dict[str, str]:
+    """Input -> the array of the file that is for it: of its name, or the only one for the only input."""
+    missing = [s.name for s in inputs if s.name not in files]
+    if not missing:
+        return {s.name: s.name for s in inputs}
+    if len(inputs) == 1 and len(files) == 1:
+        return {inputs[0].name: files[0]}
+    raise UsageError(
+        f"{path} has no array for input {missing[0]!r}; it has {', '.join(files) or 'none'}",
+        hint="name the arrays as the network's inputs: numpy.savez(FILE, NAME=…)",
+    )
+
+
+def _of_arrays(name: str, arrays: Mapping[str, Array], inputs: Sequence[TensorSpec]) -> Data:
+    """Arrays with all samples along the first axis, in batches."""
+    specs = {s.name: s for s in inputs}
+    if missing := [n for n in specs if n not in arrays]:
+        raise UsageError(f"{name}: there is no array for input {missing[0]!r}")
+    used = {n: arrays[n] for n in specs}
+    for n, a in used.items():
+        if len(specs[n].shape) == 0 or a.ndim != len(specs[n].shape):
+            raise InputError(f"{name}: input {n!r} is {specs[n]}, the array has shape {list(a.shape)}")
+    lengths = {len(a) for a in used.values()}
+    if len(lengths) > 1:
+        raise InputError(f"{name}: the arrays have different numbers of samples: {sorted(lengths)}")
+    samples = lengths.pop()
+    if not samples or any(not a.size for a in used.values()):
+        raise UsageError(f"{name} is empty", hint="calibration needs some dozens of typical samples")
+    fixed = {d for s in inputs if isinstance(d := s.shape[0], int)}
+    if len(fixed) > 1:
+        raise UsageError(
+            f"{name}: the inputs have different first dimensions, so that samples cannot be cut from arrays",
+            hint="give an iterable of feeds",
+        )
+    size = fixed.pop() if fixed else min(BATCH, samples)
+    if samples < size:
+        raise InputError(
+            f"{name} has {samples} samples, a batch of the network is {size}", hint=f"give at least {size} samples"
+        )
+    count = samples // size if fixed or samples % size == 0 else -(-samples // size)
+    starts = range(0, (samples // size) * size if _is_fixed(inputs) else samples, size)
+
+    def batches() -> Iterator[dict[str, Array]]:
+        for k, start in enumerate(starts):
+            yield checked({n: a[start : start + size] for n, a in used.items()}, inputs, f"{name}, batch {k}")
+
+    return Data(name, batches, _digest(used), len(starts) or count)
+
+
+def _is_fixed(inputs: Sequence[TensorSpec]) -> bool:
+    return any(isinstance(s.shape[0], int) for s in inputs)
+
+
+def _digest(arrays: Mapping[str, Array]) -> str:
+    digest = hashlib.sha256()
+    for name, a in sorted(arrays.items()):
+        digest.update(f"{name} {a.dtype} {a.shape}".encode())
+        for row in a:  # an array may be mapped from a file larger than memory
+            digest.update(np.ascontiguousarray(row).tobytes())
+    return digest.hexdigest()
+
+
+def checked(feeds: Any, inputs: Sequence[TensorSpec], where: str) -> dict[str, Array]:
+    """One batch as the network takes it. Raises InputError for one of another shape or type, or that holds NaN or infinity.
+
+    Floating-point data of another width is converted; so is integer data for floating-point inputs.
+    """
+    if not isinstance(feeds, Mapping):
+        if len(inputs) != 1:
+            raise InputError(f"{where}: a batch must map the network's {len(inputs)} inputs to arrays")
+        feeds = {inputs[0].name: feeds}
+    if missing := [s.name for s in inputs if s.name not in feeds]:
+        raise InputError(f"{where}: there is no array for input {missing[0]!r}")
+    sizes: dict[str, int] = {}
+    found = {}
+    for s in inputs:
+        array = np.asarray(feeds[s.name])
+        what = f"{where}: input {s}"
+        if array.ndim != len(s.shape):
+            raise InputError(f"{what}, the array has shape {list(array.shape)}")
+        for d, n in zip(s.shape, array.shape, strict=True):
+            if n != (d if isinstance(d, int) else sizes.setdefault(d, n)):
+                raise InputError(f"{what}, the array has shape {list(array.shape)}")
+        if not array.size:
+            raise InputError(f"{what}, the array is empty")
+        if is_float(s.dtype) and (is_float(array.dtype) or is_int(array.dtype)):
+            array = array.astype(s.dtype, copy=False)
+            wide = array if array.dtype.kind == "f" else array.astype(np.float32)
+            if not np.isfinite(wide).all():
+                raise InputError(f"{what}: the data holds NaN or infinity", hint="calibrate with finite data")
+        elif is_int(s.dtype) and is_int(array.dtype):
+            info = np.iinfo(s.dtype)
+            if array.min() < info.min or array.max() > info.max:
+                raise InputError(f"{what}: the data does not fit its type")
+            array = array.astype(s.dtype, copy=False)
+        elif array.dtype != s.dtype:
+            raise InputError(f"{what}, the data is {array.dtype}")
+        found[s.name] = array
+    return found
+
+
+# ---------------------------------------------------------------- folders and iterables
+
+
+def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | None) -> Data:
+    files = sorted(p for p in path.rglob("*") if p.is_file() and is_image(p))
+    if not files:
+        raise UsageError(f"the folder {path} holds no pictures")
+    name = _only(inputs)
+    spec = images or ImageSpec()
+    (declared,) = inputs
+    size = declared.shape[0] if isinstance(declared.shape[0], int) else min(BATCH, len(files))
+    if len(files) < size:
+        raise InputError(f"{path} has {len(files)} pictures, a batch of the network is {size}")
+    digest = hashlib.sha256(repr(spec).encode())
+    for file in files:
+        digest.update(str(file.relative_to(path)).encode() + file.read_bytes())
+    starts = range(0, len(files) - size + 1 if _is_fixed(inputs) else len(files), size)
+
+    def batches() -> Iterator[dict[str, Array]]:
+        for start in starts:
+            part = files[start : start + size]
+            pictures = np.stack([read_image(p, spec) for p in part])
+            yield checked({name: pictures}, inputs, f"{path}, pictures from {part[0].name} on")
+
+    return Data(str(path), batches, digest.hexdigest(), len(starts))
+
+
+def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> Data:
+    def batches() -> Iterator[dict[str, Array]]:
+        for k, feeds in enumerate(make()):
+            yield checked(feeds, inputs, f"calibration batch {k}")
+
+    digest, count = hashlib.sha256(), 0
+    for feeds in batches():
+        digest.update(_digest(feeds).encode())
+        count += 1
+    if not count:
+        raise UsageError("the calibration data is empty", hint="calibration needs some dozens of typical samples")
+    return Data("the calibration data", batches, digest.hexdigest(), count)
+
+
+def _spooled(source: Iterator[Any], inputs: Sequence[TensorSpec]) -> Data:
+    """What can be gone through once, in temporary files."""
+    folder = tempfile.TemporaryDirectory(prefix="optdnn-calibration-")
+    count = 0
+    for k, feeds in enumerate(source):
+        batch = checked(feeds, inputs, f"calibration batch {k}")
+        for i, s in enumerate(inputs):
+            np.save(Path(folder.name) / f"{k}-{i}.npy", batch[s.name])
+        count += 1
+
+    def again() -> Iterator[dict[str, Array]]:
+        for k in range(count):
+            yield {s.name: np.load(Path(folder.name) / f"{k}-{i}.npy") for i, s in enumerate(inputs)}
+
+    found = _of_iterable(again, inputs)
+    found.keep = folder
+    return found

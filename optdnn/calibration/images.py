@@ -1,0 +1,106 @@
+"""Pictures as network inputs: how a folder of them is prepared. Needs Pillow (extra ``images``)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import InputError, MissingDependency, UsageError
+from optdnn.types import Array
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """Preprocessing, in this order: colors, ``resize`` (the shorter side, or height and width), ``crop`` from the center,
+    times ``scale``, less ``mean``, over ``std`` (one number or one per channel), then the layout.
+
+    The defaults are those of networks trained on ImageNet by torchvision.
+    """
+
+    resize: int | tuple[int, int] | None = 256
+    crop: int | tuple[int, int] | None = 224
+    color: str = "RGB"
+    """RGB, BGR or L (gray)."""
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    layout: str = "chw"
+    """chw or hwc."""
+
+    def __post_init__(self) -> None:
+        if self.color not in ("RGB", "BGR", "L"):
+            raise UsageError(f"color {self.color!r} is not RGB, BGR or L")
+        if self.layout not in ("chw", "hwc"):
+            raise UsageError(f"layout {self.layout!r} is not chw or hwc")
+        channels = 1 if self.color == "L" else 3
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) not in (1, channels):
+                raise UsageError(f"{name} {getattr(self, name)} does not fit {channels} channels")
+        if any(s == 0 for s in self.std):
+            raise UsageError("std must not be zero")
+
+    @classmethod
+    def read(cls, text: str) -> ImageSpec:
+        """From JSON text or the path of a JSON file: ``{"resize": 256, "crop": 224, "mean": [0.5], "std": [0.5]}``."""
+        source = text
+        try:
+            if not text.lstrip().startswith("{"):
+                source = Path(text).read_text(encoding="utf-8")
+            plain: Any = json.loads(source)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"the image preprocessing {text!r} is neither JSON nor a file of it: {error}") from None
+        known = {f.name for f in fields(cls)}
+        if not isinstance(plain, dict) or (unknown := sorted(plain.keys() - known)):
+            raise UsageError(
+                f"image preprocessing has no {', '.join(unknown) if isinstance(plain, dict) else 'form but an object'}",
+                hint=f"it has {', '.join(sorted(known))}",
+            )
+        try:
+            given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
+            return cls(**given)
+        except TypeError as error:
+            raise UsageError(f"image preprocessing: {error}") from None
+
+
+def is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
+
+
+def read_image(path: Path, spec: ImageSpec) -> Array:
+    """One picture, float32 [channels, height, width] or as ``spec.layout`` says. Raises InputError where it cannot be read."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MissingDependency("Pillow", "images", "to read pictures") from None
+    try:
+        with Image.open(path) as opened:
+            picture = opened.convert("L" if spec.color == "L" else "RGB")
+    except OSError as error:
+        raise InputError(f"{path} is not a picture: {error}") from None
+    if spec.resize is not None:
+        width, height = picture.size
+        if isinstance(spec.resize, int):
+            factor = spec.resize / min(width, height)
+            size = (max(1, round(width * factor)), max(1, round(height * factor)))
+        else:
+            size = (spec.resize[1], spec.resize[0])
+        picture = picture.resize(size, Image.Resampling.BILINEAR)
+    if spec.crop is not None:
+        high, wide = (spec.crop, spec.crop) if isinstance(spec.crop, int) else spec.crop
+        width, height = picture.size
+        if wide > width or high > height:
+            raise InputError(f"{path}: {width}x{height} is smaller than the crop {wide}x{high}")
+        left, top = (width - wide) // 2, (height - high) // 2
+        picture = picture.crop((left, top, left + wide, top + high))
+    pixels: Array = np.asarray(picture, np.float32)
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    if spec.color == "BGR":
+        pixels = pixels[..., ::-1]
+    pixels = (pixels * np.float32(spec.scale) - np.asarray(spec.mean, np.float32)) / np.asarray(spec.std, np.float32)
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1) if spec.layout == "chw" else pixels, np.float32)

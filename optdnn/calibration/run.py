@@ -1,0 +1,276 @@
+"""Run a graph on data with its values as outputs, and gather what calibration needs to know of each of them.
+
+The data is gone through twice: for the smallest and largest elements, then (for the methods that need one) for a histogram
+between them. So the result depends neither on the order of the batches nor on their number, and memory on neither.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optdnn.calibration.cache import Cache, Progress
+from optdnn.calibration.data import Data, open_data
+from optdnn.calibration.images import ImageSpec
+from optdnn.calibration.thresholds import BINS, CHOOSE, METHODS, Histogram
+from optdnn.dim import Dim
+from optdnn.dim import evaluate as evaluate_dim
+from optdnn.errors import InputError, MissingDependency, RunError, ShapeError, UnsupportedError, UsageError
+from optdnn.ir.digest import graph_digest
+from optdnn.ir.evaluate import values
+from optdnn.ir.graph import STRUCTURAL, Graph, Value
+from optdnn.passes.ranges import Calibration, Range, channel_axis
+from optdnn.runtime.machine import usable_cores
+from optdnn.types import FP32, Array, TensorSpec
+
+GROUP_BYTES = 1 << 29
+"""Values are made outputs in groups of about this size, so that a large network's do not have to be held all at once."""
+SAVE_SECONDS = 10.0
+"""How often an unfinished calibration is saved, where there is a cache."""
+
+
+def calibrate(
+    graph: Graph,
+    data: Any,
+    method: str = "entropy",
+    *,
+    cache: str | Path | None = None,
+    images: ImageSpec | None = None,
+    symmetric: bool = False,
+    bins: int = BINS,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Calibration:
+    """Ranges of all fp32 values of ``graph``, as passes take them.
+
+    ``data`` as in :func:`optdnn.calibration.data.open_data`; ``method`` is one of :data:`METHODS`; ``symmetric`` looks at
+    magnitudes alone, as symmetric integers do. ``cache`` names a JSON file: a calibration of the same graph and data by the
+    same method is taken from it, and one that was interrupted goes on where it stopped. ``progress`` is called with a line of
+    text. Runs on ONNX Runtime or OpenVINO, or (slowly) on NumPy where neither is installed.
+
+    Raises UsageError for an unknown method or data that cannot be read, InputError for data that does not fit or says nothing.
+    """
+    if method not in METHODS:
+        raise UsageError(f"calibrator {method!r} is not one of {', '.join(METHODS)}")
+    specs = _specs(graph)
+    source = open_data(data, specs, images)
+    kept = Cache.open(
+        cache, graph_digest(graph), source.digest, f"{method} {bins} {'symmetric' if symmetric else ''}".strip()
+    )
+    if kept.result is not None:
+        progress("calibration from the cache")
+        return kept.result
+    wanted = _wanted(graph)
+    state = kept.progress or Progress()
+    _check_constant(source)
+    runner = _Runner(graph, wanted)
+    _sweep(runner, source, state.extremes, kept, state, _extremes, "ranges", progress)
+    if method != "minmax":
+        edges = {n: _edges(e, bins, symmetric) for n, e in state.extremes.table.items()}
+
+        def count(table: dict[str, Any], name: str, array: Array, axis: int) -> None:
+            counts = np.histogram(np.abs(array) if symmetric else array, edges[name])[0].astype(np.int64)
+            table[name] = table[name] + counts if name in table else counts
+
+        _sweep(runner, source, state.counts, kept, state, count, "histograms", progress)
+    found = _result(method, state, bins, symmetric)
+    kept.finish(found)
+    return found
+
+
+def _specs(graph: Graph) -> list[TensorSpec]:
+    found = []
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        found.append(
+            TensorSpec(out.name, out.type.dtype, tuple(str(d) if isinstance(d, Dim) else d for d in out.type.dims))
+        )
+    return found
+
+
+def _wanted(graph: Graph) -> list[Value]:
+    """The computed fp32 values and the fp32 inputs."""
+    return [
+        Value(op.id, i)
+        for op in graph.order()
+        if op.kind not in ("Constant", "Output")
+        for i, out in enumerate(op.outputs)
+        if out.type.dtype == FP32 and graph.uses(Value(op.id, i))
+    ]
+
+
+def _check_constant(source: Data) -> None:
+    """Data in which no input ever changes says nothing about ranges."""
+    first: dict[str, Any] = {}
+    seen = 0
+    for feeds in source.batches():
+        seen += 1
+        for name, a in feeds.items():
+            value = first.setdefault(name, a.reshape(-1)[0])
+            if not (a == value).all():
+                return
+    if not seen:
+        raise UsageError(f"{source.name} is empty", hint="calibration needs some dozens of typical samples")
+    raise InputError(f"{source.name} is constant: every element is the same", hint="calibrate with typical samples")
+
+
+# ---------------------------------------------------------------- going through the data
+
+
+def _sweep(
+    runner: _Runner,
+    source: Data,
+    sweep: Any,
+    kept: Cache,
+    state: Progress,
+    take: Callable[[dict[str, Any], str, Array, int], None],
+    what: str,
+    progress: Callable[[str], None],
+) -> None:
+    """Let ``take`` see every value of every batch that was not seen before; the state is saved now and then."""
+    if sweep.done:
+        return
+    saved = time.monotonic()
+    total = f" of {source.count}" if source.count else ""
+    for k, feeds in enumerate(source.batches()):
+        if k < sweep.batches:
+            continue
+        progress(f"calibrate: {what}, batch {k + 1}{total}")
+        for name, axis, array in runner.run(feeds):
+            if not np.isfinite(array).all():
+                raise InputError(
+                    f"{source.name}: the network computes NaN or infinity in {name!r} for batch {k}",
+                    hint="a network whose fp32 values are not finite cannot be calibrated",
+                )
+            if array.size:
+                take(sweep.table, name, array, axis)
+        sweep.batches = k + 1
+        if time.monotonic() - saved > SAVE_SECONDS:
+            kept.save(state)
+            saved = time.monotonic()
+    sweep.done = True
+    kept.save(state)
+
+
+def _extremes(table: dict[str, Any], name: str, array: Array, axis: int) -> None:
+    """Smallest and largest element, and per channel: largest magnitude, sum, number of elements."""
+    others = tuple(i for i in range(array.ndim) if i != axis)
+    magnitude = np.abs(array).max(axis=others).astype(np.float64)
+    total = array.sum(axis=others, dtype=np.float64)
+    number = array.size // max(1, magnitude.size)
+    entry = {
+        "low": float(array.min()),
+        "high": float(array.max()),
+        "largest": np.atleast_1d(magnitude),
+        "sum": np.atleast_1d(total),
+        "number": number,
+    }
+    old = table.get(name)
+    if old is not None:
+        entry["low"], entry["high"] = min(old["low"], entry["low"]), max(old["high"], entry["high"])
+        if old["largest"].shape == np.shape(entry["largest"]):  # channels may be as many as the data has words
+            entry["largest"] = np.maximum(old["largest"], entry["largest"])
+            entry["sum"] = old["sum"] + entry["sum"]
+            entry["number"] = old["number"] + number
+        else:
+            entry["largest"], entry["sum"], entry["number"] = np.zeros(0), np.zeros(0), 0
+    table[name] = entry
+
+
+def _edges(extremes: Mapping[str, Any], bins: int, symmetric: bool) -> Array:
+    """Evenly spaced edges over what was seen; over anything where nothing but zero was."""
+    top = np.float32(max(abs(extremes["low"]), abs(extremes["high"])) or 1.0)
+    ends: Any = (np.float32(0.0) if symmetric else -top, top)
+    return np.asarray(np.histogram_bin_edges(np.zeros(0, np.float32), bins, ends))
+
+
+def _result(method: str, state: Progress, bins: int, symmetric: bool) -> Calibration:
+    ranges, seen, channels, means = {}, {}, {}, {}
+    for name, e in state.extremes.table.items():
+        seen[name] = ranges[name] = Range(e["low"], e["high"])
+        if e["number"]:
+            channels[name], means[name] = e["largest"], e["sum"] / e["number"]
+        counts = state.counts.table.get(name)
+        if counts is not None and e["low"] < e["high"]:
+            h = Histogram(counts, _edges(e, bins, symmetric), e["low"], e["high"], symmetric)
+            ranges[name] = CHOOSE[method](h)
+    return Calibration(method, ranges, seen, channels, means, state.extremes.batches)
+
+
+# ---------------------------------------------------------------- running the graph
+
+
+class _Runner:
+    """The graph with its values as outputs: on a library where there is one, in groups that fit memory."""
+
+    def __init__(self, graph: Graph, wanted: Sequence[Value]):
+        self.graph, self.wanted = graph, list(wanted)
+        self.engines: list[tuple[list[Value], Any]] | None = None
+        self.slow = False
+
+    def run(self, feeds: Mapping[str, Array]) -> Iterator[tuple[str, int, Array]]:
+        """(name, channel axis, array) of every wanted value."""
+        if self.engines is None:
+            self.engines = self._compile(feeds)
+        for group, engine in self.engines:
+            if engine is None:
+                arrays = values(self.graph, feeds, group)
+                named = {self.graph.output(v).name: a for v, a in zip(group, arrays, strict=True)}
+            else:
+                named = {**feeds, **engine.run(feeds)}
+            for v in group:
+                name = self.graph.output(v).name
+                array = np.asarray(named[name])
+                yield name, channel_axis(array.ndim), array
+
+    def _compile(self, feeds: Mapping[str, Array]) -> list[tuple[list[Value], Any]]:
+        found = []
+        for group in self._groups(feeds):
+            found.append((group, self._engine(group)))
+        return found
+
+    def _groups(self, feeds: Mapping[str, Array]) -> list[list[Value]]:
+        sizes: dict[str, int] = {}
+        for i in self.graph.inputs:
+            out = self.graph.op(i).outputs[0]
+            for d, n in zip(out.type.shape or (), feeds[out.name].shape, strict=True):
+                if isinstance(d, Dim):
+                    sizes[str(d)] = n
+        groups: list[list[Value]] = [[]]
+        total = 0
+        for v in self.wanted:
+            try:
+                dims = [d if isinstance(d, int) else evaluate_dim(d, sizes) for d in self.graph.type(v).shape or ()]
+                size = 4 * int(np.prod(dims, dtype=np.int64))
+            except ShapeError:
+                size = 0
+            if groups[-1] and total + size > GROUP_BYTES:
+                groups.append([])
+                total = 0
+            groups[-1].append(v)
+            total += size
+        return groups
+
+    def _engine(self, group: Sequence[Value]) -> Any:
+        """An engine whose outputs are these values under their own names; None: NumPy runs them."""
+        from optdnn.tactics.cpu import LIBRARIES, compile_with
+
+        exposed = self.graph.copy()
+        for i in list(exposed.outputs):
+            exposed.outputs.remove(i)
+            exposed.remove(i)
+        for v in group:
+            if exposed.op(v).kind != "Input":
+                exposed.add_output(v, exposed.output(v).name)
+        exposed.remove_dead([op.id for op in exposed.ops() if op.kind not in STRUCTURAL])
+        for library in ("onnxruntime", "openvino"):
+            if LIBRARIES[library].version() is None:
+                continue
+            try:
+                return compile_with(exposed, library, "fp32", usable_cores())
+            except (RunError, UnsupportedError, MissingDependency):
+                continue
+        return None

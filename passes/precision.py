@@ -1,0 +1,200 @@
+"""What precision each op is asked to run in: the plan that ``assign_precision`` carries out, and the choices there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from optdnn.errors import UsageError
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.types import FP32, is_float
+
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8")
+QUANTIZED = frozenset({"int8", "fp8"})
+"""Precisions that need scales, and so calibration."""
+
+ANCHORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+"""Kinds with a quantized form of their own; what stands between them follows (see ``passes.quantize``)."""
+
+SHARES_SCALE = frozenset(
+    {
+        *("MaxPool", "GlobalMaxPool", "Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice"),
+        *("Concat", "Split", "DepthToSpace", "SpaceToDepth", "Gather", "Expand", "Tile"),
+    }
+)
+"""Kinds whose result consists of elements of their operands: one scale serves both sides, and no rounding is added."""
+
+OWN_SCALE = frozenset({"Add", "AveragePool", "GlobalAveragePool", "Mul"})
+"""Kinds that compute something new of quantized operands, and requantize."""
+
+
+def key(op: Op) -> str:
+    """An op's name in a plan: that of its first output, as the graph has it when precisions are assigned."""
+    return op.outputs[0].name
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """What was asked for. ``nodes`` maps ops to precisions: an op's :func:`key`, or patterns over the names of its ONNX nodes.
+
+    A key counts before a pattern, and an earlier pattern before a later one. ``default`` is for every op not named; ``base``
+    is the float precision of what ``default`` cannot be had for. ``reasons`` tell why, in words.
+    """
+
+    default: str = "fp32"
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    base: str = "fp32"
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, precision in (("default", self.default), ("base", self.base), *self.nodes.items()):
+            if precision not in PRECISIONS:
+                raise UsageError(f"precision {precision!r} of {name} is not one of {', '.join(PRECISIONS)}")
+        if self.base in QUANTIZED:
+            raise UsageError(f"the float precision beside {self.default} cannot be {self.base}")
+
+    @classmethod
+    def of_option(cls, text: str, nodes: Mapping[str, str] | None = None) -> PrecisionPlan:
+        """``"int8"``, or ``"int8+fp16"``: fp16 for what is not quantized. Raises UsageError."""
+        default, plus, base = text.partition("+")
+        if plus and (default not in QUANTIZED or base in QUANTIZED):
+            raise UsageError(f"precision {text!r} is not one, or int8+fp16 and the like")
+        if not plus:
+            base = "fp32" if default in QUANTIZED else default
+        return cls(default, nodes or {}, base)
+
+    def of(self, op: Op) -> str:
+        """The precision asked for."""
+        return self._find(self.nodes, op) or self.default
+
+    def reason(self, op: Op) -> str | None:
+        return self._find(self.reasons, op)
+
+    def named(self, op: Op) -> bool:
+        """True where the plan speaks of this very op."""
+        return self._find(self.nodes, op) is not None
+
+    @staticmethod
+    def _find(table: Mapping[str, str], op: Op) -> str | None:
+        found = table.get(key(op))
+        if found is not None or not table:
+            return found
+        for pattern, value in table.items():
+            if any(fnmatchcase(name, pattern) for name in op.src):
+                return value
+        return None
+
+    @property
+    def quantizes(self) -> bool:
+        return not QUANTIZED.isdisjoint({self.default, *self.nodes.values()})
+
+    @property
+    def floats(self) -> tuple[str, ...]:
+        """The float precisions in it."""
+        return tuple(sorted({self.base, self.default, *self.nodes.values()} - QUANTIZED))
+
+    def unmatched(self, graph: Graph) -> list[str]:
+        """Entries of ``nodes`` that no op of the graph answers to."""
+        ops = [op for op in graph.ops() if op.kind not in STRUCTURAL]
+        keys = {key(op) for op in ops}
+        names = {n for op in ops for n in op.src}
+        return [p for p in self.nodes if p not in keys and not any(fnmatchcase(n, p) for n in names)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "default": self.default,
+            "base": self.base,
+            "nodes": dict(self.nodes),
+            "reasons": dict(self.reasons),
+        }
+
+    @classmethod
+    def from_json(cls, plain: Any) -> PrecisionPlan:
+        """Raises UsageError for anything that :meth:`to_json` does not write."""
+        try:
+            texts = [{str(k): str(v) for k, v in plain.get(f, {}).items()} for f in ("nodes", "reasons")]
+            return cls(str(plain["default"]), texts[0], str(plain.get("base", "fp32")), texts[1])
+        except (AttributeError, KeyError, TypeError):
+            raise UsageError(f"not a precision plan: {plain!r}") from None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One op and the precisions it may be asked for; ``refused``: those it may not, and why."""
+
+    key: str
+    kind: str
+    nodes: tuple[str, ...]
+    precisions: tuple[str, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def choices(graph: Graph, target: str) -> list[Choice]:
+    """What there is to choose from on a target ("cpu", "cuda:sm_90a", …), op by op in topological order.
+
+    An engine for the cpu has one float precision for all of its ops: a plan for it mixes int8 with either fp32 or bf16.
+    """
+    family, _, arch = target.partition(":")
+    found = []
+    for op in graph.order():
+        if op.kind in STRUCTURAL:
+            continue
+        offered, refused = ["fp32"], {}
+        if family in ("cuda", "simulate"):
+            offered += ["fp16", "bf16"]
+        else:
+            offered += ["bf16"]
+            refused["fp16"] = "the cpu target has no fp16 arithmetic"
+        reason = no_integers(graph, op)
+        if reason is None:
+            offered.append("int8")
+        else:
+            refused["int8"] = reason
+        if family not in ("cuda", "simulate"):
+            refused["fp8"] = "fp8 is for GPUs"
+        elif arch == "sm_80":
+            refused["fp8"] = "sm_80 has no fp8 arithmetic"
+        elif reason is not None or op.kind not in ANCHORS:
+            refused["fp8"] = reason or f"{op.kind} has no fp8 form"
+        else:
+            offered.append("fp8")
+        found.append(Choice(key(op), op.kind, tuple(sorted(op.src)), tuple(offered), refused))
+    return found
+
+
+def no_integers(graph: Graph, op: Op) -> str | None:
+    """Why an op has no quantized form, or None."""
+    if op.kind not in ANCHORS | SHARES_SCALE | OWN_SCALE:
+        return f"{op.kind} has no int8 form"
+    if op.outputs[0].type.dtype != FP32:
+        return f"it computes {op.outputs[0].type}, not fp32"
+    if op.kind == "MaxPool" and op.attrs.indices:
+        return "it gives positions besides the largest elements"
+    if op.kind == "Gemm" and (op.attrs.alpha != 1.0 or op.attrs.beta != 1.0 or op.attrs.transA):
+        return "a Gemm with alpha, beta or a transposed A has no int8 form"
+    if op.kind in ANCHORS:
+        if graph.constant_value(_operand(op, 0)) is not None:
+            return "its data operand is a constant"
+        if op.kind != "MatMul" and graph.constant_value(_operand(op, 1)) is None:
+            return "its weights are not constant"
+        if op.kind == "MatMul" and any(len(graph.type(_operand(op, i)).shape or ()) < 2 for i in (0, 1)):
+            return "one of its operands is a vector"
+        bias = op.input(2) if op.kind != "MatMul" else None
+        if bias is not None and graph.constant_value(bias) is None:
+            return "its bias is not constant"
+        if op.kind == "Gemm" and bias is not None:
+            shape = graph.type(bias).shape or ()
+            if len(shape) > 2 or (len(shape) == 2 and shape[0] != 1):
+                return f"its bias {graph.type(bias)} is not one number per column"
+        weights = graph.constant_value(op.input(1))
+        if weights is not None and not is_float(weights.dtype):
+            return "its weights are integers already"
+    return None
+
+
+def _operand(op: Op, slot: int) -> Value:
+    value = op.input(slot)
+    assert value is not None
+    return value

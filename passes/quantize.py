@@ -1,0 +1,279 @@
+"""Q and DQ around the ops that a plan asks for in int8 or fp8: operators with their scales and zero points as operands.
+
+An op that runs in integers stays what it is, between DequantizeLinear of its operands and QuantizeLinear of its result; a
+library or a lowering folds the three into one kernel. There is one pair per value, shared by all that read it in integers,
+and what stands between integer ops and only moves or compares elements is drawn in, with one scale on both of its sides.
+
+Weights are symmetric int8 per output channel, biases int32 with the scale of the products they are added to. Activations
+have one scale per tensor: int8 and symmetric on GPUs, uint8 with a zero point on CPUs (Jacob et al., "Quantization and
+Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", 2018).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from optdnn.errors import UsageError
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
+from optdnn.passes.base import Fired, PassReport, Refused, node_names
+from optdnn.passes.precision import ANCHORS, OWN_SCALE, QUANTIZED, SHARES_SCALE, PrecisionPlan, no_integers
+from optdnn.passes.ranges import FP8_LARGEST, Calibration, Range, fp8_scale, integer_parameters
+from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
+
+FP8 = DTYPES["fp8_e4m3"]
+BIAS_LIMIT = 2.0**30
+"""Largest magnitude of an int32 bias: the sum of products that it is added to needs room as well."""
+
+
+def quantize(graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport) -> None:
+    """Put Q and DQ into ``graph`` for every op that ``plan`` asks for in int8 or fp8 and that has such a form.
+
+    Ops that already read a DequantizeLinear stay as they are. Refusals go to ``report``, with their reasons. Raises
+    UsageError where ``calibration`` lacks a value that is needed: it is of another graph.
+    """
+    _Quantizer(graph, plan, calibration, target, report).run()
+
+
+class _Quantizer:
+    def __init__(self, graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport):
+        self.graph, self.plan, self.calibration, self.report = graph, plan, calibration, report
+        self.unsigned = target.partition(":")[0] not in ("cuda", "simulate")
+        self.chosen: dict[int, str] = {}
+        """Ids of ops that will run in integers (or fp8) -> which."""
+        self.wanted: dict[tuple[Value, str], None] = {}
+        self.made: dict[tuple[Value, str], Value] = {}
+        self.scales: dict[tuple[Value, str], tuple[Value, Value | None]] = {}
+        self._parent: dict[tuple[Value, str], tuple[Value, str]] = {}
+        self._sources: dict[Value, bool] = {}
+
+    def run(self) -> None:
+        self._choose_anchors()
+        self._draw_in()
+        parameters = self._parameters()
+        for value, precision in self._in_order():
+            self._pair(value, precision, *parameters[self._root((value, precision))])
+        for op_id, precision in self.chosen.items():
+            op = self.graph.op(op_id)
+            if op.kind in ANCHORS:
+                self._weights(op, precision)
+            self.report.fired.append(Fired(precision, node_names([op])))
+
+    # ------------------------------------------------------------------ which ops
+
+    def _choose_anchors(self) -> None:
+        for op in self.graph.order():
+            if op.kind in STRUCTURAL or (asked := self.plan.of(op)) not in QUANTIZED:
+                continue
+            if op.kind in ANCHORS and not is_quantized(self.graph, op):
+                reason = no_integers(self.graph, op)
+                if reason is None and op.attrs.prologue:
+                    reason = "what is fused in front of it computes in floating point"
+                if reason is None:
+                    self.chosen[op.id] = asked
+                    for value in self._data(op):
+                        self.wanted[value, asked] = None
+                else:
+                    self.report.refused.append(Refused(asked, node_names([op]), f"{op.kind} stays float: {reason}"))
+
+    def _data(self, op: Op) -> list[Value]:
+        """The operands that carry data: not parameters, nor what broadcasts in a stage."""
+        graph, found = self.graph, []
+        for slot, value in enumerate(op.inputs):
+            if value is None or graph.constant_value(value) is not None or graph.type(value).dtype != FP32:
+                continue
+            arity = op.definition.arity
+            if op.kind in ANCHORS and slot >= (arity or 0) and graph.type(value).shape != op.outputs[0].type.shape:
+                continue
+            found.append(value)
+        return list(dict.fromkeys(found))
+
+    def _draw_in(self) -> None:
+        """Ops whose result is wanted in integers and that can give it: the wish goes on to their operands."""
+        for op in reversed(self.graph.order()):
+            if not self._follows(op):
+                continue
+            outputs = [Value(op.id, i) for i in range(len(op.outputs))]
+            asked = next((p for v in outputs for p in sorted(QUANTIZED) if (v, p) in self.wanted), None)
+            if asked is None or no_integers(self.graph, op) is not None:
+                continue
+            data = self._data(op)
+            constant = any(
+                v is not None and self.graph.constant_value(v) is not None and self.graph.type(v).dtype == FP32
+                for v in op.inputs
+            )
+            if not data or constant or (op.kind in OWN_SCALE and not all(map(self._from_integers, data))):
+                continue
+            self.chosen[op.id] = asked
+            for v in (*data, *(v for v in outputs if self.graph.uses(v))):
+                self.wanted[v, asked] = None
+                if op.kind in SHARES_SCALE:
+                    self._join((data[0], asked), (v, asked))
+
+    def _follows(self, op: Op) -> bool:
+        """True for an op that is drawn in by its neighbours, and that the plan does not keep out of it by name."""
+        return op.kind in SHARES_SCALE | OWN_SCALE and (not self.plan.named(op) or self.plan.of(op) in QUANTIZED)
+
+    def _from_integers(self, value: Value) -> bool:
+        """True where the value comes from an integer op, if through ops that only move elements."""
+        if value not in self._sources:
+            op = self.graph.op(value)
+            moved = self._follows(op)
+            self._sources[value] = op.id in self.chosen or (
+                moved and bool(data := self._data(op)) and all(map(self._from_integers, data))
+            )
+        return self._sources[value]
+
+    # ------------------------------------------------------------------ scales
+
+    def _root(self, item: tuple[Value, str]) -> tuple[Value, str]:
+        while (up := self._parent.get(item, item)) != item:
+            item = up
+        return item
+
+    def _join(self, a: tuple[Value, str], b: tuple[Value, str]) -> None:
+        a, b = self._root(a), self._root(b)
+        if a != b:
+            self._parent[b] = a
+
+    def _parameters(self) -> dict[tuple[Value, str], tuple[Value, Value | None]]:
+        """Scale and zero point, as constants, of each set of values that share them."""
+        hulls: dict[tuple[Value, str], Range] = {}
+        for item in self.wanted:
+            name = self.graph.output(item[0]).name
+            found = self.calibration.range(name)
+            if found is None:
+                raise UsageError(
+                    f"the calibration says nothing of {name!r}", hint="it was made for another graph: calibrate anew"
+                )
+            root = self._root(item)
+            hulls[root] = hulls[root].hull(found) if root in hulls else found
+        made = {}
+        for root, range_ in hulls.items():
+            name = self.graph.output(root[0]).name
+            scale, zero = self._numbers(root[1], range_)
+            made[root] = (
+                self.graph.add_constant(scale, f"{name}/scale"),
+                None if zero is None else self.graph.add_constant(zero, f"{name}/zero_point"),
+            )
+        return made
+
+    def _numbers(self, precision: str, range_: Range) -> tuple[Array, Array | None]:
+        if precision == "fp8":
+            return fp8_scale(range_), None
+        if not self.unsigned:
+            return integer_parameters(range_, INT8, symmetric=True)[0], None
+        return integer_parameters(range_, UINT8, symmetric=False)
+
+    # ------------------------------------------------------------------ the graph
+
+    def _in_order(self) -> list[tuple[Value, str]]:
+        position = {op.id: k for k, op in enumerate(self.graph.order())}
+        return sorted(self.wanted, key=lambda item: (position[item[0].op], item[0].port, item[1]))
+
+    def _dtype(self, precision: str) -> DType:
+        return FP8 if precision == "fp8" else UINT8 if self.unsigned else INT8
+
+    def _pair(self, value: Value, precision: str, scale: Value, zero: Value | None) -> None:
+        """Q and DQ behind a value; its integer users read the DQ, and all others where an integer op made the value."""
+        graph, producer = self.graph, self.graph.op(value)
+        uses = graph.uses(value)
+        name, src = graph.output(value).name, producer.src
+        attrs = QuantizeAttrs(self._dtype(precision), axis=0)
+        q = graph.add("QuantizeLinear", [value, scale, zero], attrs, names=[f"{name}/q"], src=src).value
+        dq = graph.add("DequantizeLinear", [q, scale, zero], DequantizeAttrs(axis=0), names=[f"{name}/dq"], src=src)
+        self.made[value, precision] = dq.value
+        self.scales[dq.value, precision] = (scale, zero)
+        for use in uses:
+            user = graph.op(use.op)
+            reads = self.chosen.get(user.id)
+            if reads == precision or (reads is None and user.kind != "Output" and producer.id in self.chosen):
+                graph.set_op(
+                    replace(user, inputs=tuple(dq.value if i == use.slot else v for i, v in enumerate(user.inputs)))
+                )
+
+    def _weights(self, op: Op, precision: str) -> None:
+        """Constant weights and bias as integer constants behind a DequantizeLinear."""
+        graph = self.graph
+        weights = graph.constant_value(op.input(1))
+        if weights is None:
+            return
+        axis = weight_axis(op, weights)
+        entering = op.input(0)
+        assert entering is not None
+        x_scale = graph.constant_value(self.scales[entering, precision][0])
+        assert x_scale is not None
+        bias = graph.constant_value(op.input(2)) if op.kind != "MatMul" else None
+        inputs = list(op.inputs)
+        name = graph.output(inputs[1]).name  # type: ignore[arg-type]
+        integers, scale = quantized_weights(weights, axis, precision, bias, float(x_scale))
+        inputs[1] = self._dequantized(integers, scale, axis, name, op)
+        if bias is not None and precision == "int8":
+            step = (x_scale.astype(np.float64) * scale.astype(np.float64)).astype(np.float32)
+            whole = np.clip(np.rint(bias.astype(np.float64).reshape(-1) / step), -(2.0**31), 2.0**31 - 1).astype(INT32)
+            b_name = graph.output(inputs[2]).name  # type: ignore[arg-type]
+            inputs[2] = self._dequantized(whole.reshape(bias.shape), step, bias.ndim - 1, b_name, op)
+        old = [v.op for v in op.inputs[1:3] if v is not None]
+        graph.set_op(replace(op, inputs=tuple(inputs)))
+        graph.remove_dead(old)
+
+    def _dequantized(self, integers: Array, scale: Array, axis: int | None, name: str, op: Op) -> Value:
+        graph = self.graph
+        operands = [graph.add_constant(integers, f"{name}/q"), graph.add_constant(scale, f"{name}/scale"), None]
+        return graph.add(
+            "DequantizeLinear", operands, DequantizeAttrs(axis=axis or 0), names=[f"{name}/dq"], src=op.src
+        ).value
+
+
+def is_quantized(graph: Graph, op: Op) -> bool:
+    """True where the op's data operand comes from a DequantizeLinear already."""
+    value = op.input(0)
+    return value is not None and graph.op(value).kind == "DequantizeLinear"
+
+
+def weight_axis(op: Op, weights: Array) -> int | None:
+    """The axis of output channels that gets one scale per entry; None: one scale for all."""
+    if op.kind == "Conv":
+        return 0
+    if op.kind == "ConvTranspose":
+        return 1 if op.attrs.group == 1 else None
+    if op.kind == "Gemm":
+        return 0 if op.attrs.transB else 1
+    return weights.ndim - 1 if weights.ndim == 2 else None
+
+
+def quantized_weights(
+    weights: Array, axis: int | None, precision: str, bias: Array | None = None, x_scale: float = 1.0
+) -> tuple[Array, Array]:
+    """(int8 or fp8 weights, float32 scales): symmetric, one scale per entry of ``axis`` or (None) one for all, scale [].
+
+    A channel without any weight has the scale 1, or what its bias needs. Where a bias would not fit 30 bits at the scale of
+    its products, ``x_scale`` times the weights' scale, that scale is raised until it does. Raises UsageError for weights
+    that are not finite.
+    """
+    wide = weights.astype(np.float64)
+    if not np.isfinite(wide).all():
+        raise UsageError("weights that are not finite cannot be quantized")
+    others = None if axis is None else tuple(i for i in range(wide.ndim) if i != axis)
+    top = FP8_LARGEST if precision == "fp8" else 127.0
+    scale = np.asarray(np.abs(wide).max(axis=others, initial=0.0)) / top
+    empty = scale < np.finfo(np.float32).tiny
+    if bias is not None and precision == "int8":
+        row = np.abs(bias.astype(np.float64)).reshape(-1)
+        if scale.ndim == 0:
+            row = row.max(initial=0.0)
+        needed = row / (BIAS_LIMIT * x_scale)
+        scale = np.where(
+            empty & (row > 0), np.maximum(needed * 2**10, np.finfo(np.float32).tiny), np.where(empty, 1.0, scale)
+        )
+        scale = np.maximum(scale, needed)
+    else:
+        scale = np.where(empty, 1.0, scale)
+    scale = scale.astype(np.float32)
+    by_channel = scale if axis is None else scale.reshape([-1 if i == axis else 1 for i in range(wide.ndim)])
+    quotient = wide / by_channel.astype(np.float64)
+    if precision == "fp8":
+        return np.clip(quotient, -FP8_LARGEST, FP8_LARGEST).astype(FP8), scale
+    return np.clip(np.rint(quotient), -127, 127).astype(INT8), scale

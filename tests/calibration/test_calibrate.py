@@ -1,0 +1,276 @@
+"""Calibrating a graph: sources of data, agreement with ONNX Runtime's calibrators, the cache, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.net import Net
+
+from optdnn.calibration import calibrate
+from optdnn.calibration.data import BATCH, open_data
+from optdnn.calibration.images import ImageSpec
+from optdnn.dim import symbol
+from optdnn.errors import InputError, OutputError, UsageError
+from optdnn.ir.export_onnx import export_model
+from optdnn.ir.graph import Graph
+from optdnn.types import Array, TensorSpec
+
+pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+
+
+def net(batch: Any = 2) -> Graph:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(batch, 3, 6, 6), 4, bias=True))
+    return n.done(n.op("GlobalAveragePool", n.conv(x, 5)))
+
+
+def pictures(count: int = 8, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal((count, 3, 6, 6)).astype(np.float32)
+
+
+class Reader:
+    """ONNX Runtime's reader of calibration data."""
+
+    def __init__(self, x: Array, batch: int):
+        self.batches = iter([{"x": x[i : i + batch]} for i in range(0, len(x), batch)])
+
+    def get_next(self) -> Any:
+        return next(self.batches, None)
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile", "entropy"])
+def test_ranges_agree_with_onnx_runtime(method: str, tmp_path: Path) -> None:
+    from onnxruntime.quantization.calibrate import CalibrationMethod, create_calibrator
+
+    graph, x = net(), pictures()
+    export_model(graph, 17).save(tmp_path / "m.onnx")
+    ways = {"minmax": ("MinMax", {}), "percentile": ("Percentile", {"symmetric": False, "num_bins": 512}),
+            "entropy": ("Entropy", {"num_bins": 512})}  # fmt: skip
+    name, options = ways[method]
+    theirs = create_calibrator(
+        str(tmp_path / "m.onnx"),
+        augmented_model_path=str(tmp_path / "augmented.onnx"),
+        calibrate_method=getattr(CalibrationMethod, name),
+        extra_options=options,
+    )
+    theirs.collect_data(Reader(x, 2))
+    found = calibrate(graph, {"x": x}, method, bins=512)
+    wanted = {n: d.range_value for n, d in theirs.compute_data().items()}
+    assert {"x", "Relu_2", "Conv_3"} <= wanted.keys()
+    for value, (low, high) in wanted.items():
+        if value in found.ranges:
+            assert found.ranges[value].low == pytest.approx(np.min(low), rel=1e-5, abs=1e-7), value
+            assert found.ranges[value].high == pytest.approx(np.max(high), rel=1e-5, abs=1e-7), value
+    assert found.ranges.keys() >= {"x", "Conv_1", "Relu_2", "Conv_3"}
+    assert found.samples == 4
+
+
+def test_every_source_gives_the_same(tmp_path: Path) -> None:
+    graph, x = net(), pictures()
+    np.savez(tmp_path / "a.npz", x=x, labels=np.arange(8))
+    np.savez(tmp_path / "b.npz", anything=x)
+    np.save(tmp_path / "a.npy", x)
+    parts = [x[i : i + 2] for i in range(0, 8, 2)]
+
+    def made() -> Iterator[dict[str, Array]]:
+        return iter([{"x": p} for p in parts])
+
+    sources: list[Any] = [
+        *(str(tmp_path / f) for f in ("a.npz", "b.npz", "a.npy")),
+        *(x, {"x": x}, parts, [{"x": p} for p in parts], made, made(), (p for p in parts)),
+    ]
+    found = [calibrate(graph, s, "entropy", bins=256) for s in sources]
+    assert all(f.ranges == found[0].ranges for f in found)
+    assert all(f.samples == 4 for f in found)
+
+
+def test_the_order_of_batches_does_not_matter() -> None:
+    graph, x = net_symbolic(), pictures(20)
+    assert calibrate(graph, x, "mse").ranges == calibrate(graph, x[::-1], "mse").ranges
+
+
+def net_symbolic() -> Graph:
+    return net(symbol("N"))
+
+
+def test_a_symbolic_batch_takes_all_samples() -> None:
+    found = open_data(pictures(BATCH * 2 + 3), [TensorSpec("x", np.dtype(np.float32), ("N", 3, 6, 6))])
+    assert [len(b["x"]) for b in found.batches()] == [BATCH, BATCH, 3]
+    assert calibrate(net_symbolic(), pictures(11), "minmax").samples == 2
+
+
+def test_channels_and_means() -> None:
+    x = pictures()
+    found = calibrate(net(), x, "minmax")
+    np.testing.assert_allclose(found.channels["x"], np.abs(x).max(axis=(0, 2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(found.means["x"], x.mean(axis=(0, 2, 3)), rtol=1e-4, atol=1e-6)
+
+
+def test_without_a_library_numpy_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = calibrate(net(), pictures(4), "minmax")
+    monkeypatch.setattr("optdnn.tactics.cpu.Library.version", lambda self: None)
+    slow = calibrate(net(), pictures(4), "minmax")
+    for name, r in fast.ranges.items():
+        assert slow.ranges[name].high == pytest.approx(r.high, rel=1e-4)
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def test_a_folder_of_pictures(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the images extra is not installed")
+    rng = np.random.default_rng(0)
+    for k in range(4):
+        image.fromarray(rng.integers(0, 256, (9 + k, 12, 3), dtype=np.uint8)).save(tmp_path / f"{k}.png")
+    (tmp_path / "notes.txt").write_text("no picture")
+    spec = ImageSpec(resize=8, crop=6, mean=(0.5,), std=(0.25,))
+    found = calibrate(net(), tmp_path, "minmax", images=spec)
+    assert found.samples == 2
+    assert -2 <= found.ranges["x"].low < -1
+    assert 1 < found.ranges["x"].high <= 2
+    (tmp_path / "9.png").write_bytes(b"no picture")
+    with pytest.raises(InputError, match=r"9\.png is not a picture"):
+        list(open_data(tmp_path, [TensorSpec("x", np.dtype(np.float32), (5, 3, 6, 6))], spec).batches())
+    with pytest.raises(InputError, match=r"the array has shape \[2, 3, 8, 8\]"):
+        calibrate(net(), tmp_path, "minmax", images=ImageSpec(resize=(8, 8), crop=None))
+
+
+def test_one_pixel_is_prepared_as_the_spec_says(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the images extra is not installed")
+    image.fromarray(np.array([[[10, 20, 30]]], np.uint8)).save(tmp_path / "p.png")
+    from optdnn.calibration.images import read_image
+
+    spec = ImageSpec.read('{"resize": null, "crop": null, "color": "BGR", "scale": 1, "mean": [1, 2, 3], "std": [2]}')
+    np.testing.assert_array_equal(read_image(tmp_path / "p.png", spec).reshape(-1), [14.5, 9.0, 3.5])
+    hwc = ImageSpec(resize=None, crop=None, scale=1.0, mean=(0.0,), std=(1.0,), layout="hwc")
+    assert read_image(tmp_path / "p.png", hwc).shape == (1, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"size": 3}', "has no size"),
+        ("[1]", "no form but an object|neither JSON"),
+        ('{"std": [0]}', "std must not be zero"),
+        ('{"mean": [1, 2]}', "does not fit 3 channels"),
+        ('{"color": "CMYK"}', "is not RGB"),
+        ("nowhere.json", "neither JSON nor a file"),
+    ],
+)
+def test_preprocessing_that_makes_no_sense(text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        ImageSpec.read(text)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_the_cache_spares_the_work_and_is_readable(tmp_path: Path) -> None:
+    graph, x, cache = net(), pictures(), tmp_path / "c.json"
+    said: list[str] = []
+    first = calibrate(graph, x, "entropy", cache=cache)
+    again = calibrate(graph, x, "entropy", cache=cache, progress=said.append)
+    assert said == ["calibration from the cache"]
+    assert again.ranges == first.ranges
+    np.testing.assert_array_equal(again.means["x"], first.means["x"])
+    plain = json.loads(cache.read_text())
+    assert plain["result"]["ranges"]["x"] == [first.ranges["x"].low, first.ranges["x"].high]
+    # Another method, other data and another graph are calibrated anew.
+    assert calibrate(graph, x, "minmax", cache=cache).ranges != first.ranges
+    assert calibrate(graph, pictures(seed=1), "minmax", cache=cache).ranges["x"] != first.seen["x"]
+
+
+def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.calibration.run.SAVE_SECONDS", 0.0)
+    graph, x, cache = net(), pictures(), tmp_path / "c.json"
+    for stop in (3, 6):
+        seen: list[str] = []
+
+        def interrupt(text: str, seen: list[str] = seen, stop: int = stop) -> None:
+            seen.append(text)
+            if len(seen) == stop:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(graph, x, "entropy", cache=cache, progress=interrupt)
+    said: list[str] = []
+    found = calibrate(graph, x, "entropy", cache=cache, progress=said.append)
+    # Two batches were done, then two and three: three are left of the eight.
+    assert said == [f"calibrate: histograms, batch {k} of 4" for k in (4,)]
+    assert found.ranges == calibrate(graph, x, "entropy").ranges
+    np.testing.assert_allclose(found.means["x"], calibrate(graph, x, "entropy").means["x"])
+
+
+def test_other_files_are_not_taken_for_a_cache(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    for text in ("{", "{}", "[]"):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="is not a calibration cache"):
+            calibrate(net(), pictures(), "minmax", cache=path)
+        assert path.read_text() == text
+    with pytest.raises(OutputError):
+        calibrate(net(), pictures(), "minmax", cache=tmp_path / "no" / "where.json")
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_bad_data(tmp_path: Path) -> None:
+    x = pictures()
+    holes = x.copy()
+    holes[3, 1, 2, 2] = np.nan
+    (tmp_path / "text.npz").write_text("no arrays")
+    (tmp_path / "empty").mkdir()
+    np.savez(tmp_path / "other.npz", y=x, z=x)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (holes, InputError, "batch 1: input x.*holds NaN or infinity"),
+        (holes * np.inf, InputError, "holds NaN or infinity"),
+        (x[:0], UsageError, "is empty"),
+        ([], UsageError, "is empty"),
+        (iter([]), UsageError, "is empty"),
+        (np.zeros_like(x), InputError, "is constant"),
+        (x[:1], InputError, "has 1 samples, a batch of the network is 2"),
+        (x[:, :2], InputError, r"the array has shape \[2, 2, 6, 6\]"),
+        (x[0], InputError, r"the array has shape \[3, 6, 6\]"),
+        ([x[:3]], InputError, r"the array has shape \[3, 3, 6, 6\]"),
+        (x > 0, InputError, "the data is bool"),
+        ({"y": x}, UsageError, "no array for input 'x'"),
+        ([{"y": x}], InputError, "no array for input 'x'"),
+        (tmp_path / "nowhere.npz", UsageError, "there is no calibration data"),
+        (tmp_path / "text.npz", UsageError, "is not a .npz or .npy"),
+        (tmp_path / "other.npz", UsageError, "has no array for input 'x'; it has y, z"),
+        (tmp_path / "empty", UsageError, "holds no pictures"),
+        (3, UsageError, "int is not calibration data"),
+    ]
+    for data, error, why in cases:
+        cache = tmp_path / "cache.json"
+        with pytest.raises(error, match=why):
+            calibrate(net(), data, "minmax", cache=cache)
+        assert not cache.exists(), "nothing is left half-written"
+    with pytest.raises(UsageError, match="calibrator 'best'"):
+        calibrate(net(), x, "best")
+
+
+def test_a_network_that_overflows_is_told(tmp_path: Path) -> None:
+    n = Net()
+    graph = n.done(n.op("Exp", n.op("Mul", n.input(1, 4), 1000.0)))
+    with pytest.raises(InputError, match="the network computes NaN or infinity in 'Exp"):
+        calibrate(graph, np.ones((3, 4), np.float32) * np.arange(4, dtype=np.float32), "minmax")
+
+
+def test_two_inputs_need_names() -> None:
+    n = Net()
+    a = n.input(2, 4, name="a")
+    b = n.input(2, 4, name="b")
+    graph = n.done(n.op("Add", a, b))
+    x = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
+    with pytest.raises(UsageError, match=r"has 2 inputs \(a, b\)"):
+        calibrate(graph, x, "minmax")
+    with pytest.raises(InputError, match="different numbers of samples"):
+        calibrate(graph, {"a": x, "b": x[:2]}, "minmax")
+    assert calibrate(graph, {"a": x, "b": x}, "minmax").ranges["a"].high == float(x.max())

@@ -1,0 +1,107 @@
+"""Ranges: the same as ONNX Runtime's quantizer chooses from the same data, and sensible ones by every method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from optdnn.calibration.thresholds import Histogram, entropy, mse, percentile
+from optdnn.passes.ranges import Range, integer_parameters
+from optdnn.types import Array
+
+BINS = 512
+DATA = {
+    "normal": lambda rng: rng.standard_normal(20_000),
+    "relu": lambda rng: np.maximum(rng.standard_normal(20_000), 0),
+    "heavy tail": lambda rng: rng.standard_t(2.5, 20_000),
+    "shifted": lambda rng: rng.standard_normal(20_000) * 0.1 + 3,
+    "sparse": lambda rng: np.where(rng.random(20_000) < 0.99, 0, rng.standard_normal(20_000) * 8),
+}
+
+
+def sample(name: str) -> Array:
+    return np.asarray(DATA[name](np.random.default_rng(3)), np.float32)
+
+
+def histogram(x: Array, absolute: bool = False, bins: int = BINS) -> Histogram:
+    top = np.abs(x).max()
+    if absolute:
+        counts, edges = np.histogram(np.abs(x), bins, range=(np.float32(0), top))
+    else:
+        counts, edges = np.histogram(x, bins, range=(-top, top))
+    return Histogram(counts, edges, float(x.min()), float(x.max()), absolute)
+
+
+def theirs(x: Array, method: str, symmetric: bool) -> Range:
+    calibrate = pytest.importorskip("onnxruntime.quantization.calibrate", reason="the cpu extra is not installed")
+    collector = calibrate.HistogramCollector(method, symmetric, BINS, 128, 99.9, "same")
+    collector.collect({"x": x})
+    low, high = collector.compute_collection_result()["x"][:2]
+    return Range(float(low), float(high))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("method", ["percentile", "entropy"])
+@pytest.mark.parametrize("name", DATA)
+def test_scales_agree_with_onnx_runtime(name: str, method: str, symmetric: bool) -> None:
+    x = sample(name)
+    if symmetric and method == "percentile":
+        x[0] = 0.0  # ONNX Runtime's magnitudes begin at the smallest, ours at zero
+    h = histogram(x, symmetric and method == "percentile")
+    mine = percentile(h, 99.9) if method == "percentile" else entropy(h)
+    other = theirs(x, method, symmetric)
+    for dtype in (np.uint8, np.int8):
+        ours, zero = integer_parameters(mine, np.dtype(dtype), symmetric=symmetric)
+        wanted, wanted_zero = _their_parameters(other, dtype, symmetric)
+        assert float(ours) == pytest.approx(wanted, rel=1e-5)
+        assert int(zero) == (0 if symmetric and dtype == np.int8 else wanted_zero)
+
+
+def _their_parameters(r: Range, dtype: Any, symmetric: bool) -> tuple[float, int]:
+    from onnxruntime.quantization.quant_utils import compute_scale_zp
+
+    info = np.iinfo(dtype)
+    low, high = (-127, 127) if symmetric and dtype == np.int8 else (info.min, info.max)
+    zero, scale = compute_scale_zp(
+        np.asarray(r.low, np.float32),
+        np.asarray(r.high, np.float32),
+        np.asarray(low, dtype),
+        np.asarray(high, dtype),
+        symmetric,
+    )
+    return float(scale), int(zero)
+
+
+def test_outliers_are_cut_off() -> None:
+    x = sample("normal")
+    x[7] = 500.0
+    h = histogram(x, bins=8192)
+    for chosen in (percentile(h, 99.9), entropy(h)):
+        assert 2 < chosen.high < 60
+    assert percentile(h, 100.0).high == pytest.approx(500, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["heavy tail", "normal", "relu"])
+def test_mse_finds_the_least_error(name: str) -> None:
+    x = sample(name)
+
+    def error(r: Range) -> float:
+        scale, zero = integer_parameters(r, np.dtype(np.uint8), symmetric=False)
+        q = np.clip(np.rint(x / scale) + int(zero), 0, 255)
+        return float(np.square((q - int(zero)) * scale - x).mean())
+
+    low, high = float(x.min()), float(x.max())
+    best = min(error(Range(low * part, high * part)) for part in np.linspace(0.05, 1.0, 60))
+    assert error(mse(histogram(x, bins=2048))) <= best * 1.05
+    if name == "heavy tail":
+        assert best < error(Range(low, high)) * 0.97
+
+
+def test_all_in_one_bin() -> None:
+    x = np.full(100, 2.0, np.float32)
+    h = histogram(x)
+    for chosen in (percentile(h), entropy(h), mse(h)):
+        assert np.isfinite([chosen.low, chosen.high]).all()
+        assert chosen.high <= 2.0

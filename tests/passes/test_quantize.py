@@ -1,0 +1,299 @@
+"""assign_precision in integers: where Q and DQ stand, which scales they have, what is drawn in and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.net import Net
+
+from optdnn.errors import UsageError
+from optdnn.ir.evaluate import evaluate, random_feeds, values
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.verify import verify
+from optdnn.ops.index import ConcatAttrs
+from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.base import PassContext, PassReport
+from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.passes.precision import PrecisionPlan, choices, key
+from optdnn.passes.quantize import quantized_weights
+from optdnn.passes.ranges import Calibration, Range, integer_parameters
+from optdnn.types import DTYPES, FP16, FP32, INT8, INT32, UINT8
+
+
+def calibrated(graph: Graph, seeds: int = 3) -> Calibration:
+    """Smallest and largest elements over a few random inputs."""
+    wanted = [
+        Value(op.id, i)
+        for op in graph.order()
+        if op.kind not in ("Constant", "Output")
+        for i, o in enumerate(op.outputs)
+        if o.type.dtype == FP32
+    ]
+    found: dict[str, Range] = {}
+    for seed in range(seeds):
+        for v, a in zip(wanted, values(graph, random_feeds(graph, seed), wanted), strict=True):
+            name, seen = graph.output(v).name, Range(float(a.min()), float(a.max()))
+            found[name] = found[name].hull(seen) if name in found else seen
+    return Calibration("minmax", found, found)
+
+
+def assign(graph: Graph, plan: str | PrecisionPlan = "int8", target: str = "cpu") -> PassReport:
+    plan = PrecisionPlan.of_option(plan) if isinstance(plan, str) else plan
+    report = AssignPrecision()(graph, PassContext(target=target, plan=plan, calibration=calibrated))
+    verify(graph)
+    return report
+
+
+def producer(graph: Graph, op: Op, slot: int) -> Op:
+    value = op.inputs[slot]
+    assert value is not None
+    return graph.op(value)
+
+
+def chain() -> Graph:
+    """conv + relu -> max pool -> conv -> global average."""
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 4, 8, 8), 8, bias=True))
+    graph = n.done(n.op("GlobalAveragePool", n.conv(n.max_pool(x), 4, bias=True)))
+    FuseEpilogue()(graph)
+    return graph
+
+
+def test_a_chain_is_in_integers_from_end_to_end() -> None:
+    graph = chain()
+    report = assign(graph)
+    first, second = graph.of_kind("Conv")
+    (pool,) = graph.of_kind("MaxPool")
+    for op in (first, pool, second):
+        assert producer(graph, op, 0).kind == "DequantizeLinear"
+    assert graph.kinds() == {
+        "Conv": 2, "DequantizeLinear": 3 + 4, "GlobalAveragePool": 1, "MaxPool": 1, "QuantizeLinear": 3,
+    }  # fmt: skip
+    assert [f.rule for f in report.fired] == ["int8"] * 3
+    # Pooling keeps the scale: the very same constants before and behind it.
+    before, behind = producer(graph, pool, 0), producer(graph, second, 0)
+    assert before.inputs[1:] == behind.inputs[1:]
+    # The last convolution's float result is what the average reads.
+    assert producer(graph, graph.of_kind("GlobalAveragePool")[0], 0).id == second.id
+
+
+@pytest.mark.parametrize(("target", "dtype"), [("cpu", UINT8), ("cuda:sm_90a", INT8)])
+def test_operands_of_an_integer_convolution(target: str, dtype: object) -> None:
+    graph = chain()
+    weights = graph.constant_value(graph.of_kind("Conv")[0].inputs[1])
+    bias = graph.constant_value(graph.of_kind("Conv")[0].inputs[2])
+    ranges = calibrated(graph).ranges
+    assign(graph, target=target)
+    conv = graph.of_kind("Conv")[0]
+    x, w, b = (producer(graph, conv, i) for i in range(3))
+    q = producer(graph, x, 0)
+    assert q.kind == "QuantizeLinear"
+    assert q.outputs[0].type.dtype == dtype
+    scale, zero = integer_parameters(ranges["x"], np.dtype(dtype), symmetric=target != "cpu")  # type: ignore[arg-type]
+    assert graph.constant_value(q.inputs[1]) == scale
+    if target == "cpu":
+        assert graph.constant_value(q.inputs[2]) == zero
+    else:
+        assert zero == 0
+        assert q.inputs[2] is None
+    integers, steps = (graph.constant_value(v) for v in w.inputs[:2])
+    assert integers is not None
+    assert steps is not None
+    assert weights is not None
+    assert bias is not None
+    assert integers.dtype == INT8
+    np.testing.assert_allclose(steps, np.abs(weights).max(axis=(1, 2, 3)) / 127, rtol=1e-6)
+    assert np.abs(integers * steps.reshape(-1, 1, 1, 1) - weights).max() <= steps.max() / 2 * 1.0001
+    whole, b_steps = (graph.constant_value(v) for v in b.inputs[:2])
+    assert whole is not None
+    assert b_steps is not None
+    assert whole.dtype == INT32
+    np.testing.assert_allclose(b_steps, steps * scale, rtol=1e-6)
+    assert (np.abs(whole * b_steps.astype(np.float64) - bias) <= b_steps * 0.5001).all()
+
+
+def test_results_stay_near_and_a_second_run_changes_nothing() -> None:
+    for target in ("cpu", "cuda:sm_90a"):
+        graph = chain()
+        feeds = random_feeds(graph, 1)
+        (want,) = evaluate(graph, feeds).values()
+        (other,) = evaluate(graph, random_feeds(graph, 2)).values()
+        assign(graph, target=target)
+        (got,) = evaluate(graph, feeds).values()
+        assert 0 < np.abs(got - want).max() < 0.05 * np.abs(other - want).max()
+        kinds = graph.kinds()
+        assert assign(graph, target=target).changes == 0
+        assert graph.kinds() == kinds
+
+
+def residual() -> Graph:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(1, 4, 8, 8), 8))
+    y = n.op("Relu", n.op("Add", n.conv(n.op("Relu", n.conv(x, 8)), 8), x))
+    graph = n.done(n.conv(y, 4))
+    FuseEpilogue()(graph)
+    return graph
+
+
+def test_a_residual_is_read_as_integers_by_the_epilogue() -> None:
+    graph = residual()
+    assign(graph)
+    (adds,) = [op for op in graph.of_kind("Conv") if len(op.attrs.epilogue) == 2]
+    shortcut = producer(graph, adds, 3)
+    assert shortcut.kind == "DequantizeLinear"
+    readers = [u.id for u in graph.users(shortcut.value)]
+    assert len(readers) == 2, "the pair is shared by the convolution and the addition"
+    assert adds.id in readers
+    assert graph.kinds()["QuantizeLinear"] == 4
+
+
+def test_concat_has_one_scale() -> None:
+    n = Net()
+    x = n.input(1, 4, 6, 6)
+    a, b = n.conv(x, 4), n.op("Mul", n.conv(x, 4), 10.0)
+    graph = n.done(n.conv(n.op("Concat", a, b, attrs=ConcatAttrs(1)), 4))
+    FuseEpilogue()(graph)
+    assign(graph)
+    (concat,) = graph.of_kind("Concat")
+    parameters = {producer(graph, concat, i).inputs[1:] for i in (0, 1)}
+    (user,) = graph.users(graph.of_kind("QuantizeLinear")[-1].value)
+    assert parameters == {user.inputs[1:]}
+
+
+def test_a_plan_names_single_ops_by_value_or_by_node() -> None:
+    for name in ("Conv_4", "Conv_[4]"):
+        graph = chain()
+        assert [key(op) for op in graph.of_kind("Conv")] == ["Relu_2", "Conv_4"]
+        assign(graph, PrecisionPlan("int8", {name: "fp32"}))
+        first, second = graph.of_kind("Conv")
+        assert producer(graph, first, 0).kind == "DequantizeLinear"
+        assert producer(graph, second, 0).kind == "MaxPool"
+        assert graph.kinds()["QuantizeLinear"] == 1
+    graph = chain()
+    assign(graph, PrecisionPlan("fp32", {"Conv_4": "int8"}))
+    first, second = graph.of_kind("Conv")
+    assert producer(graph, first, 0).kind == "Input"
+    assert producer(graph, second, 0).kind == "DequantizeLinear"
+    (pool,) = graph.of_kind("MaxPool")
+    assert producer(graph, pool, 0).kind == "DequantizeLinear", "what is not named follows its neighbours"
+    graph = chain()
+    assign(graph, PrecisionPlan("fp32", {"Conv_4": "int8", "MaxPool_3": "fp32"}))
+    (pool,) = graph.of_kind("MaxPool")
+    assert producer(graph, pool, 0).kind == "Conv"
+
+
+def test_a_plan_that_names_nothing_is_told() -> None:
+    plan = PrecisionPlan("int8", {"nowhere*": "fp32", "Conv_1": "fp32"})
+    assert plan.unmatched(chain()) == ["nowhere*"]
+
+
+def test_integers_within_half_precision() -> None:
+    graph = chain()
+    assign(graph, "int8+fp16", "cuda:sm_90a")
+    for op in graph.of_kind("Conv", "MaxPool"):
+        assert op.outputs[0].type.dtype == FP16
+        assert producer(graph, op, 0).kind == "DequantizeLinear"
+    for op in graph.of_kind("QuantizeLinear", "DequantizeLinear"):
+        scale = op.inputs[1]
+        assert scale is not None
+        assert graph.type(scale).dtype == FP32
+    assert graph.op(graph.outputs[0]).outputs[0].type.dtype == FP32
+
+
+def test_mixed_floats_are_cast_once_where_they_meet() -> None:
+    graph = chain()
+    assign(graph, PrecisionPlan("fp16", {"MaxPool*": "fp32"}, "fp16"), "cuda:sm_90a")
+    assert {op.kind: op.outputs[0].type.dtype for op in graph.of_kind("Conv", "MaxPool")} == {
+        "Conv": FP16,
+        "MaxPool": FP32,
+    }
+    assert graph.kinds()["Cast"] == 4  # in, before and behind the pool, out
+
+
+def test_fp8() -> None:
+    graph = chain()
+    assign(graph, "fp8", "cuda:sm_90a")
+    types = {q.outputs[0].type.dtype for q in graph.of_kind("QuantizeLinear")}
+    assert types == {DTYPES["fp8_e4m3"]}
+    assert all(q.inputs[2] is None for q in graph.of_kind("QuantizeLinear"))
+
+
+def test_refusals_have_reasons() -> None:
+    n = Net()
+    x = n.input(4, 8)
+    y = n.op("Add", n.gemm(x, 4, alpha=0.5), n.op("MatMul", n.random(4, 4), n.op("MatMul", x, n.random(8, 4))))
+    graph = n.done(n.op("Softmax", y))
+    report = assign(graph)
+    reasons = {r.reason for r in report.refused}
+    assert reasons == {
+        "Gemm stays float: a Gemm with alpha, beta or a transposed A has no int8 form",
+        "MatMul stays float: its data operand is a constant",
+    }
+    offered = {c.kind: c for c in choices(graph, "cpu")}
+    assert offered["Softmax"].precisions == ("fp32", "bf16")
+    assert offered["Softmax"].refused["int8"] == "Softmax has no int8 form"
+    assert "fp8" in {p for c in choices(chain(), "cuda:sm_90a") for p in c.precisions}
+
+
+def test_calibration_of_another_graph_is_refused() -> None:
+    context = PassContext(target="cpu", precision="int8", calibration=Calibration("minmax", {}))
+    with pytest.raises(UsageError, match="calibration says nothing of"):
+        AssignPrecision()(chain(), context)
+    with pytest.raises(UsageError, match="need calibration data"):
+        AssignPrecision()(chain(), PassContext(target="cpu", precision="int8"))
+
+
+@pytest.mark.parametrize("text", ["int4", "fp16+int8", "int8+int8", "fp16+fp32"])
+def test_plans_that_make_no_sense(text: str) -> None:
+    with pytest.raises(UsageError):
+        PrecisionPlan.of_option(text)
+
+
+def test_a_plan_is_kept_as_json() -> None:
+    plan = PrecisionPlan("int8", {"a": "fp16"}, "fp16", {"a": "overflow"})
+    assert PrecisionPlan.from_json(plan.to_json()) == plan
+    with pytest.raises(UsageError, match="not a precision plan"):
+        PrecisionPlan.from_json([1])
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_parameters_cover_the_range_and_zero() -> None:
+    scale, zero = integer_parameters(Range(-1.0, 3.0), np.dtype(np.uint8), symmetric=False)
+    assert (float(scale), int(zero)) == (pytest.approx(4 / 255), 64)
+    scale, zero = integer_parameters(Range(2.0, 3.0), np.dtype(np.uint8), symmetric=False)
+    assert (float(scale), int(zero)) == (pytest.approx(3 / 255), 0)
+    scale, zero = integer_parameters(Range(-1.0, 3.0), np.dtype(np.int8), symmetric=True)
+    assert (float(scale), int(zero)) == (pytest.approx(3 / 127), 0)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38])
+def test_no_scale_is_zero_or_subnormal(size: float) -> None:
+    for dtype, symmetric in ((np.uint8, False), (np.int8, True)):
+        scale, zero = integer_parameters(Range(-size, size), np.dtype(dtype), symmetric=symmetric)
+        assert (float(scale), int(zero)) == (1.0, 0)
+    with pytest.raises(UsageError, match="cannot be quantized"):
+        integer_parameters(Range(0.0, float("inf")), np.dtype(np.int8), symmetric=True)
+
+
+def test_channels_without_weights_keep_their_bias() -> None:
+    w = np.zeros((3, 2, 1, 1), np.float32)
+    w[0] = 0.5
+    bias = np.array([1.0, -300.0, 0.0], np.float32)
+    integers, scale = quantized_weights(w, 0, "int8", bias, x_scale=0.01)
+    assert not integers[1:].any()
+    steps = scale.astype(np.float64) * 0.01
+    np.testing.assert_allclose(np.rint(bias / steps) * steps, bias, rtol=1e-3)
+    assert (scale >= np.finfo(np.float32).tiny).all()
+
+
+def test_a_bias_beyond_its_integers_raises_the_scale() -> None:
+    w = np.full((1, 1, 1, 1), 1e-9, np.float32)
+    _, scale = quantized_weights(w, 0, "int8", np.array([1e6], np.float32), x_scale=1e-4)
+    assert abs(1e6 / (float(scale[0]) * 1e-4)) <= 2**30 * 1.001
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(UsageError, match="not finite"):
+        quantized_weights(np.array([[np.nan]], np.float32), 0, "int8")
