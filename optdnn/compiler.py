@@ -122,14 +122,47 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     with _timed(seconds, "import"):
         say("import")
         graph = import_model(model, shapes=options.shapes)
-    with _timed(seconds, "passes"):
-        passes = optimize(graph, options, target, say)
+    dynamic = None
+    if graph.profiles and target.partition(":")[0] in ("cuda", "simulate"):
+        from optdnn.plans import plan_profiles, replan
+
+        facts = partial(_meta, options=options, target=target)
+        with _timed(seconds, "plans"):
+            dynamic = plan_profiles(model, graph, options, target, facts, optimize, say)
+        graph, passes = dynamic.graph, dynamic.passes
+    else:
+        with _timed(seconds, "passes"):
+            passes = optimize(graph, options, target, say)
     if options.emit_onnx is not None:
         from optdnn.ir.export_onnx import export_model
 
         weights = sum(op.attrs.value.nbytes for op in graph.of_kind("Constant"))
         export_model(graph, external_weights=weights > ONE_FILE).save(options.emit_onnx)
-    meta = {
+    meta = _meta(graph, passes, options=options, target=target)
+    measured: list[Measured] = []
+    fallbacks: dict[str, list[dict[str, str]]] = {}
+    with _timed(seconds, "tactics"):
+        if dynamic is not None:
+            engine = Engine(dynamic.program, options=LoadOptions(defer=True, planner=replan))
+        elif target == "reference":
+            engine = Engine(lower_reference(graph, meta))
+        elif target.partition(":")[0] in ("cuda", "simulate"):
+            from optdnn.lower_cuda import lower_cuda
+
+            # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
+            engine = Engine(lower_cuda(graph, options, target, meta, say), options=LoadOptions(defer=True))
+        else:
+            from optdnn.tactics.cpu import choose
+
+            choice = choose(graph, options, cache, meta, say)
+            engine, measured, fallbacks = choice.engine, choice.rows, choice.fallbacks
+    cache.save()
+    return Build(engine, graph, passes, measured, fallbacks, seconds)
+
+
+def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions, target: str) -> dict[str, Any]:
+    """The deterministic facts of a build that its engine keeps."""
+    return {
         "optdnn": __version__,
         "model": {"name": graph.name, "digest": graph_digest(graph)},
         "options": {
@@ -146,23 +179,6 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         "passes": [p.to_json() for p in passes],
         "operators": graph.kinds(),
     }
-    measured: list[Measured] = []
-    fallbacks: dict[str, list[dict[str, str]]] = {}
-    with _timed(seconds, "tactics"):
-        if target == "reference":
-            engine = Engine(lower_reference(graph, meta))
-        elif target.partition(":")[0] in ("cuda", "simulate"):
-            from optdnn.lower_cuda import lower_cuda
-
-            # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
-            engine = Engine(lower_cuda(graph, options, target, meta, say), options=LoadOptions(defer=True))
-        else:
-            from optdnn.tactics.cpu import choose
-
-            choice = choose(graph, options, cache, meta, say)
-            engine, measured, fallbacks = choice.engine, choice.rows, choice.fallbacks
-    cache.save()
-    return Build(engine, graph, passes, measured, fallbacks, seconds)
 
 
 def resolve_target(target: str) -> str:

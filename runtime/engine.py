@@ -148,6 +148,7 @@ def load(
     Engines for GPUs: ``simulate`` runs the program in NumPy, on any machine; ``trust_cubins=False`` compiles the kernels from
     their recipes instead of loading the compiled code in the file; ``recompile`` does so even where this version's templates
     differ from those of the build.
+    An engine for ranges of shapes makes plans for further shapes where the compiler is installed.
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine (EngineStale: whose
     kernels this version would make otherwise), and MissingDependency for an absent library.
     """

@@ -8,10 +8,10 @@ Modules are imported only when a program names them, so an engine needs only the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 from optdnn.errors import EngineError
 from optdnn.runtime.program import Plain, Program
@@ -48,6 +48,11 @@ class Executor(Protocol):
         """New per-thread state."""
 
 
+Planner: TypeAlias = Callable[[Program, Mapping[str, tuple[int, ...]], bool], Program]
+"""``planner(engine's program, shape per input, compile kernels?) -> program`` for exactly these shapes, over the engine's list
+of blobs, which it may extend."""
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """Choices made when an engine is loaded, for executors to honour. ``threads`` None keeps the number chosen by the build.
@@ -64,6 +69,10 @@ class LoadOptions:
     simulate: bool = False
     trust_cubins: bool = True
     recompile: bool = False
+    planner: Planner | None = None
+    """Makes the program for shapes that an engine holds no plan for."""
+    pool: Any = None
+    """Memory that the plans of one engine share, as the target's runner has it."""
 
 
 EXECUTORS: dict[str, str] = {

@@ -52,7 +52,9 @@ from optdnn.types import Array, dtype_name
 
 MAGIC = b"\x89OPTDNN\n"
 VERSION = (1, 2)
-"""The newest format. 1.1 added the table of GPU kernels, 1.2 profiles; a program is written in the oldest that holds it."""
+"""The newest format. 1.1 added the table of GPU kernels, 1.2 profiles and plans for several shapes.
+
+A program is written in the oldest that holds it."""
 PREFIX = struct.Struct("<8sHHIQQ")
 HEADER_AT = PREFIX.size + 32
 PAGE, LINE, LARGE = 4096, 64, 1 << 16
@@ -198,6 +200,8 @@ def decode(data: memoryview, *, verify: bool = True) -> Program:
     text, data_at, minor = _checked_header(data)
     program, entries = parse_header(text, minor)
     program.blobs = _blobs(entries, data, data_at, verify)
+    for plan in program.dynamic.plans if program.dynamic is not None else ():
+        plan.blobs = program.blobs
     validate(program)
     return program
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from optdnn.errors import EngineError, InternalError
 from optdnn.ranges import DimRange, Profile
-from optdnn.runtime.program import Buffer, Kernel, Plain, Program, Step
+from optdnn.runtime.program import Buffer, Dynamic, Kernel, Plain, Program, Source, Step
 from optdnn.types import DTYPES, DType, TensorSpec, dtype_name
 
 NAME_LIMIT = 1 << 16
@@ -43,49 +43,70 @@ class BlobEntry:
 
 def header_text(program: Program, blobs: Sequence[BlobEntry]) -> str:
     """The header of a valid program. Raises InternalError for params or meta that are not plain data."""
-    return canonical(
+    table = [
         {
-            "arena_bytes": program.arena_bytes,
-            "blobs": [
-                {
-                    "dtype": dtype_name(b.dtype),
-                    "length": b.length,
-                    "offset": b.offset,
-                    "sha256": b.sha256,
-                    "shape": list(b.shape),
-                }
-                for b in blobs
-            ],
-            "buffers": [
-                {
-                    "blob": b.blob,
-                    "dtype": dtype_name(b.dtype),
-                    "name": b.name,
-                    "offset": b.offset,
-                    "shape": None if b.shape is None else list(b.shape),
-                }
-                for b in program.buffers
-            ],
-            "inputs": [_port_to_plain(spec, i) for spec, i in program.inputs],
-            "meta": to_json(program.meta, "meta"),
-            "outputs": [_port_to_plain(spec, i) for spec, i in program.outputs],
-            "precision": program.precision,
-            "requires": list(program.requires),
-            "steps": [
-                {
-                    "executor": s.executor,
-                    "inputs": list(s.inputs),
-                    "outputs": list(s.outputs),
-                    "params": to_json(s.params, f"step {k}"),
-                    "src": list(s.src),
-                }
-                for k, s in enumerate(program.steps)
-            ],
-            "target": program.target,
-            **({"kernels": [_kernel_to_plain(k) for k in program.kernels]} if program.kernels else {}),
-            **({"profiles": [_profile_to_plain(p) for p in program.profiles]} if program.profiles else {}),
+            "dtype": dtype_name(b.dtype),
+            "length": b.length,
+            "offset": b.offset,
+            "sha256": b.sha256,
+            "shape": list(b.shape),
         }
-    )
+        for b in blobs
+    ]
+    return canonical({**_program_to_plain(program), "blobs": table})
+
+
+def _program_to_plain(program: Program) -> dict[str, Plain]:
+    """Everything but the blobs."""
+    return {
+        "arena_bytes": program.arena_bytes,
+        "buffers": [
+            {
+                "blob": b.blob,
+                "dtype": dtype_name(b.dtype),
+                "name": b.name,
+                "offset": b.offset,
+                "shape": None if b.shape is None else list(b.shape),
+            }
+            for b in program.buffers
+        ],
+        "inputs": [_port_to_plain(spec, i) for spec, i in program.inputs],
+        "meta": to_json(program.meta, "meta"),
+        "outputs": [_port_to_plain(spec, i) for spec, i in program.outputs],
+        "precision": program.precision,
+        "requires": list(program.requires),
+        "steps": [
+            {
+                "executor": s.executor,
+                "inputs": list(s.inputs),
+                "outputs": list(s.outputs),
+                "params": to_json(s.params, f"step {k}"),
+                "src": list(s.src),
+            }
+            for k, s in enumerate(program.steps)
+        ],
+        "target": program.target,
+        **({"kernels": [_kernel_to_plain(k) for k in program.kernels]} if program.kernels else {}),
+        **({"profiles": [_profile_to_plain(p) for p in program.profiles]} if program.profiles else {}),
+        **({"dynamic": _dynamic_to_plain(program.dynamic)} if program.dynamic is not None else {}),
+    }
+
+
+def _dynamic_to_plain(d: Dynamic) -> dict[str, Plain]:
+    source = d.source
+    return {
+        "arena_bytes": d.arena_bytes,
+        "inputs": [_spec_to_plain(s) for s in d.inputs],
+        "outputs": [_spec_to_plain(s) for s in d.outputs],
+        "plans": [_program_to_plain(p) for p in d.plans],
+        "source": None
+        if source is None
+        else {
+            "model": source.model,
+            "options": to_json(source.options, "options"),
+            "weights": to_json(source.weights, "weights"),
+        },
+    }
 
 
 def _kernel_to_plain(k: Kernel) -> dict[str, Plain]:
@@ -105,7 +126,11 @@ def _profile_to_plain(p: Profile) -> dict[str, Plain]:
 
 
 def _port_to_plain(spec: TensorSpec, buffer: int) -> dict[str, Plain]:
-    return {"buffer": buffer, "dtype": dtype_name(spec.dtype), "name": spec.name, "shape": list(spec.shape)}
+    return {"buffer": buffer, **_spec_to_plain(spec)}
+
+
+def _spec_to_plain(spec: TensorSpec) -> dict[str, Plain]:
+    return {"dtype": dtype_name(spec.dtype), "name": spec.name, "shape": list(spec.shape)}
 
 
 def canonical(value: Plain) -> str:
@@ -154,41 +179,68 @@ def from_json(value: Plain) -> Plain:
 def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
     """The program (its list of blobs still empty) and the table of its blobs. Raises EngineError.
 
-    ``minor`` is the file's: 1.1 added "kernels", 1.2 "profiles"; a program is written in the oldest format that holds it.
+    ``minor`` is the file's: 1.1 added "kernels", 1.2 "profiles" and "dynamic"; a program is written in the oldest format
+    that holds it.
     """
     try:
         parsed = json.loads(text)
         if canonical(parsed) != text:
             raise EngineError("the header is not in canonical form")
-        optional = {key for key, since in OPTIONAL_KEYS.items() if since <= minor} & set(
-            parsed if isinstance(parsed, dict) else ()
-        )
-        h = _table(parsed, _HEADER_KEYS | optional, "the header")
-        escaped = '"$' in text
-        program = Program(
-            target=_text(h["target"], "target"),
-            precision=_text(h["precision"], "precision"),
-            inputs=tuple(_port(p, "input") for p in _list(h["inputs"], "inputs")),
-            outputs=tuple(_port(p, "output") for p in _list(h["outputs"], "outputs")),
-            buffers=tuple(_buffer(b) for b in _list(h["buffers"], "buffers")),
-            steps=tuple(_step(s, escaped) for s in _list(h["steps"], "steps")),
-            blobs=[],
-            arena_bytes=_size(h["arena_bytes"], "arena_bytes"),
-            requires=tuple(_text(r, "requirement") for r in _list(h["requires"], "requires")),
-            meta=_plain_table(h["meta"], "meta", escaped),
-            kernels=tuple(_kernel(k) for k in _list(h.get("kernels", []), "kernels")),
-            profiles=tuple(_profile(p) for p in _list(h.get("profiles", []), "profiles")),
-        )
-        for key in sorted(optional):
-            if not h[key]:
-                raise EngineError(f"the header's table of {key} is empty")
+        if not isinstance(parsed, dict):
+            _table(parsed, _HEADER_KEYS, "the header")
+        blobs = parsed.pop("blobs", None)
+        program = _program(parsed, minor, '"$' in text)
         if minor != minor_of(program):
             raise EngineError(f"the file says that it is of format 1.{minor}; its header is of 1.{minor_of(program)}")
-        return program, [_blob(b) for b in _list(h["blobs"], "blobs")]
+        return program, [_blob(b) for b in _list(blobs, "the table of blobs")]
     except RecursionError as e:
         raise EngineError("the header is nested too deeply") from e
     except ValueError as e:
         raise EngineError(f"the header is not JSON: {e}") from e
+
+
+def _program(value: Any, minor: int, escaped: bool, where: str = "the header") -> Program:
+    present = set(value) if isinstance(value, dict) else set()
+    optional = {key for key, since in OPTIONAL_KEYS.items() if since <= minor} & present
+    h = _table(value, _HEADER_KEYS | optional, where)
+    for key in sorted(optional):
+        if not h[key]:
+            raise EngineError(f"{where}'s table of {key} is empty")
+    return Program(
+        target=_text(h["target"], "target"),
+        precision=_text(h["precision"], "precision"),
+        inputs=tuple(_port(p, "input") for p in _list(h["inputs"], "inputs")),
+        outputs=tuple(_port(p, "output") for p in _list(h["outputs"], "outputs")),
+        buffers=tuple(_buffer(b) for b in _list(h["buffers"], "buffers")),
+        steps=tuple(_step(s, escaped) for s in _list(h["steps"], "steps")),
+        blobs=[],
+        arena_bytes=_size(h["arena_bytes"], "arena_bytes"),
+        requires=tuple(_text(r, "requirement") for r in _list(h["requires"], "requires")),
+        meta=_plain_table(h["meta"], "meta", escaped),
+        kernels=tuple(_kernel(k) for k in _list(h.get("kernels", []), "kernels")),
+        profiles=tuple(_profile(p) for p in _list(h.get("profiles", []), "profiles")),
+        dynamic=_dynamic(h["dynamic"], minor, escaped) if "dynamic" in optional else None,
+    )
+
+
+def _dynamic(value: Any, minor: int, escaped: bool) -> Dynamic:
+    d = _table(value, _DYNAMIC_KEYS, "the header's dynamic part")
+    source = None
+    if d["source"] is not None:
+        s = _table(d["source"], _SOURCE_KEYS, "the model in the engine")
+        weights = _plain_table(s["weights"], "weights", escaped)
+        source = Source(
+            _size(s["model"], "the blob of the model"),
+            {_text(n, "a weight's name"): _size(b, f"the blob of {n!r}") for n, b in weights.items()},
+            _plain_table(s["options"], "options", escaped),
+        )
+    return Dynamic(
+        tuple(_spec(p, "input") for p in _list(d["inputs"], "inputs")),
+        tuple(_spec(p, "output") for p in _list(d["outputs"], "outputs")),
+        tuple(_program(p, minor, escaped, "a plan") for p in _list(d["plans"], "plans")),
+        source,
+        _size(d["arena_bytes"], "arena_bytes"),
+    )
 
 
 def _blob(value: Any) -> BlobEntry:
@@ -202,10 +254,16 @@ def _blob(value: Any) -> BlobEntry:
 
 
 def _port(value: Any, what: str) -> tuple[TensorSpec, int]:
-    p = _table(value, _PORT_KEYS, f"an {what}")
+    p = dict(_table(value, _PORT_KEYS, f"an {what}"))
+    buffer = p.pop("buffer")
+    spec = _spec(p, what)
+    return spec, _size(buffer, f"buffer of {spec.name!r}")
+
+
+def _spec(value: Any, what: str) -> TensorSpec:
+    p = _table(value, _SPEC_KEYS, f"an {what}")
     name = _text(p["name"], f"an {what}'s name")
-    spec = TensorSpec(name, _dtype(p["dtype"], name), _shape(p["shape"], name))
-    return spec, _size(p["buffer"], f"buffer of {name!r}")
+    return TensorSpec(name, _dtype(p["dtype"], name), _shape(p["shape"], name))
 
 
 def _buffer(value: Any) -> Buffer:
@@ -261,7 +319,7 @@ def _profile(value: Any) -> Profile:
     return found
 
 
-OPTIONAL_KEYS = {"kernels": 1, "profiles": 2}
+OPTIONAL_KEYS = {"kernels": 1, "profiles": 2, "dynamic": 2}
 """Key of the header -> the minor version that added it."""
 
 
@@ -271,12 +329,15 @@ def minor_of(program: Program) -> int:
 
 
 _HEADER_KEYS = frozenset(
-    ("arena_bytes", "blobs", "buffers", "inputs", "meta", "outputs", "precision", "requires", "steps", "target")
+    ("arena_bytes", "buffers", "inputs", "meta", "outputs", "precision", "requires", "steps", "target")
 )
 _BLOB_KEYS = frozenset(("dtype", "length", "offset", "sha256", "shape"))
 _BUFFER_KEYS = frozenset(("blob", "dtype", "name", "offset", "shape"))
 _KERNEL_KEYS = frozenset(("arch", "cubin", "function", "generated", "options", "source", "template"))
-_PORT_KEYS = frozenset(("buffer", "dtype", "name", "shape"))
+_SPEC_KEYS = frozenset(("dtype", "name", "shape"))
+_PORT_KEYS = _SPEC_KEYS | {"buffer"}
+_DYNAMIC_KEYS = frozenset(("arena_bytes", "inputs", "outputs", "plans", "source"))
+_SOURCE_KEYS = frozenset(("model", "options", "weights"))
 _STEP_KEYS = frozenset(("executor", "inputs", "outputs", "params", "src"))
 
 

@@ -78,6 +78,35 @@ class Kernel:
     cubin: int | None = None
 
 
+@dataclass(frozen=True)
+class Source:
+    """The model that a program was made from, to make plans for further shapes: data, no code.
+
+    ``model`` is the blob with the serialized ModelProto, in which initializers named in ``weights`` (name -> blob) are declared
+    without their elements; ``options`` are those of the build, as plain data.
+    """
+
+    model: int
+    weights: Mapping[str, int]
+    options: Mapping[str, Plain]
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """What makes a program for fixed shapes one of several plans of an engine for a range of shapes.
+
+    ``inputs`` and ``outputs`` are the engine's, symbolic; ``plans`` the further programs (each for fixed shapes, with the
+    same list of blobs); ``source`` serves to make more, where the engine holds it; ``arena_bytes`` is the largest arena that
+    the profiles' minima, optima and maxima need.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    plans: tuple[Program, ...] = ()
+    source: Source | None = None
+    arena_bytes: int = 0
+
+
 @dataclass(eq=False)
 class Program:
     """A compiled network.
@@ -101,6 +130,8 @@ class Program:
     meta: dict[str, Plain] = field(default_factory=dict)
     kernels: tuple[Kernel, ...] = ()
     profiles: tuple[Profile, ...] = ()
+    dynamic: Dynamic | None = None
+    """Set where this program, of fixed shapes, is the first plan of an engine for the shapes of ``profiles``."""
 
 
 def validate(program: Program) -> None:
@@ -131,7 +162,8 @@ def validate(program: Program) -> None:
     for spec, i in program.inputs:
         _require(not written[i], f"input {spec.name!r} shares buffer {i} with a constant or another input")
         written[i] = True
-    symbols = {d for spec, _ in program.inputs for d in spec.shape if isinstance(d, str)}
+    specs = [spec for spec, _ in program.inputs] if program.dynamic is None else program.dynamic.inputs
+    symbols = {d for spec in specs for d in spec.shape if isinstance(d, str)}
     for profile in program.profiles:
         strange = sorted(profile.keys() - symbols)
         _require(not strange, f"a profile gives a range to {strange[:1]}, which is no dimension of an input")
@@ -158,6 +190,34 @@ def validate(program: Program) -> None:
                     parts.add(i)
     for spec, i in program.outputs:
         _require(written[i], f"nothing writes output {spec.name!r}")
+    if program.dynamic is not None:
+        _check_plans(program, program.dynamic)
+
+
+def _check_plans(program: Program, dynamic: Dynamic) -> None:
+    """Each plan is a valid program for fixed shapes that fit the engine's; the source's blobs exist."""
+    _require(program.profiles != (), "an engine of several plans has no profiles")
+    for k, plan in enumerate((program, *dynamic.plans)):
+        for what, specs, ports in (
+            ("input", dynamic.inputs, plan.inputs),
+            ("output", dynamic.outputs, plan.outputs),
+        ):
+            names = [(s.name, s.dtype) for s in specs]
+            _require(names == [(s.name, s.dtype) for s, _ in ports], f"plan {k} has other {what}s than the engine")
+            for spec, (own, _) in zip(specs, ports, strict=True):
+                fixed = all(isinstance(d, int) for d in own.shape) and _agree(own.shape, spec.shape)
+                _require(fixed, f"plan {k}: {what} {own} is no case of {spec}")
+    for k, plan in enumerate(dynamic.plans, 1):
+        nested = plan.dynamic is not None or plan.profiles != () or plan.target != program.target
+        _require(not nested and plan.blobs is program.blobs, f"plan {k} is not one of this engine")
+        validate(plan)
+    if dynamic.source is not None:
+        s, n = dynamic.source, len(program.blobs)
+        _require(
+            all(0 <= b < n for b in (s.model, *s.weights.values())), "the model in the engine names a missing blob"
+        )
+        model = program.blobs[s.model]
+        _require(model.dtype == np.uint8 and model.ndim == 1, "the model in the engine is not a run of bytes")
 
 
 def _check_ports(what: str, ports: Sequence[tuple[TensorSpec, int]], buffers: Sequence[Buffer]) -> None:

@@ -55,6 +55,10 @@ STEPWISE = ("cpu", "reference")
 
 def open_runner(program: Program, options: LoadOptions) -> Runner:
     """Make a valid program ready. Raises EngineError for a target this version cannot run, MissingDependency."""
+    if program.dynamic is not None:
+        from optdnn.runtime.plans import PlansRunner
+
+        return PlansRunner(program, program.dynamic, options)
     family = "simulate" if options.simulate else program.target.partition(":")[0]
     if family in STEPWISE:
         return Schedule(program, prepare(program, options))

@@ -52,6 +52,12 @@ class Signature:
             self._refuse_names(feeds)
         return found
 
+    def in_order(self, feeds: Mapping[str, Any]) -> list[Any]:
+        """The values of ``feeds`` in input order, as they are. Raises InputError for a missing or unknown name."""
+        if feeds.keys() != {s.name for s in self.inputs}:
+            self._refuse_names(feeds)
+        return [feeds[s.name] for s in self.inputs]
+
     def sizes(self, arrays: Sequence[Array]) -> Sizes:
         """The size of every symbolic dimension.
 

@@ -67,13 +67,13 @@ _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, Arithme
 
 
 def import_model(
-    source: Source,
+    source: Source | Model,
     *,
     shapes: Mapping[str, ShapeSpec] | None = None,
     source_name: str | None = None,
     notes: list[str] | None = None,
 ) -> Graph:
-    """Import an ONNX model, given as a path, as the file's bytes or as a ModelProto.
+    """Import an ONNX model, given as a path, as the file's bytes, as a ModelProto, or opened already.
 
     ``shapes`` gives dimensions to inputs by name (None leaves one as it is); a symbol it binds is bound everywhere, one that
     it gives a range (:mod:`optdnn.ranges`) has it.
@@ -84,7 +84,8 @@ def import_model(
     Raises UsageError (no such file or input), ModelError (not valid ONNX), ShapeError (shapes contradict), and one
     UnsupportedError that lists every node that cannot be imported.
     """
-    return Importer(open_model(source, source_name), notes if notes is not None else []).run(shapes or {})
+    model = source if isinstance(source, Model) else open_model(source, source_name)
+    return Importer(model, notes if notes is not None else []).run(shapes or {})
 
 
 class Importer:

@@ -24,6 +24,7 @@ from optdnn.runtime.cuda.kernels_of import cubins
 from optdnn.runtime.cuda.memory import DeviceMemory, PinnedMemory
 from optdnn.runtime.cuda.nvtx import marked
 from optdnn.runtime.cuda.plan import CudaStep, TensorMap, parse
+from optdnn.runtime.cuda.shared import Arena, Pool
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.host import (
     COPY,
@@ -68,12 +69,12 @@ class CudaRunner:
         self._lock = threading.Lock()
         self._loaded: Loaded | None = None
 
-    def context(self) -> CudaContext:
+    def context(self, arena: Arena | None = None) -> CudaContext:
         """Raises MissingDependency, RunError (no GPU, out of memory) or EngineError (another architecture)."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = Loaded(self.program, self.steps, self._options)
-        return CudaContext(self, self._loaded)
+        return CudaContext(self, self._loaded, arena)
 
 
 def _parsed(step: Step, program: Program, on_host: frozenset[int]) -> CudaStep | HostPlan | CopyPlan:
@@ -112,6 +113,11 @@ class Loaded:
         ]
         self.context = check("cuCtxGetCurrent", driver().cuCtxGetCurrent())
         used = {i for s in program.steps if s.executor != HOST for i in s.inputs} | {i for _, i in program.outputs}
+        if options.pool is not None:
+            pool: Pool = options.pool
+            held = {i: program.blobs[b.blob] for i, b in enumerate(program.buffers) if b.blob is not None and i in used}
+            self.constants = {i: pool.constant(blob).pointer for i, blob in held.items()}
+            return
         places, size = {}, 0
         for i, b in enumerate(program.buffers):
             if b.blob is not None and i in used:
@@ -160,11 +166,12 @@ def encode(m: TensorMap, pointer: int) -> bytes:
 class CudaContext:
     """One thread's arena, staging memory, stream and graphs."""
 
-    def __init__(self, runner: CudaRunner, loaded: Loaded):
+    def __init__(self, runner: CudaRunner, loaded: Loaded, arena: Arena | None = None):
         loaded.activate()
         self.runner, self._loaded = runner, loaded
         p = runner.program
-        self._arena = DeviceMemory(p.arena_bytes, "the arena of activations")
+        size = p.arena_bytes
+        self._arena = DeviceMemory(size, "the arena of activations") if arena is None else arena.at_least(size)
         self._own: dict[int, DeviceMemory] = {}
         outside = {i for _, i in (*p.inputs, *p.outputs)}
         for i, b in enumerate(p.buffers):

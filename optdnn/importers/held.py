@@ -1,0 +1,100 @@
+"""A model without its weights, and the weights as arrays: how an engine holds the model that it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import onnx
+
+from optdnn.errors import EngineError, ModelError
+from optdnn.importers.external_data import ExternalData
+from optdnn.importers.model import Model, Source, open_model
+from optdnn.importers.tensors import to_array
+from optdnn.ops.base import Unsupported
+from optdnn.types import Array
+
+SMALL = 1024
+"""Bytes up to which an initializer stays in the model."""
+_FIELDS = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+
+
+def take_apart(source: Source) -> tuple[bytes, dict[str, Array]]:
+    """The serialized model without large initializers, and these by name. Nothing outside of the two is needed any more."""
+    model = open_model(source)
+    held = onnx.ModelProto()
+    held.CopyFrom(model.proto)
+    weights: dict[str, Array] = {}
+    for t in held.graph.initializer:
+        try:
+            array = to_array(t, model.external, model.name)
+        except Unsupported:
+            continue  # the import names it, where it is used
+        if array.nbytes > SMALL:
+            weights[t.name] = array
+            for field in (*_FIELDS, "external_data"):
+                t.ClearField(field)
+            t.data_location = onnx.TensorProto.EXTERNAL
+            t.external_data.add(key="location", value=t.name)
+    named = {id(t) for t in held.graph.initializer if t.name in weights}
+    for t in _tensors(held):
+        if t.data_location == onnx.TensorProto.EXTERNAL and id(t) not in named:
+            entries = {e.key: e.value for e in t.external_data}
+            raw = model.external.read(t.name, entries, int(entries.get("length", _nbytes(t))))
+            t.ClearField("external_data")
+            t.data_location = onnx.TensorProto.DEFAULT
+            t.raw_data = raw.tobytes()
+    return held.SerializeToString(deterministic=True), weights
+
+
+def put_together(data: bytes, weights: Mapping[str, Array], name: str) -> Model:
+    """What :func:`take_apart` took, ready for import; the weights are not copied. Raises EngineError where it is broken."""
+    try:
+        model = open_model(data, name)
+    except ModelError as error:
+        raise EngineError(f"the model in the engine cannot be read: {error.message}") from error
+    return Model(model.proto, model.name, _Held(weights, name), model.opsets, model.functions)
+
+
+class _Held(ExternalData):
+    """External data that are arrays in memory; a location is a name."""
+
+    def __init__(self, weights: Mapping[str, Array], model: str):
+        super().__init__(None, model)
+        self._weights = weights
+
+    def read(self, tensor: str, entries: Mapping[str, str], nbytes: int) -> Array:
+        array = self._weights.get(entries.get("location", ""))
+        if array is None or array.nbytes != nbytes:
+            raise EngineError(f"the model in the engine lacks its weight {tensor!r}")
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _nbytes(t: onnx.TensorProto) -> int:
+    return int(np.prod(t.dims, dtype=np.int64)) * onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize
+
+
+def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor of a model: initializers, attributes, those of subgraphs and functions."""
+    yield from _of_graph(model.graph)
+    for f in model.functions:
+        for node in f.node:
+            yield from _of_node(node)
+
+
+def _of_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for s in graph.sparse_initializer:
+        yield s.values
+        yield s.indices
+    for node in graph.node:
+        yield from _of_node(node)
+
+
+def _of_node(node: onnx.NodeProto) -> Iterator[onnx.TensorProto]:
+    for a in node.attribute:
+        if a.HasField("t"):
+            yield a.t
+        yield from a.tensors
+        for g in ([a.g] if a.HasField("g") else []) + list(a.graphs):
+            yield from _of_graph(g)

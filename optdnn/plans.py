@@ -1,0 +1,226 @@
+"""Programs for ranges of shapes on targets whose programs are for fixed ones: one plan per shape.
+
+A plan is what a build with that shape fixed gives, so at the optimum nothing is lost to being dynamic. Plans for the optima
+are made with the engine, and the largest shape is planned to know its arena; the engine also holds its model (as data), from
+which the plan for another shape is made when such an input is first seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.config import BuildOptions
+from optdnn.dim import Dim, evaluate
+from optdnn.errors import EngineError, OptdnnError, UsageError
+from optdnn.importers.held import put_together, take_apart
+from optdnn.importers.model import Model, Source
+from optdnn.importers.onnx import import_model
+from optdnn.ir.graph import Graph
+from optdnn.lower_cuda import lower_cuda
+from optdnn.passes.base import PassReport
+from optdnn.ranges import Profile
+from optdnn.runtime.program import Buffer, Dynamic, Program, Step
+from optdnn.runtime.program import Source as HeldSource
+from optdnn.types import Array, TensorSpec
+
+Say = Callable[[str], None]
+Optimize = Callable[[Graph, BuildOptions, str, Say], list[PassReport]]
+Shapes = dict[str, tuple[int, ...]]
+
+NOT_KEPT = ("shapes", "timing_cache", "dump", "emit_onnx", "stop_after", "debug", "budget")
+"""Options that further plans do not need, or that name files of the machine that built."""
+
+
+@dataclass
+class Planned:
+    """The engine's program, and the account of its first plan."""
+
+    program: Program
+    graph: Graph
+    passes: list[PassReport]
+
+
+def plan_profiles(
+    model: Source,
+    symbolic: Graph,
+    options: BuildOptions,
+    target: str,
+    meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
+    optimize: Optimize,
+    say: Say,
+) -> Planned:
+    """Plans for the optimum of each profile of ``symbolic`` (the model as imported for them), in one program.
+
+    Raises UsageError where a dimension has no range, and whatever a build for one of the shapes raises.
+    """
+    _need_ranges(symbolic)
+    data, weights = take_apart(model)
+    opened = put_together(data, weights, symbolic.name)
+    blobs = Blobs()
+    plans: dict[tuple[Any, ...], Program] = {}
+    first: tuple[Graph, list[PassReport]] | None = None
+    arena = 0
+    for k, profile in enumerate(symbolic.profiles):
+        opt, *extremes = (_sized(symbolic, profile, which) for which in ("opt", "max", "min"))
+        if tuple(opt.items()) not in plans:
+            say(f"plan {_show(opt)}")
+            graph, passes, program = _plan(opened, opt, options, target, meta, optimize, say)
+            first = first or (graph, passes)
+            plans[tuple(opt.items())] = blobs.take(program)
+            arena = max(arena, program.arena_bytes)
+        for shapes in extremes:  # what cannot be built is said now, not when such an input comes
+            say(f"try {_show(shapes)}")
+            try:
+                tried = replace(options, no_cubins=True, dump=None)
+                arena = max(arena, _plan(opened, shapes, tried, target, meta, optimize, say)[2].arena_bytes)
+            except OptdnnError as error:
+                error.args = (f"profile {k}, at {_show(shapes)}: {error.message}",)
+                error.message = error.args[0]
+                raise
+    source = None
+    kept = plain_options(replace(options, target=target))
+    if kept is not None:
+        numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
+        source = HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, kept)
+    main, *others = plans.values()
+    dynamic = Dynamic(
+        tuple(_spec(symbolic, i, s) for i, (s, _) in zip(symbolic.inputs, main.inputs, strict=True)),
+        tuple(_spec(symbolic, i, s) for i, (s, _) in zip(symbolic.outputs, main.outputs, strict=True)),
+        tuple(others),
+        source,
+        arena,
+    )
+    for plan in plans.values():
+        plan.blobs = blobs.arrays
+    assert first is not None
+    return Planned(replace(main, profiles=symbolic.profiles, dynamic=dynamic), *first)
+
+
+def replan(program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bool) -> Program:
+    """The plan of an engine for further shapes, over (and at the end of) its list of blobs: a ``runtime.executor.Planner``.
+
+    Raises EngineError where the engine's model is broken or its options are not this version's, and what a build raises.
+    """
+    from optdnn.compiler import optimize
+
+    source = program.dynamic.source if program.dynamic is not None else None
+    if source is None:
+        raise EngineError("the engine does not hold its model: no further plans can be made")
+    names = {f.name for f in fields(BuildOptions)}
+    if unknown := sorted(source.options.keys() - names):
+        raise EngineError(
+            f"the engine was built with the option {unknown[0]!r}, which this version of optdnn does not have",
+            hint="rebuild the engine with this version",
+        )
+    options = BuildOptions(**source.options)
+    options = replace(options, no_cubins=options.no_cubins or not compiled)
+    weights = {name: program.blobs[number] for name, number in source.weights.items()}
+    opened = put_together(program.blobs[source.model].tobytes(), weights, "the engine's model")
+    target = options.target
+    _, _, plan = _plan(opened, shapes, options, target, lambda g, p: {}, optimize, lambda text: None)
+    return Blobs(program.blobs).take(plan)
+
+
+def _plan(
+    model: Model,
+    shapes: Mapping[str, tuple[int, ...]],
+    options: BuildOptions,
+    target: str,
+    meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
+    optimize: Optimize,
+    say: Say,
+) -> tuple[Graph, list[PassReport], Program]:
+    graph = import_model(model, shapes=shapes)
+    passes = optimize(graph, options, target, say)
+    return graph, passes, lower_cuda(graph, options, target, meta(graph, passes), say)
+
+
+def plain_options(options: BuildOptions) -> dict[str, Any] | None:
+    """The options that are not at their defaults, as plain data; None where one of them cannot be kept in a file."""
+    default = BuildOptions(target=options.target)
+    kept = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in NOT_KEPT}
+    kept = {n: v for n, v in kept.items() if n == "target" or v != getattr(default, n)}
+    return kept if all(isinstance(v, (bool, int, float, str)) for v in kept.values()) else None
+
+
+def _need_ranges(graph: Graph) -> None:
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        for d in out.type.shape or ():
+            if isinstance(d, Dim) and not all(s.name in p for p in graph.profiles for s in d.symbols()):
+                dims = "x".join("1..8..32" if isinstance(x, Dim) else str(x) for x in out.type.shape or ())
+                raise UsageError(
+                    f"dimension {d} of input {out.name!r} has no range in every profile",
+                    hint=f"plans for GPUs need one: --shape {out.name}={dims}",
+                )
+
+
+def _sized(graph: Graph, profile: Profile, which: str) -> Shapes:
+    sizes = {name: getattr(r, which) for name, r in profile.items()}
+    ports = [graph.op(i).outputs[0] for i in graph.inputs]
+    return {p.name: tuple(evaluate(d, sizes) for d in p.type.dims) for p in ports}
+
+
+def _show(shapes: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{name}={'x'.join(map(str, dims)) or 'scalar'}" for name, dims in shapes.items())
+
+
+def _spec(graph: Graph, port: int, planned: TensorSpec) -> TensorSpec:
+    """The symbolic shape of an input or output, with the element type that the plan gives it."""
+    shape = graph.op(port).outputs[0].type.shape
+    if shape is None:
+        return TensorSpec(planned.name, planned.dtype, tuple(f"{planned.name}.{i}" for i in range(len(planned.shape))))
+    return TensorSpec(planned.name, planned.dtype, tuple(str(d) if isinstance(d, Dim) else d for d in shape))
+
+
+class Blobs:
+    """A list of blobs without repetitions, which programs are moved onto."""
+
+    def __init__(self, arrays: list[Array] | None = None):
+        self.arrays: list[Array] = [] if arrays is None else arrays
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        for i, a in enumerate(self.arrays):
+            self._numbers.setdefault(_key(a), i)
+
+    def add(self, array: Array) -> int:
+        """The number of the blob with this content, at the end of the list where it is new."""
+        key = _key(array)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.arrays)
+            self.arrays.append(np.ascontiguousarray(array).reshape(array.shape))
+        return self._numbers[key]
+
+    def take(self, program: Program) -> Program:
+        """The program over this list."""
+        numbers = [self.add(a) for a in program.blobs]
+
+        def buffer(b: Buffer) -> Buffer:
+            return b if b.blob is None else replace(b, blob=numbers[b.blob])
+
+        return replace(
+            program,
+            buffers=tuple(map(buffer, program.buffers)),
+            kernels=tuple(k if k.cubin is None else replace(k, cubin=numbers[k.cubin]) for k in program.kernels),
+            steps=tuple(_moved(program.steps, numbers)),
+            blobs=self.arrays,
+        )
+
+
+def _moved(steps: Iterable[Step], numbers: Sequence[int]) -> Iterable[Step]:
+    """Steps of CPU libraries name blobs in their parameters."""
+    for s in steps:
+        if s.executor in ("onnxruntime", "openvino"):
+            weights = {name: numbers[n] for name, n in s.params["weights"].items()}
+            s = replace(s, params={**s.params, "model": numbers[s.params["model"]], "weights": weights})
+        yield s
+
+
+def _key(array: Array) -> tuple[Any, ...]:
+    flat = np.ascontiguousarray(array).reshape(-1)
+    digest = hashlib.sha256(flat.view(np.uint8).data if flat.size else b"").digest()
+    return (array.dtype.name, array.shape, digest)

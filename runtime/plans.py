@@ -1,0 +1,198 @@
+"""Engines for ranges of shapes on targets whose programs are for fixed shapes: one plan per shape.
+
+Plans for the optima of the profiles come with the engine; one for any other shape inside of a profile is made when such
+inputs are first seen, by the planner that the engine was loaded with. Each context keeps the state (buffers, CUDA graphs) of
+the shapes that it ran last; all plans of an engine share their constants, and those of a context one arena.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from optdnn.errors import RunError
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.program import Dynamic, Plain, Program
+from optdnn.runtime.runner import RunContext, Runner, open_runner
+from optdnn.runtime.signature import Signature
+from optdnn.types import Array
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+"""The shape of each input, in order."""
+PLANS = 64
+"""Plans that an engine keeps ready, those that came with it not counted; the least recently used goes first."""
+CONTEXTS = 8
+"""Shapes for which a context keeps buffers and graphs."""
+
+
+class PlansRunner:
+    """An engine of several plans, shared by threads."""
+
+    def __init__(self, program: Program, dynamic: Dynamic, options: LoadOptions):
+        self.program, self.dynamic = program, dynamic
+        self.signature = Signature(dynamic.inputs, dynamic.outputs, program.profiles)
+        self._options = options
+        self._lock = threading.Lock()
+        first = replace(program, dynamic=None, profiles=())
+        self._given = {_shapes_of(p): p for p in (first, *dynamic.plans)}
+        self._ready: dict[Shapes, Runner] = {}
+        self._made: OrderedDict[Shapes, Runner] = OrderedDict()
+        self._being_made: dict[Shapes, threading.Lock] = {}
+        self._pool = None if options.simulate else _pool(program.target)
+        self.facts: tuple[Mapping[str, Plain], ...] = self.plan(_shapes_of(program)).facts
+
+    def plan(self, shapes: Shapes) -> Runner:
+        """The runner for these shapes. Raises RunError where there is no plan and no way to make one."""
+        with self._lock:
+            found = self._ready.get(shapes) or self._made.get(shapes)
+            if found is not None:
+                if shapes in self._made:
+                    self._made.move_to_end(shapes)
+                return found
+            making = self._being_made.setdefault(shapes, threading.Lock())
+        with making:  # others may run, or make plans for other shapes, meanwhile
+            with self._lock:
+                found = self._ready.get(shapes) or self._made.get(shapes)
+            if found is not None:
+                return found
+            given = self._given.get(shapes)
+            program = given if given is not None else self._make(shapes)
+            runner = open_runner(program, replace(self._options, pool=self._pool))
+            with self._lock:
+                if given is not None:
+                    self._ready[shapes] = runner
+                else:
+                    self._made[shapes] = runner
+                    while len(self._made) > PLANS:
+                        self._made.popitem(last=False)
+                self._being_made.pop(shapes, None)
+            return runner
+
+    def _make(self, shapes: Shapes) -> Program:
+        named = {s.name: shape for s, shape in zip(self.signature.inputs, shapes, strict=True)}
+        shown = ", ".join(f"{n}={'x'.join(map(str, dims)) or 'scalar'}" for n, dims in named.items())
+        if self._options.planner is None or self.dynamic.source is None:
+            why = "it does not hold its model" if self.dynamic.source is None else "it was loaded without the compiler"
+            raise RunError(
+                f"the engine holds no plan for {shown}, and cannot make one: {why}",
+                hint="build it with these shapes as a profile of their own: another --shape "
+                + " --shape ".join(shown.split(", ")),
+            )
+        program = self._options.planner(self.program, named, not self._options.simulate)
+        if _shapes_of(program) != shapes:
+            raise RunError(f"the plan made for {shown} is for other shapes")
+        return program
+
+    def context(self) -> PlansContext:
+        """One thread's own state, with the first plan's ready."""
+        return PlansContext(self)
+
+
+class PlansContext:
+    """One thread's state of the plans that it ran last."""
+
+    def __init__(self, runner: PlansRunner):
+        self._runner = runner
+        self._lock = threading.Lock()
+        pool = runner._pool
+        self._arena = None if pool is None else pool.arena(runner.dynamic.arena_bytes)
+        self._contexts: OrderedDict[Shapes, RunContext] = OrderedDict()
+        self._context(_shapes_of(runner.program))
+
+    def run(
+        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
+    ) -> dict[str, Any]:
+        """Run once; see :meth:`optdnn.runtime.context.Context.run`."""
+        with _Alone(self._lock):
+            context, feeds = self._dispatch(feeds)
+            return context.run(feeds, out, stream)
+
+    def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
+        """Run once and time each step of the plan."""
+        with _Alone(self._lock):
+            context, feeds = self._dispatch(feeds)
+            return context.profile(feeds)
+
+    def bind(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None) -> Any:
+        """A call with fixed arrays on the GPU; see the plan's own context."""
+        with _Alone(self._lock):
+            context, feeds = self._dispatch(feeds)
+            if not hasattr(context, "bind"):
+                raise RunError(f"target {self._runner.program.target!r} binds no arrays on a GPU")
+            return context.bind(feeds, out)
+
+    @property
+    def shapes(self) -> tuple[Shapes, ...]:
+        """The shapes that the context holds state for, the last used last."""
+        return tuple(self._contexts)
+
+    def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
+        """The context for the shapes of ``feeds``. Raises InputError for sizes outside of the profiles."""
+        signature = self._runner.signature
+        if isinstance(feeds, Mapping) and any(_foreign(a) for a in feeds.values()):
+            given = signature.in_order(feeds)
+            like: list[Any] = [SimpleNamespace(shape=tuple(a.shape), ndim=len(a.shape)) for a in given]
+            signature.sizes(like)
+            return self._context(tuple(a.shape for a in like)), feeds
+        arrays = signature.arrays(feeds)
+        signature.sizes(arrays)
+        own = {s.name: a for s, a in zip(signature.inputs, arrays, strict=True)}
+        return self._context(tuple(a.shape for a in arrays)), own
+
+    def _context(self, shapes: Shapes) -> RunContext:
+        found = self._contexts.get(shapes)
+        if found is None:
+            runner = self._runner.plan(shapes)
+            if self._arena is None:
+                found = runner.context()
+            else:
+                found = runner.context(self._arena)  # type: ignore[call-arg]
+            while len(self._contexts) >= CONTEXTS:
+                self._contexts.popitem(last=False)
+            self._contexts[shapes] = found
+        self._contexts.move_to_end(shapes)
+        return found
+
+
+class _Alone:
+    """Refuses a second thread."""
+
+    def __init__(self, lock: threading.Lock):
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RunError(
+                "this context is running in another thread", hint="use engine.run, or engine.context() per thread"
+            )
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+def _foreign(array: Any) -> bool:
+    """Whether an array lies on a GPU: it is handed on as it is."""
+    if isinstance(array, np.ndarray):
+        return False
+    from optdnn.runtime.cuda.arrays import on_gpu
+
+    return on_gpu(array)
+
+
+def _shapes_of(program: Program) -> Shapes:
+    return tuple(tuple(d for d in spec.shape if isinstance(d, int)) for spec, _ in program.inputs)
+
+
+def _pool(target: str) -> Any:
+    """What shares memory between the plans of an engine; None on targets that need nothing."""
+    if target.partition(":")[0] != "cuda":
+        return None
+    from optdnn.runtime.cuda.shared import Pool
+
+    return Pool()
