@@ -51,7 +51,7 @@ _ERRORS = (
 )
 _WHERE = {
     "build": "optdnn.compiler",
-    "load": "optdnn.runtime.engine",
+    "load": "optdnn.loading",
     "Engine": "optdnn.runtime.engine",
     "Context": "optdnn.runtime.context",
     "DimRange": "optdnn.ranges",

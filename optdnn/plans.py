@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 Optimize = Callable[[Graph, BuildOptions, str, Say], list[PassReport]]
 Shapes = dict[str, tuple[int, ...]]
 
-NOT_KEPT = ("shapes", "timing_cache", "dump", "emit_onnx", "stop_after", "debug", "budget")
+NOT_KEPT = ("shapes", "timing_cache", "dump", "emit_onnx", "debug", "budget")
 """Options that further plans do not need, or that name files of the machine that built."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from optdnn.errors import InputError, UsageError
 from optdnn.ranges import Profile
 from optdnn.runtime.atomic import write_atomic
-from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.executor import LoadOptions, Planner
 from optdnn.runtime.program import Plain, Program, validate
 from optdnn.runtime.requires import check_requires
 from optdnn.runtime.runner import RunContext, open_runner
@@ -138,6 +138,7 @@ def load(
     trust_cubins: bool = True,
     recompile: bool = False,
     huge_pages: bool = True,
+    planner: Planner | None = None,
 ) -> Engine:
     """Load an engine file.
 
@@ -148,7 +149,8 @@ def load(
     Engines for GPUs: ``simulate`` runs the program in NumPy, on any machine; ``trust_cubins=False`` compiles the kernels from
     their recipes instead of loading the compiled code in the file; ``recompile`` does so even where this version's templates
     differ from those of the build.
-    An engine for ranges of shapes makes plans for further shapes where the compiler is installed.
+    An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
+    installed, by it, when such inputs are first seen; None: not at all).
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine (EngineStale: whose
     kernels this version would make otherwise), and MissingDependency for an absent library.
     """
@@ -160,5 +162,6 @@ def load(
         simulate=simulate,
         trust_cubins=trust_cubins and not recompile,
         recompile=recompile,
+        planner=planner,
     )
     return Engine(read(path, verify=verify, mmap=mmap), options=options)

@@ -149,10 +149,7 @@ class PlansContext:
         found = self._contexts.get(shapes)
         if found is None:
             runner = self._runner.plan(shapes)
-            if self._arena is None:
-                found = runner.context()
-            else:
-                found = runner.context(self._arena)  # type: ignore[call-arg]
+            found = runner.context() if self._arena is None else runner.context(self._arena)  # type: ignore[call-arg]
             while len(self._contexts) >= CONTEXTS:
                 self._contexts.popitem(last=False)
             self._contexts[shapes] = found

@@ -36,11 +36,10 @@ def take_apart(source: Source) -> tuple[bytes, dict[str, Array]]:
                 t.ClearField(field)
             t.data_location = onnx.TensorProto.EXTERNAL
             t.external_data.add(key="location", value=t.name)
-    named = {id(t) for t in held.graph.initializer if t.name in weights}
     for t in _tensors(held):
-        if t.data_location == onnx.TensorProto.EXTERNAL and id(t) not in named:
+        if t.data_location == onnx.TensorProto.EXTERNAL and t.name not in weights:
             entries = {e.key: e.value for e in t.external_data}
-            raw = model.external.read(t.name, entries, int(entries.get("length", _nbytes(t))))
+            raw = model.external.read(t.name, entries, _nbytes(t))
             t.ClearField("external_data")
             t.data_location = onnx.TensorProto.DEFAULT
             t.raw_data = raw.tobytes()

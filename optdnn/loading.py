@@ -1,0 +1,29 @@
+"""``optdnn.load``: the runtime's, and a way to plan further shapes where the compiler is installed."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from optdnn.errors import MissingDependency
+from optdnn.runtime import engine
+from optdnn.runtime.program import Program
+
+
+@functools.wraps(engine.load)
+def load(path: str | os.PathLike[str], **options: Any) -> engine.Engine:
+    return engine.load(path, **{"planner": plan_on_demand, **options})
+
+
+def plan_on_demand(program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bool) -> Program:
+    """:func:`optdnn.plans.replan`; the compiler is imported when the first plan is to be made."""
+    try:
+        from optdnn.plans import replan
+    except ImportError as error:
+        name = (error.name or "onnx").partition(".")[0]
+        missing = MissingDependency(name, "", "to make plans for shapes that the engine holds none for")
+        missing.hint = f"pip install {name}"
+        raise missing from error
+    return replan(program, shapes, compiled)

@@ -1,0 +1,65 @@
+"""Engines for ranges of shapes on a GPU: right at every shape, constants and arena shared, a bounded number of graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.onnxnet import convnet
+
+import optdnn
+from optdnn.errors import InputError, OptdnnError
+from optdnn.runtime import plans
+from optdnn.runtime.cuda.device import Device, gpu_count
+
+
+def _why_not() -> str | None:
+    try:
+        if gpu_count() == 0:
+            return "no NVIDIA GPU"
+        if Device.open().capability[0] != 9:
+            return "these engines are for Hopper (sm_90a)"
+    except OptdnnError as error:
+        return str(error)
+    return None
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")]
+
+
+def _image(n: int) -> dict[str, Any]:
+    return {"x": np.random.default_rng(n).standard_normal((n, 3, 8, 8)).astype(np.float32)}
+
+
+def test_any_batch_in_range(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "CONTEXTS", 3)
+    want = optdnn.build(convnet(batch="n"), target="reference")
+    optdnn.build(convnet(batch="n"), target="cuda:sm_90a", shapes={"x": "1..4..9x3x8x8"}).save(tmp_path / "e")
+    context: Any = optdnn.load(tmp_path / "e").context()
+    for n in (4, 1, 9, 2, 4, 3, 1):
+        np.testing.assert_allclose(context.run(_image(n))["y"], want.run(_image(n))["y"], rtol=1e-3, atol=1e-4)
+    assert len(context.shapes) == 3
+    runners = context._runner
+    ready = [*runners._ready.values(), *runners._made.values()]
+    assert len(ready) == 5
+    same = [set(r._loaded.constants.values()) for r in ready]
+    assert set.intersection(*same)  # uploaded once
+    assert len({c._arena.pointer for c in context._contexts.values()}) == 1
+    with pytest.raises(InputError, match="n is 10"):
+        context.run(_image(10))
+
+
+def test_device_arrays_of_any_shape() -> None:
+    cupy = pytest.importorskip("cupy")
+    engine = optdnn.build(convnet(batch="n"), target="cuda:sm_90a", shapes={"x": "1..4..9x3x8x8"})
+    context: Any = engine.context()
+    for n in (4, 7):
+        given = {"x": cupy.asarray(_image(n)["x"])}
+        want = context.run(_image(n))["y"]
+        np.testing.assert_array_equal(cupy.asnumpy(context.run(given)["y"]), want)
+        bound = context.bind(given)
+        bound.run()
+        np.testing.assert_array_equal(cupy.asnumpy(bound.outputs["y"]), want)
+    with pytest.raises(InputError, match="n is 12"):
+        context.run({"x": cupy.zeros((12, 3, 8, 8), np.float32)})

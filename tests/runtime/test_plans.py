@@ -1,0 +1,239 @@
+"""Engines for ranges of shapes on targets of fixed shapes: plans made ahead, plans made when they are needed, refusals."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from support.onnxnet import convnet
+
+import optdnn
+from optdnn import loading
+from optdnn.errors import EngineError, InputError, MissingDependency, RunError, ShapeError, UsageError
+from optdnn.importers.held import put_together, take_apart
+from optdnn.importers.onnx import import_model
+from optdnn.ir.evaluate import evaluate
+from optdnn.runtime import plans
+from optdnn.runtime.format import decode, encode
+from optdnn.runtime.program import Program, validate
+
+IMAGE = (3, 8, 8)
+RANGE = {"x": "1..2..5x3x8x8"}
+
+
+def image(n: int, seed: int = 0) -> dict[str, Any]:
+    return {"x": np.random.default_rng(seed + n).standard_normal((n, *IMAGE)).astype(np.float32)}
+
+
+@pytest.fixture(scope="module")
+def built() -> optdnn.Engine:
+    return optdnn.build(convnet(batch="n"), target="simulate", shapes=RANGE)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> optdnn.Engine:
+    return optdnn.build(convnet(batch="n"), target="reference")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The shapes that plans were made for on demand."""
+    seen: list[Any] = []
+    real = loading.plan_on_demand
+
+    def counted(program: Program, shapes: Any, compiled: bool) -> Program:
+        seen.append(shapes["x"][0])
+        return real(program, shapes, compiled)
+
+    monkeypatch.setattr(loading, "plan_on_demand", counted)
+    return seen
+
+
+def test_plans_are_made_when_first_seen_and_kept(
+    built: optdnn.Engine, oracle: optdnn.Engine, made: list[Any], tmp_path: Path
+) -> None:
+    built.save(tmp_path / "e")
+    engine = optdnn.load(tmp_path / "e")
+    assert [str(s) for s in (*engine.inputs, *engine.outputs)] == ["x: fp32[n, 3, 8, 8]", "y: fp32[n, 5]"]
+    for n in (2, 5, 1, 5, 2, 1):
+        got, want = engine.run(image(n))["y"], oracle.run(image(n))["y"]
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    assert made == [5, 1]  # 2, the optimum, came with the engine
+    blobs = len(engine.program.blobs)
+    assert blobs <= len(built.program.blobs) + 2  # weights are shared between plans
+
+
+def test_sizes_outside_of_the_profiles_are_refused(built: optdnn.Engine, made: list[Any]) -> None:
+    for n in (6, 0):
+        with pytest.raises(InputError, match=rf"n is {n} on axis 0 of input 'x', outside of 1 to 5"):
+            built.run(image(n))
+    assert not made
+
+
+def test_a_plan_is_what_a_static_build_gives(built: optdnn.Engine) -> None:
+    static = optdnn.build(convnet(batch="n"), target="simulate", shapes={"x": (2, *IMAGE)})
+    own = replace(built.program, dynamic=None, profiles=())
+    assert [s.params for s in own.steps] == [s.params for s in static.program.steps]
+    assert own.arena_bytes == static.program.arena_bytes
+    dynamic = built.program.dynamic
+    assert dynamic is not None
+    assert dynamic.arena_bytes > own.arena_bytes  # that of the maximum
+
+
+def test_several_profiles_have_a_plan_each(oracle: optdnn.Engine) -> None:
+    engine = optdnn.build(convnet(batch="n"), target="simulate", shapes=[{"x": "1x3x8x8"}, {"x": "3..4..4x3x8x8"}])
+    dynamic = engine.program.dynamic
+    assert dynamic is not None
+    assert [p.inputs[0][0].shape[0] for p in (engine.program, *dynamic.plans)] == [1, 4]
+    for n in (1, 3, 4):
+        np.testing.assert_allclose(engine.run(image(n))["y"], oracle.run(image(n))["y"], rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match=r"the profiles of the engine are n=1..1; n=3..4"):
+        engine.run(image(2))
+
+
+def test_without_the_compiler_only_the_given_plans_run(built: optdnn.Engine, tmp_path: Path) -> None:
+    built.save(tmp_path / "e")
+    engine = optdnn.load(tmp_path / "e", planner=None)
+    assert engine.run(image(2))["y"].shape == (2, 5)
+    with pytest.raises(RunError, match=r"no plan for x=3x3x8x8.*without the compiler\n.*--shape x=3x3x8x8"):
+        engine.run(image(3))
+
+
+def test_a_missing_compiler_is_named(built: optdnn.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built.save(tmp_path / "e")
+    engine = optdnn.load(tmp_path / "e")
+    monkeypatch.setitem(sys.modules, "optdnn.plans", None)
+    with pytest.raises(MissingDependency, match="to make plans for shapes that the engine holds none for"):
+        engine.run(image(3))
+
+
+def test_contexts_and_plans_are_bounded(built: optdnn.Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(plans, "CONTEXTS", 2)
+    monkeypatch.setattr(plans, "PLANS", 2)
+    built.save(tmp_path / "e")
+    engine = optdnn.load(tmp_path / "e")
+    context: Any = engine.context()
+    for n in (1, 3, 4, 5):
+        context.run(image(n))
+    assert [s[0][0] for s in context.shapes] == [4, 5]
+    assert [s[0][0] for s in context._runner._made] == [4, 5]
+
+
+def test_threads_plan_apart(built: optdnn.Engine, oracle: optdnn.Engine, made: list[Any], tmp_path: Path) -> None:
+    built.save(tmp_path / "e")
+    engine = optdnn.load(tmp_path / "e")
+    wrong: list[Any] = []
+
+    def work(seed: int) -> None:
+        for n in (3, 4, 2, 5):
+            got, want = engine.run(image(n, seed))["y"], oracle.run(image(n, seed))["y"]
+            if not np.allclose(got, want, rtol=1e-4, atol=1e-5):
+                wrong.append((n, seed))
+
+    threads = [threading.Thread(target=work, args=(10 * k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+    assert sorted(made) == [3, 4, 5]  # once each, whoever came first
+
+
+def test_out_buffers_and_profile(built: optdnn.Engine) -> None:
+    context: Any = built.context()
+    out = np.empty((4, 5), np.float32)
+    results = context.run(image(4), out={"y": out})
+    assert results["y"] is out
+    _, times = context.profile(image(4))
+    assert len(times) == len(built.program.steps)
+    with pytest.raises(RunError, match="binds no arrays on a GPU"):
+        context.bind(image(4))
+
+
+# ---------------------------------------------------------------- refusals of the build
+
+
+def test_every_dimension_needs_a_range() -> None:
+    with pytest.raises(UsageError, match=r"dimension h of input 'x' has no range.*\n.*--shape x=1..8..32x4x1..8..32"):
+        optdnn.build(
+            onnx.parser.parse_model(
+                '<ir_version: 8, opset_import: ["": 17]> g (float[n, 4, h] x) => (float[n, 4, h] y) { y = Relu(x) }'
+            ),
+            target="simulate",
+            shapes={"x": "1..2..3x4x?"},
+        )
+
+
+def test_an_extreme_that_cannot_be_built_is_said_at_the_build() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[n, 4] x) => (float[m, 4] y)
+        <float[3, 1] c = {1, 2, 3}> { y = Add(x, c) }"""
+    )
+    with pytest.raises(ShapeError, match=r"profile 0, at x=4x4: .*do not broadcast"):
+        optdnn.build(model, target="simulate", shapes={"x": "1..3..4x4"})
+
+
+# ---------------------------------------------------------------- the model inside of an engine
+
+
+def test_a_model_is_taken_apart_and_put_together(tmp_path: Path) -> None:
+    model = convnet()
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0, location="m.data")
+    for source in (convnet(), tmp_path / "m.onnx"):
+        data, weights = take_apart(source)
+        assert set(weights) == {"w2"}  # 8 x 8 x 3 x 3 floats; the others are small
+        graph = import_model(put_together(data, weights, "held"))
+        feeds = image(1)
+        np.testing.assert_array_equal(evaluate(graph, feeds)["y"], evaluate(import_model(convnet()), feeds)["y"])
+    with pytest.raises(EngineError, match="lacks its weight 'w2'"):
+        import_model(put_together(data, {}, "held"))
+    with pytest.raises(EngineError, match="cannot be read"):
+        put_together(b"\x99", weights, "held")
+
+
+def test_options_of_another_version_are_refused(built: optdnn.Engine) -> None:
+    program = decode(memoryview(b"".join(encode(built.program))))
+    dynamic = program.dynamic
+    assert dynamic is not None
+    assert dynamic.source is not None
+    source = replace(dynamic.source, options={**dynamic.source.options, "turbo": True})
+    program.dynamic = replace(dynamic, source=source)
+    with pytest.raises(EngineError, match="option 'turbo', which this version"):
+        loading.plan_on_demand(program, {"x": (3, *IMAGE)}, False)
+
+
+def test_engine_files_repeat_byte_for_byte(built: optdnn.Engine) -> None:
+    again = optdnn.build(convnet(batch="n"), target="simulate", shapes=RANGE)
+    assert b"".join(encode(again.program)) == b"".join(encode(built.program))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: {"inputs": (replace(d.inputs[0], name="z"),)}, "plan 0 has other inputs"),
+        (lambda d: {"outputs": (replace(d.outputs[0], name="z"),)}, "plan 0 has other outputs"),
+        (lambda d: {"inputs": (replace(d.inputs[0], shape=("n", 4, 8, 8)),)}, "is no case of"),
+        (lambda d: {"source": replace(d.source, model=10_000)}, "names a missing blob"),
+        (lambda d: {"source": replace(d.source, model=0)}, "is not a run of bytes"),
+    ],
+)
+def test_malformed_plans_are_refused(built: optdnn.Engine, change: Any, message: str) -> None:
+    dynamic = built.program.dynamic
+    with pytest.raises(EngineError, match=message):
+        validate(replace(built.program, dynamic=replace(dynamic, **change(dynamic))))
+
+
+def test_plans_within_plans_are_refused(built: optdnn.Engine) -> None:
+    dynamic = built.program.dynamic
+    assert dynamic is not None
+    with pytest.raises(EngineError, match="plan 1 is not one of this engine"):
+        validate(replace(built.program, dynamic=replace(dynamic, plans=(built.program,))))
+    with pytest.raises(EngineError, match="has no profiles"):
+        validate(replace(built.program, profiles=()))
