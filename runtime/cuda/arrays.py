@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import InputError, MissingDependency
+from optdnn.runtime.cuda.device import Device, driver
 from optdnn.types import TensorSpec, dtype_name
 
 
@@ -73,3 +74,32 @@ def stream_handle(stream: Any) -> int:
     raise InputError(
         f"{type(stream).__name__} is not a CUDA stream", hint="give its handle as an int, or a CuPy or PyTorch stream"
     )
+
+
+def check_pointer(pointer: int, device: Device, what: str) -> None:
+    """Raises InputError where the driver knows that memory not to be of ``device``: an array may say anything of itself."""
+    cu = driver()
+    kinds = cu.CUpointer_attribute
+    status, kind = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer)
+    if status != cu.CUresult.CUDA_SUCCESS or int(kind) == int(cu.CUmemorytype.CU_MEMORYTYPE_HOST):
+        raise InputError(f"{what} says that it lies on a GPU; its address {pointer:#x} is not device memory")
+    status, index = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer)
+    if status == cu.CUresult.CUDA_SUCCESS and int(index) != device.index:
+        raise InputError(
+            f"{what} lies on GPU {int(index)}; the engine runs on GPU {device.index} ({device.name})",
+            hint="copy it there, or choose the GPU with CUDA_VISIBLE_DEVICES",
+        )
+
+
+DEFAULT_STREAMS = (0, 1, 2)
+"""Handles that stand for the null stream and for the calling thread's."""
+
+
+def check_stream(handle: int, context: Any) -> None:
+    """Raises InputError for a stream of another GPU (or context) than ``context``."""
+    cu = driver()
+    if handle in DEFAULT_STREAMS:
+        return
+    status, found = cu.cuStreamGetCtx(handle)
+    if status != cu.CUresult.CUDA_SUCCESS or int(found) != int(context):
+        raise InputError("the stream is not one of the GPU that the engine runs on", hint="make it on that GPU")

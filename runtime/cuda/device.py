@@ -168,11 +168,16 @@ class Launch:
         config.numAttrs = len(attributes)
         self._config = config
 
+    @property
+    def parameters_address(self) -> int:
+        """Address of the array of addresses of the parameters, as the driver takes them; valid while this object lives."""
+        return ctypes.addressof(self._pointers)
+
     def enqueue(self, stream: int) -> None:
         """Launch on the stream with this handle (an int, as array libraries expose it)."""
         cu = driver()
         self._config.hStream = cu.CUstream(stream)
-        result = cu.cuLaunchKernelEx(self._config, self.function.handle, ctypes.addressof(self._pointers), 0)
+        result = cu.cuLaunchKernelEx(self._config, self.function.handle, self.parameters_address, 0)
         check(f"cuLaunchKernelEx of {self.label}", result)
 
     def clusters_per_device(self) -> int:

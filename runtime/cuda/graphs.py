@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from typing import Any, Protocol
 
-from optdnn.runtime.cuda.device import check, driver
+from optdnn.runtime.cuda.device import Launch, check, driver
 
 
 class Enqueued(Protocol):
@@ -29,6 +32,29 @@ class Stream:
         check("cuStreamSynchronize", driver().cuStreamSynchronize(self._stream))
 
 
+class _Template:
+    """A captured CUDA graph, not instantiated, and its node of each launch."""
+
+    def __init__(self, launches: Iterable[Enqueued], stream: Stream):
+        cu = driver()
+        self.nodes: list[Any] = []
+        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check("cuStreamBeginCapture", cu.cuStreamBeginCapture(stream.handle, mode))
+        try:
+            for launch in launches:
+                launch.enqueue(stream.handle)
+                _, _, _, last, *_ = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream.handle))
+                self.nodes.append(last[0] if last else None)  # what a next launch would depend on: this one alone
+        finally:
+            self.graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
+        weakref.finalize(self, _destroy, self.graph)
+
+
+def _destroy(graph: Any) -> None:
+    with contextlib.suppress(Exception):  # the driver may be gone when the interpreter ends
+        driver().cuGraphDestroy(graph)
+
+
 class Graph:
     """An instantiated CUDA graph of ``launches`` in order.
 
@@ -36,19 +62,27 @@ class Graph:
     """
 
     def __init__(self, launches: Iterable[Enqueued], stream: Stream):
-        cu = driver()
         self.launches = tuple(launches)  # their parameter buffers were copied, their functions must stay loaded
-        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        check("cuStreamBeginCapture", cu.cuStreamBeginCapture(stream.handle, mode))
-        try:
-            for launch in self.launches:
-                launch.enqueue(stream.handle)
-        finally:
-            graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
-        try:
-            self._executable = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, 0))
-        finally:
-            check("cuGraphDestroy", cu.cuGraphDestroy(graph))
+        self._template = _Template(self.launches, stream)
+        self._executable = self._instantiate()
+
+    def _instantiate(self) -> Any:
+        return check("cuGraphInstantiate", driver().cuGraphInstantiate(self._template.graph, 0))
+
+    def moved(self, changed: Mapping[int, Launch]) -> Graph:
+        """Another graph of the same launches, some of them (by number) with other parameters, such as the addresses of other
+        arrays: nodes are changed, nothing is captured again."""
+        cu = driver()
+        found = copy(self)
+        found.launches = tuple(changed.get(k, launch) for k, launch in enumerate(self.launches))
+        found._executable = self._instantiate()
+        for k, launch in changed.items():
+            node = self._template.nodes[k]
+            parameters = check("cuGraphKernelNodeGetParams", cu.cuGraphKernelNodeGetParams(node))
+            parameters.kernelParams = launch.parameters_address
+            result = cu.cuGraphExecKernelNodeSetParams(found._executable, node, parameters)
+            check(f"cuGraphExecKernelNodeSetParams of {launch.label}", result)
+        return found
 
     def replay(self, stream: Stream) -> None:
         """Enqueue one run."""

@@ -9,22 +9,22 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from optdnn.errors import EngineError, InputError, RunError
-from optdnn.runtime.cuda.arrays import import_cupy, on_gpu, pointer_of, stream_handle
+from optdnn.runtime.cuda.arrays import check_pointer, check_stream, import_cupy, on_gpu, pointer_of, stream_handle
 from optdnn.runtime.cuda.chain import Chain, Item, Transfer
-from optdnn.runtime.cuda.device import Device, Function, Launch, _bytes, _enums, check, driver, encode_tiled, gpu_count
+from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.graphs import Graph, Stream
-from optdnn.runtime.cuda.kernels_of import cubins
+from optdnn.runtime.cuda.loaded import Loaded, encode
 from optdnn.runtime.cuda.memory import DeviceMemory, PinnedMemory
 from optdnn.runtime.cuda.nvtx import marked
 from optdnn.runtime.cuda.plan import CudaStep, TensorMap, parse
-from optdnn.runtime.cuda.shared import Arena, Pool
+from optdnn.runtime.cuda.shared import Arena
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.host import (
     COPY,
@@ -88,81 +88,6 @@ def _parsed(step: Step, program: Program, on_host: frozenset[int]) -> CudaStep |
     return found
 
 
-class Loaded:
-    """Kernels and constants on the GPU."""
-
-    def __init__(self, program: Program, steps: Sequence[CudaStep | HostPlan | CopyPlan], options: LoadOptions):
-        if gpu_count() == 0:
-            raise RunError(
-                "there is no usable NVIDIA GPU on this machine",
-                hint="load the engine with simulate=True to run it in NumPy",
-            )
-        self.device = Device.open()
-        for arch in sorted({k.arch for k in program.kernels}):
-            check_arch(arch, self.device)
-        code = cubins(program, trust=options.trust_cubins, recompile=options.recompile)
-        shared, cluster = [0] * len(code), [1] * len(code)
-        for s in steps:
-            if not isinstance(s, CudaStep):
-                continue
-            k = s.launch.kernel
-            shared[k], cluster[k] = max(shared[k], s.launch.shared), max(cluster[k], s.launch.cluster)
-        self.functions = [
-            Function(cubin, kernel.function, shared=shared[i], wide_cluster=cluster[i] > 8)
-            for i, (cubin, kernel) in enumerate(zip(code, program.kernels, strict=True))
-        ]
-        self.context = check("cuCtxGetCurrent", driver().cuCtxGetCurrent())
-        used = {i for s in program.steps if s.executor != HOST for i in s.inputs} | {i for _, i in program.outputs}
-        if options.pool is not None:
-            pool: Pool = options.pool
-            held = {i: program.blobs[b.blob] for i, b in enumerate(program.buffers) if b.blob is not None and i in used}
-            self.constants = {i: pool.constant(blob).pointer for i, blob in held.items()}
-            return
-        places, size = {}, 0
-        for i, b in enumerate(program.buffers):
-            if b.blob is not None and i in used:
-                places[i] = size
-                size += -(-(b.nbytes or 0) // ALIGN) * ALIGN
-        self.weights = DeviceMemory(size, "the network's weights")
-        for i, offset in places.items():
-            blob = program.buffers[i].blob
-            assert blob is not None
-            self.weights.upload(np.ascontiguousarray(program.blobs[blob]), offset)
-        self.constants = {i: self.weights.pointer + offset for i, offset in places.items()}
-
-    def activate(self) -> None:
-        """Make the engine's context current on the calling thread."""
-        check("cuCtxSetCurrent", driver().cuCtxSetCurrent(self.context))
-
-
-def check_arch(arch: str, device: Device) -> None:
-    """Raises EngineError where code for ``arch`` does not run on the device."""
-    number = arch.removeprefix("sm_").rstrip("af")
-    major, minor = int(number[:-1]), int(number[-1])
-    same = device.capability == (major, minor) if arch.endswith("a") else (
-        device.capability[0] == major and device.capability[1] >= minor)  # fmt: skip
-    if not same:
-        raise EngineError(
-            f"the engine was built for {arch}; this GPU, {device.name}, is {device.arch}",
-            hint=f"rebuild it: optdnn build MODEL --target cuda:{device.arch}",
-        )
-
-
-def encode(m: TensorMap, pointer: int) -> bytes:
-    """The tensor map at an address."""
-    if not m.corners:
-        return encode_tiled(m.dtype, pointer, m.shape, m.strides, m.box, m.swizzle)
-    cu = driver()
-    data, interleave, span, promotion, fill = _enums(m.dtype, m.swizzle)
-    half = len(m.corners) // 2
-    result = cu.cuTensorMapEncodeIm2col(
-        data, len(m.shape), pointer, [cu.cuuint64_t(n) for n in m.shape], [cu.cuuint64_t(n) for n in m.strides],
-        list(m.corners[:half]), list(m.corners[half:]), m.box[0], m.box[1], [cu.cuuint32_t(n) for n in m.steps],
-        interleave, span, promotion, fill,
-    )  # fmt: skip
-    return _bytes(check(f"cuTensorMapEncodeIm2col(shape={list(m.shape)}, strides={list(m.strides)})", result))
-
-
 class CudaContext:
     """One thread's arena, staging memory, stream and graphs."""
 
@@ -183,6 +108,8 @@ class CudaContext:
         }
         self._values = self._host_values()
         self.stream = Stream()
+        self._first: Graph | None = None
+        self._streams: set[int] = set()
         self._graphs: dict[tuple[int, ...], Graph | Chain] = {}
         self._lock = threading.Lock()
 
@@ -204,28 +131,30 @@ class CudaContext:
     def items(self, given: Mapping[int, int]) -> list[Item]:
         """What each step of the program does (``given`` as for :meth:`address`)."""
         launches: list[Item] = []
-        for step, parsed in zip(self.runner.program.steps, self.runner.steps, strict=True):
+        for k, parsed in enumerate(self.runner.steps):
             if isinstance(parsed, HostPlan):
                 launches.append(partial(self._run_on_host, parsed))
                 continue
             if isinstance(parsed, CopyPlan):
                 launches.append(self._transfer(parsed, given))
                 continue
-            operands = (*step.inputs, *step.outputs)
-            launch = parsed.launch
-            block = bytearray(launch.parameters)
-            for r in launch.relocations:
-                pointer = self.address(operands[r.operand], given) + r.offset
-                value = encode(r, pointer) if isinstance(r, TensorMap) else pointer.to_bytes(8, "little")
-                block[r.at : r.at + len(value)] = value
-            launches.append(
-                Launch(
-                    self._loaded.functions[launch.kernel], launch.grid, launch.block, [bytes(block)], shared=launch.shared,
-                    cluster=launch.cluster, label=parsed.label,
-                    dependent=launch.dependent and not (launches and isinstance(launches[-1], Transfer)),
-                )
-            )  # fmt: skip
+            after_copy = bool(launches) and isinstance(launches[-1], Transfer)
+            launches.append(self._launch(k, parsed, given, dependent=parsed.launch.dependent and not after_copy))
         return launches
+
+    def _launch(self, k: int, parsed: CudaStep, given: Mapping[int, int], *, dependent: bool) -> Launch:
+        """Step ``k`` of the program, its parameters filled in."""
+        step, launch = self.runner.program.steps[k], parsed.launch
+        operands = (*step.inputs, *step.outputs)
+        block = bytearray(launch.parameters)
+        for r in launch.relocations:
+            pointer = self.address(operands[r.operand], given) + r.offset
+            value = encode(r, pointer) if isinstance(r, TensorMap) else pointer.to_bytes(8, "little")
+            block[r.at : r.at + len(value)] = value
+        return Launch(
+            self._loaded.functions[launch.kernel], launch.grid, launch.block, [bytes(block)], shared=launch.shared,
+            cluster=launch.cluster, label=parsed.label, dependent=dependent,
+        )  # fmt: skip
 
     @property
     def device(self) -> Device:
@@ -298,12 +227,25 @@ class CudaContext:
     def _new_graph(self, given: Mapping[int, int]) -> Graph | Chain:
         if any(isinstance(s, HostPlan) for s in self.runner.steps):
             return self._chain(given)
-        return Graph(self.launches(given), self.stream)
+        if self._first is None:
+            self._first = Graph(self.launches({}), self.stream)
+        changed = {
+            k: self._launch(k, parsed, given, dependent=parsed.launch.dependent)
+            for k, (step, parsed) in enumerate(zip(self.runner.program.steps, self.runner.steps, strict=True))
+            if isinstance(parsed, CudaStep) and not given.keys().isdisjoint((*step.inputs, *step.outputs))
+        }
+        return self._first.moved(changed)
+
+    def _check_pointers(self, given: Mapping[int, int]) -> None:
+        for i, pointer in given.items():
+            if pointer:
+                check_pointer(pointer, self.device, f"the array for {self.runner.program.buffers[i].name!r}")
 
     def _graph(self, given: Mapping[int, int]) -> Graph | Chain:
         key = tuple(given.get(i, 0) for _, i in (*self.runner.program.inputs, *self.runner.program.outputs))
         graph = self._graphs.pop(key, None)
         if graph is None:
+            self._check_pointers(given)
             graph = self._new_graph(given)
             while len(self._graphs) >= GRAPHS:
                 self._graphs.pop(next(iter(self._graphs))).close()
@@ -350,7 +292,7 @@ class CudaContext:
         arrays = signature.arrays(feeds)
         sizes = signature.sizes(arrays)
         given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
-        handle = self.stream.handle if stream is None else stream_handle(stream)
+        handle = self.stream.handle if stream is None else self.stream_of(stream)
         for (_, i), a in zip(p.inputs, arrays, strict=True):
             self._host[i].bytes[:] = a.reshape(-1).view(np.uint8)
         self.copy_in(handle)
@@ -390,7 +332,7 @@ class CudaContext:
 
     def _run_device(self, feeds: Mapping[str, Any], out: Mapping[str, Any], stream: object) -> dict[str, Any]:
         given, outputs = self._placed(feeds, out)
-        self._launch_graph(self._graph(given), 0 if stream is None else stream_handle(stream))
+        self._launch_graph(self._graph(given), self.stream_of(stream))
         outputs.update(self.sized_by_data())
         return outputs
 
@@ -406,6 +348,7 @@ class CudaContext:
         """
         self._loaded.activate()
         given, outputs = self._placed(feeds, out or {})
+        self._check_pointers(given)
         return Bound(self, self._new_graph(given), outputs, dict(feeds))
 
     def _placed(self, feeds: Mapping[str, Any], out: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, Any]]:
@@ -436,6 +379,14 @@ class CudaContext:
             if pointer % 16:
                 raise InputError("arrays on the GPU must be aligned to 16 bytes")
         return given, outputs
+
+    def stream_of(self, stream: object) -> int:
+        """The handle of the caller's stream (None: the null stream). Raises InputError for one of another GPU."""
+        handle = 0 if stream is None else stream_handle(stream)
+        if handle not in self._streams:
+            check_stream(handle, self._loaded.context)
+            self._streams.add(handle)
+        return handle
 
     @staticmethod
     def _launch_graph(graph: Graph | Chain, handle: int) -> None:
@@ -499,7 +450,7 @@ class Bound:
     def run(self, stream: object = None) -> dict[str, Any]:
         """Enqueue one run on ``stream`` (default: the null stream); does not wait (unless there are steps on the host)."""
         self._context._loaded.activate()
-        self._context._launch_graph(self._graph, 0 if stream is None else stream_handle(stream))
+        self._context._launch_graph(self._graph, self._context.stream_of(stream))
         self.outputs.update(self._context.sized_by_data())
         return self.outputs
 

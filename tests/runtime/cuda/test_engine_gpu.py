@@ -11,7 +11,7 @@ import pytest
 from support.net import Net
 from support.simulated import feeds_of, lowered, simulate
 
-from optdnn.errors import InputError, OptdnnError
+from optdnn.errors import InputError, OptdnnError, RunError
 from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda.check import check_steps
 from optdnn.runtime.cuda.device import Device, gpu_count
@@ -91,3 +91,53 @@ def test_recompiled_kernels_give_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     Engine(lowered(graph, target="cuda:sm_90a")).save(tmp_path / "e.engine")
     want = optdnn.load(tmp_path / "e.engine").run(feeds)["y0"]
     np.testing.assert_array_equal(optdnn.load(tmp_path / "e.engine", trust_cubins=False).run(feeds)["y0"], want)
+
+
+def test_other_arrays_change_nodes_of_the_graph() -> None:
+    cupy = pytest.importorskip("cupy")
+    graph = network()
+    context: Any = Engine(lowered(graph, target="cuda:sm_90a")).context()
+    feeds = feeds_of(graph)
+    rng = np.random.default_rng(5)
+    tries = [{k: rng.standard_normal(v.shape).astype(v.dtype) for k, v in feeds.items()} for _ in range(12)]
+    wanted = [context.run(t)["y0"] for t in tries]
+    assert any(not np.array_equal(wanted[0], w) for w in wanted[1:])
+    given = [{k: cupy.asarray(v) for k, v in t.items()} for t in tries]  # more arrays than graphs are kept
+    for _ in range(2):
+        for arrays, want in zip(given, wanted, strict=True):
+            np.testing.assert_array_equal(cupy.asnumpy(context.run(arrays)["y0"]), want)
+
+
+def test_a_pointer_that_is_none_of_the_gpus() -> None:
+    cupy = pytest.importorskip("cupy")
+    graph = network()
+    context: Any = Engine(lowered(graph, target="cuda:sm_90a")).context()
+    (name, host), *_ = feeds_of(graph).items()
+
+    class Pretender:
+        __cuda_array_interface__ = {**host.__array_interface__, "version": 3}  # noqa: RUF012
+
+    with pytest.raises(InputError, match="is not device memory"):
+        context.run({name: Pretender()})
+    assert cupy.isfinite(context.run({name: cupy.asarray(host)})["y0"]).all()
+
+
+def test_out_of_memory_is_typed_and_leaves_the_engine_usable() -> None:
+    cupy = pytest.importorskip("cupy")
+    graph = network()
+    engine = Engine(lowered(graph, target="cuda:sm_90a"))
+    feeds = feeds_of(graph)
+    want = engine.run(feeds)["y0"]
+    cupy.get_default_memory_pool().free_all_blocks()
+    hog, size = [], cupy.cuda.runtime.memGetInfo()[0]
+    while size >= 1 << 16:
+        try:
+            hog.append(cupy.cuda.Memory(size))
+        except cupy.cuda.runtime.CUDARuntimeError:
+            size //= 2
+    contexts: list[Any] = []
+    with pytest.raises(RunError, match=r"the GPU has no room|out of memory"):
+        contexts.extend(engine.context() for _ in range(4096))
+    contexts.clear()
+    hog.clear()
+    np.testing.assert_array_equal(engine.run(feeds)["y0"], want)

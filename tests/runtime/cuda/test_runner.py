@@ -15,10 +15,10 @@ import optdnn
 from optdnn.compiler import resolve_target
 from optdnn.errors import EngineError, EngineStale, InputError, MissingDependency, OptdnnError, RunError, UsageError
 from optdnn.ir.graph import Graph
-from optdnn.runtime.cuda import kernels_of, nvrtc
+from optdnn.runtime.cuda import arrays, kernels_of, nvrtc
 from optdnn.runtime.cuda.arrays import on_gpu, pointer_of, stream_handle
 from optdnn.runtime.cuda.device import Device, gpu_count
-from optdnn.runtime.cuda.runner import check_arch
+from optdnn.runtime.cuda.loaded import check_arch, check_driver
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
@@ -95,6 +95,17 @@ def test_architectures(arch: str, capability: tuple[int, int], runs: bool) -> No
     else:
         with pytest.raises(EngineError, match=f"was built for {arch}; this GPU, GPU, is sm_.*\n.*--target cuda:sm_"):
             check_arch(arch, device(*capability))
+
+
+@pytest.mark.parametrize(("compiler", "runs"), [("12.9", True), ("13.0", True), ("13.2", True), ("14.0", False)])
+def test_drivers(compiler: str, runs: bool) -> None:
+    if runs:
+        check_driver(compiler, device(9, 0))
+    else:
+        with pytest.raises(
+            EngineError, match=r"kernels are for CUDA 14.0; the driver here supports CUDA 13.0\n.*update"
+        ):
+            check_driver(compiler, device(9, 0))
 
 
 # ---------------------------------------------------------------- kernels
@@ -194,3 +205,51 @@ def test_streams() -> None:
     assert [stream_handle(s) for s in (3, CupyStream(), TorchStream())] == [3, 7, 9]
     with pytest.raises(InputError, match="str is not a CUDA stream"):
         stream_handle("0")
+
+
+# ---------------------------------------------------------------- what the driver says of pointers and streams
+
+
+class FakeDriver:
+    """A driver that knows one device pointer per GPU, one pinned one, and one stream."""
+
+    class CUresult:
+        CUDA_SUCCESS = 0
+
+    class CUpointer_attribute:
+        CU_POINTER_ATTRIBUTE_MEMORY_TYPE = "type"
+        CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = "ordinal"
+
+    class CUmemorytype:
+        CU_MEMORYTYPE_HOST = 1
+
+    @staticmethod
+    def cuPointerGetAttribute(attribute: str, pointer: int) -> tuple[int, int]:
+        table = {0x100: (2, 0), 0x200: (2, 1), 0x300: (1, 0)}
+        if pointer not in table:
+            return 1, 0
+        return 0, table[pointer][attribute == "ordinal"]
+
+    @staticmethod
+    def cuStreamGetCtx(handle: int) -> tuple[int, int]:
+        return (0, 77) if handle == 0x500 else (0, 78)
+
+
+@pytest.mark.parametrize(
+    ("pointer", "because"),
+    [(0x200, "lies on GPU 1; the engine runs on GPU 0 (.|\n)*CUDA_VISIBLE_DEVICES"), (0x300, "is not device memory"),
+     (0x400, "is not device memory")],
+)  # fmt: skip
+def test_pointers_of_other_memory(pointer: int, because: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "driver", lambda: FakeDriver)
+    arrays.check_pointer(0x100, device(9, 0), "x")
+    with pytest.raises(InputError, match=because):
+        arrays.check_pointer(pointer, device(9, 0), "x")
+
+
+def test_streams_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "driver", lambda: FakeDriver)
+    for handle in (*arrays.DEFAULT_STREAMS, 0x500):
+        arrays.check_stream(handle, 77)
+    with pytest.raises(InputError, match="not one of the GPU that the engine runs on"):
+        arrays.check_stream(0x600, 77)
