@@ -2,11 +2,16 @@
 
 A JSON file. A key names everything the time depends on: what runs (a digest), with which settings, by which library
 version, on which processor. A file of another format or one that is not ours is refused, never overwritten.
+
+GPU candidates and whole networks have sections of their own. Their keys name what must agree (device, problem, candidate, kernel
+sources or library); beside each time stand the versions (driver, compiler) it was measured under. Under other versions a time
+still says what to try first, and no more.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +23,33 @@ FORMAT = "optdnn-timing-cache"
 VERSION = 1
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A GPU candidate's time, or why it must not be used; exactly one is set. ``versions``: see the module."""
+
+    seconds: float | None
+    failed: str | None
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class NetworkChoices:
+    """The choices by signature ((tactic, configuration) each) that made a whole network fastest, and its milliseconds."""
+
+    choices: Mapping[str, tuple[str, str]]
+    ms: float
+    versions: Mapping[str, str]
+
+
 @dataclass
 class TimingCache:
-    """Median milliseconds by key. ``path`` None keeps it in memory."""
+    """Median milliseconds by key, and what was measured on GPUs. ``path`` None keeps it in memory."""
 
     path: Path | None = None
     entries: dict[str, float] = field(default_factory=dict)
     changed: bool = False
+    candidates: dict[str, Any] = field(default_factory=dict)
+    networks: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path | None) -> TimingCache:
@@ -49,7 +74,10 @@ class TimingCache:
             )
         if not isinstance(entries, dict) or not all(_is_time(v) for v in entries.values()):
             raise UsageError(f"{path} holds something that is not a time", hint="delete it, or name another file")
-        return cls(path, {str(k): float(v) for k, v in entries.items()})
+        candidates, networks = data.get("candidates", {}), data.get("networks", {})
+        if not _all(candidates, _candidate) or not _all(networks, _network):
+            raise UsageError(f"{path} holds something that is not a measurement", hint="delete it, or name another file")
+        return cls(path, {str(k): float(v) for k, v in entries.items()}, False, candidates, networks)
 
     def get(self, key: str) -> float | None:
         return self.entries.get(key)
@@ -58,16 +86,68 @@ class TimingCache:
         self.entries[key] = median_ms
         self.changed = True
 
+    def measured(self, key: str) -> Candidate | None:
+        """What is known of a GPU candidate."""
+        return _candidate(self.candidates.get(key))
+
+    def note(self, key: str, seconds: float | None, versions: Mapping[str, str], failed: str | None = None) -> None:
+        """Keep a GPU candidate's time, or its failure."""
+        outcome = {"failed": failed} if failed is not None else {"us": round((seconds or 0.0) * 1e6, 4)}
+        self.candidates[key] = {**outcome, "versions": dict(versions)}
+        self.changed = True
+
+    def network(self, key: str) -> NetworkChoices | None:
+        """What was chosen for a whole network."""
+        return _network(self.networks.get(key))
+
+    def note_network(
+        self, key: str, choices: Mapping[str, tuple[str, str]], ms: float, versions: Mapping[str, str]
+    ) -> None:
+        """Keep the choices for a whole network."""
+        table = {k: list(c) for k, c in sorted(choices.items())}
+        self.networks[key] = {"choices": table, "ms": round(ms, 5), "versions": dict(versions)}
+        self.changed = True
+
     def save(self) -> None:
         """Write back atomically, if anything was measured. Raises OutputError."""
         if self.path is None or not self.changed:
             return
-        text = json.dumps(
-            {"format": FORMAT, "version": VERSION, "entries": dict(sorted(self.entries.items()))}, indent=1
-        )
+        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "entries": dict(sorted(self.entries.items()))}
+        data |= {"candidates": dict(sorted(self.candidates.items()))} if self.candidates else {}
+        data |= {"networks": dict(sorted(self.networks.items()))} if self.networks else {}
+        text = json.dumps(data, indent=1)
         write_atomic(self.path, [(text + "\n").encode()])
         self.changed = False
 
 
 def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def _candidate(row: Any) -> Candidate | None:
+    match row:
+        case {"us": us, "versions": dict(versions)} if _is_time(us) and _texts(versions):
+            return Candidate(us / 1e6, None, versions)
+        case {"failed": str(failed), "versions": dict(versions)} if _texts(versions):
+            return Candidate(None, failed, versions)
+    return None
+
+
+def _network(row: Any) -> NetworkChoices | None:
+    match row:
+        case {"choices": dict(choices), "ms": ms, "versions": dict(versions)} if _is_time(ms) and _texts(versions):
+            made = {k: (c[0], c[1]) for k, c in choices.items() if isinstance(c, list) and len(c) == 2 and _strings(c)}
+            return NetworkChoices(made, float(ms), versions) if len(made) == len(choices) else None
+    return None
+
+
+def _texts(table: Mapping[Any, Any]) -> bool:
+    return _strings([*table, *table.values()])
+
+
+def _strings(values: list[Any]) -> bool:
+    return all(isinstance(v, str) for v in values)
+
+
+def _all(table: Any, read: Callable[[Any], object | None]) -> bool:
+    return isinstance(table, dict) and all(isinstance(k, str) and read(v) is not None for k, v in table.items())

@@ -1,0 +1,352 @@
+"""The autotuner of the cuda target: tries the candidates of every problem, then chooses among near-equals in the whole network.
+
+Every time comes from a :class:`Timer`, so all else (what is tried, when it stops, what is kept) is tested without a GPU.
+
+1. Each *problem* (operators of one signature) has candidates, ranked by the cost model. They are tried in waves: compiled in
+   parallel, checked, timed. A problem is left alone once what its untried candidates promise (their prediction, as optimistic as
+   those seen so far) would gain the network too little.
+2. Candidates that are nearly as fast as the best are swapped in, one problem at a time, in the whole network: neighbours share L2
+   and overlap there, so what wins alone need not win in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from optdnn.config import BuildOptions
+from optdnn.errors import InternalError, RunError
+from optdnn.ir.graph import Graph, Op
+from optdnn.lower_cuda import Emitted, emit_program, placed
+from optdnn.runtime.cuda.kernels_of import recipe_of
+from optdnn.runtime.cuda.timer import Machine, TrialFailed
+from optdnn.runtime.cuda.nvrtc import KERNELS, Recipe
+from optdnn.runtime.program import Program
+from optdnn.tactics.cuda.builder import Builder
+from optdnn.tactics.cuda.select import Choice, Selection
+from optdnn.tactics.cuda.table import TACTICS
+from optdnn.tactics.cuda.trials import Problem, Trial, trials_of
+from optdnn.tactics.timing_cache import TimingCache
+
+WAVE = 6
+"""Candidates of a problem that are tried before the next decision whether to go on."""
+WORTH = 5e-4
+"""A problem is tried further while its other candidates promise more than this fraction of the network's time."""
+NEAR, NEAR_COUNT = 1.3, 5
+"""How much slower than the best a near-equal may be, and how many of a problem are tried in the network."""
+CLEAR = 0.998
+"""A swap is kept when it brings the network's time below this fraction of what it was, twice."""
+ROUGH = 1.5
+"""A candidate this much slower than the best so far is timed roughly."""
+
+
+class Net(Protocol):
+    """A network that is loaded."""
+
+    def close(self) -> None: ...
+
+
+class Timer(Protocol):
+    """What the tuner knows of a GPU; see :class:`optdnn.runtime.cuda.timer.GpuTimer`."""
+
+    @property
+    def machine(self) -> Machine: ...
+
+    def compile(self, recipes: Sequence[Recipe], workers: int) -> None: ...
+
+    def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float: ...
+
+    def load(self, program: Program) -> Any: ...
+
+    def race(self, networks: Sequence[Any]) -> list[float]: ...
+
+
+@dataclass
+class Tuned:
+    """The outcome. ``choices`` by signature are what :func:`optdnn.lower_cuda.lower_cuda` takes; ``before_ms`` and ``after_ms``
+    are the whole network's times, by the cost model's choices and by these (None: not measured); ``stopped`` says what ended the
+    tuning early."""
+
+    choices: dict[str, Choice]
+    problems: Sequence[Problem]
+    before_ms: float | None = None
+    after_ms: float | None = None
+    stopped: str | None = None
+    cached: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class OutOfTime(Exception):
+    """The budget is spent."""
+
+
+class Tuner:
+    """Tunes one optimized graph. ``clock`` gives seconds."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        options: BuildOptions,
+        target: str,
+        timer: Timer,
+        cache: TimingCache,
+        say: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.graph, self.options, self.target, self.timer, self.cache = graph, options, target, timer, cache
+        self.say, self.clock = say, clock
+        self.begin = clock()
+        self.problems: dict[str, Problem] = {}
+        self.cold = False
+
+    # ---------------------------------------------------------------- the course of things
+
+    def run(self, start: Mapping[str, Choice] | None = None) -> Tuned:
+        """Tune. Whatever ends it (budget, Ctrl-C, a GPU that fails), the best so far is returned and the times are in the cache.
+
+        ``start``: choices to begin with, instead of the cost model's.
+        """
+        found = Tuned(dict(start or {}), ())
+        known = self._known()
+        if known is not None:
+            return known
+        emitted = self._collect(found.choices)
+        found.problems = [p for p in self.problems.values() if p.count]
+        self.cold = _footprint(placed(emitted.program)) > 0.9 * self.timer.machine.l2_bytes
+        phase = self.clock()
+        found.seconds["collect"] = phase - self.begin
+        try:
+            self._try_candidates(found)
+            found.seconds["candidates"], phase = self.clock() - phase, self.clock()
+            self._choose_in_network(found)
+            found.seconds["network"] = self.clock() - phase
+        except OutOfTime:
+            found.stopped = "the budget was spent"
+        except KeyboardInterrupt:
+            found.stopped = "interrupted"
+        except RunError as error:
+            found.stopped = f"the GPU failed: {error.message}"
+        if found.stopped is not None:
+            self._adopt(found)
+            self.say(f"tuning ended early: {found.stopped}; the best so far is kept")
+        self._remember(found)
+        return found
+
+    def _collect(self, choices: Mapping[str, Choice]) -> Emitted:
+        """Every problem of the network, with its candidates."""
+        self.say("tune: collect candidates")
+        selection = Selection.of(self.options)
+
+        def visit(b: Builder, op: Op, key: str) -> None:
+            if key not in self.problems:
+                trials = trials_of(b, op, TACTICS[op.kind], selection)
+                self.problems[key] = Problem(key, op, trials, Choice(""))
+
+        emitted = emit_program(self.graph, self.options, self.target, {}, choices, visit)
+        for d in emitted.decisions:
+            problem = self.problems[d.signature]
+            problem.count += 1
+            problem.default = d.choice
+        return emitted
+
+    def _check_time(self) -> None:
+        if self.options.budget is not None and self.clock() - self.begin > self.options.budget:
+            raise OutOfTime
+
+    # ---------------------------------------------------------------- candidates alone
+
+    def _try_candidates(self, found: Tuned) -> None:
+        open_ = {p.key: list(p.trials) for p in found.problems if len(p.trials) > 1}
+        for key, trials in open_.items():
+            self._recall(self.problems[key], trials)
+        wave = 0
+        while open_:
+            wave += 1
+            batch: list[tuple[Problem, Trial]] = []
+            for key in sorted(open_, key=lambda k: -self.problems[k].count * self.problems[k].seconds):
+                if not self._promising(self.problems[key], open_[key], found.problems):
+                    del open_[key]
+                    continue
+                batch += [(self.problems[key], t) for t in open_[key][:WAVE]]
+                del open_[key][:WAVE]
+            self.say(f"tune: compile {len(batch)} candidates")
+            recipes = {r.key(): r for _, t in batch for k in t.program.kernels for r in [recipe_of(k)]}
+            self._check_time()
+            self.timer.compile(list(recipes.values()), min(16, os.cpu_count() or 1))
+            started = self.clock()
+            for done, (problem, trial) in enumerate(batch):
+                self._check_time()
+                self._progress(wave, done, len(batch), started, problem, found)
+                self._try(problem, trial)
+        self._adopt(found)
+
+    def _promising(self, problem: Problem, left: Sequence[Trial], problems: Sequence[Problem]) -> bool:
+        """Whether untried candidates could gain the network enough."""
+        if not left:
+            return False
+        if not problem.times or any(t.seconds is None for t in left):
+            return True
+        predicted = {t.choice: t.seconds for t in problem.trials}
+        ratios = [s / p for c, s in problem.times.items() if (p := predicted.get(c))]
+        if not ratios:
+            return True
+        hoped = min(t.seconds or 0.0 for t in left) * min(ratios)
+        total = sum(p.count * p.seconds for p in problems)
+        return problem.count * (problem.seconds - hoped) > WORTH * total
+
+    def _try(self, problem: Problem, trial: Trial) -> None:
+        best = min(problem.times.values(), default=float("inf"))
+        try:
+            seconds = self.timer.trial(problem.key, trial.program, cold=self.cold, give_up=ROUGH * best)
+        except TrialFailed as failure:
+            problem.failed[trial.choice] = failure.message
+        except RunError as error:
+            # An illegal access ends the context: nothing more can be measured, but the next build must not fall into it.
+            problem.failed[trial.choice] = error.message
+            self.cache.note(self._key(problem, trial), None, self.timer.machine.versions, error.message)
+            raise
+        else:
+            problem.times[trial.choice] = seconds
+        self.cache.note(
+            self._key(problem, trial), problem.times.get(trial.choice), self.timer.machine.versions,
+            problem.failed.get(trial.choice),
+        )  # fmt: skip
+
+    def _recall(self, problem: Problem, trials: list[Trial]) -> None:
+        """Take what the timing cache knows; times under another driver only say what to try first."""
+        ranked: list[tuple[float, Trial]] = []
+        for trial in list(trials):
+            known = self.cache.measured(self._key(problem, trial))
+            if known is None:
+                continue
+            if known.failed is not None:
+                problem.failed[trial.choice] = known.failed
+                trials.remove(trial)
+            elif known.seconds is not None and known.versions == dict(self.timer.machine.versions):
+                problem.times[trial.choice] = known.seconds
+                trials.remove(trial)
+            elif known.seconds is not None:
+                ranked.append((known.seconds, trial))
+                trials.remove(trial)
+        trials[:0] = [t for _, t in sorted(ranked, key=lambda r: r[0])]
+
+    def _adopt(self, found: Tuned) -> None:
+        """The best measured alone, where the network has not decided."""
+        for problem in found.problems:
+            if problem.times:
+                found.choices.setdefault(problem.key, problem.best)
+
+    def _progress(self, wave: int, done: int, total: int, started: float, problem: Problem, found: Tuned) -> None:
+        left = (self.clock() - started) / done * (total - done) if done else None
+        eta = "" if left is None else f", {left:.0f} s left"
+        best = f"{problem.best} {problem.seconds * 1e6:.2f} us" if problem.times else "none yet"
+        network = sum(p.count * p.seconds for p in found.problems) * 1e3
+        name = next(iter(sorted(problem.op.src)), problem.op.name)
+        self.say(f"tune: wave {wave}, {done}/{total}{eta}; {name}: {best}; sum {network:.3f} ms")
+
+    # ---------------------------------------------------------------- near-equals, in the network
+
+    def _choose_in_network(self, found: Tuned) -> None:
+        """Swap near-equals one problem at a time, and keep what makes the whole network faster."""
+        plain = self._load({})
+        best = self._load(found.choices)
+        try:
+            found.before_ms, found.after_ms = self.timer.race([plain, best])
+            if found.before_ms < found.after_ms:  # the cost model's choices are the better ones to start from
+                found.choices = {p.key: p.default for p in found.problems if p.times}
+                plain, best = best, plain
+                found.after_ms = found.before_ms
+            order = sorted(found.problems, key=lambda p: -p.count * p.seconds)
+            jobs = [(p, c) for p in order for c in self._near(p, found.choices)]
+            self.timer.compile(self._recipes(jobs), min(16, os.cpu_count() or 1))
+            started = self.clock()
+            for done, (problem, choice) in enumerate(jobs):
+                self._check_time()
+                left = (self.clock() - started) / done * (len(jobs) - done) if done else None
+                eta = "" if left is None else f", {left:.0f} s left"
+                self.say(f"tune: in the network, {done}/{len(jobs)}{eta}; {found.after_ms:.4f} ms")
+                choices = {**found.choices, problem.key: choice}
+                trial = self._load(choices)
+                ours, now = self.timer.race([trial, best])
+                if ours < CLEAR * now:
+                    ours, now = self.timer.race([trial, best])
+                if ours < CLEAR * now:
+                    trial, best = best, trial
+                    found.choices, found.after_ms = choices, ours
+                trial.close()
+            found.before_ms, found.after_ms = self.timer.race([plain, best])
+        finally:
+            plain.close()
+            best.close()
+
+    def _near(self, problem: Problem, choices: Mapping[str, Choice]) -> list[Choice]:
+        """The near-equals of what was chosen, the best first."""
+        limit = NEAR * problem.seconds
+        near = sorted((s, c) for c, s in problem.times.items() if s <= limit)
+        found = [c for _, c in near[:NEAR_COUNT]]
+        if problem.default in problem.times and problem.default not in found:
+            found.append(problem.default)
+        return [c for c in found if c != choices.get(problem.key)]
+
+    def _load(self, choices: Mapping[str, Choice]) -> Any:
+        emitted = emit_program(self.graph, self.options, self.target, {}, choices)
+        return self.timer.load(placed(emitted.program))
+
+    def _recipes(self, jobs: Sequence[tuple[Problem, Choice]]) -> list[Recipe]:
+        """What the candidates' kernels are in the network."""
+        found: dict[str, Recipe] = {}
+        for problem, choice in jobs:
+            for trial in problem.trials:
+                if trial.choice == choice:
+                    found |= {r.key(): r for k in trial.program.kernels for r in [recipe_of(k)]}
+        return list(found.values())
+
+    # ---------------------------------------------------------------- the timing cache
+
+    def _key(self, problem: Problem, trial: Trial) -> str:
+        """Names everything but soft versions: the device, the problem, the candidate, its kernels' sources or its library."""
+        sources = ",".join(sorted({k.source[:16] for k in trial.program.kernels}))
+        library = "" if trial.provider == "own" else f" {trial.provider} {self.timer.machine.versions.get(trial.provider, '')}"
+        regime = "cold" if self.cold else "warm"
+        return f"{self.timer.machine.device} | {problem.key} | {trial.choice} | {regime} | {sources}{library}"
+
+    def _network_key(self) -> str:
+        """Names the whole network: its problems in order, what may be chosen, and this version's kernels."""
+        digest = hashlib.sha256()
+        emitted = emit_program(self.graph, self.options, self.target, {})
+        selection = Selection.of(self.options)
+        facts: list[Any] = [sorted(selection.providers), selection.workspace, selection.row_invariant]
+        facts += [d.signature for d in emitted.decisions]
+        facts += [(p.name, p.read_bytes()) for p in sorted(KERNELS.glob("*.cu*"))]
+        digest.update(repr(facts).encode())
+        return f"{self.timer.machine.device} | {digest.hexdigest()[:32]}"
+
+    def _known(self) -> Tuned | None:
+        """What an earlier build chose for this very network, where all versions are the same."""
+        self._network = self._network_key()
+        known = self.cache.network(self._network)
+        if known is None or known.versions != dict(self.timer.machine.versions):
+            if known is not None:
+                self.say("the timing cache is of another driver or compiler: its times only rank")
+            return None
+        choices = {k: Choice(*c) for k, c in known.choices.items()}
+        try:
+            emit_program(self.graph, self.options, self.target, {}, choices)
+        except InternalError:
+            return None
+        return Tuned(choices, (), None, known.ms, cached=True)
+
+    def _remember(self, found: Tuned) -> None:
+        if found.stopped is None and found.after_ms is not None:
+            self.cache.note_network(self._network, found.choices, found.after_ms, self.timer.machine.versions)
+
+
+def _footprint(program: Program) -> int:
+    """Bytes that one run of the network touches."""
+    used = {i for s in program.steps for i in s.inputs}
+    constants = sum(program.buffers[i].nbytes or 0 for i in used if program.buffers[i].blob is not None)
+    return constants + program.arena_bytes

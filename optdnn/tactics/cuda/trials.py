@@ -1,0 +1,92 @@
+"""Candidates as small programs: each way of running one operator, ready to be checked and timed by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from optdnn.ir.graph import Op, Value
+from optdnn.runtime.program import Program
+from optdnn.tactics.cuda.builder import Builder
+from optdnn.tactics.cuda.select import Choice, Selection, alternatives
+from optdnn.tactics.cuda.tactic import Offer, Tactic
+from optdnn.types import TensorSpec
+
+MOST = 24
+"""Most configurations of one tactic that are tried for one problem."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate: the launches of one operator as a program over its operands. ``seconds`` is the cost model's prediction."""
+
+    choice: Choice
+    provider: str
+    seconds: float | None
+    program: Program
+
+
+@dataclass
+class Problem:
+    """All operators of one signature, and the candidates to run them, the best predicted first."""
+
+    key: str
+    op: Op
+    trials: Sequence[Trial]
+    default: Choice
+    count: int = 0
+    times: dict[Choice, float] = field(default_factory=dict)
+    """Measured seconds."""
+    failed: dict[Choice, str] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Choice:
+        """The fastest that was measured; before that the default."""
+        return min(self.times, key=lambda c: self.times[c]) if self.times else self.default
+
+    @property
+    def seconds(self) -> float:
+        """The time of the best, or what is predicted of it."""
+        if self.times:
+            return min(self.times.values())
+        return min((t.seconds for t in self.trials if t.seconds is not None), default=2e-6)
+
+
+def trials_of(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) -> list[Trial]:
+    """The candidates of an operator that is about to be emitted."""
+    found: list[Trial] = []
+    tried: dict[str, int] = {}
+    for tactic, offer in alternatives(b, op, tactics, selection):
+        tried[tactic.name] = tried.get(tactic.name, 0) + 1
+        if tried[tactic.name] <= MOST:
+            found.append(_trial(b, op, tactic, offer))
+    unknown = [t for t in found if t.seconds is None]
+    return unknown + sorted((t for t in found if t.seconds is not None), key=lambda t: t.seconds or 0.0)
+
+
+def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
+    from optdnn.lower_cuda import compact, placed
+
+    first = len(b.steps)
+    with b.rehearsal():
+        name = tactic.emit(b, op, None if offer is None else offer.config)
+        steps = tuple(b.steps[first:])
+        results = {b.place[v].buffer for port in range(len(op.outputs)) if (v := Value(op.id, port)) in b.place}
+        written: set[int] = set()
+        read: dict[int, None] = {}
+        for step in steps:
+            read |= dict.fromkeys(i for i in step.inputs if b.buffers[i].blob is None and i not in written)
+            written |= set(step.outputs)
+        program = Program(
+            target=f"cuda:{b.arch}", precision="", inputs=tuple(_port(b, i) for i in read),
+            outputs=tuple(_port(b, i) for i in sorted(results & written)), buffers=tuple(b.buffers), steps=steps,
+            blobs=list(b.blobs), kernels=tuple(b.kernels),
+        )  # fmt: skip
+    seconds = None if offer is None else offer.seconds
+    return Trial(Choice(tactic.name, name or ""), tactic.provider, seconds, placed(compact(program)))
+
+
+def _port(b: Builder, buffer: int) -> tuple[TensorSpec, int]:
+    x = b.buffers[buffer]
+    assert x.shape is not None
+    return TensorSpec(f"{buffer}:{x.name}", x.dtype, x.shape), buffer
