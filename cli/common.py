@@ -105,7 +105,7 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--tactics",
             default="auto",
             metavar="T",
-            help="auto, openvino, onnxruntime or heuristic.",
+            help="auto, openvino, onnxruntime; on GPUs heuristic, or of own,cudnn,cublaslt.",
             show_default=True,
         ),
         click.option("--threads", type=click.IntRange(min=1), default=None, help="Pin the number of threads."),
@@ -119,6 +119,14 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="BYTES",
             help="Bound GPU kernels' scratch memory.",
         ),
+        click.option(
+            "--budget",
+            type=click.FloatRange(min=0, min_open=True),
+            default=None,
+            metavar="SECONDS",
+            help="Bound tuning on a GPU.",
+        ),
+        click.option("--row-invariant", is_flag=True, help="On GPUs: the same bits for a row, whatever the batch."),
     ]
     for decorate in reversed(decorators):
         command = decorate(command)

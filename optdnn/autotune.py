@@ -23,8 +23,8 @@ from optdnn.errors import InternalError, RunError
 from optdnn.ir.graph import Graph, Op
 from optdnn.lower_cuda import Emitted, emit_program, placed
 from optdnn.runtime.cuda.kernels_of import recipe_of
-from optdnn.runtime.cuda.timer import Machine, TrialFailed
 from optdnn.runtime.cuda.nvrtc import KERNELS, Recipe
+from optdnn.runtime.cuda.timer import Machine, TrialFailed
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.select import Choice, Selection
@@ -38,6 +38,8 @@ WORTH = 5e-4
 """A problem is tried further while its other candidates promise more than this fraction of the network's time."""
 NEAR, NEAR_COUNT = 1.3, 5
 """How much slower than the best a near-equal may be, and how many of a problem are tried in the network."""
+SHARE = 0.01
+"""Problems with a smaller share of the network's time are chosen by their times alone: a swap would not show."""
 CLEAR = 0.998
 """A swap is kept when it brings the network's time below this fraction of what it was, twice."""
 ROUGH = 1.5
@@ -78,6 +80,22 @@ class Tuned:
     stopped: str | None = None
     cached: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def to_plain(self) -> dict[str, Any]:
+        """For the build's report."""
+        rows = [
+            {
+                "nodes": sorted(p.op.src), "kind": p.op.kind, "operators": p.count, "signature": p.key,
+                "chosen": str(self.choices.get(p.key, p.default)), "default": str(p.default), "candidates": len(p.trials),
+                "us": {str(c): round(s * 1e6, 3) for c, s in sorted(p.times.items(), key=lambda i: i[1])},
+                **({"failed": {str(c): why for c, why in p.failed.items()}} if p.failed else {}),
+            }
+            for p in self.problems
+            if len(p.trials) > 1
+        ]  # fmt: skip
+        facts: dict[str, Any] = {"before_ms": self.before_ms, "after_ms": self.after_ms, "cached": self.cached}
+        facts |= {"stopped": self.stopped} if self.stopped else {}
+        return {**facts, "seconds": {k: round(v, 2) for k, v in self.seconds.items()}, "problems": rows}
 
 
 class OutOfTime(Exception):
@@ -260,7 +278,9 @@ class Tuner:
                 found.choices = {p.key: p.default for p in found.problems if p.times}
                 plain, best = best, plain
                 found.after_ms = found.before_ms
-            order = sorted(found.problems, key=lambda p: -p.count * p.seconds)
+            total = sum(p.count * p.seconds for p in found.problems)
+            large = [p for p in found.problems if p.count * p.seconds > SHARE * total]
+            order = sorted(large, key=lambda p: -p.count * p.seconds)
             jobs = [(p, c) for p in order for c in self._near(p, found.choices)]
             self.timer.compile(self._recipes(jobs), min(16, os.cpu_count() or 1))
             started = self.clock()
@@ -310,7 +330,11 @@ class Tuner:
     def _key(self, problem: Problem, trial: Trial) -> str:
         """Names everything but soft versions: the device, the problem, the candidate, its kernels' sources or its library."""
         sources = ",".join(sorted({k.source[:16] for k in trial.program.kernels}))
-        library = "" if trial.provider == "own" else f" {trial.provider} {self.timer.machine.versions.get(trial.provider, '')}"
+        library = (
+            ""
+            if trial.provider == "own"
+            else f" {trial.provider} {self.timer.machine.versions.get(trial.provider, '')}"
+        )
         regime = "cold" if self.cold else "warm"
         return f"{self.timer.machine.device} | {problem.key} | {trial.choice} | {regime} | {sources}{library}"
 
@@ -343,6 +367,28 @@ class Tuner:
     def _remember(self, found: Tuned) -> None:
         if found.stopped is None and found.after_ms is not None:
             self.cache.note_network(self._network, found.choices, found.after_ms, self.timer.machine.versions)
+
+
+def tune(
+    graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Callable[[str], None]
+) -> Tuned | None:
+    """Tune the graph for ``target`` on this machine's GPU; None where the cost model is to choose: with ``tactics="heuristic"``, on
+    ``simulate``, and where there is no GPU of that architecture."""
+    arch = target.partition(":")[2]
+    if options.tactics == "heuristic" or not target.startswith("cuda:"):
+        return None
+    from optdnn.runtime.cuda.usable import why_not
+
+    if why := why_not():
+        say(f"tactics by the cost model: {why}")
+        return None
+    from optdnn.runtime.cuda.timer import GpuTimer
+
+    timer = GpuTimer()
+    if timer.device.arch != arch:
+        say(f"tactics by the cost model: this GPU is {timer.device.arch}, not {arch}")
+        return None
+    return Tuner(graph, options, target, timer, cache, say).run()
 
 
 def _footprint(program: Program) -> int:

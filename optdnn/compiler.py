@@ -37,8 +37,8 @@ ONE_FILE = 1 << 30
 class Build:
     """An engine and the account of how it came about.
 
-    ``passes`` and ``tactics`` explain it; ``seconds`` are wall times per phase. What is deterministic of this is in the
-    engine's ``meta`` as well; all of it goes to the report beside the engine.
+    ``passes`` and ``tactics`` explain it (``tuning``: what was measured on a GPU); ``seconds`` are wall times per phase.
+    What is deterministic of this is in the engine's ``meta`` as well; all of it goes to the report beside the engine.
     """
 
     engine: Engine
@@ -47,11 +47,13 @@ class Build:
     tactics: list[Measured] = field(default_factory=list)
     fallbacks: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    tuning: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.engine.account = partial(
-            _account, passes=self.passes, tactics=self.tactics, fallbacks=self.fallbacks, seconds=self.seconds
-        )
+            _account, passes=self.passes, tactics=self.tactics, fallbacks=self.fallbacks, seconds=self.seconds,
+            tuning=self.tuning,
+        )  # fmt: skip
 
     def report(self) -> dict[str, Any]:
         """Everything, wall times and measurements included: what :meth:`Engine.save` writes beside the engine."""
@@ -65,6 +67,7 @@ def _account(
     tactics: Sequence[Measured],
     fallbacks: Mapping[str, Any],
     seconds: Mapping[str, float],
+    tuning: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     from optdnn.runtime.machine import machine, versions
 
@@ -72,6 +75,7 @@ def _account(
         **engine.meta,
         "tactics": [m.to_json() for m in tactics],
         "fallbacks": fallbacks,
+        **({"tuning": dict(tuning)} if tuning else {}),
         "executed": [dict(f) for f in engine.facts],
         "seconds": {k: round(v, 4) for k, v in seconds.items()},
         "pass_seconds": [{"pass": p.name, "seconds": round(p.seconds, 4)} for p in passes],
@@ -141,23 +145,28 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     meta = _meta(graph, passes, options=options, target=target)
     measured: list[Measured] = []
     fallbacks: dict[str, list[dict[str, str]]] = {}
+    tuning: dict[str, Any] | None = None
     with _timed(seconds, "tactics"):
         if dynamic is not None:
             engine = Engine(dynamic.program, options=LoadOptions(defer=True, planner=replan))
         elif target == "reference":
             engine = Engine(lower_reference(graph, meta))
         elif target.partition(":")[0] in ("cuda", "simulate"):
+            from optdnn.autotune import tune
             from optdnn.lower_cuda import lower_cuda
 
+            tuned = tune(graph, options, target, cache, say)
+            tuning = None if tuned is None else tuned.to_plain()
+            choices = None if tuned is None else tuned.choices
             # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
-            engine = Engine(lower_cuda(graph, options, target, meta, say), options=LoadOptions(defer=True))
+            engine = Engine(lower_cuda(graph, options, target, meta, say, choices), options=LoadOptions(defer=True))
         else:
             from optdnn.tactics.cpu import choose
 
             choice = choose(graph, options, cache, meta, say)
             engine, measured, fallbacks = choice.engine, choice.rows, choice.fallbacks
     cache.save()
-    return Build(engine, graph, passes, measured, fallbacks, seconds)
+    return Build(engine, graph, passes, measured, fallbacks, seconds, tuning)
 
 
 def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions, target: str) -> dict[str, Any]:
@@ -175,6 +184,8 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions, 
             "tactics": options.tactics,
             "stop_after": options.stop_after,
             **({"strict": True} if options.strict else {}),
+            **({"row_invariant": True} if options.row_invariant else {}),
+            **({"workspace": options.workspace} if options.workspace is not None else {}),
         },
         "passes": [p.to_json() for p in passes],
         "operators": graph.kinds(),

@@ -26,6 +26,8 @@ QUANTIZED = ("int8", "fp8")
 CALIBRATORS = ("entropy", "percentile", "mse", "minmax")
 IO_DTYPES = ("model", "fp32", "fp16", "bf16")
 LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "heuristic")
+GPU_TACTICS = ("own", "cudnn", "cublaslt")
+"""Whose kernels a GPU's tactics are; any of them, separated by commas, restrict a build to theirs."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class BuildOptions:
     (a folder) and ``emit_onnx`` are paths, given as text or path objects; ``stop_after`` names the last pass to run;
     ``workspace`` bounds the scratch memory of GPU kernels in bytes (the libraries of the cpu target have no such bound);
     ``budget`` bounds tuning in seconds; ``debug`` verifies the graph after every pass. For GPUs,
-    ``tactics="heuristic"`` trusts the cost model, ``no_cubins`` keeps the recipes of kernels alone, and ``strict`` refuses a
-    network that would need steps on the CPU.
+    ``tactics="heuristic"`` trusts the cost model, "own", "cudnn" or "cublaslt" (or several, separated by commas) restrict to
+    those kernels, ``row_invariant`` to those that give a row of a batch the same bits whatever the batch; ``no_cubins`` keeps
+    the recipes of kernels alone, and ``strict`` refuses a network that would need steps on the CPU.
 
     For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
     are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
@@ -93,7 +96,9 @@ class BuildOptions:
             )
         _among("calibrator", self.calibrator, CALIBRATORS)
         _among("io-dtype", self.io_dtype, IO_DTYPES)
-        _among("tactics", self.tactics, LIBRARY_TACTICS)
+        restricted = set(self.tactics.split(",")) <= set(GPU_TACTICS)
+        if not restricted:
+            _among("tactics", self.tactics, (*LIBRARY_TACTICS, *GPU_TACTICS))
         # What "auto" turns out to be is looked at by the build, which then makes these options for that target.
         gpu = self.target.partition(":")[0] in ("cuda", "simulate")
         auto = self.target == "auto"
@@ -110,8 +115,8 @@ class BuildOptions:
                 f"target reference runs NumPy kernels in the model's own types; there is no {what}",
                 hint="leave the option out, or give --target cpu",
             )
-        if (self.tactics not in ("auto", "heuristic") and gpu) or (
-            self.tactics == "heuristic" and not gpu and not auto
+        if (self.tactics in ("openvino", "onnxruntime") and gpu) or (
+            (self.tactics == "heuristic" or restricted) and not gpu and not auto
         ):
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
         if self.strict and not gpu and not auto:

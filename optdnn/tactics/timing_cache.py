@@ -76,7 +76,9 @@ class TimingCache:
             raise UsageError(f"{path} holds something that is not a time", hint="delete it, or name another file")
         candidates, networks = data.get("candidates", {}), data.get("networks", {})
         if not _all(candidates, _candidate) or not _all(networks, _network):
-            raise UsageError(f"{path} holds something that is not a measurement", hint="delete it, or name another file")
+            raise UsageError(
+                f"{path} holds something that is not a measurement", hint="delete it, or name another file"
+            )
         return cls(path, {str(k): float(v) for k, v in entries.items()}, False, candidates, networks)
 
     def get(self, key: str) -> float | None:

@@ -55,11 +55,13 @@ class Selection:
 
 @dataclass(frozen=True)
 class Decision:
-    """What runs an operator. ``steps`` are its launches; ``refused`` says which tactics could not, and why."""
+    """What runs an operator. ``variant`` names its kernel's form (the configuration, where there was a choice); ``steps``
+    are its launches; ``refused`` says which tactics could not, and why."""
 
     op: Op
     signature: str
     choice: Choice
+    variant: str
     steps: Sequence[Step]
     scratch: int
     refused: Sequence[Mapping[str, str]]
@@ -67,7 +69,7 @@ class Decision:
     def to_plain(self) -> Plain:
         row: dict[str, Plain] = {"nodes": sorted(self.op.src), "kind": self.op.kind, "tactic": self.choice.tactic}
         row |= {"launches": len(self.steps), "signature": self.signature}
-        row |= {"config": self.choice.config} if self.choice.config else {}
+        row |= {"config": self.variant} if self.variant else {}
         row |= {"scratch_bytes": self.scratch} if self.scratch else {}
         return row | ({"refused": [dict(r) for r in self.refused]} if self.refused else {})
 
@@ -183,7 +185,7 @@ def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection,
     for tactic in able:
         config: Any = None
         if chosen is not None and chosen.config:
-            config = named(tactic.configs(b, op), chosen.config, op)
+            config = named(b, op, tactic, chosen.config, key)
         elif limited:
             offers, why = offers_of(b, op, tactic, selection)
             if why is not None:
@@ -191,20 +193,31 @@ def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection,
                 continue
             config = None if offers[0] is None else offers[0].config
         steps, buffers = len(b.steps), len(b.buffers)
-        used = tactic.emit(b, op, config)
+        b.offered = []
+        used = tactic.emit(b, op, config) or ""
         b.credit(steps, f"{tactic.name} {used}".rstrip())
+        offered = b.offered or tactic.configs(b, op)
+        name = used if any(o.name == used for o in offered) else ""
         scratch = scratch_bytes(b, op, buffers)
-        return Decision(op, key, Choice(tactic.name, used or ""), tuple(b.steps[steps:]), scratch, refused)
+        return Decision(op, key, Choice(tactic.name, name), used, tuple(b.steps[steps:]), scratch, refused)
     reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
     raise UnsupportedError(f"no kernel runs it ({reasons})")
 
 
-def named(offers: Sequence[Offer], name: str, op: Op) -> Any:
-    """The configuration of this name. Raises InternalError where there is none."""
-    for offer in offers:
-        if offer.name == name:
-            return offer.config
-    raise InternalError(f"{op.kind} {op.name}: there is no configuration {name!r}")
+_NAMED: dict[tuple[str, Choice], Any] = {}
+"""Configurations by signature and name: to make them is slow, and what they are follows from the signature."""
+
+
+def named(b: Builder, op: Op, tactic: Tactic, name: str, key: str) -> Any:
+    """A tactic's configuration of this name, for an operator of this signature. Raises InternalError where there is none."""
+    choice = Choice(tactic.name, name)
+    if (key, choice) not in _NAMED:
+        for offer in tactic.configs(b, op):
+            _NAMED[key, Choice(tactic.name, offer.name)] = offer.config
+    try:
+        return _NAMED[key, choice]
+    except KeyError:
+        raise InternalError(f"{op.kind} {op.name}: {tactic.name} has no configuration {name!r}") from None
 
 
 def alternatives(

@@ -69,7 +69,7 @@ def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
 
     first = len(b.steps)
     with b.rehearsal():
-        name = tactic.emit(b, op, None if offer is None else offer.config)
+        tactic.emit(b, op, None if offer is None else offer.config)
         steps = tuple(b.steps[first:])
         results = {b.place[v].buffer for port in range(len(op.outputs)) if (v := Value(op.id, port)) in b.place}
         written: set[int] = set()
@@ -82,8 +82,8 @@ def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
             outputs=tuple(_port(b, i) for i in sorted(results & written)), buffers=tuple(b.buffers), steps=steps,
             blobs=list(b.blobs), kernels=tuple(b.kernels),
         )  # fmt: skip
-    seconds = None if offer is None else offer.seconds
-    return Trial(Choice(tactic.name, name or ""), tactic.provider, seconds, placed(compact(program)))
+    choice = Choice(tactic.name, "" if offer is None else offer.name)
+    return Trial(choice, tactic.provider, None if offer is None else offer.seconds, placed(compact(program)))
 
 
 def _port(b: Builder, buffer: int) -> tuple[TensorSpec, int]:
