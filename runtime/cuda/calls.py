@@ -1,0 +1,269 @@
+"""Calls of vendors' libraries as plain data: what a step asks cuBLASLt or cuDNN to compute, never how its code is found.
+
+Each operation knows the bytes that it reads and writes of each operand (``extents``), so that a call can be checked against its
+buffers before a library gets addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+from optdnn.errors import EngineError
+from optdnn.runtime.program import Plain
+
+DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
+"""Element types that calls take, and their sizes in bytes."""
+ACTIVATIONS = ("relu", "gelu_tanh")
+"""What cuBLASLt can do to a product's result (GELU in its tanh form)."""
+POINTWISE = ("bias", "add", "relu", "relu6", "sigmoid", "tanh", "swish", "gelu", "gelu_tanh")
+"""What cuDNN's graphs can do to a convolution's result, one after the other; "bias" and "add" read a further operand."""
+
+
+@dataclass(frozen=True)
+class MatMul:
+    """``d[m, n] = activation(alpha * a[m, k] @ b[n, k]^T + bias[n]) `` (+ ``c`` before the bias), for each of ``batch`` matrices.
+
+    Rows lie ``lda``, ``ldb``, ``ldc``, ``ldd`` elements apart, matrices ``strides`` (of a, b, c, d); k and n are contiguous (k of
+    ``b`` only where ``transposed``: else ``b`` is [k, n], n contiguous). ``algorithm``: which of the library's own ranking.
+    """
+
+    library: ClassVar[str] = "cublaslt"
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    lda: int
+    ldb: int
+    ldd: int
+    transposed: bool = True
+    batch: int = 1
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    alpha: float = 1.0
+    bias: bool = False
+    ldc: int = 0
+    activation: str = ""
+    algorithm: int = 0
+
+    def check(self) -> None:
+        """Raise ValueError for numbers that no call can have."""
+        sizes = (self.m, self.n, self.k, self.batch)
+        _need(min(sizes) >= 1 and max(sizes) < 1 << 31, "has an empty or enormous product")
+        _need(self.dtype in DTYPES and self.activation in ("", *ACTIVATIONS), "has an unknown type or activation")
+        wide = self.k if self.transposed else self.n
+        _need(self.lda >= self.k and self.ldb >= wide and self.ldd >= self.n, "has rows that overlap")
+        _need(self.ldc == 0 or self.ldc >= self.n, "has rows that overlap")
+        _need(len(self.strides) == 4 and min(self.strides) >= 0 and self.algorithm >= 0, "has malformed strides")
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """Bytes of each operand, from its first element to its last."""
+        item = DTYPES[self.dtype]
+        rows = (self.n, self.k) if self.transposed else (self.k, self.n)
+        found = {
+            "a": _span(item, self.batch, self.strides[0], self.m, self.lda, self.k),
+            "b": _span(item, self.batch, self.strides[1], rows[0], self.ldb, rows[1]),
+            "d": _span(item, self.batch, self.strides[3], self.m, self.ldd, self.n),
+        }
+        if self.ldc:
+            found["c"] = _span(item, self.batch, self.strides[2], self.m, self.ldc, self.n)
+        if self.bias:
+            found["bias"] = self.n * item
+        return found
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution over two spatial axes with pointwise ``stages`` (of :data:`POINTWISE`) after it.
+
+    ``x`` [n, c, h, w], ``w`` [k, c / groups, r, s], ``y`` [n, k, p, q]: shapes in that order and strides in elements;
+    ``pads`` are (top, left, bottom, right). "bias" reads ``bias`` [k] of the same type, "add" reads ``z``, a tensor like ``y``.
+    ``plan``: which of the library's own ranking.
+    """
+
+    library: ClassVar[str] = "cudnn"
+
+    dtype: str
+    x_shape: tuple[int, ...]
+    x_strides: tuple[int, ...]
+    w_shape: tuple[int, ...]
+    w_strides: tuple[int, ...]
+    y_shape: tuple[int, ...]
+    y_strides: tuple[int, ...]
+    strides: tuple[int, ...]
+    pads: tuple[int, ...]
+    dilations: tuple[int, ...]
+    stages: tuple[str, ...] = ()
+    z_strides: tuple[int, ...] = ()
+    plan: int = 0
+
+    def check(self) -> None:
+        """Raise ValueError for numbers that no call can have."""
+        shapes = (self.x_shape, self.w_shape, self.y_shape, self.x_strides, self.w_strides, self.y_strides)
+        _need(all(len(s) == 4 and min(s) >= 1 and max(s) < 1 << 40 for s in shapes), "has malformed shapes")
+        pairs = (self.strides, self.dilations)
+        _need(all(len(p) == 2 and min(p) >= 1 for p in pairs), "has malformed strides or dilations")
+        _need(len(self.pads) == 4 and min(self.pads) >= 0 and self.plan >= 0, "has malformed padding")
+        _need(self.dtype in DTYPES and set(self.stages) <= set(POINTWISE), "has an unknown type or stage")
+        _need(len(set(self.stages)) == len(self.stages), "has a stage twice")
+        added = "add" in self.stages
+        _need(len(self.z_strides) == 4 * added and min(self.z_strides, default=1) >= 1, "has malformed strides")
+        n, c, h, w = self.x_shape
+        k, lanes, r, s = self.w_shape
+        top, left, bottom, right = self.pads
+        p = (h + top + bottom - (r - 1) * self.dilations[0] - 1) // self.strides[0] + 1
+        q = (w + left + right - (s - 1) * self.dilations[1] - 1) // self.strides[1] + 1
+        _need(self.y_shape == (n, k, p, q) and c % lanes == 0 and k % (c // lanes) == 0, "has shapes that do not fit")
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """Bytes of each operand, from its first element to its last."""
+        item = DTYPES[self.dtype]
+        found = {
+            "x": _reach(item, self.x_shape, self.x_strides),
+            "w": _reach(item, self.w_shape, self.w_strides),
+            "y": _reach(item, self.y_shape, self.y_strides),
+        }
+        if "bias" in self.stages:
+            found["bias"] = self.w_shape[0] * item
+        if "add" in self.stages:
+            found["z"] = _reach(item, self.y_shape, self.z_strides)
+        return found
+
+
+@dataclass(frozen=True)
+class Attention:
+    """``out = softmax(scale * q k^T + mask) v``: q and out [batch, heads, rows, size], k and v [batch, groups, columns, size].
+
+    Strides in elements, the last of them 1. ``mask`` (where ``mask_shape`` is not empty) is added, of the same type, and
+    broadcasts. ``causal``: row i sees columns up to i.
+    """
+
+    library: ClassVar[str] = "cudnn"
+
+    dtype: str
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    q_strides: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    scale: float
+    causal: bool = False
+    mask_shape: tuple[int, ...] = ()
+    mask_strides: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """Raise ValueError for numbers that no call can have."""
+        lists = (self.q_shape, self.k_shape, self.q_strides, self.k_strides, self.v_strides, self.out_strides)
+        _need(all(len(x) == 4 and min(x) >= 1 for x in lists), "has malformed shapes")
+        _need(self.dtype in ("float16", "bfloat16"), "has a type that attention does not take")
+        b, h, _, size = self.q_shape
+        _need(
+            self.k_shape[0] == b and h % self.k_shape[1] == 0 and self.k_shape[3] == size, "has shapes that do not fit"
+        )
+        _need(len(self.mask_shape) in (0, 4) and len(self.mask_strides) == len(self.mask_shape), "has a malformed mask")
+        _need(min((*self.mask_strides, 0)) >= 0, "has a malformed mask")
+        scores = (b, h, self.q_shape[2], self.k_shape[2])
+        _need(all(n in (1, s) for n, s in zip(self.mask_shape, scores, strict=False)), "has a mask that does not fit")
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """Bytes of each operand, from its first element to its last."""
+        item = DTYPES[self.dtype]
+        found = {
+            "q": _reach(item, self.q_shape, self.q_strides),
+            "k": _reach(item, self.k_shape, self.k_strides),
+            "v": _reach(item, self.k_shape, self.v_strides),
+            "out": _reach(item, self.q_shape, self.out_strides),
+        }
+        if self.mask_shape:
+            found["mask"] = _reach(item, self.mask_shape, self.mask_strides)
+        return found
+
+
+Operation = MatMul | Convolution | Attention
+KINDS: dict[str, type[MatMul] | type[Convolution] | type[Attention]] = {
+    "matmul": MatMul,
+    "convolution": Convolution,
+    "attention": Attention,
+}
+
+
+def to_plain(operation: Operation) -> dict[str, Plain]:
+    """As an engine holds it."""
+    name = next(n for n, kind in KINDS.items() if type(operation) is kind)
+    numbers = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(operation).items()}
+    return {"kind": name, **numbers}
+
+
+def from_plain(plain: Any) -> Operation:
+    """The inverse of :func:`to_plain`, every number checked. Raises EngineError."""
+    try:
+        given = dict(plain)
+        kind = KINDS[given.pop("kind")]
+        known = {f.name: str(f.type) for f in fields(kind)}
+        _need(set(given) == set(known), "has other parts than it should")
+        operation = kind(**{k: _value(v, known[k]) for k, v in given.items()})
+        operation.check()
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"a call of a library is malformed: {type(error).__name__}: {error}") from error
+    return operation
+
+
+def _value(value: Any, wanted: str) -> Any:
+    if wanted.startswith("tuple"):
+        _need(isinstance(value, (list, tuple)), "has no list where one is due")
+        inner = str if "str" in wanted else int
+        _need(all(type(x) is inner for x in value), "has a list of something else")
+        return tuple(value)
+    if wanted == "float":
+        _need(type(value) in (int, float), "has no number where one is due")
+        return float(value)
+    _need(type(value).__name__ == wanted, f"has {value!r} for a {wanted}")
+    return value
+
+
+def _reach(item: int, shape: Sequence[int], strides: Sequence[int]) -> int:
+    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * item
+
+
+def _span(item: int, batch: int, stride: int, rows: int, pitch: int, columns: int) -> int:
+    return ((batch - 1) * stride + (rows - 1) * pitch + columns) * item
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(f"it {message}")
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """One call: an operation, and for each of its operands (by name) the step's operand number and an offset in bytes."""
+
+    operation: Operation
+    operands: Mapping[str, tuple[int, int]]
+
+    def to_plain(self) -> Plain:
+        places = {name: list(place) for name, place in self.operands.items()}
+        return {"operation": to_plain(self.operation), "operands": places}
+
+
+def parse_call(plain: Any, sizes: Sequence[int]) -> LibraryCall:
+    """A call, held against the sizes in bytes of the step's operands. Raises EngineError."""
+    try:
+        operation = from_plain(plain["operation"])
+        places = {str(k): (int(v[0]), int(v[1])) for k, v in dict(plain["operands"]).items()}
+        extents = operation.extents
+        _need(
+            set(plain) == {"operation", "operands"} and set(places) == set(extents),
+            "names other operands than it should",
+        )
+        for name, (operand, offset) in places.items():
+            _need(0 <= operand < len(sizes) and offset >= 0, f"has no operand {name}")
+            _need(offset + extents[name] <= sizes[operand], f"reaches beyond the buffer of {name}")
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineError(f"a call of a library is malformed: {type(error).__name__}: {error}") from error
+    return LibraryCall(operation, places)

@@ -1,0 +1,165 @@
+"""Convolutions and attention by cuDNN, through the graph API of its Python frontend (package ``nvidia-cudnn-frontend``).
+
+A graph is made of the operation's own facts (shapes, strides, stages), the library ranks plans for it, and the engine says which of
+them to run; those whose result depends on the order of atomics are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from optdnn.errors import MissingDependency, RunError
+from optdnn.runtime.cuda.calls import Attention, Convolution
+
+_WHY = "by steps that call cuDNN"
+
+
+@cache
+def frontend() -> Any:
+    """The frontend, with the library behind it. Raises MissingDependency."""
+    try:
+        module = import_module("cudnn")
+        module.backend_version()
+    except ImportError as error:
+        raise MissingDependency("nvidia-cudnn-frontend", "cuda-libs", _WHY) from error
+    except Exception as error:  # the frontend is there, the library is not: it raises RuntimeError, or AttributeError
+        raise MissingDependency("nvidia-cudnn-cu13", "cuda-libs", _WHY) from error
+    return module
+
+
+class Handle:
+    """A handle of the library; used by one thread at a time. ``version`` is the library's (91900 is 9.19.0)."""
+
+    def __init__(self) -> None:
+        self.cudnn = frontend()
+        self.version = int(self.cudnn.backend_version())
+        self.handle = self.cudnn.create_handle()
+
+    def prepare(self, operation: Convolution | Attention) -> PreparedGraph:
+        """Raises RunError where the library has no plan for it."""
+        return PreparedGraph(self, operation)
+
+    def close(self) -> None:
+        self.cudnn.destroy_handle(self.handle)
+
+
+class PreparedGraph:
+    """A graph whose plan is built. ``workspace``: bytes of scratch memory; ``ranked``: how many plans the library offered."""
+
+    def __init__(self, handle: Handle, operation: Convolution | Attention):
+        self._handle, self.operation = handle, operation
+        cudnn = handle.cudnn
+        dtype = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}[operation.dtype]
+        self._dtype = getattr(cudnn.data_type, dtype)
+        self.graph = cudnn.pygraph(
+            handle=handle.handle, io_data_type=self._dtype, intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+        )  # fmt: skip
+        self._tensors: dict[str, Any] = {}
+        try:
+            plan = 0
+            if isinstance(operation, Convolution):
+                self._convolution(operation)
+                plan = operation.plan
+            else:
+                self._attention(operation)
+            self.graph.validate()
+            self.graph.build_operation_graph()
+            self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+            self.graph.deselect_numeric_notes([cudnn.numerical_note.NONDETERMINISTIC])
+            self.graph.check_support()
+            self.ranked = int(self.graph.get_execution_plan_count())
+            self._index = self._build(plan)
+            self.workspace = int(self.graph.get_workspace_size_plan_at_index(self._index))
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+            raise RunError(
+                f"cuDNN cannot run {operation}: {str(error).splitlines()[0][:300] if str(error) else ''}"
+            ) from error
+
+    def _build(self, wanted: int) -> int:
+        """Build the plan of this rank among those that can be built; returns its index."""
+        failed = ""
+        for index in range(self.ranked):
+            try:
+                self.graph.build_plan_at_index(index)
+            except RuntimeError as error:
+                failed = str(error)
+                continue
+            if wanted == 0:
+                return index
+            wanted -= 1
+        raise RuntimeError(failed or "the engine asks for a plan that the library does not rank: tune it again")
+
+    def _tensor(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        made = self.graph.tensor(name=name, dim=list(shape), stride=list(strides), data_type=self._dtype)
+        self._tensors[name] = made
+        return made
+
+    def _convolution(self, o: Convolution) -> None:
+        cudnn, top, left, bottom, right = self._handle.cudnn, *o.pads
+        value = self.graph.conv_fprop(
+            image=self._tensor("x", o.x_shape, o.x_strides), weight=self._tensor("w", o.w_shape, o.w_strides),
+            pre_padding=[top, left], post_padding=[bottom, right], stride=list(o.strides), dilation=list(o.dilations),
+            compute_data_type=cudnn.data_type.FLOAT,
+        )  # fmt: skip
+        channels = o.w_shape[0]
+        for stage in o.stages:
+            value = self._stage(stage, value, channels, o)
+        self._result("y", value, o.y_shape, o.y_strides)
+
+    def _stage(self, stage: str, value: Any, channels: int, o: Convolution) -> Any:
+        graph = self.graph
+        match stage:
+            case "bias":
+                bias = self._tensor("bias", (1, channels, 1, 1), (channels, 1, channels, channels))
+                return graph.bias(input=value, bias=bias)
+            case "add":
+                return graph.add(a=value, b=self._tensor("z", o.y_shape, o.z_strides))
+            case "relu":
+                return graph.relu(input=value)
+            case "relu6":
+                return graph.relu(input=value, lower_clip=0.0, upper_clip=6.0)
+            case "gelu_tanh":
+                return graph.gelu_approx_tanh(input=value)
+            case _:  # sigmoid, tanh, swish, gelu: named as the frontend names them
+                return getattr(graph, stage)(input=value)
+
+    def _attention(self, o: Attention) -> None:
+        options: dict[str, Any] = {"use_causal_mask": True} if o.causal else {}
+        if o.mask_shape:
+            options["bias"] = self._tensor("mask", o.mask_shape, o.mask_strides)
+        found = self.graph.sdpa(
+            q=self._tensor("q", o.q_shape, o.q_strides), k=self._tensor("k", o.k_shape, o.k_strides),
+            v=self._tensor("v", o.k_shape, o.v_strides), is_inference=True, attn_scale=o.scale, **options,
+        )  # fmt: skip
+        self._result("out", found[0], o.q_shape, o.out_strides)
+
+    def _result(self, name: str, value: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        value.set_output(True).set_data_type(self._dtype).set_dim(list(shape)).set_stride(list(strides)).set_name(name)
+        self._tensors[name] = value
+
+    def bind(self, addresses: Mapping[str, int], workspace: int) -> BoundGraph:
+        """The call on these addresses, by the names of the operation's operands."""
+        return BoundGraph(self, addresses, workspace)
+
+
+class BoundGraph:
+    """A call, ready to be enqueued or captured any number of times."""
+
+    def __init__(self, prepared: PreparedGraph, addresses: Mapping[str, int], workspace: int):
+        self._prepared, self._workspace = prepared, workspace
+        self._pack = {tensor: addresses[name] for name, tensor in prepared._tensors.items()}
+        self.label = f"cuDNN {type(prepared.operation).__name__}"
+
+    def enqueue(self, stream: int) -> None:
+        """Enqueue on the stream with this handle. Raises RunError."""
+        p = self._prepared
+        handle = p._handle
+        try:
+            handle.cudnn.set_stream(handle=handle.handle, stream=stream)
+            p.graph.execute_plan_at_index(self._pack, self._workspace, p._index, handle=handle.handle)
+        except RuntimeError as error:
+            raise RunError(f"cuDNN failed to run {p.operation}: {error}") from error
