@@ -209,14 +209,14 @@ def compact(program: Program) -> Program:
     buffer = {-1: -1, **{old: new for new, old in enumerate(sorted(named))}}
     old_blobs = sorted({b for i in named if (b := program.buffers[i].blob) is not None})
     blob = {old: new for new, old in enumerate(old_blobs)}
-    used = sorted({s.params["launch"]["kernel"] for s in program.steps if s.executor == "cuda"})
+    used = sorted({s.params["launch"]["kernel"] for s in program.steps if "launch" in s.params})
     kernel = {old: new for new, old in enumerate(used)}
 
     def moved(b: Buffer) -> Buffer:
         return b if b.blob is None else replace(b, blob=blob[b.blob])
 
     def step(s: Step) -> Step:
-        if s.executor != "cuda":
+        if "launch" not in s.params:
             return replace(s, inputs=_mapped(s.inputs, buffer), outputs=_mapped(s.outputs, buffer))
         launch = {**s.params["launch"], "kernel": kernel[s.params["launch"]["kernel"]]}
         return replace(

@@ -184,6 +184,9 @@ class Attention:
         return found
 
 
+RESULTS = ("d", "y", "out")
+"""The operands that operations write; the others they read."""
+
 Operation = MatMul | Convolution | Attention
 KINDS: dict[str, type[MatMul] | type[Convolution] | type[Attention]] = {
     "matmul": MatMul,

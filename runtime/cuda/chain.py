@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optdnn.runtime.cuda.caller import Called
 from optdnn.runtime.cuda.device import Launch, check, driver
 from optdnn.runtime.cuda.graphs import Graph, Stream
 
@@ -35,7 +36,9 @@ class Transfer:
         check(f"{name} of {self.label}", result)
 
 
-Item = Launch | Transfer | Action
+Item = Launch | Called | Transfer | Action
+ENQUEUED = (Launch, Called, Transfer)
+"""The items that the GPU does, in stream order; others are the host's."""
 
 
 class Chain:
@@ -45,7 +48,7 @@ class Chain:
         self.parts: list[Graph | list[Action]] = []
         device: list[Any] = []
         for item in items:
-            if isinstance(item, (Launch, Transfer)):
+            if isinstance(item, ENQUEUED):
                 device.append(item)
                 continue
             if device:

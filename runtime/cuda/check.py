@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from optdnn.runtime.cuda.caller import Called
+from optdnn.runtime.cuda.calls import LibraryCall
 from optdnn.runtime.cuda.device import Launch, check, driver
 from optdnn.runtime.cuda.memory import upload
 from optdnn.runtime.cuda.plan import CudaStep, View
 from optdnn.runtime.cuda.runner import CudaContext
+from optdnn.runtime.program import Program
 from optdnn.runtime.simulate.runner import evaluator
 from optdnn.types import Array, is_float
 
@@ -39,7 +42,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
     stream = context.stream
     found: list[StepError] = []
     for k, (step, parsed, launch) in enumerate(zip(program.steps, runner.steps, context.items({}), strict=True)):
-        if not isinstance(parsed, CudaStep) or not isinstance(launch, Launch):
+        if not isinstance(parsed, CudaStep) or not isinstance(launch, (Launch, Called)):
             context.do(launch)  # steps on the host, and copies, feed the launches behind them
             continue
         operands = (*step.inputs, *step.outputs)
@@ -58,8 +61,13 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
         for v, want in zip(meaning.writes, wanted, strict=False):
             if v is not None:
                 error = max(error, _error(_at(_download(context, operands[v.operand]), v), np.asarray(want)))
-        found.append(StepError(k, meaning.kind, program.kernels[parsed.launch.kernel].template, parsed.label, error))
+        found.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
     return found
+
+
+def _source(step: CudaStep, program: Program) -> str:
+    launch = step.launch
+    return launch.operation.library if isinstance(launch, LibraryCall) else program.kernels[launch.kernel].template
 
 
 def _download(context: CudaContext, buffer: int) -> Array:

@@ -69,7 +69,9 @@ class PreparedGraph:
             self.graph.validate()
             self.graph.build_operation_graph()
             self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-            self.graph.deselect_numeric_notes([cudnn.numerical_note.NONDETERMINISTIC])
+            notes = cudnn.numerical_note
+            exact = [notes.TENSOR_CORE, notes.DOWN_CONVERT_INPUTS] if operation.dtype == "float32" else []
+            self.graph.deselect_numeric_notes([notes.NONDETERMINISTIC, *exact])  # fp32 is fp32, not tf32
             self.graph.check_support()
             self.ranked = int(self.graph.get_execution_plan_count())
             self._index = self._build(plan)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from optdnn.errors import EngineError, RunError
+from optdnn.runtime.cuda.calls import LibraryCall
 from optdnn.runtime.cuda.device import Device, Function, _bytes, _enums, check, driver, encode_tiled, gpu_count
 from optdnn.runtime.cuda.kernels_of import cubins
 from optdnn.runtime.cuda.memory import DeviceMemory
@@ -37,7 +38,7 @@ class Loaded:
         code = cubins(program, trust=options.trust_cubins, recompile=options.recompile)
         shared, cluster = [0] * len(code), [1] * len(code)
         for s in steps:
-            if not isinstance(s, CudaStep):
+            if not isinstance(s, CudaStep) or isinstance(s.launch, LibraryCall):
                 continue
             k = s.launch.kernel
             shared[k], cluster[k] = max(shared[k], s.launch.shared), max(cluster[k], s.launch.cluster)

@@ -6,6 +6,8 @@ A step's params are a table with
     ``kernel`` (number in the program's table), ``grid`` and ``block`` (three and one numbers), ``shared`` (dynamic shared
     bytes), ``cluster`` (blocks per cluster along x), ``dependent`` (programmatic dependent launch), ``parameters`` (the kernel's
     one parameter block, in hexadecimal) and ``relocations``: what the runner writes into the block once addresses are known.
+``call`` (in place of ``launch``)
+    A call of a vendor's library: see :mod:`optdnn.runtime.cuda.calls`.
 ``tactic`` (may be absent)
     The tactic that made the step, and its configuration: shown, not read.
 ``op``, ``reads``, ``writes``
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optdnn.errors import EngineError
+from optdnn.runtime.cuda.calls import RESULTS, LibraryCall, parse_call
 from optdnn.runtime.program import Plain, Program, Step
 
 MAP_BYTES = 128
@@ -122,7 +125,7 @@ class Meaning:
 class CudaStep:
     """A parsed step."""
 
-    launch: LaunchPlan
+    launch: LaunchPlan | LibraryCall
     meaning: Meaning
     label: str = field(default="", compare=False)
     tactic: str = field(default="", compare=False)
@@ -131,7 +134,7 @@ class CudaStep:
     def to_params(self) -> dict[str, Plain]:
         m = self.meaning
         return {
-            "launch": self.launch.to_plain(),
+            "call" if isinstance(self.launch, LibraryCall) else "launch": self.launch.to_plain(),
             "op": {"kind": m.kind, "attrs": dict(m.attrs)},
             "reads": [None if v is None else v.to_plain() for v in m.reads],
             "writes": [None if v is None else v.to_plain() for v in m.writes],
@@ -149,7 +152,8 @@ def parse(step: Step, program: Program) -> CudaStep:
     """
     try:
         p = step.params
-        _need(set(p) - {"tactic"} == {"launch", "op", "reads", "writes"}, "has other parts than it should")
+        doing = "call" if "call" in p else "launch"
+        _need(set(p) - {"tactic"} == {doing, "op", "reads", "writes"}, "has other parts than it should")
         tactic = p.get("tactic", "")
         _need(isinstance(tactic, str), "has a tactic that is no name")
         kind, attrs = p["op"]["kind"], p["op"]["attrs"]
@@ -163,7 +167,14 @@ def parse(step: Step, program: Program) -> CudaStep:
         reads = tuple(_view(v, sizes) for v in p["reads"])
         writes = tuple(_view(v, sizes) for v in p["writes"])
         _need(all(v is None or v.operand >= n for v in writes), "writes one of its inputs")
-        launch = _launch(p["launch"], program, operands)
+        launch: LaunchPlan | LibraryCall
+        if doing == "call":
+            launch = parse_call(p["call"], [n * item for n, item in sizes])
+            written = {v.operand for v in writes if v is not None}
+            results = {place[0] for name, place in launch.operands.items() if name in RESULTS}
+            _need(results == written, "has a call that writes something else than it says")
+        else:
+            launch = _launch(p["launch"], program, operands)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(f"a cuda step is malformed: {type(error).__name__}: {error}") from error
     label = ", ".join(step.src[:3]) or kind

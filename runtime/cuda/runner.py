@@ -17,7 +17,9 @@ import numpy as np
 
 from optdnn.errors import EngineError, InputError, RunError
 from optdnn.runtime.cuda.arrays import check_pointer, check_stream, import_cupy, on_gpu, pointer_of, stream_handle
-from optdnn.runtime.cuda.chain import Chain, Item, Transfer
+from optdnn.runtime.cuda.caller import Called, Caller
+from optdnn.runtime.cuda.calls import LibraryCall
+from optdnn.runtime.cuda.chain import ENQUEUED, Chain, Item, Transfer
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.graphs import Graph, Stream
 from optdnn.runtime.cuda.loaded import Loaded, encode
@@ -61,9 +63,7 @@ class CudaRunner:
         self.steps = [_parsed(step, program, self.on_host) for step in program.steps]
         fact: dict[str, Plain] = {"executor": "cuda", "arch": program.target.partition(":")[2]}
         self.facts: tuple[Mapping[str, Plain], ...] = tuple(
-            {**fact, "op": s.meaning.kind, "kernel": program.kernels[s.launch.kernel].function}
-            if isinstance(s, CudaStep)
-            else facts(s)
+            {**fact, "op": s.meaning.kind, "kernel": kernel_of(s, program)} if isinstance(s, CudaStep) else facts(s)
             for s in self.steps
         )
         self._lock = threading.Lock()
@@ -88,6 +88,12 @@ def _parsed(step: Step, program: Program, on_host: frozenset[int]) -> CudaStep |
     return found
 
 
+def kernel_of(step: CudaStep, program: Program) -> str:
+    """The name of what a step launches: a kernel's function, or a library."""
+    launch = step.launch
+    return launch.operation.library if isinstance(launch, LibraryCall) else program.kernels[launch.kernel].function
+
+
 class CudaContext:
     """One thread's arena, staging memory, stream and graphs."""
 
@@ -107,6 +113,8 @@ class CudaContext:
             i: PinnedMemory(p.buffers[i].nbytes or 0) for i in sorted(outside | moved) if p.buffers[i].blob is None
         }
         self._values = self._host_values()
+        calls = [s.launch for s in runner.steps if isinstance(s, CudaStep) and isinstance(s.launch, LibraryCall)]
+        self._caller = Caller(call.operation for call in calls)
         self.stream = Stream()
         self._first: Graph | None = None
         self._streams: set[int] = set()
@@ -124,9 +132,9 @@ class CudaContext:
             return self._loaded.constants[buffer]
         return self._own[buffer].pointer if buffer in self._own else self._arena.pointer + (b.offset or 0)
 
-    def launches(self, given: Mapping[int, int]) -> list[Launch]:
+    def launches(self, given: Mapping[int, int]) -> list[Launch | Called]:
         """Every launch of a program without host steps, its parameters filled in (``given`` as for :meth:`address`)."""
-        return [item for item in self.items(given) if isinstance(item, Launch)]
+        return [item for item in self.items(given) if isinstance(item, (Launch, Called))]
 
     def items(self, given: Mapping[int, int]) -> list[Item]:
         """What each step of the program does (``given`` as for :meth:`address`)."""
@@ -139,13 +147,16 @@ class CudaContext:
                 launches.append(self._transfer(parsed, given))
                 continue
             after_copy = bool(launches) and isinstance(launches[-1], Transfer)
-            launches.append(self._launch(k, parsed, given, dependent=parsed.launch.dependent and not after_copy))
+            launches.append(self._launch(k, parsed, given, dependent=not after_copy))
         return launches
 
-    def _launch(self, k: int, parsed: CudaStep, given: Mapping[int, int], *, dependent: bool) -> Launch:
-        """Step ``k`` of the program, its parameters filled in."""
+    def _launch(self, k: int, parsed: CudaStep, given: Mapping[int, int], *, dependent: bool = True) -> Launch | Called:
+        """Step ``k`` of the program, its parameters filled in. ``dependent``: its launch may begin early, if it can."""
         step, launch = self.runner.program.steps[k], parsed.launch
         operands = (*step.inputs, *step.outputs)
+        if isinstance(launch, LibraryCall):
+            at = {name: self.address(operands[i], given) + offset for name, (i, offset) in launch.operands.items()}
+            return self._caller.call(launch.operation, at, parsed.label)
         block = bytearray(launch.parameters)
         for r in launch.relocations:
             pointer = self.address(operands[r.operand], given) + r.offset
@@ -153,7 +164,7 @@ class CudaContext:
             block[r.at : r.at + len(value)] = value
         return Launch(
             self._loaded.functions[launch.kernel], launch.grid, launch.block, [bytes(block)], shared=launch.shared,
-            cluster=launch.cluster, label=parsed.label, dependent=dependent,
+            cluster=launch.cluster, label=parsed.label, dependent=dependent and launch.dependent,
         )  # fmt: skip
 
     @property
@@ -230,11 +241,14 @@ class CudaContext:
         if self._first is None:
             self._first = Graph(self.launches({}), self.stream)
         changed = {
-            k: self._launch(k, parsed, given, dependent=parsed.launch.dependent)
+            k: self._launch(k, parsed, given)
             for k, (step, parsed) in enumerate(zip(self.runner.program.steps, self.runner.steps, strict=True))
             if isinstance(parsed, CudaStep) and not given.keys().isdisjoint((*step.inputs, *step.outputs))
         }
-        return self._first.moved(changed)
+        kernels = {k: launch for k, launch in changed.items() if isinstance(launch, Launch)}
+        if len(kernels) < len(changed):  # what nodes a library made is its own affair: those are captured again
+            return Graph(self.launches(given), self.stream)
+        return self._first.moved(kernels)
 
     def _check_pointers(self, given: Mapping[int, int]) -> None:
         for i, pointer in given.items():
@@ -406,7 +420,7 @@ class CudaContext:
                 self.do(item)
             marks: list[tuple[Any, Any] | int] = []
             for item in items:
-                if isinstance(item, (Launch, Transfer)):
+                if isinstance(item, ENQUEUED):
                     begin, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
                     check("cuEventRecord", cu.cuEventRecord(begin, handle))
                     item.enqueue(handle)
@@ -423,7 +437,7 @@ class CudaContext:
 
     def do(self, item: Item) -> None:
         """One step by itself, on the context's stream."""
-        if isinstance(item, (Launch, Transfer)):
+        if isinstance(item, ENQUEUED):
             item.enqueue(self.stream.handle)
             return
         self.stream.synchronize()

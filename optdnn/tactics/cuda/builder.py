@@ -18,6 +18,7 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.runtime.attrs import attrs_to_plain
+from optdnn.runtime.cuda.calls import LibraryCall, Operation
 from optdnn.runtime.cuda.kernels_of import source_digest
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.plan import CudaStep, LaunchPlan, Meaning, Pointer, Relocation, TensorMap, View
@@ -304,6 +305,31 @@ class Builder:
         self.steps.append(
             Step("cuda", CudaStep(launch, meaning).to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src)))
         )
+
+    def call(
+        self,
+        op: Op,
+        operation: Operation,
+        operands: Mapping[str, Placed],
+        kind: str,
+        attrs: Mapping[str, Any],
+        reads: Sequence[Placed | None],
+        writes: Sequence[Placed | None],
+    ) -> None:
+        """Add a library's call: ``operands`` places those of the operation by name; the rest is as for :meth:`emit`."""
+        written = list(dict.fromkeys(w.buffer for w in writes if w is not None))
+        touched = [*(r for r in reads if r is not None), *operands.values()]
+        inputs = [i for i in dict.fromkeys(p.buffer for p in touched) if i not in written]
+        number = {b: i for i, b in enumerate((*inputs, *written))}
+        places = {name: (number[p.buffer], p.byte_offset) for name, p in operands.items()}
+        meaning = Meaning(
+            kind,
+            attrs_to_plain(attrs),
+            tuple(None if r is None else View(number[r.buffer], r.offset, r.shape, r.strides) for r in reads),
+            tuple(None if w is None else View(number[w.buffer], w.offset, w.shape, w.strides) for w in writes),
+        )
+        step = CudaStep(LibraryCall(operation, places), meaning)
+        self.steps.append(Step("cuda", step.to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src))))
 
     def credit(self, first: int, tactic: str) -> None:
         """Say which tactic made the steps from number ``first`` on (those that say nothing yet)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,9 +56,19 @@ _PLAIN = {
 
 
 def plan_epilogue(
-    graph: Graph, op: Op, *, channel_axis: int, allow_residual: bool = True, allow: bool = True
+    graph: Graph,
+    op: Op,
+    *,
+    channel_axis: int,
+    allow_residual: bool = True,
+    allow: bool = True,
+    accepts: Callable[[Sequence[render.Stage]], bool] = lambda stages: True,
+    allow_bias: bool = True,
 ) -> Epilogue:
-    """Split the epilogue of a Conv, MatMul or Gemm. ``channel_axis``: the axis of the result that a bias runs along."""
+    """Split the epilogue of a Conv, MatMul or Gemm. ``channel_axis``: the axis of the result that a bias runs along.
+
+    ``accepts`` says whether the kernel can do these stages, as they are rendered, in this order.
+    """
     out = op.outputs[0].type
     shape = out.static_shape
     found = Epilogue()
@@ -72,8 +82,16 @@ def plan_epilogue(
         linear = last_use.get(k) == k and len(others) == len(stage.args) - 1 and not any(
             r < k and last_use[r] >= k for r in last_use
         )  # fmt: skip
-        if not allow or not linear or not _absorb(graph, op, stage, found, shape, channel_axis, allow_residual):
+        if not allow or not linear:
             break
+        trial = replace(
+            found, stages=[*found.stages], rendered=[*found.rendered], constants=[*found.constants], bias=found.bias
+        )
+        if not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual) or not accepts(trial.rendered):
+            break
+        if trial.bias is not None and not allow_bias:
+            break
+        found = trial
         done = k + 1
     slots: dict[Value, int] = {}
     for stage in stages[done:]:

@@ -18,6 +18,7 @@ from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.graph import Op, Value
 from optdnn.runtime.program import Plain, Step
 from optdnn.tactics.cuda.builder import Builder, Placed
+from optdnn.tactics.cuda.providers import providers_here
 from optdnn.tactics.cuda.tactic import PROVIDERS, Offer, Tactic
 from optdnn.types import dtype_name
 
@@ -50,6 +51,8 @@ class Selection:
         """What the options of a build allow. The cost model (``tactics="heuristic"``) knows our own kernels alone."""
         listed = frozenset(options.tactics.split(","))
         providers = {"auto": frozenset(PROVIDERS), "heuristic": frozenset({"own"})}.get(options.tactics, listed)
+        if options.target != "simulate":
+            providers &= providers_here()
         return cls(providers, options.workspace, options.row_invariant, choices or {})
 
 
@@ -126,6 +129,8 @@ def usable(
     refused: list[dict[str, str]] = []
     able: list[Tactic] = []
     for tactic in tactics:
+        if tactic.provider not in selection.providers and tactic.provider != "own":
+            continue
         why = tactic.refuse(b, op)
         if why is None and selection.row_invariant and not tactic.row_invariant:
             why = "a row of its result depends on the size of the batch"

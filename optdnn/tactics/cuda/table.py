@@ -11,6 +11,7 @@ from optdnn.tactics.cuda.described import OPERATIONS, HalfDepthwise, HalfRows
 from optdnn.tactics.cuda.elementwise import Elementwise
 from optdnn.tactics.cuda.gather import GatherBy, Pad, Resize
 from optdnn.tactics.cuda.gemm import HopperGemm
+from optdnn.tactics.cuda.libraries import CublasLtBatched, CublasLtGemm, CudnnConv
 from optdnn.tactics.cuda.matmul import TiledMatMul
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
 from optdnn.tactics.cuda.reduce import REDUCTIONS, Reduction
@@ -18,10 +19,10 @@ from optdnn.tactics.cuda.rows import BatchNorm, LocalResponse, Rows
 from optdnn.tactics.cuda.tactic import Tactic
 
 TACTICS: dict[str, tuple[Tactic, ...]] = {
-    "Conv": (BlockConv(), HopperConv(), HalfDepthwise(), Depthwise(), DirectConv()),
+    "Conv": (BlockConv(), HopperConv(), HalfDepthwise(), Depthwise(), DirectConv(), CudnnConv()),
     "ConvTranspose": (BlockConvTranspose(), DirectConvTranspose()),
-    "MatMul": (HopperGemm(), TiledMatMul()),
-    "Gemm": (HopperGemm(), TiledMatMul()),
+    "MatMul": (HopperGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
+    "Gemm": (HopperGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
     "MaxPool": (WindowPool(),),
     "AveragePool": (WindowPool(),),
     "Resize": (Resize(),),
