@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,12 +55,21 @@ def upload(pointer: int, data: Array) -> None:
 
 
 class PinnedMemory:
-    """Page-locked host memory as a NumPy array of bytes: copies from and to it overlap with the host."""
+    """Page-locked host memory as a NumPy array of bytes: copies from and to it overlap with the host. Taken on first use, since
+    locking pages is slow, and who runs on device arrays needs none."""
 
     def __init__(self, size: int):
-        pointer = check("cuMemAllocHost", driver().cuMemAllocHost(max(size, 1)))
-        address = int(pointer)
-        view = memoryview((ctypes.c_ubyte * max(size, 1)).from_address(address))
-        self.bytes: Array = np.frombuffer(view, np.uint8)[:size]
-        self.pointer = address
+        self._size = size
+
+    @cached_property
+    def pointer(self) -> int:
+        """The address."""
+        pointer = check("cuMemAllocHost", driver().cuMemAllocHost(max(self._size, 1)))
         weakref.finalize(self, _free, "cuMemFreeHost", pointer)
+        return int(pointer)
+
+    @cached_property
+    def bytes(self) -> Array:
+        """The memory."""
+        view = memoryview((ctypes.c_ubyte * max(self._size, 1)).from_address(self.pointer))
+        return np.frombuffer(view, np.uint8)[: self._size]

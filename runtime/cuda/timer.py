@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import struct
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from optdnn.errors import OptdnnError, RunError
-from optdnn.runtime.cuda.device import Device, Function, Launch, check, driver
+from optdnn.runtime.cuda.device import CudaError, Device, Function, Launch, check, driver
 from optdnn.runtime.cuda.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.memory import DeviceMemory
 from optdnn.runtime.cuda.nvrtc import KernelCache, KernelError, Recipe, version
@@ -40,6 +41,8 @@ SAMPLE = 500_000
 """About how many elements of a batchwise result are computed in NumPy."""
 GRAPH_SECONDS, MOST_LAUNCHES = 300e-6, 40
 """How long a timed graph should run, and how many launches it has at most."""
+HANGS = 10.0
+"""Seconds after which a candidate's first run is taken to hang."""
 _CPP = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp64": "f64"}
 
 
@@ -90,10 +93,13 @@ class GpuTimer:
         """
         try:
             context = CudaRunner(program, LoadOptions()).context()
+            self._check(key, program, context)
+            return self._seconds(program, context, cold, give_up)
         except KernelError as error:
-            raise TrialFailed(str(error).splitlines()[0]) from error
-        self._check(key, program, context)
-        return self._seconds(program, context, cold, give_up)
+            raise TrialFailed(error.message.splitlines()[0]) from error
+        except CudaError as error:
+            self.stream.synchronize()  # raises where the context is lost: nothing more can be measured in this process
+            raise TrialFailed(error.message) from error
 
     def _check(self, key: str, program: Program, context: CudaContext) -> None:
         self._feed(program, context)
@@ -103,7 +109,7 @@ class GpuTimer:
         if self._golden is not None and self._golden[0] == key and len(self._golden[1]) == len(program.outputs):
             for launch in context.launches({}):
                 launch.enqueue(context.stream.handle)
-            context.stream.synchronize()
+            wait(context.stream)
             if all(
                 self._like(program, context, i, g) for (_, i), g in zip(program.outputs, self._golden[1], strict=True)
             ):
@@ -125,7 +131,7 @@ class GpuTimer:
                 if i not in step.inputs:
                     self._poison(context, i)
             launch.enqueue(context.stream.handle)
-            context.stream.synchronize()
+            wait(context.stream)
             with np.errstate(all="ignore"):
                 wanted = evaluator(parsed)(reads)
             for v, want in zip(parsed.meaning.writes, wanted, strict=False):
@@ -241,8 +247,8 @@ class GpuTimer:
         return found
 
     def _timed(self, context: CudaContext, places: Sequence[Mapping[int, int]], repeats: int) -> float:
-        made: dict[int, list[Launch]] = {}
-        launches = [x for p in places for x in made.setdefault(id(p), context.launches(p))]
+        made = {id(p): context.launches(p) for p in {id(p): p for p in places}.values()}
+        launches = [x for p in places for x in made[id(p)]]
         graph = Graph(launches, context.stream)
         times = time_runs(lambda: graph.replay(context.stream), context.stream, warmup=2, repeats=repeats)
         graph.close()
@@ -273,6 +279,15 @@ class GpuTimer:
             for n, found in zip(networks, times, strict=True):
                 found += n.times()
         return [statistics.median(t) for t in times]
+
+
+def wait(stream: Stream, limit: float = HANGS) -> None:
+    """Wait for a stream. Raises RunError where it takes longer than ``limit`` seconds: a kernel that hangs cannot be ended."""
+    cu, deadline = driver(), time.monotonic() + limit
+    while (status := cu.cuStreamQuery(stream.handle)[0]) == cu.CUresult.CUDA_ERROR_NOT_READY:
+        if time.monotonic() > deadline:
+            raise RunError(f"a kernel has not ended after {limit:.0f} s")
+    check("cuStreamQuery", (status,))
 
 
 class Network:
