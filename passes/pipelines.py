@@ -12,6 +12,7 @@ from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.fuse_activation import FuseActivation
+from optdnn.passes.fuse_attention import FuseAttention
 from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn, ScaleShiftToBn
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.fuse_norm import FuseNorm
@@ -56,6 +57,14 @@ O2: tuple[Pass, ...] = (
     CommonSubexpressions(),  # convolutions that are still equal with all their stages; constants that rewrites made
 )
 
+O2_GPU: tuple[Pass, ...] = (
+    *FOLDED,
+    FuseAttention(),  # before epilogues: scales and masks would become stages. On the GPU alone, which has a kernel for it
+    FoldConstants(),  # sums of constant masks and biases
+    CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
+    *O2[len(FOLDED) :],
+)
+
 O2_CPU: tuple[Pass, ...] = (
     *FOLDED,
     ScaleShiftToBn(),  # the libraries have no prologues, but one kernel for a scale and shift per channel (DenseNet: 12 %)
@@ -69,6 +78,7 @@ LAST: tuple[Pass, ...] = (
 )
 
 O3: tuple[Pass, ...] = (*O2, *LAST)
+O3_GPU: tuple[Pass, ...] = (*O2_GPU, *LAST)
 O3_CPU: tuple[Pass, ...] = (*O2_CPU, *LAST)
 
 ASSIGN: tuple[Pass, ...] = (
@@ -83,7 +93,7 @@ GPU: tuple[Pass, ...] = (
 _LEVELS: dict[str, tuple[tuple[Pass, ...], ...]] = {
     "": (O0, O1, O2, O3),
     "cpu": ((*O0, *ASSIGN), (*O1, *ASSIGN), (*O2_CPU, *ASSIGN), (*O3_CPU, *ASSIGN)),
-    "cuda": ((*O0, *ASSIGN), (*O1, *ASSIGN), (*O2, *GPU), (*O3, *GPU)),
+    "cuda": ((*O0, *ASSIGN), (*O1, *ASSIGN), (*O2_GPU, *GPU), (*O3_GPU, *GPU)),
 }
 """By the family of the target ("" for all others), then by level."""
 

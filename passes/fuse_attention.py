@@ -1,0 +1,577 @@
+"""Attention that exporters write out becomes one op: ``softmax(scale * q k^T + mask) v`` per batch and head.
+
+What is found is what is computed, whatever stands around it: the scale on q, on k, on both or on the scores; masks and position
+biases (T5, Swin, DeBERTa's disentangled terms) added in any number, at any grouping of the leading axes (Swin adds its
+window's mask in five dimensions), or written as a Where; heads as an axis of their own or merged with the batch; keys and values
+repeated for groups of queries (Llama); softcap (Gemma 2); softmax in a wider type; PyTorch's guard against rows without keys
+(``where(isnan(p), 0, p)``). Reshapes and transposes of heads stay outside as views of the operands and the result. A constant mask
+that hides what lies ahead becomes ``is_causal``, one of zeros goes. Rotary embeddings and projections are left to the operands.
+
+A query whose every key is masked by -inf gives zeros, as ONNX Attention has it, where the decomposition without the guard gives NaN.
+Scaled dot-product attention: Vaswani et al. (2017); grouped queries: Ainslie et al. (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import ml_dtypes
+import numpy as np
+
+from optdnn.dim import DimLike
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.canonicalize_shape import RESHAPES
+from optdnn.passes.facts import reshape_target
+from optdnn.passes.facts import scalar as constant_scalar
+from optdnn.passes.views import View, groups, keeps_last_two, trace
+from optdnn.types import FP64, Array, Shape, is_float, normalize_axis
+
+_DEPTH = 32
+"""How many ops may stand between a softmax and its product of queries and keys."""
+_HIDDEN = -1e9
+"""A constant mask hides where it is no larger: exp of it is 0 beside any score that is not itself of this size."""
+_ABSORBS = -1e30
+"""A score added to a number no larger than this vanishes in the rounding, in float64 too."""
+
+
+@dataclass(frozen=True)
+class Bias:
+    """What is added to the scores, where they have these leading axes, times ``factor``; with ``condition``, only where that is
+    not ``keeps`` (the Where of a hidden score)."""
+
+    value: Value
+    lead: Shape
+    factor: float
+    condition: Value | None = None
+    keeps: bool = True
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The way from a softmax back to the product of queries and keys."""
+
+    product: Op
+    factor: float = 1.0
+    softcap: float = 0.0
+    biases: tuple[Bias, ...] = ()
+    ops: tuple[Op, ...] = ()
+    leads: tuple[Shape, ...] = ()
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the new op is made of. Views give q (B, H, L, D), k (B, G, S, D), v (B, G, S, E)."""
+
+    root: Op
+    q: View
+    k: View
+    v: View
+    lead: Shape
+    attrs: AttentionAttrs
+    biases: tuple[Bias, ...]
+    constant: Array | None = field(compare=False)
+    """The sum of all biases where they are constant and say more than ``attrs`` does."""
+    known: bool
+    """Whether all biases are constant."""
+    keys: DimLike
+
+
+class Attention(Rule):
+    """MatMul, Softmax, MatMul and what stands between them."""
+
+    name = "attention"
+    kinds = frozenset({"MatMul"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        weights = _weights(graph, op)
+        if weights is None or isinstance(weights, Miss):
+            return weights
+        softmax, precision, inner, leads = weights
+        if _staged(op):
+            return Miss("its product with the values has fused stages")
+        scores = _scores(graph, softmax.inputs[0], graph.type(op.value).dtype)
+        if isinstance(scores, Miss):
+            return scores
+        found = _operands(graph, op, scores, (*leads, *scores.leads))
+        if isinstance(found, Miss):
+            return found
+        ops = (op, *inner, softmax, *scores.ops, scores.product)
+        open_end = _used_elsewhere(graph, ops)
+        if open_end is not None:
+            return open_end
+        attrs = replace(found.attrs, softmax_precision=precision)
+        return Match(ops, replace(found, attrs=attrs))
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        found: Operands = match.data
+        patch = Patch(graph, match.ops)
+        inputs: list[Value | None] = [view.add_to(patch) for view in (found.q, found.k, found.v)]
+        if found.constant is not None:
+            dtype = graph.type(found.root.value).dtype
+            inputs.append(patch.constant(_cast(found.constant, dtype), f"{found.root.outputs[0].name}.mask"))
+        elif not found.known:
+            inputs.append(_added(graph, patch, found))
+        y = patch.add("Attention", inputs, found.attrs)
+        wanted = graph.type(found.root.value).dims
+        back = View(y, patch.type(y).dims).reshape(wanted).add_to(patch)
+        assert back is not None, "the way back was looked at before"
+        patch.replace(found.root.value, back)
+        return patch
+
+
+# ---------------------------------------------------------------- from the root to the softmax
+
+
+def _staged(op: Op) -> bool:
+    return bool(op.attrs.prologue or op.attrs.epilogue)
+
+
+def _weights(graph: Graph, root: Op) -> tuple[Op, object, tuple[Op, ...], tuple[Shape, ...]] | Miss | None:
+    """The softmax whose result ``root`` multiplies with the values: (softmax, wider dtype or None, ops between, leading axes)."""
+    value, inner = root.inputs[0], []
+    t = graph.type(root.value)
+    assert value is not None
+    leads: list[Shape] = []
+    precision = None
+    for _ in range(4):
+        op = graph.op(value)
+        shape = graph.type(value).shape
+        if op.kind == "Softmax":
+            if shape is None or normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
+                return Miss("the softmax is not over the last axis")
+            return op, precision, tuple(inner), (*leads, shape[:-2])
+        if op.kind in RESHAPES:
+            source = op.inputs[0]
+            assert source is not None
+            if not keeps_last_two(graph.type(source).shape, shape):
+                return None
+            leads.append(shape[:-2] if shape is not None else ())
+            inner.append(op)
+            value = source
+        elif op.kind == "Cast" and op.inputs[0] is not None and _widens(graph, op.inputs[0], t.dtype):
+            precision = graph.type(op.inputs[0]).dtype
+            inner.append(op)
+            value = op.inputs[0]
+        elif op.kind == "Where":
+            guarded = _guarded(graph, op)
+            if guarded is None:
+                if _is_softmax(graph, op):
+                    return Miss("the weights are masked again behind the softmax")
+                return None
+            value, test = guarded
+            inner += [op, test]
+        else:
+            return None
+    return None
+
+
+def _widens(graph: Graph, value: Value, dtype: np.dtype) -> bool:  # type: ignore[type-arg]
+    own = graph.type(value).dtype
+    return bool(is_float(own) and own.itemsize > dtype.itemsize)
+
+
+def _guarded(graph: Graph, op: Op) -> tuple[Value, Op] | None:
+    """PyTorch's ``where(isnan(p), 0, p)``: p and the test."""
+    condition, zero, p = op.inputs
+    assert condition is not None
+    assert p is not None
+    test = graph.op(condition)
+    if test.kind == "IsNaN" and test.inputs[0] == p and constant_scalar(graph, zero) == 0.0:
+        return p, test
+    return None
+
+
+def _is_softmax(graph: Graph, op: Op) -> bool:
+    return any(v is not None and graph.op(v).kind == "Softmax" for v in op.inputs)
+
+
+# ---------------------------------------------------------------- from the softmax to the product of queries and keys
+
+
+def _scores(graph: Graph, start: Value | None, dtype: np.dtype) -> Scores | Miss:  # type: ignore[type-arg]
+    assert start is not None
+    op = graph.op(start)
+    ops: tuple[Op, ...] = ()
+    if op.kind == "Cast" and op.inputs[0] is not None and graph.type(op.inputs[0]).dtype == dtype:
+        start, ops = op.inputs[0], (op,)
+    found = _way(graph, start, 1.0, _DEPTH)
+    if found is None:
+        return Miss("what the softmax reads is no product of queries and keys with scales and masks alone")
+    if graph.type(found.product.value).dtype != dtype:
+        return Miss(f"the scores are {graph.type(found.product.value).dtype}, the values {dtype}")
+    return replace(found, ops=(*ops, *found.ops))
+
+
+def _way(graph: Graph, value: Value, factor: float, depth: int) -> Scores | None:
+    """The scores behind ``factor * value``; None where no chain of scales, masks and regroupings leads to a product."""
+    op, shape = graph.op(value), graph.type(value).shape
+    if depth == 0 or shape is None or len(shape) < 2 or len(op.outputs) != 1 or not op.inputs:
+        return None
+    lead = shape[:-2]
+    if op.kind == "MatMul":
+        ranks = [graph.type(v).rank for v in op.inputs[:2] if v is not None]
+        return None if _staged(op) or ranks != [len(shape)] * 2 else Scores(op, factor, leads=(lead,))
+
+    def behind(inner: Value, scale: float = 1.0, *biases: Bias) -> Scores | None:
+        found = _way(graph, inner, factor * scale, depth - 1)
+        if found is None:
+            return None
+        return replace(
+            found, biases=(*biases, *found.biases), ops=(op, *found.ops), leads=(*((lead,) if biases else ()), *found.leads)
+        )
+
+    if op.kind in RESHAPES:
+        inner = op.inputs[0]
+        assert inner is not None
+        return behind(inner) if keeps_last_two(graph.type(inner).shape, shape) else None
+    if op.kind in ("Mul", "Div"):
+        for i in (0, 1) if op.kind == "Mul" else (0,):
+            number, inner = _number(graph, op.inputs[1 - i]), op.inputs[i]
+            if number is None or inner is None or graph.type(inner).shape != shape:
+                continue
+            if op.kind == "Mul" and graph.op(inner).kind == "Tanh":
+                return _softcap(graph, op, graph.op(inner), number, factor, depth)
+            return behind(inner, number if op.kind == "Mul" else 1.0 / number)
+        return None
+    if op.kind == "Add":
+        for i in (0, 1):
+            inner, other = op.inputs[i], op.inputs[1 - i]
+            if inner is None or other is None or graph.type(inner).shape != shape:
+                continue
+            found = behind(inner, 1.0, Bias(other, lead, factor))
+            if found is not None:
+                return found
+        return None
+    if op.kind == "Where":
+        condition = op.inputs[0]
+        for i in (1, 2):
+            inner, low = op.inputs[i], constant_scalar(graph, op.inputs[3 - i])
+            if condition is None or inner is None or low is None or graph.type(inner).shape != shape:
+                continue
+            if factor > 0 and (factor * low <= _HIDDEN):
+                hidden = op.inputs[3 - i]
+                assert hidden is not None
+                return behind(inner, 1.0, Bias(hidden, lead, factor, condition, keeps=i == 1))
+    return None
+
+
+def _softcap(graph: Graph, outer: Op, tanh: Op, cap: float, factor: float, depth: int) -> Scores | None:
+    """``cap * tanh(s / cap)``."""
+    value = tanh.inputs[0]
+    assert value is not None
+    found = _way(graph, value, 1.0, depth - 1)
+    if found is None or found.biases or found.softcap or factor != 1.0 or cap <= 0:
+        return None
+    return replace(found, factor=found.factor * cap, softcap=cap, ops=(outer, tanh, *found.ops))
+
+
+def _number(graph: Graph, value: Value | None) -> float | None:
+    """A floating constant of one element that is not 0."""
+    array = graph.constant_value(value)
+    if array is None or array.size != 1 or not is_float(array.dtype):
+        return None
+    return float(array.reshape(-1)[0]) or None
+
+
+def _used_elsewhere(graph: Graph, ops: Sequence[Op]) -> Miss | None:
+    """A Miss where anything but the matched ops sees a value between the product of keys and the result."""
+    own = {op.id for op in ops}
+    for op in ops[1:]:
+        for user in graph.users(op.value):
+            if user.kind == "Output":
+                return Miss(f"an inner value is an output of the network: {op.outputs[0].name}")
+            if user.id not in own:
+                return Miss(f"an inner value is used elsewhere: {op.outputs[0].name}, by {user.name}")
+    return None
+
+
+# ---------------------------------------------------------------- operands
+
+
+def _operands(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> Operands | Miss:
+    (left, right), values = scores.product.inputs[:2], root.inputs[1]
+    assert left is not None
+    assert right is not None
+    assert values is not None
+    left, a = _unscaled(graph, left)
+    right, b = _unscaled(graph, right)
+    scale = scores.factor * a * b
+    if not 0 < scale < float("inf"):
+        return Miss(f"the scores are multiplied by {scale:g}; a scale is positive")
+    views = [trace(graph, v) for v in (left, right, values)]
+    if any(v is None for v in views):
+        return Miss("the rank of an operand is unknown")
+    q, k, v = (view for view in views if view is not None)
+    k = k.swap_last()
+    k, more = _scaled_view(graph, k)
+    q, extra = _scaled_view(graph, q)
+    scale *= more * extra
+    if not 0 < scale < float("inf"):
+        return Miss(f"the scores are multiplied by {scale:g}; a scale is positive")
+    lead = _lead(leads, q)
+    fitted: list[View] = []
+    for view, name, shared in ((q, "queries", False), (k, "keys", True), (v, "values", True)):
+        fit = _fit(graph, view, lead, shared)
+        if fit is None or not fit.expressible:
+            shown = ", ".join(map(str, view.shape))
+            return Miss(f"the {name} [{shown}] do not have the leading axes of the scores, [{', '.join(map(str, lead))}]")
+        fitted.append(fit)
+    q, k, v = fitted
+    if k.shape[1] != v.shape[1]:  # only one of them is shared by groups of heads
+        k, v = (_fit(graph, x, lead, False) for x in (k, v))  # type: ignore[assignment]
+        if k is None or v is None:
+            return Miss("keys and values have different heads")
+    y = (*lead, q.shape[2], v.shape[3])
+    wanted = graph.type(root.value).dims
+    if wanted != y and reshape_target(y, wanted) is None:
+        return Miss("no constant target can express how the result is regrouped")
+    rows, keys = q.shape[2], k.shape[2]
+    for bias in scores.biases:
+        reason = _refuse_bias(graph, bias, lead, keys, graph.type(root.value).dtype)
+        if reason is not None:
+            return Miss(reason)
+    attrs = AttentionAttrs(scale=_written(scale, q.shape[3]), softcap=scores.softcap)
+    constant = _constant(graph, scores.biases, lead)
+    known = constant is not None or not scores.biases
+    if constant is not None:
+        if not constant.any():
+            constant = None
+        elif _causal(constant, rows, keys):
+            attrs, constant = replace(attrs, is_causal=True), None
+    return Operands(root, q, k, v, lead, attrs, scores.biases, constant, known, keys)
+
+
+def _written(scale: float, size: DimLike) -> float | None:
+    """None where the scale is the usual one, up to the rounding of an fp32 constant."""
+    usual = size**-0.5 if isinstance(size, int) and size > 0 else 0.0
+    return None if abs(scale - usual) <= 1e-12 * usual else scale
+
+
+def _unscaled(graph: Graph, value: Value) -> tuple[Value, float]:
+    """The value without multiplications by constants of one element, and what they amount to."""
+    factor = 1.0
+    for _ in range(_DEPTH):
+        op = graph.op(value)
+        if op.kind not in ("Mul", "Div"):
+            break
+        for i in (0, 1) if op.kind == "Mul" else (0,):
+            number, inner = _number(graph, op.inputs[1 - i]), op.inputs[i]
+            if number is not None and inner is not None and graph.type(inner).shape == graph.type(value).shape:
+                factor, value = factor * (number if op.kind == "Mul" else 1.0 / number), inner
+                break
+        else:
+            break
+    return value, factor
+
+
+def _scaled_view(graph: Graph, view: View) -> tuple[View, float]:
+    """A view past scalings that stand behind its moves."""
+    factor = 1.0
+    for _ in range(_DEPTH):
+        base, number = _unscaled(graph, view.base)
+        if base == view.base:
+            break
+        factor *= number
+        inner = trace(graph, base)
+        if inner is None:
+            break
+        for move in view.moves:
+            inner = inner.reshape(move.shape) if move.perm is None else inner.transpose(move.perm)
+        view = inner
+    return view, factor
+
+
+def _lead(leads: Sequence[Shape], q: View) -> Shape:
+    """(batch, heads): as the scores have them somewhere, else as the queries had them, else all in one."""
+    for lead in leads:
+        if len(lead) == 2:
+            return lead
+    (lead, *_) = leads
+    for move in reversed(q.moves[:-1]):
+        if len(move.shape) == 4 and len(lead) == 1 and move.shape[-2:] == q.shape[-2:]:
+            if move.shape[0] * move.shape[1] == lead[0]:
+                return move.shape[:2]
+    if len(lead) < 2:
+        return (*lead, *(1,) * (2 - len(lead))) if lead else (1, 1)
+    batch: DimLike = 1
+    for d in lead[:-1]:
+        batch = batch * d
+    return (batch, lead[-1])
+
+
+def _fit(graph: Graph, view: View, lead: Shape, shared: bool) -> View | None:
+    """The view with (batch, heads) in front; with ``shared``, heads that are repeated copies count once."""
+    tail = view.shape[-2:]
+    own = view.shape[:-2]
+    size: DimLike = 1
+    for d in own:
+        size = size * d
+    if size == lead[0] * lead[1]:
+        full = view.reshape((*lead, *tail))
+        return (_unrepeated(graph, full) or full) if shared else full
+    if shared and len(own) == 2 and own == (lead[0], 1):
+        return view
+    if not shared and len(own) == 2 and own[0] == lead[0]:
+        return None
+    return None
+
+
+def _unrepeated(graph: Graph, view: View) -> View | None:
+    """(B, H, S, D) that repeats (B, G, S, D), each head H / G times in a row: the latter."""
+    op = graph.op(view.base)
+    source = op.inputs[0] if op.inputs else None
+    if source is None or [m.perm for m in view.moves] != [None]:
+        return None
+    before, wide = graph.type(source).shape, view.before
+    batch, _, *tail = view.shape
+    if before is None or len(wide) != 5 or len(before) != 5 or wide[0] != batch or list(wide[3:]) != tail:
+        return None
+    if before[2] != 1 or before[:2] != wide[:2] or before[3:] != wide[3:]:
+        return None
+    copies = op.kind == "Concat" and isinstance(op.attrs, ConcatAttrs) and len(set(op.inputs)) == 1
+    if op.kind != "Expand" and not (copies and normalize_axis(op.attrs.axis, 5) == 2):
+        return None
+    inner = trace(graph, source)
+    return None if inner is None else inner.reshape((*before[:2], *before[3:]))
+
+
+# ---------------------------------------------------------------- masks
+
+
+def _refuse_bias(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: np.dtype) -> str | None:  # type: ignore[type-arg]
+    for value in (bias.value, bias.condition):
+        if value is None:
+            continue
+        t = graph.type(value)
+        name = graph.output(value).name
+        if t.shape is None:
+            return f"the rank of the mask {name} is unknown"
+        if value == bias.value and t.dtype != dtype:
+            return f"the mask {name} is {t.dtype}, the scores {dtype}"
+        if value == bias.condition or bias.condition is None:
+            if not t.shape or t.shape[-1] != keys:
+                return f"the mask {name} {t} does not say a number for each key"
+            regrouped = _regrouped(t.shape, bias.lead, lead)
+            if regrouped is None or not _expressible(t.shape, *regrouped):
+                return f"the mask {name} {t} does not fit the leading axes [{', '.join(map(str, lead))}]"
+    if bias.condition is not None:
+        low = constant_scalar(graph, bias.value)
+        condition = graph.constant_value(bias.condition)
+        seen = condition is not None and bool((condition == bias.keeps).any(axis=-1).all())
+        if not seen and not (low is not None and bias.factor * low <= _ABSORBS):
+            return f"a query without keys gets equal weights, which a mask of {low} that is added does not give"
+    return None
+
+
+def _expressible(before: Shape, expanded: Shape, shape: Shape) -> bool:
+    """Whether :func:`_added` can write the regrouping with constant targets."""
+    if _same_size(before, expanded):
+        return shape == expanded or reshape_target(before, shape) is not None
+    return all(isinstance(d, int) for d in expanded)
+
+
+def _regrouped(shape: Shape, lead: Shape, wanted: Shape) -> tuple[Shape, Shape] | None:
+    """How a mask of the scores with leading axes ``lead`` broadcasts to those with ``wanted``: (expanded, reshaped) shapes."""
+    full = (*(1,) * (len(lead) + 2 - len(shape)), *shape)
+    if len(full) != len(lead) + 2:
+        return None
+    if lead == wanted:
+        return full, full
+    lined = groups(lead, wanted)
+    if lined is None:
+        return None
+    expanded: list[DimLike] = list(full)
+    out: list[DimLike] = [1] * len(wanted)
+    for ours, theirs in lined:
+        if all(full[i] == 1 for i in ours):
+            continue
+        for i in ours:
+            expanded[i] = lead[i]
+        for j in theirs:
+            out[j] = wanted[j]
+    return tuple(expanded), (*out, *full[-2:])
+
+
+def _constant(graph: Graph, biases: Sequence[Bias], lead: Shape) -> Array | None:
+    """The sum of all biases in float64, where all are constant and there are any."""
+    total: Array | None = None
+    for bias in biases:
+        array = graph.constant_value(bias.value)
+        if array is None:
+            return None
+        array = array.astype(FP64) * bias.factor
+        if bias.condition is not None:
+            condition = graph.constant_value(bias.condition)
+            if condition is None:
+                return None
+            array = np.where(condition == bias.keeps, 0.0, array.reshape(()))
+        regrouped = _regrouped(array.shape, bias.lead, lead)
+        assert regrouped is not None
+        expanded, shape = regrouped
+        if any(not isinstance(d, int) for d in (*expanded, *shape)):
+            return None
+        wide = array.reshape((1,) * (len(expanded) - array.ndim) + array.shape)
+        array = np.broadcast_to(wide, expanded).reshape(shape)  # type: ignore[arg-type]
+        total = array if total is None else total + array
+    if total is not None:
+        for axis in (0, 1):  # a batch of equal masks is one mask
+            if total.shape[axis] > 1 and (total == total[:1] if axis == 0 else total == total[:, :1]).all():
+                total = total[:1] if axis == 0 else total[:, :1]
+    return total
+
+
+def _cast(array: Array, dtype: np.dtype) -> Array:  # type: ignore[type-arg]
+    """Rounded once; what was finite stays so."""
+    top = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    return np.where(np.isfinite(array), np.clip(array, -top, top), array).astype(dtype)
+
+
+def _causal(array: Array, rows: DimLike, keys: DimLike) -> bool:
+    if rows != keys or not isinstance(rows, int) or rows < 2 or array.shape[-2:] != (rows, keys):
+        return False
+    ahead = np.triu(np.ones((rows, rows), bool), 1)
+    return bool((array[..., ~ahead] == 0).all() and (array[..., ahead] <= _HIDDEN).all())
+
+
+def _added(graph: Graph, patch: Patch, found: Operands) -> Value:
+    """The sum of the biases as ops of the patch, broadcastable to (B, H, L, S)."""
+    total: Value | None = None
+    dtype = graph.type(found.root.value).dtype
+    for bias in found.biases:
+        value = bias.value
+        if bias.factor != 1.0:
+            value = patch.add("Mul", [value, patch.constant(np.asarray(bias.factor, dtype), "scale")])
+        if bias.condition is not None:
+            zero = patch.constant(np.zeros((), dtype), "zero")
+            value = patch.add("Where", [bias.condition, *((zero, value) if bias.keeps else (value, zero))])
+        regrouped = _regrouped(patch.type(value).dims, bias.lead, found.lead)
+        assert regrouped is not None
+        expanded, shape = regrouped
+        if bias.lead != found.lead:
+            view = View(value, patch.type(value).dims)
+            if view.shape != expanded and not _same_size(view.shape, expanded):
+                target = patch.constant(np.asarray(expanded, np.int64), "shape")
+                value = patch.add("Expand", [value, target])
+                view = View(value, patch.type(value).dims)
+            regrouped_value = view.reshape(shape).add_to(patch)
+            assert regrouped_value is not None
+            value = regrouped_value
+        total = value if total is None else patch.add("Add", [total, value])
+    assert total is not None
+    return total
+
+
+def _same_size(a: Shape, b: Shape) -> bool:
+    return [d for d in a if d != 1] == [d for d in b if d != 1]
+
+
+class FuseAttention(RulePass):
+    """Roots are visited from the inputs on, so that an attention's operands have been fused before it."""
+
+    name = "fuse_attention"
+    rules = (Attention(),)
