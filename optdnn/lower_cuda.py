@@ -124,6 +124,8 @@ def emit_program(
 
 def _lower(b: Builder, host: HostSide, op: Op, selection: Selection, visit: Visit, strict: bool) -> list[Decision]:
     """Emit one operator; returns the account of the choice, where there was one."""
+    if Value(op.id, 0) in b.place:
+        return []  # an operator before it took it along
     why = host.must(op)
     if why is None:
         if all(0 in out.type.static_shape for out in op.outputs):

@@ -7,7 +7,7 @@ repeated for groups of queries (Llama); softcap (Gemma 2); softmax in a wider ty
 (``where(isnan(p), 0, p)``). Reshapes and transposes of heads stay outside as views of the operands and the result. A constant mask
 that hides what lies ahead becomes ``is_causal``, one of zeros goes. Rotary embeddings and projections are left to the operands.
 
-A query whose every key is masked by -inf gives zeros, as ONNX Attention has it, where the decomposition without the guard gives NaN.
+A query whose every key is masked by -inf gives zeros, as ONNX Attention has it; without the guard, its decomposition gives NaN.
 Scaled dot-product attention: Vaswani et al. (2017); grouped queries: Ainslie et al. (2023).
 """
 
@@ -16,39 +16,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import ml_dtypes
-import numpy as np
-
 from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.index import ConcatAttrs
+from optdnn.passes.attention_mask import HIDDEN, Bias, added, constant_sum, is_causal, refuse, rounded
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.canonicalize_shape import RESHAPES
 from optdnn.passes.facts import reshape_target
 from optdnn.passes.facts import scalar as constant_scalar
-from optdnn.passes.views import View, groups, keeps_last_two, trace
-from optdnn.types import FP64, Array, Shape, is_float, normalize_axis
+from optdnn.passes.views import View, keeps_last_two, trace
+from optdnn.types import Array, DType, Shape, is_float, normalize_axis
 
 _DEPTH = 32
 """How many ops may stand between a softmax and its product of queries and keys."""
-_HIDDEN = -1e9
-"""A constant mask hides where it is no larger: exp of it is 0 beside any score that is not itself of this size."""
-_ABSORBS = -1e30
-"""A score added to a number no larger than this vanishes in the rounding, in float64 too."""
-
-
-@dataclass(frozen=True)
-class Bias:
-    """What is added to the scores, where they have these leading axes, times ``factor``; with ``condition``, only where that is
-    not ``keeps`` (the Where of a hidden score)."""
-
-    value: Value
-    lead: Shape
-    factor: float
-    condition: Value | None = None
-    keeps: bool = True
 
 
 @dataclass(frozen=True)
@@ -113,9 +95,9 @@ class Attention(Rule):
         inputs: list[Value | None] = [view.add_to(patch) for view in (found.q, found.k, found.v)]
         if found.constant is not None:
             dtype = graph.type(found.root.value).dtype
-            inputs.append(patch.constant(_cast(found.constant, dtype), f"{found.root.outputs[0].name}.mask"))
+            inputs.append(patch.constant(rounded(found.constant, dtype), f"{found.root.outputs[0].name}.mask"))
         elif not found.known:
-            inputs.append(_added(graph, patch, found))
+            inputs.append(added(patch, found.biases, found.lead, graph.type(found.root.value).dtype))
         y = patch.add("Attention", inputs, found.attrs)
         wanted = graph.type(found.root.value).dims
         back = View(y, patch.type(y).dims).reshape(wanted).add_to(patch)
@@ -131,9 +113,10 @@ def _staged(op: Op) -> bool:
     return bool(op.attrs.prologue or op.attrs.epilogue)
 
 
-def _weights(graph: Graph, root: Op) -> tuple[Op, object, tuple[Op, ...], tuple[Shape, ...]] | Miss | None:
+def _weights(graph: Graph, root: Op) -> tuple[Op, DType | None, tuple[Op, ...], tuple[Shape, ...]] | Miss | None:
     """The softmax whose result ``root`` multiplies with the values: (softmax, wider dtype or None, ops between, leading axes)."""
-    value, inner = root.inputs[0], []
+    value = root.inputs[0]
+    inner: list[Op] = []
     t = graph.type(root.value)
     assert value is not None
     leads: list[Shape] = []
@@ -170,7 +153,7 @@ def _weights(graph: Graph, root: Op) -> tuple[Op, object, tuple[Op, ...], tuple[
     return None
 
 
-def _widens(graph: Graph, value: Value, dtype: np.dtype) -> bool:  # type: ignore[type-arg]
+def _widens(graph: Graph, value: Value, dtype: DType) -> bool:
     own = graph.type(value).dtype
     return bool(is_float(own) and own.itemsize > dtype.itemsize)
 
@@ -193,7 +176,7 @@ def _is_softmax(graph: Graph, op: Op) -> bool:
 # ---------------------------------------------------------------- from the softmax to the product of queries and keys
 
 
-def _scores(graph: Graph, start: Value | None, dtype: np.dtype) -> Scores | Miss:  # type: ignore[type-arg]
+def _scores(graph: Graph, start: Value | None, dtype: DType) -> Scores | Miss:
     assert start is not None
     op = graph.op(start)
     ops: tuple[Op, ...] = ()
@@ -222,7 +205,10 @@ def _way(graph: Graph, value: Value, factor: float, depth: int) -> Scores | None
         if found is None:
             return None
         return replace(
-            found, biases=(*biases, *found.biases), ops=(op, *found.ops), leads=(*((lead,) if biases else ()), *found.leads)
+            found,
+            biases=(*biases, *found.biases),
+            ops=(op, *found.ops),
+            leads=(*((lead,) if biases else ()), *found.leads),
         )
 
     if op.kind in RESHAPES:
@@ -253,7 +239,7 @@ def _way(graph: Graph, value: Value, factor: float, depth: int) -> Scores | None
             inner, low = op.inputs[i], constant_scalar(graph, op.inputs[3 - i])
             if condition is None or inner is None or low is None or graph.type(inner).shape != shape:
                 continue
-            if factor > 0 and (factor * low <= _HIDDEN):
+            if factor > 0 and (factor * low <= HIDDEN):
                 hidden = op.inputs[3 - i]
                 assert hidden is not None
                 return behind(inner, 1.0, Bias(hidden, lead, factor, condition, keeps=i == 1))
@@ -319,7 +305,9 @@ def _operands(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) ->
         fit = _fit(graph, view, lead, shared)
         if fit is None or not fit.expressible:
             shown = ", ".join(map(str, view.shape))
-            return Miss(f"the {name} [{shown}] do not have the leading axes of the scores, [{', '.join(map(str, lead))}]")
+            return Miss(
+                f"the {name} [{shown}] do not have the leading axes of the scores, [{', '.join(map(str, lead))}]"
+            )
         fitted.append(fit)
     q, k, v = fitted
     if k.shape[1] != v.shape[1]:  # only one of them is shared by groups of heads
@@ -332,16 +320,16 @@ def _operands(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) ->
         return Miss("no constant target can express how the result is regrouped")
     rows, keys = q.shape[2], k.shape[2]
     for bias in scores.biases:
-        reason = _refuse_bias(graph, bias, lead, keys, graph.type(root.value).dtype)
+        reason = refuse(graph, bias, lead, keys, graph.type(root.value).dtype)
         if reason is not None:
             return Miss(reason)
     attrs = AttentionAttrs(scale=_written(scale, q.shape[3]), softcap=scores.softcap)
-    constant = _constant(graph, scores.biases, lead)
+    constant = constant_sum(graph, scores.biases, lead)
     known = constant is not None or not scores.biases
     if constant is not None:
         if not constant.any():
             constant = None
-        elif _causal(constant, rows, keys):
+        elif is_causal(constant, rows, keys):
             attrs, constant = replace(attrs, is_causal=True), None
     return Operands(root, q, k, v, lead, attrs, scores.biases, constant, known, keys)
 
@@ -393,9 +381,9 @@ def _lead(leads: Sequence[Shape], q: View) -> Shape:
             return lead
     (lead, *_) = leads
     for move in reversed(q.moves[:-1]):
-        if len(move.shape) == 4 and len(lead) == 1 and move.shape[-2:] == q.shape[-2:]:
-            if move.shape[0] * move.shape[1] == lead[0]:
-                return move.shape[:2]
+        heads = len(move.shape) == 4 and len(lead) == 1 and move.shape[-2:] == q.shape[-2:]
+        if heads and move.shape[0] * move.shape[1] == lead[0]:
+            return move.shape[:2]
     if len(lead) < 2:
         return (*lead, *(1,) * (2 - len(lead))) if lead else (1, 1)
     batch: DimLike = 1
@@ -416,8 +404,6 @@ def _fit(graph: Graph, view: View, lead: Shape, shared: bool) -> View | None:
         return (_unrepeated(graph, full) or full) if shared else full
     if shared and len(own) == 2 and own == (lead[0], 1):
         return view
-    if not shared and len(own) == 2 and own[0] == lead[0]:
-        return None
     return None
 
 
@@ -438,136 +424,6 @@ def _unrepeated(graph: Graph, view: View) -> View | None:
         return None
     inner = trace(graph, source)
     return None if inner is None else inner.reshape((*before[:2], *before[3:]))
-
-
-# ---------------------------------------------------------------- masks
-
-
-def _refuse_bias(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: np.dtype) -> str | None:  # type: ignore[type-arg]
-    for value in (bias.value, bias.condition):
-        if value is None:
-            continue
-        t = graph.type(value)
-        name = graph.output(value).name
-        if t.shape is None:
-            return f"the rank of the mask {name} is unknown"
-        if value == bias.value and t.dtype != dtype:
-            return f"the mask {name} is {t.dtype}, the scores {dtype}"
-        if value == bias.condition or bias.condition is None:
-            if not t.shape or t.shape[-1] != keys:
-                return f"the mask {name} {t} does not say a number for each key"
-            regrouped = _regrouped(t.shape, bias.lead, lead)
-            if regrouped is None or not _expressible(t.shape, *regrouped):
-                return f"the mask {name} {t} does not fit the leading axes [{', '.join(map(str, lead))}]"
-    if bias.condition is not None:
-        low = constant_scalar(graph, bias.value)
-        condition = graph.constant_value(bias.condition)
-        seen = condition is not None and bool((condition == bias.keeps).any(axis=-1).all())
-        if not seen and not (low is not None and bias.factor * low <= _ABSORBS):
-            return f"a query without keys gets equal weights, which a mask of {low} that is added does not give"
-    return None
-
-
-def _expressible(before: Shape, expanded: Shape, shape: Shape) -> bool:
-    """Whether :func:`_added` can write the regrouping with constant targets."""
-    if _same_size(before, expanded):
-        return shape == expanded or reshape_target(before, shape) is not None
-    return all(isinstance(d, int) for d in expanded)
-
-
-def _regrouped(shape: Shape, lead: Shape, wanted: Shape) -> tuple[Shape, Shape] | None:
-    """How a mask of the scores with leading axes ``lead`` broadcasts to those with ``wanted``: (expanded, reshaped) shapes."""
-    full = (*(1,) * (len(lead) + 2 - len(shape)), *shape)
-    if len(full) != len(lead) + 2:
-        return None
-    if lead == wanted:
-        return full, full
-    lined = groups(lead, wanted)
-    if lined is None:
-        return None
-    expanded: list[DimLike] = list(full)
-    out: list[DimLike] = [1] * len(wanted)
-    for ours, theirs in lined:
-        if all(full[i] == 1 for i in ours):
-            continue
-        for i in ours:
-            expanded[i] = lead[i]
-        for j in theirs:
-            out[j] = wanted[j]
-    return tuple(expanded), (*out, *full[-2:])
-
-
-def _constant(graph: Graph, biases: Sequence[Bias], lead: Shape) -> Array | None:
-    """The sum of all biases in float64, where all are constant and there are any."""
-    total: Array | None = None
-    for bias in biases:
-        array = graph.constant_value(bias.value)
-        if array is None:
-            return None
-        array = array.astype(FP64) * bias.factor
-        if bias.condition is not None:
-            condition = graph.constant_value(bias.condition)
-            if condition is None:
-                return None
-            array = np.where(condition == bias.keeps, 0.0, array.reshape(()))
-        regrouped = _regrouped(array.shape, bias.lead, lead)
-        assert regrouped is not None
-        expanded, shape = regrouped
-        if any(not isinstance(d, int) for d in (*expanded, *shape)):
-            return None
-        wide = array.reshape((1,) * (len(expanded) - array.ndim) + array.shape)
-        array = np.broadcast_to(wide, expanded).reshape(shape)  # type: ignore[arg-type]
-        total = array if total is None else total + array
-    if total is not None:
-        for axis in (0, 1):  # a batch of equal masks is one mask
-            if total.shape[axis] > 1 and (total == total[:1] if axis == 0 else total == total[:, :1]).all():
-                total = total[:1] if axis == 0 else total[:, :1]
-    return total
-
-
-def _cast(array: Array, dtype: np.dtype) -> Array:  # type: ignore[type-arg]
-    """Rounded once; what was finite stays so."""
-    top = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
-    return np.where(np.isfinite(array), np.clip(array, -top, top), array).astype(dtype)
-
-
-def _causal(array: Array, rows: DimLike, keys: DimLike) -> bool:
-    if rows != keys or not isinstance(rows, int) or rows < 2 or array.shape[-2:] != (rows, keys):
-        return False
-    ahead = np.triu(np.ones((rows, rows), bool), 1)
-    return bool((array[..., ~ahead] == 0).all() and (array[..., ahead] <= _HIDDEN).all())
-
-
-def _added(graph: Graph, patch: Patch, found: Operands) -> Value:
-    """The sum of the biases as ops of the patch, broadcastable to (B, H, L, S)."""
-    total: Value | None = None
-    dtype = graph.type(found.root.value).dtype
-    for bias in found.biases:
-        value = bias.value
-        if bias.factor != 1.0:
-            value = patch.add("Mul", [value, patch.constant(np.asarray(bias.factor, dtype), "scale")])
-        if bias.condition is not None:
-            zero = patch.constant(np.zeros((), dtype), "zero")
-            value = patch.add("Where", [bias.condition, *((zero, value) if bias.keeps else (value, zero))])
-        regrouped = _regrouped(patch.type(value).dims, bias.lead, found.lead)
-        assert regrouped is not None
-        expanded, shape = regrouped
-        if bias.lead != found.lead:
-            view = View(value, patch.type(value).dims)
-            if view.shape != expanded and not _same_size(view.shape, expanded):
-                target = patch.constant(np.asarray(expanded, np.int64), "shape")
-                value = patch.add("Expand", [value, target])
-                view = View(value, patch.type(value).dims)
-            regrouped_value = view.reshape(shape).add_to(patch)
-            assert regrouped_value is not None
-            value = regrouped_value
-        total = value if total is None else patch.add("Add", [total, value])
-    assert total is not None
-    return total
-
-
-def _same_size(a: Shape, b: Shape) -> bool:
-    return [d for d in a if d != 1] == [d for d in b if d != 1]
 
 
 class FuseAttention(RulePass):

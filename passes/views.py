@@ -51,8 +51,8 @@ class View:
         return self.transpose((*range(n - 2), n - 1, n - 2))
 
     def _with(self, move: Move) -> View:
-        *rest, last = (None, *self.moves)
-        earlier = replace(self, moves=tuple(m for m in rest if m is not None))
+        last = self.moves[-1] if self.moves else None
+        earlier = replace(self, moves=self.moves[:-1])
         if move.perm is None:
             if move.shape == self.shape:
                 return self
@@ -96,7 +96,9 @@ class View:
 
 def keeps_last_two(before: Shape | None, after: Shape | None) -> bool:
     """Whether a Reshape regroups leading axes alone."""
-    return before is not None and after is not None and len(before) >= 2 and len(after) >= 2 and before[-2:] == after[-2:]
+    return (
+        before is not None and after is not None and len(before) >= 2 and len(after) >= 2 and before[-2:] == after[-2:]
+    )
 
 
 def is_reshape(kind: str) -> bool:

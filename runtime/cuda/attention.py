@@ -48,7 +48,7 @@ class Problem:
 
     ``key_heads`` divides ``heads`` (grouped queries). ``mask``: strides (batch, head, query) in elements of an additive 16-bit mask
     whose last axis of ``keys`` elements is contiguous; 0 broadcasts. ``causal``: query i sees keys up to i + ``causal_offset``.
-    ``lengths``: an int32 per batch entry gives the number of keys. A row that sees no key is NaN, as softmax makes it.
+    ``lengths``: an int32 per batch entry gives the number of keys. A row that sees no key is zero.
     """
 
     batch: int

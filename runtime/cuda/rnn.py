@@ -131,6 +131,18 @@ def pack_matrix(matrix: Array, hidden: int) -> Array:
     return np.ascontiguousarray(full[row // 4, rank * 32 + warp * 4 + row % 4, k])
 
 
+def unpack_matrix(packed: Array, hidden: int, gates: int, inputs: int) -> Array:
+    """The [gates * hidden, inputs] matrix that :func:`pack_matrix` packed."""
+    ranks, chunks = hidden // 32, -(-inputs // 32)
+    rank, warp, tile, lane, element = np.ogrid[:ranks, :8, : 2 * chunks, :32, :8]
+    register, low = element // 2, element % 2
+    row = lane // 4 + 8 * (register % 2)
+    k = tile // 2 * 32 + lane % 4 * 8 + tile % 2 * 4 + register // 2 * 2 + low
+    full = np.zeros((4, hidden, chunks * 32), packed.dtype)
+    full[row // 4, rank * 32 + warp * 4 + row % 4, k] = packed.reshape(ranks, 8, 2 * chunks, 32, 8)
+    return full[:gates, :, :inputs].reshape(gates * hidden, inputs)
+
+
 def pack_weights(problem: Problem, w: Sequence[Array], r: Sequence[Array]) -> Array:
     """Each layer's W [gates * hidden, inputs] and R [gates * hidden, hidden] -> the kernel's one array, flat."""
     parts = []

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.runtime.cuda.rnn import unpack_matrix
+from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array
 
@@ -52,9 +54,85 @@ def _conv_sum(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Seq
     return run_kernel("Pointwise", operands32, {"epilogue": stages, "arity": 1})
 
 
+def _masked_softmax(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """Softmax over the last axis; a row of nothing but -inf gives zeros."""
+    (x,) = operands
+    assert x is not None
+    top = x.max(axis=-1, keepdims=True)
+    e = np.exp(x - np.where(np.isneginf(top), 0, top).astype(x.dtype))
+    total = e.sum(axis=-1, keepdims=True)
+    return (e / np.where(total == 0, 1, total).astype(x.dtype),)
+
+
+def _zeros(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    return (np.zeros(tuple(attrs["shape"]), np.int32),)
+
+
+def _wide(x: Array | None) -> Array | None:
+    return x if x is None or x.dtype.itemsize > 2 or x.dtype.kind in "iu" else x.astype(np.float32)
+
+
+def _stacked_rnn(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """Layers one after the other with weights packed for ``rnn_sm90.cu``: output, last states of all layers, inner outputs."""
+    x, weights, bias, *initial = operands
+    assert x is not None
+    assert weights is not None
+    assert bias is not None
+    cell, hidden, width = attrs["cell"], attrs["hidden"], attrs["inputs"]
+    gates, dtype, at = {"GRU": 3, "LSTM": 4}[cell], x.dtype, 0
+    given: dict[str, Any] = {"hidden_size": hidden, "direction": "reverse" if attrs["reverse"] else "forward"}
+    given |= {"linear_before_reset": True} if cell == "GRU" else {}
+    names = ("Sigmoid", "Tanh", "Tanh")[: gates - 1]
+    given |= {"activations": names, "alphas": (0.0,) * len(names), "betas": (0.0,) * len(names), "clip": None}
+    outputs: list[Array] = []
+    states: list[list[Array]] = []
+    for layer in range(attrs["layers"]):
+        matrices = []
+        for inputs in (width, hidden):
+            size = hidden * 4 * (-(-inputs // 32) * 32)
+            matrices.append(unpack_matrix(weights[at : at + size], hidden, gates, inputs))
+            at += size
+        own = bias[layer].T
+        both = np.zeros((2, gates, hidden), np.float32)
+        both[0] = own[:gates]
+        both[1, 2] += own[3] if cell == "GRU" else 0
+        begin = [None if s is None else s[layer : layer + 1] for s in initial[: 2 if cell == "LSTM" else 1]]
+        stack = [x, *(m[None] for m in matrices), both.reshape(1, -1), None, *begin]
+        y, *last = run_kernel(cell, [_wide(v) for v in stack], given, [np.dtype(np.float32)] * 3)
+        x, width = cast(y[:, 0], dtype)[0], hidden  # the next layer reads what was stored
+        outputs.append(x)
+        states.append([s[0] for s in last])
+    inner = np.stack(outputs[:-1]) if len(outputs) > 1 else None
+    finals = [np.stack(s) for s in zip(*states, strict=True)]
+    return (outputs[-1], *finals, *([] if inner is None else [inner]))
+
+
+def _recurrence(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """One direction of a layer whose inputs are multiplied already: gates (T, N, G * H), R, its bias, P, lengths, states."""
+    gates, r, bias, p, lens, *initial = (_wide(x) for x in operands)
+    assert gates is not None
+    assert r is not None
+    size = gates.shape[2]
+    both = np.zeros((1, 2 * size), gates.dtype)
+    if bias is not None:
+        both[0, size:] = bias
+    cell = attrs["cell"]
+    own = {k: v for k, v in attrs.items() if k != "cell"}
+    begin = [None if s is None else s[None] for s in initial[: 2 if cell == "LSTM" else 1]]
+    stack = [gates, np.eye(size, dtype=gates.dtype)[None], r[None], both, lens, *begin]
+    if cell == "LSTM" and p is not None:
+        stack.append(p[None])
+    y, *states = run_kernel(cell, stack, own, [gates.dtype] * 3)
+    return (y[:, 0], *(s[0] for s in states))
+
+
 OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Array]]] = {
     "Copy": _copy,
     "SpaceToDepthImage": _space_to_depth,
     "ConvSum": _conv_sum,
+    "MaskedSoftmax": _masked_softmax,
+    "Recurrence": _recurrence,
+    "StackedRNN": _stacked_rnn,
+    "Zeros": _zeros,
 }
 """Kind -> its meaning, beside those of the reference kernels."""

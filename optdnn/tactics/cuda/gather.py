@@ -17,7 +17,7 @@ from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, literal, merge
 from optdnn.tactics.cuda.reduce import walk
 from optdnn.tactics.cuda.tactic import OwnTactic
-from optdnn.tactics.cuda.views import ints
+from optdnn.tactics.cuda.views import ints, settle
 from optdnn.types import Array, is_float, normalize_axis
 
 THREADS = 256
@@ -169,6 +169,44 @@ def _pad_index(n: int, before: int, after: int, mode: str) -> Array:
     period = max(2 * (n - 1), 1)
     folded = at % period
     return np.minimum(folded, period - folded) if n > 1 else np.zeros_like(at)
+
+
+class GatherView(OwnTactic):
+    """Gather of one index, or of indices at equal distances, known when the engine is built: another view."""
+
+    name = "gather_view"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        return None if self._progression(b, op) is not None else "its indices are not known, or not at equal distances"
+
+    @staticmethod
+    def _progression(b: Builder, op: Op) -> tuple[int, int, int, tuple[int, ...]] | None:
+        """(axis, first index, distance, shape of the indices)."""
+        index, data = b.graph.constant_value(op.inputs[1]), b.graph.type(op.inputs[0])  # type: ignore[arg-type]
+        if index is None or index.ndim > 1 or not index.size:
+            return None
+        axis = normalize_axis(op.attrs.axis, len(data.static_shape))
+        size = data.static_shape[axis]
+        flat = np.where(index < 0, index + size, index).reshape(-1).astype(np.int64)
+        step = int(flat[1] - flat[0]) if flat.size > 1 else 1
+        if flat.min() < 0 or flat.max() >= size or (flat != flat[0] + step * np.arange(flat.size)).any():
+            return None
+        return axis, int(flat[0]), step, index.shape
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        found = self._progression(b, op)
+        assert found is not None
+        axis, first, step, shape = found
+        x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+        stride = x.strides[axis]
+        middle = (stride * step,) if shape else ()
+        view = x.view(
+            (*x.shape[:axis], *shape, *x.shape[axis + 1 :]),
+            (*x.strides[:axis], *middle, *x.strides[axis + 1 :]),
+            first * stride,
+        )
+        settle(b, op, 0, view)
+        return ""
 
 
 class GatherBy(OwnTactic):

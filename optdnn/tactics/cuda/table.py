@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from optdnn.ops.table import OPDEFS
 from optdnn.tactics.cuda.arg import ArgExtreme
+from optdnn.tactics.cuda.attention import AttentionSteps, HopperAttention
 from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv, BlockConvTranspose
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.tactics.cuda.described import OPERATIONS, HalfDepthwise, HalfRows
 from optdnn.tactics.cuda.elementwise import Elementwise
-from optdnn.tactics.cuda.gather import GatherBy, Pad, Resize
+from optdnn.tactics.cuda.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.tactics.cuda.gemm import HopperGemm
+from optdnn.tactics.cuda.group_norm import HalfGroupNorm
 from optdnn.tactics.cuda.libraries import CublasLtBatched, CublasLtGemm, CudnnConv
 from optdnn.tactics.cuda.matmul import TiledMatMul
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
 from optdnn.tactics.cuda.reduce import REDUCTIONS, Reduction
+from optdnn.tactics.cuda.rnn import HopperRNN
+from optdnn.tactics.cuda.rnn_general import GeneralRNN
 from optdnn.tactics.cuda.rows import BatchNorm, LocalResponse, Rows
 from optdnn.tactics.cuda.tactic import Tactic
 
@@ -30,15 +34,15 @@ TACTICS: dict[str, tuple[Tactic, ...]] = {
     "BatchNormalization": (BatchNorm(),),
     "LRN": (LocalResponse(),),
     **dict.fromkeys(("ArgMax", "ArgMin"), (ArgExtreme(),)),
-    **dict.fromkeys(("Gather", "GatherElements", "GatherND"), (GatherBy(),)),
+    "RNN": (GeneralRNN(),),
+    "GRU": (HopperRNN(), GeneralRNN()),
+    "LSTM": (HopperRNN(), GeneralRNN()),
+    "Attention": (HopperAttention(), AttentionSteps()),
+    "Gather": (GatherView(), GatherBy()),
+    **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
-    **dict.fromkeys(
-        (
-            "InstanceNormalization",
-            *("GroupNormalization", "LpNormalization", "MeanVarianceNormalization"),
-        ),
-        (Rows(),),
-    ),
+    **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (HalfGroupNorm(), Rows())),
+    **dict.fromkeys(("LpNormalization", "MeanVarianceNormalization"), (Rows(),)),
     "LpPool": (WindowPool(),),
     **dict.fromkeys(REDUCTIONS, (Reduction(),)),
     "GlobalAveragePool": (GlobalPool(),),
@@ -47,5 +51,6 @@ TACTICS: dict[str, tuple[Tactic, ...]] = {
 }
 """Kind -> its tactics in order of preference (kinds of :data:`optdnn.tactics.cuda.views.VIEWS` need none)."""
 
-WRITES_ANYWHERE = frozenset(TACTICS)
-"""Kinds whose kernels write to a reserved place of any strides."""
+WRITES_ANYWHERE = frozenset(TACTICS) - {"Gather", "LSTM", "GRU", "RNN"}
+"""Kinds whose kernels write to a reserved place of any strides (a Gather may be a view, a
+recurrent layer's states lie together: they would have to be copied there)."""

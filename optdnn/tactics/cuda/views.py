@@ -186,6 +186,13 @@ def _tile(b: Builder, op: Op) -> None:
 
 
 def _concat(b: Builder, op: Op) -> None:
+    if op.value not in b.reserved:
+        parts = [b.operand(v) for v in op.inputs if v is not None]
+        along = normalize_axis(op.attrs.axis, len(parts[0].shape))
+        first = parts[0]
+        if len(parts) > 1 and _consecutive(parts, along):  # as the states of stacked recurrent layers are
+            b.place[op.value] = first.view(op.outputs[0].type.static_shape, first.strides)
+            return
     out = b.target(op.value)
     axis, at = normalize_axis(op.attrs.axis, len(out.shape)), 0
     for value in op.inputs:

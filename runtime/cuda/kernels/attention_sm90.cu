@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
             for (int j = 0; j < BLOCK_KEYS / 8; j++) most = fmaxf(most, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
             most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
             most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-            // A row that has seen only -inf so far keeps zeros; 0 / 0 gives NaN at the end if it stays so, as softmax does.
+            // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
             const float shift = most == __int_as_float(0xff800000) ? 0.0f : most * factor;
             const float rescale = exp2_fast(maximum[i] * factor - shift);
             maximum[i] = most;
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     for (int i = 0; i < 2; i++) {
         sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
         sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
-        sum[i] = __fdividef(1.0f, sum[i]);
+        sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);     // no key at all: zeros, as ONNX's Attention has it
     }
     named_barrier(1 + group, 128);                 // the queries have been read: their place takes the result
     #pragma unroll

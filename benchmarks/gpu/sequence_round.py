@@ -1,0 +1,139 @@
+"""Attention, recurrent layers and norms as engines on a GPU: every launch against its meaning, then whole networks timed.
+
+    python benchmarks/gpu/sequence_round.py --out DIR [--checks] [NETWORK:BATCH …]
+
+``--checks`` builds the small graphs of ``tests/support/sequence_cases.py`` in fp16, bf16 and fp32 and holds each launch against
+NumPy. A network is built for fp16 with heuristic tactics, checked (small batches: results against the reference; batch 1: each
+launch), timed under CUDA-graph replay, and profiled launch by launch. Results are JSON files in DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from optdnn.runtime.cuda.check import check_steps  # noqa: E402
+from optdnn.runtime.cuda.graphs import Graph, time_runs  # noqa: E402
+from optdnn.runtime.engine import Engine  # noqa: E402
+
+TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}
+
+
+def checks(out: Path) -> None:
+    """Every launch of every small case, in each precision."""
+    from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT
+    from support.simulated import feeds_of, lowered
+
+    cases = {**ATTENTION, **RECURRENT, **GROUP_NORM}
+    jobs = [(name, precision) for name in cases for precision in TOLERANCE]
+
+    def build(job: tuple[str, str]) -> Any:
+        graph = cases[job[0]][0]()
+        try:
+            return graph, lowered(graph, job[1], target="cuda:sm_90a")
+        except Exception as error:
+            return graph, error
+
+    rows = []
+    with ThreadPoolExecutor(8) as pool:
+        for (name, precision), (graph, program) in zip(jobs, pool.map(build, jobs), strict=True):
+            row: dict[str, Any] = {"case": name, "precision": precision}
+            try:
+                if isinstance(program, Exception):
+                    raise program
+                errors = check_steps(Engine(program).context(), feeds_of(graph))
+                worst = max(errors, key=lambda e: e.error)
+                row |= {
+                    "error": worst.error,
+                    "kind": worst.kind,
+                    "kernel": worst.kernel,
+                    "ok": worst.error < TOLERANCE[precision],
+                }
+            except Exception as error:
+                row |= {"ok": False, "failed": f"{type(error).__name__}: {error}"[:500]}
+            rows.append(row)
+            if not row["ok"]:
+                print("WRONG", json.dumps(row), flush=True)
+    print(f"checks: {sum(r['ok'] for r in rows)} of {len(rows)} right", flush=True)
+    (out / "checks.json").write_text(json.dumps(rows, indent=1))
+
+
+def network(name: str, batch: int, folder: Path) -> dict[str, Any]:
+    """Build, check, time and profile one network."""
+    import optdnn
+    from optdnn.models import zoo
+
+    model = zoo.build(name, batch=batch)
+    start = time.perf_counter()
+    engine = optdnn.build(model, target="cuda:sm_90a", precision="fp16", tactics="heuristic", io_dtype="fp16")
+    row: dict[str, Any] = {"name": name, "batch": batch, "build_s": round(time.perf_counter() - start, 2)}
+    row["launches"] = len(engine.program.steps)
+    feeds = {
+        k: v.astype(np.float16) if v.dtype == np.float32 else v for k, v in zoo.example_inputs(model, seed=1).items()
+    }
+    context: Any = engine.context()
+    got = context.run(feeds)
+    again = context.run(feeds)
+    row["repeats"] = all(np.array_equal(got[k], again[k], equal_nan=True) for k in got)
+    graph = Graph(context.launches({}), context.stream)
+    times = time_runs(lambda: graph.replay(context.stream), context.stream, warmup=20, repeats=40, inner=10)
+    row["gpu_ms"] = {"median": round(statistics.median(times), 4), "min": round(min(times), 4)}
+    samples = [context.profile(feeds)[1] for _ in range(5)]
+    per = [statistics.median(s[i] for s in samples) / 1e3 for i in range(len(samples[0]))]
+    steps = engine.program.steps
+    kernels = engine.program.kernels
+    row["steps"] = []
+    for us, s in zip(per, steps, strict=True):
+        launch, write = s.params["launch"], s.params["writes"][0]
+        what = [s.params["op"]["kind"], kernels[launch["kernel"]].template, launch["grid"], write[2] if write else None]
+        row["steps"].append([round(us, 2), *what, " ".join(s.src)[:50]])
+    kinds: dict[str, list[float]] = {}
+    for us, s in zip(per, steps, strict=True):
+        kinds.setdefault(f"{s.params['op']['kind']} {kernels[s.params['launch']['kernel']].template}", []).append(us)
+    row["by_kind_us"] = {k: [len(v), round(sum(v), 1)] for k, v in sorted(kinds.items(), key=lambda i: -sum(i[1]))}
+    if batch <= 2:
+        worst = sorted(check_steps(context, feeds), key=lambda e: -e.error)[:3]
+        row["worst_steps"] = [[e.step, e.kind, e.kernel, e.error] for e in worst]
+        wide = {k: v.astype(np.float32) if v.dtype == np.float16 else v for k, v in feeds.items()}
+        want = optdnn.build(model, target="reference").run(wide)
+        row["error"] = {
+            k: float(np.abs(got[k].astype(float) - w).max() / max(float(np.abs(w).max()), 1e-30))
+            for k, w in want.items()
+        }
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("networks", nargs="*", metavar="NAME:BATCH")
+    parser.add_argument("--checks", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path())
+    options = parser.parse_args()
+    if options.checks:
+        checks(options.out)
+    rows = []
+    for text in options.networks:
+        name, _, batch = text.partition(":")
+        try:
+            rows.append(network(name, int(batch or 1), options.out))
+            print(json.dumps({k: v for k, v in rows[-1].items() if k != "steps"}), flush=True)
+        except Exception as error:
+            traceback.print_exc()
+            rows.append({"name": name, "batch": batch, "failed": str(error)})
+        (options.out / "networks.json").write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Tactic of GroupNorm and InstanceNorm on channels-last images of 16-bit floats: one launch, the input read once."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op, Value
+from optdnn.ops.base import attrs_dict
+from optdnn.runtime.cuda import group_norm
+from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.tactics.cuda.builder import Builder, channels_last, map_dtype
+from optdnn.tactics.cuda.described import emit_description
+from optdnn.tactics.cuda.tactic import Offer, Rehearsed
+from optdnn.types import BF16, FP16
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: group_norm.Problem) -> tuple[Offer, ...]:
+    return tuple(Offer(c, group_norm.estimate(problem, c, h200())) for c in group_norm.candidates(problem, h200()))
+
+
+class HalfGroupNorm(Rehearsed):
+    """Statistics in fp32 over a cluster that keeps a slab of channels in shared memory."""
+
+    name = "group_norm_half"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        t = op.outputs[0].type
+        shape = t.static_shape
+        if not b.arch.startswith("sm_90"):
+            return f"it is tried on sm_90a, not {b.arch}"
+        if t.dtype not in (FP16, BF16):
+            return "it is for 16-bit floats"
+        if len(shape) < 3 or 0 in shape:
+            return "it has no positions"
+        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+            return "it does not keep the statistics"
+        if any(v is None or b.graph.constant_value(v) is None for v in op.inputs[1:3]):
+            return "its scale and bias are not constant"
+        if any(b.graph.type(v).static_shape != (shape[1],) for v in op.inputs[1:3] if v is not None):
+            return "its scale and bias are not those of channels"
+        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]  # type: ignore[arg-type]
+        if op.value not in b.reserved and not t.layout:
+            return "its result is not channels-last"
+        if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 8 for p in places) or shape[1] % 8:
+            return "its images have gaps or another order"
+        return None if _offers(self._problem(op)) else "an image does not fit the shared memory of a cluster"
+
+    @staticmethod
+    def _problem(op: Op) -> group_norm.Problem:
+        n, c, *spatial = op.outputs[0].type.static_shape
+        groups = op.attrs.num_groups if op.kind == "GroupNormalization" else c
+        dtype = map_dtype(op.outputs[0].type.dtype)
+        return group_norm.Problem(n, math.prod(spatial), c, groups, (), dtype, op.attrs.epsilon)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        problem = self._problem(op)
+        offers = _offers(problem)
+        b.offer(offers)
+        config = config or offers[0].config
+        operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
+        for name, value in zip(("scale", "bias"), op.inputs[1:3], strict=True):
+            array = b.graph.constant_value(value)
+            assert array is not None
+            operands[name] = b.constant(array.astype(np.float32), f"{op.outputs[0].name}.{name}")
+        emit_description(
+            b, op, group_norm.recipe(problem, config, b.arch), group_norm.describe(problem, config), operands, kind=op.kind,
+            attrs=attrs_dict(op.attrs), reads=[operands[k] for k in ("input", "scale", "bias")], writes=[operands["output"]],
+        )  # fmt: skip
+        return str(config)

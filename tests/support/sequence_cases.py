@@ -1,0 +1,182 @@
+"""Small attention, recurrent and group-normalization graphs: what tests run on simulate and on a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs
+from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
+from optdnn.ops.shape import TransposeAttrs
+from support.net import Net
+
+NO = ("",) * 4
+
+
+def heads(n: Net, x: Value, count: int, size: int) -> Value:
+    """(B, L, C) projected to (B, H, L, D)."""
+    batch, length, _ = n.dims(x)
+    split = n.op("Reshape", n.matmul(x, count * size), n.ints(batch, length, count, size))  # type: ignore[arg-type]
+    return n.op("Transpose", split, attrs=TransposeAttrs((0, 2, 1, 3)))
+
+
+def merged(n: Net, y: Value) -> Value:
+    """(B, H, L, D) to (B, L, H * D)."""
+    batch, count, length, size = n.dims(y)
+    back = n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3)))
+    return n.op("Reshape", back, n.ints(batch, length, count * size))  # type: ignore[arg-type, operator]
+
+
+def attention(
+    *, batch: int = 2, length: int = 20, keys: int = 0, count: int = 4, shared: int = 0, size: int = 32, mask: str = "",
+    past: int = 0, lengths: bool = False, outputs: int = 1, value_size: int = 0, **attrs: Any,
+) -> Graph:  # fmt: skip
+    """Self-attention, or with ``keys`` cross-attention, between projections. ``mask``: "row" (B, 1, 1, S), "full" (1, H, L, S),
+    "bool" (B, 1, L, S), "short" (L, S - 3)."""
+    n = Net()
+    x = n.input(batch, length, 48)
+    y = x if not keys else n.input(batch, keys, 40, name="y")
+    total = (keys or length) + past
+    q = heads(n, x, count, size)
+    k, v = heads(n, y, shared or count, size), heads(n, y, shared or count, value_size or size)
+    operands: list[Any] = [q, k, v, None, None, None, None]
+    if mask == "row":
+        operands[3] = n.op("Mul", n.op("Abs", n.input(batch, 1, 1, total, name="mask")), -1.5)
+    elif mask == "full":
+        operands[3] = n.random(1, count, length, total)
+    elif mask == "short":
+        operands[3] = n.random(length, total - 3)
+    elif mask == "bool":
+        operands[3] = n.op("Greater", n.input(batch, 1, length, total, name="mask"), -0.5)
+    if past:
+        operands[4] = n.input(batch, shared or count, past, size, name="past_key")
+        operands[5] = n.input(batch, shared or count, past, value_size or size, name="past_value")
+    if lengths:
+        operands[6] = n.op(
+            "Add", n.input(batch, name="lengths", dtype=np.int64), n.const([length - 3] * batch, np.int64)
+        )
+    while operands[-1] is None:
+        operands.pop()
+    made = n.op("Attention", *operands, attrs=AttentionAttrs(**attrs), outputs=outputs)
+    results = made if outputs > 1 else [made]
+    return n.done(n.matmul(merged(n, results[0]), 24), *results[1:])
+
+
+ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
+    "plain": (attention, "attention_sm90"),
+    "long": (lambda: attention(length=150, size=64, count=2), "attention_sm90"),
+    "odd head": (lambda: attention(size=40), "attention_sm90"),
+    "grouped": (lambda: attention(count=8, shared=2, size=16), "attention_sm90"),
+    "cross": (lambda: attention(keys=33), "attention_sm90"),
+    "scaled": (lambda: attention(scale=0.3), "attention_sm90"),
+    "causal": (lambda: attention(is_causal=True, length=70), "attention_sm90"),
+    "row mask": (lambda: attention(mask="row"), "attention_sm90"),
+    "full mask": (lambda: attention(mask="full", length=21), "attention_sm90"),
+    "bool mask": (lambda: attention(mask="bool"), "attention_sm90"),
+    "past": (lambda: attention(past=8, outputs=3), "attention_sm90"),
+    "causal past": (lambda: attention(past=8, is_causal=True, length=16), "attention_sm90"),
+    "lengths": (lambda: attention(lengths=True), "attention_sm90"),
+    "softcap": (lambda: attention(softcap=2.0, mask="full"), "attention_steps"),
+    "window": (lambda: attention(left_window_size=3, right_window_size=2), "attention_steps"),
+    "causal lengths": (lambda: attention(lengths=True, is_causal=True, left_window_size=9), "attention_steps"),
+    "short mask": (lambda: attention(mask="short"), "attention_steps"),
+    "weights": (lambda: attention(outputs=4, mask="bool", qk_matmul_output_mode=3), "attention_steps"),
+    "raw scores": (lambda: attention(outputs=4, count=4, shared=2, softcap=1.0), "attention_steps"),
+    "wide values": (lambda: attention(value_size=24, size=16), "attention_steps"),
+    "wide heads": (lambda: attention(size=136, count=2), "attention_steps"),
+}
+"""Name -> how to build it, and the tactic that runs it in half precision on Hopper."""
+
+
+def recurrent(
+    cell: str, *, layers: int = 1, steps: int = 6, batch: int = 3, inputs: int = 40, hidden: int = 64, direction: str = "forward",
+    initial: bool = False, lengths: bool = False, peepholes: bool = False, bias: bool = True, **attrs: Any,
+) -> Graph:  # fmt: skip
+    """Stacked recurrent layers as PyTorch's exporter writes them."""
+    n = Net()
+    gates = {"RNN": 1, "GRU": 3, "LSTM": 4}[cell]
+    x = n.input(steps, batch, inputs)
+    count = 2 if direction == "bidirectional" else 1
+    kinds = 2 if cell == "LSTM" else 1
+    finals: list[Value] = []
+    for layer in range(layers):
+        width = n.dims(x)[2]
+        assert isinstance(width, int)
+        scale = 1 / math.sqrt(hidden)
+        operands: list[Any] = [
+            x, n.random(count, gates * hidden, width, scale=scale), n.random(count, gates * hidden, hidden, scale=scale),
+            n.random(count, 2 * gates * hidden, scale=0.5) if bias else None,
+        ]  # fmt: skip
+        lens = (
+            n.op("Add", n.input(batch, name=f"lens{layer}", dtype=np.int32), n.const([steps - 3] * batch, np.int32))
+            if lengths
+            else None
+        )
+        operands.append(lens)
+        operands += [n.input(count, batch, hidden, name=f"s{layer}{k}") if initial else None for k in range(kinds)]
+        if peepholes:
+            operands.append(n.random(count, 3 * hidden, scale=0.3))
+        while operands[-1] is None:
+            operands.pop()
+        names = {"RNN": RNNAttrs, "GRU": GRUAttrs, "LSTM": LSTMAttrs}
+        usual = names[cell](hidden)
+        own = attrs.get("activations", usual.activations)
+        numbers = {k: attrs.get(k, (0.0,) * len(own)) for k in ("alphas", "betas")}
+        rest = {k: v for k, v in attrs.items() if k not in ("activations", "alphas", "betas")}
+        made = names[cell](hidden, direction, own * count, numbers["alphas"] * count, numbers["betas"] * count, **rest)
+        y, *last = n.op(cell, *operands, attrs=made, outputs=1 + kinds)
+        finals += last
+        if count == 1:
+            x = n.op("Squeeze", y, n.ints(1))
+        else:
+            swapped = n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3)))
+            x = n.op("Reshape", swapped, n.ints(steps, batch, count * hidden))
+    return n.done(x, *finals)
+
+
+LBR = {"linear_before_reset": True}
+RECURRENT: dict[str, tuple[Callable[[], Graph], str]] = {
+    "lstm": (lambda: recurrent("LSTM"), "rnn_sm90"),
+    "lstm stacked": (lambda: recurrent("LSTM", layers=3), "rnn_sm90"),
+    "lstm initial": (lambda: recurrent("LSTM", initial=True, batch=9), "rnn_sm90"),
+    "lstm stacked initial": (lambda: recurrent("LSTM", initial=True, layers=2), "rnn_sm90"),
+    "lstm reverse": (lambda: recurrent("LSTM", direction="reverse"), "rnn_sm90"),
+    "lstm both": (lambda: recurrent("LSTM", direction="bidirectional", initial=True, layers=2), "rnn_sm90"),
+    "lstm without bias": (lambda: recurrent("LSTM", bias=False), "rnn_sm90"),
+    "gru": (lambda: recurrent("GRU", **LBR), "rnn_sm90"),
+    "gru stacked": (lambda: recurrent("GRU", layers=2, inputs=32, **LBR), "rnn_sm90"),
+    "gru both": (lambda: recurrent("GRU", direction="bidirectional", **LBR), "rnn_sm90"),
+    "rnn": (lambda: recurrent("RNN", direction="bidirectional"), "rnn"),
+    "rnn relu": (lambda: recurrent("RNN", activations=("Relu",), clip=0.9, lengths=True), "rnn"),
+    "gru other": (lambda: recurrent("GRU", initial=True), "rnn"),
+    "gru lengths": (lambda: recurrent("GRU", lengths=True, direction="bidirectional", **LBR), "rnn"),
+    "lstm peepholes": (lambda: recurrent("LSTM", initial=True, peepholes=True, lengths=True, direction="reverse"), "rnn"),
+    "lstm functions": (
+        lambda: recurrent("LSTM", activations=("HardSigmoid", "ScaledTanh", "Affine"), alphas=(0.3, 1.2, 0.8),
+                          betas=(0.4, 0.7, 0.1), clip=2.0), "rnn"),
+    "lstm coupled": (lambda: recurrent("LSTM", input_forget=True, hidden=33), "rnn"),
+    "lstm wide batch": (lambda: recurrent("LSTM", batch=40, steps=3), "rnn"),
+}  # fmt: skip
+"""Name -> how to build it, and the tactic that runs it in half precision on Hopper."""
+
+
+def group_norm(kind: str = "GroupNormalization", channels: int = 32, groups: int = 4, **more: Any) -> Graph:
+    """A normalization between convolutions, which want channels last."""
+    n = Net()
+    x = n.conv(n.input(2, 8, 10, 9), channels, 3)
+    attrs = GroupNormAttrs(groups, 1e-3) if kind == "GroupNormalization" else EpsilonAttrs(1e-3)
+    y = n.op(kind, x, n.positive(channels), n.random(channels), attrs=attrs)
+    return n.done(n.conv(y, 8, 3))
+
+
+GROUP_NORM: dict[str, tuple[Callable[[], Graph], str]] = {
+    "groups": (group_norm, "group_norm_half"),
+    "instances": (lambda: group_norm("InstanceNormalization"), "group_norm_half"),
+    "odd groups": (lambda: group_norm(channels=24, groups=2), "group_norm_half"),
+    "odd channels": (lambda: group_norm(channels=12, groups=3), "rows"),
+}
