@@ -15,6 +15,7 @@ from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.tactics.cuda.builder import Builder, Placed, map_dtype
 from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.tactic import Offer, Rehearsed
 from optdnn.types import BF16, FP16, FP32, Array
 
 BETWEEN = frozenset({"Squeeze", "Reshape"})
