@@ -2,7 +2,9 @@
 
 Two sources: operands that are all constants, and values that inference already knows (a shape computation over static
 dimensions: ``Shape -> Gather -> Concat -> Reshape`` leaves a Reshape by a constant). Arithmetic runs in float64 and is
-rounded once, at the end of a chain of folded ops, except where the user's own Cast rounds in between.
+rounded once, at the end of a chain of folded ops, except where the user's own Cast rounds in between. What is not continuous (a
+cast to integers, a comparison) decides as the network would in its own types: a value that lies on the edge, as those of T5's
+buckets of distances do, must not fall to the other side because it was computed better.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ class FoldConstants(Pass):
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         exact: dict[Value, Array] = {}
         """Unrounded float64 values of constants that this run made."""
+        own: dict[Value, Array] = {}
+        """What the network's own types give for them, each op rounded; of those that are small."""
         for visited in graph.order():
             if visited.kind in STRUCTURAL or visited.id not in graph:
                 continue
@@ -44,18 +48,21 @@ class FoldConstants(Pass):
             values: list[Array | None] = known
             if reason is None and constant:
                 try:
-                    values = list(_compute(graph, op, exact))
+                    values = list(_decided(graph, op, own) or _compute(graph, op, exact))
                 except RunError as error:
                     reason = f"it cannot be evaluated: {error.message}"
             if reason is not None:
                 report.refused.append(Refused(self.name, node_names([op]), reason))
                 continue
-            self._replace(graph, op, values, exact, report)
+            rounded = _in_own_types(graph, op, own) if constant else None
+            made = self._replace(graph, op, values, exact, report)
+            own.update({new: rounded[i] for i, new in made.items() if rounded is not None and new in exact})
 
     def _replace(
         self, graph: Graph, op: Op, values: list[Array | None], exact: dict[Value, Array], report: PassReport
-    ) -> None:
-        patch, done = Patch(graph, [op]), False
+    ) -> dict[int, Value]:
+        """Put constants in the place of an op's results; returns them by number."""
+        patch, made = Patch(graph, [op]), dict[int, Value]()
         for i, value in enumerate(values):
             if value is None or not graph.uses(Value(op.id, i)):
                 continue
@@ -64,12 +71,51 @@ class FoldConstants(Pass):
             patch.replace(Value(op.id, i), new)
             if value.dtype == FP64 != dtype:
                 exact[new] = value
-            done = True
-        if done:
+            made[i] = new
+        if made:
             patch.apply()
             report.fired.append(Fired(self.name, node_names([op])))
             for v in [v for v in op.inputs if v in exact and v.op not in graph]:
                 exact.pop(v, None)
+        return made
+
+
+DECIDES = frozenset(
+    {
+        "Floor",
+        "Ceil",
+        "Round",
+        "Sign",
+        "Equal",
+        "Less",
+        "LessOrEqual",
+        "Greater",
+        "GreaterOrEqual",
+        "ArgMax",
+        "ArgMin",
+        "TopK",
+    }
+)
+"""Kinds whose result jumps; and Cast to integers, see :func:`_decided`."""
+OWN_LIMIT = 1 << 20
+"""Most elements of a result that is also computed in the network's own types."""
+
+
+def _decided(graph: Graph, op: Op, own: dict[Value, Array]) -> tuple[Array, ...] | None:
+    """The results of an op that jumps, of operands as the network itself would have them; None for any other."""
+    jumps = op.kind in DECIDES or (op.kind == "Cast" and not is_float(op.attrs.to))
+    return _in_own_types(graph, op, own) if jumps and any(v in own for v in op.inputs if v is not None) else None
+
+
+def _in_own_types(graph: Graph, op: Op, own: dict[Value, Array]) -> tuple[Array, ...] | None:
+    """The results that the network's own types give; None where they are large, or nothing is computed in floats."""
+    types = [o.type for o in op.outputs]
+    small = all(t.is_static and np.prod(t.static_shape, dtype=np.int64) <= OWN_LIMIT for t in types)
+    if not small or (not any(v is not None and is_float(graph.type(v).dtype) for v in op.inputs) and not any(
+        is_float(t.dtype) for t in types)):  # fmt: skip
+        return None
+    operands = [None if v is None else own.get(v, graph.op(v).attrs.value) for v in op.inputs]
+    return run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), [t.dtype for t in types])
 
 
 def _inferred(op: Op) -> list[Array | None]:

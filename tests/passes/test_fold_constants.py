@@ -19,7 +19,7 @@ from optdnn.ops.signal import BitCastAttrs
 from optdnn.ops.table import OPDEFS
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_constants import FoldConstants
-from optdnn.types import DTYPES, FP16, FP32
+from optdnn.types import DTYPES, FP16, FP32, INT64
 
 FOLD = FoldConstants()
 
@@ -171,3 +171,20 @@ def test_quantization_and_bit_casts_fold_in_the_precision_of_the_model() -> None
     done, _ = check_pass(FOLD, graph, changes=6, promoted_changes=10, kinds={"Add": 2}, drops=dropped)
     (after,) = evaluate(done, feeds).values()
     assert np.array_equal(before, after)
+
+
+def test_what_jumps_decides_as_the_networks_own_types_do() -> None:
+    """0.1 + 0.7 is 0.8 in fp32, and less of the fp32 numbers in float64: ten times it is 8, not 7, as an integer."""
+    n = Net()
+    total = n.op("Mul", n.op("Add", n.const([0.1]), n.const([0.7])), n.const([10.0]))
+    whole = n.op("Cast", total, attrs=CastAttrs(INT64))
+    below = n.op("Less", total, n.const([8.0]))
+    x = n.input(1)
+    scaled = n.op("Mul", x, n.op("Cast", whole, attrs=CastAttrs(FP32)))
+    graph = n.done(scaled, n.op("Where", below, x, scaled))
+    FoldConstants()(graph)
+    assert [op.kind for op in graph.of_kind("Cast", "Less")] == []
+    values = [op.attrs.value.tolist() for op in graph.of_kind("Constant")]
+    assert [8.0] in values
+    assert [False] in values
+    assert [7.0] not in values

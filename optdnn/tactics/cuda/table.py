@@ -16,6 +16,7 @@ from optdnn.tactics.cuda.group_norm import HalfGroupNorm
 from optdnn.tactics.cuda.libraries import CublasLtBatched, CublasLtGemm, CudnnConv
 from optdnn.tactics.cuda.matmul import TiledMatMul
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
+from optdnn.tactics.cuda.positions import POSITIONS, Positions
 from optdnn.tactics.cuda.reduce import REDUCTIONS, Reduction
 from optdnn.tactics.cuda.rnn import HopperRNN
 from optdnn.tactics.cuda.rnn_general import GeneralRNN
@@ -44,6 +45,7 @@ TACTICS: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (HalfGroupNorm(), Rows())),
     **dict.fromkeys(("LpNormalization", "MeanVarianceNormalization"), (Rows(),)),
     "LpPool": (WindowPool(),),
+    **dict.fromkeys(POSITIONS, (Positions(),)),
     **dict.fromkeys(REDUCTIONS, (Reduction(),)),
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),

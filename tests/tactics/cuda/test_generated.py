@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.host import WHY_NOT, HostKernels
 from support.net import Net
+from support.positions import FAMILIES as POSITIONS
 from support.simulated import check_simulated, feeds_of, lowered
 
 from optdnn.ir.graph import Graph
@@ -254,7 +255,7 @@ FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
         binaries,
         integers,
     )
-}
+} | POSITIONS
 
 
 def graph_of(family: str) -> Graph:

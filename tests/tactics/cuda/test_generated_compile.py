@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.positions import FAMILIES as POSITIONS
 from support.simulated import kinds, lowered
 from test_generated import graph_of  # type: ignore[import-not-found]
 
@@ -23,7 +24,7 @@ def _why_not() -> str | None:
 
 pytestmark = pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")
 
-FAMILIES = ("softmaxes", "norms", "pools", "convolutions", "products", "resizes", "gathers", "movements")
+FAMILIES = ("softmaxes", "norms", "pools", "convolutions", "products", "resizes", "gathers", "movements", *POSITIONS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

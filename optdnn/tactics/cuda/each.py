@@ -1,0 +1,85 @@
+"""One generated kernel for operators that a few lines of C++ over coordinates say: a thread per point of a space of indices.
+
+The lines see the coordinates ``o0``, ``o1``, … of their point; for each tensor ``t`` a pointer ``p.t``, its sizes ``p.n_t[k]`` and
+the offset ``at_t(c0, c1, …)`` of an element. Results must not depend on the order of threads: a point writes elements of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from optdnn.ir.graph import Op
+from optdnn.ops.fused import plain_attrs
+from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
+from optdnn.tactics.cuda.pointwise import CPP, OPTIONS
+
+THREADS = 256
+BLOCKS = 65535
+POINTS_LIMIT = 1 << 31
+"""Most points of a space: coordinates are taken from a 32-bit index."""
+
+
+def emit_each(
+    b: Builder,
+    op: Op,
+    space: Sequence[int],
+    tensors: Mapping[str, Placed | None],
+    writes: Mapping[str, Placed],
+    lines: str,
+    *,
+    reads: Sequence[Placed | None],
+    helpers: str = "",
+) -> None:
+    """Add one launch over ``space``. ``tensors`` are read and ``writes`` written by ``lines``, by name (None: absent, no name).
+
+    The step means the operator itself, of ``reads`` (its operands in their order).
+    """
+    count = math.prod(space)
+    if not count:
+        return
+    present = {name: t for name, t in tensors.items() if t is not None}
+    fields, sizes, named = [], [], []
+    block = Block()
+    for name, t in (*present.items(), *writes.items()):
+        constant = "const " if name in present else ""
+        fields.append(f"{constant}{CPP[t.dtype]}* {name};")
+        block.pointer(t)
+    fields.append(f"u32 count, dims[{max(1, len(space))}];")
+    block.u32(count, *(space or (1,)))
+    for name, t in (*present.items(), *writes.items()):
+        rank = max(1, len(t.shape))
+        sizes.append(f"i64 n_{name}[{rank}], s_{name}[{rank}];")
+        block.i64(*(t.shape or (1,))).i64(*(t.strides or (0,)))
+        given = ", ".join(f"i64 c{k}" for k in range(len(t.shape)))
+        total = " + ".join(f"c{k} * p.s_{name}[{k}]" for k in range(len(t.shape))) or "i64(0)"
+        named.append(f"auto at_{name} = [&]({given}) -> i64 {{ return {total}; }};")
+    walk = ["u32 rest = index;"]
+    for k in reversed(range(len(space))):
+        walk.append(f"const i64 o{k} = rest % p.dims[{k}]; rest /= p.dims[{k}];" if k else "const i64 o0 = rest;")
+    newline = "\n        "
+    text = f"""struct Params {{
+    {" ".join(fields)}
+    {" ".join(sizes)}
+}};
+{helpers}
+extern "C" __global__ void __launch_bounds__({THREADS}) each(const __grid_constant__ Params p) {{
+    launch_dependents();
+    wait_for_predecessor();
+    {newline.join(named)}
+    for (u32 index = blockIdx.x * {THREADS} + threadIdx.x; index < p.count; index += gridDim.x * {THREADS}) {{
+        {newline.join(walk)}
+        {lines}
+    }}
+}}
+"""
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "each")
+    grid = (min(-(-count // THREADS), BLOCKS), 1, 1)
+    attrs = plain_attrs(op.kind, op.attrs)
+    b.emit(op, spec, grid, THREADS, block, op.kind, attrs, list(reads), list(writes.values()))
+
+
+def coordinates(prefix: str, rank: int, replaced: Mapping[int, str] | None = None) -> str:
+    """``o0, o1, …`` as arguments, some of them replaced."""
+    return ", ".join((replaced or {}).get(k, f"{prefix}{k}") for k in range(rank))
