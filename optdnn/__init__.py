@@ -40,9 +40,11 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
+    from optdnn.pytorch import from_torch
     from optdnn.ranges import DimRange
     from optdnn.runtime.context import Context
     from optdnn.runtime.engine import Engine, load
+    from optdnn.session import InferenceSession, SessionOptions, get_available_providers
     from optdnn.types import TensorSpec
 
 _ERRORS = (
@@ -55,6 +57,8 @@ _WHERE = {
     "Engine": "optdnn.runtime.engine",
     "Context": "optdnn.runtime.context",
     "DimRange": "optdnn.ranges",
+    "from_torch": "optdnn.pytorch",
+    **dict.fromkeys(("InferenceSession", "SessionOptions", "get_available_providers"), "optdnn.session"),
     "TensorSpec": "optdnn.types",
     **dict.fromkeys(_ERRORS.split(), "optdnn.errors"),
 }
@@ -66,6 +70,7 @@ __all__ = [  # noqa: PLE0604, RUF100
     "Engine",
     "EngineError",
     "EngineStale",
+    "InferenceSession",
     "InputError",
     "InternalError",
     "MissingDependency",
@@ -74,11 +79,14 @@ __all__ = [  # noqa: PLE0604, RUF100
     "OptdnnError",
     "OutputError",
     "RunError",
+    "SessionOptions",
     "ShapeError",
     "TensorSpec",
     "UnsupportedError",
     "UsageError",
     "build",
+    "from_torch",
+    "get_available_providers",
     "load",
 ]
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from optdnn.errors import InputError
 from optdnn.ranges import Profile
+from optdnn.runtime.dlpack import from_dlpack, offers
 from optdnn.types import Array, DType, TensorSpec, dtype_name
 
 Sizes = dict[str, int]
@@ -133,8 +134,8 @@ class Signature:
         if type(value).__module__.startswith("numpy.ma"):
             raise InputError(f"input {name!r} is a masked array", hint="fill it first: x.filled(value)")
         try:
-            a = np.asarray(value)
-        except Exception as e:  # whatever a foreign __array__ raises
+            a = from_dlpack(value) if type(value) is not np.ndarray and offers(value) else np.asarray(value)
+        except Exception as e:  # whatever a foreign __array__ or __dlpack__ raises
             raise InputError(f"input {name!r}, a {type(value).__name__}, cannot be read as an array: {e}") from e
         if a.dtype != dtype:
             wanted = dtype_name(dtype)

@@ -1,0 +1,232 @@
+"""From PyTorch: :func:`from_torch` compiles a module, :func:`compile_backend` is ``torch.compile(backend="optdnn")``.
+
+Both go through torch's own ONNX exporter; torch itself is no dependency of optdnn.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import MissingDependency, ModelError, OptdnnError, UsageError
+from optdnn.ranges import DimRange, input_shapes
+from optdnn.runtime.engine import Engine
+
+EXPORTERS = ("auto", "dynamo", "torchscript")
+
+
+def from_torch(
+    module: Any,
+    example_inputs: Any,
+    *,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    shapes: Any = None,
+    dynamic_shapes: Any = None,
+    opset: int | None = None,
+    exporter: str = "auto",
+    **build: Any,
+) -> Engine:
+    """Compile a ``torch.nn.Module`` into an engine, through ``torch.onnx.export``.
+
+    ``example_inputs`` is a tensor or a tuple of them, as ``module`` is called with; names default to those of its
+    parameters. ``shapes`` are those of :func:`optdnn.build`: what they leave open or give a range is exported as dynamic
+    (``dynamic_shapes`` in torch's own form says it differently). ``exporter``: "dynamo" (torch.export; needs onnxscript),
+    "torchscript", or the former where it is installed. ``build`` are further options of :func:`optdnn.build`.
+
+    Raises MissingDependency without torch, UsageError for a module in training mode and for names that do not exist,
+    ModelError where torch cannot export it, and what the build raises.
+    """
+    torch = _torch()
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(f"from_torch takes a torch.nn.Module, not {type(module).__name__}")
+    if module.training:
+        raise UsageError(
+            "the module is in training mode", hint="call module.eval() first: dropout and statistics differ"
+        )
+    if exporter not in EXPORTERS:
+        raise UsageError(f"exporter {exporter!r} is not one of {', '.join(EXPORTERS)}")
+    args = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    names = list(input_names) if input_names is not None else _parameters(module, len(args))
+    if len(names) != len(args):
+        raise UsageError(f"{len(names)} input_names are given for {len(args)} example inputs")
+    wanted = input_shapes({} if shapes is None else shapes)
+    if unknown := sorted(wanted.keys() - set(names)):
+        raise UsageError(f"the module has no input {unknown[0]!r}", hint=f"its inputs are {', '.join(names)}")
+    open_axes = {
+        name: [axis for axis, d in enumerate(dims) if d is None or isinstance(d, DimRange)]
+        for name, dims in wanted.items()
+    }
+    from optdnn.compiler import build as build_engine
+
+    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
+        path = Path(folder) / "model.onnx"
+        _export(torch, module, args, path, names, output_names, open_axes, dynamic_shapes, opset, exporter)
+        return build_engine(path, shapes=wanted, **build)
+
+
+def _torch() -> Any:
+    try:
+        import torch  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        missing = MissingDependency("torch", "", "to compile a PyTorch module")
+        missing.hint = "pip install torch onnxscript"
+        raise missing from error
+    return torch
+
+
+def _parameters(module: Any, count: int) -> list[str]:
+    """The names of the first ``count`` positional parameters of ``forward``."""
+    import inspect
+
+    names: list[str] = []
+    for p in inspect.signature(module.forward).parameters.values():
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+        elif p.kind is p.VAR_POSITIONAL:
+            names += [f"{p.name}_{i}" for i in range(count - len(names))]
+    return names[:count]
+
+
+def _export(
+    torch: Any,
+    module: Any,
+    args: tuple[Any, ...],
+    path: Path,
+    names: Sequence[str],
+    output_names: Sequence[str] | None,
+    open_axes: Mapping[str, Sequence[int]],
+    dynamic_shapes: Any,
+    opset: int | None,
+    exporter: str,
+) -> None:
+    """Write the module as ONNX. Raises ModelError with the exporter's message."""
+    dynamo = exporter == "dynamo" or (exporter == "auto" and find_spec("onnxscript") is not None)
+    common: dict[str, Any] = {"input_names": list(names), "opset_version": opset}
+    if output_names is not None:
+        common["output_names"] = list(output_names)
+    try:
+        with torch.no_grad():
+            if dynamo:
+                if dynamic_shapes is None and any(open_axes.values()):
+                    auto = torch.export.Dim.AUTO
+                    dynamic_shapes = tuple(dict.fromkeys(open_axes.get(n, ()), auto) for n in names)
+                # torch's optimizer merges constants that this importer folds itself; leaving it out keeps node names
+                torch.onnx.export(
+                    module, args, str(path), dynamo=True, dynamic_shapes=dynamic_shapes, external_data=True,
+                    verbose=False, **common,
+                )  # fmt: skip
+            else:
+                if dynamic_shapes is not None:
+                    raise UsageError(
+                        "dynamic_shapes are for the dynamo exporter", hint="give shapes= with ranges instead"
+                    )
+                axes = {n: {a: f"{n}_{a}" for a in axes} for n, axes in open_axes.items() if axes}
+                torch.onnx.export(module, args, str(path), dynamo=False, dynamic_axes=axes or None, **common)
+    except OptdnnError:
+        raise
+    except Exception as error:  # the exporters raise classes of their own
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise ModelError(
+            f"torch cannot export {type(module).__name__} to ONNX: {lines[0] if lines else type(error).__name__}",
+            hint="try the other exporter: exporter='torchscript' or 'dynamo'",
+        ) from error
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+def compile_backend(graph: Any, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """A backend for ``torch.compile``: ``torch.compile(module, backend="optdnn", options={"target": "cpu"})``.
+
+    For inference: parameters and buffers are taken as constants (changing one in place makes the next call compile again),
+    gradients do not flow, and so calls under autograd with tensors that need gradients are refused. ``options`` are those of
+    :func:`optdnn.build`. The engine is made on the first call, one for each set of input shapes that dynamo asks for.
+    """
+    options = {**options.pop("options", {}), **options}
+    return _Compiled(_torch(), graph, options)
+
+
+class _Compiled:
+    """One graph of dynamo's, with an engine per version of its constants and set of shapes."""
+
+    def __init__(self, torch: Any, graph: Any, options: Mapping[str, Any]):
+        self._torch, self._graph, self._options = torch, graph, dict(options)
+        self._lock = threading.Lock()
+        self._engines: dict[Any, tuple[Engine, list[int]]] = {}
+        self._held: dict[int, int] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        torch = self._torch
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            raise UsageError(
+                "the backend optdnn is for inference, and a gradient is asked for",
+                hint="call the module under torch.inference_mode() or torch.no_grad()",
+            )
+        key = tuple((tuple(a.shape), a.dtype, a.device.type) if isinstance(a, torch.Tensor) else a for a in args)
+        constants = self._constants(args)
+        versions = {id(c): _version(c) for c in constants}
+        with self._lock:
+            if versions != self._held:
+                self._engines.clear()
+                self._held = versions
+            if key not in self._engines:
+                self._engines[key] = self._build(args)
+            engine, free = self._engines[key]
+        feeds = {s.name: args[i].detach().contiguous() for s, i in zip(engine.inputs, free, strict=True)}
+        return [self._tensor(a, args) for a in engine.run(feeds).values()]
+
+    def _constants(self, args: Sequence[Any]) -> list[Any]:
+        torch = self._torch
+        own = [*self._graph.parameters(), *self._graph.buffers()]
+        return own + [a for a in args if isinstance(a, torch.nn.Parameter)]
+
+    def _build(self, args: Sequence[Any]) -> tuple[Engine, list[int]]:
+        torch = self._torch
+        fixed = [not isinstance(a, torch.Tensor) or isinstance(a, torch.nn.Parameter) for a in args]
+        free = [i for i, f in enumerate(fixed) if not f]
+        graph = self._graph
+
+        class Inference(torch.nn.Module):  # type: ignore[name-defined, misc, unused-ignore]
+            """The graph with its parameters in place: only what changes from call to call is an input."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.graph = graph
+                for i, a in enumerate(args):
+                    if fixed[i] and isinstance(a, torch.Tensor):
+                        self.register_buffer(f"constant_{i}", a.detach())
+
+            def forward(self, *given: Any) -> Any:
+                rest = iter(given)
+                full = [next(rest) if not fixed[i] else getattr(self, f"constant_{i}", a) for i, a in enumerate(args)]
+                return self.graph(*full)
+
+        module = Inference().eval()
+        names = [f"input_{k}" for k in range(len(free))]
+        engine = from_torch(module, tuple(args[i].detach() for i in free), input_names=names, **self._options)
+        if len(engine.inputs) != len(free):  # an input that nothing reads is dropped by the exporter
+            kept = {s.name for s in engine.inputs}
+            free = [i for i, n in zip(free, names, strict=True) if n in kept]
+        return engine, free
+
+    def _tensor(self, array: Any, args: Sequence[Any]) -> Any:
+        torch = self._torch
+        if isinstance(array, np.ndarray):
+            if array.dtype.kind == "V" or array.dtype.name == "bfloat16":
+                return torch.from_numpy(array.view(np.uint16).view(np.int16)).view(torch.bfloat16)
+            return torch.from_numpy(array)
+        return torch.from_dlpack(array)
+
+
+def _version(tensor: Any) -> int:
+    try:
+        return int(tensor._version)
+    except RuntimeError:  # tensors made in inference mode are not versioned, and cannot be changed outside of it
+        return 0

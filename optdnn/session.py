@@ -1,0 +1,299 @@
+"""``optdnn.InferenceSession``: an engine behind onnxruntime's calling convention, for programs written for that.
+
+    session = optdnn.InferenceSession("model.onnx", providers=["CUDAExecutionProvider", "CPUExecutionProvider"])
+    logits, = session.run(None, {session.get_inputs()[0].name: x})
+
+What onnxruntime calls a provider is a target here: the first that this machine has is taken, and what was passed over is
+warned of. Options that onnxruntime has and that mean nothing here are accepted; one whose effect would be missed is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import InputError, UsageError
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.format import MAGIC
+from optdnn.types import Array, TensorSpec, dtype_name
+
+PROVIDERS: dict[str, dict[str, Any]] = {
+    "TensorrtExecutionProvider": {"target": "cuda"},
+    "NvTensorRTRTXExecutionProvider": {"target": "cuda"},
+    "CUDAExecutionProvider": {"target": "cuda"},
+    "OpenVINOExecutionProvider": {"target": "cpu", "tactics": "openvino"},
+    "CPUExecutionProvider": {"target": "cpu"},
+}
+"""onnxruntime's provider -> what it means for a build."""
+_PRECISIONS = {"trt_fp16_enable": "fp16", "trt_bf16_enable": "bf16"}
+_WITHOUT_EFFECT = frozenset(
+    [
+        "device_id",
+        "arena_extend_strategy",
+        "gpu_mem_limit",
+        "cudnn_conv_algo_search",
+        "cudnn_conv_use_max_workspace",
+        "do_copy_in_default_stream",
+        "enable_cuda_graph",
+        "tunable_op_enable",
+        "trt_engine_cache_enable",
+        "trt_engine_cache_path",
+        "trt_timing_cache_enable",
+        "trt_max_workspace_size",
+        "trt_builder_optimization_level",
+        "device_type",
+    ]
+)
+"""Provider options that choose how onnxruntime does what an engine does in its own way."""
+_ONNX_NAMES = {
+    "fp32": "float", "fp64": "double", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": "float8e4m3fn",
+    "fp8_e5m2": "float8e5m2",
+}  # fmt: skip
+_LEVELS = {0: 0, 1: 1, 2: 2, 3: 3, 99: 3}
+"""GraphOptimizationLevel -> opt_level."""
+
+
+@dataclass
+class SessionOptions:
+    """The options of onnxruntime's class of this name that an engine has; onnxruntime's own objects are taken as well."""
+
+    intra_op_num_threads: int = 0
+    inter_op_num_threads: int = 0
+    graph_optimization_level: Any = 99
+    optimized_model_filepath: str = ""
+    enable_profiling: bool = False
+    log_severity_level: int = 2
+    log_verbosity_level: int = 0
+    enable_mem_pattern: bool = True
+    enable_cpu_mem_arena: bool = True
+    execution_mode: Any = None
+    use_deterministic_compute: bool = False
+    free_dimensions: dict[str, int] = field(default_factory=dict)
+
+    def add_free_dimension_override_by_name(self, name: str, size: int) -> None:
+        """Give the symbolic dimension ``name`` a size."""
+        self.free_dimensions[name] = int(size)
+
+    def add_session_config_entry(self, key: str, value: str) -> None:
+        """onnxruntime's own configuration: nothing here reads it."""
+
+
+@dataclass(frozen=True)
+class NodeArg:
+    """An input or output: ``type`` as "tensor(float)", ``shape`` with names for symbolic dimensions."""
+
+    name: str
+    type: str
+    shape: list[int | str]
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """What onnxruntime's class of this name says of the model."""
+
+    graph_name: str
+    producer_name: str = "optdnn"
+    description: str = ""
+    domain: str = ""
+    graph_description: str = ""
+    version: int = 0
+    custom_metadata_map: Mapping[str, str] = field(default_factory=dict)
+
+
+class InferenceSession:
+    """A model (path or bytes), or an engine file, ready to run. Safe to share between threads.
+
+    ``build`` are further options of :func:`optdnn.build` (precision, shapes, …). Raises what building and loading raise, and
+    UsageError for providers of which this machine has none.
+    """
+
+    def __init__(
+        self,
+        path_or_bytes: str | os.PathLike[str] | bytes,
+        sess_options: Any = None,
+        providers: Sequence[str | tuple[str, Mapping[str, Any]]] | None = None,
+        provider_options: Sequence[Mapping[str, Any]] | None = None,
+        **build: Any,
+    ):
+        options = sess_options if sess_options is not None else SessionOptions()
+        self._options = options
+        if _is_engine(path_or_bytes):
+            if build:
+                raise UsageError(f"an engine is built already; {', '.join(build)} cannot be given to its session")
+            from optdnn.loading import load
+
+            self._engine = load(path_or_bytes, threads=options.intra_op_num_threads or None)  # type: ignore[arg-type]
+            self._providers = [_provider_of(self._engine.target)]
+        else:
+            name, chosen = _choose(_listed(providers, provider_options))
+            chosen = {**chosen, **_of_options(options), **build}
+            self._engine = _built(path_or_bytes, getattr(options, "free_dimensions", {}), chosen)
+            self._providers = [name]
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind it."""
+        return self._engine
+
+    def get_inputs(self) -> list[NodeArg]:
+        return [_arg(s) for s in self._engine.inputs]
+
+    def get_outputs(self) -> list[NodeArg]:
+        return [_arg(s) for s in self._engine.outputs]
+
+    def get_overridable_initializers(self) -> list[NodeArg]:
+        """None: an initializer that is also an input is a constant here."""
+        return []
+
+    def get_providers(self) -> list[str]:
+        return list(self._providers)
+
+    def get_session_options(self) -> Any:
+        return self._options
+
+    def get_modelmeta(self) -> ModelMetadata:
+        return ModelMetadata(str(dict(self._engine.meta.get("model", {})).get("name", "")))
+
+    def run(
+        self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: Any = None
+    ) -> list[Array]:
+        """The named outputs (all, for None), in the order of the names. Raises InputError for a name that is no output."""
+        known = [s.name for s in self._engine.outputs]
+        wanted = known if not output_names else list(output_names)
+        if unknown := [n for n in wanted if n not in known]:
+            raise InputError(f"there is no output {unknown[0]!r}; the model gives {', '.join(known)}")
+        feeds = {n: a.numpy() if type(a).__name__ == "OrtValue" else a for n, a in input_feed.items()}
+        results = self._engine.run(
+            {n: np.asarray(a) if isinstance(a, (list, int, float)) else a for n, a in feeds.items()}
+        )
+        return [results[n] for n in wanted]
+
+    def run_with_iobinding(self, binding: Any, run_options: Any = None) -> None:
+        raise UsageError(
+            "optdnn.InferenceSession has no IO bindings",
+            hint="use session.engine.context().run(feeds, out=buffers), which takes arrays on the GPU too",
+        )
+
+    def io_binding(self) -> Any:
+        self.run_with_iobinding(None)
+
+
+def get_available_providers() -> list[str]:
+    """The providers whose targets run on this machine, the fastest first."""
+    return [name for name in PROVIDERS if _why_not(PROVIDERS[name]) is None]
+
+
+def _is_engine(given: Any) -> bool:
+    if isinstance(given, (bytes, bytearray, memoryview)):
+        if bytes(given[: len(MAGIC)]) == MAGIC:
+            raise UsageError("an engine is loaded from its file, not from bytes", hint="give its path")
+        return False
+    try:
+        with open(given, "rb") as f:
+            return f.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False  # the build says what is wrong with it
+
+
+def _listed(providers: Any, options: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    given = list(providers) if providers else ["CPUExecutionProvider"]
+    pairs = [(p, {}) if isinstance(p, str) else (p[0], p[1]) for p in given]
+    if options:
+        if len(options) != len(pairs):
+            raise UsageError(f"{len(options)} provider_options are given for {len(pairs)} providers")
+        pairs = [(name, {**own, **more}) for (name, own), more in zip(pairs, options, strict=True)]
+    unknown = [name for name, _ in pairs if name not in PROVIDERS]
+    if unknown:
+        raise UsageError(
+            f"optdnn has nothing like the provider {unknown[0]!r}", hint=f"it knows {', '.join(PROVIDERS)}"
+        )
+    return pairs
+
+
+def _choose(pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, dict[str, Any]]:
+    """The first provider that this machine has, and the build options that it means."""
+    passed_over = []
+    for name, own in pairs:
+        why = _why_not(PROVIDERS[name])
+        if why is not None:
+            passed_over.append(f"{name}: {why}")
+            continue
+        if passed_over:
+            warnings.warn(f"{name} is used; not available here: {'; '.join(passed_over)}", stacklevel=3)
+        chosen = dict(PROVIDERS[name])
+        for key, value in own.items():
+            if key in _PRECISIONS:
+                if str(value) in ("True", "1", "true"):
+                    chosen["precision"] = _PRECISIONS[key]
+            elif key not in _WITHOUT_EFFECT or (key == "device_id" and int(value) != 0):
+                raise UsageError(f"optdnn does not know the option {key}={value!r} of {name}")
+        return name, chosen
+    raise UsageError(f"none of the providers is available here: {'; '.join(passed_over)}")
+
+
+def _why_not(means: Mapping[str, Any]) -> str | None:
+    """Why a target cannot be used on this machine."""
+    if means["target"] == "cuda":
+        from optdnn.runtime.cuda.usable import why_not
+
+        return why_not()
+    return None
+
+
+def _of_options(options: Any) -> dict[str, Any]:
+    """Build options from session options (ours, or onnxruntime's)."""
+    level = getattr(options, "graph_optimization_level", 99)
+    number = int(getattr(level, "value", level))
+    if number not in _LEVELS:
+        raise UsageError(f"graph_optimization_level {level!r} is none of onnxruntime's")
+    if getattr(options, "enable_profiling", False):
+        raise UsageError(
+            "optdnn.InferenceSession writes no profile",
+            hint="use session.engine.context().profile, or optdnn bench --profile",
+        )
+    found: dict[str, Any] = {"opt_level": _LEVELS[number]}
+    if threads := int(getattr(options, "intra_op_num_threads", 0)):
+        found["threads"] = threads
+    if path := getattr(options, "optimized_model_filepath", ""):
+        found["emit_onnx"] = path
+    return found
+
+
+def _built(model: Any, sizes: Mapping[str, int], options: dict[str, Any]) -> Engine:
+    from optdnn.compiler import build
+
+    if sizes:
+        options["shapes"] = {**_shapes(model, sizes), **dict(options.get("shapes", {}))}
+    return build(Path(model) if isinstance(model, str) else model, **options)
+
+
+def _shapes(model: Any, sizes: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
+    """The shapes of the inputs with some symbols replaced. Raises UsageError for a name that is no symbol."""
+    from optdnn.dim import Dim
+    from optdnn.importers.onnx import import_model
+
+    graph = import_model(model)
+    if unknown := sorted(sizes.keys() - graph.symbols().keys()):
+        raise UsageError(f"no input has a dimension {unknown[0]!r}", hint=f"there are {', '.join(graph.symbols())}")
+    ports = [graph.op(i).outputs[0] for i in graph.inputs]
+    return {
+        p.name: tuple(sizes.get(str(d)) if isinstance(d, Dim) else d for d in p.type.dims)
+        for p in ports
+        if p.type.shape is not None
+    }
+
+
+def _provider_of(target: str) -> str:
+    family = "cuda" if target.startswith("cuda") else "cpu"
+    return "CUDAExecutionProvider" if family == "cuda" else "CPUExecutionProvider"
+
+
+def _arg(spec: TensorSpec) -> NodeArg:
+    name = dtype_name(spec.dtype)
+    return NodeArg(spec.name, f"tensor({_ONNX_NAMES.get(name, name)})", list(spec.shape))
