@@ -106,7 +106,9 @@ def _mod(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str
 
 def _pow(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
     a, b = args
-    return f"powf({a}, float({b}))" if given == "float" else f"{given}(pow(double({a}), double({b})))"
+    if given == "double":
+        return f"pow({a}, double({b}))"
+    return f"powf({a}, float({b}))" if given == "float" else f"integer_power({a}, {b})"
 
 
 def _shift(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:

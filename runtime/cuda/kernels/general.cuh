@@ -71,6 +71,17 @@ template <typename T, int COUNT> struct Pack {
     DEVICE void store(T* p) const { *reinterpret_cast<typename Word<sizeof(T) * COUNT>::type*>(p) = word; }
 };
 
+// Integer power by squaring, which wraps as multiplication does: pow() on doubles may miss an integer by one.
+template <typename T, typename E> DEVICE T integer_power(T base, E exponent) {
+    if (exponent < E(0)) return base == T(1) ? T(1) : base == T(-1) ? (exponent & 1 ? T(-1) : T(1)) : T(0);
+    u64 result = 1, factor = u64(base);
+    for (u64 rest = u64(exponent); rest; rest >>= 1, factor *= factor)
+        if (rest & 1) result *= factor;
+    return T(result);
+}
+template <typename T> DEVICE T integer_power(T base, float exponent) { return T(pow(double(base), double(exponent))); }
+template <typename T> DEVICE T integer_power(T base, double exponent) { return T(pow(double(base), exponent)); }
+
 DEVICE bool is_nan(float v) { return v != v; }
 // NumPy's (and ONNX's) maximum and minimum: a NaN wins.
 DEVICE float max_nan(float a, float b) { return a > b || is_nan(a) ? a : b; }
