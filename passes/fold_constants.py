@@ -17,6 +17,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import plain_attrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
+from optdnn.passes.integers import holds_integers
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import FP64, Array, is_float
 
@@ -26,7 +27,8 @@ class FoldConstants(Pass):
 
     Refused: results over ``PassContext.fold_limit_bytes`` that are larger than their operands (a filled or expanded
     tensor is cheaper to compute than to store), operators that are nondeterministic, and operands that the operator
-    itself rejects (an index out of range stays a failure at run time).
+    itself rejects (an index out of range stays a failure at run time). The DequantizeLinear of constant weights stays where its
+    user reads another: that is what says that the weights are integers.
     """
 
     name = "fold_constants"
@@ -126,6 +128,8 @@ def _inferred(op: Op) -> list[Array | None]:
 def _refusal(graph: Graph, op: Op, context: PassContext) -> str | None:
     if op.definition.traits.nondeterministic:
         return "it is nondeterministic"
+    if op.kind == "DequantizeLinear" and holds_integers(graph, op):
+        return "it holds the integer weights of a quantized operator"
     if not all(o.type.is_static for o in op.outputs):
         return None
     made = sum(_bytes(graph, Value(op.id, i)) for i in range(len(op.outputs)))

@@ -20,6 +20,7 @@ from optdnn.passes.fuse_pointwise import FusePointwise
 from optdnn.passes.fuse_prologue import FusePrologue
 from optdnn.passes.fuse_siblings import FuseSiblings
 from optdnn.passes.fuse_softmax import FuseSoftmax
+from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers
 from optdnn.passes.stages import ANCHORS
 
 O0: tuple[Pass, ...] = (
@@ -37,6 +38,7 @@ O1: tuple[Pass, ...] = (
 FOLDED: tuple[Pass, ...] = (
     DeadCode(),  # first, so that nothing else spends time on it
     FoldConstants(),  # shape arithmetic and everything else that is known now; later passes ask for constants
+    CanonicalizeIntegers(),  # after folding, when quantized weights are constants; one form of what is quantized already
     CommonSubexpressions(keep=ANCHORS),  # equal values become one value; convolutions stay apart until fused
     Canonicalize(),  # no-ops between the ops of a pattern hide it; padding and transposes get out of the way
     FuseActivation(),  # before epilogues: x * sigmoid(x) uses x twice, a Swish once
@@ -87,6 +89,7 @@ ASSIGN: tuple[Pass, ...] = (
 
 GPU: tuple[Pass, ...] = (
     *ASSIGN,  # before layouts, which weigh bytes
+    MoveIntegers(),  # what only moves or compares elements between two equal scales
     AssignLayout(),  # the very last: what it writes are physical facts, and other passes rewrite logical ones
 )
 

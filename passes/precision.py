@@ -9,7 +9,7 @@ from typing import Any
 
 from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
-from optdnn.types import FP32, is_float
+from optdnn.types import is_float
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8")
 QUANTIZED = frozenset({"int8", "fp8"})
@@ -168,8 +168,8 @@ def no_integers(graph: Graph, op: Op) -> str | None:
     """Why an op has no quantized form, or None."""
     if op.kind not in ANCHORS | SHARES_SCALE | OWN_SCALE:
         return f"{op.kind} has no int8 form"
-    if op.outputs[0].type.dtype != FP32:
-        return f"it computes {op.outputs[0].type}, not fp32"
+    if not is_float(op.outputs[0].type.dtype):
+        return f"it computes {op.outputs[0].type}, not floating point"
     if op.kind == "MaxPool" and op.attrs.indices:
         return "it gives positions besides the largest elements"
     if op.kind == "Gemm" and (op.attrs.alpha != 1.0 or op.attrs.beta != 1.0 or op.attrs.transA):

@@ -1,0 +1,204 @@
+"""Ops that compute on integers through Q and DQ around them: what marks them, and the rules that keep and clean up that form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rewrite, Rule, RulePass
+from optdnn.passes.precision import SHARES_SCALE, no_integers
+from optdnn.types import FP32
+
+WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze"})
+
+
+def is_dequantized(graph: Graph, value: Value | None) -> bool:
+    return value is not None and graph.op(value).kind == "DequantizeLinear"
+
+
+def holds_integers(graph: Graph, dequantize: Op) -> bool:
+    """True for the DequantizeLinear of a constant that an op reads beside a DequantizeLinear of data: weights or a bias."""
+    if graph.constant_value(dequantize.inputs[0]) is None:
+        return False
+    for user in graph.users(dequantize.value):
+        if user.kind in _MOVES and user.inputs[0] == dequantize.value:
+            readers = [(u, user.value) for u in graph.users(user.value)]
+        else:
+            readers = [(user, dequantize.value)]
+        for reader, value in readers:
+            data = reader.input(0)
+            if reader.kind in WEIGHTED and data != value and _of_data(graph, data):
+                return True
+    return False
+
+
+def _of_data(graph: Graph, value: Value | None) -> bool:
+    return is_dequantized(graph, value) and graph.constant_value(graph.op(value).inputs[0]) is None  # type: ignore[arg-type]
+
+
+class _SamePair(Rewrite):
+    """QuantizeLinear of a DequantizeLinear with the same scale and zero point: the integers as they were."""
+
+    name = "requantize_same"
+    kinds = frozenset({"QuantizeLinear"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if not is_dequantized(graph, op.inputs[0]):
+            return None
+        before = graph.op(op.inputs[0])  # type: ignore[arg-type]
+        source = before.inputs[0]
+        assert source is not None
+        if graph.type(source).dtype != op.outputs[0].type.dtype or op.attrs.block_size or before.attrs.block_size:
+            return None
+        if before.outputs[0].type.dtype != FP32:
+            return None
+        if not all(_equal(graph, before.input(i), op.input(i)) for i in (1, 2)):
+            return None
+        scale = graph.type(before.inputs[1])  # type: ignore[arg-type]
+        if scale.dims not in ((), (1,)) and op.attrs.axis != before.attrs.axis:
+            return None
+        # A scale that is zero, infinite or not a number leaves nothing of the integers.
+        numbers = graph.constant_value(before.inputs[1])
+        if numbers is None or not (np.isfinite(numbers) & (np.abs(numbers) >= np.finfo(np.float32).tiny)).all():
+            return Miss("its scale is not a constant normal number")
+        return Match((op,), lambda p: source)
+
+
+def _equal(graph: Graph, a: Value | None, b: Value | None) -> bool:
+    """Equal constants; a zero point that is absent is zero."""
+    if a == b:
+        return True
+    x, y = graph.constant_value(a), graph.constant_value(b)
+    if a is None or b is None:
+        present = x if x is not None else y
+        return present is not None and not present.any()
+    return x is not None and y is not None and x.dtype == y.dtype and x.size == y.size and bool((x == y).all())
+
+
+class _TransposedWeights(Rewrite):
+    """Transpose of dequantized constant weights: the integers are transposed once, and dequantized along the axis that moved."""
+
+    name = "transpose_integers"
+    kinds = frozenset({"Transpose"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if not is_dequantized(graph, op.inputs[0]):
+            return None
+        before = graph.op(op.inputs[0])  # type: ignore[arg-type]
+        integers = graph.constant_value(before.inputs[0])
+        if integers is None or before.attrs.block_size:
+            return None
+        perm = op.attrs.perm or tuple(reversed(range(integers.ndim)))
+        scale, zero = before.inputs[1], before.input(2)
+        axis = perm.index(before.attrs.axis % integers.ndim) if integers.ndim else 0
+
+        def build(p: Patch) -> Value:
+            constant = p.constant(np.ascontiguousarray(integers.transpose(perm)), graph.output(before.inputs[0]).name)  # type: ignore[arg-type]
+            return p.add("DequantizeLinear", [constant, scale, zero], replace(before.attrs, axis=axis))
+
+        return Match((op,), build)
+
+
+class _Unfolded(Rule):
+    """QLinearConv and QLinearMatMul as the float operator between Q and DQ: one form for what follows.
+
+    The sum of products is exact either way, and scaled and rounded once: results are equal but where a value falls on the very
+    edge between two integers.
+    """
+
+    name = "qlinear_to_qdq"
+    kinds = frozenset({"QLinearConv", "QLinearMatMul"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        x_scale, w_scale = op.inputs[1], op.inputs[4]
+        assert x_scale is not None
+        assert w_scale is not None
+        if op.kind == "QLinearMatMul" and any(graph.type(v).dims not in ((), (1,)) for v in (x_scale, w_scale)):
+            return Miss("it has scales per row or column")
+        if any(graph.type(v).dtype != FP32 for v in (x_scale, w_scale)):
+            return Miss("its scales are not fp32")
+        if op.input(8) is not None and any(graph.constant_value(v) is None for v in (x_scale, w_scale)):
+            return Miss("its scales are not constant, and the bias has their product")
+        return Match((op,))
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        (op,) = match.ops
+        patch = Patch(graph, match.ops)
+        x = patch.add("DequantizeLinear", op.inputs[0:3], DequantizeAttrs(axis=0))
+        w = patch.add("DequantizeLinear", op.inputs[3:6], DequantizeAttrs(axis=0))
+        operands = [x, w]
+        bias = op.input(8)
+        if bias is not None:
+            x_scale, w_scale = (graph.constant_value(op.inputs[i]) for i in (1, 4))
+            assert x_scale is not None
+            assert w_scale is not None
+            steps = (x_scale.astype(np.float64).reshape(()) * w_scale.astype(np.float64)).astype(np.float32)
+            steps = steps.reshape(()) if steps.size == 1 else steps
+            constant = patch.constant(steps, f"{op.outputs[0].name}/bias_scale")
+            operands.append(patch.add("DequantizeLinear", [bias, constant, None], DequantizeAttrs(axis=0)))
+        if op.kind == "QLinearConv":
+            a = op.attrs
+            y = patch.add("Conv", operands, ConvAttrs(a.strides, a.pads, a.dilations, a.group, a.auto_pad))
+        else:
+            y = patch.add("MatMul", operands, MatMulAttrs())
+        dtype = op.outputs[0].type.dtype
+        attrs = QuantizeAttrs(dtype, axis=0)
+        patch.replace(op.value, patch.add("QuantizeLinear", [y, op.inputs[6], op.inputs[7]], attrs))
+        return patch
+
+
+class _OnIntegers(Rule):
+    """An op that only moves or compares elements, between DequantizeLinear and QuantizeLinear of one scale, on the integers."""
+
+    name = "on_integers"
+    kinds = frozenset({"QuantizeLinear"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        assert op.inputs[0] is not None
+        moved = graph.op(op.inputs[0])
+        data = [v for v in moved.inputs if v is not None and graph.type(v).dtype == moved.outputs[0].type.dtype]
+        if moved.kind not in SHARES_SCALE or not data or not all(is_dequantized(graph, v) for v in data):
+            return None
+        if len(moved.outputs) > 1 or no_integers(graph, moved) is not None:
+            return Miss(f"{moved.kind} {moved.name} has no form on integers")
+        if graph.users(moved.value) != [op]:
+            return Miss(f"the float result of {moved.name} is read as well")
+        scale = op.inputs[1]
+        assert scale is not None
+        if graph.type(scale).dims not in ((), (1,)) or op.attrs.block_size:
+            return Miss("it has a scale per channel")
+        for v in data:
+            before = graph.op(v)
+            assert before.inputs[0] is not None
+            same = graph.type(before.inputs[0]).dtype == op.outputs[0].type.dtype
+            if not same or not all(_equal(graph, before.input(i), op.input(i)) for i in (1, 2)):
+                return Miss(f"{moved.kind} {moved.name} has other scales in front than behind")
+        return Match((op, moved), data)
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        op, moved = match.ops
+        patch = Patch(graph, match.ops)
+        inputs = [graph.op(v).inputs[0] if v is not None and v in match.data else v for v in moved.inputs]
+        patch.replace(op.value, patch.add(moved.kind, inputs, moved.attrs, name=moved.outputs[0].name))
+        return patch
+
+
+class MoveIntegers(RulePass):
+    """After precisions are assigned, for lowerings that run such ops on the integers themselves."""
+
+    name = "move_integers"
+    rules = (_OnIntegers(),)
+
+
+class CanonicalizeIntegers(RulePass):
+    """One form for explicitly quantized networks: Q and DQ around float operators, each where something is computed."""
+
+    name = "canonicalize_integers"
+    rules = (_Unfolded(), _SamePair(), _TransposedWeights())

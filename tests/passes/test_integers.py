@@ -1,0 +1,156 @@
+"""Explicitly quantized networks: integers stay integers, one form, nothing between equal scales is dequantized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.ir.evaluate import evaluate, random_feeds
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.quant import DequantizeAttrs, IntegerConvAttrs, QuantizeAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.fold_constants import FoldConstants
+from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers
+from optdnn.types import INT8, UINT8
+
+CANONICAL, MOVE = CanonicalizeIntegers(), MoveIntegers()
+
+
+def q(n: Net, x: Value, scale: float = 0.05, zero: int = 0, dtype: Any = INT8) -> Value:
+    return n.op("QuantizeLinear", x, n.const(scale), n.const(zero, dtype), attrs=QuantizeAttrs(dtype, axis=0))  # type: ignore[no-any-return]
+
+
+def dq(n: Net, x: Value, scale: Any = 0.05, zero: int | None = 0, axis: int = 0) -> Value:
+    dtype = n.graph.type(x).dtype
+    z = None if zero is None else n.const(zero, dtype)
+    return n.op("DequantizeLinear", x, n.const(scale), z, attrs=DequantizeAttrs(axis=axis))  # type: ignore[no-any-return]
+
+
+def weights(n: Net, *shape: int) -> Value:
+    return n.const(n.rng.integers(-127, 128, shape), np.int8)
+
+
+def same_integers(a: Graph, b: Graph) -> None:
+    """Results of two networks are equal but for ties, which are a step."""
+    for seed in range(3):
+        feeds = random_feeds(a, seed)
+        for x, y in zip(evaluate(a, feeds).values(), evaluate(b, feeds).values(), strict=True):
+            assert np.abs(x.astype(np.float64) - y).max() <= (1 if x.dtype.kind in "iu" else 1e-6)
+            assert (x != y).mean() < 0.01
+
+
+def linear(transposed: bool) -> Graph:
+    n = Net()
+    x = dq(n, q(n, n.input(3, 8)))
+    steps = n.rng.uniform(0.01, 0.02, 4)
+    if transposed:
+        w = n.op("Transpose", dq(n, weights(n, 4, 8), steps, None, axis=0), attrs=TransposeAttrs((1, 0)))
+    else:
+        w = dq(n, weights(n, 8, 4), steps, None, axis=1)
+    return n.done(n.op("MatMul", x, w))
+
+
+def test_weights_beside_integers_are_not_folded() -> None:
+    graph = linear(False)
+    report = FoldConstants()(graph)
+    assert report.fired == []
+    assert [r.reason for r in report.refused] == ["it holds the integer weights of a quantized operator"]
+    alone = Net()
+    folded = alone.done(alone.op("MatMul", alone.input(3, 8), dq(alone, weights(alone, 8, 4))))
+    assert FoldConstants()(folded).changes == 1, "weights of a float product are floats"
+
+
+def test_transposed_weights_are_transposed_as_integers() -> None:
+    graph = linear(True)
+    assert FoldConstants()(graph).changes == 0
+    done, _ = check_pass(CANONICAL, graph, changes=1, rules={"transpose_integers": 1},
+                         kinds={"DequantizeLinear": 2, "MatMul": 1, "QuantizeLinear": 1})  # fmt: skip
+    (scales,) = [done.type(op.inputs[1]) for op in done.of_kind("DequantizeLinear") if op.attrs.axis == 1]  # type: ignore[arg-type]
+    assert scales.static_shape == (4,)
+    assert FoldConstants()(done).changes == 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_qlinear_conv(bias: bool) -> None:
+    n = Net()
+    x = q(n, n.input(1, 4, 6, 6), 0.03, 7, UINT8)
+    operands = [x, n.const(0.03), n.const(7, np.uint8), weights(n, 5, 4, 3, 3), n.const(n.rng.uniform(1e-3, 2e-3, 5)),
+                n.const(np.zeros(5), np.int8), n.const(0.02), n.const(9, np.uint8)]  # fmt: skip
+    if bias:
+        operands.append(n.const(n.rng.integers(-5000, 5000, 5), np.int32))
+    attrs = IntegerConvAttrs((1, 1), (1, 1, 1, 1), (1, 1))
+    graph = n.done(n.op("QLinearConv", *operands, attrs=attrs))
+    done = graph.copy()
+    report = CANONICAL(done)
+    assert [f.rule for f in report.fired] == ["qlinear_to_qdq"]
+    assert done.kinds() == {"Conv": 1, "DequantizeLinear": 2 + bias, "QuantizeLinear": 2}
+    same_integers(graph, done)
+    assert FoldConstants()(done).changes == 0
+    assert CANONICAL(done).changes == 0
+
+
+def test_qlinear_matmul_with_scales_per_row_stays() -> None:
+    def product(scale: Any) -> Graph:
+        n = Net()
+        x = q(n, n.input(3, 8), 0.03, 7, UINT8)
+        zero = np.full(np.shape(scale), 7)
+        operands = [x, n.const(scale), n.const(zero, np.uint8), weights(n, 8, 4), n.const(0.01), n.const(0, np.int8),
+                    n.const(0.05), n.const(100, np.uint8)]  # fmt: skip
+        return n.done(n.op("QLinearMatMul", *operands))
+
+    graph = product(0.03)
+    done = graph.copy()
+    assert CANONICAL(done).changes == 1
+    same_integers(graph, done)
+    check_refused(CANONICAL, product([0.03, 0.02, 0.01]), because="scales per row")
+
+
+def test_dequantized_and_quantized_again_is_nothing() -> None:
+    n = Net()
+    x = q(n, n.input(4, 5), 0.05, 3)
+    graph = n.done(dq(n, q(n, dq(n, x, 0.05, 3), 0.05, 3), 0.05, 3))
+    check_pass(CANONICAL, graph, changes=1, rules={"requantize_same": 1},
+               kinds={"DequantizeLinear": 1, "QuantizeLinear": 1}, promoted_changes=0)  # fmt: skip
+    n = Net()
+    x = q(n, n.input(4, 5), 0.05, 3)
+    check_untouched(CANONICAL, n.done(dq(n, q(n, dq(n, x, 0.05, 3), 0.05, 4), 0.05, 4)))
+    n = Net()
+    x = q(n, n.input(4, 5), 0.05, 3)
+    check_refused(CANONICAL, n.done(dq(n, q(n, dq(n, x, 0.0, 3), 0.0, 3), 1.0)), because="not a constant normal number")
+
+
+def pooled(behind: float = 0.05, dtype: Any = INT8, twice: bool = False) -> Graph:
+    n = Net()
+    x = dq(n, q(n, n.input(1, 4, 8, 8), dtype=dtype))
+    y = n.max_pool(x)
+    graph = n.graph
+    if twice:
+        graph.add_output(y, "pooled")
+    return n.done(dq(n, q(n, y, behind, dtype=dtype), behind))
+
+
+@pytest.mark.parametrize("dtype", [INT8, UINT8])
+def test_pooling_between_equal_scales_is_of_integers(dtype: Any) -> None:
+    done, _ = check_pass(MOVE, pooled(dtype=dtype), changes=1,
+                         kinds={"DequantizeLinear": 1, "MaxPool": 1, "QuantizeLinear": 1}, promoted_changes=0)  # fmt: skip
+    assert done.of_kind("MaxPool")[0].outputs[0].type.dtype == dtype
+
+
+def test_a_concat_of_one_scale_is_of_integers() -> None:
+    n = Net()
+    a, b = n.input(1, 2, 4, name="a"), n.input(1, 3, 4, name="b")
+    y = n.op("Concat", dq(n, q(n, a)), dq(n, q(n, b)), attrs=ConcatAttrs(1))
+    graph = n.done(dq(n, q(n, y)))
+    MOVE(graph)
+    assert graph.kinds() == {"Concat": 1, "DequantizeLinear": 1, "QuantizeLinear": 2}
+    assert graph.of_kind("Concat")[0].outputs[0].type.dtype == INT8
+
+
+def test_other_scales_and_float_readers_keep_the_float_form() -> None:
+    check_refused(MOVE, pooled(behind=0.04), because="has other scales in front than behind")
+    check_refused(MOVE, pooled(twice=True), because="is read as well")
