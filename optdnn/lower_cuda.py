@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,9 +71,30 @@ def lower_cuda(
 
 def placed(program: Program) -> Program:
     """The program with its arena."""
-    program, plan = place_buffers(program, ALIGNMENT, outside=host_buffers(program))
+    program, plan = place_buffers(program, ALIGNMENT, partial(overwritable, program), outside=host_buffers(program))
     program.meta["memory"] = {"arena_bytes": plan.arena_bytes, "live_bytes": plan.live_bytes}
     return program
+
+
+def overwritable(program: Program, step: Step) -> list[tuple[int, int]]:
+    """The (output, input) buffers of a step that may share memory: a pointwise kernel reads each element in the thread that
+    writes it, so its result may lie over an operand that is read in the very same order and nowhere else."""
+    launch = step.params.get("launch")
+    if launch is None or program.kernels[launch["kernel"]].function != "pointwise":
+        return []
+    operands = (*step.inputs, *step.outputs)
+    (write,) = step.params["writes"]
+    out = operands[write[0]]
+    reads: dict[int, list[Any]] = {}
+    for read in step.params["reads"]:
+        if read is not None:
+            reads.setdefault(operands[read[0]], []).append(read[1:])
+    width = program.buffers[out].dtype.itemsize
+    return [
+        (out, i)
+        for i, views in reads.items()
+        if i != out and program.buffers[i].dtype.itemsize == width and all(view == write[1:] for view in views)
+    ]
 
 
 def emit_program(

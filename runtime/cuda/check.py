@@ -48,8 +48,9 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
         operands = (*step.inputs, *step.outputs)
         before = [_download(context, i) for i in operands]
         meaning = parsed.meaning
+        read = {context.address(i, {}) for i in step.inputs}  # a result may lie over an operand
         for v in meaning.writes:
-            if v is not None and operands[v.operand] not in step.inputs:
+            if v is not None and context.address(operands[v.operand], {}) not in read:
                 poisoned = before[v.operand].copy()
                 _at(poisoned, v)[...] = np.nan if is_float(poisoned.dtype) else 0
                 upload(context.address(operands[v.operand], {}), poisoned)

@@ -14,6 +14,7 @@ from optdnn.errors import EngineError, InputError, InternalError, RunError, Unsu
 from optdnn.ir.graph import Graph
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Buffer, Program
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
@@ -348,3 +349,42 @@ def test_tensors_without_elements() -> None:
     assert [a.shape for a in got.values()] == [(0, 4), (0, 4), (1, 4), (3, 4)]
     np.testing.assert_array_equal(got["y2"], np.zeros((1, 4)))
     np.testing.assert_array_equal(got["y3"], feeds["x"])
+
+
+def places(program: Program, kind: str = "Pointwise") -> list[tuple[int | None, list[int | None]]]:
+    """Of each step of a kind: the offset of its result in the arena, and those of its operands."""
+    at = [b.offset for b in program.buffers]
+    return [
+        (at[s.outputs[0]], [at[i] for i in s.inputs if i not in s.outputs])
+        for s in program.steps
+        if s.params["op"]["kind"] == kind
+    ]
+
+
+def test_a_pointwise_result_lies_over_an_operand_that_dies() -> None:
+    n = Net()
+    x = n.op(
+        "Softmax", n.op("MatMul", n.input(4, 16), n.const(n.rng.standard_normal((16, 16)))), attrs=SoftmaxAttrs(-1)
+    )
+    y = n.op("Softmax", n.op("Sin", x), attrs=SoftmaxAttrs(-1))
+    (out, operands), *_ = places(check_simulated(n.done(y), "fp32"))
+    assert out is not None
+    assert out in operands
+
+
+def test_a_pointwise_result_keeps_off_what_is_read_again_or_otherwise() -> None:
+    n = Net()
+    x = n.op(
+        "Softmax", n.op("MatMul", n.input(16, 16), n.const(n.rng.standard_normal((16, 16)))), attrs=SoftmaxAttrs(-1)
+    )
+    turned = n.op("Add", x, n.op("Transpose", x, attrs=TransposeAttrs((1, 0))))
+    (out, operands), *_ = places(check_simulated(n.done(n.op("Softmax", turned, attrs=SoftmaxAttrs(-1))), "fp32"))
+    assert out not in operands, "one operand is read across what is written"
+    n = Net()
+    x = n.op(
+        "Softmax", n.op("MatMul", n.input(4, 16), n.const(n.rng.standard_normal((16, 16)))), attrs=SoftmaxAttrs(-1)
+    )
+    y = n.op("Softmax", n.op("Sin", x), attrs=SoftmaxAttrs(-1))
+    z = n.op("Softmax", n.op("Sub", y, x), attrs=SoftmaxAttrs(-1))
+    (out, operands), *_ = places(check_simulated(n.done(z), "fp32"))
+    assert out not in operands, "the operand is read again"
