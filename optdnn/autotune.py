@@ -199,7 +199,8 @@ class Tuner:
             for done, (problem, trial) in enumerate(batch):
                 self._check_time()
                 self._progress(wave, done, len(batch), started, problem, found)
-                self._try(problem, trial)
+                if not self._hopeless(problem, trial):
+                    self._try(problem, trial)
         self._adopt(found)
 
     def _promising(self, problem: Problem, left: Sequence[Trial], problems: Sequence[Problem]) -> bool:
@@ -215,6 +216,12 @@ class Tuner:
         hoped = min(t.seconds or 0.0 for t in left) * min(ratios)
         total = sum(p.count * p.seconds for p in problems)
         return problem.count * (problem.seconds - hoped) > WORTH * total
+
+    @staticmethod
+    def _hopeless(problem: Problem, trial: Trial) -> bool:
+        """Whether a library's better ranked algorithms were far behind already."""
+        theirs = [s for c, s in problem.times.items() if c.tactic == trial.choice.tactic]
+        return trial.provider != "own" and bool(theirs) and min(theirs) > ROUGH * problem.seconds
 
     def _try(self, problem: Problem, trial: Trial) -> None:
         best = min(problem.times.values(), default=float("inf"))

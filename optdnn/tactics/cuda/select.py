@@ -88,7 +88,7 @@ def signature(b: Builder, op: Op) -> str:
 
 def _facts(b: Builder, op: Op) -> list[Plain]:
     operands: list[Plain] = []
-    for value in op.inputs:
+    for slot, value in enumerate(op.inputs):
         if value is None:
             operands.append(None)
             continue
@@ -99,8 +99,8 @@ def _facts(b: Builder, op: Op) -> list[Plain]:
             operands.append(["constant", dtype_name(constant.dtype), list(constant.shape), values])
             continue
         source = b.graph.op(value)
-        # A convolution that nobody else reads may become a part of this operator.
-        joined = source.kind == op.kind == "Conv" and b.graph.sole_user(value) == op
+        # A convolution that is added, and that nobody else reads, may become a part of this one.
+        joined = slot > 0 and source.kind == op.kind == "Conv" and b.graph.sole_user(value) == op
         operands.append([_place(b.operand(value)), _facts(b, source) if joined else None])
     results: list[Plain] = []
     for port, out in enumerate(op.outputs):
@@ -231,5 +231,8 @@ def alternatives(
     """Every (tactic, configuration) that may run the operator."""
     able, _ = usable(b, op, tactics, selection)
     for tactic in able:
-        for offer in offers_of(b, op, tactic, selection)[0]:
+        offers = offers_of(b, op, tactic, selection)[0]
+        for offer in offers:
             yield tactic, offer
+        if offers and selection.row_invariant:
+            return  # another tactic sums in another order, and which is the fastest depends on the batch

@@ -12,6 +12,8 @@ from optdnn.tactics.cuda.select import Choice, Selection, alternatives
 from optdnn.tactics.cuda.tactic import Offer, Tactic
 from optdnn.types import TensorSpec
 
+FIRST = 4
+"""Candidates of which the cost model knows nothing come after this many of those it ranks."""
 MOST = 24
 """Most configurations of one tactic that are tried for one problem."""
 
@@ -60,8 +62,8 @@ def trials_of(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selectio
         tried[tactic.name] = tried.get(tactic.name, 0) + 1
         if tried[tactic.name] <= MOST:
             found.append(_trial(b, op, tactic, offer))
-    unknown = [t for t in found if t.seconds is None]
-    return unknown + sorted((t for t in found if t.seconds is not None), key=lambda t: t.seconds or 0.0)
+    known = sorted((t for t in found if t.seconds is not None), key=lambda t: t.seconds or 0.0)
+    return known[:FIRST] + [t for t in found if t.seconds is None] + known[FIRST:]
 
 
 def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:

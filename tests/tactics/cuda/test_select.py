@@ -1,0 +1,168 @@
+"""Choices of tactics and configurations: signatures, providers, limits, and choices that do not exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.net import Net
+from support.simulated import feeds_of, lowered, simulate
+
+from optdnn.compiler import optimize
+from optdnn.config import BuildOptions
+from optdnn.errors import InternalError, UsageError
+from optdnn.ir.graph import Graph
+from optdnn.lower_cuda import Emitted, emit_program, lower_cuda
+from optdnn.tactics.cuda import table
+from optdnn.tactics.cuda.builder import Builder
+from optdnn.tactics.cuda.conv import HopperConv
+from optdnn.tactics.cuda.select import Choice, Selection, alternatives, usable
+from optdnn.tactics.cuda.tactic import Offer
+
+
+def two_like(channels: int = 32) -> Graph:
+    """Two equal convolutions behind one another, and one that is different."""
+    n = Net()
+    x = n.input(1, channels, 14, 14)
+    for _ in range(2):
+        x = n.op("Relu", n.conv(x, channels, 3))
+    return n.done(n.conv(x, 16, 1, pads=0))
+
+
+def emitted(graph: Graph, choices: dict[str, Choice] | None = None, **options: Any) -> Emitted:
+    chosen = BuildOptions(target="cuda:sm_90a", precision="fp16", **options)
+    copy = graph.copy()
+    optimize(copy, chosen, "cuda:sm_90a")
+    return emit_program(copy, chosen, "cuda:sm_90a", {}, choices)
+
+
+def convolutions(found: Emitted) -> list[Any]:
+    return [d for d in found.decisions if d.op.kind == "Conv"]
+
+
+def test_equal_operators_have_one_signature_and_others_have_another() -> None:
+    a, b, c = convolutions(emitted(two_like()))
+    assert a.signature == b.signature != c.signature
+    assert a.signature == convolutions(emitted(two_like()))[0].signature, "it repeats"
+    assert a.signature != convolutions(emitted(two_like(40)))[0].signature, "sizes count"
+
+
+def test_a_choice_is_followed_and_gives_the_same_results() -> None:
+    graph = two_like()
+    first = convolutions(emitted(graph))[0]
+    wanted = Choice("direct")
+    again = convolutions(emitted(graph, {first.signature: wanted}))
+    assert [d.choice.tactic for d in again] == ["direct", "direct", "conv_sm90"]
+
+    chosen = BuildOptions(target="simulate", precision="fp16")
+    copy = graph.copy()
+    optimize(copy, chosen, "simulate")
+    other = lower_cuda(copy, chosen, "simulate", {}, choices={first.signature: wanted})
+    feeds = feeds_of(graph)
+    ours, plain = simulate(other, feeds), simulate(lowered(graph), feeds)
+    for name, value in plain.items():
+        assert abs(ours[name].astype(float) - value).max() < 4e-3 * abs(value).max()
+
+
+def test_every_configuration_that_is_offered_can_be_chosen() -> None:
+    graph = two_like()
+    key = convolutions(emitted(graph))[0].signature
+    found: list[Choice] = []
+
+    def visit(b: Builder, op: Any, k: str) -> None:
+        if k == key and not found:
+            before = (len(b.steps), len(b.buffers), dict(b.place), len(b.blobs), len(b.kernels))
+            found.extend(
+                Choice(t.name, "" if o is None else o.name)
+                for t, o in alternatives(b, op, table.TACTICS["Conv"], Selection())
+            )
+            assert before == (len(b.steps), len(b.buffers), dict(b.place), len(b.blobs), len(b.kernels))
+
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16")
+    copy = graph.copy()
+    optimize(copy, options, "cuda:sm_90a")
+    emit_program(copy, options, "cuda:sm_90a", {}, None, visit)
+    assert len(found) > 10
+    assert len(set(found)) == len(found)
+    for choice in found[:40:5]:
+        assert convolutions(emitted(graph, {key: choice}))[0].choice == choice
+
+
+@pytest.mark.parametrize("choice", [Choice("no such tactic"), Choice("conv_sm90", "no such tile")])
+def test_a_choice_that_does_not_exist_is_an_error(choice: Choice) -> None:
+    key = convolutions(emitted(two_like()))[0].signature
+    with pytest.raises(InternalError, match="no such"):
+        emitted(two_like(), {key: choice})
+
+
+def reasons(found: Emitted) -> str:
+    return "; ".join(r["reason"] for d in convolutions(found) for r in d.refused)
+
+
+def test_workspace_refuses_what_needs_more_scratch_memory() -> None:
+    n = Net()
+    graph = n.done(n.conv(n.input(1, 16, 16, 16), 16, 2, strides=2, pads=0))
+    plain = convolutions(emitted(graph))[0]
+    assert plain.choice.tactic == "blocks_sm90"
+    assert plain.scratch >= 16 * 16 * 16 * 2, "it moves blocks of pixels into the channels first"
+    bounded = emitted(graph, workspace=100)
+    (found,) = convolutions(bounded)
+    assert found.choice.tactic == "conv_sm90"
+    assert found.scratch == 0
+    assert "scratch memory, of which 100 are allowed" in reasons(bounded)
+    assert convolutions(emitted(graph, workspace=plain.scratch))[0].choice.tactic == "blocks_sm90"
+
+
+def test_row_invariant_takes_sums_in_one_order_alone() -> None:
+    n = Net()
+    graph = n.done(n.conv(n.input(1, 512, 7, 7), 64, 3))
+    plain, invariant = convolutions(emitted(graph))[0], convolutions(emitted(graph, row_invariant=True))[0]
+    assert "k" in plain.choice.config, "the cost model splits K here"
+    tile = invariant.choice.config
+    assert invariant.choice.tactic == "conv_sm90"
+    assert "k" not in tile
+    assert not tile.startswith("patch")
+
+
+class Foreign(HopperConv):
+    """A library's tactic, as it could be."""
+
+    name, provider = "foreign", "cudnn"
+    row_invariant = False
+
+    def configs(self, b: Builder, op: Any) -> list[Offer]:
+        return []
+
+
+def test_providers_restrict_and_our_own_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(table.TACTICS, "Conv", (*table.TACTICS["Conv"], Foreign()))
+    tactics = [d.choice.tactic for d in emitted(two_like(), tactics="cudnn").decisions]
+    assert tactics.count("foreign") == 3
+    assert set(tactics) - {"foreign"}, "what the library has no kernels for runs on ours"
+    for own in ("own", "heuristic", "auto"):
+        assert "foreign" not in [d.choice.tactic for d in emitted(two_like(), tactics=own).decisions]
+
+
+def test_a_tactic_whose_rows_depend_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = two_like().copy()
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16", row_invariant=True)
+    optimize(copy, options, "cuda:sm_90a")
+    seen: list[str] = []
+
+    def visit(b: Builder, op: Any, key: str) -> None:
+        able, refused = usable(b, op, (Foreign(),), Selection.of(options))
+        seen.extend(r["reason"] for r in refused)
+        assert not able
+
+    emit_program(copy, options, "cuda:sm_90a", {}, None, visit)
+    assert "a row of its result depends on the size of the batch" in seen
+
+
+def test_options() -> None:
+    assert Selection.of(BuildOptions(target="cuda", tactics="heuristic")).providers == {"own"}
+    assert Selection.of(BuildOptions(target="cuda", tactics="cudnn,cublaslt")).providers == {"cudnn", "cublaslt"}
+    assert Selection.of(BuildOptions(target="cuda")).providers == {"own", "cudnn", "cublaslt"}
+    with pytest.raises(UsageError, match="do not run on target 'cpu'"):
+        BuildOptions(target="cpu", tactics="own")
+    with pytest.raises(UsageError, match="is not one of"):
+        BuildOptions(target="cuda", tactics="own,openvino")
