@@ -24,6 +24,15 @@ def _handle(library: str) -> Any:
     return (cudnn if library == "cudnn" else cublaslt).Handle()
 
 
+def version_of(library: str) -> str | None:
+    """The library's version, where it can be asked."""
+    try:
+        handle = _handle(library)
+    except (MissingDependency, RunError):
+        return None
+    return None if handle is None else str(handle.version)
+
+
 def ranked(operation: Operation) -> int | None:
     """How many algorithms the library ranks for the operation (0: it cannot run it); None where it cannot be asked."""
     return _ranked(_first(operation))

@@ -25,6 +25,7 @@ from optdnn.runtime.cuda.memory import DeviceMemory
 from optdnn.runtime.cuda.nvrtc import KernelCache, KernelError, Recipe, version
 from optdnn.runtime.cuda.plan import CudaStep, View
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
+from optdnn.runtime.cuda.support import version_of
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
 from optdnn.runtime.simulate.runner import evaluator
@@ -68,9 +69,10 @@ class GpuTimer:
         self.cache = cache or KernelCache()
         self.stream = Stream()
         found = ".".join(map(str, self.device.driver_version))
+        libraries = {name: v for name in ("cudnn", "cublaslt") if (v := version_of(name)) is not None}
         self.machine = Machine(
             f"{self.device.name} x{self.device.multiprocessors}", self.device.l2_bytes,
-            {"driver": found, "nvrtc": ".".join(map(str, version()))},
+            {"driver": found, "nvrtc": ".".join(map(str, version())), **libraries},
         )  # fmt: skip
         self._tools: dict[tuple[str, str], Function] = {}
         self._golden: tuple[str, list[tuple[DeviceMemory, int]]] | None = None
