@@ -91,8 +91,23 @@ def ranked(problem: hopper.Problem, dense: bool) -> tuple[Offer, ...]:
     found: list[Config] = [*candidates(problem, h200(), limit=LIMIT), *patch.candidates(problem, h200())]
     if not dense:
         found = [c for c in found if not c.stores_directly]
+    if not any(
+        map(in_one_order, found)
+    ):  # where tiles are small; such tensors are dense, or stored through shared memory
+        found += _plain_tiles(problem, dense)[:1]
     offers = [Offer(c, cost(problem, c), row_invariant=in_one_order(c)) for c in found]
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
+
+
+def _plain_tiles(problem: hopper.Problem, dense: bool) -> list[Config]:
+    """Configurations that sum in one order, larger than the problem."""
+    made = [
+        hopper.Config(1, 1, 1, bn, stages, direct=direct)
+        for bn in (72, 96, 128)
+        for direct in ((True, False) if dense else (False,))
+        for stages in (8, 6, 4, 3, 2, 1)
+    ]
+    return [c for c in made if hopper.refuse(problem, c) is None]
 
 
 LIMIT = 1 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -47,7 +48,9 @@ def emit_description(
 
 @lru_cache(maxsize=1024)
 def _rows_offers(problem: rows.Problem) -> tuple[Offer, ...]:
-    return tuple(Offer(c, rows.estimate(problem, c, h200())) for c in rows.candidates(problem, h200()))
+    """The order of a row's sum follows from the configuration: the same for all counts of rows is the one that many ask for."""
+    found, many = rows.candidates(problem, h200()), rows.candidates(replace(problem, rows=4096), h200(), limit=1)
+    return tuple(Offer(c, rows.estimate(problem, c, h200()), c in many) for c in dict.fromkeys((*found, *many)))
 
 
 OPERATIONS = {

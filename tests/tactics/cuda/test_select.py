@@ -50,9 +50,9 @@ def test_equal_operators_have_one_signature_and_others_have_another() -> None:
 def test_a_choice_is_followed_and_gives_the_same_results() -> None:
     graph = two_like()
     first = convolutions(emitted(graph))[0]
-    wanted = Choice("direct")
+    wanted = Choice("conv_direct")
     again = convolutions(emitted(graph, {first.signature: wanted}))
-    assert [d.choice.tactic for d in again] == ["direct", "direct", "conv_sm90"]
+    assert [d.choice.tactic for d in again] == ["conv_direct", "conv_direct", "conv_sm90"]
 
     chosen = BuildOptions(target="simulate", precision="fp16")
     copy = graph.copy()
@@ -107,8 +107,8 @@ def test_workspace_refuses_what_needs_more_scratch_memory() -> None:
     assert plain.scratch >= 16 * 16 * 16 * 2, "it moves blocks of pixels into the channels first"
     bounded = emitted(graph, workspace=100)
     (found,) = convolutions(bounded)
-    assert found.choice.tactic == "conv_sm90"
-    assert found.scratch == 0
+    assert found.choice.tactic != "blocks_sm90"
+    assert found.scratch <= 100
     assert "scratch memory, of which 100 are allowed" in reasons(bounded)
     assert convolutions(emitted(graph, workspace=plain.scratch))[0].choice.tactic == "blocks_sm90"
 
@@ -135,7 +135,8 @@ class Foreign(HopperConv):
 
 
 def test_providers_restrict_and_our_own_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(table.TACTICS, "Conv", (*table.TACTICS["Conv"], Foreign()))
+    ours = [t for t in table.TACTICS["Conv"] if t.provider == "own"]
+    monkeypatch.setitem(table.TACTICS, "Conv", (*ours, Foreign()))
     tactics = [d.choice.tactic for d in emitted(two_like(), tactics="cudnn").decisions]
     assert tactics.count("foreign") == 3
     assert set(tactics) - {"foreign"}, "what the library has no kernels for runs on ours"
@@ -150,9 +151,10 @@ def test_a_tactic_whose_rows_depend_on_the_batch_is_refused(monkeypatch: pytest.
     seen: list[str] = []
 
     def visit(b: Builder, op: Any, key: str) -> None:
-        able, refused = usable(b, op, (Foreign(),), Selection.of(options))
-        seen.extend(r["reason"] for r in refused)
-        assert not able
+        if op.kind == "Conv":
+            able, refused = usable(b, op, (Foreign(),), Selection.of(options))
+            seen.extend(r["reason"] for r in refused)
+            assert not able
 
     emit_program(copy, options, "cuda:sm_90a", {}, None, visit)
     assert "a row of its result depends on the size of the batch" in seen
