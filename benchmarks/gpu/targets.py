@@ -81,8 +81,10 @@ ENGINES = {"ours": "auto", "own": "own", "libraries": "cudnn,cublaslt", "heurist
 # ---------------------------------------------------------------- preparing: no GPU needed, unless tactics are measured
 
 
-def prepare(row: Row, arch: str, folder: Path, engines: Sequence[str], timing_cache: str | None) -> dict[str, Any]:
-    """Build and save the row's engines, inputs and weights."""
+def prepare(
+    row: Row, arch: str, folder: Path, engines: Sequence[str], timing_cache: str | None, tune: float
+) -> dict[str, Any]:
+    """Build and save the row's engines, inputs and weights; ``tune``: seconds for each engine."""
     import numpy as np
     from onnx import numpy_helper
 
@@ -101,7 +103,9 @@ def prepare(row: Row, arch: str, folder: Path, engines: Sequence[str], timing_ca
     for name in engines:
         start = time.perf_counter()
         try:
-            options: dict[str, Any] = {"tactics": ENGINES[name]} if name in ENGINES else {}
+            options: dict[str, Any] = {"tactics": ENGINES[name]}
+            if options["tactics"] != "heuristic":
+                options["budget"] = tune or 1e-3  # without any time the cost model's choice stays
             if timing_cache:
                 options["timing_cache"] = timing_cache
             engine = optdnn.build(model, target=arch, precision=row.precision, io_dtype="fp16", **options)
@@ -141,6 +145,9 @@ def main() -> None:
     parser.add_argument("--flush-l2", action="store_true", help="empty L2 before each run")
     parser.add_argument("--arch", default="cuda:sm_90a")
     parser.add_argument("--timing-cache")
+    parser.add_argument(
+        "--tune", type=float, default=0, metavar="S", help="tune each engine for so many seconds (default: not)"
+    )
     parser.add_argument("--workers", type=int, default=max(2, (os.cpu_count() or 2) * 5 // 8))
     parser.add_argument("--out", type=Path, default=Path("targets.json"))
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -148,10 +155,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         row = Row(**json.loads(options.child))
-        print(
-            "ROW "
-            + json.dumps(prepare(row, options.arch, options.folder, options.engines.split(","), options.timing_cache))
-        )
+        engines = options.engines.split(",")
+        found = prepare(row, options.arch, options.folder, engines, options.timing_cache, options.tune)
+        print("ROW " + json.dumps(found))
         return
     rows = [r for name in options.growth for r in GROWTH[name]] or list(ROWS)
     if options.only:
@@ -160,20 +166,23 @@ def main() -> None:
     report: dict[str, Any] = {**facts(), "l2": "flushed" if options.flush_l2 else "warm", "rows": []}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.workers) as pool:
         folder, measurer = Path(name), Measurer()
-        made = [(r, pool.submit(child, r, folder, options)) for r in rows]
+        # What is tuned is measured, too: then nothing else may run, and a row is built when its turn comes.
+        made = [(r, None if options.tune else pool.submit(child, r, folder, options)) for r in rows]
         for k, (row, future) in enumerate(made):
             done: dict[str, Any] = {"name": row.name, **asdict(row)}
             left = options.budget - (time.perf_counter() - begin)
             if left <= 0:
                 done["error"] = f"not begun within {options.budget:g} s"
             else:
-                done |= measured(row, future, folder, measurer, options, left)
+                started = future or pool.submit(child, row, folder, options)
+                done |= measured(row, started, folder, measurer, options, left)
             report["rows"].append(done)
             print(f"{time.perf_counter() - begin:6.1f} s  {line(done)}", flush=True)
             options.out.write_text(json.dumps(report, indent=1) + "\n")
             if left <= 0:
                 for _, f in made[k + 1 :]:
-                    f.cancel()
+                    if f is not None:
+                        f.cancel()
         measurer.close()
     report["seconds"] = round(time.perf_counter() - begin, 1)
     options.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -184,7 +193,7 @@ def measured(
 ) -> dict[str, Any]:
     """The row's results; never raises."""
     try:
-        built = future.result(timeout=left + 30)
+        built = future.result(timeout=left + 30 + 3 * options.tune)
         usable = [e for e, facts in built.items() if "error" not in facts]
         order = {
             "row": asdict(row),
@@ -210,21 +219,9 @@ def measured(
 
 def child(row: Row, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """:func:`prepare` in a process of its own."""
-    command = [
-        sys.executable,
-        __file__,
-        "--child",
-        json.dumps(asdict(row)),
-        "--folder",
-        str(folder),
-        "--arch",
-        options.arch,
-    ]
-    command += [
-        "--engines",
-        options.engines,
-        *(["--timing-cache", options.timing_cache] if options.timing_cache else []),
-    ]
+    command = [sys.executable, __file__, "--child", json.dumps(asdict(row)), "--folder", str(folder)]
+    command += ["--arch", options.arch, "--engines", options.engines, "--tune", str(options.tune)]
+    command += ["--timing-cache", options.timing_cache] if options.timing_cache else []
     few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "2")
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **few}, check=False)
     last = [text for text in done.stdout.splitlines() if text.startswith("ROW ")]
