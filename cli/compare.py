@@ -35,8 +35,13 @@ SHOWN_LAYERS = 20
     "--against",
     multiple=True,
     metavar="A,B,…",
-    help="onnxruntime, openvino[:bf16], reference, or engine files.  [default: the installed libraries]",
+    help="onnxruntime, openvino[:bf16], reference, or engine files; on a GPU also own, cudnn (the same network on our kernels, "
+    "or the libraries', alone) and onnxruntime-cuda.  [default: what is installed]",
 )
+@click.option(
+    "--torch", metavar="PKG.MODULE:FACTORY", help="On a GPU: a PyTorch module, in a CUDA graph, channels last."
+)
+@click.option("--torch-compile", is_flag=True, help="The same module by torch.compile, too. It compiles for minutes.")
 @click.option("--model", type=click.Path(path_type=Path, dir_okay=False), help="The model that ENGINE was built from.")
 @build_options
 @click.option("--input", "inputs", multiple=True, metavar="[NAME=]FILE", help="As for run; random where not given.")
@@ -72,6 +77,8 @@ def command(
     /,
     file: Path,
     against: tuple[str, ...],
+    torch: str | None,
+    torch_compile: bool,
     model: Path | None,
     inputs: tuple[str, ...],
     sizes: tuple[str, ...],
@@ -96,15 +103,25 @@ def command(
     threads. For an ENGINE the rivals need --model FILE.
     """
     from optdnn.comparison import Subject, build_subject, check_rivals, compare, installed, load_subject
+    from optdnn.gpu_rivals import installed_gpu, is_gpu
     from optdnn.report import check_outputs, write_reports
 
-    names = [n for text in against for n in text.split(",") if n] if against else installed()
     engine = is_engine(file)
+    target = _target(file, engine, options["target"])
+    default = installed_gpu if is_gpu(target) else installed
+    names = [n for text in against for n in text.split(",") if n] if against else default()
+    if torch is None and torch_compile:
+        raise UsageError("--torch-compile goes with --torch")
+    if torch is not None and not is_gpu(target):
+        raise UsageError(f"--torch is for comparisons on a GPU; the target is {target}", hint="--target cuda")
     if engine:
         _refuse_build_options(ctx)
     elif model is not None:
         raise UsageError("--model goes with an ENGINE; a MODEL is built from itself")
-    check_rivals(names, has_model=not engine or model is not None)
+    if engine and not against and model is None and is_gpu(target):
+        names = []  # the default rivals on a GPU are built from the model
+    if names or torch is None:
+        check_rivals(names, has_model=not engine or model is not None, target=target)
     files = {"html": html, "markdown": markdown, "json": None if str(json_file) == "-" else json_file}
     check_outputs(files)
     given = read_inputs(inputs)
@@ -126,6 +143,8 @@ def command(
             duration=duration,
             look_inside=layers or bisect,
             tolerance=tolerance,
+            torch=torch,
+            torch_as=["torch", *(["torch-compile"] if torch_compile else [])],
             say=say,
         )
         report = outcome.to_plain() | {"command": command_line(ctx), "time": now()}
@@ -141,6 +160,17 @@ def command(
     for path in written:
         stderr.print(f"written: {path}")
     _judge(report, max_error, min_speedup)
+
+
+def _target(file: Path, engine: bool, asked: str) -> str:
+    """The target of an engine file, or what a build's target comes to on this machine."""
+    if engine:
+        from optdnn.runtime.format import read
+
+        return read(file, verify=False).target
+    from optdnn.compiler import resolve_target
+
+    return resolve_target(asked)
 
 
 def _refuse_build_options(ctx: click.Context) -> None:

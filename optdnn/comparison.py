@@ -18,6 +18,15 @@ from optdnn.compiler import Build, build_verbose, optimize
 from optdnn.config import BuildOptions
 from optdnn.divergence import Findings, find
 from optdnn.errors import MissingDependency, UsageError
+from optdnn.gpu_rivals import (
+    GPU_RIVALS,
+    ONNXRUNTIME_CUDA,
+    RESTRICTED,
+    check_gpu_rival,
+    onnxruntime_cuda,
+    restricted,
+    torch_candidates,
+)
 from optdnn.importers.onnx import import_model
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import evaluate, promote
@@ -166,7 +175,7 @@ def installed() -> list[str]:
     return found
 
 
-def check_rivals(names: Sequence[str], *, has_model: bool) -> None:
+def check_rivals(names: Sequence[str], *, has_model: bool, target: str = "cpu") -> None:
     """Refuse, before any work, what could not take part.
 
     Raises UsageError for an unknown name, a precision that a library lacks or a missing model, and MissingDependency for an
@@ -181,10 +190,13 @@ def check_rivals(names: Sequence[str], *, has_model: bool) -> None:
                 raise UsageError(f"{library} cannot be asked for {precision}; it has {', '.join(LIBRARIES[library])}")
             if find_spec(library) is None:
                 raise MissingDependency(library, "cpu", "to compare with it")
+        elif name in GPU_RIVALS:
+            check_gpu_rival(name, target)
         elif name != REFERENCE:
             if not Path(name).is_file():
+                rivals = ", ".join([*LIBRARIES, *GPU_RIVALS, REFERENCE])
                 raise UsageError(
-                    f"--against {name!r} is neither {', '.join([*LIBRARIES, REFERENCE])} nor an engine file",
+                    f"--against {name!r} is neither {rivals} nor an engine file",
                     hint="a precision follows a colon, as in openvino:bf16",
                 )
             continue
@@ -200,6 +212,12 @@ def candidates(names: Sequence[str], subject: Subject, folder: Path, say: Progre
         library, _, precision = name.partition(":")
         if library in LIBRARIES:
             found.append(Candidate(name, library, str(subject.model), precision or "fp32", shapes))
+        elif name in RESTRICTED:
+            assert subject.model is not None
+            found.append(restricted(name, subject.model, subject.options, folder, say))
+        elif name == ONNXRUNTIME_CUDA:
+            assert subject.model is not None
+            found.append(onnxruntime_cuda(subject.model, shapes))
         elif name == REFERENCE:
             say("build the NumPy reference")
             assert subject.model is not None
@@ -235,6 +253,8 @@ def compare(
     duration: float = 2.5,
     look_inside: bool = False,
     tolerance: float | None = None,
+    torch: str | None = None,
+    torch_as: Sequence[str] = ("torch",),
     say: Progress = lambda text: None,
 ) -> Comparison:
     """Race ``subject`` against ``against`` on ``given`` inputs (the rest random) and measure everybody's errors.
@@ -242,7 +262,8 @@ def compare(
     ``baseline`` (default: the first rival) is what speedups are over; ``error_reference`` is a candidate's name, or
     "reference" for the model evaluated in NumPy in float64 (the default where the model is at hand). ``duration`` is seconds
     per candidate over all ``rounds``. ``look_inside`` finds where the numbers part, node by node (see
-    :mod:`optdnn.divergence`), and which node is the first beyond ``tolerance``.
+    :mod:`optdnn.divergence`), and which node is the first beyond ``tolerance``. ``torch`` is "PKG.MODULE:FACTORY" of a module that
+    takes part as ``torch_as`` says (of :data:`optdnn.gpu_rivals.TORCH_RIVALS`), at the subject's precision.
 
     Raises InputError for inputs that do not fit, UsageError for names that do not exist.
     """
@@ -258,6 +279,8 @@ def compare(
         _check_look(subject)
     with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
         field_ = candidates(against, subject, Path(folder), say)
+        if torch is not None:
+            field_ += torch_candidates(torch, subject.options.precision, torch_as)
         names = [c.name for c in field_]
         for name in (baseline, error_reference):
             if name is not None and name not in names and (name is baseline or name != REFERENCE):

@@ -74,7 +74,16 @@ class _Assignment:
                 self._output(op)
             else:
                 self._op(op)
+        self._drop_idle_casts()
         self.graph.remove_dead([op.id for op in self.graph.order() if op.kind == "Constant"])
+
+    def _drop_idle_casts(self) -> None:
+        """Casts whose operand has their type by now, as those of inputs that come in the network's own precision."""
+        for op in self.graph.of_kind("Cast"):
+            value = op.inputs[0]
+            if value is not None and self.graph.type(value).dtype == op.outputs[0].type.dtype:
+                self.graph.replace_uses(op.value, value)
+                self.graph.remove_dead([op.id])
 
     def _wanted(self, op: Op) -> DType:
         """The floating type that an op computes in."""

@@ -7,8 +7,10 @@ arrays out.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -35,6 +37,10 @@ class Candidate:
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
+Sampler = Callable[[float | None, int | None, int], "array[int]"]
+"""``sampler(seconds, most, warmup)`` -> nanoseconds of each run: of ``most`` runs, or of those that fit into ``seconds``."""
+
+
 @dataclass
 class Opened:
     """A candidate that is ready. ``run`` maps input names to arrays, and gives the outputs in ONNX order."""
@@ -44,6 +50,10 @@ class Opened:
     facts: Mapping[str, Plain]
     inputs: Sequence[TensorSpec] | None = None
     """Where given, floating-point feeds are converted to these dtypes before the race (an engine built with --io-dtype)."""
+    sampler: Callable[[Mapping[str, Array]], Sampler] | None = None
+    """Where given, it times runs on these inputs itself: on a GPU, with the arrays there. Else ``run`` is timed."""
+    clock: str = "gpu"
+    """Whose clock a sampler reads: "gpu" (events on the stream) or "host"."""
 
 
 Opener = Callable[[Candidate, int], Opened]
@@ -52,6 +62,7 @@ Opener = Callable[[Candidate, int], Opened]
 
 def open_engine(candidate: Candidate, threads: int) -> Opened:
     """An engine file, with the threads of the race; runs in one context."""
+    from optdnn.runtime.bench import cuda_context
     from optdnn.runtime.engine import load
 
     engine = load(candidate.path, threads=threads)
@@ -59,8 +70,14 @@ def open_engine(candidate: Candidate, threads: int) -> Opened:
     steps = [dict(f) for f in engine.facts]
     kept = [f for k, f in enumerate(steps) if f not in steps[:k]]
     facts = {"target": engine.target, "precision": engine.precision, "steps": kept}
+    sampler = None
+    on_gpu = cuda_context(context)
+    if on_gpu is not None:
+        from optdnn.runtime.cuda.rivals import sampler_of
+
+        sampler = partial(sampler_of, on_gpu)
     return Opened(
-        lambda feeds: list(context.run(feeds).values()), [s.name for s in engine.outputs], facts, engine.inputs
+        lambda feeds: list(context.run(feeds).values()), [s.name for s in engine.outputs], facts, engine.inputs, sampler
     )
 
 

@@ -51,7 +51,8 @@ class Row:
     slows the machine for a while cancels out; ``speedup_range`` is a 95 % confidence interval of it. ``verdict``:
     "baseline", "faster", "slower", "equal" (within 2 %) or "unstable" (too noisy to rank). Errors are against the race's
     error reference (see :func:`~optdnn.runtime.accuracy.errors_between`). ``round_medians_ms``: one median per round, in
-    order; ``quantiles_ms``: the 0 %, 1 %, … 100 % quantiles of all latencies, enough to draw their distribution.
+    order; ``quantiles_ms``: the 0 %, 1 %, … 100 % quantiles of all latencies, enough to draw their distribution. ``clock``: "gpu"
+    where latencies are GPU times with the arrays there, else "host".
     """
 
     name: str
@@ -66,6 +67,7 @@ class Row:
     facts: Mapping[str, Plain] = field(default_factory=dict)
     outputs: dict[str, Array] | None = None
     open_s: float | None = None
+    clock: str = "host"
     round_medians_ms: list[float] = field(default_factory=list)
     quantiles_ms: list[float] = field(default_factory=list)
 
@@ -89,6 +91,7 @@ class Row:
             "round_medians_ms": [round(v, 6) for v in self.round_medians_ms],
             "quantiles_ms": [round(v, 6) for v in self.quantiles_ms],
             "open_s": self.open_s,
+            "clock": self.clock,
             "facts": dict(self.facts),
             "error": self.error,
         }
@@ -164,9 +167,9 @@ def race(
             try:
                 workers[c.name] = worker = WorkerProcess(threads, timeout_s)
                 answer, _ = worker.ask({"command": "open", "candidate": asdict(c), "threads": threads})
-                row.facts, row.open_s = answer["facts"], answer["open_s"]
+                row.facts, row.open_s, row.clock = answer["facts"], answer["open_s"], answer["clock"]
                 _, arrays = worker.ask({"command": "feeds"}, feeds)
-                row.outputs = dict(zip(answer["outputs"], arrays.values(), strict=True))
+                row.outputs = dict(zip(answer["outputs"] or arrays, arrays.values(), strict=True))
                 again, _ = worker.ask({"command": "feeds"}, feeds)
                 first_s[c.name] = again["seconds"]
             except WorkerFailure as e:

@@ -3,7 +3,7 @@
 Started as ``python -c "from optdnn.runtime.worker import main; main()"``; reads commands from its standard input and answers
 on what was its standard output (libraries that print reach the standard error instead):
 
-* ``open``: candidate, threads -> facts, outputs
+* ``open``: candidate, threads -> facts, outputs (their names; none where they are only known after a run), clock
 * ``feeds`` (with arrays) -> outputs as arrays, of one run on them
 * ``turn``: warmup, seconds, most -> latencies of one turn, an int64 array "ns"
 * ``quit``
@@ -21,7 +21,7 @@ import numpy as np
 
 from optdnn.errors import OptdnnError
 from optdnn.runtime.bench import sample
-from optdnn.runtime.candidates import Candidate, Opened, converted, open_candidate
+from optdnn.runtime.candidates import Candidate, Opened, Sampler, converted, open_candidate
 from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.wire import receive, send
 from optdnn.types import Array
@@ -58,15 +58,21 @@ Answer = tuple[dict[str, Any], dict[str, Array] | None]
 class _Worker:
     opened: Opened
     feeds: Mapping[str, Array]
+    sampler: Sampler | None = None
 
     def do_open(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         start = time.perf_counter()
         self.opened = open_candidate(Candidate(**message["candidate"]), message["threads"])
         seconds = time.perf_counter() - start
-        return {"facts": dict(self.opened.facts), "outputs": list(self.opened.outputs), "open_s": seconds}, None
+        return {
+            "facts": dict(self.opened.facts),
+            "outputs": list(self.opened.outputs),
+            "open_s": seconds,
+            **self._clock(),
+        }, None
 
     def do_feeds(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
-        self.feeds = converted(arrays, self.opened.inputs)
+        self.feeds, self.sampler = converted(arrays, self.opened.inputs), None
         start = time.perf_counter()
         outputs = self.opened.run(self.feeds)
         seconds = time.perf_counter() - start
@@ -75,8 +81,14 @@ class _Worker:
 
     def do_turn(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         run, feeds = self.opened.run, self.feeds
-        if message["most"] is not None:
+        if self.opened.sampler is not None:
+            self.sampler = self.sampler or self.opened.sampler(feeds)
+            taken = self.sampler(message["seconds"], message["most"], message["warmup"])
+        elif message["most"] is not None:
             taken = sample(lambda: run(feeds), warmup=message["warmup"], iterations=message["most"])
         else:
             taken = sample(lambda: run(feeds), warmup=message["warmup"], duration=message["seconds"])
         return {}, {"ns": np.frombuffer(taken, np.int64)}
+
+    def _clock(self) -> dict[str, str]:
+        return {"clock": "host" if self.opened.sampler is None else self.opened.clock}

@@ -100,10 +100,10 @@ def main() -> None:
             (pad,) * 4, (1, 1),
         )  # fmt: skip
         tensors = {"x": x, "w": w, "y": y, "bias": bias, "z": z}
-        for stages in (("bias", "relu"), ("bias", "add", "relu"), ("bias", "swish"), ("bias", "relu6")):
+        for stages in (("bias", "relu"), ("bias", "add", "relu"), ("bias", "swish")):
             call = replace(base, stages=stages, z_strides=z.stride() if "add" in stages else ())
             value = want + bias[None, :, None, None] + (z if "add" in stages else 0)
-            last_stage = {"relu": functional.relu, "swish": functional.silu, "relu6": functional.relu6}[stages[-1]]
+            last_stage = {"relu": functional.relu, "swish": functional.silu}[stages[-1]]
             for plan in range(2):
                 name = f"conv {n}x{c}x{h} k{k} r{r} {'+'.join(stages)} #{plan}"
                 show(name, stream, dnn, replace(call, plan=plan), tensors, last_stage(value))

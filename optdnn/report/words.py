@@ -59,6 +59,12 @@ def sentences(report: Mapping[str, Plain]) -> list[str]:
         if report["input_difference"] is not None:
             text += f" (other inputs make a difference of {report['input_difference']:.1g})"
         said.append(text)
+    if on_gpu := [r["name"] for r in report["rows"] if r.get("clock") == "gpu"]:
+        others = [r["name"] for r in report["rows"] if r.get("clock") == "host" and r["error"] is None]
+        text = "latencies: GPU time of a CUDA graph between events, arrays on the GPU, L2 as the run before left it"
+        if others:
+            text += f", of {', '.join(on_gpu)}; by the host's clock for {', '.join(others)}"
+        said.append(text)
     said.append(f"inputs: {inputs_text(report)}; {report['inputs_from']}")
     return said
 

@@ -17,7 +17,7 @@ DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Element types that calls take, and their sizes in bytes."""
 ACTIVATIONS = ("relu", "gelu_tanh")
 """What cuBLASLt can do to a product's result (GELU in its tanh form)."""
-POINTWISE = ("bias", "add", "relu", "relu6", "sigmoid", "tanh", "swish", "gelu", "gelu_tanh")
+POINTWISE = ("bias", "add", "relu", "sigmoid", "tanh", "swish", "gelu", "gelu_tanh")
 """What cuDNN's graphs can do to a convolution's result, one after the other; "bias" and "add" read a further operand."""
 
 

@@ -122,8 +122,6 @@ class PreparedGraph:
                 return graph.add(a=value, b=self._tensor("z", o.y_shape, o.z_strides))
             case "relu":
                 return graph.relu(input=value)
-            case "relu6":
-                return graph.relu(input=value, lower_clip=0.0, upper_clip=6.0)
             case "gelu_tanh":
                 return graph.gelu_approx_tanh(input=value)
             case _:  # sigmoid, tanh, swish, gelu: named as the frontend names them

@@ -94,7 +94,7 @@ class GpuTimer:
         is timed roughly. Raises TrialFailed; CudaError where the GPU cannot be used any more.
         """
         try:
-            context = CudaRunner(program, LoadOptions()).context()
+            context = self._context(program)
             self._check(key, program, context)
             return self._seconds(program, context, cold, give_up)
         except KernelError as error:
@@ -102,6 +102,15 @@ class GpuTimer:
         except CudaError as error:
             self.stream.synchronize()  # raises where the context is lost: nothing more can be measured in this process
             raise TrialFailed(error.message) from error
+
+    @staticmethod
+    def _context(program: Program) -> CudaContext:
+        try:
+            return CudaRunner(program, LoadOptions()).context()
+        except (KernelError, CudaError):
+            raise
+        except RunError as error:  # a library that has fewer plans than it ranks
+            raise TrialFailed(error.message.splitlines()[0]) from error
 
     def _check(self, key: str, program: Program, context: CudaContext) -> None:
         self._feed(program, context)

@@ -369,7 +369,10 @@ def test_compare_an_engine_with_its_model(cli: Cli, engine: Path, model: Path, t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--against", "tensorrt"], "--against 'tensorrt' is neither onnxruntime, openvino, reference nor an engine"),
+        (
+            ["--against", "tensorrt"],
+            "--against 'tensorrt' is neither onnxruntime, openvino, own, cudnn, onnxruntime-cuda, reference nor an",
+        ),
         (["--against", "onnxruntime:bf16"], "onnxruntime cannot be asked for bf16"),
         (["--against", ","], "there is nothing to compare with"),
         (["--against", "reference,reference"], "candidates need different names"),
@@ -509,3 +512,17 @@ def test_running_out_of_memory_is_a_runtime_failure(cli: Cli, engine: Path) -> N
 def test_figures_are_plain_numbers(cli: Cli, engine: Path) -> None:
     report = strict(cli("bench", engine, "--iterations", 3, "--json").out)
     assert all(math.isfinite(v) for v in report["latency_ms"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--torch", "nets:make"], "--torch is for comparisons on a GPU; the target is reference"),
+        (["--torch-compile"], "--torch-compile goes with --torch"),
+        (["--against", "own"], "own is a rival on a GPU; the engine is for reference"),
+    ],
+)
+def test_compare_refuses_rivals_of_a_gpu_elsewhere(cli: Cli, model: Path, options: list[str], message: str) -> None:
+    code, _, err = cli("compare", model, "--target", "reference", "--rounds", 1, "--duration", 0.01, *options)
+    assert code == 2
+    assert message in err

@@ -59,6 +59,20 @@ def test_faster_and_slower_are_told(speeds: RaceResult) -> None:
     assert 2 <= quick.stats.median < 8  # milliseconds
 
 
+def test_candidates_on_a_gpu_time_themselves() -> None:
+    candidates = [contender("host", "sleeper", 0.004), contender("device", "on_device", 1_000_000)]
+    outcome = race(candidates, {"x": X}, **QUICK, speedup_reference="host")
+    host, device = outcome.rows
+    assert (host.clock, device.clock) == ("host", "gpu")
+    assert device.stats is not None
+    assert device.stats.median == 1.0
+    assert device.error is None
+    assert device.max_abs_err == 0.0, "outputs without names are compared in their order"
+    assert device.speedup is not None
+    assert device.speedup > 3.5
+    assert device.to_plain()["clock"] == "gpu"
+
+
 def test_any_two_can_be_held_against_each_other(speeds: RaceResult) -> None:
     versus = speeds.versus("quick", "snail")
     assert versus is not None
