@@ -26,12 +26,21 @@ from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 CHANNELS_LAST = {3: "nwc", 4: "nhwc", 5: "ndhwc"}
 """Rank -> name of the channels-last layout."""
 
-PREFER = frozenset({"Conv", "ConvTranspose"})
+PREFER = frozenset({"Conv", "ConvTranspose", "QuantizedConv"})
 """Kinds that run on tensor cores, in channels-last order."""
 
 EITHER = frozenset(
     {
-        *("MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "Resize"),
+        *(
+            "MaxPool",
+            "AveragePool",
+            "LpPool",
+            "GlobalAveragePool",
+            "QuantizedMean",
+            "GlobalMaxPool",
+            "GlobalLpPool",
+            "Resize",
+        ),
         *("BatchNormalization", "InstanceNormalization", "GroupNormalization", "LRN", "Softmax", "LogSoftmax"),
         *("Concat", "Split", "Slice", "Pad", "Identity", "DepthToSpace", "SpaceToDepth"),
         *("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare"),

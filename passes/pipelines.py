@@ -11,6 +11,7 @@ from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fold_constants import FoldConstants
+from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.fuse_activation import FuseActivation
 from optdnn.passes.fuse_attention import FuseAttention
 from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn, ScaleShiftToBn
@@ -90,6 +91,7 @@ ASSIGN: tuple[Pass, ...] = (
 GPU: tuple[Pass, ...] = (
     *ASSIGN,  # before layouts, which weigh bytes
     MoveIntegers(),  # what only moves or compares elements between two equal scales
+    FoldQuantized(),  # what runs on integers as one operator, which layouts then weigh as that
     AssignLayout(),  # the very last: what it writes are physical facts, and other passes rewrite logical ones
 )
 

@@ -189,6 +189,8 @@ def layers(bench: Bench, batch: int, options: argparse.Namespace, record: Any) -
             us = time_layer(bench, launch, 4e-6 if batch <= 8 else 3e-5)
             rows.append((us, config))
             record({**row, "us": us})
+        if not rows:
+            raise SystemExit(f"no configuration of {same[0].name} is right")
         rows.sort(key=lambda item: item[0])
         for step in same:
             found[step.name] = rows
@@ -236,7 +238,8 @@ class Chain:
         for i, step in enumerate(self.steps):
             params = self.params[step.name]
             if step.name == "fc":
-                pool = pool_int8.global_average_pool((self.batch, 7, 7, 2048), affine, affine)
+                factor = pool_int8.mean_factor(49, affine, affine)
+                pool = pool_int8.global_average_pool((self.batch, 7, 7, 2048), 0, factor, (-128.0, 127.0), 0)
                 made.append(self._described(pool, at[self.steps[i - 1].output], at["pooled"]))
             pointers = conv.Pointers(
                 (at[step.source].data_ptr(),), params.packed.data_ptr(), params.channel.data_ptr(), at[step.output].data_ptr(),

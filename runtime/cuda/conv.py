@@ -22,8 +22,8 @@ from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 from optdnn.types import Array
 
 ROWS, IM2COL = 0, 1
-ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
-"""Bytes of an element."""
+ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float32": 4}
+"""Bytes of an element; fp32 is for results alone."""
 _BARRIER_BYTES = 1024
 TWO_SETS = 64
 """Up to this many columns (``mt * bn``) a thread keeps two sets of sums, so that products need not wait for each other."""
@@ -114,9 +114,11 @@ class Problem:
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
             raise InternalError("a convolution has one or two sources with the same output size")
+        if self.dtype not in render.WGMMA_KINDS or self.out_dtype not in ITEM:
+            raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
         if any(source.channels * self.item % 16 for source in self.sources) or self.channels * self.out_item % 16:
             raise InternalError("TMA addresses 16 bytes: pad the channels to multiples of 8 (of 8-bit elements: 16)")
-        if self.dtype not in ITEM or self.out_dtype not in ITEM or (self.item == 2 and self.out_dtype != self.dtype):
+        if self.item == 2 and self.out_dtype not in (self.dtype, "float32"):
             raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
 
     @property
@@ -133,6 +135,11 @@ class Problem:
     def out_item(self) -> int:
         """Bytes of a result's (and residual's) element."""
         return ITEM[self.out_dtype]
+
+    @property
+    def out_span(self) -> int:
+        """Bytes of 64 channels of a result, which is the span of its swizzle (fp32, which TMA does not store, has none)."""
+        return 64 * self.out_item if self.out_item < 4 else 0
 
     @property
     def out_size(self) -> tuple[int, int]:
@@ -257,6 +264,10 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
     """Why the configuration cannot run the problem, or None."""
     if config.bn % 8 or not 8 <= config.bn <= 256 or config.mt not in (1, 2) or config.wgm * config.wgn not in (1, 2):
         return "not a tile of this kernel"
+    if any(source.pitch for source in problem.sources):
+        return "pixels that overlap are for the patch kernel"
+    if problem.out_item == 4 and not config.stores_directly:
+        return "fp32 results are stored from registers"
     if not render.wgmma_columns(config.bn, problem.dtype):
         return f"wgmma has no tile of {config.bn} columns of {problem.dtype}"
     if config.tile[0] > 256:
@@ -394,7 +405,7 @@ class Pointers:
 
 def weight_rows(problem: Problem) -> int:
     """Rows of the packed weights."""
-    return problem.channels if problem.out_item == 2 else -(-problem.channels // 16) * 16
+    return problem.channels if problem.out_item > 1 else -(-problem.channels // 16) * 16
 
 
 def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
@@ -486,8 +497,8 @@ def bind(
         maps.append(maps[1])
     item, dtype = problem.out_item, problem.out_dtype
     shape, strides, box = (problem.channels, problem.pixels), (problem.channels * item,), (64, config.bn)
-    maps.append(encode_tiled(dtype, pointers.output, shape, strides, box, 64 * item))
-    maps.append(encode_tiled(dtype, pointers.residual or pointers.output, shape, strides, box, 64 * item))
+    maps.append(encode_tiled(dtype, pointers.output, shape, strides, box, problem.out_span))
+    maps.append(encode_tiled(dtype, pointers.residual or pointers.output, shape, strides, box, problem.out_span))
     params = parameters(problem, pointers, maps, requantize)
     params.channel_tiles = -(-problem.channels // config.tile[0])
     params.tiles = params.channel_tiles * -(-problem.pixels // config.tile[1])

@@ -74,11 +74,12 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
         if blocks == 1 and tiles * split <= device.multiprocessors and steps <= 4:
             continue
         for stationary in (False, True) if many and split == 1 and steps <= 12 and channel_tiles <= 16 else (False,):
-            for buffers in ((1, 2) if blocks == 2 else (1, 2, 3)) if many and split == 1 else (1,):
+            wide = problem.out_item == 4  # stored from registers, whatever the number of tiles
+            for buffers in ((1, 2) if blocks == 2 else (1, 2, 3)) if many and split == 1 and not wide else (1,):
                 best = None
                 ceiling = max(2, min(12, steps if not many else 12))
                 for stages in range(1, ceiling + 1):
-                    config = Config(wgm, wgn, mt, bn, stages, split, buffers, stationary, blocks)
+                    config = Config(wgm, wgn, mt, bn, stages, split, buffers, stationary, blocks, wide and split == 1)
                     if (
                         shared_bytes(problem, config) <= limit
                         and refuse(problem, config, shared=device.shared_per_block) is None
@@ -87,12 +88,19 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
                 if best is not None and (best.stages >= 2 or steps == 1):
                     yield best
                     direct = replace(best, direct=True)
-                    if small and not stationary and refuse(problem, direct, shared=device.shared_per_block) is None:
+                    if (
+                        small
+                        and not stationary
+                        and not wide
+                        and refuse(problem, direct, shared=device.shared_per_block) is None
+                    ):
                         yield direct
 
 
-def candidates(problem: Problem, device: Device, limit: int = 12) -> list[Config]:
-    """The configurations to time, best predicted first; at most two of one tile shape with or without kept weights."""
+def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: bool = True) -> list[Config]:
+    """The configurations to time, best predicted first; at most two of one tile shape with or without kept weights.
+
+    ``direct`` False leaves out those that store from registers."""
     found: list[tuple[float, Config]] = []
     for wgm, wgn, mt in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)):
         if wgm * mt * 64 > max(64, math.ceil(problem.channels / 64) * 64):
@@ -105,7 +113,8 @@ def candidates(problem: Problem, device: Device, limit: int = 12) -> list[Config
                 if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):
                     continue
                 for config in variants(problem, (wgm, wgn, mt, bn), split, device):
-                    found.append((estimate(problem, config, device), config))
+                    if direct or not config.stores_directly:
+                        found.append((estimate(problem, config, device), config))
     found.sort(key=lambda item: (item[0], item[1]))
     chosen: list[Config] = []
     shapes: dict[tuple[int, ...], int] = {}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv import (
+    ITEM,
     Pointers,
     Problem,
     Requantize,
@@ -108,6 +109,8 @@ def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448, regis
     if len(problem.sources) != 1:
         return "it reads one source"
     source = problem.sources[0]
+    if problem.out_item == 4 and not config.stores_directly:
+        return "fp32 results are stored from registers"
     if source.stride != (1, 1):
         return "it needs stride 1"
     if config.wgm * config.wgn not in (1, 2) or config.stages < 1 or not 1 <= config.out_buffers <= 4:
@@ -190,12 +193,15 @@ def bind(
         pointer: int, size: tuple[int, int, int], dtype: str, pitch: int, box: tuple[int, int, int], span: int
     ) -> bytes:
         height, width, channels = size
-        strides = (pitch, width * pitch, height * width * pitch)
+        row = (width - 1) * pitch + channels * ITEM[dtype]  # where pixels overlap, more than ``width`` of them
+        strides = (pitch, row, height * row)
         return encode_tiled(dtype, pointer, (channels, width, height, n), strides, (*box, 1), span)
 
     def result(pointer: int) -> bytes:
         item, box = problem.out_item, (64, config.tile_w, config.tile_h)
-        return image(pointer, (h, w, problem.channels), problem.out_dtype, problem.channels * item, box, 64 * item)
+        return image(
+            pointer, (h, w, problem.channels), problem.out_dtype, problem.channels * item, box, problem.out_span
+        )
 
     height, width = patch_size(problem, config)
     pixels = image(

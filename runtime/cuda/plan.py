@@ -29,7 +29,8 @@ from optdnn.runtime.program import Plain, Program, Step
 
 MAP_BYTES = 128
 """Size of a tensor map in a parameter block."""
-MAP_DTYPES = ("float16", "bfloat16", "float32", "int8")
+MAP_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+"""Element type of a tensor map -> its bytes."""
 
 
 @dataclass(frozen=True)
@@ -227,9 +228,9 @@ def _relocation(p: Any, program: Program, operands: Sequence[int], size: int) ->
         return Pointer(at, operand, offset)
     _, _, _, _, dtype, swizzle, *lists = p
     shape, strides, box, corners, steps = (tuple(map(_signed, x)) for x in lists)
-    fits = kind == "map" and at + MAP_BYTES <= size and dtype in MAP_DTYPES and swizzle in (0, 32, 64, 128)
+    fits = kind == "map" and at + MAP_BYTES <= size and dtype in MAP_ITEM and swizzle in (0, 32, 64, 128)
     _need(fits and 1 <= len(shape) <= 5 and len(strides) == len(shape) - 1, "has a malformed tensor map")
-    item = {"float32": 4, "int8": 1}.get(dtype, 2)
+    item = MAP_ITEM[dtype]
     span = shape[0] * item + sum((n - 1) * s for n, s in zip(shape[1:], strides, strict=True))
     _need(
         min(*shape, *strides, 1) >= 1 and offset + span <= (buffer.nbytes or 0),

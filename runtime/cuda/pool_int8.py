@@ -50,14 +50,16 @@ def max_pool(
     return block.describe("max_pool", (-(-n * out_h * out_w * c // 16 // 128), 1, 1), 128)
 
 
-def global_average_pool(nhwc: tuple[int, int, int, int], source: Affine, target: Affine) -> Description:
-    """Mean over height and width: dense NHWC "input" -> ``[n, c]`` "output", requantized. Channels are a multiple of 4."""
+def global_average_pool(
+    nhwc: tuple[int, int, int, int], input_zero: int, factor: float, bounds: tuple[float, float], zero: int
+) -> Description:
+    """Mean over height and width: dense NHWC "input" -> ``[n, c]`` "output": sums less zero points, times ``factor`` (see
+    :func:`mean_factor`), bounded, rounded, shifted by ``zero``. Channels are a multiple of 4."""
     n, h, w, c = nhwc
     if c % 4:
         raise InternalError(f"global_average_pool: {c} channels are not a multiple of 4")
-    low, high = (b - target.zero for b in BOUNDS[target.dtype])
-    block = ParameterBlock().pointer("input").pointer("output").i32(h * w, c // 4, -h * w * source.zero)
-    block.f32(mean_factor(h * w, source, target), low, high).i32(target.zero)
+    block = ParameterBlock().pointer("input").pointer("output").i32(h * w, c // 4, -h * w * input_zero)
+    block.f32(factor, *bounds).i32(zero)
     return block.describe("global_average_pool", (-(-c // 128), n, 1), 256)
 
 

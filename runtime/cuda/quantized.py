@@ -20,10 +20,16 @@ from optdnn.types import Array
 
 BOUNDS = {"int8": (-128, 127), "uint8": (0, 255), "float8_e4m3fn": (-448, 448)}
 """Least and greatest value of an element type."""
+LARGEST = 3.4028234663852886e38
+"""Of the finite fp32 numbers: where there is no bound."""
 LANES = 16
 """Channels per pixel of an image whose neighbouring pixels are read together."""
-_BYTE_BIAS = {"int8": 8388608.0 + 128.0, "uint8": 8388608.0, "float8_e4m3fn": 0.0}
-"""What widening a byte by 2^23's mantissa adds to it."""
+_BYTE_BIAS = {"int8": 8388608.0 + 128.0, "uint8": 8388608.0}
+
+
+def byte_bias(dtype: str) -> float:
+    """What widening a byte of this type by the mantissa of 2^23 adds to it (0 for what is widened otherwise)."""
+    return _BYTE_BIAS.get(dtype, 0.0)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ def scaling(
     names = [str(stage[0]) for stage in stages]
     folded = factor != 1.0 and set(names) <= _HOMOGENEOUS
     unit = factor if folded else 1.0
-    low, high = (-np.inf, np.inf) if out is None else (b - out.zero for b in BOUNDS[out.dtype])
+    low, high = (-LARGEST, LARGEST) if out is None else (float(b - out.zero) for b in BOUNDS[out.dtype])
     kept: list[render.Stage] = []
     for name, *values in stages:
         by = unit if name in ("clip", "add_const") else 1.0
@@ -68,12 +74,12 @@ def scaling(
         kept.append(("mul_const", float(np.float32(1.0 / factor))))
     while out is not None and kept and kept[-1][0] in ("relu", "clip"):
         name, *bounds = kept.pop()
-        floor, ceiling = (0.0, np.inf) if name == "relu" else (float(v) for v in bounds)
+        floor, ceiling = (0.0, LARGEST) if name == "relu" else (float(v) for v in bounds)
         low, high = min(max(floor, low), high), min(max(ceiling, low), high)
     by = 1.0 if residual is None or "mul" in names else unit
     requantize = Requantize(
         1.0 if residual is None else float(np.float32(residual.scale / by)),
-        0.0 if residual is None else _BYTE_BIAS.get(residual.dtype, 0.0) + residual.zero,
+        0.0 if residual is None else byte_bias(residual.dtype) + residual.zero,
         float(low), float(high), 0 if out is None else out.zero,
     )  # fmt: skip
     channel = np.stack([scale / unit, bias / unit], 1).astype(np.float32)

@@ -13,7 +13,10 @@ from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType
 
 _WIDENED = {FP16: FP32, BF16: FP32, DTYPES["fp8_e4m3"]: FP32, DTYPES["fp8_e5m2"]: FP32}
 _KEEPS_NARROW = frozenset(
-    {"BitCast", "Cast", "DequantizeLinear", "Identity", "If", "Layout", "Loop", "QuantizeLinear", "Scan"}
+    {
+        *("BitCast", "Cast", "DequantizeLinear", "Identity", "If", "Layout", "Loop", "QuantizeLinear", "Scan"),
+        *("QuantizedConv", "QuantizedMatMul", "QuantizedMean"),
+    }
 )
 
 

@@ -13,12 +13,12 @@ from optdnn.runtime.cuda.conv import Config, Problem, Source
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.quantized import Affine
 from optdnn.runtime.cuda.render import Stage
-from optdnn.runtime.simulate import quantized as meaning
+from optdnn.runtime.reference import quantized as meaning
 from support.conv_cases import same
 
 DTYPES = {
     "int8": np.dtype(np.int8), "uint8": np.dtype(np.uint8), "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
-    "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip
 RELU: tuple[Stage, ...] = (("relu",),)
 ADD: tuple[Stage, ...] = (("add",), ("relu",))
@@ -91,6 +91,11 @@ CASES: dict[str, Case] = {
     "1x1 stride 2": Case(2, 64, Source(14, 14, 128, (1, 1), (2, 2)), RELU, Config(1, 1, 1, 96, 2)),
     "8 columns": Case(1, 1008, Source(1, 1, 2048), (), Config(1, 1, 1, 8, 4, 8)),
     "8 columns, fp16 out": Case(1, 1000, Source(1, 1, 2048), (), Config(1, 1, 1, 8, 4, 8), out=None),
+    "fp32 out": Case(37, 1000, Source(1, 1, 2048), RELU, Config(1, 1, 1, 48, 4, direct=True), out=None, float_out="float32"),
+    "fp32 out, split, residual": Case(
+        2, 40, same(9, 7, 256), ADD, Config(1, 1, 2, 32, 4, 3), out=None, float_out="float32", residual=Affine("float32", 1.0)
+    ),
+    "patch, fp32 out": Case(2, 72, same(16, 14, 64), RELU, PatchConfig(1, 1, 4, 14, 2, direct=True), out=None, float_out="float32"),
     "fp16 out": Case(37, 1000, Source(1, 1, 2048), (), Config(1, 1, 1, 48, 4), out=None),
     "bf16 out, residual": Case(
         3, 136, same(9, 9, 64), ADD, Config(2, 1, 1, 48, 4), out=None, float_out="bfloat16", residual=Affine("bfloat16", 1.0)
@@ -133,7 +138,7 @@ CASES: dict[str, Case] = {
     "fp8 split, fp16 out": Case(1, 256, same(14, 14, 256), RELU, Config(1, 1, 1, 56, 2, 8), "float8_e4m3fn", None),
     "fp8 patch": Case(2, 64, same(16, 14, 64), RELU, PatchConfig(1, 1, 4, 14, 2), "float8_e4m3fn", Affine("float8_e4m3fn", 0.01)),
     "fp8 gelu, bf16 out": Case(
-        100, 768, Source(1, 1, 768), (("gelu",),), Config(2, 1, 1, 96, 3), "float8_e4m3fn", None, "bfloat16"
+        100, 768, Source(1, 1, 768), (("gelu",),), Config(2, 1, 1, 80, 3), "float8_e4m3fn", None, "bfloat16"
     ),
 }  # fmt: skip
 
@@ -151,7 +156,7 @@ def attrs_of(case: Case) -> dict[str, Any]:
     return {
         "strides": source.stride, "pads": source.padding, "dilations": source.dilation, "group": 1, "stages": scaled.stages,
         "residual_scale": r.residual_scale, "residual_zero": case.residual.zero if case.residual else 0,
-        "low": r.low, "high": r.high, "zero": r.zero, "dtype": out,
+        "low": r.low, "high": r.high, "zero": r.zero, "output_dtype": DTYPES[out],
     }  # fmt: skip
 
 
@@ -190,7 +195,7 @@ def arrays(case: Case) -> Arrays:
         channel,
         None if residual is None else residual.transpose(0, 3, 1, 2),
     ]
-    (expected,) = meaning.conv(operands, attrs_of(case))
+    (expected,) = meaning.conv(*operands, **attrs_of(case))
     expected = np.ascontiguousarray(expected.transpose(0, 2, 3, 1)).astype(DTYPES[out])
     return Arrays(
         image, weight, conv.pack_weights(problem, [weight]), quantized.pad_channels(channel), residual, expected

@@ -25,6 +25,8 @@ from optdnn.runtime.cuda.plan import CudaStep, LaunchPlan, Meaning, Pointer, Rel
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
 from optdnn.types import BF16, FP16, Array, DType, TensorType
 
+EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
+"""Element types of quantized tensors; their pixels have channels in sixteens."""
 CHANNEL_ALIGN = 8
 """Channels-last tensors of 16-bit floats have this many channels, or a multiple, per pixel: TMA addresses 16 bytes."""
 
@@ -234,7 +236,7 @@ class Builder:
         shape = type.static_shape
         if not type.layout:
             return row_major(shape)
-        align = CHANNEL_ALIGN if type.dtype in (FP16, BF16) else 1
+        align = CHANNEL_ALIGN if type.dtype in (FP16, BF16) else 16 if type.dtype.name in EIGHT_BITS else 1
         return channels_last(shape, up(shape[1], align))
 
     def target(self, value: Value) -> Placed:

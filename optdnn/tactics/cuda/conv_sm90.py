@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv as hopper
 from optdnn.runtime.cuda import conv_patch as patch
+from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv_cost import CLOCK, LATENCY, MEMORY, candidates, estimate, h200
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, MapSpec, Placed, channels_last, map_dtype, up
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue
@@ -37,19 +39,30 @@ class Feed:
     strides: tuple[int, int]
     pads: tuple[int, int, int, int]
     dilations: tuple[int, int]
+    overlapped: hopper.Source | None = None
+    """Where neighbouring pixels are read as one (see :func:`optdnn.runtime.cuda.quantized.overlapped`): that source."""
 
     @property
     def source(self) -> hopper.Source:
+        if self.overlapped is not None:
+            return self.overlapped
         _, c, h, w = self.x.shape
-        return hopper.Source(h, w, up(c, 8), self.weight.shape[2:], self.strides, self.pads, self.dilations)
+        return hopper.Source(
+            h, w, up(c, aligned(self.x)), self.weight.shape[2:], self.strides, self.pads, self.dilations
+        )
+
+
+def aligned(x: Placed) -> int:
+    """Elements in 16 bytes, which TMA addresses."""
+    return 16 // x.dtype.itemsize
 
 
 def pitch_of(x: Placed) -> int | None:
     """Elements between neighbouring pixels of a channels-last NCHW tensor that TMA can read; None for any other."""
     n, c, h, w = x.shape
-    pitch = x.strides[3] if w > 1 else x.strides[2] if h > 1 else x.strides[0] if n > 1 else up(c, 8)
+    pitch = x.strides[3] if w > 1 else x.strides[2] if h > 1 else x.strides[0] if n > 1 else up(c, aligned(x))
     pitch = max(pitch, c)
-    fits = pitch % 8 == 0 and x.offset % 8 == 0 and x.is_like(channels_last(x.shape, pitch))
+    fits = pitch % aligned(x) == 0 and x.offset % aligned(x) == 0 and x.is_like(channels_last(x.shape, pitch))
     return pitch if fits else None
 
 
@@ -61,8 +74,8 @@ def refuse(arch: str, dtype: str, feeds: Sequence[Geometry]) -> str | None:
     """Why the kernel cannot run convolutions of these geometries."""
     if not arch.startswith("sm_90"):
         return f"it needs Hopper's wgmma and TMA (sm_90a), not {arch}"
-    if dtype not in ("float16", "bfloat16"):
-        return f"its operands are 16-bit floats, not {dtype}"
+    if dtype not in render.WGMMA_KINDS:
+        return f"its operands are 16-bit floats or of 8 bits, not {dtype}"
     for kernel, strides, pads, dilations in feeds:
         if max(strides) > 8:
             return f"TMA walks in steps of at most 8, not {max(strides)}"
@@ -88,14 +101,14 @@ def ranked(problem: hopper.Problem, dense: bool) -> tuple[Offer, ...]:
 
     Those that store from registers do so at a pitch of ``channels``: where the tensors are not ``dense``, they are left out.
     """
-    found: list[Config] = [*candidates(problem, h200(), limit=LIMIT), *patch.candidates(problem, h200())]
+    patches = patch.candidates(problem, h200())
+    found: list[Config] = [*candidates(problem, h200(), limit=LIMIT, direct=dense), *patches]
     if not dense:
         found = [c for c in found if not c.stores_directly]
-    if not any(
-        map(in_one_order, found)
-    ):  # where tiles are small; such tensors are dense, or stored through shared memory
-        found += _plain_tiles(problem, dense)[:1]
-    offers = [Offer(c, cost(problem, c), row_invariant=in_one_order(c)) for c in found]
+    exact = problem.dtype in ("int8", "uint8")  # in any order
+    if not exact and not any(map(in_one_order, found)):
+        found += _plain_tiles(problem, dense)[:1]  # where tiles are small; such are dense, or stored through shared memory
+    offers = [Offer(c, cost(problem, c), row_invariant=exact or in_one_order(c)) for c in found]
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
@@ -156,33 +169,6 @@ def emit_conv(
     bias_at = b.constant(vector, f"{op.outputs[0].name}.bias")
     packed = hopper.pack_weights(problem, [f.weight for f in feeds])
     weights = b.constant(packed, f"{op.outputs[0].name}.weights")
-    second, second_pitch = (residual, residual_pitch) if residual is not None else (out, pitch)
-    assert second_pitch is not None
-    rows = channels if pitch != wide else wide
-    if isinstance(config, hopper.Config):
-        maps = _gemm_maps(problem, config, feeds, weights, channels)
-        maps += [
-            _rows_map(384, out, pitch, rows, problem, config),
-            _rows_map(512, second, second_pitch, rows, problem, config),
-        ]
-        recipe, function = hopper.recipe(problem, config, b.arch), "conv_sm90"
-        shared, blocks = hopper.shared_bytes(problem, config), hopper.grid_blocks(problem, config, h200())
-        channel_tiles = -(-wide // config.tile[0])
-        tiles = channel_tiles * -(-problem.pixels // config.tile[1])
-    else:
-        maps = _patch_maps(problem, config, feeds[0], weights, channels)
-        box = (64, config.tile_w, config.tile_h)
-        maps += [_image_map(384, out, rows, pitch, box, 128), _image_map(512, second, rows, second_pitch, box, 128)]
-        recipe, function = patch.recipe(problem, config, b.arch), "conv_patch_sm90"
-        shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, h200())
-        channel_tiles, tiles = patch.tiles(problem, config)
-    params = hopper.parameters(problem, hopper.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5)
-    params.channel_tiles, params.tiles = channel_tiles, tiles
-    block = Block()
-    block.data[:] = hopper.raw_bytes(params)
-    block.addresses = [(POINTERS, bias_at), (POINTERS + 8, out)]
-    if residual is not None:
-        block.addresses.append((POINTERS + 16, residual))
     stages = plain_stages(ep.stages)
     constants = [b.constant(c, "scalar") for c in ep.constants]
     views = [(f.x, w) for f, w in zip(feeds, _weight_views(weights, problem, feeds), strict=True)]
@@ -200,10 +186,65 @@ def emit_conv(
         attrs = {"sources": tuple(geometry), "epilogue": plain_stages([bias_stage, *moved])}
         column = bias_at.view((1, channels, 1, 1), (0, 1, 0, 0))
         kind, reads = "ConvSum", [*views[0], *views[1], column, *tail]
-    spec = KernelSpec(recipe, function)
-    b.emit(op, spec, (blocks, 1, 1), config.threads, block, kind, attrs, reads, [out], maps=maps,
-           shared=shared, cluster=config.split)  # fmt: skip
+    launch(b, op, problem, config, feeds, Operands(weights, bias_at, out, residual), (kind, attrs, reads))
     return str(config)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a launch has besides its sources: packed weights, the channels' constants, result and residual (channels-last NCHW)."""
+
+    weights: Placed
+    channel: Placed
+    out: Placed
+    residual: Placed | None = None
+
+
+def launch(
+    b: Builder,
+    op: Op,
+    problem: hopper.Problem,
+    config: Config,
+    feeds: Sequence[Feed],
+    operands: Operands,
+    meaning: tuple[str, dict[str, Any], Sequence[Placed | None]],
+    requantize: hopper.Requantize | None = None,
+) -> None:
+    """Add the launch of a problem in a configuration. ``meaning``: kind, attributes and operands of what it computes."""
+    out, wide = operands.out, problem.channels
+    pitch = pitch_of(out)
+    second = operands.residual if operands.residual is not None else out
+    second_pitch = pitch_of(second)
+    assert pitch is not None
+    assert second_pitch is not None
+    rows = out.shape[1] if pitch != wide else wide
+    if isinstance(config, hopper.Config):
+        maps = _gemm_maps(problem, config, feeds, operands.weights)
+        maps += [
+            _rows_map(384, out, pitch, rows, problem, config),
+            _rows_map(512, second, second_pitch, rows, problem, config),
+        ]
+        recipe, function = hopper.recipe(problem, config, b.arch), "conv_sm90"
+        shared, blocks = hopper.shared_bytes(problem, config), hopper.grid_blocks(problem, config, h200())
+        channel_tiles = -(-wide // config.tile[0])
+        tiles = channel_tiles * -(-problem.pixels // config.tile[1])
+    else:
+        maps = _patch_maps(problem, config, feeds[0], operands.weights)
+        box, span = (64, config.tile_w, config.tile_h), problem.out_span
+        maps += [_image_map(384, out, rows, pitch, box, span), _image_map(512, second, rows, second_pitch, box, span)]
+        recipe, function = patch.recipe(problem, config, b.arch), "conv_patch_sm90"
+        shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, h200())
+        channel_tiles, tiles = patch.tiles(problem, config)
+    params = hopper.parameters(problem, hopper.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5, requantize)
+    params.channel_tiles, params.tiles = channel_tiles, tiles
+    block = Block()
+    block.data[:] = hopper.raw_bytes(params)
+    block.addresses = [(POINTERS, operands.channel), (POINTERS + 8, out)]
+    if operands.residual is not None:
+        block.addresses.append((POINTERS + 16, operands.residual))
+    kind, attrs, reads = meaning
+    b.emit(op, KernelSpec(recipe, function), (blocks, 1, 1), config.threads, block, kind, attrs, reads, [out], maps=maps,
+           shared=shared, cluster=config.split)  # fmt: skip
 
 
 def _shift(arg: int | None, by: int) -> int | None:
@@ -213,38 +254,45 @@ def _shift(arg: int | None, by: int) -> int | None:
     return arg - by if arg < 0 else arg - RESIDUAL + 2
 
 
-def _gemm_maps(
-    problem: hopper.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: Placed, channels: int
-) -> list[MapSpec]:
+def _weights_map(problem: hopper.Problem, weights: Placed, rows: int) -> MapSpec:
+    depth = problem.k_steps * problem.block
+    return MapSpec(0, weights, (depth, weights.shape[0]), (depth * problem.item,), (problem.block, rows), problem.span)
+
+
+def _gemm_maps(problem: hopper.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: Placed) -> list[MapSpec]:
     """Weights and sources, as the implicit GEMM's own host code makes them but for pitches and odd channel counts."""
-    span, depth = problem.block * 2, problem.k_steps * problem.block
-    maps = [MapSpec(0, weights, (depth, channels), (depth * 2,), (problem.block, config.tile[0]), span)]
+    maps = [_weights_map(problem, weights, config.tile[0])]
     maps += [_source_map(128 * (1 + i), f, problem, config) for i, f in enumerate(feeds)]
     return maps if len(maps) == 3 else [*maps, replace(maps[1], at=256)]
 
 
-def _patch_maps(
-    problem: hopper.Problem, config: patch.PatchConfig, feed: Feed, weights: Placed, channels: int
-) -> list[MapSpec]:
+def _patch_maps(problem: hopper.Problem, config: patch.PatchConfig, feed: Feed, weights: Placed) -> list[MapSpec]:
     """The same for the patch kernel, whose source is an image."""
-    span, depth = problem.block * 2, problem.k_steps * problem.block
     height, width = patch.patch_size(problem, config)
-    pitch = pitch_of(feed.x)
-    assert pitch is not None
-    source = _image_map(128, feed.x, feed.x.shape[1], pitch, (problem.block, width, height), span)
-    first = MapSpec(0, weights, (depth, channels), (depth * 2,), (problem.block, config.wgm * 64), span)
-    return [first, source, replace(source, at=256)]
+    box = (problem.block, width, height)
+    if feed.overlapped is not None:
+        n, _, h, _ = feed.x.shape
+        pitch, row = feed.overlapped.pitch * problem.item, feed.x.strides[2] * problem.item
+        shape = (feed.overlapped.channels, feed.overlapped.width, h, n)
+        source = MapSpec(128, feed.x, shape, (pitch, row, h * row), (*box, 1), problem.span)
+    else:
+        at = pitch_of(feed.x)
+        assert at is not None
+        source = _image_map(128, feed.x, feed.x.shape[1], at, box, problem.span)
+    return [_weights_map(problem, weights, config.wgm * 64), source, replace(source, at=256)]
 
 
 def _rows_map(at: int, x: Placed, pitch: int, channels: int, problem: hopper.Problem, config: hopper.Config) -> MapSpec:
     """A result (or residual) as rows of channels, one per pixel."""
-    return MapSpec(at, x, (channels, problem.pixels), (pitch * 2,), (64, config.bn), 128)
+    item = x.dtype.itemsize
+    return MapSpec(at, x, (channels, problem.pixels), (pitch * item,), (64, config.bn), problem.out_span)
 
 
 def _image_map(at: int, x: Placed, channels: int, pitch: int, box: tuple[int, int, int], span: int) -> MapSpec:
     """A channels-last feature map as it is."""
     n, _, h, w = x.shape
-    return MapSpec(at, x, (channels, w, h, n), (pitch * 2, w * pitch * 2, h * w * pitch * 2), (*box, 1), span)
+    step = pitch * x.dtype.itemsize
+    return MapSpec(at, x, (channels, w, h, n), (step, w * step, h * w * step), (*box, 1), span)
 
 
 def _source_map(at: int, feed: Feed, problem: hopper.Problem, config: hopper.Config) -> MapSpec:
@@ -252,13 +300,13 @@ def _source_map(at: int, feed: Feed, problem: hopper.Problem, config: hopper.Con
     n, c, h, w = feed.x.shape
     pitch = pitch_of(feed.x)
     assert pitch is not None
-    span = problem.block * 2
+    step, span = pitch * problem.item, problem.span
     if feed.source.mode == hopper.ROWS:
-        return MapSpec(at, feed.x, (c, n * h * w), (pitch * 2,), (problem.block, config.bn), span)
+        return MapSpec(at, feed.x, (c, n * h * w), (step,), (problem.block, config.bn), span)
     kernel, (top, left, bottom, right) = feed.weight.shape[2:], feed.pads
     reach = [(k - 1) * d for k, d in zip(kernel, feed.dilations, strict=True)]
     corners = (-left, -top, right - reach[1], bottom - reach[0])
-    strides = (pitch * 2, w * pitch * 2, h * w * pitch * 2)
+    strides = (step, w * step, h * w * step)
     steps = (1, feed.strides[1], feed.strides[0], 1)
     return MapSpec(at, feed.x, (c, w, h, n), strides, (problem.block, config.bn), span, corners, steps)
 

@@ -17,6 +17,7 @@ from optdnn.tactics.cuda.libraries import CublasLtBatched, CublasLtGemm, CudnnCo
 from optdnn.tactics.cuda.matmul import TiledMatMul
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
 from optdnn.tactics.cuda.positions import POSITIONS, Positions
+from optdnn.tactics.cuda.quantized import HopperQuantizedConv, HopperQuantizedMatMul, MeanOfIntegers
 from optdnn.tactics.cuda.reduce import REDUCTIONS, Reduction
 from optdnn.tactics.cuda.rnn import HopperRNN
 from optdnn.tactics.cuda.rnn_general import GeneralRNN
@@ -28,6 +29,9 @@ TACTICS: dict[str, tuple[Tactic, ...]] = {
     "ConvTranspose": (BlockConvTranspose(), DirectConvTranspose()),
     "MatMul": (HopperGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
     "Gemm": (HopperGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
+    "QuantizedConv": (HopperQuantizedConv(),),
+    "QuantizedMatMul": (HopperQuantizedMatMul(),),
+    "QuantizedMean": (MeanOfIntegers(),),
     "MaxPool": (WindowPool(),),
     "AveragePool": (WindowPool(),),
     "Resize": (Resize(),),

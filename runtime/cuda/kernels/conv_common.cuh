@@ -19,7 +19,7 @@ struct Params {
     Requantize requantize;        // of 8-bit operands
 };
 
-constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile, and the span of its swizzle
+constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile, and (but of fp32) its swizzle's span
 
 // The constants of a thread's two rows of channels: 8 apart, or neighbours where the weights' rows are permuted so.
 DEVICE void load_channel_pair(const Params& p, int first, int lane, Channel (&c)[2]) {
@@ -52,7 +52,7 @@ DEVICE void finish_8_pixels(const Params& p, u32 address, const Acc* v, const Ch
         pack2(finished(p.requantize, v[0], c[0], low_float(r0)), finished(p.requantize, v[1], c[0], high_float(r0))),
         pack2(finished(p.requantize, v[2], c[1], low_float(r1)), finished(p.requantize, v[3], c[1], high_float(r1))));
 }
-#else
+#elif OUT_ITEM == 1
 // 16 channels x 8 pixels in 8 bits: two neighbouring channels (the permuted rows lane / 4 and + 8) are one 16-bit element of the
 // 8x8 matrix that stmatrix turns around, so a row of it is one pixel's 16 channels.
 DEVICE u32 finish_fragment(const Params& p, const Acc* v, const Channel (&c)[2], u32 residual) {

@@ -1,7 +1,7 @@
 // Element types of the Hopper convolution kernels: what a sum is, what every output channel brings to its epilogue, how results
 // and residuals are stored.
 //
-// generated.cuh defines OPERAND_ITEM and OUT_ITEM (bytes of an operand, and of a result or residual), INTEGER (sums are int, else float), and
+// generated.cuh defines OPERAND_ITEM and OUT_ITEM (bytes of an operand, and of a result or residual; 4: fp32, for DIRECT stores alone), INTEGER (sums are int, else float), and
 // for results of one byte OUT_FLOAT8, OUT_ZERO (whether a zero point is added), RESIDUAL_UNSIGNED. 16-bit types: see pack2() in ptx.cuh.
 #pragma once
 
@@ -49,6 +49,11 @@ typedef uint2 Four;
 DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], Four r) {
     return make_uint2(pack2(finished(q, v.x, c[0], low_float(r.x)), finished(q, v.y, c[1], high_float(r.x))),
                       pack2(finished(q, v.z, c[2], low_float(r.y)), finished(q, v.w, c[3], high_float(r.y))));
+}
+#elif OUT_ITEM == 4
+typedef float4 Four;
+DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], Four r) {
+    return make_float4(finished(q, v.x, c[0], r.x), finished(q, v.y, c[1], r.y), finished(q, v.z, c[2], r.z), finished(q, v.w, c[3], r.w));
 }
 #else
 typedef u32 Four;

@@ -1,0 +1,123 @@
+"""Our own kinds of 8-bit arithmetic: what a GPU's pipeline makes of DequantizeLinear, an operator, QuantizeLinear.
+
+A product of 8-bit numbers is summed exactly, becomes fp32 by its channel's scale, runs through the stages (named as the kernels
+name them, :data:`optdnn.runtime.cuda.render.STAGES`), and is rounded half to even, shifted and saturated to 8 bits, or left a
+float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Attrs, Call, Cost, Export, OpDef, Result, Tol, Traits, Unsupported
+from optdnn.ops.checks import agree, elements, extent, require_rank
+from optdnn.runtime.reference.quantized import KERNELS
+from optdnn.runtime.reference.window import output_sizes
+from optdnn.types import INT8, DType, TensorType
+
+
+@dataclass(frozen=True)
+class RequantizeAttrs(Attrs):
+    """The numbers of the epilogue. Results are bounded by ``low`` and ``high`` before the zero point ``zero`` is added."""
+
+    stages: tuple[tuple[str | float, ...], ...] = (("bias",),)
+    residual_scale: float = 1.0
+    residual_zero: int = 0
+    low: float = -128.0
+    high: float = 127.0
+    zero: int = 0
+    output_dtype: DType = INT8
+
+
+@dataclass(frozen=True)
+class QuantizedConvAttrs(RequantizeAttrs):
+    """Geometry as of Conv; no ``auto_pad``."""
+
+    strides: tuple[int, ...] = (1, 1)
+    pads: tuple[int, ...] = (0, 0, 0, 0)
+    dilations: tuple[int, ...] = (1, 1)
+    group: int = 1
+
+
+@dataclass(frozen=True)
+class QuantizedMeanAttrs(Attrs):
+    """Mean over all spatial axes: a sum less the zero points, times ``factor``, bounded, rounded, shifted by ``zero``."""
+
+    factor: float
+    input_zero: int = 0
+    low: float = -128.0
+    high: float = 127.0
+    zero: int = 0
+    output_dtype: DType = INT8
+
+
+def _operands(call: Call) -> tuple[TensorType, TensorType]:
+    x, w = call.type(0), call.type(1)
+    for t in (x, w):
+        if t.dtype.itemsize != 1:
+            raise ShapeError(f"{call.kind} of {x} and weights {w}: both must be of 8 bits")
+    return x, w
+
+
+def _finished(call: Call, shape: tuple[Any, ...]) -> Result:
+    """The result's type, with the channels' constants and the residual checked against it."""
+    channel = call.type(2)
+    require_rank(channel, 2, f"{call.kind} scales and biases")
+    agree(channel.dims[0], call.type(1).dims[0], f"{call.kind} scales and biases {channel} do not fit the weights")
+    if call.has(3):
+        residual = call.type(3)
+        require_rank(residual, len(shape), f"{call.kind} residual")
+        for d, s in zip(residual.dims, shape, strict=True):
+            agree(d, s, f"{call.kind} residual {residual} is not of the result's shape")
+    return Result((TensorType(call.attrs.output_dtype, shape),))
+
+
+def _infer_conv(call: Call) -> Result:
+    x, w = _operands(call)
+    a: QuantizedConvAttrs = call.attrs
+    require_rank(x, len(w.dims), f"QuantizedConv input (its weights are {w})")
+    agree(x.dims[1], w.dims[1] * a.group, f"QuantizedConv input {x} does not have the channels of weights {w}")
+    sizes = output_sizes("NOTSET", a.pads, x.dims[2:], w.dims[2:], a.strides, a.dilations)
+    return _finished(call, (x.dims[0], w.dims[0], *sizes))
+
+
+def _infer_matmul(call: Call) -> Result:
+    x, w = _operands(call)
+    require_rank(w, 2, "QuantizedMatMul weights")
+    agree(x.dims[-1], w.dims[1], f"QuantizedMatMul rows {x} do not fit weights {w}")
+    return _finished(call, (*x.dims[:-1], w.dims[0]))
+
+
+def _infer_mean(call: Call) -> Result:
+    x = call.type(0)
+    return Result((TensorType(call.attrs.output_dtype, (*x.dims[:2], *[1] * (len(x.dims) - 2))),))
+
+
+def _no_onnx(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    raise Unsupported("an operator of a GPU's pipeline has no ONNX form")
+
+
+def _cost(call: Call, result: Result) -> Cost:
+    return Cost(2 * elements(result.types[0]) * extent(*call.type(1).dims[1:]))
+
+
+STEP = Tol(0.0, 1.0 / 127)
+"""One step of the result."""
+
+DEFS: tuple[OpDef, ...] = (
+    OpDef(
+        "QuantizedConv", _infer_conv, KERNELS["QuantizedConv"], QuantizedConvAttrs,
+        to_onnx=_no_onnx, cost=_cost, tol=STEP, traits=Traits(own_precision=True), arity=3,
+    ),
+    OpDef(
+        "QuantizedMatMul", _infer_matmul, KERNELS["QuantizedMatMul"], RequantizeAttrs,
+        to_onnx=_no_onnx, cost=_cost, tol=STEP, traits=Traits(own_precision=True), arity=3,
+    ),
+    OpDef(
+        "QuantizedMean", _infer_mean, KERNELS["QuantizedMean"], QuantizedMeanAttrs,
+        to_onnx=_no_onnx, tol=STEP, traits=Traits(own_precision=True),
+    ),
+)  # fmt: skip

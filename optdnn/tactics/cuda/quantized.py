@@ -1,0 +1,231 @@
+"""Tactics of 8-bit convolutions, matrix products and means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.ops.base import attrs_dict
+from optdnn.runtime.cuda import conv as hopper
+from optdnn.runtime.cuda import pool_int8, quantized, render
+from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda.builder import EIGHT_BITS, Builder, Placed, channels_last, map_dtype, row_major, up
+from optdnn.tactics.cuda.conv import image
+from optdnn.tactics.cuda.described import emit_description
+from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.tactic import OwnTactic, Rehearsed
+from optdnn.tactics.cuda.views import reshaped
+from optdnn.types import BF16, FP16, FP32, DType
+
+
+def _pixels(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
+    """Strides of a channels-last tensor whose pixels begin at multiples of 16 bytes."""
+    return channels_last(shape, up(shape[1], 16 // dtype.itemsize))
+
+
+def _with_pitch(b: Builder, op: Op, x: Placed) -> Placed:
+    """``x`` (NCHW) in an order that TMA can read: itself, or a copy (one for all who ask)."""
+    if conv_sm90.pitch_of(x) is not None:
+        return x
+    key = (x, ())
+    if key not in b._copies:
+        made = b.new(f"{op.outputs[0].name}.nhwc", x.dtype, x.shape, _pixels(x.shape, x.dtype))
+        copy(b, op, x, made)
+        b._copies[key] = made
+    return b._copies[key]
+
+
+def _refusal(b: Builder, op: Op) -> str | None:
+    if not b.arch.startswith("sm_90"):
+        return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
+    if b.graph.constant_value(op.inputs[1]) is None or b.graph.constant_value(op.inputs[2]) is None:
+        return "its weights and scales are not constant"
+    out = op.outputs[0].type
+    if out.dtype.name not in EIGHT_BITS and out.dtype not in (FP16, BF16, FP32):
+        return f"its results are not {out.dtype.name}"
+    if 0 in out.static_shape:
+        return "it is empty"
+    x = b.graph.type(op.inputs[0]).dtype.name  # type: ignore[arg-type]
+    if x not in EIGHT_BITS or (out.dtype.name in EIGHT_BITS and ("float8" in x) != ("float8" in out.dtype.name)):
+        return f"no kernel turns {x} into {out.dtype.name}"
+    names = [str(s[0]) for s in op.attrs.stages]
+    missing = sorted(set(names) - render.STAGES.keys())
+    if missing or len(render.constants_of(op.attrs.stages)) > hopper.MAX_CONSTANTS:
+        return f"it has stages that the kernel has not: {', '.join(missing) or 'too many constants'}"
+    if op.input(3) is not None:
+        residual = b.graph.type(op.inputs[3])  # type: ignore[arg-type]
+        if residual.dtype.itemsize != out.dtype.itemsize:
+            return f"its residual is of {residual.dtype.name}, its result of {out.dtype.name}"
+    return None
+
+
+def _emit(
+    b: Builder, op: Op, feed: conv_sm90.Feed, residual: Placed | None, out: Placed, reads: Placed, config: Any
+) -> str:
+    """The launch; ``out`` and ``residual`` are NCHW, ``reads`` is operand 0 as the meaning reads it (its logical shape)."""
+    a, channel = op.attrs, b.graph.constant_value(op.inputs[2])
+    assert channel is not None
+    channels = out.shape[1]
+    item = out.dtype.itemsize
+    dtype, result = map_dtype(reads.dtype), map_dtype(out.dtype)
+    second = map_dtype(residual.dtype) if residual is not None else ""
+    problem = hopper.Problem(
+        out.shape[0], up(channels, 16 // item), (feed.source,), tuple(a.stages), dtype, result, second, a.zero != 0
+    )
+    pitches = [conv_sm90.pitch_of(p) for p in (out, residual) if p is not None]
+    offers = conv_sm90.ranked(problem, all(p == problem.channels for p in pitches))
+    b.offer(offers)
+    config = config or offers[0].config
+    packed = b.constant(hopper.pack_weights(problem, [feed.weight]), f"{op.outputs[0].name}.weights")
+    pairs = b.constant(quantized.pad_channels(channel), f"{op.outputs[0].name}.scales")
+    bias = quantized.byte_bias(second) + a.residual_zero
+    requantize = hopper.Requantize(a.residual_scale, bias, a.low, a.high, a.zero)
+    operands = conv_sm90.Operands(packed, pairs, out, residual)
+    weight = _weight_view(packed, problem, feed)
+    attrs = {k: v for k, v in attrs_dict(a).items() if k not in ("strides", "pads", "dilations", "group")}
+    attrs |= {"strides": feed.strides, "pads": feed.pads, "dilations": feed.dilations, "group": 1}
+    tail = [residual] if residual is not None else []
+    meaning = ("QuantizedConv", attrs, [reads, weight, pairs.view((channels, 2), (2, 1)), *tail])
+    conv_sm90.launch(b, op, problem, config, [feed], operands, meaning, requantize)
+    return str(config)
+
+
+def _weight_view(packed: Placed, problem: hopper.Problem, feed: conv_sm90.Feed) -> Placed:
+    """The logical weights inside the packed ones: OIHW, or ``[sixteens, 8, 2, i, h, w]`` where rows are permuted."""
+    o, i, r, s = feed.weight.shape
+    depth, lane = problem.k_steps * problem.block, up(problem.sources[0].channels, problem.block)
+    if problem.out_item > 1:
+        return packed.view((o, i, r, s), (depth, 1, s * lane, lane))
+    return packed.view((up(o, 16) // 16, 8, 2, i, r, s), (16 * depth, depth, 8 * depth, 1, s * lane, lane))
+
+
+class HopperQuantizedConv(Rehearsed):
+    """Ungrouped convolutions of int8, uint8 or fp8 over one or two spatial axes."""
+
+    name = "conv_sm90_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        why = _refusal(b, op)
+        if why is not None:
+            return why
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        if a.group != 1 or weight.ndim not in (3, 4):
+            return f"it has {a.group} groups and {weight.ndim - 2} spatial axes"
+        geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
+        return conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        assert op.inputs[0] is not None
+        strides, pads, dilations = a.strides, a.pads, a.dilations
+        if weight.ndim == 3:
+            weight = weight[:, :, None]
+            strides, pads, dilations = (1, *strides), (0, pads[0], 0, pads[1]), (1, *dilations)
+        target = b.target(op.value)
+        out = image(target)
+        x = _with_pitch(b, op, image(b.operand(op.inputs[0])))
+        feed = conv_sm90.Feed(x, weight, strides, pads, dilations)
+        residual = _with_pitch(b, op, image(b.operand(op.inputs[3]))) if op.input(3) is not None else None  # type: ignore[arg-type]
+        between = out
+        if conv_sm90.pitch_of(out) is None:
+            between = b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
+        used = _emit(b, op, feed, residual, between, x, config)
+        if between is not out:
+            copy(b, op, between, out)
+        return used
+
+
+class HopperQuantizedMatMul(Rehearsed):
+    """Products of rows of int8, uint8 or fp8 with a constant matrix: a 1 x 1 convolution over rows."""
+
+    name = "gemm_sm90_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        return _refusal(b, op)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        assert op.inputs[0] is not None
+        x = self._rows(b, op, b.operand(op.inputs[0]))
+        residual = self._rows(b, op, b.operand(op.inputs[3])) if op.input(3) is not None else None  # type: ignore[arg-type]
+        feed = conv_sm90.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
+        unit = 16 // op.outputs[0].type.dtype.itemsize
+        if op.value not in b.reserved and op.outputs[0].type.static_shape[-1] % unit:
+            t = op.outputs[0].type
+            b.place[op.value] = b.new(op.outputs[0].name, t.dtype, t.static_shape, _padded(t.static_shape, unit))
+        target = b.target(op.value)
+        between, out = target, _rows_of(target)
+        if out is None:
+            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, _padded(target.shape, unit))
+            out = _rows_of(between)
+            assert out is not None
+        used = _emit(b, op, feed, residual, out, x, config)
+        if between is not target:
+            copy(b, op, between, target)
+        return used
+
+    @staticmethod
+    def _rows(b: Builder, op: Op, x: Placed) -> Placed:
+        found = _rows_of(x)
+        if found is None:
+            dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape, _padded(x.shape, 16 // x.dtype.itemsize))
+            copy(b, op, x, dense)
+            found = _rows_of(dense)
+            assert found is not None
+        return found
+
+
+def _padded(shape: tuple[int, ...], unit: int) -> tuple[int, ...]:
+    """Strides of a dense tensor but for rows that start at multiples of ``unit`` elements."""
+    return (*(s * up(shape[-1], unit) for s in row_major(shape[:-1])), 1)
+
+
+def _rows_of(x: Placed) -> Placed | None:
+    """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch that TMA can read."""
+    flat = reshaped(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
+    if flat is None:
+        return None
+    (n, k), (pitch, step) = flat.shape, flat.strides
+    if k > 1 and step != 1:
+        return None
+    found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, conv_sm90.aligned(x)), 1, pitch, pitch))
+    return found if conv_sm90.pitch_of(found) is not None else None
+
+
+class MeanOfIntegers(OwnTactic):
+    """Global average pooling of int8 or uint8 images that lie channels-last without gaps."""
+
+    name = "mean_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
+        if x.dtype.name not in ("int8", "uint8") or op.outputs[0].type.dtype != x.dtype:
+            return "it is for int8 or uint8, in and out"
+        assert op.inputs[0] is not None
+        placed = b.operand(op.inputs[0])
+        if x.static_shape[1] % 4 or not placed.is_like(channels_last(placed.shape, placed.shape[1])):
+            return "its images have gaps or another order"
+        return None
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        assert op.inputs[0] is not None
+        a, x, target = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
+        n, c, *spatial = x.shape
+        out, dense = target, (c, 1, *(1 for _ in spatial))
+        if not target.is_like(dense) or target.offset % 4:
+            out = b.new(f"{op.outputs[0].name}.mean", target.dtype, target.shape, dense)
+        found = pool_int8.global_average_pool(
+            (n, int(np.prod(spatial)), 1, c), a.input_zero, a.factor, (a.low, a.high), a.zero
+        )
+        emit_description(
+            b, op, pool_int8.recipe(x.dtype.name, b.arch), found, {"input": x, "output": out},
+            kind=op.kind, attrs=attrs_dict(a), reads=[x], writes=[out],
+        )  # fmt: skip
+        if out is not target:
+            copy(b, op, out, target)
+        return ""

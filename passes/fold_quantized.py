@@ -1,0 +1,318 @@
+"""DequantizeLinear, an operator, QuantizeLinear become one operator on 8-bit numbers: what a GPU's kernels run.
+
+A product (Conv, Gemm, MatMul) whose rows and constant weights are dequantized sums integers exactly and takes scales, bias,
+residual, activation and the rounding of its result into its epilogue. What only moves or compares numbers runs on the integers
+themselves where both sides have one scale. Whatever pointwise work is left becomes one Pointwise with the conversions as stages.
+
+The rounding of a float between an operator and its QuantizeLinear falls away; else results are those of the graph, to one step of
+the last scale. So the pass belongs to a target's pipeline, behind the assignment of precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.conv import ConvAttrs, resolved
+from optdnn.ops.fused import PointwiseAttrs
+from optdnn.ops.quantized import QuantizedConvAttrs, QuantizedMeanAttrs, RequantizeAttrs
+from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rewrite, Rule, RulePass
+from optdnn.passes.quantized_stages import DequantizeStages, QuantizeStages
+from optdnn.runtime.cuda import quantized
+from optdnn.runtime.cuda.quantized import Affine, Scaling
+from optdnn.tactics.cuda.epilogue import Epilogue, channel_vector, plan_epilogue
+from optdnn.types import DTYPES, Array, is_float
+
+EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
+
+
+def scalar(graph: Graph, value: Value | None, default: float) -> float | None:
+    """The one number that a constant operand holds; None where it is not constant, or more than one."""
+    if value is None:
+        return default
+    array = graph.constant_value(value)
+    return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
+
+
+def affine(graph: Graph, op: Op, stored: Value) -> Affine | None:
+    """Scale and zero point of a Q or DQ op of a whole tensor; ``stored`` is its 8-bit value."""
+    dtype = graph.type(stored).dtype.name
+    scale, zero = scalar(graph, op.inputs[1], 1.0), scalar(graph, op.input(2), 0.0)
+    if (
+        dtype not in EIGHT_BITS
+        or op.attrs.block_size
+        or scale is None
+        or zero is None
+        or not np.isfinite(scale)
+        or scale <= 0
+    ):
+        return None
+    return Affine(dtype, scale, int(zero))
+
+
+def source(graph: Graph, value: Value | None) -> Op | None:
+    """The DequantizeLinear that a value comes from, behind casts between floating types."""
+    while value is not None:
+        op = graph.op(value)
+        if op.kind == "DequantizeLinear":
+            return op
+        if op.kind != "Cast" or op.inputs[0] is None or not is_float(graph.type(op.inputs[0]).dtype):
+            return None
+        value = op.inputs[0]
+    return None
+
+
+def dequantized(graph: Graph, value: Value | None) -> tuple[Value, Affine] | None:
+    """The 8-bit value behind a dequantized one, and its scale."""
+    op = source(graph, value)
+    if op is None or op.inputs[0] is None:
+        return None
+    found = affine(graph, op, op.inputs[0])
+    return None if found is None else (op.inputs[0], found)
+
+
+def quantization(graph: Graph, value: Value) -> tuple[Op, Affine] | None:
+    """The QuantizeLinear that alone reads a value, behind casts between floating types that alone do."""
+    while True:
+        user = graph.sole_user(value)
+        if user is None:
+            return None
+        if user.kind == "Cast" and is_float(user.attrs.to):
+            value = user.value
+            continue
+        if user.kind != "QuantizeLinear" or user.inputs[0] != value:
+            return None
+        found = affine(graph, user, user.value)
+        return None if found is None else (user, found)
+
+
+def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | None:
+    """int8 (or fp8) weights, their scales (one or one per entry of an axis, float64), and that axis (counted from 0)."""
+    op = source(graph, value)
+    array = None if op is None else graph.constant_value(op.inputs[0])
+    if op is None or array is None or array.dtype.name not in ("int8", "float8_e4m3fn") or op.attrs.block_size:
+        return None
+    scale, zero = graph.constant_value(op.inputs[1]), graph.constant_value(op.input(2))
+    if scale is None or (op.input(2) is not None and (zero is None or zero.any())):
+        return None
+    return array, scale.astype(np.float64).reshape(-1), op.attrs.axis % array.ndim
+
+
+def bias(graph: Graph, value: Value | None) -> Array | None:
+    """A constant operand in float64, through a DequantizeLinear of 32-bit integers where there is one."""
+    array = graph.constant_value(value)
+    if array is not None:
+        return array.astype(np.float64)
+    op = source(graph, value)
+    stored = None if op is None else graph.constant_value(op.inputs[0])
+    scale = None if op is None else graph.constant_value(op.inputs[1])
+    if (
+        op is None
+        or stored is None
+        or scale is None
+        or (op.input(2) is not None and np.any(graph.constant_value(op.input(2))))
+    ):
+        return None
+    return np.asarray(stored.astype(np.float64) * scale.astype(np.float64).reshape(-1))
+
+
+class QuantizedProduct(Rule):
+    """Conv, Gemm or MatMul of dequantized rows and dequantized constant weights, with what follows it."""
+
+    name = "quantized_product"
+    kinds = frozenset({"Conv", "Gemm", "MatMul"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        x, w = dequantized(graph, op.inputs[0]), weights(graph, op.inputs[1])
+        if x is None and w is None:
+            return None
+        if x is None or w is None:
+            what = "its weights are, its operand is not" if x is None else "its operand is, its weights are not"
+            return Miss(f"only one of them is dequantized by constants: {what}")
+        reason = self._refusal(graph, op, x[1], w)
+        if reason is not None:
+            return Miss(reason)
+        ops = [op]
+        result = quantization(graph, op.value)
+        if result is not None:
+            ops.append(result[0])
+        return Match(tuple(ops), (x, w, result))
+
+    def _refusal(self, graph: Graph, op: Op, x: Affine, w: tuple[Array, Array, int]) -> str | None:
+        array, scale, axis = w
+        if x.zero:
+            return f"its operand has zero point {x.zero}: padding and sums are those of zero point 0"
+        if (x.dtype == "float8_e4m3fn") != (array.dtype.name == "float8_e4m3fn"):
+            return f"{x.dtype} times {array.dtype.name}"
+        if op.attrs.prologue:
+            return "it has a prologue"
+        if op.kind == "Gemm" and op.attrs.transA:
+            return "its first operand is transposed"
+        if array.ndim != (2 if op.kind != "Conv" else array.ndim) or array.ndim > 4:
+            return f"its weights have {array.ndim} axes"
+        rows = 0 if op.kind == "Conv" or (op.kind == "Gemm" and op.attrs.transB) else 1
+        if scale.size != 1 and axis != rows:
+            return f"its weights have scales along axis {axis}, not per output channel"
+        if op.kind == "Conv" and op.attrs.group != 1 and (array.shape[1] != 1 or op.attrs.group != array.shape[0]):
+            return f"it has {op.attrs.group} groups of {array.shape[1]} channels"
+        if not op.outputs[0].type.is_static or (op.kind != "Conv" and (graph.type(op.inputs[0]).rank or 0) < 2):  # type: ignore[arg-type]
+            return "its size is not fixed"
+        if op.input(2) is not None and op.kind != "MatMul":
+            given = bias(graph, op.input(2))
+            if given is None or (
+                channel_vector(given, op.outputs[0].type.static_shape, self._axis(op)) is None and op.kind == "Gemm"
+            ):
+                return "its bias is not constant, or not per channel"
+        return None
+
+    @staticmethod
+    def _axis(op: Op) -> int:
+        return 1 if op.kind == "Conv" else -1
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        op = match.ops[0]
+        (stored, x), (array, scale, _), result = match.data
+        out = result[1] if result is not None else None
+        ep = plan_epilogue(graph, op, channel_axis=self._axis(op))
+        residual = dequantized(graph, ep.residual) if ep.residual is not None else None
+        if ep.residual is not None and out is not None and not _fits(residual, out):
+            ep = plan_epilogue(graph, op, channel_axis=self._axis(op), allow_residual=False)
+        if ep.rest:
+            out = None
+        patch = Patch(graph, match.ops)
+        channels = op.outputs[0].type.static_shape[self._axis(op)]
+        made = self._product(graph, patch, op, stored, x, array, scale, ep, out, residual, channels)
+        if ep.rest:
+            made = patch.add("Pointwise", [made, *ep.rest_operands], PointwiseAttrs(epilogue=tuple(ep.rest)))
+        patch.replace(op.value if out is None else match.ops[1].value, made)
+        return patch
+
+    def _product(
+        self, graph: Graph, patch: Patch, op: Op, stored: Value, x: Affine, array: Array, scale: Array, ep: Epilogue,
+        out: Affine | None, residual: tuple[Value, Affine] | None, channels: int,
+    ) -> Value:  # fmt: skip
+        alpha = op.attrs.alpha if op.kind == "Gemm" else 1.0
+        total = np.zeros(channels)
+        given = bias(graph, op.input(2)) if op.kind != "MatMul" else None
+        if given is not None:
+            total = total + given.reshape(-1) * (op.attrs.beta if op.kind == "Gemm" else 1.0)
+        if ep.bias is not None:
+            total = total + ep.bias
+        second: Value | None = ep.residual
+        around: Affine | None = Affine(op.outputs[0].type.dtype.name, 1.0) if second is not None else None
+        if second is not None and out is not None:
+            assert residual is not None
+            second, around = residual
+        factors = np.broadcast_to(scale * x.scale * alpha, (channels,))
+        numbers = quantized.scaling(ep.rendered, factors, total, out=out, residual=around)
+        if op.kind == "Conv":
+            a: ConvAttrs = resolved(op.attrs, graph.type(op.inputs[0]), graph.type(op.inputs[1]))  # type: ignore[arg-type]
+            fields = _fields(numbers, op, out, around)
+            attrs: RequantizeAttrs = QuantizedConvAttrs(
+                **fields, strides=a.strides, pads=a.pads, dilations=a.dilations, group=a.group
+            )
+        else:
+            attrs = RequantizeAttrs(**_fields(numbers, op, out, around))
+            if op.kind == "MatMul" or not op.attrs.transB:
+                array = np.ascontiguousarray(array.T)
+        name = op.outputs[0].name
+        operands = [stored, patch.constant(array, f"{name}.weights"), patch.constant(numbers.channel, f"{name}.scales")]
+        kind = "QuantizedConv" if op.kind == "Conv" else "QuantizedMatMul"
+        return patch.add(kind, [*operands, *([second] if second is not None else [])], attrs, name=name)
+
+
+def _fits(residual: tuple[Value, Affine] | None, out: Affine) -> bool:
+    """Whether a kernel whose result is stored so can add that residual."""
+    return residual is not None and ("float8" in residual[1].dtype) == ("float8" in out.dtype)
+
+
+def _fields(numbers: Scaling, op: Op, out: Affine | None, residual: Affine | None) -> dict[str, Any]:
+    r = numbers.requantize
+    return {
+        "stages": tuple(tuple(s) for s in numbers.stages), "residual_scale": r.residual_scale,
+        "residual_zero": residual.zero if residual is not None else 0, "low": r.low, "high": r.high, "zero": r.zero,
+        "output_dtype": op.outputs[0].type.dtype if out is None else np.dtype(_DTYPES[out.dtype]),
+    }  # fmt: skip
+
+
+_DTYPES = {d.name: d for d in DTYPES.values()}
+
+
+NEUTRAL = frozenset(
+    {
+        *("MaxPool", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Slice"),
+        *("DepthToSpace", "SpaceToDepth", "Expand", "Tile", "Concat"),
+    }
+)
+"""Kinds that move or compare numbers: the same on quantized ones, where both sides have one scale."""
+
+
+class NeutralOfIntegers(Rewrite):
+    """DQ -> an op that only moves or compares -> Q of the same scale and zero point: the op on the integers."""
+
+    name = "neutral_of_integers"
+    kinds = NEUTRAL
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        read = range(len(op.inputs)) if op.kind == "Concat" else range(1)
+        sources = [dequantized(graph, op.inputs[i]) for i in read]
+        result = quantization(graph, op.value) if len(op.outputs) == 1 else None
+        if result is None or any(s is None for s in sources):
+            return None
+        found = [s for s in sources if s is not None]
+        if any(a != result[1] for _, a in found):
+            return Miss("the scales before and behind it differ")
+        inputs = (*(v for v, _ in found), *op.inputs[len(found) :])
+
+        def build(patch: Patch) -> Value:
+            return patch.add(op.kind, inputs, op.attrs, name=op.outputs[0].name)
+
+        return Match((result[0], op), build)
+
+
+class QuantizedMean(Rewrite):
+    """DQ -> GlobalAveragePool -> Q."""
+
+    name = "quantized_mean"
+    kinds = frozenset({"GlobalAveragePool"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        x, result = dequantized(graph, op.inputs[0]), quantization(graph, op.value)
+        if x is None or result is None or not op.outputs[0].type.is_static:
+            return None
+        if "float8" in x[1].dtype or "float8" in result[1].dtype:
+            return Miss("there is no mean of fp8")
+        stored, given, out = x[0], x[1], result[1]
+        pixels = int(np.prod(graph.type(stored).static_shape[2:]))
+        low, high = (float(b - out.zero) for b in quantized.BOUNDS[out.dtype])
+        factor = float(np.float32(given.scale / (out.scale * pixels)))
+        attrs = QuantizedMeanAttrs(factor, given.zero, low, high, out.zero, _DTYPES[out.dtype])
+
+        def build(patch: Patch) -> Value:
+            return patch.add("QuantizedMean", [stored], attrs, name=op.outputs[0].name)
+
+        return Match((result[0], op), build)
+
+
+class _Sweep(RulePass):
+    def __init__(self, *rules: Rule):
+        self.rules = rules
+
+
+class FoldQuantized(Pass):
+    """Products first; conversions become stages only when nothing else can take them any more. Hopper alone has the kernels."""
+
+    name = "fold_quantized"
+    sweeps = (
+        _Sweep(QuantizedProduct(), NeutralOfIntegers(), QuantizedMean()),
+        _Sweep(QuantizeStages()),
+        _Sweep(DequantizeStages()),
+    )
+
+    def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
+        if context.target.startswith("cuda:sm_90") and graph.kinds().keys() & {"DequantizeLinear", "QuantizeLinear"}:
+            for sweep in self.sweeps:
+                sweep.run(graph, context, report)

@@ -1,0 +1,129 @@
+"""What the quantized kernels compute, to the bit: integer sums, then one fp32 rounding per step (no contraction)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.conv import conv as float_conv
+from optdnn.runtime.reference.unary import KERNELS as UNARY
+from optdnn.types import Array, DType, is_float
+
+F = np.float32
+
+
+def _sigmoid(x: Array) -> Array:
+    return np.asarray(F(1) / (F(1) + np.exp(-x)))
+
+
+def _erf(x: Array) -> Array:
+    return np.asarray(UNARY["Erf"](x)[0])
+
+
+STAGES: dict[str, Callable[..., Array]] = {
+    "relu": lambda x: np.maximum(x, F(0)),
+    "clip": lambda x, low, high: np.minimum(np.maximum(x, F(low)), F(high)),
+    "leaky_relu": lambda x, alpha: np.asarray(np.where(x < 0, F(alpha) * x, x)),
+    "elu": lambda x, alpha: np.asarray(np.where(x < 0, F(alpha) * (np.exp(x) - F(1)), x)),
+    "sigmoid": _sigmoid,
+    "silu": lambda x: x * _sigmoid(x),
+    "tanh": np.tanh,
+    "hard_sigmoid": lambda x, alpha, beta: np.clip(F(alpha) * x + F(beta), F(0), F(1)),
+    "hard_swish": lambda x: x * np.clip(x * F(0.16666667) + F(0.5), F(0), F(1)),
+    "gelu": lambda x: F(0.5) * x * (F(1) + _erf(x * F(0.70710678))),
+    "gelu_tanh": lambda x: F(0.5) * x * (F(1) + np.tanh(F(0.79788456) * (x + F(0.044715) * x * x * x))),
+    "softplus": lambda x: np.asarray(np.where(x > 20, x, np.log1p(np.exp(x)))),
+    "mul_const": lambda x, value: x * F(value),
+    "add_const": lambda x, value: x + F(value),
+}
+"""The kernels' stages but for those with a second tensor, in fp32 (see :data:`optdnn.runtime.cuda.render.STAGES`)."""
+
+
+def epilogue(
+    total: Array,
+    channel: Array,
+    residual: Array | None,
+    *,
+    stages: Sequence[Sequence[Any]],
+    residual_scale: float,
+    residual_zero: int,
+    low: float,
+    high: float,
+    zero: int,
+    output_dtype: DType,
+) -> Array:
+    """Sums ``[n, channels, ...]`` to results of ``output_dtype``. ``channel``: each channel's scale and bias, ``[channels, 2]``."""
+    shape = (1, -1, *(1,) * (total.ndim - 2))
+    x = total.astype(F) * channel[:, 0].reshape(shape)
+    r = None
+    if residual is not None:
+        r = residual.astype(F)
+        if residual.dtype.itemsize == 1:
+            r = (r - F(residual_zero)) * F(residual_scale)
+    for name, *values in stages:
+        if name == "bias":
+            x = x + channel[:, 1].reshape(shape)
+        elif name in ("add", "mul"):
+            if r is None:
+                raise InternalError(f"a quantized epilogue has a stage {name!r}, but no second tensor")
+            x = x + r if name == "add" else x * r
+        else:
+            x = STAGES[name](x, *values).astype(F)
+    if output_dtype.itemsize > 1:
+        return np.asarray(x.astype(output_dtype))
+    x = np.minimum(np.maximum(x, F(low)), F(high))
+    if is_float(output_dtype):
+        return np.asarray(x.astype(output_dtype))
+    return np.asarray((np.rint(x).astype(np.int64) + zero).astype(output_dtype))
+
+
+def unpermuted(weight: Array, channels: int) -> Array:
+    """Weights whose rows are viewed as ``[sixteens, 8, 2, i, h, w]`` (see ``conv.pack_weights``) as OIHW."""
+    flat = weight.reshape(-1, *weight.shape[3:]) if weight.ndim == 6 else weight
+    return np.asarray(flat[:channels])
+
+
+def conv(
+    x: Array,
+    weight: Array,
+    channel: Array,
+    residual: Array | None = None,
+    *,
+    strides: Sequence[int],
+    pads: Sequence[int],
+    dilations: Sequence[int],
+    group: int = 1,
+    **requantize: Any,
+) -> tuple[Array, ...]:
+    """A convolution of 8-bit numbers, then :func:`epilogue`. Zero points of ``x`` and of the weights are 0."""
+    wide = np.float64  # sums of integers are exact in it
+    w = unpermuted(weight, len(channel)).astype(wide)
+    (total,) = float_conv(x.astype(wide), w, None, strides=strides, pads=pads, dilations=dilations, group=group)
+    return (epilogue(total, channel, residual, **requantize),)
+
+
+def matmul(
+    x: Array, weight: Array, channel: Array, residual: Array | None = None, **requantize: Any
+) -> tuple[Array, ...]:
+    """Rows ``[..., k]`` times 8-bit weights ``[n, k]``, then :func:`epilogue` with one channel per column."""
+    w = unpermuted(weight, len(channel)).reshape(len(channel), -1).astype(np.float64)
+    rows = x.reshape(-1, x.shape[-1]).astype(np.float64) @ w.T
+    second = None if residual is None else residual.reshape(rows.shape)
+    return (epilogue(rows, channel, second, **requantize).reshape(*x.shape[:-1], len(channel)),)
+
+
+def mean(
+    x: Array, *, factor: float, input_zero: int, low: float, high: float, zero: int, output_dtype: DType
+) -> tuple[Array, ...]:
+    """Mean over all spatial axes (they stay, of size 1) of 8-bit ``[n, c, ...]``: exact sums times ``factor``, requantized."""
+    axes = tuple(range(2, x.ndim))
+    total = (x.astype(np.int64) - input_zero).sum(axes, keepdims=True).astype(F) * F(factor)
+    bounded = np.minimum(np.maximum(total, F(low)), F(high))
+    return ((np.rint(bounded).astype(np.int64) + zero).astype(output_dtype),)
+
+
+KERNELS: dict[str, Kernel] = {"QuantizedConv": conv, "QuantizedMatMul": matmul, "QuantizedMean": mean}

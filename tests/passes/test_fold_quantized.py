@@ -1,0 +1,209 @@
+"""fold_quantized: what stands between DQ and Q becomes one operator on 8-bit numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.quantized_nets import QNet
+
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph, Value
+from optdnn.ir.verify import verify
+from optdnn.ops.base import Stage
+from optdnn.ops.shape import ReshapeAttrs
+from optdnn.passes.base import PassContext, PassReport
+from optdnn.passes.fold_quantized import FoldQuantized
+
+HOPPER = PassContext(target="cuda:sm_90a")
+
+
+def folded(graph: Graph) -> tuple[Graph, PassReport]:
+    """A copy after the pass; the pass changes nothing more, and keeps the network."""
+    copy = graph.copy()
+    report = FoldQuantized()(copy, HOPPER)
+    verify(copy)
+    assert FoldQuantized()(copy, HOPPER).changes == 0
+    return copy, report
+
+
+def feeds(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    made = {}
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        shape = out.type.static_shape
+        offset = rng.standard_normal((*shape[:2], *(1,) * (len(shape) - 2)))
+        made[out.name] = (rng.standard_normal(shape) + offset).astype(out.type.dtype)
+    return made
+
+
+def within(graph: Graph, other: Graph, steps: float) -> None:
+    """Both give the same, to so many steps of the 8-bit scale; another input changes far more."""
+    given, more = feeds(graph), feeds(graph, 1)
+    for name, want in evaluate(graph, given).items():
+        got = evaluate(other, given)[name]
+        spread = np.abs(want - evaluate(graph, more)[name]).max()
+        assert np.abs(got - want).max() <= steps < spread / 4, (np.abs(got - want).max(), spread)
+
+
+def relu(n: QNet, x: Value) -> Value:
+    return n.op("Relu", x)
+
+
+def chain(
+    n: QNet, layer: Callable[[Value], Value], *shape: int, dtype: Any = np.int8, zero: int | None = None
+) -> Graph:
+    x = n.fake(n.input(*shape), 0.03, zero, dtype)
+    return n.done(n.fake(layer(x), 0.04))
+
+
+def test_a_convolution_between_dq_and_q() -> None:
+    n = QNet()
+    graph, report = folded(chain(n, lambda x: n.qconv(x, 16), 2, 16, 9, 7))
+    assert graph.kinds() == {"Pointwise": 2, "QuantizedConv": 1}
+    (conv,) = graph.of_kind("QuantizedConv")
+    assert conv.attrs.stages == (("bias",),)
+    assert conv.outputs[0].type.dtype == np.int8
+    assert {"Conv_4", "QuantizeLinear_5"} <= conv.src
+    assert report.changes == 3  # the product, and one conversion at each border
+    within(n.graph, graph, 0.0401)
+
+
+def stage_cases() -> dict[str, tuple[Any, ...]]:
+    return {
+        "Relu": (Stage("Relu", (-1,)),),
+        "residual": (Stage("Add", (-1, 3)), Stage("Relu", (-2,))),
+        "Sigmoid": (Stage("Sigmoid", (-1,)),),
+    }
+
+
+@pytest.mark.parametrize("name", stage_cases())
+def test_stages_run_in_the_epilogue(name: str) -> None:
+    n = QNet()
+    x = n.input(2, 16, 9, 7)
+    second = [n.fake(n.input(2, 16, 9, 7, name="r"), 0.02)] if name == "residual" else []
+    y = n.qconv(n.fake(x, 0.03), 16, epilogue=stage_cases()[name], more=second)
+    scale = 0.008 if name == "Sigmoid" else 0.04
+    graph, _ = folded(n.done(n.fake(y, scale)))
+    (conv,) = graph.of_kind("QuantizedConv")
+    if name == "Relu":
+        assert (conv.attrs.stages, conv.attrs.low) == ((("bias",),), 0.0)
+    if name == "residual":
+        assert conv.attrs.stages == (("bias",), ("add",))
+        assert conv.attrs.residual_scale == float(
+            np.float32(np.float64(np.float32(0.02)) / np.float64(np.float32(0.04)))
+        )
+        assert graph.type(conv.inputs[3]).dtype == np.int8
+    if name == "Sigmoid":
+        assert [s[0] for s in conv.attrs.stages] == ["bias", "sigmoid", "mul_const"]
+    within(n.graph, graph, scale * 1.001)
+
+
+def test_a_residual_that_is_not_quantized_is_added_behind_it() -> None:
+    n = QNet()
+    x = n.fake(n.input(2, 16, 9, 7), 0.03)
+    y = n.qconv(x, 16, epilogue=(Stage("Add", (-1, 3)),), more=[n.input(2, 16, 9, 7, name="r")])
+    graph, _ = folded(n.done(n.fake(y, 0.04)))
+    (conv,) = graph.of_kind("QuantizedConv")
+    assert conv.outputs[0].type.dtype == np.float32
+    assert graph.kinds()["Pointwise"] == 3
+    within(n.graph, graph, 0.0401)
+
+
+def test_a_result_that_is_not_quantized_stays_a_float() -> None:
+    n = QNet()
+    x = n.fake(n.input(2, 16, 9, 7), 0.03)
+    graph, _ = folded(n.done(n.qconv(x, 16)))
+    (conv,) = graph.of_kind("QuantizedConv")
+    assert conv.outputs[0].type.dtype == np.float32
+    within(n.graph, graph, 1e-4)
+
+
+@pytest.mark.parametrize("layer", ["gemm", "gemm, not transposed", "matmul"])
+def test_matrix_products(layer: str) -> None:
+    n = QNet()
+    made: dict[str, Callable[[Value], Value]] = {
+        "gemm": lambda x: n.qgemm(x, 24, alpha=0.5), "gemm, not transposed": lambda x: n.qgemm(x, 24, trans_b=False),
+        "matmul": lambda x: n.qmatmul(x, 24),
+    }  # fmt: skip
+    shape = (3, 5, 32) if layer == "matmul" else (5, 32)
+    graph, _ = folded(chain(n, made[layer], *shape))
+    assert graph.kinds()["QuantizedMatMul"] == 1
+    within(n.graph, graph, 0.0401)
+
+
+def test_uint8_and_zero_points() -> None:
+    n = QNet()
+    x = n.fake(n.input(2, 16, 9, 7), 0.03, 0, np.uint8)
+    graph, _ = folded(n.done(n.fake(n.qconv(x, 16), 0.04, 117, np.uint8)))
+    (conv,) = graph.of_kind("QuantizedConv")
+    assert (conv.attrs.zero, conv.attrs.low, conv.attrs.high) == (117, -117.0, 138.0)
+    within(n.graph, graph, 0.0401)
+
+
+def test_depthwise_is_folded_other_groups_are_not() -> None:
+    n = QNet()
+    graph, _ = folded(chain(n, lambda x: n.qconv(x, 16, group=16), 2, 16, 9, 7))
+    assert graph.of_kind("QuantizedConv")[0].attrs.group == 16
+    m = QNet()
+    _, report = folded(chain(m, lambda x: m.qconv(x, 16, group=4), 2, 16, 9, 7))
+    assert any("4 groups of 4 channels" in r.reason for r in report.refused)
+
+
+def test_a_zero_point_of_the_operand_is_refused_and_runs_as_floats() -> None:
+    n = QNet()
+    graph, report = folded(chain(n, lambda x: n.qconv(x, 16), 2, 16, 9, 7, dtype=np.uint8, zero=100))
+    assert any("zero point 100" in r.reason for r in report.refused)
+    assert graph.kinds().get("QuantizedConv") is None
+    assert graph.kinds()["Conv"] == 1
+    assert "DequantizeLinear" not in graph.kinds()
+    within(n.graph, graph, 0.0401)
+
+
+def test_pools_and_reshapes_run_on_the_integers() -> None:
+    n = QNet()
+    x = n.q(n.input(2, 16, 8, 8), 0.03)
+    pooled = n.q(n.pool(n.dq(x, 0.03)), 0.03)
+    shaped = n.op("Reshape", n.dq(pooled, 0.03), n.ints(2, -1), attrs=ReshapeAttrs())
+    graph, _ = folded(n.done(n.dq(n.q(shaped, 0.03), 0.03)))
+    assert graph.type(graph.of_kind("MaxPool")[0].value).dtype == np.int8
+    assert graph.type(graph.of_kind("Reshape")[0].value).dtype == np.int8
+    within(n.graph, graph, 0.0)
+
+
+def test_a_pool_between_two_scales_stays_one_of_floats() -> None:
+    n = QNet()
+    x = n.fake(n.input(2, 16, 8, 8), 0.03)
+    graph, report = folded(n.done(n.fake(n.pool(x), 0.05)))
+    assert any("scales before and behind it differ" in r.reason for r in report.refused)
+    within(n.graph, graph, 0.0)
+
+
+def test_a_global_mean_of_integers() -> None:
+    n = QNet()
+    graph, _ = folded(chain(n, lambda x: n.op("GlobalAveragePool", x), 3, 16, 7, 7))
+    assert graph.kinds()["QuantizedMean"] == 1
+    within(n.graph, graph, 0.0401)
+
+
+def test_an_addition_becomes_one_pointwise_of_integers() -> None:
+    n = QNet()
+    a, b = n.fake(n.input(2, 16, 8, 8), 0.03), n.fake(n.input(2, 16, 8, 8, name="b"), 0.05, 7)
+    graph, _ = folded(n.done(n.q(n.op("Add", a, b), 0.06)))
+    assert graph.kinds()["Pointwise"] == 3
+    last = graph.of_kind("Pointwise")[-1]
+    assert [graph.type(v).dtype.name for v in last.inputs[:2]] == ["int8", "float32"]
+    assert [s.kind for s in last.attrs.epilogue] == [
+        *("Cast", "Mul", "Cast", "Sub", "Mul", "Add", "Div", "Round", "Clip", "Cast")
+    ]
+    within(n.graph, graph, 0.0)
+
+
+def test_other_targets_keep_q_and_dq() -> None:
+    n = QNet()
+    graph = chain(n, lambda x: n.qconv(x, 16), 2, 16, 9, 7)
+    for target in ("cpu", "cuda:sm_80", ""):
+        assert FoldQuantized()(graph, PassContext(target=target)).changes == 0
