@@ -1,8 +1,8 @@
 """DequantizeLinear, an operator, QuantizeLinear become one operator on 8-bit numbers: what a GPU's kernels run.
 
 A product (Conv, Gemm, MatMul) whose rows and constant weights are dequantized sums integers exactly and takes scales, bias,
-residual, activation and the rounding of its result into its epilogue. What only moves or compares numbers runs on the integers
-themselves where both sides have one scale. Whatever pointwise work is left becomes one Pointwise with the conversions as stages.
+residual, activation and the rounding of its result into its epilogue. Whatever pointwise work is left becomes one Pointwise with
+the conversions as stages. (What only moves or compares numbers runs on the integers already, by ``move_integers``.)
 
 The rounding of a float between an operator and its QuantizeLinear falls away; else results are those of the graph, to one step of
 the last scale. So the pass belongs to a target's pipeline, behind the assignment of precision.
@@ -241,38 +241,6 @@ def _fields(numbers: Scaling, op: Op, out: Affine | None, residual: Affine | Non
 _DTYPES = {d.name: d for d in DTYPES.values()}
 
 
-NEUTRAL = frozenset(
-    {
-        *("MaxPool", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Slice"),
-        *("DepthToSpace", "SpaceToDepth", "Expand", "Tile", "Concat"),
-    }
-)
-"""Kinds that move or compare numbers: the same on quantized ones, where both sides have one scale."""
-
-
-class NeutralOfIntegers(Rewrite):
-    """DQ -> an op that only moves or compares -> Q of the same scale and zero point: the op on the integers."""
-
-    name = "neutral_of_integers"
-    kinds = NEUTRAL
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        read = range(len(op.inputs)) if op.kind == "Concat" else range(1)
-        sources = [dequantized(graph, op.inputs[i]) for i in read]
-        result = quantization(graph, op.value) if len(op.outputs) == 1 else None
-        if result is None or any(s is None for s in sources):
-            return None
-        found = [s for s in sources if s is not None]
-        if any(a != result[1] for _, a in found):
-            return Miss("the scales before and behind it differ")
-        inputs = (*(v for v, _ in found), *op.inputs[len(found) :])
-
-        def build(patch: Patch) -> Value:
-            return patch.add(op.kind, inputs, op.attrs, name=op.outputs[0].name)
-
-        return Match((result[0], op), build)
-
-
 class QuantizedMean(Rewrite):
     """DQ -> GlobalAveragePool -> Q."""
 
@@ -307,7 +275,7 @@ class FoldQuantized(Pass):
 
     name = "fold_quantized"
     sweeps = (
-        _Sweep(QuantizedProduct(), NeutralOfIntegers(), QuantizedMean()),
+        _Sweep(QuantizedProduct(), QuantizedMean()),
         _Sweep(QuantizeStages()),
         _Sweep(DequantizeStages()),
     )

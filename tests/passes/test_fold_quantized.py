@@ -13,7 +13,6 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.verify import verify
 from optdnn.ops.base import Stage
-from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fold_quantized import FoldQuantized
 
@@ -161,25 +160,6 @@ def test_a_zero_point_of_the_operand_is_refused_and_runs_as_floats() -> None:
     assert graph.kinds()["Conv"] == 1
     assert "DequantizeLinear" not in graph.kinds()
     within(n.graph, graph, 0.0401)
-
-
-def test_pools_and_reshapes_run_on_the_integers() -> None:
-    n = QNet()
-    x = n.q(n.input(2, 16, 8, 8), 0.03)
-    pooled = n.q(n.pool(n.dq(x, 0.03)), 0.03)
-    shaped = n.op("Reshape", n.dq(pooled, 0.03), n.ints(2, -1), attrs=ReshapeAttrs())
-    graph, _ = folded(n.done(n.dq(n.q(shaped, 0.03), 0.03)))
-    assert graph.type(graph.of_kind("MaxPool")[0].value).dtype == np.int8
-    assert graph.type(graph.of_kind("Reshape")[0].value).dtype == np.int8
-    within(n.graph, graph, 0.0)
-
-
-def test_a_pool_between_two_scales_stays_one_of_floats() -> None:
-    n = QNet()
-    x = n.fake(n.input(2, 16, 8, 8), 0.03)
-    graph, report = folded(n.done(n.fake(n.pool(x), 0.05)))
-    assert any("scales before and behind it differ" in r.reason for r in report.refused)
-    within(n.graph, graph, 0.0)
 
 
 def test_a_global_mean_of_integers() -> None:

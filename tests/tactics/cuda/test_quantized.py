@@ -18,6 +18,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.passes.integers import MoveIntegers
 from optdnn.runtime.program import Program, validate
 
 HOPPER = PassContext(target="cuda:sm_90a")
@@ -25,6 +26,7 @@ HOPPER = PassContext(target="cuda:sm_90a")
 
 def built(graph: Graph) -> tuple[Graph, Program]:
     copy = graph.copy()
+    MoveIntegers()(copy, HOPPER)
     FoldQuantized()(copy, HOPPER)
     AssignLayout()(copy, HOPPER)
     program = lower_cuda(copy, BuildOptions(target="simulate"), "simulate", {})
