@@ -107,7 +107,9 @@ def ranked(problem: hopper.Problem, dense: bool) -> tuple[Offer, ...]:
         found = [c for c in found if not c.stores_directly]
     exact = problem.dtype in ("int8", "uint8")  # in any order
     if not exact and not any(map(in_one_order, found)):
-        found += _plain_tiles(problem, dense)[:1]  # where tiles are small; such are dense, or stored through shared memory
+        found += _plain_tiles(problem, dense)[
+            :1
+        ]  # where tiles are small; such are dense, or stored through shared memory
     offers = [Offer(c, cost(problem, c), row_invariant=exact or in_one_order(c)) for c in found]
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
