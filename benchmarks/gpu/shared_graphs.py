@@ -4,7 +4,7 @@
 
 FOLDER holds ``fill.py`` and ``graphs/NAME.onnx`` with ``NAME.json`` (skeletons without weights). Each network is built at its
 first sizes (batch 2); what runs on the CPU is told; with ``--match`` those whose program takes less than about that long in NumPy
-(by its multiply-adds) are run and compared: max |error| over max |output| per output, integers equal, detectors' kept rows as a set.
+(by ONNX Runtime's time) are run and compared: max |error| over max |output| per output, integers equal.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 TOLERANCE = 1e-4
-NUMPY_FLOPS = 4e9
-"""Multiply-adds per second of the simulated kernels on one core, roughly."""
+SLOWER = 60
+"""How much slower than ONNX Runtime (one thread, its session made) NumPy may be, roughly, where that is at its slowest."""
 
 
 def fill_module(folder: Path) -> Any:
@@ -38,7 +38,6 @@ def fill_module(folder: Path) -> Any:
 def one(folder: Path, graphs: Path, name: str, match: float) -> dict[str, Any]:
     """Build one network, and compare it where it is light enough."""
     import optdnn
-    from optdnn.ir.evaluate import evaluate  # noqa: F401  (imports are not part of the build's time)
 
     fill = fill_module(folder)
     model = fill.fill(str(graphs / f"{name}.onnx"))
@@ -57,7 +56,7 @@ def one(folder: Path, graphs: Path, name: str, match: float) -> dict[str, Any]:
     start = time.perf_counter()
     want = _onnxruntime(model, feeds)
     row["onnxruntime_s"] = round(time.perf_counter() - start, 2)
-    if row["onnxruntime_s"] * 60 > match:
+    if row["onnxruntime_s"] * SLOWER > match:
         return row | {"matched": None}
     start = time.perf_counter()
     got = engine.run(feeds)

@@ -69,7 +69,7 @@ def _infer_gemm(call: Call) -> Result:
     return Result((TensorType(dtype, (m, n)),))
 
 
-def _parse(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[str]]:
+def einsum_terms(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[str]]:
     """Labels of each operand and of the result; the axes under an ellipsis are labelled ".0", ".1" … from the left."""
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -95,7 +95,7 @@ def _parse(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[s
 
 
 def _einsum_sizes(equation: str, types: Sequence[TensorType]) -> tuple[dict[str, DimLike], list[str]]:
-    operands, result = _parse(equation, [len(t.dims) for t in types])
+    operands, result = einsum_terms(equation, [len(t.dims) for t in types])
     sizes: dict[str, DimLike] = {}
     for labels, t in zip(operands, types, strict=True):
         for label, size in zip(labels, t.dims, strict=True):

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from optdnn.runtime.cuda.caller import Called
 from optdnn.runtime.cuda.calls import LibraryCall
 from optdnn.runtime.cuda.device import Launch, check, driver
 from optdnn.runtime.cuda.memory import upload
-from optdnn.runtime.cuda.plan import CudaStep, View
+from optdnn.runtime.cuda.plan import CudaStep
 from optdnn.runtime.cuda.runner import CudaContext
 from optdnn.runtime.program import Program
-from optdnn.runtime.simulate.runner import evaluator
+from optdnn.runtime.simulate.runner import evaluator, strided
 from optdnn.types import Array, is_float
 
 
@@ -52,16 +51,18 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
         for v in meaning.writes:
             if v is not None and context.address(operands[v.operand], {}) not in read:
                 poisoned = before[v.operand].copy()
-                _at(poisoned, v)[...] = np.nan if is_float(poisoned.dtype) else 0
+                strided(poisoned, v)[...] = np.nan if is_float(poisoned.dtype) else 0
                 upload(context.address(operands[v.operand], {}), poisoned)
         launch.enqueue(stream.handle)
         stream.synchronize()
         with np.errstate(all="ignore"):
-            wanted = evaluator(parsed)([None if v is None else _at(before[v.operand], v).copy() for v in meaning.reads])
+            wanted = evaluator(parsed)(
+                [None if v is None else strided(before[v.operand], v).copy() for v in meaning.reads]
+            )
         error = 0.0
         for v, want in zip(meaning.writes, wanted, strict=False):
             if v is not None:
-                error = max(error, _error(_at(_download(context, operands[v.operand]), v), np.asarray(want)))
+                error = max(error, _error(strided(_download(context, operands[v.operand]), v), np.asarray(want)))
         found.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
     return found
 
@@ -77,10 +78,6 @@ def _download(context: CudaContext, buffer: int) -> Array:
     if flat.nbytes:
         check("cuMemcpyDtoH", driver().cuMemcpyDtoH(flat.ctypes.data, context.address(buffer, {}), flat.nbytes))
     return flat
-
-
-def _at(flat: Array, v: View) -> Array:
-    return as_strided(flat[min(v.offset, flat.size) :], v.shape, [s * flat.itemsize for s in v.strides])
 
 
 def _error(got: Array, want: Array) -> float:

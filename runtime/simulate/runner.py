@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from optdnn.errors import EngineError, InputError, InternalError, OptdnnError, RunError
 from optdnn.runtime.attrs import attrs_from_plain
@@ -96,6 +95,14 @@ def evaluator(step: CudaStep) -> Callable[[Sequence[Array | None]], Sequence[Arr
             hint="upgrade optdnn, or rebuild the engine with this version",
         )
     return lambda operands: run_kernel(m.kind, operands, attrs, [np.dtype(np.float32)] * len(m.writes))
+
+
+def strided(flat: Array, view: View) -> Array:
+    """A view of a flat buffer. By way of its bytes: NumPy's own as_strided does not know every 8-bit float."""
+    if 0 in view.shape:
+        return np.empty(view.shape, flat.dtype)
+    size = flat.itemsize
+    return np.ndarray(view.shape, flat.dtype, flat.view(np.uint8), view.offset * size, [s * size for s in view.strides])
 
 
 class SimulateContext:
@@ -217,8 +224,7 @@ class SimulateContext:
         flat = self._flat[action.operands[view.operand]]
         if flat is None:
             raise InternalError(f"{action.step.label} uses a buffer without memory")
-        strides = [s * flat.itemsize for s in view.strides]
-        return as_strided(flat[min(view.offset, flat.size) :], view.shape, strides)
+        return strided(flat, view)
 
     @staticmethod
     def _store(target: Array, result: Array) -> None:

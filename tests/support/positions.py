@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ops import create, gather, index, sort
-from optdnn.ops.attention import TensorScatterAttrs
+from optdnn.ops import create, detect, gather, index, norm, quant, signal, sort
+from optdnn.ops.attention import RotaryAttrs, TensorScatterAttrs
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.gemm import EinsumAttrs
 from optdnn.ops.signal import BitCastAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.types import DTYPES, INT64
@@ -40,8 +42,6 @@ def triangles(n: Net) -> list[Any]:
 
 
 def _to(name: str) -> Any:
-    from optdnn.ops.binary import CastAttrs
-
     return CastAttrs(DTYPES[name])
 
 
@@ -87,4 +87,96 @@ def choices(n: Net) -> list[Any]:
     ]  # fmt: skip
 
 
-FAMILIES: dict[str, Callable[[Net], list[Any]]] = {f.__name__: f for f in (orders, triangles, sums, scatters, choices)}
+def grids(n: Net) -> list[Any]:
+    x, grid = n.input(2, 3, 5, 6), n.op("Mul", n.input(2, 4, 3, 2, name="grid"), 0.7)
+    deep, places = n.input(1, 2, 3, 4, 5, name="deep"), n.op("Mul", n.input(1, 2, 3, 2, 3, name="places"), 0.8)
+    attrs = detect.GridSampleAttrs
+    found = [n.op("GridSample", x, grid, attrs=attrs(m, p, m == "linear"))
+             for m in ("linear", "cubic") for p in ("zeros", "border", "reflection")]  # fmt: skip
+    half = n.op(
+        "Div", n.op("Floor", n.op("Mul", grid, 3.0)), 4.0
+    )  # nearest is not continuous: keep away from its edges
+    return [
+        *found,
+        n.op("GridSample", x, half, attrs=attrs("nearest", "border", True)),
+        n.op("GridSample", deep, places, attrs=attrs("linear", "reflection", False)),
+    ]
+
+
+def quantized(n: Net) -> list[Any]:
+    x, scale, rows = n.input(4, 6), n.input(name="scale"), n.input(4, name="rows")
+    s, per_row = n.op("Add", n.op("Abs", scale), 0.05), n.op("Add", n.op("Abs", rows), 0.05)
+    zero = n.const(np.array([3, 0, 7, 250]), np.uint8)
+    blocks = n.op("Add", n.op("Abs", n.input(4, 3, name="blocks")), 0.05)
+    attrs, back = quant.QuantizeAttrs, quant.DequantizeAttrs
+    q = n.op("QuantizeLinear", x, per_row, zero, attrs=attrs(DTYPES["uint8"], axis=0))
+    e = n.op("QuantizeLinear", x, s, attrs=attrs(DTYPES["fp8_e4m3"]))
+    i = n.op("QuantizeLinear", x, blocks, attrs=attrs(DTYPES["int8"], axis=1, block_size=2))
+    w = n.op("QuantizeLinear", n.op("Transpose", x), s, attrs=attrs(DTYPES["int16"]))
+    f = n.op("QuantizeLinear", n.op("Mul", x, 1e4), s, attrs=attrs(DTYPES["fp8_e5m2"]))
+    return [
+        q, i, w, n.op("DequantizeLinear", q, per_row, zero, attrs=back(axis=0)), n.op("DequantizeLinear", e, s),
+        n.op("DequantizeLinear", f, s), n.op("DequantizeLinear", i, blocks, attrs=back(axis=1, block_size=2)),
+    ]  # fmt: skip
+
+
+def bytes_of_floats(n: Net) -> list[Any]:
+    x = n.op("Mul", n.input(9, 30), n.const(2.0 ** np.arange(-24, 6)))
+    kept = [n.op("Cast", x, attrs=CastAttrs(DTYPES[t], s)) for t in ("fp8_e4m3", "fp8_e5m2") for s in (True, False)]
+    wide = n.op("Cast", n.op("Cast", x, attrs=_to("fp64")), attrs=_to("fp8_e4m3"))
+    return [n.op("Cast", v, attrs=_to("fp32")) for v in (*kept, wide)]
+
+
+def integer_products(n: Net) -> list[Any]:
+    a, c = (
+        n.op("Cast", n.input(*s, name=m, dtype=INT64), attrs=_to("uint8")) for s, m in (((2, 3, 5), "a"), ((5, 4), "c"))
+    )
+    d = n.op("Cast", n.op("Sub", n.input(5, 4, name="d", dtype=INT64), n.ints(2)), attrs=_to("int8"))
+    per_column = n.const([0.5, 0.25, 1, 2]), n.const(np.array([1, 0, 0, 1]), np.int8)
+    z, per_row = n.const(1, np.uint8), n.const(np.array([1, 0, 2]), np.uint8)
+    return [
+        n.op("MatMulInteger", a, d, z, n.const(1, np.int8)), n.op("MatMulInteger", a, c), n.op("MatMulInteger", a, c, per_row),
+        n.op("QLinearMatMul", a, 0.1, z, d, *per_column, 0.3, n.const(5, np.int8)),
+    ]  # fmt: skip
+
+
+def contractions(n: Net) -> list[Any]:
+    x, y, v = n.input(2, 3, 4), n.input(4, 5, name="y"), n.input(4, name="v")
+    square = n.input(3, 3, name="square")
+    return [
+        n.op("Einsum", *operands, attrs=EinsumAttrs(equation))
+        for equation, *operands in (("bij,jk->bki", x, y), ("...j,j->...", x, v), ("ii->i", square), ("ii", square),
+                                    ("bij,jk,j->b", x, y, v), ("bij->jb", x))
+    ]  # fmt: skip
+
+
+def spectra(n: Net) -> list[Any]:
+    x, z = n.input(2, 7, 1), n.input(2, 6, 2, name="z")
+    attrs = signal.DFTAttrs
+    return [
+        n.op("DFT", x, attrs=attrs(1)), n.op("DFT", x, attrs=attrs(1, onesided=True)), n.op("DFT", z, attrs=attrs(1, True)),
+        n.op("DFT", x, n.const(9, INT64), attrs=attrs(1)), n.op("DFT", z, n.const(4, INT64), attrs=attrs(1)),
+        n.op("DFT", n.op("Transpose", n.op("Transpose", z)), attrs=attrs(0)),
+        n.op("DFT", n.op("DFT", x, attrs=attrs(1, onesided=True)), n.const(7, INT64), attrs=attrs(1, True, True)),
+    ]  # fmt: skip
+
+
+def statistics(n: Net) -> list[Any]:
+    x, c, d = n.input(2, 3, 5, 4), n.input(3, name="c"), n.op("Add", n.op("Abs", n.input(3, name="d")), 0.5)
+    row = n.input(5, 4, name="row")
+    turned = n.input(2, 4, 6, 8, name="heads"), n.input(2, 6, 4, name="cos"), n.input(2, 6, 4, name="sin")
+    short = n.input(2, 6, 2, name="few")
+    return [
+        n.op("BatchNormalization", x, c, n.op("Neg", c), c, d),
+        *n.op("LayerNormalization", x, row, row, attrs=norm.LayerNormAttrs(2), outputs=3),
+        *n.op("LayerNormalization", x, n.random(4), attrs=norm.LayerNormAttrs(), outputs=2),
+        n.op("RotaryEmbedding", *turned), n.op("RotaryEmbedding", *turned, attrs=RotaryAttrs(True)),
+        n.op("RotaryEmbedding", turned[0], short, short, attrs=RotaryAttrs(False, 4)),
+    ]  # fmt: skip
+
+
+FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
+    f.__name__: f
+    for f in (orders, triangles, sums, scatters, choices, grids, quantized, bytes_of_floats, integer_products, contractions,
+              spectra, statistics)
+}  # fmt: skip

@@ -26,11 +26,12 @@ from optdnn.tactics.cuda.builder import Builder, Placed
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.types import TensorType
 
-COPY_US, COPY_BYTES_PER_US = 8.0, 20_000.0
-"""One copy between pinned memory and the GPU over PCIe 4 x16 or better: its latency, and bytes per µs."""
-CUT_US = 15.0
+COPY_US, COPY_BYTES_PER_US = 7.0, 54_000.0
+"""One copy between pinned memory and the GPU: its latency, and bytes per µs (measured on an H200, PCIe 5: see
+benchmarks/results/host_steps_h200.json)."""
+CUT_US = 10.0
 """One more cut of the CUDA graph: waiting for the GPU, and launching the next graph."""
-NUMPY_US, NUMPY_BYTES_PER_US, NUMPY_FLOPS_PER_US = 6.0, 3_000.0, 4_000.0
+NUMPY_US, NUMPY_BYTES_PER_US, NUMPY_FLOPS_PER_US = 9.0, 3_000.0, 4_000.0
 """An operator in NumPy: the call, and what it moves and computes per µs on one core."""
 CHEAPER = "its operands are on the host, and it costs less there than a copy"
 

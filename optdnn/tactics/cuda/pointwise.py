@@ -17,18 +17,22 @@ from optdnn.types import BF16, BOOL, DTYPES, FP16, FP32, FP64, DType, TensorType
 OPTIONS = ("--std=c++17",)
 """Options of the general kernels: no fast math, they are the accurate ones."""
 THREADS = 256
+FP8_LARGEST = {DTYPES["fp8_e4m3"]: 448.0, DTYPES["fp8_e5m2"]: 57344.0}
+"""Largest finite value of the 8-bit floats."""
 CPP = {
     FP16: "f16", BF16: "bf16", FP32: "f32", FP64: "f64", BOOL: "boolean",
+    DTYPES["fp8_e4m3"]: "e4m3", DTYPES["fp8_e5m2"]: "e5m2",
     **{DTYPES[f"{s}{n}"]: f"{'u' if s == 'uint' else 'i'}{n}" for s in ("int", "uint") for n in (8, 16, 32, 64)},
 }  # fmt: skip
 """Element type -> its name in general.cuh."""
+_ARITHMETIC = {FP32: "float", FP64: "double", BOOL: "bool"} | dict.fromkeys((FP16, BF16, *FP8_LARGEST), "float")
 STRIDES_LIMIT = 8
 """Most axes that are left after merging."""
 
 
 def arithmetic(dtype: DType) -> str:
     """The C++ type that an element type is computed in."""
-    return {FP16: "float", BF16: "float", FP32: "float", FP64: "double", BOOL: "bool"}.get(dtype) or CPP[dtype]
+    return _ARITHMETIC.get(dtype) or CPP[dtype]
 
 
 def literal(value: float | int | bool, type: str) -> str:
@@ -185,6 +189,10 @@ def body(stages: Sequence[Stage], types: Sequence[TensorType], start: int = 0) -
         text = render(args, stage.attrs, arithmetic(first), arithmetic(dtype))
         if stage.kind == "Cast" and dtype != first:
             # By way of the stored type: a cast rounds, or wraps, exactly once.
+            if dtype in FP8_LARGEST and stage.attrs.saturate:  # type: ignore[attr-defined]
+                t = arithmetic(first) if is_float(first) else "double"
+                top = literal(FP8_LARGEST[dtype], t)
+                text = f"min_nan(max_nan({t}({text}), -{top}), {top})"
             text = f"widen(narrow<{CPP[dtype]}>({text}))"
         lines.append(f"const {arithmetic(dtype)} r{k} = {arithmetic(dtype)}({text});")
         registers.append(f"r{k}")

@@ -15,6 +15,7 @@ from optdnn.tactics.cuda.gemm import HopperGemm
 from optdnn.tactics.cuda.group_norm import HalfGroupNorm
 from optdnn.tactics.cuda.libraries import CublasLtBatched, CublasLtGemm, CudnnConv
 from optdnn.tactics.cuda.matmul import TiledMatMul
+from optdnn.tactics.cuda.numeric import NUMERIC, Numeric
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
 from optdnn.tactics.cuda.positions import POSITIONS, Positions
 from optdnn.tactics.cuda.quantized import HopperQuantizedConv, HopperQuantizedMatMul, MeanOfIntegers
@@ -24,7 +25,7 @@ from optdnn.tactics.cuda.rnn_general import GeneralRNN
 from optdnn.tactics.cuda.rows import BatchNorm, LocalResponse, Rows
 from optdnn.tactics.cuda.tactic import Tactic
 
-TACTICS: dict[str, tuple[Tactic, ...]] = {
+_OWN: dict[str, tuple[Tactic, ...]] = {
     "Conv": (BlockConv(), HopperConv(), HalfDepthwise(), Depthwise(), DirectConv(), CudnnConv()),
     "ConvTranspose": (BlockConvTranspose(), DirectConvTranspose()),
     "MatMul": (HopperGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
@@ -55,6 +56,8 @@ TACTICS: dict[str, tuple[Tactic, ...]] = {
     "GlobalMaxPool": (GlobalPool(),),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
 }
+
+TACTICS: dict[str, tuple[Tactic, ...]] = _OWN | {kind: (*_OWN.get(kind, ()), Numeric()) for kind in NUMERIC}
 """Kind -> its tactics in order of preference (kinds of :data:`optdnn.tactics.cuda.views.VIEWS` need none)."""
 
 WRITES_ANYWHERE = frozenset(TACTICS) - {"Gather", "LSTM", "GRU", "RNN"}

@@ -204,10 +204,30 @@ def _concat(b: Builder, op: Op) -> None:
             copy(b, op, x, part)
 
 
+def _constant_of_shape(b: Builder, op: Op) -> None:
+    out = op.outputs[0].type
+    shape = out.static_shape
+    settle(
+        b, op, 0, b.constant(np.asarray(op.attrs.value, out.dtype), op.outputs[0].name).view(shape, (0,) * len(shape))
+    )
+
+
+EYE_LIMIT = 1 << 24
+"""Most elements of an EyeLike, which is stored."""
+
+
+def _eye_like(b: Builder, op: Op) -> None:
+    out = op.outputs[0].type
+    if out.size > EYE_LIMIT:  # type: ignore[operator]
+        raise UnsupportedError(f"{op.kind} {op.name}: its result of {out.size} elements is too large to be stored")
+    rows, columns = out.static_shape
+    settle(b, op, 0, b.constant(np.eye(rows, columns, op.attrs.k).astype(out.dtype), op.outputs[0].name))
+
+
 VIEWS: dict[str, Callable[[Builder, Op], None]] = {
     "Reshape": _reshape, "Flatten": _reshape, "Squeeze": _reshape, "Unsqueeze": _reshape, "Transpose": _transpose,
     "Identity": _identity, "Layout": _layout, "Expand": _expand, "Slice": _slice, "Split": _split, "Concat": _concat,
-    "DepthToSpace": _depth_to_space, "SpaceToDepth": _space_to_depth, "Tile": _tile,
+    "ConstantOfShape": _constant_of_shape, "EyeLike": _eye_like, "DepthToSpace": _depth_to_space, "SpaceToDepth": _space_to_depth, "Tile": _tile,
 }  # fmt: skip
 """Kind -> how it is placed."""
 

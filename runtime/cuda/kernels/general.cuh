@@ -19,6 +19,8 @@ typedef long long i64;
 struct f16 { u16 bits; };
 struct bf16 { u16 bits; };
 struct boolean { u8 bits; };
+struct e4m3 { u8 bits; };       // 8-bit floats: no infinity, NaN is 0x7f; and IEEE's way
+struct e5m2 { u8 bits; };
 typedef float f32;
 typedef double f64;
 
@@ -26,10 +28,19 @@ typedef double f64;
 template <typename T> struct Arithmetic { typedef T type; };
 template <> struct Arithmetic<f16> { typedef float type; };
 template <> struct Arithmetic<bf16> { typedef float type; };
+template <> struct Arithmetic<e4m3> { typedef float type; };
+template <> struct Arithmetic<e5m2> { typedef float type; };
 template <> struct Arithmetic<boolean> { typedef bool type; };
 
 DEVICE float widen(f16 v) { return half_to_float(v.bits); }
 DEVICE float widen(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
+DEVICE float widen(e5m2 v) { return half_to_float(u16(v.bits << 8)); }
+DEVICE float widen(e4m3 v) {
+    const u32 sign = u32(v.bits & 0x80) << 24, exponent = (v.bits >> 3) & 15, mantissa = v.bits & 7;
+    if (exponent == 15 && mantissa == 7) return __uint_as_float(0x7fc00000u);
+    if (exponent) return __uint_as_float(sign | ((exponent + 120) << 23) | (mantissa << 20));
+    return (sign ? -1.0f : 1.0f) * float(mantissa) * 0.001953125f;     // of 2^-9
+}
 DEVICE bool widen(boolean v) { return v.bits != 0; }
 template <typename T> DEVICE T widen(T v) { return v; }
 
@@ -50,6 +61,34 @@ template <> struct Narrow<bf16> {
         return from(f);
     }
     template <typename S> DEVICE static bf16 from(S v) { return from(double(v)); }
+};
+// A double as a float rounded to odd: rounding that once more gives what rounding the double once would.
+DEVICE float rounded_to_odd(double v) {
+    const float f = __double2float_rz(v);
+    return double(f) != v && f == f ? __uint_as_float(__float_as_uint(f) | 1u) : f;
+}
+// A float to 8 bits with MANTISSA of them after the point, to nearest even; beyond the largest: OVERFLOW.
+template <int MANTISSA, int BIAS, u32 LARGEST, u32 OVERFLOWN, u32 NAN8> DEVICE u8 float_to_8(float v) {
+    const u32 bits = __float_as_uint(v), sign = (bits >> 24) & 0x80u, rest = bits & 0x7fffffffu;
+    if (rest > 0x7f800000u) return u8(sign | NAN8);
+    if (rest == 0x7f800000u) return u8(sign | OVERFLOWN);
+    const int exponent = int(rest >> 23) - 127, least = 1 - BIAS;
+    const int shift = 23 - MANTISSA + (exponent < least ? least - exponent : 0);
+    if (shift > 25) return u8(sign);
+    const u32 mantissa = (rest & 0x7fffffu) | 0x800000u;
+    u32 code = (mantissa + ((1u << (shift - 1)) - 1) + ((mantissa >> shift) & 1u)) >> shift;
+    if (exponent >= least) code += u32(exponent + BIAS - 1) << MANTISSA;
+    return u8(sign | (code > LARGEST ? OVERFLOWN : code));
+}
+template <> struct Narrow<e4m3> {
+    DEVICE static e4m3 from(float v) { e4m3 out; out.bits = float_to_8<3, 7, 0x7e, 0x7f, 0x7f>(v); return out; }
+    DEVICE static e4m3 from(double v) { return from(rounded_to_odd(v)); }
+    template <typename S> DEVICE static e4m3 from(S v) { return from(double(v)); }
+};
+template <> struct Narrow<e5m2> {
+    DEVICE static e5m2 from(float v) { e5m2 out; out.bits = float_to_8<2, 15, 0x7b, 0x7c, 0x7e>(v); return out; }
+    DEVICE static e5m2 from(double v) { return from(rounded_to_odd(v)); }
+    template <typename S> DEVICE static e5m2 from(S v) { return from(double(v)); }
 };
 template <> struct Narrow<boolean> {
     template <typename S> DEVICE static boolean from(S v) { boolean out; out.bits = v != S(0); return out; }

@@ -20,7 +20,7 @@ from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.runtime.program import Program
-from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
+from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner, strided
 from optdnn.types import DTYPES, FP16, FP32, INT64, is_float
 
 
@@ -306,8 +306,7 @@ def compare_steps(program: Program, feeds: dict[str, Any], tolerance: float, fol
             flat[k] = flat[number[i]] if number[i] == k else flat[k]
         kernels.run(action.step, flat)
         for v, want in zip((v for v in action.step.meaning.writes if v is not None), wanted, strict=True):
-            item = flat[v.operand]
-            got = np.lib.stride_tricks.as_strided(item[v.offset :], v.shape, [s * item.itemsize for s in v.strides])
+            got = strided(flat[v.operand], v)
             label = f"{action.step.meaning.kind} of {action.step.label}"
             if not is_float(got.dtype):
                 np.testing.assert_array_equal(got, want, err_msg=label)
