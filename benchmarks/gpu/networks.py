@@ -1,0 +1,140 @@
+"""Whole networks on the GPU, are they right? Each is built for it, run, and held against ONNX Runtime's fp32 on the CPU.
+
+    python benchmarks/gpu/networks.py OUT.json [--zoo] [--shared FOLDER] [--precisions fp32,fp16,bf16] [--only TEXT] [--seconds 200]
+
+``--shared``: FOLDER holds ``fill.py`` and ``graphs/NAME.onnx`` with ``NAME.json`` (skeletons without weights), or
+``graphs.tar.xz`` with these. Several networks are built at once (in processes); a network that fails is a row with its error.
+Of each output: max |error| over max |output| (``errors``), and what another input changes (``another_input``); that a run repeats
+bit for bit; which operators ran on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from shared_graphs import _error, _onnxruntime, fill_module
+
+import optdnn
+
+
+def model_of(name: str, folder: Path) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """A network with two sets of inputs. ``zoo/NAME``, or a skeleton of ``folder``."""
+    if name.startswith("zoo/"):
+        from optdnn.models import zoo
+        from optdnn.runtime.feeds import random_feeds
+
+        model = zoo.build(name[4:], batch=1)
+        inputs = optdnn.build(model, target="reference").inputs
+        return model, random_feeds(inputs, seed=1), random_feeds(inputs, seed=2)
+    fill = fill_module(folder)
+    model = fill.fill(str(folder / "graphs" / f"{name}.onnx"))
+    return model, fill.feeds(model), fill.feeds(model, seed=4)
+
+
+def one(name: str, folder: Path, precisions: list[str]) -> dict[str, Any]:
+    """The row of a network."""
+    row: dict[str, Any] = {"network": name}
+    model, feeds, others = model_of(name, folder)
+    want, other = _onnxruntime(model, feeds), _onnxruntime(model, others)
+    row["another_input"] = [_moved(a, b) for a, b in zip(other, want, strict=True)]
+    for precision in precisions:
+        start = time.perf_counter()
+        shapes = {k: v.shape for k, v in feeds.items()}
+        try:
+            engine = optdnn.build(model, target="cuda", precision=precision, tactics="heuristic", shapes=shapes)
+            seconds = time.perf_counter() - start
+            got, again = engine.run(feeds), engine.run(feeds)
+            found = {
+                "build_s": round(seconds, 2),
+                "errors": [_error(got[s.name], w) for s, w in zip(engine.outputs, want, strict=True)],
+                "repeats": all(np.array_equal(got[k], again[k], equal_nan=True) for k in got),
+                "on_cpu": sorted({o["kind"] for o in engine.meta.get("host", {}).get("operators", [])}),
+            }
+        except Exception as error:
+            found = {"failed": f"{type(error).__name__}: {error}"[:1500]}
+        row[precision] = found
+    return row
+
+
+def _moved(a: Any, b: Any) -> float:
+    """How far another input moves an output, of its largest magnitude; inf where its size depends on the input."""
+    if a.shape != b.shape:
+        return float("inf")
+    scale = float(np.abs(b.astype(np.float64)).max(initial=0.0)) or 1.0
+    return float(np.abs(a.astype(np.float64) - b).max(initial=0.0) / scale)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--zoo", action="store_true")
+    parser.add_argument("--shared", type=Path)
+    parser.add_argument("--precisions", default="fp32,fp16,bf16")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seconds", type=float, default=200, help="begin no network after this many")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    precisions = args.precisions.split(",")
+    if args.one:
+        print("ROW " + json.dumps(one(args.one, args.shared or Path(), precisions)))
+        return
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(max(1, (os.cpu_count() or 2) * 3 // 4)) as pool:
+        names: list[str] = []
+        folder = args.shared
+        if folder is not None:
+            if not (folder / "graphs").is_dir():
+                with tarfile.open(folder / "graphs.tar.xz") as archive:
+                    archive.extractall(scratch, filter="data")
+                (Path(scratch) / "fill.py").write_bytes((folder / "fill.py").read_bytes())
+                folder = Path(scratch)
+            # The large ones first: what is begun last ends last.
+            files = sorted((folder / "graphs").glob("*.onnx"), key=lambda p: -p.stat().st_size)
+            names += [p.stem for p in files if args.only in p.stem]
+        if args.zoo:
+            from optdnn.models import zoo
+
+            names += [f"zoo/{n}" for n in zoo.NAMES if args.only in n]
+
+        def child(name: str) -> dict[str, Any]:
+            if time.perf_counter() - begin > args.seconds:
+                return {"network": name, "failed": f"not begun within {args.seconds:.0f} s"}
+            command = [sys.executable, __file__, str(args.out), "--one", name, "--precisions", args.precisions]
+            command += ["--shared", str(folder)] if folder is not None else []
+            environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+            limit = max(10.0, begin + args.seconds + 30 - time.perf_counter())
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, env=environment, timeout=limit, check=False
+                )
+            except subprocess.TimeoutExpired:
+                return {"network": name, "failed": f"not done in {limit:.0f} s"}
+            last = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+            return json.loads(last[-1][4:]) if last else {"network": name, "failed": done.stderr[-1500:]}
+
+        rows = []
+        for row in pool.map(child, names):
+            rows.append(row)
+            shown = {p: row[p].get("errors", row[p].get("failed", "")[:200]) for p in precisions if p in row}
+            print(
+                f"{time.perf_counter() - begin:6.1f} s {row['network']:40s}",
+                shown or row.get("failed", "")[:300],
+                flush=True,
+            )
+            facts = {"command": " ".join(["python", *sys.argv]), "commit": os.environ.get("OPTDNN_COMMIT", "")}
+            args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
