@@ -38,6 +38,18 @@ def _space_to_depth(operands: Sequence[Array | None], attrs: Mapping[str, Any]) 
     return (out,)
 
 
+def _quantized_blocks(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """NCHW image, quantized -> blocks of pixels as channels (as "SpaceToDepthImage"), in rows of ``width`` blocks that begin with
+    ``before`` of zeros."""
+    (x,), info = operands, np.iinfo(attrs["dtype"])
+    assert x is not None
+    steps = np.clip(np.rint(x.astype(np.float32) / np.float32(attrs["scale"])), info.min, info.max)
+    (blocks,) = _space_to_depth([steps], attrs)
+    out = np.zeros((*blocks.shape[:3], attrs["width"]), attrs["dtype"])
+    out[..., attrs["before"] : attrs["before"] + blocks.shape[3]] = blocks
+    return (out,)
+
+
 def _conv_sum(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
     """The convolutions of operands (0, 1) and (2, 3), added, then the epilogue. ``sources``: their strides, pads, dilations."""
     x0, w0, x1, w1, *rest = operands
@@ -129,6 +141,7 @@ def _recurrence(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> S
 OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Array]]] = {
     "Copy": _copy,
     "SpaceToDepthImage": _space_to_depth,
+    "QuantizedBlocks": _quantized_blocks,
     "ConvSum": _conv_sum,
     "MaskedSoftmax": _masked_softmax,
     "Recurrence": _recurrence,

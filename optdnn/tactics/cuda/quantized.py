@@ -6,10 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Op
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Op, Value
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda import conv as hopper
+from optdnn.runtime.cuda import conv_patch as patch
 from optdnn.runtime.cuda import pool_int8, quantized, render
+from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.describe import Description
+from optdnn.runtime.reference.window import resolve_pads
 from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.builder import EIGHT_BITS, Builder, Placed, channels_last, map_dtype, row_major, up
 from optdnn.tactics.cuda.conv import image
@@ -17,7 +22,7 @@ from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.tactic import OwnTactic, Rehearsed
 from optdnn.tactics.cuda.views import reshaped
-from optdnn.types import BF16, FP16, FP32, DType
+from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType
 
 
 def _pixels(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
@@ -59,6 +64,82 @@ def _refusal(b: Builder, op: Op) -> str | None:
         if residual.dtype.itemsize != out.dtype.itemsize:
             return f"its residual is of {residual.dtype.name}, its result of {out.dtype.name}"
     return None
+
+
+def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | None:
+    """The float image, scale and 8-bit type of a value that is nothing but an image quantized with zero point 0."""
+    op = b.graph.op(value)
+    while op.kind == "Layout" and op.inputs[0] is not None:
+        op = b.graph.op(op.inputs[0])
+    if op.kind != "Pointwise" or op.inputs[0] is None:
+        return None
+    kinds = [s.kind for s in op.attrs.epilogue]
+    dtype = b.graph.type(op.inputs[0]).dtype
+    if kinds[-4:] != ["Div", "Round", "Clip", "Cast"] or kinds[:-4] != ([] if dtype == FP32 else ["Cast"]):
+        return None
+    scale = b.graph.constant_value(op.inputs[1])
+    plain = dtype in (FP32, FP16) and op.outputs[0].type.dtype.name in ("int8", "uint8")
+    return (
+        (op.inputs[0], float(scale.reshape(-1)[0]), op.outputs[0].type.dtype.name)
+        if plain and scale is not None and scale.size == 1
+        else None
+    )
+
+
+def _stem(
+    b: Builder, op: Op, weight: Array, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...]
+) -> tuple[conv_sm90.Feed, Placed] | None:
+    """A strided convolution of a quantized few-channel image: blocks of pixels as channels, neighbouring blocks read together
+    (see :func:`optdnn.runtime.cuda.quantized.overlapped`), the quantization folded in. Also what the convolution reads, as NCHW."""
+    channels, stride = weight.shape[1], strides[0]
+    few = channels * stride * stride <= quantized.LANES and strides == (stride, stride) and stride > 1
+    found = _quantized_image(b, op.inputs[0]) if few and set(dilations) == {1} else None  # type: ignore[arg-type]
+    if found is None or len(op.outputs[0].type.static_shape) != 4:
+        return None
+    value, scale, dtype = found
+    raw = b.operand(value)
+    n, _, h, w = raw.shape
+    source = hopper.Source(h, w, channels, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
+    if not raw.dense or hopper.space_to_depth(source).channels != quantized.LANES:
+        return None
+    seen, (before, _, width) = quantized.overlapped(source, TOGETHER), quantized.row_padding(source, TOGETHER)
+    if not patch.candidates(hopper.Problem(n, 16, (seen,), dtype=dtype), h200()):
+        return None
+    row = width * quantized.LANES
+    blocks = b.new(
+        f"{op.outputs[0].name}.blocks", DTYPES[dtype], (n, quantized.LANES, seen.height, width),
+        (seen.height * row, 1, row, quantized.LANES),
+    )  # fmt: skip
+    made = pool_int8.pack_image(n, source, TOGETHER, quantized.Affine(dtype, scale))
+    recipe = pool_int8.recipe(dtype, b.arch, channels=channels, block=stride, image=raw.dtype.name)
+    attrs = {
+        "block": stride,
+        "lanes": quantized.LANES,
+        "before": before,
+        "width": width,
+        "scale": scale,
+        "dtype": DTYPES[dtype],
+    }
+    emit_description(
+        b,
+        op,
+        recipe,
+        made,
+        {"input": raw, "output": blocks},
+        kind="QuantizedBlocks",
+        attrs=attrs,
+        reads=[raw],
+        writes=[blocks],
+    )
+    feed = conv_sm90.Feed(
+        blocks, quantized.overlapped_weights(source, weight, TOGETHER), seen.stride, seen.padding, seen.dilation, seen
+    )
+    reads = blocks.view((n, seen.channels, seen.height, seen.width), (seen.height * row, 1, row, quantized.LANES))
+    return feed, reads
+
+
+TOGETHER = 2
+"""Blocks of pixels of a stem's image that are read as one pixel: two fill the 32 bytes of one product's depth."""
 
 
 def _emit(
@@ -127,8 +208,12 @@ class HopperQuantizedConv(Rehearsed):
             strides, pads, dilations = (1, *strides), (0, pads[0], 0, pads[1]), (1, *dilations)
         target = b.target(op.value)
         out = image(target)
-        x = _with_pitch(b, op, image(b.operand(op.inputs[0])))
-        feed = conv_sm90.Feed(x, weight, strides, pads, dilations)
+        stem = _stem(b, op, weight, strides, pads, dilations)
+        if stem is not None:
+            feed, x = stem
+        else:
+            x = _with_pitch(b, op, image(b.operand(op.inputs[0])))
+            feed = conv_sm90.Feed(x, weight, strides, pads, dilations)
         residual = _with_pitch(b, op, image(b.operand(op.inputs[3]))) if op.input(3) is not None else None  # type: ignore[arg-type]
         between = out
         if conv_sm90.pitch_of(out) is None:
@@ -195,6 +280,64 @@ def _rows_of(x: Placed) -> Placed | None:
         return None
     found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, conv_sm90.aligned(x)), 1, pitch, pitch))
     return found if conv_sm90.pitch_of(found) is not None else None
+
+
+class MaxPoolOfIntegers(OwnTactic):
+    """Max pooling of int8 or uint8 images that lie channels-last without gaps: sixteen channels a thread."""
+
+    name = "max_pool_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        assert op.inputs[0] is not None
+        x = b.graph.type(op.inputs[0])
+        if x.dtype.name not in ("int8", "uint8") or len(op.outputs) != 1 or x.rank != 4:
+            return "it is for int8 or uint8 images"
+        if any(d != 1 for d in op.attrs.dilations) or x.static_shape[1] % 16:
+            return "its windows have holes, or its channels do not come in sixteens"
+        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+        if op.value not in b.reserved and op.outputs[0].type.layout != "nhwc":
+            return "its result is not channels-last"
+        if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 16 for p in places):
+            return "its images have gaps or another order"
+        try:
+            self._describe(b, op)
+        except InternalError as error:
+            return error.message
+        return None
+
+    def _describe(self, b: Builder, op: Op) -> Description:
+        assert op.inputs[0] is not None
+        a, (n, c, h, w) = op.attrs, b.graph.type(op.inputs[0]).static_shape
+        out = op.outputs[0].type.static_shape
+        pads = resolve_pads(a.auto_pad, a.pads, (h, w), a.kernel_shape, a.strides, a.dilations)
+        assert pads is not None
+        ends = [
+            (o - 1) * s + k - p - i
+            for o, s, k, p, i in zip(out[2:], a.strides, a.kernel_shape, pads[:2], (h, w), strict=True)
+        ]
+        return pool_int8.max_pool((n, h, w, c), a.kernel_shape, a.strides, (pads[0], pads[1], ends[0], ends[1]))
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        assert op.inputs[0] is not None
+        a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
+        pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], a.kernel_shape, a.strides, a.dilations)
+        attrs = {
+            "kernel_shape": a.kernel_shape, "strides": a.strides, "pads": pads, "dilations": a.dilations,
+            "ceil_mode": a.ceil_mode and a.auto_pad == "NOTSET", "auto_pad": "NOTSET",
+        }  # fmt: skip
+        recipe = pool_int8.recipe(x.dtype.name, b.arch, kernel=a.kernel_shape)
+        emit_description(
+            b,
+            op,
+            recipe,
+            self._describe(b, op),
+            {"input": x, "output": out},
+            kind="MaxPool",
+            attrs=attrs,
+            reads=[x],
+            writes=[out],
+        )
+        return ""
 
 
 class MeanOfIntegers(OwnTactic):

@@ -18,7 +18,12 @@ from optdnn.tactics.cuda.matmul import TiledMatMul
 from optdnn.tactics.cuda.numeric import NUMERIC, Numeric
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
 from optdnn.tactics.cuda.positions import POSITIONS, Positions
-from optdnn.tactics.cuda.quantized import HopperQuantizedConv, HopperQuantizedMatMul, MeanOfIntegers
+from optdnn.tactics.cuda.quantized import (
+    HopperQuantizedConv,
+    HopperQuantizedMatMul,
+    MaxPoolOfIntegers,
+    MeanOfIntegers,
+)
 from optdnn.tactics.cuda.reduce import REDUCTIONS, Reduction
 from optdnn.tactics.cuda.rnn import HopperRNN
 from optdnn.tactics.cuda.rnn_general import GeneralRNN
@@ -33,7 +38,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "QuantizedConv": (HopperQuantizedConv(),),
     "QuantizedMatMul": (HopperQuantizedMatMul(),),
     "QuantizedMean": (MeanOfIntegers(),),
-    "MaxPool": (WindowPool(),),
+    "MaxPool": (MaxPoolOfIntegers(), WindowPool()),
     "AveragePool": (WindowPool(),),
     "Resize": (Resize(),),
     "Pad": (Pad(),),

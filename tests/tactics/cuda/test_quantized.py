@@ -56,6 +56,7 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
             16,
         ),
     ),
+    "a stem": lambda n: (n.fake(n.pool(n.fake(n.qconv(n.fake(n.input(2, 3, 34, 30), 0.03), 16, 7, stride=2), 0.04)), 0.04),),
     "a perceptron": lambda n: (n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03), 40)), 0.03), 10),),
     "rows of three axes": lambda n: (n.fake(n.qmatmul(n.fake(n.input(3, 5, 32), 0.03), 24), 0.04),),
     "addition": lambda n: (
@@ -101,3 +102,11 @@ def test_parts_of_a_concatenation_are_written_in_place() -> None:
     assert kinds.count("QuantizedConv") == 3
     joint = {s.outputs for s in program.steps if s.params["op"]["kind"] == "QuantizedConv"}
     assert len(joint) == 2  # both parts in one buffer, and the result
+
+
+def test_a_stem_quantizes_its_image_and_reads_pixels_together() -> None:
+    n = QNet()
+    _, program = built(n.done(*NETS["a stem"](n)))
+    kinds = [s.params["op"]["kind"] for s in program.steps]
+    assert kinds == ["QuantizedBlocks", "QuantizedConv", "MaxPool", "Copy", "Pointwise"]
+    assert "max_pool_8bit" in tactics(program)
