@@ -5,6 +5,7 @@ python benchmarks/gpu/probe_libraries.py
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -51,6 +52,29 @@ def show(
         print(f"{name}: {type(error).__name__}: {error}"[:500], flush=True)
 
 
+def attentions(stream: Stream, dnn: Any, rand: Any) -> None:
+    """Fused attention, with masks in several forms."""
+    functional = torch.nn.functional
+    for b, heads, rows, size, masked in ((1, 12, 128, 64, "row"), (1, 12, 128, 64, "stride 0"), (1, 12, 128, 64, "dense"),
+                                         (32, 12, 128, 64, "dense"), (32, 12, 197, 64, ""), (1, 12, 197, 64, "")):  # fmt: skip
+        # As the layers give them: in [batch, position, head, feature] order.
+        t = [rand(b, rows, heads, size).transpose(1, 2) for _ in range(4)]
+        mask = {
+            "": None,
+            "row": rand(b, 1, 1, rows),
+            "stride 0": rand(b, 1, 1, rows).expand(b, 1, rows, rows),
+            "dense": rand(b, 1, 1, rows).expand(b, 1, rows, rows).contiguous(),
+        }[masked]
+        wide = None if mask is None else mask.float()
+        want = functional.scaled_dot_product_attention(*(x.float() for x in t[:3]), attn_mask=wide)
+        attention = Attention("float16", tuple(t[0].shape), tuple(t[1].shape), *(x.stride() for x in t), size**-0.5)
+        tensors = dict(zip(("q", "k", "v", "out"), t, strict=True))
+        if mask is not None:
+            attention = replace(attention, mask_shape=tuple(mask.shape), mask_strides=mask.stride())
+            tensors["mask"] = mask
+        show(f"attention {b}x{heads}x{rows}x{size} {masked}", stream, dnn, attention, tensors, want)
+
+
 def main() -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.zeros(1, device="cuda")
@@ -60,6 +84,9 @@ def main() -> None:
     def rand(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.float16)
 
+    if "attention" in sys.argv[1:]:
+        attentions(stream, cudnn.Handle(), rand)
+        return
     lt = cublaslt.Handle()
     print("cublasLt", lt.version)
     functional = torch.nn.functional
@@ -107,17 +134,7 @@ def main() -> None:
             for plan in range(2):
                 name = f"conv {n}x{c}x{h} k{k} r{r} {'+'.join(stages)} #{plan}"
                 show(name, stream, dnn, replace(call, plan=plan), tensors, last_stage(value))
-    for b, heads, rows, size, masked in ((1, 12, 128, 64, True), (32, 12, 197, 64, False)):
-        t = [rand(b, heads, rows, size) for _ in range(4)]
-        mask = rand(b, 1, 1, rows) if masked else None
-        wide = None if mask is None else mask.float()
-        want = functional.scaled_dot_product_attention(*(x.float() for x in t[:3]), attn_mask=wide)
-        attention = Attention("float16", tuple(t[0].shape), tuple(t[1].shape), *(x.stride() for x in t), size**-0.5)
-        tensors = dict(zip(("q", "k", "v", "out"), t, strict=True))
-        if mask is not None:
-            attention = replace(attention, mask_shape=tuple(mask.shape), mask_strides=mask.stride())
-            tensors["mask"] = mask
-        show(f"attention {b}x{heads}x{rows}x{size}", stream, dnn, attention, tensors, want)
+    attentions(stream, dnn, rand)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Rank:
         return f"rank{self.place}"
 
 
-class _Called:
+class Called:
     """What the tactics of both libraries share: ``operation`` makes the call's facts, and tells where its operands lie."""
 
     deterministic: ClassVar[bool] = True
@@ -81,7 +81,7 @@ def _accepts(stages: Sequence[render.Stage], activations: Sequence[tuple[object,
     return not rest or (len(rest) == 1 and tuple(rest[0]) in activations)
 
 
-class CudnnConv(_Called):
+class CudnnConv(Called):
     """Convolutions over one or two spatial axes of channels-last floats: bias, addition of a tensor, one activation."""
 
     name = "conv_cudnn"
@@ -141,7 +141,7 @@ class CudnnConv(_Called):
         return operation
 
 
-class CublasLtGemm(_Called):
+class CublasLtGemm(Called):
     """MatMul and Gemm of rows with a constant matrix: bias, addition of a tensor, ReLU or GELU (tanh)."""
 
     name = "gemm_cublaslt"
@@ -212,7 +212,7 @@ class CublasLtGemm(_Called):
         return operation
 
 
-class CublasLtBatched(_Called):
+class CublasLtBatched(Called):
     """MatMul of two computed stacks of matrices whose batches lie at one distance."""
 
     name = "matmul_cublaslt"

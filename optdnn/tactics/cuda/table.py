@@ -8,6 +8,7 @@ from optdnn.tactics.cuda.attention import AttentionSteps, HopperAttention
 from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv, BlockConvTranspose
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
+from optdnn.tactics.cuda.cudnn_attention import CudnnAttention
 from optdnn.tactics.cuda.described import OPERATIONS, HalfDepthwise, HalfRows
 from optdnn.tactics.cuda.elementwise import Elementwise
 from optdnn.tactics.cuda.gather import GatherBy, GatherView, Pad, Resize
@@ -48,7 +49,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "RNN": (GeneralRNN(),),
     "GRU": (HopperRNN(), GeneralRNN()),
     "LSTM": (HopperRNN(), GeneralRNN()),
-    "Attention": (HopperAttention(), AttentionSteps()),
+    "Attention": (HopperAttention(), AttentionSteps(), CudnnAttention()),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
