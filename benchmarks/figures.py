@@ -26,7 +26,43 @@ def figures() -> str:
             parts.append(_cpu(title, file))
     if (file := RESULTS / "resnet50-own-h200.json").exists():
         parts.append(_gpu(file))
+    if (file := RESULTS / "targets-h200.json").exists():
+        parts.append(_targets(file))
+    if (file := RESULTS / "growth-h200.svg").exists():
+        parts.append(f"![Latency over batch and over sequence](benchmarks/results/{file.name})")
     return "\n\n".join(parts)
+
+
+def _targets(file: Path) -> str:
+    """The target rows on a GPU: ours, our kernels alone, the libraries alone, PyTorch."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    names = {
+        "ours": "optdnn",
+        "own": "our kernels",
+        "libraries": "libraries",
+        "eager": "eager",
+        "compile": "torch.compile",
+    }
+    shown = [n for n in names if any("median_ms" in r.get("candidates", {}).get(n, {}) for r in data["rows"])]
+    rows = [["network, batch", *(f"{names[n]} ms" for n in shown), "to reach"], ["---", *["--:"] * (len(shown) + 1)]]
+    for row in data["rows"]:
+        cells = []
+        for n in shown:
+            found = row.get("candidates", {}).get(n, {})
+            text = f"{found['median_ms']:.3f}" if "median_ms" in found else "–"
+            wrong = "error" in found and "median_ms" in found
+            best = n == "ours" and row.get("met")
+            cells.append(f"{text} (wrong)" if wrong else f"**{text}**" if best else text)
+        rows.append([row["name"].replace(":", ", "), *cells, f"{row['reach']:g}" if row.get("reach") else ""])
+    versions = data["versions"]
+    about = (
+        f"{data['gpu']}, driver {data['driver']}; torch {versions['torch']}, cuDNN {versions['nvidia-cudnn-cu13']}, cuBLAS "
+        f"{versions['nvidia-cublas']}; {data['date']}; `{data['command']}`. Median GPU time of one inference: replays of a CUDA graph "
+        f"between events, arrays on the GPU, L2 {data['l2']}, the candidates of a row in turns; each was right first, against "
+        "PyTorch in fp32. Bold: reached."
+    )
+    title = "Whole networks on the GPU"
+    return "\n".join([f"**{title}**", "", *(f"| {' | '.join(r)} |" for r in rows), "", about])
 
 
 def _cpu(title: str, file: Path) -> str:
