@@ -57,9 +57,9 @@ def _targets(file: Path) -> str:
     versions = data["versions"]
     about = (
         f"{data['gpu']}, driver {data['driver']}; torch {versions['torch']}, cuDNN {versions['nvidia-cudnn-cu13']}, cuBLAS "
-        f"{versions['nvidia-cublas']}; {data['date']}; `{data['command']}`. Median GPU time of one inference: replays of a CUDA graph "
-        f"between events, arrays on the GPU, L2 {data['l2']}, the candidates of a row in turns; each was right first, against "
-        "PyTorch in fp32. Bold: reached."
+        f"{versions['nvidia-cublas']}; {data['date']}; `{data['command']}`. Median GPU time of one inference: replays of a CUDA "
+        f"graph between events, arrays on the GPU, L2 {data['l2']}, the candidates of a row in turns; each was right first, "
+        "against PyTorch in fp32. Bold: reached."
     )
     title = "Whole networks on the GPU"
     return "\n".join([f"**{title}**", "", *(f"| {' | '.join(r)} |" for r in rows), "", about])

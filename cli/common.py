@@ -105,7 +105,7 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--tactics",
             default="auto",
             metavar="T",
-            help="auto, openvino, onnxruntime; on GPUs heuristic, or of own,cudnn,cublaslt.",
+            help="auto, openvino, onnxruntime; on GPUs of heuristic,own,cudnn,cublaslt.",
             show_default=True,
         ),
         click.option("--threads", type=click.IntRange(min=1), default=None, help="Pin the number of threads."),

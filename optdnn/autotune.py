@@ -382,7 +382,7 @@ def tune(
     """Tune the graph for ``target`` on this machine's GPU; None where the cost model is to choose: with ``tactics="heuristic"``, on
     ``simulate``, and where there is no GPU of that architecture."""
     arch = target.partition(":")[2]
-    if options.tactics == "heuristic" or not target.startswith("cuda:"):
+    if "heuristic" in options.tactics.split(",") or not target.startswith("cuda:"):
         return None
     from optdnn.runtime.cuda.usable import why_not
 

@@ -40,9 +40,10 @@ class BuildOptions:
     (a folder) and ``emit_onnx`` are paths, given as text or path objects; ``stop_after`` names the last pass to run;
     ``workspace`` bounds the scratch memory of GPU kernels in bytes (the libraries of the cpu target have no such bound);
     ``budget`` bounds tuning in seconds; ``debug`` verifies the graph after every pass. For GPUs,
-    ``tactics="heuristic"`` trusts the cost model, "own", "cudnn" or "cublaslt" (or several, separated by commas) restrict to
-    those kernels, ``row_invariant`` to those that give a row of a batch the same bits whatever the batch; ``no_cubins`` keeps
-    the recipes of kernels alone, and ``strict`` refuses a network that would need steps on the CPU.
+    ``tactics="heuristic"`` trusts the cost model; "own", "cudnn" or "cublaslt" (or several, separated by commas) restrict to
+    those kernels, "heuristic,cudnn" without measuring them; ``row_invariant`` restricts to those that give a row of a batch the
+    same bits whatever the batch; ``no_cubins`` keeps the recipes of kernels alone, and ``strict`` refuses a network that would
+    need steps on the CPU.
 
     For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
     are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
@@ -96,7 +97,8 @@ class BuildOptions:
             )
         _among("calibrator", self.calibrator, CALIBRATORS)
         _among("io-dtype", self.io_dtype, IO_DTYPES)
-        restricted = set(self.tactics.split(",")) <= set(GPU_TACTICS)
+        listed = self.tactics.split(",")
+        restricted = set(listed) <= {"heuristic", *GPU_TACTICS}
         if not restricted:
             _among("tactics", self.tactics, (*LIBRARY_TACTICS, *GPU_TACTICS))
         # What "auto" turns out to be is looked at by the build, which then makes these options for that target.
@@ -115,9 +117,7 @@ class BuildOptions:
                 f"target reference runs NumPy kernels in the model's own types; there is no {what}",
                 hint="leave the option out, or give --target cpu",
             )
-        if (self.tactics in ("openvino", "onnxruntime") and gpu) or (
-            (self.tactics == "heuristic" or restricted) and not gpu and not auto
-        ):
+        if (self.tactics in ("openvino", "onnxruntime") and gpu) or (restricted and not gpu and not auto):
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
         if self.strict and not gpu and not auto:
             raise UsageError(f"strict is for GPUs, not for target {self.target!r}", hint="leave --strict out")

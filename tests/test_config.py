@@ -63,7 +63,7 @@ def test_auto_is_the_gpu_where_it_is_usable(monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve_target("auto") == "cuda:sm_90a"
 
 
-@pytest.mark.parametrize("options", [{"precision": "fp16"}, {"tactics": "heuristic"}])
+@pytest.mark.parametrize("options", [{"precision": "fp16"}, {"tactics": "heuristic"}, {"tactics": "heuristic,own"}])
 def test_what_only_gpus_have_is_refused_once_auto_is_cpu(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

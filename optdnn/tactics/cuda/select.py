@@ -48,9 +48,10 @@ class Selection:
 
     @classmethod
     def of(cls, options: BuildOptions, choices: Mapping[str, Choice] | None = None) -> Selection:
-        """What the options of a build allow. The cost model (``tactics="heuristic"``) knows our own kernels alone."""
-        listed = frozenset(options.tactics.split(","))
-        providers = {"auto": frozenset(PROVIDERS), "heuristic": frozenset({"own"})}.get(options.tactics, listed)
+        """What the options of a build allow. The cost model (``tactics="heuristic"``) knows our own kernels alone; of libraries
+        that are asked for beside it, each operation runs on what they rank first."""
+        listed = frozenset(options.tactics.split(",")) - {"heuristic"}
+        providers = frozenset(PROVIDERS) if options.tactics == "auto" else listed or frozenset({"own"})
         if options.target != "simulate":
             providers &= providers_here()
         return cls(providers, options.workspace, options.row_invariant, choices or {})

@@ -113,6 +113,12 @@ def test_our_own_come_first_and_alone_where_asked() -> None:
     assert called(lowered(network(), tactics="cudnn")) == ["convolution"] * 5
 
 
+def test_libraries_without_measuring_them() -> None:
+    program = lowered(network(), tactics="heuristic,cublaslt")
+    assert called(program) == ["matmul"]
+    assert called(lowered(network(), tactics="heuristic,own")) == []
+
+
 def test_what_a_library_cannot_do_is_left_to_a_pointwise_kernel() -> None:
     n = Net()
     x = n.op("Relu", n.op("Add", n.op("Relu", n.conv(n.input(2, 8, 6, 6), 8, 3)), n.input(2, 8, 6, 6)))
