@@ -31,11 +31,13 @@ from optdnn.tactics.cuda.select import Choice, Selection
 from optdnn.tactics.cuda.table import TACTICS
 from optdnn.tactics.cuda.trials import Problem, Trial, trials_of
 from optdnn.tactics.timing_cache import TimingCache
+from optdnn.types import Array
 
 WAVE = 6
 """Candidates of a problem that are tried before the next decision whether to go on."""
-WORTH = 5e-4
-"""A problem is tried further while its other candidates promise more than this fraction of the network's time."""
+WORTH, SCATTER = 5e-4, 0.15
+"""A problem is tried further while its other candidates promise more than this fraction of the network's time, when they may be
+faster than predicted by the scatter of the cost model."""
 NEAR, NEAR_COUNT = 1.3, 5
 """How much slower than the best a near-equal may be, and how many of a problem are tried in the network."""
 SHARE = 0.01
@@ -64,7 +66,7 @@ class Timer(Protocol):
 
     def load(self, program: Program) -> Any: ...
 
-    def race(self, networks: Sequence[Any]) -> list[float]: ...
+    def race(self, networks: Sequence[Any], rounds: int) -> list[float]: ...
 
 
 @dataclass
@@ -120,6 +122,8 @@ class Tuner:
         self.begin = clock()
         self.problems: dict[str, Problem] = {}
         self.cold = False
+        self._arrays: dict[Any, Array] = {}
+        """Constants by content: all networks that are raced hold the very same, so that each is uploaded once."""
 
     # ---------------------------------------------------------------- the course of things
 
@@ -207,13 +211,16 @@ class Tuner:
         """Whether untried candidates could gain the network enough."""
         if not left:
             return False
-        if not problem.times or any(t.seconds is None for t in left):
+        if not problem.times:
             return True
+        left = [t for t in left if not self._hopeless(problem, t)]
+        if any(t.seconds is None for t in left) or not left:
+            return bool(left)
         predicted = {t.choice: t.seconds for t in problem.trials}
         ratios = [s / p for c, s in problem.times.items() if (p := predicted.get(c))]
         if not ratios:
             return True
-        hoped = min(t.seconds or 0.0 for t in left) * min(ratios)
+        hoped = min(t.seconds or 0.0 for t in left) * min(ratios) * (1 - SCATTER)
         total = sum(p.count * p.seconds for p in problems)
         return problem.count * (problem.seconds - hoped) > WORTH * total
 
@@ -277,19 +284,19 @@ class Tuner:
 
     def _choose_in_network(self, found: Tuned) -> None:
         """Swap near-equals one problem at a time, and keep what makes the whole network faster."""
-        plain = self._load({})
-        best = self._load(found.choices)
+        nets: dict[str, Any] = {}
         try:
-            found.before_ms, found.after_ms = self.timer.race([plain, best])
+            nets["plain"], nets["best"] = self._load({}), self._load(found.choices)
+            found.before_ms, found.after_ms = self.timer.race([nets["plain"], nets["best"]], 3)
             if found.before_ms < found.after_ms:  # the cost model's choices are the better ones to start from
                 found.choices = {p.key: p.default for p in found.problems if p.times}
-                plain, best = best, plain
+                nets["best"].close()
+                nets["best"] = self._load(found.choices)
                 found.after_ms = found.before_ms
             total = sum(p.count * p.seconds for p in found.problems)
             large = [p for p in found.problems if p.count * p.seconds > SHARE * total]
             order = sorted(large, key=lambda p: -p.count * p.seconds)
             jobs = [(p, c) for p in order for c in self._near(p, found.choices)]
-            self.timer.compile(self._recipes(jobs), min(16, os.cpu_count() or 1))
             started = self.clock()
             for done, (problem, choice) in enumerate(jobs):
                 self._check_time()
@@ -297,18 +304,18 @@ class Tuner:
                 eta = "" if left is None else f", {left:.0f} s left"
                 self.say(f"tune: in the network, {done}/{len(jobs)}{eta}; {found.after_ms:.4f} ms")
                 choices = {**found.choices, problem.key: choice}
-                trial = self._load(choices)
-                ours, now = self.timer.race([trial, best])
+                nets["trial"] = self._load(choices)
+                ours, now = self.timer.race([nets["trial"], nets["best"]], 1)
                 if ours < CLEAR * now:
-                    ours, now = self.timer.race([trial, best])
+                    ours, now = self.timer.race([nets["trial"], nets["best"]], 3)
                 if ours < CLEAR * now:
-                    trial, best = best, trial
+                    nets["trial"], nets["best"] = nets["best"], nets["trial"]
                     found.choices, found.after_ms = choices, ours
-                trial.close()
-            found.before_ms, found.after_ms = self.timer.race([plain, best])
+                nets.pop("trial").close()
+            found.before_ms, found.after_ms = self.timer.race([nets["plain"], nets["best"]], 3)
         finally:
-            plain.close()
-            best.close()
+            for net in nets.values():
+                net.close()
 
     def _near(self, problem: Problem, choices: Mapping[str, Choice]) -> list[Choice]:
         """The near-equals of what was chosen, the best first."""
@@ -320,17 +327,8 @@ class Tuner:
         return [c for c in found if c != choices.get(problem.key)]
 
     def _load(self, choices: Mapping[str, Choice]) -> Any:
-        emitted = emit_program(self.graph, self.options, self.target, {}, choices)
+        emitted = emit_program(self.graph, self.options, self.target, {}, choices, arrays=self._arrays)
         return self.timer.load(placed(emitted.program))
-
-    def _recipes(self, jobs: Sequence[tuple[Problem, Choice]]) -> list[Recipe]:
-        """What the candidates' kernels are in the network."""
-        found: dict[str, Recipe] = {}
-        for problem, choice in jobs:
-            for trial in problem.trials:
-                if trial.choice == choice:
-                    found |= {r.key(): r for k in trial.program.kernels for r in [recipe_of(k)]}
-        return list(found.values())
 
     # ---------------------------------------------------------------- the timing cache
 

@@ -30,7 +30,7 @@ from optdnn.tactics.cuda.schedule import group_steps, keep_inputs_on_host
 from optdnn.tactics.cuda.select import Choice, Decision, Selection, emit_op, signature
 from optdnn.tactics.cuda.table import TACTICS, WRITES_ANYWHERE
 from optdnn.tactics.cuda.views import VIEWS, plan_concats
-from optdnn.types import TensorSpec
+from optdnn.types import Array, TensorSpec
 
 ALIGNMENT = 256
 """Of every buffer in the arena, in bytes: what cudaMalloc gives."""
@@ -104,12 +104,16 @@ def emit_program(
     meta: dict[str, Any],
     choices: Mapping[str, Choice] | None = None,
     visit: Visit = lambda b, op, key: None,
+    arrays: dict[Any, Array] | None = None,
 ) -> Emitted:
-    """The launches of an optimized graph. Raises as :func:`lower_cuda`."""
+    """The launches of an optimized graph. ``arrays``: constants of other programs by content, to be shared.
+
+    Raises as :func:`lower_cuda`.
+    """
     arch = target.partition(":")[2] or "sm_90a"
     selection = Selection.of(options, choices)
     _need_static(graph)
-    b = Builder(graph, arch)
+    b = Builder(graph, arch, arrays={} if arrays is None else arrays)
     host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
     inputs, outputs = _borders(b)
     plan_concats(b, WRITES_ANYWHERE)

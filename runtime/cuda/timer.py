@@ -25,6 +25,7 @@ from optdnn.runtime.cuda.memory import DeviceMemory
 from optdnn.runtime.cuda.nvrtc import KernelCache, KernelError, Recipe, version
 from optdnn.runtime.cuda.plan import CudaStep, View
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
+from optdnn.runtime.cuda.shared import Pool
 from optdnn.runtime.cuda.support import version_of
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
@@ -76,6 +77,7 @@ class GpuTimer:
         )  # fmt: skip
         self._tools: dict[tuple[str, str], Function] = {}
         self._golden: tuple[str, list[tuple[DeviceMemory, int]]] | None = None
+        self._pool = Pool()
         self._found = DeviceMemory(256, "the difference of two results")
 
     # ---------------------------------------------------------------- candidates
@@ -279,11 +281,11 @@ class GpuTimer:
 
     def load(self, program: Program) -> Network:
         """A whole network, ready to be raced."""
-        context = CudaRunner(program, LoadOptions()).context()
+        context = CudaRunner(program, LoadOptions(pool=self._pool)).context()
         self._feed(program, context)
         return Network(context)
 
-    def race(self, networks: Sequence[Network], rounds: int = 3) -> list[float]:
+    def race(self, networks: Sequence[Network], rounds: int) -> list[float]:
         """Median milliseconds of one inference of each, measured in turns."""
         times: list[list[float]] = [[] for _ in networks]
         for _ in range(rounds):

@@ -168,6 +168,8 @@ class Builder:
     _blob_of: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
     _constants: dict[int, Placed] = field(default_factory=dict)
     _copies: dict[tuple[Placed, tuple[int, ...]], Placed] = field(default_factory=dict)
+    arrays: dict[Any, Array] = field(default_factory=dict)
+    """Constants by content, which other builders may share."""
     offered: list[Any] = field(default_factory=list)
     """The configurations (:class:`optdnn.tactics.cuda.tactic.Offer`) of the launch that was added last, where it had a choice."""
 
@@ -209,7 +211,7 @@ class Builder:
         key = (array.dtype.str if array.dtype.kind != "V" else array.dtype.name, array.shape, digest)
         if key not in self._blob_of:
             self._blob_of[key] = len(self.blobs)
-            self.blobs.append(array)
+            self.blobs.append(self.arrays.setdefault(key, array))
         return self._blob_of[key]
 
     def constant(self, array: Array, name: str = "constant") -> Placed:

@@ -229,11 +229,18 @@ def named(b: Builder, op: Op, tactic: Tactic, name: str, key: str) -> Any:
 def alternatives(
     b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection
 ) -> Iterator[tuple[Tactic, Offer | None]]:
-    """Every (tactic, configuration) that may run the operator."""
+    """Every (tactic, configuration) that may run the operator and is worth trying, the preferred tactic's first.
+
+    A kernel of ours without a cost model, behind one that has one, is for what the latter refuses, and slow.
+    """
     able, _ = usable(b, op, tactics, selection)
+    modelled = False
     for tactic in able:
         offers = offers_of(b, op, tactic, selection)[0]
+        if modelled and tactic.provider == "own" and offers == [None]:
+            continue
         for offer in offers:
             yield tactic, offer
         if offers and selection.row_invariant:
             return  # another tactic sums in another order, and which is the fastest depends on the batch
+        modelled = modelled or any(o is not None for o in offers)

@@ -43,8 +43,9 @@ class Problem:
 
     @property
     def best(self) -> Choice:
-        """The fastest that was measured; before that the default."""
-        return min(self.times, key=lambda c: self.times[c]) if self.times else self.default
+        """The fastest that was measured; the default, unless that was measured too (or failed)."""
+        known = self.default in self.times or self.default in self.failed
+        return min(self.times, key=lambda c: self.times[c]) if self.times and known else self.default
 
     @property
     def seconds(self) -> float:
@@ -55,23 +56,25 @@ class Problem:
 
 
 def trials_of(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) -> list[Trial]:
-    """The candidates of an operator that is about to be emitted."""
+    """The candidates of an operator that is about to be emitted: first what would be taken without measuring."""
     found: list[Trial] = []
     tried: dict[str, int] = {}
     for tactic, offer in alternatives(b, op, tactics, selection):
         tried[tactic.name] = tried.get(tactic.name, 0) + 1
         if tried[tactic.name] <= MOST:
             found.append(_trial(b, op, tactic, offer))
-    known = sorted((t for t in found if t.seconds is not None), key=lambda t: t.seconds or 0.0)
-    return known[:FIRST] + [t for t in found if t.seconds is None] + known[FIRST:]
+    known = sorted((t for t in found[1:] if t.seconds is not None), key=lambda t: t.seconds or 0.0)
+    return [*found[:1], *known[:FIRST], *(t for t in found[1:] if t.seconds is None), *known[FIRST:]]
 
 
 def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
     from optdnn.lower_cuda import compact, placed
 
     first = len(b.steps)
+    choice = Choice(tactic.name, "" if offer is None else offer.name)
     with b.rehearsal():
         tactic.emit(b, op, None if offer is None else offer.config)
+        b.credit(first, str(choice))
         steps = tuple(b.steps[first:])
         results = {b.place[v].buffer for port in range(len(op.outputs)) if (v := Value(op.id, port)) in b.place}
         written: set[int] = set()
@@ -84,7 +87,6 @@ def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
             outputs=tuple(_port(b, i) for i in sorted(results & written)), buffers=tuple(b.buffers), steps=steps,
             blobs=list(b.blobs), kernels=tuple(b.kernels),
         )  # fmt: skip
-    choice = Choice(tactic.name, "" if offer is None else offer.name)
     return Trial(choice, tactic.provider, None if offer is None else offer.seconds, placed(compact(program)))
 
 

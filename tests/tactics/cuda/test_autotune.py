@@ -1,0 +1,370 @@
+"""The autotuner with a timer that is made up: what is tried, when it stops, what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from support.net import Net
+
+import optdnn.autotune
+from optdnn.autotune import Tuned, Tuner
+from optdnn.compiler import optimize
+from optdnn.config import BuildOptions
+from optdnn.errors import RunError
+from optdnn.ir.graph import Graph
+from optdnn.lower_cuda import emit_program
+from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.runtime.cuda.timer import Machine, TrialFailed
+from optdnn.runtime.program import Program
+from optdnn.tactics.cuda.select import Choice
+from optdnn.tactics.timing_cache import TimingCache
+
+TARGET = "cuda:sm_90a"
+
+
+def network(batch: int = 1) -> Graph:
+    """Three equal convolutions and a product; the convolutions are most of the time."""
+    n = Net()
+    x = n.input(batch, 64, 28, 28)
+    for _ in range(3):
+        x = n.op("Relu", n.conv(x, 64, 3))
+    return n.done(n.conv(x, 32, 1, pads=0))
+
+
+def tactics_of(program: Program) -> list[str]:
+    return [s.params.get("tactic", "") for s in program.steps]
+
+
+class FakeTimer:
+    """``seconds`` gives the time of a candidate by its name (or raises); ``net`` that of a network, from its steps' tactics."""
+
+    def __init__(
+        self,
+        seconds: Callable[[str], float],
+        net: Callable[[Sequence[str]], float] | None = None,
+        *,
+        device: str = "GPU",
+        driver: str = "1",
+        l2: int = 60 << 20,
+    ):
+        self.machine = Machine(device, l2, {"driver": driver})
+        self.seconds, self.net = seconds, net
+        self.trials: list[tuple[str, str]] = []
+        self.regimes: set[bool] = set()
+        self.compiled: set[str] = set()
+        self.loaded = 0
+        self.now = 0.0
+
+    def compile(self, recipes: Sequence[Recipe], workers: int) -> None:
+        assert workers >= 1
+        self.compiled |= {r.key() for r in recipes}
+
+    def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
+        self.now += 1.0
+        name = tactics_of(program)[-1]
+        self.trials.append((key, name))
+        self.regimes.add(cold)
+        assert give_up > 0
+        for kernel in program.kernels:
+            assert Recipe(kernel.template, kernel.arch, kernel.generated, kernel.options).key() in self.compiled
+        return self.seconds(name)
+
+    def load(self, program: Program) -> Any:
+        self.loaded += 1
+        return FakeNet(self, tactics_of(program))
+
+    def race(self, networks: Sequence[FakeNet], rounds: int) -> list[float]:
+        self.now += 0.5
+        assert rounds >= 1
+        return [(self.net or self._sum)(n.tactics) for n in networks]
+
+    def _sum(self, tactics: Sequence[str]) -> float:
+        return sum(self.seconds(t) for t in tactics if t.startswith("conv")) * 1e3 + 0.001
+
+
+class FakeNet:
+    def __init__(self, timer: FakeTimer, tactics: list[str]):
+        self.timer, self.tactics = timer, tactics
+
+    def close(self) -> None:
+        self.timer.loaded -= 1
+        assert self.timer.loaded >= 0, "closed twice"
+
+
+def hashed(name: str) -> float:
+    """2 to 3 microseconds, by the name: unlike what is predicted."""
+    return 2e-6 + sum(map(ord, name)) * 37 % 101 * 1e-8
+
+
+def tuned(
+    timer: FakeTimer,
+    cache: TimingCache | None = None,
+    graph: Graph | None = None,
+    say: Any = lambda text: None,
+    **options: Any,
+) -> tuple[Tuned, Tuner]:
+    chosen = BuildOptions(target=TARGET, precision="fp16", **options)
+    g = (graph or network()).copy()
+    optimize(g, chosen, TARGET)
+    tuner = Tuner(g, chosen, TARGET, timer, cache if cache is not None else TimingCache(), say, lambda: timer.now)
+    found = tuner.run()
+    assert timer.loaded == 0, "every network was closed"
+    emit_program(g, chosen, TARGET, {}, found.choices)  # what was chosen can be lowered
+    return found, tuner
+
+
+def convolution(found: Tuned) -> Any:
+    return max(found.problems, key=lambda p: p.count * (p.op.kind == "Conv"))
+
+
+def test_the_fastest_candidate_wins_and_equal_operators_share_measurements() -> None:
+    timer = FakeTimer(hashed)
+    found, _ = tuned(timer)
+    problem = convolution(found)
+    assert problem.count == 3
+    assert len(timer.trials) == len(set(timer.trials)), "each candidate once"
+    measured = {name: hashed(name) for key, name in timer.trials if key == problem.key}
+    assert len(measured) > 6
+    best = min(measured, key=lambda n: measured[n])
+    assert str(found.choices[problem.key]) == best
+    assert best != str(problem.default), "else the test says nothing"
+    assert found.before_ms is not None
+    assert found.after_ms is not None
+    assert found.after_ms < found.before_ms
+    assert found.stopped is None
+
+
+def test_the_default_is_tried_first_and_problems_without_choice_not_at_all() -> None:
+    timer = FakeTimer(hashed)
+    found, _ = tuned(timer)
+    for problem in found.problems:
+        names = [n for k, n in timer.trials if k == problem.key]
+        if len(problem.trials) > 1:
+            assert names[0] == str(problem.default)
+        else:
+            assert names == []
+
+
+def test_tuning_stops_where_little_is_to_be_gained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where candidates take what is predicted, the first wave tells; where the model errs widely, more are tried."""
+    monkeypatch.setattr(optdnn.autotune, "SCATTER", 0.0)
+    counts = {}
+    for name, error in (("exact", 0.0), ("wide", 0.9)):
+        predicted: dict[str, float] = {}
+
+        def seconds(text: str, predicted: dict[str, float] = predicted, error: float = error) -> float:
+            return predicted[text] * (1 - error * (sum(map(ord, text)) % 7) / 7)
+
+        timer = FakeTimer(seconds)
+        chosen = BuildOptions(target=TARGET, precision="fp16", tactics="own")
+        g = network(batch=32)
+        optimize(g, chosen, TARGET)
+        tuner = Tuner(g, chosen, TARGET, timer, TimingCache(), clock=lambda t=timer: t.now)
+        collect = tuner._collect
+
+        def collected(choices: Any, tuner: Tuner = tuner, collect: Any = collect, p: Any = predicted) -> Any:
+            emitted = collect(choices)
+            p |= {str(t.choice): t.seconds for q in tuner.problems.values() for t in q.trials}
+            return emitted
+
+        tuner._collect = collected  # type: ignore[method-assign]
+        found = tuner.run()
+        problem = convolution(found)
+        counts[name] = sum(k == problem.key for k, _ in timer.trials)
+        assert counts[name] <= len(problem.trials)
+    assert 1 < counts["exact"] < counts["wide"]
+
+
+def test_a_wrong_candidate_is_not_used_and_never_tried_again() -> None:
+    best = min((n for _, n in tried()), key=hashed)
+
+    def seconds(name: str) -> float:
+        if name == best:
+            raise TrialFailed("wrong result")
+        return hashed(name)
+
+    cache = TimingCache()
+    timer = FakeTimer(seconds, lambda tactics: 1.0)
+    found, _ = tuned(timer, cache)
+    assert best not in map(str, found.choices.values())
+    report = found.to_plain()
+    assert any(row.get("failed") == {best: "wrong result"} for row in report["problems"])
+    cache.networks.clear()
+    again = FakeTimer(seconds, lambda tactics: 1.0)
+    tuned(again, cache)
+    assert again.trials == []
+
+
+def tried() -> list[tuple[str, str]]:
+    timer = FakeTimer(hashed)
+    tuned(timer)
+    return timer.trials
+
+
+def test_the_budget_bounds_the_time_and_the_best_so_far_is_kept() -> None:
+    whole = tried()
+    said: list[str] = []
+    timer = FakeTimer(hashed)
+    found, _ = tuned(timer, budget=7.5, say=said.append)
+    assert found.stopped == "the budget was spent"
+    assert len(timer.trials) == 8 < len(whole)
+    key, first = timer.trials[0]
+    names = [n for k, n in timer.trials if k == key]
+    assert str(found.choices[key]) == min(names, key=hashed) != first
+    assert "best so far is kept" in said[-1]
+
+
+def test_a_problem_whose_default_was_not_reached_keeps_it() -> None:
+    found, _ = tuned(FakeTimer(hashed), budget=0.5)
+    reached = [p for p in found.problems if p.times]
+    assert len(reached) == 1
+    assert set(found.choices) <= {p.key for p in reached}
+
+
+def test_interruption_keeps_the_best_so_far_and_the_times() -> None:
+    count = 0
+
+    def seconds(name: str) -> float:
+        nonlocal count
+        count += 1
+        if count == 9:
+            raise KeyboardInterrupt
+        return hashed(name)
+
+    cache = TimingCache()
+    timer = FakeTimer(seconds)
+    found, _ = tuned(timer, cache)
+    assert found.stopped == "interrupted"
+    assert found.choices
+    assert len(cache.candidates) == 8
+    assert cache.changed
+    assert cache.networks == {}, "an unfinished choice is not a result"
+
+
+def test_interruption_in_the_network_keeps_what_was_better() -> None:
+    timer = FakeTimer(hashed)
+    races = 0
+
+    def net(tactics: Sequence[str]) -> float:
+        nonlocal races
+        races += 1
+        if races > 8:
+            raise KeyboardInterrupt
+        return timer._sum(tactics)
+
+    timer.net = net
+    found, _ = tuned(timer)
+    assert found.stopped == "interrupted"
+    assert found.after_ms is not None
+
+
+def test_a_gpu_that_fails_ends_the_tuning_and_is_remembered() -> None:
+    def seconds(name: str) -> float:
+        if hashed(name) < 2.2e-6:
+            raise RunError("illegal address")
+        return hashed(name)
+
+    cache = TimingCache()
+    found, _ = tuned(FakeTimer(seconds), cache)
+    assert found.stopped == "the GPU failed: illegal address"
+    assert [row["failed"] for row in cache.candidates.values() if "failed" in row] == ["illegal address"]
+
+
+def test_near_equals_are_chosen_in_the_network() -> None:
+    """The fastest alone costs its neighbours something: the network prefers the second."""
+    timer = FakeTimer(hashed)
+    found, _ = tuned(timer)
+    problem = convolution(found)
+    alone = str(found.choices[problem.key])
+
+    other = FakeTimer(hashed)
+    other.net = lambda tactics: other._sum(tactics) + 0.002 * sum(t == alone for t in tactics)
+    again, _ = tuned(other)
+    assert str(again.choices[problem.key]) != alone
+    ranked = sorted(problem.times, key=lambda c: problem.times[c])
+    assert again.choices[problem.key] == ranked[1]
+
+
+def test_where_the_model_was_right_about_the_network_it_is_followed() -> None:
+    _, tuner = tuned(FakeTimer(hashed))
+    defaults = {"", *(str(p.default) for p in tuner.problems.values())}
+
+    def net(tactics: Sequence[str]) -> float:
+        return 1.0 + 0.1 * sum(t not in defaults for t in tactics)
+
+    again, _ = tuned(FakeTimer(hashed, net))
+    assert all(again.choices[p.key] == p.default for p in again.problems if p.key in again.choices)
+    assert again.after_ms == again.before_ms
+
+
+# ---------------------------------------------------------------- the timing cache
+
+
+def test_a_second_build_measures_nothing() -> None:
+    cache = TimingCache()
+    first, _ = tuned(FakeTimer(hashed), cache)
+    timer = FakeTimer(hashed)
+    again, _ = tuned(timer, cache)
+    assert timer.trials == []
+    assert again.cached
+    assert again.choices == first.choices
+    assert again.after_ms == pytest.approx(first.after_ms, abs=1e-5)
+
+
+def test_another_driver_makes_the_times_a_ranking() -> None:
+    cache = TimingCache()
+    first, _ = tuned(FakeTimer(hashed), cache)
+    said: list[str] = []
+    timer = FakeTimer(hashed, driver="2")
+    again, _ = tuned(timer, cache, say=said.append)
+    assert "only rank" in said[0]
+    assert not again.cached
+    problem = convolution(again)
+    names = [n for k, n in timer.trials if k == problem.key]
+    assert names[0] == min(names, key=hashed), "the best of before is tried first"
+    assert names[0] == str(first.choices[problem.key])
+
+
+@pytest.mark.parametrize("change", ["device", "kernels", "workspace"])
+def test_what_must_agree(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = TimingCache()
+    tuned(FakeTimer(hashed), cache)
+    options: dict[str, Any] = {}
+    timer = FakeTimer(hashed, device="other GPU" if change == "device" else "GPU")
+    if change == "kernels":
+        monkeypatch.setattr("optdnn.tactics.cuda.builder.source_digest", lambda recipe: "0" * 64)
+        monkeypatch.setattr(optdnn.autotune, "KERNELS", optdnn.autotune.KERNELS / "nowhere")
+    if change == "workspace":
+        options["workspace"] = 1 << 30
+    again, _ = tuned(timer, cache, **options)
+    assert not again.cached
+    assert bool(timer.trials) == (change != "workspace"), "candidates' times hold, whatever may be chosen"
+
+
+def test_a_remembered_choice_that_is_gone_is_made_anew() -> None:
+    cache = TimingCache()
+    first, _ = tuned(FakeTimer(hashed), cache)
+    (key,) = cache.networks
+    cache.note_network(key, {k: Choice("gone") for k in first.choices}, 1.0, {"driver": "1"})
+    again, _ = tuned(FakeTimer(hashed), cache)
+    assert not again.cached
+    assert again.choices == first.choices
+
+
+# ---------------------------------------------------------------- how it is measured and told
+
+
+@pytest.mark.parametrize("l2", [1 << 10, 60 << 20])
+def test_weights_are_cold_where_the_network_does_not_fit_the_cache(l2: int) -> None:
+    timer = FakeTimer(hashed, l2=l2)
+    tuned(timer)
+    assert timer.regimes == {l2 == 1 << 10}
+
+
+def test_progress_tells_the_rest_and_the_best() -> None:
+    said: list[str] = []
+    tuned(FakeTimer(hashed), say=said.append)
+    assert any("s left" in t and " us; sum " in t for t in said)
+    assert any("in the network" in t and " ms" in t for t in said)
