@@ -70,15 +70,30 @@ def checks(out: Path) -> None:
     (out / "checks.json").write_text(json.dumps(rows, indent=1))
 
 
-def network(name: str, batch: int, folder: Path) -> dict[str, Any]:
+def _kind(program: Any, step: Any) -> str:
+    """What a step computes, and by which kernel."""
+    launch = step.params.get("launch")
+    if launch is None or "op" not in step.params:
+        return str(step.executor)
+    number = launch.get("kernel")
+    return f"{step.params['op']['kind']} {program.kernels[number].template if number is not None else 'library'}"
+
+
+def network(name: str, batch: int, tactics: str, budget: float | None) -> dict[str, Any]:
     """Build, check, time and profile one network."""
     import optdnn
     from optdnn.models import zoo
 
     model = zoo.build(name, batch=batch)
     start = time.perf_counter()
-    engine = optdnn.build(model, target="cuda:sm_90a", precision="fp16", tactics="heuristic", io_dtype="fp16")
-    row: dict[str, Any] = {"name": name, "batch": batch, "build_s": round(time.perf_counter() - start, 2)}
+    options: dict[str, Any] = {"precision": "fp16", "io_dtype": "fp16", "tactics": tactics, "budget": budget}
+    engine = optdnn.build(model, target="cuda:sm_90a" if tactics == "heuristic" else "cuda", **options)
+    row: dict[str, Any] = {
+        "name": name,
+        "batch": batch,
+        "build_s": round(time.perf_counter() - start, 2),
+        "tactics": tactics,
+    }
     row["launches"] = len(engine.program.steps)
     feeds = {
         k: v.astype(np.float16) if v.dtype == np.float32 else v for k, v in zoo.example_inputs(model, seed=1).items()
@@ -92,16 +107,16 @@ def network(name: str, batch: int, folder: Path) -> dict[str, Any]:
     row["gpu_ms"] = {"median": round(statistics.median(times), 4), "min": round(min(times), 4)}
     samples = [context.profile(feeds)[1] for _ in range(5)]
     per = [statistics.median(s[i] for s in samples) / 1e3 for i in range(len(samples[0]))]
-    steps = engine.program.steps
-    kernels = engine.program.kernels
     row["steps"] = []
-    for us, s in zip(per, steps, strict=True):
-        launch, write = s.params["launch"], s.params["writes"][0]
-        what = [s.params["op"]["kind"], kernels[launch["kernel"]].template, launch["grid"], write[2] if write else None]
-        row["steps"].append([round(us, 2), *what, " ".join(s.src)[:50]])
     kinds: dict[str, list[float]] = {}
-    for us, s in zip(per, steps, strict=True):
-        kinds.setdefault(f"{s.params['op']['kind']} {kernels[s.params['launch']['kernel']].template}", []).append(us)
+    for us, s in zip(per, engine.program.steps, strict=True):
+        write = s.params.get("writes", [None])[0]
+        grid = s.params.get("launch", {}).get("grid")
+        row["steps"].append([round(us, 2), _kind(engine.program, s), grid, write and write[2], " ".join(s.src)[:50]])
+        kinds.setdefault(_kind(engine.program, s), []).append(us)
+    row["configs"] = sorted(
+        {f"{d['kind']} {d['tactic']} {d.get('config', '')}" for d in engine.program.meta["tactics"]}
+    )
     row["by_kind_us"] = {k: [len(v), round(sum(v), 1)] for k, v in sorted(kinds.items(), key=lambda i: -sum(i[1]))}
     if batch <= 2:
         worst = sorted(check_steps(context, feeds), key=lambda e: -e.error)[:3]
@@ -119,6 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", metavar="NAME:BATCH")
     parser.add_argument("--checks", action="store_true")
+    parser.add_argument("--tactics", default="heuristic")
+    parser.add_argument("--budget", type=float)
     parser.add_argument("--out", type=Path, default=Path())
     options = parser.parse_args()
     if options.checks:
@@ -127,12 +144,12 @@ def main() -> None:
     for text in options.networks:
         name, _, batch = text.partition(":")
         try:
-            rows.append(network(name, int(batch or 1), options.out))
-            print(json.dumps({k: v for k, v in rows[-1].items() if k != "steps"}), flush=True)
+            rows.append(network(name, int(batch or 1), options.tactics, options.budget))
+            print(json.dumps({k: v for k, v in rows[-1].items() if k not in ("steps", "configs")}), flush=True)
         except Exception as error:
             traceback.print_exc()
             rows.append({"name": name, "batch": batch, "failed": str(error)})
-        (options.out / "networks.json").write_text(json.dumps(rows))
+        (options.out / f"networks-{options.tactics}.json").write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":
