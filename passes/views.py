@@ -68,6 +68,10 @@ class View:
         exchange = move.perm == (*range(n - 2), n - 1, n - 2)
         if exchange and last is not None and earlier.shape[-2:] == last.shape[-2:] and len(earlier.shape) >= 2:
             return earlier.swap_last().reshape(move.shape)
+        if earlier.moves and earlier.moves[-1].perm is not None:
+            passed = _through(earlier.shape, self.shape, move.perm)
+            if passed is not None:
+                return earlier.transpose(passed).reshape(move.shape)
         return replace(self, moves=(*self.moves, move))
 
     def add_to(self, patch: Patch) -> Value | None:
@@ -92,6 +96,23 @@ class View:
             m.perm is not None or reshape_target(shape, m.shape) is not None
             for shape, m in zip(shapes, self.moves, strict=False)
         )
+
+
+def _through(before: Shape, after: Shape, perm: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The permutation of ``before`` that takes the place of one of ``after``, a Reshape of it; None where it tears axes apart."""
+    lined = groups(before, after)
+    if lined is None:
+        return None
+    owner = {j: (k, n) for k, (_, right) in enumerate(lined) for n, j in enumerate(right)}
+    order: list[int] = []
+    for position, axis in enumerate(perm):
+        k, n = owner[axis]
+        if n == 0:
+            order.append(k)
+        elif owner[perm[position - 1]] != (k, n - 1):
+            return None
+    silent = [k for k, (_, right) in enumerate(lined) if not right]  # axes of one element that the Reshape drops
+    return tuple(i for k in (*order, *silent) for i in lined[k][0])
 
 
 def keeps_last_two(before: Shape | None, after: Shape | None) -> bool:

@@ -17,6 +17,9 @@ CLOCK = 1.75e9  # Hz under load
 MEMORY = 4.2e12  # bytes/s, read + written
 L2_PER_CLOCK = 40.0  # bytes per cycle and multiprocessor that TMA brings from L2
 LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kernel
+RING_LATENCY = (
+    1300  # cycles from asking for a stage under load to its arrival: with S stages, S - 1 steps pass meanwhile
+)
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
 
@@ -39,7 +42,9 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     weight_bytes, pixel_bytes = tile_channels * span, tile_pixels * span
     streamed = pixel_bytes + (0 if config.stationary else weight_bytes)
     read = groups * config.mt * (span // 32) * (2048 + config.bn * 32) / 128
-    step = max(multiply, read + streamed / 128, streamed / L2_PER_CLOCK)
+    step = max(
+        multiply, read + streamed / 128, streamed / L2_PER_CLOCK, RING_LATENCY / resident / max(1, config.stages - 1)
+    )
     jobs = tiles * config.split
     waves = -(-jobs // device.multiprocessors)  # blocks that one multiprocessor works through
     epilogue = 350 + config.mt * config.bn * (4.0 if problem.residual else 3.0)

@@ -8,6 +8,7 @@ from optdnn.ir.graph import Op
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.pointwise import CPP, EXPRESSIONS, emit_pointwise, single
 from optdnn.tactics.cuda.tactic import OwnTactic
+from optdnn.tactics.cuda.views import settle
 
 
 class Elementwise(OwnTactic):
@@ -25,6 +26,9 @@ class Elementwise(OwnTactic):
         return f"there is no arithmetic on {', '.join(unknown)}" if unknown else None
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        if self._nothing(b, op):
+            settle(b, op, 0, b.operand(op.inputs[0]))  # type: ignore[arg-type]
+            return ""
         stages = list(op.attrs.epilogue) if op.kind == "Pointwise" else single(op)
         inputs = list(op.inputs)
         if op.kind == "Cast" and inputs[0] is not None and b.graph.op(inputs[0]).kind == "Layout":
@@ -32,3 +36,9 @@ class Elementwise(OwnTactic):
         operands = [None if v is None else b.operand(v) for v in inputs]
         emit_pointwise(b, op, stages, operands, b.target(op.value))
         return ""
+
+    @staticmethod
+    def _nothing(b: Builder, op: Op) -> bool:
+        """Whether it casts to the type that its operand has."""
+        t, x = op.outputs[0].type, op.inputs[0]
+        return op.kind == "Cast" and x is not None and b.graph.type(x).dtype == t.dtype and not t.layout

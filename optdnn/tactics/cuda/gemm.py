@@ -30,9 +30,32 @@ def rows_of(x: Placed) -> Placed | None:
     return found if conv_sm90.pitch_of(found) is not None else None
 
 
-def padded_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor but for rows that start at multiples of 8 elements."""
-    return (*(s * up(shape[-1], 8) for s in row_major(shape[:-1])), 1)
+def rows_in_memory(x: Placed) -> tuple[int, ...]:
+    """The order of the axes in which rows are taken: as they lie in memory, where their logical order has no one pitch.
+
+    A product of [position, batch, feature] with a matrix reads [batch, position, feature] without a copy so, and its result
+    keeps that order.
+    """
+    logical = tuple(range(len(x.shape)))
+    if rows_of(x) is not None:
+        return logical
+    leading = sorted(logical[:-1], key=lambda i: (-x.strides[i] if x.shape[i] > 1 else 0, i))
+    order = (*leading, logical[-1])
+    return order if rows_of(reordered(x, order)) is not None else logical
+
+
+def reordered(x: Placed, order: tuple[int, ...]) -> Placed:
+    """The axes in this order."""
+    return x.view([x.shape[i] for i in order], [x.strides[i] for i in order])
+
+
+def padded_rows(shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Strides of a tensor that is dense in this order of axes but for rows that start at multiples of 8 elements."""
+    order = order or tuple(range(len(shape)))
+    strides = [1] * len(shape)
+    for i, s in zip(order[:-1], row_major([shape[i] for i in order[:-1]]), strict=True):
+        strides[i] = s * up(shape[-1], 8)
+    return tuple(strides)
 
 
 class HopperGemm(Rehearsed):
@@ -82,14 +105,16 @@ class HopperGemm(Rehearsed):
         ep = plan_epilogue(b.graph, op, channel_axis=-1)
         if ep.bias is not None:
             bias = ep.bias if bias is None else bias + ep.bias
-        x = self._rows(b, op, b.operand(op.inputs[0]))
-        residual = self._rows(b, op, b.operand(ep.residual)) if ep.residual is not None else None
-        target = self._target(b, op)
+        left = b.operand(op.inputs[0])
+        order = rows_in_memory(left)
+        x = self._rows(b, op, reordered(left, order))
+        residual = self._rows(b, op, reordered(b.operand(ep.residual), order)) if ep.residual is not None else None
+        target = self._target(b, op, order)
         between = target
-        out = None if ep.rest else rows_of(target)
+        out = None if ep.rest else rows_of(reordered(target, order))
         if out is None:
-            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape))
-            out = rows_of(between)
+            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, order))
+            out = rows_of(reordered(between, order))
             assert out is not None
         feed = conv_sm90.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
         used = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
@@ -97,13 +122,11 @@ class HopperGemm(Rehearsed):
         return used
 
     @staticmethod
-    def _target(b: Builder, op: Op) -> Placed:
-        """The place of the result: rows at a pitch that TMA can write, unless it is reserved."""
-        out = op.outputs[0]
-        if op.value not in b.reserved and out.type.static_shape[-1] % 8:
-            b.place[op.value] = b.new(
-                out.name, out.type.dtype, out.type.static_shape, padded_rows(out.type.static_shape)
-            )
+    def _target(b: Builder, op: Op, order: tuple[int, ...]) -> Placed:
+        """The place of the result: rows in this order at a pitch that TMA can write, unless it is reserved."""
+        out, shape = op.outputs[0], op.outputs[0].type.static_shape
+        if op.value not in b.reserved and (shape[-1] % 8 or order != tuple(range(len(shape)))):
+            b.place[op.value] = b.new(out.name, out.type.dtype, shape, padded_rows(shape, order))
         return b.target(op.value)
 
     @staticmethod

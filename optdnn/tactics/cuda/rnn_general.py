@@ -147,7 +147,7 @@ def _recurrence(
     elif op.kind == "LSTM":
         forget = f"{t}(1) - i" if a.input_forget else f(0, before(2) + peep(2, "old"))  # type: ignore[attr-defined]
         step = (f"{dot(0, 4, 'h')} if (lane == 0) {{ const {t} old = c[u], i = {f(0, before(0) + peep(0, 'old'))}; "
-                f"const {t} cell = {forget} * old + i * {f(1, before(3))}; c[u] = cell; "
+                f"const {t} cell = ({forget}) * old + i * {f(1, before(3))}; c[u] = cell; "
                 f"next[u] = {f(0, before(1) + peep(1, 'cell'))} * {f(2, 'cell', False)}; }}")  # fmt: skip
     elif a.linear_before_reset:  # type: ignore[attr-defined]
         bias = f" + {t}(widen(p.b[(2 * {hidden} + u) * p.sb[0]]))" if "b" in names else ""

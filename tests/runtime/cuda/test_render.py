@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
+
+import numpy as np
 import pytest
 
 from optdnn.errors import InternalError
@@ -42,3 +46,15 @@ def test_wgmma_names_every_accumulator_once() -> None:
     for columns in (0, 4, 12, 264):
         with pytest.raises(InternalError, match="no tile"):
             render.wgmma(columns, "float16")
+
+
+def test_gelu_is_within_a_fraction_of_a_rounding_to_half() -> None:
+    text = render.epilogue((("gelu",),))
+    body = text[text.index("{ const float v") :]
+    factor = body[body.index("x *= ") + 5 : body.index(";", body.index("x *= "))]
+    x = np.linspace(-30, 30, 60001)
+    v = np.clip(x, -4.4, 4.4)
+    got = x * eval(re.sub(r"(\d)f\b", r"\1", factor), {"fmaf": lambda a, b, c: a * b + c, "v": v, "u": v * v})
+    want = np.array([0.5 * (1 + math.erf(a / math.sqrt(2))) for a in x]) * x
+    assert np.abs(got - want).max() < 1e-5 * np.abs(x).max()
+    assert (np.abs(got - want) <= 1e-5 * np.abs(x) + 1e-12).all()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT
-from support.simulated import check_simulated
+from support.net import Net
+from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, recurrent
+from support.simulated import check_simulated, kinds
+
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
 
 KINDS = {"Attention", "RNN", "GRU", "LSTM", "GroupNormalization", "InstanceNormalization"}
 CASES = {**ATTENTION, **RECURRENT, **GROUP_NORM}
@@ -21,3 +27,37 @@ def test_half_precision(name: str) -> None:
 def test_fp32(name: str) -> None:
     program = check_simulated(CASES[name][0](), "fp32")
     assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} <= {"attention_steps", "rnn", "rows"}
+
+
+def test_rows_of_a_product_are_taken_as_they_lie_in_memory() -> None:
+    n = Net()
+    x = n.op("Transpose", n.op("Relu", n.matmul(n.input(3, 5, 16), 24)), attrs=TransposeAttrs((1, 0, 2)))
+    y = n.op(
+        "Add",
+        n.op("Transpose", n.op("Relu", n.matmul(x, 32)), attrs=TransposeAttrs((1, 0, 2))),
+        n.input(3, 5, 32, name="r"),
+    )
+    program = check_simulated(n.done(n.matmul(y, 8)))
+    assert "Copy" not in kinds(program)
+
+
+def test_states_of_stacked_layers_are_not_copied() -> None:
+    graph = recurrent("LSTM", layers=2)
+    states = [graph.op(i).inputs[0] for i in graph.outputs][1:]
+    for port in (0, 1):
+        joined = graph.add("Concat", [states[port], states[2 + port]], ConcatAttrs(0), names=[f"all{port}"])
+        graph.add_output(graph.add("Relu", [joined.value], names=[f"r{port}"]).value, f"z{port}")
+    program = check_simulated(graph)
+    assert "Copy" not in kinds(program)
+
+
+def test_one_index_of_a_projection_is_a_view() -> None:
+    n = Net()
+    x = n.op("Reshape", n.matmul(n.input(4, 24), 48), n.ints(4, 3, 16))
+    parts = [n.op("Relu", n.op("Gather", x, n.const(i, np.int64), attrs=GatherAttrs(1))) for i in (0, 2)]
+    evens = n.op("Relu", n.op("Gather", x, n.ints(0, 2), attrs=GatherAttrs(1)))
+    program = check_simulated(n.done(*parts, evens))
+    assert "Gather" not in kinds(program)
+    n = Net()
+    x = n.op("Gather", n.matmul(n.input(4, 24), 48), n.ints(0, 3, 1), attrs=GatherAttrs(0))
+    assert "Gather" in kinds(check_simulated(n.done(n.op("Relu", x))))

@@ -1,0 +1,319 @@
+"""fuse_attention: each way an exporter writes attention becomes one op; what is none stays, and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.shared import needs_shared_graphs, shared_network
+
+from optdnn.dim import symbol
+from optdnn.importers.onnx import import_model
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.models import zoo
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.passes.base import PassContext, run_pipeline
+from optdnn.passes.fuse_attention import FuseAttention
+from optdnn.passes.pipelines import PIPELINE
+
+B, H, L, D = 2, 3, 5, 4
+ONE = {"Attention": 1}
+CUDA = PassContext("cuda:sm_90a")
+
+
+def exported(body: str, keys: int = L) -> str:
+    """An ONNX model in text form: q, k, v of (2, 3, L, 4) in ``body``, which makes y (2, 3, L, 4)."""
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+    attention (float[2,3,5,4] q, float[2,3,{keys},4] k, float[2,3,{keys},4] v, float[2,1,1,{keys}] pad) => (float[2,3,5,4] y)
+    <float scale = {{0.5}}, float root = {{0.7071067811865476}}, float one = {{1.0}}, float low = {{-3.4e38}}>
+    {{ {body} }}"""
+
+
+TEXTS = {
+    # HuggingFace: scores divided, padding mask added
+    "bert": "kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) r = Div(s, one) m = Add(r, pad) p = Softmax(m) y = MatMul(p, v)",
+    # torch.nn.functional.scaled_dot_product_attention: the root of the scale on both
+    "sdpa": """kt = Transpose<perm=[0,1,3,2]>(k) qs = Mul(q, root) ks = Mul(kt, root) s = MatMul(qs, ks) p = Softmax(s)
+        y = MatMul(p, v)""",
+    # with its guard against rows without keys
+    "guarded": """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) m = Add(pad, s) p = Softmax(m) nan = IsNaN(p)
+        zero = Constant<value_float=0.0>() g = Where(nan, zero, p) y = MatMul(g, v)""",
+    # ViT and Swin: the scale on q
+    "scaled q": "kt = Transpose<perm=[0,1,3,2]>(k) qs = Mul(q, scale) s = MatMul(qs, kt) p = Softmax(s) y = MatMul(p, v)",
+    # k scaled before it is transposed
+    "scaled k": "ks = Mul(scale, k) kt = Transpose<perm=[0,1,3,2]>(ks) s = MatMul(q, kt) p = Softmax(s) y = MatMul(p, v)",
+    # TensorFlow, and torch's bmm: heads merged with the batch
+    "merged": """three = Constant<value_ints=[6,5,4]>() four = Constant<value_ints=[2,3,5,4]>() q3 = Reshape(q, three)
+        k3 = Reshape(k, three) v3 = Reshape(v, three) kt = Transpose<perm=[0,2,1]>(k3) s = MatMul(q3, kt) r = Mul(s, scale)
+        p = Softmax(r) y3 = MatMul(p, v3) y = Reshape(y3, four)""",
+    # the same with its mask added to four dimensions (BART, OPT)
+    "merged, masked": """three = Constant<value_ints=[6,5,4]>() square = Constant<value_ints=[6,5,5]>()
+        wide = Constant<value_ints=[2,3,5,5]>() four = Constant<value_ints=[2,3,5,4]>() q3 = Reshape(q, three)
+        k3 = Reshape(k, three) v3 = Reshape(v, three) kt = Transpose<perm=[0,2,1]>(k3) s = MatMul(q3, kt) w = Reshape(s, wide)
+        m = Add(w, pad) n = Reshape(m, square) p = Softmax(n) y3 = MatMul(p, v3) y = Reshape(y3, four)""",
+    # Gemma 2
+    "softcap": """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) c = Constant<value_float=3.0>() d = Div(s, c) t = Tanh(d)
+        e = Mul(t, c) m = Add(e, pad) p = Softmax(m) y = MatMul(p, v)""",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_exported_forms(name: str) -> None:
+    graph, _ = check_pass(FuseAttention(), exported(TEXTS[name]), changes=1)
+    assert graph.kinds()["Attention"] == 1
+    assert not {"Softmax", "MatMul"} & graph.kinds().keys()
+
+
+def test_cross_attention_of_other_lengths() -> None:
+    graph, _ = check_pass(FuseAttention(), exported(TEXTS["bert"], keys=7), changes=1)
+    (op,) = graph.of_kind("Attention")
+    assert [str(graph.type(v)) for v in op.inputs if v is not None][1:3] == ["fp32[2, 3, 7, 4]"] * 2
+
+
+def net(
+    *, mask: Callable[[Net, Value], Value] | None = None, shared: int = H, batch: Any = B, length: Any = L, extra: bool = False
+) -> Graph:  # fmt: skip
+    """softmax(mask(q k^T / 2)) v over inputs; ``shared`` key heads repeated by Expand."""
+    n = Net(np.float64)
+    q = n.input(batch, H, length, D, name="q")
+    k, v = (n.input(batch, shared, length, D, name=name) for name in "kv")
+    if shared != H:
+        k, v = (repeated(n, x, H // shared) for x in (k, v))
+    kt = n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2)))
+    s = n.op("Mul", n.op("MatMul", q, kt), 0.5)
+    p = n.op("Softmax", s if mask is None else mask(n, s))
+    y = n.op("MatMul", p, v)
+    return n.done(y, *([p] if extra else []))
+
+
+def repeated(n: Net, x: Value, times: int) -> Value:
+    b, g, s, d = n.dims(x)
+    wide = n.op("Expand", n.op("Unsqueeze", x, n.ints(2)), n.ints(1, 1, times, 1, 1))
+    return n.op("Reshape", wide, n.ints(b, g * times, s, d))  # type: ignore[arg-type, operator]
+
+
+def attention(graph: Graph) -> Op:
+    (op,) = graph.of_kind("Attention")
+    return op
+
+
+def added(array: Any) -> Callable[[Net, Value], Value]:
+    return lambda n, s: n.op("Add", s, n.const(array))
+
+
+def triangle(low: float) -> Any:
+    return np.triu(np.full((L, L), low), 1)
+
+
+@pytest.mark.parametrize("low", [-np.inf, -3.4e38, -1e9])
+def test_a_constant_mask_of_what_lies_ahead_is_causal_order(low: float) -> None:
+    graph, _ = check_pass(FuseAttention(), net(mask=added(triangle(low))), changes=1, kinds=ONE)
+    assert attention(graph).attrs.is_causal
+
+
+@pytest.mark.parametrize("array", [triangle(-4.0), np.tril(np.full((L, L), -1e9), -1), triangle(-1e9) + 0.5])
+def test_other_triangles_stay_masks(array: Any) -> None:
+    graph, _ = check_pass(FuseAttention(), net(mask=added(array)), changes=1)
+    assert not attention(graph).attrs.is_causal
+    assert len(attention(graph).inputs) == 4
+
+
+def test_a_mask_of_zeros_goes() -> None:
+    graph, _ = check_pass(FuseAttention(), net(mask=added(np.zeros((B, 1, L, L)))), changes=1)
+    assert len(attention(graph).inputs) == 3
+
+
+def test_biases_add_up_and_equal_ones_of_a_batch_are_one() -> None:
+    bias = np.random.default_rng(0).standard_normal((1, H, L, L))
+
+    def two(n: Net, s: Value) -> Value:
+        return n.op("Add", n.const(np.full((B, 1, L, L), 1.5)), n.op("Add", s, n.const(bias)))
+
+    graph, _ = check_pass(FuseAttention(), net(mask=two), changes=1)
+    mask = graph.constant_value(attention(graph).inputs[3])
+    assert mask is not None
+    np.testing.assert_allclose(mask, bias + 1.5)
+
+
+def test_a_scale_behind_the_mask_holds_for_the_mask_too() -> None:
+    check_pass(
+        FuseAttention(),
+        net(mask=lambda n, s: n.op("Div", n.op("Add", s, n.input(B, 1, L, L, name="m")), 0.8)),
+        changes=1,
+    )
+
+
+def test_swin_adds_its_mask_in_five_dimensions() -> None:
+    def mask(n: Net, s: Value) -> Value:
+        wide = n.op("Reshape", n.op("Add", s, n.random(1, H, L, L)), n.ints(1, B, H, L, L))
+        return n.op("Reshape", n.op("Add", wide, n.random(1, B, 1, L, L)), n.ints(B, H, L, L))
+
+    graph, _ = check_pass(FuseAttention(), net(mask=mask), changes=1)
+    assert graph.type(attention(graph).inputs[3]).shape == (B, H, L, L)  # type: ignore[arg-type]
+
+
+def test_a_mask_in_five_dimensions_that_is_not_constant() -> None:
+    def mask(n: Net, s: Value) -> Value:
+        wide = n.op("Reshape", s, n.ints(1, B, H, L, L))
+        return n.op("Reshape", n.op("Add", wide, n.input(1, B, 1, L, L, name="m")), n.ints(B, H, L, L))
+
+    check_pass(FuseAttention(), net(mask=mask), changes=1)
+
+
+def hidden(low: float, keeps: bool = True) -> Callable[[Net, Value], Value]:
+    def mask(n: Net, s: Value) -> Value:
+        seen = n.op("Greater", n.input(B, 1, L, L, name="m"), -0.7)
+        return n.op("Where", seen, *((s, low) if keeps else (low, s)))
+
+    return mask
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_scores_hidden_by_where(keeps: bool) -> None:
+    check_pass(FuseAttention(), net(mask=hidden(-1e38, keeps)), changes=1)
+
+
+def test_scores_hidden_by_a_constant_where() -> None:
+    def mask(n: Net, s: Value) -> Value:
+        return n.op("Where", n.const(np.tril(np.ones((L, L), bool)), bool), s, -1e9)
+
+    graph, _ = check_pass(FuseAttention(), net(mask=mask), changes=1)
+    assert attention(graph).attrs.is_causal
+
+
+@pytest.mark.parametrize("shared", [1])
+def test_grouped_queries(shared: int) -> None:
+    graph, _ = check_pass(FuseAttention(), net(shared=shared), changes=1)
+    assert "Expand" not in graph.kinds()
+    assert graph.type(attention(graph).inputs[1]).shape == (B, shared, L, D)  # type: ignore[arg-type]
+
+
+def test_keys_that_broadcast_over_heads_are_shared() -> None:
+    n = Net(np.float64)
+    q, kt, v = n.input(B, H, L, D, name="q"), n.input(B, 1, D, L, name="k"), n.input(B, 1, L, D, name="v")
+    p = n.op("Softmax", n.op("MatMul", q, kt))
+    graph, _ = check_pass(FuseAttention(), n.done(n.op("MatMul", p, v)), changes=1)
+    assert graph.type(attention(graph).inputs[1]).shape == (B, 1, L, D)  # type: ignore[arg-type]
+
+
+def test_symbolic_batch_and_length() -> None:
+    graph = net(batch=symbol("N", 1), length=symbol("S", 1))
+    check_pass(FuseAttention(), graph, changes=1, sizes={"N": 2, "S": 6})
+
+
+def test_half_precision_with_a_softmax_in_single() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    attention (float16[2,3,5,4] q, float16[2,3,4,5] kt, float16[2,3,5,4] v) => (float16[2,3,5,4] y)
+    { s = MatMul(q, kt) w = Cast<to=1>(s) p = Softmax(w) h = Cast<to=10>(p) y = MatMul(h, v) }"""
+    from support.check import from_text
+
+    graph = from_text(text)
+    report = FuseAttention()(graph, CUDA)
+    assert report.changes == 1
+    assert attention(graph).attrs.softmax_precision == np.float32
+
+
+def test_two_dimensions_are_one_head() -> None:
+    n = Net(np.float64)
+    p = n.op("Softmax", n.op("MatMul", n.input(L, D, name="q"), n.input(D, 7, name="k")))
+    graph, _ = check_pass(FuseAttention(), n.done(n.op("MatMul", p, n.input(7, D, name="v"))), changes=1)
+    assert graph.type(attention(graph).inputs[0]).shape == (1, 1, L, D)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def refused() -> dict[str, tuple[Graph, str]]:
+    def column(n: Net, s: Value) -> Value:
+        return n.op("Add", s, n.input(B, H, L, 1, name="m"))
+
+    def gated(n: Net, s: Value) -> Value:
+        return n.op("Mul", s, n.input(B, H, L, L, name="m"))
+
+    cases = {
+        "used twice": (net(extra=True), "is an output of the network"),
+        "negative": (net(mask=lambda n, s: n.op("Mul", s, -2.0)), "a scale is positive"),
+        "column": (net(mask=column), "does not say a number for each key"),
+        "gated": (net(mask=gated), "no product of queries and keys with scales and masks alone"),
+        "weak where": (net(mask=hidden(-1e9)), "a query without keys gets equal weights"),
+    }
+    n = Net(np.float64)
+    s = n.op("MatMul", n.input(B, H, L, D, name="q"), n.input(B, H, D, L, name="k"))
+    p = n.op("Softmax", s)
+    cases["inner use"] = n.done(n.op("MatMul", p, n.input(B, H, L, D, name="v")), n.op("Relu", s)), "is used elsewhere"
+    n = Net(np.float64)
+    s = n.op("MatMul", n.input(B, H, L, D, name="q"), n.input(B, H, D, L, name="k"))
+    p = n.op("Softmax", s, attrs=SoftmaxAttrs(2))
+    cases["axis"] = n.done(n.op("MatMul", p, n.input(B, H, L, D, name="v"))), "not over the last axis"
+    n = Net(np.float64)
+    p = n.op("Softmax", n.op("MatMul", n.input(B, H, L, D, name="q"), n.input(B, H, D, L, name="k")))
+    masked = n.op("Where", n.op("Greater", n.input(B, 1, L, L, name="m"), 0.0), p, 0.0)
+    cases["masked again"] = (
+        n.done(n.op("MatMul", masked, n.input(B, H, L, D, name="v"))),
+        "masked again behind the softmax",
+    )
+    return cases
+
+
+@pytest.mark.parametrize("name", refused())
+def test_refused(name: str) -> None:
+    graph, reason = refused()[name]
+    check_refused(FuseAttention(), graph, because=reason)
+
+
+def test_other_products_are_no_candidates() -> None:
+    n = Net()
+    check_untouched(FuseAttention(), n.done(n.matmul(n.op("Relu", n.matmul(n.input(2, 3, 4), 5)), 6)))
+    n = Net()
+    x = n.op("Reshape", n.op("Softmax", n.input(2, 3, 4)), n.ints(2, 12))
+    check_untouched(FuseAttention(), n.done(n.op("MatMul", x, n.random(12, 3), attrs=MatMulAttrs())))
+
+
+# ---------------------------------------------------------------- real networks
+
+
+def counted(graph: Graph) -> dict[str, int]:
+    run_pipeline(graph, PIPELINE(3, "cuda:sm_90a"), CUDA, verify=True)
+    return {k: n for k, n in graph.kinds().items() if k in ("Attention", "Softmax")}
+
+
+@pytest.mark.parametrize(("name", "layers"), [("vit_b_16", 2), ("bert_base", 2)])
+def test_one_node_per_attention_in_the_zoo(name: str, layers: int) -> None:
+    graph = import_model(zoo.build(name, batch=2, depth=layers / 12))
+    assert counted(graph) == {"Attention": layers}
+    assert graph.kinds()["LayerNormalization"] == 2 * layers + 1
+
+
+def test_the_cpu_target_keeps_the_decomposed_form() -> None:
+    graph = import_model(zoo.build("bert_base", batch=2, depth=1 / 12))
+    run_pipeline(graph, PIPELINE(3, "cpu"), PassContext("cpu"))
+    assert graph.kinds()["Softmax"] == 1
+
+
+SHARED = {
+    "bert": 4, "distilbert": 3, "clipvision": 3, "t5enc": 3, "whisperenc": 3, "swin_t": 12,
+}  # fmt: skip
+ONLY_DYNAMO = {"gpt2": 3, "llama": 2, "vit_b_16": 12}
+EXPORTS = [
+    *((f"{n}.{e}", c) for n, c in SHARED.items() for e in ("ts", "dyn")),
+    *((f"{n}.dyn", c) for n, c in ONLY_DYNAMO.items()),
+]
+
+
+@needs_shared_graphs
+@pytest.mark.parametrize(("name", "count"), EXPORTS)
+def test_one_node_per_attention_in_exports(name: str, count: int, tmp_path: Path) -> None:
+    model = shared_network(name, tmp_path)
+    sizes = {
+        v.name: [d.dim_value or (2 if i == 0 else 24) for i, d in enumerate(v.type.tensor_type.shape.dim)]
+        for v in model.graph.input
+    }
+    graph = import_model(model, shapes=sizes)
+    assert counted(graph) == {"Attention": count}

@@ -1,0 +1,97 @@
+"""hoist_views: views behind products of rows with a matrix move in front of them, where they merge."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.hoist_views import HoistViews
+from optdnn.passes.views import groups
+
+
+def transposed(n: Net, x: Value, *perm: int) -> Value:
+    return n.op("Transpose", x, attrs=TransposeAttrs(perm))
+
+
+def vision_transformer(batch: int = 2) -> Graph:
+    """(B, H, L, D) -> (L, B, H D) -> product -> (B, L, C), as torchvision's MultiheadAttention has it."""
+    n = Net(np.float64)
+    x = n.op("Reshape", transposed(n, n.input(batch, 3, 5, 4), 2, 0, 1, 3), n.ints(5, batch, 12))
+    y = n.op("Add", n.matmul(x, 7), n.random(7))
+    return n.done(transposed(n, y, 1, 0, 2))
+
+
+def test_a_transposition_merges_with_that_of_the_heads() -> None:
+    graph, _ = check_pass(
+        HoistViews(), vision_transformer(), changes=1, kinds={"Transpose": 1, "Reshape": 1, "MatMul": 1, "Add": 1}
+    )
+    (op,) = graph.of_kind("Transpose")
+    assert op.attrs.perm == (0, 2, 1, 3)
+    assert graph.op(graph.of_kind("MatMul")[0].inputs[0]).kind == "Reshape"  # type: ignore[arg-type]
+
+
+def flattened(bias: bool = True, trans_b: bool = False) -> Graph:
+    """GPT-2's Conv1D: rows flattened for a Gemm."""
+    n = Net(np.float64)
+    x = n.op("Reshape", n.op("Relu", n.input(2, 3, 8)), n.ints(6, 8))
+    return n.done(n.op("Reshape", n.gemm(x, 5, bias=bias, trans_b=trans_b), n.ints(2, 3, 5)))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("trans_b", [True, False])
+def test_a_gemm_of_flattened_rows_is_a_product_of_rows(bias: bool, trans_b: bool) -> None:
+    kinds = {"Relu": 1, "MatMul": 1} | ({"Add": 1} if bias else {})
+    check_pass(HoistViews(), flattened(bias, trans_b), changes=1, kinds=kinds)
+
+
+def test_symbolic_rows() -> None:
+    n = Net(np.float64)
+    x = n.op("Reshape", n.op("Relu", n.input(symbol("N", 1), 3, 8)), n.ints(-1, 8))
+    graph = n.done(n.op("Reshape", n.gemm(x, 5), n.ints(-1, 3, 5)))
+    check_pass(HoistViews(), graph, changes=1, kinds={"Relu": 1, "MatMul": 1, "Add": 1}, sizes={"N": 4})
+
+
+def test_views_that_do_not_merge_stay() -> None:
+    n = Net(np.float64)
+    x = n.op("Reshape", n.input(4, 3, 8), n.ints(6, 2, 8))
+    check_refused(HoistViews(), n.done(transposed(n, n.matmul(x, 5), 1, 0, 2)), because="does not merge")
+
+
+def untouched() -> dict[str, Graph]:
+    found = {}
+    n = Net(np.float64)
+    found["no view before"] = n.done(transposed(n, n.matmul(n.op("Relu", n.input(4, 3, 8)), 5), 1, 0, 2))
+    n = Net(np.float64)
+    x = n.matmul(transposed(n, n.input(4, 3, 8), 1, 0, 2), 6)
+    found["heads"] = n.done(n.op("Reshape", x, n.ints(3, 4, 2, 3)))
+    n = Net(np.float64)
+    y = n.matmul(transposed(n, n.input(4, 3, 8), 1, 0, 2), 6)
+    found["read twice"] = n.done(transposed(n, y, 1, 0, 2), n.op("Relu", y))
+    n = Net(np.float64)
+    y = n.op("Add", n.matmul(transposed(n, n.input(4, 3, 8), 1, 0, 2), 6), n.random(3, 4, 6))
+    found["added rows"] = n.done(transposed(n, y, 1, 0, 2))
+    return found
+
+
+@pytest.mark.parametrize("name", untouched())
+def test_others_are_no_candidates(name: str) -> None:
+    check_untouched(HoistViews(), untouched()[name])
+
+
+@pytest.mark.parametrize(
+    ("fine", "coarse", "lined"),
+    [
+        ((2, 64, 3), (128, 3), [((0, 1), (0,)), ((2,), (1,))]),
+        ((24,), (2, 12), [((0,), (0, 1))]),
+        ((2, 3), (3, 2), [((0, 1), (0, 1))]),
+        ((2, 3, 1), (2, 3), [((0,), (0,)), ((1,), (1,)), ((2,), ())]),
+        ((2, 3), (2, 4), None),
+    ],
+)
+def test_groups_of_axes(fine: tuple[int, ...], coarse: tuple[int, ...], lined: object) -> None:
+    assert groups(fine, coarse) == lined
