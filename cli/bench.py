@@ -149,7 +149,7 @@ def _trace(engine: Any, feeds: dict[str, Any]) -> None:
     from optdnn.runtime.bench import cuda_context
     from optdnn.runtime.cuda import nvtx
 
-    context = cuda_context(engine.context())
+    context = cuda_context(engine.context(), feeds)
     if context is None:
         raise UsageError("--trace is for engines of target cuda")
     if not nvtx.available():

@@ -169,7 +169,7 @@ def bench(
     times there (:func:`optdnn.runtime.cuda.measure.gpu_report`), with L2 flushed before each run if ``flush_l2``.
     """
     context = engine.context()
-    on_gpu = cuda_context(context)
+    on_gpu = cuda_context(context, feeds)
     if flush_l2 and on_gpu is None:
         raise UsageError("there is no L2 of a GPU to flush", hint="this is for engines of target cuda")
     context.run(feeds)
@@ -202,8 +202,11 @@ def bench(
     return report
 
 
-def cuda_context(context: object) -> CudaContext | None:
-    """The context, if it runs on a GPU."""
+def cuda_context(context: object, feeds: Mapping[str, Any]) -> CudaContext | None:
+    """The context (or, of an engine for several shapes, its plan's for these inputs), if it runs on a GPU."""
+    plan_of = getattr(context, "plan_of", None)
+    if plan_of is not None:
+        context = plan_of(feeds)
     if not type(context).__module__.startswith("optdnn.runtime.cuda"):
         return None  # without importing what only GPUs need
     from optdnn.runtime.cuda.runner import CudaContext

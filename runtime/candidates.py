@@ -18,6 +18,7 @@ import numpy as np
 
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.runtime.program import Plain
+from optdnn.runtime.runner import RunContext
 from optdnn.types import BF16, Array, TensorSpec, is_float
 
 
@@ -62,7 +63,6 @@ Opener = Callable[[Candidate, int], Opened]
 
 def open_engine(candidate: Candidate, threads: int) -> Opened:
     """An engine file, with the threads of the race; runs in one context."""
-    from optdnn.runtime.bench import cuda_context
     from optdnn.runtime.engine import load
 
     engine = load(candidate.path, threads=threads)
@@ -70,15 +70,21 @@ def open_engine(candidate: Candidate, threads: int) -> Opened:
     steps = [dict(f) for f in engine.facts]
     kept = [f for k, f in enumerate(steps) if f not in steps[:k]]
     facts = {"target": engine.target, "precision": engine.precision, "steps": kept}
-    sampler = None
-    on_gpu = cuda_context(context)
-    if on_gpu is not None:
-        from optdnn.runtime.cuda.rivals import sampler_of
-
-        sampler = partial(sampler_of, on_gpu)
+    sampler = partial(_on_gpu, context) if engine.target.startswith("cuda") else None
     return Opened(
         lambda feeds: list(context.run(feeds).values()), [s.name for s in engine.outputs], facts, engine.inputs, sampler
     )
+
+
+def _on_gpu(context: RunContext, feeds: Mapping[str, Array]) -> Sampler:
+    """The sampler of an engine on a GPU."""
+    from optdnn.runtime.bench import cuda_context
+    from optdnn.runtime.cuda.rivals import sampler_of
+
+    found = cuda_context(context, feeds)
+    assert found is not None
+    sampler: Sampler = sampler_of(found, feeds)
+    return sampler
 
 
 def open_onnxruntime(candidate: Candidate, threads: int) -> Opened:

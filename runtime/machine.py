@@ -36,7 +36,17 @@ FLAGS = (
 )
 """Processor features that matter to inference, as Linux names them (x86, then Arm)."""
 
-PACKAGES = ("numpy", "ml_dtypes", "onnx", "networkx", "onnxruntime", "openvino")
+PACKAGES = (
+    *("numpy", "ml_dtypes", "onnx", "networkx", "onnxruntime", "openvino", "torch"),
+    *(
+        "cuda-bindings",
+        "cupy-cuda13x",
+        "nvidia-cuda-nvrtc",
+        "nvidia-cudnn-cu13",
+        "nvidia-cudnn-frontend",
+        "nvidia-cublas",
+    ),
+)
 
 
 def machine() -> dict[str, Plain]:

@@ -127,6 +127,11 @@ class PlansContext:
                 raise RunError(f"target {self._runner.program.target!r} binds no arrays on a GPU")
             return context.bind(feeds, out)
 
+    def plan_of(self, feeds: Mapping[str, Any]) -> RunContext:
+        """The context of the plan for these inputs: for measurements, which look inside."""
+        with _Alone(self._lock):
+            return self._dispatch(feeds)[0]
+
     @property
     def shapes(self) -> tuple[Shapes, ...]:
         """The shapes that the context holds state for, the last used last."""

@@ -186,7 +186,13 @@ def torch_graph(
         outputs = flat(run(*feeds))
     graph.replay()
     torch.cuda.synchronize()
-    return graph.replay, lambda: outputs
+    used = (run, feeds)  # the graph reads weights and inputs at their addresses: they must live as long as it does
+
+    def found() -> list[torch.Tensor]:
+        assert used
+        return outputs
+
+    return graph.replay, found
 
 
 def flat(result: Any) -> list[torch.Tensor]:

@@ -196,13 +196,14 @@ def gpu_report(
 ) -> dict[str, Plain]:
     """What ``optdnn bench`` tells of a GPU.
 
-    Keys: device; l2 ("warm": each run finds what the one before left there, or "flushed"); for each of :data:`ROWS` the
-    statistics in milliseconds; throughput_per_s (runs one after another); iterations; spread; clocks; remarks (whether the
-    figures can be trusted, in sentences).
+    Keys: device; cuda_driver (the CUDA version that the driver supports); l2 ("warm": each run finds what the one before left
+    there, or "flushed"); for each of :data:`ROWS` the statistics in milliseconds; throughput_per_s (runs one after another);
+    iterations; spread; clocks; remarks (whether the figures can be trusted, in sentences).
     """
     bounds: dict[str, Any] = {"duration": duration, "iterations": iterations}
     samples = sample_gpu(context, feeds, warmup=warmup, flush_l2=flush_l2, **bounds)
-    return report_of(samples, context.device.name, flushed=flush_l2, monitor=Monitor.open())
+    found = report_of(samples, context.device.name, flushed=flush_l2, monitor=Monitor.open())
+    return found | {"cuda_driver": ".".join(map(str, context.device.driver_version))}
 
 
 def report_of(samples: GpuSamples, device: str, *, flushed: bool, monitor: Monitor | None) -> dict[str, Plain]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from optdnn.ir.graph import Op
+from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.calls import Convolution, MatMul, Operation
@@ -21,7 +22,7 @@ from optdnn.runtime.cuda.support import ranked
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, row_major
 from optdnn.tactics.cuda.conv import bias_of, entering, finish, image
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue
-from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.pointwise import copy, emit_pointwise
 from optdnn.tactics.cuda.tactic import Offer
 from optdnn.tactics.cuda.views import reshaped
 from optdnn.types import BF16, FP16, FP32, Array
@@ -104,8 +105,14 @@ class CudnnConv(Called):
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
         assert weight is not None
-        ep = plan_epilogue(b.graph, op, channel_axis=1, accepts=lambda s: _accepts(s, tuple(_ACTIVATIONS)))
+        # Of grouped convolutions the plain form alone has a fast kernel: what comes after is then a kernel of ours.
+        whole = a.group == 1
+        known = tuple(_ACTIVATIONS) if whole else ()
+        ep = plan_epilogue(
+            b.graph, op, channel_axis=1, accepts=lambda s: whole and _accepts(s, known), allow_bias=whole
+        )
         bias = _sum(bias_of(b, op), ep.bias)
+        later, bias = (None, bias) if whole else (bias, None)
         strides, pads, dilations = tuple(a.strides), tuple(a.pads), tuple(a.dilations)
         if weight.ndim == 3:
             weight = weight[:, :, None]
@@ -114,7 +121,7 @@ class CudnnConv(Called):
         target = b.target(op.value)
         out = image(target)
         between = target
-        if ep.rest or not out.is_like(channels_last(out.shape, out.shape[1])):
+        if ep.rest or later is not None or not out.is_like(channels_last(out.shape, out.shape[1])):
             made = channels_last(target.shape, target.shape[1])
             between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, made)
         y = image(between)
@@ -137,8 +144,20 @@ class CudnnConv(Called):
                  "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL}  # fmt: skip
         reads = [x, w, operands.get("bias"), *_tail(b, ep, residual)]
         b.call(op, operation, operands, "Conv", attrs, reads, [y])
-        finish(b, op, ep, between, target)
+        if later is None:
+            finish(b, op, ep, between, target)
+        else:
+            _after(b, op, ep, later, between, target)
         return operation
+
+
+def _after(b: Builder, op: Op, ep: Epilogue, bias: Array, between: Placed, target: Placed) -> None:
+    """What the convolution left: its bias, then the rest of the epilogue."""
+    column = (1, len(bias), *(1,) * (len(target.shape) - 2))
+    placed = b.constant(bias.astype(target.dtype).reshape(column), f"{op.outputs[0].name}.bias")
+    operands = [between, *map(b.operand, ep.rest_operands), placed]
+    moved = [replace(s, args=tuple(x - 1 if x is not None and x < 0 else x for x in s.args)) for s in ep.rest]
+    emit_pointwise(b, op, [Stage("Add", (-1, len(operands) - 1)), *moved], operands, target)
 
 
 class CublasLtGemm(Called):

@@ -128,6 +128,22 @@ def test_what_a_library_cannot_do_is_left_to_a_pointwise_kernel() -> None:
     assert "Pointwise" in kinds(program)
 
 
+@pytest.mark.parametrize("more", [False, True])
+def test_grouped_convolutions_are_plain_ones_with_a_kernel_behind_them(more: bool) -> None:
+    n = Net()
+    x = n.conv(n.input(2, 16, 6, 6), 16, 3, group=16, bias=True)
+    x = n.op("Relu", n.op("Add", n.op("Sigmoid", x), n.input(2, 16, 6, 6, name="r"))) if more else x
+    graph = n.done(x)
+    program = lowered(graph, tactics=LIBRARIES)
+    (step,) = [s for s in program.steps if "call" in s.params]
+    assert step.params["call"]["operation"]["stages"] == []
+    behind = [s.params["op"]["kind"] for s in program.steps if s.params["tactic"].startswith("conv_cudnn")]
+    assert behind.count("Pointwise") == 1
+    feeds = feeds_of(graph)
+    want, got = simulate(lowered(graph), feeds), simulate(program, feeds)
+    np.testing.assert_allclose(got["y0"], want["y0"], rtol=0, atol=4e-3 * np.abs(want["y0"]).max())
+
+
 def test_odd_channels_are_refused_and_run_on_our_own() -> None:
     n = Net()
     program = lowered(n.done(n.conv(n.input(1, 8, 6, 6), 13, 3)), tactics=LIBRARIES)

@@ -200,3 +200,17 @@ def test_what_needs_a_gpu_is_refused_elsewhere(tmp_path: Any) -> None:
     done = CliRunner().invoke(cli_bench.command, [str(tmp_path / "e.engine"), "--trace"])
     assert isinstance(done.exception, UsageError)
     assert "cuda" in str(done.exception)
+
+
+def test_an_engine_for_several_shapes_is_measured_by_its_plan() -> None:
+    from optdnn.runtime.bench import cuda_context
+
+    asked: list[Any] = []
+
+    class Plans:
+        def plan_of(self, feeds: Any) -> object:
+            asked.append(feeds)
+            return object()
+
+    assert cuda_context(Plans(), {"x": 1}) is None, "a plan that runs in NumPy is none on a GPU"
+    assert asked == [{"x": 1}]
