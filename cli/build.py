@@ -81,6 +81,7 @@ def command(
         stdout.print()
         rows = [[m.name, f"{m.median_ms:.3f}" if m.median_ms is not None else "-", _remark(m)] for m in build.tactics]
         stdout.print(table(None, ["tactic", "median ms", ""], rows, right=[1]))
+    _precisions(build)
     tactic = build.engine.meta.get("tactic")
     for item in build.fallbacks.get(tactic["library"], []) if tactic else []:
         stdout.print(f"from its NumPy kernel: {item['operator']} {item['node']}: {item['reason']}")
@@ -92,6 +93,26 @@ def command(
         + (f", tactic {tactic['name']}" if tactic else "")
         + f", {len(build.graph)} operators, built in {total:.1f} s"
     )
+
+
+SHOWN = 12
+
+
+def _precisions(build: Any) -> None:
+    """What does not run as asked, hazards of quantization, risks of fp16."""
+    told = build.engine.meta.get("precision", {})
+    lines = [
+        f"{r['kind']} {' + '.join(r['nodes']) or r['op']}: asked for {r['asked']}, runs in {r['runs']}: {r['reason']}"
+        for r in told.get("differs", ())
+    ]
+    for title in ("hazards", "risks"):
+        lines += [f"{r['kind']} {' + '.join(r['nodes']) or r['op']}: {r['what']}" for r in told.get(title, ())]
+    if lines:
+        stdout.print()
+    for line in lines[:SHOWN]:
+        stdout.print(line)
+    if len(lines) > SHOWN:
+        stdout.print(f"… and {len(lines) - SHOWN} more: optdnn inspect, or --json")
 
 
 def _check_outputs(model: Path, output: Path, emit_onnx: Path | None) -> None:

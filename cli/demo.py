@@ -95,7 +95,7 @@ def _trained(name: str, folder: Path, threads: int, say: Say) -> dict[str, Any]:
         "name": name,
         "pictures": len(y),
         "right": right,
-        "accuracy": right / len(y),
+        "accuracy": right / y.size,
         "recorded_accuracy": accuracy,
         "operators_before": _count(outcome["build"]["passes"][0]["kinds_before"]),
         "operators_after": _count(outcome["build"]["operators"]),

@@ -11,12 +11,14 @@ from typing import Any
 
 from optdnn import __version__
 from optdnn.config import BuildOptions
-from optdnn.errors import OutputError, UsageError
+from optdnn.errors import NotMet, OutputError, UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
 from optdnn.lower import lower_reference
 from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
+from optdnn.passes.contract import Account, Ran, hazards, outcome
+from optdnn.passes.contract import to_plain as contract
 from optdnn.passes.io_dtype import convert_borders
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.passes.precision import PrecisionPlan
@@ -48,11 +50,13 @@ class Build:
     fallbacks: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     tuning: dict[str, Any] | None = None
+    precisions: list[Ran] = field(default_factory=list)
+    """For each op that computes, what it was asked to run in and what it does."""
 
     def __post_init__(self) -> None:
         self.engine.account = partial(
             _account, passes=self.passes, tactics=self.tactics, fallbacks=self.fallbacks, seconds=self.seconds,
-            tuning=self.tuning,
+            tuning=self.tuning, precisions=self.precisions,
         )  # fmt: skip
 
     def report(self) -> dict[str, Any]:
@@ -68,6 +72,7 @@ def _account(
     fallbacks: Mapping[str, Any],
     seconds: Mapping[str, float],
     tuning: Mapping[str, Any] | None,
+    precisions: Sequence[Ran],
 ) -> dict[str, Any]:
     from optdnn.runtime.machine import machine, versions
 
@@ -76,6 +81,7 @@ def _account(
         "tactics": [m.to_json() for m in tactics],
         "fallbacks": fallbacks,
         **({"tuning": dict(tuning)} if tuning else {}),
+        "precisions": [r.to_json() for r in precisions],
         "executed": [dict(f) for f in engine.facts],
         "seconds": {k: round(v, 4) for k, v in seconds.items()},
         "pass_seconds": [{"pass": p.name, "seconds": round(p.seconds, 4)} for p in passes],
@@ -126,7 +132,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     with _timed(seconds, "import"):
         say("import")
         graph = import_model(model, shapes=options.shapes)
-    dynamic = None
+    dynamic, account, choice = None, Account(), None
     if graph.profiles and target.partition(":")[0] in ("cuda", "simulate"):
         from optdnn.plans import plan_profiles, replan
 
@@ -136,7 +142,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         graph, passes = dynamic.graph, dynamic.passes
     else:
         with _timed(seconds, "passes"):
-            passes = optimize(graph, options, target, say)
+            passes = optimize(graph, options, target, say, account=account)
     if options.emit_onnx is not None:
         from optdnn.ir.export_onnx import export_model
 
@@ -166,7 +172,23 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             choice = choose(graph, options, cache, meta, say)
             engine, measured, fallbacks = choice.engine, choice.rows, choice.fallbacks
     cache.save()
-    return Build(engine, graph, passes, measured, fallbacks, seconds, tuning)
+    said, library = (choice.ran, choice.library) if choice is not None else (None, "")
+    ran = outcome(graph, account, said, library, options.base_precision if choice is not None else "fp32")
+    engine.program.meta["precision"] = contract(plan_of(options), ran, hazards(graph), account.risks)
+    if options.strict_precision:
+        _as_asked(ran)
+    return Build(engine, graph, passes, measured, fallbacks, seconds, tuning, ran)
+
+
+def _as_asked(ran: Sequence[Ran]) -> None:
+    """Raise NotMet, naming them, where ops do not run in what was asked for."""
+    lines = [f"{r.asked.kind} {' + '.join(r.asked.nodes) or r.asked.key}: {r.asked.precision} was asked for, it runs in {r.runs}: "
+             f"{r.reason}" for r in ran if r.differs]  # fmt: skip
+    if lines:
+        raise NotMet(
+            "\n  ".join([f"{len(lines)} operators do not run in the precision asked for:", *lines]),
+            hint="ask for less with --pin NODES=PRECISION, or leave --strict-precision out",
+        )
 
 
 def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions, target: str) -> dict[str, Any]:
@@ -245,9 +267,12 @@ def optimize(
     say: Progress = lambda text: None,
     *,
     stop_before: str | None = None,
+    account: Account | None = None,
 ) -> list[PassReport]:
     """Run the pipeline of the level and target on ``graph``, in place; up to the pass ``stop_before`` where that is given
-    ("assign_precision": the exact part alone). Raises UsageError for an unknown stop-after."""
+    ("assign_precision": the exact part alone). ``account`` is filled with what was asked of each op.
+
+    Raises UsageError for an unknown stop-after."""
     machine = "cuda:sm_90a" if target == "simulate" else target  # simulate runs Hopper's program
     pipeline: tuple[Pass, ...] = PIPELINE(options.opt_level, machine)
     if options.stop_after is not None and options.stop_after not in {p.name for p in pipeline}:
@@ -269,7 +294,9 @@ def optimize(
     return run_pipeline(
         graph,
         pipeline,
-        PassContext(target=machine, precision=options.precision, plan=plan_of(options), calibration=calibration),
+        PassContext(
+            target=machine, precision=options.precision, plan=plan_of(options), calibration=calibration, account=account
+        ),
         verify=options.debug,
         stop_after=options.stop_after,
         after=after,

@@ -22,8 +22,10 @@ from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
-from optdnn.passes.precision import QUANTIZED, PrecisionPlan
+from optdnn.passes.contract import Account, ask, half_risks
+from optdnn.passes.precision import QUANTIZED, PrecisionPlan, key
 from optdnn.passes.quantize import quantize
+from optdnn.passes.ranges import Calibration
 from optdnn.types import BF16, FP16, FP32, Array, DType
 
 NARROW: Mapping[str, DType] = {"fp16": FP16, "bf16": BF16}
@@ -49,13 +51,25 @@ class AssignPrecision(Pass):
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         plan = context.plan or PrecisionPlan.of_option(context.precision)
+        account = context.account or Account()
+        account.asked = ask(graph, plan)
+        keys = {op.id: key(op) for op in graph.ops() if op.outputs}
+        found: Calibration | None = None
         if plan.quantizes:
             if context.calibration is None:
                 raise UsageError("int8 and fp8 need calibration data", hint="give --calib DATA")
-            calibration = context.calibration
-            quantize(graph, plan, calibration(graph) if callable(calibration) else calibration, context.target, report)
+            found = context.calibration(graph) if callable(context.calibration) else context.calibration
+        elif isinstance(context.calibration, Calibration):
+            found = context.calibration
+        if "fp16" in plan.floats:
+            account.risks = half_risks(graph, plan, found)
+        if found is not None and plan.quantizes:
+            for op_id, reason in quantize(graph, plan, found, context.target, report).items():
+                account.refused[keys[op_id]] = reason
         if context.target.startswith("cuda") and any(p in NARROW for p in plan.floats):
-            _Assignment(graph, plan, report).run()
+            assignment = _Assignment(graph, plan, report)
+            assignment.run()
+            account.refused.update({keys[i]: reason for i, reason in assignment.refused.items()})
 
 
 class _Assignment:
@@ -65,6 +79,7 @@ class _Assignment:
         """The values that were fp32 before, and so are this pass's to narrow."""
         self.narrowed: dict[tuple[Value, DType], Value] = {}
         """A value in another type than its own."""
+        self.refused: dict[int, str] = {}
 
     def run(self) -> None:
         for op in self.graph.order():
@@ -137,6 +152,7 @@ class _Assignment:
 
     def _stay(self, op: Op, reason: str) -> None:
         """The op has no 16-bit form: its operands are cast back to what they were."""
+        self.refused[op.id] = reason
         self.report.refused.append(Refused("narrow", node_names([op]), f"{op.kind} stays fp32: {reason}"))
         self.graph.set_op(replace(op, inputs=tuple(v if v is None else self._in(v, FP32, op) for v in op.inputs)))
 

@@ -18,6 +18,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 
 if TYPE_CHECKING:
+    from optdnn.passes.contract import Account
     from optdnn.passes.precision import PrecisionPlan
     from optdnn.passes.ranges import Calibration
 
@@ -100,6 +101,8 @@ class PassContext:
     """The precision of each op; None: ``precision`` for all."""
     calibration: Calibration | Callable[[Graph], Calibration] | None = None
     """Ranges of values, or what finds them in the graph that it is given."""
+    account: Account | None = None
+    """Where ``assign_precision`` notes what was asked for, what was refused and what is risky."""
     fold_limit_bytes: int = 1 << 24
     """Constant folding does not create a constant larger than this unless it shrinks its operands."""
 

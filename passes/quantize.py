@@ -28,13 +28,17 @@ BIAS_LIMIT = 2.0**30
 """Largest magnitude of an int32 bias: the sum of products that it is added to needs room as well."""
 
 
-def quantize(graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport) -> None:
+def quantize(
+    graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport
+) -> dict[int, str]:
     """Put Q and DQ into ``graph`` for every op that ``plan`` asks for in int8 or fp8 and that has such a form.
 
-    Ops that already read a DequantizeLinear stay as they are. Refusals go to ``report``, with their reasons. Raises
-    UsageError where ``calibration`` lacks a value that is needed: it is of another graph.
+    Ops that already read a DequantizeLinear stay as they are. Returns the ids of those that were refused, with the reasons (which
+    go to ``report`` as well). Raises UsageError where ``calibration`` lacks a value that is needed: it is of another graph.
     """
-    _Quantizer(graph, plan, calibration, target, report).run()
+    quantizer = _Quantizer(graph, plan, calibration, target, report)
+    quantizer.run()
+    return quantizer.refused
 
 
 class _Quantizer:
@@ -48,6 +52,7 @@ class _Quantizer:
         self.scales: dict[tuple[Value, str], tuple[Value, Value | None]] = {}
         self._parent: dict[tuple[Value, str], tuple[Value, str]] = {}
         self._sources: dict[Value, bool] = {}
+        self.refused: dict[int, str] = {}
 
     def run(self) -> None:
         self._choose_anchors()
@@ -67,6 +72,9 @@ class _Quantizer:
         for op in self.graph.order():
             if op.kind in STRUCTURAL or (asked := self.plan.of(op)) not in QUANTIZED:
                 continue
+            if op.kind not in ANCHORS | SHARES_SCALE | OWN_SCALE and self.plan.named(op):
+                self.refused[op.id] = no_integers(self.graph, op) or ""
+                self.report.refused.append(Refused(asked, node_names([op]), self.refused[op.id]))
             if op.kind in ANCHORS and not is_quantized(self.graph, op):
                 reason = no_integers(self.graph, op)
                 if reason is None and op.attrs.prologue:
@@ -76,6 +84,7 @@ class _Quantizer:
                     for value in self._data(op):
                         self.wanted[value, asked] = None
                 else:
+                    self.refused[op.id] = reason
                     self.report.refused.append(Refused(asked, node_names([op]), f"{op.kind} stays float: {reason}"))
 
     def _data(self, op: Op) -> list[Value]:

@@ -74,6 +74,11 @@ class Engine:
         return self._runner.facts
 
     @property
+    def executors(self) -> tuple[Any, ...]:
+        """The executor of each step, for targets whose programs run step by step; none for others."""
+        return tuple(getattr(self._runner, "executors", ()))
+
+    @property
     def report(self) -> Mapping[str, Plain] | None:
         """What the build did and measured, with wall times and the machine; None for an engine that was loaded."""
         return None if self.account is None else self.account(self)

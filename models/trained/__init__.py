@@ -1,5 +1,5 @@
 """Small networks that were really trained, on scikit-learn's 8x8 digits, each as an ONNX file with held-out pictures
-and its accuracy.
+and its accuracy. ``digits_segment`` tells for each pixel of a larger picture which digit it belongs to.
 
     from optdnn.models import trained
     path, x, y, accuracy = trained.load("digits_resnet")
@@ -22,34 +22,37 @@ from optdnn.types import Array
 
 __all__ = ["NAMES", "Trained", "calibration", "load", "manifest"]
 
-NAMES = ("digits_resnet", "digits_mobile", "digits_gru")
+NAMES = ("digits_resnet", "digits_mobile", "digits_gru", "digits_transformer", "digits_segment")
 DATA = "digits.npz"
+SCENES = "scenes.npz"
+"""Pictures of several digits, in sixteenths, and for each pixel the digit + 1 that it belongs to, or 0."""
 
 
 class Trained(NamedTuple):
     """A trained network with what to judge it by."""
 
     path: Path
-    """The ONNX file: input ``x`` with a batch "N", output ``logits``, float32 (N, 10)."""
+    """The ONNX file: input ``x`` with a batch "N", output ``logits``, float32 (N, 10); when segmenting (N, 11, 24, 24)."""
     x: Array
     """Held-out pictures, float32 in 0 … 1, in the shape of the network's input."""
     y: Array
-    """Their digits, int64 (pictures,)."""
+    """Their digits, int64 (pictures,); for the segmenting network the class of each pixel, int64 (pictures, 24, 24)."""
     accuracy: float
-    """The part of them for which the largest logit is the right digit, in float32."""
+    """The part of them (of pixels, when segmenting) for which the largest logit is the right one, in float32."""
 
 
 def load(name: str) -> Trained:
     """The trained network ``name`` with its held-out split; UsageError for an unknown name."""
     entry = _entry(name)
-    data = _data()
+    data = _data(entry)
     return Trained(_folder() / f"{name}.onnx", _shaped(data["x"], entry), data["y"], float(entry["accuracy"]))
 
 
 def calibration(name: str) -> Array:
     """Pictures from the *training* split, in the shape of the network's input: for calibration, which must not see
     held-out data."""
-    return _shaped(_data()["calibration"], _entry(name))
+    entry = _entry(name)
+    return _shaped(_data(entry)["calibration"], entry)
 
 
 def manifest() -> dict[str, dict[str, Any]]:
@@ -68,9 +71,14 @@ def _folder() -> Path:
     return Path(str(resources.files(__name__)))
 
 
-def _data() -> dict[str, Array]:
-    with np.load(_folder() / DATA, allow_pickle=False) as data:
-        return {key: data[key] for key in data.files}
+def _data(entry: dict[str, Any]) -> dict[str, Array]:
+    with np.load(_folder() / entry.get("data", DATA), allow_pickle=False) as data:
+        found = {key: data[key] for key in data.files}
+    for key in ("x", "calibration"):
+        if found[key].dtype == np.uint8:
+            found[key] = (found[key] / 16).astype(np.float32)
+    found["y"] = found["y"].astype(np.int64)
+    return found
 
 
 def _shaped(x: Array, entry: dict[str, Any]) -> Array:

@@ -17,8 +17,20 @@ import click
 import numpy as np
 
 from optdnn.errors import InternalError, MissingDependency
-from optdnn.models.trained import DATA, NAMES
-from optdnn.models.trained.networks import CLASSES, EXPANSION, HIDDEN, MOBILE, RESNET, SQUEEZE, build
+from optdnn.models.trained import DATA, NAMES, SCENES
+from optdnn.models.trained.networks import (
+    CLASSES,
+    EXPANSION,
+    HEAD,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    MOBILE,
+    RESNET,
+    SEGMENT,
+    SQUEEZE,
+    build,
+)
 from optdnn.types import Array
 
 try:
@@ -34,7 +46,19 @@ CALIBRATION = 256
 SPREAD = 14.0
 """Factor up and down from 1 within which the scales before a depthwise convolution start, evenly in their logarithm. Long training
 leaves MobileNets with such ranges (Nagel et al., "Data-Free Quantization", 2019, figure 2); 120 epochs of digits would not."""
-INPUT = {"digits_resnet": [1, 8, 8], "digits_mobile": [1, 8, 8], "digits_gru": [8, 8]}
+NORM_SPREAD = 4.0
+"""The same for the scales of the transformer's LayerNormalizations."""
+INPUT = {
+    "digits_resnet": [1, 8, 8],
+    "digits_mobile": [1, 8, 8],
+    "digits_gru": [8, 8],
+    "digits_transformer": [1, 8, 8],
+    "digits_segment": [1, 24, 24],
+}
+SCENE = 24
+HELD_OUT_SCENES = 150
+INK = 4
+"""Sixteenths from which on a pixel belongs to its digit."""
 
 
 class Residual(nn.Module):
@@ -110,12 +134,88 @@ class Rows(nn.Module):
         return self.fc(self.gru(x)[1][0])
 
 
+class Layer(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = HEADS * HEAD
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        for norm in (self.norm1, self.norm2):
+            nn.init.uniform_(norm.weight, -math.log(NORM_SPREAD), math.log(NORM_SPREAD)).data.exp_()
+        self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (f(y).reshape(-1, 16, HEADS, HEAD).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = (q @ k.transpose(2, 3)) * HEAD**-0.5
+        x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(-1, 16, HEADS * HEAD))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = HEADS * HEAD
+        self.patches = nn.Conv2d(1, hidden, 2, 2)
+        self.position = nn.Parameter(torch.randn(1, 16, hidden) * 0.02)
+        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+        self.norm, self.fc = nn.LayerNorm(hidden), nn.Linear(hidden, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.position
+        return self.fc(self.norm(self.layers(x)).mean(1))
+
+
+class Twice(nn.Module):
+    def __init__(self, inputs: int, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x))))))
+
+
+class Up(Twice):
+    def __init__(self, inputs: int, channels: int) -> None:
+        super().__init__(2 * channels, channels)
+        self.up = nn.ConvTranspose2d(inputs, channels, 2, 2)
+
+    def join(self, skip: Tensor, x: Tensor) -> Tensor:
+        return self(torch.cat([skip, self.up(x)], 1))
+
+
+class Segmenter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for level, channels in enumerate(SEGMENT):
+            self.add_module(f"down{level}", Twice(SEGMENT[level - 1] if level else 1, channels))
+        for level in range(len(SEGMENT) - 1):
+            self.add_module(f"up{level}", Up(SEGMENT[level + 1], SEGMENT[level]))
+        self.head = nn.Conv2d(SEGMENT[0], CLASSES + 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for level in range(len(SEGMENT)):
+            if level:
+                skips.append(x)
+                x = functional.max_pool2d(x, 2, 2)
+            x = self.get_submodule(f"down{level}")(x)
+        for level in reversed(range(len(skips))):
+            x = getattr(self, f"up{level}").join(skips[level], x)
+        return self.head(x)
+
+
 def module(name: str) -> nn.Module:
     if name == "digits_resnet":
         return Convolutional(Residual, RESNET, functional.relu)
     if name == "digits_mobile":
         return Convolutional(Inverted, MOBILE, functional.silu)
-    return Rows()
+    if name == "digits_transformer":
+        return Transformer()
+    return Segmenter() if name == "digits_segment" else Rows()
 
 
 def split() -> tuple[Array, Array, Array, Array]:
@@ -124,6 +224,26 @@ def split() -> tuple[Array, Array, Array, Array]:
     x = (digits.images[:, None] / 16.0).astype(np.float32)
     parts = train_test_split(x, digits.target.astype(np.int64), test_size=0.25, random_state=0, stratify=digits.target)
     return parts[0], parts[2], parts[1], parts[3]
+
+
+def scenes(x: Array, y: Array, count: int, seed: int) -> tuple[Array, Array]:
+    """Pictures of two to five digits that do not touch: uint8 sixteenths (count, 1, 24, 24), and each pixel's class, uint8."""
+    rng = np.random.default_rng(seed)
+    pictures = np.zeros((count, 1, SCENE, SCENE), np.uint8)
+    classes = np.zeros((count, SCENE, SCENE), np.uint8)
+    for k in range(count):
+        taken = np.zeros((SCENE, SCENE), bool)
+        for _ in range(rng.integers(2, 6)):
+            i, j = rng.integers(0, SCENE - 8 + 1, 2)
+            window = (slice(i, i + 8), slice(j, j + 8))
+            if taken[window].any():
+                continue
+            taken[window] = True
+            chosen = rng.integers(len(x))
+            digit = np.rint(x[chosen, 0] * 16).astype(np.uint8)
+            pictures[(k, 0, *window)] = digit
+            classes[(k, *window)] = np.where(digit >= INK, y[chosen] + 1, 0)
+    return pictures, classes
 
 
 def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -142,11 +262,13 @@ def train(name: str, x: Array, y: Array, epochs: int, seed: int) -> nn.Module:
     network, shape = module(name), INPUT[name]
     batch, inputs, targets = 64, torch.from_numpy(x), torch.from_numpy(y)
     steps = epochs * (len(x) // batch)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3, weight_decay=1e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)
+    rate = 1.5e-3 if name == "digits_transformer" else 5e-3
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
     for _ in range(epochs):
         for chosen in torch.randperm(len(x), generator=generator)[: len(x) // batch * batch].split(batch):
-            logits = network(augmented(inputs[chosen], generator).reshape(batch, *shape))
+            given = inputs[chosen] if name == "digits_segment" else augmented(inputs[chosen], generator)
+            logits = network(given.reshape(batch, *shape))
             loss = functional.cross_entropy(logits, targets[chosen], label_smoothing=0.05)
             optimizer.zero_grad()
             loss.backward()
@@ -159,6 +281,14 @@ def train(name: str, x: Array, y: Array, epochs: int, seed: int) -> nn.Module:
 def logits(network: nn.Module, name: str, x: Array) -> Array:
     with torch.no_grad():
         return np.asarray(network(torch.from_numpy(x.reshape(len(x), *INPUT[name]))).numpy())
+
+
+def mean_iou(found: Array, wanted: Array) -> float:
+    """Intersection over union of each class, averaged."""
+    both = [
+        ((found == c) & (wanted == c)).sum() / max(1, ((found == c) | (wanted == c)).sum()) for c in range(CLASSES + 1)
+    ]
+    return float(np.mean(both))
 
 
 def export(network: nn.Module, name: str, path: Path, x: Array) -> None:
@@ -176,7 +306,9 @@ def export(network: nn.Module, name: str, path: Path, x: Array) -> None:
 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(NAMES))
-@click.option("--epochs", type=int, default=120, show_default=True)
+@click.option(
+    "--epochs", type=int, default=None, help="Default: 120; 240 for digits_transformer, 30 for digits_segment."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--output",
@@ -184,27 +316,41 @@ def export(network: nn.Module, name: str, path: Path, x: Array) -> None:
     default=Path(__file__).parent,
     help="Folder to write to.",
 )
-def main(names: tuple[str, ...], epochs: int, seed: int, output: Path) -> None:
+def main(names: tuple[str, ...], epochs: int | None, seed: int, output: Path) -> None:
     """Train NAMES (all of them by default) and write them with their data and manifest."""
     torch.set_num_threads(1)  # the order of summation, and so the weights, then depend on the processor alone
     train_x, train_y, test_x, test_y = split()
     output.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(output / DATA, x=test_x, y=test_y, calibration=train_x[:CALIBRATION])
+    scene_x, scene_y = scenes(train_x, train_y, 2048, seed=1)
+    held_x, held_y = scenes(test_x, test_y, HELD_OUT_SCENES, seed=2)
+    np.savez_compressed(output / SCENES, x=held_x, y=held_y, calibration=scene_x[:CALIBRATION])
+    digits = (train_x, train_y, test_x, test_y)
+    several = ((scene_x / 16).astype(np.float32), scene_y.astype(np.int64), (held_x / 16).astype(np.float32), held_y)
     path = output / "manifest.json"
     entries: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for name in names or NAMES:
-        network = train(name, train_x, train_y, epochs, seed)
+        segments = name == "digits_segment"
+        fit_x, fit_y, test_x, test_y = several if segments else digits
+        passes = epochs or {"digits_segment": 30, "digits_transformer": 240}.get(name, 120)
+        network = train(name, fit_x, fit_y, passes, seed)
         export(network, name, output / f"{name}.onnx", test_x)
         right = int((logits(network, name, test_x).argmax(1) == test_y).sum())
         entries[name] = {
-            "accuracy": right / len(test_y),
+            "accuracy": right / test_y.size,
             "right": right,
-            "held_out": len(test_y),
+            "held_out": test_y.size,
             "parameters": sum(p.numel() for p in network.parameters()),
             "input": INPUT[name],
-            "trained": {"epochs": epochs, "seed": seed, "pictures": len(train_y), "torch": torch.__version__},
+            "trained": {"epochs": passes, "seed": seed, "pictures": len(fit_y), "torch": torch.__version__},
+            **(
+                {"data": SCENES, "mean_iou": mean_iou(logits(network, name, test_x).argmax(1), test_y)}
+                if segments
+                else {}
+            ),
         }
-        click.echo(f"{name}: {right} of {len(test_y)} held-out digits right ({right / len(test_y):.2%})")
+        what = "pixels" if segments else "digits"
+        click.echo(f"{name}: {right} of {test_y.size} held-out {what} right ({right / test_y.size:.2%})")
     path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
 

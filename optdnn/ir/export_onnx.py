@@ -54,6 +54,8 @@ class ExportedModel:
     proto: onnx.ModelProto
     weights: dict[str, Array] = field(default_factory=dict)
     nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    owners: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Each node's name -> its operator, and the name of the first output of the op in the graph that it is (a part of)."""
 
     def to_bytes(self) -> bytes:
         """The serialized protobuf, the same for the same graph. Raises UsageError where it would exceed 2 GiB."""
@@ -110,6 +112,7 @@ class _Exporter:
         self.graph, self.opset = graph, opset
         self.nodes: list[onnx.NodeProto] = []
         self.provenance: dict[str, tuple[str, ...]] = {}
+        self.owners: dict[str, tuple[str, str]] = {}
         self._types: dict[str, TensorType] = {}
         self._constants: dict[str, Array] = {}
         self._small: dict[tuple[Any, ...], str] = {}
@@ -134,6 +137,7 @@ class _Exporter:
         results = tuple(self._fresh(f"{op.outputs[0].name}/{op_type}") for _ in range(outputs))
         made.output.extend(results)
         made.name = self._node_name(op, op_type)
+        self.owners[made.name] = (op_type, op.outputs[0].name)
         made.attribute.extend(node_attributes(op_type, domain, self.opset, attrs, len(names)))
         self._domains.add(domain)
         self.nodes.append(made)
@@ -336,7 +340,7 @@ class _Exporter:
             graph=proto,
             opset_import=imports,
         )
-        return ExportedModel(model, weights, self.provenance)
+        return ExportedModel(model, weights, self.provenance, self.owners)
 
 
 class _BodyExporter(_Exporter):

@@ -96,6 +96,9 @@ class Choice:
     rows: list[Measured]
     fallbacks: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     """Per library, the operators that run from their NumPy kernels and why."""
+    ran: dict[str, str] = field(default_factory=dict)
+    """The first output of an op -> the precision in which the chosen library says it runs; those it does not tell of are absent."""
+    library: str = ""
 
 
 def choose(
@@ -265,7 +268,8 @@ class _Search:
             meta, tactic={"name": best.name, "library": contender.library.name, "threads": threads}
         )
         fallbacks = {c.library.name: c.fallbacks for c in self.contenders if c.fallbacks}
-        return Choice(engine, rows, fallbacks)
+        ran = contender.ran(engine, self._feeds if contender.library.name == "onnxruntime" else None)
+        return Choice(engine, rows, fallbacks, ran, contender.library.name)
 
 
 class _Contender:
@@ -316,6 +320,36 @@ class _Contender:
     def _engine(self, threads: int) -> Engine:
         return Engine(self.library.lower(self.graph, self._cuts, Settings(threads, self.base), {}, self.precision))
 
+    def ran(self, engine: Engine, feeds: Mapping[str, Array] | None) -> dict[str, str]:
+        """What the library says of the ops that anchor kernels: key -> precision. ONNX Runtime computes in the types of operands,
+        so it is asked for quantized networks alone, and (needing inputs for that) where it has the whole network."""
+        found: dict[str, str] = {}
+        executors = iter(engine.executors)
+        for region, model in self._cuts:
+            if model is None:
+                for _ in region.ops:
+                    next(executors, None)
+                continue
+            executor = next(executors, None) if region.ops else None
+            if executor is None:
+                continue
+            if self.library.name == "openvino":
+                said = executor.layers()
+                told = {name: said.get(name) for name in model.owners}
+            elif feeds is not None and len(self._cuts) == 1 and self.graph.of_kind("QuantizeLinear"):
+                operators = executor.layers([feeds[self.graph.output(v).name] for v in region.inputs])
+                told = {n: None if n not in operators else _of_operator(operators[n]) for n in model.owners}
+            else:
+                continue
+            kinds = {op.outputs[0].name: op.kind for op in region.ops}
+            for name, (op_type, key) in model.owners.items():
+                precision = told.get(name)
+                if precision is None or op_type != kinds.get(key):
+                    continue
+                if op_type in _ANCHORS or (self.base != "fp32" and precision != "int8"):
+                    found[key] = precision
+        return found
+
     def _cut(self) -> list[Cut]:
         reasons = {**_refused_ops(self.graph, self.library, Settings(0, self.base)), **self._unsafe}
         self.fallbacks = [
@@ -324,6 +358,14 @@ class _Contender:
         ]
         found = regions(self.graph, lambda op: "reference" if op.id in reasons else self.library.name)
         return [(r, None if r.label == "reference" else self.library.export(extract(self.graph, r))) for r in found]
+
+
+_ANCHORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+def _of_operator(name: str) -> str:
+    """int8 for ONNX Runtime's quantized operators, by their names."""
+    return "int8" if name.startswith(("QLinear", "QGemm", "QAttention")) or "Integer" in name else "fp32"
 
 
 def _refused_ops(graph: Graph, library: Library, settings: Settings) -> dict[int, str]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -13,6 +17,8 @@ from optdnn.runtime.cpu.library import Settings, library_module, prepare_step
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program, Step
 from optdnn.types import Array
+
+_TOKEN = re.compile(r"(_token_\d+)?_kernel_time$")
 
 
 def refuses(precision: str) -> str | None:
@@ -49,6 +55,7 @@ class OnnxRuntimeModel:
         self._facts = {"library": self.name, "version": ort.__version__, **settings.to_plain()}
         # ONNX Runtime reads the arrays in place and does not own them: they must outlive the session.
         self._weights = dict(weights)
+        self._model = model
         try:
             if self._weights:
                 values = [ort.OrtValue.ortvalue_from_numpy(np.asarray(w)) for w in self._weights.values()]
@@ -67,6 +74,28 @@ class OnnxRuntimeModel:
 
     def session(self) -> _OnnxRuntimeSession:
         return _OnnxRuntimeSession(self)
+
+    def layers(self, feeds: Sequence[Array]) -> dict[str, str]:
+        """ONNX node name -> the operator that runs for it, in a session of its own that is profiled for one run."""
+        ort = library_module("onnxruntime")
+        with tempfile.TemporaryDirectory(prefix="optdnn-profile-") as folder:
+            options = ort.SessionOptions()
+            options.enable_profiling, options.profile_file_prefix = True, os.path.join(folder, "profile")
+            options.log_severity_level = 4
+            if self._weights:
+                options.add_external_initializers(list(self._weights), self._values)
+            try:
+                session = ort.InferenceSession(self._model, options, providers=["CPUExecutionProvider"])
+                session.run(self._outputs, dict(zip(self._inputs, feeds, strict=True)))
+                with open(session.end_profiling(), encoding="utf-8") as file:
+                    events = json.load(file)
+            except Exception as error:
+                raise RunError(f"onnxruntime failed: {_first_line(error)}") from None
+        found: dict[str, str] = {}
+        for event in events:
+            if event.get("cat") == "Node" and str(event["name"]).endswith("_kernel_time"):
+                found[_TOKEN.sub("", str(event["name"]))] = str(event["args"]["op_name"])
+        return found
 
 
 class _OnnxRuntimeSession:

@@ -18,6 +18,10 @@ from optdnn.runtime.program import Program, Step
 from optdnn.types import BF16, Array
 
 _HINT = {"fp32": "f32", "bf16": "bf16"}
+_PRECISIONS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "u8": "int8", "i8": "int8"}
+_NOT_COMPUTING = ("Input", "Output", "Const", "Reorder")
+_RENAMED = ("/DequantizationMultiply", "/WithoutBiases")
+"""What OpenVINO's rewrites append to the names of nodes."""
 _core_lock = threading.Lock()
 _core: Any = None
 
@@ -112,12 +116,34 @@ class OpenVinoModel:
         counts: Counter[str] = Counter()
         for op in self._compiled.get_runtime_model().get_ops():
             info = op.get_rt_info()
-            if "runtimePrecision" in info and info["layerType"].astype(str) not in ("Input", "Output", "Const"):
+            if "runtimePrecision" in info and info["layerType"].astype(str) not in _NOT_COMPUTING:
+                if op.inputs() and all(_is_constant(i) for i in op.inputs()):
+                    continue  # done once, when the network was compiled
                 counts[str(info["runtimePrecision"].astype(str))] += 1
         return {**self._facts, "executed": dict(sorted(counts.items()))}
 
+    def layers(self) -> dict[str, str]:
+        """ONNX node name -> the precision in which the plugin runs it ("fp32", "bf16", "fp16", "int8"), read back."""
+        found: dict[str, str] = {}
+        for op in self._compiled.get_runtime_model().get_ops():
+            info = op.get_rt_info()
+            if "runtimePrecision" not in info or info["layerType"].astype(str) in _NOT_COMPUTING:
+                continue
+            ran = _PRECISIONS.get(str(info["runtimePrecision"].astype(str)))
+            if ran is None:
+                continue
+            for name in str(info["originalLayersNames"].astype(str)).split(","):
+                for ending in _RENAMED:
+                    name = name.removesuffix(ending)
+                found[name] = ran
+        return found
+
     def session(self) -> _OpenVinoSession:
         return _OpenVinoSession(self)
+
+
+def _is_constant(operand: Any) -> bool:
+    return bool(operand.get_source_output().get_node().get_rt_info()["layerType"].astype(str) == "Const")
 
 
 def _written_directly(network: Any) -> list[bool]:

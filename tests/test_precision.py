@@ -1,0 +1,210 @@
+"""Precision end to end on the cpu target: what was asked for, what runs, what is told, and accuracy on real networks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.net import Net
+
+from optdnn.cli.main import run
+from optdnn.compiler import build_verbose
+from optdnn.config import BuildOptions
+from optdnn.errors import NotMet, UsageError
+from optdnn.ir.graph import Graph
+from optdnn.models import trained
+from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.base import PassContext
+from optdnn.passes.contract import Account, half_risks, hazards, outcome
+from optdnn.passes.precision import PrecisionPlan
+from optdnn.passes.ranges import Calibration, Range
+from optdnn.types import FP16
+
+pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+pytest.importorskip("openvino", reason="the cpu extra is not installed")
+
+
+def built(name: str, precision: str = "int8", **options: Any) -> Any:
+    found = trained.load(name)
+    shapes = {"x": (None, *found.x.shape[1:])}
+    data = None if options.pop("without_data", False) else trained.calibration(name)[:64]
+    return build_verbose(
+        found.path, BuildOptions(target="cpu", precision=precision, threads=1, shapes=shapes, calib=data, **options)
+    )
+
+
+def accuracy(name: str, build: Any) -> float:
+    found = trained.load(name)
+    return float((build.engine.run({"x": found.x})["logits"].argmax(1) == found.y).mean())
+
+
+@pytest.mark.parametrize("library", ["openvino", "onnxruntime"])
+def test_int8_runs_in_int8_and_keeps_its_accuracy(library: str) -> None:
+    build = built("digits_resnet", tactics=library)
+    told = build.engine.meta["precision"]
+    assert trained.load("digits_resnet").accuracy - accuracy("digits_resnet", build) <= 0.005
+    assert {r.asked.kind for r in build.precisions} >= {"Conv", "Gemm"}
+    convolutions = [r for r in build.precisions if r.asked.kind == "Conv"]
+    assert len(convolutions) == 10
+    assert all(r.asked.precision == "int8" for r in convolutions)
+    if library == "openvino":
+        assert told["runs"]["int8"] == 11
+        assert told["differs"] == []
+        assert build.report()["executed"][0]["executed"].get("u8", 0) >= 11
+    else:  # a convolution with the residual in its epilogue is no operator of ONNX Runtime's
+        differs = [r for r in build.precisions if r.differs]
+        assert 0 < len(differs) < 10
+        assert {r.reason for r in differs} == {"onnxruntime runs it in fp32"}
+
+
+def test_strict_precision_is_an_error_that_names_them(tmp_path: Path) -> None:
+    with pytest.raises(NotMet, match=r"operators do not run .*\n.*conv2/Conv.*: int8 was asked for, it runs in fp32"):
+        built("digits_resnet", tactics="onnxruntime", strict_precision=True)
+    build = built("digits_resnet", tactics="openvino", strict_precision=True)
+    assert accuracy("digits_resnet", build) > 0.98
+
+
+def test_fp32_is_asked_for_and_runs() -> None:
+    build = built("digits_mobile", "fp32", without_data=True, strict_precision=True)
+    assert build.engine.meta["precision"]["runs"] == {"fp32": len(build.precisions)}
+    bf16 = built("digits_mobile", "bf16", without_data=True, tactics="openvino")
+    assert bf16.engine.meta["precision"]["runs"]["bf16"] >= 16
+    assert all(r["reason"] for r in bf16.engine.meta["precision"]["differs"])
+
+
+def test_pins_by_node_reach_the_library() -> None:
+    build = built("digits_resnet", tactics="openvino", precision_map={"/fc/*": "fp32", "/blocks/blocks.3/*": "fp32"})
+    rows = {r.asked.key: r for r in build.precisions}
+    assert rows["logits"].runs == rows["logits"].asked.precision == "fp32"
+    assert [r.runs for r in build.precisions if r.asked.kind == "Conv"].count("int8") == 8
+
+
+def test_int8_without_data_or_on_another_target_is_refused() -> None:
+    with pytest.raises(UsageError, match="needs calibration data"):
+        built("digits_resnet", without_data=True)
+    for options in ({"precision": "fp8"}, {"precision": "int8+fp16"}, {"precision_map": {"a": "fp16"}}):
+        with pytest.raises(UsageError, match="is for GPUs"):
+            BuildOptions(target="cpu", **options)  # type: ignore[arg-type]
+    for precision in ("int4", "bf16+int8", "int8+"):
+        with pytest.raises(UsageError, match="precision"):
+            BuildOptions(target="cpu", precision=precision)
+    with pytest.raises(UsageError, match="calibrator 'max'"):
+        BuildOptions(calibrator="max")
+
+
+def test_the_same_build_gives_the_same_bytes(tmp_path: Path) -> None:
+    written = []
+    for k in range(2):
+        build = built("digits_resnet", tactics="openvino", timing_cache=tmp_path / "times.json")
+        build.engine.save(tmp_path / f"{k}.engine")
+        written.append((tmp_path / f"{k}.engine").read_bytes())
+    assert written[0] == written[1]
+
+
+# ---------------------------------------------------------------- the contract on graphs
+
+
+def assigned(
+    graph: Graph, plan: PrecisionPlan, calibration: Calibration | None = None, target: str = "cuda:sm_90a"
+) -> Account:
+    account = Account()
+    AssignPrecision()(graph, PassContext(target=target, plan=plan, calibration=calibration, account=account))
+    return account
+
+
+def ranges(graph: Graph, size: float = 4.0) -> Calibration:
+    found = {o.name: Range(-size, size) for op in graph.ops() for o in op.outputs}
+    return Calibration("minmax", found, found)
+
+
+def test_what_is_refused_is_told_with_its_reason() -> None:
+    n = Net()
+    graph = n.done(n.op("Softmax", n.gemm(n.input(2, 8), 4, alpha=0.5)))
+    account = assigned(graph, PrecisionPlan("int8", {"Softmax_2": "int8"}), ranges(graph))
+    rows = {r.asked.key: r for r in outcome(graph, account)}
+    assert (rows["Gemm_1"].runs, rows["Softmax_2"].runs) == ("fp32", "fp32")
+    assert rows["Gemm_1"].reason == "a Gemm with alpha, beta or a transposed A has no int8 form"
+    assert rows["Softmax_2"].reason == "Softmax has no int8 form"
+    n = Net()
+    graph = n.done(n.op("Softmax", n.gemm(n.input(2, 8), 4)))
+    account = assigned(graph, PrecisionPlan("int8"), ranges(graph))
+    assert {r.asked.key: (r.asked.precision, r.runs) for r in outcome(graph, account)} == {
+        "Gemm_1": ("int8", "int8"),
+        "Softmax_2": ("fp32", "fp32"),  # without an int8 form, and not named: asked for the float precision
+    }
+
+
+def test_a_library_that_runs_otherwise_is_told() -> None:
+    n = Net()
+    graph = n.done(n.gemm(n.input(2, 8), 4))
+    account = assigned(graph, PrecisionPlan("int8"), ranges(graph))
+    (row,) = outcome(graph, account, {"Gemm_1": "fp32"}, "somelib")
+    assert row.differs
+    assert row.reason == "somelib runs it in fp32"
+
+
+def test_the_models_own_types_are_as_asked() -> None:
+    n = Net(np.float16)
+    graph = n.done(n.op("Exp", n.input(3)))
+    account = assigned(graph, PrecisionPlan("fp32"), target="cpu")
+    (row,) = outcome(graph, account)
+    assert (row.asked.precision, row.runs) == ("fp16", "fp16")
+
+
+def test_a_float_result_of_a_quantized_op_is_a_hazard() -> None:
+    n = Net()
+    x = n.conv(n.input(1, 4, 6, 6), 4)
+    graph = n.done(n.op("Softmax", n.conv(n.op("Sigmoid", x), 4)))
+    assigned(graph, PrecisionPlan("int8"), ranges(graph))
+    found = hazards(graph)
+    assert [(h.key, h.what) for h in found] == [
+        ("Conv_1", "its float result is read by Sigmoid Sigmoid_2: quantize it there, or run those in integers"),
+        ("Conv_3", "its float result is read by Softmax Softmax_4: quantize it there, or run those in integers"),
+    ]
+    n = Net()
+    graph = n.done(n.conv(n.conv(n.input(1, 4, 6, 6), 4), 4))
+    assigned(graph, PrecisionPlan("int8"), ranges(graph))
+    assert hazards(graph) == []
+
+
+def test_fp16_risks_by_calibration_and_by_weights() -> None:
+    n = Net()
+    x = n.input(1, 8)
+    graph = n.done(n.op("Add", n.op("Mul", x, 1e5), n.op("Relu", x)))
+    plan = PrecisionPlan("fp16", base="fp16")
+    big = Calibration("minmax", {}, {"Mul_1": Range(-3.0, 7e4), "Relu_2": Range(0.0, 1e-5), "Add_3": Range(-1.0, 1.0)})
+    assert sorted((r.key, r.what.split(":")[0]) for r in half_risks(graph, plan, big)) == [
+        ("Mul_1", "overflow"),
+        ("Relu_2", "underflow"),
+    ]
+    assert "reaches 7e+04, fp16 ends at 65504" in " ".join(r.what for r in half_risks(graph, plan, big))
+    assert half_risks(graph, PrecisionPlan("bf16", base="bf16"), big) == []
+    n = Net()
+    x = n.input(1, 8)
+    heavy = n.op("MatMul", x, n.const(np.full((8, 4), 3e4)))
+    tiny = n.op("MatMul", x, n.const(np.full((8, 4), 1e-9)))
+    mask = n.op("Add", x, n.const(np.full((1, 8), 1e9)))
+    n.graph.add_output(tiny, "tiny")
+    n.graph.add_output(mask, "mask")
+    graph = n.done(heavy)
+    found = {r.key: r.what for r in half_risks(graph, plan, None)}
+    assert found["MatMul_1"] == "overflow: its weights sum to 2.4e+05, so that operands of 1 may give more than 65504"
+    assert "100% of the constant" in found["MatMul_2"]
+    assert "reaches 1e+09" in found["Add_3"]
+    account = assigned(graph, plan)
+    assert {r.key for r in account.risks} == {"MatMul_1", "MatMul_2", "Add_3"}
+    assert graph.of_kind("MatMul")[0].outputs[0].type.dtype == FP16
+
+
+def test_the_command_line_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(tmp_path / "data.npz", x=trained.calibration("digits_resnet")[:32], y=np.arange(32))
+    arguments = f"""build {trained.load("digits_resnet").path} --target cpu --precision int8 --threads 1 --shape x=?x1x8x8
+        --calib {tmp_path}/data.npz --calibrator mse --calib-cache {tmp_path}/c.json --tactics onnxruntime""".split()
+    assert run([*arguments, "-o", f"{tmp_path}/e.engine"]) == 0
+    assert "asked for int8, runs in fp32: onnxruntime runs it in fp32" in capsys.readouterr().out
+    assert (tmp_path / "c.json").exists()
+    assert run([*arguments, "--strict-precision", "-o", f"{tmp_path}/s.engine"]) == 7
+    assert not (tmp_path / "s.engine").exists()
+    assert run([*arguments, "--pin", "nonsense"]) == 2
