@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from optdnn.runtime.cuda import cublaslt, cudnn
-from optdnn.runtime.cuda.calls import Attention, Convolution, MatMul, Operation
+from optdnn.runtime.cuda.calls import Attention, Convolution, MatMul, Norm, Operation
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.graphs import Graph, Stream, median_ms
 
@@ -75,6 +75,36 @@ def attentions(stream: Stream, dnn: Any, rand: Any) -> None:
         show(f"attention {b}x{heads}x{rows}x{size} {masked}", stream, dnn, attention, tensors, want)
 
 
+def depthwise(stream: Stream, dnn: Any, rand: Any) -> None:
+    """Depthwise convolutions, plain and with an epilogue."""
+    for n, c, h, s in ((1, 96, 112, 2), (128, 144, 56, 1)):
+        last = torch.channels_last
+        x, w = rand(n, c, h, h).to(memory_format=last), rand(c, 1, 3, 3).to(memory_format=last)
+        bias = rand(c)
+        want = torch.nn.functional.conv2d(x.float(), w.float(), None, s, 1, 1, c)
+        y = want.half().to(memory_format=last)
+        call = Convolution(
+            "float16", tuple(x.shape), x.stride(), tuple(w.shape), (9, 1, 3, 1), tuple(y.shape), y.stride(), (s, s),
+            (1,) * 4, (1, 1),
+        )  # fmt: skip
+        tensors = {"x": x, "w": w, "y": y, "bias": bias}
+        for plan in range(3):
+            show(f"depthwise {n}x{c}x{h} #{plan}", stream, dnn, replace(call, plan=plan), tensors, want)
+        fused = (want + bias[None, :, None, None]).relu()
+        show(f"depthwise {n}x{c}x{h} bias+relu", stream, dnn, replace(call, stages=("bias", "relu")), tensors, fused)
+
+
+def norms(stream: Stream, dnn: Any, rand: Any) -> None:
+    """Layer norms of BERT and ViT, and a root-mean-square norm."""
+    functional = torch.nn.functional
+    for rows, size, kind in ((128, 768, "layer"), (6304, 768, "layer"), (4096, 1024, "rms")):
+        x, scale, bias = rand(rows, size), rand(size).float(), rand(size).float()
+        want = functional.layer_norm(x.float(), (size,), scale, bias, 1e-5) if kind == "layer" else (
+            functional.rms_norm(x.float(), (size,), scale, 1e-5))  # fmt: skip
+        tensors = {"x": x, "scale": scale, "bias": bias, "y": torch.empty_like(x)}
+        show(f"{kind} norm {rows}x{size}", stream, dnn, Norm("float16", kind, rows, size, 1e-5), tensors, want)
+
+
 def main() -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.zeros(1, device="cuda")
@@ -85,7 +115,10 @@ def main() -> None:
         return torch.randn(shape, device="cuda", dtype=torch.float16)
 
     if "attention" in sys.argv[1:]:
-        attentions(stream, cudnn.Handle(), rand)
+        handle = cudnn.Handle()
+        attentions(stream, handle, rand)
+        norms(stream, handle, rand)
+        depthwise(stream, handle, rand)
         return
     lt = cublaslt.Handle()
     print("cublasLt", lt.version)

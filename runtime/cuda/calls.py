@@ -184,14 +184,41 @@ class Attention:
         return found
 
 
+@dataclass(frozen=True)
+class Norm:
+    """``y = (x - mean) / sqrt(variance + epsilon) * scale + bias`` along each of ``rows`` dense rows of ``size`` elements; ``kind``
+    "rms" has neither mean nor bias. ``scale`` and ``bias`` are fp32 [size]."""
+
+    library: ClassVar[str] = "cudnn"
+
+    dtype: str
+    kind: str
+    rows: int
+    size: int
+    epsilon: float
+
+    def check(self) -> None:
+        """Raise ValueError for numbers that no call can have."""
+        _need(self.dtype in DTYPES and self.kind in ("layer", "rms"), "has an unknown type or kind")
+        _need(1 <= self.rows < 1 << 31 and 1 <= self.size < 1 << 31 and self.epsilon >= 0, "has malformed sizes")
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """Bytes of each operand."""
+        whole = self.rows * self.size * DTYPES[self.dtype]
+        found = {"x": whole, "scale": self.size * 4, "y": whole}
+        return found | ({"bias": self.size * 4} if self.kind == "layer" else {})
+
+
 RESULTS = ("d", "y", "out")
 """The operands that operations write; the others they read."""
 
-Operation = MatMul | Convolution | Attention
-KINDS: dict[str, type[MatMul] | type[Convolution] | type[Attention]] = {
+Operation = MatMul | Convolution | Attention | Norm
+KINDS: dict[str, type[MatMul] | type[Convolution] | type[Attention] | type[Norm]] = {
     "matmul": MatMul,
     "convolution": Convolution,
     "attention": Attention,
+    "norm": Norm,
 }
 
 
@@ -199,14 +226,14 @@ def to_plain(operation: Operation) -> dict[str, Plain]:
     """As an engine holds it."""
     name = next(n for n, kind in KINDS.items() if type(operation) is kind)
     numbers = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(operation).items()}
-    return {"kind": name, **numbers}
+    return {"name": name, **numbers}
 
 
 def from_plain(plain: Any) -> Operation:
     """The inverse of :func:`to_plain`, every number checked. Raises EngineError."""
     try:
         given = dict(plain)
-        kind = KINDS[given.pop("kind")]
+        kind = KINDS[given.pop("name")]
         known = {f.name: str(f.type) for f in fields(kind)}
         _need(set(given) == set(known), "has other parts than it should")
         operation = kind(**{k: _value(v, known[k]) for k, v in given.items()})

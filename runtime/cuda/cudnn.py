@@ -11,8 +11,10 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from optdnn.errors import MissingDependency, RunError
-from optdnn.runtime.cuda.calls import Attention, Convolution
+from optdnn.runtime.cuda.calls import Attention, Convolution, Norm
 
 _WHY = "by steps that call cuDNN"
 
@@ -38,7 +40,7 @@ class Handle:
         self.version = int(self.cudnn.backend_version())
         self.handle = self.cudnn.create_handle()
 
-    def prepare(self, operation: Convolution | Attention) -> PreparedGraph:
+    def prepare(self, operation: Convolution | Attention | Norm) -> PreparedGraph:
         """Raises RunError where the library has no plan for it."""
         return PreparedGraph(self, operation)
 
@@ -49,7 +51,7 @@ class Handle:
 class PreparedGraph:
     """A graph whose plan is built. ``workspace``: bytes of scratch memory; ``ranked``: how many plans the library offered."""
 
-    def __init__(self, handle: Handle, operation: Convolution | Attention):
+    def __init__(self, handle: Handle, operation: Convolution | Attention | Norm):
         self._handle, self.operation = handle, operation
         cudnn = handle.cudnn
         dtype = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}[operation.dtype]
@@ -59,13 +61,17 @@ class PreparedGraph:
             compute_data_type=cudnn.data_type.FLOAT,
         )  # fmt: skip
         self._tensors: dict[str, Any] = {}
+        self._numbers: dict[Any, np.ndarray[Any, np.dtype[np.float32]]] = {}
+        """Tensors that are given by value, in host memory."""
         try:
             plan = 0
             if isinstance(operation, Convolution):
                 self._convolution(operation)
                 plan = operation.plan
-            else:
+            elif isinstance(operation, Attention):
                 self._attention(operation)
+            else:
+                self._norm(operation)
             self.graph.validate()
             self.graph.build_operation_graph()
             self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
@@ -95,8 +101,8 @@ class PreparedGraph:
             wanted -= 1
         raise RuntimeError(failed or "the engine asks for a plan that the library does not rank: tune it again")
 
-    def _tensor(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        made = self.graph.tensor(name=name, dim=list(shape), stride=list(strides), data_type=self._dtype)
+    def _tensor(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any = None) -> Any:
+        made = self.graph.tensor(name=name, dim=list(shape), stride=list(strides), data_type=dtype or self._dtype)
         self._tensors[name] = made
         return made
 
@@ -137,6 +143,27 @@ class PreparedGraph:
         )  # fmt: skip
         self._result("out", found[0], o.q_shape, o.out_strides)
 
+    def _norm(self, o: Norm) -> None:
+        cudnn = self._handle.cudnn
+        rows, row = ((o.rows, o.size, 1, 1), (1, o.size, 1, 1))
+        strides = (o.size, 1, o.size, o.size)
+        wide = cudnn.data_type.FLOAT
+        epsilon = self.graph.tensor(
+            name="epsilon", dim=[1, 1, 1, 1], stride=[1, 1, 1, 1], is_pass_by_value=True, data_type=wide
+        )
+        self._numbers[epsilon] = np.full(1, o.epsilon, np.float32)
+        given = {
+            "norm_forward_phase": cudnn.norm_forward_phase.INFERENCE,
+            "input": self._tensor("x", rows, strides),
+            "scale": self._tensor("scale", row, strides, wide),
+            "epsilon": epsilon,
+        }
+        if o.kind == "layer":
+            found = self.graph.layernorm(**given, bias=self._tensor("bias", row, strides, wide))
+        else:
+            found = self.graph.rmsnorm(**given)
+        self._result("y", found[0], rows, strides)
+
     def _result(self, name: str, value: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         value.set_output(True).set_data_type(self._dtype).set_dim(list(shape)).set_stride(list(strides)).set_name(name)
         self._tensors[name] = value
@@ -152,6 +179,7 @@ class BoundGraph:
     def __init__(self, prepared: PreparedGraph, addresses: Mapping[str, int], workspace: int):
         self._prepared, self._workspace = prepared, workspace
         self._pack = {tensor: addresses[name] for name, tensor in prepared._tensors.items()}
+        self._pack |= {tensor: array.ctypes.data for tensor, array in prepared._numbers.items()}
         self.label = f"cuDNN {type(prepared.operation).__name__}"
 
     def enqueue(self, stream: int) -> None:

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.graph import Op
-from optdnn.ops.base import Stage
+from optdnn.ir.graph import Op, Value
+from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.calls import Convolution, MatMul, Operation
+from optdnn.runtime.cuda.calls import Convolution, MatMul, Norm, Operation
 from optdnn.runtime.cuda.support import ranked
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, row_major
 from optdnn.tactics.cuda.conv import bias_of, entering, finish, image
@@ -25,7 +25,7 @@ from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue, channel_vector, pla
 from optdnn.tactics.cuda.pointwise import copy, emit_pointwise
 from optdnn.tactics.cuda.tactic import Offer
 from optdnn.tactics.cuda.views import reshaped
-from optdnn.types import BF16, FP16, FP32, Array
+from optdnn.types import BF16, FP16, FP32, Array, normalize_axis
 
 MOST = 6
 """How many of a library's own ranking are offered."""
@@ -291,6 +291,47 @@ class CublasLtBatched(Called):
         attrs = {"prologue": (), "epilogue": (), "arity": 2}
         b.call(op, operation, operands, "MatMul", attrs, [left, right], [out])
         finish(b, op, ep, between, target)
+        return operation
+
+
+class CudnnNorm(Called):
+    """LayerNormalization and RMSNormalization of dense rows."""
+
+    name = "norm_cudnn"
+    provider = "cudnn"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        t = op.outputs[0].type
+        shape = t.static_shape
+        if t.dtype not in _TYPES or not shape or 0 in shape:
+            return "its type is not fp16, bf16 or fp32, or it is empty"
+        if normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
+            return "its rows are not along the last axis"
+        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+            return "its statistics are results, too"
+        for value in op.inputs[1:]:
+            array = b.graph.constant_value(value)
+            if value is not None and (array is None or array.shape != shape[-1:]):
+                return "its scale and bias are not constant rows"
+        assert op.inputs[0] is not None
+        x = b.operand(op.inputs[0])
+        if x.dtype != t.dtype or not x.dense or (op.value in b.reserved and not b.reserved[op.value].dense):
+            return "its rows do not lie one after the other"
+        return self._unable(b, op)
+
+    def _add(self, b: Builder, op: Op, rank: int) -> Operation:
+        x, y = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+        size = x.shape[-1]
+        layer = op.kind == "LayerNormalization"
+        operation = Norm(map_dtype(y.dtype), "layer" if layer else "rms", x.size // size, size, float(op.attrs.epsilon))
+        operands = {"x": x, "y": y}
+        for name, value, default in (("scale", op.input(1), 1.0), ("bias", op.input(2), 0.0)):
+            if name == "scale" or layer:
+                array = b.graph.constant_value(value)
+                filled = np.full(size, default) if array is None else array
+                operands[name] = b.constant(filled.astype(np.float32), f"{op.outputs[0].name}.{name}")
+        reads = [x, operands["scale"], *([operands["bias"]] if layer else [])]
+        b.call(op, operation, operands, op.kind, attrs_dict(op.attrs), reads, [y])
         return operation
 
 

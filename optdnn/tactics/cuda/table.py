@@ -14,7 +14,7 @@ from optdnn.tactics.cuda.elementwise import Elementwise
 from optdnn.tactics.cuda.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.tactics.cuda.gemm import HopperGemm
 from optdnn.tactics.cuda.group_norm import HalfGroupNorm
-from optdnn.tactics.cuda.libraries import CublasLtBatched, CublasLtGemm, CudnnConv
+from optdnn.tactics.cuda.libraries import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
 from optdnn.tactics.cuda.matmul import TiledMatMul
 from optdnn.tactics.cuda.numeric import NUMERIC, Numeric
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
@@ -53,6 +53,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), (HalfRows(), Rows(), CudnnNorm())),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (HalfGroupNorm(), Rows())),
     **dict.fromkeys(("LpNormalization", "MeanVarianceNormalization"), (Rows(),)),
     "LpPool": (WindowPool(),),

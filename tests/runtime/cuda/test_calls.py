@@ -13,8 +13,18 @@ from support.simulated import feeds_of, kinds, lowered, simulate
 
 from optdnn.errors import EngineError, MissingDependency
 from optdnn.ir.graph import Graph
+from optdnn.ops.norm import LayerNormAttrs
 from optdnn.runtime.cuda import calls, libraries, usable
-from optdnn.runtime.cuda.calls import Attention, Convolution, LibraryCall, MatMul, from_plain, parse_call, to_plain
+from optdnn.runtime.cuda.calls import (
+    Attention,
+    Convolution,
+    LibraryCall,
+    MatMul,
+    Norm,
+    from_plain,
+    parse_call,
+    to_plain,
+)
 from optdnn.runtime.cuda.plan import parse
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.format import read
@@ -31,24 +41,28 @@ CONV = Convolution(
 HEADS = Attention("float16", (1, 2, 4, 8), (1, 2, 6, 8), (64, 32, 8, 1), (96, 48, 8, 1), (96, 48, 8, 1), (64, 32, 8, 1),
                   0.35, False, (1, 1, 1, 6), (6, 6, 6, 1))  # fmt: skip
 
+ROWS = Norm("float16", "layer", 6, 32, 1e-5)
+
 
 def network() -> Graph:
     n = Net()
     x = n.op("Relu", n.bn(n.conv(n.input(2, 3, 16, 16), 16, 7, strides=2, pads=3)))
     y = n.op("Relu", n.conv(n.op("Relu", n.conv(x, 32, 3)), 32, group=32, bias=True))
     x = n.op("Relu", n.op("Add", n.conv(y, 24, 1, pads=0), n.conv(x, 24, 1, pads=0)))
-    return n.done(n.gemm(n.op("Flatten", n.op("GlobalAveragePool", x)), 16))
+    x = n.op("Flatten", n.op("GlobalAveragePool", x))
+    x = n.op("LayerNormalization", x, n.random(24, offset=1.0), n.random(24), attrs=LayerNormAttrs())
+    return n.done(n.gemm(x, 16))
 
 
 def called(program: Program) -> list[str]:
     """The libraries that a program's steps call, in order."""
-    return [s.params["call"]["operation"]["kind"] for s in program.steps if "call" in s.params]
+    return [s.params["call"]["operation"]["name"] for s in program.steps if "call" in s.params]
 
 
 # ---------------------------------------------------------------- facts
 
 
-@pytest.mark.parametrize("operation", [PRODUCT, CONV, HEADS])
+@pytest.mark.parametrize("operation", [PRODUCT, CONV, HEADS, ROWS])
 def test_calls_survive_their_plain_form(operation: Any) -> None:
     assert from_plain(to_plain(operation)) == operation
 
@@ -60,6 +74,7 @@ def test_extents() -> None:
     assert stacked.extents["a"] == (2 * 100 + 4 * 16) * 2
     assert CONV.extents == {"x": 400 * 2, "w": 16 * 72 * 2, "y": 800 * 2, "bias": 32, "z": 800 * 2}
     assert HEADS.extents["mask"] == 6 * 2
+    assert ROWS.extents == {"x": 384, "scale": 128, "bias": 128, "y": 384}
     assert HEADS.extents["k"] == 96 * 2
 
 
@@ -71,7 +86,8 @@ def test_extents() -> None:
         (CONV, {"x_shape": [2, 8, 5]}), (CONV, {"y_shape": [2, 16, 4, 5]}), (CONV, {"stages": ["exp"]}),
         (CONV, {"stages": ["relu", "relu"], "z_strides": []}), (CONV, {"z_strides": []}), (CONV, {"pads": [0, 0, 0, -1]}),
         (CONV, {"w_shape": [16, 3, 3, 3]}), (HEADS, {"dtype": "float32"}), (HEADS, {"k_shape": [1, 3, 6, 8]}),
-        (HEADS, {"mask_shape": [1, 1, 1, 5]}), (HEADS, {"scale": "1"}), (PRODUCT, {"kind": "exec"}),
+        (HEADS, {"mask_shape": [1, 1, 1, 5]}), (HEADS, {"scale": "1"}), (PRODUCT, {"name": "exec"}),
+        (ROWS, {"kind": "group"}), (ROWS, {"size": 0}),
     ],
 )  # fmt: skip
 def test_malformed_calls_are_refused(operation: Any, change: dict[str, Any]) -> None:
@@ -97,7 +113,7 @@ def test_calls_stay_inside_their_buffers() -> None:
 def test_an_engine_of_library_calls_means_what_the_network_says() -> None:
     graph = network()
     program = lowered(graph, tactics=LIBRARIES)
-    assert called(program) == [*["convolution"] * 5, "matmul"]
+    assert called(program) == [*["convolution"] * 5, "norm", "matmul"]
     stages = [s.params["call"]["operation"].get("stages") for s in program.steps if "call" in s.params]
     assert ["add", "relu"] in stages, "the residual is added by the library"
     feeds = feeds_of(graph)
@@ -110,7 +126,7 @@ def test_our_own_come_first_and_alone_where_asked() -> None:
     assert not called(lowered(network()))
     assert not called(lowered(network(), tactics="own"))
     assert called(lowered(network(), tactics="cublaslt")) == ["matmul"]
-    assert called(lowered(network(), tactics="cudnn")) == ["convolution"] * 5
+    assert called(lowered(network(), tactics="cudnn")) == [*["convolution"] * 5, "norm"]
 
 
 def test_libraries_without_measuring_them() -> None:
@@ -171,13 +187,25 @@ def test_stacks_of_matrices(turned: bool) -> None:
     np.testing.assert_allclose(got["y0"], want["y0"], rtol=0, atol=4e-3 * np.abs(want["y0"]).max())
 
 
+@pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
+def test_norms(kind: str) -> None:
+    n = Net()
+    operands = [n.random(48, offset=1.0), *([n.random(48)] if kind == "LayerNormalization" else [])]
+    graph = n.done(n.op(kind, n.input(2, 3, 48), *operands, attrs=LayerNormAttrs()))
+    program = lowered(graph, tactics="cudnn")
+    assert called(program) == ["norm"]
+    feeds = feeds_of(graph)
+    want, got = simulate(lowered(graph), feeds), simulate(program, feeds)
+    np.testing.assert_allclose(got["y0"], want["y0"], rtol=0, atol=4e-3 * np.abs(want["y0"]).max())
+
+
 def test_calls_travel_in_an_engine(tmp_path: Any) -> None:
     program = lowered(network(), tactics=LIBRARIES)
     Engine(program).save(tmp_path / "e.engine")
     again = read(tmp_path / "e.engine")
     steps = [(parse(a, program), parse(b, again)) for a, b in zip(program.steps, again.steps, strict=True)]
     assert all(a == b for a, b in steps)
-    assert sum(isinstance(a.launch, LibraryCall) for a, _ in steps) == 6
+    assert sum(isinstance(a.launch, LibraryCall) for a, _ in steps) == 7
 
 
 # ---------------------------------------------------------------- without the library
@@ -228,14 +256,14 @@ def test_the_cost_model_does_not_ask_the_libraries(monkeypatch: pytest.MonkeyPat
 
 def test_results_are_what_a_call_says_it_writes() -> None:
     program = lowered(network(), tactics=LIBRARIES)
-    step = next(s for s in program.steps if "call" in s.params and s.params["call"]["operation"]["kind"] == "matmul")
+    step = next(s for s in program.steps if "call" in s.params and s.params["call"]["operation"]["name"] == "matmul")
     swapped = {**step.params["call"], "operands": {**step.params["call"]["operands"], "d": [1, 0]}}
     with pytest.raises(EngineError, match="writes something else"):
         parse(replace(step, params={**step.params, "call": swapped}), program)
 
 
 def test_enough_is_known_of_every_result() -> None:
-    for operation in (PRODUCT, CONV, HEADS):
+    for operation in (PRODUCT, CONV, HEADS, ROWS, replace(ROWS, kind="rms")):
         assert sum(name in calls.RESULTS for name in operation.extents) == 1
 
 

@@ -67,7 +67,7 @@ def test_attention_by_the_library_means_the_same(name: str, masked: bool) -> Non
     graph = network(name)
     program = lowered(graph, tactics="cudnn,cublaslt")
     found = [s.params["call"]["operation"] for s in program.steps if "call" in s.params]
-    heads = [o for o in found if o["kind"] == "attention"]
+    heads = [o for o in found if o["name"] == "attention"]
     assert heads
     assert all(bool(o["mask_shape"]) is masked for o in heads)
     assert (

@@ -1,0 +1,186 @@
+"""The benchmarks' own machinery, which must outlive what it measures: rows that fail, processes that die, tables and drawings."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def module(path: str) -> ModuleType:
+    file = FOLDER / path
+    if not file.exists():
+        pytest.skip("an installed copy has no benchmarks")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = found  # dataclasses look their module up
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def targets() -> ModuleType:
+    return module("gpu/targets.py")
+
+
+def options(**changed: Any) -> argparse.Namespace:
+    given = {
+        "tune": 0.0,
+        "no_torch": True,
+        "compile": False,
+        "turn": 0.01,
+        "rounds": 1,
+        "flush_l2": False,
+        "row_budget": 20.0,
+    }
+    return argparse.Namespace(**{**given, **changed})
+
+
+def done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+    return future
+
+
+def test_rows_have_names_of_their_own_and_networks_of_the_zoo(targets: ModuleType) -> None:
+    from optdnn.models import zoo
+
+    rows = [*targets.ROWS, *(r for series in targets.GROWTH.values() for r in series)]
+    assert len({r.name for r in targets.ROWS}) == len(targets.ROWS)
+    for row in rows:
+        assert {"batch", *row.settings} <= set(zoo.options(row.model))
+    assert all(row.reach > row.moonshot > 0 for row in targets.ROWS)
+
+
+def test_the_torch_modules_are_those_of_the_rows(targets: ModuleType) -> None:
+    pytest.importorskip("torch")
+    assert set(module("gpu/torch_modules.py").FACTORIES) >= {r.model for r in targets.ROWS}
+
+
+def stub(folder: Path, text: str, targets: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A measuring process that runs ``text`` for each line of its input."""
+    (folder / "measure_row.py").write_text(
+        f"import json, os, sys, time\nfor line in sys.stdin:\n    order = json.loads(line)\n    {text}\n"
+    )
+    monkeypatch.setattr(targets, "HERE", folder)
+    return targets.Measurer()
+
+
+ANSWER = 'print("noise\\nANSWER " + json.dumps({"candidates": {"ours": {"median_ms": 0.5}}}), flush=True)'
+
+
+def test_a_row_is_measured(targets: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measurer = stub(tmp_path, ANSWER, targets, monkeypatch)
+    row = targets.Row("resnet50", 1, reach=0.4)
+    built = {"ours": {"build_s": 1.0}, "libraries": {"error": "UsageError: no"}}
+    try:
+        for reach, met in ((0.4, False), (0.6, True)):
+            row = targets.Row("resnet50", 1, reach=reach)
+            found = targets.measured(row, done(built), tmp_path, measurer, options(), 10.0)
+            assert found["met"] is met
+            assert found["candidates"]["ours"] == {"median_ms": 0.5, "build_s": 1.0}
+            assert found["candidates"]["libraries"] == {"error": "UsageError: no"}
+            assert "ours 0.5000, libraries: UsageError: no" in targets.line({"name": row.name, **found})
+    finally:
+        measurer.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("os._exit(3)", "ended with code 3"),
+        ("os.kill(os.getpid(), 9)", "ended with code -9"),
+        ("time.sleep(60)", "limit 0.5 s"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_costs_one_row(
+    targets: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
+) -> None:
+    measurer = stub(tmp_path, f'{text} if order["row"]["batch"] == 2 else {ANSWER}', targets, monkeypatch)
+    try:
+        rows = [targets.Row("resnet50", n) for n in (2, 1)]
+        limit = options(row_budget=0.5 if "sleep" in text else 20.0)
+        first = targets.measured(rows[0], done({"ours": {}}), tmp_path, measurer, limit, 10.0)
+        assert why in first["error"]
+        second = targets.measured(rows[1], done({"ours": {}}), tmp_path, measurer, options(), 10.0)
+        assert second["candidates"]["ours"]["median_ms"] == 0.5
+    finally:
+        measurer.close()
+
+
+def test_what_cannot_be_built_is_a_row_with_its_error(targets: ModuleType, tmp_path: Path) -> None:
+    found = targets.measured(
+        targets.Row("resnet50", 1), done(RuntimeError("building failed")), tmp_path, None, options(), 1.0
+    )
+    assert found == {"error": "RuntimeError: building failed"}
+
+
+# ---------------------------------------------------------------- what is drawn and written
+
+
+def result(**changed: Any) -> dict[str, Any]:
+    sizes = [(n, {"ours": {"median_ms": 0.1 * n}, "eager": {"median_ms": 0.3 * n + 0.5}}) for n in (1, 4, 16)]
+    rows = [
+        {"name": f"resnet50:{n}", "model": "resnet50", "batch": n, "reach": 0.5, "met": 0.1 * n <= 0.5, "candidates": c}
+        for n, c in sizes
+    ]
+    broken = {
+        "name": "vgg16:1",
+        "model": "vgg16",
+        "batch": 1,
+        "reach": 0.2,
+        "error": "CudaError: lost",
+        "candidates": {},
+    }
+    wrong = {
+        "name": "lstm:1",
+        "model": "lstm",
+        "batch": 1,
+        "candidates": {"ours": {"median_ms": 9.0, "error": "wrong: 0.5"}},
+    }
+    versions = {"torch": "2.11", "nvidia-cudnn-cu13": "9.19", "nvidia-cublas": "13.1"}
+    facts = {
+        "gpu": "NVIDIA H200",
+        "driver": "580",
+        "date": "2026-11-20",
+        "command": "python x",
+        "l2": "warm",
+        "versions": versions,
+    }
+    return {**facts, "rows": [*rows, broken, wrong], **changed}
+
+
+def test_the_table_of_the_target_rows(tmp_path: Path) -> None:
+    figures = module("figures.py")
+    (tmp_path / "t.json").write_text(json.dumps(result()))
+    lines = figures._targets(tmp_path / "t.json").splitlines()
+    assert "| network, batch | optdnn ms | eager ms | to reach |" in lines
+    assert "| resnet50, 4 | **0.400** | 1.700 | 0.5 |" in lines
+    assert "| resnet50, 16 | 1.600 | 5.300 | 0.5 |" in lines
+    assert "| vgg16, 1 | – | – | 0.2 |" in lines
+    assert "| lstm, 1 | 9.000 (wrong) | – |  |" in lines
+
+
+def test_growth_is_drawn_without_what_failed() -> None:
+    growth = module("gpu/growth.py")
+    drawing = growth.draw(result())
+    assert drawing.count("<polyline") == 2
+    assert drawing.count("<circle") == 6
+    assert "optdnn" in drawing
+    assert "lstm" not in drawing
+    with pytest.raises(ValueError, match="no measurement"):
+        growth.draw(result(rows=[]))
