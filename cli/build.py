@@ -18,6 +18,7 @@ from optdnn.cli.common import (
     stderr,
     stdout,
     table,
+    value_option,
 )
 from optdnn.errors import UsageError
 
@@ -28,6 +29,7 @@ from optdnn.errors import UsageError
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Default: MODEL.engine beside it."
 )
 @build_options
+@value_option
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write numbered graph dumps here.")
 @click.option("--stop-after", metavar="PASS", help="Run the pipeline up to this pass only.")
 @click.option(

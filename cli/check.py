@@ -8,12 +8,22 @@ from typing import Any
 
 import click
 
-from optdnn.cli.common import build_options, make_options, print_host, print_json, refuse_engine, stdout, table
+from optdnn.cli.common import (
+    build_options,
+    make_options,
+    print_host,
+    print_json,
+    refuse_engine,
+    stdout,
+    table,
+    value_option,
+)
 
 
 @click.command("check")
 @click.argument("model", type=click.Path(path_type=Path, dir_okay=False))
 @build_options
+@value_option
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -> None:
@@ -23,12 +33,14 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
     """
     from optdnn.compiler import optimize, resolve_target
     from optdnn.importers.onnx import import_model
+    from optdnn.importers.values import size_inputs, with_values
 
     refuse_engine(model)
     chosen = make_options(ctx, **options)
     target = resolve_target(chosen.target)
     chosen = replace(chosen, target=target)
-    graph = import_model(model, shapes=chosen.shapes)
+    graph = import_model(with_values(model, chosen.values), shapes=chosen.shapes)
+    sizes = size_inputs(graph)
     before = graph.kinds()
     reports = optimize(graph, chosen, target)
     facts = {
@@ -45,6 +57,7 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
 
         host = lower_cuda(graph, replace(chosen, no_cubins=True), target, {}).meta["host"]
         facts["host"] = host
+        facts["size_inputs"] = sizes
     if as_json:
         print_json(facts)
         return
@@ -53,4 +66,8 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
     stdout.print(table(None, ["operator", "in the model", "after the passes"], rows, right=[1, 2]))
     if host is not None:
         print_host(host, target)
+        if sizes and host["operators"]:
+            stdout.print(
+                f"inputs that only say sizes (what they always are can be given by --value): {', '.join(sizes)}"
+            )
     stdout.print(f"\n{model}: supported on {target}; {sum(before.values())} operators become {len(graph)}")

@@ -141,10 +141,37 @@ def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--simulate", is_flag=True, help="Run an engine for a GPU in NumPy, on any machine.")(command)
 
 
-def make_options(ctx: click.Context, shape: Sequence[str], pin: Sequence[str] = (), **options: Any) -> BuildOptions:
+def value_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Inputs whose values are known when the network is built; an argument for :func:`make_options`."""
+    return click.option(
+        "--value", "value", multiple=True, metavar="NAME=1,2", help="What an input always is: sizes follow from it."
+    )(command)
+
+
+def parse_values(texts: Sequence[str]) -> dict[str, Any]:
+    """``("axes=0,2", "k=5")`` of ``--value`` as a mapping of names to a number or a list of numbers."""
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, equals, given = text.partition("=")
+        try:
+            numbers = [float(n) if set(n) & set(".einf") else int(n) for n in given.split(",") if n]
+        except ValueError:
+            numbers, equals = [], ""
+        if not name or not equals or name in values:
+            raise UsageError(
+                f"--value {text!r} is not NAME=1,2,3", hint="each input has one value: numbers with commas"
+            )
+        values[name] = numbers if "," in given or not numbers else numbers[0]
+    return values
+
+
+def make_options(
+    ctx: click.Context, shape: Sequence[str], pin: Sequence[str] = (), value: Sequence[str] = (), **options: Any
+) -> BuildOptions:
     """Build options from a command's arguments."""
     return BuildOptions(
         shapes=parse_shapes(shape),
+        values=parse_values(value),
         precision_map=parse_pins(pin),
         debug=bool(ctx.obj and ctx.obj.get("debug")),
         **options,

@@ -1,7 +1,9 @@
 """optdnn as an ONNX backend (``onnx.backend.base``): ``prepare``, ``run_model``, ``run_node``, ``supports_device``.
 
 Devices: ``REFERENCE`` evaluates the imported graph in NumPy, without any pass: what the operators mean. ``CPU`` builds an
-engine for the cpu target.
+engine for the cpu target, ``CUDA`` one for this machine's GPU, ``SIMULATE`` runs a GPU's program in NumPy. Engines for GPUs are
+of fixed sizes: one is built for each set of sizes that a model is run with, and of values of inputs that only say sizes (axes,
+shapes, pads), at its first run; what has no kernel runs on the CPU.
 
     import onnx, optdnn.backend
     rep = optdnn.backend.prepare(onnx.load("model.onnx"), device="CPU")
@@ -18,13 +20,17 @@ import onnx
 import onnx.helper
 from onnx.backend.base import Backend, BackendRep, namedtupledict
 
-from optdnn.errors import InputError, UnsupportedError, UsageError
+from optdnn.errors import InputError, OptdnnError, UnsupportedError, UsageError
 from optdnn.importers.model import NEWEST_OPSET
 from optdnn.importers.onnx import import_model
+from optdnn.importers.values import size_inputs
 from optdnn.ir.evaluate import evaluate
+from optdnn.runtime.engine import Engine
 from optdnn.types import Array
 
-DEVICES = ("CPU", "REFERENCE")
+DEVICES = ("CPU", "REFERENCE", "CUDA", "SIMULATE")
+ENGINES = 16
+"""Engines for GPUs that a prepared model keeps; the one that was made first goes first."""
 
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
@@ -54,14 +60,47 @@ class PreparedModel(BackendRep):
         return outputs
 
 
+class GpuRun:
+    """Runs a model by engines for a GPU, each for the sizes and the size-giving values it was made for.
+
+    ``engines``: by these; ``sizes``: the inputs that say nothing but sizes.
+    """
+
+    def __init__(self, model: onnx.ModelProto, target: str, options: Mapping[str, Any]):
+        graph = import_model(model)
+        self.engines: dict[Any, Engine] = {}
+        self.inputs, self.outputs = (
+            [graph.op(i).outputs[0].name for i in ids] for ids in (graph.inputs, graph.outputs)
+        )
+        self.sizes = size_inputs(graph)
+        self._model, self._target, self._options = model, target, dict(options)
+
+    def __call__(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        return self.engine(feeds).run({n: a for n, a in feeds.items() if n not in self.sizes})
+
+    def engine(self, feeds: Mapping[str, Array]) -> Engine:
+        """The engine for these inputs, built where it is not there."""
+        from optdnn.compiler import build
+
+        values = {n: feeds[n] for n in self.sizes if n in feeds}
+        shapes = {n: a.shape for n, a in feeds.items() if n not in values}
+        key = (tuple(shapes.items()), tuple((n, a.dtype.str, a.shape, a.tobytes()) for n, a in values.items()))
+        if key not in self.engines:
+            while len(self.engines) >= ENGINES:
+                self.engines.pop(next(iter(self.engines)))
+            options = {"shapes": shapes, "values": values, **self._options}
+            self.engines[key] = build(self._model, target=self._target, **options)
+        return self.engines[key]
+
+
 class OptdnnBackend(Backend):
     """The backend; its methods are also functions of this module."""
 
     @classmethod
     def supports_device(cls, device: str) -> bool:
-        """True for ``CPU`` and ``REFERENCE`` (device 0 of them)."""
+        """True for ``CPU``, ``REFERENCE`` and ``SIMULATE`` (device 0 of them), and for ``CUDA`` where there is a usable GPU."""
         kind, _, number = device.partition(":")
-        return kind in DEVICES and number in ("", "0")
+        return kind in DEVICES and number in ("", "0") and (kind != "CUDA" or _gpu())
 
     @classmethod
     def is_compatible(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> bool:
@@ -74,7 +113,7 @@ class OptdnnBackend(Backend):
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> PreparedModel:
-        """Import (REFERENCE) or build (CPU) the model.
+        """Import (REFERENCE) or build the model; for a GPU, the engines follow with the first runs.
 
         Further keywords are options of :func:`optdnn.build`; with any of them REFERENCE is a build for the reference target.
         Raises UsageError for another device, and whatever importing or building raises.
@@ -85,9 +124,13 @@ class OptdnnBackend(Backend):
             graph = import_model(model)
             names = [[graph.op(i).outputs[0].name for i in ids] for ids in (graph.inputs, graph.outputs)]
             return PreparedModel(names[0], names[1], lambda feeds: evaluate(graph, feeds))
+        target = device.partition(":")[0].lower()
+        if target in ("cuda", "simulate"):
+            run = GpuRun(model, target, kwargs)
+            return PreparedModel(run.inputs, run.outputs, run)
         from optdnn.compiler import build
 
-        engine = build(model, target=device.partition(":")[0].lower(), **kwargs)
+        engine = build(model, target=target, **kwargs)
         return PreparedModel([s.name for s in engine.inputs], [s.name for s in engine.outputs], engine.run)
 
     @classmethod
@@ -120,6 +163,15 @@ class OptdnnBackend(Backend):
             imports.append(onnx.helper.make_opsetid(node.domain, 1))
         model = onnx.helper.make_model(graph, opset_imports=imports)
         return cls.run_model(model, arrays, device, **kwargs)
+
+
+def _gpu() -> bool:
+    from optdnn.runtime.cuda.device import gpu_count
+
+    try:
+        return gpu_count() > 0
+    except OptdnnError:
+        return False
 
 
 prepare = OptdnnBackend.prepare

@@ -9,10 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from optdnn import __version__
 from optdnn.config import BuildOptions
 from optdnn.errors import NotMet, OutputError, UsageError
 from optdnn.importers.onnx import import_model
+from optdnn.importers.values import with_values
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
 from optdnn.lower import lower_reference
@@ -131,11 +134,15 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     options = replace(options, target=target)
     with _timed(seconds, "import"):
         say("import")
+        if options.values:
+            model = with_values(model, options.values)
         graph = import_model(model, shapes=options.shapes)
     dynamic, account, choice = None, Account(), None
     if graph.profiles and target.partition(":")[0] in ("cuda", "simulate"):
         from optdnn.plans import plan_profiles, replan
 
+        if options.values:
+            raise UsageError("inputs with values go with fixed shapes only", hint="give --shape sizes, not ranges")
         facts = partial(_meta, options=options, target=target)
         with _timed(seconds, "plans"):
             dynamic = plan_profiles(model, graph, options, target, facts, optimize, say)
@@ -206,6 +213,7 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions, 
             "tactics": options.tactics,
             "stop_after": options.stop_after,
             **({"strict": True} if options.strict else {}),
+            **({"values": {n: np.asarray(v).tolist() for n, v in options.values.items()}} if options.values else {}),
             **({"row_invariant": True} if options.row_invariant else {}),
             **({"workspace": options.workspace} if options.workspace is not None else {}),
         },

@@ -45,6 +45,8 @@ class BuildOptions:
     same bits whatever the batch; ``no_cubins`` keeps the recipes of kernels alone, and ``strict`` refuses a network that would
     need steps on the CPU.
 
+    ``values`` maps input names to what they always are: the engine has no such inputs, and sizes that depend on them are known.
+
     For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
     are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
     of it). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``);
@@ -68,6 +70,7 @@ class BuildOptions:
     no_cubins: bool = False
     row_invariant: bool = False
     strict: bool = False
+    values: Mapping[str, Any] = field(default_factory=dict)
     calib: Any = None
     calibrator: str = "entropy"
     calib_cache: Path | None = None
@@ -85,6 +88,8 @@ class BuildOptions:
         for name in ("timing_cache", "dump", "emit_onnx", "calib_cache"):
             object.__setattr__(self, name, _path(name, getattr(self, name)))
         object.__setattr__(self, "shapes", input_shapes(self.shapes))
+        if not isinstance(self.values, Mapping) or any(not isinstance(n, str) for n in self.values):
+            raise UsageError(f"values must map names of inputs to arrays, not {self.values!r}")
         for name in ("opt_level", "threads", "workspace"):
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         _among("target", self.target, TARGETS)

@@ -1,7 +1,8 @@
 """ONNX's own backend tests: every case is either right or refused with a typed error, and what is refused is a checked list.
 
-``backend_expected.json`` maps patterns of test names to the reason why those cases are refused today. The list only shrinks:
-a case that passes although it is listed fails here, and so does a pattern that matches nothing.
+``backend_expected.json`` maps patterns of test names to the reason why those cases are refused today, and (``on_cpu``) names the
+cases whose engine for a GPU has steps on the CPU. The lists only shrink: a case that passes although it is listed fails here, and
+so does a pattern that matches nothing.
 """
 
 from __future__ import annotations
@@ -162,6 +163,35 @@ def test_cpu(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", PASSING)
+def test_simulate(name):
+    """As a GPU's program, with steps on the CPU where the list says so and nowhere else."""
+    prepared = optdnn.backend.prepare(load(name), "SIMULATE")
+    for inputs, outputs in data(name):
+        compare(prepared.run(inputs), outputs, CASES[name].rtol, CASES[name].atol)
+    on_cpu = sorted({o["kind"] for e in prepared._run.engines.values() for o in e.meta["host"]["operators"]})
+    if SAME_ONNX:
+        listed = LISTED["on_cpu"].get(name, [])
+        assert on_cpu == listed, f"{', '.join(on_cpu) or 'nothing'} runs on the CPU: correct the list"
+
+
+@pytest.mark.skipif(not SAME_ONNX, reason=f"the list is of onnx {KNOWN_ONNX}")
+def test_shares_on_a_gpu():
+    """All of the cases that are not refused pass, 94 of 100 of them without a step on the CPU."""
+    assert set(LISTED["on_cpu"]) <= set(PASSING), "these are no cases that pass"
+    assert len(LISTED["on_cpu"]) <= 0.06 * len(PASSING)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PASSING)
+def test_cuda(name):
+    """On this machine's GPU: `pytest -m gpu -k test_cuda tests/test_backend_suite.py` (kernels are compiled: many minutes)."""
+    if not optdnn.backend.supports_device("CUDA"):
+        pytest.skip("no usable GPU")
+    attempt(Runner("CUDA", (("tactics", "heuristic"),)), name)
+
+
+@pytest.mark.parametrize("name", PASSING)
 def test_round_trip(name):
     """Export of what was imported means the same: equal to the last bit, or to roundoff where ONNX has no such node."""
     if not SAME_ONNX and refused(name):
@@ -225,13 +255,21 @@ def test_onnx_own_runner_takes_the_backend():
 
 
 def test_devices():
-    assert [d for d in ("CPU", "CPU:0", "REFERENCE", "CUDA", "CPU:1") if optdnn.backend.supports_device(d)] == [
-        "CPU",
-        "CPU:0",
-        "REFERENCE",
-    ]
-    with pytest.raises(UsageError, match="there is no device 'CUDA'"):
-        optdnn.backend.prepare(load("test_add"), "CUDA")
+    known = ("CPU", "CPU:0", "REFERENCE", "SIMULATE", "TPU", "CPU:1")
+    assert [d for d in known if optdnn.backend.supports_device(d)] == ["CPU", "CPU:0", "REFERENCE", "SIMULATE"]
+    with pytest.raises(UsageError, match="there is no device 'TPU'"):
+        optdnn.backend.prepare(load("test_add"), "TPU")
+
+
+def test_engines_for_gpus_follow_sizes_and_the_values_that_say_them(monkeypatch):
+    monkeypatch.setattr(optdnn.backend, "ENGINES", 2)
+    prepared = optdnn.backend.prepare(load("test_reduce_sum_keepdims_random"), "SIMULATE")
+    assert prepared._run.sizes == ["axes"]
+    x = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
+    for axis in (0, 1, 0, 2):
+        (y,) = prepared.run([x, np.array([axis], np.int64)])
+        np.testing.assert_array_equal(y, x.sum(axis=axis, keepdims=True))
+    assert len(prepared._run.engines) == 2
 
 
 def test_run_model_takes_names_sequences_and_arrays():
@@ -261,7 +299,7 @@ def test_run_node():
 
 def test_compatibility():
     assert optdnn.backend.is_compatible(load("test_add"), "REFERENCE")
-    assert not optdnn.backend.is_compatible(load("test_add"), "CUDA")
+    assert not optdnn.backend.is_compatible(load("test_add"), "TPU")
     unsupported = onnx.helper.make_node("Multinomial", ["x"], ["y"])
     model = onnx.helper.make_model(
         onnx.helper.make_graph(

@@ -130,7 +130,7 @@ def feeds(made: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
         if kind == BOOL:
             found[value.name] = np.arange(int(np.prod(shape))).reshape(shape) % 2 == seed % 2
         elif kind == I64:
-            found[value.name] = np.asarray(3 + seed, np.int64)
+            found[value.name] = np.full(shape, 3 + seed, np.int64)
         else:
             found[value.name] = np.asarray(rng.standard_normal(shape), np.float32)
     return found

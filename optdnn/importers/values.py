@@ -1,0 +1,102 @@
+"""Inputs whose values are given when a network is built: they become constants, and sizes that depend on them are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from optdnn.errors import UsageError
+from optdnn.importers.model import Model, Source, open_model
+from optdnn.importers.tensors import element_type
+from optdnn.ir.graph import Graph, Use, Value
+from optdnn.ops.base import Unsupported
+from optdnn.types import Array, dtype_name
+
+SMALL = 64
+"""Most elements of an input that says sizes."""
+
+SIZES: Mapping[str, frozenset[int]] = {
+    **dict.fromkeys(("Reshape", "Expand", "Tile", "TopK", "OneHot", "Squeeze", "Unsqueeze", "Split", "AffineGrid"), frozenset({1})),
+    **{f"Reduce{k}": frozenset({1}) for k in (
+        "Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")},
+    "Slice": frozenset({1, 2, 3, 4}), "Pad": frozenset({1, 3}), "Resize": frozenset({1, 2, 3}), "Range": frozenset({0, 1, 2}),
+    "ConstantOfShape": frozenset({0}), "Col2Im": frozenset({1, 2}), "DFT": frozenset({1, 2}), "STFT": frozenset({1, 3}),
+    "MelWeightMatrix": frozenset({0, 1}), "MaxUnpool": frozenset({2}), "CumSum": frozenset({1}), "CumProd": frozenset({1}),
+    "Trilu": frozenset({1}),
+}  # fmt: skip
+"""Kind -> the operand slots that say sizes, axes or places instead of holding data."""
+
+
+def with_values(source: Source | Model, values: Mapping[str, Any]) -> Model:
+    """The model with some inputs as initializers: they are inputs no more.
+
+    Raises UsageError for a name that is no input, and for a value that does not fit the input's type.
+    """
+    model = source if isinstance(source, Model) else open_model(source)
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    ports = {v.name: v for v in proto.graph.input}
+    for name, given in values.items():
+        port = ports.get(name)
+        if port is None:
+            raise UsageError(
+                f"{model.name} has no input {name!r} to give a value",
+                hint=f"its inputs are {', '.join(map(repr, ports))}",
+            )
+        array = _fitting(port, given)
+        proto.graph.input.remove(port)
+        old = [t for t in proto.graph.initializer if t.name == name]  # a default, which the value replaces
+        for t in old:
+            proto.graph.initializer.remove(t)
+        proto.graph.initializer.append(numpy_helper.from_array(array, name))
+    return replace(model, proto=proto)
+
+
+def _fitting(port: onnx.ValueInfoProto, given: Any) -> Array:
+    """The value as the input's element type and declared shape."""
+    t = port.type.tensor_type
+    try:
+        dtype = element_type(t.elem_type)
+    except Unsupported as error:
+        raise UsageError(f"input {port.name!r} cannot have a value: {error}") from error
+    exact = np.asarray(given)
+    fits = exact.dtype == dtype
+    if not fits and exact.dtype.kind in "biuf":
+        fits = bool((exact.astype(dtype).astype(np.float64) == exact.astype(np.float64)).all())
+    array = exact.astype(dtype) if fits else exact
+    if not fits:
+        raise UsageError(f"{given!r} is no value of {dtype_name(dtype)} for input {port.name!r}")
+    if t.HasField("shape"):
+        dims = [d.dim_value if d.HasField("dim_value") else None for d in t.shape.dim]
+        if (len(dims) == 1 and not array.ndim) or (not dims and array.size == 1):
+            array = array.reshape([1] * len(dims))
+        if len(dims) != array.ndim or any(d is not None and d != n for d, n in zip(dims, array.shape, strict=True)):
+            raise UsageError(f"the value of input {port.name!r} has shape {list(array.shape)}, the input {dims}")
+    return array
+
+
+def size_inputs(graph: Graph) -> list[str]:
+    """Names of the small inputs that say sizes, axes or places and nothing else: what a value helps most for."""
+    decided: dict[Value, bool] = {}
+
+    def says_sizes(value: Value) -> bool:
+        if value not in decided:
+            decided[value] = False  # the graph has no cycles; a value in question twice is asked once
+            t, uses = graph.type(value), graph.uses(value)
+            small = t.is_static and int(np.prod(t.static_shape)) <= SMALL and len(t.static_shape) <= 1
+            decided[value] = small and bool(uses) and all(map(one, uses))
+        return decided[value]
+
+    def one(use: Use) -> bool:
+        op = graph.op(use.op)
+        if use.slot in SIZES.get(op.kind, ()):
+            return True
+        return bool(op.outputs) and op.kind != "Output" and all(
+            says_sizes(Value(op.id, i)) for i in range(len(op.outputs)) if graph.uses(Value(op.id, i)))  # fmt: skip
+
+    return [graph.op(i).outputs[0].name for i in graph.inputs if says_sizes(graph.op(i).value)]

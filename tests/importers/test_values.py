@@ -1,0 +1,69 @@
+"""Inputs whose values are given: constants from then on, of the right type and shape; which inputs say sizes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fallback import I64, F, feeds, model, node
+
+import optdnn
+from optdnn.errors import UsageError
+from optdnn.importers.onnx import import_model
+from optdnn.importers.values import size_inputs, with_values
+
+NODES = [
+    node("ReduceSum", "x axes", "s", keepdims=0),
+    node("Concat", "rows rest", "shape", axis=0),
+    node("Reshape", "s shape", "r"),
+    node("TopK", "r k", "y at"),
+]
+INPUTS: list[Any] = [("x", F, [2, 3, 4]), ("axes", I64, [1]), ("rows", I64, [1]), ("k", I64, [1]), ("spare", I64, [1])]
+
+
+def network() -> Any:
+    return model(NODES, INPUTS, [("y", F, None), ("at", I64, None)], rest=[-1])
+
+
+def test_sizes_are_known_once_values_are_given() -> None:
+    values: dict[str, Any] = {"axes": [1], "rows": np.array([4]), "k": 2}
+    engine = optdnn.build(network(), target="simulate", values=values, strict=True)
+    assert [s.name for s in engine.inputs] == ["x", "spare"]
+    assert [s.shape for s in engine.outputs] == [(4, 2), (4, 2)]
+    assert engine.meta["options"]["values"] == {"axes": [1], "rows": [4], "k": 2}
+    given = feeds(network())
+    sizes = {n: np.reshape(v, -1) for n, v in values.items()}
+    want = optdnn.build(network(), target="reference").run(given | sizes)
+    got = engine.run({n: given[n] for n in ("x", "spare")})
+    for name, w in want.items():
+        np.testing.assert_allclose(got[name], w, rtol=1e-6)
+
+
+def test_which_inputs_say_sizes() -> None:
+    assert size_inputs(import_model(network())) == ["axes", "rows", "k"], "x is data, and nothing reads the spare one"
+    assert size_inputs(import_model(with_values(network(), {"k": 1}))) == ["axes", "rows"]
+    nodes = [node("Reshape", "x s", "y"), node("Add", "s s", "z")]
+    data = model(nodes, [("x", F, [4]), ("s", I64, [2])], [("y", F, None), ("z", I64, [2])])
+    assert size_inputs(import_model(data)) == [], "an output shows it, too"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"nothing": 1}, r"no input 'nothing' to give a value\n.*its inputs are 'x', 'axes'"),
+        ({"axes": [1.5]}, r"\[1.5\] is no value of int64 for input 'axes'"),
+        ({"axes": "one"}, "is no value of int64"),
+        ({"axes": [1, 2]}, r"the value of input 'axes' has shape \[2\], the input \[1\]"),
+    ],
+)
+def test_values_that_do_not_fit(values: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        with_values(network(), values)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    made = network()
+    before = made.SerializeToString()
+    with_values(made, {"k": 1})
+    assert made.SerializeToString() == before
