@@ -6,8 +6,9 @@ them to run; those whose result depends on the order of atomics are left out.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +17,10 @@ import numpy as np
 from optdnn.errors import MissingDependency, RunError
 from optdnn.runtime.cuda.calls import Attention, Convolution, Norm
 
+KEPT = 256
+"""Plans that a process keeps; the least recently used goes first."""
 _WHY = "by steps that call cuDNN"
+_making = threading.Lock()
 
 
 @cache
@@ -40,19 +44,36 @@ class Handle:
         self.version = int(self.cudnn.backend_version())
         self.handle = self.cudnn.create_handle()
 
-    def prepare(self, operation: Convolution | Attention | Norm) -> PreparedGraph:
+    def prepare(self, operation: Convolution | Attention | Norm) -> Prepared:
         """Raises RunError where the library has no plan for it."""
-        return PreparedGraph(self, operation)
+        return Prepared(self, _plan_of(operation))
 
     def close(self) -> None:
         self.cudnn.destroy_handle(self.handle)
 
 
-class PreparedGraph:
-    """A graph whose plan is built. ``workspace``: bytes of scratch memory; ``ranked``: how many plans the library offered."""
+@lru_cache(maxsize=KEPT)
+def _plan_of(operation: Convolution | Attention | Norm) -> PlannedGraph:
+    """The graph and its plan, made once for all contexts of the process: a fused kernel takes some tenths of a second."""
+    with _making:
+        return PlannedGraph(operation)
 
-    def __init__(self, handle: Handle, operation: Convolution | Attention | Norm):
-        self._handle, self.operation = handle, operation
+
+@cache
+def _maker() -> Handle:
+    """The handle that plans are made with."""
+    return Handle()
+
+
+class PlannedGraph:
+    """A graph whose plan is built; it does not change any more, and each context runs it with a handle of its own.
+
+    ``workspace``: bytes of scratch memory; ``ranked``: how many plans the library offered.
+    """
+
+    def __init__(self, operation: Convolution | Attention | Norm):
+        self._handle = handle = _maker()
+        self.operation = operation
         cudnn = handle.cudnn
         dtype = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}[operation.dtype]
         self._dtype = getattr(cudnn.data_type, dtype)
@@ -60,8 +81,8 @@ class PreparedGraph:
             handle=handle.handle, io_data_type=self._dtype, intermediate_data_type=cudnn.data_type.FLOAT,
             compute_data_type=cudnn.data_type.FLOAT,
         )  # fmt: skip
-        self._tensors: dict[str, Any] = {}
-        self._numbers: dict[Any, np.ndarray[Any, np.dtype[np.float32]]] = {}
+        self.tensors: dict[str, Any] = {}
+        self.numbers: dict[Any, np.ndarray[Any, np.dtype[np.float32]]] = {}
         """Tensors that are given by value, in host memory."""
         try:
             plan = 0
@@ -80,30 +101,30 @@ class PreparedGraph:
             self.graph.deselect_numeric_notes([notes.NONDETERMINISTIC, *exact])  # fp32 is fp32, not tf32
             self.graph.check_support()
             self.ranked = int(self.graph.get_execution_plan_count())
-            self._index = self._build(plan)
-            self.workspace = int(self.graph.get_workspace_size_plan_at_index(self._index))
+            self.index = self._build(plan)
+            self.workspace = int(self.graph.get_workspace_size_plan_at_index(self.index))
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
             raise RunError(
                 f"cuDNN cannot run {operation}: {str(error).splitlines()[0][:300] if str(error) else ''}"
             ) from error
 
     def _build(self, wanted: int) -> int:
-        """Build the plan of this rank among those that can be built; returns its index."""
+        """Build the plan of this rank (of rank 0: the first that can be built); returns its index."""
+        if wanted >= self.ranked:
+            raise RuntimeError("the engine asks for a plan that the library does not rank: tune it again")
         failed = ""
-        for index in range(self.ranked):
+        for index in range(self.ranked) if wanted == 0 else (wanted,):
             try:
                 self.graph.build_plan_at_index(index)
             except RuntimeError as error:
                 failed = str(error)
                 continue
-            if wanted == 0:
-                return index
-            wanted -= 1
-        raise RuntimeError(failed or "the engine asks for a plan that the library does not rank: tune it again")
+            return index
+        raise RuntimeError(failed)
 
     def _tensor(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any = None) -> Any:
         made = self.graph.tensor(name=name, dim=list(shape), stride=list(strides), data_type=dtype or self._dtype)
-        self._tensors[name] = made
+        self.tensors[name] = made
         return made
 
     def _convolution(self, o: Convolution) -> None:
@@ -151,7 +172,7 @@ class PreparedGraph:
         epsilon = self.graph.tensor(
             name="epsilon", dim=[1, 1, 1, 1], stride=[1, 1, 1, 1], is_pass_by_value=True, data_type=wide
         )
-        self._numbers[epsilon] = np.full(1, o.epsilon, np.float32)
+        self.numbers[epsilon] = np.full(1, o.epsilon, np.float32)
         given = {
             "norm_forward_phase": cudnn.norm_forward_phase.INFERENCE,
             "input": self._tensor("x", rows, strides),
@@ -166,28 +187,35 @@ class PreparedGraph:
 
     def _result(self, name: str, value: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         value.set_output(True).set_data_type(self._dtype).set_dim(list(shape)).set_stride(list(strides)).set_name(name)
-        self._tensors[name] = value
+        self.tensors[name] = value
+
+
+class Prepared:
+    """A planned graph with the handle that runs it."""
+
+    def __init__(self, handle: Handle, plan: PlannedGraph):
+        self._handle, self._plan = handle, plan
+        self.workspace, self.ranked = plan.workspace, plan.ranked
 
     def bind(self, addresses: Mapping[str, int], workspace: int) -> BoundGraph:
         """The call on these addresses, by the names of the operation's operands."""
-        return BoundGraph(self, addresses, workspace)
+        return BoundGraph(self._handle, self._plan, addresses, workspace)
 
 
 class BoundGraph:
     """A call, ready to be enqueued or captured any number of times."""
 
-    def __init__(self, prepared: PreparedGraph, addresses: Mapping[str, int], workspace: int):
-        self._prepared, self._workspace = prepared, workspace
-        self._pack = {tensor: addresses[name] for name, tensor in prepared._tensors.items()}
-        self._pack |= {tensor: array.ctypes.data for tensor, array in prepared._numbers.items()}
-        self.label = f"cuDNN {type(prepared.operation).__name__}"
+    def __init__(self, handle: Handle, plan: PlannedGraph, addresses: Mapping[str, int], workspace: int):
+        self._handle, self._plan, self._workspace = handle, plan, workspace
+        self._pack = {tensor: addresses[name] for name, tensor in plan.tensors.items()}
+        self._pack |= {tensor: array.ctypes.data for tensor, array in plan.numbers.items()}
+        self.label = f"cuDNN {type(plan.operation).__name__}"
 
     def enqueue(self, stream: int) -> None:
         """Enqueue on the stream with this handle. Raises RunError."""
-        p = self._prepared
-        handle = p._handle
+        handle, plan = self._handle, self._plan
         try:
             handle.cudnn.set_stream(handle=handle.handle, stream=stream)
-            p.graph.execute_plan_at_index(self._pack, self._workspace, p._index, handle=handle.handle)
+            plan.graph.execute_plan_at_index(self._pack, self._workspace, plan.index, handle=handle.handle)
         except RuntimeError as error:
-            raise RunError(f"cuDNN failed to run {p.operation}: {error}") from error
+            raise RunError(f"cuDNN failed to run {plan.operation}: {error}") from error
