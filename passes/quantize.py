@@ -21,6 +21,7 @@ from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Fired, PassReport, Refused, node_names
 from optdnn.passes.precision import ANCHORS, OWN_SCALE, QUANTIZED, SHARES_SCALE, PrecisionPlan, no_integers
 from optdnn.passes.ranges import FP8_LARGEST, Calibration, Range, fp8_scale, integer_parameters
+from optdnn.passes.split_prologue import split_prologue
 from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
 
 FP8 = DTYPES["fp8_e4m3"]
@@ -77,9 +78,10 @@ class _Quantizer:
                 self.report.refused.append(Refused(asked, node_names([op]), self.refused[op.id]))
             if op.kind in ANCHORS and not is_quantized(self.graph, op):
                 reason = no_integers(self.graph, op)
-                if reason is None and op.attrs.prologue:
-                    reason = "what is fused in front of it computes in floating point"
                 if reason is None:
+                    if op.attrs.prologue:
+                        split_prologue(self.graph, op)
+                        op = self.graph.op(op.id)
                     self.chosen[op.id] = asked
                     for value in self._data(op):
                         self.wanted[value, asked] = None

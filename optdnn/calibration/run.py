@@ -24,6 +24,7 @@ from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import values
 from optdnn.ir.graph import STRUCTURAL, Graph, Value
 from optdnn.passes.ranges import Calibration, Range, channel_axis
+from optdnn.passes.split_prologue import split_all
 from optdnn.runtime.machine import usable_cores
 from optdnn.types import FP32, Array, TensorSpec
 
@@ -63,6 +64,7 @@ def calibrate(
     if kept.result is not None:
         progress("calibration from the cache")
         return kept.result
+    graph = split_all(graph)
     wanted = _wanted(graph)
     state = kept.progress or Progress()
     _check_constant(source)

@@ -14,9 +14,11 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.passes.fuse_prologue import FusePrologue
 from optdnn.passes.precision import PrecisionPlan, choices, key
 from optdnn.passes.quantize import quantized_weights
 from optdnn.passes.ranges import Calibration, Range, integer_parameters
+from optdnn.passes.split_prologue import split_all
 from optdnn.types import DTYPES, FP16, FP32, INT8, INT32, UINT8
 
 
@@ -145,6 +147,34 @@ def test_a_residual_is_read_as_integers_by_the_epilogue() -> None:
     assert len(readers) == 2, "the pair is shared by the convolution and the addition"
     assert adds.id in readers
     assert graph.kinds()["QuantizeLinear"] == 4
+
+
+def test_a_prologue_is_taken_out_of_an_integer_convolution() -> None:
+    n = Net()
+    x = n.input(1, 4, 6, 6)
+    gate = n.op("Sigmoid", n.op("GlobalAveragePool", x))
+    y = n.op("Relu", n.op("Add", n.conv(n.op("Mul", x, gate), 4, 1, pads=0, bias=True), x))
+    graph = n.done(n.op("Abs", y))
+    for one in (FuseEpilogue(), FusePrologue()):
+        one(graph)
+    (conv,) = graph.of_kind("Conv")
+    assert conv.attrs.prologue
+    before = graph.copy()
+    split = split_all(graph)
+    verify(split)
+    report = AssignPrecision()(
+        graph, PassContext(target="cuda:sm_90a", precision="int8", calibration=calibrated(split))
+    )
+    verify(graph)
+    assert report.refused == []
+    (conv,) = graph.of_kind("Conv")
+    assert conv.attrs.prologue == ()
+    assert len(conv.attrs.epilogue) == len(before.of_kind("Conv")[0].attrs.epilogue)
+    for seed in (1, 2):
+        feeds = random_feeds(graph, seed)
+        want, exact, got = (next(iter(evaluate(g, feeds).values())) for g in (before, split, graph))
+        np.testing.assert_allclose(exact, want, rtol=1e-5, atol=1e-6)
+        assert 0 < np.abs(got - want).max() < 0.1 * np.abs(want).max()
 
 
 def test_concat_has_one_scale() -> None:
