@@ -20,6 +20,7 @@ from optdnn.cli.common import (
     table,
     value_option,
 )
+from optdnn.cli.precision import show_auto
 from optdnn.errors import UsageError
 
 
@@ -37,6 +38,12 @@ from optdnn.errors import UsageError
     type=click.Path(path_type=Path, dir_okay=False),
     help="Also write the optimized graph as ONNX (and FILE.data, beyond 1 GiB).",
 )
+@click.option(
+    "--precision-report",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the account of precision auto: .html or .md.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the full report as JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="List every fusion made and refused.")
 @click.pass_context
@@ -48,6 +55,7 @@ def command(
     dump: Path | None,
     stop_after: str | None,
     emit_onnx: Path | None,
+    precision_report: Path | None,
     as_json: bool,
     verbose: bool,
     **options: Any,
@@ -62,11 +70,17 @@ def command(
     refuse_engine(model)
     output = output or model.with_suffix(".engine")
     _check_outputs(model, output, emit_onnx)
+    if precision_report is not None:
+        _check_precision_report(chosen.precision, precision_report)
     with progress(f"build {model.name}") as say:
         build = build_verbose(model, chosen, say)
         say("save")
         build.engine.save(output)
     report = build.report()
+    if precision_report is not None:
+        from optdnn.report import precision
+
+        precision.write(report["auto"], model.name, precision_report)
     if chosen.workspace is not None and build.engine.target in ("cpu", "reference"):
         stderr.print(f"--workspace bounds GPU kernels; nothing on target {build.engine.target} is bounded by it")
     if as_json:
@@ -79,6 +93,8 @@ def command(
     stdout.print(table(None, ["pass", "made", "refused", "nodes before", "after", "ms"], rows, right=range(1, 6)))
     if verbose:
         _explain(build)
+    if "auto" in report:
+        show_auto(report["auto"], nodes=verbose)
     if build.tactics:
         stdout.print()
         rows = [[m.name, f"{m.median_ms:.3f}" if m.median_ms is not None else "-", _remark(m)] for m in build.tactics]
@@ -115,6 +131,14 @@ def _precisions(build: Any) -> None:
         stdout.print(line)
     if len(lines) > SHOWN:
         stdout.print(f"… and {len(lines) - SHOWN} more: optdnn inspect, or --json")
+
+
+def _check_precision_report(asked: str, path: Path) -> None:
+    from optdnn.report.precision import check_file
+
+    if asked != "auto":
+        raise UsageError("--precision-report tells how precision auto chose", hint="--precision auto --calib DATA")
+    check_file(path)
 
 
 def _check_outputs(model: Path, output: Path, emit_onnx: Path | None) -> None:

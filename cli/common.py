@@ -71,7 +71,7 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--precision",
             default="fp32",
             metavar="P",
-            help="fp32, bf16, fp16, int8, fp8, int8+fp16 …",
+            help="fp32, bf16, fp16, int8, fp8, int8+fp16 …, or auto: per node, within a bound on accuracy.",
             show_default=True,
         ),
         click.option("--calib", metavar="DATA", help="Calibration data: .npz, .npy, or a folder of pictures."),
@@ -84,6 +84,25 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--calib-cache", type=click.Path(path_type=Path, dir_okay=False), help="Keep the ranges here (JSON)."
+        ),
+        click.option(
+            "--metric",
+            default="top1",
+            metavar="M",
+            help="Of precision auto: top1, mse, cosine or PKG.MODULE:F.",
+            show_default=True,
+        ),
+        click.option(
+            "--max-drop",
+            type=click.FloatRange(min=0),
+            metavar="X",
+            help="Of precision auto: the largest loss, in the metric's unit.  [default: 0.5 points for top1]",
+        ),
+        click.option(
+            "--labels",
+            type=click.Path(path_type=Path, dir_okay=False),
+            metavar="FILE.npy",
+            help="Labels of --calib, where they are not in it.",
         ),
         click.option("--images", metavar="SPEC", help="How pictures are prepared: JSON, or a file of it."),
         click.option(
@@ -124,7 +143,7 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.FloatRange(min=0, min_open=True),
             default=None,
             metavar="SECONDS",
-            help="Bound tuning on a GPU.",
+            help="Bound tuning on a GPU, and the search of precision auto.",
         ),
         click.option("--row-invariant", is_flag=True, help="On GPUs: the same bits for a row, whatever the batch."),
     ]

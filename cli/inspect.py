@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optdnn.cli.common import is_engine, print_host, print_json, stdout, table
+from optdnn.cli.precision import show_auto
 
 if TYPE_CHECKING:
     from optdnn.runtime.program import Program
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
 
 @click.command("inspect")
 @click.argument("file", metavar="MODEL|ENGINE", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--nodes", is_flag=True, help="List a model's nodes by name: what --pin and explain speak of.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(file: Path, as_json: bool) -> None:
-    """Show what is in a model (operators, shapes) or in an engine (options, passes with their refusals, steps)."""
-    facts = _engine_facts(file) if is_engine(file) else _model_facts(file)
+def command(file: Path, nodes: bool, as_json: bool) -> None:
+    """Show what is in a model (operators, shapes) or in an engine (options, passes with their refusals, precisions, steps)."""
+    facts = _engine_facts(file) if is_engine(file) else _model_facts(file, nodes=nodes)
     if as_json:
         print_json(facts)
         return
@@ -57,7 +59,7 @@ def _step(program: Program, k: int) -> dict[str, Any]:
     return {**found, "op": kind} if isinstance(kind, str) else found
 
 
-def _model_facts(file: Path) -> dict[str, Any]:
+def _model_facts(file: Path, *, nodes: bool) -> dict[str, Any]:
     from optdnn.importers.onnx import import_model
 
     graph = import_model(file)
@@ -73,6 +75,7 @@ def _model_facts(file: Path) -> dict[str, Any]:
         "nodes": len(graph),
         "parameters": int(sum(c.size for c in constants)),
         "critical_path": len(graph.critical_path()),
+        **({"names": [[op.kind, op.name] for op in graph.order() if op.src]} if nodes else {}),
     }
 
 
@@ -85,6 +88,8 @@ def _show(facts: dict[str, Any]) -> None:
     if facts.get("operators"):
         rows = sorted(facts["operators"].items(), key=lambda item: (-item[1], item[0]))
         stdout.print(table("\noperators", ["kind", "count"], rows, right=[1]))
+    if facts.get("names"):
+        stdout.print(table("\nnodes", ["operator", "name"], facts["names"]))
     if facts.get("passes"):
         rows = [
             [p["name"], len(p["fired"]), len(p["refused"]), p["nodes_before"], p["nodes_after"]]
@@ -95,6 +100,8 @@ def _show(facts: dict[str, Any]) -> None:
         if refused:
             rows = [[name, r["rule"], " + ".join(r["nodes"]), r["reason"]] for name, r in refused]
             stdout.print(table("\nrefused", ["pass", "rule", "nodes", "because"], rows))
+    if facts.get("auto"):
+        show_auto(facts["auto"], nodes=True)
     if facts.get("steps"):
         rows = [
             [i, s["executor"], s.get("op", ""), s.get("bytes", ""), len(s["nodes"])]

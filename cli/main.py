@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "bench": "Measure an engine's latency and throughput.",
     "compare": "Race an engine or model against other runtimes: speed and accuracy.",
     "inspect": "Show what is in a model or an engine, and what the build did.",
+    "explain": "Say what became of a node of the model in an engine, and why.",
     "check": "Say what a build would do with a model, without building.",
     "env": "Show versions, the machine, and which targets are usable.",
     "demo": "Build, run and compare the shipped networks: a first look.",

@@ -7,18 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from optdnn import __version__
-from optdnn.config import BuildOptions
+from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import NotMet, OutputError, UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.importers.values import with_values
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
 from optdnn.lower import lower_reference
+from optdnn.passes.assign_precision import AssignPrecision, is_mixture
 from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
 from optdnn.passes.contract import Account, Ran, hazards, outcome
 from optdnn.passes.contract import to_plain as contract
@@ -26,12 +27,18 @@ from optdnn.passes.io_dtype import convert_borders
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.passes.precision import PrecisionPlan
 from optdnn.passes.ranges import Calibration
+from optdnn.precision.account import Account as Outcome
+from optdnn.precision.pins import check_pins
+from optdnn.precision.targets import assigned, base_of
 from optdnn.ranges import input_shapes
 from optdnn.runtime.atomic import check_writable, write_atomic
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.tactics.base import Measured
 from optdnn.tactics.timing_cache import TimingCache
+
+if TYPE_CHECKING:
+    from optdnn.precision.auto import Found
 
 Progress = Callable[[str], None]
 ONE_FILE = 1 << 30
@@ -137,25 +144,41 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         if options.values:
             model = with_values(model, options.values)
         graph = import_model(model, shapes=options.shapes)
-    dynamic, account, choice = None, Account(), None
+    known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
+    dynamic, found, account, choice = None, None, Account(), None
     if graph.profiles and target.partition(":")[0] in ("cuda", "simulate"):
         from optdnn.plans import plan_profiles, replan
 
         if options.values:
             raise UsageError("inputs with values go with fixed shapes only", hint="give --shape sizes, not ranges")
+        if options.precision == AUTO:
+            raise UsageError(
+                "precision auto on a GPU needs fixed shapes", hint="give one size for each: --shape x=8x3x224x224"
+            )
         facts = partial(_meta, options=options, target=target)
         with _timed(seconds, "plans"):
             dynamic = plan_profiles(model, graph, options, target, facts, optimize, say)
         graph, passes = dynamic.graph, dynamic.passes
     else:
+        exact_only = AssignPrecision.name if options.precision == AUTO else None
         with _timed(seconds, "passes"):
-            passes = optimize(graph, options, target, say, account=account)
+            passes = optimize(graph, options, target, say, stop_before=exact_only, account=account)
+    check_pins(options.precision_map, graph, known)
+    plan, label = plan_of(options), options.precision
+    if options.precision == AUTO:
+        with _timed(seconds, "precision"):
+            found = _found_precisions(graph, options, target, cache, say)
+        plan, label = found.plan, found.label
+        graph, reports = assigned(graph, plan, target, found.calibration, options.opt_level, account)
+        passes += reports
     if options.emit_onnx is not None:
         from optdnn.ir.export_onnx import export_model
 
         weights = sum(op.attrs.value.nbytes for op in graph.of_kind("Constant"))
         export_model(graph, external_weights=weights > ONE_FILE).save(options.emit_onnx)
     meta = _meta(graph, passes, options=options, target=target)
+    if found is not None:
+        meta["auto"] = found.account.to_plain()
     measured: list[Measured] = []
     fallbacks: dict[str, list[dict[str, str]]] = {}
     tuning: dict[str, Any] | None = None
@@ -172,16 +195,20 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             tuning = None if tuned is None else tuned.to_plain()
             choices = None if tuned is None else tuned.choices
             # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
-            engine = Engine(lower_cuda(graph, options, target, meta, say, choices), options=LoadOptions(defer=True))
+            program = replace(lower_cuda(graph, options, target, meta, say, choices), precision=label)
+            engine = Engine(program, options=LoadOptions(defer=True))
         else:
             from optdnn.tactics.cpu import choose
 
-            choice = choose(graph, options, cache, meta, say)
+            # Of the CPU libraries, OpenVINO alone computes some ops in bf16 and others in fp32.
+            mixed = is_mixture(plan) and "bf16" in plan.floats and options.tactics == "auto"
+            allowed = replace(options, tactics="openvino") if mixed else options
+            choice = choose(graph, allowed, cache, meta, say, base=base_of(plan), label=label)
             engine, measured, fallbacks = choice.engine, choice.rows, choice.fallbacks
     cache.save()
     said, library = (choice.ran, choice.library) if choice is not None else (None, "")
-    ran = outcome(graph, account, said, library, options.base_precision if choice is not None else "fp32")
-    engine.program.meta["precision"] = contract(plan_of(options), ran, hazards(graph), account.risks)
+    ran = outcome(graph, account, said, library, base_of(plan) if choice is not None else "fp32")
+    engine.program.meta["precision"] = contract(plan, ran, hazards(graph), account.risks)
     if options.strict_precision:
         _as_asked(ran)
     return Build(engine, graph, passes, measured, fallbacks, seconds, tuning, ran)
@@ -222,6 +249,28 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions, 
     }
 
 
+def _found_precisions(graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Progress) -> Found:
+    """The outcome of ``precision="auto"``. Raises NotMet, before anything is written, where nothing is within the bound."""
+    from optdnn.precision.auto import find
+
+    found = find(graph, options, target, cache, say)
+    cache.save()
+    if not found.met:
+        raise _not_met(found.account)
+    return found
+
+
+def _not_met(account: Outcome) -> NotMet:
+    """No engine is within the bound: say which is closest."""
+    c = account.candidate()
+    verified = "" if c.verified is None else f", {c.verified:.3g} on unseen data"
+    return NotMet(
+        f"no engine loses less than {account.bound:g} {account.unit}; the closest is {c.name}: {c.drop:.3g} on the data that the "
+        f"search saw{verified}",
+        hint=f"nothing was written; --max-drop {c.worst:.3g} would take it, and so might fewer --pin options",
+    )
+
+
 def resolve_target(target: str) -> str:
     """``cuda`` is cuda for the GPU of this machine, and so is ``auto`` where that GPU is usable; else ``auto`` is cpu.
 
@@ -243,7 +292,9 @@ def resolve_target(target: str) -> str:
 
 
 def plan_of(options: BuildOptions) -> PrecisionPlan:
-    """The precision that the options ask for, op by op."""
+    """The precision that the options ask for, op by op; fp32 for "auto", which is found out."""
+    if options.precision == AUTO:
+        return PrecisionPlan()
     return PrecisionPlan.of_option(options.precision, options.precision_map)
 
 

@@ -21,6 +21,7 @@ TARGETS = (
     *(f"cuda:{a}" for a in ("sm_90a", "sm_89", "sm_86", "sm_80")),
 )
 PRECISIONS = ("fp32", "bf16", "fp16", "int8", "fp8")
+AUTO = "auto"
 QUANTIZED = ("int8", "fp8")
 """Precisions that need calibration; "int8+fp16" asks for fp16 where there is no int8."""
 CALIBRATORS = ("entropy", "percentile", "mse", "minmax")
@@ -51,6 +52,11 @@ class BuildOptions:
     are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
     of it). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``);
     ``strict_precision`` makes it an error (NotMet) where a node does not run in what was asked for.
+
+    For ``precision="auto"`` (the fastest engine within a bound on accuracy, :mod:`optdnn.precision.auto`): ``calib`` is the data,
+    split into a part to search on and one to verify by; ``labels`` its labels, where they are not in it; ``metric`` "top1", "mse",
+    "cosine", "PKG.MODULE:F" or a function of outputs and labels; ``max_drop`` the largest loss in it that is allowed, in the
+    metric's own unit (None: the metric's usual one); ``precision_map`` holds the pins; ``budget`` bounds the search in seconds.
     """
 
     target: str = "auto"
@@ -77,10 +83,15 @@ class BuildOptions:
     images: str | None = None
     precision_map: Mapping[str, str] = field(default_factory=dict)
     strict_precision: bool = False
+    metric: Any = "top1"
+    max_drop: float | None = None
+    labels: Any = None
 
     @property
     def base_precision(self) -> str:
-        """The float precision: of everything, or of what is not quantized."""
+        """The float precision: of everything, or of what is not quantized (auto: fp32, before it is found)."""
+        if self.precision == AUTO:
+            return "fp32"
         name, _, base = self.precision.partition("+")
         return base or ("fp32" if name in QUANTIZED else name)
 
@@ -95,7 +106,7 @@ class BuildOptions:
         _among("target", self.target, TARGETS)
         object.__setattr__(self, "precision_map", _precisions(self.precision_map))
         name, plus, base = self.precision.partition("+")
-        _among("precision", name, PRECISIONS)
+        _among("precision", name, (*PRECISIONS, AUTO))
         if plus and (name not in QUANTIZED or base not in PRECISIONS or base in QUANTIZED):
             raise UsageError(
                 f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}, int8+fp16 and the like"
@@ -116,6 +127,17 @@ class BuildOptions:
                     f"precision {one} is for GPUs, not for target {self.target!r}",
                     hint="give --target cuda, or --precision bf16" if one == "fp16" else "give --target cuda",
                 )
+        if self.precision == AUTO and self.target != "reference" and self.calib is None:
+            raise UsageError(
+                "precision auto needs data to judge accuracy by", hint="give --calib DATA.npz (inputs and labels)"
+            )
+        for option, given in (
+            ("metric", self.metric != "top1"),
+            ("max-drop", self.max_drop is not None),
+            ("labels", self.labels is not None),
+        ):
+            if given and self.precision != AUTO:
+                raise UsageError(f"--{option} is for precision auto, not {self.precision}", hint="--precision auto")
         if self.target == "reference" and (self.precision != "fp32" or self.tactics != "auto"):
             what = f"tactics {self.tactics!r}" if self.precision == "fp32" else f"precision {self.precision}"
             raise UsageError(

@@ -1,11 +1,11 @@
 """The one approximation: each op in the precision that the plan asks for.
 
-First integers: Q and DQ around what is to run in int8 or fp8 (:mod:`optdnn.passes.quantize`, on every target). Then, on GPUs,
-floating point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16, with casts where ops of different
-precision meet, one per value and type. (Libraries on the CPU have one float precision for a whole network, and round
-themselves.) Constants are rounded once, a finite one never becomes infinite: masks of -1e9 or -3.4e38 saturate. What a kernel
-reads as a parameter in fp32 anyway stays so: biases of convolutions, statistics of batch normalization, scales. Sums,
-statistics and exponentials are fp32 inside of the kernels.
+First integers: Q and DQ around what is to run in int8 or fp8 (:mod:`optdnn.passes.quantize`, on every target). Then floating
+point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16, with casts where ops of different precision
+meet, one per value and type. (On the CPU that is for mixtures of float precisions alone: one for the whole network is asked of
+the library, which rounds by itself.) Constants are rounded once, a finite one never becomes infinite: masks of -1e9 or -3.4e38
+saturate. What a kernel reads as a parameter in fp32 anyway stays so: biases of convolutions, statistics of batch
+normalization, scales. Sums, statistics and exponentials are fp32 inside of the kernels.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ KEEPS_FP32: Mapping[str, frozenset[int]] = {
 }
 """Kind -> operand slots whose fp32 constants stay fp32."""
 
+KEEPS_FP32_CPU: Mapping[str, frozenset[int]] = {
+    k: KEEPS_FP32[k] for k in ("Resize", "QuantizeLinear", "DequantizeLinear")
+}
+"""The same for the libraries of the CPU, which want ONNX's own types: a bias is of the type of what it is added to."""
+
 
 class AssignPrecision(Pass):
     """Carries out ``PassContext.plan``, or where there is none ``PassContext.precision`` for every op."""
@@ -67,14 +72,23 @@ class AssignPrecision(Pass):
             for op_id, reason in quantize(graph, plan, found, context.target, report).items():
                 account.refused[keys[op_id]] = reason
         if context.target.startswith("cuda") and any(p in NARROW for p in plan.floats):
-            assignment = _Assignment(graph, plan, report)
+            keeps: Mapping[str, frozenset[int]] | None = KEEPS_FP32
+        else:
+            keeps = KEEPS_FP32_CPU if context.target == "cpu" and is_mixture(plan) else None
+        if keeps is not None:
+            assignment = _Assignment(graph, plan, report, keeps)
             assignment.run()
             account.refused.update({keys[i]: reason for i, reason in assignment.refused.items()})
 
 
+def is_mixture(plan: PrecisionPlan) -> bool:
+    """True where a plan holds several float precisions, so that the graph itself has to tell which op computes in which."""
+    return len(plan.floats) > 1
+
+
 class _Assignment:
-    def __init__(self, graph: Graph, plan: PrecisionPlan, report: PassReport):
-        self.graph, self.plan, self.report = graph, plan, report
+    def __init__(self, graph: Graph, plan: PrecisionPlan, report: PassReport, keeps_fp32: Mapping[str, frozenset[int]]):
+        self.graph, self.plan, self.report, self.keeps_fp32 = graph, plan, report, keeps_fp32
         self.wide = {Value(op.id, i) for op in graph.ops() for i, o in enumerate(op.outputs) if o.type.dtype == FP32}
         """The values that were fp32 before, and so are this pass's to narrow."""
         self.narrowed: dict[tuple[Value, DType], Value] = {}
@@ -120,7 +134,7 @@ class _Assignment:
         if op.kind == "Cast" and self._at_the_border(op):
             return
         dtype = self._wanted(op)
-        keep = KEEPS_FP32.get(op.kind, frozenset({0}) if op.kind == "Cast" else frozenset())
+        keep = self.keeps_fp32.get(op.kind, frozenset({0}) if op.kind == "Cast" else frozenset())
         if op.kind == "QuantizeLinear":
             keep = frozenset({0, 1})
         inputs = tuple(

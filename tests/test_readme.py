@@ -84,6 +84,8 @@ def test_the_commands_of_use_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     onnx.save(convnet(batch="N"), "model.onnx")
     np.save("image.npy", np.ones((1, 3, 8, 8), np.float32))
+    rng = np.random.default_rng(0)
+    np.savez("data.npz", x=rng.standard_normal((8, 3, 8, 8)).astype(np.float32), labels=rng.integers(0, 5, 8))
     commands = [line.split("#")[0].split() for line in re.findall(r"^    optdnn (.*)$", use_section(), re.M)]
     assert len(commands) >= 8
     for words in commands:
@@ -91,6 +93,8 @@ def test_the_commands_of_use_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             continue
         if words[0] in ("bench", "compare"):
             words += ["--duration", "0.1"]
+        if "auto" in words:
+            words += ["--max-drop", "100", "--tactics", "onnxruntime", "--threads", "1", "--budget", "1"]
         if words[0] == "compare":
             words += ["--rounds", "2"]
         assert run(words) == 0, words

@@ -49,7 +49,7 @@ _ONCE_ATTRIBUTES = {
 @dataclass(frozen=True)
 class ExportedModel:
     """An ONNX model. ``weights`` are the constants that are not in ``proto``, by name; ``nodes`` maps each node's name to
-    the names of the ONNX nodes it came from."""
+    the names of the ONNX nodes it came from; ``owners`` maps it to the first output of the op that it (with others) writes."""
 
     proto: onnx.ModelProto
     weights: dict[str, Array] = field(default_factory=dict)

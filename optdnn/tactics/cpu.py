@@ -107,12 +107,17 @@ def choose(
     cache: TimingCache,
     meta: dict[str, Any],
     progress: Progress = lambda text: None,
+    *,
+    base: str | None = None,
+    label: str | None = None,
 ) -> Choice:
     """Try every tactic that ``options`` allows on ``graph``, and keep the fastest that is right.
 
+    ``base`` is the float precision that is asked of the libraries (default: the options'); a graph that holds several types
+    says itself what computes in which, and wants "fp32". ``label`` is what the engine's precision is called.
     Raises MissingDependency when no library is installed, UnsupportedError when each one refuses the network.
     """
-    search = _Search(graph, options, cache, progress)
+    search = _Search(graph, options, cache, progress, base or options.base_precision, label or options.precision)
     cores = options.threads or usable_cores()
     search.measure([(c, cores) for c in search.contenders])
     if options.threads is None:
@@ -144,8 +149,11 @@ def _fewer_threads(cores: int, median_ms: float) -> list[int]:
 class _Search:
     """The state of one search: who is in it, what has been measured, who was refused and why."""
 
-    def __init__(self, graph: Graph, options: BuildOptions, cache: TimingCache, progress: Progress):
+    def __init__(
+        self, graph: Graph, options: BuildOptions, cache: TimingCache, progress: Progress, base: str, label: str
+    ):
         self.graph, self.options, self.cache, self.progress = graph, options, cache, progress
+        self.base, self.label = base, label
         self.times: dict[str, float] = {}
         self.cached: set[str] = set()
         self.refused: dict[str, tuple[dict[str, Any], str]] = {}
@@ -158,20 +166,18 @@ class _Search:
         for name in wanted:
             if LIBRARIES[name].version() is None:
                 self._refuse(name, {}, "not installed: pip install 'optdnn[cpu]'")
-            elif (reason := LIBRARIES[name].refuses(options.base_precision)) is not None:
+            elif (reason := LIBRARIES[name].refuses(base)) is not None:
                 self._refuse(name, {}, reason)
             else:
                 try:
-                    self.contenders.append(
-                        _Contender(graph, LIBRARIES[name], options.base_precision, options.precision)
-                    )
+                    self.contenders.append(_Contender(graph, LIBRARIES[name], base, label))
                 except UnsupportedError as error:
                     self._refuse(name, {}, error.message)
         if len(self.refused) == len(wanted) and all("not installed" in reason for _, reason in self.refused.values()):
             raise MissingDependency(" or ".join(wanted), "cpu", "for the cpu target")
 
     def _refuse(self, name: str, settings: dict[str, Any], reason: str) -> None:
-        self.refused[name] = ({"precision": self.options.precision, **settings}, reason)
+        self.refused[name] = ({"precision": self.label, **settings}, reason)
 
     def measure(self, wanted: Sequence[tuple[_Contender, int]]) -> None:
         """Find the time of each (library, threads): from the cache, else compiled, checked and timed in turns."""
@@ -196,7 +202,7 @@ class _Search:
         feeds = self._feeds
         if feeds is None:
             return
-        wrong, doubts = _check(self.graph, fresh, feeds, self.options.base_precision)
+        wrong, doubts = _check(self.graph, fresh, feeds, self.base)
         self.doubts.update(doubts)
         for name, reason in wrong.items():
             contender, threads = self.owner[name]
@@ -260,7 +266,7 @@ class _Search:
         if best is None:
             reasons = "; ".join(f"{r.name}: {r.refused}" for r in rows)
             raise UnsupportedError(
-                f"no tactic of the cpu target runs this network in {self.options.precision}: {reasons}"
+                f"no tactic of the cpu target runs this network in {self.label}: {reasons}"
             )
         contender, threads = self.owner[best.name]
         engine = self.engines.get(best.name) or contender.engine(threads)

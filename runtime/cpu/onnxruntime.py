@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from optdnn.runtime.program import Program, Step
 from optdnn.types import Array
 
 _TOKEN = re.compile(r"(_token_\d+)?_kernel_time$")
+_KERNEL_TIME = "_kernel_time"
 
 
 def refuses(precision: str) -> str | None:
@@ -43,6 +45,8 @@ class OnnxRuntimeModel:
         inputs: Sequence[str],
         outputs: Sequence[str],
         settings: Settings,
+        *,
+        counters: str | None = None,
     ):
         ort = library_module("onnxruntime")
         if (reason := refuses(settings.precision)) is not None:
@@ -51,6 +55,8 @@ class OnnxRuntimeModel:
         options.intra_op_num_threads = settings.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 4  # what goes wrong is raised, with its message; nothing is said twice
+        if counters is not None:
+            options.enable_profiling, options.profile_file_prefix = True, counters
         self._inputs, self._outputs = list(inputs), list(outputs)
         self._facts = {"library": self.name, "version": ort.__version__, **settings.to_plain()}
         # ONNX Runtime reads the arrays in place and does not own them: they must outlive the session.
@@ -95,6 +101,20 @@ class OnnxRuntimeModel:
         for event in events:
             if event.get("cat") == "Node" and str(event["name"]).endswith("_kernel_time"):
                 found[_TOKEN.sub("", str(event["name"]))] = str(event["args"]["op_name"])
+        return found
+
+    def counted(self) -> dict[str, list[float]]:
+        """Microseconds of each executed node, run by run (a model with ``counters``: the prefix of the file that is written
+        meanwhile, and removed here). Ends the counting."""
+        path = Path(self._session.end_profiling())
+        try:
+            events = json.loads(path.read_text(encoding="utf-8"))
+        finally:
+            path.unlink(missing_ok=True)
+        found: dict[str, list[float]] = {}
+        for event in events:
+            if event.get("cat") == "Node" and event["name"].endswith(_KERNEL_TIME):
+                found.setdefault(event["name"].removesuffix(_KERNEL_TIME), []).append(float(event["dur"]))
         return found
 
 

@@ -22,6 +22,7 @@ _PRECISIONS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "u8": "int8", "i8":
 _NOT_COMPUTING = ("Input", "Output", "Const", "Reorder")
 _RENAMED = ("/DequantizationMultiply", "/WithoutBiases")
 """What OpenVINO's rewrites append to the names of nodes."""
+_RUNTIME_FACTS = ("layerType", "originalLayersNames", "runtimePrecision", "primitiveType")
 _core_lock = threading.Lock()
 _core: Any = None
 
@@ -60,6 +61,8 @@ class OpenVinoModel:
         inputs: Sequence[str],
         outputs: Sequence[str],
         settings: Settings,
+        *,
+        counters: bool = False,
     ):
         ov = library_module("openvino")
         hint = _HINT[settings.precision]
@@ -73,6 +76,7 @@ class OpenVinoModel:
             # Two more defaults that would lower the precision of some operators without a word.
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
             "KV_CACHE_PRECISION": hint,
+            **({"PERF_COUNT": "YES"} if counters else {}),
         }
         self._weights = dict(weights)
         self._model = model  # small initializers are not copied out of it
@@ -141,6 +145,22 @@ class OpenVinoModel:
     def session(self) -> _OpenVinoSession:
         return _OpenVinoSession(self)
 
+    def executed(self) -> dict[str, tuple[tuple[str, ...], str, str, tuple[str, ...]]]:
+        """Each executed node, by its name, in topological order: the names of the model's nodes that it does, its precision, its
+        primitive, and the nodes that read its results."""
+        found = {}
+        for op in self._compiled.get_runtime_model().get_ordered_ops():
+            info = {k: v.astype(str) for k, v in op.get_rt_info().items() if k in _RUNTIME_FACTS}
+            if info.get("layerType") not in ("Input", "Output", "Const"):
+                names = tuple(n for n in info.get("originalLayersNames", "").split(",") if n)
+                found[str(op.get_friendly_name())] = (
+                    names,
+                    info.get("runtimePrecision", ""),
+                    info.get("primitiveType", ""),
+                    tuple(str(t.get_node().get_friendly_name()) for o in op.outputs() for t in o.get_target_inputs()),
+                )
+        return found
+
 
 def _is_constant(operand: Any) -> bool:
     return bool(operand.get_source_output().get_node().get_rt_info()["layerType"].astype(str) == "Const")
@@ -175,6 +195,10 @@ class _OpenVinoSession:
             for i, direct in zip(model._outputs, model._direct, strict=True)
         ]
         self._dtypes = [BF16 if t == self._ov.Type.bf16 else np.dtype(t.to_dtype()) for t in self._types]
+
+    def counted(self) -> dict[str, float]:
+        """Microseconds of each executed node, averaged by the library over all runs so far (a model with ``counters``)."""
+        return {p.node_name: p.real_time.total_seconds() * 1e6 for p in self._request.get_profiling_info()}
 
     def run(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> list[Array]:
         try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.check import from_text
 from support.net import Net
 
 from optdnn.ir.graph import Graph
@@ -16,6 +17,7 @@ from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.io_dtype import convert_borders
+from optdnn.passes.precision import PrecisionPlan
 from optdnn.types import BF16, FP16, FP32, INT64
 
 PASS = AssignPrecision()
@@ -148,3 +150,22 @@ def test_stages_that_cast() -> None:
     FuseEpilogue()(graph)
     assigned(graph)
     assert graph.of_kind("Conv")[0].outputs[0].type.dtype == FP16
+
+
+def test_on_the_cpu_a_mixture_is_in_the_graph_and_one_precision_is_not() -> None:
+    """A library rounds by itself where all is bf16; where some is not, types and casts say which."""
+    graph = from_text(
+        """<ir_version: 9, opset_import: ["": 17]> g (float[1,2,4,4] x) => (float[1,2,4,4] y)
+        <float[2,2,1,1] w = {1.0, 0.5, 0.25, 2.0}, float[2] b = {0.1, 0.2}>
+        { a = Conv(x, w, b) y = Conv(a, w, b) }"""
+    )
+    alone = graph.copy()
+    report = AssignPrecision()(alone, PassContext(target="cpu", plan=PrecisionPlan.of_option("bf16")))
+    assert report.changes == 0
+    mixed = graph.copy()
+    AssignPrecision()(mixed, PassContext(target="cpu", plan=PrecisionPlan(nodes={"a": "bf16"})))
+    first, second = mixed.of_kind("Conv")
+    assert [mixed.type(v).dtype for v in first.inputs if v is not None] == [BF16] * 3  # the bias too: ONNX's own types
+    assert [mixed.type(v).dtype for v in second.inputs if v is not None] == [FP32] * 3
+    assert mixed.kinds() == {"Cast": 2, "Conv": 2}
+    verify(mixed)

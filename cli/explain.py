@@ -1,0 +1,205 @@
+"""``optdnn explain``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import click
+
+from optdnn.cli.common import is_engine, print_json, stdout, table
+from optdnn.errors import UsageError
+
+SHOWN = 8
+
+
+@click.command("explain")
+@click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("node")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def command(engine: Path, node: str, as_json: bool) -> None:
+    """Say what became of a NODE of the ONNX model in an ENGINE, and why.
+
+    In which step it runs, which rewrites it took part in and which were refused, its precision and the reason, the tactic that
+    runs it and what that beat. NODE is an ONNX node's name (* and ? stand for anything, up to 8 nodes).
+    """
+    if not is_engine(engine):
+        raise UsageError(f"{engine} is not an engine", hint="optdnn build MODEL, then optdnn explain MODEL.engine NODE")
+    facts = [explain(engine, name) for name in _matches(engine, node)]
+    if as_json:
+        print_json(facts)
+        return
+    for k, fact in enumerate(facts):
+        if k:
+            stdout.print()
+        _show(fact)
+
+
+def _matches(engine: Path, pattern: str) -> list[str]:
+    from optdnn.runtime.format import read
+
+    program = read(engine, verify=False)
+    names = dict.fromkeys(n for s in program.steps for n in s.src)
+    for p in program.meta.get("passes", ()):
+        for entry in (*p["fired"], *p["refused"]):
+            names |= dict.fromkeys(entry["nodes"])
+    found = [n for n in names if n == pattern] or [n for n in names if fnmatchcase(n, pattern)]
+    if not found:
+        close = get_close_matches(pattern.strip("*"), list(names), 3, 0.4)
+        raise UsageError(
+            f"the engine knows no ONNX node {pattern!r}"
+            + (f"; did you mean {', '.join(map(repr, close))}?" if close else ""),
+            hint="names are those of the model that it was built from; * stands for anything",
+        )
+    if len(found) > SHOWN:
+        raise UsageError(f"{pattern!r} fits {len(found)} nodes", hint=f"at most {SHOWN} are explained at once")
+    return found
+
+
+def explain(engine: Path, name: str) -> dict[str, Any]:
+    """Everything that an engine file, and the report beside it, know of one ONNX node."""
+    from optdnn.runtime.engine import report_path
+    from optdnn.runtime.format import read
+
+    program = read(engine, verify=False)
+    meta = program.meta
+    report: Mapping[str, Any] = {}
+    beside = Path(report_path(engine))
+    if beside.is_file():
+        try:
+            report = json.loads(beside.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            report = {}
+    steps = [
+        {"step": k, "executor": s.executor, "with": [n for n in s.src if n != name][:SHOWN], "nodes": len(s.src)}
+        for k, s in enumerate(program.steps)
+        if name in s.src
+    ]
+    auto = next((n for n in meta.get("auto", {}).get("nodes", ()) if name in n["nodes"]), None)
+    return {
+        "node": name,
+        "steps": steps,
+        "made": _entries(meta.get("passes", ()), "fired", name),
+        "refused": _entries(meta.get("passes", ()), "refused", name),
+        "precision": {
+            "engine": program.precision,
+            **({"node": auto["precision"], "reason": auto["reason"], "account": auto} if auto else {}),
+            "differs": [r for r in meta.get("precision", {}).get("differs", ()) if name in r["nodes"]],
+            "remarks": [
+                r
+                for kind in ("hazards", "risks")
+                for r in meta.get("precision", {}).get(kind, ())
+                if name in r["nodes"]
+            ],
+        },
+        "tactics": [t for t in _rows(meta.get("tactics")) if name in t.get("nodes", ())],
+        "whole": _whole(meta, report),
+        "on_cpu": [o for o in meta.get("host", {}).get("operators", ()) if name in o["nodes"]],
+    }
+
+
+def _rows(found: Any) -> Sequence[Mapping[str, Any]]:
+    return [r for r in found if isinstance(r, Mapping)] if isinstance(found, Sequence) else []
+
+
+def _entries(passes: Sequence[Mapping[str, Any]], what: str, name: str) -> list[dict[str, Any]]:
+    return [
+        {"pass": p["name"], **entry, "with": [n for n in entry["nodes"] if n != name]}
+        for p in passes
+        for entry in p[what]
+        if name in entry["nodes"]
+    ]
+
+
+def _whole(meta: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The tactic that runs the network as a whole (cpu), and its rivals, where the report is at hand."""
+    if "tactic" not in meta:
+        return None
+    return {"tactic": meta["tactic"], "rivals": list(_rows(report.get("tactics")))}
+
+
+# ---------------------------------------------------------------- on the terminal
+
+
+def _show(fact: Mapping[str, Any]) -> None:
+    stdout.print(fact["node"])
+    if fact["steps"]:
+        for s in fact["steps"]:
+            others = f", with {_names(s['with'], s['nodes'] - 1)}" if s["with"] else ""
+            stdout.print(f"  runs in step {s['step']} ({s['executor']}){others}")
+    else:
+        stdout.print("  runs in no step: passes removed it (see below), or folded it into constants")
+    for entry in fact["made"]:
+        others = f" with {_names(entry['with'])}" if entry["with"] else ""
+        stdout.print(f"  {entry['pass']}/{entry['rule']}{others}")
+    for entry in fact["refused"]:
+        stdout.print(f"  refused: {entry['pass']}/{entry['rule']}: {entry['reason']}")
+    precision = fact["precision"]
+    if "node" in precision:
+        stdout.print(f"  precision {precision['node']}: {precision['reason']}")
+        _show_account(precision["account"])
+    else:
+        stdout.print(f"  precision: the engine's, {precision['engine']}")
+    for d in precision["differs"]:
+        stdout.print(f"  asked for {d['asked']}, runs in {d['runs']}: {d.get('reason', '')}")
+    for r in precision["remarks"]:
+        stdout.print(f"  {r['what']}")
+    for t in fact["tactics"]:
+        _show_tactic(t)
+    for o in fact["on_cpu"]:
+        stdout.print(f"  on the CPU: {o['why']}")
+    if fact["whole"]:
+        _show_whole(fact["whole"])
+
+
+def _show_account(account: Mapping[str, Any]) -> None:
+    sensitivity = account.get("sensitivity", {})
+    times, tactics = account.get("us", {}), account.get("tactics", {})
+    rows = []
+    for p in dict.fromkeys([*times, *sensitivity]):
+        s = sensitivity.get(p, {})
+        rows.append(
+            [
+                p,
+                f"{times[p]:.1f}" if p in times else "–",
+                tactics.get(p, ""),
+                _figure(s.get("error"), s),
+                _figure(s.get("noise"), s),
+                _figure(s.get("drop"), s),
+                s.get("hazard", ""),
+            ]
+        )
+    if rows:
+        columns = ["  precision", "µs", "by", "own error", "noise at outputs", "drop alone", ""]
+        stdout.print(table(None, columns, [[f"  {r[0]}", *r[1:]] for r in rows], right=[1, 3, 4, 5]))
+
+
+def _figure(value: float | None, row: Mapping[str, Any]) -> str:
+    return ("not finite" if row else "0") if value is None else f"{value:.2g}"
+
+
+def _show_tactic(t: Mapping[str, Any]) -> None:
+    config = f" {t['config']}" if t.get("config") else ""
+    stdout.print(f"  tactic {t['tactic']}{config}: {t.get('launches', 0)} launches")
+    for r in t.get("refused", ()):
+        stdout.print(f"  not {r['tactic']}: {r['reason']}")
+
+
+def _show_whole(whole: Mapping[str, Any]) -> None:
+    tactic = whole["tactic"]
+    stdout.print(f"  tactic {tactic['name']} for the network as a whole")
+    for r in whole["rivals"]:
+        if r.get("tactic") != tactic["name"]:
+            said = f"refused: {r['refused']}" if r.get("refused") else f"{r['median_ms']:.3f} ms"
+            stdout.print(f"    it beat {r['tactic']}: {said}")
+        elif r.get("median_ms") is not None:
+            stdout.print(f"    {r['median_ms']:.3f} ms")
+
+
+def _names(names: Sequence[str], total: int | None = None) -> str:
+    more = (total or len(names)) - min(len(names), 4)
+    return ", ".join(names[:4]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,25 @@
+"""What ``build`` and ``inspect`` print of automatic precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from optdnn.cli.common import stdout, table
+
+
+def show_auto(auto: Mapping[str, Any], *, nodes: bool) -> None:
+    """The plans, the front as a plot, what was asked and measured, and (``nodes``) every node with its reason."""
+    from optdnn.report import precision as told
+
+    stdout.print(
+        table("\nprecision: the plans that were tried", list(told.COLUMNS), told.rows(auto), right=[2, 3, 4, 5])
+    )
+    stdout.print()
+    for line in told.text_plot(auto):
+        stdout.print(line)
+    for line in told.sentences(auto):
+        stdout.print(line)
+    if nodes:
+        rows = told.node_rows(auto["nodes"])
+        stdout.print(table("\nnodes", ["ONNX nodes", "operator", "precision", "because"], rows))

@@ -1,0 +1,476 @@
+"""Automatic precision: the fastest engine whose accuracy stays within a bound, and the account of how it was found.
+
+Calibrate and measure on one part of the data; order the plans by predicted time and damage (:mod:`optdnn.precision.search`);
+measure the real accuracy of those that matter; build the best and every single precision within the bound, time them side by
+side; accept by the accuracy on the other part of the data, which none of this has seen. Where that fails, the bound for the
+search is tightened by what was missed, and the search repeated.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.calibration import calibrate
+from optdnn.calibration.images import ImageSpec
+from optdnn.config import BuildOptions
+from optdnn.errors import OptdnnError, UsageError
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.passes.precision import QUANTIZED, SHARES_SCALE, Choice, PrecisionPlan, choices, key
+from optdnn.passes.ranges import Calibration
+from optdnn.precision.account import Account, Candidate, NodeFacts, reasons
+from optdnn.precision.latency import elements
+from optdnn.precision.metrics import Metric, metric_of
+from optdnn.precision.pins import pinned
+from optdnn.precision.samples import Samples, load, split
+from optdnn.precision.search import Node, Problem, frontier, moves
+from optdnn.precision.sensitivity import Sensitivities, measure
+from optdnn.precision.targets import Target, Way, assigned, target_of
+from optdnn.runtime.engine import Engine
+from optdnn.tactics.cpu import typical_sizes
+from optdnn.tactics.timing_cache import TimingCache
+from optdnn.types import FP32, Array, TensorSpec, is_float
+
+Say = Callable[[str], None]
+BUDGET_SECONDS = 120.0
+"""For sensitivities and the search where the user gives no budget; the last race comes on top."""
+SAMPLES = 32
+"""Samples at a time on which sensitivities are measured."""
+RUN_BATCH = 32
+MOST_MOVES = 12
+SHOWN_PLANS = (0.25, 0.5, 0.75)
+"""Places on the frontier that are tried in any case: predictions err, and the user wants to see what lies between."""
+MOST_MIXTURES = 3
+"""Mixtures that are built and raced beside the single precisions."""
+ATTEMPTS = 4
+PREFER_SINGLE = 1.01
+"""A single precision within this factor of the fastest mixture is taken instead: nothing is gained by more kinds of arithmetic."""
+
+
+@dataclass
+class Found:
+    """What the build goes on with. ``met`` is False where even the closest engine is beyond the bound."""
+
+    plan: PrecisionPlan
+    label: str
+    account: Account
+    calibration: Calibration | None
+    met: bool
+
+
+def find(
+    graph: Graph,
+    options: BuildOptions,
+    target: str,
+    cache: TimingCache,
+    say: Say = lambda text: None,
+) -> Found:
+    """The precision of each op of ``graph`` (exact passes done, precisions not assigned), for ``options.precision == "auto"``.
+
+    Raises UsageError without data or for a metric that does not fit; what the metric, the data and the libraries raise.
+    """
+    return _Auto(graph, options, target, cache, say).run()
+
+
+class _Auto:
+    def __init__(self, graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Say):
+        self.graph, self.options, self.target, self.say = graph, options, target, say
+        if options.calib is None:
+            raise UsageError(
+                "precision auto needs data to judge accuracy by", hint="give --calib DATA.npz (inputs, and labels)"
+            )
+        start = time.perf_counter()
+        self.deadline = start + (options.budget or BUDGET_SECONDS)
+        images = None if options.images is None else ImageSpec.read(options.images)
+        samples = load(options.calib, specs(graph), options.labels, images)
+        self.seen, self.unseen = split(samples)
+        self.metric: Metric = metric_of(options.metric, samples.labels)
+        self.bound = self.metric.bound(options.max_drop)
+        self.search_bound = self.bound
+        self.cache = cache
+        self.machine = "cuda:sm_90a" if target == "simulate" else target
+        self.calibration = self._calibrated()
+        self.driver: Target = target_of(options, target, cache, calibrated=self.calibration is not None)
+        self.choices = {c.key: c for c in choices(graph, self.machine)}
+        self.pins = pinned(options.precision_map, self.choices.values())
+        self.by_key = {key(op): op for op in graph.order() if op.kind not in STRUCTURAL}
+        self.candidates: list[Candidate] = []
+        self.built: dict[str, Engine] = {}
+        self.reference: dict[int, dict[str, Array]] = {}
+        self.problems: dict[str, Problem] = {}
+        self.sensitivities = Sensitivities()
+        self.offered = {p for text in self.driver.offers for p in text.split("+")}
+
+    def _calibrated(self) -> Calibration | None:
+        floats_only = all(c.precisions == ("fp32",) for c in choices(self.graph, self.machine))
+        if floats_only:
+            return None
+        return calibrate(
+            self.graph,
+            dict(self.seen.feeds),
+            self.options.calibrator,
+            cache=self.options.calib_cache,
+            symmetric=self.machine.startswith("cuda"),
+            progress=self.say,
+        )
+
+    # ------------------------------------------------------------------ the way through
+
+    def run(self) -> Found:
+        self._singles()
+        ways = self.driver.ways(self.graph, self.calibration, self.say)
+        self._measure(ways)
+        for attempt in range(ATTEMPTS):
+            for way in ways:
+                self._search(way)
+            self._race(first=attempt == 0)
+            chosen = self._verified()
+            if chosen is not None:
+                break
+            missed = [c.verified - c.drop for c in self.candidates if c.verified is not None and math.isfinite(c.drop)]
+            self.search_bound = max(0.0, min(self.search_bound, self.bound - max([0.0, *missed])) * 0.75)
+            self.say(f"beyond the bound on unseen data: search again within {self.search_bound:.3g}")
+        met = chosen is not None
+        if chosen is None:
+            chosen = min(self._judged(), key=lambda c: (c.worst, c.ms if c.ms is not None else math.inf))
+        return self._conclude(chosen, ways, met)
+
+    def _singles(self) -> None:
+        """fp32 first: what all else is held against. Pins hold in each."""
+        for text in self.driver.offers:
+            plan = PrecisionPlan.of_option(text, {k: p for k, (p, _) in self.pins.items()})
+            assignment = {c.key: self._offered(c, plan) for c in self.choices.values()}
+            self._judge(Candidate(text, plan, assignment, single=True), way="")
+
+    def _offered(self, choice: Choice, plan: PrecisionPlan) -> str:
+        asked = plan.of(self.by_key[choice.key])
+        return asked if asked in choice.precisions else plan.base
+
+    def _measure(self, ways: Sequence[Way]) -> None:
+        """Sensitivities of every op at every precision that some way offers."""
+        wanted: list[tuple[Op, tuple[str, ...]]] = []
+        offered = {p for w in ways for p in w.precisions}
+        for op in self._variables():
+            allowed = self._allowed(op, offered)
+            if len(allowed) > 1 or key(op) in self.pins:
+                wanted.append((op, allowed))
+        if not wanted:
+            return
+        batch = self._batch(SAMPLES)
+        half = time.perf_counter() + 0.5 * (self.deadline - time.perf_counter())
+        part = self.seen.take(slice(0, batch))
+        self.sensitivities = measure(
+            self.graph,
+            wanted,
+            part.feeds,
+            part.labels,
+            self.metric,
+            target=self.machine,
+            calibration=self.calibration,
+            deadline=half,
+            progress=self.say,
+        )
+
+    def _batch(self, wanted: int) -> int:
+        """Samples to a call: the network's own batch where it is fixed."""
+        first = specs(self.graph)[0].shape[0]
+        return first if isinstance(first, int) else min(wanted, len(self.seen))
+
+    def _variables(self) -> list[Op]:
+        """The ops that have a precision to choose: float results, and more than moving elements."""
+        return [op for op in self.by_key.values() if op.outputs[0].type.dtype == FP32 and not self._follows(op)]
+
+    def _follows(self, op: Op) -> bool:
+        return op.kind in SHARES_SCALE and key(op) not in self.pins
+
+    def _allowed(self, op: Op, offered: set[str]) -> tuple[str, ...]:
+        if key(op) in self.pins:
+            return (self.pins[key(op)][0],)
+        return tuple(p for p in self.choices[key(op)].precisions if p in offered)
+
+    # ------------------------------------------------------------------ search
+
+    def problem(self, way: Way) -> Problem:
+        if way.name not in self.problems:
+            self.problems[way.name] = self._problem(way)
+        return self.problems[way.name]
+
+    def _problem(self, way: Way) -> Problem:
+        sizes, times = typical_sizes(self.graph), way.latency.times()
+        nodes = []
+        for op in self._variables():
+            k = key(op)
+            damage = {"fp32": 0.0}
+            for p in self._allowed(op, set(way.precisions)):
+                found = self.sensitivities.table.get((k, p))
+                if found is not None and (math.isfinite(found.noise) or k in self.pins):
+                    damage[p] = found.noise
+            if k in self.pins:
+                damage = {self.pins[k][0]: damage.get(self.pins[k][0], 0.0)}
+            # An op that a library's counters do not know was fused into another, at no cost of its own.
+            at = {p: times.get(k, {})[p].us if p in times.get(k, {}) else 0.0 for p in damage}
+            nodes.append(Node(k, op.kind, tuple(sorted(op.src)), at, damage))
+        known = {n.key for n in nodes}
+        edges: list[tuple[str | None, str | None, int]] = []
+        for op in self._variables():
+            for v in dict.fromkeys(op.inputs):
+                if v is None or self.graph.type(v).dtype != FP32 or self.graph.constant_value(v) is not None:
+                    continue
+                source = self._source(v)
+                if source is None or source in known:
+                    edges.append((source, key(op), 4 * elements(self.graph, v, sizes)))
+        for i in self.graph.outputs:
+            v = self.graph.op(i).inputs[0]
+            if v is not None and (source := self._source(v)) in known:
+                edges.append((source, None, 4 * elements(self.graph, v, sizes)))
+        return Problem(nodes, edges, way.latency.cast)
+
+    def _source(self, value: Value) -> str | None:
+        """The op that computes a value, through those that only move its elements; None for an input."""
+        op = self.graph.op(value)
+        while op.kind not in STRUCTURAL and self._follows(op):
+            first = next((v for v in op.inputs if v is not None and self.graph.type(v).dtype == FP32), None)
+            if first is None:
+                return None
+            op = self.graph.op(first)
+        return None if op.kind in STRUCTURAL else key(op)
+
+    def _search(self, way: Way) -> None:
+        problem = self.problem(way)
+        if not problem.nodes or len(way.precisions) < 2:
+            return
+        self.say(f"search: {way.name}")
+        plans = frontier(problem)
+        low, high = 0, len(plans) - 1  # plans[high] is the most accurate
+        while low < high and time.perf_counter() < self.deadline:
+            middle = (low + high) // 2 if low else 0 if self._unknown(plans[0], way) else (low + high) // 2
+            if self._within(self._try(plans[middle], way)):
+                high = middle
+            else:
+                low = middle + 1
+        best = plans[high]
+        self._try(best, way)
+        for k in sorted({round(f * (len(plans) - 1)) for f in SHOWN_PLANS} - {0, len(plans) - 1}):
+            if time.perf_counter() < self.deadline:
+                self._try(plans[k], way)
+        tries = 0
+        improved = True
+        while improved and tries < MOST_MOVES:
+            improved = False
+            for plan in moves(problem, best):
+                if tries >= MOST_MOVES or time.perf_counter() > self.deadline:
+                    return
+                if not self._unknown(plan, way):
+                    continue
+                tries += 1
+                if self._within(self._try(plan, way)):
+                    best, improved = plan, True
+                    break
+
+    def _unknown(self, assignment: Mapping[str, str], way: Way) -> bool:
+        return self._known(assignment, way) is None
+
+    def _known(self, assignment: Mapping[str, str], way: Way) -> Candidate | None:
+        for c in self.candidates:
+            if c.way in ("", way.name) and all(c.assignment.get(k) == p for k, p in assignment.items()):
+                return c
+        return None
+
+    def _try(self, assignment: Mapping[str, str], way: Way) -> Candidate:
+        known = self._known(assignment, way)
+        if known is not None:
+            return known
+        problem = self.problem(way)
+        count = sum(not c.single for c in self.candidates) + 1
+        candidate = Candidate(
+            f"mixture {count}",
+            self._plan(assignment),
+            dict(assignment),
+            way=way.name,
+            predicted_us=problem.time(assignment),
+            noise=problem.damage(assignment),
+        )
+        return self._judge(candidate, way.name)
+
+    def _plan(self, assignment: Mapping[str, str]) -> PrecisionPlan:
+        """Every variable by name; what only moves elements goes with what it reads (into int8 the pass draws it by itself)."""
+        nodes = dict(assignment)
+        for op in self.by_key.values():
+            k = key(op)
+            if k in nodes or op.outputs[0].type.dtype != FP32:
+                continue
+            source = self._source(op.value)
+            precision = "fp32" if source is None else assignment.get(source, "fp32")
+            if precision not in QUANTIZED and precision != "fp32":
+                nodes[k] = precision
+        return PrecisionPlan("fp32", nodes, "fp32")
+
+    def _within(self, candidate: Candidate) -> bool:
+        return candidate.error is None and candidate.drop <= self.search_bound
+
+    # ------------------------------------------------------------------ accuracy
+
+    def _judge(self, candidate: Candidate, way: str) -> Candidate:
+        """Measure the candidate's drop on the data that the search may see."""
+        self.say(f"accuracy of {candidate.name}")
+        self.candidates.append(candidate)
+        try:
+            graph = self._assigned(candidate.plan)
+            engine = self.driver.quick(graph, candidate.plan, way)
+            outputs = self._outputs(engine, self.seen)
+        except OptdnnError as error:
+            if not self.reference:
+                raise  # fp32 itself does not run
+            candidate.error = error.message
+            return candidate
+        if not self.reference:
+            self.reference[id(self.seen)] = outputs
+            self.reference[id(self.unseen)] = self._outputs(engine, self.unseen)
+        candidate.drop = self._drop(outputs, self.seen)
+        return candidate
+
+    def _assigned(self, plan: PrecisionPlan) -> Graph:
+        return assigned(self.graph, plan, self.target, self.calibration, self.options.opt_level)[0]
+
+    def _outputs(self, engine: Engine, samples: Samples) -> dict[str, Array]:
+        context = engine.context()
+        parts = [context.run(feeds) for feeds in self._batches(engine, samples)]
+        return {n: np.concatenate([p[n] for p in parts]) for n in parts[0]}
+
+    def _batches(self, engine: Engine, samples: Samples) -> list[dict[str, Array]]:
+        first = engine.inputs[0].shape[0]
+        size = first if isinstance(first, int) else RUN_BATCH
+        dtypes = {s.name: s.dtype for s in engine.inputs}
+        found = []
+        for feeds in samples.batches(size):
+            if isinstance(first, int) and len(next(iter(feeds.values()))) < size:
+                break  # a network of a fixed batch takes whole batches alone
+            found.append({n: a.astype(dtypes[n], copy=False) for n, a in feeds.items()})
+        if not found:
+            raise UsageError(
+                f"the network's batch is {size}, and one part of the data has {len(samples)} samples",
+                hint="give more data, or build for a smaller batch: --shape",
+            )
+        return found
+
+    def _drop(self, outputs: Mapping[str, Array], samples: Samples) -> float:
+        reference = self.reference[id(samples)]
+        n = len(next(iter(outputs.values())))
+        labels = None if samples.labels is None else samples.labels[:n]
+        return float(self.metric.drop(outputs, reference, labels))
+
+    # ------------------------------------------------------------------ the decision
+
+    def _race(self, *, first: bool) -> None:
+        """Build the candidates that may win, verify them, and time them in turns."""
+        entrants = [c for c in self.candidates if c.single and c.error is None and (first or c.name in self.built)]
+        mixtures = sorted(
+            (c for c in self.candidates if not c.single and self._within(c)), key=lambda c: c.predicted_us or 0.0
+        )
+        entrants += mixtures[:MOST_MIXTURES]
+        for c in entrants:
+            if c.name in self.built:
+                continue
+            self.say(f"build {c.name}")
+            try:
+                graph = self._assigned(c.plan)
+                engine = self.driver.built(graph, c.plan, c.label, self.say)
+                c.verified = self._drop(self._outputs(engine, self.unseen), self.unseen)
+                c.bytes = sum(b.nbytes for b in engine.program.blobs)
+                tactic: Any = engine.meta.get("tactic")
+                c.tactic = tactic["name"] if tactic else ""
+                self.built[c.name] = engine
+            except OptdnnError as error:
+                c.error = error.message
+        racing = {c.name: self.built[c.name] for c in entrants if c.name in self.built}
+        measured = self.driver.race(racing, self.say) if racing else {}
+        for c in entrants:
+            if measured is not None:
+                c.ms = measured.get(c.name)
+
+    def _judged(self) -> list[Candidate]:
+        return [c for c in self.candidates if c.name in self.built and c.verified is not None]
+
+    def _verified(self) -> Candidate | None:
+        """The fastest that is within the bound on both parts of the data; None where no mixture that could win is, and the
+        search may still find one."""
+        good = [c for c in self._judged() if c.worst <= self.bound]
+        wrong = [c for c in self._judged() if not c.single and c.drop <= self.bound < (c.verified or 0.0)]
+        if not good or (wrong and all(c.single for c in good) and time.perf_counter() < self.deadline):
+            return None
+        fastest = min(good, key=_cost)
+        simple = [c for c in good if c.single and _cost(c) <= _cost(fastest) * PREFER_SINGLE]
+        return min(simple, key=_cost) if simple else fastest
+
+    def _conclude(self, chosen: Candidate, ways: Sequence[Way], met: bool) -> Found:
+        way = next((w for w in ways if w.name == chosen.way), ways[0] if ways else None)
+        facts = self._facts(chosen, way)
+        account = Account(
+            metric=self.metric.name,
+            unit=self.metric.unit,
+            bound=self.bound,
+            calibration_samples=len(self.seen),
+            verification_samples=len(self.unseen),
+            labelled=self.seen.labels is not None,
+            chosen=chosen.name,
+            met=met,
+            candidates=self.candidates,
+            nodes=facts,
+            latency=way.latency.source if way is not None else "",
+            measured=any(c.ms is not None for c in self.candidates),
+            notes=dict(getattr(self.driver, "notes", {})),
+        )
+        plan = replace(chosen.plan, reasons={f.key: f.reason for f in facts})
+        return Found(plan, chosen.label, account, self.calibration, met)
+
+    def _facts(self, chosen: Candidate, way: Way | None) -> list[NodeFacts]:
+        found = []
+        times = {} if way is None else way.latency.times()
+        problem = None if way is None else self.problem(way)
+        known = set() if problem is None else {n.key for n in problem.nodes}
+        for choice in self.choices.values():
+            op = self.by_key[choice.key]
+            if not is_float(op.outputs[0].type.dtype):
+                continue
+            precision = self._runs(chosen, op)
+            sens = {p: s for (k, p), s in self.sensitivities.table.items() if k == choice.key}
+            node = NodeFacts(
+                key=choice.key,
+                kind=choice.kind,
+                nodes=choice.nodes,
+                precision=precision,
+                times=dict(times.get(choice.key, {}).items()),
+                sensitivity=sens,
+                refused={
+                    **{p: r for p, r in choice.refused.items() if p in self.offered},
+                    **{p: r for (k, p), r in self.sensitivities.failed.items() if k == choice.key},
+                },
+                pin=self.pins.get(choice.key),
+                follows=choice.key not in known,
+            )
+            found.append(node)
+        return reasons(found, chosen, problem, self.bound, self.metric.unit, self.candidates)
+
+    def _runs(self, chosen: Candidate, op: Op) -> str:
+        """The precision that the plan gives an op: asked for, where it has that."""
+        asked = chosen.plan.of(op)
+        return asked if asked in self.choices[key(op)].precisions else chosen.plan.base
+
+
+def specs(graph: Graph) -> list[TensorSpec]:
+    """The network's inputs as data must fit them."""
+    return [
+        TensorSpec(o.name, o.type.dtype, tuple(d if isinstance(d, int) else str(d) for d in o.type.dims))
+        for o in (graph.op(i).outputs[0] for i in graph.inputs)
+    ]
+
+
+def _cost(c: Candidate) -> float:
+    if c.ms is not None:
+        return c.ms
+    return c.predicted_us / 1e3 if c.predicted_us is not None else math.inf

@@ -1,0 +1,197 @@
+"""What accuracy is, for automatic precision: a score of a network's outputs, and the loss of a candidate in it.
+
+Every metric turns the outputs over a set of samples into one *drop* against the same network in fp32: 0 is no loss, larger is
+worse, negative is a gain. ``unit`` says what the number counts; it stands beside every bound and every drop that is printed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from optdnn.errors import RunError, UsageError
+from optdnn.types import Array, is_float
+
+Outputs: TypeAlias = Mapping[str, Array]
+"""Name -> array whose first axis counts samples."""
+Score: TypeAlias = Callable[[Outputs, Any], float]
+"""A user's metric: outputs and labels (None where there are none) to a score; higher is better."""
+
+DEFAULT_BOUND: Mapping[str, float] = {"top1": 0.5, "cosine": 1e-3}
+"""The largest drop where the user gives none. The other metrics have no scale of their own that one could guess."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. ``name`` is as the user gave it; ``labelled`` metrics cannot do without labels.
+
+    ``score`` gives the score of outputs (for the report), ``drop`` the loss of ``outputs`` against fp32's.
+    """
+
+    name: str
+    unit: str
+    score: Callable[[Outputs, Outputs, Any], float]
+    drop: Callable[[Outputs, Outputs, Any], float]
+
+    def bound(self, given: float | None) -> float:
+        """The bound: the one given, else the metric's own. Raises UsageError where it has none."""
+        found = DEFAULT_BOUND.get(self.name.partition(" ")[0]) if given is None else given
+        if found is None:
+            raise UsageError(
+                f"metric {self.name!r} has no usual bound", hint=f"give one in its own unit ({self.unit}): --max-drop X"
+            )
+        if not math.isfinite(found) or found < 0:
+            raise UsageError(f"--max-drop must be a number of {self.unit}, 0 or more, not {found}")
+        return found
+
+
+def metric_of(given: str | Score, labels: Any) -> Metric:
+    """The metric that ``--metric`` names: "top1", "mse", "cosine", "PKG.MODULE:F", or a callable.
+
+    ``labels`` tells whether top1 means accuracy (labels given) or agreement with fp32 (none). Raises UsageError for a name
+    that is none, or that cannot be imported.
+    """
+    if callable(given):
+        return _custom(getattr(given, "__qualname__", repr(given)), given)
+    if given == "top1":
+        return _accuracy() if labels is not None else _agreement()
+    if given == "mse":
+        return Metric("mse", "squared units of the outputs", lambda y, ref, labels: _mse(y, ref), _drop_mse)
+    if given == "cosine":
+        return Metric("cosine", "1 - cosine", lambda y, ref, labels: 1 - _cosine_distance(y, ref), _drop_cosine)
+    module, colon, name = given.partition(":")
+    if not colon:
+        raise UsageError(f"metric {given!r} is not one of top1, mse, cosine or PKG.MODULE:FUNCTION")
+    return _custom(given, _imported(given, module, name))
+
+
+# ---------------------------------------------------------------- top-1
+
+
+def _accuracy() -> Metric:
+    def score(y: Outputs, ref: Outputs, labels: Any) -> float:
+        return 100.0 * float(np.mean(_classes(y) == _class_labels(labels, len(_classes(y)))))
+
+    return Metric("top1", "points of top-1 accuracy", score, lambda y, ref, la: score(ref, ref, la) - score(y, ref, la))
+
+
+def _agreement() -> Metric:
+    def score(y: Outputs, ref: Outputs, labels: Any) -> float:
+        return 100.0 * float(np.mean(_classes(y) == _classes(ref)))
+
+    return Metric(
+        "top1",
+        "points of agreement with fp32's first class (no labels were given)",
+        score,
+        lambda y, ref, la: 100.0 - score(y, ref, la),
+    )
+
+
+def _classes(outputs: Outputs) -> Array:
+    """The index of the largest entry along axis 1 (segmentation included) of the first floating-point output."""
+    for name, y in outputs.items():
+        if is_float(y.dtype):
+            if y.ndim < 2:
+                raise UsageError(f"metric top1 wants scores of shape (samples, classes, …); {name!r} is {y.shape}")
+            # A sample with a NaN has no class: it is never right.
+            y = y.astype(np.float32, copy=False)
+            return np.where(np.isnan(y).any(axis=1), -1, np.argmax(y, axis=1))
+    raise UsageError("metric top1 wants a floating-point output", hint="give a function: --metric PKG.MODULE:F")
+
+
+def _class_labels(labels: Any, n: int) -> Array:
+    found = np.asarray(labels)
+    if found.dtype.kind not in "iu":
+        raise UsageError(f"metric top1 wants integer labels, one for each of the {n} samples, not {found.dtype}")
+    return found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
+
+
+# ---------------------------------------------------------------- distances
+
+
+def _pairs(y: Outputs, ref: Outputs) -> list[tuple[Array, Array]]:
+    found = [(np.asarray(y[n], np.float64), np.asarray(ref[n], np.float64)) for n in ref if is_float(ref[n].dtype)]
+    if not found:
+        raise UsageError("the network has no floating-point output to measure a distance of")
+    return found
+
+
+def _mse(y: Outputs, ref: Outputs) -> float:
+    """Mean over all elements of all floating-point outputs; infinite where one is not finite that is in ``ref``."""
+    total = sum(float(np.sum(_squares(a, b))) for a, b in _pairs(y, ref))
+    return total / max(1, sum(b.size for _, b in _pairs(y, ref)))
+
+
+def _squares(a: Array, b: Array) -> Array:
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        squares: Array = np.where(same, 0.0, (a - b) ** 2)
+    return np.where(np.isnan(squares), np.inf, squares)
+
+
+def _drop_mse(y: Outputs, ref: Outputs, labels: Any) -> float:
+    return _mse(y, ref)
+
+
+def _cosine_distance(y: Outputs, ref: Outputs) -> float:
+    """1 - the mean over samples and outputs of the cosine between the output and fp32's."""
+    cosines = []
+    for a, b in _pairs(y, ref):
+        a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            norms = np.sqrt((a * a).sum(axis=1) * (b * b).sum(axis=1))
+            cosine = np.where(norms > 0, (a * b).sum(axis=1) / norms, (a == b).all(axis=1))
+        cosines.append(np.where(np.isfinite(cosine), cosine, -1.0).mean())
+    return max(0.0, 1.0 - float(np.mean(cosines)))
+
+
+def _drop_cosine(y: Outputs, ref: Outputs, labels: Any) -> float:
+    return _cosine_distance(y, ref)
+
+
+# ---------------------------------------------------------------- a user's own
+
+
+def _custom(name: str, function: Score) -> Metric:
+    def score(y: Outputs, ref: Outputs, labels: Any) -> float:
+        try:
+            value = float(function(dict(y), labels))
+        except Exception as error:  # the user's code may raise anything
+            raise RunError(
+                f"the metric {name} raised {type(error).__name__}: {error}",
+                hint="it is called as F(outputs by name, labels) and returns one number, higher is better",
+            ) from error
+        if math.isnan(value):
+            raise RunError(f"the metric {name} gave NaN", hint="it must return one number, higher is better")
+        return value
+
+    return Metric(
+        name,
+        f"the unit of {name}",
+        score,
+        lambda y, ref, labels: score(ref, ref, labels) - score(y, ref, labels),
+    )
+
+
+def _imported(given: str, module: str, name: str) -> Score:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # a metric lies beside the user's data more often than in an installed package
+    try:
+        found: Any = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # whatever the module raises while it is imported
+        raise UsageError(f"metric {given!r} cannot be imported: {type(error).__name__}: {error}") from None
+    finally:
+        sys.path.remove(here)
+    if not callable(found):
+        raise UsageError(f"metric {given!r} is not a function")
+    score: Score = found
+    return score

@@ -1,0 +1,54 @@
+"""The user's pins: patterns over ONNX node names, each with a precision that the search must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from optdnn.errors import UsageError
+from optdnn.ir.graph import STRUCTURAL, Graph
+from optdnn.passes.precision import Choice, key
+
+RANK = ("fp32", "bf16", "fp16", "fp8", "int8")
+"""Most accurate first: what counts where the nodes of one fused op are pinned differently."""
+SHOWN = 3
+
+
+def check_pins(pins: Iterable[str], graph: Graph, known: Iterable[str] = ()) -> None:
+    """Raise UsageError for a pattern that fits no node of ``graph`` (names of ops in a plan count too) nor of ``known``, the names
+    of nodes that were there before passes folded them away."""
+    ops = [op for op in graph.ops() if op.kind not in STRUCTURAL]
+    names = {n for op in ops for n in op.src} | {key(op) for op in ops} | set(known)
+    for pattern in pins:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            close = get_close_matches(pattern.strip("*"), sorted(names), SHOWN, 0.5) or sorted(
+                n for n in names if pattern.strip("*").lower() in n.lower()
+            )
+            what = "is like " + ", ".join(map(repr, close[:SHOWN])) if close else "is none of the model's node names"
+            raise UsageError(
+                f"--pin {pattern!r} fits no node; it {what}",
+                hint="names of nodes are those of the ONNX model (* and ? stand for anything): optdnn inspect MODEL --nodes",
+            )
+
+
+def pinned(pins: Mapping[str, str], choices: Iterable[Choice]) -> dict[str, tuple[str, str]]:
+    """Op key -> (precision, the pattern that says so). Of patterns for one node the last counts; of nodes in one fused op the most
+    accurate precision.
+
+    Raises UsageError for a precision that the op does not have, with the reason.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for choice in choices:
+        for name in (*choice.nodes, choice.key):
+            last = [(p, pattern) for pattern, p in pins.items() if fnmatchcase(name, pattern)][-1:]
+            if last and (choice.key not in found or RANK.index(last[0][0]) < RANK.index(found[choice.key][0])):
+                found[choice.key] = last[0]
+        precision, pattern = found.get(choice.key, ("fp32", ""))
+        if precision not in choice.precisions:
+            # A pattern that covers many nodes pins those that can be; one node named in full must be able to.
+            if pattern in (*choice.nodes, choice.key):
+                why = choice.refused.get(precision, "the target does not offer it")
+                raise UsageError(f"--pin {pattern}={precision}: {choice.kind} cannot run in {precision}: {why}")
+            del found[choice.key]
+    return found

@@ -1,0 +1,226 @@
+"""Automatic precision told: the plans that were tried, the front of accuracy against latency, and each node with its reason.
+
+Everything is drawn from the plain account that an engine keeps (``meta["auto"]``: ``optdnn.precision.account.Account.to_plain``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from optdnn.errors import UsageError, printable
+from optdnn.report.charts import Axis, axis_over
+from optdnn.report.html import require_jinja
+from optdnn.report.markdown import escape
+from optdnn.report.words import bytes_text, milliseconds
+from optdnn.runtime.atomic import check_writable, write_atomic
+
+COLUMNS = ("plan", "precisions", "ms", "drop", "drop on unseen data", "weights", "")
+WIDTH, HEIGHT = 60, 12
+
+
+def rows(auto: Mapping[str, Any]) -> list[list[str]]:
+    """The cells of :data:`COLUMNS`, the fastest plan first; plans that were not timed last."""
+    found = []
+    for c in sorted(auto["candidates"], key=lambda c: (c["ms"] is None, c["ms"] or 0.0, c["predicted_us"] or 0.0)):
+        found.append(
+            [
+                c["name"],
+                ", ".join(f"{n} {p}" for p, n in c["precisions"].items()),
+                milliseconds(c["ms"]) if c["ms"] is not None else _predicted(c),
+                _drop(c["drop"]),
+                "–" if c["verified"] is None and not c.get("error") and c["ms"] is None else _drop(c["verified"]),
+                "–" if c["weights_bytes"] is None else bytes_text(c["weights_bytes"]),
+                remark(c, auto),
+            ]
+        )
+    return found
+
+
+def remark(c: Mapping[str, Any], auto: Mapping[str, Any]) -> str:
+    """What is to be said of a plan: chosen, on the front, beyond the bound, refused."""
+    if c.get("error"):
+        return f"refused: {c['error']}"
+    said = ["chosen"] if c["name"] == auto["chosen"] else []
+    said += ["on the front"] if c["front"] else []
+    beyond = (
+        c["drop"] is None or c["drop"] > auto["metric"]["bound"] or (c["verified"] or 0.0) > auto["metric"]["bound"]
+    )
+    said += ["beyond the bound"] if beyond else []
+    return ", ".join(said)
+
+
+def sentences(auto: Mapping[str, Any]) -> list[str]:
+    """What was asked, on what data, and where the times are from."""
+    metric, samples = auto["metric"], auto["samples"]
+    step = f"; one sample counts {100 / samples['verification']:.2g} points" if metric["name"] == "top1" else ""
+    return [
+        f"bound: a drop of {metric['bound']:g} {metric['unit']} (metric {metric['name']}); {samples['calibration']} samples to "
+        f"calibrate and search on, {samples['verification']} others to verify by{step}",
+        f"times of operators: {auto['latency']['source']}; "
+        + (
+            "those of plans were measured on whole engines in turns"
+            if auto["latency"]["measured"]
+            else "no engine could be timed here: those of plans are predicted"
+        ),
+        *(f"{p}: {why}" for p, why in auto["notes"].items()),
+    ]
+
+
+def _predicted(c: Mapping[str, Any]) -> str:
+    return "–" if c["predicted_us"] is None else f"about {milliseconds(c['predicted_us'] / 1e3)}"
+
+
+def _drop(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
+
+
+# ---------------------------------------------------------------- the plot
+
+
+def points(auto: Mapping[str, Any]) -> list[tuple[float, float, Mapping[str, Any]]]:
+    """(milliseconds, worst drop, plan) of every plan whose both are known; predicted times where nothing was measured."""
+    found = []
+    for c in auto["candidates"]:
+        ms = c["ms"]
+        if ms is None and not auto["latency"]["measured"] and c["predicted_us"] is not None:
+            ms = c["predicted_us"] / 1e3
+        if ms is not None and c["drop"] is not None and not c.get("error"):
+            found.append((ms, max(c["drop"], c["verified"] if c["verified"] is not None else c["drop"]), c))
+    return found
+
+
+def text_plot(auto: Mapping[str, Any], width: int = WIDTH, height: int = HEIGHT) -> list[str]:
+    """Accuracy against latency for a terminal: ◆ the chosen plan, ● the front, ○ the rest, ┄ the bound. [] without two plans."""
+    shown = points(auto)
+    if len(shown) < 2:
+        return []
+    bound = auto["metric"]["bound"]
+    x = axis_over([ms for ms, _, _ in shown])
+    top = max([bound, *(d for _, d, _ in shown)]) * 1.1 or 1.0
+    low = min([0.0, *(d for _, d, _ in shown)])
+    grid = [[" "] * width for _ in range(height)]
+
+    def row(drop: float) -> int:
+        return round((top - drop) / (top - low) * (height - 1))
+
+    grid[row(bound)] = ["┄"] * width
+    for ms, drop, c in sorted(shown, key=lambda p: _weight(p[2], auto)):
+        grid[row(drop)][min(width - 1, round(x.at(ms) / 100 * (width - 1)))] = "○●◆"[_weight(c, auto)]
+    labels = {row(bound): f"{bound:g}", 0: f"{top:.2g}", row(0.0): "0"}
+    lines = [f"{labels.get(k, ''):>8} │{''.join(cells)}" for k, cells in enumerate(grid)]
+    ticks = [" "] * (width + 8)
+    for at, text in x.ticks:
+        start = round(at / 100 * (width - 1))
+        if start + len(text) < len(ticks) and all(t == " " for t in ticks[max(0, start - 1) : start + len(text) + 1]):
+            ticks[start : start + len(text)] = text
+    return [
+        f"{'drop':>8} │ (◆ chosen, ● front, ○ other, ┄ bound)",
+        *lines,
+        f"{'':>8} └{'─' * width}",
+        f"{'':>10}{''.join(ticks).rstrip()} ms",
+    ]
+
+
+def _weight(c: Mapping[str, Any], auto: Mapping[str, Any]) -> int:
+    return 2 if c["name"] == auto["chosen"] else 1 if c["front"] else 0
+
+
+# ---------------------------------------------------------------- files
+
+
+def to_markdown(auto: Mapping[str, Any], title: str) -> str:
+    """The account as Markdown; names from the model are escaped."""
+    parts = [f"# Automatic precision: {escape(title)}", _table(COLUMNS, rows(auto))]
+    plot = text_plot(auto)
+    if plot:
+        parts.append("```text\n" + "\n".join(plot) + "\n```")
+    parts.append("\n".join(f"- {escape(s)}" for s in sentences(auto)))
+    parts += ["## Nodes", _table(("ONNX nodes", "operator", "precision", "because"), node_rows(auto["nodes"]))]
+    return "\n\n".join(parts) + "\n"
+
+
+def node_rows(nodes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """ONNX nodes, operator, precision, reason."""
+    return [[" + ".join(n["nodes"]) or n["key"], n["kind"], n["precision"], n["reason"]] for n in nodes]
+
+
+def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *([escape(c) for c in row] for row in cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def to_html(auto: Mapping[str, Any], title: str) -> str:
+    """The account as one self-contained HTML file, without scripts. Needs jinja2 (extra ``report``)."""
+    require_jinja()
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    source = files("optdnn.report").joinpath("precision.html.j2").read_text(encoding="utf-8")
+    style = files("optdnn.report").joinpath("report.html.j2").read_text(encoding="utf-8")
+    style = style[style.index("<style>") + len("<style>") : style.index("</style>")]
+    return environment.from_string(source).render(
+        title=title,
+        style=style,
+        columns=COLUMNS,
+        rows=rows(auto),
+        sentences=sentences(auto),
+        nodes=node_rows(auto["nodes"]),
+        plot=_plot(auto),
+        chosen=auto["chosen"],
+    )
+
+
+def _plot(auto: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Geometry of the scatter plot in a box of 1000 x 300: percents across, heights in the box."""
+    shown = points(auto)
+    if len(shown) < 2:
+        return None
+    bound = auto["metric"]["bound"]
+    x = axis_over([ms for ms, _, _ in shown])
+    y = Axis(min([0.0, *(d for _, d, _ in shown)]), max([bound, *(d for _, d, _ in shown)]) * 1.1 or 1.0, False, ())
+
+    def height(drop: float) -> float:
+        return round(290 - 2.8 * y.at(drop), 1)
+
+    dots = [
+        (
+            round(10 * x.at(ms), 1),
+            height(drop),
+            f"{c['name']}: {ms:.4g} ms, drop {drop:.3g}",
+            _weight(c, auto),
+            c["name"],
+        )
+        for ms, drop, c in sorted(shown, key=lambda p: _weight(p[2], auto))
+    ]
+    line = [(d[0], d[1]) for d in sorted(dots) if d[3]]
+    return {"dots": dots, "front": line, "bound": height(bound), "bound_text": f"{bound:g}", "ticks": x.ticks}
+
+
+def write(auto: Mapping[str, Any], title: str, path: Path) -> None:
+    """Write the account to ``path``, in the form of its ending. Raises OutputError."""
+    text = to_html(auto, title) if form_of(path) == "html" else to_markdown(auto, title)
+    write_atomic(path, [text.encode()])
+
+
+def check_file(path: Path) -> None:
+    """Refuse, before any work, a file that could not be written. Raises UsageError, OutputError, MissingDependency."""
+    if form_of(path) == "html":
+        require_jinja()
+    check_writable(path)
+
+
+def form_of(path: Path) -> str:
+    """ "html" or "markdown", by the ending. Raises UsageError for any other."""
+    form = {".html": "html", ".htm": "html", ".md": "markdown"}.get(path.suffix.lower())
+    if form is None:
+        raise UsageError(f"{path} is neither .html nor .md", hint="the report's ending says what it is written as")
+    return form

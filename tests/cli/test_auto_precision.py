@@ -1,0 +1,162 @@
+"""``build --precision auto``, what ``inspect`` and ``explain`` tell of it, and pins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cli import Cli
+
+import optdnn.precision.targets as targets
+import optdnn.tactics.cpu as cpu
+
+pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+pytest.importorskip("openvino", reason="the cpu extra is not installed")
+
+
+@pytest.fixture(scope="module")
+def calib(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("calib") / "data.npz"
+    rng = np.random.default_rng(0)
+    np.savez(path, x=rng.standard_normal((16, 3, 8, 8)).astype(np.float32), labels=rng.integers(0, 5, 16))
+    return path
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure each engine once: what is tested here does not depend on who wins."""
+
+    def once(runners: Mapping[str, Callable[[], object]], **options: Any) -> dict[str, float]:
+        from optdnn.tactics.base import take_turns
+
+        return take_turns(runners, rounds=1, turn_seconds=0.001)
+
+    monkeypatch.setattr(cpu, "take_turns", once)
+    monkeypatch.setattr(targets, "take_turns", once)
+
+
+def build(cli: Cli, model: Path, calib: Path, out: Path, *more: object) -> Any:
+    return cli(
+        *("build", model, "-o", out, "--target", "cpu", "--threads", 1, "--precision", "auto", "--calib", calib),
+        *("--metric", "cosine", "--max-drop", 0.1, *more),
+    )
+
+
+@pytest.mark.usefixtures("quick")
+def test_build_tells_and_keeps_how_it_chose(cli: Cli, model: Path, calib: Path, tmp_path: Path) -> None:
+    out, report = tmp_path / "net.engine", tmp_path / "how.html"
+    result = build(cli, model, calib, out, "--precision-report", report, "--pin", "conv2=fp32")
+    assert result.code == 0, result.err
+    assert "precision: the plans that were tried" in result.out
+    assert "chosen" in result.out
+    assert "1 - cosine" in result.out  # the bound's unit
+    assert "8 samples to calibrate and search on, 8 others to verify by" in result.out
+    text = report.read_text(encoding="utf-8")
+    assert "<svg" in text
+    assert "<script" not in text
+
+    shown = cli("inspect", out)
+    assert "pinned by --pin conv2=fp32" in shown.out
+    facts = json.loads(cli("inspect", out, "--json").out)["auto"]
+    assert facts["met"]
+    row = next(c for c in facts["candidates"] if c["name"] == facts["chosen"])
+    assert row["within"]
+    assert {c["name"] for c in facts["candidates"]} >= {"fp32", "int8"}
+
+    told = cli("explain", out, "conv2")
+    assert told.code == 0
+    assert "precision fp32: pinned by --pin conv2=fp32" in told.out
+    assert "fuse_conv_bn" in told.out
+    assert "runs in step 0" in told.out
+    assert "for the network as a whole" in told.out
+    (fact,) = json.loads(cli("explain", out, "conv1", "--json").out)
+    assert fact["precision"]["account"]["us"]
+    assert {"bn1"} <= {n for entry in fact["made"] for n in entry["with"]}
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_account_as_markdown_escapes_names(cli: Cli, calib: Path, tmp_path: Path) -> None:
+    from support.onnxnet import HOSTILE, save_convnet
+
+    hostile = save_convnet(tmp_path / "net.onnx", batch="N", names=HOSTILE)
+    result = build(
+        cli, hostile, calib, tmp_path / "e", "--precision-report", tmp_path / "how.md", "--tactics", "openvino"
+    )
+    assert result.code == 0, result.err
+    text = (tmp_path / "how.md").read_text(encoding="utf-8")
+    assert text.startswith("# Automatic precision: net.onnx")
+    assert "<script>" not in text
+    assert "\x1b" not in text
+
+
+def test_a_pin_that_fits_nothing_names_what_is_close(cli: Cli, model: Path, calib: Path, tmp_path: Path) -> None:
+    result = build(cli, model, calib, tmp_path / "e", "--pin", "cnv2=fp32")
+    assert result.code == 2
+    assert "'conv2'" in result.err
+    assert not (tmp_path / "e").exists()
+    other = cli("build", model, "-o", tmp_path / "e", "--target", "cpu", "--pin", "zzz*=fp32")
+    assert other.code == 2
+    assert "none of the model's node names" in other.err
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_metric_that_raises_leaves_nothing_behind(
+    cli: Cli, model: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_metric_b.py").write_text("def f(outputs, labels):\n    raise KeyError('boxes')\n")
+    monkeypatch.chdir(tmp_path)
+    result = build(cli, model, calib, tmp_path / "e", "--metric", "my_metric_b:f")
+    assert result.code == 6
+    assert "my_metric_b:f raised KeyError" in result.err
+    assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_bound_that_cannot_be_met_names_the_closest_and_writes_nothing(
+    cli: Cli, model: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "calls = [0]\ndef f(outputs, labels):\n    calls[0] -= 1\n    return calls[0]\n"  # worse from call to call
+    (tmp_path / "my_metric_c.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    result = build(cli, model, calib, tmp_path / "e", "--metric", "my_metric_c:f", "--tactics", "onnxruntime")
+    assert result.code == 7
+    assert "the closest is" in result.err
+    assert "--max-drop" in result.err
+    assert not list(tmp_path.glob("e*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--precision", "auto"), "needs data"),
+        (("--max-drop", "1"), "is for precision auto"),
+        (("--precision-report", "how.html"), "precision auto"),
+        (("--precision", "auto", "--calib", "CALIB", "--metric", "f1"), "not one of top1"),
+        (("--precision", "auto", "--calib", "CALIB", "--metric", "mse"), "no usual bound"),
+        (("--precision", "auto", "--calib", "CALIB", "--precision-report", "how.txt"), "neither .html nor .md"),
+    ],
+)
+def test_usage(cli: Cli, model: Path, calib: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    given = [str(calib) if o == "CALIB" else o for o in options]
+    result = cli("build", model, "-o", tmp_path / "e", "--target", "cpu", *given)
+    assert result.code == 2
+    assert message in result.err
+    assert not (tmp_path / "e").exists()
+
+
+def test_explain_of_what_is_no_node_or_no_engine(cli: Cli, model: Path, engine: Path) -> None:
+    result = cli("explain", engine, "conv9")
+    assert result.code == 2
+    assert "did you mean 'conv" in result.err
+    assert cli("explain", model, "conv1").code == 2
+    told = cli("explain", engine, "bn*")
+    assert told.out.count("fuse_conv_bn") == 2
+    assert "precision: the engine's, fp32" in told.out
+
+
+def test_inspect_lists_names_of_nodes(cli: Cli, model: Path) -> None:
+    assert "conv2" in cli("inspect", model, "--nodes").out

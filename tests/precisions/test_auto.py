@@ -1,0 +1,261 @@
+"""The driver of automatic precision, on engines of NumPy kernels with given times; and once on the real libraries."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from precisions.nets import data, perceptron
+
+from optdnn.config import BuildOptions
+from optdnn.errors import RunError, UsageError
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph
+from optdnn.lower import lower_reference
+from optdnn.passes.precision import PrecisionPlan
+from optdnn.precision import auto
+from optdnn.precision.account import Account
+from optdnn.precision.latency import Table, Timed
+from optdnn.precision.targets import CpuTarget, Way, assigned
+from optdnn.runtime.engine import Engine
+from optdnn.tactics.timing_cache import TimingCache
+
+pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+pytest.importorskip("openvino", reason="the cpu extra is not installed")
+
+DATA = data()
+TIMES: dict[str, dict[str, float]] = {
+    "first.out": {"fp32": 10.0, "bf16": 6.0, "int8": 3.0},
+    "second.out": {"fp32": 10.0, "bf16": 6.0, "int8": 3.0},
+    "head.out": {"fp32": 10.0, "bf16": 6.0, "int8": 14.0},
+}
+CAST = 0.5
+
+
+@dataclass
+class Numpy:
+    """A target of NumPy engines; an engine's time is the sum of its plan's, and of casts."""
+
+    offers: tuple[str, ...] = ("fp32", "bf16", "int8")
+    notes: dict[str, str] = field(default_factory=dict)
+    plans: dict[int, PrecisionPlan] = field(default_factory=dict)
+    times: Mapping[str, Mapping[str, float]] = field(default_factory=lambda: TIMES)
+
+    def ways(self, graph: Graph, calibration: Any, say: Any) -> list[Way]:
+        table = Table("given times", True, overhead_us=CAST, bandwidth=1e12)
+        table.table = {k: {p: Timed(us, "numpy") for p, us in row.items()} for k, row in self.times.items()}
+        precisions = tuple(dict.fromkeys(p for row in self.times.values() for p in row))
+        return [Way("numpy", precisions, table, dict.fromkeys(precisions, 0.03))]
+
+    def quick(self, graph: Graph, plan: PrecisionPlan, way: str) -> Engine:
+        engine = Engine(lower_reference(graph, {}))
+        self.plans[id(engine)] = plan
+        return engine
+
+    def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Any) -> Engine:
+        return self.quick(graph, plan, "")
+
+    def race(self, engines: Mapping[str, Engine], say: Any) -> dict[str, float]:
+        return {n: self.milliseconds(self.plans[id(e)]) for n, e in engines.items()}
+
+    def milliseconds(self, plan: PrecisionPlan) -> float:
+        asked = ["fp32", *(plan.nodes.get(k, plan.default) for k in self.times), "fp32"]
+        casts = sum(a != b for a, b in itertools.pairwise(asked))
+        return (sum(row[p] for row, p in zip(self.times.values(), asked[1:-1], strict=True)) + CAST * casts) / 1e3
+
+
+def find(graph: Graph, driver: Numpy, monkeypatch: pytest.MonkeyPatch, **options: Any) -> auto.Found:
+    monkeypatch.setattr(auto, "target_of", lambda *a, **k: driver)
+    given = {"target": "cpu", "precision": "auto", "calib": DATA, "budget": 30.0, **options}
+    return auto.find(graph, BuildOptions(**given), "cpu", TimingCache())
+
+
+def node(account: Account, key: str) -> Any:
+    return next(n for n in account.nodes if n.key == key)
+
+
+def test_the_fastest_mixture_within_the_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=0.05)
+    assert found.met
+    assert {k: found.plan.nodes[k] for k in TIMES} == {"first.out": "int8", "second.out": "int8", "head.out": "bf16"}
+    assert found.label == "int8+bf16"
+    chosen = found.account.candidate()
+    assert chosen.verified is not None
+    assert chosen.worst <= 0.05
+    assert chosen.ms == min(c.ms for c in found.account.candidates if c.ms is not None)
+    reason = node(found.account, "head.out").reason
+    assert "bf16 is faster than fp32 here: 6.0 µs against 10.0 µs" in reason
+    assert "int8 is slower than bf16 here: 14.0 µs against 6.0 µs" in reason
+
+
+def test_a_tight_bound_takes_less_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=1e-5)
+    assert found.met
+    assert "int8" not in set(found.plan.nodes.values())
+    assert found.account.candidate().worst <= 1e-5
+    assert "bf16" in found.label
+    assert "int8 would save 3.0 µs, but" in node(found.account, "first.out").reason
+
+
+def test_a_bound_of_nothing_gives_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find(perceptron(), Numpy(offers=("fp32", "int8")), monkeypatch, metric="mse", max_drop=0.0)
+    assert found.met
+    assert found.account.chosen == "fp32"
+
+
+def test_a_single_precision_that_is_as_fast_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {k: {"fp32": 10.0, "bf16": 5.0, "int8": 9.0} for k in TIMES}
+    found = find(perceptron(), Numpy(times=times), monkeypatch, metric="cosine", max_drop=0.05)
+    assert found.account.chosen == "bf16"
+    assert found.label == "bf16"
+    assert "int8 is slower than bf16 here: 9.0 µs against 5.0 µs" in node(found.account, "first.out").reason
+
+
+def test_pins_hold_in_every_plan_and_are_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find(
+        perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=0.05, precision_map={"*": "fp32", "sec*": "bf16"}
+    )
+    assert all(
+        c.plan.nodes["first.out"] == "fp32" and c.plan.nodes["second.out"] == "bf16" for c in found.account.candidates
+    )
+    assert node(found.account, "second.out").reason == "pinned by --pin sec*=bf16"
+
+
+def test_a_bound_that_nothing_meets_gives_the_closest(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiled = find(perceptron(), Numpy(), monkeypatch, metric=_worse_unseen(), max_drop=0.5)
+    assert not spoiled.met
+    assert spoiled.account.candidate().worst == min(
+        c.worst for c in spoiled.account.candidates if c.verified is not None
+    )
+
+
+def _worse_unseen() -> Callable[[Any, Any], float]:
+    """A metric that every engine, fp32's own included, loses on from call to call."""
+    calls = [0.0]
+
+    def metric(outputs: Any, labels: Any) -> float:
+        calls[0] -= 1.0
+        return calls[0]
+
+    return metric
+
+
+def test_a_mixture_that_fails_on_unseen_data_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metric counts nothing lost on the part that the search sees, and much on the other wherever int8 is in it."""
+    n_seen = []
+
+    def metric(outputs: Mapping[str, np.ndarray], labels: Any) -> float:
+        y = outputs["y"]
+        reference = evaluate(perceptron(), {"x": lookup(labels)})["y"]
+        off = float(np.abs(y - reference).max() / np.abs(reference).max())
+        seen = set(map(int, labels)) <= first
+        n_seen.append(seen)
+        return -(0.0 if seen else 100.0 * (off > 0.005))
+
+    ids = np.arange(len(DATA["x"]))
+
+    def lookup(labels: Any) -> np.ndarray:
+        found: np.ndarray = DATA["x"][np.asarray(labels)]
+        return found
+
+    from optdnn.precision.samples import Samples, split
+
+    first = set(map(int, split(Samples({"x": DATA["x"]}, ids))[0].labels))  # type: ignore[arg-type]
+    found = find(perceptron(), Numpy(), monkeypatch, metric=metric, max_drop=1.0, calib={"x": DATA["x"], "labels": ids})
+    assert found.met
+    assert True in n_seen
+    assert False in n_seen
+    assert "int8" not in found.label
+    tried = [c for c in found.account.candidates if not c.single and c.verified is not None and "int8" in c.counts]
+    assert tried  # a mixture was built, and verification refused it
+    assert all(c.drop <= 1.0 < c.worst for c in tried)
+
+
+def test_an_engine_that_fails_is_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(Numpy):
+        def quick(self, graph: Graph, plan: PrecisionPlan, way: str) -> Engine:
+            if plan.quantizes:
+                raise RunError("no integers today")
+            return super().quick(graph, plan, way)
+
+    found = find(perceptron(), Refusing(), monkeypatch, metric="cosine", max_drop=0.05)
+    assert found.account.chosen == "bf16"
+    assert next(c for c in found.account.candidates if c.name == "int8").error == "no integers today"
+
+
+def test_a_metric_that_raises_stops_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad(outputs: Any, labels: Any) -> float:
+        raise ZeroDivisionError("mAP")
+
+    with pytest.raises(RunError, match="raised ZeroDivisionError: mAP"):
+        find(perceptron(), Numpy(), monkeypatch, metric=bad, max_drop=1.0)
+
+
+def test_the_budget_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = time.perf_counter()
+    found = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=0.05, budget=1e-3)
+    assert time.perf_counter() - start < 10
+    assert found.met
+
+
+def test_the_account_is_plain_and_has_a_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    account = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=0.05).account
+    front = account.front()
+    times = [c.ms for c in front]
+    assert times == sorted(times)  # type: ignore[type-var]
+    drops = [c.worst for c in front]
+    assert drops == sorted(drops, reverse=True)
+    assert len(front) >= 2
+    plain = account.to_plain()
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+    assert [c["name"] for c in plain["candidates"] if c["front"]]
+
+
+def test_without_data_there_is_nothing_to_judge_by() -> None:
+    with pytest.raises(UsageError, match="needs data"):
+        BuildOptions(target="cpu", precision="auto")
+
+
+@pytest.mark.parametrize("option", [{"max_drop": 1.0}, {"metric": "mse"}, {"labels": [1]}])
+def test_options_of_auto_want_auto(option: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="is for precision auto"):
+        BuildOptions(target="cpu", precision="int8", calib=DATA, **option)
+
+
+# ---------------------------------------------------------------- the real libraries
+
+
+def test_a_mixture_of_bf16_and_fp32_on_the_cpu_runs_as_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = CpuTarget(BuildOptions(target="cpu", threads=1), TimingCache(), calibrated=False)
+    if "bf16" not in driver.offers:
+        pytest.skip("this processor has no native bf16 arithmetic")
+    graph = perceptron()
+    plan = PrecisionPlan(nodes={"first.out": "bf16", "second.out": "fp32", "head.out": "bf16"})
+    mixed, _ = assigned(graph, plan, "cpu", None)
+    engine = driver.quick(mixed, plan, "openvino")
+    feeds = {"x": DATA["x"][:8]}
+    np.testing.assert_allclose(engine.run(feeds)["y"], evaluate(mixed, feeds)["y"], rtol=2e-2, atol=1e-2)
+    executed = engine.facts[0]["executed"]
+    assert executed["bf16"] >= 2
+    assert executed["f32"] >= 1
+
+
+def test_the_cpu_target_times_ops_and_keeps_the_times() -> None:
+    cache = TimingCache()
+    graph = perceptron()
+    driver = CpuTarget(BuildOptions(target="cpu", threads=1, tactics="openvino"), cache, calibrated=False)
+    (way,) = driver.ways(graph, None, lambda text: None)
+    assert way.name == "openvino"
+    assert {"first.out", "second.out", "head.out"} <= set(way.latency.times())
+    total = sum(row["fp32"].us for row in way.latency.times().values())
+    assert total <= way.whole_ms["fp32"] * 1e3 * 1.001
+    again = CpuTarget(BuildOptions(target="cpu", threads=1, tactics="openvino"), cache, calibrated=False)
+    (kept,) = again.ways(graph, None, lambda text: None)
+    assert kept.latency.times() == way.latency.times()
