@@ -205,8 +205,8 @@ def _check_plans(program: Program, dynamic: Dynamic) -> None:
             names = [(s.name, s.dtype) for s in specs]
             _require(names == [(s.name, s.dtype) for s, _ in ports], f"plan {k} has other {what}s than the engine")
             for spec, (own, _) in zip(specs, ports, strict=True):
-                fixed = all(isinstance(d, int) for d in own.shape) and _agree(own.shape, spec.shape)
-                _require(fixed, f"plan {k}: {what} {own} is no case of {spec}")
+                fits = what == "output" or all(isinstance(d, int) for d in own.shape)  # an output's may depend on data
+                _require(fits and _agree(own.shape, spec.shape), f"plan {k}: {what} {own} is no case of {spec}")
     for k, plan in enumerate(dynamic.plans, 1):
         nested = plan.dynamic is not None or plan.profiles != () or plan.target != program.target
         _require(not nested and plan.blobs is program.blobs, f"plan {k} is not one of this engine")

@@ -45,6 +45,9 @@ _ONCE_ATTRIBUTES = {
 }
 """Operators whose operands after the first were attributes of these names before some opset."""
 
+DOMAINS = {"ai.onnx.ml": 3}
+"""The version at which operators of other domains are written, where it is not 1."""
+
 
 @dataclass(frozen=True)
 class ExportedModel:
@@ -138,7 +141,7 @@ class _Exporter:
         made.output.extend(results)
         made.name = self._node_name(op, op_type)
         self.owners[made.name] = (op_type, op.outputs[0].name)
-        made.attribute.extend(node_attributes(op_type, domain, self.opset, attrs, len(names)))
+        made.attribute.extend(node_attributes(op_type, domain, DOMAINS.get(domain, self.opset), attrs, len(names)))
         self._domains.add(domain)
         self.nodes.append(made)
         return results
@@ -333,7 +336,7 @@ class _Exporter:
             assert source is not None
             proto.output.append(_value_info(out.name, graph.type(source)))
         imports = [onnx.helper.make_opsetid("", self.opset)]
-        imports += [onnx.helper.make_opsetid(d, 1) for d in sorted(self._domains - {""})]
+        imports += [onnx.helper.make_opsetid(d, DOMAINS.get(d, 1)) for d in sorted(self._domains - {""})]
         model = onnx.ModelProto(
             ir_version=onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True),
             producer_name="optdnn",

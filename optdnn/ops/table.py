@@ -5,6 +5,7 @@ from __future__ import annotations
 from optdnn.ops import (
     attention,
     binary,
+    classic,
     contrib,
     control,
     conv,
@@ -26,6 +27,7 @@ from optdnn.ops import (
     signal,
     softmax,
     sort,
+    trees,
     unary,
 )
 from optdnn.ops.base import FromOnnx, OpDef
@@ -54,6 +56,8 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "detection and sampling": detect.DEFS,
     "signals and transforms": signal.DEFS,
     "control flow": control.DEFS,
+    "decision trees": trees.DEFS,
+    "support vectors (our own)": classic.DEFS,
 }
 """Family -> its kinds."""
 
@@ -62,11 +66,12 @@ _DEFS: tuple[OpDef, ...] = tuple(d for family in FAMILIES.values() for d in fami
 OPDEFS: dict[str, OpDef] = {d.kind: d for d in _DEFS}
 """Kind -> definition."""
 
-IMPORTERS: dict[str, FromOnnx] = {
-    **{op_type: fn for d in _DEFS for op_type, fn in d.onnx.items()},
-    **contrib.IMPORTERS,
-}
+_COMPOSED: tuple[dict[str, FromOnnx], ...] = (contrib.IMPORTERS, classic.IMPORTERS, classic.REFUSALS)
+
+IMPORTERS: dict[str, FromOnnx] = {op_type: fn for d in _DEFS for op_type, fn in d.onnx.items()}
+for _more in _COMPOSED:
+    IMPORTERS.update(_more)
 """ONNX operator ("Conv"; other domains as "com.microsoft.FusedMatMul") -> its import function."""
 
-if len(OPDEFS) != len(_DEFS) or len(IMPORTERS) != len(contrib.IMPORTERS) + sum(len(d.onnx) for d in _DEFS):
+if len(OPDEFS) != len(_DEFS) or len(IMPORTERS) != sum(map(len, _COMPOSED)) + sum(len(d.onnx) for d in _DEFS):
     raise AssertionError("an operator kind or ONNX operator is defined twice")

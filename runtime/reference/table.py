@@ -22,7 +22,9 @@ from optdnn.runtime.reference import (
     signal,
     softmax,
     sort,
+    trees,
     unary,
+    vectors,
 )
 from optdnn.runtime.reference.base import Kernel
 
@@ -46,5 +48,7 @@ KERNELS: dict[str, Kernel] = {
     **signal.KERNELS,
     **softmax.KERNELS,
     **sort.KERNELS,
+    **trees.KERNELS,
     **unary.KERNELS,
+    **vectors.KERNELS,
 }
