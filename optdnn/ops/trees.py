@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import ShapeError
+from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ops.base import Attrs, Call, Cost, Emit, Export, NodeSpec, OpDef, Ref, Result, Tol, Unsupported
 from optdnn.ops.checks import elements, emit, required
 from optdnn.runtime.reference.trees import KERNELS, LEAF, MODES
@@ -273,8 +273,6 @@ def _to_onnx(attrs: TreeEnsembleAttrs, inputs: Sequence[str], outputs: int, e: E
     """As TreeEnsembleRegressor, one tree per root, every node under a number that is unique over all."""
     arrays = [e.value(name) for name in inputs[1:]]
     if any(a is None for a in arrays):
-        from optdnn.errors import UnsupportedError
-
         raise UnsupportedError("TreeEnsemble: ai.onnx.ml has its nodes as attributes, and here they are computed")
     features, thresholds, modes, yes, no, missing, roots, rows, weights = (a for a in arrays if a is not None)
     tree, order = _trees(roots.tolist(), modes, yes, no)
@@ -287,7 +285,7 @@ def _to_onnx(attrs: TreeEnsembleAttrs, inputs: Sequence[str], outputs: int, e: E
         if exact
         else {k: [float(x) for x in v] for k, v in of.items()}
     )
-    return e.node(
+    (y,) = e.node(
         "TreeEnsembleRegressor", [inputs[0]], 1, domain="ai.onnx.ml",
         aggregate_function=attrs.aggregate, n_targets=targets, post_transform="NONE",
         nodes_treeids=[tree[k] for k in order], nodes_nodeids=list(order),
@@ -299,6 +297,8 @@ def _to_onnx(attrs: TreeEnsembleAttrs, inputs: Sequence[str], outputs: int, e: E
         target_nodeids=[k for k in leaves for _ in range(targets)],
         target_ids=list(range(targets)) * len(leaves), **numbers,
     )  # fmt: skip
+    wanted = e.type(inputs[-1]).dtype  # the regressor's results are float32
+    return (y,) if wanted == FP32 else e.node("Cast", [y], to=wanted)
 
 
 def _trees(roots: Sequence[int], modes: Array, yes: Array, no: Array) -> tuple[dict[int, int], list[int]]:
