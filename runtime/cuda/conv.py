@@ -17,6 +17,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
+from optdnn.runtime.cuda.describe import ParameterBlock
 from optdnn.runtime.cuda.device import Device, Function, Launch, encode_im2col, encode_tiled
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 from optdnn.types import Array
@@ -367,6 +368,16 @@ class Requantize:
     low: float = -128.0
     high: float = 127.0
     zero: int = 0
+
+
+def put_requantize(block: ParameterBlock, stages: Sequence[render.Stage], requantize: Requantize | None) -> None:
+    """The numbers at the end of a parameter block, with the constants of the stages."""
+    r = requantize or Requantize()
+    constants = render.constants_of(stages) if requantize is not None else []
+    if len(constants) > MAX_CONSTANTS:
+        raise InternalError(f"a quantized epilogue has at most {MAX_CONSTANTS} constants, not {len(constants)}")
+    block.f32(r.residual_scale, r.residual_offset, r.low, r.high).i32(r.zero)
+    block.f32(*constants, *[0.0] * (MAX_CONSTANTS - len(constants)))
 
 
 class _Source(ctypes.Structure):

@@ -7,13 +7,14 @@ mean over all pixels of each image and channel (the squeeze of squeeze-and-excit
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv import Source
+from optdnn.runtime.cuda.conv import ITEM, Requantize, Source, put_requantize
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.nvrtc import Recipe
@@ -34,6 +35,27 @@ class Problem:
     epilogue: tuple[render.Stage, ...] = (("bias",),)
     dtype: str = "float16"
     squeeze: bool = False
+    out: str = ""
+    """Element type of the result; "": ``dtype``."""
+    residual_dtype: str = ""
+    """Element type of the residual; "": the result's."""
+    zero_point: bool = False
+    """Whether an 8-bit result has a zero point other than 0."""
+
+    @property
+    def out_dtype(self) -> str:
+        """Element type of the result."""
+        return self.out or self.dtype
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element of the input."""
+        return ITEM[self.dtype]
+
+    @property
+    def out_item(self) -> int:
+        """Bytes of an element of the result."""
+        return ITEM[self.out_dtype]
 
     @property
     def channels(self) -> int:
@@ -59,8 +81,8 @@ class Problem:
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         s = self.source
-        out = math.prod(self.out_size) * (2 if self.residual else 1)
-        return 2 * self.channels * (self.batch * (s.height * s.width + out) + math.prod(s.kernel))
+        out = math.prod(self.out_size) * self.out_item * (2 if self.residual else 1)
+        return self.channels * (self.batch * (s.height * s.width * self.item + out) + 2 * math.prod(s.kernel))
 
 
 @dataclass(frozen=True, order=True)
@@ -102,6 +124,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
     s = problem.source
     if config.lanes not in (4, 8) or problem.channels % config.lanes:
         return f"{problem.channels} channels are not a multiple of {config.lanes}"
+    if (why := no_kernel(problem)) is not None:
+        return why
     if math.prod(s.kernel) > MAX_TAPS:
         return f"{math.prod(s.kernel)} taps exceed {MAX_TAPS}: weights would not fit"
     if min(problem.out_size) < 1:
@@ -118,6 +142,15 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "the grid is too large"
     if s.height * s.width * problem.channels >= 1 << 31:
         return "an image has more elements than the kernel addresses"
+    return None
+
+
+def no_kernel(problem: Problem) -> str | None:
+    """Why neither depthwise kernel has these element types, or None."""
+    quantized = problem.dtype in ("int8", "uint8")
+    results = ("int8", "uint8", "float16", "bfloat16", "float32") if quantized else (problem.dtype,)
+    if problem.out_dtype not in results or (quantized and problem.squeeze) or (problem.item != 2 and not quantized):
+        return f"no kernel turns {problem.dtype} into {problem.out_dtype}"
     return None
 
 
@@ -143,11 +176,26 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "LANES": config.lanes, "KERNEL_H": s.kernel[0], "KERNEL_W": s.kernel[1], "STRIDE_H": s.stride[0], "STRIDE_W": s.stride[1],
         "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "TILE_H": config.tile_h, "TILE_W": config.tile_w,
         "MAX_THREADS": 128 if config.threads <= 128 else 256, "MIN_BLOCKS": config.blocks,
-        "HAS_RESIDUAL": int(problem.residual), "SQUEEZE": squeeze_mode(problem, config),
+        "SQUEEZE": squeeze_mode(problem, config),
     }  # fmt: skip
-    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
-    return Recipe("depthwise.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("depthwise.cu", arch, {"generated.cuh": generated(problem, defines)}, options(problem))
+
+
+def generated(problem: Problem, tile: Mapping[str, int]) -> str:
+    """The header of a depthwise kernel: its ``tile``, the element types, the epilogue."""
+    types = {
+        "HAS_RESIDUAL": int(problem.residual), "OPERAND_ITEM": problem.item, "OUT_ITEM": problem.out_item, "INTEGER": 0,
+        "OUT_FLOAT8": 0, "OUT_ZERO": int(problem.zero_point), "INPUT_UNSIGNED": int(problem.dtype == "uint8"),
+        "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
+    }  # fmt: skip
+    stages = render.epilogue if problem.item == 2 else render.runtime_epilogue
+    return "\n".join([render.constants({**tile, **types}), stages(problem.epilogue), ""])
+
+
+def options(problem: Problem) -> tuple[str, ...]:
+    """Compiler options. Of 8-bit images, products are summed exactly in whatever way, and nothing else may be contracted."""
+    return ("--std=c++17", "--use_fast_math", *(("--fmad=false",) if problem.item == 1 else ()),
+            *(("-DDTYPE_BF16",) if "bfloat16" in (problem.dtype, problem.out_dtype) else ()))  # fmt: skip
 
 
 def pack_weights(weight: Array) -> Array:
@@ -158,9 +206,10 @@ def pack_weights(weight: Array) -> Array:
     return np.ascontiguousarray(weight.reshape(channels, -1).T)
 
 
-def describe(problem: Problem, config: Config) -> Description:
-    """The launch. Operands: ``input``, ``output``, ``weights`` (packed), ``bias`` (fp32 [channels]), ``residual``, and for a
-    squeeze ``sums`` (fp32 [batch, tiles, channels]) or ``means`` (16-bit [batch, channels]), by :func:`squeeze_mode`."""
+def describe(problem: Problem, config: Config, requantize: Requantize | None = None) -> Description:
+    """The launch. Operands: ``input``, ``output``, ``weights`` (packed, 16-bit), ``bias`` (fp32 [channels]; of 8-bit images scale
+    and bias, [channels, 2]), ``residual``, and for a squeeze ``sums`` (fp32 [batch, tiles, channels]) or ``means`` (16-bit [batch,
+    channels]), by :func:`squeeze_mode`."""
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     blocks_c, blocks_x, blocks_y = tiles(problem, config)
     block = ParameterBlock().pointer("input").pointer("output").pointer("weights").pointer("bias")
@@ -168,6 +217,7 @@ def describe(problem: Problem, config: Config) -> Description:
     block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
     block.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
     block.i32(config.vectors, config.strips_x, config.strips_y, blocks_x).f32(1.0 / (out_h * out_w))
+    put_requantize(block, problem.epilogue, requantize)
     return block.describe(
         "depthwise",
         (blocks_c, blocks_x * blocks_y, problem.batch),

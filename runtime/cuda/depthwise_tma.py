@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.runtime.cuda import depthwise, render
+from optdnn.runtime.cuda import depthwise
+from optdnn.runtime.cuda.conv import Requantize, put_requantize
 from optdnn.runtime.cuda.depthwise import CLOCK, MEMORY, Problem
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
@@ -70,7 +71,7 @@ def squeeze_mode(problem: Problem, config: Config) -> int:
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block: barriers, the ring, weights of large filters, the squeeze's sums."""
     channels, taps = config.vectors * config.lanes, math.prod(problem.source.kernel)
-    ring = config.stages * (-(-math.prod(patch(problem, config)) * channels * 2 // 128) * 128)
+    ring = config.stages * (-(-math.prod(patch(problem, config)) * channels * problem.item // 128) * 128)
     sums = config.strips_x * config.strips_y * channels * 4 if problem.squeeze else 0
     return _HEAD_BYTES + ring + (taps * channels * 2 if taps > 9 else 0) + sums
 
@@ -80,7 +81,13 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     s = problem.source
     if problem.channels % 8 or config.lanes not in (4, 8):
         return f"{problem.channels} channels are not a multiple of 8"
-    if config.vectors * config.lanes % 8 or config.vectors * config.lanes > 256:
+    if (why := depthwise.no_kernel(problem)) is not None:
+        return why
+    if (
+        config.vectors * config.lanes * problem.item % 16
+        or problem.channels * problem.item % 16
+        or config.vectors * config.lanes > 256
+    ):
         return f"{config.vectors * config.lanes} channels are no TMA box"
     if math.prod(s.kernel) > depthwise.MAX_TAPS or min(problem.out_size) < 1:
         return "too many taps, or an empty output"
@@ -120,21 +127,22 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "LANES": config.lanes, "KERNEL_H": s.kernel[0], "KERNEL_W": s.kernel[1], "STRIDE_H": s.stride[0],
         "STRIDE_W": s.stride[1], "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "TILE_H": config.tile_h,
         "TILE_W": config.tile_w, "VECTORS": config.vectors, "STRIPS_X": config.strips_x, "STRIPS_Y": config.strips_y,
-        "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "HAS_RESIDUAL": int(problem.residual),
-        "SQUEEZE": squeeze_mode(problem, config),
+        "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "SQUEEZE": squeeze_mode(problem, config),
     }  # fmt: skip
-    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
-               *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
+    text = depthwise.generated(problem, defines)
+    options = (*depthwise.options(problem), *(("-DBARRIER_TRAP",) if checked else ()))
     return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, options)
 
 
-def describe(problem: Problem, config: Config, multiprocessors: int = 132) -> Description:
+def describe(
+    problem: Problem, config: Config, multiprocessors: int = 132, requantize: Requantize | None = None
+) -> Description:
     """The launch: a grid that fills ``multiprocessors``. Operands as of :func:`optdnn.runtime.cuda.depthwise.describe`."""
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     slabs, tiles_x, tiles_y = tiles(problem, config)
     count = tiles_x * tiles_y * problem.batch
-    row, item = s.width * problem.channels * 2, problem.channels * 2
+    item = problem.channels * problem.item
+    row = s.width * item
     box_h, box_w = patch(problem, config)
     shape = (problem.channels, s.width, s.height, problem.batch)
     block = ParameterBlock()
@@ -144,6 +152,7 @@ def describe(problem: Problem, config: Config, multiprocessors: int = 132) -> De
     block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
     block.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
     block.i32(slabs, tiles_x, tiles_x * tiles_y, count).f32(1.0 / (out_h * out_w))
+    put_requantize(block, problem.epilogue, requantize)
     shared = shared_bytes(problem, config)
     per_slab = max(1, min(count, multiprocessors * resident(problem, config) // slabs))
     return block.describe("depthwise_sm90", (per_slab * slabs, 1, 1), config.threads, shared=shared)
@@ -169,7 +178,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     warps = (config.threads // 32 - 1) * resident(problem, config)  # few of them leave issue slots empty
     tile = config.threads * work / 128 / min(0.8, 0.35 + 0.03 * warps)
     compute = (per_block * tile * resident(problem, config) + 1500) / CLOCK
-    box = math.prod(patch(problem, config)) * config.vectors * lanes * 2
+    box = math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
     l2 = slabs * count * (box + config.threads * outputs * lanes * 2) / 5.0e12
     in_flight = min(1.0, (config.stages - 1) * box * resident(problem, config) / 40000)
     return 1.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight))

@@ -1,4 +1,4 @@
-"""Tactics on kernels that describe their own launches (:mod:`optdnn.runtime.cuda.describe`): rows, and depthwise convolution."""
+"""Tactics on kernels that describe their own launches (:mod:`optdnn.runtime.cuda.describe`): rows."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ import numpy as np
 
 from optdnn.ir.graph import Op, Value
 from optdnn.ops.base import attrs_dict
-from optdnn.ops.fused import plain_stages
-from optdnn.runtime.cuda import depthwise, rows
-from optdnn.runtime.cuda.conv import Source
+from optdnn.runtime.cuda import rows
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.describe import Description
 from optdnn.runtime.cuda.nvrtc import Recipe
-from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, MapSpec, Placed, channels_last, map_dtype
-from optdnn.tactics.cuda.conv import bias_of, entering, finish
-from optdnn.tactics.cuda.epilogue import RESIDUAL, plan_epilogue
-from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, MapSpec, Placed, map_dtype
 from optdnn.tactics.cuda.tactic import Offer, Rehearsed
 from optdnn.types import BF16, FP16, normalize_axis
 
@@ -112,86 +107,4 @@ class HalfRows(Rehearsed):
             b, op, rows.recipe(problem, config, b.arch), rows.describe(problem, config), operands,
             kind=op.kind, attrs=attrs_dict(op.attrs), reads=reads, writes=[operands["output"]],
         )  # fmt: skip
-        return str(config)
-
-
-@lru_cache(maxsize=1024)
-def _depthwise_offers(problem: depthwise.Problem) -> tuple[Offer, ...]:
-    return tuple(Offer(c, depthwise.estimate(problem, c, h200())) for c in depthwise.candidates(problem, h200()))
-
-
-class HalfDepthwise(Rehearsed):
-    """Depthwise convolutions of 16-bit images that lie channels-last without gaps."""
-
-    name = "depthwise_half"
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
-        if not b.arch.startswith("sm_90"):
-            return f"it is tried on sm_90a, not {b.arch}"
-        if weight is None or weight.ndim != 4 or weight.shape[1] != 1 or a.group != weight.shape[0]:
-            return "it is not a depthwise convolution of images with constant weights"
-        if op.outputs[0].type.dtype not in (FP16, BF16) or weight.shape[0] % 8:
-            return "it is for 16-bit floats and channels in eights"
-        if op.input(2) is not None and bias_of(b, op) is None:
-            return "its bias is not constant"
-        if a.prologue or 0 in op.outputs[0].type.static_shape:
-            return "it has a prologue, or nothing to do"
-        assert op.inputs[0] is not None
-        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
-        if op.value not in b.reserved and op.outputs[0].type.layout != "nhwc":
-            return "its result is not channels-last"
-        if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 8 for p in places):
-            return "its images have gaps or another order"
-        problem = self._problem(b, op)
-        return None if _depthwise_offers(problem) else "no tile of the kernel fits it"
-
-    def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
-        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
-        assert weight is not None
-        n, c, h, w = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
-        return depthwise.Problem(n, source, (("bias",), *ep.rendered), map_dtype(op.outputs[0].type.dtype))
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
-        assert weight is not None
-        problem = self._problem(b, op)
-        offers = _depthwise_offers(problem)
-        b.offer(offers)
-        config = config or offers[0].config
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        x, target = entering(b, op), b.target(op.value)
-        channels = weight.shape[0]
-        dense = channels_last(target.shape, channels)
-        between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, dense) if ep.rest else target
-        vector = np.zeros(channels, np.float32)
-        for given in (bias_of(b, op), ep.bias):
-            if given is not None:
-                vector += given
-        packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
-        taps_w = weight.shape[3]
-        logical = packed.view(weight.shape, (1, 0, taps_w * channels, channels))
-        bias = b.constant(vector, f"{op.outputs[0].name}.bias")
-        operands = {"input": x, "output": between, "weights": packed, "bias": bias}
-        residual = None
-        if ep.residual is not None:
-            residual = b.operand(ep.residual)
-            if not residual.is_like(dense) or residual.offset % 8:
-                made = b.new(f"{op.outputs[0].name}.residual", residual.dtype, residual.shape, dense)
-                copy(b, op, residual, made)
-                residual = made
-            operands["residual"] = residual
-        constants = [b.constant(c, "scalar") for c in ep.constants]
-        tail = [residual, *constants] if residual is not None or constants else []
-        attrs = {
-            "strides": a.strides, "pads": a.pads, "dilations": a.dilations, "group": channels, "auto_pad": "NOTSET",
-            "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
-        }  # fmt: skip
-        emit_description(
-            b, op, depthwise.recipe(problem, config, b.arch), depthwise.describe(problem, config), operands,
-            kind="Conv", attrs=attrs, reads=[x, logical, bias, *tail], writes=[between],
-        )  # fmt: skip
-        finish(b, op, ep, between, target)
         return str(config)

@@ -42,7 +42,8 @@ def _with_pitch(b: Builder, op: Op, x: Placed) -> Placed:
     return b._copies[key]
 
 
-def _refusal(b: Builder, op: Op) -> str | None:
+def refusal(b: Builder, op: Op) -> str | None:
+    """Why no kernel has the types, stages or constants of an 8-bit product."""
     if not b.arch.startswith("sm_90"):
         return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
     if b.graph.constant_value(op.inputs[1]) is None or b.graph.constant_value(op.inputs[2]) is None:
@@ -188,7 +189,7 @@ class HopperQuantizedConv(Rehearsed):
     name = "conv_sm90_8bit"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        why = _refusal(b, op)
+        why = refusal(b, op)
         if why is not None:
             return why
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
@@ -230,7 +231,7 @@ class HopperQuantizedMatMul(Rehearsed):
     name = "gemm_sm90_8bit"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        return _refusal(b, op)
+        return refusal(b, op)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])

@@ -9,7 +9,8 @@ from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv, BlockConvTranspose
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.tactics.cuda.cudnn_attention import CudnnAttention
-from optdnn.tactics.cuda.described import OPERATIONS, HalfDepthwise, HalfRows
+from optdnn.tactics.cuda.depthwise import DepthwiseOfIntegers, HalfDepthwise
+from optdnn.tactics.cuda.described import OPERATIONS, HalfRows
 from optdnn.tactics.cuda.elementwise import Elementwise
 from optdnn.tactics.cuda.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.tactics.cuda.gemm import HopperGemm
@@ -36,7 +37,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "ConvTranspose": (BlockConvTranspose(), DirectConvTranspose()),
     "MatMul": (HopperGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
     "Gemm": (HopperGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
-    "QuantizedConv": (HopperQuantizedConv(),),
+    "QuantizedConv": (HopperQuantizedConv(), DepthwiseOfIntegers()),
     "QuantizedMatMul": (HopperQuantizedMatMul(),),
     "QuantizedMean": (MeanOfIntegers(),),
     "MaxPool": (MaxPoolOfIntegers(), WindowPool()),

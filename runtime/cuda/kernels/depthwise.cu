@@ -1,4 +1,4 @@
-// Depthwise convolution, NHWC, 16-bit storage, fp32 accumulation. Bound by memory: each input element should leave DRAM once.
+// Depthwise convolution, NHWC, 16- or 8-bit storage, fp32 accumulation. Bound by memory: each input element should leave DRAM once.
 //
 // A thread computes TILE_H x TILE_W output pixels of LANES (4 or 8) channels. It walks the input rows it needs once, top to bottom; a row's
 // vectors serve all taps and all output rows that touch it. A block takes block_vectors x strips_x x strips_y such strips, so that
@@ -9,19 +9,20 @@
 #include "depthwise_core.cuh"
 
 struct Params {
-    const u16* input;
-    u16* output;
+    const Element* input;
+    u8* output;
     const u16* weights;                            // [taps][channels]
-    const float* bias;                             // [channels]
-    const u16* residual;                           // as output
+    const Channel* channel;                        // [channels]: bias, or scale and bias
+    const u8* residual;                            // as output
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
     u16* means;                                    // SQUEEZE 2: [n][channels]
     int height, width, vectors, out_h, out_w, pad_h, pad_w;
     int block_vectors, strips_x, strips_y, tiles_x;
     float mean_scale;
+    Requantize requantize;                         // of 8-bit operands
 };
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(const Params p) {
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
     grid_launch_dependents();
     const int local = threadIdx.x % p.block_vectors, strip = threadIdx.x / p.block_vectors;
@@ -34,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     // Weights and bias depend on no other kernel.
     Vector* shared_weights = reinterpret_cast<Vector*>(shared);
     Vector own_weights[WEIGHTS_IN_SHARED ? 1 : TAPS];
-    float bias[LANES];
+    Channel constants[LANES];
     if (WEIGHTS_IN_SHARED) {
         for (int i = threadIdx.x; i < TAPS * p.block_vectors; i += blockDim.x) {
             const int v = blockIdx.x * p.block_vectors + i % p.block_vectors;
@@ -47,25 +48,25 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
             own_weights[i] = vector < p.vectors ? load_packed<LANES>(p.weights + (i * p.vectors + vector) * LANES) : zeros();
     }
     #pragma unroll
-    for (int i = 0; i < LANES; i++) bias[i] = 0.0f;
-    if (vector < p.vectors) load_floats<LANES>(bias, p.bias + vector * LANES);
+    for (int i = 0; i < LANES; i++) constants[i] = no_channel();
+    if (vector < p.vectors) load_constants(p.channel + vector * LANES, constants);
     grid_dependency_wait();
 
     Tile acc;
     if (live) {
         const int top = out_y * STRIDE_H - p.pad_h, left = out_x * STRIDE_W - p.pad_w;
-        const u16* image = p.input + ((long long)n * p.height * p.width * p.vectors + vector) * LANES;
+        const Element* image = p.input + ((long long)n * p.height * p.width * p.vectors + vector) * LANES;
         accumulate(
             acc,
-            [&](int r, Vector (&in)[COLUMNS]) {
+            [&](int r, Input (&in)[COLUMNS]) {
                 const int y = top + r;
-                const u16* row = image + (long long)y * p.width * p.vectors * LANES;
+                const Element* row = image + (long long)y * p.width * p.vectors * LANES;
                 #pragma unroll
                 for (int c = 0; c < COLUMNS; c++) {
                     const int x = left + c;
-                    in[c] = zeros();
+                    in[c] = no_input();
                     if (unsigned(y) < unsigned(p.height) && unsigned(x) < unsigned(p.width))
-                        in[c] = load_packed<LANES>(row + x * p.vectors * LANES);
+                        in[c] = load_input(row + x * p.vectors * LANES);
                 }
             },
             [&](int tap) {
@@ -73,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
             });
     }
     float sum[LANES];
-    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.vectors};
-    finish(target, acc, bias, sum, live, n, out_y, out_x, vector);
+    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.vectors, &p.requantize};
+    finish(target, acc, constants, sum, live, n, out_y, out_x, vector);
 
 #if SQUEEZE
     // The block's sums of each channel over its strips, in a fixed order.

@@ -1,15 +1,49 @@
-// What both depthwise kernels do in registers: TILE_H x TILE_W output pixels of LANES channels per thread, from rows of input vectors.
+// What both depthwise kernels, of 16-bit and of 8-bit images, do in registers: TILE_H x TILE_W output pixels of LANES channels per thread, from rows of input vectors.
 #pragma once
 #include "vectors.cuh"
 #include "generated.cuh"
+#include "conv_element.cuh"
 
 constexpr int TAPS = KERNEL_H * KERNEL_W;
 constexpr int ROWS = (TILE_H - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
 constexpr int COLUMNS = (TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
 constexpr bool WEIGHTS_IN_SHARED = TAPS > 9;
 
-typedef Packed<LANES> Vector;
+typedef Packed<LANES> Vector;                      // 16-bit: weights (8-bit ones are exact in fp16), and results
 typedef float Tile[TILE_H][TILE_W][LANES];
+
+#if OPERAND_ITEM == 1
+typedef u8 Element;
+struct Input { u32 word[LANES / 4]; };             // LANES bytes
+
+DEVICE Input load_input(const Element* at) {
+    Input v;
+    if constexpr (LANES == 8) {
+        const uint2 x = *reinterpret_cast<const uint2*>(at);
+        v.word[0] = x.x, v.word[1] = x.y;
+    } else {
+        v.word[0] = *reinterpret_cast<const u32*>(at);
+    }
+    return v;
+}
+// A byte in the low mantissa of 2^23 is a float. Products and sums of 49 of them are exact in fp32.
+DEVICE float value(const Input& v, int i) {
+    const u32 word = INPUT_UNSIGNED ? v.word[i / 4] : v.word[i / 4] ^ 0x80808080u;
+    return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i % 4)) - (INPUT_UNSIGNED ? 8388608.0f : 8388736.0f);
+}
+#else
+typedef u16 Element;
+typedef Vector Input;
+DEVICE Input load_input(const Element* at) { return load_packed<LANES>(at); }
+DEVICE float value(const Input& v, int i) { return element(v, i); }
+#endif
+
+DEVICE Input no_input() {
+    Input v;
+    #pragma unroll
+    for (int i = 0; i < LANES * OPERAND_ITEM / 4; i++) v.word[i] = 0u;
+    return v;
+}
 
 DEVICE Vector zeros() {
     Vector v;
@@ -32,7 +66,7 @@ template <class Load, class Weight> DEVICE void accumulate(Tile& acc, const Load
         #pragma unroll
         for (int t = 0; t < TILE_H; t++) used |= meets(r, t);
         if (!used) continue;
-        Vector in[COLUMNS];
+        Input in[COLUMNS];
         load(r, in);
         #pragma unroll
         for (int t = 0; t < TILE_H; t++) {
@@ -45,7 +79,7 @@ template <class Load, class Weight> DEVICE void accumulate(Tile& acc, const Load
                     const float factor = element(w, i);
                     #pragma unroll
                     for (int x = 0; x < TILE_W; x++)
-                        acc[t][x][i] = fmaf(element(in[x * STRIDE_W + s * DILATION_W], i), factor, acc[t][x][i]);
+                        acc[t][x][i] = fmaf(value(in[x * STRIDE_W + s * DILATION_W], i), factor, acc[t][x][i]);
                 }
             }
         }
@@ -53,14 +87,55 @@ template <class Load, class Weight> DEVICE void accumulate(Tile& acc, const Load
 }
 
 struct Output {
-    u16* output;                                   // [n][out_h][out_w][channels]
-    const u16* residual;                           // as output
+    u8* output;                                    // [n][out_h][out_w][channels]
+    const u8* residual;                            // as output
     int out_h, out_w, vectors;
+    const Requantize* requantize;
 };
 
+// LANES results of one pixel from their sums.
+DEVICE void finish_vector(const Output& p, long long at, const float (&acc)[LANES], const Channel (&c)[LANES], float (&y)[LANES]) {
+#if OUT_ITEM == 1
+    u32 words[LANES / 4];
+    #pragma unroll
+    for (int i = 0; i < LANES; i += 4) {
+        float r[4];
+        widen_residual(*p.requantize, HAS_RESIDUAL ? *reinterpret_cast<const u32*>(p.residual + at + i) : 0u, r);
+        #pragma unroll
+        for (int j = 0; j < 4; j++) y[i + j] = finished(*p.requantize, acc[i + j], c[i + j], r[j]);
+        words[i / 4] = narrow4(*p.requantize, y[i], y[i + 1], y[i + 2], y[i + 3]);
+    }
+    if constexpr (LANES == 8)
+        *reinterpret_cast<uint2*>(p.output + at) = make_uint2(words[0], words[1]);
+    else
+        *reinterpret_cast<u32*>(p.output + at) = words[0];
+#elif OUT_ITEM == 4
+    #pragma unroll
+    for (int i = 0; i < LANES; i += 4) {
+        const float4 r = HAS_RESIDUAL ? reinterpret_cast<const float4*>(p.residual)[(at + i) / 4] : make_float4(0, 0, 0, 0);
+        y[i] = finished(*p.requantize, acc[i], c[i], r.x);
+        y[i + 1] = finished(*p.requantize, acc[i + 1], c[i + 1], r.y);
+        y[i + 2] = finished(*p.requantize, acc[i + 2], c[i + 2], r.z);
+        y[i + 3] = finished(*p.requantize, acc[i + 3], c[i + 3], r.w);
+        reinterpret_cast<float4*>(p.output)[(at + i) / 4] = make_float4(y[i], y[i + 1], y[i + 2], y[i + 3]);
+    }
+#else
+    Vector r = zeros();
+    if (HAS_RESIDUAL) r = load_packed<LANES>(reinterpret_cast<const u16*>(p.residual) + at);
+    #pragma unroll
+    for (int i = 0; i < LANES; i++) y[i] = finished(*p.requantize, acc[i], c[i], element(r, i));
+    store_packed(reinterpret_cast<u16*>(p.output) + at, pack<LANES>(y));
+#endif
+}
+
+DEVICE void load_constants(const Channel* at, Channel (&c)[LANES]) {
+    #pragma unroll
+    for (int i = 0; i < LANES; i += 4) load_four(at, i, LANES, *reinterpret_cast<Channel(*)[4]>(&c[i]));
+}
+
 // Epilogue and store of what lies inside the image; adds up each channel for the squeeze.
-DEVICE void finish(const Output& p, const Tile& acc, const float (&bias)[LANES], float (&sum)[LANES], bool live, int n, int out_y, int out_x,
-                   int vector) {
+DEVICE void finish(const Output& p, const Tile& acc, const Channel (&constants)[LANES], float (&sum)[LANES], bool live, int n, int out_y,
+                   int out_x, int vector) {
     #pragma unroll
     for (int i = 0; i < LANES; i++) sum[i] = 0.0f;
     #pragma unroll
@@ -69,15 +144,10 @@ DEVICE void finish(const Output& p, const Tile& acc, const float (&bias)[LANES],
         for (int x = 0; x < TILE_W; x++) {
             if (!live || out_y + t >= p.out_h || out_x + x >= p.out_w) continue;
             const long long at = ((((long long)n * p.out_h + out_y + t) * p.out_w + out_x + x) * p.vectors + vector) * LANES;
-            Vector r = zeros();
-            if (HAS_RESIDUAL) r = load_packed<LANES>(p.residual + at);
             float y[LANES];
+            finish_vector(p, at, acc[t][x], constants, y);
             #pragma unroll
-            for (int i = 0; i < LANES; i++) {
-                y[i] = epilogue(acc[t][x][i], bias[i], element(r, i));
-                sum[i] += y[i];
-            }
-            store_packed(p.output + at, pack<LANES>(y));
+            for (int i = 0; i < LANES; i++) sum[i] += y[i];
         }
     }
 }

@@ -11,19 +11,20 @@ constexpr int WORKERS = VECTORS * STRIPS_X * STRIPS_Y, CONSUMERS = (WORKERS + 31
 constexpr int CHANNELS = VECTORS * LANES;
 constexpr int PATCH_H = (STRIPS_Y * TILE_H - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
 constexpr int PATCH_W = (STRIPS_X * TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
-constexpr u32 PATCH_LOAD = PATCH_H * PATCH_W * CHANNELS * 2, PATCH_BYTES = (PATCH_LOAD + 127) / 128 * 128;
+constexpr u32 PATCH_LOAD = PATCH_H * PATCH_W * CHANNELS * OPERAND_ITEM, PATCH_BYTES = (PATCH_LOAD + 127) / 128 * 128;
 
 struct Params {
     TensorMap input;                               // (channel, x, y, n)
-    u16* output;
+    u8* output;
     const u16* weights;                            // [taps][channels]
-    const float* bias;                             // [channels]
-    const u16* residual;                           // as output
+    const Channel* channel;                        // [channels]: bias, or scale and bias
+    const u8* residual;                            // as output
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
     u16* means;                                    // SQUEEZE 2: [n][channels]
     int vectors, out_h, out_w, pad_h, pad_w;
     int slabs, tiles_x, tiles, count;              // slabs of channels, tiles of an image's row, of an image, of the batch
     float mean_scale;
+    Requantize requantize;                         // of 8-bit operands
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90(const __grid_constant__ Params p) {
@@ -46,10 +47,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
     const int local = threadIdx.x % VECTORS, strip = threadIdx.x / VECTORS, vector = slab * VECTORS + local;
     const bool live = threadIdx.x < WORKERS && vector < p.vectors;
     Vector own_weights[WEIGHTS_IN_SHARED ? 1 : TAPS];
-    float bias[LANES];
+    Channel constants[LANES];
     #pragma unroll
-    for (int i = 0; i < LANES; i++) bias[i] = 0.0f;
-    if (live) load_floats<LANES>(bias, p.bias + vector * LANES);
+    for (int i = 0; i < LANES; i++) constants[i] = no_channel();
+    if (live) load_constants(p.channel + vector * LANES, constants);
     if (WEIGHTS_IN_SHARED) {
         for (int i = threadIdx.x; i < TAPS * VECTORS; i += THREADS) {
             const int v = slab * VECTORS + i % VECTORS;
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         return;
     }
 
-    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.vectors};
+    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.vectors, &p.requantize};
     const int strip_x = strip % STRIPS_X, strip_y = strip / STRIPS_X;
     const int own = ((strip_y * TILE_H * STRIDE_H * PATCH_W + strip_x * TILE_W * STRIDE_W) * VECTORS + local) * LANES;
     int stage = 0, parity = 0;
@@ -90,12 +91,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         barrier_wait(full + 8 * stage, parity);
         Tile acc;
         if (inside) {
-            const u16* patch = reinterpret_cast<const u16*>(ring + stage * PATCH_BYTES) + own;
+            const Element* patch = reinterpret_cast<const Element*>(ring + stage * PATCH_BYTES) + own;
             accumulate(
                 acc,
-                [&](int r, Vector (&in)[COLUMNS]) {
+                [&](int r, Input (&in)[COLUMNS]) {
                     #pragma unroll
-                    for (int c = 0; c < COLUMNS; c++) in[c] = load_packed<LANES>(patch + (r * PATCH_W + c) * CHANNELS);
+                    for (int c = 0; c < COLUMNS; c++) in[c] = load_input(patch + (r * PATCH_W + c) * CHANNELS);
                 },
                 [&](int tap) { return WEIGHTS_IN_SHARED ? shared_weights[tap * VECTORS + local] : own_weights[WEIGHTS_IN_SHARED ? 0 : tap]; });
         }
@@ -103,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         if (lane == 0) barrier_arrive(empty + 8 * stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
         float sum[LANES];
-        finish(target, acc, bias, sum, inside, n, out_y, out_x, vector);
+        finish(target, acc, constants, sum, inside, n, out_y, out_x, vector);
 
 #if SQUEEZE
         // The tile's sums of each channel over its strips, in a fixed order.

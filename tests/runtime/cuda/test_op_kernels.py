@@ -88,7 +88,7 @@ def layout_checks(struct: str, description: Description, fields: dict[str, str])
 def test_parameter_blocks_have_the_kernels_layout() -> None:
     config: Any = depthwise.candidates(SQUEEZED, DEVICE)[0]
     recipe = depthwise.recipe(SQUEEZED, config)
-    fields = {"input": "input", "output": "output", "weights": "weights", "bias": "bias"}
+    fields = {"input": "input", "output": "output", "weights": "weights", "channel": "bias"}
     squeeze = {1: {"sums": "sums"}, 2: {"means": "means"}}[depthwise.squeeze_mode(SQUEEZED, config)]
     compile_with(recipe, layout_checks("Params", depthwise.describe(SQUEEZED, config), fields | squeeze))
     finish = depthwise.squeeze_recipe(SQUEEZED)

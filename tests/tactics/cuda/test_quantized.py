@@ -14,12 +14,14 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.base import Stage
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.integers import MoveIntegers
 from optdnn.runtime.program import Program, validate
+from optdnn.types import FP16
 
 HOPPER = PassContext(target="cuda:sm_90a")
 
@@ -57,6 +59,12 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
         ),
     ),
     "a stem": lambda n: (n.fake(n.pool(n.fake(n.qconv(n.fake(n.input(2, 3, 34, 30), 0.03), 16, 7, stride=2), 0.04)), 0.04),),
+    "depthwise": lambda n: (
+        n.fake(n.qconv(n.fake(n.qconv(n.fake(n.input(2, 32, 9, 7), 0.03), 32, group=32), 0.04), 32, 5, stride=2, group=32), 0.04),
+    ),
+    "depthwise, float result": lambda n: (
+        n.op("Relu", n.op("Cast", n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 16, group=16), attrs=CastAttrs(FP16))),
+    ),
     "a perceptron": lambda n: (n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03), 40)), 0.03), 10),),
     "rows of three axes": lambda n: (n.fake(n.qmatmul(n.fake(n.input(3, 5, 32), 0.03), 24), 0.04),),
     "addition": lambda n: (

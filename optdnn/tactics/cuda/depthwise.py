@@ -1,0 +1,192 @@
+"""Tactics of depthwise convolutions of images that lie channels-last without gaps: 16-bit floats, and 8-bit integers."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.ops.base import attrs_dict
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda import depthwise, quantized
+from optdnn.runtime.cuda import depthwise_tma as tma
+from optdnn.runtime.cuda.conv import Requantize, Source
+from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.describe import Description
+from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype
+from optdnn.tactics.cuda.conv import bias_of, entering, finish
+from optdnn.tactics.cuda.described import emit_description
+from optdnn.tactics.cuda.epilogue import RESIDUAL, plan_epilogue
+from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.quantized import refusal
+from optdnn.tactics.cuda.tactic import Offer, Rehearsed
+from optdnn.types import BF16, FP16
+
+Config = depthwise.Config | tma.Config
+"""A tile of one of the two kernels: loads by the threads, or by TMA."""
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: depthwise.Problem) -> tuple[Offer, ...]:
+    """Both kernels' configurations, the best predicted first. A result is summed tap after tap in every one of them."""
+    found = [Offer(c, depthwise.estimate(problem, c, h200())) for c in depthwise.candidates(problem, h200())]
+    found += [Offer(c, tma.estimate(problem, c, h200())) for c in tma.candidates(problem, h200())]
+    return tuple(sorted(found, key=lambda o: o.seconds or 0.0))
+
+
+def _described(
+    problem: depthwise.Problem, config: Config, arch: str, requantize: Requantize | None = None
+) -> tuple[Recipe, Description]:
+    if isinstance(config, tma.Config):
+        return tma.recipe(problem, config, arch), tma.describe(problem, config, requantize=requantize)
+    return depthwise.recipe(problem, config, arch), depthwise.describe(problem, config, requantize)
+
+
+def _gaps(b: Builder, op: Op) -> str | None:
+    """Why images do not lie as the kernels need them."""
+    assert op.inputs[0] is not None
+    places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+    if op.value not in b.reserved and op.outputs[0].type.layout != "nhwc":
+        return "its result is not channels-last"
+    if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset * p.dtype.itemsize % 16 for p in places):
+        return "its images have gaps or another order"
+    return None
+
+
+def _dense(b: Builder, op: Op, x: Placed) -> Placed:
+    """A residual as the kernels read it: itself, or a copy."""
+    strides = channels_last(x.shape, x.shape[1])
+    if x.is_like(strides) and x.offset * x.dtype.itemsize % 16 == 0:
+        return x
+    made = b.new(f"{op.outputs[0].name}.residual", x.dtype, x.shape, strides)
+    copy(b, op, x, made)
+    return made
+
+
+class HalfDepthwise(Rehearsed):
+    """Depthwise convolutions of 16-bit images that lie channels-last without gaps."""
+
+    name = "depthwise_half"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
+        if not b.arch.startswith("sm_90"):
+            return f"it is tried on sm_90a, not {b.arch}"
+        if weight is None or weight.ndim != 4 or weight.shape[1] != 1 or a.group != weight.shape[0]:
+            return "it is not a depthwise convolution of images with constant weights"
+        if op.outputs[0].type.dtype not in (FP16, BF16) or weight.shape[0] % 8:
+            return "it is for 16-bit floats and channels in eights"
+        if op.input(2) is not None and bias_of(b, op) is None:
+            return "its bias is not constant"
+        if a.prologue or 0 in op.outputs[0].type.static_shape:
+            return "it has a prologue, or nothing to do"
+        if (why := _gaps(b, op)) is not None:
+            return why
+        return None if _offers(self._problem(b, op)) else "no tile of the kernel fits it"
+
+    def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
+        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
+        assert weight is not None
+        n, c, h, w = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
+        return depthwise.Problem(n, source, (("bias",), *ep.rendered), map_dtype(op.outputs[0].type.dtype))
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
+        assert weight is not None
+        problem = self._problem(b, op)
+        offers = _offers(problem)
+        b.offer(offers)
+        config = config or offers[0].config
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        x, target = entering(b, op), b.target(op.value)
+        channels = weight.shape[0]
+        dense = channels_last(target.shape, channels)
+        between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, dense) if ep.rest else target
+        vector = np.zeros(channels, np.float32)
+        for given in (bias_of(b, op), ep.bias):
+            if given is not None:
+                vector += given
+        packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
+        taps_w = weight.shape[3]
+        logical = packed.view(weight.shape, (1, 0, taps_w * channels, channels))
+        bias = b.constant(vector, f"{op.outputs[0].name}.bias")
+        operands = {"input": x, "output": between, "weights": packed, "bias": bias}
+        residual = None
+        if ep.residual is not None:
+            residual = operands["residual"] = _dense(b, op, b.operand(ep.residual))
+        constants = [b.constant(c, "scalar") for c in ep.constants]
+        tail = [residual, *constants] if residual is not None or constants else []
+        attrs = {
+            "strides": a.strides, "pads": a.pads, "dilations": a.dilations, "group": channels, "auto_pad": "NOTSET",
+            "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
+        }  # fmt: skip
+        recipe, found = _described(problem, config, b.arch)
+        reads = [x, logical, bias, *tail]
+        emit_description(b, op, recipe, found, operands, kind="Conv", attrs=attrs, reads=reads, writes=[between])
+        finish(b, op, ep, between, target)
+        return str(config)
+
+
+class DepthwiseOfIntegers(Rehearsed):
+    """Depthwise convolutions of int8 or uint8 images: products and sums are exact in fp32, the epilogue is that of other
+    8-bit convolutions."""
+
+    name = "depthwise_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := refusal(b, op)) is not None:
+            return why
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        if weight.ndim != 4 or weight.shape[1] != 1 or op.attrs.group != weight.shape[0] or op.attrs.group == 1:
+            return "it is not a depthwise convolution of images"
+        if weight.dtype != np.int8:
+            return f"it is for int8 weights, not {weight.dtype.name}"
+        if weight.shape[0] % 16:
+            return "its channels do not come in sixteens"
+        if (why := _gaps(b, op)) is not None:
+            return why
+        return None if _offers(self._problem(b, op)) else "no tile of the kernel fits it"
+
+    def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
+        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
+        assert weight is not None
+        x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
+        n, c, h, w = x.static_shape
+        source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
+        second = map_dtype(b.graph.type(op.inputs[3]).dtype) if op.input(3) is not None else ""  # type: ignore[arg-type]
+        dtypes = map_dtype(x.dtype), map_dtype(op.outputs[0].type.dtype)
+        return depthwise.Problem(n, source, tuple(a.stages), dtypes[0], False, dtypes[1], second, a.zero != 0)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        a, problem = op.attrs, self._problem(b, op)
+        weight, channel = b.graph.constant_value(op.inputs[1]), b.graph.constant_value(op.inputs[2])
+        assert weight is not None
+        assert channel is not None
+        assert op.inputs[0] is not None
+        offers = _offers(problem)
+        b.offer(offers)
+        config = config or offers[0].config
+        x, target = b.operand(op.inputs[0]), b.target(op.value)
+        half = ml_dtypes.bfloat16 if problem.out_dtype == "bfloat16" else np.float16  # either holds an int8 exactly
+        packed = b.constant(depthwise.pack_weights(weight).astype(half), f"{op.outputs[0].name}.weights")
+        pairs = b.constant(np.ascontiguousarray(channel), f"{op.outputs[0].name}.scales")
+        operands = {"input": x, "output": target, "weights": packed, "bias": pairs}
+        channels, taps_w = weight.shape[0], weight.shape[3]
+        reads = [x, packed.view(weight.shape, (1, 0, taps_w * channels, channels)), pairs]
+        if op.input(3) is not None:
+            operands["residual"] = _dense(b, op, b.operand(op.inputs[3]))  # type: ignore[arg-type]
+            reads.append(operands["residual"])
+        offset = quantized.byte_bias(problem.residual_dtype) + a.residual_zero
+        requantize = Requantize(a.residual_scale, offset, a.low, a.high, a.zero)
+        recipe, found = _described(problem, config, b.arch, requantize)
+        emit_description(
+            b, op, recipe, found, operands, kind="QuantizedConv", attrs=attrs_dict(a), reads=reads, writes=[target]
+        )
+        return str(config)
