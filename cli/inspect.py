@@ -56,6 +56,8 @@ def _step(program: Program, k: int) -> dict[str, Any]:
         buffer = program.buffers[(step.outputs if to == "host" else step.inputs)[0]]
         return {**found, "op": f"to the {'CPU' if to == 'host' else 'GPU'}", "bytes": buffer.nbytes}
     kind = step.params.get("kind") or step.params.get("op", {}).get("kind")
+    tactic = step.params.get("tactic")
+    found |= {"tactic": tactic} if isinstance(tactic, str) else {}
     return {**found, "op": kind} if isinstance(kind, str) else found
 
 
@@ -104,10 +106,10 @@ def _show(facts: dict[str, Any]) -> None:
         show_auto(facts["auto"], nodes=True)
     if facts.get("steps"):
         rows = [
-            [i, s["executor"], s.get("op", ""), s.get("bytes", ""), len(s["nodes"])]
+            [i, s["executor"], s.get("op", ""), s.get("tactic", ""), s.get("bytes", ""), len(s["nodes"])]
             for i, s in enumerate(facts["steps"])
         ]
-        columns = ["step", "executor", "operator", "bytes copied", "ONNX nodes"]
-        stdout.print(table("\nsteps", columns, rows, right=[0, 3, 4]))
+        columns = ["step", "executor", "operator", "tactic", "bytes copied", "ONNX nodes"]
+        stdout.print(table("\nsteps", columns, rows, right=[0, 4, 5]))
     if facts.get("host"):
         print_host(facts["host"], facts["target"])
