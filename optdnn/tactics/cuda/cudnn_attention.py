@@ -19,6 +19,7 @@ class CudnnAttention(Called):
 
     name = "attention_cudnn"
     provider = "cudnn"
+    most = 1
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         a = op.attrs
@@ -38,7 +39,7 @@ class CudnnAttention(Called):
             return "it has nothing to do"
         if op.input(3) is not None and b.graph.type(op.inputs[3]).static_shape[-1] != k.static_shape[2]:  # type: ignore[arg-type]
             return "its mask lacks keys"
-        return self._unable(b, op)
+        return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
         q, k, v = (

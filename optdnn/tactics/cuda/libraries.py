@@ -54,11 +54,11 @@ class Called:
     row_invariant: ClassVar[bool] = False
     provider: ClassVar[str]
 
+    most: ClassVar[int] = MOST
+
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """As many as the library ranks, where it can be asked; its first otherwise."""
-        with b.rehearsal():
-            found = ranked(self._add(b, op, 0))
-        return tuple(Offer(Rank(i), row_invariant=False) for i in range(min(MOST, found or 1)))
+        """The first of the library's ranking. Where it ranks fewer, the others fail when they are tried: to ask is as slow."""
+        return tuple(Offer(Rank(i), row_invariant=False) for i in range(self.most))
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         """See :class:`~optdnn.tactics.cuda.tactic.Tactic`."""
@@ -66,8 +66,8 @@ class Called:
         self._add(b, op, rank.place)
         return str(rank)
 
-    def _unable(self, b: Builder, op: Op) -> str | None:
-        """Why the library itself refuses the operation; None where it does not, or cannot be asked."""
+    def unable(self, b: Builder, op: Op) -> str | None:
+        """Whether the library has an algorithm for the operation, where it can be asked."""
         with b.rehearsal():
             operation = self._add(b, op, 0)
         return f"{self.provider} has no algorithm for it" if ranked(operation) == 0 else None
@@ -100,7 +100,7 @@ class CudnnConv(Called):
             return "it is empty"
         if t.dtype != FP32 and t.static_shape[1] % 8:
             return "its channels are no multiple of 8"
-        return self._unable(b, op)
+        return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
@@ -184,7 +184,7 @@ class CublasLtGemm(Called):
             bias = bias_of(b, op)
             if bias is None or channel_vector(bias, shape, -1) is None:
                 return "its third operand is not a constant row"
-        return self._unable(b, op)
+        return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
         weight = b.graph.constant_value(op.inputs[1])
@@ -247,7 +247,7 @@ class CublasLtBatched(Called):
             return "it has a prologue"
         if self._operands(b, op) is None:
             return "its matrices do not lie at one distance from one another, or not in rows"
-        return self._unable(b, op)
+        return None
 
     @staticmethod
     def _operands(b: Builder, op: Op) -> tuple[Placed, Placed, bool] | None:
@@ -299,6 +299,7 @@ class CudnnNorm(Called):
 
     name = "norm_cudnn"
     provider = "cudnn"
+    most = 1
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         t = op.outputs[0].type
@@ -317,7 +318,7 @@ class CudnnNorm(Called):
         x = b.operand(op.inputs[0])
         if x.dtype != t.dtype or not x.dense or (op.value in b.reserved and not b.reserved[op.value].dense):
             return "its rows do not lie one after the other"
-        return self._unable(b, op)
+        return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
         x, y = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]

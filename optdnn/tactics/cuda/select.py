@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from optdnn.config import BuildOptions
@@ -188,8 +188,11 @@ def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection,
         if not able:
             raise InternalError(f"{op.kind} {op.name}: the chosen tactic {chosen.tactic} cannot run it")
     limited = selection.row_invariant or selection.workspace is not None
-    for tactic in able:
+    for tactic in able if chosen is not None else _in_turn(b, op, tactics, able, selection):
         config: Any = None
+        if chosen is None and (why := tactic.unable(b, op)) is not None:
+            refused.append({"tactic": tactic.name, "reason": why})
+            continue
         if chosen is not None and chosen.config:
             config = named(b, op, tactic, chosen.config, key)
         elif limited:
@@ -208,6 +211,15 @@ def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection,
         return Decision(op, key, Choice(tactic.name, name), used, tuple(b.steps[steps:]), scratch, refused)
     reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
     raise UnsupportedError(f"no kernel runs it ({reasons})")
+
+
+def _in_turn(
+    b: Builder, op: Op, tactics: Sequence[Tactic], able: Sequence[Tactic], selection: Selection
+) -> Iterator[Tactic]:
+    """The tactics that may run the operator, then our own, should a library turn each of its down."""
+    yield from able
+    if all(t.provider != "own" for t in able):
+        yield from usable(b, op, tactics, replace(selection, providers=frozenset({"own"})))[0]
 
 
 _NAMED: dict[tuple[str, Choice], Any] = {}

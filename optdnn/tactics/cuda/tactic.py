@@ -49,6 +49,10 @@ class Tactic(Protocol):
     def refuse(self, b: Builder, op: Op) -> str | None:
         """Why it cannot run the operator, or None. A pure function of the operator and the target."""
 
+    def unable(self, b: Builder, op: Op) -> str | None:
+        """Why the library that it calls turns the operator down, where it is at hand to be asked; slow, hence not part of
+        ``refuse``: it is asked before an operator is given to it unmeasured."""
+
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """The configurations it could run the operator in, the best predicted first; empty where there is no choice.
 
@@ -65,6 +69,10 @@ class OwnTactic:
     provider: ClassVar[str] = "own"
     deterministic: ClassVar[bool] = True
     row_invariant: ClassVar[bool] = True
+
+    def unable(self, b: Builder, op: Op) -> str | None:
+        """There is no library to ask."""
+        return None
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """Without a choice."""
