@@ -215,7 +215,7 @@ class GatherBy(OwnTactic):
     name = "gather"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        return None
+        return "it is a view" if op.kind == "Gather" and GatherView().refuse(b, op) is None else None
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         x, index, out = b.operand(op.inputs[0]), b.operand(op.inputs[1]), b.target(op.value)  # type: ignore[arg-type]
