@@ -23,6 +23,7 @@ from optdnn.passes.fuse_siblings import FuseSiblings
 from optdnn.passes.fuse_softmax import FuseSoftmax
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers
+from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.stages import ANCHORS
 
 O0: tuple[Pass, ...] = (
@@ -65,6 +66,7 @@ O2_GPU: tuple[Pass, ...] = (
     *FOLDED,
     FuseAttention(),  # before epilogues: scales and masks would become stages. On the GPU alone, which has a kernel for it
     FoldConstants(),  # sums of constant masks and biases
+    PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
     *O2[len(FOLDED) :],

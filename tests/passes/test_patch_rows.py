@@ -1,0 +1,62 @@
+"""patch_rows: convolutions of patches that do not overlap become products in the order that their readers want."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.patch_rows import PatchEmbedding
+
+
+def embedding(
+    *, channels: int = 3, size: Any = (8, 12), patch: int = 4, flat: bool = True, bias: bool = True, batch: Any = 2, pads: int = 0,
+    twice: bool = False,
+) -> Graph:  # fmt: skip
+    """Of a ViT (``flat``) or a Swin."""
+    n = Net(np.float64)
+    y = n.conv(n.input(batch, channels, *size), 6, patch, pads=pads, strides=patch, bias=bias)
+    more = [n.op("Relu", y)] if twice else []
+    if flat:
+        y = n.op("Reshape", y, n.ints(0, 6, -1))
+    z = n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1) if flat else (0, 2, 3, 1)))
+    return n.done(z, *more)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_patches_are_rows_of_a_product(flat: bool, bias: bool) -> None:
+    kinds = {"Reshape": 2, "Transpose": 1, "MatMul": 1} | ({"Add": 1} if bias else {})
+    check_pass(PatchEmbedding(), embedding(flat=flat, bias=bias), changes=1, kinds=kinds)
+
+
+def test_a_symbolic_batch() -> None:
+    check_pass(PatchEmbedding(), embedding(batch=symbol("N", 1)), changes=1, sizes={"N": 3})
+
+
+@pytest.mark.parametrize(
+    ("graph", "reason"),
+    [
+        (embedding(size=(8, 13)), "not known to cover the image"),
+        (embedding(size=(8, symbol("W", 4))), "not known to cover the image"),
+        (embedding(channels=1, patch=2), "a patch has 4 elements"),
+    ],
+)
+def test_refused(graph: Graph, reason: str) -> None:
+    check_refused(PatchEmbedding(), graph, because=reason)
+
+
+def test_others_are_no_candidates() -> None:
+    check_untouched(PatchEmbedding(), embedding(twice=True))
+    check_untouched(PatchEmbedding(), embedding(pads=1))
+    n = Net(np.float64)
+    y = n.conv(n.input(2, 4, 8, 8), 6, 3, pads=1)
+    check_untouched(PatchEmbedding(), n.done(n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 3, 1)))))
+    n = Net(np.float64)
+    check_untouched(PatchEmbedding(), n.done(n.op("Relu", n.conv(n.input(2, 4, 8, 8), 6, 4, pads=0, strides=4))))
