@@ -1,0 +1,194 @@
+"""An optimized graph inside of an engine: plain data beside the program, so that the engine alone can be tuned again.
+
+The graph's structure is a table in the program's ``meta``; constants are not kept twice: wherever a step reads a view of a packed
+weight that holds the very elements of a constant, that view stands for it. Only what no step reads so (biases in another type,
+scattered stems) is a blob of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from optdnn.errors import EngineError, InternalError
+from optdnn.ir.graph import STRUCTURAL, ConstantAttrs, Graph, Op, Output, Value
+from optdnn.ops.base import Attrs, Stage
+from optdnn.ops.table import OPDEFS
+from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
+from optdnn.runtime.program import Plain, Program
+from optdnn.runtime.reference.run import PlainStage
+from optdnn.types import DTYPES, Array, TensorType, dtype_name
+
+KEY = "graph"
+"""Where in the program's ``meta``."""
+LARGE = 1 << 10
+"""Constants of fewer bytes are kept as they are, without looking for a view."""
+
+
+def hold(graph: Graph, program: Program) -> Program:
+    """The program with its graph. One that cannot be kept (bodies of control flow, sizes that depend on data) is left out."""
+    find = _Finder(program)
+    try:
+        table = _graph_to_plain(graph, find.place)
+    except InternalError:
+        return program
+    program.blobs = find.blobs
+    program.meta[KEY] = table
+    return program
+
+
+def held(program: Program) -> Graph:
+    """The graph of :func:`hold`. Raises EngineError where the program has none, or one that this version cannot read."""
+    table = program.meta.get(KEY)
+    if table is None:
+        raise EngineError("the engine does not hold its graph", hint="build it again from its model")
+    try:
+        return _graph_from_plain(table, program.blobs)
+    except (KeyError, TypeError, ValueError, IndexError, InternalError) as error:
+        raise EngineError(
+            f"the engine's graph is not one of this version of optdnn: {error}", hint="build the engine again from its model"
+        ) from error
+
+
+# ---------------------------------------------------------------- constants
+
+
+class _Finder:
+    """Looks for constants among the views of constants that steps read."""
+
+    def __init__(self, program: Program):
+        self.blobs = list(program.blobs)
+        self._views: dict[tuple[str, int], dict[tuple[Any, ...], Array]] = {}
+        for step in program.steps:
+            operands = (*step.inputs, *step.outputs)
+            for view in step.params.get("reads", ()):
+                if view is None:
+                    continue
+                operand, offset, shape, strides = view
+                blob = program.buffers[operands[operand]].blob
+                if blob is not None and 0 not in shape and min(strides, default=0) >= 0:
+                    array = view_of(self.blobs[blob], offset, shape, strides)
+                    key = (dtype_name(array.dtype), array.size)
+                    self._views.setdefault(key, {})[blob, offset, tuple(shape), tuple(strides)] = array
+
+    def place(self, array: Array) -> Plain:
+        """Where the constant's elements are: [blob, offset, strides] (elements)."""
+        if array.nbytes >= LARGE:
+            for (blob, offset, _, strides), found in self._views.get((dtype_name(array.dtype), array.size), {}).items():
+                for axes in _orders(found.shape, array.shape):
+                    if _equal(found.transpose(axes).reshape(array.shape), array):
+                        order = [(found.shape[a], strides[a]) for a in axes if found.shape[a] != 1]
+                        return [blob, offset, _spread(array.shape, order)]
+        for number, blob in enumerate(self.blobs):
+            same = blob.dtype == array.dtype and blob.shape == array.shape
+            if same and np.array_equal(_bytes(blob), _bytes(array)):
+                return [number, 0, None]
+        self.blobs.append(np.ascontiguousarray(array).reshape(array.shape))
+        return [len(self.blobs) - 1, 0, None]
+
+
+def _orders(view: Sequence[int], shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """Orders of the view's axes in which it has the shape, but for axes of length 1: as it is, or transposed."""
+    wanted = [n for n in shape if n != 1]
+    long = [i for i, n in enumerate(view) if n != 1]
+    short = [i for i, n in enumerate(view) if n == 1]
+    found = [(*short, *long)] if [view[i] for i in long] == wanted else []
+    if len(long) == 2 and [view[i] for i in reversed(long)] == wanted:
+        found.append((*short, *reversed(long)))
+    return found
+
+
+def _spread(shape: Sequence[int], order: Sequence[tuple[int, int]]) -> list[int]:
+    """Strides of the shape, given (length, stride) of its axes that are longer than 1."""
+    strides = iter(order)
+    return [next(strides)[1] if n != 1 else 0 for n in shape]
+
+
+def _equal(a: Array, b: Array) -> bool:
+    first = (0,) * (a.ndim - 1)
+    return np.array_equal(_bits(a[first]), _bits(b[first])) and np.array_equal(_bits(a), _bits(b))
+
+
+def _bits(a: Array) -> Array:
+    """The elements as integers: NaNs are equal to themselves, and zeros of two signs are not."""
+    return a.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[a.dtype.itemsize])
+
+
+def _bytes(a: Array) -> Array:
+    return np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+
+
+def view_of(blob: Array, offset: int, shape: Sequence[int], strides: Sequence[int]) -> Array:
+    """A view of a blob's elements. Raises ValueError where it is not inside."""
+    flat = blob.reshape(-1)
+    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if not (0 <= offset and 0 <= last < flat.size) or any(s < 0 for s in strides):
+        raise ValueError("a constant lies outside of its blob")
+    return as_strided(flat[offset:], shape, [s * flat.itemsize for s in strides], writeable=False)
+
+
+# ---------------------------------------------------------------- the graph
+
+
+def _graph_to_plain(graph: Graph, place: Callable[[Array], Plain]) -> dict[str, Plain]:
+    rows: list[Plain] = []
+    for op in graph.order():
+        outputs = [[o.name, dtype_name(o.type.dtype), list(o.type.static_shape), o.type.layout] for o in op.outputs]
+        attrs = place(op.attrs.value) if op.kind == "Constant" else _attrs_to_plain(op.attrs)
+        inputs = [None if v is None else [v.op, v.port] for v in op.inputs]
+        rows.append([op.id, op.kind, attrs, inputs, outputs, sorted(op.src)])
+    return {"name": graph.name, "ops": rows, "inputs": list(graph.inputs), "outputs": list(graph.outputs)}
+
+
+def _graph_from_plain(table: Mapping[str, Any], blobs: Sequence[Array]) -> Graph:
+    graph = Graph(table["name"])
+    for number, kind, attrs, inputs, outputs, src in table["ops"]:
+        outs = []
+        for name, dtype, shape, layout in outputs:
+            outs.append(Output(name, TensorType(DTYPES[dtype], tuple(shape), layout)))
+            graph._names.add(name)
+        values = tuple(None if v is None else Value(*v) for v in inputs)
+        made: Any = _constant(attrs, outs[0].type, blobs) if kind == "Constant" else _attrs_from_plain(kind, attrs)
+        graph.insert(Op(number, kind, made, values, tuple(outs), frozenset(src)))
+    graph.inputs, graph.outputs = list(table["inputs"]), list(table["outputs"])
+    graph._ids = itertools.count(1 + max((row[0] for row in table["ops"]), default=-1))
+    graph._order = [row[0] for row in table["ops"]]  # the order is part of what is kept: steps follow it
+    return graph
+
+
+def _constant(place: Sequence[Any], type: TensorType, blobs: Sequence[Array]) -> ConstantAttrs:
+    number, offset, strides = place
+    blob, shape = blobs[number], type.static_shape
+    array = blob if strides is None else view_of(blob, offset, shape, strides)
+    if array.shape != shape or array.dtype != type.dtype:
+        raise ValueError(f"a constant is {array.dtype}{list(array.shape)}, not {type}")
+    return ConstantAttrs(np.ascontiguousarray(array).reshape(shape))
+
+
+def _attrs_to_plain(attrs: Any) -> dict[str, Plain]:
+    if not is_dataclass(attrs):
+        raise InternalError(f"attributes of type {type(attrs).__name__} cannot be kept")
+    return attrs_to_plain({f.name: _stages(getattr(attrs, f.name)) for f in fields(attrs)})
+
+
+def _stages(value: Any) -> Any:
+    """Stages (in tuples) as plain stages."""
+    if isinstance(value, Stage):
+        return PlainStage(value.kind, value.args, {f.name: getattr(value.attrs, f.name) for f in fields(value.attrs)})
+    return tuple(map(_stages, value)) if isinstance(value, tuple) else value
+
+
+def _attrs_from_plain(kind: str, plain: Any) -> Attrs:
+    given = {name: _own(value) for name, value in attrs_from_plain(plain).items()}
+    return Attrs() if kind in STRUCTURAL else OPDEFS[kind].attrs(**given)
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, PlainStage):
+        return Stage(value.kind, tuple(value.args), OPDEFS[value.kind].attrs(**{k: _own(v) for k, v in value.attrs.items()}))
+    return tuple(map(_own, value)) if isinstance(value, tuple) else value
