@@ -13,6 +13,7 @@ from optdnn.cli.common import (
     make_options,
     print_host,
     print_json,
+    print_tuning,
     progress,
     refuse_engine,
     stderr,
@@ -82,7 +83,9 @@ def command(
 
         precision.write(report["auto"], model.name, precision_report)
     if chosen.workspace is not None and build.engine.target in ("cpu", "reference"):
-        stderr.print(f"--workspace bounds GPU kernels; the libraries of target {build.engine.target} manage their own memory")
+        stderr.print(
+            f"--workspace bounds GPU kernels; the libraries of target {build.engine.target} manage their own memory"
+        )
     if as_json:
         print_json({"engine": str(output), **report})
         return
@@ -106,7 +109,7 @@ def command(
     if build.engine.meta.get("host", {}).get("operators"):
         print_host(build.engine.meta["host"], build.engine.target)
     if build.tuning is not None:
-        _tuned(build.tuning)
+        print_tuning(build.tuning)
     total = sum(build.seconds.values())
     stdout.print(
         f"\n{output}: target {build.engine.target}, precision {build.engine.precision}"
@@ -162,33 +165,6 @@ def _explain(build: Any) -> None:
             stdout.print(
                 f"  {p.name}/{refused.rule} not at {' + '.join(refused.nodes)}: {refused.reason}", markup=False
             )
-
-
-def _tuned(tuning: Any) -> None:
-    """What tuning came to: the whole network's times, and the problems whose choice it changed."""
-    rows = [
-        [p["operators"], p["kind"], " ".join(p["nodes"])[:60], p["default"], p["chosen"], _us(p, "default"), _us(p, "chosen")]
-        for p in tuning["problems"]
-        if p["chosen"] != p["default"]
-    ]
-    if rows:
-        columns = ["", "operator", "nodes", "by the cost model", "measured", "µs", "now µs"]
-        stdout.print(table("\ntuned", columns, rows, right=[0, 5, 6]))
-    failed = [f"{c}: {why}" for p in tuning["problems"] for c, why in p.get("failed", {}).items()]
-    if failed:
-        stdout.print(f"{len(failed)} candidates were not usable, such as {failed[0]}")
-    before, after = tuning["before_ms"], tuning["after_ms"]
-    if tuning["cached"]:
-        stdout.print(f"\ntuned: {after:.4f} ms when it was measured (from the timing cache)")
-    elif before is not None:
-        stdout.print(f"\ntuned: {before:.4f} -> {after:.4f} ms")
-    if tuning.get("stopped"):
-        stdout.print(f"tuning ended early: {tuning['stopped']}")
-
-
-def _us(problem: Any, which: str) -> str:
-    found = problem["us"].get(problem[which])
-    return "-" if found is None else f"{found:.2f}"
 
 
 def _remark(measured: Any) -> str:

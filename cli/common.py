@@ -245,6 +245,41 @@ def table(
     return out
 
 
+def print_tuning(tuning: Mapping[str, Any]) -> None:
+    """What tuning came to: the whole network's times, and the problems whose choice it changed."""
+    rows = [
+        [
+            p["operators"],
+            p["kind"],
+            " ".join(p["nodes"])[:60],
+            p["default"],
+            p["chosen"],
+            _us(p, "default"),
+            _us(p, "chosen"),
+        ]
+        for p in tuning["problems"]
+        if p["chosen"] != p["default"]
+    ]
+    if rows:
+        columns = ["", "operator", "nodes", "by the cost model", "measured", "µs", "now µs"]
+        stdout.print(table("\ntuned", columns, rows, right=[0, 5, 6]))
+    failed = [f"{c}: {why}" for p in tuning["problems"] for c, why in p.get("failed", {}).items()]
+    if failed:
+        stdout.print(f"{len(failed)} candidates were not usable, such as {failed[0]}")
+    before, after = tuning["before_ms"], tuning["after_ms"]
+    if tuning["cached"]:
+        stdout.print(f"\ntuned: {after:.4f} ms when it was measured (from the timing cache)")
+    elif before is not None:
+        stdout.print(f"\ntuned: {before:.4f} -> {after:.4f} ms")
+    if tuning.get("stopped"):
+        stdout.print(f"tuning ended early: {tuning['stopped']}")
+
+
+def _us(problem: Mapping[str, Any], which: str) -> str:
+    found = problem["us"].get(problem[which])
+    return "-" if found is None else f"{found:.2f}"
+
+
 def print_host(host: Mapping[str, Any], target: str) -> None:
     """What of a network runs on the CPU (an engine's ``meta["host"]``): operators with reasons, copies, cost."""
     coverage, operators, copies = host["coverage"], host["operators"], host["copies"]

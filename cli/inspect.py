@@ -43,7 +43,8 @@ def _engine_facts(file: Path) -> dict[str, Any]:
         "steps": [_step(program, k) for k in range(len(program.steps))],
         "weights_bytes": sum(b.nbytes for b in program.blobs),
         "arena_bytes": program.arena_bytes,
-        **program.meta,
+        **{k: v for k, v in program.meta.items() if k != "graph"},
+        "retunable": "graph" in program.meta,
     }
 
 

@@ -18,6 +18,7 @@ from optdnn.errors import EXIT_CODES, OptdnnError, RunError, printable
 
 COMMANDS: dict[str, str] = {
     "build": "Compile an ONNX model into an engine.",
+    "retune": "Tune an engine for a GPU on the GPU, in place.",
     "run": "Run an engine once on given or random inputs.",
     "bench": "Measure an engine's latency and throughput.",
     "compare": "Race an engine or model against other runtimes: speed and accuracy.",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from optdnn.pytorch import from_torch
     from optdnn.ranges import DimRange
+    from optdnn.retuning import retune
     from optdnn.runtime.context import Context
     from optdnn.runtime.engine import Engine, load
     from optdnn.session import InferenceSession, SessionOptions, get_available_providers
@@ -57,6 +58,7 @@ _WHERE = {
     "Engine": "optdnn.runtime.engine",
     "Context": "optdnn.runtime.context",
     "DimRange": "optdnn.ranges",
+    "retune": "optdnn.retuning",
     "from_torch": "optdnn.pytorch",
     **dict.fromkeys(("InferenceSession", "SessionOptions", "get_available_providers"), "optdnn.session"),
     "TensorSpec": "optdnn.types",
@@ -88,6 +90,7 @@ __all__ = [  # noqa: PLE0604, RUF100
     "from_torch",
     "get_available_providers",
     "load",
+    "retune",
 ]
 
 

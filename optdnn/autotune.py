@@ -122,6 +122,7 @@ class Tuner:
         self.begin = clock()
         self.problems: dict[str, Problem] = {}
         self.cold = False
+        self._start: dict[str, Choice] = {}
         self._arrays: dict[Any, Array] = {}
         """Constants by content: all networks that are raced hold the very same, so that each is uploaded once."""
 
@@ -132,11 +133,16 @@ class Tuner:
 
         ``start``: choices to begin with, instead of the cost model's.
         """
-        found = Tuned(dict(start or {}), ())
+        self._start = dict(start or {})
+        found = Tuned(dict(self._start), ())
         known = self._known()
         if known is not None:
             return known
-        emitted = self._collect(found.choices)
+        try:
+            emitted = self._collect(self._start)
+        except InternalError:  # made by another version, with tactics or configurations that this one has not
+            self._start, self.problems, found.choices = {}, {}, {}
+            emitted = self._collect({})
         found.problems = [p for p in self.problems.values() if p.count]
         self.cold = _footprint(placed(emitted.program)) > 0.9 * self.timer.machine.l2_bytes
         phase = self.clock()
@@ -153,7 +159,8 @@ class Tuner:
         except RunError as error:
             found.stopped = f"the GPU failed: {error.message}"
         if found.stopped is not None:
-            self._adopt(found)
+            if found.after_ms is None:
+                self._adopt(found)
             self.say(f"tuning ended early: {found.stopped}; the best so far is kept")
         self._remember(found)
         return found
@@ -267,10 +274,10 @@ class Tuner:
         trials[:0] = [t for _, t in sorted(ranked, key=lambda r: r[0])]
 
     def _adopt(self, found: Tuned) -> None:
-        """The best measured alone, where the network has not decided."""
+        """The best measured alone; the network has not decided yet."""
         for problem in found.problems:
             if problem.times:
-                found.choices.setdefault(problem.key, problem.best)
+                found.choices[problem.key] = problem.best
 
     def _progress(self, wave: int, done: int, total: int, started: float, problem: Problem, found: Tuned) -> None:
         left = (self.clock() - started) / done * (total - done) if done else None
@@ -286,10 +293,10 @@ class Tuner:
         """Swap near-equals one problem at a time, and keep what makes the whole network faster."""
         nets: dict[str, Any] = {}
         try:
-            nets["plain"], nets["best"] = self._load({}), self._load(found.choices)
+            nets["plain"], nets["best"] = self._load(self._start), self._load(found.choices)
             found.before_ms, found.after_ms = self.timer.race([nets["plain"], nets["best"]], 3)
             if found.before_ms < found.after_ms:  # the cost model's choices are the better ones to start from
-                found.choices = {p.key: p.default for p in found.problems if p.times}
+                found.choices = {**self._start, **{p.key: p.default for p in found.problems if p.times}}
                 nets["best"].close()
                 nets["best"] = self._load(found.choices)
                 found.after_ms = found.before_ms

@@ -87,7 +87,7 @@ def _account(
     from optdnn.runtime.machine import machine, versions
 
     return {
-        **engine.meta,
+        **{k: v for k, v in engine.meta.items() if k != "graph"},
         "tactics": [m.to_json() for m in tactics],
         "fallbacks": fallbacks,
         **({"tuning": dict(tuning)} if tuning else {}),
@@ -189,6 +189,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             engine = Engine(lower_reference(graph, meta))
         elif target.partition(":")[0] in ("cuda", "simulate"):
             from optdnn.autotune import tune
+            from optdnn.ir.held import hold
             from optdnn.lower_cuda import lower_cuda
 
             tuned = tune(graph, options, target, cache, say)
@@ -196,7 +197,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             choices = None if tuned is None else tuned.choices
             # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
             program = replace(lower_cuda(graph, options, target, meta, say, choices), precision=label)
-            engine = Engine(program, options=LoadOptions(defer=True))
+            engine = Engine(hold(graph, program) if target != "simulate" else program, options=LoadOptions(defer=True))
         else:
             from optdnn.tactics.cpu import choose
 

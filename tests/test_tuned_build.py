@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.net import Net
+from support.timer import FakeTimer, hashed
 
 import optdnn
 from optdnn.cli.main import run
+from optdnn.errors import EngineError, UsageError
 from optdnn.ir.export_onnx import export_model
 from optdnn.runtime.cuda import timer as timer_module
 from optdnn.runtime.cuda import usable
-from optdnn.runtime.cuda.timer import Machine
+from optdnn.runtime.format import read, write
 
 
 @pytest.fixture(scope="module")
@@ -28,40 +31,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Timer:
-    """A GPU that was made up: candidates take longer, the longer their names."""
-
-    count = 0
-
-    class device:
-        arch = "sm_90a"
-
-    machine = Machine("GPU", 60 << 20, {"driver": "1"})
-
-    def compile(self, recipes: Any, workers: int) -> None:
-        pass
-
-    def trial(self, key: str, program: Any, *, cold: bool, give_up: float) -> float:
-        Timer.count += 1
-        name = program.steps[-1].params["tactic"]
-        return 1e-6 + len(name) * 1e-8 + sum(map(ord, name)) * 1e-10
-
-    def load(self, program: Any) -> Any:
-        class Net:
-            def close(self) -> None:
-                pass
-
-        return Net()
-
-    def race(self, networks: Any, rounds: int) -> list[float]:
-        return [1.0] * len(networks)
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
+    timer = FakeTimer(hashed)
     monkeypatch.setattr(usable, "why_not", lambda: None)
-    monkeypatch.setattr(timer_module, "GpuTimer", Timer)
-    monkeypatch.setattr(Timer, "count", 0)
+    monkeypatch.setattr(timer_module, "GpuTimer", lambda: timer)
+    return timer
 
 
 def build(model: Path, **options: Any) -> Any:
@@ -76,26 +51,26 @@ def test_without_a_gpu_the_cost_model_chooses_and_says_so(model: Path, monkeypat
     assert "tuning" not in engine.report
 
 
-def test_another_architecture_is_not_tuned(model: Path, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Timer.device, "arch", "sm_80")
+def test_another_architecture_is_not_tuned(model: Path, gpu: FakeTimer) -> None:
+    gpu.device.arch = "sm_80"
     said: list[str] = []
     build(model, progress=said.append)
     assert any("this GPU is sm_80, not sm_90a" in t for t in said)
-    assert Timer.count == 0
+    assert gpu.trials == []
 
 
-def test_heuristic_measures_nothing(model: Path, gpu: None) -> None:
+def test_heuristic_measures_nothing(model: Path, gpu: FakeTimer) -> None:
     assert "tuning" not in build(model, tactics="heuristic").report
-    assert Timer.count == 0
+    assert gpu.trials == []
 
 
-def test_a_warm_build_measures_nothing_and_is_the_same(model: Path, gpu: None, tmp_path: Path) -> None:
+def test_a_warm_build_measures_nothing_and_is_the_same(model: Path, gpu: FakeTimer, tmp_path: Path) -> None:
     cache = tmp_path / "times.json"
     first = build(model, timing_cache=cache)
-    count = Timer.count
+    count = len(gpu.trials)
     assert count > 10
     second = build(model, timing_cache=cache)
-    assert Timer.count == count
+    assert len(gpu.trials) == count
     for engine, name in ((first, "a"), (second, "b")):
         engine.save(tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
@@ -109,14 +84,112 @@ def test_a_warm_build_measures_nothing_and_is_the_same(model: Path, gpu: None, t
     assert len(data["networks"]) == 1
 
 
-def test_the_command_line(model: Path, gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(model: Path, gpu: FakeTimer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = ["--target", "cuda:sm_90a", "--precision", "fp16", "--no-cubins", "--tactics", "own"]
     out = ["-o", str(tmp_path / "a.engine")]
     assert run(["build", str(model), *target, *out, "--budget", "1000", "--workspace", "100000000"]) == 0
     assert "tuned" in capsys.readouterr().out
-    assert Timer.count > 0
+    assert gpu.trials
     assert run(["build", str(model), *target, *out, "--budget", "-1"]) == 2
     assert run(["build", str(model), *target, *out, "--row-invariant"]) == 0
     made = optdnn.load(tmp_path / "a.engine", simulate=True)
     assert made.meta["options"]["row_invariant"]
     assert all("k" not in t["config"] for t in made.meta["tactics"] if t["tactic"] == "conv_sm90")
+
+
+# ---------------------------------------------------------------- retune
+
+
+@pytest.fixture
+def engine(model: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "net.engine"
+    build(model, tactics="heuristic").save(path)
+    return path
+
+
+def test_retune_improves_an_engine_in_place(engine: Path, gpu: FakeTimer, model: Path, tmp_path: Path) -> None:
+    before = optdnn.load(engine, simulate=True)
+    feeds = {"x": np.random.default_rng(0).standard_normal((1, 64, 14, 14)).astype(np.float32)}
+    wanted = before.run(feeds)
+    found = optdnn.retune(engine)
+    assert found.replaced
+    assert found.before_ms is not None
+    assert found.after_ms < found.before_ms
+    after = optdnn.load(engine, simulate=True)
+    assert [t.get("config") for t in after.meta["tactics"]] != [t.get("config") for t in before.meta["tactics"]]
+    for name, value in after.run(feeds).items():
+        np.testing.assert_allclose(value, wanted[name], atol=4e-3 * np.abs(wanted[name]).max())
+    report = json.loads((tmp_path / "net.engine.report.json").read_text())
+    assert report["tuning"]["after_ms"] == found.tuning["after_ms"]
+    assert report["passes"], "what the build said is kept"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.engine", "net.engine.report.json"]
+    tuned = build(model, tactics="auto")
+    tuned.save(tmp_path / "tuned.engine")
+    assert (tmp_path / "tuned.engine").read_bytes() == engine.read_bytes(), "as a build on the GPU would have made it"
+
+
+def test_retune_leaves_what_it_cannot_improve(engine: Path, gpu: FakeTimer) -> None:
+    content = engine.read_bytes()
+    gpu.net = lambda tactics: 1.0
+    found = optdnn.retune(engine)
+    assert not found.replaced
+    assert found.before_ms == found.after_ms == 1.0
+    assert engine.read_bytes() == content
+
+
+def test_retune_starts_from_what_the_engine_uses(model: Path, gpu: FakeTimer, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.engine"
+    build(model).save(path)
+    content = path.read_bytes()
+    found = optdnn.retune(path, budget=1e-6)
+    assert not found.replaced
+    assert found.tuning["stopped"] == "the budget was spent"
+    assert path.read_bytes() == content
+
+
+def test_retune_of_an_interrupted_run_keeps_the_file_whole(
+    engine: Path, gpu: FakeTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    content = engine.read_bytes()
+    monkeypatch.setattr("optdnn.runtime.atomic.os.replace", fail)
+    with pytest.raises(KeyboardInterrupt):
+        optdnn.retune(engine)
+    assert engine.read_bytes() == content
+
+
+def test_what_cannot_be_retuned(
+    engine: Path, model: Path, gpu: FakeTimer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.device.arch = "sm_80"
+    with pytest.raises(UsageError, match="this GPU is sm_80"):
+        optdnn.retune(engine)
+    gpu.device.arch = "sm_90a"
+    with pytest.raises(UsageError, match="nothing to do"):
+        optdnn.retune(engine, tactics="heuristic")
+    optdnn.build(model, target="reference").save(tmp_path / "reference.engine")
+    with pytest.raises(EngineError, match="tuning is for GPUs"):
+        optdnn.retune(tmp_path / "reference.engine")
+    program = read(engine)
+    table = program.meta.pop("graph")
+    write(program, tmp_path / "bare.engine")
+    with pytest.raises(EngineError, match="does not hold its graph"):
+        optdnn.retune(tmp_path / "bare.engine")
+    table["ops"][0][1] = "NoSuchKind"
+    program.meta["graph"] = table
+    write(program, tmp_path / "foreign.engine")
+    with pytest.raises(EngineError, match="not one of this version"):
+        optdnn.retune(tmp_path / "foreign.engine")
+    monkeypatch.setattr(usable, "why_not", lambda: "no NVIDIA GPU")
+    with pytest.raises(UsageError, match="needs a GPU: no NVIDIA GPU"):
+        optdnn.retune(engine)
+
+
+def test_retune_on_the_command_line(engine: Path, gpu: FakeTimer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["retune", str(engine), "--budget", "100"]) == 0
+    assert "replaced" in capsys.readouterr().out
+    assert run(["retune", str(engine), "--json"]) == 0
+    assert not json.loads(capsys.readouterr().out)["replaced"]
+    assert run(["retune", str(engine.with_suffix(".missing"))]) != 0

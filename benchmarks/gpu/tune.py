@@ -91,6 +91,15 @@ def row_of(name: str, batch: int, options: argparse.Namespace, folder: Path, row
             engine.save(folder / path)
         row["warm_is_the_same"] = (folder / "a.engine").read_bytes() == (folder / "b.engine").read_bytes()
         print(f"  warm build {row['warm_build_s']:.2f} s, the same: {row['warm_is_the_same']}", flush=True)
+    if options.retune:
+        path = folder / "retuned.engine"
+        plain.save(path)
+        start = time.perf_counter()
+        found = optdnn.retune(path, budget=options.budget, tactics=options.tactics)
+        row["retune"] = {"before_ms": found.before_ms, "after_ms": found.after_ms, "replaced": found.replaced}
+        row["retune"] |= {"seconds": time.perf_counter() - start, "bytes": path.stat().st_size}
+        row["retune"]["ms"] = measured(optdnn.load(path), feeds)["ms"]
+        print(f"  retune {row['retune']}", flush=True)
     if options.shares:
         row["shares_us"] = shares(tuned, feeds)
 
@@ -103,6 +112,7 @@ def main() -> None:
     parser.add_argument("--tactics", default="auto")
     parser.add_argument("--budget", type=float)
     parser.add_argument("--warm", action="store_true", help="build once more with warm caches")
+    parser.add_argument("--retune", action="store_true", help="also retune the heuristic engine in place")
     parser.add_argument("--shares", action="store_true", help="what each step adds")
     parser.add_argument("--out", type=Path, default=Path("tune.json"))
     options = parser.parse_args()

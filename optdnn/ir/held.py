@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from optdnn.errors import EngineError, InternalError
+from optdnn.errors import EngineError, InternalError, ShapeError
 from optdnn.ir.graph import STRUCTURAL, ConstantAttrs, Graph, Op, Output, Value
-from optdnn.ops.base import Attrs, Stage
+from optdnn.ops.base import Attrs, Known, Stage
 from optdnn.ops.table import OPDEFS
 from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.program import Plain, Program
@@ -35,7 +35,7 @@ def hold(graph: Graph, program: Program) -> Program:
     find = _Finder(program)
     try:
         table = _graph_to_plain(graph, find.place)
-    except InternalError:
+    except (InternalError, ShapeError):
         return program
     program.blobs = find.blobs
     program.meta[KEY] = table
@@ -51,7 +51,8 @@ def held(program: Program) -> Graph:
         return _graph_from_plain(table, program.blobs)
     except (KeyError, TypeError, ValueError, IndexError, InternalError) as error:
         raise EngineError(
-            f"the engine's graph is not one of this version of optdnn: {error}", hint="build the engine again from its model"
+            f"the engine's graph is not one of this version of optdnn: {error}",
+            hint="build the engine again from its model",
         ) from error
 
 
@@ -127,7 +128,7 @@ def view_of(blob: Array, offset: int, shape: Sequence[int], strides: Sequence[in
     """A view of a blob's elements. Raises ValueError where it is not inside."""
     flat = blob.reshape(-1)
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    if not (0 <= offset and 0 <= last < flat.size) or any(s < 0 for s in strides):
+    if not (offset >= 0 and 0 <= last < flat.size) or any(s < 0 for s in strides):
         raise ValueError("a constant lies outside of its blob")
     return as_strided(flat[offset:], shape, [s * flat.itemsize for s in strides], writeable=False)
 
@@ -138,19 +139,31 @@ def view_of(blob: Array, offset: int, shape: Sequence[int], strides: Sequence[in
 def _graph_to_plain(graph: Graph, place: Callable[[Array], Plain]) -> dict[str, Plain]:
     rows: list[Plain] = []
     for op in graph.order():
-        outputs = [[o.name, dtype_name(o.type.dtype), list(o.type.static_shape), o.type.layout] for o in op.outputs]
+        outputs = [
+            [o.name, dtype_name(o.type.dtype), list(o.type.static_shape), o.type.layout, _known_to_plain(o.known)]
+            for o in op.outputs
+        ]
         attrs = place(op.attrs.value) if op.kind == "Constant" else _attrs_to_plain(op.attrs)
         inputs = [None if v is None else [v.op, v.port] for v in op.inputs]
         rows.append([op.id, op.kind, attrs, inputs, outputs, sorted(op.src)])
     return {"name": graph.name, "ops": rows, "inputs": list(graph.inputs), "outputs": list(graph.outputs)}
 
 
+def _known_to_plain(known: Known | None) -> Plain:
+    if known is None:
+        return None
+    if known.dtype == object:
+        raise InternalError("a symbolic value cannot be kept")
+    return attrs_to_plain({"known": known})["known"]
+
+
 def _graph_from_plain(table: Mapping[str, Any], blobs: Sequence[Array]) -> Graph:
     graph = Graph(table["name"])
     for number, kind, attrs, inputs, outputs, src in table["ops"]:
         outs = []
-        for name, dtype, shape, layout in outputs:
-            outs.append(Output(name, TensorType(DTYPES[dtype], tuple(shape), layout)))
+        for name, dtype, shape, layout, known in outputs:
+            value = None if known is None else attrs_from_plain({"known": known})["known"]
+            outs.append(Output(name, TensorType(DTYPES[dtype], tuple(shape), layout), value))
             graph._names.add(name)
         values = tuple(None if v is None else Value(*v) for v in inputs)
         made: Any = _constant(attrs, outs[0].type, blobs) if kind == "Constant" else _attrs_from_plain(kind, attrs)
@@ -190,5 +203,7 @@ def _attrs_from_plain(kind: str, plain: Any) -> Attrs:
 
 def _own(value: Any) -> Any:
     if isinstance(value, PlainStage):
-        return Stage(value.kind, tuple(value.args), OPDEFS[value.kind].attrs(**{k: _own(v) for k, v in value.attrs.items()}))
+        return Stage(
+            value.kind, tuple(value.args), OPDEFS[value.kind].attrs(**{k: _own(v) for k, v in value.attrs.items()})
+        )
     return tuple(map(_own, value)) if isinstance(value, tuple) else value

@@ -73,7 +73,8 @@ class Decision:
     def to_plain(self) -> Plain:
         row: dict[str, Plain] = {"nodes": sorted(self.op.src), "kind": self.op.kind, "tactic": self.choice.tactic}
         row |= {"launches": len(self.steps), "signature": self.signature}
-        row |= {"config": self.variant} if self.variant else {}
+        if self.variant:
+            row["config" if self.choice.config else "variant"] = self.variant
         row |= {"scratch_bytes": self.scratch} if self.scratch else {}
         return row | ({"refused": [dict(r) for r in self.refused]} if self.refused else {})
 

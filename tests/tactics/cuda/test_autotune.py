@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from support.net import Net
+from support.timer import FakeTimer, hashed
 
 import optdnn.autotune
 from optdnn.autotune import Tuned, Tuner
@@ -15,9 +16,7 @@ from optdnn.config import BuildOptions
 from optdnn.errors import RunError
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import emit_program
-from optdnn.runtime.cuda.nvrtc import Recipe
-from optdnn.runtime.cuda.timer import Machine, TrialFailed
-from optdnn.runtime.program import Program
+from optdnn.runtime.cuda.timer import TrialFailed
 from optdnn.tactics.cuda.select import Choice
 from optdnn.tactics.timing_cache import TimingCache
 
@@ -31,71 +30,6 @@ def network(batch: int = 1) -> Graph:
     for _ in range(3):
         x = n.op("Relu", n.conv(x, 64, 3))
     return n.done(n.conv(x, 32, 1, pads=0))
-
-
-def tactics_of(program: Program) -> list[str]:
-    return [s.params.get("tactic", "") for s in program.steps]
-
-
-class FakeTimer:
-    """``seconds`` gives the time of a candidate by its name (or raises); ``net`` that of a network, from its steps' tactics."""
-
-    def __init__(
-        self,
-        seconds: Callable[[str], float],
-        net: Callable[[Sequence[str]], float] | None = None,
-        *,
-        device: str = "GPU",
-        driver: str = "1",
-        l2: int = 60 << 20,
-    ):
-        self.machine = Machine(device, l2, {"driver": driver})
-        self.seconds, self.net = seconds, net
-        self.trials: list[tuple[str, str]] = []
-        self.regimes: set[bool] = set()
-        self.compiled: set[str] = set()
-        self.loaded = 0
-        self.now = 0.0
-
-    def compile(self, recipes: Sequence[Recipe], workers: int) -> None:
-        assert workers >= 1
-        self.compiled |= {r.key() for r in recipes}
-
-    def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
-        self.now += 1.0
-        name = tactics_of(program)[-1]
-        self.trials.append((key, name))
-        self.regimes.add(cold)
-        assert give_up > 0
-        for kernel in program.kernels:
-            assert Recipe(kernel.template, kernel.arch, kernel.generated, kernel.options).key() in self.compiled
-        return self.seconds(name)
-
-    def load(self, program: Program) -> Any:
-        self.loaded += 1
-        return FakeNet(self, tactics_of(program))
-
-    def race(self, networks: Sequence[FakeNet], rounds: int) -> list[float]:
-        self.now += 0.5
-        assert rounds >= 1
-        return [(self.net or self._sum)(n.tactics) for n in networks]
-
-    def _sum(self, tactics: Sequence[str]) -> float:
-        return sum(self.seconds(t) for t in tactics if t.startswith("conv")) * 1e3 + 0.001
-
-
-class FakeNet:
-    def __init__(self, timer: FakeTimer, tactics: list[str]):
-        self.timer, self.tactics = timer, tactics
-
-    def close(self) -> None:
-        self.timer.loaded -= 1
-        assert self.timer.loaded >= 0, "closed twice"
-
-
-def hashed(name: str) -> float:
-    """2 to 3 microseconds, by the name: unlike what is predicted."""
-    return 2e-6 + sum(map(ord, name)) * 37 % 101 * 1e-8
 
 
 def tuned(

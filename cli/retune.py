@@ -1,0 +1,38 @@
+"""``optdnn retune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from optdnn.cli.common import print_json, print_tuning, progress, stdout
+
+
+@click.command("retune")
+@click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--budget", type=click.FloatRange(min=0, min_open=True), default=None, metavar="SECONDS", help="Bound it."
+)
+@click.option("--tactics", default=None, metavar="T", help="auto, or of own,cudnn,cublaslt.  [default: the build's]")
+@click.option("--timing-cache", type=click.Path(path_type=Path), default=None, help="Keep measured times here.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
+def command(engine: Path, budget: float | None, tactics: str | None, timing_cache: Path | None, as_json: bool) -> None:
+    """Tune ENGINE on this machine's GPU and improve it in place.
+
+    For engines built with heuristic tactics, on a machine without a GPU, or for another driver. ENGINE is replaced, atomically,
+    only where the result is faster than it was, both measured side by side. Ctrl-C keeps what was found so far.
+    """
+    from dataclasses import asdict
+
+    from optdnn.retuning import retune
+
+    with progress(f"retune {engine.name}") as say:
+        found = retune(engine, budget=budget, tactics=tactics, timing_cache=timing_cache, progress=say)
+    if as_json:
+        print_json({"engine": str(engine), **asdict(found)})
+        return
+    print_tuning(found.tuning)
+    before = "its kernels did not load" if found.before_ms is None else f"{found.before_ms:.4f} ms"
+    outcome = "replaced" if found.replaced else "left as it was: nothing faster was found"
+    stdout.print(f"\n{engine}: {before} -> {found.after_ms:.4f} ms, {outcome}")

@@ -1,0 +1,112 @@
+"""Graphs inside of engines: what is read back lowers to the very same program, and weights are not kept twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.net import Net
+
+from optdnn.compiler import optimize
+from optdnn.config import BuildOptions
+from optdnn.dim import symbol
+from optdnn.errors import EngineError
+from optdnn.importers.onnx import import_model
+from optdnn.ir.graph import Graph
+from optdnn.ir.held import KEY, held, hold
+from optdnn.lower_cuda import lower_cuda
+from optdnn.models import zoo
+from optdnn.runtime.program import Program
+
+OPTIONS = BuildOptions(target="simulate", precision="fp16")
+
+
+def small() -> Graph:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(1, 48, 14, 14), 64, 3, bias=True))
+    x = n.op("Clip", n.op("Add", n.conv(x, 64, 3), x), 0.0, 6.0)
+    x = n.op("GlobalAveragePool", x)
+    return n.done(n.matmul(n.op("Flatten", x), 40))
+
+
+def lowered(graph: Graph) -> Program:
+    return lower_cuda(graph, OPTIONS, "simulate", {})
+
+
+def same(a: Program, b: Program) -> bool:
+    blobs = zip(a.blobs, b.blobs, strict=False)
+    contents = all(np.array_equal(x.reshape(-1).view(np.uint8), y.reshape(-1).view(np.uint8)) for x, y in blobs)
+    return contents and a.steps == b.steps and a.buffers == b.buffers and a.kernels == b.kernels
+
+
+@pytest.mark.parametrize("name", ["small", "mobilenet_v2", "lstm"])
+def test_what_is_read_back_lowers_to_the_same_program(name: str) -> None:
+    graph = small() if name == "small" else import_model(zoo.build(name, batch=1))
+    optimize(graph, OPTIONS, "simulate")
+    program = lowered(graph)
+    size = sum(b.nbytes for b in program.blobs)
+    again = held(hold(graph, program))
+    assert [op.id for op in again.order()] == [op.id for op in graph.order()]
+    assert same(program, lowered(again))
+    if name in ("small", "mobilenet_v2"):
+        assert sum(b.nbytes for b in program.blobs) < 1.1 * size, "weights are views of what the kernels read"
+
+
+def test_transposed_weights_are_found() -> None:
+    """Gemm packs its matrix the other way round."""
+    n = Net()
+    graph = n.done(n.matmul(n.input(4, 64), 72))
+    optimize(graph, OPTIONS, "simulate")
+    program = lowered(graph)
+    count = len(program.blobs)
+    hold(graph, program)
+    assert len(program.blobs) == count
+    assert same(program, lowered(held(program)))
+
+
+def test_symbolic_sizes_are_not_kept() -> None:
+    n = Net()
+    graph = n.done(n.op("Relu", n.input(symbol("N"), 8)))
+    program = lowered(small_optimized())
+    assert KEY not in hold(graph, program).meta
+    with pytest.raises(EngineError, match="does not hold its graph"):
+        held(program)
+
+
+def small_optimized() -> Graph:
+    graph = small()
+    optimize(graph, OPTIONS, "simulate")
+    return graph
+
+
+def damaged(table: Any) -> list[Any]:
+    rows = table["ops"]
+    constant = next(r for r in rows if r[1] == "Constant" and r[2][2] is not None)
+    conv = next(r for r in rows if r[1] == "Conv")
+
+    def constant_outside() -> None:
+        constant[2] = [constant[2][0], 1 << 40, constant[2][2]]
+
+    def constant_of_another_blob() -> None:
+        constant[2] = [10_000, 0, None]
+
+    def unknown_attribute() -> None:
+        conv[2]["nonsense"] = 1
+
+    def missing_operand() -> None:
+        conv[3][0] = [12345, 0]
+
+    def no_rows() -> None:
+        del table["ops"]
+
+    return [constant_outside, constant_of_another_blob, unknown_attribute, missing_operand, no_rows]
+
+
+@pytest.mark.parametrize("k", range(5))
+def test_damaged_graphs_are_refused(k: int) -> None:
+    graph = small_optimized()
+    program = hold(graph, lowered(graph))
+    damaged(program.meta[KEY])[k]()
+    with pytest.raises(EngineError, match="not one of this version"):
+        held(program)
