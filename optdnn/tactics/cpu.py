@@ -265,9 +265,7 @@ class _Search:
             rows.insert(0, best)
         if best is None:
             reasons = "; ".join(f"{r.name}: {r.refused}" for r in rows)
-            raise UnsupportedError(
-                f"no tactic of the cpu target runs this network in {self.label}: {reasons}"
-            )
+            raise UnsupportedError(f"no tactic of the cpu target runs this network in {self.label}: {reasons}")
         contender, threads = self.owner[best.name]
         engine = self.engines.get(best.name) or contender.engine(threads)
         engine.program.meta.update(
