@@ -10,6 +10,7 @@ from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
+from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.fuse_activation import FuseActivation
@@ -43,6 +44,7 @@ FOLDED: tuple[Pass, ...] = (
     FoldConstants(),  # shape arithmetic and everything else that is known now; later passes ask for constants
     CanonicalizeIntegers(),  # after folding, when quantized weights are constants; one form of what is quantized already
     CommonSubexpressions(keep=ANCHORS),  # equal values become one value; convolutions stay apart until fused
+    EinsumProducts(),  # before all that looks for products of matrices
     Canonicalize(),  # no-ops between the ops of a pattern hide it; padding and transposes get out of the way
     FuseActivation(),  # before epilogues: x * sigmoid(x) uses x twice, a Swish once
     FuseNorm(),  # before anything rewrites the arithmetic that a decomposed normalization consists of

@@ -112,6 +112,8 @@ class SimulateContext:
         self._runner, self.poison = runner, poison
         self.after_step: Callable[[_Action, list[Array]], None] | None = None
         """Called after each step, with its action and results: how tests hold kernels against their steps' meaning."""
+        self.before_step: Callable[[_Action], None] | None = None
+        """Called before each step: its result may lie over an operand."""
         p = runner.program
         self._raw = np.full(p.arena_bytes + 2 * FENCE, _FENCE_BYTE, np.uint8)
         arena = self._raw[FENCE : FENCE + p.arena_bytes]
@@ -188,6 +190,8 @@ class SimulateContext:
                     times.append(time.perf_counter_ns() - start)
                 continue
             m = action.step.meaning
+            if self.before_step is not None:
+                self.before_step(action)
             try:
                 operands = [None if v is None else self._view(action, v).copy() for v in m.reads]
                 with np.errstate(all="ignore"):

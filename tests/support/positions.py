@@ -146,7 +146,7 @@ def contractions(n: Net) -> list[Any]:
     return [
         n.op("Einsum", *operands, attrs=EinsumAttrs(equation))
         for equation, *operands in (("bij,jk->bki", x, y), ("...j,j->...", x, v), ("ii->i", square), ("ii", square),
-                                    ("bij,jk,j->b", x, y, v), ("bij->jb", x))
+                                    ("bij,jk,j->b", x, y, v), ("bij->jb", x), ("iij,jk->ki", n.input(3, 3, 4, name="cube"), y))
     ]  # fmt: skip
 
 

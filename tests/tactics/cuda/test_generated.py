@@ -290,12 +290,16 @@ def compare_steps(program: Program, feeds: dict[str, Any], tolerance: float, fol
     runner = SimulateRunner(program)
     context = SimulateContext(runner, poison=True)
     kernels, compared = HostKernels(program, folder), 0
+    given: list[Any] = []
+
+    def before(action: Any) -> None:
+        given[:] = [np.array(context._flat[i]) for i in action.operands]
 
     def hook(action: Any, outputs: list[Any]) -> None:
         nonlocal compared
         if not kernels.runs(action.step):
             return
-        flat = [np.array(context._flat[i]) for i in action.operands]
+        flat = list(given)
         wanted = [np.array(context._view(action, v)) for v in action.step.meaning.writes if v is not None]
         number = {i: k for k, i in enumerate(action.operands)}
         for v in action.step.meaning.writes:
@@ -316,7 +320,7 @@ def compare_steps(program: Program, feeds: dict[str, Any], tolerance: float, fol
             np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance * scale, err_msg=label)
         compared += 1
 
-    context.after_step = hook
+    context.before_step, context.after_step = before, hook
     context.run(feeds)
     assert compared
     return compared

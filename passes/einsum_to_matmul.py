@@ -1,0 +1,115 @@
+"""Einsum as products of matrices: what kernels and every later pass know.
+
+Operands are contracted from the left, two at a time. Of two operands' labels those in both and in what is still wanted are the
+product's batch; those in both alone are summed by it; the others are its rows and columns. Several labels of one sort become one
+axis by a reshape around the product. Labels of one operand that nothing else names are summed before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gemm import MatMulAttrs, einsum_terms
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rewrite, RulePass
+from optdnn.types import is_float
+
+
+@dataclass(frozen=True)
+class Term:
+    """A value with a label per axis."""
+
+    value: Value
+    labels: tuple[str, ...]
+
+
+class EinsumToMatMul(Rewrite):
+    """Refuses diagonals, sizes that are not known, axes of 1 that broadcast, and what is not floating-point."""
+
+    name = "einsum_to_matmul"
+    kinds = frozenset({"Einsum"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        values = [v for v in op.inputs if v is not None]
+        types = [graph.type(v) for v in values]
+        if not all(t.is_static for t in types):
+            return Miss("its sizes are not known")
+        if not is_float(types[0].dtype):
+            return Miss(f"products of {types[0].dtype.name} are not those of matrices")
+        labels, result = einsum_terms(op.attrs.equation, [len(t.static_shape) for t in types])
+        if any(len(set(one)) != len(one) for one in labels):
+            return Miss("an operand names one label twice: a diagonal")
+        sizes: dict[str, int] = {}
+        for one, t in zip(labels, types, strict=True):
+            for label, n in zip(one, t.static_shape, strict=True):
+                if sizes.setdefault(label, n) != n:
+                    return Miss(f"an axis of 1 broadcasts along {label.strip('.')}")
+        if 0 in sizes.values():
+            return Miss("it has no elements")
+        terms = [Term(v, tuple(one)) for v, one in zip(values, labels, strict=True)]
+        return Match((op,), lambda patch: _build(patch, terms, tuple(result), sizes))
+
+
+def _build(patch: Patch, terms: Sequence[Term], result: Sequence[str], sizes: dict[str, int]) -> Value:
+    first, *rest = terms
+    for k, other in enumerate(rest):
+        wanted = {*result, *(label for t in rest[k + 1 :] for label in t.labels)}
+        left = _summed(patch, first, {*wanted, *other.labels})
+        right = _summed(patch, other, {*wanted, *first.labels})
+        first = _product(patch, left, right, wanted, sizes)
+    return _ordered(patch, _summed(patch, first, set(result)), result)
+
+
+def _summed(patch: Patch, term: Term, wanted: set[str]) -> Term:
+    """The sum over the axes that nothing else names."""
+    axes = [i for i, label in enumerate(term.labels) if label not in wanted]
+    if not axes:
+        return term
+    where = patch.constant(np.array(axes, np.int64), "axes")
+    value = patch.add("ReduceSum", [term.value, where], ReduceAttrs(keepdims=False))
+    return Term(value, tuple(label for label in term.labels if label in wanted))
+
+
+def _ordered(patch: Patch, term: Term, labels: Sequence[str]) -> Value:
+    perm = tuple(term.labels.index(label) for label in labels)
+    if perm == tuple(range(len(perm))):
+        return term.value
+    return patch.add("Transpose", [term.value], TransposeAttrs(perm))
+
+
+def _shaped(patch: Patch, value: Value, shape: Sequence[int]) -> Value:
+    if patch.type(value).static_shape == tuple(shape):
+        return value
+    return patch.add("Reshape", [value, patch.constant(np.array(shape, np.int64), "shape")], ReshapeAttrs())
+
+
+def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, int]) -> Term:
+    """Two operands as one product of matrices, its batch in front."""
+    batch = [x for x in a.labels if x in b.labels and x in wanted]
+    inner = [x for x in a.labels if x in b.labels and x not in wanted]
+    rows = [x for x in a.labels if x not in b.labels]
+    columns = [x for x in b.labels if x not in a.labels]
+
+    def extent(labels: Sequence[str]) -> int:
+        return math.prod(sizes[x] for x in labels)
+
+    lead = [sizes[x] for x in batch]
+    left = _shaped(patch, _ordered(patch, a, [*batch, *rows, *inner]), [*lead, extent(rows), extent(inner)])
+    right = _shaped(patch, _ordered(patch, b, [*batch, *inner, *columns]), [*lead, extent(inner), extent(columns)])
+    value = patch.add("MatMul", [left, right], MatMulAttrs())
+    labels = (*batch, *rows, *columns)
+    return Term(_shaped(patch, value, [sizes[x] for x in labels]), labels)
+
+
+class EinsumProducts(RulePass):
+    """Every Einsum that :class:`EinsumToMatMul` takes."""
+
+    name = "einsum_to_matmul"
+    rules = (EinsumToMatMul(),)

@@ -1,0 +1,63 @@
+"""einsum_to_matmul: products of matrices where they are; refused where they are not, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused
+from support.net import Net
+
+from optdnn.dim import symbol
+from optdnn.ops.gemm import EinsumAttrs
+from optdnn.passes.einsum_to_matmul import EinsumProducts
+
+PASS = EinsumProducts()
+SHAPES = {"b": 2, "h": 3, "i": 4, "j": 5, "k": 6, "d": 7}
+
+
+def net(equation: str, *, dtype: Any = np.float32, shapes: dict[str, Any] | None = None) -> Any:
+    n, sizes = Net(dtype), {**SHAPES, **(shapes or {})}
+    terms = equation.partition("->")[0].split(",")
+    inputs = [n.input(*(sizes[c] for c in term), name=f"x{i}") for i, term in enumerate(terms)]
+    return n.done(n.op("Einsum", *inputs, attrs=EinsumAttrs(equation)))
+
+
+@pytest.mark.parametrize(
+    ("equation", "kinds"),
+    [
+        ("ij,jk->ik", {"MatMul": 1}),
+        ("ij,kj->ik", {"MatMul": 1, "Transpose": 1}),
+        ("bhid,bhjd->bhij", {"MatMul": 1, "Transpose": 1}),  # attention's scores
+        ("bhij,bhjd->bihd", {"MatMul": 1, "Transpose": 1}),  # and its result, heads put back
+        ("bijk,kd->bijd", {"MatMul": 1, "Reshape": 2}),
+        ("bij,jhd->bihd", {"MatMul": 1, "Reshape": 3}),  # a projection to heads
+        ("bij,bk->bijk", {"MatMul": 1, "Reshape": 3}),  # an outer product
+        ("ij,ij->", {"MatMul": 1, "Reshape": 3}),
+        ("bij,jk->ik", {"ReduceSum": 1, "MatMul": 1}),
+        ("ij,jk,kd->id", {"MatMul": 2}),
+        ("bij->jb", {"ReduceSum": 1, "Transpose": 1}),
+        ("bij->bji", {"Transpose": 1}),
+    ],
+)
+def test_products(equation: str, kinds: dict[str, int]) -> None:
+    check_pass(PASS, net(equation), changes=1, kinds=kinds)
+
+
+@pytest.mark.parametrize(
+    ("equation", "options", "why"),
+    [
+        ("ii->i", {}, "a diagonal"),
+        ("ij,jk->ik", {"shapes": {"i": symbol("n")}}, "sizes are not known"),
+        ("ij,jk->ik", {"dtype": np.int32}, "products of int32"),
+    ],
+)
+def test_refusals(equation: str, options: dict[str, Any], why: str) -> None:
+    check_refused(PASS, net(equation, **options), because=why)
+
+
+def test_an_axis_that_broadcasts_is_refused() -> None:
+    n = Net()
+    graph = n.done(n.op("Einsum", n.input(4, 1), n.input(5, 6, name="y"), attrs=EinsumAttrs("ij,jk->ik")))
+    check_refused(PASS, graph, because="an axis of 1 broadcasts along j")
