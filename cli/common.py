@@ -77,9 +77,9 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--calib", metavar="DATA", help="Calibration data: .npz, .npy, or a folder of pictures."),
         click.option(
             "--calibrator",
-            default="entropy",
+            default="mse",
             metavar="C",
-            help="entropy, percentile, mse or minmax.",
+            help="mse, entropy, percentile or minmax.",
             show_default=True,
         ),
         click.option(

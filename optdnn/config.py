@@ -24,7 +24,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "int8", "fp8")
 AUTO = "auto"
 QUANTIZED = ("int8", "fp8")
 """Precisions that need calibration; "int8+fp16" asks for fp16 where there is no int8."""
-CALIBRATORS = ("entropy", "percentile", "mse", "minmax")
+CALIBRATORS = ("mse", "entropy", "percentile", "minmax")
 IO_DTYPES = ("model", "fp32", "fp16", "bf16")
 LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "heuristic")
 GPU_TACTICS = ("own", "cudnn", "cublaslt")
@@ -78,7 +78,7 @@ class BuildOptions:
     strict: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
     calib: Any = None
-    calibrator: str = "entropy"
+    calibrator: str = "mse"
     calib_cache: Path | None = None
     images: str | None = None
     precision_map: Mapping[str, str] = field(default_factory=dict)

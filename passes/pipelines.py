@@ -11,6 +11,7 @@ from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.einsum_to_matmul import EinsumProducts
+from optdnn.passes.equalize import Equalize
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.fuse_activation import FuseActivation
@@ -91,6 +92,7 @@ O3_GPU: tuple[Pass, ...] = (*O2_GPU, *LAST)
 O3_CPU: tuple[Pass, ...] = (*O2_CPU, *LAST)
 
 ASSIGN: tuple[Pass, ...] = (
+    Equalize(),  # exact as well, but worth it for integers alone; on the fused graph, whose ops are what is quantized
     AssignPrecision(),  # after all exact rewrites: the one approximation; a fused op is rounded once, at its end
 )
 

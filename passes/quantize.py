@@ -220,15 +220,64 @@ class _Quantizer:
         inputs = list(op.inputs)
         name = graph.output(inputs[1]).name  # type: ignore[arg-type]
         integers, scale = quantized_weights(weights, axis, precision, bias, float(x_scale))
+        shift = self._shift(op, weights, integers, scale, axis)
+        if shift is not None and op.kind != "MatMul":
+            bias = -shift if bias is None else bias.astype(np.float64) - shift.reshape(bias.shape)
+            bias = bias.astype(np.float32)
+            if op.input(2) is None:
+                inputs = [*inputs[:2], graph.add_constant(bias, f"{name}/correction"), *inputs[3:]]
+            integers, scale = quantized_weights(weights, axis, precision, bias, float(x_scale))
+        elif shift is not None:
+            self._correct_stage(op, inputs, shift)
         inputs[1] = self._dequantized(integers, scale, axis, name, op)
         if bias is not None and precision == "int8":
             step = (x_scale.astype(np.float64) * scale.astype(np.float64)).astype(np.float32)
             whole = np.clip(np.rint(bias.astype(np.float64).reshape(-1) / step), -(2.0**31), 2.0**31 - 1).astype(INT32)
             b_name = graph.output(inputs[2]).name  # type: ignore[arg-type]
             inputs[2] = self._dequantized(whole.reshape(bias.shape), step, bias.ndim - 1, b_name, op)
-        old = [v.op for v in op.inputs[1:3] if v is not None]
+        old = [v.op for v in op.inputs[1:] if v is not None]
         graph.set_op(replace(op, inputs=tuple(inputs)))
         graph.remove_dead(old)
+
+    def _shift(self, op: Op, weights: Array, integers: Array, scale: Array, axis: int | None) -> Array | None:
+        """By how much rounding the weights moves the mean of each output channel (Nagel et al., 2019, section 4.2): the mean of
+        the operand times what was rounded. None where the means are not known or nothing moves."""
+        entering = self.graph.op(self.graph.op(op.inputs[0]).inputs[0])  # type: ignore[arg-type]
+        value = entering.inputs[0]
+        assert value is not None
+        means = self.calibration.means.get(self.graph.output(value).name)
+        rank = len(self.graph.type(value).dims)
+        if means is None or op.kind not in ("Conv", "Gemm", "MatMul") or (op.kind == "Conv" and rank not in (4, 5)):
+            return None
+        by_channel = scale if axis is None else scale.reshape([-1 if i == axis else 1 for i in range(weights.ndim)])
+        error = integers.astype(np.float64) * by_channel - weights
+        if op.kind == "Conv":
+            group, per_group = op.attrs.group, weights.shape[1]
+            if len(means) != group * per_group:
+                return None
+            rows = error.reshape(group, len(weights) // group, per_group, -1).sum(axis=3)
+            shift = np.einsum("gmi,gi->gm", rows, means.reshape(group, per_group)).reshape(-1)
+        else:
+            if weights.ndim != 2:
+                return None
+            columns = error.T if op.kind == "Gemm" and op.attrs.transB else error
+            if len(means) != len(columns):
+                return None
+            shift = means @ columns
+        return shift if np.abs(shift).max(initial=0.0) > 0 else None
+
+    def _correct_stage(self, op: Op, inputs: list[Value | None], shift: Array) -> None:
+        """The bias of a MatMul is its first stage, the addition of a constant vector."""
+        first = op.attrs.epilogue[0] if op.attrs.epilogue else None
+        if first is None or first.kind != "Add":
+            return
+        slot = next((a for a in first.args if a is not None and a >= 0), None)
+        bias = None if slot is None else self.graph.constant_value(op.inputs[slot])
+        if slot is None or bias is None or bias.size != shift.size or bias.shape[-1:] != shift.shape:
+            return
+        name = self.graph.output(op.inputs[slot]).name
+        corrected = (bias.astype(np.float64) - shift.reshape(bias.shape)).astype(bias.dtype)
+        inputs[slot] = self.graph.add_constant(corrected, name)
 
     def _dequantized(self, integers: Array, scale: Array, axis: int | None, name: str, op: Op) -> Value:
         graph = self.graph

@@ -15,6 +15,8 @@ from optdnn.passes.ranges import Calibration, from_plain, to_plain
 from optdnn.runtime.atomic import check_writable, write_atomic
 
 FORMAT = "optdnn calibration 1"
+KEPT = 8
+"""Calibrations that one file keeps, the newest."""
 _ARRAYS = {"largest": np.float64, "sum": np.float64}
 
 
@@ -43,6 +45,8 @@ class Cache:
     key: dict[str, str]
     result: Calibration | None = None
     progress: Progress | None = None
+    others: list[Any] = field(default_factory=list)
+    """What the file holds of other graphs, data and methods."""
 
     @classmethod
     def open(cls, path: str | Path | None, graph: str, data: str, method: str) -> Cache:
@@ -52,29 +56,31 @@ class Cache:
         if cache.path is None:
             return cache
         check_writable(cache.path)
-        plain = cache._read()
-        if plain is None or plain.get("key") != cache.key:
-            return cache
         try:
-            if "result" in plain:
-                cache.result = from_plain(plain["result"])
-            elif "progress" in plain:
-                cache.progress = Progress(*(_sweep_of(plain["progress"][n]) for n in ("extremes", "counts")))
+            cache.others = [e for e in cache._read() if e["key"] != cache.key]
+            for entry in cache._read():
+                if entry["key"] != cache.key:
+                    continue
+                if "result" in entry:
+                    cache.result = from_plain(entry["result"])
+                else:
+                    found = entry["progress"]
+                    cache.progress = Progress(*(_sweep_of(found[n]) for n in ("extremes", "counts")))
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UsageError(f"{cache.path} is a damaged calibration cache", hint="delete it") from None
         return cache
 
-    def _read(self) -> Any:
+    def _read(self) -> list[Any]:
         assert self.path is not None
         try:
             plain = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            return None
+            return []
         except (OSError, ValueError):
             plain = None
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
             raise UsageError(f"{self.path} is not a calibration cache", hint="name another file, or delete it")
-        return plain
+        return list(plain["entries"])
 
     def save(self, progress: Progress) -> None:
         """Keep an unfinished calibration."""
@@ -90,7 +96,8 @@ class Cache:
 
     def _write(self, what: Mapping[str, Any]) -> None:
         assert self.path is not None
-        text = json.dumps({"format": FORMAT, "key": self.key, **what}, indent=1, allow_nan=False)
+        entries = [*self.others[-KEPT + 1 :], {"key": self.key, **what}]
+        text = json.dumps({"format": FORMAT, "entries": entries}, indent=1, allow_nan=False)
         try:
             write_atomic(self.path, [text.encode(), b"\n"])
         except OutputError as error:

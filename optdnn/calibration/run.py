@@ -37,7 +37,7 @@ SAVE_SECONDS = 10.0
 def calibrate(
     graph: Graph,
     data: Any,
-    method: str = "entropy",
+    method: str = "mse",
     *,
     cache: str | Path | None = None,
     images: ImageSpec | None = None,

@@ -179,7 +179,7 @@ def test_the_cache_spares_the_work_and_is_readable(tmp_path: Path) -> None:
     assert again.ranges == first.ranges
     np.testing.assert_array_equal(again.means["x"], first.means["x"])
     plain = json.loads(cache.read_text())
-    assert plain["result"]["ranges"]["x"] == [first.ranges["x"].low, first.ranges["x"].high]
+    assert plain["entries"][0]["result"]["ranges"]["x"] == [first.ranges["x"].low, first.ranges["x"].high]
     # Another method, other data and another graph are calibrated anew.
     assert calibrate(graph, x, "minmax", cache=cache).ranges != first.ranges
     assert calibrate(graph, pictures(seed=1), "minmax", cache=cache).ranges["x"] != first.seen["x"]

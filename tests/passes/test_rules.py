@@ -17,7 +17,7 @@ from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rewrite, RulePass, run_pipeline
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fold_constants import FoldConstants
-from optdnn.passes.pipelines import O1, O2, O3, PIPELINE
+from optdnn.passes.pipelines import O1, O2, O3, O3_GPU, PIPELINE
 
 
 class Swap(Rewrite):
@@ -219,14 +219,14 @@ def test_verification_names_the_pass_that_broke_the_graph() -> None:
 
 
 def test_the_pipelines_by_level() -> None:
-    assert PIPELINE(1, "cpu")[:-1] == O1
+    assert PIPELINE(1, "cpu")[:-2] == O1
     for target in ("cpu", "cuda:sm_90a"):
         assert all("assign_precision" in {p.name for p in PIPELINE(level, target)} for level in range(4))
     assert PIPELINE(2, "reference") == O2
     assert PIPELINE(3, "reference") == O3
     assert PIPELINE(3, "reference")[: len(O2)] == O2
     gpu = PIPELINE(3, "cuda:sm_90a")
-    assert gpu[: len(O3)] == O3
+    assert gpu[: len(O3_GPU)] == O3_GPU
     assert gpu[-1].name == "assign_layout"
     assert "fuse_prologue" not in {p.name for p in PIPELINE(2, "cpu")}
     assert "scale_shift_to_bn" in {p.name for p in PIPELINE(3, "cpu")}
