@@ -25,6 +25,7 @@ if not os.path.isdir(os.path.join(_here, "runtime")):
 
 if TYPE_CHECKING:
     from optdnn.compiler import build
+    from optdnn.custom import CudaKernel, CudaLaunch, CustomOp, custom_op
     from optdnn.errors import (
         EngineError,
         EngineStale,
@@ -59,6 +60,7 @@ _WHERE = {
     "Context": "optdnn.runtime.context",
     "DimRange": "optdnn.ranges",
     "retune": "optdnn.retuning",
+    **dict.fromkeys(("CudaKernel", "CudaLaunch", "CustomOp", "custom_op"), "optdnn.custom"),
     "from_torch": "optdnn.pytorch",
     **dict.fromkeys(("InferenceSession", "SessionOptions", "get_available_providers"), "optdnn.session"),
     "TensorSpec": "optdnn.types",
@@ -68,6 +70,9 @@ _WHERE = {
 
 __all__ = [  # noqa: PLE0604, RUF100
     "Context",
+    "CudaKernel",
+    "CudaLaunch",
+    "CustomOp",
     "DimRange",
     "Engine",
     "EngineError",
@@ -87,6 +92,7 @@ __all__ = [  # noqa: PLE0604, RUF100
     "UnsupportedError",
     "UsageError",
     "build",
+    "custom_op",
     "from_torch",
     "get_available_providers",
     "load",

@@ -16,6 +16,7 @@ from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import NotMet, OutputError, UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.importers.values import with_values
+from optdnn.ir.body import custom_digests
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
 from optdnn.lower import lower_reference
@@ -143,7 +144,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         say("import")
         if options.values:
             model = with_values(model, options.values)
-        graph = import_model(model, shapes=options.shapes)
+        graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
     dynamic, found, account, choice = None, None, Account(), None
     if graph.profiles and target.partition(":")[0] in ("cuda", "simulate"):
@@ -212,6 +213,8 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     engine.program.meta["precision"] = contract(plan, ran, hazards(graph), account.risks)
     if options.strict_precision:
         _as_asked(ran)
+    needed = custom_digests(graph)
+    engine.keep([op for op in options.custom_ops if op.digest in needed])
     return Build(engine, graph, passes, measured, fallbacks, seconds, tuning, ran)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import UsageError
 from optdnn.ranges import InputShapes, input_shapes
 
@@ -95,7 +96,10 @@ class BuildOptions:
         name, _, base = self.precision.partition("+")
         return base or ("fp32" if name in QUANTIZED else name)
 
+    custom_ops: tuple[CustomOp, ...] = ()
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "custom_ops", _custom(self.custom_ops))
         for name in ("timing_cache", "dump", "emit_onnx", "calib_cache"):
             object.__setattr__(self, name, _path(name, getattr(self, name)))
         object.__setattr__(self, "shapes", input_shapes(self.shapes))
@@ -153,6 +157,14 @@ class BuildOptions:
         for name, value in (("threads", self.threads), ("workspace", self.workspace), ("budget", self.budget)):
             if value is not None and value <= 0:
                 raise UsageError(f"{name} must be positive, not {value}")
+
+
+def _custom(given: Any) -> tuple[CustomOp, ...]:
+    if isinstance(given, CustomOp) or not isinstance(given, Iterable):
+        raise UsageError("custom_ops must be a list of what optdnn.custom_op makes")
+    ops = tuple(given)
+    check_custom((), ops)
+    return ops
 
 
 def _among(what: str, value: str, allowed: tuple[str, ...]) -> None:

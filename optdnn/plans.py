@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.config import BuildOptions
+from optdnn.custom import PREFIX, known
 from optdnn.dim import Dim, evaluate
 from optdnn.errors import EngineError, OptdnnError, UsageError
 from optdnn.importers.held import put_together, take_apart
@@ -32,7 +33,7 @@ Say = Callable[[str], None]
 Optimize = Callable[[Graph, BuildOptions, str, Say], list[PassReport]]
 Shapes = dict[str, tuple[int, ...]]
 
-NOT_KEPT = ("shapes", "timing_cache", "dump", "emit_onnx", "debug", "budget")
+NOT_KEPT = ("shapes", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget")
 """Options that further plans do not need, or that name files of the machine that built."""
 
 
@@ -117,7 +118,8 @@ def replan(program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bo
             f"the engine was built with the option {unknown[0]!r}, which this version of optdnn does not have",
             hint="rebuild the engine with this version",
         )
-    options = BuildOptions(**source.options)
+    named = [text.removeprefix(PREFIX).partition("@") for text in program.requires if text.startswith(PREFIX)]
+    options = BuildOptions(**source.options, custom_ops=tuple(known(digest, name) for name, _, digest in named))
     options = replace(options, no_cubins=options.no_cubins or not compiled)
     weights = {name: program.blobs[number] for name, number in source.weights.items()}
     opened = put_together(program.blobs[source.model].tobytes(), weights, "the engine's model")
@@ -135,7 +137,7 @@ def _plan(
     optimize: Optimize,
     say: Say,
 ) -> tuple[Graph, list[PassReport], Program]:
-    graph = import_model(model, shapes=shapes)
+    graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
     passes = optimize(graph, options, target, say)
     return graph, passes, lower_cuda(graph, options, target, meta(graph, passes), say)
 

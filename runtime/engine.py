@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import InputError, UsageError
 from optdnn.ranges import Profile
 from optdnn.runtime.atomic import write_atomic
@@ -31,6 +32,7 @@ class Engine:
         n = options.threads
         if n is not None and (not isinstance(n, int) or n < 1):
             raise UsageError(f"threads must be a positive integer, not {n!r}")
+        self._custom = check_custom(program.requires, options.custom_ops)  # held as long as the engine lives
         if not options.simulate and not options.defer:
             check_requires(program.requires)
         validate(program)
@@ -82,6 +84,12 @@ class Engine:
     def report(self) -> Mapping[str, Plain] | None:
         """What the build did and measured, with wall times and the machine; None for an engine that was loaded."""
         return None if self.account is None else self.account(self)
+
+    def keep(self, custom_ops: Sequence[CustomOp]) -> None:
+        """Note the user's own operators that the program runs: it is not loaded without them."""
+        self._custom = tuple(custom_ops)
+        told = [op.requirement for op in self._custom]
+        self.program.requires = (*(r for r in self.program.requires if r not in told), *told)
 
     def context(self) -> RunContext:
         """A new context: one thread's own state, with reusable output buffers through ``run(..., out=...)``."""
@@ -144,6 +152,7 @@ def load(
     recompile: bool = False,
     huge_pages: bool = True,
     planner: Planner | None = None,
+    custom_ops: Sequence[CustomOp] = (),
 ) -> Engine:
     """Load an engine file.
 
@@ -156,6 +165,7 @@ def load(
     differ from those of the build.
     An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
     installed, by it, when such inputs are first seen; None: not at all).
+    ``custom_ops`` are the operators of the user's own that the engine was built with (:func:`optdnn.custom_op`).
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine (EngineStale: whose
     kernels this version would make otherwise), and MissingDependency for an absent library.
     """
@@ -168,5 +178,6 @@ def load(
         trust_cubins=trust_cubins and not recompile,
         recompile=recompile,
         planner=planner,
+        custom_ops=tuple(custom_ops),
     )
     return Engine(read(path, verify=verify, mmap=mmap), options=options)

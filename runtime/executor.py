@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, TypeAlias
 
+from optdnn.custom import CustomOp
 from optdnn.errors import EngineError
 from optdnn.runtime.program import Plain, Program
 from optdnn.types import Array
@@ -69,6 +70,7 @@ class LoadOptions:
     simulate: bool = False
     trust_cubins: bool = True
     recompile: bool = False
+    custom_ops: tuple[CustomOp, ...] = ()
     planner: Planner | None = None
     """Makes the program for shapes that an engine holds no plan for."""
     pool: Any = None

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
+from optdnn.custom import PREFIX
 from optdnn.errors import EngineError, MissingDependency
 
 _PACKAGE = re.compile(r"package:([A-Za-z0-9_.-]+)(?:(>=|==)([0-9][0-9A-Za-z.+-]*))?")
@@ -24,6 +25,8 @@ def check_requires(requires: Iterable[str]) -> None:
     for text in requires:
         if m := _PACKAGE.fullmatch(text):
             _check_package(*m.groups())
+        elif text.startswith(PREFIX):
+            continue  # optdnn.custom.check_custom has looked
         elif m := _CPU.fullmatch(text):
             flags = cpu_flags()
             if flags is not None and m[1] not in flags:

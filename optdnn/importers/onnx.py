@@ -17,7 +17,8 @@ import onnx
 import onnx.defs
 from onnx import AttributeProto
 
-from optdnn.errors import ModelError, ShapeError, UnsupportedError, UnsupportedNode
+from optdnn.custom import CustomOp
+from optdnn.errors import ModelError, ShapeError, UnsupportedError, UnsupportedNode, UsageError
 from optdnn.importers.functions import default_attributes, definition, resolved, schema_defaults
 from optdnn.importers.inputs import graph_inputs, known_type, profiles_of, refusal
 from optdnn.importers.model import Model, Source, domain_of, open_model, read_opsets
@@ -36,7 +37,8 @@ from optdnn.importers.nodes import (
 from optdnn.importers.subgraphs import Consequence, Subgraph, fits
 from optdnn.importers.tensors import MAX_TENSOR_BYTES, element_type, sparse_to_array, to_array
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import Attrs, Known, NodeSpec, Unsupported
+from optdnn.ops.base import Attrs, FromOnnx, Known, NodeSpec, Unsupported
+from optdnn.ops.custom import importer_of
 from optdnn.ops.legacy import FIRST_MODERN, modernize
 from optdnn.ops.table import IMPORTERS
 from optdnn.ranges import ShapeSpec
@@ -72,6 +74,7 @@ def import_model(
     shapes: Mapping[str, ShapeSpec] | None = None,
     source_name: str | None = None,
     notes: list[str] | None = None,
+    custom_ops: Sequence[CustomOp] = (),
 ) -> Graph:
     """Import an ONNX model, given as a path, as the file's bytes, as a ModelProto, or opened already.
 
@@ -85,7 +88,16 @@ def import_model(
     UnsupportedError that lists every node that cannot be imported.
     """
     model = source if isinstance(source, Model) else open_model(source, source_name)
-    return Importer(model, notes if notes is not None else []).run(shapes or {})
+    importer = Importer(model, notes if notes is not None else [])
+    importer.custom = custom_importers(custom_ops)
+    return importer.run(shapes or {})
+
+
+def custom_importers(custom_ops: Sequence[CustomOp]) -> dict[str, FromOnnx]:
+    """Operator -> import function of the user's own operators. Raises UsageError for a name that ONNX or optdnn has."""
+    if taken := sorted(op.name for op in custom_ops if op.name in IMPORTERS or op.name.startswith("ai.onnx.")):
+        raise UsageError(f"the custom operator {taken[0]} has a name that is taken", hint="use a domain of your own")
+    return {op.name: importer_of(op) for op in custom_ops}
 
 
 class Importer:
@@ -106,6 +118,7 @@ class Importer:
         self._alive = True
         self._lift: Callable[[Weight], Value] | None = None
         self._lifted: dict[int, Value] = {}
+        self.custom: Mapping[str, FromOnnx] = {}
 
     # ------------------------------------------------------------------ ops.base.Emit
 
@@ -286,7 +299,8 @@ class Importer:
             )
             if function is not None:
                 return self._call(function, name, operands, attrs, outputs, depth)
-            importer = IMPORTERS.get(f"{domain}.{node.op_type}" if domain else node.op_type)
+            full = f"{domain}.{node.op_type}" if domain else node.op_type
+            importer = IMPORTERS.get(full) or self.custom.get(full)
             rules = schema(node.op_type, domain, opset)
             if isinstance(rules, str) and (importer is None or rules != NO_SUCH_OPERATOR):
                 raise Unsupported(rules)
@@ -395,7 +409,7 @@ class Importer:
         inner.graph.share_symbols(self.graph)
         inner.unsupported, inner.taken, inner.count = self.unsupported, self.taken, self.count
         inner._hints, inner._live, inner._alive = self._hints, self._live, self._alive
-        inner._lift = lift
+        inner._lift, inner.custom = lift, self.custom
         return inner
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import fields
 from functools import cached_property
 
 from optdnn.ir.graph import Graph, Value
@@ -48,3 +49,16 @@ class GraphBody(Body):
 
     def __repr__(self) -> str:
         return f"body of {len(self.graph)} ops, {self.digest}"
+
+
+def custom_digests(graph: Graph) -> set[str]:
+    """The digests of the user's own operators in a graph and in the bodies inside of it."""
+    found: set[str] = set()
+    for op in graph.ops():
+        if op.kind == "Custom":
+            found.add(op.attrs.digest)
+        for f in fields(op.attrs):
+            value = getattr(op.attrs, f.name)
+            if isinstance(value, GraphBody):
+                found |= custom_digests(value.graph)
+    return found

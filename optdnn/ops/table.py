@@ -10,6 +10,7 @@ from optdnn.ops import (
     control,
     conv,
     create,
+    custom,
     detect,
     fused,
     gather,
@@ -57,6 +58,7 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "signals and transforms": signal.DEFS,
     "control flow": control.DEFS,
     "decision trees": trees.DEFS,
+    "custom (the user's)": custom.DEFS,
     "support vectors (our own)": classic.DEFS,
 }
 """Family -> its kinds."""

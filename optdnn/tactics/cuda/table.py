@@ -9,6 +9,7 @@ from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv, BlockConvTranspose
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.tactics.cuda.cudnn_attention import CudnnAttention
+from optdnn.tactics.cuda.custom import Custom
 from optdnn.tactics.cuda.depthwise import DepthwiseOfIntegers, HalfDepthwise
 from optdnn.tactics.cuda.described import OPERATIONS, HalfRows
 from optdnn.tactics.cuda.elementwise import Elementwise
@@ -34,6 +35,7 @@ from optdnn.tactics.cuda.tactic import Tactic
 
 _OWN: dict[str, tuple[Tactic, ...]] = {
     "Conv": (BlockConv(), HopperConv(), HalfDepthwise(), Depthwise(), DirectConv(), CudnnConv()),
+    "Custom": (Custom(),),
     "ConvTranspose": (BlockConvTranspose(), DirectConvTranspose()),
     "MatMul": (HopperGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
     "Gemm": (HopperGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),

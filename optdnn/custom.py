@@ -1,0 +1,166 @@
+"""Operators that a user brings: what an engine needs of them at run time.
+
+A :class:`CustomOp` is handed to ``optdnn.build`` and to ``optdnn.load``; nothing is registered by importing. An engine names the
+operators it uses by name and digest (of their declaration and source), and refuses to load without the very same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+import textwrap
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from optdnn.errors import EngineError, RunError, UsageError
+from optdnn.types import Array, TensorType
+
+Scalar: TypeAlias = tuple[str, float]
+"""A field of a kernel's parameters: ("i32" | "u32" | "i64" | "f32", value)."""
+PREFIX = "custom:"
+_NAME = re.compile(r"[A-Za-z_][\w.]*\.[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class CudaLaunch:
+    """How a kernel is launched: blocks, threads per block, the scalars that follow its pointers, dynamic shared bytes."""
+
+    grid: tuple[int, int, int]
+    threads: int
+    scalars: tuple[Scalar, ...] = ()
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """A CUDA kernel of a custom operator, and when and how to launch it: a tactic of the cuda target.
+
+    ``source`` is CUDA C++ with the function ``extern "C" __global__ void FUNCTION(const __grid_constant__ Params p)``, where it
+    declares ``struct Params``: a pointer per operand, then per result, then the scalars of the launch, in C's layout. ``X0``,
+    ``X1``, … and ``Y0``, … are the element types, general.cuh's helpers are at hand; tensors are dense, in row-major order.
+    ``launch(inputs, outputs, attributes)`` gives the launch for these types; ``refuse``, with the same arguments, may say
+    why the kernel is not for them (the operator then runs on the CPU).
+    """
+
+    source: str
+    function: str
+    launch: Callable[[Sequence[TensorType], Sequence[TensorType], Mapping[str, Any]], CudaLaunch]
+    refuse: Callable[[Sequence[TensorType], Sequence[TensorType], Mapping[str, Any]], str | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class CustomOp:
+    """One operator of the user's. Make it with :func:`custom_op`."""
+
+    name: str
+    infer: Callable[..., Any]
+    reference: Callable[..., Any]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    cuda: CudaKernel | None = None
+    version: str = "1"
+    digest: str = ""
+
+    @property
+    def requirement(self) -> str:
+        """How an engine's requirements name it."""
+        return f"{PREFIX}{self.name}@{self.digest}"
+
+
+def custom_op(
+    name: str,
+    *,
+    infer: Callable[..., Any],
+    reference: Callable[..., Any],
+    attributes: Mapping[str, Any] | None = None,
+    cuda: CudaKernel | None = None,
+    version: str = "1",
+) -> CustomOp:
+    """Declare the operator that ONNX models call ``DOMAIN.TYPE`` ("com.example.Shrink").
+
+    ``infer(types, attributes)`` gives the :class:`~optdnn.types.TensorType` of the result (or a sequence of them);
+    ``reference(*arrays, **attributes)`` computes it in NumPy: an array, or a tuple. ``attributes`` are the names and defaults of
+    ONNX attributes (numbers, text, lists of them); others are refused. ``version`` tells two kernels apart whose source is the
+    same but that call code which is not. Raises UsageError for what cannot be kept in an engine.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"a custom operator is called DOMAIN.TYPE, as in com.example.Shrink, not {name!r}")
+    if not callable(infer) or not callable(reference):
+        raise UsageError(f"custom operator {name}: infer and reference must be functions")
+    defaults = dict(attributes or {})
+    for key, value in defaults.items():
+        if not plain(value):
+            raise UsageError(f"custom operator {name}: attribute {key}={value!r} is no number, text or list of them")
+    parts: list[Any] = [name, version, json.dumps(defaults, sort_keys=True), _source(infer), _source(reference)]
+    if cuda is not None:
+        parts += [cuda.source, cuda.function, _source(cuda.launch), "" if cuda.refuse is None else _source(cuda.refuse)]
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    op = CustomOp(name, infer, reference, defaults, cuda, version, digest)
+    return _KNOWN.setdefault(digest, op)
+
+
+def plain(value: Any) -> bool:
+    """Whether an attribute can be kept: a number, text, or a list of them."""
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(v, (bool, int, float, str)) for v in value)
+    return isinstance(value, (bool, int, float, str))
+
+
+def _source(function: Callable[..., Any]) -> str:
+    """What tells a function from another: its text, or its code where that is not at hand."""
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return f"{type(function).__module__}.{getattr(function, '__qualname__', repr(function))}"
+        return f"{code.co_code.hex()} {code.co_consts!r} {code.co_names!r}"
+
+
+_KNOWN: weakref.WeakValueDictionary[str, CustomOp] = weakref.WeakValueDictionary()
+"""Digest -> operator, while something holds it: how a step finds its operator. Equal digests are equal operators."""
+
+
+def known(digest: str, name: str) -> CustomOp:
+    """The operator with this digest. Raises RunError where nobody holds it."""
+    found = _KNOWN.get(digest)
+    if found is None:
+        raise RunError(f"the custom operator {name} (digest {digest}) is not at hand", hint="give it: custom_ops=[…]")
+    return found
+
+
+def run_custom(*arrays: Array | None, name: str, digest: str, values: Sequence[Sequence[Any]]) -> tuple[Array, ...]:
+    """The NumPy kernel of the kind "Custom": the operator's own."""
+    results = known(digest, name).reference(*arrays, **{str(k): v for k, v in values})
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
+def check_custom(requires: Iterable[str], given: Iterable[CustomOp]) -> tuple[CustomOp, ...]:
+    """The operators that an engine needs, out of those given. Raises EngineError that names every one that is missing."""
+    by_name: dict[str, CustomOp] = {}
+    for op in given:
+        if not isinstance(op, CustomOp):
+            raise UsageError(f"custom_ops holds a {type(op).__name__}, not what optdnn.custom_op makes")
+        if by_name.setdefault(op.name, op).digest != op.digest:
+            raise UsageError(f"custom_ops holds two operators called {op.name}")
+    found, faults = [], []
+    for text in requires:
+        if not text.startswith(PREFIX):
+            continue
+        name, _, digest = text[len(PREFIX) :].partition("@")
+        op_given = by_name.get(name)
+        if op_given is None:
+            faults.append(f"{name} (digest {digest}) is not given")
+        elif op_given.digest != digest:
+            faults.append(f"{name} is given with digest {op_given.digest}, the engine was built with {digest}")
+        else:
+            found.append(op_given)
+    if faults:
+        raise EngineError(
+            f"the engine uses custom operators: {'; '.join(faults)}",
+            hint="give the ones that it was built with: optdnn.load(path, custom_ops=[…]), or rebuild it",
+        )
+    return tuple(found)
