@@ -71,7 +71,7 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--precision",
             default="fp32",
             metavar="P",
-            help="fp32, bf16, fp16, int8, fp8, int8+fp16 …, or auto: per node, within a bound on accuracy.",
+            help="fp32, tf32, bf16, fp16, int8, fp8, int8+fp16 …, or auto: per node, within a bound on accuracy.",
             show_default=True,
         ),
         click.option("--calib", metavar="DATA", help="Calibration data: .npz, .npy, or a folder of pictures."),

@@ -21,7 +21,7 @@ TARGETS = (
     "cuda",
     *(f"cuda:{a}" for a in ("sm_90a", "sm_89", "sm_86", "sm_80")),
 )
-PRECISIONS = ("fp32", "bf16", "fp16", "int8", "fp8")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "int8", "fp8")
 AUTO = "auto"
 QUANTIZED = ("int8", "fp8")
 """Precisions that need calibration; "int8+fp16" asks for fp16 where there is no int8."""
@@ -125,7 +125,7 @@ class BuildOptions:
         gpu = self.target.partition(":")[0] in ("cuda", "simulate")
         auto = self.target == "auto"
         asked = {name, self.base_precision, *self.precision_map.values()}
-        for one in ("fp16", "fp8"):
+        for one in ("tf32", "fp16", "fp8"):
             if one in asked and not gpu and not auto:
                 raise UsageError(
                     f"precision {one} is for GPUs, not for target {self.target!r}",

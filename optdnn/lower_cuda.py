@@ -21,6 +21,7 @@ from optdnn.dim import Dim
 from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.memory import place_buffers
+from optdnn.passes.precision import PrecisionPlan
 from optdnn.runtime.host import host_buffers
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
 from optdnn.tactics.cuda.builder import Builder, Placed, row_major
@@ -114,6 +115,9 @@ def emit_program(
     selection = Selection.of(options, choices)
     _need_static(graph)
     b = Builder(graph, arch, arrays={} if arrays is None else arrays)
+    plan = PrecisionPlan.of_option(options.precision, options.precision_map)
+    if "tf32" in plan.floats:
+        b.padded, b.tf32 = True, lambda op: plan.of(op) == "tf32"
     host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
     inputs, outputs = _borders(b)
     plan_concats(b, WRITES_ANYWHERE)

@@ -227,3 +227,12 @@ def random_array(rng: np.random.Generator, dtype: DType, shape: tuple[int, ...])
     if dtype.kind == "c":
         return (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(dtype)
     return rng.integers(0, 2, shape).astype(dtype)
+
+
+def to_tf32(x: Array) -> Array:
+    """fp32 rounded to nearest (ties to even) with ten bits of mantissa, as tensor cores multiply at tf32; others as they are."""
+    if x.dtype != FP32:
+        return x
+    bits = np.ascontiguousarray(x).view(np.uint32).reshape(x.shape)
+    rounded = (bits + (0xFFF + ((bits >> 13) & 1)).astype(np.uint32)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(x), rounded.view(np.float32).reshape(x.shape), x)

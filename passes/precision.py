@@ -11,9 +11,12 @@ from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.types import is_float
 
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
 QUANTIZED = frozenset({"int8", "fp8"})
 """Precisions that need scales, and so calibration."""
+
+HOPPER = ("sm_90a", "")
+"""Architectures with tf32 kernels ("": what simulate runs)."""
 
 ANCHORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """Kinds with a quantized form of their own; what stands between them follows (see ``passes.quantize``)."""
@@ -144,6 +147,12 @@ def choices(graph: Graph, target: str) -> list[Choice]:
         offered, refused = ["fp32"], {}
         if family in ("cuda", "simulate"):
             offered += ["fp16", "bf16"]
+            if op.kind not in ANCHORS:
+                refused["tf32"] = f"{op.kind} makes no products on tensor cores"
+            elif arch in HOPPER:
+                offered.append("tf32")
+            else:
+                refused["tf32"] = f"there are no tf32 kernels for {arch}"
         else:
             offered += ["bf16"]
             refused["fp16"] = "the cpu target has no fp16 arithmetic"

@@ -23,7 +23,7 @@ from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 from optdnn.types import Array
 
 ROWS, IM2COL = 0, 1
-ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float32": 4}
+ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float32": 4, "tfloat32": 4}
 """Bytes of an element; fp32 is for results alone."""
 _BARRIER_BYTES = 1024
 TWO_SETS = 64
@@ -120,6 +120,8 @@ class Problem:
         if any(source.channels * self.item % 16 for source in self.sources) or self.channels * self.out_item % 16:
             raise InternalError("TMA addresses 16 bytes: pad the channels to multiples of 8 (of 8-bit elements: 16)")
         if self.item == 2 and self.out_dtype not in (self.dtype, "float32"):
+            raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
+        if self.item == 4 and self.out_dtype != "float32":
             raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
 
     @property
@@ -288,7 +290,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
     )  # two sets of sums when they are short
     if config.stores_directly:
-        needed += -(-config.bn // 8 // config.split) * (2 + 2 * config.mt)
+        needed += -(-config.bn // 8 // config.split) * (2 + max(2, problem.out_item) * config.mt)
     if needed + 40 > limit:
         return f"{needed} accumulators and addresses exceed {limit} registers"
     if config.mt * config.bn > 256:
@@ -321,7 +323,7 @@ def generated(problem: Problem, tile: Mapping[str, int], columns: int) -> str:
         "INTEGER": int(problem.dtype in ("int8", "uint8")), "OUT_FLOAT8": int(problem.out_dtype == "float8_e4m3fn"),
         "OUT_ZERO": int(problem.zero_point), "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
     }  # fmt: skip
-    stages = render.epilogue if problem.item == 2 else render.runtime_epilogue
+    stages = render.runtime_epilogue if problem.item == 1 else render.epilogue
     parts = [render.constants({**tile, **types}), stages(problem.epilogue), render.wgmma(columns, problem.dtype), ""]
     return "\n".join(parts)
 

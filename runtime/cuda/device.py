@@ -198,6 +198,7 @@ def _enums(dtype: str, swizzle: int) -> tuple[Any, Any, Any, Any, Any]:
         "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         "float32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        "tfloat32": kinds.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,  # fp32 in memory, rounded on its way
         "int8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         "uint8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         "float8_e4m3fn": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
@@ -260,7 +261,7 @@ def encode_im2col(
     """
     cu = driver()
     n, h, w, c = nhwc
-    item = {"float32": 4, "float16": 2, "bfloat16": 2}.get(dtype, 1)
+    item = {"float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2}.get(dtype, 1)
     data, interleave, span, promotion, fill = _enums(dtype, swizzle)
     u32, u64 = cu.cuuint32_t, cu.cuuint64_t
     top, left, bottom, right = padding

@@ -29,7 +29,9 @@ from optdnn.runtime.program import Plain, Program, Step
 
 MAP_BYTES = 128
 """Size of a tensor map in a parameter block."""
-MAP_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+TF32 = "tf32"
+"""Key of a meaning's attributes: numbers of the operands whose elements are rounded to tf32 before they are multiplied."""
+MAP_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "tfloat32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 """Element type of a tensor map -> its bytes."""
 
 

@@ -88,7 +88,7 @@ def _statements(stages: Sequence[Stage], constant: Callable[[float], str]) -> li
 
 WGMMA_KINDS = {
     "float16": ("f16.f16", "f32"), "bfloat16": ("bf16.bf16", "f32"), "int8": ("s8.s8", "s32"), "uint8": ("s8.u8", "s32"),
-    "float8_e4m3fn": ("e4m3.e4m3", "f32"),
+    "float8_e4m3fn": ("e4m3.e4m3", "f32"), "tfloat32": ("tf32.tf32", "f32"),
 }  # fmt: skip
 """Type of the pixels -> types of wgmma's operands (weights, pixels) and of its sums."""
 
@@ -106,11 +106,13 @@ def wgmma(columns: int, dtype: str) -> str:
     if not wgmma_columns(columns, dtype):
         raise InternalError(f"wgmma has no tile of {columns} columns of {dtype}")
     kinds, sums = WGMMA_KINDS[dtype]
-    count, depth = columns // 2, 16 if dtype in ("float16", "bfloat16") else 32
+    count, depth = columns // 2, {"float16": 16, "bfloat16": 16, "tfloat32": 8}.get(dtype, 32)
     registers = ", ".join(f"%{i}" for i in range(count))
     acc, letter = ("int", "r") if sums == "s32" else ("float", "f")
     outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
-    tail = {"float16": ", 1, 1, 0, 0", "bfloat16": ", 1, 1, 0, 0", "float8_e4m3fn": ", 1, 1"}.get(dtype, "")
+    tail = {"float16": ", 1, 1, 0, 0", "bfloat16": ", 1, 1, 0, 0", "float8_e4m3fn": ", 1, 1", "tfloat32": ", 1, 1"}.get(
+        dtype, ""
+    )
     return f"""DEVICE void wgmma_step({acc} (&d)[{count}], u64 a, u64 b, int accumulate) {{
     asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "
         "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{sums}.{kinds} {{{registers}}}, %{count}, %{count + 1}, p{tail};}}"

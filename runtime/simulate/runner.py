@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from optdnn.errors import EngineError, InputError, InternalError, OptdnnError, RunError
-from optdnn.runtime.attrs import attrs_from_plain
-from optdnn.runtime.cuda.plan import CudaStep, View, parse
+from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
+from optdnn.runtime.cuda.plan import TF32, CudaStep, View, parse
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.host import (
     COPY,
@@ -37,7 +37,7 @@ from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KERNELS
 from optdnn.runtime.signature import Signature
 from optdnn.runtime.simulate.kinds import OWN
-from optdnn.types import Array, dtype_name
+from optdnn.types import Array, dtype_name, to_tf32
 
 FENCE = 256
 """Bytes before and after the arena that nothing may write."""
@@ -86,6 +86,8 @@ def evaluator(step: CudaStep) -> Callable[[Sequence[Array | None]], Sequence[Arr
     """The step's operator in NumPy: operands to results, narrow floats computed (and left) in fp32. Raises EngineError."""
     m = step.meaning
     attrs = attrs_from_plain(dict(m.attrs))
+    if (slots := attrs.pop(TF32, None)) is not None:
+        return _rounded(evaluator(replace(step, meaning=replace(m, attrs=attrs_to_plain(attrs)))), frozenset(slots))
     if m.kind in OWN:
         own = OWN[m.kind]
         return lambda operands: own(operands, attrs)
@@ -95,6 +97,11 @@ def evaluator(step: CudaStep) -> Callable[[Sequence[Array | None]], Sequence[Arr
             hint="upgrade optdnn, or rebuild the engine with this version",
         )
     return lambda operands: run_kernel(m.kind, operands, attrs, [np.dtype(np.float32)] * len(m.writes))
+
+
+def _rounded(run: Callable[[Sequence[Array | None]], Sequence[Array]], slots: frozenset[int]) -> Callable[..., Any]:
+    """``run`` on operands of which those in ``slots`` are rounded to tf32: the factors of a tensor core's products."""
+    return lambda operands: run([to_tf32(x) if i in slots and x is not None else x for i, x in enumerate(operands)])
 
 
 def strided(flat: Array, view: View) -> Array:

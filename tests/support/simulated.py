@@ -15,7 +15,7 @@ from optdnn.runtime.program import Program, validate
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
 from optdnn.types import Array, is_float
 
-TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 2e-5}
+TOLERANCE = {"fp16": 4e-3, "tf32": 4e-3, "bf16": 3e-2, "fp32": 2e-5}
 """Of the largest magnitude of an output; small networks, a dozen roundings."""
 
 

@@ -23,7 +23,7 @@ from optdnn.runtime.cuda.kernels_of import source_digest
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.plan import CudaStep, LaunchPlan, Meaning, Pointer, Relocation, TensorMap, View
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
-from optdnn.types import BF16, FP16, Array, DType, TensorType
+from optdnn.types import BF16, FP16, FP32, Array, DType, TensorType
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
 """Element types of quantized tensors; their pixels have channels in sixteens."""
@@ -146,6 +146,8 @@ class MapSpec:
     swizzle: int
     corners: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
+    dtype: str = ""
+    """How TMA reads the elements; "": as their own type."""
 
 
 @dataclass
@@ -160,8 +162,12 @@ class Builder:
     kernels: list[Kernel] = field(default_factory=list)
     recipes: list[Recipe] = field(default_factory=list)
     place: dict[Value, Placed] = field(default_factory=dict)
+    padded: bool = False
+    """Whether fp32 tensors have a multiple of CHANNEL_ALIGN channels per pixel, too."""
     reserved: dict[Value, Placed] = field(default_factory=dict)
     """Values that must be written to a place chosen beforehand: network outputs, and parts of concatenations."""
+    tf32: Callable[[Op], bool] = field(default=lambda op: False)
+    """Whether the products of an fp32 operator may be made of tf32 factors: only where that was asked for."""
     fetch: Callable[[Value], Placed | None] = field(default=lambda value: None)
     """Brings a value that the host makes to the GPU (see :mod:`optdnn.tactics.cuda.host`)."""
     _kernel_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -239,6 +245,8 @@ class Builder:
         if not type.layout:
             return row_major(shape)
         align = CHANNEL_ALIGN if type.dtype in (FP16, BF16) else 16 if type.dtype.name in EIGHT_BITS else 1
+        if type.dtype == FP32 and self.padded:
+            align = CHANNEL_ALIGN
         return channels_last(shape, up(shape[1], align))
 
     def target(self, value: Value) -> Placed:
@@ -292,7 +300,7 @@ class Builder:
         for m in maps:
             relocations.append(
                 TensorMap(
-                    m.at, number[m.placed.buffer], m.placed.byte_offset, map_dtype(m.placed.dtype),
+                    m.at, number[m.placed.buffer], m.placed.byte_offset, m.dtype or map_dtype(m.placed.dtype),
                     m.shape, m.strides, m.box, m.swizzle, m.corners, m.steps,
                 )
             )  # fmt: skip
@@ -351,6 +359,12 @@ class Builder:
 
 _TABLES = ("place", "reserved", "_kernel_of", "_blob_of", "_constants", "_copies")
 """What a builder looks things up in."""
+
+
+def products(b: Builder, op: Op) -> str:
+    """The type of the factors of an operator's products, as the kernels name it."""
+    dtype = op.outputs[0].type.dtype
+    return "tfloat32" if dtype == FP32 and b.tf32(op) else map_dtype(dtype)
 
 
 def map_dtype(dtype: DType) -> str:

@@ -13,7 +13,7 @@ from optdnn.ops.base import Stage
 from optdnn.runtime.cuda import conv as hopper
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda import conv_sm90
-from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed, channels_last, map_dtype, up
+from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed, channels_last, products, up
 from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, copy, emit_pointwise
 from optdnn.tactics.cuda.tactic import Rehearsed
@@ -61,9 +61,10 @@ def finish(b: Builder, op: Op, ep: Epilogue, between: Placed, target: Placed) ->
         emit_pointwise(b, op, ep.rest, [between, *map(b.operand, ep.rest_operands)], target)
 
 
-def with_pitch(b: Builder, op: Op, x: Placed) -> Placed:
-    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask)."""
-    if conv_sm90.pitch_of(x) is not None:
+def with_pitch(b: Builder, op: Op, x: Placed, *, added: bool = False) -> Placed:
+    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask). ``added``: it is
+    a residual, read as results are written."""
+    if conv_sm90.storable(b, x) if added else conv_sm90.pitch_of(x) is not None:
         return x
     key = (x, ())
     if key not in b._copies:
@@ -99,7 +100,7 @@ class HopperConv(Rehearsed):
         if 0 in op.outputs[0].type.static_shape or 0 in weight.shape:
             return "it is empty"
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
-        return conv_sm90.refuse(b.arch, map_dtype(op.outputs[0].type.dtype), [geometry])
+        return conv_sm90.refuse(b.arch, products(b, op), [geometry])
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
@@ -125,9 +126,9 @@ class HopperConv(Rehearsed):
             if joined[1] is not None:
                 bias = joined[1] if bias is None else bias + joined[1]
             op = replace(op, src=op.src | joined[2])
-        residual = with_pitch(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
+        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
         between = target
-        if ep.rest or conv_sm90.pitch_of(out) is None:
+        if ep.rest or not conv_sm90.storable(b, out):
             strides = channels_last(target.shape, up(out.shape[1], 8))
             between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)
         used = conv_sm90.emit_conv(b, op, feeds, bias, ep, residual, image(between), config)
@@ -189,33 +190,34 @@ class HopperConv(Rehearsed):
 
 
 def emit_space_to_depth(b: Builder, op: Op, x: Placed, out: Placed, size: int) -> None:
-    """Blocks of ``size`` x ``size`` pixels into channels: one thread per eight channels of an output pixel."""
+    """Blocks of ``size`` x ``size`` pixels into channels: one thread per 16 bytes of an output pixel."""
     n, c, h, w = x.shape
     _, lanes, high, wide = out.shape
     t, u = CPP[x.dtype], CPP[out.dtype]
+    some = 16 // out.dtype.itemsize
     text = f"""struct Params {{ const {t}* x; {u}* y; i64 sn, sc, sh, sw; int n, h, w, high, wide; }};
 
 extern "C" __global__ void __launch_bounds__(128) space_to_depth(const __grid_constant__ Params p) {{
     launch_dependents();
     wait_for_predecessor();
-    const u32 index = blockIdx.x * 128 + threadIdx.x, part = index % {lanes // 8};
-    const u32 pixel = index / {lanes // 8}, column = pixel % p.wide, row = pixel / p.wide % p.high, image = pixel / p.wide / p.high;
+    const u32 index = blockIdx.x * 128 + threadIdx.x, part = index % {lanes // some};
+    const u32 pixel = index / {lanes // some}, column = pixel % p.wide, row = pixel / p.wide % p.high, image = pixel / p.wide / p.high;
     if (image >= p.n) return;
-    Pack<{u}, 8> y;
+    Pack<{u}, {some}> y;
     #pragma unroll
-    for (int i = 0; i < 8; i++) {{
-        const int lane = part * 8 + i, channel = lane % {c}, dx = lane / {c} % {size}, dy = lane / {c * size};
+    for (int i = 0; i < {some}; i++) {{
+        const int lane = part * {some} + i, channel = lane % {c}, dx = lane / {c} % {size}, dy = lane / {c * size};
         const int r = row * {size} + dy, s = column * {size} + dx;
         float v = 0.0f;
         if (dy < {size} && r < p.h && s < p.w) v = widen(p.x[image * p.sn + channel * p.sc + r * p.sh + s * p.sw]);
         y.lane[i] = narrow<{u}>(v);
     }}
-    y.store(p.y + i64(index) * 8);
+    y.store(p.y + i64(index) * {some});
 }}
 """
     block = Block().pointer(x).pointer(out).i64(*x.strides).i32(n, h, w, high, wide)
     spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "space_to_depth")
-    threads = n * high * wide * lanes // 8
+    threads = n * high * wide * lanes // some
     b.emit(
         op,
         spec,

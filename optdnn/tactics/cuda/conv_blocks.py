@@ -10,7 +10,7 @@ from optdnn.ir.graph import Op
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import resolved_transpose
 from optdnn.tactics.cuda import conv_sm90
-from optdnn.tactics.cuda.builder import Builder, channels_last, map_dtype, up
+from optdnn.tactics.cuda.builder import Builder, channels_last, products, up
 from optdnn.tactics.cuda.conv import bias_of, entering, finish, image, only_used, with_pitch
 from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
 from optdnn.tactics.cuda.pointwise import copy, emit_pointwise
@@ -38,7 +38,7 @@ class BlockConv(Rehearsed):
         x = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
         if x[2] % weight.shape[2] or x[3] % weight.shape[3]:
             return "its windows do not cover the image"
-        return conv_sm90.refuse(b.arch, map_dtype(op.outputs[0].type.dtype), [POINTWISE])
+        return conv_sm90.refuse(b.arch, products(b, op), [POINTWISE])
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
@@ -63,9 +63,9 @@ class BlockConv(Rehearsed):
         bias = bias_of(b, op)
         if ep.bias is not None:
             bias = ep.bias if bias is None else bias + ep.bias
-        residual = with_pitch(b, op, b.operand(ep.residual)) if ep.residual is not None else None
+        residual = with_pitch(b, op, b.operand(ep.residual), added=True) if ep.residual is not None else None
         between = target
-        if ep.rest or conv_sm90.pitch_of(target) is None:
+        if ep.rest or not conv_sm90.storable(b, target):
             strides = channels_last(target.shape, up(filters, 8))
             between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)
         feed = conv_sm90.Feed(rows, matrix, (1, 1), (0, 0, 0, 0), (1, 1))
@@ -89,7 +89,7 @@ class BlockConvTranspose(Rehearsed):
         plain = tuple(a.strides) == weight.shape[2:] and not any(a.pads) and not any(a.output_padding)
         if not plain or any(d != 1 for d in a.dilations) or a.auto_pad != "NOTSET":
             return "its windows overlap, are cut or have holes"
-        return conv_sm90.refuse(b.arch, map_dtype(op.outputs[0].type.dtype), [POINTWISE])
+        return conv_sm90.refuse(b.arch, products(b, op), [POINTWISE])
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])

@@ -21,10 +21,22 @@ from optdnn.runtime.cuda import conv as hopper
 from optdnn.runtime.cuda import conv_patch as patch
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv_cost import CLOCK, LATENCY, MEMORY, candidates, estimate, h200
-from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, MapSpec, Placed, channels_last, map_dtype, up
+from optdnn.runtime.cuda.plan import TF32
+from optdnn.tactics.cuda.builder import (
+    CHANNEL_ALIGN,
+    Block,
+    Builder,
+    KernelSpec,
+    MapSpec,
+    Placed,
+    channels_last,
+    map_dtype,
+    products,
+    up,
+)  # fmt: skip
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue
 from optdnn.tactics.cuda.tactic import Offer
-from optdnn.types import Array
+from optdnn.types import FP32, Array, to_tf32
 
 POINTERS = 5 * 128
 """Offset of bias, output and residual in the parameter block, behind five tensor maps."""
@@ -60,10 +72,32 @@ def aligned(x: Placed) -> int:
 def pitch_of(x: Placed) -> int | None:
     """Elements between neighbouring pixels of a channels-last NCHW tensor that TMA can read; None for any other."""
     n, c, h, w = x.shape
-    pitch = x.strides[3] if w > 1 else x.strides[2] if h > 1 else x.strides[0] if n > 1 else up(c, aligned(x))
+    pitch = (
+        x.strides[3]
+        if w > 1
+        else x.strides[2]
+        if h > 1
+        else x.strides[0]
+        if n > 1
+        else up(c, max(aligned(x), CHANNEL_ALIGN))
+    )
     pitch = max(pitch, c)
     fits = pitch % aligned(x) == 0 and x.offset % aligned(x) == 0 and x.is_like(channels_last(x.shape, pitch))
     return pitch if fits else None
+
+
+def storable(b: Builder, x: Placed) -> bool:
+    """Whether a launch can write this channels-last NCHW tensor, or add it.
+
+    Where pixels follow one another without gaps, all channels up to the next multiple of CHANNEL_ALIGN are touched, of the last
+    pixel, too; fp32, which goes to and from registers, has to lie so.
+    """
+    pitch, wide = pitch_of(x), up(x.shape[1], CHANNEL_ALIGN)
+    if pitch is None or (x.dtype == FP32 and pitch != wide):
+        return False
+    elements = math.prod(n for n in b.buffers[x.buffer].shape or () if isinstance(n, int))
+    last = (x.size // x.shape[1] - 1) * pitch
+    return pitch != wide or x.offset + last + wide <= elements
 
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
@@ -75,7 +109,7 @@ def refuse(arch: str, dtype: str, feeds: Sequence[Geometry]) -> str | None:
     if not arch.startswith("sm_90"):
         return f"it needs Hopper's wgmma and TMA (sm_90a), not {arch}"
     if dtype not in render.WGMMA_KINDS:
-        return f"its operands are 16-bit floats or of 8 bits, not {dtype}"
+        return f"its operands are 16-bit floats or of 8 bits (of fp32, tf32 where that was asked for), not {dtype}"
     for kernel, strides, pads, dilations in feeds:
         if max(strides) > 8:
             return f"TMA walks in steps of at most 8, not {max(strides)}"
@@ -161,7 +195,10 @@ def emit_conv(
     assert pitch is not None
     dense = pitch == wide and residual_pitch in (None, wide)
     rendered = (("bias",), *ep.rendered)
-    problem = hopper.Problem(out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), map_dtype(out.dtype))
+    factors = products(b, op)
+    problem = hopper.Problem(
+        out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), factors, map_dtype(out.dtype)
+    )
     offers = ranked(problem, dense)
     b.offer(offers)
     config = config or offers[0].config
@@ -169,7 +206,8 @@ def emit_conv(
     if bias is not None:
         vector[:channels] = bias
     bias_at = b.constant(vector, f"{op.outputs[0].name}.bias")
-    packed = hopper.pack_weights(problem, [f.weight for f in feeds])
+    rounded = to_tf32 if factors == "tfloat32" else np.asarray
+    packed = hopper.pack_weights(problem, [rounded(f.weight) for f in feeds])
     weights = b.constant(packed, f"{op.outputs[0].name}.weights")
     stages = plain_stages(ep.stages)
     constants = [b.constant(c, "scalar") for c in ep.constants]
@@ -188,6 +226,8 @@ def emit_conv(
         attrs = {"sources": tuple(geometry), "epilogue": plain_stages([bias_stage, *moved])}
         column = bias_at.view((1, channels, 1, 1), (0, 1, 0, 0))
         kind, reads = "ConvSum", [*views[0], *views[1], column, *tail]
+    if factors == "tfloat32":
+        attrs[TF32] = tuple(range(2 * len(feeds)))
     launch(b, op, problem, config, feeds, Operands(weights, bias_at, out, residual), (kind, attrs, reads))
     return str(config)
 
@@ -280,7 +320,7 @@ def _patch_maps(problem: hopper.Problem, config: patch.PatchConfig, feed: Feed, 
     else:
         at = pitch_of(feed.x)
         assert at is not None
-        source = _image_map(128, feed.x, feed.x.shape[1], at, box, problem.span)
+        source = replace(_image_map(128, feed.x, feed.x.shape[1], at, box, problem.span), dtype=_read_as(problem))
     return [_weights_map(problem, weights, config.wgm * 64), source, replace(source, at=256)]
 
 
@@ -302,15 +342,20 @@ def _source_map(at: int, feed: Feed, problem: hopper.Problem, config: hopper.Con
     n, c, h, w = feed.x.shape
     pitch = pitch_of(feed.x)
     assert pitch is not None
-    step, span = pitch * problem.item, problem.span
+    step, span, dtype = pitch * problem.item, problem.span, _read_as(problem)
     if feed.source.mode == hopper.ROWS:
-        return MapSpec(at, feed.x, (c, n * h * w), (step,), (problem.block, config.bn), span)
+        return MapSpec(at, feed.x, (c, n * h * w), (step,), (problem.block, config.bn), span, dtype=dtype)
     kernel, (top, left, bottom, right) = feed.weight.shape[2:], feed.pads
     reach = [(k - 1) * d for k, d in zip(kernel, feed.dilations, strict=True)]
     corners = (-left, -top, right - reach[1], bottom - reach[0])
     strides = (step, w * step, h * w * step)
     steps = (1, feed.strides[1], feed.strides[0], 1)
-    return MapSpec(at, feed.x, (c, w, h, n), strides, (problem.block, config.bn), span, corners, steps)
+    return MapSpec(at, feed.x, (c, w, h, n), strides, (problem.block, config.bn), span, corners, steps, dtype)
+
+
+def _read_as(problem: hopper.Problem) -> str:
+    """How TMA reads a source: fp32 is rounded to tf32 on its way, all else comes as it is."""
+    return problem.dtype if problem.dtype == "tfloat32" else ""
 
 
 def _weight_views(packed: Placed, problem: hopper.Problem, feeds: Sequence[Feed]) -> list[Placed]:

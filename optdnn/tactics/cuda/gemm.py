@@ -9,7 +9,7 @@ import numpy as np
 
 from optdnn.ir.graph import Op
 from optdnn.tactics.cuda import conv_sm90
-from optdnn.tactics.cuda.builder import Builder, Placed, map_dtype, row_major, up
+from optdnn.tactics.cuda.builder import Builder, Placed, products, row_major, up
 from optdnn.tactics.cuda.conv import bias_of, finish
 from optdnn.tactics.cuda.epilogue import channel_vector, plan_epilogue
 from optdnn.tactics.cuda.pointwise import copy
@@ -84,7 +84,7 @@ class HopperGemm(Rehearsed):
             bias = bias_of(b, op)
             if bias is None or channel_vector(bias, shape, -1) is None:
                 return "its third operand is not a constant row"
-        return conv_sm90.refuse(b.arch, map_dtype(op.outputs[0].type.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
+        return conv_sm90.refuse(b.arch, products(b, op), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
@@ -108,11 +108,13 @@ class HopperGemm(Rehearsed):
         left = b.operand(op.inputs[0])
         order = rows_in_memory(left)
         x = self._rows(b, op, reordered(left, order))
-        residual = self._rows(b, op, reordered(b.operand(ep.residual), order)) if ep.residual is not None else None
+        residual = (
+            self._rows(b, op, reordered(b.operand(ep.residual), order), added=True) if ep.residual is not None else None
+        )
         target = self._target(b, op, order)
         between = target
         out = None if ep.rest else rows_of(reordered(target, order))
-        if out is None:
+        if out is None or not conv_sm90.storable(b, out):
             between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, order))
             out = rows_of(reordered(between, order))
             assert out is not None
@@ -130,9 +132,9 @@ class HopperGemm(Rehearsed):
         return b.target(op.value)
 
     @staticmethod
-    def _rows(b: Builder, op: Op, x: Placed) -> Placed:
+    def _rows(b: Builder, op: Op, x: Placed, *, added: bool = False) -> Placed:
         found = rows_of(x)
-        if found is None:
+        if found is None or (added and not conv_sm90.storable(b, found)):
             dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape, padded_rows(x.shape))
             copy(b, op, x, dense)
             found = rows_of(dense)

@@ -72,3 +72,19 @@ def test_too_many_accumulators_do_not_fit_and_are_refused() -> None:
     assert conv.refuse(problem, config) is not None
     with pytest.raises(nvrtc.KernelError, match="registers"):
         nvrtc.compile_recipe(conv.recipe(problem, config))
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_products_of_tf32_compile_without_spills(batch: int) -> None:
+    problems = [
+        Problem(batch, 64, (same(56, 56, 64),), RELU, "tfloat32", "float32"),
+        Problem(batch, 256, (Source(56, 56, 64),), ADD, "tfloat32", "float32"),
+        Problem(batch, 512, (same(7, 7, 512),), RELU, "tfloat32", "float32"),
+    ]
+    for problem in problems:
+        plain = [conv.recipe(problem, config) for config in conv_cost.candidates(problem, conv_cost.h200(), 2)]
+        patches = [conv_patch.recipe(problem, c) for c in conv_patch.candidates(problem, conv_cost.h200())[:2]]
+        assert plain
+        for recipe in plain + patches:
+            (kernel,) = nvrtc.resources(recipe).values()
+            assert kernel.spill_bytes == kernel.stack_bytes == 0, recipe.generated

@@ -54,15 +54,23 @@ def test_every_launch_does_what_its_step_means(family: str, precision: str) -> N
     assert not wrong
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
 def test_the_gpu_agrees_with_simulate_and_repeats(precision: str) -> None:
     graph = network()
     program, feeds = lowered(graph, precision, target="cuda:sm_90a"), feeds_of(graph)
     context: Any = Engine(program).context()
     first, second, expected = context.run(feeds), context.run(feeds), simulate(program, feeds)
     np.testing.assert_array_equal(first["y0"], second["y0"])
-    bound = {"fp16": 4e-3, "bf16": 3e-2}[precision] * np.abs(expected["y0"]).max()
+    bound = {"tf32": 2e-4, "fp16": 4e-3, "bf16": 3e-2}[precision] * np.abs(expected["y0"]).max()
     np.testing.assert_allclose(first["y0"], expected["y0"], rtol=0, atol=bound)
+
+
+def test_products_of_tf32() -> None:
+    graph = network()
+    context: Any = Engine(lowered(graph, "tf32", target="cuda:sm_90a")).context()
+    found = check_steps(context, feeds_of(graph))
+    assert sum(e.kernel.startswith("conv_") for e in found) >= 4
+    assert not [e for e in found if e.error > 1e-4]
 
 
 def test_device_arrays_and_bound_calls() -> None:

@@ -18,6 +18,7 @@ from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Buffer, Program
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
+from optdnn.types import to_tf32
 
 
 def residual_net(batch: int = 2) -> Graph:
@@ -376,3 +377,42 @@ def test_a_pointwise_result_keeps_off_what_is_read_again_or_otherwise() -> None:
     z = n.op("Softmax", n.op("Sub", y, x), attrs=SoftmaxAttrs(-1))
     (out, operands), *_ = places(check_simulated(n.done(z), "fp32"))
     assert out not in operands, "the operand is read again"
+
+
+def functions(program: Program) -> list[str]:
+    """The kernel of each step."""
+    return [program.kernels[s.params["launch"]["kernel"]].function for s in program.steps]
+
+
+def test_tf32_is_for_products_and_only_where_it_was_asked_for() -> None:
+    graph = residual_net()
+    exact = lowered(graph, "fp32")
+    assert not any("tf32" in s.params["op"]["attrs"] for s in exact.steps)
+    assert not any(f.startswith("conv_") for f in functions(exact)), "fp32 is true fp32"
+    program = check_simulated(graph, "tf32")
+    marked = [f for f, s in zip(functions(program), program.steps, strict=True) if "tf32" in s.params["op"]["attrs"]]
+    assert marked == [f for f in functions(program) if f.startswith("conv_")]
+    assert len(marked) == 6
+    assert {b.dtype for b in program.buffers} == {np.dtype(np.float32)}
+    feeds = feeds_of(graph)
+    assert np.abs(simulate(program, feeds)["y0"] - simulate(exact, feeds)["y0"]).max() > 1e-6, "factors are rounded"
+    pinned = {next(iter(op.src)): "fp32" for op in graph.order() if op.kind == "Gemm"}
+    kept = lowered(graph, "tf32", precision_map=pinned)
+    (last,) = [s for s in kept.steps if set(s.src) & set(pinned)]
+    assert "tf32" not in last.params["op"]["attrs"]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_result_of_odd_width_is_not_written_beyond_its_end(batch: int) -> None:
+    for precision in ("tf32", "fp16"):
+        n = Net()
+        x = n.op("Relu", n.gemm(n.input(batch, 16), 24))
+        check_simulated(n.done(n.gemm(x, 10)), precision)
+
+
+def test_tf32_rounds_to_ten_bits() -> None:
+    x = np.array([1.0, 1 + 2**-10, 1 + 2**-11, 1 + 3 * 2**-11, -1 - 2**-11 - 2**-20, np.inf, 3e38, 0.0], np.float32)
+    want = np.array([1.0, 1 + 2**-10, 1.0, 1 + 2**-9, -1 - 2**-10, np.inf, 3e38, 0.0], np.float32)
+    np.testing.assert_allclose(to_tf32(x), want, rtol=2**-11)
+    np.testing.assert_array_equal(to_tf32(x)[:6], want[:6])
+    np.testing.assert_array_equal(to_tf32(np.arange(3)), np.arange(3))
