@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 TOLERANCE = 1e-4
+BOX = 1e-3
+"""Of the image: how far the corners of one box may be from those of another that is the same."""
 SLOWER = 5
 """How much slower than ONNX Runtime (one thread, its session made) NumPy may be, roughly, where that is at its slowest."""
 
@@ -99,7 +101,7 @@ def _same_boxes(got: list[Any], want: list[Any]) -> tuple[int, int] | None:
         return None
     found = 0
     for box, score in zip(got[k], got[scores], strict=True):
-        near = np.abs(want[k] - box).max(axis=1) <= 1e-4 * np.abs(want[k]).max()
+        near = np.abs(want[k] - box).max(axis=1) <= BOX * np.abs(want[k]).max()
         found += bool((np.abs(want[scores][near] - score) <= 1e-3).any())
     return found, len(want[k])
 
