@@ -39,7 +39,12 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
     chosen = make_options(ctx, **options)
     target = resolve_target(chosen.target)
     chosen = replace(chosen, target=target)
-    graph = import_model(with_values(model, chosen.values), shapes=chosen.shapes)
+    source = with_values(model, chosen.values)
+    graph = import_model(source, shapes=chosen.shapes)
+    if graph.profiles and target.partition(":")[0] in ("cuda", "simulate"):
+        from optdnn.plans import optimum
+
+        graph = import_model(source, shapes=optimum(graph))
     sizes = size_inputs(graph)
     before = graph.kinds()
     reports = optimize(graph, chosen, target)

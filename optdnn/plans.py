@@ -150,6 +150,12 @@ def plain_options(options: BuildOptions) -> dict[str, Any] | None:
     return kept if all(isinstance(v, (bool, int, float, str)) for v in kept.values()) else None
 
 
+def optimum(symbolic: Graph) -> Shapes:
+    """The shapes of the inputs at the optimum of the first profile. Raises UsageError where a dimension has no range."""
+    _need_ranges(symbolic)
+    return _sized(symbolic, symbolic.profiles[0], "opt")
+
+
 def _need_ranges(graph: Graph) -> None:
     for i in graph.inputs:
         out = graph.op(i).outputs[0]

@@ -60,3 +60,21 @@ def test_a_network_that_fits_says_so(cli: Cli, model: Path) -> None:
     assert done.code == 0, done.err
     assert "operators run on cuda:sm_90a" in done.out
     assert "on the CPU" not in done.out
+
+
+def test_ranges_are_checked_at_their_optimum_and_values_take_steps_off_the_cpu(cli: Cli, tmp_path: Path) -> None:
+    nodes = [fallback.node("TopK", "x k", "y at"), fallback.node("Exp", "y", "z")]
+    inputs = [("x", fallback.F, ["N", 7]), ("k", fallback.I64, [1])]
+    onnx.save(fallback.model(nodes, inputs, [("z", fallback.F, ["N", "k"])]), tmp_path / "k.onnx")
+    options = (tmp_path / "k.onnx", "--target", "simulate", "--shape", "x=1..4..8x7")
+    plain = cli("check", *options)
+    assert plain.code == 0, plain.err
+    assert "0 of 2 operators run on simulate, 2 on the CPU" in plain.out
+    assert "inputs that only say sizes (what they always are can be given by --value): k" in plain.out
+    fixed = cli("check", *options, "--value", "k=3", "--strict")
+    assert fixed.code == 0, fixed.err
+    assert "all 2 operators run on simulate" in fixed.out
+    for bad in ("k", "k=a", "=1"):
+        refused = cli("check", *options, "--value", bad)
+        assert refused.code == 2
+        assert "is not NAME=1,2,3" in refused.err

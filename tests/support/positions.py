@@ -26,6 +26,7 @@ def orders(n: Net) -> list[Any]:
     lengths = n.input(5, name="lengths", dtype=INT64)
     return [
         *found,
+        n.op("TopK", x, n.ints(2)),
         n.op("Hardmax", whole, attrs=SoftmaxAttrs(1)),
         n.op("Hardmax", x, attrs=SoftmaxAttrs(-1)),
         n.op("ReverseSequence", x, lengths, attrs=sort.ReverseSequenceAttrs(1, 0)),

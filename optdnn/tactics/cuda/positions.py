@@ -202,9 +202,11 @@ def _tensor_scatter(b: Builder, op: Op) -> None:
 
 
 def _top_k(b: Builder, op: Op) -> None:
-    x, values, indices = _needed(b, op, 0), b.target(op.value), b.target(Value(op.id, 1))
+    x = _needed(b, op, 0)
+    writes = {name: b.target(Value(op.id, i)) for i, name in zip(range(len(op.outputs)), ("y", "i"), strict=False)}
     r, t = len(x.shape), arithmetic(x.dtype)
     axis = normalize_axis(op.attrs.axis, r)
+    index = f"p.i[at_i({coordinates('o', r, {axis: 'rank'})})] = o{axis};" if "i" in writes else ""
     before = "w > v || (w != w && v == v)" if op.attrs.largest else "w < v || (v != v && w == w)"
     lines = f"""const {t} v = widen(p.x[at_x({coordinates("o", r)})]);
         i64 rank = 0;
@@ -215,9 +217,9 @@ def _top_k(b: Builder, op: Op) -> None:
         }}
         if (rank < p.n_y[{axis}]) {{
             p.y[at_y({coordinates("o", r, {axis: "rank"})})] = narrow<{CPP[x.dtype]}>(v);
-            p.i[at_i({coordinates("o", r, {axis: "rank"})})] = o{axis};
+            {index}
         }}"""
-    emit_each(b, op, x.shape, {"x": x}, {"y": values, "i": indices}, lines, reads=_reads(b, op))
+    emit_each(b, op, x.shape, {"x": x}, writes, lines, reads=_reads(b, op))
 
 
 def _bit_cast(b: Builder, op: Op) -> None:

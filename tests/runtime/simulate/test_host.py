@@ -120,6 +120,25 @@ def test_results_are_the_callers_to_keep() -> None:
     np.testing.assert_array_equal(engine.run({"x": x})["v"], x)
 
 
+def test_shapes_within_ranges() -> None:
+    nodes = [
+        node("Relu", "x", "r"),
+        node("NonZero", "r", "at"),
+        node("ReduceSum", "r", "t", keepdims=0),
+        node("Div", "r t", "y"),
+    ]
+    made = model(nodes, [("x", F, ["N", 7])], [("y", F, ["N", 7]), ("at", I64, [2, "n"])])
+    engine, reference = (
+        optdnn.build(made, target="simulate", shapes={"x": "1..4..8x7"}),
+        optdnn.build(made, target="reference"),
+    )
+    for n in (4, 2, 8):
+        x = np.random.default_rng(n).standard_normal((n, 7)).astype(np.float32)
+        got, want = engine.run({"x": x}), reference.run({"x": x})
+        np.testing.assert_allclose(got["y"], want["y"], rtol=1e-6)
+        np.testing.assert_array_equal(got["at"], want["at"])
+
+
 def test_engine_files_hold_host_steps(tmp_path: Path) -> None:
     for name in ("detector", "loop"):
         made = NETWORKS[name]()
