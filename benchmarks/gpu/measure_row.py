@@ -170,6 +170,9 @@ def torch_graph(
 ) -> tuple[Replay, Callable[[], list[torch.Tensor]]]:
     """The module at fp16, channels last, captured into a CUDA graph: (replay, outputs)."""
     run: Any = copy.deepcopy(module).half().to(memory_format=torch.channels_last)
+    for part in run.modules():
+        if isinstance(part, torch.nn.RNNBase):
+            part.flatten_parameters()  # else cuDNN gathers the weights in every run
     feeds = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in feeds]
     if compiled:
         import torch._inductor.config as inductor

@@ -74,6 +74,9 @@ def _open_torch(candidate: Candidate, *, compiled: bool) -> Opened:
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"{candidate.path} gives a {type(module).__name__}, not a torch.nn.Module")
     module = module.eval().cuda().to(dtype).to(memory_format=torch.channels_last)
+    for part in module.modules():
+        if hasattr(part, "flatten_parameters"):  # recurrent layers: else cuDNN gathers their weights in every run
+            part.flatten_parameters()
     how = "torch.compile, max-autotune" if compiled else "eager"
     run: Any = module
     if compiled:
