@@ -61,6 +61,22 @@ def refuse(problem: Problem, config: GeneralConfig, groups: int = 1, *, shared: 
     return None
 
 
+def estimate(problem: Problem, config: GeneralConfig, groups: int = 1, multiprocessors: int = 108) -> float:
+    """Predicted seconds of one launch on a GPU of the sm_80 family (an A100 has 108 multiprocessors): ranks tiles, no more.
+
+    A multiprocessor multiplies 1024 pairs a cycle and shares the copies of its blocks; what a tile has beyond the problem is
+    computed for nothing."""
+    channels = problem.channels // groups
+    tiles = -(-problem.pixels // config.bm) * -(-channels // config.bn) * groups
+    depth = problem.sources[0].channels // groups
+    steps = problem.sources[0].kernel[0] * problem.sources[0].kernel[1] * -(-depth // BLOCK)
+    multiply = config.bm * config.bn * BLOCK / 1024
+    copy = (config.bm + config.bn) * BLOCK * 2 / 40
+    resident = max(1, min(tiles // multiprocessors, 101376 // shared_bytes(config), 4))
+    waves = -(-tiles // (multiprocessors * resident))
+    return (waves * (steps * max(resident * max(multiply, copy), 350.0 / config.stages) + 1500)) / 1.4e9
+
+
 def recipe(problem: Problem, config: GeneralConfig, arch: str) -> Recipe:
     """What to compile; all shapes are parameters."""
     defines = {"BM": config.bm, "BN": config.bn, "STAGES": config.stages, "HAS_RESIDUAL": int(problem.residual)}

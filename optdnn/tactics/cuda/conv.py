@@ -113,7 +113,7 @@ class HopperConv(Rehearsed):
         if weight.ndim == 3:
             weight = weight[:, :, None]
             strides, pads, dilations = (1, *strides), (0, pads[0], 0, pads[1]), (1, *dilations)
-        feed = self._stem(b, op, weight, strides, pads, dilations)
+        feed = self.stem(b, op, weight, strides, pads, dilations)
         if feed is None:
             x = with_pitch(b, op, image(entering(b, op)))
             feed = conv_sm90.Feed(x, weight, strides, pads, dilations)
@@ -161,8 +161,8 @@ class HopperConv(Rehearsed):
         x = with_pitch(b, other, b.operand(other.inputs[0]))
         return conv_sm90.Feed(x, weight, a.strides, a.pads, a.dilations), bias_of(b, other), other.src
 
-    def _stem(
-        self,
+    @staticmethod
+    def stem(
         b: Builder,
         op: Op,
         weight: Array,

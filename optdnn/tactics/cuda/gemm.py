@@ -11,7 +11,7 @@ from optdnn.ir.graph import Op
 from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.builder import Builder, Placed, products, row_major, up
 from optdnn.tactics.cuda.conv import bias_of, finish
-from optdnn.tactics.cuda.epilogue import channel_vector, plan_epilogue
+from optdnn.tactics.cuda.epilogue import Epilogue, channel_vector, plan_epilogue
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.tactic import Rehearsed
 from optdnn.tactics.cuda.views import reshaped
@@ -64,6 +64,13 @@ class HopperGemm(Rehearsed):
     name = "gemm_sm90"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
+        geometry = ((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))
+        why = conv_sm90.refuse(b.arch, products(b, op), [geometry])
+        return self._unsuitable(b, op) or why
+
+    @staticmethod
+    def _unsuitable(b: Builder, op: Op) -> str | None:
+        """Why the operator is no product of rows with a constant matrix."""
         weight = b.graph.constant_value(op.inputs[1])
         if weight is None or weight.ndim != 2:
             return "its second operand is not a constant matrix"
@@ -84,7 +91,7 @@ class HopperGemm(Rehearsed):
             bias = bias_of(b, op)
             if bias is None or channel_vector(bias, shape, -1) is None:
                 return "its third operand is not a constant row"
-        return conv_sm90.refuse(b.arch, products(b, op), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
+        return None
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
@@ -118,10 +125,18 @@ class HopperGemm(Rehearsed):
             between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, order))
             out = rows_of(reordered(between, order))
             assert out is not None
-        feed = conv_sm90.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
-        used = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
+        used = self._launch(b, op, x, np.ascontiguousarray(weight)[:, :, None, None], bias, ep, residual, out, config)
         finish(b, op, ep, between, target)
         return used
+
+    @staticmethod
+    def _launch(
+        b: Builder, op: Op, x: Placed, weight: Array, bias: Array | None, ep: Epilogue, residual: Placed | None, out: Placed,
+        config: Any,
+    ) -> str:  # fmt: skip
+        """The product as a 1x1 convolution of 1x1 images."""
+        feed = conv_sm90.Feed(x, weight, (1, 1), (0, 0, 0, 0), (1, 1))
+        return conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
 
     @staticmethod
     def _target(b: Builder, op: Op, order: tuple[int, ...]) -> Placed:

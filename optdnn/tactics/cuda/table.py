@@ -8,6 +8,7 @@ from optdnn.tactics.cuda.attention import AttentionSteps, HopperAttention
 from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv, BlockConvTranspose
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
+from optdnn.tactics.cuda.conv_sm80 import GeneralConv, GeneralGemm
 from optdnn.tactics.cuda.cudnn_attention import CudnnAttention
 from optdnn.tactics.cuda.custom import Custom
 from optdnn.tactics.cuda.depthwise import DepthwiseOfIntegers, HalfDepthwise
@@ -34,11 +35,11 @@ from optdnn.tactics.cuda.rows import BatchNorm, LocalResponse, Rows
 from optdnn.tactics.cuda.tactic import Tactic
 
 _OWN: dict[str, tuple[Tactic, ...]] = {
-    "Conv": (BlockConv(), HopperConv(), HalfDepthwise(), Depthwise(), DirectConv(), CudnnConv()),
+    "Conv": (BlockConv(), HopperConv(), HalfDepthwise(), Depthwise(), GeneralConv(), DirectConv(), CudnnConv()),
     "Custom": (Custom(),),
     "ConvTranspose": (BlockConvTranspose(), DirectConvTranspose()),
-    "MatMul": (HopperGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
-    "Gemm": (HopperGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
+    "MatMul": (HopperGemm(), GeneralGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
+    "Gemm": (HopperGemm(), GeneralGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
     "QuantizedConv": (HopperQuantizedConv(), DepthwiseOfIntegers()),
     "QuantizedMatMul": (HopperQuantizedMatMul(),),
     "QuantizedMean": (MeanOfIntegers(),),

@@ -1,0 +1,81 @@
+"""The general tensor-core kernel as a tactic: everything 16-bit before Hopper, and groups on Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import TOLERANCE, feeds_of, lowered, simulate
+
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Value
+from optdnn.runtime.program import Program
+
+
+def residual_block(n: Net) -> Value:
+    x = n.op("Relu", n.conv(n.input(2, 16, 9, 7), 24, bias=True))
+    return n.op("Relu", n.op("Add", n.conv(x, 24, 1, pads=0, bias=True), x))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {
+    "a residual block": residual_block,
+    "a stem": lambda n: n.op("Relu", n.conv(n.input(2, 3, 34, 30), 16, 7, pads=3, strides=2, bias=True)),
+    "few channels": lambda n: n.conv(n.input(2, 3, 9, 7), 10),
+    "odd channels between": lambda n: n.conv(n.conv(n.input(2, 16, 9, 7), 20), 6),
+    "groups": lambda n: n.op("Relu", n.conv(n.input(2, 32, 9, 7), 24, group=4, bias=True)),
+    "one axis": lambda n: n.conv(n.input(2, 16, 20), 12, 5, pads=2),
+    "dilated, strided": lambda n: n.conv(n.input(2, 16, 15, 13), 32, dilations=2, strides=2, pads=2),
+    "gemm": lambda n: n.op("Relu", n.gemm(n.op("Relu", n.gemm(n.input(5, 32), 40)), 10)),
+    "rows of three axes": lambda n: n.op("Gelu", n.matmul(n.input(3, 5, 32), 24)),
+}
+
+
+def tactics(program: Program) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"]]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_programs_for_sm_80_compute_the_network(name: str) -> None:
+    n = Net()
+    graph = n.done(NETS[name](n))
+    program = lowered(graph, "fp16", target="cuda:sm_80", no_cubins=True)
+    assert {"conv_sm80", "gemm_sm80"} & set(tactics(program))
+    assert not {"conv_direct", "tiled_matmul", "conv_sm90", "gemm_sm90"} & set(tactics(program))
+    feeds, other = feeds_of(graph), evaluate(graph, feeds_of(graph, 2))
+    got = simulate(program, feeds)
+    for output, want in evaluate(graph, feeds).items():
+        error = np.abs(got[output] - want).max()
+        assert error <= TOLERANCE["fp16"] * np.abs(want).max() < np.abs(want - other[output]).max() / 4
+
+
+def test_hopper_runs_groups_on_it_and_nothing_else() -> None:
+    n = Net()
+    x = n.input(2, 32, 9, 7)
+    program = lowered(n.done(n.conv(n.conv(x, 32, group=4), 16)), "fp16")
+    assert tactics(program).count("conv_sm80") == 1
+    assert tactics(program).count("conv_sm90") == 1
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda n: n.conv(n.input(2, 12, 9, 7), 12, group=3), "multiples of 8 channels a group, not 4"),
+        (lambda n: n.conv(n.input(2, 16, 9, 7), 7), "odd number of channels"),
+        (lambda n: n.gemm(n.input(4, 20), 6), "do not come in eights"),
+    ],
+)
+def test_what_it_does_not_run_it_refuses(build: Callable[[Net], Value], reason: str) -> None:
+    n = Net()
+    program = lowered(n.done(build(n)), "fp16", target="cuda:sm_80", no_cubins=True)
+    refused = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ())]
+    assert any(reason in r for r in refused), refused
+
+
+def test_a_kernel_of_sm_80_compiles_as_part_of_a_program() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
+    n = Net()
+    program = lowered(n.done(NETS["a residual block"](n)), "fp16", target="cuda:sm_80")
+    assert {k.arch for k in program.kernels} == {"sm_80"}
+    assert all(k.cubin is not None for k in program.kernels)
