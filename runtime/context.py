@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from optdnn.runtime.executor import Executor
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.signature import Signature
 from optdnn.types import Array
+
+if TYPE_CHECKING:
+    from optdnn.runtime.state import Bound
 
 _ALIGN = 64
 """Alignment of the arena in memory, in bytes: a cache line, and the widest vector register."""
@@ -127,6 +130,21 @@ class Context:
         if self._whole is not None and out is None and stream is None:
             return self._run_whole(self._whole, feeds)
         return self._run(feeds, out, stream, None)
+
+    def bind(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Array] | None = None,
+        state: Mapping[str, str] | None = None,
+    ) -> Bound:
+        """A call on these arrays, to be repeated: ``run()`` reads them as they are then.
+
+        ``outputs`` may give buffers; ``state`` maps outputs to the inputs that they are in the next run, without a copy
+        (:mod:`optdnn.runtime.state`), and ``inputs`` then hold its initial value. Raises InputError for what does not fit.
+        """
+        from optdnn.runtime.state import Bound
+
+        return Bound(self, self._signature, inputs, outputs, state)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
         """Run once and time each step: (outputs, nanoseconds per step of the program)."""

@@ -119,18 +119,21 @@ class PlansContext:
             context, feeds = self._dispatch(feeds)
             return context.profile(feeds)
 
-    def bind(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None) -> Any:
-        """A call with fixed arrays on the GPU; see the plan's own context."""
-        with _Alone(self._lock):
-            context, feeds = self._dispatch(feeds)
-            if not hasattr(context, "bind"):
-                raise RunError(f"target {self._runner.program.target!r} binds no arrays on a GPU")
-            return context.bind(feeds, out)
+    def bind(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any] | None = None,
+        state: Mapping[str, str] | None = None,
+    ) -> Any:
+        """A call on these arrays, to be repeated; see the plan's own context. On a GPU it is of the plan for these sizes;
+        on the host state may change its size from run to run."""
+        if self._runner._pool is None:
+            from optdnn.runtime.state import Bound
 
-    def plan_of(self, feeds: Mapping[str, Any]) -> RunContext:
-        """The context of the plan for these inputs: for measurements, which look inside."""
+            return Bound(self, self._runner.signature, inputs, outputs, state)
         with _Alone(self._lock):
-            return self._dispatch(feeds)[0]
+            context, inputs = self._dispatch(inputs)
+            return context.bind(inputs, outputs, state)  # type: ignore[attr-defined]
 
     @property
     def shapes(self) -> tuple[Shapes, ...]:

@@ -27,6 +27,7 @@ from optdnn.runtime.cuda.memory import DeviceMemory, PinnedMemory
 from optdnn.runtime.cuda.nvtx import marked
 from optdnn.runtime.cuda.plan import CudaStep, TensorMap, parse
 from optdnn.runtime.cuda.shared import Arena
+from optdnn.runtime.cuda.state import Streaming
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.host import (
     COPY,
@@ -355,15 +356,23 @@ class CudaContext:
         p = self.runner.program
         return {s.name: hand_over(s, self._values[i], None) for s, i in p.outputs if p.buffers[i].nbytes is None}
 
-    def bind(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None) -> Bound:
+    def bind(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any] | None = None,
+        state: Mapping[str, str] | None = None,
+    ) -> Any:
         """A call with fixed arrays on the GPU, to be repeated: ``bound.run(stream)`` only launches the graph.
 
-        Outputs that ``out`` does not give are fresh CuPy arrays. The arrays are kept alive. Raises InputError, MissingDependency.
+        Outputs that ``outputs`` does not give are fresh CuPy arrays. The arrays are kept alive. ``state`` maps outputs to the
+        inputs that they are in the next run (:class:`optdnn.runtime.cuda.state.Streaming`). Raises InputError, MissingDependency.
         """
+        if state:
+            return Streaming(self, self.runner.signature, inputs, outputs, state)
         self._loaded.activate()
-        given, outputs = self._placed(feeds, out or {})
+        given, results = self._placed(inputs, outputs or {})
         self._check_pointers(given)
-        return Bound(self, self._new_graph(given), outputs, dict(feeds))
+        return Bound(self, self._new_graph(given), results, dict(inputs))
 
     def _placed(self, feeds: Mapping[str, Any], out: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, Any]]:
         """The addresses of the caller's arrays by buffer, and the arrays of the results."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from optdnn.runtime.reference.table import KERNELS
 from optdnn.runtime.signature import Signature
 from optdnn.runtime.simulate.kinds import OWN
 from optdnn.types import Array, dtype_name, to_tf32
+
+if TYPE_CHECKING:
+    from optdnn.runtime.state import Bound
 
 FENCE = 256
 """Bytes before and after the arena that nothing may write."""
@@ -143,6 +146,21 @@ class SimulateContext:
     ) -> dict[str, Any]:
         """Run once; see :meth:`optdnn.runtime.context.Context.run`."""
         return self._run(feeds, out, stream, None)
+
+    def bind(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Array] | None = None,
+        state: Mapping[str, str] | None = None,
+    ) -> Bound:
+        """A call on these arrays, to be repeated: ``run()`` reads them as they are then.
+
+        ``outputs`` may give buffers; ``state`` maps outputs to the inputs that they are in the next run, without a copy
+        (:mod:`optdnn.runtime.state`), and ``inputs`` then hold its initial value. Raises InputError for what does not fit.
+        """
+        from optdnn.runtime.state import Bound
+
+        return Bound(self, self._runner.signature, inputs, outputs, state)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
         """Run once and time each step: (outputs, nanoseconds per step of the program)."""

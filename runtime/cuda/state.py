@@ -1,0 +1,72 @@
+"""State on the GPU: two CUDA graphs over two sets of buffers that take turns, so nothing is copied between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from optdnn.errors import InputError
+from optdnn.runtime.cuda.arrays import import_cupy
+from optdnn.runtime.signature import Signature
+from optdnn.runtime.state import check_state
+
+
+class Binds(Protocol):
+    """A context that binds calls on the GPU."""
+
+    def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> Any: ...
+
+
+class Streaming:
+    """A call whose outputs become inputs of the next; ``outputs`` are the arrays of the last run.
+
+    Each state has two CuPy arrays; the initial values are copied into one of them when it is made and by :meth:`reset` alone.
+    """
+
+    def __init__(
+        self,
+        context: Binds,
+        signature: Signature,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any] | None,
+        state: Mapping[str, str],
+    ):
+        cupy = import_cupy("to hold state on the GPU")
+        self._pairs = check_state(signature, state, outputs or {})
+        missing = [t for t in self._pairs.values() if t not in inputs]
+        if missing:
+            raise InputError(f"input {missing[0]!r} is state and has no initial value")
+        self._initial = {t: cupy.asarray(inputs[t]) for t in self._pairs.values()}
+        reads, writes = ({t: cupy.empty_like(a) for t, a in self._initial.items()} for _ in range(2))
+        self._buffers = (reads, writes)
+        first = context.bind({**inputs, **reads}, {**(outputs or {}), **self._named(writes)})
+        rest = {n: a for n, a in first.outputs.items() if n not in self._pairs and a is not None}
+        second = context.bind({**inputs, **writes}, {**rest, **self._named(reads)})
+        self._calls, self._turn = (first, second), 0
+        self.outputs: dict[str, Any] = {}
+        self.reset()
+
+    def _named(self, buffers: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: buffers[target] for name, target in self._pairs.items()}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Input -> the array that the next run reads there."""
+        return dict(self._buffers[self._turn])
+
+    def run(self, stream: object = None) -> dict[str, Any]:
+        """Enqueue one run on ``stream`` (default: the null stream); does not wait."""
+        self.outputs = self._calls[self._turn].run(stream)
+        self._turn ^= 1
+        return self.outputs
+
+    def reset(self, values: Mapping[str, Any] | None = None) -> None:
+        """Begin again from the initial state; ``values`` (by input name) are the initial state from now on."""
+        values = dict(values or {})
+        cupy = import_cupy("to hold state on the GPU")
+        if unknown := sorted(values.keys() - self._initial.keys()):
+            raise InputError(f"{unknown[0]!r} is no state; there are {', '.join(self._initial)}")
+        self._initial.update({t: cupy.asarray(a) for t, a in values.items()})
+        for target, array in self._initial.items():
+            cupy.copyto(self._buffers[self._turn][target], array)
+        cupy.cuda.get_current_stream().synchronize()
