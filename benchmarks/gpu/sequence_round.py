@@ -33,10 +33,10 @@ TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}
 
 def checks(out: Path) -> None:
     """Every launch of every small case, in each precision."""
-    from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT
+    from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
     from support.simulated import feeds_of, lowered
 
-    cases = {**ATTENTION, **RECURRENT, **GROUP_NORM}
+    cases = {**ATTENTION, **RECURRENT, **GROUP_NORM, **RESIDUAL}
     jobs = [(name, precision) for name in cases for precision in TOLERANCE]
 
     def build(job: tuple[str, str]) -> Any:

@@ -138,7 +138,17 @@ def _recurrence(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> S
     return (y[:, 0], *(s[0] for s in states))
 
 
+def _add_norm(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """The sum of the first two operands, and its normalization (``norm``: the kind) with the others as scale and bias."""
+    a, b, *parameters = (_wide(x) for x in operands)
+    assert a is not None
+    assert b is not None
+    own = {k: v for k, v in attrs.items() if k != "norm"}
+    return (a + b, run_kernel(attrs["norm"], [a + b, *parameters], own, [np.dtype(np.float32)] * 3)[0])
+
+
 OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Array]]] = {
+    "AddNorm": _add_norm,
     "Copy": _copy,
     "SpaceToDepthImage": _space_to_depth,
     "QuantizedBlocks": _quantized_blocks,

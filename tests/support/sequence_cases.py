@@ -180,3 +180,18 @@ GROUP_NORM: dict[str, tuple[Callable[[], Graph], str]] = {
     "odd groups": (lambda: group_norm(channels=24, groups=2), "group_norm_half"),
     "odd channels": (lambda: group_norm(channels=12, groups=3), "rows"),
 }
+
+
+def residual(norm: str = "LayerNormalization", width: int = 48) -> Graph:
+    """A sum that is normalized, and read again."""
+    n = Net()
+    x = n.op("Softmax", n.matmul(n.input(2, 6, 32), width))
+    total = n.op("Add", x, n.op("Softmax", n.input(2, 6, width, name="r")))
+    y = n.op(norm, total, n.positive(width), *([n.random(width)] if norm == "LayerNormalization" else []))
+    return n.done(n.matmul(y, 8), n.matmul(total, 8))
+
+
+RESIDUAL: dict[str, tuple[Callable[[], Graph], str]] = {
+    "layer norm of a sum": (residual, "add_norm_half"),
+    "rms norm of a sum": (lambda: residual("RMSNormalization", 768), "add_norm_half"),
+}

@@ -42,7 +42,7 @@ def emit_description(
 
 
 @lru_cache(maxsize=1024)
-def _rows_offers(problem: rows.Problem) -> tuple[Offer, ...]:
+def rows_offers(problem: rows.Problem) -> tuple[Offer, ...]:
     """The order of a row's sum follows from the configuration: the same for all counts of rows is the one that many ask for."""
     found, many = rows.candidates(problem, h200()), rows.candidates(replace(problem, rows=4096), h200(), limit=1)
     return tuple(Offer(c, rows.estimate(problem, c, h200()), c in many) for c in dict.fromkeys((*found, *many)))
@@ -60,6 +60,16 @@ class HalfRows(Rehearsed):
     name = "rows_half"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
+        why = self.refuse_rows(b, op)
+        assert op.inputs[0] is not None
+        if why is None and not (
+            b.operand(op.inputs[0]).dense and (op.value not in b.reserved or b.reserved[op.value].dense)
+        ):
+            why = "its rows do not lie one after the other"
+        return why
+
+    def refuse_rows(self, b: Builder, op: Op) -> str | None:
+        """Why it cannot run the operator wherever its rows lie."""
         t = op.outputs[0].type
         if not b.arch.startswith("sm_90"):
             return f"it is tried on sm_90a, not {b.arch}"
@@ -74,14 +84,11 @@ class HalfRows(Rehearsed):
         shape = t.static_shape
         if any(v is not None and b.graph.type(v).static_shape != shape[-1:] for v in op.inputs[1:]):
             return "its scale and bias are not those of a row"
-        if not _rows_offers(self._problem(op)):
+        if not rows_offers(self.problem(op)):
             return f"rows of {shape[-1]} elements do not fit the registers of a block"
-        assert op.inputs[0] is not None
-        if not b.operand(op.inputs[0]).dense or (op.value in b.reserved and not b.reserved[op.value].dense):
-            return "its rows do not lie one after the other"
         return None
 
-    def _problem(self, op: Op) -> rows.Problem:
+    def problem(self, op: Op) -> rows.Problem:
         t = op.outputs[0].type
         shape = t.static_shape
         count = int(np.prod(shape[:-1], dtype=np.int64))
@@ -92,8 +99,8 @@ class HalfRows(Rehearsed):
         )  # fmt: skip
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        problem = self._problem(op)
-        offers = _rows_offers(problem)
+        problem = self.problem(op)
+        offers = rows_offers(problem)
         b.offer(offers)
         config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from optdnn.ops.table import OPDEFS
+from optdnn.tactics.cuda.add_norm import AddNorm, PlainAdd
 from optdnn.tactics.cuda.arg import ArgExtreme
 from optdnn.tactics.cuda.attention import AttentionSteps, HopperAttention
 from optdnn.tactics.cuda.conv import HopperConv
@@ -66,6 +67,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
+    "Add": (AddNorm(), PlainAdd()),
 }
 
 TACTICS: dict[str, tuple[Tactic, ...]] = _OWN | {kind: (*_OWN.get(kind, ()), Numeric()) for kind in NUMERIC}

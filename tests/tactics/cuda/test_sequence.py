@@ -61,3 +61,26 @@ def test_one_index_of_a_projection_is_a_view() -> None:
     n = Net()
     x = n.op("Gather", n.matmul(n.input(4, 24), 48), n.ints(0, 3, 1), attrs=GatherAttrs(0))
     assert "Gather" in kinds(check_simulated(n.done(n.op("Relu", x))))
+
+
+@pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_normalization_takes_the_addition_in_front_of_it_along(norm: str, kept: bool) -> None:
+    n = Net()
+    x = n.op("Softmax", n.matmul(n.input(2, 6, 32), 48))
+    total = n.op("Add", x, n.op("Softmax", n.input(2, 6, 48, name="r")))
+    y = n.op(norm, total, n.positive(48), *([n.random(48)] if norm == "LayerNormalization" else []))
+    program = check_simulated(n.done(n.matmul(y, 8), *([n.matmul(total, 8)] if kept else [])))
+    assert "AddNorm" in kinds(program)
+    assert norm not in kinds(program)
+
+
+def test_other_additions_are_pointwise() -> None:
+    n = Net()
+    x = n.op("Softmax", n.matmul(n.input(2, 6, 32), 48))
+    total = n.op("Add", x, n.op("Softmax", n.input(1, 6, 48, name="r")))
+    y = n.op("LayerNormalization", total, n.positive(48), n.random(48))
+    program = check_simulated(n.done(n.matmul(y, 8)))
+    assert "AddNorm" not in kinds(program)
+    reasons = [r["reason"] for t in program.meta["tactics"] if t["kind"] == "Add" for r in t.get("refused", [])]
+    assert reasons == ["an operand is broadcast"]
