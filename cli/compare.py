@@ -58,9 +58,15 @@ SHOWN_LAYERS = 20
 )
 @click.option("--baseline", metavar="NAME", help="What speedups are over.  [default: the first of --against]")
 @click.option("--error-reference", metavar="NAME", help="What errors are against.  [default: NumPy in float64]")
-@click.option("--layers", is_flag=True, help="Show the divergence node by node, worst first.")
+@click.option(
+    "--layers",
+    is_flag=True,
+    help="Show the divergence node by node, worst first: from the model, or from an engine of --against.",
+)
 @click.option("--bisect", is_flag=True, help="Find the first node whose output is beyond --tolerance.")
-@click.option("--tolerance", type=click.FloatRange(min=0), help="For --bisect.  [default: 1e-4; 0.1 at bf16]")
+@click.option(
+    "--tolerance", type=click.FloatRange(min=0), help="For --bisect.  [default: 1e-4; 0.1 at bf16, 0.25 at int8]"
+)
 @click.option("--max-error", type=click.FloatRange(min=0), help="Fail (exit code 7) beyond this relative error.")
 @click.option("--min-speedup", type=click.FloatRange(min=0), help="Fail (exit code 7) below this over the baseline.")
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a self-contained HTML report.")
@@ -127,7 +133,8 @@ def command(
     given = read_inputs(inputs)
     with tempfile.TemporaryDirectory(prefix="optdnn-") as folder, progress(f"compare {file.name}") as say:
         if engine:
-            subject: Subject = load_subject(file, model, options["threads"])
+            data = {k: options[k] for k in ("calib", "calibrator", "calib_cache", "labels")}
+            subject: Subject = load_subject(file, model, options["threads"], **data)
         else:
             subject = build_subject(file, make_options(ctx, **options), Path(folder), say)
         outcome = compare(
@@ -222,24 +229,38 @@ def _show_first(report: Mapping[str, Any]) -> None:
         return
     stdout.print(
         f"\nbisect: the first node beyond {tolerance:g} is {first['operator']} {first['node']} (output {first['value']}): "
-        f"max rel err {_error(first['max_rel_err'])}, of which the passes make {_error(first['passes_rel_err'])}"
+        + (
+            f"max rel err {_error(first['max_rel_err'])}, of which the passes make {_error(first['passes_rel_err'])}"
+            if "layers_against" not in report
+            else f"{_error(first['between_rel_err'])} from {report['layers_against']}; from the model this engine is "
+            f"{_error(first['max_rel_err'])}, that one {_error(first['other_rel_err'])}"
+        )
     )
 
 
 def _show_layers(report: Mapping[str, Any]) -> None:
+    from optdnn.report.words import HISTOGRAM, histogram_text
+
     shown = report["layers"][:SHOWN_LAYERS]
+    against = report.get("layers_against")
+    keys = ("max_rel_err", "max_abs_err", "passes_rel_err")
+    columns = ["max rel err", "max abs err", "by passes"]
+    if against is not None:
+        keys, columns = ("between_rel_err", "max_rel_err", "other_rel_err"), ["between them", "this one", against]
     rows: Sequence[Sequence[object]] = [
         [
             d["position"],
             d["operator"],
-            *(_error(d[k]) for k in ("max_rel_err", "max_abs_err", "passes_rel_err")),
+            *(_error(d[k]) for k in keys),
+            histogram_text(d["histogram"]),
             d["value"],
             d["node"],
         ]
         for d in shown
     ]
-    columns = ["op", "operator", "max rel err", "max abs err", "by passes", "output", "ONNX nodes"]
-    stdout.print(table("\ndivergence, worst first", columns, rows, right=[0, 2, 3, 4]))
+    title = "divergence, worst first" if against is None else f"divergence from {against}, worst first"
+    columns = ["op", "operator", *columns, HISTOGRAM, "output", "ONNX nodes"]
+    stdout.print(table(f"\n{title}", columns, rows, right=[0, 2, 3, 4]))
     if len(report["layers"]) > len(shown):
         stdout.print(f"and {len(report['layers']) - len(shown)} more (all of them: --json)")
 

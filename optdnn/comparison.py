@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from optdnn.compiler import Build, build_verbose, optimize
-from optdnn.config import BuildOptions
-from optdnn.divergence import Findings, find
+from optdnn.config import AUTO, BuildOptions
+from optdnn.divergence import Findings, Side, find
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.gpu_rivals import (
     GPU_RIVALS,
@@ -31,13 +31,18 @@ from optdnn.importers.onnx import import_model
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
+from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.precision import PrecisionPlan
+from optdnn.passes.ranges import Calibration
+from optdnn.precision.targets import assigned, base_of
 from optdnn.runtime.accuracy import errors_between
 from optdnn.runtime.candidates import Candidate
 from optdnn.runtime.engine import Engine, load
+from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.format import read
 from optdnn.runtime.machine import usable_cores
-from optdnn.runtime.program import Plain
+from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.race import Race, race
 from optdnn.runtime.signature import Signature
 from optdnn.types import Array, TensorSpec, is_float
@@ -121,22 +126,24 @@ def build_subject(model: Path, options: BuildOptions, folder: Path, say: Progres
     return Subject(name, path, build.report(), options, specs(original), model, original)
 
 
-def load_subject(path: Path, model: Path | None, threads: int | None) -> Subject:
+def load_subject(path: Path, model: Path | None, threads: int | None, **data: Any) -> Subject:
     """An engine file, with the model it was built from where that is at hand.
 
-    Raises UsageError where the model is not the one that the engine was built from.
+    ``data`` are the build options that tell of calibration (calib, calibrator, calib_cache, labels): to look into an engine that
+    was built with it. Raises UsageError where the model is not the one that the engine was built from.
     """
     engine = load(path, threads=threads)
     made = engine.meta.get("options", {})
     shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
     options = BuildOptions(
         target=engine.target,
-        precision=engine.precision,
+        precision=_asked(made.get("precision", engine.precision), data),
         shapes=shapes,
         io_dtype=made.get("io_dtype", "model"),
         opt_level=made.get("opt_level", 3),
         stop_after=made.get("stop_after"),
         threads=threads,
+        **{k: v for k, v in data.items() if v is not None},
     )
     if model is None:
         return Subject(path.name, path, engine.meta, options, engine.inputs)
@@ -150,6 +157,11 @@ def load_subject(path: Path, model: Path | None, threads: int | None) -> Subject
             f"{', '.join(outputs)}, the engine has {', '.join(wanted)} and {', '.join(s.name for s in engine.outputs)}"
         )
     return Subject(path.name, path, engine.meta, options, specs(original), model, original)
+
+
+def _asked(precision: str, data: Mapping[str, Any]) -> str:
+    """The precision option of an engine that is there: what "auto" came to is in its plan, and needs data for nothing but int8."""
+    return "fp32" if precision == AUTO and data.get("calib") is None else precision
 
 
 def specs(graph: Graph) -> tuple[TensorSpec, ...]:
@@ -301,19 +313,18 @@ def compare(
         judge_errors(outcome, oracle(subject.original, feeds))
     result = Comparison(subject, outcome, feeds, feeds_from)
     if look_inside:
-        result.findings = look(subject, feeds, tolerance, say)
+        result.findings = look(subject, feeds, tolerance, say, _engine_rival(against))
     return result
+
+
+def _engine_rival(against: Sequence[str]) -> Path | None:
+    """The first rival that is an engine file: the one to hold layers against."""
+    return next((Path(n) for n in against if n.partition(":")[0] not in (*LIBRARIES, REFERENCE)), None)
 
 
 def _check_look(subject: Subject) -> None:
     if subject.original is None:
         raise UsageError("to look inside, the ONNX model that the engine was built from is needed", hint="--model FILE")
-    target = read(subject.engine, verify=False).target
-    if target not in ("cpu", "reference"):
-        raise UsageError(
-            f"--layers and --bisect look into engines for cpu and reference, not for {target}",
-            hint="look into the same model with --target cpu: what its passes do is alike",
-        )
 
 
 def _sizes_of(inputs: Sequence[TensorSpec], feeds: Mapping[str, Array]) -> dict[str, int]:
@@ -338,33 +349,98 @@ def judge_errors(outcome: Race, want: Mapping[str, Array]) -> None:
                 row.max_abs_err, row.max_rel_err = errors_between(list(row.outputs.values()), list(want.values()))
 
 
-def look(subject: Subject, feeds: Mapping[str, Array], tolerance: float | None, say: Progress) -> Findings:
-    """Where the optimized network on its target parts from the model, node by node."""
+def look(
+    subject: Subject, feeds: Mapping[str, Array], tolerance: float | None, say: Progress, rival: Path | None = None
+) -> Findings:
+    """Where the optimized network on its target parts from the model, node by node; with ``rival``, another engine of the model,
+    where the two part from each other."""
     assert subject.original is not None
     assert subject.model is not None
     say("look inside")
-    optimized = import_model(subject.model, shapes=subject.options.shapes)
-    engine = load(subject.engine)
-    optimize(optimized, subject.options, engine.target)
-    if graph_digest(optimized) != engine.meta.get("model", {}).get("digest"):
+    mine = side_of(subject.engine, subject.model, subject.options, say)
+    other, label = None, read(subject.engine, verify=False).precision
+    if rival is not None:
+        say(f"look inside {rival.name}")
+        options = replace(
+            load_subject(rival, subject.model, subject.options.threads).options, calib=subject.options.calib
+        )
+        other, label = side_of(rival, subject.model, options, say), f"{label}+{read(rival, verify=False).precision}"
+    return find(subject.original, mine.graph, mine.engine_of, feeds, label, tolerance, other)
+
+
+def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lambda text: None) -> Side:
+    """What an engine file was made of: the exact part of its graph, and how to make an engine of it in the same way (target,
+    library, threads, precision of each op). Engines for a GPU that is not here are made to run in NumPy.
+
+    Raises UsageError where the model is not the one that the engine was built from, or calibration data is missing that an int8
+    engine was built with.
+    """
+    program = read(path, verify=False)
+    exact = import_model(model, shapes=options.shapes)
+    optimize(exact, options, program.target, stop_before=AssignPrecision.name)
+    told = program.meta.get("precision")
+    plan = PrecisionPlan.from_json(told["plan"]) if isinstance(told, Mapping) else PrecisionPlan()
+    calibration = _calibration(exact, plan, program, options, say)
+    final, _ = assigned(exact, plan, program.target, calibration, options.opt_level)
+    if options.stop_after is None and graph_digest(final) != program.meta.get("model", {}).get("digest"):
         raise UsageError(
-            f"{subject.model} is not what {subject.engine} was built from, or another optdnn built it",
+            f"{model} is not what {path} was built from, or another optdnn built it"
+            + (" (or its calibration data is not the same)" if plan.quantizes else ""),
             hint="build the engine again",
         )
-    return find(subject.original, optimized, runner(engine, subject.options), feeds, engine.precision, tolerance)
+
+    # A library that is asked for bf16 keeps what makes outputs in fp32, and here every value is one: types in the graph do not.
+    typed = replace(plan, base="fp32") if program.target == "cpu" and plan.default == plan.base == "bf16" else plan
+
+    def engine_of(graph: Graph) -> Engine:
+        made, _ = assigned(graph, typed, program.target, calibration, options.opt_level)
+        return _made(made, typed, program, options)
+
+    return Side(path.name, exact, engine_of)
 
 
-def runner(engine: Engine, options: BuildOptions) -> Callable[[Graph], Engine]:
-    """How to make an engine of another graph in the way this one was made: same target, library, threads, precision."""
-    if engine.target == "reference":
+def _calibration(
+    graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions, say: Progress
+) -> Calibration | None:
+    """The ranges that an engine was built with, found once more."""
+    if not plan.quantizes:
+        return None
+    if options.calib is None:
+        raise UsageError(
+            f"an engine in {program.precision} was built with calibration data, which is needed to look inside",
+            hint="give it once more: --calib DATA",
+        )
+    from optdnn.calibration import calibrate
+    from optdnn.precision.auto import specs
+    from optdnn.precision.samples import load, split
+
+    data: Any = options.calib
+    if "auto" in program.meta:
+        data = dict(split(load(options.calib, specs(graph), options.labels))[0].feeds)
+    symmetric = program.target.partition(":")[0] in ("cuda", "simulate")
+    return calibrate(graph, data, options.calibrator, cache=options.calib_cache, symmetric=symmetric, progress=say)
+
+
+def _made(graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions) -> Engine:
+    """An engine of a graph whose precisions are assigned, for the target of ``program`` and by its library."""
+    family = program.target.partition(":")[0]
+    if family == "reference":
         from optdnn.lower import lower_reference
 
-        return lambda graph: Engine(lower_reference(graph, {}))
+        return Engine(lower_reference(graph, {}))
+    if family in ("cuda", "simulate"):
+        from optdnn.lower_cuda import lower_cuda
+        from optdnn.runtime.cuda.usable import why_not
+
+        here = family == "cuda" and not why_not()
+        return Engine(
+            lower_cuda(graph, replace(options, tactics="heuristic", no_cubins=not here), program.target, {}),
+            options=LoadOptions(simulate=not here),
+        )
     from optdnn.tactics.cpu import compile_with
 
-    tactic: Any = engine.meta["tactic"]
-    threads = options.threads or tactic["threads"]
-    return lambda graph: compile_with(graph, tactic["library"], engine.precision, threads)
+    tactic: Any = program.meta["tactic"]
+    return compile_with(graph, tactic["library"], base_of(plan), options.threads or tactic["threads"])
 
 
 # ---------------------------------------------------------------- plain data

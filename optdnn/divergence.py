@@ -5,6 +5,9 @@ another: the model as imported, in NumPy and float64 (what is right); the optimi
 changed: they are exact, but folded constants are rounded once to the model's own precision); and the optimized network on
 its target, with all its values exposed as outputs (what the target's arithmetic changed). Exposing a value keeps a library
 from fusing over it, so a fault within a library's own fusion does not show here but in the outputs alone.
+
+Two engines of one model (other targets, other precisions) are held against each other in the same way, value by value that both
+still have: what one computes against what the other does, each beside the model.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Plain
 from optdnn.types import Array, TensorType, is_float
 
-TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-1}
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-1, "int8": 0.25, "fp8": 0.5}
 """Largest error of a value, over its largest magnitude, that its precision explains in a network of usual depth."""
+DECADES = tuple(range(-8, 1))
+"""Powers of ten between which errors (over the largest magnitude) are counted: below the first, …, above the last."""
 CHUNK_BYTES = 1 << 30
 """Values are exposed and kept in groups of about this size."""
 
@@ -36,7 +41,11 @@ class Divergence:
 
     ``position`` counts ops in topological order; ``node`` names the ONNX nodes that the op does. ``max_abs_err`` and
     ``max_rel_err`` (of the largest magnitude of the value) are the target's; ``passes_rel_err`` is that of the optimized network
-    in float64. Values that hold other non-finite elements than they should have infinite errors.
+    in float64. Values that hold other non-finite elements than they should have infinite errors. ``histogram`` counts elements by
+    their error over the largest magnitude, in the bins of :data:`DECADES`; what is not finite is in the last.
+
+    Where two engines are compared, the errors of the other one are ``other_rel_err``, and ``between_rel_err`` is how far the two
+    are apart; the histogram is of that.
     """
 
     position: int
@@ -47,8 +56,17 @@ class Divergence:
     max_abs_err: float
     max_rel_err: float
     passes_rel_err: float
+    histogram: tuple[int, ...] = ()
+    other_rel_err: float | None = None
+    between_rel_err: float | None = None
+
+    @property
+    def distance(self) -> float:
+        """What values are ranked by: how far two engines are apart, or one from the model."""
+        return self.max_rel_err if self.between_rel_err is None else self.between_rel_err
 
     def to_plain(self) -> dict[str, Plain]:
+        two = {"other_rel_err": self.other_rel_err, "between_rel_err": self.between_rel_err}
         return {
             "position": self.position,
             "value": self.value,
@@ -58,31 +76,45 @@ class Divergence:
             "max_abs_err": self.max_abs_err,
             "max_rel_err": self.max_rel_err,
             "passes_rel_err": self.passes_rel_err,
+            "histogram": list(self.histogram),
+            **({} if self.between_rel_err is None else two),
         }
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine of a model: its name, the network as its exact passes leave it, and how an engine of (a copy of) that is made."""
+
+    name: str
+    graph: Graph
+    engine_of: Callable[[Graph], Engine]
 
 
 @dataclass
 class Findings:
-    """All divergences in topological order. ``hidden`` counts the values that the optimized network alone has."""
+    """All divergences in topological order. ``hidden`` counts the values that the optimized network alone has; ``other`` names the
+    engine that this one is held against, if any."""
 
     divergences: list[Divergence]
     tolerance: float
     hidden: int = 0
+    other: str | None = None
 
     @property
     def worst_first(self) -> list[Divergence]:
-        return sorted(self.divergences, key=lambda d: (-d.max_rel_err, d.position))
+        return sorted(self.divergences, key=lambda d: (-d.distance, d.position))
 
     @property
     def first(self) -> Divergence | None:
         """The first value in topological order that is beyond the tolerance."""
-        return next((d for d in self.divergences if not d.max_rel_err <= self.tolerance), None)
+        return next((d for d in self.divergences if not d.distance <= self.tolerance), None)
 
     def to_plain(self) -> dict[str, Plain]:
         first = self.first
         return {
             "layers": [d.to_plain() for d in self.worst_first],
             "bisect": {"tolerance": self.tolerance, "first": None if first is None else first.to_plain()},
+            **({} if self.other is None else {"layers_against": self.other}),
         }
 
 
@@ -93,13 +125,17 @@ def find(
     feeds: Mapping[str, Array],
     precision: str = "fp32",
     tolerance: float | None = None,
+    other: Side | None = None,
 ) -> Findings:
-    """Compare every value that ``optimized`` shares with ``original``.
+    """Compare every value that ``optimized`` shares with ``original``; with ``other``, also with what that engine computes.
 
     ``engine_of`` makes an engine of a graph in the way the engine in question was made. ``feeds`` are in the model's own
     dtypes; an optimized network with other floating-point inputs (``--io-dtype``) gets them converted.
     """
     shared = _shared(original, optimized)
+    if other is not None:
+        both = {other.graph.output(v).name: v for v in _shared(original, other.graph)}
+        shared = [v for v in shared if optimized.output(v).name in both]
     computing = [op for op in optimized.order() if op.kind not in STRUCTURAL]
     position = {op.id: k for k, op in enumerate(computing)}
     exact = promote(original)
@@ -110,11 +146,13 @@ def find(
     for group in _groups(optimized, shared, feeds):
         names = [optimized.output(v).name for v in group]
         got = _on_target(optimized, group, engine_of, feeds)
+        theirs = None if other is None else _on_target(other.graph, [both[n] for n in names], other.engine_of, feeds)
         want = values(exact, wide, [named[n] for n in names])
         passed = values(exact_optimized, wide, [named_optimized[n] for n in names])
         for v, name, w, p in zip(group, names, want, passed, strict=True):
             op = optimized.op(v)
             absolute, relative = errors_between([got[name]], [w])
+            second = None if theirs is None else theirs[name]
             found.append(
                 Divergence(
                     position[op.id],
@@ -125,11 +163,34 @@ def find(
                     absolute,
                     relative,
                     errors_between([p], [w])[1],
+                    histogram(got[name], w if second is None else second),
+                    None if second is None else errors_between([second], [w])[1],
+                    None if second is None else errors_between([got[name]], [second])[1],
                 )
             )
     total = sum(len(op.outputs) for op in computing)
-    limit = TOLERANCE[precision] if tolerance is None else tolerance
-    return Findings(sorted(found, key=lambda d: d.position), limit, total - len(shared))
+    limit = tolerance_of(precision) if tolerance is None else tolerance
+    return Findings(
+        sorted(found, key=lambda d: d.position), limit, total - len(shared), None if other is None else other.name
+    )
+
+
+def tolerance_of(precision: str) -> float:
+    """The tolerance of a precision; of several ("int8+bf16") the widest."""
+    return max((TOLERANCE[p] for p in precision.split("+") if p in TOLERANCE), default=TOLERANCE["fp32"])
+
+
+def histogram(got: Array, want: Array) -> tuple[int, ...]:
+    """Elements by |got - want| over the largest magnitude of ``want``: one bin below, between and above :data:`DECADES`."""
+    if got.shape != want.shape or not got.size:
+        return ()
+    with np.errstate(all="ignore"):
+        a, b = got.astype(np.float64), want.astype(np.float64)
+        scale = float(np.abs(b[np.isfinite(b)]).max(initial=0.0)) or 1.0
+        error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b) / scale)
+    error = np.where(np.isnan(error), np.inf, error).reshape(-1)
+    bins = np.searchsorted([10.0**k for k in DECADES], error, side="right")
+    return tuple(int(n) for n in np.bincount(bins, minlength=len(DECADES) + 1))
 
 
 def _shared(original: Graph, optimized: Graph) -> list[Value]:

@@ -20,12 +20,15 @@ import numpy as np
 from optdnn.errors import UsageError
 from optdnn.types import Array
 
-__all__ = ["NAMES", "Trained", "calibration", "load", "manifest"]
+__all__ = ["NAMES", "Trained", "calibration", "load", "manifest", "training"]
 
 NAMES = ("digits_resnet", "digits_mobile", "digits_gru", "digits_transformer", "digits_segment")
 DATA = "digits.npz"
 SCENES = "scenes.npz"
 """Pictures of several digits, in sixteenths, and for each pixel the digit + 1 that it belongs to, or 0."""
+
+TRAINING = "training.npz"
+"""The training split in sixteenths with its digits; of the scenes those for calibration, with the class of each pixel."""
 
 
 class Trained(NamedTuple):
@@ -53,6 +56,15 @@ def calibration(name: str) -> Array:
     held-out data."""
     entry = _entry(name)
     return _shaped(_data(entry)["calibration"], entry)
+
+
+def training(name: str) -> tuple[Array, Array]:
+    """Pictures of the *training* split, in the shape of the network's input, and what they show (as :attr:`Trained.y`): for what
+    has to choose by accuracy without a look at held-out data. The segmenting network has as many as :func:`calibration`."""
+    entry = _entry(name)
+    with np.load(_folder() / TRAINING, allow_pickle=False) as data:
+        x, y = (data["scenes"], data["classes"]) if entry.get("data") == SCENES else (data["x"], data["y"])
+    return _shaped((x / 16).astype(np.float32), entry), y.astype(np.int64)
 
 
 def manifest() -> dict[str, dict[str, Any]]:

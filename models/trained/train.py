@@ -17,7 +17,7 @@ import click
 import numpy as np
 
 from optdnn.errors import InternalError, MissingDependency
-from optdnn.models.trained import DATA, NAMES, SCENES
+from optdnn.models.trained import DATA, NAMES, SCENES, TRAINING
 from optdnn.models.trained.networks import (
     CLASSES,
     EXPANSION,
@@ -325,6 +325,11 @@ def main(names: tuple[str, ...], epochs: int | None, seed: int, output: Path) ->
     scene_x, scene_y = scenes(train_x, train_y, 2048, seed=1)
     held_x, held_y = scenes(test_x, test_y, HELD_OUT_SCENES, seed=2)
     np.savez_compressed(output / SCENES, x=held_x, y=held_y, calibration=scene_x[:CALIBRATION])
+    sixteenths = np.rint(train_x * 16).astype(np.uint8)
+    classes = scene_y[:CALIBRATION]
+    np.savez_compressed(
+        output / TRAINING, x=sixteenths, y=train_y.astype(np.uint8), scenes=scene_x[:CALIBRATION], classes=classes
+    )
     digits = (train_x, train_y, test_x, test_y)
     several = ((scene_x / 16).astype(np.float32), scene_y.astype(np.int64), (held_x / 16).astype(np.float32), held_y)
     path = output / "manifest.json"

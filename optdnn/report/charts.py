@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.report.words import layer_error
+
 WIDE = 8.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
 HALF_HEIGHT = 15.0
@@ -140,7 +142,7 @@ class Profile:
 
 def error_profile(layers: Sequence[Mapping[str, Any]], tolerance: float) -> Profile:
     """Relative errors over the position in topological order; ones that are not finite lie on the top edge."""
-    known = [d["max_rel_err"] for d in layers if d["max_rel_err"]]
+    known = [e for d in layers if (e := layer_error(d))]
     low = 10.0 ** math.floor(math.log10(min([*known, tolerance, 1e-8])))
     high = 10.0 ** math.ceil(math.log10(max([*known, tolerance * 10])))
     axis = _log_axis(low, high)
@@ -150,7 +152,7 @@ def error_profile(layers: Sequence[Mapping[str, Any]], tolerance: float) -> Prof
         return 0.0 if value is None else 200 - 2 * axis.at(value)
 
     points = tuple(
-        (round(1000 * d["position"] / last, 1), round(height(d["max_rel_err"]), 1), f"{d['operator']} {d['node']}")
+        (round(1000 * d["position"] / last, 1), round(height(layer_error(d)), 1), f"{d['operator']} {d['node']}")
         for d in sorted(layers, key=lambda d: d["position"])
     )
     decades = [(100 - at, label) for at, label in axis.ticks]

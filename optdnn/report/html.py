@@ -61,6 +61,9 @@ def _view(report: Mapping[str, Plain]) -> dict[str, Any]:
         "profile": charts.error_profile(report["layers"], report["bisect"]["tolerance"])
         if report.get("layers")
         else None,
+        "histogram": words.HISTOGRAM,
+        "layer_error": words.layer_error,
+        "histogram_text": words.histogram_text,
         "layers": (report.get("layers") or [])[:SHOWN_LAYERS],
         "bars": charts.operator_bars(before, after),
         "count_before": sum(before.values()),

@@ -6,7 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optdnn.errors import printable
-from optdnn.report.words import error_cells, error_text, milliseconds, pass_groups, problems, sentences, speedup_text
+from optdnn.report.words import (
+    HISTOGRAM,
+    error_cells,
+    error_text,
+    histogram_text,
+    layer_error,
+    milliseconds,
+    pass_groups,
+    problems,
+    sentences,
+    speedup_text,
+)
 from optdnn.runtime.program import Plain
 
 SHOWN_LAYERS = 30
@@ -63,11 +74,19 @@ def _layers(report: Mapping[str, Plain]) -> list[str]:
         else f"The first node beyond {tolerance:g}: {escape(first['operator'])} {escape(first['node'])}."
     )
     rows = [
-        [d["position"], d["operator"], error_text(d["max_rel_err"]), error_text(d["passes_rel_err"]), d["node"]]
+        [
+            d["position"],
+            d["operator"],
+            error_text(layer_error(d)),
+            error_text(d["passes_rel_err"]),
+            histogram_text(d["histogram"]),
+            d["node"],
+        ]
         for d in report["layers"][:SHOWN_LAYERS]
     ]
-    columns = ["op", "operator", "max rel error", "by passes", "ONNX nodes"]
-    return ["## Divergence by node", said, grid(columns, rows, right=[0, 2, 3])]
+    columns = ["op", "operator", "max rel error", "by passes", HISTOGRAM, "ONNX nodes"]
+    against = f" from {escape(report['layers_against'])}" if "layers_against" in report else ""
+    return [f"## Divergence by node{against}", said, grid(columns, rows, right=[0, 2, 3])]
 
 
 def _build(build: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -24,6 +24,23 @@ def error_cells(row: Mapping[str, Any], report: Mapping[str, Plain]) -> tuple[st
     if row["error"] is not None or report["error_reference"] is None:
         return "–", "–"
     return error_text(row["max_abs_err"]), error_text(row["max_rel_err"])
+
+
+HISTOGRAM = "errors ≤1e-8 … ≥1"
+"""What the bars of :func:`histogram_text` stand for: elements by their error over the value's largest magnitude, in decades."""
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+def histogram_text(counts: Sequence[int]) -> str:
+    """A bar for each bin, as high as its share of the elements; one that holds any is at least the lowest bar."""
+    total = sum(counts)
+    return "".join(_BARS[0 if not n else max(1, round(8 * n / total))] for n in counts) if total else ""
+
+
+def layer_error(layer: Mapping[str, Any]) -> float | None:
+    """What a layer of a divergence is ranked by: the distance of two engines, or of one from the model; None: not finite."""
+    found: float | None = layer.get("between_rel_err", layer["max_rel_err"])
+    return found
 
 
 def milliseconds(value: float | None) -> str:

@@ -1,0 +1,164 @@
+"""Accuracy, latency and size of every precision, on the shipped trained networks: the README's table, by one command.
+
+    python benchmarks/precision.py --target cpu --out benchmarks/results/precision-cpu.json
+    python benchmarks/precision.py --target cuda:sm_90a --out benchmarks/results/precision-h200.json      # where the GPU is
+
+For each network: fp32, the 16-bit precisions of the target, int8 with each calibrator, and auto with bounds of 0.5 and 0.1 points.
+Calibration and automatic precision see training pictures alone; accuracy is that on held-out pictures, which neither has seen.
+Latencies are those of whole engines, measured side by side in turns. Where there is no GPU, ``--target simulate`` gives the
+accuracies of the GPU's arithmetic, and no latencies. Leave the machine alone while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import optdnn
+from optdnn.config import CALIBRATORS
+from optdnn.errors import OptdnnError
+from optdnn.models import trained
+from optdnn.precision.targets import gpu_milliseconds
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.machine import machine, versions
+from optdnn.tactics.base import take_turns
+from optdnn.types import Array
+
+ROOT = Path(__file__).resolve().parents[1]
+BOUNDS = (0.5, 0.1)
+BATCH = 32
+"""Pictures per call, in accuracy and latency alike: one alone takes microseconds, most of them Python's."""
+
+
+def configurations(target: str) -> dict[str, dict[str, Any]]:
+    """Name -> build options."""
+    gpu = target != "cpu"
+    found: dict[str, dict[str, Any]] = {p: {"precision": p} for p in ("fp32", *(("fp16",) if gpu else ()), "bf16")}
+    base = "+fp16" if gpu else ""
+    found |= {f"int8 {c}": {"precision": f"int8{base}", "calibrator": c} for c in CALIBRATORS}
+    found |= {f"auto {b:g}": {"precision": "auto", "max_drop": b} for b in BOUNDS}
+    return found
+
+
+def measure(name: str, target: str, only: str | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    """All configurations of one network; ``more`` are further options of every build."""
+    simulate = target == "simulate"
+    net = trained.load(name)
+    x, y = trained.training(name)
+    shape = (BATCH, *net.x.shape[1:])
+    engines: dict[str, Engine] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for config, options in configurations(target).items():
+        if only is not None and only not in config:
+            continue
+        print(f"  {config}", end="", flush=True)
+        start = time.perf_counter()
+        data: Any = {"x": x, "labels": y} if options["precision"] == "auto" else {"x": trained.calibration(name)}
+        data = {} if options["precision"] in ("fp32", "fp16", "bf16") else {"calib": data}
+        try:
+            engine = optdnn.build(net.path, target=target, shapes={"x": shape}, **more, **options, **data)
+            rows[config] = {"accuracy": accuracy(engine, net.x, net.y, simulate=simulate), **_size(engine)}
+            rows[config] |= {"precision": engine.precision, "build_s": round(time.perf_counter() - start, 1)}
+            if "auto" in engine.meta:
+                rows[config]["auto"] = engine.meta["auto"]
+            engines[config] = engine
+            print(f" {rows[config]['accuracy']:.2f} %", end="", flush=True)
+        except OptdnnError as error:
+            rows[config] = {"error": str(error)}
+            print(f" {error.message[:60]}", end="", flush=True)
+    print(flush=True)
+    if engines and not simulate:
+        times = (
+            gpu_milliseconds(engines, {"x": net.x[:BATCH]}) if target != "cpu" else latencies(engines, net.x[:BATCH])
+        )
+        for config, ms in times.items():
+            rows[config]["ms"] = round(ms, 5)
+    return {"network": name, "pictures": len(net.y), "rows": rows}
+
+
+def accuracy(engine: Engine, x: Array, y: Array, *, simulate: bool) -> float:
+    """Percent of held-out pictures (or pixels) whose largest logit is the right one; the last, smaller batch is filled up."""
+    if simulate:
+        engine = Engine(engine.program, options=LoadOptions(simulate=True))
+    right = []
+    for start in range(0, len(x), BATCH):
+        part = x[start : start + BATCH]
+        filled = np.concatenate([part, np.zeros((BATCH - len(part), *part.shape[1:]), part.dtype)])
+        logits = next(iter(engine.run({"x": filled}).values()))[: len(part)]
+        right.append(np.argmax(logits.astype(np.float32), axis=1) == y[start : start + BATCH])
+    return float(100 * np.concatenate(right).mean())
+
+
+def _size(engine: Engine) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "engine"
+        engine.save(path)
+        return {"engine_bytes": path.stat().st_size, "weights_bytes": sum(b.nbytes for b in engine.program.blobs)}
+
+
+def latencies(engines: Mapping[str, Engine], x: Array) -> dict[str, float]:
+    """Median milliseconds of each engine, all in turns."""
+
+    def runner(engine: Engine) -> Any:
+        context = engine.context()
+        return lambda: context.run({"x": x})
+
+    runners = {n: runner(e) for n, e in engines.items()}
+    return take_turns(runners, rounds=10, turn_seconds=0.05, budget_seconds=60, give_up_ratio=50.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="cpu")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--tactics", default="auto")
+    parser.add_argument("--budget", type=float)
+    parser.add_argument("--networks", default=",".join(trained.NAMES))
+    parser.add_argument("--only", help="only configurations whose name contains this")
+    parser.add_argument("--append", action="store_true", help="keep the other networks that --out holds")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    more = {"threads": args.threads, "tactics": args.tactics, "budget": args.budget}
+    results: list[dict[str, Any]] = []
+    if args.append and args.out.exists():
+        results = json.loads(args.out.read_text())["networks"]
+    for name in args.networks.split(","):
+        print(name, flush=True)
+        results = [r for r in results if r["network"] != name]
+        results.append(measure(name, args.target, args.only, more))
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+        ).stdout.strip()
+        facts = {
+            "command": "python benchmarks/precision.py " + " ".join(sys.argv[1:]),
+            "commit": commit,
+            "date": time.strftime("%F"),
+            "target": args.target,
+            "batch": BATCH,
+            "machine": {**machine(), "device": _device()},
+            "versions": versions(),
+        }
+        args.out.write_text(json.dumps({**facts, "networks": results}, indent=1) + "\n")
+
+
+def _device() -> str | None:
+    try:
+        from optdnn.runtime.cuda.device import Device
+
+        return str(Device.open().name)
+    except Exception:  # no driver, no GPU: the table is of the CPU
+        return None
+
+
+if __name__ == "__main__":
+    main()
