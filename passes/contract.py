@@ -93,6 +93,10 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:
             continue
         precision = plan.of(op)
         own = next(o.type.dtype for o in op.outputs if is_float(o.type.dtype))
+        given = structural(graph, op)
+        if given in QUANTIZED:  # by the model's own Q and DQ
+            found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), given))
+            continue
         if own != FP32:  # the model's own type, which stays
             found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), _FLOATS.get(own, "fp8")))
             continue

@@ -314,6 +314,36 @@ def _average_pooled(node: NodeSpec, e: Emit, xs: list[Ref]) -> Ref:
     return IMPORTERS["AveragePool"](plain, e)[0]
 
 
+def _softmaxed(node: NodeSpec, e: Emit, xs: list[Ref]) -> Ref:
+    from optdnn.ops.table import IMPORTERS
+
+    plain = replace(node, op_type="Softmax", domain="", opset=int(required(node, "opset")), inputs=tuple(xs), attrs={
+        k: v for k, v in node.attrs.items() if k == "axis"})  # fmt: skip
+    return IMPORTERS["Softmax"](plain, e)[0]
+
+
+def _quantized_gemm(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """``alpha * a_scale * b_scale * (A' B' + C)`` with int32 C, quantized where there is a scale for that."""
+    a, a_scale, b, b_scale = _needs(node, 0, 1, 3, 4)
+    trans_a, trans_b = bool(node.get("transA", 0)), bool(node.get("transB", 0))
+    alpha, c = float(node.get("alpha", 1.0)), node.input(6)
+    left = _dequantized(e, a, a_scale, node.input(2))
+    rank_axis = 0 if trans_b else 1
+    per_column = e.type(b_scale).dims not in ((), (1,))
+    right = emit(e, "DequantizeLinear", b, b_scale, node.input(5), axis=rank_axis if per_column else 0)
+    bias = None
+    if c is not None:
+        one = emit(e, "Reshape", a_scale, np.array([], np.int64)) if e.type(a_scale).dims else a_scale
+        other = (
+            b_scale if per_column or not e.type(b_scale).dims else emit(e, "Reshape", b_scale, np.array([], np.int64))
+        )
+        step = emit(e, "Mul", emit(e, "Mul", one, other), np.asarray(alpha, np.float32))
+        bias = emit(e, "DequantizeLinear", c, step, None, axis=max(len(e.type(c).dims) - 1, 0))
+    y = emit(e, "Gemm", left, right, bias, alpha=alpha, transA=trans_a, transB=trans_b)
+    y_scale = node.input(7)
+    return (y if y_scale is None else _quantized(e, y, y_scale, node.input(8), a),)
+
+
 def _qlinear_concat(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     scale, zero, *rest = node.inputs
     if len(rest) % 3 or not rest:
@@ -404,6 +434,8 @@ IMPORTERS: dict[str, FromOnnx] = {
     _M + "QLinearAdd": _binary("Add"),
     _M + "QLinearMul": _binary("Mul"),
     _M + "QLinearSigmoid": _qlinear(1, lambda node, e, xs: emit(e, "Sigmoid", *xs)),
+    _M + "QLinearSoftmax": _qlinear(1, _softmaxed),
+    _M + "QGemm": _quantized_gemm,
     _M + "QLinearLeakyRelu": _qlinear(
         1, lambda node, e, xs: emit(e, "LeakyRelu", *xs, alpha=float(node.get("alpha", 0.01)))
     ),

@@ -82,6 +82,8 @@ def _check_parameter(call: Call, i: int, name: str, x: TensorType, like: TensorT
     """A scale or zero point fits x per tensor, per axis or per block (and has the shape of ``like``)."""
     t, a = call.type(i), call.attrs
     what = f"{call.kind} {name} {t}"
+    if like is not None and t.dims in ((), (1,)) and like.dims in ((), (1,)):
+        return t  # one number either way
     if like is not None:
         require_rank(t, len(like.dims), f"{what} beside a scale {like}: it")
         for d, s in zip(t.dims, like.dims, strict=True):

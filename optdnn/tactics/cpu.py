@@ -436,7 +436,7 @@ def _check(
     if any(not d <= limit for d in distances.values()):
         own = _own_error(graph, feeds, oracle, _STEP if quantized else _NUDGE)
         if quantized:  # another result is no nearer than 1: half of that still tells the network from any other
-            limit = max(limit, min(own, 0.5))
+            limit = max(limit, min(_MARGIN * own, 0.5))
     for name, distance in distances.items():
         if distance <= limit:
             continue

@@ -202,6 +202,23 @@ def test_operators_between_quantized_tensors(dtype: Any) -> None:
     check("QLinearConcat", [*y, *q(dtype, 2, 3), *q(dtype, 2, 4, seed=1)], quanta=1, axis=1, fed=0)
 
 
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_quantized_softmax(axis: int) -> None:
+    x = [integers(np.uint8, 2, 3, 8), F(0.05), np.uint8(120)]
+    check("QLinearSoftmax", [*x, F(1 / 256), np.uint8(0)], quanta=1, axis=axis, opset=13)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("trans_b", [0, 1])
+def test_quantized_gemm(trans_b: int, columns: bool) -> None:
+    a = [integers(np.uint8, 3, 6), F(0.04), np.uint8(100)]
+    scale = np.random.default_rng(2).uniform(0.01, 0.03, 5).astype(F) if columns else F(0.02)
+    b = [integers(np.int8, *((5, 6) if trans_b else (6, 5)), seed=1), scale, np.zeros(np.shape(scale), np.int8)]
+    bias = np.random.default_rng(5).integers(-3000, 3000, 5).astype(np.int32)
+    check("QGemm", [*a, *b, bias, F(0.3), np.uint8(128)], quanta=1, transB=trans_b)
+    check("QGemm", [*a, *b, bias], transB=trans_b)
+
+
 def test_quantize_and_dequantize() -> None:
     check("QuantizeLinear", [normal(3, 4) * F(20), F(0.2), np.uint8(9)])
     check("DequantizeLinear", [integers(np.uint8, 3, 4), F(0.2), np.uint8(9)])
