@@ -77,7 +77,10 @@ def retune(
 
 
 def options_of(program: Program, tactics: str | None, budget: float | None) -> BuildOptions:
-    """The options of the build that matter for lowering (precisions are in the graph). Raises EngineError for an engine that cannot be tuned."""
+    """The options of the build that matter for lowering (precisions are in the graph).
+
+    Raises EngineError for an engine that cannot be tuned.
+    """
     if not program.target.startswith("cuda:"):
         raise EngineError(
             f"the engine is for target {program.target}; tuning is for GPUs", hint="give an engine of --target cuda"

@@ -233,16 +233,27 @@ class KernelCache:
                 __name__,
                 str(self.folder),
             ]  # -P: a folder named optdnn in the current one is not it
-            running = []
-            for i in range(count):
-                text = json.dumps([[r.name, r.arch, dict(r.generated), r.options] for r in jobs[i::count]])
-                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-                assert process.stdin is not None
-                process.stdin.write(text)
-                process.stdin.close()
-                running.append(process)
-            outputs = [process.stdout.read() for process in running if process.stdout is not None]
-            failed = [output.strip() for process, output in zip(running, outputs, strict=True) if process.wait() != 0]
+            running: list[subprocess.Popen[str]] = []
+            try:
+                for i in range(count):
+                    text = json.dumps([[r.name, r.arch, dict(r.generated), r.options] for r in jobs[i::count]])
+                    # A session of their own: Ctrl-C is for this process, which then ends them.
+                    process = subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+                    )
+                    running.append(process)
+                    assert process.stdin is not None
+                    process.stdin.write(text)
+                    process.stdin.close()
+                outputs = [process.stdout.read() for process in running if process.stdout is not None]
+                failed = [
+                    output.strip() for process, output in zip(running, outputs, strict=True) if process.wait() != 0
+                ]
+            finally:
+                for process in running:
+                    if process.poll() is None:
+                        process.kill()
+                        process.wait()
             if failed:
                 raise KernelError(f"a compiling process failed: {failed[0]}")
             self.misses += len(missing)

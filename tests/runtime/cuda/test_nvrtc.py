@@ -7,6 +7,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,3 +162,23 @@ for call in (nvrtc.version, device.driver):
 assert not any(name.split(".")[0] in ("cupy", "torch", "onnx", "networkx") for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_interruption_ends_the_compiling_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, command: Any, **options: Any):
+            super().__init__([sys.executable, "-c", "import time; time.sleep(600)"], **options)
+            started.append(self)
+            self.stdout = self  # type: ignore[assignment]
+
+        def read(self) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(nvrtc.subprocess, "Popen", Interrupted)
+    recipes = [Recipe("general.cu", "sm_90a", {"generated.cuh": f"// {i}\n"}) for i in range(8)]
+    with pytest.raises(KeyboardInterrupt):
+        KernelCache(tmp_path).get_many(recipes, 2)
+    assert len(started) == 2
+    assert all(p.returncode is not None and p.returncode < 0 for p in started)
