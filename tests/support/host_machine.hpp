@@ -7,5 +7,12 @@ static inline u16 float_to_bfloat(float v) {
     unsigned u = __float_as_uint(v);
     return u16((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
+static inline u16 max_f16(u16 a, u16 b) { float x = half_to_float(a), y = half_to_float(b); return x > y || x != x ? a : b; }
+static inline u16 max_bf16(u16 a, u16 b) {
+    float x = __uint_as_float(unsigned(a) << 16), y = __uint_as_float(unsigned(b) << 16);
+    return x > y || x != x ? a : b;
+}
+static inline u32 max2_f16(u32 a, u32 b) { return max_f16(a, b) | u32(max_f16(a >> 16, b >> 16)) << 16; }
+static inline u32 max2_bf16(u32 a, u32 b) { return max_bf16(a, b) | u32(max_bf16(a >> 16, b >> 16)) << 16; }
 static inline void launch_dependents() {}
 static inline void wait_for_predecessor() {}

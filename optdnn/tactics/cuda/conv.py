@@ -190,45 +190,66 @@ class HopperConv(Rehearsed):
 
 
 def emit_space_to_depth(b: Builder, op: Op, x: Placed, out: Placed, size: int) -> None:
-    """Blocks of ``size`` x ``size`` pixels into channels: one thread per 16 bytes of an output pixel."""
+    """Blocks of ``size`` x ``size`` pixels into channels: one thread per output pixel where a block's rows are single accesses,
+    else one per eight channels of it."""
     n, c, h, w = x.shape
     _, lanes, high, wide = out.shape
     t, u = CPP[x.dtype], CPP[out.dtype]
-    some = 16 // out.dtype.itemsize
-    text = f"""struct Params {{ const {t}* x; {u}* y; i64 sn, sc, sh, sw; int n, h, w, high, wide; }};
-
-extern "C" __global__ void __launch_bounds__(128) space_to_depth(const __grid_constant__ Params p) {{
-    launch_dependents();
-    wait_for_predecessor();
-    const u32 index = blockIdx.x * 128 + threadIdx.x, part = index % {lanes // some};
-    const u32 pixel = index / {lanes // some}, column = pixel % p.wide, row = pixel / p.wide % p.high, image = pixel / p.wide / p.high;
-    if (image >= p.n) return;
-    Pack<{u}, {some}> y;
+    outer = [s for s, k in zip((x.strides[0], x.strides[1], x.strides[2]), (n, c, h), strict=True) if k > 1]
+    whole = x.strides[3] == 1 and w % size == 0 and x.offset % size == 0 and all(s % size == 0 for s in outer)
+    if whole and size in (2, 4) and size * x.dtype.itemsize <= 16 and lanes <= 64:
+        per, body = (
+            1,
+            f"""Pack<{u}, 8> y[{lanes // 8}];
     #pragma unroll
-    for (int i = 0; i < {some}; i++) {{
-        const int lane = part * {some} + i, channel = lane % {c}, dx = lane / {c} % {size}, dy = lane / {c * size};
+    for (int i = {c * size * size}; i < {lanes}; i++) y[i / 8].lane[i % 8] = narrow<{u}>(0.0f);
+    #pragma unroll
+    for (int channel = 0; channel < {c}; channel++) {{
+        #pragma unroll
+        for (int dy = 0; dy < {size}; dy++) {{
+            const int r = row * {size} + dy;
+            Pack<{t}, {size}> v;
+            for (int dx = 0; dx < {size}; dx++) v.lane[dx] = narrow<{t}>(0.0f);
+            if (r < p.h) v = Pack<{t}, {size}>(p.x + image * p.sn + channel * p.sc + r * p.sh + column * {size});
+            #pragma unroll
+            for (int dx = 0; dx < {size}; dx++) {{
+                const int lane = (dy * {size} + dx) * {c} + channel;
+                y[lane / 8].lane[lane % 8] = narrow<{u}>(widen(v.lane[dx]));
+            }}
+        }}
+    }}
+    for (int i = 0; i < {lanes // 8}; i++) y[i].store(p.y + i64(index) * {lanes} + i * 8);""",
+        )
+    else:
+        per, body = (
+            lanes // 8,
+            f"""Pack<{u}, 8> y;
+    #pragma unroll
+    for (int i = 0; i < 8; i++) {{
+        const int lane = part * 8 + i, channel = lane % {c}, dx = lane / {c} % {size}, dy = lane / {c * size};
         const int r = row * {size} + dy, s = column * {size} + dx;
         float v = 0.0f;
         if (dy < {size} && r < p.h && s < p.w) v = widen(p.x[image * p.sn + channel * p.sc + r * p.sh + s * p.sw]);
         y.lane[i] = narrow<{u}>(v);
     }}
-    y.store(p.y + i64(index) * {some});
+    y.store(p.y + i64(index) * 8);""",
+        )
+    text = f"""struct Params {{ const {t}* x; {u}* y; i64 sn, sc, sh, sw; int n, h, w; }};
+
+extern "C" __global__ void __launch_bounds__(128) space_to_depth(const __grid_constant__ Params p) {{
+    launch_dependents();
+    const u32 index = blockIdx.x * 128 + threadIdx.x, part = index % {per}u, pixel = index / {per}u;
+    const int column = pixel % {wide}u, row = pixel / {wide}u % {high}u, image = pixel / {wide * high}u;
+    wait_for_predecessor();
+    if (image >= p.n) return;
+    {body}
 }}
 """
-    block = Block().pointer(x).pointer(out).i64(*x.strides).i32(n, h, w, high, wide)
+    block = Block().pointer(x).pointer(out).i64(*x.strides).i32(n, h, w)
     spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "space_to_depth")
-    threads = n * high * wide * lanes // some
-    b.emit(
-        op,
-        spec,
-        (-(-threads // 128), 1, 1),
-        128,
-        block,
-        "SpaceToDepthImage",
-        {"block": size, "lanes": lanes},
-        [x],
-        [out],
-    )
+    grid = (-(-n * high * wide * per // 128), 1, 1)
+    attrs = {"block": size, "lanes": lanes}
+    b.emit(op, spec, grid, 128, block, "SpaceToDepthImage", attrs, [x], [out])
 
 
 def is_half(op: Op) -> bool:

@@ -20,6 +20,7 @@ from optdnn.tactics.cuda.gemm import HopperGemm
 from optdnn.tactics.cuda.group_norm import HalfGroupNorm
 from optdnn.tactics.cuda.libraries import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
 from optdnn.tactics.cuda.matmul import TiledMatMul
+from optdnn.tactics.cuda.max_pool import TiledMaxPool
 from optdnn.tactics.cuda.numeric import NUMERIC, Numeric
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
 from optdnn.tactics.cuda.positions import POSITIONS, Positions
@@ -44,7 +45,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "QuantizedConv": (HopperQuantizedConv(), DepthwiseOfIntegers()),
     "QuantizedMatMul": (HopperQuantizedMatMul(),),
     "QuantizedMean": (MeanOfIntegers(),),
-    "MaxPool": (MaxPoolOfIntegers(), WindowPool()),
+    "MaxPool": (MaxPoolOfIntegers(), TiledMaxPool(), WindowPool()),
     "AveragePool": (WindowPool(),),
     "Resize": (Resize(),),
     "Pad": (Pad(),),

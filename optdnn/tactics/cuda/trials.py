@@ -14,7 +14,7 @@ from optdnn.types import TensorSpec
 
 FIRST = 4
 """Candidates of which the cost model knows nothing come after this many of those it ranks."""
-MOST = 24
+MOST = 36
 """Most configurations of one tactic that are tried for one problem."""
 
 

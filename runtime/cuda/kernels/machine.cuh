@@ -23,6 +23,18 @@ DEVICE u16 float_to_bfloat(float v) {
     return out;
 }
 
+// The maxima of two pairs of 16-bit floats; a NaN wins.
+DEVICE u32 max2_f16(u32 a, u32 b) {
+    u32 best;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(best) : "r"(a), "r"(b));
+    return best;
+}
+DEVICE u32 max2_bf16(u32 a, u32 b) {
+    u32 best;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(best) : "r"(a), "r"(b));
+    return best;
+}
+
 DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
