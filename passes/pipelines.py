@@ -27,6 +27,7 @@ from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.stages import ANCHORS
+from optdnn.passes.unroll import Unroll
 
 O0: tuple[Pass, ...] = (
     DeadCode(),  # what no output needs must not have to be supported by a target
@@ -66,6 +67,11 @@ O2: tuple[Pass, ...] = (
 )
 
 O2_GPU: tuple[Pass, ...] = (
+    DeadCode(),  # as below, and
+    FoldConstants(),  # what is known of trip counts and conditions
+    Unroll(),  # before everything else, which sees through what loops do
+    FoldConstants(),  # the number of an iteration is known now
+    Unroll(),  # and so may be conditions in it
     *FOLDED,
     FuseAttention(),  # before epilogues: scales and masks would become stages. On the GPU alone, which has a kernel for it
     FoldConstants(),  # sums of constant masks and biases

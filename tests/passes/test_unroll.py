@@ -1,0 +1,105 @@
+"""unroll: loops of known length, scans, branches that are known; refused where what they do depends on data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+from support.check import check_pass, check_refused, check_untouched
+from support.fallback import BOOL, I64, F, model, node
+
+from optdnn.importers.onnx import import_model
+from optdnn.ir.graph import Graph
+from optdnn.passes import unroll
+from optdnn.passes.base import PassContext
+from optdnn.passes.unroll import Unroll
+
+GPU = PassContext(target="cuda:sm_90a")
+
+
+def body(nodes: list[onnx.NodeProto], inputs: list[Any], outputs: list[Any]) -> onnx.GraphProto:
+    infos = [[helper.make_tensor_value_info(*x) for x in xs] for xs in (inputs, outputs)]
+    return helper.make_graph(nodes, "body", *infos)
+
+
+def loop(condition: str = "Identity", **constants: Any) -> Graph:
+    """v = tanh(v * w + i), three times or as ``trips`` says; every v is stacked. ``w`` is captured."""
+    ends = {"Identity": node("Identity", "c", "go"), "Not": node("Not", "c", "go")}[condition]
+    inner = body(
+        [ends, node("Cast", "i", "f", to=F), node("Mul", "v w", "a"), node("Add", "a f", "b"), node("Tanh", "b", "next"),
+         node("Identity", "next", "row")],
+        [("i", I64, []), ("c", BOOL, []), ("v", F, [2, 3])], [("go", BOOL, []), ("next", F, [2, 3]), ("row", F, [2, 3])],
+    )  # fmt: skip
+    nodes = [node("Loop", "trips - x", "y rows", body=inner)]
+    inputs = [("x", F, [2, 3]), ("w", F, [3])] + ([] if "trips" in constants else [("trips", I64, [])])
+    return import_model(model(nodes, inputs, [("y", F, [2, 3]), ("rows", F, None)], **constants))
+
+
+def scan(length: Any = 4) -> Graph:
+    """Two sequences, one of them along its second axis and backwards; a state and two stacked results, one backwards."""
+    inner = body(
+        [node("Mul", "s a", "m"), node("Add", "m b", "t"), node("Sin", "t", "p"), node("Relu", "t", "q")],
+        [("s", F, [3]), ("a", F, [3]), ("b", F, [3])], [("t", F, [3]), ("p", F, [3]), ("q", F, [3])],
+    )  # fmt: skip
+    scanned = node(
+        "Scan", "s0 xs ys", "last ps qs", body=inner, num_scan_inputs=2, scan_input_axes=[0, -1],
+        scan_input_directions=[0, 1], scan_output_axes=[0, 1], scan_output_directions=[0, 1],
+    )  # fmt: skip
+    inputs = [("s0", F, [3]), ("xs", F, [length, 3]), ("ys", F, [3, length])]
+    return import_model(model([scanned], inputs, [("last", F, [3]), ("ps", F, None), ("qs", F, None)]))
+
+
+def branch(condition: bool | None = None) -> Graph:
+    """-x or exp(x), as an input says; ``condition``: what takes the input's place (the importer itself takes known branches)."""
+    then = helper.make_graph([node("Neg", "x", "yes")], "then", [], [helper.make_tensor_value_info("yes", F, [3])])
+    other = helper.make_graph([node("Exp", "x", "no")], "else", [], [helper.make_tensor_value_info("no", F, [3])])
+    nodes = [node("If", "which", "y", then_branch=then, else_branch=other)]
+    graph = import_model(model(nodes, [("x", F, [3]), ("which", BOOL, [])], [("y", F, [3])]))
+    if condition is not None:
+        graph.replace_uses(graph.op(graph.inputs[1]).value, graph.add_constant(np.array(condition)))
+    return graph
+
+
+def test_a_loop_becomes_its_iterations() -> None:
+    result, _ = check_pass(Unroll(), loop(trips=3), changes=1, rules={"unroll_loop": 1}, context=GPU)
+    kinds = result.kinds()
+    assert (kinds["Tanh"], kinds["Unsqueeze"], kinds["Concat"]) == (3, 3, 1)
+    assert "Loop" not in kinds
+
+
+def test_a_scan_becomes_its_steps() -> None:
+    result, _ = check_pass(Unroll(), scan(), changes=1, rules={"unroll_scan": 1}, context=GPU)
+    assert result.kinds()["Gather"] == 8
+    assert result.kinds()["Concat"] == 2
+
+
+@pytest.mark.parametrize(("condition", "kind"), [(True, "Neg"), (False, "Exp")])
+def test_a_known_condition_leaves_its_branch(condition: bool, kind: str) -> None:
+    check_pass(Unroll(), branch(condition), changes=1, kinds={kind: 1}, rules={"known_branch": 1}, context=GPU)
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (loop, "how often it runs is not known"),
+        (lambda: loop("Not", trips=3), "its condition depends on data"),
+        (lambda: loop(trips=0), "it does not run, and stacks results nevertheless"),
+        (lambda: loop(trips=129), "it runs 129 times; 128 are unrolled"),
+        (lambda: scan("n"), "how often it runs is not known"),
+        (branch, "its condition depends on data"),
+    ],
+)
+def test_refusals(graph: Any, because: str) -> None:
+    check_refused(Unroll(), graph(), because=because, context=GPU)
+
+
+def test_a_large_loop_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unroll, "OPS", 10)
+    check_refused(Unroll(), loop(trips=3), because="unrolled, it would be 18 ops; 10 are the limit", context=GPU)
+
+
+def test_the_cpu_keeps_its_loops() -> None:
+    check_untouched(Unroll(), loop(trips=3), context=PassContext(target="cpu"))
