@@ -97,8 +97,11 @@ def grids(n: Net) -> list[Any]:
     half = n.op(
         "Div", n.op("Floor", n.op("Mul", grid, 3.0)), 4.0
     )  # nearest is not continuous: keep away from its edges
+    theta, turn = n.input(2, 2, 3, name="theta"), n.input(1, 3, 4, name="turn")
     return [
         *found,
+        n.op("AffineGrid", theta, n.ints(2, 3, 4, 5), attrs=detect.AffineGridAttrs(True)),
+        n.op("AffineGrid", turn, n.ints(1, 2, 3, 4, 5), attrs=detect.AffineGridAttrs()),
         n.op("GridSample", x, half, attrs=attrs("nearest", "border", True)),
         n.op("GridSample", deep, places, attrs=attrs("linear", "reflection", False)),
     ]

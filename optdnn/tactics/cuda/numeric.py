@@ -94,6 +94,25 @@ def _weights(k: int, mode: str, t: str) -> str:
     return f"{low} const i64 f{k} = i64(l{k}) - 1; const {t} w{k}[] = {{{', '.join(terms)}}};"
 
 
+def _affine_grid(b: Builder, op: Op) -> None:
+    theta, out = _needed(b, op, 0), b.target(op.value)
+    t, rank = arithmetic(theta.dtype), len(out.shape) - 2
+    lines = []
+    for k in range(rank):  # the last spatial axis is the first coordinate
+        size, place = out.shape[1 + k], f"{t}(o{1 + k})"
+        scaled = (
+            f"2 * {place} / {max(size - 1, 1)} - {int(size > 1)}"
+            if op.attrs.align_corners
+            else f"(2 * {place} + 1) / {size} - 1"
+        )
+        lines.append(f"const {t} c{k} = {scaled};")
+    last = len(out.shape) - 1
+    terms = [f"{t}(widen(p.t[at_t(o0, o{last}, {rank - 1 - k})])) * c{k}" for k in reversed(range(rank))]
+    lines.append(f"const {t} v = {' + '.join(terms)} + {t}(widen(p.t[at_t(o0, o{last}, {rank})]));")
+    lines.append(f"p.y[at_y({coordinates('o', len(out.shape))})] = narrow<{CPP[out.dtype]}>(v);")
+    emit_each(b, op, out.shape, {"t": theta}, {"y": out}, " ".join(lines), reads=_reads(b, op))
+
+
 # ---------------------------------------------------------------- quantization
 
 
@@ -384,7 +403,7 @@ def _limits(b: Builder, op: Op) -> str | None:
 
 
 NUMERIC: dict[str, Callable[[Builder, Op], None]] = {
-    "GridSample": _grid_sample, "QuantizeLinear": _quantize, "DequantizeLinear": _dequantize, "Einsum": _einsum, "DFT": _dft,
+    "GridSample": _grid_sample, "AffineGrid": _affine_grid, "QuantizeLinear": _quantize, "DequantizeLinear": _dequantize, "Einsum": _einsum, "DFT": _dft,
     "MatMulInteger": _integer_product, "QLinearMatMul": _integer_product, "BatchNormalization": _batch_norm,
     "LayerNormalization": _layer_norm, "RotaryEmbedding": _rotary,
 }  # fmt: skip
