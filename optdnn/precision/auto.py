@@ -21,16 +21,18 @@ from optdnn.calibration.images import ImageSpec
 from optdnn.config import BuildOptions
 from optdnn.errors import OptdnnError, UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.passes.contract import Account as Asked
+from optdnn.passes.contract import outcome
 from optdnn.passes.precision import QUANTIZED, SHARES_SCALE, Choice, PrecisionPlan, choices, key
 from optdnn.passes.ranges import Calibration
 from optdnn.precision.account import Account, Candidate, NodeFacts, reasons
-from optdnn.precision.latency import elements
+from optdnn.precision.latency import Table, elements
 from optdnn.precision.metrics import Metric, metric_of
 from optdnn.precision.pins import pinned
 from optdnn.precision.samples import Samples, load, split
 from optdnn.precision.search import Node, Problem, frontier, moves
 from optdnn.precision.sensitivity import Sensitivities, measure
-from optdnn.precision.targets import Target, Way, assigned, target_of
+from optdnn.precision.targets import Target, Way, assigned, base_of, target_of
 from optdnn.runtime.engine import Engine
 from optdnn.tactics.cpu import typical_sizes
 from optdnn.tactics.timing_cache import TimingCache
@@ -42,6 +44,8 @@ BUDGET_SECONDS = 120.0
 SAMPLES = 32
 """Samples at a time on which sensitivities are measured."""
 RUN_BATCH = 32
+LEARN = 0.5
+"""Casts whose cost turns out this part higher than believed are worth another search."""
 MOST_MOVES = 12
 SHOWN_PLANS = (0.25, 0.5, 0.75)
 """Places on the frontier that are tried in any case: predictions err, and the user wants to see what lies between."""
@@ -130,8 +134,10 @@ class _Auto:
                 self._search(way)
             self._race(first=attempt == 0)
             chosen = self._verified()
-            if chosen is not None:
+            if chosen is not None and not self._learned(ways):
                 break
+            if chosen is not None:
+                continue
             missed = [c.verified - c.drop for c in self.candidates if c.verified is not None and math.isfinite(c.drop)]
             self.search_bound = max(0.0, min(self.search_bound, self.bound - max([0.0, *missed])) * 0.75)
             self.say(f"beyond the bound on unseen data: search again within {self.search_bound:.3g}")
@@ -272,6 +278,37 @@ class _Auto:
                     best, improved = plan, True
                     break
 
+    def _learned(self, ways: Sequence[Way]) -> bool:
+        """Whether whole engines say that casts cost more than was believed; the times of the search are then set right.
+
+        What a mixture takes beyond its prediction, scaled by how single precisions of the same library turned out, is put down to
+        the borders between its precisions.
+        """
+        if time.perf_counter() > self.deadline:
+            return False
+        learned = False
+        for way in ways:
+            table, problem = way.latency, self.problems.get(way.name)
+            told = [
+                c.ms / way.whole_ms[c.name]
+                for c in self.candidates
+                if c.single and c.ms is not None and c.name in way.whole_ms and c.tactic.startswith(way.name)
+            ]
+            if not isinstance(table, Table) or problem is None or not told:
+                continue
+            scale, worst = float(np.median(told)), 0.0
+            for c in self.candidates:
+                if c.way == way.name and c.ms is not None:
+                    borders = sum(1 for _ in problem.casts(c.assignment))
+                    beyond = c.ms * 1e3 / scale - problem.time(c.assignment)
+                    worst = max(worst, beyond / borders) if borders else worst
+            if worst > LEARN * table.overhead_us:
+                self.say(f"casts cost {worst:.1f} µs more each than was believed: search again")
+                table.overhead_us += worst
+                del self.problems[way.name]
+                learned = True
+        return learned
+
     def _unknown(self, assignment: Mapping[str, str], way: Way) -> bool:
         return self._known(assignment, way) is None
 
@@ -286,6 +323,10 @@ class _Auto:
         if known is not None:
             return known
         problem = self.problem(way)
+        assignment = self._realizable(assignment, problem)
+        known = self._known(assignment, way)
+        if known is not None:
+            return known
         count = sum(not c.single for c in self.candidates) + 1
         candidate = Candidate(
             f"mixture {count}",
@@ -296,6 +337,26 @@ class _Auto:
             noise=problem.damage(assignment),
         )
         return self._judge(candidate, way.name)
+
+    def _realizable(self, assignment: Mapping[str, str], problem: Problem) -> dict[str, str]:
+        """What the pass makes of an assignment: an op that it cannot give int8 where it stands (an Add one of whose operands stays
+        float) gets the float precision around it."""
+        found = dict(assignment)
+        for _ in range(2):
+            plan, asked = self._plan(found), Asked()
+            graph, _ = assigned(self.graph, plan, self.target, self.calibration, self.options.opt_level, asked)
+            off = [r.asked.key for r in outcome(graph, asked, hint=base_of(plan)) if r.differs and r.asked.key in found]
+            off = [k for k in off if found[k] in QUANTIZED and k not in self.pins]
+            if not off:
+                break
+            for k in off:
+                around = {
+                    found[e] for a, b, _ in problem.edges if k in (a, b) for e in (a, b) if e is not None and e != k
+                }
+                floats = [p for p in problem.node(k).precisions if p not in QUANTIZED]
+                near = [p for p in floats if p in around and p != "fp32"]
+                found[k] = min(near or floats, key=lambda p: problem.node(k).times[p])
+        return found
 
     def _plan(self, assignment: Mapping[str, str]) -> PrecisionPlan:
         """Every variable by name; what only moves elements goes with what it reads (into int8 the pass draws it by itself)."""

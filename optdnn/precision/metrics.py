@@ -65,7 +65,7 @@ def metric_of(given: str | Score, labels: Any) -> Metric:
     if given == "mse":
         return Metric("mse", "squared units of the outputs", lambda y, ref, labels: _mse(y, ref), _drop_mse)
     if given == "cosine":
-        return Metric("cosine", "1 - cosine", lambda y, ref, labels: 1 - _cosine_distance(y, ref), _drop_cosine)
+        return Metric("cosine", "of cosine distance", lambda y, ref, labels: 1 - _cosine_distance(y, ref), _drop_cosine)
     module, colon, name = given.partition(":")
     if not colon:
         raise UsageError(f"metric {given!r} is not one of top1, mse, cosine or PKG.MODULE:FUNCTION")

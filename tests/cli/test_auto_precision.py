@@ -53,7 +53,7 @@ def test_build_tells_and_keeps_how_it_chose(cli: Cli, model: Path, calib: Path, 
     assert result.code == 0, result.err
     assert "precision: the plans that were tried" in result.out
     assert "chosen" in result.out
-    assert "1 - cosine" in result.out  # the bound's unit
+    assert "cosine distance" in result.out  # the bound's unit
     assert "8 samples to calibrate and search on, 8 others to verify by" in result.out
     text = report.read_text(encoding="utf-8")
     assert "<svg" in text
