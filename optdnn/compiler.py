@@ -156,9 +156,17 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             raise UsageError(
                 "precision auto on a GPU needs fixed shapes", hint="give one size for each: --shape x=8x3x224x224"
             )
+        from optdnn.autotune import tune
+
         facts = partial(_meta, options=options, target=target)
+        share = replace(options, budget=options.budget and options.budget / len(graph.profiles))
+
+        def measured_choices(planned: Graph) -> Mapping[str, Any] | None:
+            found = tune(planned, share, target, cache, say)
+            return None if found is None else found.choices
+
         with _timed(seconds, "plans"):
-            dynamic = plan_profiles(model, graph, options, target, facts, optimize, say)
+            dynamic = plan_profiles(model, graph, options, target, facts, optimize, say, measured_choices)
         graph, passes = dynamic.graph, dynamic.passes
     else:
         exact_only = AssignPrecision.name if options.precision == AUTO else None

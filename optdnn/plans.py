@@ -27,10 +27,12 @@ from optdnn.passes.base import PassReport
 from optdnn.ranges import Profile
 from optdnn.runtime.program import Buffer, Dynamic, Program, Step
 from optdnn.runtime.program import Source as HeldSource
+from optdnn.tactics.cuda.select import Choice
 from optdnn.types import Array, TensorSpec
 
 Say = Callable[[str], None]
 Optimize = Callable[[Graph, BuildOptions, str, Say], list[PassReport]]
+Choose = Callable[[Graph], Mapping[str, Choice] | None]
 Shapes = dict[str, tuple[int, ...]]
 
 NOT_KEPT = ("shapes", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget")
@@ -54,9 +56,11 @@ def plan_profiles(
     meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
     optimize: Optimize,
     say: Say,
+    choose: Choose = lambda graph: None,
 ) -> Planned:
     """Plans for the optimum of each profile of ``symbolic`` (the model as imported for them), in one program.
 
+    ``choose`` gives the tactics of an optimum's graph (None: the cost model does).
     Raises UsageError where a dimension has no range, and whatever a build for one of the shapes raises.
     """
     _need_ranges(symbolic)
@@ -70,7 +74,7 @@ def plan_profiles(
         opt, *extremes = (_sized(symbolic, profile, which) for which in ("opt", "max", "min"))
         if tuple(opt.items()) not in plans:
             say(f"plan {_show(opt)}")
-            graph, passes, program = _plan(opened, opt, options, target, meta, optimize, say)
+            graph, passes, program = _plan(opened, opt, options, target, meta, optimize, say, choose)
             first = first or (graph, passes)
             plans[tuple(opt.items())] = blobs.take(program)
             arena = max(arena, program.arena_bytes)
@@ -136,10 +140,11 @@ def _plan(
     meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
     optimize: Optimize,
     say: Say,
+    choose: Choose = lambda graph: None,
 ) -> tuple[Graph, list[PassReport], Program]:
     graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
     passes = optimize(graph, options, target, say)
-    return graph, passes, lower_cuda(graph, options, target, meta(graph, passes), say)
+    return graph, passes, lower_cuda(graph, options, target, meta(graph, passes), say, choose(graph))
 
 
 def plain_options(options: BuildOptions) -> dict[str, Any] | None:

@@ -97,6 +97,23 @@ def test_the_command_line(model: Path, gpu: FakeTimer, tmp_path: Path, capsys: p
     assert all("k" not in t["config"] for t in made.meta["tactics"] if t["tactic"] == "conv_sm90")
 
 
+def test_each_plan_of_a_range_of_shapes_is_tuned(model: Path, gpu: FakeTimer, tmp_path: Path) -> None:
+    import onnx
+
+    dynamic = onnx.load(model)
+    dynamic.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "N"
+    del dynamic.graph.value_info[:]
+    dynamic.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "N"
+    shapes = {"x": "1..2..4x64x14x14"}
+    plain = optdnn.build(
+        dynamic, target="cuda:sm_90a", precision="fp16", no_cubins=True, shapes=shapes, tactics="heuristic"
+    )
+    assert gpu.trials == []
+    tuned = optdnn.build(dynamic, target="cuda:sm_90a", precision="fp16", no_cubins=True, shapes=shapes)
+    assert gpu.trials
+    assert [t.get("config") for t in tuned.meta["tactics"]] != [t.get("config") for t in plain.meta["tactics"]]
+
+
 # ---------------------------------------------------------------- retune
 
 

@@ -10,6 +10,7 @@ still says what to try first, and no more.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -111,9 +112,14 @@ class TimingCache:
         self.changed = True
 
     def save(self) -> None:
-        """Write back atomically, if anything was measured. Raises OutputError."""
+        """Write back atomically, if anything was measured; what another build has written since is kept. Raises OutputError."""
         if self.path is None or not self.changed:
             return
+        with contextlib.suppress(UsageError):
+            other = TimingCache.open(self.path)
+            self.entries = other.entries | self.entries
+            self.candidates = other.candidates | self.candidates
+            self.networks = other.networks | self.networks
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "entries": dict(sorted(self.entries.items()))}
         data |= {"candidates": dict(sorted(self.candidates.items()))} if self.candidates else {}
         data |= {"networks": dict(sorted(self.networks.items()))} if self.networks else {}

@@ -57,6 +57,57 @@ def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, text: str) -> 
     assert path.read_text() == text
 
 
+def test_two_builds_at_once_keep_both_their_times(tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    first, second = TimingCache.open(path), TimingCache.open(path)
+    first.put("a", 1.0)
+    first.note("c", 2e-6, {"driver": "1"})
+    second.put("b", 2.0)
+    second.note_network("n", {"s": ("tactic", "config")}, 0.5, {})
+    first.save()
+    second.save()
+    found = TimingCache.open(path)
+    assert found.entries == {"a": 1.0, "b": 2.0}
+    assert found.measured("c") is not None
+    assert found.network("n") is not None
+
+
+def test_what_is_measured_on_gpus_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    cache = TimingCache.open(path)
+    cache.note("fast", 2.5e-6, {"driver": "13.0"})
+    cache.note("wrong", None, {"driver": "13.0"}, "wrong result")
+    cache.note_network("net", {"s": ("conv", "tile")}, 0.25, {"driver": "13.0"})
+    cache.save()
+    again = TimingCache.open(path)
+    fast, wrong, net = again.measured("fast"), again.measured("wrong"), again.network("net")
+    assert fast is not None
+    assert fast.seconds == pytest.approx(2.5e-6)
+    assert fast.versions == {"driver": "13.0"}
+    assert wrong is not None
+    assert (wrong.seconds, wrong.failed) == (None, "wrong result")
+    assert net is not None
+    assert (dict(net.choices), net.ms) == ({"s": ("conv", "tile")}, 0.25)
+    assert again.measured("other") is None
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"candidates": {"k": {"us": "fast", "versions": {}}}},
+        {"candidates": {"k": {"us": 1.0}}},
+        {"candidates": []},
+        {"networks": {"k": {"choices": {"s": ["only one"]}, "ms": 1.0, "versions": {}}}},
+        {"networks": {"k": {"choices": {}, "ms": -1.0, "versions": {}}}},
+    ],
+)
+def test_sections_that_hold_something_else_are_refused(tmp_path: Path, section: dict[str, object]) -> None:
+    path = tmp_path / "cache.json"
+    path.write_text(json.dumps({"format": "optdnn-timing-cache", "version": 1, "entries": {}, **section}))
+    with pytest.raises(UsageError, match="not a measurement"):
+        TimingCache.open(path)
+
+
 def test_an_unwritable_place_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot be written"):
         TimingCache.open(tmp_path / "absent" / "cache.json")
