@@ -74,8 +74,13 @@ extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __gr
             sum.w += UNSIGNED ? int(v >> 24) : int(v) >> 24;
         }
     }
+#if SEEDED_FAULT == 3  // benchmarks/gpu/sanitize.py: a read of what nothing has written
+    if (word < p.words && p.output[(long long)blockIdx.y * p.words + word] == 0x01234567u) sum.x++;
+#endif
     partial[run][threadIdx.x % 32] = sum;
+#if SEEDED_FAULT != 2  // without it: a race
     __syncthreads();
+#endif
     if (run == 0 && word < p.words) {
         #pragma unroll
         for (int i = 1; i < 8; i++) {
@@ -87,6 +92,9 @@ extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __gr
         #pragma unroll
         for (int i = 0; i < 4; i++) out |= narrow(__fmul_rn(float(all[i] + p.shift), p.scale), p.low, p.high, p.zero) << 8 * i;
         p.output[(long long)blockIdx.y * p.words + word] = out;
+#if SEEDED_FAULT == 1  // a write past the end
+        p.output[(long long)(blockIdx.y + 1) * p.words + word] = out;
+#endif
     }
 }
 
