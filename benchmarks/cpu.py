@@ -3,8 +3,9 @@
     python benchmarks/cpu.py MODEL.onnx… [--shared] [--light] [--precision fp32] --out benchmarks/results/cpu-fp32.json
 
 ``--shared`` adds the convolutional graphs of ``../shared`` (weights refilled from a seed), ``--light`` the onnx wheel's
-``light_*`` graphs. Writes every comparison whole, and a summary: per network the speedup against each rival and against the
-faster of the two, and the geometric means. Leave the machine alone while it runs.
+``light_*`` graphs, ``--zoo NAME,NAME`` networks of ``optdnn.models.zoo``; for int8 these are calibrated on sixteen example
+inputs (``--precision int8 --zoo resnet50,mobilenet_v2 --out …``). Writes every comparison whole, and a summary: per network the
+speedup against each rival and against the faster of the two, and the geometric means. Leave the machine alone while it runs.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 
+from optdnn.models import zoo
+
+SAMPLES = 16
+"""Inputs that a network of the zoo is calibrated on."""
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "networks")]
 
@@ -41,6 +47,12 @@ def networks(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Path
         makers |= {
             n: partial(fixed, n, args.batch, folder) for n in (f"{n}.{e}" for n in CONVOLUTIONAL for e in ("ts", "dyn"))
         }
+    for name in args.zoo.split(",") if args.zoo else ():
+        model, file = zoo.build(name, batch=args.batch), folder / f"{name}.onnx"
+        onnx.save(model, file)
+        samples = [zoo.example_inputs(model, seed) for seed in range(SAMPLES)]
+        np.savez(file.with_suffix(".npz"), **{k: np.concatenate([s[k] for s in samples]) for k in samples[0]})  # type: ignore[arg-type]
+        yield name, file
     for file in map(Path, args.models):
         yield file.stem, file
     for name, make in makers.items():
@@ -77,6 +89,8 @@ def compare(name: str, file: Path, args: argparse.Namespace, folder: Path) -> di
         "--error-reference",
         args.error_reference,
     ]
+    if args.precision.startswith("int8"):
+        command += ["--calib", str(file.with_suffix(".npz"))]
     command += ["--duration", str(args.duration), "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -116,6 +130,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*")
     parser.add_argument("--shared", action="store_true")
     parser.add_argument("--light", action="store_true")
+    parser.add_argument("--zoo", help="names of zoo networks, with commas")
     parser.add_argument("--only", help="only networks whose name contains this")
     parser.add_argument("--against", default="onnxruntime,openvino")
     parser.add_argument("--precision", default="fp32")

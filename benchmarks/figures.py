@@ -20,6 +20,7 @@ def figures() -> str:
     parts = []
     for name, title in (
         ("cpu-fp32", "CPU, fp32, batch 1: optdnn beside the libraries on the original model"),
+        ("cpu-int8", "CPU, int8 (calibrated on sixteen inputs), batch 1, beside the libraries at fp32"),
         ("cpu-bf16", "CPU, bf16 (asked for explicitly), batch 1, beside the libraries at fp32"),
     ):
         if (file := RESULTS / f"{name}.json").exists():

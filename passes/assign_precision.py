@@ -69,6 +69,7 @@ class AssignPrecision(Pass):
         if "fp16" in plan.floats:
             account.risks = half_risks(graph, plan, found)
         if found is not None and plan.quantizes:
+            account.calibrated = {"method": found.method, "batches": found.samples}
             for op_id, reason in quantize(graph, plan, found, context.target, report).items():
                 account.refused[keys[op_id]] = reason
         if context.target.startswith("cuda") and any(p in NARROW for p in plan.floats):

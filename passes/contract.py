@@ -79,6 +79,8 @@ class Account:
     refused: dict[str, str] = field(default_factory=dict)
     """Key -> why the op does not run in what was asked for."""
     risks: list[Remark] = field(default_factory=list)
+    calibrated: dict[str, Any] = field(default_factory=dict)
+    """How ranges were found: method, and the batches that were run."""
 
 
 def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:
@@ -176,8 +178,15 @@ def structural(graph: Graph, op: Op) -> str | None:
 
 
 def hazards(graph: Graph) -> list[Remark]:
-    """Quantized products whose result leaves as floats: a wide write, a wide read and a conversion where bytes would do."""
+    """Quantized products whose result leaves as floats (a wide write, a wide read and a conversion where bytes would do), and
+    scales of the model's own that are no normal positive numbers."""
     found = []
+    for op in graph.of_kind("QuantizeLinear", "DequantizeLinear"):
+        scale = graph.constant_value(op.inputs[1])
+        if scale is not None and not (np.isfinite(scale) & (scale >= np.finfo(np.float32).tiny)).all():
+            odd = scale[~(np.isfinite(scale) & (scale >= np.finfo(np.float32).tiny))].reshape(-1)[0]
+            what = f"its scale {float(odd):g} is not a normal positive number: libraries differ in what they make of it"
+            found.append(Remark(key(op), op.kind, tuple(sorted(op.src)), what))
     for op in graph.of_kind(*ANCHORS):
         if structural(graph, op) not in QUANTIZED:
             continue
@@ -244,15 +253,16 @@ def _transposed(op: Op) -> bool:
     return op.kind == "Gemm" and bool(op.attrs.transB)
 
 
-def to_plain(plan: PrecisionPlan, rows: list[Ran], dangers: list[Remark], risks: list[Remark]) -> dict[str, Any]:
+def to_plain(plan: PrecisionPlan, rows: list[Ran], dangers: list[Remark], account: Account) -> dict[str, Any]:
     """What an engine keeps of it: the plan, how many ops run in what, every difference, hazard and risk."""
     counts: dict[str, int] = {}
     for r in rows:
         counts[r.runs] = counts.get(r.runs, 0) + 1
     return {
         "plan": plan.to_json(),
+        **({"calibration": account.calibrated} if account.calibrated else {}),
         "runs": dict(sorted(counts.items())),
         "differs": [r.to_json() for r in rows if r.differs],
         "hazards": [h.to_json() for h in dangers],
-        "risks": [r.to_json() for r in risks],
+        "risks": [r.to_json() for r in account.risks],
     }

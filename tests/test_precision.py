@@ -15,6 +15,7 @@ from optdnn.config import BuildOptions
 from optdnn.errors import NotMet, UsageError
 from optdnn.ir.graph import Graph
 from optdnn.models import trained
+from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
 from optdnn.passes.contract import Account, half_risks, hazards, outcome
@@ -49,6 +50,7 @@ def test_int8_runs_in_int8_and_keeps_its_accuracy(library: str) -> None:
     convolutions = [r for r in build.precisions if r.asked.kind == "Conv"]
     assert len(convolutions) == 10
     assert all(r.asked.precision == "int8" for r in convolutions)
+    assert told["calibration"] == {"method": "mse", "batches": 8}
     if library == "openvino":
         assert told["runs"]["int8"] == 11
         assert told["differs"] == []
@@ -167,6 +169,18 @@ def test_a_float_result_of_a_quantized_op_is_a_hazard() -> None:
     graph = n.done(n.conv(n.conv(n.input(1, 4, 6, 6), 4), 4))
     assigned(graph, PrecisionPlan("int8"), ranges(graph))
     assert hazards(graph) == []
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-42, float("inf"), -0.5])
+def test_a_scale_that_is_no_normal_number_is_a_hazard(scale: float) -> None:
+    def dequantized(scale: float) -> Graph:
+        n = Net()
+        x = n.input(4, dtype=np.int8)
+        return n.done(n.op("DequantizeLinear", x, n.const(scale), attrs=DequantizeAttrs(axis=0)))
+
+    (found,) = hazards(dequantized(scale))
+    assert "is not a normal positive number" in found.what
+    assert hazards(dequantized(0.5)) == []
 
 
 def test_fp16_risks_by_calibration_and_by_weights() -> None:
