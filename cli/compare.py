@@ -216,6 +216,7 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     return [
         *sentences(report),
         *problems(report),
+        *([f"GPU: {', '.join(machine['gpus'])}; driver {machine['gpu_driver']}"] if machine.get("gpus") else []),
         f"machine: {machine['cpu']}, {machine['usable_cores']} cores, {report['threads']} threads for each",
         "versions: " + ", ".join(f"{k} {v}" for k, v in report["versions"].items()),
     ]

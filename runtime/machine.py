@@ -9,6 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from optdnn.runtime.gpus import gpus
 from optdnn.runtime.program import Plain
 from optdnn.runtime.requires import cpu_flags
 
@@ -50,7 +51,8 @@ PACKAGES = (
 
 
 def machine() -> dict[str, Plain]:
-    """Processor, cores this process may use, features, memory in GiB, system, Python. What cannot be told is None."""
+    """Processor, cores this process may use, features, memory in GiB, system, Python, and NVIDIA's GPUs with
+    their driver where there are any. What cannot be told is None."""
     info = _read("/proc/cpuinfo")
     flags = cpu_flags()
     memory = re.search(r"MemTotal:\s*(\d+) kB", _read("/proc/meminfo"))
@@ -65,6 +67,7 @@ def machine() -> dict[str, Plain]:
         "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else None,
         "os": platform.platform(),
         "python": platform.python_version(),
+        **({"gpus": found["names"], "gpu_driver": found["driver"]} if (found := gpus()) else {}),
     }
 
 

@@ -214,3 +214,37 @@ def test_an_engine_for_several_shapes_is_measured_by_its_plan() -> None:
 
     assert cuda_context(Plans(), {"x": 1}) is None, "a plan that runs in NumPy is none on a GPU"
     assert asked == [{"x": 1}]
+
+
+def test_gpus_are_named_without_starting_cuda() -> None:
+    from optdnn.runtime.gpus import facts
+
+    class Library:
+        def __init__(self, works: bool = True):
+            self.works, self.ended = works, False
+
+        def nvmlInit_v2(self) -> int:
+            return 0 if self.works else 9
+
+        def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+            count._obj.value = 2
+            return 0
+
+        def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
+            return index  # the second is not to be had
+
+        def nvmlDeviceGetName(self, handle: Any, name: Any, size: int) -> int:
+            name.value = b"NVIDIA H200"
+            return 0
+
+        def nvmlSystemGetDriverVersion(self, text: Any, size: int) -> int:
+            text.value = b"580.159"
+            return 0
+
+        def nvmlShutdown(self) -> None:
+            self.ended = True
+
+    library = Library()
+    assert facts(library) == {"names": ["NVIDIA H200"], "driver": "580.159"}
+    assert library.ended
+    assert facts(Library(works=False)) is None
