@@ -11,7 +11,8 @@ import onnx
 import pytest
 
 from optdnn.cli.main import COMMANDS, cli
-from optdnn.ops.support import BEGIN, table, updated
+from optdnn.ops import support
+from optdnn.ops.support import BEGIN, NOT_DONE, missing, table, updated
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -25,6 +26,16 @@ def text() -> str:
 
 def test_the_operator_table_is_the_codes() -> None:
     assert updated(text()) == text(), "run: python -m optdnn.ops.support README.md"
+
+
+def test_what_is_not_done_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "RandomNormal" in missing()["random: a compiled network gives the same result for the same input"]
+    monkeypatch.setattr(support, "NOT_DONE", {k: v for k, v in NOT_DONE.items() if k != "ImageDecoder"})
+    with pytest.raises(ValueError, match="ImageDecoder does not import, and there is no reason"):
+        missing()
+    monkeypatch.setattr(support, "NOT_DONE", {**NOT_DONE, "Conv": "too hard"})
+    with pytest.raises(ValueError, match="Conv matches nothing that is not done"):
+        missing()
     assert "| convolution | Conv, ConvTranspose" in table()
 
 

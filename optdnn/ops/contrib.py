@@ -12,6 +12,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, merge_heads, split_heads
 from optdnn.ops.base import Emit, FromOnnx, NodeSpec, Ref, Unsupported
 from optdnn.ops.checks import emit, require_rank, required
+from optdnn.ops.contrib_cache import group_query_attention, unpacked
 from optdnn.types import FP32, INT64, UINT8
 
 _MODERN = 21
@@ -197,20 +198,27 @@ def _attrs(kind: str, **values: Any) -> Any:
 
 
 def _multi_head_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    if node.input(1) is None or node.input(2) is None:
-        raise Unsupported("packed query, key and value")
     if len(node.inputs) > 8 and any(v is not None for v in node.inputs[8:]):
         raise Unsupported("past_sequence_length and cache_indirection")
     if any(node.outputs[3:]):
         raise Unsupported("the output qk")
-    operands, heads = _needs(node, 0, 1, 2), int(required(node, "num_heads"))
+    heads = int(required(node, "num_heads"))
+    if node.input(2) is None:
+        if node.input(3) is not None:
+            raise Unsupported("a bias beside packed query, key and value")
+        q, kv = node.inputs[0], node.input(1)
+        operands = unpacked(e, q, 3) if kv is None else [q, *unpacked(e, kv, 2)]
+        if len(e.type(operands[0]).dims) == 3:
+            operands[0] = split_heads(e, operands[0], heads)
+    else:
+        operands = _needs(node, 0, 1, 2)
     if node.input(3) is not None:
         operands = _biased(node, e, operands)
     for i, name in enumerate(("query", "key", "value")):
         rank = len(e.type(operands[i]).dims)
         if rank == 3:
             operands[i] = split_heads(e, operands[i], heads)
-        elif rank != 4 or i == 0:
+        elif rank != 4 or (i == 0 and node.input(2) is not None):
             raise Unsupported(f"a {name} {e.type(operands[i])}")
     q, k, v = operands
     keys = e.type(k).dims[2]
@@ -428,6 +436,7 @@ IMPORTERS: dict[str, FromOnnx] = {
     _M + "SkipSimplifiedLayerNormalization": _skip_norm("RMSNormalization"),
     _M + "Attention": _attention,
     _M + "MultiHeadAttention": _multi_head_attention,
+    _M + "GroupQueryAttention": group_query_attention,
     _M + "RotaryEmbedding": _rotary,
     _M + "QuantizeLinear": _standard("QuantizeLinear"),
     _M + "DequantizeLinear": _standard("DequantizeLinear"),

@@ -111,6 +111,9 @@ def _infer(kind: str) -> Infer:
         for i, (name, shape) in enumerate(wanted, 1):
             if i <= 2 or call.has(i):
                 _check(kind, name, call.type(i), shape, x if name != "sequence_lens" else None)
+        for n in call.ints(4) or ():
+            if isinstance(n, int) and (n < 0 or (isinstance(steps, int) and n > steps)):
+                raise ShapeError(f"{kind} sequence_lens holds {n} for sequences of {steps}")
         last = TensorType(x.dtype, state)
         return Result((TensorType(x.dtype, (steps, *state)), last, last)[: 3 if kind == "LSTM" else 2])
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from optdnn.ops import classic, contrib
 from optdnn.ops.table import FAMILIES, IMPORTERS
@@ -22,7 +25,57 @@ def table() -> str:
     for title, group in (("classical machine learning", classic.IMPORTERS), ("ONNX Runtime's own", contrib.IMPORTERS)):
         names = sorted(group, key=lambda op: op.split(".")[-1].lower())
         lines.append(f"| {title} | {', '.join(names)} |")
-    return "\n".join([*lines, "", f"{len(IMPORTERS) - len(classic.REFUSALS)} ONNX operators in all."])
+    count = len(IMPORTERS) - len(classic.REFUSALS)
+    lines += ["", f"{count} ONNX operators in all; those that ONNX defines by a function of others import too.", ""]
+    lines += ["Not done, of the newest opset:", "", "| why | operators |", "|---|---|"]
+    lines += [f"| {why} | {', '.join(names)} |" for why, names in missing().items()]
+    return "\n".join(lines)
+
+
+NOT_DONE: Mapping[str, str] = {
+    "*String*": "text is not computed",
+    "Regex*": "text is not computed",
+    "TfIdf*": "text is not computed",
+    "ai.onnx.ml.CategoryMapper": "text is not computed",
+    "Sequence*": "sequences, optionals and maps are no tensors",
+    "*Sequence": "sequences, optionals and maps are no tensors",
+    "Optional*": "sequences, optionals and maps are no tensors",
+    "ai.onnx.ml.ZipMap": "sequences, optionals and maps are no tensors",
+    "ai.onnx.ml.CastMap": "sequences, optionals and maps are no tensors",
+    "ai.onnx.ml.DictVectorizer": "sequences, optionals and maps are no tensors",
+    "Random*": "random: a compiled network gives the same result for the same input",
+    "Bernoulli": "random: a compiled network gives the same result for the same input",
+    "Multinomial": "random: a compiled network gives the same result for the same input",
+    "ai.onnx.preview.training.*": "training",
+    "ImageDecoder": "files of pictures are decoded before the network",
+}
+"""Pattern of operators -> why they are not done."""
+
+
+def missing() -> dict[str, list[str]]:
+    """Why -> the operators of the newest opset that neither import nor are functions of others that do.
+
+    Raises ValueError for one without a reason, and for a pattern that is no longer needed.
+    """
+    import onnx.defs
+
+    found: dict[str, list[str]] = {}
+    used = set()
+    for schema in onnx.defs.get_all_schemas():
+        name = f"{schema.domain}.{schema.name}" if schema.domain else schema.name
+        pattern = next((p for p in NOT_DONE if fnmatch.fnmatchcase(name, p)), None)
+        defined: Any = schema  # onnx's stubs lack these two
+        composed = defined.has_function or defined.has_context_dependent_function
+        done = (name in IMPORTERS and name not in classic.REFUSALS) or (composed and pattern is None)
+        if schema.deprecated or done:
+            continue
+        if pattern is None:
+            raise ValueError(f"{name} does not import, and there is no reason for it")
+        used.add(pattern)
+        found.setdefault(NOT_DONE[pattern], []).append(name)
+    if unused := sorted(NOT_DONE.keys() - used):
+        raise ValueError(f"{unused[0]} matches nothing that is not done")
+    return {why: sorted(names, key=str.lower) for why, names in sorted(found.items())}
 
 
 def updated(text: str) -> str:

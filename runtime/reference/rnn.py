@@ -150,6 +150,8 @@ def _layer(
 ) -> tuple[Array, ...]:
     """y and the last states of all directions."""
     outputs, finals = [], []
+    if lens is not None and lens.size and (int(lens.min()) < 0 or int(lens.max()) > len(x)):
+        raise ValueError(f"sequence_lens holds {lens.min()} to {lens.max()} for sequences of {len(x)}")
     if lens is not None and bool((lens >= len(x)).all()):
         lens = None
     for d, cell in enumerate(cells):

@@ -169,6 +169,49 @@ def test_multi_head_attention_with_a_cache() -> None:
     check("MultiHeadAttention", [q, k, v, None, None, None, *past], n=3, fed=5, num_heads=4)
 
 
+def test_packed_operands() -> None:
+    """The same as the operands one by one (ONNX Runtime has these for GPUs alone)."""
+
+    def run(operands: list[Any], **attrs: Any) -> Any:
+        m, feeds = one("MultiHeadAttention", operands, **attrs)
+        return evaluate(import_model(m), feeds)["y0"]
+
+    qkv, q = normal(2, 5, 2, 3, 4), normal(2, 3, 8, seed=1)
+    parts = [np.ascontiguousarray(qkv[:, :, :, i]).reshape(2, 5, 8) for i in range(3)]
+    np.testing.assert_array_equal(run([qkv], num_heads=2), run(parts, fed=3, num_heads=2))
+    packed = np.ascontiguousarray(qkv[:, :, :, 1:])
+    np.testing.assert_array_equal(run([q, packed], fed=2, num_heads=2), run([q, *parts[1:]], fed=3, num_heads=2))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rotary", [0, 1])
+@pytest.mark.parametrize(
+    ("length", "past", "lengths", "total"),
+    [(4, 0, [3, 3], 4), (1, 6, [6, 6], 7), (1, 8, [3, 5], 6), (3, 8, [5], 6), (4, 0, [3, 1], 4)],
+)
+def test_group_query_attention(
+    packed: bool, rotary: int, length: int, past: int, lengths: list[int], total: int
+) -> None:
+    """A first call, caches that grow, caches with room to spare, rows of different lengths."""
+    n = len(lengths)
+    q, k, v = normal(n, length, 64), normal(n, length, 32, seed=1), normal(n, length, 32, seed=2)
+    cache = [normal(n, 2, past, 16, seed=3), normal(n, 2, past, 16, seed=4)] if past else [None, None]
+    angles = np.random.default_rng(5).uniform(-3, 3, (16, 8))
+    tables = [np.cos(angles).astype(F), np.sin(angles).astype(F)] if rotary else [None, None]
+    given = [np.concatenate([q, k, v], axis=2), None, None] if packed else [q, k, v]
+    operands = [*given, *cache, np.array(lengths, np.int32), np.array(total, np.int32), *tables]
+    m, feeds = one(
+        "GroupQueryAttention", operands, n=3, fed=9, num_heads=4, kv_num_heads=2, do_rotary=rotary, local_window_size=5
+    )
+    got, want = list(evaluate(import_model(m), feeds).values()), onnxruntime_run(m, feeds)
+    for b, end in enumerate(lengths):
+        rows = min(length, end + 1)  # what lies behind a row's end means nothing
+        np.testing.assert_allclose(got[0][b, :rows], want[0][b, :rows], rtol=2e-5, atol=2e-5)
+        for a, w in zip(got[1:], want[1:], strict=True):
+            assert a.shape == w.shape
+            np.testing.assert_allclose(a[b, :, : end + 1], w[b, :, : end + 1], rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("interleaved", [0, 1])
 @pytest.mark.parametrize("flat", [0, 1])
 @pytest.mark.parametrize("offset", [0, 1])
@@ -257,14 +300,17 @@ def test_weights_of_few_bits(bits: int, zeros: bool, k: int, block: int) -> None
         ("FusedConv", [normal(1, 1, 3, 3), normal(1, 1, 1, 1)], {"activation": "Elu"}, UnsupportedError, "activation Elu"),
         ("Attention", [normal(1, 2, 4), normal(4, 13)], {"num_heads": 2}, ShapeError, "do not make query"),
         ("Attention", [normal(1, 2, 4), normal(4, 12)], {}, ShapeError, "num_heads"),
-        ("MultiHeadAttention", [normal(1, 2, 4)], {"num_heads": 2}, UnsupportedError, "packed query"),
+        ("MultiHeadAttention", [normal(1, 2, 4)], {"num_heads": 2}, ShapeError, "packed query, key and value must have 5"),
+        ("GroupQueryAttention", [normal(1, 2, 9), None, None, None, None, np.array([1], np.int32), np.array(2, np.int32)],
+         {"num_heads": 2, "kv_num_heads": 1}, ShapeError, "does not hold 2 heads of queries"),
         ("RotaryEmbedding", [normal(1, 2, 4)], {}, ShapeError, "needs operand 1"),
         ("SkipLayerNormalization", [normal(1, 2, 4), normal(1, 2, 4)], {}, ShapeError, "needs operand 2"),
         ("QLinearConcat", [F(1), np.uint8(0), np.zeros(3, np.uint8)], {"axis": 0}, ShapeError, "1 operands after"),
         ("QLinearGlobalAveragePool", [*q(np.uint8, 1, 2, 3, 3), F(1), np.uint8(0)], {"channels_last": 1}, UnsupportedError, "chan"),
         ("MatMulNBits", [normal(2, 16), np.zeros((1, 1, 6), np.uint8), np.ones(1, F)],
          {"K": 16, "N": 1, "bits": 3, "block_size": 16}, UnsupportedError, "3 bits"),
-        ("GroupQueryAttention", [normal(1, 2, 4)], {}, UnsupportedError, "unknown"),
+        ("GroupQueryAttention", [normal(1, 2, 4)], {"num_heads": 1, "kv_num_heads": 1}, ShapeError, "needs query, seqlens_k"),
+        ("SparseAttention", [normal(1, 2, 4)], {}, UnsupportedError, "unknown"),
     ],
 )  # fmt: skip
 def test_what_is_refused(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
 
-from optdnn.errors import ShapeError
+from optdnn.errors import RunError, ShapeError
+from optdnn.ir.evaluate import evaluate
 from optdnn.ops.base import OpDef
 from optdnn.ops.rnn import DEFS, LSTMAttrs
 from optdnn.types import FP16, FP64
@@ -153,6 +154,18 @@ def test_cost_counts_the_products() -> None:
     graph = import_case(layer("LSTM", use="b"))
     (op,) = graph.of_kind("LSTM")
     assert op_flops(graph, op) == T * N * H * 4 * (2 * (WIDTH + H) + 5)
+
+
+@pytest.mark.parametrize("wrong", [T + 1, -1])
+def test_lengths_beyond_the_sequence(wrong: int) -> None:
+    case = layer("LSTM", use="blh")
+    operands = list(case.inputs)
+    operands[4] = np.array([wrong] + [T] * (N - 1), np.int32)
+    with pytest.raises(ShapeError, match=rf"sequence_lens holds {wrong} for sequences of {T}"):
+        import_case(Case("LSTM", operands, case.attrs, outputs=case.outputs, constants=[4]))
+    fed = Case("LSTM", operands, case.attrs, outputs=case.outputs)
+    with pytest.raises(RunError, match="sequence_lens holds"):
+        evaluate(import_case(fed), fed.fed)
 
 
 @pytest.mark.parametrize("definition", DEFS, ids=lambda d: d.kind)

@@ -1,0 +1,133 @@
+"""ONNX Runtime's attention over a cache, GroupQueryAttention, and packed operands, in the terms of ONNX's own operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import ShapeError
+from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, TensorScatterAttrs, merge_heads, split_heads
+from optdnn.ops.base import Emit, NodeSpec, Ref, Unsupported
+from optdnn.ops.checks import emit, require_rank, required
+from optdnn.types import INT64
+
+
+def unpacked(e: Emit, x: Ref, parts: int) -> list[Ref]:
+    """(batch, length, heads, parts, size), which lie together, as ``parts`` tensors (batch, heads, length, size)."""
+    require_rank(e.type(x), 5, "packed query, key and value")
+    if e.type(x).dims[3] != parts:
+        raise ShapeError(f"{parts} packed tensors are due, not {e.type(x)}")
+    found = []
+    for k in range(parts):
+        one = emit(e, "Gather", x, np.asarray(k), axis=3)
+        found.append(emit(e, "Transpose", one, perm=(0, 2, 1, 3)))
+    return found
+
+
+def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """GroupQueryAttention: new keys and values are written into the cache behind what each row of the batch holds.
+
+    Row b holds ``seqlens_k[b] + 1 - length`` positions (none in a first call). The cache that is returned is as long as the one
+    given, or, where that is shorter, as long as total_sequence_length says.
+    """
+    for name in ("smooth_softmax", "qk_output", "k_quant_type", "v_quant_type"):
+        if node.get(name, 0) not in (0, "NONE"):
+            raise Unsupported(f"{name}={node.get(name)}")
+    for i, name in ((10, "attention_bias"), (11, "head_sink")):
+        if node.input(i) is not None:
+            raise Unsupported(f"the operand {name}")
+    heads, groups = int(required(node, "num_heads")), int(required(node, "kv_num_heads"))
+    x, seqlens, total = node.input(0), node.input(5), node.input(6)
+    if x is None or seqlens is None or total is None:
+        raise ShapeError("GroupQueryAttention needs query, seqlens_k and total_sequence_length")
+    q, k, v = _heads(node, e, x, heads, groups)
+    length = e.type(q).dims[2]
+    steps = emit(e, "Shape", q, start=2, end=3)
+    zero, one = np.array([0], np.int64), np.array([1], np.int64)
+    held = emit(e, "Sub", emit(e, "Add", _int64(e, seqlens, flat=True), one), steps)
+    held = emit(e, "Max", held, zero)  # a first call has nothing, though its rows are padded on the right
+    offsets = np.arange(length) if isinstance(length, int) else _range(e, steps)
+    column = emit(e, "Unsqueeze", held, one)
+    positions = emit(e, "Add", column, offsets)  # (batch, length)
+    if node.get("do_rotary", 0):
+        given = node.input(9)
+        at = positions if given is None else _int64(e, given)
+        cos, sin = node.input(7), node.input(8)
+        if cos is None or sin is None:
+            raise ShapeError("GroupQueryAttention with do_rotary needs cos_cache and sin_cache")
+        turns = [emit(e, "Gather", c, at, axis=0) for c in (cos, sin)]
+        half = e.type(cos).dims[1]
+        size = e.type(q).dims[3]
+        attrs = RotaryAttrs(
+            bool(node.get("rotary_interleaved", 0)),
+            2 * half if isinstance(half, int) and isinstance(size, int) and 2 * half != size else 0,
+        )
+        (q,), (k,) = (e.op("RotaryEmbedding", [y, *turns], attrs) for y in (q, k))
+    k, v = (_cached(e, new, past, held) for new, past in ((k, node.input(3)), (v, node.input(4))))
+    keys = e.type(k).dims[2]
+    places = np.arange(keys) if isinstance(keys, int) else _range(e, emit(e, "Shape", k, start=2, end=3))
+    row = emit(e, "Unsqueeze", positions, np.array([2], np.int64))
+    keep = emit(e, "LessOrEqual", places, row)
+    window = int(node.get("local_window_size", -1))
+    if window > 0:
+        keep = emit(e, "And", keep, emit(e, "Greater", places, emit(e, "Sub", row, np.array(window))))
+    mask = emit(e, "Unsqueeze", keep, one)
+    scale = node.get("scale")
+    attrs_ = AttentionAttrs(float(scale) if scale else None, softcap=float(node.get("softcap", 0.0)))
+    y = merge_heads(e, e.op("Attention", [q, k, v, mask], attrs_)[0])
+    if not any(node.outputs[1:]):
+        return (y,)
+    present = [_present(e, c, past, total) for c, past in ((k, node.input(3)), (v, node.input(4)))]
+    return (y, *present)[: len(node.outputs)]
+
+
+def _heads(node: NodeSpec, e: Emit, x: Ref, heads: int, groups: int) -> list[Ref]:
+    """Query, key and value as (batch, heads, length, size)."""
+    key, value = node.input(1), node.input(2)
+    if key is None and value is None:
+        width = e.type(x).dims[2]
+        if not isinstance(width, int) or width % (heads + 2 * groups):
+            raise ShapeError(f"{e.type(x)} does not hold {heads} heads of queries and {groups} of keys and values")
+        size = width // (heads + 2 * groups)
+        sizes = np.array([heads * size, groups * size, groups * size], np.int64)
+        from optdnn.ops.table import OPDEFS
+
+        parts: Sequence[Ref] = e.op("Split", [x, sizes], OPDEFS["Split"].attrs(axis=2), outputs=3)  # type: ignore[call-arg]
+    elif key is None or value is None:
+        raise ShapeError("GroupQueryAttention has a key without a value, or the other way round")
+    else:
+        parts = [x, key, value]
+    return [split_heads(e, part, n) for part, n in zip(parts, (heads, groups, groups), strict=True)]
+
+
+def _cached(e: Emit, new: Ref, past: Ref | None, held: Ref) -> Ref:
+    """The cache with room for all new positions, these written at ``held``: (batch, heads, past + length, size)."""
+    if past is None:
+        return new
+    room = emit(e, "Mul", new, np.zeros((), e.type(new).dtype))
+    buffer = emit(e, "Concat", past, room, axis=2)
+    return e.op("TensorScatter", [buffer, new, held], TensorScatterAttrs(axis=2))[0]
+
+
+def _present(e: Emit, cache: Ref, past: Ref | None, total: Ref) -> Ref:
+    """The cache at the length that the operator returns."""
+    if past is None:
+        return cache
+    known = e.value(total)
+    lengths = e.type(past).dims[2], e.type(cache).dims[2]
+    if known is not None and known.reshape(-1)[0] == lengths[1]:
+        return cache
+    end = emit(e, "Max", _int64(e, total, flat=True), emit(e, "Shape", past, start=2, end=3))
+    return emit(e, "Slice", cache, np.array([0], np.int64), end, np.array([2], np.int64))
+
+
+def _int64(e: Emit, x: Ref, flat: bool = False) -> Ref:
+    y = x if e.type(x).dtype == INT64 else emit(e, "Cast", x, to=INT64)
+    return emit(e, "Reshape", y, np.array([-1], np.int64)) if flat and len(e.type(y).dims) != 1 else y
+
+
+def _range(e: Emit, count: Ref) -> Any:
+    end = emit(e, "Squeeze", count, np.array([0], np.int64))
+    return emit(e, "Range", np.asarray(0, np.int64), end, np.asarray(1, np.int64))
