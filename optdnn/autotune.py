@@ -15,7 +15,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from optdnn.config import BuildOptions
@@ -246,14 +246,21 @@ class Tuner:
         except RunError as error:
             # An illegal access ends the context: nothing more can be measured, but the next build must not fall into it.
             problem.failed[trial.choice] = error.message
-            self.cache.note(self._key(problem, trial), None, self.timer.machine.versions, error.message)
+            self._note(problem, trial)
             raise
         else:
             problem.times[trial.choice] = seconds
-        self.cache.note(
-            self._key(problem, trial), problem.times.get(trial.choice), self.timer.machine.versions,
-            problem.failed.get(trial.choice),
-        )  # fmt: skip
+        self._note(problem, trial)
+
+    def _note(self, problem: Problem, trial: Trial) -> None:
+        """Keep a candidate's outcome in the timing cache."""
+        outcome = problem.times.get(trial.choice), self._versions(trial.provider), problem.failed.get(trial.choice)
+        self.cache.note(self._key(problem, trial), *outcome)
+
+    def _versions(self, *providers: str) -> dict[str, str]:
+        """The versions that the times of these providers' kernels were measured under."""
+        wanted = {"driver", "nvrtc", *providers}
+        return {k: v for k, v in self.timer.machine.versions.items() if k in wanted}
 
     def _recall(self, problem: Problem, trials: list[Trial]) -> None:
         """Take what the timing cache knows; times under another driver only say what to try first."""
@@ -265,7 +272,7 @@ class Tuner:
             if known.failed is not None:
                 problem.failed[trial.choice] = known.failed
                 trials.remove(trial)
-            elif known.seconds is not None and known.versions == dict(self.timer.machine.versions):
+            elif known.seconds is not None and known.versions == self._versions(trial.provider):
                 problem.times[trial.choice] = known.seconds
                 trials.remove(trial)
             elif known.seconds is not None:
@@ -353,7 +360,8 @@ class Tuner:
     def _network_key(self) -> str:
         """Names the whole network: its problems in order, what may be chosen, and this version's kernels."""
         digest = hashlib.sha256()
-        emitted = emit_program(self.graph, self.options, self.target, {})
+        # Which problems there are does not depend on libraries, which are slow to ask.
+        emitted = emit_program(self.graph, replace(self.options, tactics="heuristic"), self.target, {})
         selection = Selection.of(self.options)
         facts: list[Any] = [sorted(selection.providers), selection.workspace, selection.row_invariant]
         facts += [d.signature for d in emitted.decisions]
@@ -365,7 +373,7 @@ class Tuner:
         """What an earlier build chose for this very network, where all versions are the same."""
         self._network = self._network_key()
         known = self.cache.network(self._network)
-        if known is None or known.versions != dict(self.timer.machine.versions):
+        if known is None or known.versions != self._versions(*Selection.of(self.options).providers):
             if known is not None:
                 self.say("the timing cache is of another driver or compiler: its times only rank")
             return None
@@ -378,7 +386,8 @@ class Tuner:
 
     def _remember(self, found: Tuned) -> None:
         if found.stopped is None and found.after_ms is not None:
-            self.cache.note_network(self._network, found.choices, found.after_ms, self.timer.machine.versions)
+            versions = self._versions(*Selection.of(self.options).providers)
+            self.cache.note_network(self._network, found.choices, found.after_ms, versions)
 
 
 def tune(
@@ -396,7 +405,7 @@ def tune(
         return None
     from optdnn.runtime.cuda.timer import GpuTimer
 
-    timer = GpuTimer()
+    timer = GpuTimer(Selection.of(options).providers)
     if timer.device.arch != arch:
         say(f"tactics by the cost model: this GPU is {timer.device.arch}, not {arch}")
         return None

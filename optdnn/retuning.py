@@ -19,7 +19,7 @@ from optdnn.runtime.engine import Engine, report_path
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.format import read
 from optdnn.runtime.program import Program
-from optdnn.tactics.cuda.select import Choice
+from optdnn.tactics.cuda.select import Choice, Selection
 from optdnn.tactics.timing_cache import TimingCache
 
 ROUNDS = 5
@@ -61,7 +61,7 @@ def retune(
     options = options_of(program, tactics, budget)
     graph = held(program)
     cache = TimingCache.open(None if timing_cache is None else Path(os.fspath(timing_cache)))
-    timer = _timer(program.target.partition(":")[2])
+    timer = _timer(program.target.partition(":")[2], options)
     tuned = Tuner(graph, options, program.target, timer, cache, say).run(choices_of(program))
     cache.save()
     say("lower")
@@ -108,14 +108,14 @@ def choices_of(program: Program) -> dict[str, Choice]:
     return {r["signature"]: Choice(r["tactic"], r.get("config", "")) for r in rows if "signature" in r}
 
 
-def _timer(arch: str) -> Any:
+def _timer(arch: str, options: BuildOptions) -> Any:
     from optdnn.runtime.cuda.usable import why_not
 
     if why := why_not():
         raise UsageError(f"tuning needs a GPU: {why}")
     from optdnn.runtime.cuda.timer import GpuTimer
 
-    timer = GpuTimer()
+    timer = GpuTimer(Selection.of(options).providers)
     if timer.device.arch != arch:
         raise UsageError(
             f"the engine is for {arch}; this GPU is {timer.device.arch}",

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
     timer = FakeTimer(hashed)
     monkeypatch.setattr(usable, "why_not", lambda: None)
-    monkeypatch.setattr(timer_module, "GpuTimer", lambda: timer)
+    monkeypatch.setattr(timer_module, "GpuTimer", lambda libraries: timer)
     return timer
 
 

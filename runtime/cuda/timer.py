@@ -11,7 +11,7 @@ import statistics
 import struct
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,14 +63,16 @@ class Machine:
 
 
 class GpuTimer:
-    """Measures on GPU 0. Raises RunError where there is none. One thread uses it."""
+    """Measures on GPU 0. Raises RunError where there is none. One thread uses it. ``libraries``: those whose versions matter."""
 
-    def __init__(self, cache: KernelCache | None = None):
+    def __init__(self, libraries: Collection[str] = (), cache: KernelCache | None = None):
         self.device = Device.open()
         self.cache = cache or KernelCache()
         self.stream = Stream()
         found = ".".join(map(str, self.device.driver_version))
-        libraries = {name: v for name in ("cudnn", "cublaslt") if (v := version_of(name)) is not None}
+        libraries = {
+            name: v for name in ("cudnn", "cublaslt") if name in libraries and (v := version_of(name)) is not None
+        }
         self.machine = Machine(
             f"{self.device.name} x{self.device.multiprocessors}", self.device.l2_bytes,
             {"driver": found, "nvrtc": ".".join(map(str, version())), **libraries},

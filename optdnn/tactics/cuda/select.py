@@ -182,8 +182,11 @@ def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection,
 
     Raises UnsupportedError where there is none, InternalError for a choice that does not exist.
     """
-    able, refused = usable(b, op, tactics, selection)
     chosen = selection.choices.get(key)
+    if chosen is not None:  # libraries that were not chosen need not be asked again
+        theirs = {t.provider for t in tactics if t.name == chosen.tactic}
+        selection = replace(selection, providers=frozenset(theirs | {"own"}))
+    able, refused = usable(b, op, tactics, selection)
     if chosen is not None:
         able = [t for t in able if t.name == chosen.tactic]
         if not able:
