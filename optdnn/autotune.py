@@ -72,14 +72,15 @@ class Timer(Protocol):
 @dataclass
 class Tuned:
     """The outcome. ``choices`` by signature are what :func:`optdnn.lower_cuda.lower_cuda` takes; ``before_ms`` and ``after_ms``
-    are the whole network's times, by the cost model's choices and by these (None: not measured); ``stopped`` says what ended the
-    tuning early."""
+    are the whole network's times, by the choices it started from and by these (None: not measured); ``stopped`` says what ended
+    the tuning early, ``failed`` whether that was the GPU."""
 
     choices: dict[str, Choice]
     problems: Sequence[Problem]
     before_ms: float | None = None
     after_ms: float | None = None
     stopped: str | None = None
+    failed: bool = False
     cached: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -134,10 +135,10 @@ class Tuner:
         ``start``: choices to begin with, instead of the cost model's.
         """
         self._start = dict(start or {})
-        found = Tuned(dict(self._start), ())
         known = self._known()
         if known is not None:
             return known
+        found = Tuned(dict(self._start), ())
         try:
             emitted = self._collect(self._start)
         except InternalError:  # made by another version, with tactics or configurations that this one has not
@@ -157,7 +158,7 @@ class Tuner:
         except KeyboardInterrupt:
             found.stopped = "interrupted"
         except RunError as error:
-            found.stopped = f"the GPU failed: {error.message}"
+            found.stopped, found.failed = f"the GPU failed: {error.message}", True
         if found.stopped is not None:
             if found.after_ms is None:
                 self._adopt(found)
@@ -370,24 +371,31 @@ class Tuner:
         return f"{self.timer.machine.device} | {digest.hexdigest()[:32]}"
 
     def _known(self) -> Tuned | None:
-        """What an earlier build chose for this very network, where all versions are the same."""
+        """What an earlier build chose for this very network, where all versions are the same and it had as much time."""
         self._network = self._network_key()
         known = self.cache.network(self._network)
-        if known is None or known.versions != self._versions(*Selection.of(self.options).providers):
-            if known is not None:
-                self.say("the timing cache is of another driver or compiler: its times only rank")
+        if known is None:
             return None
         choices = {k: Choice(*c) for k, c in known.choices.items()}
         try:
             emit_program(self.graph, self.options, self.target, {}, choices)
         except InternalError:
             return None
-        return Tuned(choices, (), None, known.ms, cached=True)
+        same = known.versions == self._versions(*Selection.of(self.options).providers)
+        budget = self.options.budget
+        if same and (known.seconds is None or (budget is not None and budget <= known.seconds)):
+            return Tuned(choices, (), None, known.ms, cached=True)
+        if not same:
+            self.say("the timing cache is of another driver or compiler: its times only rank")
+        self._start = choices
+        return None
 
     def _remember(self, found: Tuned) -> None:
-        if found.stopped is None and found.after_ms is not None:
-            versions = self._versions(*Selection.of(self.options).providers)
-            self.cache.note_network(self._network, found.choices, found.after_ms, versions)
+        if found.after_ms is None or found.failed:
+            return
+        spent = None if found.stopped is None else max(self.clock() - self.begin, self.options.budget or 0.0)
+        versions = self._versions(*Selection.of(self.options).providers)
+        self.cache.note_network(self._network, found.choices, found.after_ms, versions, spent)
 
 
 def tune(

@@ -35,11 +35,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class NetworkChoices:
-    """The choices by signature ((tactic, configuration) each) that made a whole network fastest, and its milliseconds."""
+    """The choices by signature ((tactic, configuration) each) that made a whole network fastest, and its milliseconds.
+
+    ``seconds``: how long tuning went on before it was ended; None where it came to its own end.
+    """
 
     choices: Mapping[str, tuple[str, str]]
     ms: float
     versions: Mapping[str, str]
+    seconds: float | None = None
 
 
 @dataclass
@@ -104,11 +108,17 @@ class TimingCache:
         return _network(self.networks.get(key))
 
     def note_network(
-        self, key: str, choices: Mapping[str, tuple[str, str]], ms: float, versions: Mapping[str, str]
+        self,
+        key: str,
+        choices: Mapping[str, tuple[str, str]],
+        ms: float,
+        versions: Mapping[str, str],
+        seconds: float | None = None,
     ) -> None:
         """Keep the choices for a whole network."""
         table = {k: list(c) for k, c in sorted(choices.items())}
-        self.networks[key] = {"choices": table, "ms": round(ms, 5), "versions": dict(versions)}
+        ended = {} if seconds is None else {"seconds": round(seconds, 2)}
+        self.networks[key] = {"choices": table, "ms": round(ms, 5), "versions": dict(versions), **ended}
         self.changed = True
 
     def save(self) -> None:
@@ -145,7 +155,9 @@ def _network(row: Any) -> NetworkChoices | None:
     match row:
         case {"choices": dict(choices), "ms": ms, "versions": dict(versions)} if _is_time(ms) and _texts(versions):
             made = {k: (c[0], c[1]) for k, c in choices.items() if isinstance(c, list) and len(c) == 2 and _strings(c)}
-            return NetworkChoices(made, float(ms), versions) if len(made) == len(choices) else None
+            seconds = row.get("seconds")
+            whole = len(made) == len(choices) and (seconds is None or _is_time(seconds))
+            return NetworkChoices(made, float(ms), versions, seconds) if whole else None
     return None
 
 

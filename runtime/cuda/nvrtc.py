@@ -19,7 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +32,13 @@ ABI = 1
 KERNELS = Path(__file__).parent / "kernels"
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _MAGIC = b"optdnn-cubin-1\n"
+
+
+@lru_cache(maxsize=256)
+def _template(path: Path, changed: int, size: int) -> tuple[str, list[str]]:
+    """A template's text and what it includes; read once as long as the file is the same."""
+    text = path.read_text(encoding="utf-8")
+    return text, _INCLUDE.findall(text)
 
 
 class KernelError(InternalError):
@@ -64,13 +71,19 @@ class Recipe:
             if name in texts:
                 continue
             text = self.generated.get(name)
-            if text is None:
-                path = KERNELS / name
-                if not path.is_file():
-                    raise KernelError(f"{self.name}: includes {name!r}, which is neither in {KERNELS} nor generated")
-                text = path.read_text(encoding="utf-8")
-            texts[name] = text
-            pending += _INCLUDE.findall(text)
+            if text is not None:
+                texts[name] = text
+                pending += _INCLUDE.findall(text)
+                continue
+            path = KERNELS / name
+            try:
+                state = path.stat()
+            except OSError:
+                raise KernelError(
+                    f"{self.name}: includes {name!r}, which is neither in {KERNELS} nor generated"
+                ) from None
+            texts[name], includes = _template(path, state.st_mtime_ns, state.st_size)
+            pending += includes
         return texts
 
     def key(self) -> str:

@@ -241,6 +241,25 @@ def test_a_second_build_measures_nothing() -> None:
     assert again.after_ms == pytest.approx(first.after_ms, abs=1e-5)
 
 
+def test_a_build_with_as_little_time_measures_nothing_and_one_with_more_goes_on() -> None:
+    cache = TimingCache()
+    budget = len(tried()) + 1.6  # ended in the network: each trial takes a second, each race half a one
+    first, _ = tuned(FakeTimer(hashed), cache, budget=budget)
+    assert first.stopped is not None
+    assert first.after_ms is not None, "it was ended in the network"
+    timer = FakeTimer(hashed)
+    again, _ = tuned(timer, cache, budget=budget)
+    assert again.cached
+    assert timer.trials == []
+    assert again.choices == first.choices
+    more, _ = tuned(timer, cache)
+    assert not more.cached
+    assert more.stopped is None
+    assert more.before_ms == pytest.approx(first.after_ms, abs=1e-5), "it goes on from what was chosen"
+    final, _ = tuned(FakeTimer(hashed), cache, budget=0.001)
+    assert final.cached
+
+
 def test_another_driver_makes_the_times_a_ranking() -> None:
     cache = TimingCache()
     first, _ = tuned(FakeTimer(hashed), cache)
