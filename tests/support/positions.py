@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from optdnn.ops import create, detect, gather, index, norm, quant, signal, sort
+from optdnn.ops import create, detect, gather, index, norm, pool, quant, signal, sort
 from optdnn.ops.attention import RotaryAttrs, TensorScatterAttrs
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import EinsumAttrs
@@ -118,8 +119,9 @@ def quantized(n: Net) -> list[Any]:
     i = n.op("QuantizeLinear", x, blocks, attrs=attrs(DTYPES["int8"], axis=1, block_size=2))
     w = n.op("QuantizeLinear", n.op("Transpose", x), s, attrs=attrs(DTYPES["int16"]))
     f = n.op("QuantizeLinear", n.op("Mul", x, 1e4), s, attrs=attrs(DTYPES["fp8_e5m2"]))
+    dynamic = n.op("DynamicQuantizeLinear", x, outputs=3) + n.op("DynamicQuantizeLinear", n.op("Abs", x), outputs=3)[:2]
     return [
-        q, i, w, n.op("DequantizeLinear", q, per_row, zero, attrs=back(axis=0)), n.op("DequantizeLinear", e, s),
+        *dynamic, q, i, w, n.op("DequantizeLinear", q, per_row, zero, attrs=back(axis=0)), n.op("DequantizeLinear", e, s),
         n.op("DequantizeLinear", f, s), n.op("DequantizeLinear", i, blocks, attrs=back(axis=1, block_size=2)),
     ]  # fmt: skip
 
@@ -179,8 +181,29 @@ def statistics(n: Net) -> list[Any]:
     ]  # fmt: skip
 
 
+def regions(n: Net) -> list[Any]:
+    x = n.input(2, 4, 7, 8)
+    rois = n.op("Add", n.op("Abs", n.input(3, 4, name="rois")), n.const([0.5, 1.0, 4.0, 5.0]))
+    which = n.op("Min", n.input(3, name="batch", dtype=INT64), n.const(1, INT64))
+    roi = detect.RoiAlignAttrs
+    w, offset, mask = n.random(6, 2, 3, 3), n.input(2, 36, 7, 8, name="offset"), n.input(2, 18, 7, 8, name="mask")
+    deform = detect.DeformConvAttrs((1, 1), (1, 1, 1, 1), (1, 1), 2, 2)
+    pooled = pool.MaxPoolAttrs((3, 2), (2, 1), (1, 0, 1, 1), (1, 1), indices=True)
+    one, two = signal.Col2ImAttrs((1, 1), (0,) * 4, (1, 1)), signal.Col2ImAttrs((2, 2), (1, 0, 0, 1), (2, 1))
+    return [
+        n.op("RoiAlign", x, rois, which, attrs=roi(2, 3, 2)),
+        n.op("RoiAlign", x, rois, which, attrs=roi(3, 2, 0, 0.5, "avg", "output_half_pixel")),
+        n.op("RoiAlign", x, rois, which, attrs=roi(2, 2, 2, 1.0, "max")),
+        n.op("DeformConv", x, w, offset, n.random(6), mask, attrs=deform),
+        *n.op("MaxPool", x, attrs=pooled, outputs=2),
+        *n.op("MaxPool", n.op("Round", x), attrs=replace(pooled, storage_order=1), outputs=2),
+        n.op("Col2Im", n.input(1, 18, 20, name="columns"), n.ints(6, 7), n.ints(3, 3), attrs=one),
+        n.op("Col2Im", n.input(1, 8, 12, name="few"), n.ints(6, 7), n.ints(2, 2), attrs=two),
+    ]
+
+
 FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
     f.__name__: f
     for f in (orders, triangles, sums, scatters, choices, grids, quantized, bytes_of_floats, integer_products, contractions,
-              spectra, statistics)
+              spectra, statistics, regions)
 }  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.ops.fused import plain_attrs
@@ -31,10 +32,11 @@ def emit_each(
     *,
     reads: Sequence[Placed | None],
     helpers: str = "",
+    meaning: tuple[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Add one launch over ``space``. ``tensors`` are read and ``writes`` written by ``lines``, by name (None: absent, no name).
 
-    The step means the operator itself, of ``reads`` (its operands in their order).
+    The step means the operator itself, of ``reads`` (its operands in their order), or the kind and attributes of ``meaning``.
     """
     count = math.prod(space)
     if not count:
@@ -76,8 +78,8 @@ extern "C" __global__ void __launch_bounds__({THREADS}) each(const __grid_consta
 """
     spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "each")
     grid = (min(-(-count // THREADS), BLOCKS), 1, 1)
-    attrs = plain_attrs(op.kind, op.attrs)
-    b.emit(op, spec, grid, THREADS, block, op.kind, attrs, list(reads), list(writes.values()))
+    kind, attrs = meaning or (op.kind, plain_attrs(op.kind, op.attrs))
+    b.emit(op, spec, grid, THREADS, block, kind, attrs, list(reads), list(writes.values()))
 
 
 def coordinates(prefix: str, rank: int, replaced: Mapping[int, str] | None = None) -> str:

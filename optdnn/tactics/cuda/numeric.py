@@ -9,15 +9,19 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from optdnn.ir.graph import Op, Value
+from optdnn.ops.base import attrs_dict
 from optdnn.ops.gemm import einsum_terms
+from optdnn.ops.quant import QuantizeAttrs
 from optdnn.tactics.cuda.builder import Builder, Placed
 from optdnn.tactics.cuda.each import POINTS_LIMIT, coordinates, emit_each
 from optdnn.tactics.cuda.pointwise import CPP, FP8_LARGEST, arithmetic, literal
 from optdnn.tactics.cuda.positions import VISITS_LIMIT, _in, _needed, _reads, _shape
-from optdnn.tactics.cuda.reduce import limits
+from optdnn.tactics.cuda.reduce import emit_reduce, limits
 from optdnn.tactics.cuda.tactic import OwnTactic
-from optdnn.types import FP64, DType, is_float, normalize_axis
+from optdnn.types import FP32, FP64, UINT8, DType, is_float, normalize_axis
 
 SUMS_LIMIT = VISITS_LIMIT * 16
 """Most products of a kernel that sums them in a thread per result."""
@@ -156,6 +160,47 @@ def _quantize(b: Builder, op: Op) -> None:
         lines += f" {rounded('v', z, out.dtype)} p.y[at_y({at})] = {CPP[out.dtype]}(q);"
     tensors = {"x": x, "s": scale, "z": zero if not is_float(out.dtype) else None}
     emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=_reads(b, op))
+
+
+def _dynamic_quantize(b: Builder, op: Op) -> None:
+    """The range of all elements, the scale and zero point that it gives, and the elements in them."""
+    x = _needed(b, op, 0)
+    name, rank = op.outputs[0].name, len(x.shape)
+    axes = b.constant(np.arange(rank), "axes")
+    whole = {"keepdims": False, "noop_with_empty_axes": False}
+    bounds = []
+    for kind in ("ReduceMin", "ReduceMax"):
+        bounds.append(b.new(f"{name}.{kind}", x.dtype, ()))
+        emit_reduce(b, op, kind, x, range(rank), bounds[-1], kind=kind, attrs=whole, reads=[x, axes])
+    scale, zero = (
+        b.target(Value(op.id, i)) if i < len(op.outputs) else b.new(f"{name}.{i}", d, ())
+        for i, d in ((1, FP32), (2, UINT8))
+    )
+    t = arithmetic(x.dtype)
+    lines = f"""const {t} low = min_nan({t}(widen(p.l[0])), {t}(0)), high = max_nan({t}(widen(p.h[0])), {t}(0));
+        {t} scale = (high - low) / {t}(255);
+        scale = scale > 0 ? scale : {t}(1);
+        const {t} zero = rint(min_nan(max_nan(-low / scale, {t}(0)), {t}(255)));
+        p.s[0] = float(scale);
+        p.z[0] = u8(zero);"""
+    emit_each(
+        b,
+        op,
+        (1,),
+        {"l": bounds[0], "h": bounds[1]},
+        {"s": scale, "z": zero},
+        lines,
+        reads=bounds,
+        meaning=("DynamicScale", {}),
+    )
+    out, at = b.target(op.value), coordinates("o", rank)
+    quotient = f"float(widen(p.x[at_x({at})])) / p.s[0]"
+    lines = f"{rounded(quotient, 'p.z[0]', UINT8)} p.y[at_y({at})] = u8(q);"
+    attrs = attrs_dict(QuantizeAttrs(UINT8))
+    emit_each(
+        b, op, out.shape, {"x": x, "s": scale, "z": zero}, {"y": out}, lines, reads=[x, scale, zero],
+        meaning=("QuantizeLinear", attrs),
+    )  # fmt: skip
 
 
 def _dequantize(b: Builder, op: Op) -> None:
@@ -394,6 +439,8 @@ def _work(b: Builder, op: Op) -> float:
 def _limits(b: Builder, op: Op) -> str | None:
     if op.kind == "DFT" and _dft_axis(b, op) is None:
         return "its axis is not known when the engine is built"
+    if op.kind == "DynamicQuantizeLinear" and 0 in _shape(b, op, 0):
+        return "it has no elements"
     if op.kind == "RotaryEmbedding" and len(_shape(b, op, 1)) != 3:
         return "its cosines are not given per position"
     if max(math.prod(o.type.static_shape) for o in op.outputs) >= POINTS_LIMIT:
@@ -404,7 +451,7 @@ def _limits(b: Builder, op: Op) -> str | None:
 
 NUMERIC: dict[str, Callable[[Builder, Op], None]] = {
     "GridSample": _grid_sample, "AffineGrid": _affine_grid, "QuantizeLinear": _quantize, "DequantizeLinear": _dequantize, "Einsum": _einsum, "DFT": _dft,
-    "MatMulInteger": _integer_product, "QLinearMatMul": _integer_product, "BatchNormalization": _batch_norm,
+    "DynamicQuantizeLinear": _dynamic_quantize, "MatMulInteger": _integer_product, "QLinearMatMul": _integer_product, "BatchNormalization": _batch_norm,
     "LayerNormalization": _layer_norm, "RotaryEmbedding": _rotary,
 }  # fmt: skip
 """Kind -> what emits it."""

@@ -102,7 +102,7 @@ def _div(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str
 def _mod(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
     a, b = args
     if given in ("float", "double"):
-        return f"fmod({a}, {b})" if vars_of(attrs).get("fmod") else f"({a} - floor({a} / {b}) * {b})"
+        return f"fmod({a}, {b})" if vars_of(attrs).get("fmod") else f"floor_mod({a}, {b})"
     if vars_of(attrs).get("fmod") or given.startswith("u"):
         return f"({b} == 0 ? {given}(0) : {given}({a} % {b}))"
     return f"({b} == 0 ? {given}(0) : {given}(({a} % {b} + {b}) % {b}))"

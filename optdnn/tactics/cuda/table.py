@@ -31,6 +31,7 @@ from optdnn.tactics.cuda.quantized import (
     MeanOfIntegers,
 )
 from optdnn.tactics.cuda.reduce import REDUCTIONS, Reduction
+from optdnn.tactics.cuda.regions import REGIONS, Regions
 from optdnn.tactics.cuda.rnn import HopperRNN
 from optdnn.tactics.cuda.rnn_general import GeneralRNN
 from optdnn.tactics.cuda.rows import BatchNorm, LocalResponse, Rows
@@ -71,7 +72,10 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Add": (AddNorm(), PlainAdd()),
 }
 
-TACTICS: dict[str, tuple[Tactic, ...]] = _OWN | {kind: (*_OWN.get(kind, ()), Numeric()) for kind in NUMERIC}
+_LAST: dict[str, Tactic] = dict.fromkeys(NUMERIC, Numeric()) | dict.fromkeys(REGIONS, Regions())
+"""General ways, where nothing better takes an operator."""
+
+TACTICS: dict[str, tuple[Tactic, ...]] = _OWN | {kind: (*_OWN.get(kind, ()), one) for kind, one in _LAST.items()}
 """Kind -> its tactics in order of preference (kinds of :data:`optdnn.tactics.cuda.views.VIEWS` need none)."""
 
 WRITES_ANYWHERE = frozenset(TACTICS) - {"Gather", "LSTM", "GRU", "RNN"}

@@ -121,6 +121,12 @@ template <typename T, typename E> DEVICE T integer_power(T base, E exponent) {
 template <typename T> DEVICE T integer_power(T base, float exponent) { return T(pow(double(base), double(exponent))); }
 template <typename T> DEVICE T integer_power(T base, double exponent) { return T(pow(double(base), exponent)); }
 
+// The remainder with the divisor's sign, as Python and NumPy have it: exact, also beside infinities and for zeros.
+template <typename T> DEVICE T floor_mod(T a, T b) {
+    const T r = fmod(a, b);
+    if (r == 0) return copysign(T(0), b);
+    return (r < 0) != (b < 0) ? r + b : r;
+}
 DEVICE bool is_nan(float v) { return v != v; }
 // NumPy's (and ONNX's) maximum and minimum: a NaN wins.
 DEVICE float max_nan(float a, float b) { return a > b || is_nan(a) ? a : b; }

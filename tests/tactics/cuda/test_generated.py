@@ -214,7 +214,8 @@ def binaries(n: Net) -> list[Any]:
     ]
     test = n.op("Less", x, y)
     return [
-        *found, n.op("Div", y, positive), n.op("Pow", positive, y), n.op("Mod", y, positive, attrs=_fmod()), n.op("Where", test, x, y),
+        *found, n.op("Div", y, positive), n.op("Pow", positive, y), n.op("Mod", y, positive, attrs=_fmod()),
+        n.op("Mod", y, n.op("Sub", x, 0.1)), n.op("Mod", n.op("Floor", y), n.const([np.inf, -np.inf, 2, -2] * 4)), n.op("Where", test, x, y),
         n.op("Clip", x, -0.5, 0.25), n.op("Clip", x, None, 0.25), test, n.op("GreaterOrEqual", x, y), n.op("And", test, n.op("Not", test)),
     ]  # fmt: skip
 
