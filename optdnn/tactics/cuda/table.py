@@ -17,6 +17,7 @@ from optdnn.tactics.cuda.described import OPERATIONS, HalfRows
 from optdnn.tactics.cuda.elementwise import Elementwise
 from optdnn.tactics.cuda.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.tactics.cuda.gemm import HopperGemm
+from optdnn.tactics.cuda.gemv import Gemv
 from optdnn.tactics.cuda.group_norm import HalfGroupNorm
 from optdnn.tactics.cuda.libraries import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
 from optdnn.tactics.cuda.matmul import TiledMatMul
@@ -41,8 +42,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Conv": (BlockConv(), HopperConv(), HalfDepthwise(), Depthwise(), GeneralConv(), DirectConv(), CudnnConv()),
     "Custom": (Custom(),),
     "ConvTranspose": (BlockConvTranspose(), DirectConvTranspose()),
-    "MatMul": (HopperGemm(), GeneralGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
-    "Gemm": (HopperGemm(), GeneralGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
+    "MatMul": (Gemv(), HopperGemm(), GeneralGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
+    "Gemm": (Gemv(), HopperGemm(), GeneralGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
     "QuantizedConv": (HopperQuantizedConv(), DepthwiseOfIntegers()),
     "QuantizedMatMul": (HopperQuantizedMatMul(),),
     "QuantizedMean": (MeanOfIntegers(),),

@@ -1,0 +1,100 @@
+"""Plans of the product of a few rows with a matrix (``kernels/gemv.cu``): batch 1 to 4, bound by reading the matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optdnn.runtime.cuda import render
+from optdnn.runtime.cuda.describe import Description, ParameterBlock
+from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.nvrtc import Recipe
+
+MAX_ROWS = 4
+MEMORY = 4.2e12  # bytes/s
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``rows`` rows of ``depth`` elements times ``columns`` columns; ``wide``: the result is fp32. Pitches count elements."""
+
+    rows: int
+    columns: int
+    depth: int
+    epilogue: tuple[render.Stage, ...] = (("bias",),)
+    dtype: str = "float16"
+    wide: bool = False
+
+    @property
+    def residual(self) -> bool:
+        """Whether the epilogue reads a second tensor of the result's shape."""
+        return render.uses_residual(self.epilogue)
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``columns`` columns of a block, whose depth ``warps`` warps share; ``ahead``: loads of each column that a lane has in
+    flight."""
+
+    columns: int
+    warps: int
+    ahead: int
+
+    def __str__(self) -> str:
+        return f"gemv{self.columns}w{self.warps}a{self.ahead}"
+
+
+def refuse(problem: Problem, config: Config) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if not 1 <= problem.rows <= MAX_ROWS:
+        return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
+    if problem.depth % 8:
+        return f"16-byte loads need a depth that is a multiple of 8, not {problem.depth}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"its operands are 16-bit floats, not {problem.dtype}"
+    if config.columns * config.ahead > 16 or config.columns * problem.rows > 32 * config.warps or config.warps > 16:
+        return "not a tile of this kernel"
+    return None
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile; sizes but for the rows are parameters."""
+    defines = {
+        "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead,
+        "HAS_RESIDUAL": int(problem.residual), "RESULT_FLOAT": int(problem.wide),
+    }  # fmt: skip
+    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
+    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
+    return Recipe("gemv.cu", arch, {"generated.cuh": text}, options)
+
+
+def describe(problem: Problem, config: Config, x_pitch: int, out_pitch: int) -> Description:
+    """The launch. Operands: ``x``, ``weights`` (``[columns, depth]``), ``bias`` (fp32 ``[columns]``), ``residual``, ``output``."""
+    block = ParameterBlock().pointer("x").pointer("weights").pointer("bias")
+    block.pointer("residual" if problem.residual else None).pointer("output")
+    block.i32(problem.columns, problem.depth, x_pitch, out_pitch)
+    return block.describe("gemv", (-(-problem.columns // config.columns), 1, 1), config.warps * 32)
+
+
+def estimate(problem: Problem, config: Config, device: Device) -> float:
+    """Predicted seconds of one dependent launch: the matrix at the bandwidth that the loads in flight allow, and latency."""
+    blocks = -(-problem.columns // config.columns)
+    resident = max(1, min(2048 // (config.warps * 32), 32))
+    waves = -(-blocks // (device.multiprocessors * resident))
+    busy = min(blocks, device.multiprocessors * resident) / waves if waves == 1 else device.multiprocessors * resident
+    steps = -(-problem.depth // (config.warps * 256))
+    in_flight = busy * config.warps * 32 * config.columns * min(config.ahead, steps) * 16
+    rate = min(MEMORY, in_flight / 1.3e-6)
+    uneven = (
+        -(-blocks // device.multiprocessors) * device.multiprocessors / blocks
+        if blocks < 4 * device.multiprocessors
+        else 1.0
+    )
+    rows = blocks * problem.rows * problem.depth * 2 / 10e12  # every block reads them, from L1 or L2
+    return 1.4e-6 + problem.columns * problem.depth * 2 * min(uneven, 2.0) / rate + rows
+
+
+def candidates(problem: Problem, device: Device, limit: int = 6) -> list[Config]:
+    """The configurations to time, best predicted first."""
+    found = [Config(c, w, a) for c in (1, 2, 4, 8) for w in (2, 4, 8) for a in (1, 2, 4, 8)]
+    fitting = [c for c in found if refuse(problem, c) is None]
+    return sorted(fitting, key=lambda c: (estimate(problem, c, device), c))[:limit]
