@@ -25,6 +25,12 @@ def figures() -> str:
     ):
         if (file := RESULTS / f"{name}.json").exists():
             parts.append(_cpu(title, file))
+    for name, title in (
+        ("precision-cpu", "Precisions on the CPU: accuracy on held-out data, latency, engine size"),
+        ("precision-h200", "Precisions on the GPU: accuracy on held-out data, latency, engine size"),
+    ):
+        if (file := RESULTS / f"{name}.json").exists():
+            parts.append(_precision(title, file))
     if (file := RESULTS / "resnet50-own-h200.json").exists():
         parts.append(_gpu(file))
     if (file := RESULTS / "targets-h200.json").exists():
@@ -64,6 +70,53 @@ def _targets(file: Path) -> str:
     )
     title = "Whole networks on the GPU"
     return "\n".join([f"**{title}**", "", *(f"| {' | '.join(r)} |" for r in rows), "", about])
+
+
+def _precision(title: str, file: Path) -> str:
+    """A row for each network, a column for each precision; the fastest of those within half a point of fp32 is bold."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    parts = [f"**{title}**"]
+    for key in ("networks", "zoo"):
+        if entries := data.get(key):
+            parts.append(_precisions(entries))
+    machine = data["machine"]
+    place = f"{machine['cpu']}, {machine['usable_cores']} cores" if data["target"] == "cpu" else machine["device"]
+    about = (
+        f"{place}; {data['date']}; `{data['command']}`. Trained: accuracy on held-out pictures, batch {data['batch']}; others: "
+        "seeded weights and pictures at batch 1, cosine distance from fp32. Calibration and `auto N` (precision auto, bound N) saw "
+        "other pictures only. Bold: the fastest within 0.5 points (or the bound). All engines of a row were timed in turns."
+    )
+    return "\n\n".join([*parts, about])
+
+
+def _precisions(entries: list[dict[str, Any]]) -> str:
+    columns = list(dict.fromkeys(c for e in entries for c in e["rows"]))
+    table = [["network", *columns], ["---", *["--:"] * len(columns)]]
+    for e in entries:
+        found = {c: r for c, r in e["rows"].items() if "error" not in r}
+        lost = {c: _lost(r, found["fp32"]) for c, r in found.items()}
+        within = [c for c in found if lost[c] <= e.get("bound", 0.5) and "ms" in found[c]]
+        best = min(within, key=lambda c: found[c]["ms"], default=None)
+        table.append([e["network"], *(_precision_cell(found.get(c), c == best) for c in columns)])
+    return "\n".join(f"| {' | '.join(r)} |" for r in table)
+
+
+def _lost(row: dict[str, Any], fp32: dict[str, Any]) -> float:
+    return float(row["drop"] if "drop" in row else fp32["accuracy"] - row["accuracy"])
+
+
+def _precision_cell(row: dict[str, Any] | None, best: bool) -> str:
+    if row is None:
+        return "–"
+    score = f"{row['accuracy']:.2f} %" if "accuracy" in row else f"{row['drop']:.1g}"
+    parts = [score, *([f"{row['ms']:.3f} ms"] if "ms" in row else []), f"{row['engine_bytes'] / 1e3:.0f} KB"]
+    parts += (
+        [row["auto"]["chosen"] if row["precision"] == row["auto"]["chosen"] else row["precision"]]
+        if "auto" in row
+        else []
+    )
+    text = "<br>".join(parts)
+    return f"**{text}**" if best else text
 
 
 def _cpu(title: str, file: Path) -> str:

@@ -5,6 +5,7 @@
 
 For each network: fp32, the 16-bit precisions of the target, int8 with each calibrator, and auto with bounds of 0.5 and 0.1 points.
 Calibration and automatic precision see training pictures alone; accuracy is that on held-out pictures, which neither has seen.
+``--zoo`` adds real architectures with seeded weights and pictures, judged by the cosine distance of their outputs from fp32's.
 Latencies are those of whole engines, measured side by side in turns. Where there is no GPU, ``--target simulate`` gives the
 accuracies of the GPU's arithmetic, and no latencies. Leave the machine alone while it runs.
 """
@@ -26,7 +27,8 @@ import numpy as np
 import optdnn
 from optdnn.config import CALIBRATORS
 from optdnn.errors import OptdnnError
-from optdnn.models import trained
+from optdnn.models import trained, zoo
+from optdnn.precision.metrics import metric_of
 from optdnn.precision.targets import gpu_milliseconds
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
@@ -36,6 +38,8 @@ from optdnn.types import Array
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUNDS = (0.5, 0.1)
+COSINE = 0.001
+"""The bound of automatic precision for networks without labels."""
 BATCH = 32
 """Pictures per call, in accuracy and latency alike: one alone takes microseconds, most of them Python's."""
 
@@ -78,12 +82,46 @@ def measure(name: str, target: str, only: str | None, more: Mapping[str, Any]) -
             print(f" {error.message[:60]}", end="", flush=True)
     print(flush=True)
     if engines and not simulate:
-        times = (
-            gpu_milliseconds(engines, {"x": net.x[:BATCH]}) if target != "cpu" else latencies(engines, net.x[:BATCH])
-        )
-        for config, ms in times.items():
+        for config, ms in _times(engines, {"x": net.x[:BATCH]}, target).items():
             rows[config]["ms"] = round(ms, 5)
     return {"network": name, "pictures": len(net.y), "rows": rows}
+
+
+def pictures(seed: int, n: int, size: int) -> Array:
+    """Seeded pictures (n, 3, size, size) with coarse structure and fine noise."""
+    rng = np.random.default_rng(seed)
+    coarse = np.kron(rng.standard_normal((n, 3, size // 16, size // 16)), np.ones((1, 1, 16, 16)))
+    return (0.7 * coarse + 0.3 * rng.standard_normal((n, 3, size, size))).astype(np.float32)
+
+
+def measure_zoo(name: str, target: str, more: Mapping[str, Any]) -> dict[str, Any]:
+    """One architecture of the zoo at batch 1: single precisions, and auto within a cosine distance of COSINE."""
+    model = zoo.build(name, batch=1)
+    (x,) = [i.name for i in model.graph.input]
+    seen, held = {x: pictures(0, 32, 224)}, pictures(1, 16, 224)
+    singles = ["fp32", *(["fp16"] if target != "cpu" else []), "bf16", "int8"]
+    engines: dict[str, Engine] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    outputs: dict[str, Array] = {}
+    for config in (*singles, f"auto {COSINE:g}"):
+        precision = config.partition(" ")[0]
+        options: dict[str, Any] = {"metric": "cosine", "max_drop": COSINE} if precision == "auto" else {}
+        options |= {"calib": seen} if precision in ("int8", "auto") else {}
+        start = time.perf_counter()
+        engine = engines[config] = optdnn.build(model, target=target, precision=precision, **more, **options)
+        outputs[config] = np.concatenate([engine(held[k : k + 1]) for k in range(len(held))])
+        metric = metric_of("cosine", None)
+        rows[config] = {"drop": metric.drop({"y": outputs[config]}, {"y": outputs["fp32"]}, None), **_size(engine)}
+        rows[config] |= {"precision": engine.precision, "build_s": round(time.perf_counter() - start, 1)}
+        rows[config] |= {"auto": engine.meta["auto"]} if "auto" in engine.meta else {}
+        print(f"  {config}: {rows[config]['drop']:.2g}", flush=True)
+    for config, ms in _times(engines, {x: held[:1]}, target).items():
+        rows[config]["ms"] = round(ms, 5)
+    return {"network": name, "bound": COSINE, "rows": rows}
+
+
+def _times(engines: Mapping[str, Engine], feeds: Mapping[str, Array], target: str) -> dict[str, float]:
+    return latencies(engines, feeds) if target == "cpu" else gpu_milliseconds(engines, feeds)
 
 
 def accuracy(engine: Engine, x: Array, y: Array, *, simulate: bool) -> float:
@@ -106,12 +144,12 @@ def _size(engine: Engine) -> dict[str, int]:
         return {"engine_bytes": path.stat().st_size, "weights_bytes": sum(b.nbytes for b in engine.program.blobs)}
 
 
-def latencies(engines: Mapping[str, Engine], x: Array) -> dict[str, float]:
+def latencies(engines: Mapping[str, Engine], feeds: Mapping[str, Array]) -> dict[str, float]:
     """Median milliseconds of each engine, all in turns."""
 
     def runner(engine: Engine) -> Any:
         context = engine.context()
-        return lambda: context.run({"x": x})
+        return lambda: context.run(feeds)
 
     runners = {n: runner(e) for n, e in engines.items()}
     return take_turns(runners, rounds=10, turn_seconds=0.05, budget_seconds=60, give_up_ratio=50.0)
@@ -124,31 +162,41 @@ def main() -> None:
     parser.add_argument("--tactics", default="auto")
     parser.add_argument("--budget", type=float)
     parser.add_argument("--networks", default=",".join(trained.NAMES))
+    parser.add_argument("--zoo", default="", help="architectures of the zoo, besides")
     parser.add_argument("--only", help="only configurations whose name contains this")
     parser.add_argument("--append", action="store_true", help="keep the other networks that --out holds")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     more = {"threads": args.threads, "tactics": args.tactics, "budget": args.budget}
-    results: list[dict[str, Any]] = []
-    if args.append and args.out.exists():
-        results = json.loads(args.out.read_text())["networks"]
-    for name in args.networks.split(","):
+    kept = json.loads(args.out.read_text()) if args.append and args.out.exists() else {}
+    results = {key: list(kept.get(key, [])) for key in ("networks", "zoo")}
+    wanted = [("networks", n) for n in args.networks.split(",") if n] + [("zoo", n) for n in args.zoo.split(",") if n]
+    for key, name in wanted:
         print(name, flush=True)
-        results = [r for r in results if r["network"] != name]
-        results.append(measure(name, args.target, args.only, more))
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
-        ).stdout.strip()
-        facts = {
-            "command": "python benchmarks/precision.py " + " ".join(sys.argv[1:]),
-            "commit": commit,
-            "date": time.strftime("%F"),
-            "target": args.target,
-            "batch": BATCH,
-            "machine": {**machine(), "device": _device()},
-            "versions": versions(),
-        }
-        args.out.write_text(json.dumps({**facts, "networks": results}, indent=1) + "\n")
+        found = (
+            measure(name, args.target, args.only, more) if key == "networks" else measure_zoo(name, args.target, more)
+        )
+        order = [*trained.NAMES, name]
+        results[key] = sorted(
+            [*(r for r in results[key] if r["network"] != name), found],
+            key=lambda r: order.index(r["network"]) if r["network"] in order else len(order),
+        )
+        args.out.write_text(json.dumps({**_facts(args), **results}, indent=1) + "\n")
+
+
+def _facts(args: argparse.Namespace) -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+    ).stdout.strip()
+    return {
+        "command": "python benchmarks/precision.py " + " ".join(a for a in sys.argv[1:] if a != "--append"),
+        "commit": commit,
+        "date": time.strftime("%F"),
+        "target": args.target,
+        "batch": BATCH,
+        "machine": {**machine(), "device": _device()},
+        "versions": versions(),
+    }
 
 
 def _device() -> str | None:

@@ -8,6 +8,7 @@ search is tightened by what was missed, and the search repeated.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from optdnn.calibration import calibrate
 from optdnn.calibration.images import ImageSpec
 from optdnn.config import BuildOptions
 from optdnn.errors import OptdnnError, UsageError
+from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.passes.contract import Account as Asked
 from optdnn.passes.contract import outcome
@@ -31,7 +33,7 @@ from optdnn.precision.metrics import Metric, metric_of
 from optdnn.precision.pins import pinned
 from optdnn.precision.samples import Samples, load, split
 from optdnn.precision.search import Node, Problem, frontier, moves
-from optdnn.precision.sensitivity import Sensitivities, measure
+from optdnn.precision.sensitivity import Kept, Sensitivities, measure
 from optdnn.precision.targets import Target, Way, assigned, base_of, target_of
 from optdnn.runtime.engine import Engine
 from optdnn.tactics.cpu import typical_sizes
@@ -179,8 +181,20 @@ class _Auto:
             target=self.machine,
             calibration=self.calibration,
             deadline=half,
+            kept=self._kept(part),
             progress=self.say,
         )
+
+    def _kept(self, part: Samples) -> Kept:
+        """The cache of sensitivities: beside that of the ranges, RANGES.sensitivity.json."""
+        ranges = self.options.calib_cache
+        digest = hashlib.sha256(
+            f"{graph_digest(self.graph)} {self.metric.name} {self.machine} {self.options.calibrator}".encode()
+        )
+        for array in (*part.feeds.values(), *(() if part.labels is None else (part.labels,))):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        path = None if ranges is None else ranges.with_name(f"{ranges.stem}.sensitivity.json")
+        return Kept(path, digest.hexdigest())
 
     def _batch(self, wanted: int) -> int:
         """Samples to a call: the network's own batch where it is fixed."""

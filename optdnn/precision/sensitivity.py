@@ -7,10 +7,12 @@ operands, and evaluating what the pass made of it in NumPy: casts, scales, round
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,10 @@ from optdnn.passes.precision import PrecisionPlan, key
 from optdnn.passes.ranges import Calibration
 from optdnn.precision.inject import Injector, noise
 from optdnn.precision.metrics import Metric
+from optdnn.runtime.atomic import check_writable, write_atomic
 from optdnn.types import Array, is_float
 
+FORMAT = "optdnn-sensitivities 1"
 LARGEST: Mapping[str, float] = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}
 SMALLEST: Mapping[str, float] = {"fp16": 2.0**-24, "bf16": 2.0**-133}
 """Smallest magnitudes that are not rounded to zero (subnormal)."""
@@ -51,6 +55,43 @@ class Sensitivity:
         return plain | ({"hazard": self.hazard} if self.hazard else {})
 
 
+class Kept:
+    """Sensitivities of one network on one data set, kept in a JSON file beside the calibration's ranges; no path: not kept.
+
+    A file of another network, data, metric or target is written anew. Raises OutputError where it cannot be written.
+    """
+
+    def __init__(self, path: Path | None, digest: str):
+        self.path, self.digest = path, digest
+        self.table: dict[tuple[str, str], Sensitivity] = {}
+        if path is None:
+            return
+        check_writable(path)
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["format"] == FORMAT and data["digest"] == digest:
+                rows = [(k, p, [_number(v) for v in row[:3]], row[3]) for k, p, *row in data["rows"]]
+                self.table = {(k, p): Sensitivity(v[0], v[1], v[2], h) for k, p, v, h in rows}
+        except (OSError, ValueError, KeyError, TypeError):
+            self.table = {}
+
+    def save(self, found: Mapping[tuple[str, str], Sensitivity]) -> None:
+        """Keep what was measured; what time did not suffice for is measured the next time."""
+        if self.path is None:
+            return
+        rows = [
+            [k, p, *(v if math.isfinite(v) else str(v) for v in (s.error, s.noise, s.drop)), s.hazard]
+            for (k, p), s in found.items()
+            if not math.isnan(s.drop)
+        ]
+        text = json.dumps({"format": FORMAT, "digest": self.digest, "rows": rows}, indent=1)
+        write_atomic(self.path, [(text + "\n").encode()])
+
+
+def _number(value: Any) -> float:
+    return float(value)
+
+
 @dataclass
 class Sensitivities:
     """By op and precision. ``skipped`` are those that time did not suffice for: their damage is taken from their error."""
@@ -72,13 +113,19 @@ def measure(
     target: str,
     calibration: Calibration | None,
     deadline: float = math.inf,
+    kept: Kept | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Sensitivities:
     """The sensitivity of each op of ``graph`` (fp32) to each of the precisions beside it, on one batch of feeds.
 
     ``deadline`` is a time of ``time.perf_counter``: what is not done by then is judged by the op's own error, as if it arrived
-    at the outputs undiminished.
+    at the outputs undiminished. What ``kept`` holds is taken from there.
     """
+    known = {} if kept is None else kept.table
+    if known and all((key(op), p) in known or p == "fp32" for op, precisions in wanted for p in precisions):
+        progress("sensitivities from the cache")
+        same = {(key(op), "fp32"): Sensitivity(0.0, 0.0, 0.0) for op, _ in wanted}
+        return Sensitivities({**same, **known}, len(next(iter(feeds.values()), np.empty(0))), "the cache")
     ops = [op for op, _ in wanted]
     injector = Injector(graph, [place(graph, op) for op in ops], _operand_places(graph, ops), feeds)
     found = Sensitivities(samples=len(next(iter(feeds.values()), np.empty(0))), library=injector.library)
@@ -89,6 +136,9 @@ def measure(
             done += 1
             if precision == "fp32":
                 found.table[key(op), precision] = Sensitivity(0.0, 0.0, 0.0)
+                continue
+            if (key(op), precision) in known:
+                found.table[key(op), precision] = known[key(op), precision]
                 continue
             progress(f"sensitivity {done} of {total}: {op.name} in {precision}")
             try:
@@ -109,6 +159,8 @@ def measure(
                 late=time.perf_counter() > deadline,
                 found=found,
             )
+    if kept is not None:
+        kept.save(found.table)
     return found
 
 

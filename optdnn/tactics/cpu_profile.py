@@ -18,9 +18,11 @@ from optdnn.errors import UnsupportedError
 from optdnn.ir.export_onnx import ExportedModel
 from optdnn.ir.extract import extract, whole
 from optdnn.ir.graph import STRUCTURAL, Graph
+from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.cpu.library import Settings
 from optdnn.runtime.cpu.onnxruntime import OnnxRuntimeModel
 from optdnn.runtime.cpu.openvino import OpenVinoModel
+from optdnn.tactics.base import REST_SECONDS
 from optdnn.tactics.cpu import LIBRARIES
 from optdnn.types import Array
 
@@ -136,6 +138,7 @@ def _openvino(model: OpenVinoModel, given: Sequence[Array], runs: int, of: _Owne
     outs = [None] * len(model._outputs)
     for _ in range(WARM_RUNS):
         session.run(given, outs)
+    _rest()
     before = session.counted()
     for _ in range(runs):
         session.run(given, outs)
@@ -162,7 +165,9 @@ def _openvino(model: OpenVinoModel, given: Sequence[Array], runs: int, of: _Owne
 
 def _onnxruntime(model: OnnxRuntimeModel, given: Sequence[Array], outputs: int, runs: int, of: _Owners) -> _Found:
     session = model.session()
-    for _ in range(WARM_RUNS + runs):
+    for k in range(WARM_RUNS + runs):
+        if k == WARM_RUNS:
+            _rest()
         session.run(given, [None] * outputs)
     found: _Found = {}
     for name, times in model.counted().items():
@@ -176,6 +181,7 @@ def _median_us(session: object, given: Sequence[Array], outputs: int, seconds: f
     run, outs = session.run, [None] * outputs  # type: ignore[attr-defined]
     for _ in range(WARM_RUNS):
         run(given, outs)
+    _rest()
     times: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 5:
@@ -183,3 +189,9 @@ def _median_us(session: object, given: Sequence[Array], outputs: int, seconds: f
         run(given, outs)
         times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times)
+
+
+def _rest() -> None:
+    """As before a turn of a race: memory where it will stay, and the threads of whoever ran before at rest."""
+    settle()
+    time.sleep(REST_SECONDS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from optdnn.passes.base import PassContext
 from optdnn.passes.precision import PrecisionPlan, key
 from optdnn.precision.inject import Injector, noise
 from optdnn.precision.metrics import metric_of
-from optdnn.precision.sensitivity import Sensitivities, measure
+from optdnn.precision.sensitivity import Kept, Sensitivities, measure
 from optdnn.types import Array
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
@@ -28,7 +30,7 @@ def ops(graph: Graph) -> list[Op]:
     return graph.of_kind("Gemm")
 
 
-def measured(graph: Graph, precisions: tuple[str, ...], target: str = "cpu", **options: float) -> Sensitivities:
+def measured(graph: Graph, precisions: tuple[str, ...], target: str = "cpu", **options: Any) -> Sensitivities:
     calibration = calibrate(graph, {"x": DATA["x"]}, "minmax", symmetric=target != "cpu")
     return measure(
         graph,
@@ -124,3 +126,17 @@ def test_noise_counts_variation_not_power() -> None:
     assert noise(off, clean) == pytest.approx(0.25)
     bad = {"y": np.array([[np.nan], [99.0], [101.0], [99.0]])}
     assert noise(bad, clean) == float("inf")
+
+
+def test_sensitivities_are_kept_for_the_same_network_and_data(tmp_path: Path) -> None:
+    graph, path = perceptron(scale=1e5), tmp_path / "c.sensitivity.json"
+    first = measured(graph, ("fp16", "bf16"), target="cuda:sm_90a", kept=Kept(path, "one"))
+    again = measured(graph, ("fp16", "bf16"), target="cuda:sm_90a", kept=Kept(path, "one"))
+    assert again.library == "the cache"
+    assert again.table == first.table  # infinite ones and their hazards included
+    assert Kept(path, "other").table == {}
+    path.write_text("{")
+    assert Kept(path, "one").table == {}
+    late = measured(graph, ("bf16",), kept=Kept(path, "one"), deadline=time.perf_counter() - 1)
+    assert late.skipped == 3
+    assert all(p == "fp32" for _, p in Kept(path, "one").table)  # guesses are not kept
