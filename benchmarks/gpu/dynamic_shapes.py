@@ -22,7 +22,6 @@ from optdnn.models import zoo
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.graphs import time_runs
 
-
 OPTIMUM = 128
 
 
