@@ -6,6 +6,7 @@ from optdnn.errors import UsageError
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import Pass
+from optdnn.passes.bodies import OptimizeBodies
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.cse import CommonSubexpressions
@@ -36,6 +37,7 @@ O0: tuple[Pass, ...] = (
 O1: tuple[Pass, ...] = (
     DeadCode(),  # first, so that nothing else spends time on it
     FoldConstants(),  # shape arithmetic and everything else that is known now; later passes ask for constants
+    OptimizeBodies(),  # the same for what If, Loop and Scan hold, once what they capture is known
     CommonSubexpressions(),  # equal values become one value, so that patterns see them as one
     CanonicalizeArithmetic(),  # no-ops, reshapes, transposes, padding; constants merged, sums as additions, bounds as Clip
     CommonSubexpressions(),  # constants and ops that the rewrites made equal
@@ -44,6 +46,7 @@ O1: tuple[Pass, ...] = (
 FOLDED: tuple[Pass, ...] = (
     DeadCode(),  # first, so that nothing else spends time on it
     FoldConstants(),  # shape arithmetic and everything else that is known now; later passes ask for constants
+    OptimizeBodies(),  # the same for what If, Loop and Scan hold, once what they capture is known
     CanonicalizeIntegers(),  # after folding, when quantized weights are constants; one form of what is quantized already
     CommonSubexpressions(keep=ANCHORS),  # equal values become one value; convolutions stay apart until fused
     EinsumProducts(),  # before all that looks for products of matrices
