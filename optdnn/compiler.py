@@ -207,6 +207,12 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
             program = replace(lower_cuda(graph, options, target, meta, say, choices), precision=label)
             engine = Engine(hold(graph, program) if target != "simulate" else program, options=LoadOptions(defer=True))
+            fallbacks = {
+                target: [
+                    {"operator": o["kind"], "node": " + ".join(o["nodes"]), "reason": o["why"]}
+                    for o in program.meta["host"]["operators"]
+                ]
+            }
         else:
             from optdnn.tactics.cpu import choose
 

@@ -13,6 +13,7 @@ from support.fallback import I64, NETWORKS, F, feeds, model, node
 
 import optdnn
 from optdnn.errors import EngineError, InputError, RunError, UnsupportedError, UsageError
+from optdnn.report.markdown import _build
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.host import host_buffers
 from optdnn.runtime.program import Program, Step
@@ -166,6 +167,16 @@ def test_profile_times_every_step() -> None:
     _, times = engine.context().profile(feeds(made))
     assert len(times) == len(engine.program.steps)
     assert min(times) > 0
+
+
+def test_reports_tell_what_runs_on_the_cpu() -> None:
+    engine = optdnn.build(fallback.three(), target="simulate")
+    assert engine.report is not None
+    told = engine.report["fallbacks"]["simulate"]
+    assert {"operator": "Det", "node": "det", "reason": "there is no kernel for Det"} in told
+    text = "\n".join(_build({"fallbacks": engine.report["fallbacks"]}))
+    assert "| simulate | Det | det | there is no kernel for Det |" in text
+    assert _build({"fallbacks": {"simulate": []}}) == []
 
 
 # ---------------------------------------------------------------- refusals
