@@ -30,6 +30,8 @@ from optdnn.types import FP32, Array, TensorSpec
 
 GROUP_BYTES = 1 << 29
 """Values are made outputs in groups of about this size, so that a large network's do not have to be held all at once."""
+MASKED = -1e30
+"""What is lower, minus infinity included, is the fill of an attention mask: no range needs to cover it."""
 SAVE_SECONDS = 10.0
 """How often an unfinished calibration is saved, where there is a cache."""
 
@@ -142,11 +144,13 @@ def _sweep(
             continue
         progress(f"calibrate: {what}, batch {k + 1}{total}")
         for name, axis, array in runner.run(feeds):
-            if not np.isfinite(array).all():
+            if not (array < np.inf).all():
                 raise InputError(
                     f"{source.name}: the network computes NaN or infinity in {name!r} for batch {k}",
                     hint="a network whose fp32 values are not finite cannot be calibrated",
                 )
+            if array.size and array.min() <= MASKED:
+                array = np.where(array <= MASKED, np.float32(0.0), array)
             if array.size:
                 take(sweep.table, name, array, axis)
         sweep.batches = k + 1
@@ -184,7 +188,7 @@ def _extremes(table: dict[str, Any], name: str, array: Array, axis: int) -> None
 
 def _edges(extremes: Mapping[str, Any], bins: int, symmetric: bool) -> Array:
     """Evenly spaced edges over what was seen; over anything where nothing but zero was."""
-    top = np.float32(max(abs(extremes["low"]), abs(extremes["high"])) or 1.0)
+    top = np.float32(min(max(abs(extremes["low"]), abs(extremes["high"])) or 1.0, 1e38))  # twice that is finite
     ends: Any = (np.float32(0.0) if symmetric else -top, top)
     return np.asarray(np.histogram_bin_edges(np.zeros(0, np.float32), bins, ends))
 

@@ -263,6 +263,27 @@ def test_a_network_that_overflows_is_told(tmp_path: Path) -> None:
         calibrate(graph, np.ones((3, 4), np.float32) * np.arange(4, dtype=np.float32), "minmax")
 
 
+@pytest.mark.parametrize("fill", [-np.inf, np.finfo(np.float32).min, -1e30])
+def test_the_fill_of_a_mask_is_no_part_of_a_range(fill: float) -> None:
+    n = Net()
+    x = n.input(2, 4)
+    mask = np.array([0, 0, fill, 0], np.float32)
+    graph = n.done(n.op("Softmax", n.op("Add", x, n.const(mask))))
+    data = np.random.default_rng(0).uniform(-3, 3, (8, 4)).astype(np.float32)
+    for method in ("minmax", "mse", "entropy", "percentile"):
+        found = calibrate(graph, data, method).ranges["Add_1"]
+        assert -3 <= found.low < found.high <= 3
+    assert calibrate(graph, data, "minmax").ranges["Add_1"].low < -2.5
+
+
+def test_huge_values_are_counted() -> None:
+    n = Net()
+    graph = n.done(n.op("Mul", n.input(2, 4), 1e38))
+    data = np.random.default_rng(0).uniform(0, 3, (8, 4)).astype(np.float32)
+    for method in ("mse", "entropy", "percentile"):
+        assert 1e37 < calibrate(graph, data, method).ranges["Mul_1"].high < 3.1e38
+
+
 def test_two_inputs_need_names() -> None:
     n = Net()
     a = n.input(2, 4, name="a")
