@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.config import BuildOptions
+from optdnn.config import AUTO, BuildOptions
 from optdnn.dim import Dim
 from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
@@ -115,7 +115,8 @@ def emit_program(
     selection = Selection.of(options, choices)
     _need_static(graph)
     b = Builder(graph, arch, arrays={} if arrays is None else arrays)
-    plan = PrecisionPlan.of_option(options.precision, options.precision_map)
+    auto = options.precision == AUTO  # whose plan is in the graph's types; it never holds tf32
+    plan = PrecisionPlan() if auto else PrecisionPlan.of_option(options.precision, options.precision_map)
     if "tf32" in plan.floats:
         b.padded, b.tf32 = True, lambda op: plan.of(op) == "tf32"
     host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
