@@ -39,16 +39,8 @@ def main() -> int:
             made = gemv.describe(problem, config, k, n)
             function = describe.load(gemv.recipe(problem, config), made, cache)
 
-            def launch(weight: torch.Tensor, made=made, function=function) -> object:
-                at = {
-                    "x": x.data_ptr(),
-                    "weights": weight.data_ptr(),
-                    "bias": bias.data_ptr(),
-                    "output": out.data_ptr(),
-                }
-                return describe.bind(made, function, at)
-
-            launches = [launch(w) for w in weights]
+            at = {"x": x.data_ptr(), "bias": bias.data_ptr(), "output": out.data_ptr()}
+            launches = [describe.bind(made, function, {**at, "weights": w.data_ptr()}) for w in weights]
             out.fill_(float("nan"))
             torch.cuda.synchronize()
             launches[0].enqueue(stream.handle)
