@@ -157,6 +157,8 @@ def _lower(b: Builder, host: HostSide, op: Op, selection: Selection, visit: Visi
     """Emit one operator; returns the account of the choice, where there was one."""
     if Value(op.id, 0) in b.place:
         return []  # an operator before it took it along
+    if all(Value(op.id, port) in b.place for port in range(len(op.outputs))):
+        return []  # what makes its operand makes this, too
     why = host.must(op)
     if why is None:
         if all(0 in out.type.static_shape for out in op.outputs):

@@ -236,7 +236,7 @@ def describe_squeeze(problem: Problem, tiles_per_image: int) -> Description:
     """The second launch of a squeeze in mode 1: ``sums`` [batch, tiles, channels] -> ``means``."""
     block = ParameterBlock().pointer("sums").pointer("means").i32(tiles_per_image, problem.channels)
     block.f32(1.0 / math.prod(problem.out_size))
-    return block.describe("squeeze_finish", (-(-problem.channels // 128), problem.batch, 1), 128)
+    return block.describe("squeeze_finish", (-(-problem.channels // 32), problem.batch, 1), 512)
 
 
 def estimate(problem: Problem, config: Config, device: Device) -> float:

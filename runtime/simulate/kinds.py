@@ -156,6 +156,27 @@ def _dynamic_scale(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -
     return (scale, np.rint(np.clip(-low / scale, 0, 255)).astype(np.uint8))
 
 
+def _conv_squeeze(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """A convolution, and the means of its images (``tile`` empty) or the sums ``[n, tiles, c]`` of tiles of ``tile`` pixels."""
+    wide = [None if a is None else a.astype(np.float32) for a in operands]
+    (y,) = run_kernel("Conv", wide, {name: attrs[name] for name in attrs["conv"]})
+    if not attrs["tile"]:
+        return y, y.mean((2, 3), keepdims=True, dtype=np.float32)
+    (n, c, h, w), (th, tw) = y.shape, attrs["tile"]
+    rows, columns = -(-h // th), -(-w // tw)
+    padded = np.zeros((n, c, rows * th, columns * tw), np.float32)
+    padded[:, :, :h, :w] = y
+    sums = padded.reshape(n, c, rows, th, columns, tw).sum((3, 5), dtype=np.float32)
+    return y, sums.reshape(n, c, rows * columns).transpose(0, 2, 1)
+
+
+def _squeeze_finish(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """Sums of tiles ``[n, tiles, c]`` -> means ``[n, c, 1, 1]``."""
+    (sums,) = operands
+    assert sums is not None
+    return ((sums.sum(1, dtype=np.float32) / np.float32(attrs["pixels"]))[:, :, None, None],)
+
+
 OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Array]]] = {
     "AddNorm": _add_norm,
     "Copy": _copy,
@@ -163,6 +184,8 @@ OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Ar
     "SpaceToDepthImage": _space_to_depth,
     "QuantizedBlocks": _quantized_blocks,
     "ConvSum": _conv_sum,
+    "ConvSqueeze": _conv_squeeze,
+    "SqueezeFinish": _squeeze_finish,
     "MaskedSoftmax": _masked_softmax,
     "Recurrence": _recurrence,
     "StackedRNN": _stacked_rnn,

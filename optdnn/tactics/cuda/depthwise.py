@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +22,7 @@ from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype
 from optdnn.tactics.cuda.conv import bias_of, entering, finish
 from optdnn.tactics.cuda.described import emit_description
-from optdnn.tactics.cuda.epilogue import RESIDUAL, plan_epilogue
+from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.quantized import refusal
 from optdnn.tactics.cuda.tactic import Offer, Rehearsed
@@ -94,7 +96,8 @@ class HalfDepthwise(Rehearsed):
         n, c, h, w = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
-        return depthwise.Problem(n, source, (("bias",), *ep.rendered), map_dtype(op.outputs[0].type.dtype))
+        dtype, squeezed = map_dtype(op.outputs[0].type.dtype), _squeeze(b, op, ep) is not None
+        return depthwise.Problem(n, source, (("bias",), *ep.rendered), dtype, squeezed)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
@@ -128,9 +131,57 @@ class HalfDepthwise(Rehearsed):
         }  # fmt: skip
         recipe, found = _described(problem, config, b.arch)
         reads = [x, logical, bias, *tail]
-        emit_description(b, op, recipe, found, operands, kind="Conv", attrs=attrs, reads=reads, writes=[between])
+        squeezed = _squeeze(b, op, ep)
+        if squeezed is None:
+            emit_description(b, op, recipe, found, operands, kind="Conv", attrs=attrs, reads=reads, writes=[between])
+        else:
+            _emit_squeezed(b, op, squeezed, problem, config, (recipe, found), operands, attrs, reads)
         finish(b, op, ep, between, target)
         return str(config)
+
+
+def _squeeze(b: Builder, op: Op, ep: Epilogue) -> Op | None:
+    """The global average pool of the result, which the kernel can make on its way (squeeze-and-excitation); None where there is
+    none, or its place does not suit."""
+    if ep.rest:
+        return None
+    for user in b.graph.users(op.value):
+        if user.kind == "GlobalAveragePool" and user.outputs[0].type.dtype == op.outputs[0].type.dtype:
+            place = b.reserved.get(user.value)
+            channels = user.outputs[0].type.static_shape[1]
+            if place is None or place.is_like((channels, 1, 1, 1)):
+                return user
+    return None
+
+
+def _emit_squeezed(
+    b: Builder, op: Op, pool: Op, problem: depthwise.Problem, config: Config, launch: tuple[Recipe, Description],
+    operands: dict[str, Placed], attrs: dict[str, Any], reads: list[Placed | None],
+) -> None:  # fmt: skip
+    """The convolution that also sums its result: the means of whole images, or sums of tiles that a second launch adds up."""
+    family: Any = tma if isinstance(config, tma.Config) else depthwise
+    (n, channels), out = (problem.batch, problem.channels), operands["output"]
+    shape = (n, channels, 1, 1)
+    means = b.reserved.get(pool.value) or b.new(pool.outputs[0].name, out.dtype, shape, (channels, 1, 1, 1))
+    b.place[pool.value] = means
+    covers = replace(op, src=op.src | pool.src)
+    if family.squeeze_mode(problem, config) == 2:
+        attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": ()}
+        made = {**operands, "means": means}
+        emit_description(b, covers, *launch, made, kind="ConvSqueeze", attrs=attrs, reads=reads, writes=[out, means])
+        return
+    _, tiles_x, tiles_y = family.tiles(problem, config)
+    sums = b.new(f"{pool.outputs[0].name}.sums", np.dtype(np.float32), (n, tiles_y * tiles_x, channels))
+    tile = (config.tile_h * config.strips_y, config.tile_w * config.strips_x)
+    made = {**operands, "sums": sums}
+    attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": tile}
+    emit_description(b, covers, *launch, made, kind="ConvSqueeze", attrs=attrs, reads=reads, writes=[out, sums])
+    recipe, found = depthwise.squeeze_recipe(problem, b.arch), depthwise.describe_squeeze(problem, tiles_x * tiles_y)
+    pixels = {"pixels": math.prod(problem.out_size)}
+    finishing = {"sums": sums, "means": means}
+    emit_description(
+        b, pool, recipe, found, finishing, kind="SqueezeFinish", attrs=pixels, reads=[sums], writes=[means]
+    )
 
 
 class DepthwiseOfIntegers(Rehearsed):

@@ -8,15 +8,22 @@ struct FinishParams {
     float mean_scale;
 };
 
-// Adds the tiles' sums in order: fp32 -> 16-bit means.
-extern "C" __global__ void __launch_bounds__(128) squeeze_finish(const FinishParams p) {
+// Adds the tiles' sums in a fixed order: fp32 -> 16-bit means. Block: 32 channels x 16 runs of tiles.
+extern "C" __global__ void __launch_bounds__(512) squeeze_finish(const FinishParams p) {
+    __shared__ float partial[16][32];
     grid_launch_dependents();
     grid_dependency_wait();
-    const int channel = blockIdx.x * 128 + threadIdx.x, n = blockIdx.y;
-    if (channel >= p.channels) return;
+    const int lane = threadIdx.x % 32, run = threadIdx.x / 32, channel = blockIdx.x * 32 + lane, n = blockIdx.y;
     const float* sums = p.sums + (long long)n * p.tiles * p.channels + channel;
     float total = 0.0f;
-    #pragma unroll 8
-    for (int i = 0; i < p.tiles; i++) total += sums[(long long)i * p.channels];
+    if (channel < p.channels) {
+        #pragma unroll 8
+        for (int i = run; i < p.tiles; i += 16) total += sums[(long long)i * p.channels];
+    }
+    partial[run][lane] = total;
+    __syncthreads();
+    if (run != 0 || channel >= p.channels) return;
+    #pragma unroll
+    for (int i = 1; i < 16; i++) total += partial[i][lane];
     p.means[(long long)n * p.channels + channel] = pack1(total * p.mean_scale);
 }
