@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optdnn.autotune import Timer, Tuned, Tuner
+from optdnn.autotune import Tuner
 from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, EngineStale, UsageError
 from optdnn.ir.held import KEY, held, hold
@@ -20,6 +20,7 @@ from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.format import read
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.select import Choice, Selection
+from optdnn.tactics.cuda.tuned import Timer, Tuned
 from optdnn.tactics.timing_cache import TimingCache
 
 ROUNDS = 5

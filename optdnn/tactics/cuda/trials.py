@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from optdnn.ir.graph import Op, Value
 from optdnn.runtime.program import Program
+from optdnn.tactics.cuda.assemble import compact, placed
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.select import Choice, Selection, alternatives
 from optdnn.tactics.cuda.tactic import Offer, Tactic
@@ -68,8 +69,6 @@ def trials_of(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selectio
 
 
 def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
-    from optdnn.lower_cuda import compact, placed
-
     first = len(b.steps)
     choice = Choice(tactic.name, "" if offer is None else offer.name)
     with b.rehearsal():

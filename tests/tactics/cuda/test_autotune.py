@@ -10,7 +10,7 @@ from support.net import Net
 from support.timer import FakeTimer, hashed
 
 import optdnn.autotune
-from optdnn.autotune import Tuned, Tuner
+from optdnn.autotune import Tuner
 from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError
@@ -18,6 +18,7 @@ from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import emit_program
 from optdnn.runtime.cuda.timer import TrialFailed
 from optdnn.tactics.cuda.select import Choice
+from optdnn.tactics.cuda.tuned import Tuned
 from optdnn.tactics.timing_cache import TimingCache
 
 TARGET = "cuda:sm_90a"

@@ -1,0 +1,66 @@
+"""What the autotuner asks of a GPU, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.runtime.cuda.timer import Machine
+from optdnn.runtime.program import Program
+from optdnn.tactics.cuda.select import Choice
+from optdnn.tactics.cuda.trials import Problem
+
+
+class Net(Protocol):
+    """A network that is loaded."""
+
+    def close(self) -> None: ...
+
+
+class Timer(Protocol):
+    """What the tuner knows of a GPU; see :class:`optdnn.runtime.cuda.timer.GpuTimer`."""
+
+    @property
+    def machine(self) -> Machine: ...
+
+    def compile(self, recipes: Sequence[Recipe], workers: int) -> None: ...
+
+    def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float: ...
+
+    def load(self, program: Program) -> Any: ...
+
+    def race(self, networks: Sequence[Any], rounds: int) -> list[float]: ...
+
+
+@dataclass
+class Tuned:
+    """The outcome. ``choices`` by signature are what :func:`optdnn.lower_cuda.lower_cuda` takes; ``before_ms`` and ``after_ms``
+    are the whole network's times, by the choices it started from and by these (None: not measured); ``stopped`` says what ended
+    the tuning early, ``failed`` whether that was the GPU."""
+
+    choices: dict[str, Choice]
+    problems: Sequence[Problem]
+    before_ms: float | None = None
+    after_ms: float | None = None
+    stopped: str | None = None
+    failed: bool = False
+    cached: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def to_plain(self) -> dict[str, Any]:
+        """For the build's report."""
+        rows = [
+            {
+                "nodes": sorted(p.op.src), "kind": p.op.kind, "operators": p.count, "signature": p.key,
+                "chosen": str(self.choices.get(p.key, p.default)), "default": str(p.default), "candidates": len(p.trials),
+                "us": {str(c): round(s * 1e6, 3) for c, s in sorted(p.times.items(), key=lambda i: i[1])},
+                **({"failed": {str(c): why for c, why in p.failed.items()}} if p.failed else {}),
+            }
+            for p in self.problems
+            if len(p.trials) > 1
+        ]  # fmt: skip
+        facts: dict[str, Any] = {"before_ms": self.before_ms, "after_ms": self.after_ms, "cached": self.cached}
+        facts |= {"stopped": self.stopped} if self.stopped else {}
+        return {**facts, "seconds": {k: round(v, 2) for k, v in self.seconds.items()}, "problems": rows}
