@@ -7,8 +7,10 @@ whose condition is known when the model is imported is replaced by the branch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from optdnn.dim import Dim, DimLike
 from optdnn.errors import ShapeError
@@ -27,7 +29,7 @@ from optdnn.ops.base import (
     Tol,
     Unsupported,
 )
-from optdnn.ops.checks import agree
+from optdnn.ops.checks import agree, emit
 from optdnn.runtime.reference.control import KERNELS
 from optdnn.types import BOOL, INT64, TensorType, normalize_axis
 
@@ -264,7 +266,7 @@ def _import_loop(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 def _import_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if node.opset < 9:
-        raise Unsupported("Scan of opset 8, which has a batch axis")
+        return _import_batched_scan(node, e)
     body, count = _subgraph(node, "body"), int(node.attrs["num_scan_inputs"])
     states = len(node.inputs) - count
     if states < 0 or body.inputs != len(node.inputs):
@@ -287,6 +289,30 @@ def _import_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         node.ints("scan_output_directions") or (0,) * made,
     )
     return e.op("Scan", [*operands, *captured], attrs, outputs=len(node.outputs))
+
+
+MOST_ROWS = 64
+"""Largest batch of a Scan of opset 8, each row of which becomes a Scan of its own."""
+
+
+def _import_batched_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """Scan of opset 8: every operand has a batch axis in front, and the scanned axis is 1. A Scan per row of the batch."""
+    if node.input(0) is not None:
+        raise Unsupported("Scan of opset 8 with sequence_lens")
+    operands = list(node.inputs[1:])
+    rows = e.type(operands[0]).dims[0] if operands else 0
+    if not isinstance(rows, int) or not 1 <= rows <= MOST_ROWS:
+        raise Unsupported(f"Scan of opset 8 of a batch of {rows}: 1 to {MOST_ROWS} fixed rows are done")
+    attrs = {"body": node.attrs["body"], "num_scan_inputs": node.attrs["num_scan_inputs"]}
+    directions = node.ints("directions")
+    if directions:
+        attrs["scan_input_directions"] = list(directions)
+    made = []
+    for row in range(rows):
+        own = tuple(emit(e, "Gather", v, np.array(row), axis=0) for v in operands)
+        found = _import_scan(replace(node, opset=9, inputs=own, attrs=attrs), e)
+        made.append([emit(e, "Unsqueeze", y, np.array([0])) for y in found])
+    return [column[0] if rows == 1 else emit(e, "Concat", *column, axis=0) for column in zip(*made, strict=True)]
 
 
 # ---------------------------------------------------------------- export

@@ -283,3 +283,36 @@ def test_unsupported_nodes_of_bodies_are_named_once() -> None:
 def test_what_contradicts(text: str, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         import_model(model(text))
+
+
+SCAN_8 = """<ir_version: 3, opset_import: ["": 8]>
+g (float[BATCH, 2] init, float[BATCH, 3, 2] x) => (float[BATCH, 2] last, float[BATCH, 3, 2] sums) {
+    last, sums = Scan <num_scan_inputs = 1, body = b (float[2] s, float[2] v) => (float[2] t, float[2] out) {
+        t = Add(s, v)
+        out = Identity(t)
+    }> (LENS, init, x)
+}"""
+
+
+def test_scan_of_opset_8_has_a_batch() -> None:
+    model = onnx.parser.parse_model(SCAN_8.replace("BATCH", "2").replace("LENS", ""))
+    init, x = np.ones((2, 2), np.float32), np.arange(12, dtype=np.float32).reshape(2, 3, 2)
+    got = evaluate(import_model(model), {"init": init, "x": x})
+    np.testing.assert_array_equal(got["sums"], 1 + x.cumsum(1))
+    np.testing.assert_array_equal(got["last"], 1 + x.sum(1))
+
+
+@pytest.mark.parametrize(
+    ("text", "because"),
+    [
+        (SCAN_8.replace("BATCH", "n").replace("LENS", ""), "batch of n: 1 to 64 fixed rows"),
+        (SCAN_8.replace("BATCH", "65").replace("LENS", ""), "batch of 65: 1 to 64 fixed rows"),
+        (
+            SCAN_8.replace("BATCH", "2").replace("LENS", "lens").replace("g (", "g (int64[2] lens, "),
+            "with sequence_lens",
+        ),
+    ],
+)
+def test_scans_of_opset_8_that_are_refused(text: str, because: str) -> None:
+    with pytest.raises(UnsupportedError, match=because):
+        import_model(onnx.parser.parse_model(text))
