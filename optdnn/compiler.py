@@ -224,7 +224,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             engine, measured, fallbacks = choice.engine, choice.rows, choice.fallbacks
     cache.save()
     said, library = (choice.ran, choice.library) if choice is not None else (None, "")
-    ran = outcome(graph, account, said, library, base_of(plan) if choice is not None else "fp32")
+    ran = outcome(graph, account, said, library, base_of(plan) if choice is not None else "fp32", passes)
     engine.program.meta["precision"] = contract(plan, ran, hazards(graph), account)
     if options.strict_precision:
         _as_asked(ran)

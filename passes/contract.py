@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
+from optdnn.passes.base import PassReport
 from optdnn.passes.integers import is_dequantized
 from optdnn.passes.precision import ANCHORS, QUANTIZED, PrecisionPlan, key, no_integers
 from optdnn.passes.ranges import Calibration
@@ -118,12 +119,20 @@ def _computes(op: Op) -> bool:
 
 
 def outcome(
-    graph: Graph, account: Account, ran: Mapping[str, str] | None = None, who: str = "", hint: str = "fp32"
+    graph: Graph,
+    account: Account,
+    ran: Mapping[str, str] | None = None,
+    who: str = "",
+    hint: str = "fp32",
+    passes: Sequence[PassReport] = (),
 ) -> list[Ran]:
     """What each op asked for runs in, by the final graph and (``ran``: key -> precision) by what ``who`` said of itself.
 
-    ``hint``: what ``who`` was told to compute the graph's fp32 in.
+    ``hint``: what ``who`` was told to compute the graph's fp32 in. ``passes`` are asked why a product between Q and DQ did not
+    become an operator on integers.
     """
+    why = {n: r.reason for p in passes if p.name == "fold_quantized" for r in p.refused for n in r.nodes
+           if not r.reason.startswith("DequantizeLinear stays")}  # fmt: skip
     by_key = {key(op): op for op in graph.ops() if op.kind not in STRUCTURAL}
     integer = {n: p for op in graph.ops() if (p := _on_eight_bits(graph, op)) is not None for n in op.src}
     rows = []
@@ -147,7 +156,8 @@ def outcome(
         if runs == one.precision:
             reason = None
         elif reason is None:
-            reason = f"the graph has it in {runs}"
+            reason = next((why[n] for n in one.nodes if n in why), None)
+            reason = reason or f"the graph has it in {runs}"
         rows.append(Ran(one, runs, reason))
     return rows
 

@@ -156,7 +156,7 @@ def choices(graph: Graph, target: str) -> list[Choice]:
         else:
             offered += ["bf16"]
             refused["fp16"] = "the cpu target has no fp16 arithmetic"
-        reason = no_integers(graph, op)
+        reason = no_integers(graph, op, target)
         if reason is None:
             offered.append("int8")
         else:
@@ -173,8 +173,10 @@ def choices(graph: Graph, target: str) -> list[Choice]:
     return found
 
 
-def no_integers(graph: Graph, op: Op) -> str | None:
-    """Why an op has no quantized form, or None."""
+def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
+    """Why an op has no quantized form (on a target, where that is given), or None."""
+    if op.kind == "ConvTranspose" and target.partition(":")[0] in ("cuda", "simulate"):
+        return "there is no kernel for it on integers"
     if op.kind not in ANCHORS | SHARES_SCALE | OWN_SCALE:
         return f"{op.kind} has no int8 form"
     if not is_float(op.outputs[0].type.dtype):

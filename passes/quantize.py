@@ -45,6 +45,7 @@ def quantize(
 class _Quantizer:
     def __init__(self, graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport):
         self.graph, self.plan, self.calibration, self.report = graph, plan, calibration, report
+        self.target = target
         self.unsigned = target.partition(":")[0] not in ("cuda", "simulate")
         self.chosen: dict[int, str] = {}
         """Ids of ops that will run in integers (or fp8) -> which."""
@@ -77,7 +78,7 @@ class _Quantizer:
                 self.refused[op.id] = no_integers(self.graph, op) or ""
                 self.report.refused.append(Refused(asked, node_names([op]), self.refused[op.id]))
             if op.kind in ANCHORS and not is_quantized(self.graph, op):
-                reason = no_integers(self.graph, op)
+                reason = no_integers(self.graph, op, self.target)
                 if reason is None:
                     if op.attrs.prologue:
                         split_prologue(self.graph, op)

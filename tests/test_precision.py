@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from optdnn.ir.graph import Graph
 from optdnn.models import trained
 from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.assign_precision import AssignPrecision
-from optdnn.passes.base import PassContext
+from optdnn.passes.base import PassContext, PassReport, Refused
 from optdnn.passes.contract import Account, half_risks, hazards, outcome
 from optdnn.passes.precision import PrecisionPlan
 from optdnn.passes.ranges import Calibration, Range
@@ -136,6 +137,17 @@ def test_what_is_refused_is_told_with_its_reason() -> None:
         "Gemm_1": ("int8", "int8"),
         "Softmax_2": ("fp32", "fp32"),  # without an int8 form, and not named: asked for the float precision
     }
+
+
+def test_why_a_product_stays_float_on_a_gpu_is_what_the_pass_says() -> None:
+    n = Net()
+    graph = n.done(n.gemm(n.input(2, 8), 4))
+    account = assigned(graph, PrecisionPlan("int8", {"Gemm_1": "int8"}), ranges(graph))
+    account.asked = [replace(account.asked[0], precision="fp8")]
+    refused = PassReport("fold_quantized", refused=[Refused("product", ("Gemm_1",), "no kernel takes it")])
+    (row,) = outcome(graph, account, passes=[refused])
+    assert row.reason == "no kernel takes it"
+    assert outcome(graph, account)[0].reason == "the graph has it in int8"
 
 
 def test_a_library_that_runs_otherwise_is_told() -> None:

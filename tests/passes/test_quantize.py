@@ -265,6 +265,22 @@ def test_refusals_have_reasons() -> None:
     assert "fp8" in {p for c in choices(chain(), "cuda:sm_90a") for p in c.precisions}
 
 
+def test_a_transposed_convolution_is_in_integers_on_the_cpu_alone() -> None:
+    def net() -> Graph:
+        n = Net()
+        return n.done(n.conv_transpose(n.input(1, 4, 5, 5), 6, bias=True))
+
+    graph = net()
+    assert assign(graph).refused == []
+    assert producer(graph, graph.of_kind("ConvTranspose")[0], 1).kind == "DequantizeLinear"
+    graph = net()
+    (refused,) = assign(graph, target="cuda:sm_90a").refused
+    assert refused.reason == "ConvTranspose stays float: there is no kernel for it on integers"
+    assert graph.kinds() == {"ConvTranspose": 1}
+    (offered,) = choices(net(), "cuda:sm_90a")
+    assert "int8" not in offered.precisions
+
+
 def test_calibration_of_another_graph_is_refused() -> None:
     context = PassContext(target="cpu", precision="int8", calibration=Calibration("minmax", {}))
     with pytest.raises(UsageError, match="calibration says nothing of"):
