@@ -74,6 +74,16 @@ def dequantized(graph: Graph, value: Value | None) -> tuple[Value, Affine] | Non
     return None if found is None else (op.inputs[0], found)
 
 
+def unrounded(graph: Graph, value: Value) -> Value:
+    """The float that was rounded to 8 bits and back to make ``value``, where that was so: to read it is nearer to the network, and
+    spares the way back."""
+    op = source(graph, value)
+    made = None if op is None or op.inputs[0] is None else graph.op(op.inputs[0])
+    if made is None or made.kind != "QuantizeLinear" or made.inputs[0] is None:
+        return value
+    return made.inputs[0] if graph.type(made.inputs[0]) == graph.type(value) else value
+
+
 def quantization(graph: Graph, value: Value) -> tuple[Op, Affine] | None:
     """The QuantizeLinear that alone reads a value, behind casts between floating types that alone do."""
     while True:
@@ -202,6 +212,8 @@ class QuantizedProduct(Rule):
         if ep.bias is not None:
             total = total + ep.bias
         second: Value | None = ep.residual
+        if second is not None and out is None and "float8" in x.dtype:
+            second = unrounded(graph, second)
         around: Affine | None = Affine(op.outputs[0].type.dtype.name, 1.0) if second is not None else None
         if second is not None and out is not None:
             assert residual is not None

@@ -17,7 +17,10 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import PointwiseAttrs, plain_attrs
 from optdnn.passes.base import Match, Miss, PassContext, Rewrite
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.types import FP32, Array, DType, is_float
+from optdnn.types import DTYPES, FP32, Array, DType, is_float
+
+FP8_LARGEST = {DTYPES["fp8_e4m3"]: 448.0, DTYPES["fp8_e5m2"]: 57344.0}
+"""Largest finite value."""
 
 
 class _Dag:
@@ -60,11 +63,16 @@ class _Dag:
     def quantize(self, graph: Graph, op: Op, at: int) -> None:
         """QuantizeLinear: ``saturate(round(x / scale) + zero)`` in fp32."""
         scale, zero = parameters(graph, op)
-        at = self.add(Stage("Round", (self.add(Stage("Div", (at, self.constant(scale)))),)))
-        if zero.any():
-            at = self.add(Stage("Add", (at, self.constant(zero))))
-        info = np.iinfo(op.attrs.output_dtype)
-        low, high = (self.constant(np.array(b, np.float32)) for b in (info.min, info.max))
+        at = self.add(Stage("Div", (at, self.constant(scale))))
+        if is_float(op.attrs.output_dtype):  # the cast rounds
+            bounds = [-FP8_LARGEST[op.attrs.output_dtype], FP8_LARGEST[op.attrs.output_dtype]]
+        else:
+            at = self.add(Stage("Round", (at,)))
+            if zero.any():
+                at = self.add(Stage("Add", (at, self.constant(zero))))
+            info = np.iinfo(op.attrs.output_dtype)
+            bounds = [info.min, info.max]
+        low, high = (self.constant(np.array(b, np.float32)) for b in bounds)
         self.add(Stage("Cast", (self.add(Stage("Clip", (at, low, high))),), CastAttrs(op.attrs.output_dtype)))
 
 
@@ -88,8 +96,10 @@ def _plain(graph: Graph, op: Op) -> str | None:
     if op.attrs.block_size:
         return "it has a scale per block"
     integer: DType = op.outputs[0].type.dtype if op.kind == "QuantizeLinear" else graph.type(op.inputs[0]).dtype  # type: ignore[arg-type]
-    if is_float(integer) or integer.itemsize > 2:
+    if (is_float(integer) and integer not in FP8_LARGEST) or integer.itemsize > 2:
         return f"it is of {integer.name}"
+    if is_float(integer) and op.kind == "QuantizeLinear" and not op.attrs.saturate:
+        return "it does not saturate"
     precision = op.attrs.precision if op.kind == "QuantizeLinear" else op.attrs.output_dtype
     if precision is not None and precision.itemsize > 4:
         return "it is computed in double precision"

@@ -13,8 +13,11 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.verify import verify
 from optdnn.ops.base import Stage
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.types import DTYPES
 
 HOPPER = PassContext(target="cuda:sm_90a")
 
@@ -187,3 +190,19 @@ def test_other_targets_keep_q_and_dq() -> None:
     graph = chain(n, lambda x: n.qconv(x, 16), 2, 16, 9, 7)
     for target in ("cpu", "cuda:sm_80", ""):
         assert FoldQuantized()(graph, PassContext(target=target)).changes == 0
+
+
+def test_fp8_conversions_are_stages_and_residuals_are_read_as_they_were() -> None:
+    e4m3, n = DTYPES["fp8_e4m3"], QNet()
+    x = n.op("Relu", n.input(4, 32))
+    q = n.op("QuantizeLinear", x, n.const(np.float32(0.02), np.float32), attrs=QuantizeAttrs(e4m3, 0))
+    dq = n.op("DequantizeLinear", q, n.const(np.float32(0.02), np.float32), attrs=DequantizeAttrs(0))
+    w = n.const(n.rng.standard_normal((32, 32)).astype(e4m3), e4m3)
+    wd = n.op("DequantizeLinear", w, n.const(np.float32(0.2), np.float32), attrs=DequantizeAttrs(0))
+    y = n.op("MatMul", dq, wd, dq, attrs=MatMulAttrs(epilogue=(Stage("Add", (-1, 2)),)))
+    graph, _ = folded(n.done(y))
+    assert graph.kinds() == {"Relu": 1, "Pointwise": 1, "QuantizedMatMul": 1}
+    (product,) = graph.of_kind("QuantizedMatMul")
+    assert graph.op(product.inputs[3]).kind == "Relu"
+    assert [s.kind for s in graph.of_kind("Pointwise")[0].attrs.epilogue] == ["Div", "Clip", "Cast"]
+    within(n.graph, graph, 0.161)  # half of an e4m3 step of the residual
