@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.config import AUTO, BuildOptions
+from optdnn.config import BuildOptions
 from optdnn.dim import Dim
 from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
-from optdnn.passes.precision import PrecisionPlan
 from optdnn.runtime.program import Kernel, Program
 from optdnn.tactics.cuda.assemble import compact, placed, pruned
-from optdnn.tactics.cuda.builder import Builder, Placed, row_major
+from optdnn.tactics.cuda.builder import Builder, Placed, has_tf32, row_major
 from optdnn.tactics.cuda.host import CHEAPER, HostSide, plain_shape, summary
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.schedule import group_steps, keep_inputs_on_host
@@ -82,10 +81,7 @@ def emit_program(
     selection = Selection.of(options, choices)
     _need_static(graph)
     b = Builder(graph, arch, arrays={} if arrays is None else arrays)
-    auto = options.precision == AUTO  # whose plan is in the graph's types; it never holds tf32
-    plan = PrecisionPlan() if auto else PrecisionPlan.of_option(options.precision, options.precision_map)
-    if "tf32" in plan.floats:
-        b.padded, b.tf32 = True, lambda op: plan.of(op) == "tf32"
+    b.padded = any(map(has_tf32, graph.ops()))
     host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
     inputs, outputs = _borders(b)
     plan_concats(b, WRITES_ANYWHERE)

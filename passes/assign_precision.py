@@ -23,7 +23,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
 from optdnn.passes.contract import Account, ask, half_risks
-from optdnn.passes.precision import QUANTIZED, PrecisionPlan, key
+from optdnn.passes.precision import ANCHORS, QUANTIZED, PrecisionPlan, key
 from optdnn.passes.quantize import quantize
 from optdnn.passes.ranges import Calibration
 from optdnn.types import BF16, FP16, FP32, Array, DType
@@ -80,6 +80,15 @@ class AssignPrecision(Pass):
             assignment = _Assignment(graph, plan, report, keeps)
             assignment.run()
             account.refused.update({keys[i]: reason for i, reason in assignment.refused.items()})
+        if context.target.startswith("cuda") and "tf32" in plan.floats:
+            _allow_tf32(graph, plan)
+
+
+def _allow_tf32(graph: Graph, plan: PrecisionPlan) -> None:
+    """Let the products that tf32 was asked for round their fp32 factors; no type changes."""
+    for op in graph.of_kind(*sorted(ANCHORS)):
+        if plan.of(op) == "tf32" and op.outputs[0].type.dtype == FP32:
+            graph.set_op(replace(op, attrs=replace(op.attrs, factors="tf32")))
 
 
 def is_mixture(plan: PrecisionPlan) -> bool:

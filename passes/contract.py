@@ -103,6 +103,8 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:
         if own != FP32:  # the model's own type, which stays
             found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), _FLOATS.get(own, "fp8")))
             continue
+        if precision == "tf32" and not plan.named(op) and op.kind not in ANCHORS:
+            precision = "fp32"  # what makes no products rounds no factors
         if precision in QUANTIZED and not plan.named(op) and op.kind not in ANCHORS:
             precision = plan.base
             if no_integers(graph, op) is None:
@@ -184,6 +186,8 @@ def structural(graph: Graph, op: Op) -> str | None:
         if users and all(u.kind == "QuantizeLinear" for u in users):
             stored = graph.op(data[0]).inputs[0]
             return _EIGHT.get(graph.type(stored).dtype)  # type: ignore[arg-type]
+    if getattr(op.attrs, "factors", ""):
+        return str(op.attrs.factors)
     return next((_FLOATS[o.type.dtype] for o in op.outputs if o.type.dtype in _FLOATS), None)
 
 

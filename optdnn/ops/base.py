@@ -59,11 +59,13 @@ class Stage:
 class FusedAttrs(Attrs):
     """Attributes of a kind that can hold stages. ``prologue`` transforms operand 0, ``epilogue`` the result.
 
-    The operands that stages read follow the kind's own operands (``OpDef.arity`` of them).
+    The operands that stages read follow the kind's own operands (``OpDef.arity`` of them). ``factors``: what fp32 operands may be
+    rounded to before they are multiplied ("tf32"; "": they are not), which assign_precision alone decides.
     """
 
     prologue: tuple[Stage, ...] = field(default=(), kw_only=True)
     epilogue: tuple[Stage, ...] = field(default=(), kw_only=True)
+    factors: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)

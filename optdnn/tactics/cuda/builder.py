@@ -163,11 +163,9 @@ class Builder:
     recipes: list[Recipe] = field(default_factory=list)
     place: dict[Value, Placed] = field(default_factory=dict)
     padded: bool = False
-    """Whether fp32 tensors have a multiple of CHANNEL_ALIGN channels per pixel, too."""
+    """Whether fp32 tensors have a multiple of CHANNEL_ALIGN channels per pixel, too (where products are of tf32)."""
     reserved: dict[Value, Placed] = field(default_factory=dict)
     """Values that must be written to a place chosen beforehand: network outputs, and parts of concatenations."""
-    tf32: Callable[[Op], bool] = field(default=lambda op: False)
-    """Whether the products of an fp32 operator may be made of tf32 factors: only where that was asked for."""
     fetch: Callable[[Value], Placed | None] = field(default=lambda value: None)
     """Brings a value that the host makes to the GPU (see :mod:`optdnn.tactics.cuda.host`)."""
     _kernel_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -364,7 +362,12 @@ _TABLES = ("place", "reserved", "_kernel_of", "_blob_of", "_constants", "_copies
 def products(b: Builder, op: Op) -> str:
     """The type of the factors of an operator's products, as the kernels name it."""
     dtype = op.outputs[0].type.dtype
-    return "tfloat32" if dtype == FP32 and b.tf32(op) else map_dtype(dtype)
+    return "tfloat32" if dtype == FP32 and has_tf32(op) else map_dtype(dtype)
+
+
+def has_tf32(op: Op) -> bool:
+    """Whether fp32 operands of the operator are rounded to tf32 before they are multiplied."""
+    return getattr(op.attrs, "factors", "") == "tf32"
 
 
 def map_dtype(dtype: DType) -> str:

@@ -110,7 +110,7 @@ def _facts(b: Builder, op: Op) -> list[Plain]:
         reserved = b.reserved.get(value)
         used = bool(b.graph.uses(value))
         results.append([str(out.type), out.type.layout, used, None if reserved is None else _place(reserved)])
-    return [op.kind, repr(op.attrs), operands, results, *(["tf32"] if b.tf32(op) else [])]
+    return [op.kind, repr(op.attrs), operands, results]
 
 
 def _place(x: Placed) -> Plain:

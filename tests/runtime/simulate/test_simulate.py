@@ -398,6 +398,7 @@ def test_tf32_is_for_products_and_only_where_it_was_asked_for() -> None:
     assert np.abs(simulate(program, feeds)["y0"] - simulate(exact, feeds)["y0"]).max() > 1e-6, "factors are rounded"
     pinned = {next(iter(op.src)): "fp32" for op in graph.order() if op.kind == "Gemm"}
     kept = lowered(graph, "tf32", precision_map=pinned)
+    assert sum("tf32" in s.params["op"]["attrs"] for s in kept.steps) == 5
     (last,) = [s for s in kept.steps if set(s.src) & set(pinned)]
     assert "tf32" not in last.params["op"]["attrs"]
 
