@@ -15,11 +15,14 @@ from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS
+from optdnn.types import FP64, DType
 
 THREADS = 256
 BLOCKS = 65535
 POINTS_LIMIT = 1 << 31
 """Most points of a space: coordinates are taken from a 32-bit index."""
+VISITS_LIMIT = 1 << 28
+"""Most (result, candidate) pairs of a kernel whose results look for their inputs: some milliseconds."""
 
 
 def emit_each(
@@ -85,3 +88,33 @@ extern "C" __global__ void __launch_bounds__({THREADS}) each(const __grid_consta
 def coordinates(prefix: str, rank: int, replaced: Mapping[int, str] | None = None) -> str:
     """``o0, o1, …`` as arguments, some of them replaced."""
     return ", ".join((replaced or {}).get(k, f"{prefix}{k}") for k in range(rank))
+
+
+def operand_at(b: Builder, op: Op, slot: int) -> Placed | None:
+    """Where an operand lies; None where it is absent."""
+    value = op.input(slot)
+    return None if value is None else b.operand(value)
+
+
+def needed(b: Builder, op: Op, slot: int) -> Placed:
+    """Where an operand lies that is never absent."""
+    found = operand_at(b, op, slot)
+    assert found is not None
+    return found
+
+
+def operands_of(b: Builder, op: Op) -> list[Placed | None]:
+    """Where all operands lie."""
+    return [operand_at(b, op, i) for i in range(len(op.inputs))]
+
+
+def shape_at(b: Builder, op: Op, slot: int) -> tuple[int, ...]:
+    """The shape of an operand."""
+    value = op.input(slot)
+    assert value is not None
+    return b.graph.type(value).static_shape
+
+
+def wide(*dtypes: DType) -> str:
+    """The type to compute in: double where an operand is, else float."""
+    return "double" if FP64 in dtypes else "float"

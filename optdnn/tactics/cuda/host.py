@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from optdnn.dim import Dim
 from optdnn.errors import ShapeError
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
 from optdnn.ops.fused import flops, plain_attrs
@@ -87,8 +87,18 @@ class HostSide:
     """Values that are computed on the host."""
     _buffer: dict[Value, int] = field(default_factory=dict)
 
+    _come_back: set[int] = field(default_factory=set)
+    """Operators with kernels whose results only the host needs, at once or after others of them."""
+
     def __post_init__(self) -> None:
         self.b.fetch = self._fetch
+        graph = self.b.graph
+        for op in reversed(graph.order()):
+            if op.kind in STRUCTURAL or self.must(op) is not None:
+                continue
+            users = [u for i in range(len(op.outputs)) for u in graph.users(Value(op.id, i)) if u.kind != "Output"]
+            if users and all(u.id in self._come_back or self.must(u) is not None for u in users):
+                self._come_back.add(op.id)
 
     def must(self, op: Op) -> str | None:
         """Why an operator can only run here, as far as its kind and types tell."""
@@ -107,8 +117,8 @@ class HostSide:
         if not read or any(v not in self._buffer or v in b.place for v in read):
             return False
         copies = sum(copy_us(_nbytes(graph.type(v))) for v in read)
-        if any(u.kind not in ("Output",) and self.must(u) is not None for u in graph.users(op.value)):
-            copies += copy_us(_nbytes(op.outputs[0].type)) + CUT_US
+        if op.id in self._come_back:
+            copies += sum(copy_us(_nbytes(o.type)) for o in op.outputs) + 2 * CUT_US
         return host_us(graph, op) <= copies
 
     def run(self, op: Op, why: str, *, forced: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Operators of arithmetic over coordinates (see :mod:`optdnn.tactics.cuda.each`): sampling, quantization, sums of products.
+"""Operators of arithmetic over coordinates (see :mod:`optdnn.tactics.cuda.each`): sampling, sums of products, statistics.
 
 They are the general ways: a thread per result that sums in one order. What is common enough has kernels of its own.
 """
@@ -9,27 +9,27 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from optdnn.ir.graph import Op, Value
-from optdnn.ops.base import attrs_dict
 from optdnn.ops.gemm import einsum_terms
-from optdnn.ops.quant import QuantizeAttrs
 from optdnn.tactics.cuda.builder import Builder, Placed
-from optdnn.tactics.cuda.each import POINTS_LIMIT, coordinates, emit_each
-from optdnn.tactics.cuda.pointwise import CPP, FP8_LARGEST, arithmetic, literal
-from optdnn.tactics.cuda.positions import VISITS_LIMIT, _in, _needed, _reads, _shape
-from optdnn.tactics.cuda.reduce import emit_reduce, limits
+from optdnn.tactics.cuda.each import (
+    POINTS_LIMIT,
+    VISITS_LIMIT,
+    coordinates,
+    emit_each,
+    needed,
+    operand_at,
+    operands_of,
+    shape_at,
+    wide,
+)
+from optdnn.tactics.cuda.pointwise import CPP, arithmetic, literal
+from optdnn.tactics.cuda.quantized_each import QUANTIZED
 from optdnn.tactics.cuda.tactic import OwnTactic
-from optdnn.types import FP32, FP64, UINT8, DType, is_float, normalize_axis
+from optdnn.types import normalize_axis
 
 SUMS_LIMIT = VISITS_LIMIT * 16
 """Most products of a kernel that sums them in a thread per result."""
-
-
-def _wide(*dtypes: DType) -> str:
-    """The type to compute in: double where an operand is, else float."""
-    return "double" if FP64 in dtypes else "float"
 
 
 # ---------------------------------------------------------------- sampling
@@ -46,7 +46,7 @@ template <typename T> DEVICE T reflected(T at, T low, T high) {
 
 
 def _grid_sample(b: Builder, op: Op) -> None:
-    x, grid, out, a = _needed(b, op, 0), _needed(b, op, 1), b.target(op.value), op.attrs
+    x, grid, out, a = needed(b, op, 0), needed(b, op, 1), b.target(op.value), op.attrs
     t, rank = arithmetic(x.dtype), len(x.shape) - 2
     taps = {"nearest": 1, "linear": 2, "cubic": 4}[a.mode]
     lines, loops, closing = [], [], ""
@@ -78,7 +78,7 @@ def _grid_sample(b: Builder, op: Op) -> None:
     loops.append(f"acc += {t}(widen(p.x[at_x({at})])) * ({weight});")
     text = " ".join([*lines, f"{t} acc = 0;", *loops, closing])
     text += f" p.y[at_y({coordinates('o', rank + 2)})] = narrow<{CPP[x.dtype]}>(acc);"
-    emit_each(b, op, out.shape, {"x": x, "g": grid}, {"y": out}, text, reads=_reads(b, op), helpers=_REFLECT)
+    emit_each(b, op, out.shape, {"x": x, "g": grid}, {"y": out}, text, reads=operands_of(b, op), helpers=_REFLECT)
 
 
 def _weights(k: int, mode: str, t: str) -> str:
@@ -99,7 +99,7 @@ def _weights(k: int, mode: str, t: str) -> str:
 
 
 def _affine_grid(b: Builder, op: Op) -> None:
-    theta, out = _needed(b, op, 0), b.target(op.value)
+    theta, out = needed(b, op, 0), b.target(op.value)
     t, rank = arithmetic(theta.dtype), len(out.shape) - 2
     lines = []
     for k in range(rank):  # the last spatial axis is the first coordinate
@@ -114,152 +114,7 @@ def _affine_grid(b: Builder, op: Op) -> None:
     terms = [f"{t}(widen(p.t[at_t(o0, o{last}, {rank - 1 - k})])) * c{k}" for k in reversed(range(rank))]
     lines.append(f"const {t} v = {' + '.join(terms)} + {t}(widen(p.t[at_t(o0, o{last}, {rank})]));")
     lines.append(f"p.y[at_y({coordinates('o', len(out.shape))})] = narrow<{CPP[out.dtype]}>(v);")
-    emit_each(b, op, out.shape, {"t": theta}, {"y": out}, " ".join(lines), reads=_reads(b, op))
-
-
-# ---------------------------------------------------------------- quantization
-
-
-def _parameter(name: str, placed: Placed | None, axis: int, rank: int, block: int) -> str:
-    """The element of a scale or zero point that meets a point: one in all, one per entry of ``axis``, or one per block."""
-    if placed is None:
-        return ""
-    if len(placed.shape) <= 1 and math.prod(placed.shape) == 1:
-        return f"p.{name}[0]"
-    if block:
-        return f"p.{name}[at_{name}({coordinates('o', rank, {axis: f'o{axis} / {block}'})})]"
-    return f"p.{name}[at_{name}(o{axis})]"
-
-
-def _axis(op: Op, rank: int) -> int:
-    return normalize_axis(op.attrs.axis, rank) if rank and -rank <= op.attrs.axis < rank else 0
-
-
-def rounded(value: str, zero: str, out: DType) -> str:
-    """C++ statements that round ``value`` (floating-point) half to even, shift and saturate it into the double ``q``."""
-    low, high = (limits(CPP[out])[i] for i in (0, 1))
-    return (
-        f"double q = rint(double({value})); q = q != q ? 0 : q; {f'q += double(widen({zero}));' if zero else ''} "
-        f"q = q < double({low}) ? double({low}) : q > double({high}) ? double({high}) : q;"
-    )
-
-
-def _quantize(b: Builder, op: Op) -> None:
-    x, scale, zero, out = _needed(b, op, 0), _needed(b, op, 1), _in(b, op, 2), b.target(op.value)
-    a, r = op.attrs, len(out.shape)
-    axis, at, t = _axis(op, r), coordinates("o", r), CPP[a.precision or scale.dtype]
-    s, z = (_parameter(n, p, axis, r, a.block_size) for n, p in (("s", scale), ("z", zero)))
-    # The quotient has the scale's type, and its roundings.
-    lines = f"""const auto v = widen(narrow<{t}>(widen(narrow<{t}>(widen(p.x[at_x({at})]))) / widen(narrow<{t}>(widen({s})))));"""
-    if is_float(out.dtype):
-        top = FP8_LARGEST.get(out.dtype, math.inf) if a.saturate else math.inf
-        w = arithmetic(a.precision or scale.dtype)
-        bounded = f"min_nan(max_nan(v, {literal(-top, w)}), {literal(top, w)})" if math.isfinite(top) else "v"
-        lines += f" p.y[at_y({at})] = narrow<{CPP[out.dtype]}>({bounded});"
-    else:
-        lines += f" {rounded('v', z, out.dtype)} p.y[at_y({at})] = {CPP[out.dtype]}(q);"
-    tensors = {"x": x, "s": scale, "z": zero if not is_float(out.dtype) else None}
-    emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=_reads(b, op))
-
-
-def _dynamic_quantize(b: Builder, op: Op) -> None:
-    """The range of all elements, the scale and zero point that it gives, and the elements in them."""
-    x = _needed(b, op, 0)
-    name, rank = op.outputs[0].name, len(x.shape)
-    axes = b.constant(np.arange(rank), "axes")
-    whole = {"keepdims": False, "noop_with_empty_axes": False}
-    bounds = []
-    for kind in ("ReduceMin", "ReduceMax"):
-        bounds.append(b.new(f"{name}.{kind}", x.dtype, ()))
-        emit_reduce(b, op, kind, x, range(rank), bounds[-1], kind=kind, attrs=whole, reads=[x, axes])
-    scale, zero = (
-        b.target(Value(op.id, i)) if i < len(op.outputs) else b.new(f"{name}.{i}", d, ())
-        for i, d in ((1, FP32), (2, UINT8))
-    )
-    t = arithmetic(x.dtype)
-    lines = f"""const {t} low = min_nan({t}(widen(p.l[0])), {t}(0)), high = max_nan({t}(widen(p.h[0])), {t}(0));
-        {t} scale = (high - low) / {t}(255);
-        scale = scale > 0 ? scale : {t}(1);
-        const {t} zero = rint(min_nan(max_nan(-low / scale, {t}(0)), {t}(255)));
-        p.s[0] = float(scale);
-        p.z[0] = u8(zero);"""
-    emit_each(
-        b,
-        op,
-        (1,),
-        {"l": bounds[0], "h": bounds[1]},
-        {"s": scale, "z": zero},
-        lines,
-        reads=bounds,
-        meaning=("DynamicScale", {}),
-    )
-    out, at = b.target(op.value), coordinates("o", rank)
-    quotient = f"float(widen(p.x[at_x({at})])) / p.s[0]"
-    lines = f"{rounded(quotient, 'p.z[0]', UINT8)} p.y[at_y({at})] = u8(q);"
-    attrs = attrs_dict(QuantizeAttrs(UINT8))
-    emit_each(
-        b, op, out.shape, {"x": x, "s": scale, "z": zero}, {"y": out}, lines, reads=[x, scale, zero],
-        meaning=("QuantizeLinear", attrs),
-    )  # fmt: skip
-
-
-def _dequantize(b: Builder, op: Op) -> None:
-    x, scale, zero, out = _needed(b, op, 0), _needed(b, op, 1), _in(b, op, 2), b.target(op.value)
-    r, t = len(out.shape), _wide(scale.dtype, out.dtype)
-    axis, at = _axis(op, r), coordinates("o", r)
-    zero = None if is_float(x.dtype) else zero
-    s, z = (_parameter(n, p, axis, r, op.attrs.block_size) for n, p in (("s", scale), ("z", zero)))
-    value = f"{t}(i64(widen(p.x[at_x({at})])) - i64(widen({z})))" if z else f"{t}(widen(p.x[at_x({at})]))"
-    lines = f"p.y[at_y({at})] = narrow<{CPP[out.dtype]}>({value} * {t}(widen({s})));"
-    emit_each(b, op, out.shape, {"x": x, "s": scale, "z": zero}, {"y": out}, lines, reads=_reads(b, op))
-
-
-def _integer_product(b: Builder, op: Op) -> None:
-    """MatMulInteger and QLinearMatMul: exact sums, then scales."""
-    linear = op.kind == "QLinearMatMul"
-    slots = (
-        {"a": 0, "s": 1, "z": 2, "c": 3, "u": 4, "v": 5, "w": 6, "q": 7} if linear else {"a": 0, "c": 1, "z": 2, "v": 3}
-    )
-    placed = {n: p for n, i in slots.items() if (p := _in(b, op, i)) is not None}
-    left, right, out = placed["a"], placed["c"], b.target(op.value)
-    r, k = len(out.shape), left.shape[-1]
-    batch = r - (len(left.shape) > 1) - (len(right.shape) > 1)
-    row = f"o{batch}" if len(left.shape) > 1 else ""
-    column = f"o{r - 1}" if len(right.shape) > 1 else ""
-
-    def lead(p: Placed) -> list[str]:
-        n = max(len(p.shape) - 2, 0)
-        return ["0" if p.shape[i] == 1 else f"o{batch - n + i}" for i in range(n)]
-
-    at_a = ", ".join([*lead(left), *([row] if row else []), "k"])
-    at_c = ", ".join([*lead(right), "k", *([column] if column else [])])
-
-    def entry(name: str, of_row: bool) -> str:
-        """A scalar, or the entry of a row of A or of a column of B."""
-        p = placed.get(name)
-        if p is None:
-            return ""
-        if math.prod(p.shape) == 1:
-            return f"p.{name}[0]"
-        of = left if of_row else right
-        if len(p.shape) == len(of.shape) and len(p.shape) > 1:
-            last = [row, "0"] if of_row else ["0", column]
-            return f"p.{name}[at_{name}({', '.join([*lead(p), *last])})]"
-        return f"p.{name}[at_{name}({row if of_row else column})]"
-
-    shift = {n: f" - i64(widen({e}))" if (e := entry(n, row)) else "" for n, row in (("z", True), ("v", False))}
-    lines = f"""i64 acc = 0;
-        for (i64 k = 0; k < {k}; k++) acc += (i64(p.a[at_a({at_a})]){shift["z"]}) * (i64(p.c[at_c({at_c})]){shift["v"]});
-        const int total = int(acc);"""
-    at = coordinates("o", r)
-    if linear:
-        t = _wide(placed["s"].dtype)
-        factor = f"{t}(widen({entry('s', True)})) * {t}(widen({entry('u', False)})) / {t}(widen(p.w[0]))"
-        lines += f" const {t} scaled = {t}(total) * ({factor}); {rounded('scaled', 'p.q[0]', out.dtype)}"
-        lines += f" p.y[at_y({at})] = {CPP[out.dtype]}(q);"
-    else:
-        lines += f" p.y[at_y({at})] = total;"
-    emit_each(b, op, out.shape, placed, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, {"t": theta}, {"y": out}, " ".join(lines), reads=operands_of(b, op))
 
 
 # ---------------------------------------------------------------- sums of products
@@ -284,11 +139,11 @@ def _einsum(b: Builder, op: Op) -> None:
     loops = " ".join(f"for (i64 s{i} = 0; s{i} < {sizes[x]}; s{i}++)" for i, x in enumerate(summed))
     lines = f"{t} acc = 0; {loops} acc += {product}; p.y[at_y({coordinates('o', len(result))})] = narrow<{CPP[out.dtype]}>(acc);"
     tensors: dict[str, Placed | None] = {f"x{k}": p for k, p in enumerate(operands)}
-    emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _einsum_products(b: Builder, op: Op) -> float:
-    shapes = [_shape(b, op, i) for i in range(len(op.inputs))]
+    shapes = [shape_at(b, op, i) for i in range(len(op.inputs))]
     terms, _ = einsum_terms(op.attrs.equation, [len(s) for s in shapes])
     sizes: dict[str, int] = {}
     for labels, s in zip(terms, shapes, strict=True):
@@ -298,7 +153,7 @@ def _einsum_products(b: Builder, op: Op) -> float:
 
 
 def _dft(b: Builder, op: Op) -> None:
-    x, out, a = _needed(b, op, 0), b.target(op.value), op.attrs
+    x, out, a = needed(b, op, 0), b.target(op.value), op.attrs
     r = len(out.shape)
     axis = _dft_axis(b, op)
     assert axis is not None
@@ -321,7 +176,7 @@ def _dft(b: Builder, op: Op) -> None:
         }}
         {" ".join(stores)}"""
     space = [*out.shape[:-1], 1]
-    emit_each(b, op, space, {"x": x}, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, space, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _dft_axis(b: Builder, op: Op) -> int | None:
@@ -343,9 +198,9 @@ def _dft_length(b: Builder, op: Op, size: int) -> int:
 
 
 def _batch_norm(b: Builder, op: Op) -> None:
-    x, out = _needed(b, op, 0), b.target(op.value)
-    scale, bias, mean, var = (_needed(b, op, i) for i in range(1, 5))
-    t = _wide(x.dtype, scale.dtype, mean.dtype)
+    x, out = needed(b, op, 0), b.target(op.value)
+    scale, bias, mean, var = (needed(b, op, i) for i in range(1, 5))
+    t = wide(x.dtype, scale.dtype, mean.dtype)
     at = coordinates("o", len(out.shape))
 
     def entry(name: str) -> str:
@@ -354,14 +209,14 @@ def _batch_norm(b: Builder, op: Op) -> None:
     lines = f"""const {t} factor = {entry("s")} / sqrt({entry("v")} + {literal(op.attrs.epsilon, t)});
         p.y[at_y({at})] = narrow<{CPP[out.dtype]}>(({t}(widen(p.x[at_x({at})])) - {entry("m")}) * factor + {entry("b")});"""
     tensors: dict[str, Placed | None] = {"x": x, "s": scale, "b": bias, "m": mean, "v": var}
-    emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _layer_norm(b: Builder, op: Op) -> None:
     """With its statistics as results: a thread walks a row."""
-    x, scale, bias = _needed(b, op, 0), _needed(b, op, 1), _in(b, op, 2)
+    x, scale, bias = needed(b, op, 0), needed(b, op, 1), operand_at(b, op, 2)
     results = [b.target(Value(op.id, i)) for i in range(len(op.outputs))]
-    r, t = len(x.shape), _wide(x.dtype)
+    r, t = len(x.shape), wide(x.dtype)
     axis = normalize_axis(op.attrs.axis, r)
     count = math.prod(x.shape[axis:])
     at = coordinates("o", r, {k: f"i{k}" for k in range(axis, r)})
@@ -398,12 +253,12 @@ def _layer_norm(b: Builder, op: Op) -> None:
         {"x": x, "s": scale, "b": bias},
         dict(zip(names, results, strict=True)),
         lines,
-        reads=_reads(b, op),
+        reads=operands_of(b, op),
     )
 
 
 def _rotary(b: Builder, op: Op) -> None:
-    x, cos, sin, out, a = _needed(b, op, 0), _needed(b, op, 1), _needed(b, op, 2), b.target(op.value), op.attrs
+    x, cos, sin, out, a = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value), op.attrs
     t, size = arithmetic(x.dtype), a.rotary_embedding_dim or x.shape[-1]
     half = size // 2
     pair, first, other = (
@@ -417,7 +272,7 @@ def _rotary(b: Builder, op: Op) -> None:
             v = first ? c * v - s * w : s * w + c * v;
         }}
         p.y[at_y(o0, o1, o2, o3)] = narrow<{CPP[out.dtype]}>(v);"""
-    emit_each(b, op, out.shape, {"x": x, "c": cos, "s": sin}, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, {"x": x, "c": cos, "s": sin}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 # ---------------------------------------------------------------- what they cannot do
@@ -429,19 +284,19 @@ def _work(b: Builder, op: Op) -> float:
     if op.kind == "Einsum":
         return _einsum_products(b, op)
     if op.kind in ("MatMulInteger", "QLinearMatMul"):
-        return out * _shape(b, op, 0)[-1]
+        return out * shape_at(b, op, 0)[-1]
     if op.kind == "DFT":
         axis = _dft_axis(b, op)
-        return 0.0 if axis is None else out * _shape(b, op, 0)[axis]
+        return 0.0 if axis is None else out * shape_at(b, op, 0)[axis]
     return 0.0
 
 
 def _limits(b: Builder, op: Op) -> str | None:
     if op.kind == "DFT" and _dft_axis(b, op) is None:
         return "its axis is not known when the engine is built"
-    if op.kind == "DynamicQuantizeLinear" and 0 in _shape(b, op, 0):
+    if op.kind == "DynamicQuantizeLinear" and 0 in shape_at(b, op, 0):
         return "it has no elements"
-    if op.kind == "RotaryEmbedding" and len(_shape(b, op, 1)) != 3:
+    if op.kind == "RotaryEmbedding" and len(shape_at(b, op, 1)) != 3:
         return "its cosines are not given per position"
     if max(math.prod(o.type.static_shape) for o in op.outputs) >= POINTS_LIMIT:
         return "it has more elements than a kernel counts"
@@ -450,8 +305,8 @@ def _limits(b: Builder, op: Op) -> str | None:
 
 
 NUMERIC: dict[str, Callable[[Builder, Op], None]] = {
-    "GridSample": _grid_sample, "AffineGrid": _affine_grid, "QuantizeLinear": _quantize, "DequantizeLinear": _dequantize, "Einsum": _einsum, "DFT": _dft,
-    "DynamicQuantizeLinear": _dynamic_quantize, "MatMulInteger": _integer_product, "QLinearMatMul": _integer_product, "BatchNormalization": _batch_norm,
+    **QUANTIZED, "GridSample": _grid_sample, "AffineGrid": _affine_grid, "Einsum": _einsum, "DFT": _dft,
+    "BatchNormalization": _batch_norm,
     "LayerNormalization": _layer_norm, "RotaryEmbedding": _rotary,
 }  # fmt: skip
 """Kind -> what emits it."""

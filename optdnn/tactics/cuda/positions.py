@@ -11,35 +11,20 @@ from typing import Any
 
 from optdnn.ir.graph import Op, Value
 from optdnn.tactics.cuda.builder import Builder, Placed
-from optdnn.tactics.cuda.each import POINTS_LIMIT, coordinates, emit_each
+from optdnn.tactics.cuda.each import (
+    POINTS_LIMIT,
+    VISITS_LIMIT,
+    coordinates,
+    emit_each,
+    needed,
+    operand_at,
+    operands_of,
+    shape_at,
+)
 from optdnn.tactics.cuda.pointwise import CPP, arithmetic, copy
 from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.tactics.cuda.views import ints, reshaped
 from optdnn.types import is_float, normalize_axis
-
-VISITS_LIMIT = 1 << 28
-"""Most (result, candidate) pairs of a kernel whose results look for their inputs: some milliseconds."""
-
-
-def _in(b: Builder, op: Op, slot: int) -> Placed | None:
-    value = op.input(slot)
-    return None if value is None else b.operand(value)
-
-
-def _needed(b: Builder, op: Op, slot: int) -> Placed:
-    found = _in(b, op, slot)
-    assert found is not None
-    return found
-
-
-def _reads(b: Builder, op: Op) -> list[Placed | None]:
-    return [_in(b, op, i) for i in range(len(op.inputs))]
-
-
-def _shape(b: Builder, op: Op, slot: int) -> tuple[int, ...]:
-    value = op.input(slot)
-    assert value is not None
-    return b.graph.type(value).static_shape
 
 
 def _number(name: str, placed: Placed | None, default: str) -> str:
@@ -62,16 +47,16 @@ def _rows(b: Builder, op: Op, x: Placed, shape: tuple[int, ...]) -> Placed:
 
 
 def _trilu(b: Builder, op: Op) -> None:
-    x, k, out = _needed(b, op, 0), _in(b, op, 1), b.target(op.value)
+    x, k, out = needed(b, op, 0), operand_at(b, op, 1), b.target(op.value)
     r = len(out.shape)
     kept = ">=" if op.attrs.upper else "<="
     lines = f"""const bool kept = o{r - 1} - o{r - 2} {kept} {_number("k", k, "0")};
         p.y[at_y({coordinates("o", r)})] = kept ? p.x[at_x({coordinates("o", r)})] : narrow<{CPP[x.dtype]}>({arithmetic(x.dtype)}(0));"""
-    emit_each(b, op, out.shape, {"x": x, "k": k}, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, {"x": x, "k": k}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _cumulate(b: Builder, op: Op) -> None:
-    x, axis, out = _needed(b, op, 0), _needed(b, op, 1), b.target(op.value)
+    x, axis, out = needed(b, op, 0), needed(b, op, 1), b.target(op.value)
     a, r, t = op.attrs, len(out.shape), arithmetic(x.dtype)
     combine, first = ("acc + v", "0") if op.kind == "CumSum" else ("acc * v", "1")
     known = b.graph.known(op.input(1))
@@ -102,11 +87,11 @@ def _cumulate(b: Builder, op: Op) -> None:
             if (j == c[a]) break;
         }}
         p.y[at_y({coordinates("o", r)})] = narrow<{CPP[out.dtype]}>(acc);"""
-    emit_each(b, op, space, {"x": x, "axis": axis}, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, space, {"x": x, "axis": axis}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _one_hot(b: Builder, op: Op) -> None:
-    index, values, out = _needed(b, op, 0), _needed(b, op, 2), b.target(op.value)
+    index, values, out = needed(b, op, 0), needed(b, op, 2), b.target(op.value)
     r = len(out.shape)
     axis = normalize_axis(op.attrs.axis, r)
     at = ", ".join(f"o{k}" for k in range(r) if k != axis)
@@ -114,11 +99,11 @@ def _one_hot(b: Builder, op: Op) -> None:
     lines = f"""const {t} v = {t}(widen(p.i[at_i({at})]));
         const bool hit = v == {t}(o{axis}) || v + {t}({out.shape[axis]}) == {t}(o{axis});
         p.y[at_y({coordinates("o", r)})] = p.v[at_v(hit ? 1 : 0)];"""
-    emit_each(b, op, out.shape, {"i": index, "v": values}, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, {"i": index, "v": values}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _hardmax(b: Builder, op: Op) -> None:
-    x, out = _needed(b, op, 0), b.target(op.value)
+    x, out = needed(b, op, 0), b.target(op.value)
     r, t, ty = len(out.shape), arithmetic(x.dtype), CPP[x.dtype]
     axis = normalize_axis(op.attrs.axis, r)
     space = [1 if k == axis else n for k, n in enumerate(out.shape)]
@@ -130,25 +115,25 @@ def _hardmax(b: Builder, op: Op) -> None:
             if (!j || (best == best && (v > best || v != v))) {{ best = v; found = j; }}
         }}
         for (i64 j = 0; j < p.n_x[{axis}]; j++) p.y[at_y({at})] = narrow<{ty}>({t}(j == found));"""
-    emit_each(b, op, space, {"x": x}, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, space, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _reverse_sequence(b: Builder, op: Op) -> None:
-    x, lengths, out = _needed(b, op, 0), _needed(b, op, 1), b.target(op.value)
+    x, lengths, out = needed(b, op, 0), needed(b, op, 1), b.target(op.value)
     r = len(out.shape)
     batch, time = normalize_axis(op.attrs.batch_axis, r), normalize_axis(op.attrs.time_axis, r)
     lines = f"""const i64 length = i64(widen(p.l[at_l(o{batch})]));
         i64 t = o{time} < length ? length - 1 - o{time} : o{time};
         t = t < 0 ? 0 : t < p.n_x[{time}] ? t : p.n_x[{time}] - 1;
         p.y[at_y({coordinates("o", r)})] = p.x[at_x({coordinates("o", r, {time: "t"})})];"""
-    emit_each(b, op, out.shape, {"x": x, "l": lengths}, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, {"x": x, "l": lengths}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 _REDUCE = {"none": "u", "add": "v + u", "mul": "v * u", "max": "max_nan(v, u)", "min": "min_nan(v, u)"}
 
 
 def _scatter_elements(b: Builder, op: Op) -> None:
-    x, index, updates, out = _needed(b, op, 0), _needed(b, op, 1), _needed(b, op, 2), b.target(op.value)
+    x, index, updates, out = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value)
     r, t = len(out.shape), arithmetic(x.dtype)
     axis = normalize_axis(op.attrs.axis, r)
     inside = " && ".join(f"o{k} < p.n_i[{k}]" for k in range(r) if k != axis) or "true"
@@ -162,11 +147,11 @@ def _scatter_elements(b: Builder, op: Op) -> None:
             v = {t}({_REDUCE[op.attrs.reduction]});
         }}
         p.y[at_y({coordinates("o", r)})] = narrow<{CPP[x.dtype]}>(v);"""
-    emit_each(b, op, out.shape, {"x": x, "i": index, "u": updates}, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, {"x": x, "i": index, "u": updates}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _scatter_nd(b: Builder, op: Op) -> None:
-    x, index, updates, out = _needed(b, op, 0), _needed(b, op, 1), _needed(b, op, 2), b.target(op.value)
+    x, index, updates, out = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value)
     r, t, depth = len(out.shape), arithmetic(x.dtype), index.shape[-1]
     count = math.prod(index.shape[:-1])
     flat = _rows(b, op, index, (count, depth))
@@ -185,11 +170,11 @@ def _scatter_nd(b: Builder, op: Op) -> None:
             v = {t}({_REDUCE[op.attrs.reduction]});
         }}
         p.y[at_y({coordinates("o", r)})] = narrow<{CPP[x.dtype]}>(v);"""
-    emit_each(b, op, out.shape, {"x": x, "i": flat, "u": values}, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, {"x": x, "i": flat, "u": values}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _tensor_scatter(b: Builder, op: Op) -> None:
-    x, updates, start, out = _needed(b, op, 0), _needed(b, op, 1), _in(b, op, 2), b.target(op.value)
+    x, updates, start, out = needed(b, op, 0), needed(b, op, 1), operand_at(b, op, 2), b.target(op.value)
     r = len(out.shape)
     axis = normalize_axis(op.attrs.axis, r)
     first = "0" if start is None else "i64(p.w[at_w(o0)])"
@@ -198,11 +183,11 @@ def _tensor_scatter(b: Builder, op: Op) -> None:
         {wrap}
         const bool written = at >= 0 && at < p.n_u[{axis}];
         p.y[at_y({coordinates("o", r)})] = written ? p.u[at_u({coordinates("o", r, {axis: "at"})})] : p.x[at_x({coordinates("o", r)})];"""
-    emit_each(b, op, out.shape, {"x": x, "u": updates, "w": start}, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, {"x": x, "u": updates, "w": start}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _top_k(b: Builder, op: Op) -> None:
-    x = _needed(b, op, 0)
+    x = needed(b, op, 0)
     writes = {name: b.target(Value(op.id, i)) for i, name in zip(range(len(op.outputs)), ("y", "i"), strict=False)}
     r, t = len(x.shape), arithmetic(x.dtype)
     axis = normalize_axis(op.attrs.axis, r)
@@ -219,16 +204,16 @@ def _top_k(b: Builder, op: Op) -> None:
             p.y[at_y({coordinates("o", r, {axis: "rank"})})] = narrow<{CPP[x.dtype]}>(v);
             {index}
         }}"""
-    emit_each(b, op, x.shape, {"x": x}, writes, lines, reads=_reads(b, op))
+    emit_each(b, op, x.shape, {"x": x}, writes, lines, reads=operands_of(b, op))
 
 
 def _bit_cast(b: Builder, op: Op) -> None:
-    x, out = _needed(b, op, 0), b.target(op.value)
+    x, out = needed(b, op, 0), b.target(op.value)
     at = coordinates("o", len(out.shape))
     lines = f"""union {{ {CPP[x.dtype]} from; {CPP[out.dtype]} to; }} bits;
         bits.from = p.x[at_x({at})];
         p.y[at_y({at})] = bits.to;"""
-    emit_each(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 # ---------------------------------------------------------------- what they cannot do
@@ -236,19 +221,19 @@ def _bit_cast(b: Builder, op: Op) -> None:
 
 def _lookups(b: Builder, op: Op) -> float:
     """(result, candidate) pairs that a kernel visits."""
-    x = _shape(b, op, 0)
+    x = shape_at(b, op, 0)
     if op.kind in ("CumSum", "CumProd"):
         return 0.0 if b.graph.known(op.input(1)) is not None else math.prod(x) * max(x, default=1)
     if op.kind == "TopK":
         # The compared elements are those of one line: they come from the caches, several at a time.
         return math.prod(x) * x[normalize_axis(op.attrs.axis, len(x))] / 16
     if op.kind == "ScatterElements":
-        return math.prod(x) * _shape(b, op, 1)[normalize_axis(op.attrs.axis, len(x))]
-    return math.prod(x) * math.prod(_shape(b, op, 1)[:-1]) if op.kind == "ScatterND" else 0.0
+        return math.prod(x) * shape_at(b, op, 1)[normalize_axis(op.attrs.axis, len(x))]
+    return math.prod(x) * math.prod(shape_at(b, op, 1)[:-1]) if op.kind == "ScatterND" else 0.0
 
 
 def _limits(b: Builder, op: Op) -> str | None:
-    if op.kind == "BitCast" and op.outputs[0].type.static_shape != _shape(b, op, 0):
+    if op.kind == "BitCast" and op.outputs[0].type.static_shape != shape_at(b, op, 0):
         return "the sizes of the elements differ"
     if op.kind == "TopK" and ints(b, op, 1) is None:
         return "how many is not known when the engine is built"

@@ -10,9 +10,8 @@ import numpy as np
 
 from optdnn.ir.graph import Op, Value
 from optdnn.tactics.cuda.builder import Builder, Placed
-from optdnn.tactics.cuda.each import POINTS_LIMIT, coordinates, emit_each
+from optdnn.tactics.cuda.each import POINTS_LIMIT, coordinates, emit_each, needed, operand_at, operands_of
 from optdnn.tactics.cuda.pointwise import CPP, arithmetic, literal
-from optdnn.tactics.cuda.positions import _in, _needed, _reads
 from optdnn.tactics.cuda.reduce import limits
 from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.tactics.cuda.views import ints
@@ -20,7 +19,7 @@ from optdnn.types import is_float
 
 
 def _roi_align(b: Builder, op: Op) -> None:
-    x, rois, batch, out, a = _needed(b, op, 0), _needed(b, op, 1), _needed(b, op, 2), b.target(op.value), op.attrs
+    x, rois, batch, out, a = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value), op.attrs
     t = arithmetic(x.dtype)
     offset = 0.5 if a.coordinate_transformation_mode == "half_pixel" else 0.0
     sizes, bins = (x.shape[3], x.shape[2]), (a.output_width, a.output_height)
@@ -62,11 +61,11 @@ def _roi_align(b: Builder, op: Op) -> None:
         result = "(n_y > 0 && n_x > 0 ? acc / (double(n_y) * n_x) : 0.0)"
     text = " ".join([*lines[:3], "double acc = 0; bool any = false;", *loops, inner, "}}"])
     text += f" p.y[at_y({coordinates('o', 4)})] = narrow<{CPP[out.dtype]}>({t}({result}));"
-    emit_each(b, op, out.shape, {"x": x, "r": rois, "b": batch}, {"y": out}, text, reads=_reads(b, op))
+    emit_each(b, op, out.shape, {"x": x, "r": rois, "b": batch}, {"y": out}, text, reads=operands_of(b, op))
 
 
 def _deform_conv(b: Builder, op: Op) -> None:
-    x, w, offset, bias, mask = (_in(b, op, i) for i in range(5))
+    x, w, offset, bias, mask = (operand_at(b, op, i) for i in range(5))
     assert x is not None
     assert w is not None
     assert offset is not None
@@ -93,11 +92,11 @@ def _deform_conv(b: Builder, op: Op) -> None:
         }}
         p.y[at_y(o0, o1, o2, o3)] = narrow<{CPP[out.dtype]}>(acc);"""
     tensors: dict[str, Placed | None] = {"x": x, "w": w, "o": offset, "b": bias, "m": mask}
-    emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _pool_with_indices(b: Builder, op: Op) -> None:
-    x, out, where, a = _needed(b, op, 0), b.target(op.value), b.target(Value(op.id, 1)), op.attrs
+    x, out, where, a = needed(b, op, 0), b.target(op.value), b.target(Value(op.id, 1)), op.attrs
     t, rank, spatial = arithmetic(x.dtype), len(x.shape) - 2, x.shape[2:]
     weights = np.ones(rank, np.int64)
     order = range(1, rank) if a.storage_order else range(rank - 2, -1, -1)
@@ -119,11 +118,11 @@ def _pool_with_indices(b: Builder, op: Op) -> None:
         }} {"}" * rank}
         p.y[at_y({coordinates("o", rank + 2)})] = narrow<{CPP[out.dtype]}>(best);
         p.i[at_i({coordinates("o", rank + 2)})] = found;"""
-    emit_each(b, op, out.shape, {"x": x}, {"y": out, "i": where}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, {"x": x}, {"y": out, "i": where}, lines, reads=operands_of(b, op))
 
 
 def _col2im(b: Builder, op: Op) -> None:
-    x, out, a = _needed(b, op, 0), b.target(op.value), op.attrs
+    x, out, a = needed(b, op, 0), b.target(op.value), op.attrs
     image, block = ints(b, op, 1) or [], ints(b, op, 2) or []
     rank, t = len(image), arithmetic(x.dtype)
     steps = [
@@ -142,7 +141,7 @@ def _col2im(b: Builder, op: Op) -> None:
     lines = f"""{t} acc = 0;
         {" ".join(loops)} acc += {t}(widen(p.x[at_x(o0, {row}, {column})])); {"}" * rank}
         p.y[at_y({coordinates("o", rank + 2)})] = narrow<{CPP[out.dtype]}>(acc);"""
-    emit_each(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=_reads(b, op))
+    emit_each(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 REGIONS: dict[str, Callable[[Builder, Op], None]] = {

@@ -88,6 +88,17 @@ def test_small_arithmetic_on_the_host_does_not_bounce() -> None:
     assert found[-1] == "cuda"
 
 
+def test_small_work_between_host_steps_stays_there() -> None:
+    nodes = [node("Det", "x", "d"), node("Exp", "d", "e"), node("Softmax", "e", "f"), node("Unique", "f", "u"),
+             node("MatMul", "x w", "y")]  # fmt: skip
+    made = model(nodes, [("x", F, [5, 4, 4]), ("w", F, [4, 6])], [("u", F, ["n"]), ("y", F, [5, 4, 6])])
+    engine = optdnn.build(made, target="simulate")
+    assert operators(engine.program).count("device") == 0
+    assert [(o["kind"], o["forced"]) for o in engine.meta["host"]["operators"]] == [
+        ("Det", True), ("Exp", False), ("Softmax", False), ("Unique", True),
+    ]  # fmt: skip
+
+
 def test_large_work_between_host_steps_goes_to_the_gpu() -> None:
     nodes = [node("Det", "x", "d"), node("MatMul", "wide d", "p"), node("Relu", "p", "q"), node("Det", "q", "y")]
     made = model(nodes, [("x", F, [64, 64, 4, 4]), ("wide", F, [64, 64, 64])], [("y", F, [64])])
