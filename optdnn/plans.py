@@ -107,7 +107,8 @@ def plan_profiles(
 
 
 def replan(program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bool) -> Program:
-    """The plan of an engine for further shapes, over (and at the end of) its list of blobs: a ``runtime.executor.Planner``.
+    """The plan of an engine for further shapes: a ``runtime.executor.Planner``. What it has in common with the engine's own plans,
+    it shares with them.
 
     Raises EngineError where the engine's model is broken or its options are not this version's, and what a build raises.
     """
@@ -129,7 +130,7 @@ def replan(program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bo
     opened = put_together(program.blobs[source.model].tobytes(), weights, "the engine's model")
     target = options.target
     _, _, plan = _plan(opened, shapes, options, target, lambda g, p: {}, optimize, lambda text: None)
-    return Blobs(program.blobs).take(plan)
+    return Blobs(list(program.blobs)).take(plan)  # what only this plan has goes when it goes
 
 
 def _plan(

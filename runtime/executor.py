@@ -50,8 +50,8 @@ class Executor(Protocol):
 
 
 Planner: TypeAlias = Callable[[Program, Mapping[str, tuple[int, ...]], bool], Program]
-"""``planner(engine's program, shape per input, compile kernels?) -> program`` for exactly these shapes, over the engine's list
-of blobs, which it may extend."""
+"""``planner(engine's program, shape per input, compile kernels?) -> program`` for exactly these shapes; its blobs
+are the engine's own arrays where their contents agree."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 
 from optdnn.errors import RunError
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.program import Dynamic, Plain, Program
+from optdnn.runtime.program import Dynamic, Plain, Program, validate
 from optdnn.runtime.runner import RunContext, Runner, open_runner
 from optdnn.runtime.signature import Signature
 from optdnn.types import Array
@@ -85,6 +85,7 @@ class PlansRunner:
                 + " --shape ".join(shown.split(", ")),
             )
         program = self._options.planner(self.program, named, not self._options.simulate)
+        validate(program)
         if _shapes_of(program) != shapes:
             raise RunError(f"the plan made for {shown} is for other shapes")
         return program

@@ -51,7 +51,8 @@ class Loaded:
         if options.pool is not None:
             pool: Pool = options.pool
             held = {i: program.blobs[b.blob] for i, b in enumerate(program.buffers) if b.blob is not None and i in used}
-            self.constants = {i: pool.constant(blob).pointer for i, blob in held.items()}
+            self.shared = {i: pool.constant(blob) for i, blob in held.items()}  # there as long as these are held
+            self.constants = {i: c.pointer for i, c in self.shared.items()}
             return
         places, size = {}, 0
         for i, b in enumerate(program.buffers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 
@@ -27,22 +28,34 @@ class Arena:
         return self._memory
 
 
+class Constant:
+    """An array on the GPU; there as long as a plan holds this."""
+
+    def __init__(self, array: Array):
+        self.array = array  # kept: its identity is its name in the pool
+        self._memory = DeviceMemory(array.nbytes, "the network's weights")
+        self._memory.upload(np.ascontiguousarray(array))
+
+    @property
+    def pointer(self) -> int:
+        """Its address."""
+        return self._memory.pointer
+
+
 class Pool:
-    """The constants of an engine on the GPU."""
+    """The constants of an engine on the GPU. It keeps none: they go with the last plan that uses them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._constants: dict[int, tuple[Array, DeviceMemory]] = {}
+        self._constants: weakref.WeakValueDictionary[int, Constant] = weakref.WeakValueDictionary()
 
-    def constant(self, array: Array) -> DeviceMemory:
+    def constant(self, array: Array) -> Constant:
         """The array on the GPU; uploaded on first use. Plans hold the very same arrays where their contents agree."""
         with self._lock:
             found = self._constants.get(id(array))
             if found is None:
-                memory = DeviceMemory(array.nbytes, "the network's weights")
-                memory.upload(np.ascontiguousarray(array))
-                found = self._constants[id(array)] = (array, memory)
-            return found[1]
+                found = self._constants[id(array)] = Constant(array)
+            return found
 
     def arena(self, size: int) -> Arena:
         """A context's arena."""
