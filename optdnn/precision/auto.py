@@ -509,7 +509,7 @@ class _Auto:
             nodes=facts,
             latency=way.latency.source if way is not None else "",
             measured=any(c.ms is not None for c in self.candidates),
-            notes=dict(getattr(self.driver, "notes", {})),
+            notes=dict(self.driver.notes),
         )
         plan = replace(chosen.plan, reasons={f.key: f.reason for f in facts})
         return Found(plan, chosen.label, account, self.calibration, met)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from optdnn.config import BuildOptions
-from optdnn.errors import OptdnnError, RunError, UnsupportedError
+from optdnn.errors import MissingDependency, OptdnnError, RunError, UnsupportedError
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import random_feeds
 from optdnn.ir.graph import Graph
@@ -44,9 +44,11 @@ class Way:
 
 
 class Target(Protocol):
-    """A target to search on. ``offers`` are option texts of single precisions ("fp32", "int8+bf16"), fp32 first."""
+    """A target to search on. ``offers`` are option texts of single precisions ("fp32", "int8+bf16"), fp32 first; ``notes`` say why
+    it lacks others."""
 
     offers: tuple[str, ...]
+    notes: dict[str, str]
 
     def ways(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[Way]: ...
 
@@ -99,6 +101,8 @@ class CpuTarget:
             for name in wanted
             if LIBRARIES[name].version() is not None
         }
+        if not self._libraries:
+            raise MissingDependency(" or ".join(wanted), "cpu", "for the cpu target")
         self._threads = self.options.threads or usable_cores()
         floats = sorted({p for ps in self._libraries.values() for p in ps}, key=("fp32", "bf16").index)
         integers = ["int8", *(f"int8+{p}" for p in floats if p != "fp32")] if self.calibrated else []
@@ -151,15 +155,11 @@ class CpuTarget:
         return found.whole_us, rows
 
     def quick(self, graph: Graph, plan: PrecisionPlan, way: str) -> Engine:
-        base = base_of(plan)
-        narrow = "bf16" in plan.floats
-        order = [way, *self._libraries] if way in self._libraries and not narrow else list(self._libraries)
+        able = [n for n, floats in self._libraries.items() if set(plan.floats) <= set(floats)]
         error: OptdnnError | None = None
-        for library in dict.fromkeys(order):
-            if "bf16" in plan.floats and "bf16" not in self._libraries[library]:
-                continue
+        for library in sorted(able, key=lambda n: n != way):
             try:
-                return compile_with(graph, library, base, self._threads)
+                return compile_with(graph, library, base_of(plan), self._threads)
             except (RunError, UnsupportedError) as e:
                 error = e
         raise error or RunError("no library of the cpu target has these precisions")
@@ -337,8 +337,3 @@ def target_of(options: BuildOptions, target: str, cache: TimingCache, *, calibra
     if target.partition(":")[0] in ("cuda", "simulate"):
         return GpuTarget(options, target, calibrated)
     return CpuTarget(options, cache, calibrated)
-
-
-def sequence(values: Sequence[str]) -> str:
-    """ "a, b and c"."""
-    return ", ".join(values[:-1]) + (" and " if len(values) > 1 else "") + values[-1] if values else "none"
