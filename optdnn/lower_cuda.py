@@ -107,6 +107,7 @@ def emit_program(
         elif found.buffer != i:
             shape = found.shape
             copy(b, op, found, Placed(i, 0, shape, row_major(shape), found.dtype))
+    b.credit(0, "copy")  # what no tactic made: views that had to be written out, results in the network's own order
     program = pruned(b.program(target, options.precision, inputs, outputs, {**meta, "arch": arch}))
     kept = set(map(id, program.steps))
     program.meta["tactics"] = [d.to_plain() for d in decisions]

@@ -345,7 +345,7 @@ class Builder:
         """Say which tactic made the steps from number ``first`` on (those that say nothing yet)."""
         for k in range(first, len(self.steps)):
             step = self.steps[k]
-            if "tactic" not in step.params:
+            if step.executor == "cuda" and "tactic" not in step.params:
                 self.steps[k] = replace(step, params={**step.params, "tactic": tactic})
 
     def program(self, target: str, precision: str, inputs: Any, outputs: Any, meta: dict[str, Any]) -> Program:
