@@ -49,14 +49,12 @@ class CudnnAttention(Called):
         )
         target = own._target(b, op)
         out = target if own._fits_tma(target) else b.new(f"{op.outputs[0].name}.heads", target.dtype, target.shape)
-        mask = own.HopperAttention._mask(b, op, q)
-        if mask is not None:
-            mask = _every_row(b, op, mask, q.shape[2], k.shape[2])
+        mask = own.HopperAttention._mask(b, op, q)  # cuDNN broadcasts it over heads and rows
         scale = op.attrs.scale
         operation = Attention(
             map_dtype(q.dtype), q.shape, k.shape, _strides(q), _strides(k), _strides(v), _strides(out),
             float(q.shape[3] ** -0.5 if scale is None else scale), bool(op.attrs.is_causal),
-            () if mask is None else mask.shape, () if mask is None else mask.strides,
+            () if mask is None else mask.shape, () if mask is None else _strides(mask),
         )  # fmt: skip
         operands: dict[str, Placed] = {"q": q, "k": k, "v": v, "out": out}
         if mask is not None:
@@ -66,21 +64,6 @@ class CudnnAttention(Called):
         if out is not target:
             copy(b, op, out, target)
         return operation
-
-
-def _every_row(b: Builder, op: Op, mask: Placed, rows: int, keys: int) -> Placed:
-    """The mask with a row for each query, which is what cuDNN adds (one such copy for all who ask)."""
-    whole = (*mask.shape[:2], rows, keys)
-    if mask.shape == whole and mask.dense:
-        return mask
-    strides = tuple(0 if n == 1 else s for n, s in zip(mask.shape, mask.strides, strict=True))
-    source = mask.view(whole, strides)
-    key = (source, whole)
-    if key not in b._copies:
-        made = b.new(f"{op.outputs[0].name}.mask", mask.dtype, whole)
-        copy(b, op, source, made)
-        b._copies[key] = made
-    return b._copies[key]
 
 
 def _strides(x: Placed) -> tuple[int, ...]:

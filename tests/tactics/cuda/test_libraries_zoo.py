@@ -70,10 +70,6 @@ def test_attention_by_the_library_means_the_same(name: str, masked: bool) -> Non
     heads = [o for o in found if o["name"] == "attention"]
     assert heads
     assert all(bool(o["mask_shape"]) is masked for o in heads)
-    assert (
-        sum(s.params["op"]["kind"] == "Copy" and "mask" in program.buffers[s.outputs[0]].name for s in program.steps)
-        == masked
-    )
     feeds = zoo.example_inputs(zoo.build(name, **SMALL[name]))
     want, got = simulate(lowered(graph), feeds), simulate(program, feeds)
     for key, expected in want.items():
