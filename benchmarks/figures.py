@@ -62,11 +62,14 @@ def _targets(file: Path) -> str:
             cells.append(f"{text} (wrong)" if wrong else f"**{text}**" if best else text)
         rows.append([row["name"].replace(":", ", "), *cells, f"{row['reach']:g}" if row.get("reach") else ""])
     versions = data["versions"]
+    tuned = data.get("tune_s")
+    how = f"Engines tuned for at most {tuned:g} s each." if tuned else (
+        "Our configurations are the cost model's, untuned; the libraries run what they rank first.")  # fmt: skip
     about = (
         f"{data['gpu']}, driver {data['driver']}; torch {versions['torch']}, cuDNN {versions['nvidia-cudnn-cu13']}, cuBLAS "
         f"{versions['nvidia-cublas']}; {data['date']}; `{data['command']}`. Median GPU time of one inference: replays of a CUDA "
         f"graph between events, arrays on the GPU, L2 {data['l2']}, the candidates of a row in turns; each was right first, "
-        "against PyTorch in fp32. Bold: reached."
+        f"against PyTorch in fp32. {how} Bold: reached."
     )
     title = "Whole networks on the GPU"
     return "\n".join([f"**{title}**", "", *(f"| {' | '.join(r)} |" for r in rows), "", about])

@@ -166,7 +166,12 @@ def main() -> None:
     if options.only:
         rows = [r for r in rows if any(r.name.startswith(o) for o in options.only)]
     begin = time.perf_counter()
-    report: dict[str, Any] = {**facts(), "l2": "flushed" if options.flush_l2 else "warm", "rows": []}
+    report: dict[str, Any] = {
+        **facts(),
+        "l2": "flushed" if options.flush_l2 else "warm",
+        "tune_s": options.tune,
+        "rows": [],
+    }
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.workers) as pool:
         folder, measurer = Path(name), Measurer()
         # What is tuned is measured, too: then nothing else may run, and a row is built when its turn comes.
