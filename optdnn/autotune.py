@@ -35,6 +35,9 @@ from optdnn.tactics.cuda.tuned import Timer, Tuned
 from optdnn.tactics.timing_cache import TimingCache
 from optdnn.types import Array
 
+ALONE = 0.6
+"""At most this part of a budget goes to candidates alone; the rest is for the network."""
+SPENT = "the budget was spent"
 WAVE = 6
 """Candidates of a problem that are tried before the next decision whether to go on."""
 WORTH, SCATTER = 5e-4, 0.15
@@ -103,7 +106,7 @@ class Tuner:
             self._choose_in_network(found)
             found.seconds["network"] = self.clock() - phase
         except OutOfTime:
-            found.stopped = "the budget was spent"
+            found.stopped = SPENT
         except KeyboardInterrupt:
             found.stopped = "interrupted"
         except RunError as error:
@@ -132,8 +135,12 @@ class Tuner:
             problem.default = d.choice
         return emitted
 
+    def _spent(self, part: float = 1.0) -> bool:
+        """Whether (a part of) the budget is spent."""
+        return self.options.budget is not None and self.clock() - self.begin > part * self.options.budget
+
     def _check_time(self) -> None:
-        if self.options.budget is not None and self.clock() - self.begin > self.options.budget:
+        if self._spent():
             raise OutOfTime
 
     # ---------------------------------------------------------------- candidates alone
@@ -154,11 +161,16 @@ class Tuner:
                 del open_[key][:WAVE]
             self.say(f"tune: compile {len(batch)} candidates")
             recipes = {r.key(): r for _, t in batch for k in t.program.kernels for r in [recipe_of(k)]}
-            self._check_time()
+            if self._spent(ALONE):
+                found.stopped = SPENT
+                break
             self.timer.compile(list(recipes.values()), min(16, os.cpu_count() or 1))
             started = self.clock()
             for done, (problem, trial) in enumerate(batch):
-                self._check_time()
+                if self._spent(ALONE):
+                    found.stopped = SPENT
+                    open_.clear()
+                    break
                 self._progress(wave, done, len(batch), started, problem, found)
                 if not self._hopeless(problem, trial):
                     self._try(problem, trial)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class Gemv(HopperGemm):
     """MatMul and Gemm of one to four rows of 16-bit floats with a constant matrix of a megabyte or more."""
 
     name = "gemv"
+    row_invariant: ClassVar[bool] = False
+    """More rows are another tactic's, which adds in another order."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if not b.arch.startswith("sm_"):

@@ -124,6 +124,19 @@ def test_row_invariant_takes_sums_in_one_order_alone() -> None:
     assert not tile.startswith("patch")
 
 
+def test_row_invariant_takes_one_tactic_for_all_counts_of_rows() -> None:
+    """A kernel for few rows sums in an order of its own."""
+    chosen = {}
+    for rows in (1, 16):
+        n = Net()
+        graph = n.done(n.matmul(n.input(rows, 1024), 1024))
+        for invariant in (False, True):
+            (d,) = [d for d in emitted(graph, row_invariant=invariant).decisions if d.op.kind in ("MatMul", "Gemm")]
+            chosen[rows, invariant] = d.choice.tactic
+    assert chosen[1, False] != chosen[16, False], "else the test says nothing"
+    assert chosen[1, True] == chosen[16, True]
+
+
 class Foreign(HopperConv):
     """A library's tactic, as it could be."""
 
