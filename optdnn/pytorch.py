@@ -17,6 +17,7 @@ import numpy as np
 from optdnn.errors import MissingDependency, ModelError, OptdnnError, UsageError
 from optdnn.ranges import DimRange, input_shapes
 from optdnn.runtime.engine import Engine
+from optdnn.types import BF16
 
 EXPORTERS = ("auto", "dynamo", "torchscript")
 
@@ -117,7 +118,6 @@ def _export(
                 if dynamic_shapes is None and any(open_axes.values()):
                     auto = torch.export.Dim.AUTO
                     dynamic_shapes = tuple(dict.fromkeys(open_axes.get(n, ()), auto) for n in names)
-                # torch's optimizer merges constants that this importer folds itself; leaving it out keeps node names
                 torch.onnx.export(
                     module, args, str(path), dynamo=True, dynamic_shapes=dynamic_shapes, external_data=True,
                     verbose=False, **common,
@@ -145,8 +145,8 @@ def _export(
 def compile_backend(graph: Any, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """A backend for ``torch.compile``: ``torch.compile(module, backend="optdnn", options={"target": "cpu"})``.
 
-    For inference: parameters and buffers are taken as constants (changing one in place makes the next call compile again),
-    gradients do not flow, and so calls under autograd with tensors that need gradients are refused. ``options`` are those of
+    For inference: parameters are taken as constants (changing one in place makes the next call compile again), gradients do not
+    flow, and so calls under autograd with tensors that need gradients are refused. ``options`` are those of
     :func:`optdnn.build`. The engine is made on the first call, one for each set of input shapes that dynamo asks for.
     """
     options = {**options.pop("options", {}), **options}
@@ -180,7 +180,7 @@ class _Compiled:
                 self._engines[key] = self._build(args)
             engine, free = self._engines[key]
         feeds = {s.name: args[i].detach().contiguous() for s, i in zip(engine.inputs, free, strict=True)}
-        return [self._tensor(a, args) for a in engine.run(feeds).values()]
+        return [self._tensor(a) for a in engine.run(feeds).values()]
 
     def _constants(self, args: Sequence[Any]) -> list[Any]:
         torch = self._torch
@@ -216,10 +216,10 @@ class _Compiled:
             free = [i for i, n in zip(free, names, strict=True) if n in kept]
         return engine, free
 
-    def _tensor(self, array: Any, args: Sequence[Any]) -> Any:
+    def _tensor(self, array: Any) -> Any:
         torch = self._torch
         if isinstance(array, np.ndarray):
-            if array.dtype.kind == "V" or array.dtype.name == "bfloat16":
+            if array.dtype == BF16:  # torch reads no NumPy arrays of it
                 return torch.from_numpy(array.view(np.uint16).view(np.int16)).view(torch.bfloat16)
             return torch.from_numpy(array)
         return torch.from_dlpack(array)
