@@ -128,7 +128,7 @@ class Tuner:
                 trials = trials_of(b, op, TACTICS[op.kind], selection)
                 self.problems[key] = Problem(key, op, trials, Choice(""))
 
-        emitted = emit_program(self.graph, self.options, self.target, {}, choices, visit)
+        emitted = emit_program(self.graph, self.options, self.target, {}, choices, visit, self._arrays)
         for d in emitted.decisions:
             problem = self.problems[d.signature]
             problem.count += 1

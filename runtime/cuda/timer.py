@@ -19,7 +19,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from optdnn.errors import OptdnnError, RunError
-from optdnn.runtime.cuda.device import CudaError, Device, Function, Launch, check, driver
+from optdnn.runtime.cuda.device import Device, Function, Launch, check, driver
 from optdnn.runtime.cuda.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.memory import DeviceMemory
 from optdnn.runtime.cuda.nvrtc import KernelCache, KernelError, Recipe, version
@@ -50,6 +50,10 @@ _CPP = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp64": "f64"}
 
 class TrialFailed(OptdnnError):
     """A candidate that is not to be used: it does not compile or launch, or gives wrong results."""
+
+
+class KernelHangs(RunError):
+    """A kernel does not end. It cannot be ended either: nothing more can be measured in this process."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class GpuTimer:
         """Seconds of one run of a candidate. ``key`` names the problem: all its candidates give the same results.
 
         ``cold``: weights come from memory, since the network's do not stay in L2. One that takes longer than ``give_up`` seconds
-        is timed roughly. Raises TrialFailed; CudaError where the GPU cannot be used any more.
+        is timed roughly. Raises TrialFailed; CudaError or KernelHangs where the GPU cannot be used any more.
         """
         try:
             context = self._context(program)
@@ -103,7 +107,9 @@ class GpuTimer:
             return self._seconds(program, context, cold, give_up)
         except KernelError as error:
             raise TrialFailed(error.message.splitlines()[0]) from error
-        except CudaError as error:
+        except KernelHangs:
+            raise
+        except RunError as error:  # out of memory, say
             self.stream.synchronize()  # raises where the context is lost: nothing more can be measured in this process
             raise TrialFailed(error.message) from error
 
@@ -297,11 +303,11 @@ class GpuTimer:
 
 
 def wait(stream: Stream, limit: float = HANGS) -> None:
-    """Wait for a stream. Raises RunError where it takes longer than ``limit`` seconds: a kernel that hangs cannot be ended."""
+    """Wait for a stream. Raises KernelHangs where it takes longer than ``limit`` seconds."""
     cu, deadline = driver(), time.monotonic() + limit
     while (status := cu.cuStreamQuery(stream.handle)[0]) == cu.CUresult.CUDA_ERROR_NOT_READY:
         if time.monotonic() > deadline:
-            raise RunError(f"a kernel has not ended after {limit:.0f} s")
+            raise KernelHangs(f"a kernel has not ended after {limit:.0f} s")
     check("cuStreamQuery", (status,))
 
 
