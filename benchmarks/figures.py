@@ -84,8 +84,10 @@ def _precision(title: str, file: Path) -> str:
             parts.append(_precisions(entries))
     machine = data["machine"]
     place = f"{machine['cpu']}, {machine['usable_cores']} cores" if data["target"] == "cpu" else machine["device"]
+    note = f", {data['note']}" if "note" in data else ""
     about = (
-        f"{place}; {data['date']}; `{data['command']}`{', ' + data['note'] if 'note' in data else ''}. Trained: accuracy on held-out pictures, batch {data['batch']}; others: "
+        f"{place}; {data['date']}; `{data['command']}`{note}. "
+        f"Trained: accuracy on held-out pictures, batch {data['batch']}; others: "
         "seeded weights and pictures at batch 1, cosine distance from fp32. Calibration and `auto N` (precision auto, bound N) saw "
         "other pictures only. Bold: the fastest within 0.5 points (or the bound). All engines of a row were timed in turns."
     )

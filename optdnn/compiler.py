@@ -113,7 +113,8 @@ def build(
     """Compile an ONNX model (a path, serialized bytes or a ``ModelProto``) into an :class:`Engine`.
 
     ``target`` is one of :data:`optdnn.config.TARGETS` ("auto": the GPU where it is usable, else cpu); ``precision`` is "fp32",
-    "bf16", "int8" (with ``calib=``: arrays, a file, a folder of pictures, an iterable of feeds) or (on GPUs) "fp16" or "fp8";
+    "bf16", "int8" (with ``calib=``: arrays, a file, a folder of pictures, an iterable of feeds), "auto" (per node, within
+    ``max_drop`` of ``metric`` on ``calib=``; NotMet where nothing is) or (on GPUs) "fp16" or "fp8";
     ``shapes`` maps input names to dimensions (None leaves one symbolic) or to ranges of them
     (:func:`optdnn.ranges.input_shapes`), of which a list gives several profiles. Further options are the
     fields of :class:`optdnn.config.BuildOptions`: io_dtype, opt_level, tactics, threads, timing_cache, workspace, dump,

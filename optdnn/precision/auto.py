@@ -33,7 +33,7 @@ from optdnn.precision.metrics import Metric, metric_of
 from optdnn.precision.pins import pinned
 from optdnn.precision.samples import Samples, load, split
 from optdnn.precision.search import Node, Problem, frontier, moves
-from optdnn.precision.sensitivity import Kept, Sensitivities, measure
+from optdnn.precision.sensitivity import Kept, Sensitivities, mean, measure
 from optdnn.precision.targets import Target, Way, assigned, base_of, target_of
 from optdnn.runtime.engine import Engine
 from optdnn.tactics.cpu import typical_sizes
@@ -46,6 +46,8 @@ BUDGET_SECONDS = 120.0
 the last race come on top."""
 SAMPLES = 32
 """Samples at a time on which sensitivities are measured."""
+MOST_BATCHES = 4
+"""Batches that sensitivities are averaged over, where a network's own batch is small."""
 RUN_BATCH = 32
 LEARN = 0.5
 """Casts whose cost turns out this part higher than believed are worth another search."""
@@ -182,29 +184,39 @@ class _Auto:
             return
         batch = self._batch(SAMPLES)
         half = time.perf_counter() + 0.5 * (self.deadline - time.perf_counter())
-        part = self.seen.take(slice(0, batch))
-        self.sensitivities = measure(
-            self.graph,
-            wanted,
-            part.feeds,
-            part.labels,
-            self.metric,
-            target=self.machine,
-            calibration=self.calibration,
-            deadline=half,
-            kept=self._kept(part),
-            progress=self.say,
-        )
+        found: list[Sensitivities] = []
+        for k in range(max(1, min(MOST_BATCHES, SAMPLES // batch, len(self.seen) // batch))):
+            if found and time.perf_counter() > half:
+                break
+            part = self.seen.take(slice(k * batch, (k + 1) * batch))
+            found.append(
+                measure(
+                    self.graph,
+                    wanted,
+                    part.feeds,
+                    part.labels,
+                    self.metric,
+                    target=self.machine,
+                    calibration=self.calibration,
+                    deadline=half,
+                    kept=self._kept(part, k),
+                    progress=self.say,
+                )
+            )
+            if found[-1].skipped:  # what time did not suffice for is not worth an average
+                found = found[:1]
+                break
+        self.sensitivities = mean(found)
 
-    def _kept(self, part: Samples) -> Kept:
-        """The cache of sensitivities: beside that of the ranges, RANGES.sensitivity.json."""
+    def _kept(self, part: Samples, k: int) -> Kept:
+        """The cache of sensitivities on batch ``k``: beside that of the ranges, RANGES.sensitivity.json."""
         ranges = self.options.calib_cache
         digest = hashlib.sha256(
             f"{graph_digest(self.graph)} {self.metric.name} {self.machine} {self.options.calibrator}".encode()
         )
         for array in (*part.feeds.values(), *(() if part.labels is None else (part.labels,))):
             digest.update(np.ascontiguousarray(array).tobytes())
-        path = None if ranges is None else ranges.with_name(f"{ranges.stem}.sensitivity.json")
+        path = None if ranges is None else ranges.with_name(f"{ranges.stem}.sensitivity{k or ''}.json")
         return Kept(path, digest.hexdigest())
 
     def _batch(self, wanted: int) -> int:

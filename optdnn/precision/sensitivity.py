@@ -103,6 +103,22 @@ class Sensitivities:
     failed: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
+def mean(found: Sequence[Sensitivities]) -> Sensitivities:
+    """Over several batches: noise and drop on average, the error as a root mean square, any hazard."""
+    first = found[0]
+    table = {}
+    for item in first.table:
+        rows = [f.table[item] for f in found if item in f.table]
+        table[item] = Sensitivity(
+            math.sqrt(sum(r.error**2 for r in rows) / len(rows)),
+            sum(r.noise for r in rows) / len(rows),
+            sum(r.drop for r in rows) / len(rows),
+            next((r.hazard for r in rows if r.hazard), None),
+        )
+    failed = {k: why for f in found for k, why in f.failed.items()}
+    return Sensitivities(table, sum(f.samples for f in found), first.library, max(f.skipped for f in found), failed)
+
+
 def measure(
     graph: Graph,
     wanted: Sequence[tuple[Op, Sequence[str]]],

@@ -79,6 +79,16 @@ def test_build_tells_and_keeps_how_it_chose(cli: Cli, model: Path, calib: Path, 
 
 
 @pytest.mark.usefixtures("quick")
+def test_with_its_caches_a_build_repeats_to_the_byte(cli: Cli, model: Path, calib: Path, tmp_path: Path) -> None:
+    caches = ("--timing-cache", tmp_path / "t.json", "--calib-cache", tmp_path / "c.json", "--tactics", "onnxruntime")
+    for name in ("first", "second"):
+        result = build(cli, model, calib, tmp_path / name, *caches)
+        assert result.code == 0, result.err
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+    assert (tmp_path / "c.sensitivity.json").exists()
+
+
+@pytest.mark.usefixtures("quick")
 def test_the_account_as_markdown_escapes_names(cli: Cli, calib: Path, tmp_path: Path) -> None:
     from support.onnxnet import HOSTILE, save_convnet
 

@@ -18,7 +18,7 @@ from optdnn.passes.base import PassContext
 from optdnn.passes.precision import PrecisionPlan, key
 from optdnn.precision.inject import Injector, noise
 from optdnn.precision.metrics import metric_of
-from optdnn.precision.sensitivity import Kept, Sensitivities, measure
+from optdnn.precision.sensitivity import Kept, Sensitivities, Sensitivity, mean, measure
 from optdnn.types import Array
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
@@ -140,3 +140,13 @@ def test_sensitivities_are_kept_for_the_same_network_and_data(tmp_path: Path) ->
     late = measured(graph, ("bf16",), kept=Kept(path, "one"), deadline=time.perf_counter() - 1)
     assert late.skipped == 3
     assert all(p == "fp32" for _, p in Kept(path, "one").table)  # guesses are not kept
+
+
+def test_sensitivities_of_several_batches_are_averaged() -> None:
+    one = Sensitivities({("a", "int8"): Sensitivity(0.3, 0.1, 1.0)}, 4)
+    two = Sensitivities({("a", "int8"): Sensitivity(0.4, 0.3, 0.0, "overflow")}, 4)
+    found = mean([one, two])
+    assert found.samples == 8
+    row = found.table["a", "int8"]
+    assert row.error == pytest.approx(np.sqrt(0.125))
+    assert (row.noise, row.drop, row.hazard) == (pytest.approx(0.2), 0.5, "overflow")
