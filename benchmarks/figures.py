@@ -64,12 +64,13 @@ def _targets(file: Path) -> str:
     versions = data["versions"]
     tuned = data.get("tune_s")
     how = f"Engines tuned for at most {tuned:g} s each." if tuned else (
-        "Our configurations are the cost model's, untuned; the libraries run what they rank first.")  # fmt: skip
+        "Our configurations are the cost model's, untuned; the libraries run what they rank first, and our kernels where they have none.")  # fmt: skip
+    note = f"{data['note'].capitalize()}. " if data.get("note") else ""
     about = (
         f"{data['gpu']}, driver {data['driver']}; torch {versions['torch']}, cuDNN {versions['nvidia-cudnn-cu13']}, cuBLAS "
         f"{versions['nvidia-cublas']}; {data['date']}; `{data['command']}`. Median GPU time of one inference: replays of a CUDA "
         f"graph between events, arrays on the GPU, L2 {data['l2']}, the candidates of a row in turns; each was right first, "
-        f"against PyTorch in fp32. {how} Bold: reached."
+        f"against PyTorch in fp32. {how} {note}Bold: reached."
     )
     title = "Whole networks on the GPU"
     return "\n".join([f"**{title}**", "", *(f"| {' | '.join(r)} |" for r in rows), "", about])
