@@ -47,7 +47,8 @@ class Problem:
     """``batch`` x ``heads`` attentions of ``queries`` over ``keys`` positions of ``features``.
 
     ``key_heads`` divides ``heads`` (grouped queries). ``mask``: strides (batch, head, query) in elements of an additive 16-bit mask
-    whose last axis of ``keys`` elements is contiguous; 0 broadcasts. ``causal``: query i sees keys up to i + ``causal_offset``.
+    whose last axis of ``keys`` elements is contiguous; 0 broadcasts; batch entry n has mask n % ``mask_period`` (0: its own), as
+    the windows of a Swin transformer share theirs. ``causal``: query i sees keys up to i + ``causal_offset``.
     ``lengths``: an int32 per batch entry gives the number of keys. A row that sees no key is zero.
     """
 
@@ -64,6 +65,7 @@ class Problem:
     dtype: str = "float16"
     key_heads: int = 0
     mask: tuple[int, int, int] | None = None
+    mask_period: int = 0
     causal: bool = False
     causal_offset: int = 0
     lengths: bool = False
@@ -206,6 +208,7 @@ def describe(problem: Problem, config: Config) -> Description:
     block.pointer("mask" if problem.mask is not None else None).pointer("lengths" if problem.lengths else None)
     block.i64(*(problem.mask or (0, 0, 0)))
     block.i32(problem.queries, problem.keys, problem.heads, problem.heads // key_heads, problem.causal_offset)
+    block.i32(problem.mask_period or problem.batch)
     block.f32(problem.scale * math.log2(math.e))
     grid = (-(-problem.queries // (64 * config.warpgroups)), problem.heads, problem.batch)
     return block.describe("attention_sm90", grid, threads(problem, config), shared=shared_bytes(problem, config))

@@ -76,6 +76,16 @@ def _masked_softmax(operands: Sequence[Array | None], attrs: Mapping[str, Any]) 
     return (e / np.where(total == 0, 1, total).astype(x.dtype),)
 
 
+def _periodic_attention(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """Attention whose masks repeat along the batch."""
+    q, k, v, mask, *rest = operands
+    assert q is not None
+    assert mask is not None
+    return run_kernel(
+        "Attention", [q, k, v, np.tile(mask, (len(q) // len(mask), 1, 1, 1)), *rest], attrs, [np.dtype(np.float32)] * 4
+    )
+
+
 def _zeros(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
     return (np.zeros(tuple(attrs["shape"]), np.int32),)
 
@@ -187,6 +197,7 @@ OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Ar
     "ConvSqueeze": _conv_squeeze,
     "SqueezeFinish": _squeeze_finish,
     "MaskedSoftmax": _masked_softmax,
+    "PeriodicAttention": _periodic_attention,
     "Recurrence": _recurrence,
     "StackedRNN": _stacked_rnn,
     "Zeros": _zeros,

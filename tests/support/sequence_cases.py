@@ -37,7 +37,7 @@ def attention(
     past: int = 0, lengths: bool = False, outputs: int = 1, value_size: int = 0, **attrs: Any,
 ) -> Graph:  # fmt: skip
     """Self-attention, or with ``keys`` cross-attention, between projections. ``mask``: "row" (B, 1, 1, S), "full" (1, H, L, S),
-    "bool" (B, 1, L, S), "short" (L, S - 3)."""
+    "bool" (B, 1, L, S), "short" (L, S - 3), "windows" (B, H, L, S) of two that repeat."""
     n = Net()
     x = n.input(batch, length, 48)
     y = x if not keys else n.input(batch, keys, 40, name="y")
@@ -51,6 +51,8 @@ def attention(
         operands[3] = n.random(1, count, length, total)
     elif mask == "short":
         operands[3] = n.random(length, total - 3)
+    elif mask == "windows":
+        operands[3] = n.const(np.tile(n.rng.standard_normal((2, count, length, total)), (batch // 2, 1, 1, 1)))
     elif mask == "bool":
         operands[3] = n.op("Greater", n.input(batch, 1, length, total, name="mask"), -0.5)
     if past:
@@ -77,6 +79,7 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "causal": (lambda: attention(is_causal=True, length=70), "attention_sm90"),
     "row mask": (lambda: attention(mask="row"), "attention_sm90"),
     "full mask": (lambda: attention(mask="full", length=21), "attention_sm90"),
+    "window masks": (lambda: attention(mask="windows", batch=6, length=24), "attention_sm90"),
     "bool mask": (lambda: attention(mask="bool"), "attention_sm90"),
     "past": (lambda: attention(past=8, outputs=3), "attention_sm90"),
     "causal past": (lambda: attention(past=8, is_causal=True, length=16), "attention_sm90"),

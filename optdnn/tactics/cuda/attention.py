@@ -27,7 +27,7 @@ from optdnn.tactics.cuda.reduce import limits
 from optdnn.tactics.cuda.rows import Statistic, emit_rows
 from optdnn.tactics.cuda.tactic import Offer, OwnTactic, Rehearsed
 from optdnn.tactics.cuda.views import settle
-from optdnn.types import BF16, FP16, FP32, FP64
+from optdnn.types import BF16, FP16, FP32, FP64, Array
 
 KEYS, VALUES, WEIGHTS = 1, 2, 3
 """Numbers of the results besides the first."""
@@ -111,7 +111,7 @@ class HopperAttention(Rehearsed):
     @staticmethod
     def _problem(
         op: Op, past: int, q: tuple[int, ...], k: tuple[int, ...], views: tuple[attention.View, ...], dtype: str,
-        mask: tuple[int, int, int] | None = None,
+        mask: tuple[int, int, int] | None = None, period: int = 0,
     ) -> attention.Problem:  # fmt: skip
         a: AttentionAttrs = op.attrs
         batch, heads, rows, size = q
@@ -119,7 +119,7 @@ class HopperAttention(Rehearsed):
             mask = (0, 0, 0)
         return attention.Problem(
             batch, heads, rows, k[2] + past, size, size**-0.5 if a.scale is None else a.scale, views[0], views[1], views[2],
-            views[3], dtype=dtype, key_heads=k[1], mask=mask, causal=a.is_causal, causal_offset=past, lengths=op.input(6) is not None,
+            views[3], dtype=dtype, key_heads=k[1], mask=mask, mask_period=period, causal=a.is_causal, causal_offset=past, lengths=op.input(6) is not None,
         )  # fmt: skip
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
@@ -129,12 +129,13 @@ class HopperAttention(Rehearsed):
         target = _target(b, op)
         out = target if _fits_tma(target) else b.new(f"{op.outputs[0].name}.heads", target.dtype, target.shape)
         mask, lengths = self._mask(b, op, q), self._lengths(b, op)
-        strides = None
+        strides, period = None, 0
         if mask is not None:
+            period = mask.shape[0] if 1 < mask.shape[0] < q.shape[0] else 0
             strides = tuple(0 if n == 1 else s for n, s in zip(mask.shape[:3], mask.strides[:3], strict=True))
         views = tuple(_view(x) for x in (q, k, v, out))
         own = (*k.shape[:2], k.shape[2] - past, k.shape[3])
-        problem = self._problem(op, past, q.shape, own, views, map_dtype(q.dtype), strides)  # type: ignore[arg-type]
+        problem = self._problem(op, past, q.shape, own, views, map_dtype(q.dtype), strides, period)  # type: ignore[arg-type]
         offers = _offers(problem)
         b.offer(offers)
         config = config or offers[0].config
@@ -149,7 +150,8 @@ class HopperAttention(Rehearsed):
             ]
             reads[1:3], reads[4:6] = after, before
         emit_description(
-            b, op, attention.recipe(problem, config, b.arch), attention.describe(problem, config), operands, kind="Attention",
+            b, op, attention.recipe(problem, config, b.arch), attention.describe(problem, config), operands,
+            kind="PeriodicAttention" if period else "Attention",
             attrs=attrs_dict(replace(op.attrs, softmax_precision=None)), reads=reads, writes=[out],
         )  # fmt: skip
         if out is not target:
@@ -162,7 +164,10 @@ class HopperAttention(Rehearsed):
         value = op.input(3)
         if value is None:
             return None
-        mask = _four(b.operand(value))
+        array = b.graph.constant_value(value)
+        if array is not None and array.ndim == 4:
+            array = array[: _period(array)]
+        mask = _four(b.operand(value) if array is None else b.constant(array, f"{op.outputs[0].name}.mask"))
         if mask.dtype == np.bool_:
             made = b.new(f"{op.outputs[0].name}.mask", q.dtype, mask.shape)
             ends = [b.constant(np.asarray(x, q.dtype), "end") for x in (0.0, -np.inf)]
@@ -183,6 +188,16 @@ class HopperAttention(Rehearsed):
         made = b.new(f"{op.outputs[0].name}.lengths", np.dtype(np.int32), given.shape)
         copy(b, op, given, made)
         return made
+
+
+def _period(mask: Array) -> int:
+    """The least number of masks that repeat along the batch."""
+    batch = len(mask)
+    return next(
+        n
+        for n in range(1, batch + 1)
+        if batch % n == 0 and np.array_equal(mask[n:], mask[:-n] if n < batch else mask[:0])
+    )
 
 
 def _assumed(q: tuple[int, ...]) -> tuple[attention.View, ...]:

@@ -28,6 +28,7 @@ struct Params {
     long long mask_batch, mask_head, mask_query;   // strides in elements
     int query_count, key_count, heads, group;      // group: query heads per key head
     int causal_offset;                             // query i sees keys <= i + causal_offset
+    int mask_period;                               // batch entry n has mask n % mask_period
     float scale_log2;                              // the scale times log2(e)
 };
 
@@ -84,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     const int tiles = (last + BLOCK_KEYS - 1) / BLOCK_KEYS;
 
     const bool loader = LOADER ? warp == WARPGROUPS * 4 : warp == 0;
-    if (loader && lane == 0) {
+    if (loader && elect_one()) {
         barrier_expect(query_full, WARPGROUPS * QUERY_BYTES);
         for (int i = 0; i < WARPGROUPS * SUBTILES; i++)
             tma_load_4d(queries + i * QUERY_SUBTILE, &p.queries, query_full, i % SUBTILES * (SPAN / 2), first + i / SUBTILES * 64,
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     const u16* mask[2];
     #pragma unroll
     for (int i = 0; i < 2; i++)
-        mask[i] = MASK ? p.mask + batch * p.mask_batch + head * p.mask_head + min(row + 8 * i, p.query_count - 1) * p.mask_query
+        mask[i] = MASK ? p.mask + batch % p.mask_period * p.mask_batch + head * p.mask_head + min(row + 8 * i, p.query_count - 1) * p.mask_query
                        : nullptr;
     const u32 own_queries = queries + group * QUERY_BYTES;
     float out[HEAD / 2], maximum[2], sum[2] = {0.0f, 0.0f};
@@ -231,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     }
     async_proxy_fence();
     named_barrier(1 + group, 128);
-    if (quarter == 0 && lane == 0) {
+    if (quarter == 0 && elect_one()) {
         for (int i = 0; i < SUBTILES; i++)
             tma_store_4d(&p.output, own_queries + i * QUERY_SUBTILE, i * (SPAN / 2), first + group * 64, head, batch);
         tma_store_commit();

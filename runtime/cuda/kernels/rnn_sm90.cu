@@ -21,7 +21,6 @@
 
 constexpr int HIDDEN = RANKS * 32;
 constexpr int COLUMNS = TILES * 8, INPUT_COLUMNS = INPUT_TILES * 8;
-constexpr int CHAINS = 4;                          // independent accumulators that hide mma's latency
 constexpr int COMPUTE = 256, THREADS = 384, FETCHERS = 96;
 constexpr u32 HIDDEN_BYTES = RANKS * COLUMNS * 64; // [rank][column][32 units]
 
@@ -110,34 +109,47 @@ template <int CHUNKS> DEVICE void load_weights(uint4 (&w)[2 * CHUNKS], const Par
     for (int i = 0; i < 2 * CHUNKS; i++) w[i] = __ldg(from + i * 32);
 }
 
-// Sixteen rows times eight columns; then each lane has the four gates of its unit in column tile * 8 + 2 * quad + pick.
-template <int CHUNKS>
-DEVICE void multiply(float4& gates, const uint4 (&w)[2 * CHUNKS], u32 operand, u32 column_stride, u32 chunk_stride, int tile, int live,
-                     const Place& at) {
-    float acc[CHAINS][4];
+// Sixteen rows times COUNT tiles of eight columns from tile ``first`` on, interleaved: one's operands arrive while the other multiplies. Then
+// each lane has the four gates of its unit in column tile * 8 + 2 * quad + pick.
+template <int CHUNKS, int COUNT>
+DEVICE void multiply(float4 (&gates)[COUNT], const uint4 (&w)[2 * CHUNKS], u32 operand, u32 column_stride, u32 chunk_stride, int first,
+                     int live, const Place& at) {
+    constexpr int CHAINS = COUNT == 1 ? 4 : 2;     // independent accumulators of a tile that hide mma's latency
+    float acc[COUNT][CHAINS][4];
     #pragma unroll
-    for (int i = 0; i < CHAINS * 4; i++) (&acc[0][0])[i] = 0.0f;
-    const int column = tile * 8 + at.row;
-    const u32 from = operand + column * column_stride + at.quad * 16;
-    const bool inside = column < live;             // a column's result depends on that column alone
+    for (int i = 0; i < COUNT * CHAINS * 4; i++) (&acc[0][0][0])[i] = 0.0f;
+    u32 from[COUNT];
+    bool inside[COUNT];                            // a column's result depends on that column alone
+    #pragma unroll
+    for (int t = 0; t < COUNT; t++) {
+        const int column = (first + t) * 8 + at.row;
+        from[t] = operand + column * column_stride + at.quad * 16;
+        inside[t] = column < live;
+    }
     #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-        uint4 b = make_uint4(0u, 0u, 0u, 0u);
-        if (inside) b = shared_words(from + c * chunk_stride);
-        mma(acc[c * 2 % CHAINS], w[2 * c], b.x, b.y);
-        mma(acc[(c * 2 + 1) % CHAINS], w[2 * c + 1], b.z, b.w);
-    }
-    #pragma unroll
-    for (int i = CHAINS / 2; i > 0; i /= 2) {
         #pragma unroll
-        for (int k = 0; k < i; k++) {
-            #pragma unroll
-            for (int j = 0; j < 4; j++) acc[k][j] += acc[k + i][j];
+        for (int t = 0; t < COUNT; t++) {
+            uint4 b = make_uint4(0u, 0u, 0u, 0u);
+            if (inside[t]) b = shared_words(from[t] + c * chunk_stride);
+            mma(acc[t][c * 2 % CHAINS], w[2 * c], b.x, b.y);
+            mma(acc[t][(c * 2 + 1) % CHAINS], w[2 * c + 1], b.z, b.w);
         }
     }
-    const float x = __shfl_xor_sync(0xffffffffu, at.pick ? acc[0][0] : acc[0][1], 16);
-    const float y = __shfl_xor_sync(0xffffffffu, at.pick ? acc[0][2] : acc[0][3], 16);
-    gates = at.pick ? make_float4(x, acc[0][1], y, acc[0][3]) : make_float4(acc[0][0], x, acc[0][2], y);
+    #pragma unroll
+    for (int t = 0; t < COUNT; t++) {
+        #pragma unroll
+        for (int i = CHAINS / 2; i > 0; i /= 2) {
+            #pragma unroll
+            for (int k = 0; k < i; k++) {
+                #pragma unroll
+                for (int j = 0; j < 4; j++) acc[t][k][j] += acc[t][k + i][j];
+            }
+        }
+        const float x = __shfl_xor_sync(0xffffffffu, at.pick ? acc[t][0][0] : acc[t][0][1], 16);
+        const float y = __shfl_xor_sync(0xffffffffu, at.pick ? acc[t][0][2] : acc[t][0][3], 16);
+        gates[t] = at.pick ? make_float4(x, acc[t][0][1], y, acc[t][0][3]) : make_float4(acc[t][0][0], x, acc[t][0][2], y);
+    }
 }
 
 // The flags of a layer's projection, and of the first of its recurrences.
@@ -171,14 +183,18 @@ template <int CHUNKS> DEVICE void project(const Params& p, const Place& at, u32 
     const Tiling t = tiling(p);
     for (int tile = 0, stage = 0, parity = 0; tile < t.tiles; tile++) {
         barrier_wait(base + 8 * stage, parity);
+        constexpr int PAIR = INPUT_TILES > 1 ? 2 : 1;
         #pragma unroll
-        for (int i = 0; i < INPUT_TILES; i++) {
-            float4 g;
-            multiply<CHUNKS>(g, w, base + 128 + stage * INPUT_COLUMNS * PITCH, PITCH, 64, i, t.columns, at);
-            const int column = i * 8 + at.quad * 2 + at.pick, step = tile * t.span + column / p.batch;
-            if (column < t.columns && step < p.steps)
-                p.gates[gate_index(p, at, step, column % p.batch)] =
-                    make_float4(g.x + bias.x, g.y + bias.y, g.z + bias.z, g.w + bias.w);
+        for (int i = 0; i < INPUT_TILES; i += PAIR) {
+            float4 g[PAIR];
+            multiply<CHUNKS, PAIR>(g, w, base + 128 + stage * INPUT_COLUMNS * PITCH, PITCH, 64, i, t.columns, at);
+            #pragma unroll
+            for (int k = 0; k < PAIR; k++) {
+                const int column = (i + k) * 8 + at.quad * 2 + at.pick, step = tile * t.span + column / p.batch;
+                if (column < t.columns && step < p.steps)
+                    p.gates[gate_index(p, at, step, column % p.batch)] =
+                        make_float4(g[k].x + bias.x, g[k].y + bias.y, g[k].z + bias.z, g[k].w + bias.w);
+            }
         }
         __syncwarp();
         if (at.lane == 0) barrier_arrive(base + 64 + 8 * stage);
@@ -285,20 +301,27 @@ DEVICE void recur(const Params& p, const Place& at, u32 base) {
             wait_for_cluster(full + 8 * buffer, ((step - 1) >> 1) & 1);
             if (threadIdx.x == 0 && step + 2 < p.steps) barrier_expect(full + 8 * buffer, RANKS * at.count * 64);
         }
+        constexpr int PAIR = TILES > 1 ? 2 : 1;
         #pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            float4 g;
-            multiply<RANKS>(g, w, hidden + buffer * HIDDEN_BYTES, 64, COLUMNS * 64, i, at.count, at);
-            if (CELL == 0) {
-                c[i] = sigmoid(in[i].z + g.z) * c[i] + sigmoid(in[i].x + g.x) * tangent(in[i].w + g.w);
-                h[i] = sigmoid(in[i].y + g.y) * tangent(c[i]);
-            } else {
-                const float z = sigmoid(in[i].x + g.x), r = sigmoid(in[i].y + g.y);
-                const float candidate = tangent(in[i].z + r * (g.z + in[i].w));
-                h[i] = candidate + z * (h[i] - candidate);
+        for (int first = 0; first < TILES; first += PAIR) {
+            float4 products[PAIR];
+            multiply<RANKS, PAIR>(products, w, hidden + buffer * HIDDEN_BYTES, 64, COLUMNS * 64, first, at.count, at);
+            #pragma unroll
+            for (int k = 0; k < PAIR; k++) {
+                const int i = first + k;
+                if (i >= TILES) continue;
+                const float4 g = products[k];
+                if (CELL == 0) {
+                    c[i] = sigmoid(in[i].z + g.z) * c[i] + sigmoid(in[i].x + g.x) * tangent(in[i].w + g.w);
+                    h[i] = sigmoid(in[i].y + g.y) * tangent(c[i]);
+                } else {
+                    const float z = sigmoid(in[i].x + g.x), r = sigmoid(in[i].y + g.y);
+                    const float candidate = tangent(in[i].z + r * (g.z + in[i].w));
+                    h[i] = candidate + z * (h[i] - candidate);
+                }
+                const int n = i * 8 + at.quad * 2 + at.pick;
+                if (n < at.count) shared_half(own + n * 64 + at.unit * 2, pack1(h[i]));
             }
-            const int n = i * 8 + at.quad * 2 + at.pick;
-            if (n < at.count) shared_half(own + n * 64 + at.unit * 2, pack1(h[i]));
         }
         named_barrier(1, COMPUTE + 32);            // with the publisher
         if (step + 1 < p.steps) {
