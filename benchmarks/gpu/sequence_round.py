@@ -66,8 +66,43 @@ def checks(out: Path) -> None:
             rows.append(row)
             if not row["ok"]:
                 print("WRONG", json.dumps(row), flush=True)
+    rows += wide_tiles()
     print(f"checks: {sum(r['ok'] for r in rows)} of {len(rows)} right", flush=True)
     (out / "checks.json").write_text(json.dumps(rows, indent=1))
+
+
+def wide_tiles() -> list[dict[str, Any]]:
+    """Products on tiles of more than 128 sums a thread, which the cost model takes for large ones alone."""
+    from support.net import Net
+    from support.simulated import feeds_of
+
+    from optdnn.compiler import optimize
+    from optdnn.config import BuildOptions
+    from optdnn.lower_cuda import lower_cuda
+    from optdnn.tactics.cuda.select import Choice
+
+    target, rows = "cuda:sm_90a", []
+    for name in ("2x1m2n144s3o1b1", "2x1m2n160s2o1b1", "1x2m2n144s2o1b1"):
+        for ending in ("", "Gelu", "Add"):
+            n = Net()
+            x = n.input(1000, 768)
+            y = n.op("Add", n.matmul(x, 520), n.random(520))
+            y = n.op("Gelu", y) if ending == "Gelu" else n.op("Add", y, n.input(1000, 520, name="r")) if ending else y
+            graph, options = n.done(y), BuildOptions(target=target, precision="fp16", tactics="own")
+            optimize(graph, options, target)
+            row: dict[str, Any] = {"case": f"wide {name} {ending}", "precision": "fp16"}
+            try:
+                made = lower_cuda(graph, options, target, {})
+                key = next(t["signature"] for t in made.meta["tactics"] if t["tactic"] == "gemm_sm90")
+                program = lower_cuda(graph, options, target, {}, choices={key: Choice("gemm_sm90", name)})
+                worst = max(check_steps(Engine(program).context(), feeds_of(graph)), key=lambda e: e.error)
+                row |= {"error": worst.error, "ok": worst.error < TOLERANCE["fp16"]}
+            except Exception as error:
+                row |= {"ok": False, "failed": f"{type(error).__name__}: {error}"[:500]}
+            rows.append(row)
+            if not row["ok"]:
+                print("WRONG", json.dumps(row), flush=True)
+    return rows
 
 
 def _kind(program: Any, step: Any) -> str:

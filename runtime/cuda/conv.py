@@ -225,9 +225,14 @@ class Config:
         return self.wgm * self.mt * 64, self.wgn * self.bn
 
     @property
+    def wide(self) -> bool:
+        """More than 128 sums a thread: multiplying warps take registers from the loading ones."""
+        return self.mt * self.bn > 256
+
+    @property
     def threads(self) -> int:
-        """Threads of a block: the consumer warpgroups and two loading warps."""
-        return self.wgm * self.wgn * 128 + 64
+        """Threads of a block: the consumer warpgroups and two loading warps (a warpgroup of which two idle, where wide)."""
+        return self.wgm * self.wgn * 128 + (128 if self.wide else 64)
 
     def __str__(self) -> str:
         name = f"{self.wgm}x{self.wgn}m{self.mt}n{self.bn}s{self.stages}"
@@ -237,6 +242,10 @@ class Config:
             + ("w" if self.stationary else "")
             + f"b{self.blocks}"
         )
+
+
+WIDE_REGISTERS = 232
+"""Of a multiplying thread where the loading warps give theirs up."""
 
 
 def direct_bytes(m_tiles: int, columns: int, split: int) -> int:
@@ -285,7 +294,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         return f"{needed} bytes of shared memory exceed {shared}"
     if config.blocks > 1 and config.blocks * (shared_bytes(problem, config) + 1024) > shared + 1024:
         return "shared memory does not allow that many blocks per multiprocessor"
-    limit = register_limit(config.threads, config.blocks, registers)
+    limit = WIDE_REGISTERS if config.wide else register_limit(config.threads, config.blocks, registers)
     needed = (
         config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
     )  # two sets of sums when they are short
@@ -293,8 +302,12 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         needed += -(-config.bn // 8 // config.split) * (2 + max(2, problem.out_item) * config.mt)
     if needed + 40 > limit:
         return f"{needed} accumulators and addresses exceed {limit} registers"
-    if config.mt * config.bn > 256:
-        return "more than 128 accumulators a thread"
+    if config.wide and (
+        config.wgm * config.wgn != 2 or config.blocks > 1 or config.stores_directly or problem.item == 1
+    ):
+        return "more than 128 accumulators a thread are for two warpgroups of a block alone on its multiprocessor"
+    if config.mt * config.bn > 320:
+        return "more than 160 accumulators a thread"
     if config.direct and (config.stationary or config.mt * config.bn > 128):
         return "direct stores are for small tiles, one per block"
     return None

@@ -111,7 +111,7 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: boo
         if wgm * mt * 64 > max(64, math.ceil(problem.channels / 64) * 64):
             continue
         for bn in WIDTHS:
-            if mt * bn > 256 or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
+            if mt * bn > 320 or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
                 continue
             tiles = -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
             for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):

@@ -17,7 +17,9 @@
 
 constexpr int GROUPS = WGM * WGN;
 constexpr int CONSUMERS = GROUPS * 128;
-constexpr int THREADS = CONSUMERS + 64;
+// More than 128 sums a thread take registers from the loading warps, which are a whole warpgroup then: two of them idle.
+constexpr bool WIDE = MT * BN > 256;
+constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64);
 constexpr int TILE_CHANNELS = WGM * MT * 64;
 constexpr int TILE_PIXELS = WGN * BN;
 constexpr int SPAN = BK * OPERAND_ITEM;
@@ -160,6 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     if (SPLIT > 1) cluster_arrive();
     grid_launch_dependents();
 
+    if (WIDE && warp >= CONSUMERS / 32) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == CONSUMERS / 32) {
         if (elect_one()) {
             Place to = place(p, first_tile, k_begin);
@@ -219,7 +222,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             }
         }
         __syncwarp();
-    } else {
+    } else if (!WIDE || warp < CONSUMERS / 32) {
+        if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int group = warp / 4, quarter = warp % 4;
         const int group_channel = (group % WGM) * MT * 64, group_pixel = (group / WGM) * BN;
         const u32 weights_at = WEIGHTS_STATIONARY ? stationary : ring + WGN * PIXEL_BYTES;

@@ -85,7 +85,8 @@ P = Problem(4, 128, (same(14, 14, 128),), RELU)
     [
         (P, Config(1, 1, 1, 12, 3), "not a tile"),
         (P, Config(2, 2, 1, 64, 3), "not a tile"),
-        (P, Config(2, 1, 2, 160, 2), "accumulators and addresses exceed 168"),
+        (P, Config(2, 1, 1, 128, 2, blocks=2), "accumulators and addresses exceed"),
+        (P, Config(2, 1, 2, 168, 2), "more than 160 accumulators"),
         (P, Config(1, 1, 2, 136, 2), "128 accumulators"),
         (P, Config(1, 1, 1, 64, 3, 17), "cannot be split"),
         (Problem(1, 64, (Source(8, 8, 64),), RELU), Config(1, 1, 1, 64, 2, 2), "cannot be split"),

@@ -50,11 +50,10 @@ def test_wgmma_names_every_accumulator_once() -> None:
 
 def test_gelu_is_within_a_fraction_of_a_rounding_to_half() -> None:
     text = render.epilogue((("gelu",),))
-    body = text[text.index("{ const float v") :]
-    factor = body[body.index("x *= ") + 5 : body.index(";", body.index("x *= "))]
+    factor = text[text.index("x *= ") + 5 : text.index(";", text.index("x *= "))]
     x = np.linspace(-30, 30, 60001)
-    v = np.clip(x, -4.4, 4.4)
-    got = x * eval(re.sub(r"(\d)f\b", r"\1", factor), {"fmaf": lambda a, b, c: a * b + c, "v": v, "u": v * v})
+    names = {"fmaf": lambda a, b, c: a * b + c, "__saturatef": lambda a: np.clip(a, 0, 1), "x": x, "u": x * x}
+    got = x * eval(re.sub(r"(\d)f\b", r"\1", factor), names)
     want = np.array([0.5 * (1 + math.erf(a / math.sqrt(2))) for a in x]) * x
-    assert np.abs(got - want).max() < 1e-5 * np.abs(x).max()
-    assert (np.abs(got - want) <= 1e-5 * np.abs(x) + 1e-12).all()
+    assert (np.abs(got - want) <= 2.2e-5 * np.abs(x) + 1e-12).all()
+    assert np.abs(got - want).max() < 5e-5
