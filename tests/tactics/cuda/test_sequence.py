@@ -5,28 +5,28 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.net import Net
-from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, recurrent
+from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, recurrent
 from support.simulated import check_simulated, kinds
 
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 
-KINDS = {"Attention", "RNN", "GRU", "LSTM", "GroupNormalization", "InstanceNormalization"}
-CASES = {**ATTENTION, **RECURRENT, **GROUP_NORM}
+KINDS = {"Attention", "RNN", "GRU", "LSTM", "GroupNormalization", "InstanceNormalization", "Add"}
+CASES = {**ATTENTION, **RECURRENT, **GROUP_NORM, **RESIDUAL}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_half_precision(name: str) -> None:
     build, tactic = CASES[name]
     program = check_simulated(build())
-    assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} == {tactic}
+    assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} - {"pointwise"} == {tactic}
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("long", "wide heads", "odd head")])
 def test_fp32(name: str) -> None:
     program = check_simulated(CASES[name][0](), "fp32")
-    assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} <= {"attention_steps", "rnn", "rows"}
+    assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} <= {"attention_steps", "rnn", "rows", "pointwise"}
 
 
 def test_rows_of_a_product_are_taken_as_they_lie_in_memory() -> None:
