@@ -20,6 +20,7 @@ LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kerne
 RING_LATENCY = (
     1300  # cycles from asking for a stage under load to its arrival: with S stages, S - 1 steps pass meanwhile
 )
+MOST_SUMS = 256  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
 
@@ -111,7 +112,7 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: boo
         if wgm * mt * 64 > max(64, math.ceil(problem.channels / 64) * 64):
             continue
         for bn in WIDTHS:
-            if mt * bn > 320 or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
+            if mt * bn > MOST_SUMS or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
                 continue
             tiles = -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
             for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
