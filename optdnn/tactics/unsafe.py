@@ -2,6 +2,7 @@
 
 * OpenVINO trusts axes, sizes, pads and positions that come from the user: a wrong one makes it read or write outside of its
   memory, and the process is gone (seen with CumSum, Pad, Slice and Resize). ONNX Runtime checks them and returns an error.
+* OpenVINO's compiler crashes on a Reshape to a scalar behind a product (seen with MatMul, 2026.4); a Squeeze it takes.
 * ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
 * Their Fourier transforms (DFT, STFT) are off by up to 1e-3 of a result that should be 0, and some results lack an axis.
 * ONNX Runtime's Python binding passes neither bfloat16 arrays nor 8-bit floats, OpenVINO's no 8-bit floats.
@@ -51,6 +52,9 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for OpenVINO."""
     data = data_dependent(graph)
     out = {**_touching(graph, _FP8), **_transforms(graph)}
+    for op in graph.of_kind("Reshape"):
+        if op.outputs[0].type.shape == () and op.inputs[0] is not None and graph.op(op.inputs[0]).kind not in STRUCTURAL:
+            out[op.id] = "openvino's compiler may crash where a Reshape makes a scalar of a computed value"
     for op in graph.order():
         for slot in PARAMETERS.get(op.kind, ()):
             value = op.input(slot)

@@ -126,3 +126,19 @@ def test_fourier_transforms_are_neithers(library):
     spectrum = graph.add("DFT", [x], OPDEFS["DFT"].attrs(axis=1), src=["dft"])
     graph.add_output(graph.add("Relu", [spectrum.value]).value, "y")
     assert list(LIBRARIES[library].unsafe(graph)) == [spectrum.id]
+
+
+def test_a_scalar_by_reshape_behind_a_product_is_not_openvinos():
+    pytest.importorskip("openvino")
+    graph = Graph("scalar")
+    x = graph.add_input("x", tensor(np.float32, 1, 5))
+    w = graph.add_constant(np.arange(5, dtype=np.float32).reshape(5, 1), "w")
+    product = graph.add("MatMul", [x, w], OPDEFS["MatMul"].attrs(), src=["product"])
+    shape = graph.add_constant(np.zeros(0, np.int64), "shape")
+    scalar = graph.add("Reshape", [product.value, shape], OPDEFS["Reshape"].attrs(), src=["scalar"])
+    graph.add_output(scalar.value, "y")
+    assert list(openvino_must_not(graph)) == [scalar.id]
+    options = BuildOptions(target="cpu", threads=1, tactics="openvino", opt_level=0)
+    built = build_verbose(export_model(graph).proto, options)
+    assert [f["node"] for f in built.fallbacks["openvino"]] == ["scalar"]
+    assert float(built.engine.run({"x": np.ones((1, 5), np.float32)})["y"]) == 10.0
