@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, Export, OpDef, Result, Tol, Traits, Unsupported
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Export, OpDef, Result, Traits, Unsupported
 from optdnn.ops.checks import agree, elements, extent, require_rank
 from optdnn.runtime.reference.quantized import KERNELS
 from optdnn.runtime.reference.window import output_sizes
@@ -104,20 +104,17 @@ def _cost(call: Call, result: Result) -> Cost:
     return Cost(2 * elements(result.types[0]) * extent(*call.type(1).dims[1:]))
 
 
-STEP = Tol(0.0, 1.0 / 127)
-"""One step of the result."""
-
 DEFS: tuple[OpDef, ...] = (
     OpDef(
         "QuantizedConv", _infer_conv, KERNELS["QuantizedConv"], QuantizedConvAttrs,
-        to_onnx=_no_onnx, cost=_cost, tol=STEP, traits=Traits(own_precision=True), arity=3,
+        to_onnx=_no_onnx, cost=_cost, tol=EXACT, traits=Traits(own_precision=True), arity=3,
     ),
     OpDef(
         "QuantizedMatMul", _infer_matmul, KERNELS["QuantizedMatMul"], RequantizeAttrs,
-        to_onnx=_no_onnx, cost=_cost, tol=STEP, traits=Traits(own_precision=True), arity=3,
+        to_onnx=_no_onnx, cost=_cost, tol=EXACT, traits=Traits(own_precision=True), arity=3,
     ),
     OpDef(
         "QuantizedMean", _infer_mean, KERNELS["QuantizedMean"], QuantizedMeanAttrs,
-        to_onnx=_no_onnx, tol=STEP, traits=Traits(own_precision=True),
+        to_onnx=_no_onnx, tol=EXACT, traits=Traits(own_precision=True),
     ),
 )  # fmt: skip
