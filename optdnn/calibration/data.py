@@ -139,14 +139,13 @@ def _of_arrays(name: str, arrays: Mapping[str, Array], inputs: Sequence[TensorSp
         raise InputError(
             f"{name} has {samples} samples, a batch of the network is {size}", hint=f"give at least {size} samples"
         )
-    count = samples // size if fixed or samples % size == 0 else -(-samples // size)
-    starts = range(0, (samples // size) * size if _is_fixed(inputs) else samples, size)
+    starts = range(0, samples // size * size if _is_fixed(inputs) else samples, size)
 
     def batches() -> Iterator[dict[str, Array]]:
         for k, start in enumerate(starts):
             yield checked({n: a[start : start + size] for n, a in used.items()}, inputs, f"{name}, batch {k}")
 
-    return Data(name, batches, _digest(used), len(starts) or count)
+    return Data(name, batches, _digest(used), len(starts))
 
 
 def _is_fixed(inputs: Sequence[TensorSpec]) -> bool:
