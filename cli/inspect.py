@@ -31,6 +31,7 @@ def _engine_facts(file: Path) -> dict[str, Any]:
     from optdnn.runtime.format import read
 
     program = read(file)
+    d = program.dynamic
     return {
         "kind": "engine",
         "file": str(file),
@@ -38,8 +39,14 @@ def _engine_facts(file: Path) -> dict[str, Any]:
         "target": program.target,
         "precision": program.precision,
         "requires": list(program.requires),
-        "inputs": [str(s) for s, _ in program.inputs],
-        "outputs": [str(s) for s, _ in program.outputs],
+        "inputs": [str(s) for s in (d.inputs if d else [s for s, _ in program.inputs])],
+        "outputs": [str(s) for s in (d.outputs if d else [s for s, _ in program.outputs])],
+        **(
+            {"profiles": [", ".join(f"{n}={r}" for n, r in p.items()) for p in program.profiles]}
+            if program.profiles
+            else {}
+        ),
+        **({"plans": [[str(s) for s, _ in p.inputs] for p in (program, *d.plans)]} if d else {}),
         "steps": [_step(program, k) for k in range(len(program.steps))],
         "weights_bytes": sum(b.nbytes for b in program.blobs),
         "arena_bytes": program.arena_bytes,
@@ -85,7 +92,7 @@ def _model_facts(file: Path, *, nodes: bool) -> dict[str, Any]:
 def _show(facts: dict[str, Any]) -> None:
     simple = {k: v for k, v in facts.items() if isinstance(v, (str, int, float))}
     stdout.print(table(None, ["", ""], [[k, v] for k, v in simple.items()]))
-    for key in ("inputs", "outputs", "requires"):
+    for key in ("inputs", "outputs", "profiles", "requires"):
         if facts.get(key):
             stdout.print(f"{key}: {', '.join(facts[key])}")
     if facts.get("operators"):

@@ -264,6 +264,19 @@ def test_bench_as_json_keeps_the_contract(cli: Cli, engine: Path) -> None:
 # ---------------------------------------------------------------- inspect, check, env
 
 
+def test_inspect_an_engine_for_ranges_of_shapes(cli: Cli, tmp_path: Path) -> None:
+    save_convnet(tmp_path / "m.onnx", batch="n")
+    shape = "x=1..2..4x3x8x8"
+    code, _, err = cli("build", tmp_path / "m.onnx", "--target", "simulate", "--shape", shape, "-o", tmp_path / "e")
+    assert (code, err) == (0, "")
+    facts = strict(cli("inspect", tmp_path / "e", "--json").out)
+    assert facts["inputs"] == ["x: fp32[n, 3, 8, 8]"]
+    assert facts["profiles"] == ["n=1..2..4"]
+    assert facts["plans"] == [["x: fp32[2, 3, 8, 8]"]]
+    assert "profiles: n=1..2..4" in cli("inspect", tmp_path / "e").out
+    assert "[2, 5]" in cli("run", tmp_path / "e").out  # random inputs are of the optimum
+
+
 def test_inspect_a_model_and_an_engine(cli: Cli, model: Path, engine: Path) -> None:
     facts = strict(cli("inspect", model, "--json").out)
     assert (facts["kind"], facts["nodes"]) == ("model", 10)
