@@ -64,7 +64,8 @@ def _targets(file: Path) -> str:
     versions = data["versions"]
     tuned = data.get("tune_s")
     how = f"Engines tuned for at most {tuned:g} s each." if tuned else (
-        "Our configurations are the cost model's, untuned; the libraries run what they rank first, and our kernels where they have none.")  # fmt: skip
+        "Our configurations are the cost model's, untuned; the libraries run what they rank first, and our kernels where they "
+        "have none.")  # fmt: skip
     note = f"{data['note'].capitalize()}. " if data.get("note") else ""
     about = (
         f"{data['gpu']}, driver {data['driver']}; torch {versions['torch']}, cuDNN {versions['nvidia-cudnn-cu13']}, cuBLAS "

@@ -102,7 +102,7 @@ class GpuTimer:
         is timed roughly. Raises TrialFailed; CudaError or KernelHangs where the GPU cannot be used any more.
         """
         try:
-            context = self._context(program)
+            context = CudaRunner(program, LoadOptions()).context()
             self._check(key, program, context)
             return self._seconds(program, context, cold, give_up)
         except KernelError as error:
@@ -112,15 +112,6 @@ class GpuTimer:
         except RunError as error:  # out of memory, say
             self.stream.synchronize()  # raises where the context is lost: nothing more can be measured in this process
             raise TrialFailed(error.message) from error
-
-    @staticmethod
-    def _context(program: Program) -> CudaContext:
-        try:
-            return CudaRunner(program, LoadOptions()).context()
-        except (KernelError, CudaError):
-            raise
-        except RunError as error:  # a library that has fewer plans than it ranks
-            raise TrialFailed(error.message.splitlines()[0]) from error
 
     def _check(self, key: str, program: Program, context: CudaContext) -> None:
         self._feed(program, context)
