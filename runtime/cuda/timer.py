@@ -109,7 +109,7 @@ class GpuTimer:
             raise TrialFailed(error.message.splitlines()[0]) from error
         except KernelHangs:
             raise
-        except RunError as error:  # out of memory, say
+        except RunError as error:  # out of memory, say, or a library that has fewer plans than it ranks
             self.stream.synchronize()  # raises where the context is lost: nothing more can be measured in this process
             raise TrialFailed(error.message) from error
 
