@@ -506,7 +506,8 @@ class _Auto:
         return min(simple, key=_cost) if simple else fastest
 
     def _conclude(self, chosen: Candidate, ways: Sequence[Way], met: bool) -> Found:
-        way = next((w for w in ways if w.name == chosen.way), ways[0] if ways else None)
+        library = chosen.way or chosen.tactic.partition("/")[0]
+        way = next((w for w in ways if w.name == library), ways[0] if ways else None)
         facts = self._facts(chosen, way)
         account = Account(
             metric=self.metric.name,
