@@ -53,7 +53,11 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
     data = data_dependent(graph)
     out = {**_touching(graph, _FP8), **_transforms(graph)}
     for op in graph.of_kind("Reshape"):
-        if op.outputs[0].type.shape == () and op.inputs[0] is not None and graph.op(op.inputs[0]).kind not in STRUCTURAL:
+        if (
+            op.outputs[0].type.shape == ()
+            and op.inputs[0] is not None
+            and graph.op(op.inputs[0]).kind not in STRUCTURAL
+        ):
             out[op.id] = "openvino's compiler may crash where a Reshape makes a scalar of a computed value"
     for op in graph.order():
         for slot in PARAMETERS.get(op.kind, ()):
