@@ -20,7 +20,7 @@ LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kerne
 RING_LATENCY = (
     1300  # cycles from asking for a stage under load to its arrival: with S stages, S - 1 steps pass meanwhile
 )
-MOST_SUMS = 256  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
+MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
 

@@ -191,18 +191,18 @@ class HopperConv(Rehearsed):
 
 def emit_space_to_depth(b: Builder, op: Op, x: Placed, out: Placed, size: int) -> None:
     """Blocks of ``size`` x ``size`` pixels into channels: one thread per output pixel where a block's rows are single accesses,
-    else one per eight channels of it."""
+    else one per 16 bytes of it."""
     n, c, h, w = x.shape
     _, lanes, high, wide = out.shape
-    t, u = CPP[x.dtype], CPP[out.dtype]
+    t, u, some = CPP[x.dtype], CPP[out.dtype], 16 // out.dtype.itemsize
     outer = [s for s, k in zip((x.strides[0], x.strides[1], x.strides[2]), (n, c, h), strict=True) if k > 1]
     whole = x.strides[3] == 1 and w % size == 0 and x.offset % size == 0 and all(s % size == 0 for s in outer)
     if whole and size in (2, 4) and size * x.dtype.itemsize <= 16 and lanes <= 64:
         per, body = (
             1,
-            f"""Pack<{u}, 8> y[{lanes // 8}];
+            f"""Pack<{u}, {some}> y[{lanes // some}];
     #pragma unroll
-    for (int i = {c * size * size}; i < {lanes}; i++) y[i / 8].lane[i % 8] = narrow<{u}>(0.0f);
+    for (int i = {c * size * size}; i < {lanes}; i++) y[i / {some}].lane[i % {some}] = narrow<{u}>(0.0f);
     #pragma unroll
     for (int channel = 0; channel < {c}; channel++) {{
         #pragma unroll
@@ -214,25 +214,25 @@ def emit_space_to_depth(b: Builder, op: Op, x: Placed, out: Placed, size: int) -
             #pragma unroll
             for (int dx = 0; dx < {size}; dx++) {{
                 const int lane = (dy * {size} + dx) * {c} + channel;
-                y[lane / 8].lane[lane % 8] = narrow<{u}>(widen(v.lane[dx]));
+                y[lane / {some}].lane[lane % {some}] = narrow<{u}>(widen(v.lane[dx]));
             }}
         }}
     }}
-    for (int i = 0; i < {lanes // 8}; i++) y[i].store(p.y + i64(index) * {lanes} + i * 8);""",
+    for (int i = 0; i < {lanes // some}; i++) y[i].store(p.y + i64(index) * {lanes} + i * {some});""",
         )
     else:
         per, body = (
-            lanes // 8,
-            f"""Pack<{u}, 8> y;
+            lanes // some,
+            f"""Pack<{u}, {some}> y;
     #pragma unroll
-    for (int i = 0; i < 8; i++) {{
-        const int lane = part * 8 + i, channel = lane % {c}, dx = lane / {c} % {size}, dy = lane / {c * size};
+    for (int i = 0; i < {some}; i++) {{
+        const int lane = part * {some} + i, channel = lane % {c}, dx = lane / {c} % {size}, dy = lane / {c * size};
         const int r = row * {size} + dy, s = column * {size} + dx;
         float v = 0.0f;
         if (dy < {size} && r < p.h && s < p.w) v = widen(p.x[image * p.sn + channel * p.sc + r * p.sh + s * p.sw]);
         y.lane[i] = narrow<{u}>(v);
     }}
-    y.store(p.y + i64(index) * 8);""",
+    y.store(p.y + i64(index) * {some});""",
         )
     text = f"""struct Params {{ const {t}* x; {u}* y; i64 sn, sc, sh, sw; int n, h, w; }};
 

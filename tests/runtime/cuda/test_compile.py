@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support.conv_cases import ADD, CASES, GENERAL, RELU, same
+from support.net import Net
+from support.simulated import lowered
 
 from optdnn.errors import MissingDependency
 from optdnn.runtime.cuda import conv, conv_cost, conv_general, conv_patch, nvrtc, pool
@@ -88,3 +92,15 @@ def test_products_of_tf32_compile_without_spills(batch: int) -> None:
         for recipe in plain + patches:
             (kernel,) = nvrtc.resources(recipe).values()
             assert kernel.spill_bytes == kernel.stack_bytes == 0, recipe.generated
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+def test_every_kernel_of_a_network_compiles(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
+    n = Net()
+    x = n.op("Relu", n.bn(n.conv(n.input(1, 3, 32, 32), 16, 7, strides=2, pads=3)))  # a stem of blocks of pixels
+    y = n.op("Relu", n.conv(n.max_pool(x, pads=1), 24, 3))
+    z = n.op("Add", n.conv(y, 24, 1, pads=0), y)
+    graph = n.done(n.gemm(n.op("Flatten", n.op("GlobalAveragePool", z)), 10))
+    program = lowered(graph, precision, target="cuda:sm_90a")
+    assert all(k.cubin is not None for k in program.kernels)

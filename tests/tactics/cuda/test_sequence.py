@@ -26,7 +26,12 @@ def test_half_precision(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("long", "wide heads", "odd head")])
 def test_fp32(name: str) -> None:
     program = check_simulated(CASES[name][0](), "fp32")
-    assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} <= {"attention_steps", "rnn", "rows", "pointwise"}
+    assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} <= {
+        "attention_steps",
+        "rnn",
+        "rows",
+        "pointwise",
+    }
 
 
 def test_rows_of_a_product_are_taken_as_they_lie_in_memory() -> None:
