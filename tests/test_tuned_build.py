@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.needs import needs_nvrtc
 from support.net import Net
 from support.timer import FakeTimer, hashed
 
@@ -18,6 +19,11 @@ from optdnn.ir.export_onnx import export_model
 from optdnn.runtime.cuda import timer as timer_module
 from optdnn.runtime.cuda import usable
 from optdnn.runtime.format import read, write
+
+
+@pytest.fixture(autouse=True)
+def _compiles() -> None:
+    needs_nvrtc()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 * OpenVINO trusts axes, sizes, pads and positions that come from the user: a wrong one makes it read or write outside of its
   memory, and the process is gone (seen with CumSum, Pad, Slice and Resize). ONNX Runtime checks them and returns an error.
 * OpenVINO's compiler crashes on a Reshape to a scalar behind a product (seen with MatMul, 2026.4); a Squeeze it takes.
+* OpenVINO gives NaN for a row of an Attention whose boolean mask forbids everything, where ONNX asks for zeros.
 * ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
 * Their Fourier transforms (DFT, STFT) are off by up to 1e-3 of a result that should be 0, and some results lack an axis.
 * ONNX Runtime's Python binding passes neither bfloat16 arrays nor 8-bit floats, OpenVINO's no 8-bit floats.
@@ -11,7 +12,7 @@
 from __future__ import annotations
 
 from optdnn.ir.graph import STRUCTURAL, Graph
-from optdnn.types import BF16, DTYPES, DType, dtype_name
+from optdnn.types import BF16, BOOL, DTYPES, DType, dtype_name
 
 _FP8 = frozenset({DTYPES["fp8_e4m3"], DTYPES["fp8_e5m2"]})
 _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
@@ -52,6 +53,10 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for OpenVINO."""
     data = data_dependent(graph)
     out = {**_touching(graph, _FP8), **_transforms(graph)}
+    for op in graph.of_kind("Attention"):
+        mask = op.input(3)
+        if mask is not None and graph.type(mask).dtype == BOOL and graph.constant_value(mask) is None:
+            out[op.id] = "openvino gives NaN where a row of the mask forbids everything; it should give zeros"
     for op in graph.of_kind("Reshape"):
         if (
             op.outputs[0].type.shape == ()

@@ -142,3 +142,13 @@ def test_a_scalar_by_reshape_behind_a_product_is_not_openvinos():
     built = build_verbose(export_model(graph).proto, options)
     assert [f["node"] for f in built.fallbacks["openvino"]] == ["scalar"]
     assert float(built.engine.run({"x": np.ones((1, 5), np.float32)})["y"]) == 10.0
+
+
+def test_attention_with_a_boolean_mask_is_not_openvinos():
+    for dtype, found in ((np.bool_, 1), (np.float32, 0)):
+        graph = Graph("attention")
+        q, k, v = (graph.add_input(n, tensor(np.float32, 1, 2, 4, 8)) for n in "qkv")
+        mask = graph.add_input("mask", tensor(dtype, 4, 4))
+        op = graph.add("Attention", [q, k, v, mask], OPDEFS["Attention"].attrs(), src=["attention"])
+        graph.add_output(op.value, "y")
+        assert len(openvino_must_not(graph)) == found

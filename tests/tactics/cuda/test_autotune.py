@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.needs import needs_nvrtc
 from support.net import Net
 from support.timer import FakeTimer, hashed
 
@@ -20,6 +21,12 @@ from optdnn.runtime.cuda.timer import TrialFailed
 from optdnn.tactics.cuda.select import Choice
 from optdnn.tactics.cuda.tuned import Tuned
 from optdnn.tactics.timing_cache import TimingCache
+
+
+@pytest.fixture(autouse=True)
+def _compiles() -> None:
+    needs_nvrtc()
+
 
 TARGET = "cuda:sm_90a"
 
