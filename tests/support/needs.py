@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from optdnn.errors import MissingDependency
+from optdnn.errors import MissingDependency, OptdnnError
 from optdnn.runtime.cuda import nvrtc
+from optdnn.runtime.cuda.device import Device, gpu_count
 
 
 def needs_nvrtc() -> None:
@@ -15,3 +16,15 @@ def needs_nvrtc() -> None:
         nvrtc.version()
     except MissingDependency as error:
         pytest.skip(str(error))
+
+
+def why_no_hopper() -> str | None:
+    """Why engines for Hopper (sm_90a) cannot run here, or None."""
+    try:
+        if gpu_count() == 0:
+            return "no NVIDIA GPU"
+        if Device.open().capability[0] != 9:
+            return "these engines are for Hopper (sm_90a)"
+    except OptdnnError as error:
+        return str(error)
+    return None

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from support.conv_cases import ADD, CASES, GENERAL, RELU, same
+from support.needs import needs_nvrtc
 from support.net import Net
 from support.simulated import lowered
 
-from optdnn.errors import MissingDependency
 from optdnn.runtime.cuda import conv, conv_cost, conv_general, conv_patch, nvrtc, pool
 from optdnn.runtime.cuda.conv import Problem, Source
 from optdnn.runtime.cuda.conv_patch import PatchConfig
@@ -17,11 +17,7 @@ from optdnn.runtime.cuda.conv_patch import PatchConfig
 
 @pytest.fixture(autouse=True)
 def _needs_nvrtc() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
-    try:
-        nvrtc.version()
-    except MissingDependency as error:
-        pytest.skip(str(error))
+    needs_nvrtc()
 
 
 @pytest.mark.parametrize("name", CASES)

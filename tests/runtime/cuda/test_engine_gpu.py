@@ -8,31 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered, simulate
 
-from optdnn.errors import InputError, OptdnnError, RunError
+from optdnn.errors import InputError, RunError
 from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda.check import check_steps
-from optdnn.runtime.cuda.device import Device, gpu_count
 from optdnn.runtime.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tactics" / "cuda"))  # for the families of generated kernels
 from test_generated import FAMILIES, graph_of
 
-
-def _why_not() -> str | None:
-    try:
-        if gpu_count() == 0:
-            return "no NVIDIA GPU"
-        if Device.open().capability[0] != 9:
-            return "these engines are for Hopper (sm_90a)"
-    except OptdnnError as error:
-        return str(error)
-    return None
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 
 
 def network() -> Graph:

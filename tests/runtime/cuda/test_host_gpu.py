@@ -7,28 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fallback import NETWORKS, feeds
+from support.needs import why_no_hopper
 
 import optdnn
-from optdnn.errors import InputError, OptdnnError
+from optdnn.errors import InputError
 from optdnn.runtime.bench import bench
 from optdnn.runtime.cuda.chain import Chain
 from optdnn.runtime.cuda.check import check_steps
-from optdnn.runtime.cuda.device import Device, gpu_count
 from optdnn.types import is_float
 
-
-def _why_not() -> str | None:
-    try:
-        if gpu_count() == 0:
-            return "no NVIDIA GPU"
-        if Device.open().capability[0] != 9:
-            return "these engines are for Hopper (sm_90a)"
-    except OptdnnError as error:
-        return str(error)
-    return None
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 
 
 def engine_of(name: str, precision: str = "fp32") -> tuple[Any, Any]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.needs import needs_nvrtc
 
-from optdnn.errors import MissingDependency
 from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, group_norm, nvrtc, rnn, rows
 from optdnn.runtime.cuda.conv import Source
 from optdnn.runtime.cuda.describe import Description
@@ -18,11 +18,7 @@ DEVICE = conv_cost.h200()
 
 @pytest.fixture(autouse=True)
 def _needs_nvrtc() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
-    try:
-        nvrtc.version()
-    except MissingDependency as error:
-        pytest.skip(str(error))
+    needs_nvrtc()
 
 
 def merged(batch: int, positions: int, features: int, **options: Any) -> attention.Problem:

@@ -6,26 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.needs import why_no_hopper
 from support.onnxnet import convnet
 
 import optdnn
-from optdnn.errors import InputError, OptdnnError
+from optdnn.errors import InputError
 from optdnn.runtime import plans
-from optdnn.runtime.cuda.device import Device, gpu_count
 
-
-def _why_not() -> str | None:
-    try:
-        if gpu_count() == 0:
-            return "no NVIDIA GPU"
-        if Device.open().capability[0] != 9:
-            return "these engines are for Hopper (sm_90a)"
-    except OptdnnError as error:
-        return str(error)
-    return None
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 
 
 def _image(n: int) -> dict[str, Any]:

@@ -5,30 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.needs import why_no_hopper
 from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
 from support.simulated import feeds_of, lowered
 
-from optdnn.errors import OptdnnError
 from optdnn.runtime.cuda.check import check_steps
-from optdnn.runtime.cuda.device import Device, gpu_count
 from optdnn.runtime.engine import Engine
 
 CASES = {**ATTENTION, **RECURRENT, **GROUP_NORM, **RESIDUAL}
 TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}
 
 
-def _why_not() -> str | None:
-    try:
-        if gpu_count() == 0:
-            return "no NVIDIA GPU"
-        if Device.open().capability[0] != 9:
-            return "these engines are for Hopper (sm_90a)"
-    except OptdnnError as error:
-        return str(error)
-    return None
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
