@@ -7,14 +7,15 @@ the offset ``at_t(c0, c1, …)`` of an element. Results must not depend on the o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from optdnn.ir.graph import Op
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS
+from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.types import FP64, DType
 
 THREADS = 256
@@ -118,3 +119,24 @@ def shape_at(b: Builder, op: Op, slot: int) -> tuple[int, ...]:
 def wide(*dtypes: DType) -> str:
     """The type to compute in: double where an operand is, else float."""
     return "double" if FP64 in dtypes else "float"
+
+
+class Each(OwnTactic):
+    """A few lines of C++ per element, for the operators of a table."""
+
+    name = "each"
+    emitters: ClassVar[Mapping[str, Callable[[Builder, Op], None]]]
+    """Kind -> what emits it."""
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        types = [b.graph.type(v).dtype for v in op.inputs if v is not None] + [o.type.dtype for o in op.outputs]
+        unknown = sorted({t.name for t in types} - {t.name for t in CPP})
+        return f"there is no arithmetic on {', '.join(unknown)}" if unknown else self.limits(b, op)
+
+    def limits(self, b: Builder, op: Op) -> str | None:
+        """Why an operator of known types is not for this tactic, or None."""
+        raise NotImplementedError
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        self.emitters[op.kind](b, op)
+        return ""

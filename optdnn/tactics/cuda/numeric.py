@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from optdnn.ir.graph import Op, Value
 from optdnn.ops.gemm import einsum_terms
@@ -15,6 +14,7 @@ from optdnn.tactics.cuda.builder import Builder, Placed
 from optdnn.tactics.cuda.each import (
     POINTS_LIMIT,
     VISITS_LIMIT,
+    Each,
     coordinates,
     emit_each,
     needed,
@@ -25,7 +25,6 @@ from optdnn.tactics.cuda.each import (
 )
 from optdnn.tactics.cuda.pointwise import CPP, arithmetic, literal
 from optdnn.tactics.cuda.quantized_each import QUANTIZED
-from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.types import normalize_axis
 
 SUMS_LIMIT = VISITS_LIMIT * 16
@@ -312,16 +311,10 @@ NUMERIC: dict[str, Callable[[Builder, Op], None]] = {
 """Kind -> what emits it."""
 
 
-class Numeric(OwnTactic):
-    """A few lines of C++ per element, for the operators of :data:`NUMERIC`."""
+class Numeric(Each):
+    """The operators of :data:`NUMERIC`."""
 
-    name = "each"
+    emitters = NUMERIC
 
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        types = [b.graph.type(v).dtype for v in op.inputs if v is not None] + [o.type.dtype for o in op.outputs]
-        unknown = sorted({t.name for t in types} - {t.name for t in CPP})
-        return f"there is no arithmetic on {', '.join(unknown)}" if unknown else _limits(b, op)
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        NUMERIC[op.kind](b, op)
-        return ""
+    def limits(self, b: Builder, op: Op) -> str | None:
+        return _limits(b, op)

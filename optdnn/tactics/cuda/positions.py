@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from optdnn.ir.graph import Op, Value
 from optdnn.tactics.cuda.builder import Builder, Placed
 from optdnn.tactics.cuda.each import (
     POINTS_LIMIT,
     VISITS_LIMIT,
+    Each,
     coordinates,
     emit_each,
     needed,
@@ -22,7 +22,6 @@ from optdnn.tactics.cuda.each import (
     shape_at,
 )
 from optdnn.tactics.cuda.pointwise import CPP, arithmetic, copy
-from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.tactics.cuda.views import ints, reshaped
 from optdnn.types import is_float, normalize_axis
 
@@ -253,16 +252,10 @@ POSITIONS: dict[str, Callable[[Builder, Op], None]] = {
 """Kind -> what emits it."""
 
 
-class Positions(OwnTactic):
-    """A few lines of C++ per element, for the operators of :data:`POSITIONS`."""
+class Positions(Each):
+    """The operators of :data:`POSITIONS`."""
 
-    name = "each"
+    emitters = POSITIONS
 
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        types = [b.graph.type(v).dtype for v in op.inputs if v is not None] + [o.type.dtype for o in op.outputs]
-        unknown = sorted({t.name for t in types} - {t.name for t in CPP})
-        return f"there is no arithmetic on {', '.join(unknown)}" if unknown else _limits(b, op)
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        POSITIONS[op.kind](b, op)
-        return ""
+    def limits(self, b: Builder, op: Op) -> str | None:
+        return _limits(b, op)

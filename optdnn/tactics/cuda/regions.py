@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
 from optdnn.tactics.cuda.builder import Builder, Placed
-from optdnn.tactics.cuda.each import POINTS_LIMIT, coordinates, emit_each, needed, operand_at, operands_of
+from optdnn.tactics.cuda.each import POINTS_LIMIT, Each, coordinates, emit_each, needed, operand_at, operands_of
 from optdnn.tactics.cuda.pointwise import CPP, arithmetic, literal
 from optdnn.tactics.cuda.reduce import limits
-from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.tactics.cuda.views import ints
 from optdnn.types import is_float
 
@@ -150,25 +148,19 @@ REGIONS: dict[str, Callable[[Builder, Op], None]] = {
 """Kind -> what emits it."""
 
 
-class Regions(OwnTactic):
-    """A few lines of C++ per element, for the operators of :data:`REGIONS`."""
+class Regions(Each):
+    """The operators of :data:`REGIONS`."""
 
-    name = "each"
+    emitters = REGIONS
 
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        types = [b.graph.type(v).dtype for v in op.inputs if v is not None] + [o.type.dtype for o in op.outputs]
-        unknown = sorted({t.name for t in types} - {t.name for t in CPP})
-        if unknown:
-            return f"there is no arithmetic on {', '.join(unknown)}"
+    def limits(self, b: Builder, op: Op) -> str | None:
         if op.kind == "MaxPool" and (len(op.outputs) < 2 or op.attrs.auto_pad != "NOTSET"):
             return "it is for pooling that gives indices, with pads in numbers"
-        if op.kind in ("RoiAlign", "DeformConv") and not is_float(types[0]):
-            return f"it does not interpolate {types[0].name}"
+        if op.kind in ("RoiAlign", "DeformConv"):
+            dtype = next(b.graph.type(v).dtype for v in op.inputs if v is not None)
+            if not is_float(dtype):
+                return f"it does not interpolate {dtype.name}"
         if op.kind == "Col2Im" and any(b.graph.known(v) is None for v in op.inputs[1:]):
             return "its image and block are not known when the engine is built"
         many = max(math.prod(o.type.static_shape) for o in op.outputs) >= POINTS_LIMIT
         return "it has more elements than a kernel counts" if many else None
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        REGIONS[op.kind](b, op)
-        return ""
