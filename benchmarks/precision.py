@@ -6,8 +6,10 @@
 For each network: fp32, the 16-bit precisions of the target, int8 with each calibrator, and auto with bounds of 0.5 and 0.1 points.
 Calibration and automatic precision see training pictures alone; accuracy is that on held-out pictures, which neither has seen.
 ``--zoo`` adds real architectures with seeded weights and pictures, judged by the cosine distance of their outputs from fp32's.
-Latencies are those of whole engines, measured side by side in turns. Where there is no GPU, ``--target simulate`` gives the
-accuracies of the GPU's arithmetic, and no latencies. Leave the machine alone while it runs.
+Latencies are those of whole engines, measured side by side in turns; ``over_best`` is the speed of auto over the fastest single
+precision within its bound, of these two alone, with the 95 % interval of the rounds' ratios. What auto tells of its choices is
+kept in a .md beside the results. Where there is no GPU, ``--target simulate`` gives the accuracies of the GPU's arithmetic, and no
+latencies. Leave the machine alone while it runs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,14 @@ import optdnn
 from optdnn.config import CALIBRATORS
 from optdnn.errors import OptdnnError
 from optdnn.models import trained, zoo
+from optdnn.precision.gpu_target import gpu_rounds
 from optdnn.precision.metrics import metric_of
-from optdnn.precision.targets import gpu_milliseconds
+from optdnn.precision.turns import in_turns, paired, turn_of
+from optdnn.report import precision as report
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.machine import machine, versions
-from optdnn.tactics.base import take_turns
+from optdnn.runtime.race import Versus
 from optdnn.types import Array
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +47,7 @@ COSINE = 0.001
 """The bound of automatic precision for networks without labels."""
 BATCH = 32
 """Pictures per call, in accuracy and latency alike: one alone takes microseconds, most of them Python's."""
+VERBOSE = False
 
 
 def configurations(target: str) -> dict[str, dict[str, Any]]:
@@ -60,6 +66,8 @@ def measure(name: str, target: str, only: str | None, more: Mapping[str, Any]) -
     net = trained.load(name)
     x, y = trained.training(name)
     shape = (BATCH, *net.x.shape[1:])
+    scratch = tempfile.TemporaryDirectory()
+    caches = {n: Path(scratch.name) / f"{n}.json" for n in ("calib_cache", "timing_cache")}
     engines: dict[str, Engine] = {}
     rows: dict[str, dict[str, Any]] = {}
     for config, options in configurations(target).items():
@@ -69,8 +77,12 @@ def measure(name: str, target: str, only: str | None, more: Mapping[str, Any]) -
         start = time.perf_counter()
         data: Any = {"x": x, "labels": y} if options["precision"] == "auto" else {"x": trained.calibration(name)}
         data = {} if options["precision"] in ("fp32", "fp16", "bf16") else {"calib": data}
+        # Two bounds of one network share ranges, sensitivities and times of operators.
+        data |= caches if options["precision"] == "auto" else {}
         try:
-            engine = optdnn.build(net.path, target=target, shapes={"x": shape}, **more, **options, **data)
+            engine = optdnn.build(
+                net.path, target=target, shapes={"x": shape}, progress=_progress(start), **more, **options, **data
+            )
             rows[config] = {"accuracy": accuracy(engine, net.x, net.y, simulate=simulate), **_size(engine)}
             rows[config] |= {"precision": engine.precision, "build_s": round(time.perf_counter() - start, 1)}
             if "auto" in engine.meta:
@@ -84,7 +96,42 @@ def measure(name: str, target: str, only: str | None, more: Mapping[str, Any]) -
     if engines and not simulate:
         for config, ms in _times(engines, {"x": net.x[:BATCH]}, target).items():
             rows[config]["ms"] = round(ms, 5)
+        lost = {c: rows["fp32"]["accuracy"] - rows[c]["accuracy"] for c in engines} if "fp32" in engines else {}
+        for b in BOUNDS:
+            _over_best(f"auto {b:g}", b, lost, rows, engines, {"x": net.x[:BATCH]}, target)
+    scratch.cleanup()
     return {"network": name, "pictures": len(net.y), "rows": rows}
+
+
+def _over_best(
+    auto: str,
+    bound: float,
+    lost: Mapping[str, float],
+    rows: Mapping[str, dict[str, Any]],
+    engines: Mapping[str, Engine],
+    feeds: Mapping[str, Array],
+    target: str,
+) -> None:
+    """Auto beside the fastest single precision within its bound: who that is, the speedup, its 95 % interval and the verdict."""
+    singles = [c for c in lost if not c.startswith("auto") and lost[c] <= bound]
+    if auto not in engines or not singles:
+        return
+    best = min(singles, key=lambda c: rows[c]["ms"])
+    rounds = turns({auto: engines[auto], best: engines[best]}, feeds, target, rounds=16)
+    versus = Versus.of(rounds[auto], rounds[best])
+    rows[auto]["over_best"] = {
+        "single": best,
+        "speedup": round(versus.speedup, 4),
+        "range": [round(v, 4) for v in versus.range],
+        "verdict": versus.verdict,
+    }
+
+
+def _progress(start: float) -> Any:
+    """Lines of the build's progress with the seconds since ``start``, where --verbose asks for them."""
+    if not VERBOSE:
+        return None
+    return lambda text: print(f"\n    {time.perf_counter() - start:6.2f} {text}", end="", flush=True)
 
 
 def pictures(seed: int, n: int, size: int) -> Array:
@@ -121,7 +168,23 @@ def measure_zoo(name: str, target: str, more: Mapping[str, Any]) -> dict[str, An
 
 
 def _times(engines: Mapping[str, Engine], feeds: Mapping[str, Array], target: str) -> dict[str, float]:
-    return latencies(engines, feeds) if target == "cpu" else gpu_milliseconds(engines, feeds)
+    """Milliseconds of whole engines."""
+    return paired(turns(engines, feeds, target, rounds=10))
+
+
+def turns(
+    engines: Mapping[str, Engine], feeds: Mapping[str, Array], target: str, rounds: int
+) -> dict[str, list[float]]:
+    """Milliseconds of each engine in each round."""
+    if target != "cpu":
+        return gpu_rounds(engines, feeds, rounds=rounds, turn_seconds=0.02, give_up_ratio=50.0)
+    runs = {n: partial(e.context().run, feeds) for n, e in engines.items()}
+    return in_turns(
+        {n: turn_of(r, seconds=0.05, rest=0.02) for n, r in runs.items()},
+        rounds=rounds,
+        give_up_ratio=50.0,
+        budget_seconds=60.0,
+    )
 
 
 def accuracy(engine: Engine, x: Array, y: Array, *, simulate: bool) -> float:
@@ -144,15 +207,14 @@ def _size(engine: Engine) -> dict[str, int]:
         return {"engine_bytes": path.stat().st_size, "weights_bytes": sum(b.nbytes for b in engine.program.blobs)}
 
 
-def latencies(engines: Mapping[str, Engine], feeds: Mapping[str, Array]) -> dict[str, float]:
-    """Median milliseconds of each engine, all in turns."""
-
-    def runner(engine: Engine) -> Any:
-        context = engine.context()
-        return lambda: context.run(feeds)
-
-    runners = {n: runner(e) for n, e in engines.items()}
-    return take_turns(runners, rounds=10, turn_seconds=0.05, budget_seconds=60, give_up_ratio=50.0)
+def told(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """What auto tells of each choice: the plans, the front, each node and the reason of its precision."""
+    parts = []
+    for entry in (*results["networks"], *results["zoo"]):
+        for config, row in entry["rows"].items():
+            if "auto" in row:
+                parts.append(report.to_markdown(row["auto"], f"{entry['network']}, {config}"))
+    return "\n".join(parts)
 
 
 def main() -> None:
@@ -164,9 +226,12 @@ def main() -> None:
     parser.add_argument("--networks", default=",".join(trained.NAMES))
     parser.add_argument("--zoo", default="", help="architectures of the zoo, besides")
     parser.add_argument("--only", help="only configurations whose name contains this")
+    parser.add_argument("--verbose", action="store_true", help="what the builds are doing, with seconds")
     parser.add_argument("--append", action="store_true", help="keep the other networks that --out holds")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    global VERBOSE
+    VERBOSE = args.verbose
     more = {"threads": args.threads, "tactics": args.tactics, "budget": args.budget}
     kept = json.loads(args.out.read_text()) if args.append and args.out.exists() else {}
     results = {key: list(kept.get(key, [])) for key in ("networks", "zoo")}
@@ -182,6 +247,7 @@ def main() -> None:
             key=lambda r: order.index(r["network"]) if r["network"] in order else len(order),
         )
         args.out.write_text(json.dumps({**_facts(args), **results}, indent=1) + "\n")
+        args.out.with_suffix(".md").write_text(told(results))
 
 
 def _facts(args: argparse.Namespace) -> dict[str, Any]:
@@ -189,7 +255,8 @@ def _facts(args: argparse.Namespace) -> dict[str, Any]:
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
     ).stdout.strip()
     return {
-        "command": "python benchmarks/precision.py " + " ".join(a for a in sys.argv[1:] if a != "--append"),
+        "command": "python benchmarks/precision.py "
+        + " ".join(a for a in sys.argv[1:] if a not in ("--append", "--verbose")),
         "commit": commit,
         "date": time.strftime("%F"),
         "target": args.target,

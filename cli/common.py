@@ -104,6 +104,11 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="FILE.npy",
             help="Labels of --calib, where they are not in it.",
         ),
+        click.option(
+            "--candidates",
+            metavar="P,P",
+            help="Of precision auto: what it may choose from besides fp32.  [default: all but tf32]",
+        ),
         click.option("--images", metavar="SPEC", help="How pictures are prepared: JSON, or a file of it."),
         click.option(
             "--pin", multiple=True, metavar="NODES=P", help="Another precision for some nodes: --pin 'head*=fp32'."

@@ -181,7 +181,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             found = _found_precisions(graph, options, target, cache, say)
         plan, label = found.plan, found.label
         graph, reports = assigned(graph, plan, target, found.calibration, options.opt_level, account)
-        passes += reports
+        passes += [*found.passes, *reports]
     if options.emit_onnx is not None:
         from optdnn.ir.export_onnx import export_model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ TARGETS = (
     "cuda",
     *(f"cuda:{a}" for a in ("sm_90a", "sm_89", "sm_86", "sm_80")),
 )
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "int8", "fp8")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+"""All that a node can be asked for, the most accurate first."""
 AUTO = "auto"
-QUANTIZED = ("int8", "fp8")
-"""Precisions that need calibration; "int8+fp16" asks for fp16 where there is no int8."""
+QUANTIZED = frozenset({"int8", "fp8"})
+"""Precisions that need scales, and so calibration; "int8+fp16" asks for fp16 where there is no int8."""
 CALIBRATORS = ("mse", "entropy", "percentile", "minmax")
 IO_DTYPES = ("model", "fp32", "fp16", "bf16")
 LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "heuristic")
@@ -57,7 +58,9 @@ class BuildOptions:
     For ``precision="auto"`` (the fastest engine within a bound on accuracy, :mod:`optdnn.precision.auto`): ``calib`` is the data,
     split into a part to search on and one to verify by; ``labels`` its labels, where they are not in it; ``metric`` "top1", "mse",
     "cosine", "PKG.MODULE:F" or a function of outputs and labels; ``max_drop`` the largest loss in it that is allowed, in the
-    metric's own unit (None: the metric's usual one); ``precision_map`` holds the pins; ``budget`` bounds the search in seconds.
+    metric's own unit (None: the metric's usual one); ``precision_map`` holds the pins; ``candidates`` are the precisions that it
+    may choose from besides fp32 (None: all that the target has but tf32, which is used only where it is asked for);
+    ``budget`` bounds the search in seconds.
     """
 
     target: str = "auto"
@@ -87,6 +90,7 @@ class BuildOptions:
     metric: Any = "top1"
     max_drop: float | None = None
     labels: Any = None
+    candidates: Sequence[str] | None = None
 
     @property
     def base_precision(self) -> str:
@@ -109,6 +113,7 @@ class BuildOptions:
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         _among("target", self.target, TARGETS)
         object.__setattr__(self, "precision_map", _precisions(self.precision_map))
+        object.__setattr__(self, "candidates", _candidates(self.candidates))
         name, plus, base = self.precision.partition("+")
         _among("precision", name, (*PRECISIONS, AUTO))
         if plus and (name not in QUANTIZED or base not in PRECISIONS or base in QUANTIZED):
@@ -124,7 +129,7 @@ class BuildOptions:
         # What "auto" turns out to be is looked at by the build, which then makes these options for that target.
         gpu = self.target.partition(":")[0] in ("cuda", "simulate")
         auto = self.target == "auto"
-        asked = {name, self.base_precision, *self.precision_map.values()}
+        asked = {name, self.base_precision, *self.precision_map.values(), *(self.candidates or ())}
         for one in ("tf32", "fp16", "fp8"):
             if one in asked and not gpu and not auto:
                 raise UsageError(
@@ -139,6 +144,7 @@ class BuildOptions:
             ("metric", self.metric != "top1"),
             ("max-drop", self.max_drop is not None),
             ("labels", self.labels is not None),
+            ("candidates", self.candidates is not None),
         ):
             if given and self.precision != AUTO:
                 raise UsageError(f"--{option} is for precision auto, not {self.precision}", hint="--precision auto")
@@ -178,6 +184,15 @@ def _precisions(table: Any) -> dict[str, str]:
     for node, precision in table.items():
         _among(f"precision of {node!r}", precision, PRECISIONS)
     return {str(k): v for k, v in table.items()}
+
+
+def _candidates(given: Any) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    names = given.split(",") if isinstance(given, str) else list(given)
+    for name in names:
+        _among("candidate", name, PRECISIONS)
+    return tuple(p for p in PRECISIONS if p == "fp32" or p in names)
 
 
 def _path(name: str, value: Any) -> Path | None:

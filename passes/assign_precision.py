@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.config import QUANTIZED
 from optdnn.errors import ShapeError, UsageError
 from optdnn.ir.graph import Graph, Op, Output, Value, infer
 from optdnn.ops.base import Attrs, Stage
@@ -23,7 +24,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
 from optdnn.passes.contract import Account, ask, half_risks
-from optdnn.passes.precision import ANCHORS, QUANTIZED, PrecisionPlan, key
+from optdnn.passes.precision import ANCHORS, PrecisionPlan, key
 from optdnn.passes.quantize import quantize
 from optdnn.passes.ranges import Calibration
 from optdnn.types import BF16, FP16, FP32, Array, DType

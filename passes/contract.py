@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.config import QUANTIZED
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.passes.base import PassReport
 from optdnn.passes.integers import is_dequantized
-from optdnn.passes.precision import ANCHORS, QUANTIZED, PrecisionPlan, key, no_integers
+from optdnn.passes.precision import ANCHORS, PrecisionPlan, key, no_integers
 from optdnn.passes.ranges import Calibration
 from optdnn.types import BF16, DTYPES, FP16, FP32, DType, is_float
 

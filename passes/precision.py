@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from optdnn.config import PRECISIONS, QUANTIZED
 from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.types import is_float
-
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
-QUANTIZED = frozenset({"int8", "fp8"})
-"""Precisions that need scales, and so calibration."""
 
 HOPPER = ("sm_90a", "")
 """Architectures with tf32 kernels ("": what simulate runs)."""

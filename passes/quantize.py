@@ -15,11 +15,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from optdnn.config import QUANTIZED
 from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Fired, PassReport, Refused, node_names
-from optdnn.passes.precision import ANCHORS, OWN_SCALE, QUANTIZED, SHARES_SCALE, PrecisionPlan, no_integers
+from optdnn.passes.precision import ANCHORS, OWN_SCALE, SHARES_SCALE, PrecisionPlan, no_integers
 from optdnn.passes.ranges import FP8_LARGEST, Calibration, Range, fp8_scale, integer_parameters
 from optdnn.passes.split_prologue import split_prologue
 from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from optdnn.config import PRECISIONS
 from optdnn.passes.precision import PrecisionPlan
 from optdnn.precision.latency import Timed
 from optdnn.precision.search import Problem
 from optdnn.precision.sensitivity import Sensitivity
 
-ORDER = ("fp32", "bf16", "fp16", "fp8", "int8")
 NOTHING_US = 0.05
 """Differences below this are none: a counter's last digit."""
 
@@ -49,7 +49,7 @@ class Candidate:
     def counts(self) -> dict[str, int]:
         """Ops per precision."""
         found = Counter(self.assignment.values())
-        return {p: found[p] for p in ORDER if found[p]}
+        return {p: found[p] for p in PRECISIONS if found[p]}
 
     @property
     def label(self) -> str:
@@ -205,7 +205,7 @@ def _reason(
         s = node.sensitivity.get(p)
         won = _against(p, mine, "fp32", base, "all of the network is" if chosen.single else "it saves casts")
         parts.append(won + (f", for {_share(s.noise)} of the output's variation" if s is not None else ""))
-    for q in ORDER:
+    for q in PRECISIONS:
         if q not in (p, "fp32"):
             why = _against_other(node, p, q, chosen, problem, bound, unit, candidates)
             parts += [why] if why is not None else []

@@ -12,33 +12,33 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from optdnn.calibration import calibrate
 from optdnn.calibration.images import ImageSpec
-from optdnn.config import BuildOptions
+from optdnn.config import QUANTIZED, BuildOptions
 from optdnn.errors import OptdnnError, UsageError
 from optdnn.ir.digest import graph_digest
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
-from optdnn.passes.contract import Account as Asked
-from optdnn.passes.contract import outcome
-from optdnn.passes.precision import QUANTIZED, SHARES_SCALE, Choice, PrecisionPlan, choices, key
+from optdnn.ir.graph import Graph, Op
+from optdnn.passes.base import PassContext, PassReport
+from optdnn.passes.equalize import Equalize
+from optdnn.passes.precision import PrecisionPlan, key
 from optdnn.passes.ranges import Calibration
 from optdnn.precision.account import Account, Candidate, NodeFacts, reasons
-from optdnn.precision.latency import Table, elements
+from optdnn.precision.accuracy import Judge
+from optdnn.precision.latency import Table
 from optdnn.precision.metrics import Metric, metric_of
-from optdnn.precision.pins import pinned
 from optdnn.precision.samples import Samples, load, split
-from optdnn.precision.search import Node, Problem, frontier, moves
+from optdnn.precision.search import Problem, frontier, moves
 from optdnn.precision.sensitivity import Kept, Sensitivities, mean, measure
-from optdnn.precision.targets import Target, Way, assigned, base_of, target_of
+from optdnn.precision.space import Space
+from optdnn.precision.targets import Target, Way, assigned, machine_of, target_of
 from optdnn.runtime.engine import Engine
-from optdnn.tactics.cpu import typical_sizes
 from optdnn.tactics.timing_cache import TimingCache
-from optdnn.types import FP32, Array, TensorSpec, is_float
+from optdnn.types import TensorSpec, is_float
 
 Say = Callable[[str], None]
 BUDGET_SECONDS = 120.0
@@ -48,7 +48,6 @@ SAMPLES = 32
 """Samples at a time on which sensitivities are measured."""
 MOST_BATCHES = 4
 """Batches that sensitivities are averaged over, where a network's own batch is small."""
-RUN_BATCH = 32
 LEARN = 0.5
 """Casts whose cost turns out this part higher than believed are worth another search."""
 MOST_MOVES = 12
@@ -63,13 +62,15 @@ PREFER_SINGLE = 1.01
 
 @dataclass
 class Found:
-    """What the build goes on with. ``met`` is False where even the closest engine is beyond the bound."""
+    """What the build goes on with. ``met`` is False where even the closest engine is beyond the bound. ``passes``: reports of what
+    was done to the graph for the sake of integers, exactly."""
 
     plan: PrecisionPlan
     label: str
     account: Account
     calibration: Calibration | None
     met: bool
+    passes: list[PassReport] = field(default_factory=list)
 
 
 def find(
@@ -81,6 +82,7 @@ def find(
 ) -> Found:
     """The precision of each op of ``graph`` (exact passes done, precisions not assigned), for ``options.precision == "auto"``.
 
+    Where integers may be chosen, ``graph`` is equalized first (exactly, in place), as it is for ``precision="int8"``.
     Raises UsageError without data or for a metric that does not fit; what the metric, the data and the libraries raise.
     """
     return _Auto(graph, options, target, cache, say).run()
@@ -98,34 +100,41 @@ class _Auto:
         samples = load(options.calib, specs(graph), options.labels, images)
         self.seen, self.unseen = split(samples)
         self.metric: Metric = metric_of(options.metric, samples.labels)
+        self.judge = Judge(self.metric, self.seen, self.unseen)
         self.bound = self.metric.bound(options.max_drop)
         self.search_bound = self.bound
-        self.cache = cache
-        self.machine = "cuda:sm_90a" if target == "simulate" else target
+        self.machine = machine_of(target)
+        self.space = Space(graph, target, options.opt_level, options.precision_map)
+        self.passes: list[PassReport] = []
         self.calibration = self._calibrated()
         self.driver: Target = target_of(options, target, cache, calibrated=self.calibration is not None)
-        self.choices = {c.key: c for c in choices(graph, self.machine)}
-        self.pins = pinned(options.precision_map, self.choices.values())
-        self.by_key = {key(op): op for op in graph.order() if op.kind not in STRUCTURAL}
         self.candidates: list[Candidate] = []
         self.built: dict[str, Engine] = {}
-        self.reference: dict[int, dict[str, Array]] = {}
         self.problems: dict[str, Problem] = {}
         self.sensitivities = Sensitivities()
         self.offered = {p for text in self.driver.offers for p in text.split("+")}
 
     def _calibrated(self) -> Calibration | None:
-        floats_only = all(c.precisions == ("fp32",) for c in choices(self.graph, self.machine))
-        if floats_only:
+        """Equalize and calibrate, where integers are a choice; on the part of the data that the search may see."""
+        wanted = QUANTIZED if self.options.candidates is None else QUANTIZED & set(self.options.candidates)
+        wanted |= QUANTIZED & set(self.options.precision_map.values())
+        if not any(wanted & set(c.precisions) for c in self.space.choices.values()):
             return None
-        return calibrate(
-            self.graph,
-            dict(self.seen.feeds),
-            self.options.calibrator,
-            cache=self.options.calib_cache,
-            symmetric=self.machine.startswith("cuda"),
-            progress=self.say,
-        )
+
+        def ranges(graph: Graph) -> Calibration:
+            return calibrate(
+                graph,
+                dict(self.seen.feeds),
+                self.options.calibrator,
+                cache=self.options.calib_cache,
+                symmetric=self.machine.startswith("cuda"),
+                progress=self.say,
+            )
+
+        plan = PrecisionPlan.of_option("int8", {k: p for k, (p, _) in self.space.pins.items()})
+        self.passes.append(Equalize()(self.graph, PassContext(target=self.machine, plan=plan, calibration=ranges)))
+        self.space = Space(self.graph, self.target, self.options.opt_level, self.options.precision_map)
+        return ranges(self.graph)
 
     # ------------------------------------------------------------------ the way through
 
@@ -155,8 +164,8 @@ class _Auto:
     def _singles(self) -> None:
         """fp32 first: what all else is held against. Pins hold in each."""
         for text in self.driver.offers:
-            plan = PrecisionPlan.of_option(text, {k: p for k, (p, _) in self.pins.items()})
-            assignment = {c.key: self._offered(c, plan) for c in self.choices.values()}
+            plan = PrecisionPlan.of_option(text, {k: p for k, (p, _) in self.space.pins.items()})
+            assignment = {k: self.space.runs(plan, k) for k in self.space.choices}
             self._judge(Candidate(text, plan, assignment, single=True), way="")
 
     def _predict(self, ways: Sequence[Way]) -> None:
@@ -168,17 +177,13 @@ class _Auto:
                     us = problem.time(c.assignment)
                     c.predicted_us = us if c.predicted_us is None else min(us, c.predicted_us)
 
-    def _offered(self, choice: Choice, plan: PrecisionPlan) -> str:
-        asked = plan.of(self.by_key[choice.key])
-        return asked if asked in choice.precisions else plan.base
-
     def _measure(self, ways: Sequence[Way]) -> None:
         """Sensitivities of every op at every precision that some way offers."""
         wanted: list[tuple[Op, tuple[str, ...]]] = []
         offered = {p for w in ways for p in w.precisions}
-        for op in self._variables():
-            allowed = self._allowed(op, offered)
-            if len(allowed) > 1 or key(op) in self.pins:
+        for op in self.space.variables():
+            allowed = self.space.allowed(op, offered)
+            if len(allowed) > 1 or key(op) in self.space.pins:
                 wanted.append((op, allowed))
         if not wanted:
             return
@@ -224,64 +229,12 @@ class _Auto:
         first = specs(self.graph)[0].shape[0]
         return first if isinstance(first, int) else min(wanted, len(self.seen))
 
-    def _variables(self) -> list[Op]:
-        """The ops that have a precision to choose: float results, and more than moving elements."""
-        return [op for op in self.by_key.values() if op.outputs[0].type.dtype == FP32 and not self._follows(op)]
-
-    def _follows(self, op: Op) -> bool:
-        return op.kind in SHARES_SCALE and key(op) not in self.pins
-
-    def _allowed(self, op: Op, offered: set[str]) -> tuple[str, ...]:
-        if key(op) in self.pins:
-            return (self.pins[key(op)][0],)
-        return tuple(p for p in self.choices[key(op)].precisions if p in offered)
-
     # ------------------------------------------------------------------ search
 
     def problem(self, way: Way) -> Problem:
         if way.name not in self.problems:
-            self.problems[way.name] = self._problem(way)
+            self.problems[way.name] = self.space.problem(way, self.sensitivities)
         return self.problems[way.name]
-
-    def _problem(self, way: Way) -> Problem:
-        sizes, times = typical_sizes(self.graph), way.latency.times()
-        nodes = []
-        for op in self._variables():
-            k = key(op)
-            damage = {"fp32": 0.0}
-            for p in self._allowed(op, set(way.precisions)):
-                found = self.sensitivities.table.get((k, p))
-                if found is not None and (math.isfinite(found.noise) or k in self.pins):
-                    damage[p] = found.noise
-            if k in self.pins:
-                damage = {self.pins[k][0]: damage.get(self.pins[k][0], 0.0)}
-            # An op that a library's counters do not know was fused into another, at no cost of its own.
-            at = {p: times.get(k, {})[p].us if p in times.get(k, {}) else 0.0 for p in damage}
-            nodes.append(Node(k, op.kind, tuple(sorted(op.src)), at, damage))
-        known = {n.key for n in nodes}
-        edges: list[tuple[str | None, str | None, int]] = []
-        for op in self._variables():
-            for v in dict.fromkeys(op.inputs):
-                if v is None or self.graph.type(v).dtype != FP32 or self.graph.constant_value(v) is not None:
-                    continue
-                source = self._source(v)
-                if source is None or source in known:
-                    edges.append((source, key(op), 4 * elements(self.graph, v, sizes)))
-        for i in self.graph.outputs:
-            v = self.graph.op(i).inputs[0]
-            if v is not None and (source := self._source(v)) in known:
-                edges.append((source, None, 4 * elements(self.graph, v, sizes)))
-        return Problem(nodes, edges, way.latency.cast)
-
-    def _source(self, value: Value) -> str | None:
-        """The op that computes a value, through those that only move its elements; None for an input."""
-        op = self.graph.op(value)
-        while op.kind not in STRUCTURAL and self._follows(op):
-            first = next((v for v in op.inputs if v is not None and self.graph.type(v).dtype == FP32), None)
-            if first is None:
-                return None
-            op = self.graph.op(first)
-        return None if op.kind in STRUCTURAL else key(op)
 
     def _search(self, way: Way) -> None:
         problem = self.problem(way)
@@ -360,14 +313,14 @@ class _Auto:
         if known is not None:
             return known
         problem = self.problem(way)
-        assignment = self._realizable(assignment, problem)
+        assignment = self.space.realizable(assignment, problem, self.calibration)
         known = self._known(assignment, way)
         if known is not None:
             return known
         count = sum(not c.single for c in self.candidates) + 1
         candidate = Candidate(
             f"mixture {count}",
-            self._plan(assignment),
+            self.space.plan(assignment),
             dict(assignment),
             way=way.name,
             predicted_us=problem.time(assignment),
@@ -375,92 +328,31 @@ class _Auto:
         )
         return self._judge(candidate, way.name)
 
-    def _realizable(self, assignment: Mapping[str, str], problem: Problem) -> dict[str, str]:
-        """What the pass makes of an assignment: an op that it cannot give int8 where it stands (an Add one of whose operands stays
-        float) gets the float precision around it."""
-        found = dict(assignment)
-        for _ in range(2):
-            plan, asked = self._plan(found), Asked()
-            graph, _ = assigned(self.graph, plan, self.target, self.calibration, self.options.opt_level, asked)
-            off = [r.asked.key for r in outcome(graph, asked, hint=base_of(plan)) if r.differs and r.asked.key in found]
-            off = [k for k in off if found[k] in QUANTIZED and k not in self.pins]
-            if not off:
-                break
-            for k in off:
-                around = {
-                    found[e] for a, b, _ in problem.edges if k in (a, b) for e in (a, b) if e is not None and e != k
-                }
-                floats = [p for p in problem.node(k).precisions if p not in QUANTIZED]
-                near = [p for p in floats if p in around and p != "fp32"]
-                found[k] = min(near or floats, key=lambda p: problem.node(k).times[p])
-        return found
-
-    def _plan(self, assignment: Mapping[str, str]) -> PrecisionPlan:
-        """Every variable by name; what only moves elements goes with what it reads (into int8 the pass draws it by itself)."""
-        nodes = dict(assignment)
-        for op in self.by_key.values():
-            k = key(op)
-            if k in nodes or op.outputs[0].type.dtype != FP32:
-                continue
-            source = self._source(op.value)
-            precision = "fp32" if source is None else assignment.get(source, "fp32")
-            if precision not in QUANTIZED and precision != "fp32":
-                nodes[k] = precision
-        return PrecisionPlan("fp32", nodes, "fp32")
-
     def _within(self, candidate: Candidate) -> bool:
         return candidate.error is None and candidate.drop <= self.search_bound
 
     # ------------------------------------------------------------------ accuracy
 
     def _judge(self, candidate: Candidate, way: str) -> Candidate:
-        """Measure the candidate's drop on the data that the search may see."""
+        """Measure the candidate's drop on the data that the search may see; the first is what all others are held against."""
         self.say(f"accuracy of {candidate.name}")
+        first = not self.candidates
         self.candidates.append(candidate)
         try:
-            graph = self._assigned(candidate.plan)
-            engine = self.driver.quick(graph, candidate.plan, way)
-            outputs = self._outputs(engine, self.seen)
+            engine = self.driver.quick(self._assigned(candidate.plan), candidate.plan, way)
+            if first:
+                self.judge.refer(engine)
+            outputs = self.judge.run(engine)
         except OptdnnError as error:
-            if not self.reference:
+            if first:
                 raise  # fp32 itself does not run
             candidate.error = error.message
             return candidate
-        if not self.reference:
-            self.reference[id(self.seen)] = outputs
-            self.reference[id(self.unseen)] = self._outputs(engine, self.unseen)
-        candidate.drop = self._drop(outputs, self.seen)
+        candidate.drop = self.judge.drop(outputs)
         return candidate
 
     def _assigned(self, plan: PrecisionPlan) -> Graph:
         return assigned(self.graph, plan, self.target, self.calibration, self.options.opt_level)[0]
-
-    def _outputs(self, engine: Engine, samples: Samples) -> dict[str, Array]:
-        context = engine.context()
-        parts = [context.run(feeds) for feeds in self._batches(engine, samples)]
-        return {n: np.concatenate([p[n] for p in parts]) for n in parts[0]}
-
-    def _batches(self, engine: Engine, samples: Samples) -> list[dict[str, Array]]:
-        first = engine.inputs[0].shape[0]
-        size = first if isinstance(first, int) else RUN_BATCH
-        dtypes = {s.name: s.dtype for s in engine.inputs}
-        found = []
-        for feeds in samples.batches(size):
-            if isinstance(first, int) and len(next(iter(feeds.values()))) < size:
-                break  # a network of a fixed batch takes whole batches alone
-            found.append({n: a.astype(dtypes[n], copy=False) for n, a in feeds.items()})
-        if not found:
-            raise UsageError(
-                f"the network's batch is {size}, and one part of the data has {len(samples)} samples",
-                hint="give more data, or build for a smaller batch: --shape",
-            )
-        return found
-
-    def _drop(self, outputs: Mapping[str, Array], samples: Samples) -> float:
-        reference = self.reference[id(samples)]
-        n = len(next(iter(outputs.values())))
-        labels = None if samples.labels is None else samples.labels[:n]
-        return float(self.metric.drop(outputs, reference, labels))
 
     # ------------------------------------------------------------------ the decision
 
@@ -478,13 +370,15 @@ class _Auto:
             try:
                 graph = self._assigned(c.plan)
                 engine = self.driver.built(graph, c.plan, c.label, self.say)
-                c.verified = self._drop(self._outputs(engine, self.unseen), self.unseen)
+                outputs = self.judge.run(engine, unseen=True)
                 c.bytes = sum(b.nbytes for b in engine.program.blobs)
                 tactic: Any = engine.meta.get("tactic")
                 c.tactic = tactic["name"] if tactic else ""
                 self.built[c.name] = engine
             except OptdnnError as error:
                 c.error = error.message
+                continue
+            c.verified = self.judge.drop(outputs, unseen=True)
         racing = {c.name: self.built[c.name] for c in entrants if c.name in self.built}
         measured = self.driver.race(racing, self.say) if racing else {}
         for c in entrants:
@@ -525,18 +419,18 @@ class _Auto:
             notes=dict(self.driver.notes),
         )
         plan = replace(chosen.plan, reasons={f.key: f.reason for f in facts})
-        return Found(plan, chosen.label, account, self.calibration, met)
+        return Found(plan, chosen.label, account, self.calibration, met, self.passes)
 
     def _facts(self, chosen: Candidate, way: Way | None) -> list[NodeFacts]:
         found = []
         times = {} if way is None else way.latency.times()
         problem = None if way is None else self.problem(way)
         known = set() if problem is None else {n.key for n in problem.nodes}
-        for choice in self.choices.values():
-            op = self.by_key[choice.key]
+        for choice in self.space.choices.values():
+            op = self.space.by_key[choice.key]
             if not is_float(op.outputs[0].type.dtype):
                 continue
-            precision = self._runs(chosen, op)
+            precision = self.space.runs(chosen.plan, choice.key)
             sens = {p: s for (k, p), s in self.sensitivities.table.items() if k == choice.key}
             node = NodeFacts(
                 key=choice.key,
@@ -549,16 +443,11 @@ class _Auto:
                     **{p: r for p, r in choice.refused.items() if p in self.offered},
                     **{p: r for (k, p), r in self.sensitivities.failed.items() if k == choice.key},
                 },
-                pin=self.pins.get(choice.key),
+                pin=self.space.pins.get(choice.key),
                 follows=choice.key not in known,
             )
             found.append(node)
         return reasons(found, chosen, problem, self.bound, self.metric.unit, self.candidates)
-
-    def _runs(self, chosen: Candidate, op: Op) -> str:
-        """The precision that the plan gives an op: asked for, where it has that."""
-        asked = chosen.plan.of(op)
-        return asked if asked in self.choices[key(op)].precisions else chosen.plan.base
 
 
 def specs(graph: Graph) -> list[TensorSpec]:

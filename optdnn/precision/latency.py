@@ -15,6 +15,8 @@ from optdnn.ops.base import Call
 from optdnn.passes.precision import key
 
 BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
+STORED_FP32 = frozenset({"fp32", "tf32"})
+"""Precisions between which nothing is cast: tf32 rounds the factors of products, and stores fp32."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Table:
         return self.table
 
     def cast(self, a: str, b: str, nbytes: int) -> float:
-        if a == b:
+        if a == b or {a, b} <= STORED_FP32:
             return 0.0
         return self.overhead_us + nbytes / 4 * (BYTES[a] + BYTES[b]) / self.bandwidth
 
@@ -69,8 +71,10 @@ class Machine:
 
 MACHINES: Mapping[str, Machine] = {
     # NVIDIA's data sheets, dense; half of the peaks, which is what well-tuned kernels reach on networks.
-    "sm_90a": Machine("H200", {"fp32": 33e6, "fp16": 495e6, "bf16": 495e6, "int8": 990e6, "fp8": 990e6}, 3.3e6, 2.0),
-    "sm_80": Machine("A100", {"fp32": 9.7e6, "fp16": 156e6, "bf16": 156e6, "int8": 312e6}, 1.0e6, 2.5),
+    "sm_90a": Machine(
+        "H200", {"fp32": 33e6, "tf32": 247e6, "fp16": 495e6, "bf16": 495e6, "int8": 990e6, "fp8": 990e6}, 3.3e6, 2.0
+    ),
+    "sm_80": Machine("A100", {"fp32": 9.7e6, "tf32": 78e6, "fp16": 156e6, "bf16": 156e6, "int8": 312e6}, 1.0e6, 2.5),
 }
 CPU = Machine("a CPU", {"fp32": 0.1e6, "bf16": 0.2e6, "int8": 0.4e6}, 1e4, 1.0)
 

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+from optdnn.config import PRECISIONS
 from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph
 from optdnn.passes.precision import Choice, key
 
-RANK = ("fp32", "bf16", "fp16", "fp8", "int8")
-"""Most accurate first: what counts where the nodes of one fused op are pinned differently."""
 SHOWN = 3
 
 
@@ -42,7 +41,9 @@ def pinned(pins: Mapping[str, str], choices: Iterable[Choice]) -> dict[str, tupl
     for choice in choices:
         for name in (*choice.nodes, choice.key):
             last = [(p, pattern) for pattern, p in pins.items() if fnmatchcase(name, pattern)][-1:]
-            if last and (choice.key not in found or RANK.index(last[0][0]) < RANK.index(found[choice.key][0])):
+            if last and (
+                choice.key not in found or PRECISIONS.index(last[0][0]) < PRECISIONS.index(found[choice.key][0])
+            ):
                 found[choice.key] = last[0]
         precision, pattern = found.get(choice.key, ("fp32", ""))
         if precision not in choice.precisions:

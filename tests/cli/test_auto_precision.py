@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.cli import Cli
 
-import optdnn.precision.targets as targets
+import optdnn.precision.cpu_target as cpu_target
 import optdnn.tactics.cpu as cpu
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
@@ -36,7 +36,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return take_turns(runners, rounds=1, turn_seconds=0.001)
 
     monkeypatch.setattr(cpu, "take_turns", once)
-    monkeypatch.setattr(targets, "take_turns", once)
+    turns = cpu_target.in_turns
+    monkeypatch.setattr(cpu_target, "in_turns", lambda runners, **options: turns(runners, rounds=1, give_up_ratio=3.0))
+    monkeypatch.setattr(cpu_target, "TURN_SECONDS", 0.001)
 
 
 def build(cli: Cli, model: Path, calib: Path, out: Path, *more: object) -> Any:

@@ -20,8 +20,9 @@ from optdnn.lower import lower_reference
 from optdnn.passes.precision import PrecisionPlan
 from optdnn.precision import auto
 from optdnn.precision.account import Account
+from optdnn.precision.cpu_target import CpuTarget
 from optdnn.precision.latency import Table, Timed
-from optdnn.precision.targets import CpuTarget, Way, assigned
+from optdnn.precision.targets import Way, assigned
 from optdnn.runtime.engine import Engine
 from optdnn.tactics.timing_cache import TimingCache
 
