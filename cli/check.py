@@ -73,6 +73,7 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
         print_host(host, target)
         if sizes and host["operators"]:
             stdout.print(
-                f"inputs that only say sizes (what they always are can be given by --value): {', '.join(sizes)}"
+                f"inputs that only say sizes: {', '.join(sizes)}; their values get plans of their own, in which nothing runs on "
+                "the CPU because of them (what they always are can be given by --value)"
             )
     stdout.print(f"\n{model}: supported on {target}; {sum(before.values())} operators become {len(graph)}")

@@ -46,6 +46,7 @@ def _engine_facts(file: Path) -> dict[str, Any]:
             if program.profiles
             else {}
         ),
+        **({"plans_by_value_of": list(program.by_value.inputs)} if program.by_value is not None else {}),
         **({"plans": [[str(s) for s, _ in p.inputs] for p in (program, *d.plans)]} if d else {}),
         "steps": [_step(program, k) for k in range(len(program.steps))],
         "weights_bytes": sum(b.nbytes for b in program.blobs),
@@ -92,9 +93,9 @@ def _model_facts(file: Path, *, nodes: bool) -> dict[str, Any]:
 def _show(facts: dict[str, Any]) -> None:
     simple = {k: v for k, v in facts.items() if isinstance(v, (str, int, float))}
     stdout.print(table(None, ["", ""], [[k, v] for k, v in simple.items()]))
-    for key in ("inputs", "outputs", "profiles", "requires"):
+    for key in ("inputs", "outputs", "profiles", "plans_by_value_of", "requires"):
         if facts.get(key):
-            stdout.print(f"{key}: {', '.join(facts[key])}")
+            stdout.print(f"{key.replace('_', ' ')}: {', '.join(facts[key])}")
     if facts.get("operators"):
         rows = sorted(facts["operators"].items(), key=lambda item: (-item[1], item[0]))
         stdout.print(table("\noperators", ["kind", "count"], rows, right=[1]))

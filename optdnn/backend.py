@@ -23,7 +23,6 @@ from onnx.backend.base import Backend, BackendRep, namedtupledict
 from optdnn.errors import InputError, OptdnnError, UnsupportedError, UsageError
 from optdnn.importers.model import NEWEST_OPSET
 from optdnn.importers.onnx import import_model
-from optdnn.importers.values import size_inputs
 from optdnn.ir.evaluate import evaluate
 from optdnn.runtime.engine import Engine
 from optdnn.types import Array
@@ -61,35 +60,29 @@ class PreparedModel(BackendRep):
 
 
 class GpuRun:
-    """Runs a model by engines for a GPU, each for the sizes and the size-giving values it was made for.
-
-    ``engines``: by these; ``sizes``: the inputs that say nothing but sizes.
-    """
+    """Runs a model by engines for a GPU, each for the sizes it was made for."""
 
     def __init__(self, model: onnx.ModelProto, target: str, options: Mapping[str, Any]):
         graph = import_model(model)
-        self.engines: dict[Any, Engine] = {}
+        self.engines: dict[tuple[Any, ...], Engine] = {}
         self.inputs, self.outputs = (
             [graph.op(i).outputs[0].name for i in ids] for ids in (graph.inputs, graph.outputs)
         )
-        self.sizes = size_inputs(graph)
         self._model, self._target, self._options = model, target, dict(options)
 
     def __call__(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        return self.engine(feeds).run({n: a for n, a in feeds.items() if n not in self.sizes})
+        return self.engine(feeds).run(feeds)
 
     def engine(self, feeds: Mapping[str, Array]) -> Engine:
         """The engine for these inputs, built where it is not there."""
         from optdnn.compiler import build
 
-        values = {n: feeds[n] for n in self.sizes if n in feeds}
-        shapes = {n: a.shape for n, a in feeds.items() if n not in values}
-        key = (tuple(shapes.items()), tuple((n, a.dtype.str, a.shape, a.tobytes()) for n, a in values.items()))
+        shapes = {n: a.shape for n, a in feeds.items()}
+        key = tuple(shapes.items())
         if key not in self.engines:
             while len(self.engines) >= ENGINES:
                 self.engines.pop(next(iter(self.engines)))
-            options = {"shapes": shapes, "values": values, **self._options}
-            self.engines[key] = build(self._model, target=self._target, **options)
+            self.engines[key] = build(self._model, target=self._target, **{"shapes": shapes, **self._options})
         return self.engines[key]
 
 

@@ -15,7 +15,7 @@ from optdnn import __version__
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import NotMet, OutputError, UsageError
 from optdnn.importers.onnx import import_model
-from optdnn.importers.values import with_values
+from optdnn.importers.values import size_inputs, with_values
 from optdnn.ir.body import custom_digests
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
@@ -147,6 +147,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         if options.values:
             model = with_values(model, options.values)
         graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
+        sizes = size_inputs(graph) if target.partition(":")[0] in ("cuda", "simulate") else []
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
     dynamic, found, account, choice = None, None, Account(), None
     if graph.profiles and target.partition(":")[0] in ("cuda", "simulate"):
@@ -195,20 +196,28 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     tuning: dict[str, Any] | None = None
     with _timed(seconds, "tactics"):
         if dynamic is not None:
-            engine = Engine(dynamic.program, options=LoadOptions(defer=True, planner=replan))
+            from optdnn.plans import by_value
+
+            program = by_value(graph, dynamic.program, sizes, model, options)
+            engine = Engine(program, options=LoadOptions(defer=True, planner=replan))
         elif target == "reference":
             engine = Engine(lower_reference(graph, meta))
         elif target.partition(":")[0] in ("cuda", "simulate"):
             from optdnn.autotune import tune
             from optdnn.ir.held import hold
             from optdnn.lower_cuda import lower_cuda
+            from optdnn.plans import by_value, replan
 
             tuned = tune(graph, options, target, cache, say)
             tuning = None if tuned is None else tuned.to_plain()
             choices = None if tuned is None else tuned.choices
             # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
             program = replace(lower_cuda(graph, options, target, meta, say, choices), precision=label)
-            engine = Engine(hold(graph, program) if target != "simulate" else program, options=LoadOptions(defer=True))
+            if options.precision != AUTO:
+                program = by_value(graph, program, sizes, model, options)
+            if target != "simulate" and program.by_value is None:
+                program = hold(graph, program)
+            engine = Engine(program, options=LoadOptions(defer=True, planner=replan))
             fallbacks = {
                 target: [
                     {"operator": o["kind"], "node": " + ".join(o["nodes"]), "reason": o["why"]}

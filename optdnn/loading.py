@@ -10,6 +10,7 @@ from typing import Any
 from optdnn.errors import MissingDependency
 from optdnn.runtime import engine
 from optdnn.runtime.program import Program
+from optdnn.types import Array
 
 
 @functools.wraps(engine.load)
@@ -17,7 +18,9 @@ def load(path: str | os.PathLike[str], **options: Any) -> engine.Engine:
     return engine.load(path, **{"planner": plan_on_demand, **options})
 
 
-def plan_on_demand(program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bool) -> Program:
+def plan_on_demand(
+    program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bool, values: Mapping[str, Array]
+) -> Program:
     """:func:`optdnn.plans.replan`; the compiler is imported when the first plan is to be made."""
     try:
         from optdnn.plans import replan
@@ -26,4 +29,4 @@ def plan_on_demand(program: Program, shapes: Mapping[str, tuple[int, ...]], comp
         missing = MissingDependency(name, "", "to make plans for shapes that the engine holds none for")
         missing.hint = f"pip install {name}"
         raise missing from error
-    return replan(program, shapes, compiled)
+    return replan(program, shapes, compiled, values)

@@ -21,11 +21,12 @@ from optdnn.errors import EngineError, OptdnnError, UsageError
 from optdnn.importers.held import put_together, take_apart
 from optdnn.importers.model import Model, Source
 from optdnn.importers.onnx import import_model
+from optdnn.importers.values import with_values
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
 from optdnn.passes.base import PassReport
 from optdnn.ranges import Profile
-from optdnn.runtime.program import Buffer, Dynamic, Program, Step
+from optdnn.runtime.program import Buffer, ByValue, Dynamic, Program, Step
 from optdnn.runtime.program import Source as HeldSource
 from optdnn.tactics.cuda.select import Choice
 from optdnn.types import Array, TensorSpec
@@ -49,7 +50,7 @@ class Planned:
 
 
 def plan_profiles(
-    model: Source,
+    model: Source | Model,
     symbolic: Graph,
     options: BuildOptions,
     target: str,
@@ -106,15 +107,37 @@ def plan_profiles(
     return Planned(replace(main, profiles=symbolic.profiles, dynamic=dynamic), *first)
 
 
-def replan(program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bool) -> Program:
-    """The plan of an engine for further shapes: a ``runtime.executor.Planner``. What it has in common with the engine's own plans,
-    it shares with them.
+def by_value(
+    graph: Graph, program: Program, names: Sequence[str], model: Source | Model, options: BuildOptions
+) -> Program:
+    """The program with what plans for values of the inputs ``names`` take, where that is worth it: where sizes that depend on
+    data leave something to the CPU. ``model`` is what ``graph`` was imported from, with the options' values in it.
+    """
+    plain = plain_options(replace(options, values={}))
+    given = (program, *(program.dynamic.plans if program.dynamic is not None else ()))
+    if not names or plain is None or not any(p.meta["host"]["operators"] for p in given):
+        return program
+    if program.dynamic is not None and program.dynamic.source is not None:
+        return replace(program, by_value=ByValue(tuple(names), program.dynamic.source))
+    data, weights = take_apart(model)
+    blobs = Blobs(list(program.blobs))
+    numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
+    source = HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, plain)
+    return replace(program, blobs=blobs.arrays, by_value=ByValue(tuple(names), source))
+
+
+def replan(
+    program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bool, values: Mapping[str, Array]
+) -> Program:
+    """The plan of an engine for further shapes, or for values of inputs: a ``runtime.executor.Planner``. What it has in common
+    with the engine's own plans, it shares with them.
 
     Raises EngineError where the engine's model is broken or its options are not this version's, and what a build raises.
     """
     from optdnn.compiler import optimize
 
-    source = program.dynamic.source if program.dynamic is not None else None
+    held = program.by_value if values else program.dynamic
+    source = None if held is None else held.source
     if source is None:
         raise EngineError("the engine does not hold its model: no further plans can be made")
     names = {f.name for f in fields(BuildOptions)}
@@ -129,6 +152,9 @@ def replan(program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bo
     weights = {name: program.blobs[number] for name, number in source.weights.items()}
     opened = put_together(program.blobs[source.model].tobytes(), weights, "the engine's model")
     target = options.target
+    if values:
+        opened = with_values(opened, values)
+        shapes = {name: shape for name, shape in shapes.items() if name not in values}
     _, _, plan = _plan(opened, shapes, options, target, lambda g, p: {}, optimize, lambda text: None)
     return Blobs(list(program.blobs)).take(plan)  # what only this plan has goes when it goes
 

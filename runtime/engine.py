@@ -110,6 +110,12 @@ class Engine:
         finally:
             self._idle.append(context)
 
+    def program_for(self, feeds: Mapping[str, Any]) -> Program:
+        """The program that runs these inputs: of an engine with several plans the one for their sizes (and for the values of
+        inputs that say sizes), which is made where it is not there yet. Raises as :meth:`run`."""
+        find = getattr(self._runner, "program_for", None)
+        return self.program if find is None else find(feeds)
+
     def __call__(self, *arrays: Any) -> Array | tuple[Array, ...]:
         """Run on positional inputs; one output gives the array, several a tuple."""
         if len(arrays) != len(self.inputs):
@@ -164,7 +170,8 @@ def load(
     their recipes instead of loading the compiled code in the file; ``recompile`` does so even where this version's templates
     differ from those of the build.
     An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
-    installed, by it, when such inputs are first seen; None: not at all).
+    installed, by it, when such inputs are first seen; None: not at all). So does one with inputs that only say sizes, for
+    their values; without a planner it runs them all by its own program.
     ``custom_ops`` are the operators of the user's own that the engine was built with (:func:`optdnn.custom_op`).
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine (EngineStale: whose
     kernels this version would make otherwise), and MissingDependency for an absent library.

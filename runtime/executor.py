@@ -49,9 +49,9 @@ class Executor(Protocol):
         """New per-thread state."""
 
 
-Planner: TypeAlias = Callable[[Program, Mapping[str, tuple[int, ...]], bool], Program]
-"""``planner(engine's program, shape per input, compile kernels?) -> program`` for exactly these shapes; its blobs
-are the engine's own arrays where their contents agree."""
+Planner: TypeAlias = Callable[[Program, Mapping[str, tuple[int, ...]], bool, Mapping[str, Array]], Program]
+"""``planner(engine's program, shape per input, compile kernels?, values) -> program`` for exactly these shapes, without the
+inputs in ``values``, which are constants in it; its blobs are the engine's own arrays where their contents agree."""
 
 
 @dataclass(frozen=True)

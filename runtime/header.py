@@ -14,7 +14,7 @@ from typing import Any
 
 from optdnn.errors import EngineError, InternalError
 from optdnn.ranges import DimRange, Profile
-from optdnn.runtime.program import Buffer, Dynamic, Kernel, Plain, Program, Source, Step
+from optdnn.runtime.program import Buffer, ByValue, Dynamic, Kernel, Plain, Program, Source, Step
 from optdnn.types import DTYPES, DType, TensorSpec, dtype_name
 
 NAME_LIMIT = 1 << 16
@@ -89,6 +89,7 @@ def _program_to_plain(program: Program) -> dict[str, Plain]:
         **({"kernels": [_kernel_to_plain(k) for k in program.kernels]} if program.kernels else {}),
         **({"profiles": [_profile_to_plain(p) for p in program.profiles]} if program.profiles else {}),
         **({"dynamic": _dynamic_to_plain(program.dynamic)} if program.dynamic is not None else {}),
+        **({"by_value": _by_value_to_plain(program.by_value)} if program.by_value is not None else {}),
     }
 
 
@@ -99,13 +100,19 @@ def _dynamic_to_plain(d: Dynamic) -> dict[str, Plain]:
         "inputs": [_spec_to_plain(s) for s in d.inputs],
         "outputs": [_spec_to_plain(s) for s in d.outputs],
         "plans": [_program_to_plain(p) for p in d.plans],
-        "source": None
-        if source is None
-        else {
-            "model": source.model,
-            "options": to_json(source.options, "options"),
-            "weights": to_json(source.weights, "weights"),
-        },
+        "source": None if source is None else _source_to_plain(source),
+    }
+
+
+def _by_value_to_plain(v: ByValue) -> dict[str, Plain]:
+    return {"inputs": list(v.inputs), "source": _source_to_plain(v.source)}
+
+
+def _source_to_plain(source: Source) -> dict[str, Plain]:
+    return {
+        "model": source.model,
+        "options": to_json(source.options, "options"),
+        "weights": to_json(source.weights, "weights"),
     }
 
 
@@ -179,8 +186,8 @@ def from_json(value: Plain) -> Plain:
 def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
     """The program (its list of blobs still empty) and the table of its blobs. Raises EngineError.
 
-    ``minor`` is the file's: 1.1 added "kernels", 1.2 "profiles" and "dynamic"; a program is written in the oldest format
-    that holds it.
+    ``minor`` is the file's: 1.1 added "kernels", 1.2 "profiles" and "dynamic", 1.3 "by_value"; a program is written in the
+    oldest format that holds it.
     """
     try:
         parsed = json.loads(text)
@@ -220,26 +227,34 @@ def _program(value: Any, minor: int, escaped: bool, where: str = "the header") -
         kernels=tuple(_kernel(k) for k in _list(h.get("kernels", []), "kernels")),
         profiles=tuple(_profile(p) for p in _list(h.get("profiles", []), "profiles")),
         dynamic=_dynamic(h["dynamic"], minor, escaped) if "dynamic" in optional else None,
+        by_value=_by_value(h["by_value"], escaped) if "by_value" in optional else None,
     )
 
 
 def _dynamic(value: Any, minor: int, escaped: bool) -> Dynamic:
     d = _table(value, _DYNAMIC_KEYS, "the header's dynamic part")
-    source = None
-    if d["source"] is not None:
-        s = _table(d["source"], _SOURCE_KEYS, "the model in the engine")
-        weights = _plain_table(s["weights"], "weights", escaped)
-        source = Source(
-            _size(s["model"], "the blob of the model"),
-            {_text(n, "a weight's name"): _size(b, f"the blob of {n!r}") for n, b in weights.items()},
-            _plain_table(s["options"], "options", escaped),
-        )
+    source = None if d["source"] is None else _source(d["source"], escaped)
     return Dynamic(
         tuple(_spec(p, "input") for p in _list(d["inputs"], "inputs")),
         tuple(_spec(p, "output") for p in _list(d["outputs"], "outputs")),
         tuple(_program(p, minor, escaped, "a plan") for p in _list(d["plans"], "plans")),
         source,
         _size(d["arena_bytes"], "arena_bytes"),
+    )
+
+
+def _by_value(value: Any, escaped: bool) -> ByValue:
+    v = _table(value, _BY_VALUE_KEYS, "the header's plans by value")
+    return ByValue(tuple(_text(n, "an input") for n in _list(v["inputs"], "inputs")), _source(v["source"], escaped))
+
+
+def _source(value: Any, escaped: bool) -> Source:
+    s = _table(value, _SOURCE_KEYS, "the model in the engine")
+    weights = _plain_table(s["weights"], "weights", escaped)
+    return Source(
+        _size(s["model"], "the blob of the model"),
+        {_text(n, "a weight's name"): _size(b, f"the blob of {n!r}") for n, b in weights.items()},
+        _plain_table(s["options"], "options", escaped),
     )
 
 
@@ -319,7 +334,7 @@ def _profile(value: Any) -> Profile:
     return found
 
 
-OPTIONAL_KEYS = {"kernels": 1, "profiles": 2, "dynamic": 2}
+OPTIONAL_KEYS = {"kernels": 1, "profiles": 2, "dynamic": 2, "by_value": 3}
 """Key of the header -> the minor version that added it."""
 
 
@@ -337,6 +352,7 @@ _KERNEL_KEYS = frozenset(("arch", "cubin", "function", "generated", "options", "
 _SPEC_KEYS = frozenset(("dtype", "name", "shape"))
 _PORT_KEYS = _SPEC_KEYS | {"buffer"}
 _DYNAMIC_KEYS = frozenset(("arena_bytes", "inputs", "outputs", "plans", "source"))
+_BY_VALUE_KEYS = frozenset(("inputs", "source"))
 _SOURCE_KEYS = frozenset(("model", "options", "weights"))
 _STEP_KEYS = frozenset(("executor", "inputs", "outputs", "params", "src"))
 

@@ -44,7 +44,7 @@ class PlansRunner:
         self._ready: dict[Shapes, Runner] = {}
         self._made: OrderedDict[Shapes, Runner] = OrderedDict()
         self._being_made: dict[Shapes, threading.Lock] = {}
-        self._pool = None if options.simulate else _pool(program.target)
+        self._pool = options.pool or (None if options.simulate else _pool(program.target))
         self.facts: tuple[Mapping[str, Plain], ...] = self.plan(_shapes_of(program)).facts
 
     def plan(self, shapes: Shapes) -> Runner:
@@ -74,6 +74,13 @@ class PlansRunner:
                 self._being_made.pop(shapes, None)
             return runner
 
+    def program_for(self, feeds: Mapping[str, Any]) -> Program:
+        """The plan that runs these inputs. Raises InputError for sizes outside of the profiles."""
+        arrays = self.signature.arrays(feeds)
+        self.signature.sizes(arrays)
+        plan = self.plan(tuple(a.shape for a in arrays))
+        return plan.program  # type: ignore[attr-defined, no-any-return]
+
     def _make(self, shapes: Shapes) -> Program:
         named = {s.name: shape for s, shape in zip(self.signature.inputs, shapes, strict=True)}
         shown = ", ".join(f"{n}={'x'.join(map(str, dims)) or 'scalar'}" for n, dims in named.items())
@@ -84,7 +91,7 @@ class PlansRunner:
                 hint="build it with these shapes as a profile of their own: another --shape "
                 + " --shape ".join(shown.split(", ")),
             )
-        program = self._options.planner(self.program, named, not self._options.simulate)
+        program = self._options.planner(self.program, named, not self._options.simulate, {})
         validate(program)
         if _shapes_of(program) != shapes:
             raise RunError(f"the plan made for {shown} is for other shapes")
@@ -110,13 +117,13 @@ class PlansContext:
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
     ) -> dict[str, Any]:
         """Run once; see :meth:`optdnn.runtime.context.Context.run`."""
-        with _Alone(self._lock):
+        with Alone(self._lock):
             context, feeds = self._dispatch(feeds)
             return context.run(feeds, out, stream)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
         """Run once and time each step of the plan."""
-        with _Alone(self._lock):
+        with Alone(self._lock):
             context, feeds = self._dispatch(feeds)
             return context.profile(feeds)
 
@@ -132,7 +139,7 @@ class PlansContext:
             from optdnn.runtime.state import Bound
 
             return Bound(self, self._runner.signature, inputs, outputs, state)
-        with _Alone(self._lock):
+        with Alone(self._lock):
             context, inputs = self._dispatch(inputs)
             return context.bind(inputs, outputs, state)  # type: ignore[attr-defined]
 
@@ -166,7 +173,7 @@ class PlansContext:
         return found
 
 
-class _Alone:
+class Alone:
     """Refuses a second thread."""
 
     def __init__(self, lock: threading.Lock):

@@ -107,6 +107,18 @@ class Dynamic:
     arena_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class ByValue:
+    """What lets an engine make plans for the values of inputs that only say sizes, axes or places: such an input is read on the
+    host, and in the plan for its value it is a constant, so that nothing depends on it any more.
+
+    ``inputs`` are their names; ``source`` is the model that plans are made from.
+    """
+
+    inputs: tuple[str, ...]
+    source: Source
+
+
 @dataclass(eq=False)
 class Program:
     """A compiled network.
@@ -132,6 +144,8 @@ class Program:
     profiles: tuple[Profile, ...] = ()
     dynamic: Dynamic | None = None
     """Set where this program, of fixed shapes, is the first plan of an engine for the shapes of ``profiles``."""
+    by_value: ByValue | None = None
+    """Set where plans for the values of some inputs can be made; this program is right for all values."""
 
 
 def validate(program: Program) -> None:
@@ -192,6 +206,14 @@ def validate(program: Program) -> None:
         _require(written[i], f"nothing writes output {spec.name!r}")
     if program.dynamic is not None:
         _check_plans(program, program.dynamic)
+    if program.by_value is not None:
+        fixed = {s.name for s in specs if all(isinstance(d, int) for d in s.shape)}
+        strange = sorted(set(program.by_value.inputs) - fixed)
+        _require(
+            not strange and program.by_value.inputs != (),
+            f"plans by the value of {strange[:1]}, no input of fixed shape",
+        )
+        _check_source(program, program.by_value.source)
 
 
 def _check_plans(program: Program, dynamic: Dynamic) -> None:
@@ -208,16 +230,23 @@ def _check_plans(program: Program, dynamic: Dynamic) -> None:
                 fits = what == "output" or all(isinstance(d, int) for d in own.shape)  # an output's may depend on data
                 _require(fits and _agree(own.shape, spec.shape), f"plan {k}: {what} {own} is no case of {spec}")
     for k, plan in enumerate(dynamic.plans, 1):
-        nested = plan.dynamic is not None or plan.profiles != () or plan.target != program.target
+        nested = (
+            plan.dynamic is not None
+            or plan.by_value is not None
+            or plan.profiles != ()
+            or plan.target != program.target
+        )
         _require(not nested and plan.blobs is program.blobs, f"plan {k} is not one of this engine")
         validate(plan)
     if dynamic.source is not None:
-        s, n = dynamic.source, len(program.blobs)
-        _require(
-            all(0 <= b < n for b in (s.model, *s.weights.values())), "the model in the engine names a missing blob"
-        )
-        model = program.blobs[s.model]
-        _require(model.dtype == np.uint8 and model.ndim == 1, "the model in the engine is not a run of bytes")
+        _check_source(program, dynamic.source)
+
+
+def _check_source(program: Program, s: Source) -> None:
+    n = len(program.blobs)
+    _require(all(0 <= b < n for b in (s.model, *s.weights.values())), "the model in the engine names a missing blob")
+    model = program.blobs[s.model]
+    _require(model.dtype == np.uint8 and model.ndim == 1, "the model in the engine is not a run of bytes")
 
 
 def _check_ports(what: str, ports: Sequence[tuple[TensorSpec, int]], buffers: Sequence[Buffer]) -> None:

@@ -55,6 +55,10 @@ STEPWISE = ("cpu", "reference")
 
 def open_runner(program: Program, options: LoadOptions) -> Runner:
     """Make a valid program ready. Raises EngineError for a target this version cannot run, MissingDependency."""
+    if program.by_value is not None:
+        from optdnn.runtime.by_value import ByValueRunner
+
+        return ByValueRunner(program, program.by_value, options)
     if program.dynamic is not None:
         from optdnn.runtime.plans import PlansRunner
 

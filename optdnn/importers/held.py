@@ -19,9 +19,9 @@ SMALL = 1024
 _FIELDS = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
 
 
-def take_apart(source: Source) -> tuple[bytes, dict[str, Array]]:
+def take_apart(source: Source | Model) -> tuple[bytes, dict[str, Array]]:
     """The serialized model without large initializers, and these by name. Nothing outside of the two is needed any more."""
-    model = open_model(source)
+    model = source if isinstance(source, Model) else open_model(source)
     held = onnx.ModelProto()
     held.CopyFrom(model.proto)
     weights: dict[str, Array] = {}

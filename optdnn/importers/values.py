@@ -27,9 +27,9 @@ SIZES: Mapping[str, frozenset[int]] = {
     "Slice": frozenset({1, 2, 3, 4}), "Pad": frozenset({1, 3}), "Resize": frozenset({1, 2, 3}), "Range": frozenset({0, 1, 2}),
     "ConstantOfShape": frozenset({0}), "Col2Im": frozenset({1, 2}), "DFT": frozenset({1, 2}), "STFT": frozenset({1, 3}),
     "MelWeightMatrix": frozenset({0, 1}), "MaxUnpool": frozenset({2}), "CumSum": frozenset({1}), "CumProd": frozenset({1}),
-    "Trilu": frozenset({1}),
+    "Trilu": frozenset({1}), "Loop": frozenset({0, 1}), "If": frozenset({0}),
 }  # fmt: skip
-"""Kind -> the operand slots that say sizes, axes or places instead of holding data."""
+"""Kind -> the operand slots that say sizes, axes, places or how often instead of holding data."""
 
 
 def with_values(source: Source | Model, values: Mapping[str, Any]) -> Model:

@@ -48,9 +48,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     real = loading.plan_on_demand
 
-    def counted(program: Program, shapes: Any, compiled: bool) -> Program:
+    def counted(program: Program, shapes: Any, compiled: bool, values: Any) -> Program:
         seen.append(shapes["x"][0])
-        return real(program, shapes, compiled)
+        return real(program, shapes, compiled, values)
 
     monkeypatch.setattr(loading, "plan_on_demand", counted)
     return seen
@@ -213,7 +213,7 @@ def test_options_of_another_version_are_refused(built: optdnn.Engine) -> None:
     source = replace(dynamic.source, options={**dynamic.source.options, "turbo": True})
     program.dynamic = replace(dynamic, source=source)
     with pytest.raises(EngineError, match="option 'turbo', which this version"):
-        loading.plan_on_demand(program, {"x": (3, *IMAGE)}, False)
+        loading.plan_on_demand(program, {"x": (3, *IMAGE)}, False, {})
 
 
 def test_engine_files_repeat_byte_for_byte(built: optdnn.Engine) -> None:

@@ -1,0 +1,254 @@
+"""Engines for GPUs with inputs that only say sizes, axes or places: plans for their values, made when these are first seen.
+
+Such an input is read on the host. In the plan for its value it is a constant: sizes that follow from it are known, and nothing
+is left to the CPU because of it. The engine's own program is right for all values, and runs those that have no plan: what
+comes with every call another time (a counter of steps, say) does not make the compiler run each time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from optdnn.errors import InputError, OptdnnError
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.plans import Alone, PlansRunner
+from optdnn.runtime.program import ByValue, Plain, Program, validate
+from optdnn.runtime.runner import RunContext, Runner, open_runner
+from optdnn.runtime.signature import Signature
+from optdnn.types import Array
+
+Key: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[bytes, ...]]
+"""The shape of each input, and the elements of each input that says sizes."""
+PLANS = 16
+"""Most plans by value of an engine; further values run its own program."""
+SEEN = 1024
+"""Values without a plan that are remembered: the first value gets a plan at once, another when it comes again."""
+
+
+class ByValueRunner:
+    """An engine with plans by value, shared by threads."""
+
+    def __init__(self, program: Program, by_value: ByValue, options: LoadOptions):
+        self.program, self.by_value = program, by_value
+        self.on_gpu = program.target.startswith("cuda") and not options.simulate
+        if self.on_gpu:
+            from optdnn.runtime.cuda.shared import Pool
+
+            options = replace(options, pool=options.pool or Pool())
+        self._options = options
+        self.general: Runner = open_runner(replace(program, by_value=None), options)
+        self.made: dict[Key, Runner] = {}
+        self.refused: dict[Key, str] = {}
+        """Values that no plan could be made for, and why: the engine's own program runs them, or says what is wrong."""
+        self._seen: OrderedDict[Key, None] = OrderedDict()
+        self._lock, self._making = threading.Lock(), threading.Lock()
+
+    @property
+    def signature(self) -> Signature:
+        """All inputs, those that say sizes too."""
+        return self.general.signature
+
+    @property
+    def facts(self) -> tuple[Mapping[str, Plain], ...]:
+        """Per step of the engine's own program, what really runs."""
+        return self.general.facts
+
+    def context(self) -> ByValueContext:
+        """One thread's own state, with the engine's own program's ready."""
+        return ByValueContext(self)
+
+    def program_for(self, feeds: Mapping[str, Any]) -> Program:
+        """The program that runs these inputs."""
+        key = self.key(feeds)
+        plan = None if key is None else self.plan(key)
+        if plan is not None:
+            return plan.program  # type: ignore[attr-defined, no-any-return]
+        if isinstance(self.general, PlansRunner):
+            return self.general.program_for(feeds)
+        return self.program
+
+    def key(self, feeds: Mapping[str, Any]) -> Key | None:
+        """What a plan for these inputs is made for; None where they do not fit the signature, which running them then says.
+
+        Raises InputError for sizes outside of the profiles.
+        """
+        specs = self.signature.inputs
+        if not isinstance(feeds, Mapping) or feeds.keys() != {s.name for s in specs}:
+            return None
+        values: list[bytes] = []
+        shapes: list[tuple[int, ...]] = []
+        for spec in specs:
+            given = feeds[spec.name]
+            if spec.name in self.by_value.inputs:
+                given = host_array(given)
+                if given.dtype != spec.dtype or given.shape != spec.shape:
+                    return None
+                values.append(given.tobytes())
+            shapes.append(tuple(np.shape(given) if not hasattr(given, "shape") else given.shape))
+        like: list[Any] = [SimpleNamespace(shape=s, ndim=len(s)) for s in shapes]
+        self.signature.sizes(like)
+        return tuple(shapes), tuple(values)
+
+    def plan(self, key: Key) -> Runner | None:
+        """The plan for a value; None where the engine's own program is to run it."""
+        with self._lock:
+            found = self.made.get(key)
+            if found is not None or key in self.refused or len(self.made) >= PLANS or self._options.planner is None:
+                return found
+            if (self.made or self.refused or self._seen) and key not in self._seen:
+                self._seen[key] = None
+                while len(self._seen) > SEEN:
+                    self._seen.popitem(last=False)
+                return None
+            if not self._making.acquire(blocking=False):
+                return None  # another thread makes one: this one does not wait
+        try:
+            runner = self._make(key)
+        finally:
+            self._making.release()
+        return runner
+
+    def _make(self, key: Key) -> Runner | None:
+        specs = self.signature.inputs
+        shapes, raw = key
+        sized = {s.name: shape for s, shape in zip(specs, shapes, strict=True)}
+        types = {s.name: s.dtype for s in specs}
+        wanted = [s.name for s in specs if s.name in self.by_value.inputs]
+        values = {
+            name: np.frombuffer(data, types[name]).reshape(sized[name]) for name, data in zip(wanted, raw, strict=True)
+        }
+        assert self._options.planner is not None
+        try:
+            program = self._options.planner(self.program, sized, not self._options.simulate, values)
+            validate(program)
+            runner = open_runner(program, self._options)
+        except OptdnnError as error:
+            with self._lock:
+                self.refused[key] = str(error)
+            return None
+        with self._lock:
+            self.made[key] = runner
+        return runner
+
+
+class ByValueContext:
+    """One thread's state of the plans that it ran."""
+
+    def __init__(self, runner: ByValueRunner):
+        self._runner = runner
+        self._general = runner.general.context()
+        pool = runner._options.pool
+        self._arena = pool.arena(0) if runner.on_gpu else None
+        self._contexts: dict[Key, RunContext] = {}
+        self._lock = threading.Lock()
+
+    def run(
+        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
+    ) -> dict[str, Any]:
+        """Run once; see :meth:`optdnn.runtime.context.Context.run`. Inputs that say sizes may lie on the host whatever the
+        others do; where they lie on the GPU, the call waits for them."""
+        with Alone(self._lock):
+            context, feeds = self._dispatch(feeds)
+            return context.run(feeds, out, stream)
+
+    def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
+        """Run once and time each step of the plan."""
+        with Alone(self._lock):
+            context, feeds = self._dispatch(feeds)
+            return context.profile(feeds)
+
+    def bind(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any] | None = None,
+        state: Mapping[str, str] | None = None,
+    ) -> Any:
+        """A call on these arrays, to be repeated; see the plan's own context. With ``state`` on a GPU it is of the program that
+        is right for all values."""
+        if not self._runner.on_gpu:
+            from optdnn.runtime.state import Bound
+
+            return Bound(self, self._runner.signature, inputs, outputs, state)
+        if state:
+            return self._general.bind(self._on_gpu(inputs), outputs, state)  # type: ignore[attr-defined]
+        return BoundByValue(self, inputs, outputs)
+
+    def context_for(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any], Key | None]:
+        """The context that runs these inputs, what it is to be given, and the key of its plan (None: all values)."""
+        key = self._runner.key(feeds)
+        found = None if key is None else self._contexts.get(key)
+        if found is None:
+            plan = None if key is None else self._runner.plan(key)
+            if key is None or plan is None:
+                return self._general, self._on_gpu(feeds), None
+            found = plan.context() if self._arena is None else plan.context(self._arena)  # type: ignore[call-arg]
+            self._contexts[key] = found
+        return found, {n: a for n, a in feeds.items() if n not in self._runner.by_value.inputs}, key
+
+    def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
+        context, feeds, _ = self.context_for(feeds)
+        return context, feeds
+
+    def _on_gpu(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The inputs where the engine's own program takes them: those that say sizes go to the GPU where the others are."""
+        if not self._runner.on_gpu or not isinstance(feeds, Mapping):
+            return feeds
+        from optdnn.runtime.cuda.arrays import import_cupy, on_gpu
+
+        there = {name: on_gpu(a) for name, a in feeds.items()}
+        if not any(there.values()):
+            return feeds
+        moved = [n for n in self._runner.by_value.inputs if n in feeds and not there[n]]
+        cupy = import_cupy("to hand on an input that says sizes") if moved else None
+        return {n: cupy.asarray(a) if n in moved else a for n, a in feeds.items()}  # type: ignore[union-attr]
+
+
+class BoundByValue:
+    """A call on fixed arrays on the GPU. Inputs that say sizes are looked at in each run: when one has changed, the call is bound
+    anew. ``outputs``: name -> array of the last run."""
+
+    def __init__(self, context: ByValueContext, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None):
+        self._context, self._inputs, self._given = context, dict(inputs), dict(outputs or {})
+        self._bind()
+
+    def _bind(self) -> None:
+        context, feeds, self._key = self._context.context_for(self._inputs)
+        self._bound = context.bind(feeds, self._given)  # type: ignore[attr-defined]
+        self._read = self._values()
+        self.outputs: dict[str, Any] = self._bound.outputs
+
+    def _values(self) -> tuple[bytes, ...]:
+        names = self._context._runner.by_value.inputs
+        return tuple(host_array(self._inputs[n]).tobytes() for n in names if n in self._inputs)
+
+    def run(self, stream: object = None) -> dict[str, Any]:
+        """Enqueue one run on ``stream``; see the plan's own binding."""
+        if self._values() != self._read:
+            self._bind()
+        results: dict[str, Any] = self._bound.run(stream)
+        return results
+
+
+def host_array(array: Any) -> Array:
+    """An array in host memory, fetched from the GPU where it lies there. Raises InputError for what is none."""
+    if not isinstance(array, np.ndarray):
+        from optdnn.runtime.cuda.arrays import import_cupy, on_gpu
+
+        if on_gpu(array):
+            cupy = import_cupy("to read an input that says sizes; or give it as a NumPy array")
+            made: Array = cupy.asnumpy(
+                cupy.asarray(array) if hasattr(array, "__cuda_array_interface__") else cupy.from_dlpack(array)
+            )
+            return made
+        try:
+            return np.asarray(array)
+        except Exception as error:  # whatever a foreign __array__ raises
+            raise InputError(f"a {type(array).__name__} cannot be read as an array: {error}") from error
+    return array
