@@ -10,6 +10,7 @@ import numpy as np
 
 from optdnn.ir.graph import Op
 from optdnn.ops.base import Stage
+from optdnn.ops.conv import ConvAttrs
 from optdnn.runtime.cuda import conv as hopper
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda import conv_sm90
@@ -29,6 +30,18 @@ def bias_of(b: Builder, op: Op, slot: int = 2) -> Array | None:
     value = op.input(slot)
     array = b.graph.constant_value(value)
     return None if array is None else array.astype(np.float32)
+
+
+_Pair = tuple[int, int]
+
+
+def planar(weight: Array, a: ConvAttrs) -> tuple[Array, _Pair, tuple[int, int, int, int], _Pair]:
+    """Weights, strides, pads and dilations of a convolution over one or two axes as those of one over two."""
+    (sh, sw), (dh, dw) = (1, *a.strides)[-2:], (1, *a.dilations)[-2:]
+    if weight.ndim == 3:
+        return weight[:, :, None], (1, sw), (0, a.pads[0], 0, a.pads[1]), (1, dw)
+    top, left, bottom, right = a.pads
+    return weight, (sh, sw), (top, left, bottom, right), (dh, dw)
 
 
 def entering(b: Builder, op: Op) -> Placed:
@@ -106,13 +119,8 @@ class HopperConv(Rehearsed):
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
         assert weight is not None
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        bias = bias_of(b, op)
-        if ep.bias is not None:
-            bias = ep.bias if bias is None else bias + ep.bias
-        strides, pads, dilations = a.strides, a.pads, a.dilations
-        if weight.ndim == 3:
-            weight = weight[:, :, None]
-            strides, pads, dilations = (1, *strides), (0, pads[0], 0, pads[1]), (1, *dilations)
+        bias = ep.added_to(bias_of(b, op))
+        weight, strides, pads, dilations = planar(weight, a)
         feed = self.stem(b, op, weight, strides, pads, dilations)
         if feed is None:
             x = with_pitch(b, op, image(entering(b, op)))
@@ -129,8 +137,8 @@ class HopperConv(Rehearsed):
         residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
         between = target
         if ep.rest or not conv_sm90.storable(b, out):
-            strides = channels_last(target.shape, up(out.shape[1], 8))
-            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)
+            padded = channels_last(target.shape, up(out.shape[1], 8))
+            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, padded)
         used = conv_sm90.emit_conv(b, op, feeds, bias, ep, residual, image(between), config)
         finish(b, op, ep, between, target)
         return used

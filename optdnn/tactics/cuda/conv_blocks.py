@@ -60,9 +60,7 @@ class BlockConv(Rehearsed):
         )  # fmt: skip
         matrix = np.ascontiguousarray(weight.transpose(0, 2, 3, 1)).reshape(filters, lanes, 1, 1)
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        bias = bias_of(b, op)
-        if ep.bias is not None:
-            bias = ep.bias if bias is None else bias + ep.bias
+        bias = ep.added_to(bias_of(b, op))
         residual = with_pitch(b, op, b.operand(ep.residual), added=True) if ep.residual is not None else None
         between = target
         if ep.rest or not conv_sm90.storable(b, target):

@@ -16,7 +16,7 @@ from optdnn.runtime.cuda import conv as hopper
 from optdnn.runtime.cuda import conv_general as general
 from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed, channels_last, map_dtype, up
-from optdnn.tactics.cuda.conv import HopperConv, bias_of, emit_space_to_depth, entering, finish, image
+from optdnn.tactics.cuda.conv import HopperConv, bias_of, emit_space_to_depth, entering, finish, image, planar
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.tactics.cuda.gemm import HopperGemm
 from optdnn.tactics.cuda.pointwise import copy
@@ -122,13 +122,8 @@ class GeneralConv(Rehearsed):
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
         assert weight is not None
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        bias = bias_of(b, op)
-        if ep.bias is not None:
-            bias = ep.bias if bias is None else bias + ep.bias
-        strides, pads, dilations = a.strides, a.pads, a.dilations
-        if weight.ndim == 3:
-            weight = weight[:, :, None]
-            strides, pads, dilations = (1, *strides), (0, pads[0], 0, pads[1]), (1, *dilations)
+        bias = ep.added_to(bias_of(b, op))
+        weight, strides, pads, dilations = planar(weight, a)
         stem = HopperConv.stem(b, op, weight, strides, pads, dilations) if a.group == 1 else None
         if stem is not None:
             x, weight, strides, pads, dilations = stem.x, stem.weight, stem.strides, stem.pads, stem.dilations

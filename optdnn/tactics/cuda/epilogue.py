@@ -35,6 +35,12 @@ class Epilogue:
     rest: list[Stage] = field(default_factory=list)
     rest_operands: list[Value] = field(default_factory=list)
 
+    def added_to(self, bias: Array | None) -> Array | None:
+        """The sum of the operator's own bias and the epilogue's, either of which may be absent."""
+        if bias is None or self.bias is None:
+            return self.bias if bias is None else bias
+        return bias + self.bias
+
     def constant(self, value: Array) -> int:
         """The operand slot of a constant."""
         self.constants.append(value)

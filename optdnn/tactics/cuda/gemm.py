@@ -110,8 +110,7 @@ class HopperGemm(Rehearsed):
         else:
             weight = weight.T
         ep = plan_epilogue(b.graph, op, channel_axis=-1)
-        if ep.bias is not None:
-            bias = ep.bias if bias is None else bias + ep.bias
+        bias = ep.added_to(bias)
         left = b.operand(op.inputs[0])
         order = rows_in_memory(left)
         x = self._rows(b, op, reordered(left, order))

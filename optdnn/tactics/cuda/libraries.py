@@ -20,7 +20,7 @@ from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.calls import Convolution, MatMul, Norm, Operation
 from optdnn.runtime.cuda.support import ranked
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, row_major
-from optdnn.tactics.cuda.conv import bias_of, entering, finish, image
+from optdnn.tactics.cuda.conv import bias_of, entering, finish, image, planar
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue
 from optdnn.tactics.cuda.pointwise import copy, emit_pointwise
 from optdnn.tactics.cuda.tactic import Offer
@@ -111,12 +111,9 @@ class CudnnConv(Called):
         ep = plan_epilogue(
             b.graph, op, channel_axis=1, accepts=lambda s: whole and _accepts(s, known), allow_bias=whole
         )
-        bias = _sum(bias_of(b, op), ep.bias)
+        bias = ep.added_to(bias_of(b, op))
         later, bias = (None, bias) if whole else (bias, None)
-        strides, pads, dilations = tuple(a.strides), tuple(a.pads), tuple(a.dilations)
-        if weight.ndim == 3:
-            weight = weight[:, :, None]
-            strides, pads, dilations = (1, *strides), (0, pads[0], 0, pads[1]), (1, *dilations)
+        weight, strides, pads, dilations = planar(weight, a)
         x = _packed(b, op, image(entering(b, op)))
         target = b.target(op.value)
         out = image(target)
@@ -202,7 +199,7 @@ class CublasLtGemm(Called):
         else:
             weight = weight.T
         ep = plan_epilogue(b.graph, op, channel_axis=-1, accepts=lambda s: _accepts(s, (("relu",), ("gelu_tanh",))))
-        bias = _sum(bias, ep.bias)
+        bias = ep.added_to(bias)
         x = _rows(b, op, b.operand(op.inputs[0]))
         residual = _rows(b, op, b.operand(ep.residual)) if ep.residual is not None else None
         target = b.target(op.value)
@@ -337,10 +334,6 @@ class CudnnNorm(Called):
 
 
 # ---------------------------------------------------------------- operands
-
-
-def _sum(one: Array | None, two: Array | None) -> Array | None:
-    return two if one is None else one if two is None else one + two
 
 
 def _strides(x: Placed) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from optdnn.runtime.cuda.describe import Description
 from optdnn.runtime.reference.window import resolve_pads
 from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.builder import EIGHT_BITS, Builder, Placed, channels_last, map_dtype, row_major, up
-from optdnn.tactics.cuda.conv import image
+from optdnn.tactics.cuda.conv import image, planar
 from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.tactic import OwnTactic, Rehearsed
@@ -203,10 +203,7 @@ class HopperQuantizedConv(Rehearsed):
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
         assert weight is not None
         assert op.inputs[0] is not None
-        strides, pads, dilations = a.strides, a.pads, a.dilations
-        if weight.ndim == 3:
-            weight = weight[:, :, None]
-            strides, pads, dilations = (1, *strides), (0, pads[0], 0, pads[1]), (1, *dilations)
+        weight, strides, pads, dilations = planar(weight, a)
         target = b.target(op.value)
         out = image(target)
         stem = _stem(b, op, weight, strides, pads, dilations)

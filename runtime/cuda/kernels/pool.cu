@@ -2,7 +2,7 @@
 #include "ptx.cuh"
 #include "generated.cuh"
 
-DEVICE u32 max2(u32 a, u32 b) {
+DEVICE u32 larger(u32 a, u32 b) {
     u32 best;
 #if defined(DTYPE_BF16)
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(best) : "r"(a), "r"(b));
@@ -12,40 +12,7 @@ DEVICE u32 max2(u32 a, u32 b) {
     return best;
 }
 
-struct PoolParams {
-    const uint4* input;
-    uint4* output;
-    int batch, height, width, vectors;             // vectors of eight channels
-    int out_h, out_w, stride_h, stride_w, pad_h, pad_w;
-};
-
-// One thread: eight channels of one output pixel. Padding never wins the maximum: a tap outside reads the nearest tap inside,
-// so that all loads are unconditional and in flight together.
-extern "C" __global__ void __launch_bounds__(128) max_pool(const PoolParams p) {
-    grid_launch_dependents();
-    const int total = p.batch * p.out_h * p.out_w * p.vectors;
-    const int index = blockIdx.x * 128 + threadIdx.x;
-    const int vector = index % p.vectors, pixel = index / p.vectors;
-    const int w0 = pixel % p.out_w * p.stride_w - p.pad_w, h0 = pixel / p.out_w % p.out_h * p.stride_h - p.pad_h;
-    const int n = pixel / p.out_w / p.out_h;
-    const uint4* image = p.input + (long long)n * p.height * p.width * p.vectors + vector;
-    grid_dependency_wait();
-    if (index >= total) return;
-    uint4 taps[KERNEL_H * KERNEL_W];
-    #pragma unroll
-    for (int r = 0; r < KERNEL_H; r++) {
-        #pragma unroll
-        for (int s = 0; s < KERNEL_W; s++) {
-            const int h = min(max(h0 + r, 0), p.height - 1), w = min(max(w0 + s, 0), p.width - 1);
-            taps[r * KERNEL_W + s] = image[(h * p.width + w) * p.vectors];
-        }
-    }
-    uint4 best = taps[0];
-    #pragma unroll
-    for (int i = 1; i < KERNEL_H * KERNEL_W; i++)
-        best = make_uint4(max2(best.x, taps[i].x), max2(best.y, taps[i].y), max2(best.z, taps[i].z), max2(best.w, taps[i].w));
-    p.output[index] = best;
-}
+#include "max_pool.cuh"
 
 struct MeanParams {
     const u32* input;
