@@ -1,11 +1,16 @@
 """Whole networks on the GPU, are they right? Each is built for it, run, and held against ONNX Runtime's fp32 on the CPU.
 
-    python benchmarks/gpu/networks.py OUT.json [--zoo] [--shared FOLDER] [--precisions fp32,fp16,bf16] [--only TEXT] [--seconds 200]
+    python benchmarks/gpu/networks.py OUT.json [--zoo] [--shared FOLDER] [--precisions fp32,tf32,fp16,bf16] [--checks]
+                                      [--only TEXT] [--seconds 200]
 
 ``--shared``: FOLDER holds ``fill.py`` and ``graphs/NAME.onnx`` with ``NAME.json`` (skeletons without weights), or
 ``graphs.tar.xz`` with these. Several networks are built at once (in processes); a network that fails is a row with its error.
 Of each output: max |error| over max |output| (``errors``), and what another input changes (``another_input``); that a run repeats
 bit for bit; which operators ran on the CPU.
+
+``--checks``: also every launch by itself against its step's meaning, on the GPU's own operands, results poisoned with NaN
+(``steps``: how many, the worst error, those beyond ``STEP``); single launches against the graph, to the bit (``singly``); runs on
+an arena full of NaN and of something else, between fences (``arena``: what is wrong).
 """
 
 from __future__ import annotations
@@ -27,6 +32,9 @@ from shared_graphs import _error, _onnxruntime, fill_module
 
 import optdnn
 
+STEP = {"fp32": 2e-5, "tf32": 3e-4, "fp16": 4e-3, "bf16": 3e-2}
+"""Largest error of a launch, of the largest magnitude of its result: a few roundings of its element type, or of tf32's factors."""
+
 
 def model_of(name: str, folder: Path) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """A network with two sets of inputs. ``zoo/NAME``, or a skeleton of ``folder``."""
@@ -42,7 +50,37 @@ def model_of(name: str, folder: Path) -> tuple[Any, dict[str, Any], dict[str, An
     return model, fill.feeds(model), fill.feeds(model, seed=4)
 
 
-def one(name: str, folder: Path, precisions: list[str]) -> dict[str, Any]:
+def checks(engine: Any, feeds: dict[str, Any], precision: str) -> dict[str, Any]:
+    """What the engine's own checks say."""
+    from optdnn.runtime.cuda.check import check_arena, check_steps, run_singly
+    from optdnn.runtime.cuda.runner import CudaRunner
+    from optdnn.runtime.executor import LoadOptions
+
+    runner = CudaRunner(engine.program, LoadOptions())
+    context: Any = runner.context()
+    steps = check_steps(context, feeds)
+    graph, singly = context.run(feeds), run_singly(context, feeds)
+    wrong = [e for e in steps if not e.error <= STEP[precision]]
+    worst = max(steps, key=lambda e: e.error, default=None)
+    return {
+        "steps": {
+            "count": len(steps), "worst": worst and [worst.error, worst.kind, worst.kernel],
+            "wrong": [[e.step, e.kind, e.kernel, e.nodes, e.error] for e in wrong][:8],
+        },
+        "singly": all(np.array_equal(graph[k], v, equal_nan=True) for k, v in singly.items()),
+        "arena": check_arena(runner, feeds),
+    }  # fmt: skip
+
+
+def right(found: dict[str, Any]) -> bool:
+    """Whether nothing speaks against an engine."""
+    good = (
+        "failed" not in found and found.get("repeats", False) and found.get("singly", True) and not found.get("arena")
+    )
+    return bool(good and not found.get("steps", {}).get("wrong"))
+
+
+def one(name: str, folder: Path, precisions: list[str], *, checked: bool = False) -> dict[str, Any]:
     """The row of a network."""
     row: dict[str, Any] = {"network": name}
     model, feeds, others = model_of(name, folder)
@@ -61,10 +99,24 @@ def one(name: str, folder: Path, precisions: list[str]) -> dict[str, Any]:
                 "repeats": all(np.array_equal(got[k], again[k], equal_nan=True) for k in got),
                 "on_cpu": sorted({o["kind"] for o in engine.meta.get("host", {}).get("operators", [])}),
             }
+            row[precision] = found
+            if checked:
+                found |= checks(engine, feeds, precision)
         except Exception as error:
-            found = {"failed": f"{type(error).__name__}: {error}"[:1500]}
-        row[precision] = found
+            row.setdefault(precision, {})["failed"] = f"{type(error).__name__}: {error}"[:1500]
     return row
+
+
+def _shown(found: dict[str, Any]) -> Any:
+    """A row in few words."""
+    if "failed" in found:
+        return found["failed"][:200]
+    worst = f"{max(found['errors'], default=0.0):.1e}"
+    faults = {k: found[k] for k in ("repeats", "singly") if not found.get(k, True)}
+    faults |= {"arena": found["arena"]} if found.get("arena") else {}
+    steps = found.get("steps", {})
+    faults |= {"wrong": steps["wrong"][:3]} if steps.get("wrong") else {}
+    return [worst, f"{steps['worst'][0]:.1e}" if steps.get("worst") else "", *([faults] if faults else [])]
 
 
 def _moved(a: Any, b: Any) -> float:
@@ -80,14 +132,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--zoo", action="store_true")
     parser.add_argument("--shared", type=Path)
-    parser.add_argument("--precisions", default="fp32,fp16,bf16")
+    parser.add_argument("--precisions", default="fp32,tf32,fp16,bf16")
+    parser.add_argument("--checks", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--seconds", type=float, default=200, help="begin no network after this many")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     precisions = args.precisions.split(",")
     if args.one:
-        print("ROW " + json.dumps(one(args.one, args.shared or Path(), precisions)))
+        print("ROW " + json.dumps(one(args.one, args.shared or Path(), precisions, checked=args.checks)))
         return
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(max(1, (os.cpu_count() or 2) * 3 // 4)) as pool:
@@ -112,6 +165,7 @@ def main() -> None:
                 return {"network": name, "failed": f"not begun within {args.seconds:.0f} s"}
             command = [sys.executable, __file__, str(args.out), "--one", name, "--precisions", args.precisions]
             command += ["--shared", str(folder)] if folder is not None else []
+            command += ["--checks"] if args.checks else []
             environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
             limit = max(10.0, begin + args.seconds + 30 - time.perf_counter())
             try:
@@ -126,7 +180,7 @@ def main() -> None:
         rows = []
         for row in pool.map(child, names):
             rows.append(row)
-            shown = {p: row[p].get("errors", row[p].get("failed", "")[:200]) for p in precisions if p in row}
+            shown = {p: _shown(row[p]) for p in precisions if p in row}
             print(
                 f"{time.perf_counter() - begin:6.1f} s {row['network']:40s}",
                 shown or row.get("failed", "")[:300],
@@ -134,6 +188,9 @@ def main() -> None:
             )
             facts = {"command": " ".join(["python", *sys.argv]), "commit": os.environ.get("OPTDNN_COMMIT", "")}
             args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        for p in precisions:
+            found = [row[p] for row in rows if p in row]
+            print(f"{p}: {sum(map(right, found))} of {len(rows)} right, {sum('failed' in f for f in found)} failed")
 
 
 if __name__ == "__main__":

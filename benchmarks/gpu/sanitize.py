@@ -1,11 +1,16 @@
-"""Kernels under compute-sanitizer: memcheck, racecheck and initcheck, over engines of small networks of every kernel family.
+"""Kernels under compute-sanitizer: memcheck, racecheck, initcheck and synccheck, over engines of small networks of every template.
 
     python benchmarks/gpu/sanitize.py                          # all tools; also that each tool catches the fault seeded for it
     python benchmarks/gpu/sanitize.py --tools memcheck int8 rows
 
 Each buffer of an engine is an allocation of its own, to the byte, so that memcheck sees what a planned arena would hide. The seeded
-faults (``SEEDED_FAULT`` in kernels/pool_int8.cu: a write past the end, a barrier left out, a read of unwritten memory) are compiled
-into a copy of the family "int8". Exits 1 if a clean family is reported, or a fault is not.
+faults (``SEEDED_FAULT`` in kernels/pool_int8.cu: a write past the end, a barrier left out, a read of unwritten memory, a barrier of
+threads that do not come) are compiled into a copy of the family "int8". Families are named in sanitize_cases.py. Exits 1 if a clean
+family is reported, or a fault is not.
+
+What TMA stores, initcheck does not see. After a launch of such a kernel (``TMA_STORES``) the harness writes the elements that the
+step's meaning says it writes, and those alone, so that what lies between them stays unwritten; that the kernel wrote them all, the
+checks against NaN hold (``runtime.cuda.check``).
 """
 
 from __future__ import annotations
@@ -17,65 +22,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sanitize_cases import graphs
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "tests"), str(Path(__file__).parents[2] / "tests" / "tactics" / "cuda")]
-TOOLS = ("memcheck", "racecheck", "initcheck")
-FAULTS = {"memcheck": 1, "racecheck": 2, "initcheck": 3}
-
-
-def quantized(n: Any) -> Any:
-    """8-bit convolutions (a stem, both kernels, depthwise, with a residual), pools, and a product."""
-    from optdnn.ops.base import Stage
-
-    x = n.fake(n.qconv(n.fake(n.input(2, 3, 64, 64), 0.03), 32, 7, stride=2, epilogue=(Stage("Relu", (-1,)),)), 0.03)
-    x = n.fake(n.pool(x), 0.03)
-    y = n.fake(n.qconv(x, 64, 3, epilogue=(Stage("Relu", (-1,)),)), 0.03)
-    y = n.fake(n.qconv(n.fake(n.qconv(y, 64, 5, stride=2, group=64), 0.03), 32, 1), 0.03)
-    z = n.fake(n.qconv(y, 32, 1, epilogue=(Stage("Add", (-1, 3)), Stage("Relu", (-2,))), more=[y]), 0.04)
-    pooled = n.fake(n.op("GlobalAveragePool", z), 0.02)
-    return n.qconv(pooled, 16, 1)
-
-
-def halves(n: Any) -> Any:
-    """16-bit convolutions: a stem, both kernels, a split, depthwise by both kernels, groups."""
-    x = n.op("Relu", n.conv(n.input(2, 3, 64, 64), 32, 7, pads=3, strides=2, bias=True))
-    x = n.op("Relu", n.conv(n.op("Relu", n.conv(n.max_pool(x, pads=1), 64, bias=True)), 64, group=64, bias=True))
-    y = n.conv(n.op("Relu", n.conv(x, 64, 5, pads=2, strides=2, group=64, bias=True)), 512, 1, pads=0)
-    y = n.op("Add", n.conv(n.op("Relu", y), 64, bias=True), n.conv(y, 64, 3, group=8))
-    return n.gemm(n.op("Flatten", n.op("GlobalAveragePool", y)), 24)
-
-
-def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
-    """Family -> what builds its graph, and the precision."""
-    from support.net import Net
-    from support.quantized_nets import QNet
-    from test_generated import graph_of  # type: ignore[import-not-found]
-
-    def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
-        def made() -> Any:
-            n = kind()
-            return n.done(build(n))
-
-        return made
-
-    from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT
-
-    families = (("attention", ATTENTION), ("recurrent", RECURRENT), ("groups", GROUP_NORM))
-    sequences = {f"{kind}: {name}": cases[name][0] for kind, cases in families for name in list(cases)[:2]}
-    general = ("softmaxes", "norms", "reductions", "pools", "products", "resizes", "gathers", "movements")
-    return {
-        "int8": (net(QNet, quantized), "fp16"),
-        "fp16": (net(Net, halves), "fp16"),
-        "bf16": (net(Net, halves), "bf16"),
-        **{name: (lambda name=name: graph_of(name), "fp16") for name in general},
-        **{name: (build, "fp16") for name, build in sequences.items()},
-    }
+FAULTS = {"memcheck": 1, "racecheck": 2, "initcheck": 3, "synccheck": 4}
+TOOLS = tuple(FAULTS)
+TMA_STORES = frozenset({"conv_sm90.cu", "conv_patch_sm90.cu", "attention_sm90.cu"})
+LINES = "-lineinfo"
+"""So that reports name lines of the source; the code is the same."""
 
 
 def file_of(name: str) -> str:
@@ -83,23 +42,30 @@ def file_of(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
 
 
-def prepare(folder: Path, names: list[str]) -> list[str]:
-    """Build and save the engines; returns the names of those that there are."""
+def prepare(folder: Path, name: str) -> dict[str, Any]:
+    """Build and save an engine, with line numbers in its kernels; returns its row: kernels and tactics."""
     from support.simulated import feeds_of, lowered
 
     from optdnn.runtime import format as engine_format
+    from optdnn.runtime.cuda.kernels_of import cubins
+    from optdnn.runtime.cuda.nvrtc import KernelCache
 
-    known = graphs()
-    for name in names or known:
-        build, precision = known[name]
-        graph = build()
-        program = lowered(graph, precision, target="cuda:sm_90a")
-        engine_format.write(program, folder / f"{file_of(name)}.engine")
-        np.savez(folder / f"{file_of(name)}.npz", **feeds_of(graph))  # type: ignore[arg-type]
-    return list(names or known)
+    build, precision = graphs()[name]
+    graph = build()
+    program = lowered(graph, precision, target="cuda:sm_90a", no_cubins=True)
+    kernels = tuple(replace(k, options=(*k.options, LINES)) for k in program.kernels)
+    code = cubins(replace(program, kernels=kernels), recompile=True, cache=KernelCache(folder / "kernels"))
+    first = len(program.blobs)
+    blobs = [*program.blobs, *(np.frombuffer(c, np.uint8) for c in code)]
+    program = replace(program, blobs=blobs, kernels=tuple(replace(k, cubin=first + i) for i, k in enumerate(kernels)))
+    engine_format.write(program, folder / f"{file_of(name)}.engine")
+    np.savez(folder / f"{file_of(name)}.npz", **feeds_of(graph))  # type: ignore[arg-type]
+    tactics = sorted({str(s.params.get("tactic", "")) for s in program.steps})
+    made = sorted({f"{k.template}:{k.function}" for k in program.kernels})
+    return {"family": name, "precision": precision, "launches": len(program.steps), "kernels": made, "tactics": tactics}
 
 
-def run(folder: Path, name: str, fault: int) -> None:
+def run(folder: Path, name: str, tool: str, fault: int) -> None:
     """Every launch of a prepared engine, one after the other, on allocations of their own. What a sanitizer watches."""
     from optdnn.runtime import format as engine_format
     from optdnn.runtime.cuda.device import Launch
@@ -120,78 +86,105 @@ def run(folder: Path, name: str, fault: int) -> None:
     }
     for spec, i in program.inputs:
         upload(memory[i].pointer, np.ascontiguousarray(feeds[spec.name]))
-    for step, item in zip(program.steps, context.items({i: m.pointer for i, m in memory.items()}), strict=True):
+    items = context.items({i: m.pointer for i, m in memory.items()})
+    for step, parsed, item in zip(program.steps, context.runner.steps, items, strict=True):
         assert isinstance(item, Launch), "a step on the host"
         item.enqueue(context.stream.handle)
         context.stream.synchronize()
-        for i in step.outputs:
-            written_over(memory[i])
+        if tool == "initcheck" and program.kernels[parsed.launch.kernel].template in TMA_STORES:
+            written_over(program, (*step.inputs, *step.outputs), parsed, memory)
     print(f"ran {name}: {len(program.steps)} launches", flush=True)
 
 
-def written_over(memory: Any) -> None:
-    """Copy a buffer away and back: initcheck does not see what TMA stores. (That all of a result is written, the checks against
-    poisoned memory hold.)"""
-    from optdnn.runtime.cuda.device import check, driver
-    from optdnn.runtime.cuda.memory import DeviceMemory
+def written_over(program: Any, operands: tuple[int, ...], step: Any, memory: dict[int, Any]) -> None:
+    """Write what the step writes from the host, element by element (ones: values decide nothing here)."""
+    from optdnn.runtime.cuda.memory import upload
+    from optdnn.runtime.simulate.runner import strided
 
-    if memory.size:
-        other = DeviceMemory(memory.size, "a copy")
-        for target, source in ((other, memory), (memory, other)):
-            check("cuMemcpyDtoD", driver().cuMemcpyDtoD(target.pointer, source.pointer, memory.size))
-        check("cuCtxSynchronize", driver().cuCtxSynchronize())
+    for view in step.meaning.writes:
+        if view is None or not memory[operands[view.operand]].size:
+            continue
+        buffer = program.buffers[operands[view.operand]]
+        mask = np.zeros((buffer.nbytes or 0) // buffer.dtype.itemsize, np.int8)
+        strided(mask, view)[...] = 1
+        ends = np.flatnonzero(np.diff(mask, prepend=0, append=0))
+        for begin, end in zip(ends[::2], ends[1::2], strict=True):
+            at = memory[operands[view.operand]].pointer + int(begin) * buffer.dtype.itemsize
+            upload(at, np.ones(int(end - begin), buffer.dtype))
 
 
-def watched(tool: str, folder: Path, name: str, fault: int, seconds: int) -> tuple[bool, str]:
-    """Whether a tool reports nothing, and the end of what it says."""
+def watched(tool: str, folder: Path, name: str, fault: int, seconds: int) -> tuple[bool, str, float]:
+    """Whether a tool reports nothing, what it says, and the seconds it took."""
+    start = time.time()
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--folder", str(folder),
-               "--run", name, "--fault", str(fault)]  # fmt: skip
+               "--run", name, "--fault", str(fault), "--tools", tool]  # fmt: skip
+    environment = {**os.environ, "OPTDNN_CACHE": str(folder)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
     except subprocess.TimeoutExpired:
-        return False, f"not done after {seconds} s"
+        return False, f"not done after {seconds} s", time.time() - start
     text = done.stdout + done.stderr
-    return done.returncode == 0 and "ran " in text, text
+    return done.returncode == 0 and "ran " in text, text, time.time() - start
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*")
+    parser.add_argument("families", nargs="*", help="parts of their names; all, where there are none")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=int, default=60, help="of one family under one tool")
+    parser.add_argument("--budget", type=float, default=1e9, help="begin nothing after this many seconds")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) * 5 // 8))
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--fault", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        run(options.folder, options.run, options.fault)
+        run(options.folder, options.run, options.tools, options.fault)
         return 0
+    names = [n for n in graphs() if not options.families or any(part in n for part in options.families)]
+    tools, begin = options.tools.split(","), time.time()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as made:
-        folder, begin = Path(made), time.time()
-        names = prepare(folder, options.families)
+        folder = Path(made)
+        with ProcessPoolExecutor(os.cpu_count()) as pool:
+            engines = list(pool.map(prepare, [folder] * len(names), names))
         print(f"{len(names)} engines in {time.time() - begin:.0f} s", flush=True)
-        for tool in options.tools.split(","):
-            for name in names:
-                start = time.time()
-                clean, text = watched(tool, folder, name, 0, options.seconds)
-                rows.append({"tool": tool, "family": name, "clean": clean, "seconds": round(time.time() - start, 1)})
-                print(f"{tool} {name}: {'clean' if clean else 'REPORTED'} ({rows[-1]['seconds']} s)", flush=True)
-                if not clean:
-                    print("\n".join(text.splitlines()[:30]), flush=True)
-            if "int8" in names:
-                clean, text = watched(tool, folder, "int8", FAULTS[tool], options.seconds)
+        jobs = [(tool, name, 0) for tool in tools for name in names]
+        jobs = [*((tool, "int8", FAULTS[tool]) for tool in tools if "int8" in names), *jobs]
+
+        def job(tool: str, name: str, fault: int) -> tuple[dict[str, Any], str]:
+            if time.time() - begin > options.budget:
+                return {"tool": tool, "family": name, "clean": False, "said": "not begun"}, ""
+            clean, text, seconds = watched(tool, folder, name, fault, options.seconds)
+            row: dict[str, Any] = {"tool": tool, "family": name, "seconds": round(seconds, 1)}
+            if fault:
                 caught = not clean and "global_average_pool" in text and "does not compile" not in text
-                rows.append({"tool": tool, "family": "int8, seeded fault", "caught": caught})
-                print(f"{tool} seeded fault: {'caught' if caught else 'MISSED'}", flush=True)
-                if not caught:
-                    print("\n".join(text.splitlines()[-15:]), flush=True)
+                return row | {"family": "int8, seeded fault", "caught": caught}, "" if caught else text[-3000:]
+            said = [line for line in text.splitlines() if "Host Frame" not in line and "backtrace" not in line]
+            return row | {"clean": clean} | ({} if clean else {"said": said[:24]}), "\n".join(said[:24])
+
+        with ThreadPoolExecutor(options.workers) as threads:
+            for row, text in threads.map(lambda j: job(*j), jobs):
+                rows.append(row)
+                good = row.get("clean", row.get("caught"))
+                if not good:
+                    print(
+                        f"{row['tool']} {row['family']}: {'REPORTED' if 'clean' in row else 'MISSED'}\n{text}",
+                        flush=True,
+                    )
     if options.out is not None:
-        options.out.write_text(json.dumps({"commit": os.environ.get("COMMIT", ""), "rows": rows}, indent=1))
-    good = all(row.get("clean", row.get("caught")) for row in rows)
-    print(f"{sum(bool(row.get('clean', row.get('caught'))) for row in rows)} of {len(rows)} as they must be")
-    return 0 if good else 1
+        facts = {"commit": os.environ.get("OPTDNN_COMMIT", ""), "command": " ".join(["python", *sys.argv])}
+        options.out.write_text(json.dumps({**facts, "engines": engines, "rows": rows}, indent=1) + "\n")
+    good = [bool(row.get("clean", row.get("caught"))) for row in rows]
+    for tool in tools:
+        mine = [row for row in rows if row["tool"] == tool]
+        clean, caught = [r["clean"] for r in mine if "clean" in r], any(r.get("caught") for r in mine)
+        print(
+            f"{tool}: {sum(clean)} of {len(clean)} families clean, seeded fault {'caught' if caught else 'not caught'}"
+        )
+    print(f"{sum(good)} of {len(good)} as they must be, {time.time() - begin:.0f} s")
+    return 0 if all(good) else 1
 
 
 if __name__ == "__main__":

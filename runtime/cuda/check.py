@@ -1,4 +1,5 @@
-"""Holds every kernel of an engine against its meaning: each launch alone, on the GPU's own operands, beside NumPy's result."""
+"""Holds an engine on a GPU against what it means: each launch alone, on the GPU's own operands, beside NumPy's result; launches one
+by one beside the graph of them; and runs beside others on memory full of something else, between fences."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import numpy as np
 from optdnn.runtime.cuda.caller import Called
 from optdnn.runtime.cuda.calls import LibraryCall
 from optdnn.runtime.cuda.device import Launch, check, driver
-from optdnn.runtime.cuda.memory import upload
+from optdnn.runtime.cuda.memory import DeviceMemory, upload
 from optdnn.runtime.cuda.plan import CudaStep
-from optdnn.runtime.cuda.runner import CudaContext
+from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
+from optdnn.runtime.cuda.shared import Arena
 from optdnn.runtime.program import Program
 from optdnn.runtime.simulate.runner import evaluator, strided
 from optdnn.types import Array, is_float
@@ -62,9 +64,90 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
         error = 0.0
         for v, want in zip(meaning.writes, wanted, strict=False):
             if v is not None:
-                error = max(error, _error(strided(_download(context, operands[v.operand]), v), np.asarray(want)))
+                error = max(
+                    error, relative_error(strided(_download(context, operands[v.operand]), v), np.asarray(want))
+                )
         found.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
     return found
+
+
+def run_singly(context: CudaContext, feeds: Mapping[str, Any]) -> dict[str, Array]:
+    """The results of ``feeds`` by single launches, each waited for: what the graph's run must equal to the bit."""
+    runner, p = context.runner, context.runner.program
+    context.run(feeds)  # the inputs are on the GPU now
+    given = {i for _, i in p.inputs}
+    for _, i in p.outputs:
+        if i not in runner.on_host and i not in given:
+            _fill(context.address(i, {}), p.buffers[i].nbytes or 0, 0xFF)
+    for item in context.items({}):
+        context.do(item)
+        context.stream.synchronize()
+    context.copy_out(context.stream.handle)
+    context.stream.synchronize()
+    return {s.name: context._pinned(i).copy() for s, i in p.outputs if i not in runner.on_host}
+
+
+FENCE = 4096
+"""Bytes before and behind the arena."""
+FILLS = (0xFF, 0x3C)
+"""What the arena is full of before a run: NaN in every floating type and -1 in the integers; then 1 in fp16 and something odd."""
+
+
+class FencedArena(Arena):
+    """An arena between fences."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.size = size
+        self.memory = DeviceMemory(size + 2 * FENCE, "an arena between fences")
+
+    @property
+    def pointer(self) -> int:
+        """Where what is between the fences begins."""
+        return self.memory.pointer + FENCE
+
+    def at_least(self, size: int) -> Any:
+        """Itself."""
+        return self
+
+    def fill(self, byte: int) -> None:
+        """Fill the arena with a byte, the fences with another."""
+        _fill(self.memory.pointer, self.memory.size, byte ^ 0x5A)
+        _fill(self.pointer, self.size, byte)
+
+    def intact(self, byte: int) -> bool:
+        """Whether the fences are as :meth:`fill` left them."""
+        whole = np.empty(self.memory.size, np.uint8)
+        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(whole.ctypes.data, self.memory.pointer, whole.nbytes))
+        return bool((whole[:FENCE] == byte ^ 0x5A).all() and (whole[FENCE + self.size :] == byte ^ 0x5A).all())
+
+
+def check_arena(runner: CudaRunner, feeds: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the program's use of memory, in words: results that depend on what the arena held before the run, or
+    something written outside of it. Empty where nothing is."""
+    p, faults = runner.program, []
+    arena = FencedArena(p.arena_bytes)
+    context = runner.context(arena)
+    fresh = {i for _, i in p.outputs if i not in runner.on_host} - {i for _, i in p.inputs}
+    found: list[dict[str, Array]] = []
+    for byte in FILLS:
+        arena.fill(byte)
+        for i in fresh:
+            if p.buffers[i].blob is None:
+                _fill(context.address(i, {}), p.buffers[i].nbytes or 0, byte)
+        found.append(context.run(feeds))
+        if not arena.intact(byte):
+            faults.append("something is written outside of the arena")
+    for name, first in found[0].items():
+        if first.tobytes() != found[1][name].tobytes():
+            faults.append(f"{name!r} depends on what the memory held before the run")
+    return sorted(set(faults))
+
+
+def _fill(pointer: int, size: int, byte: int) -> None:
+    if size:
+        check("cuMemsetD8", driver().cuMemsetD8(pointer, byte, size))
+        check("cuCtxSynchronize", driver().cuCtxSynchronize())
 
 
 def _source(step: CudaStep, program: Program) -> str:
@@ -80,7 +163,11 @@ def _download(context: CudaContext, buffer: int) -> Array:
     return flat
 
 
-def _error(got: Array, want: Array) -> float:
+def relative_error(got: Array, want: Array) -> float:
+    """Largest difference, of the largest magnitude of ``want`` (where that is all zeros: the difference itself).
+
+    ``want`` is rounded to the element type of ``got`` first. inf where a NaN or an infinity is out of place; of integers 0 or inf.
+    """
     if not got.size:
         return 0.0
     if not is_float(got.dtype):
@@ -90,5 +177,6 @@ def _error(got: Array, want: Array) -> float:
     odd = ~np.isfinite(e)
     if not np.array_equal(a[odd], e[odd], equal_nan=True) or not np.isfinite(a[~odd]).all():
         return float("inf")
-    scale = np.abs(e[~odd]).max(initial=0.0)
-    return float(np.abs(a[~odd] - e[~odd]).max(initial=0.0) / scale) if scale else 0.0
+    scale = float(np.abs(e[~odd]).max(initial=0.0))
+    error = float(np.abs(a[~odd] - e[~odd]).max(initial=0.0))
+    return error / scale if scale else error

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from optdnn.errors import OptdnnError, RunError
+from optdnn.runtime.cuda.check import relative_error
 from optdnn.runtime.cuda.device import Device, Function, Launch, check, driver
 from optdnn.runtime.cuda.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.memory import DeviceMemory
@@ -336,22 +337,6 @@ def _sample(step: CudaStep, constants: set[int]) -> dict[int, list[int]]:
     rows = sorted({int(r) for r in np.linspace(0, n - 1, count)} | {n - 1})
     numbers = {v.operand for v in (*m.reads, *m.writes) if v is not None} - constants
     return {-1: [n], **dict.fromkeys(numbers, rows)}
-
-
-def relative_error(got: Array, want: Array) -> float:
-    """Largest difference, of the largest magnitude; inf where a NaN or an infinity is out of place, 0 or inf for integers."""
-    if not got.size:
-        return 0.0
-    if not is_float(got.dtype):
-        return 0.0 if np.array_equal(got, want.astype(got.dtype)) else float("inf")
-    with np.errstate(all="ignore"):
-        a, e = got.astype(np.float32), want.astype(got.dtype).astype(np.float32)
-        odd = ~np.isfinite(e)
-        if not np.array_equal(a[odd], e[odd], equal_nan=True) or not np.isfinite(a[~odd]).all():
-            return float("inf")
-        scale = float(np.abs(e[~odd]).max(initial=0.0))
-        error = float(np.abs(a[~odd] - e[~odd]).max(initial=0.0))
-    return error / scale if scale else error
 
 
 def open_timer() -> GpuTimer:

@@ -44,6 +44,9 @@ extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __gr
 #if SEEDED_FAULT == 3  // benchmarks/gpu/sanitize.py: a read of what nothing has written
     if (word < p.words && p.output[(long long)blockIdx.y * p.words + word] == 0x01234567u) sum.x++;
 #endif
+#if SEEDED_FAULT == 4  // a barrier of half a warp, which the other half is named to be at
+    if (threadIdx.x % 32 < 16) __syncwarp(0xffff0000u);
+#endif
     partial[run][threadIdx.x % 32] = sum;
 #if SEEDED_FAULT != 2  // without it: a race
     __syncthreads();

@@ -11,9 +11,10 @@ from support.net import Net
 from support.simulated import lowered
 
 from optdnn.runtime.cuda import timer
+from optdnn.runtime.cuda.check import relative_error
 from optdnn.runtime.cuda.nvrtc import KernelError, Recipe, compile_recipe
 from optdnn.runtime.cuda.plan import CudaStep, parse
-from optdnn.runtime.cuda.timer import KernelHangs, _sample, relative_error, wait
+from optdnn.runtime.cuda.timer import KernelHangs, _sample, wait
 
 
 def convolution(batch: int) -> CudaStep:
@@ -52,6 +53,10 @@ def test_small_results_are_looked_at_as_a_whole() -> None:
 )
 def test_relative_error(got: list[float], want: list[float], error: float) -> None:
     assert relative_error(np.array(got, np.float16), np.array(want, np.float32)) == pytest.approx(error)
+
+
+def test_doubles_are_compared_as_such() -> None:
+    assert relative_error(np.array([1.0, 1.0 + 1e-9]), np.array([1.0, 1.0])) == pytest.approx(1e-9, rel=1e-3)
 
 
 def test_integers_are_equal_or_not() -> None:

@@ -1,0 +1,89 @@
+"""The small networks that sanitize.py runs: between them every kernel template, and the configurations that differ in how they move
+data (split over a cluster, patches, stores by TMA or from registers, stationary weights). No GPU is needed here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "tactics" / "cuda")]
+
+
+def quantized(n: Any) -> Any:
+    """8-bit convolutions (a stem, both kernels, depthwise, with a residual), pools, and a product."""
+    from optdnn.ops.base import Stage
+
+    x = n.fake(n.qconv(n.fake(n.input(2, 3, 64, 64), 0.03), 32, 7, stride=2, epilogue=(Stage("Relu", (-1,)),)), 0.03)
+    x = n.fake(n.pool(x), 0.03)
+    y = n.fake(n.qconv(x, 64, 3, epilogue=(Stage("Relu", (-1,)),)), 0.03)
+    y = n.fake(n.qconv(n.fake(n.qconv(y, 64, 5, stride=2, group=64), 0.03), 32, 1), 0.03)
+    z = n.fake(n.qconv(y, 32, 1, epilogue=(Stage("Add", (-1, 3)), Stage("Relu", (-2,))), more=[y]), 0.04)
+    pooled = n.fake(n.op("GlobalAveragePool", z), 0.02)
+    return n.qconv(pooled, 16, 1)
+
+
+def convolutional(n: Any) -> Any:
+    """A stem, both kernels, a split, depthwise by both kernels, groups, a pool, a product."""
+    x = n.op("Relu", n.conv(n.input(2, 3, 64, 64), 32, 7, pads=3, strides=2, bias=True))
+    x = n.op("Relu", n.conv(n.op("Relu", n.conv(n.max_pool(x, pads=1), 64, bias=True)), 64, group=64, bias=True))
+    y = n.conv(n.op("Relu", n.conv(x, 64, 5, pads=2, strides=2, group=64, bias=True)), 512, 1, pads=0)
+    y = n.op("Add", n.conv(n.op("Relu", y), 64, bias=True), n.conv(y, 64, 3, group=8))
+    return n.gemm(n.op("Flatten", n.op("GlobalAveragePool", y)), 24)
+
+
+def tiles(n: Any) -> Any:
+    """Convolutions of sizes for which the cost model takes different tiles: a split, patches, persistent blocks, a residual."""
+    small = n.conv(n.input(1, 512, 7, 7), 64, 3, bias=True)
+    wide = n.input(6, 64, 40, 40, name="w")
+    y = n.op("Relu", n.op("Add", n.conv(n.op("Relu", n.conv(wide, 128, 1, pads=0)), 64, 3, bias=True), wide))
+    down = n.op("Relu", n.conv(y, 128, 3, strides=2))
+    up = n.conv_transpose(down, 32, 2, strides=2, bias=True)
+    return small, n.op("GlobalAveragePool", up), n.op("GlobalMaxPool", down)
+
+
+def large_depthwise(n: Any) -> Any:
+    """A squeeze-and-excitation block, and a batch large enough for the depthwise kernel that TMA feeds."""
+    x = n.op("Relu", n.conv(n.input(16, 32, 28, 28), 64, 1, pads=0, bias=True))
+    x = n.op("Relu", n.conv(x, 64, 3, group=64, bias=True))
+    s = n.op("Sigmoid", n.conv(n.op("Relu", n.conv(n.op("GlobalAveragePool", x), 16, 1, pads=0)), 64, 1, pads=0))
+    return n.conv(n.op("Mul", x, s), 24, 1, pads=0, bias=True)
+
+
+def few_rows(n: Any) -> Any:
+    """A fully connected layer at batch 1."""
+    return n.gemm(n.op("Relu", n.gemm(n.input(1, 1024), 1024)), 1000)
+
+
+ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "softcap")
+RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
+
+
+def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
+    """Family -> what builds its graph, and the precision."""
+    from support.net import Net
+    from support.quantized_nets import QNet
+    from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
+    from test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]
+
+    def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
+        def made() -> Any:
+            n = kind()
+            results = build(n)
+            return n.done(*results) if type(results) is tuple else n.done(results)
+
+        return made
+
+    picked = [("attention", ATTENTION, ATTENTIONS), ("recurrent", RECURRENT, RECURRENTS)]
+    picked += [("groups", GROUP_NORM, tuple(GROUP_NORM)[:2]), ("residual", RESIDUAL, tuple(RESIDUAL))]
+    return {
+        "int8": (net(QNet, quantized), "fp16"),
+        **{precision: (net(Net, convolutional), precision) for precision in ("fp16", "bf16", "tf32", "fp32")},
+        **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
+        "depthwise": (net(Net, large_depthwise), "fp16"),
+        "few rows": (net(Net, few_rows), "fp16"),
+        **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
+        **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},
+    }
