@@ -1,7 +1,8 @@
 """The measuring process of ``targets.py``: reads one order (JSON) per line, answers each with one line "ANSWER {json}".
 
 An order names a row, the folder with its engines, inputs and weights, and who takes part. Each candidate is right first (its error
-against the module in fp32, TF32 off, beside what another input changes), then they take turns.
+against the module in fp32, TF32 off, beside what another input changes), then they take turns. Where the order says "wait", what
+torch.compile makes is made first; then the process says "READY" and goes on when it is given a line.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def measure(order: Mapping[str, Any]) -> dict[str, Any]:
     candidates: dict[str, dict[str, Any]] = found["candidates"]
     torch_error = 0.0
     kept: list[Any] = []
-    for how in order["torch"]:
+    waits = order.get("wait", False)
+    for how in sorted(order["torch"], key=lambda how: how != "compile") if waits else order["torch"]:
         try:
             start = time.perf_counter()
             run, outputs = torch_graph(module, half, outside, compiled=how == "compile")
@@ -96,6 +98,8 @@ def measure(order: Mapping[str, Any]) -> dict[str, Any]:
         except Exception as error:
             candidates[how] = {"error": f"{type(error).__name__}: {error}"[:400]}
             torch.cuda.synchronize()
+        if waits and how == "compile":
+            turn()
     inputs = dict(zip(given, half, strict=True))
     for which in order["engines"]:
         try:
@@ -125,6 +129,16 @@ def measure(order: Mapping[str, Any]) -> dict[str, Any]:
                 return found
     found |= race(replays, candidates, stream, outside, order)
     return found
+
+
+def turn() -> None:
+    """End the compiler's processes, say that all that takes long is done, and wait for this row's turn."""
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    shutdown_compile_workers()
+    torch.cuda.empty_cache()
+    print("READY", flush=True)
+    sys.stdin.readline()
 
 
 def race(

@@ -317,7 +317,7 @@ def facts() -> dict[str, Any]:
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False
     ).stdout.strip()  # fmt: skip
     return {
-        "command": "python benchmarks/gpu/targets.py " + " ".join(sys.argv[1:]),
+        "command": f"python benchmarks/gpu/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}",
         "commit": commit,
         "date": time.strftime("%F"),
         "gpu": gpu[0],

@@ -1,7 +1,8 @@
 """The networks of ``targets.py`` as PyTorch modules, with the weights of an ONNX model of ``optdnn.models.zoo``.
 
 torchvision's and transformers' own modules: the zoo's models carry the very names of their parameters, so both sides compute the
-same function. ``factory(name, state)`` gives a module in evaluation mode and fp32, called with the ONNX inputs in order.
+same function. ``factory(name, state)`` gives a module in evaluation mode and fp32, called with the ONNX inputs in order. Each
+network is also a function without arguments, as ``optdnn compare --torch torch_modules:resnet50`` wants it.
 """
 
 from __future__ import annotations
@@ -107,3 +108,19 @@ FACTORIES: dict[str, Callable[[Mapping[str, Array]], nn.Module]] = {
 def factory(name: str, state: Mapping[str, Array]) -> nn.Module:
     """The module of a network of the zoo, in evaluation mode, fp32, on the host."""
     return FACTORIES[name](state).eval()
+
+
+def of_zoo(name: str) -> Callable[[], nn.Module]:
+    """What makes the module of a network of the zoo, with the zoo's weights."""
+
+    def make() -> nn.Module:
+        from onnx import numpy_helper
+
+        from optdnn.models import zoo
+
+        return factory(name, {t.name: numpy_helper.to_array(t) for t in zoo.build(name).graph.initializer})
+
+    return make
+
+
+resnet50, mobilenet_v2, efficientnet_b0, densenet121, vgg16, vit_b_16, bert_base, lstm = map(of_zoo, FACTORIES)
