@@ -5,8 +5,8 @@
 
 ``build``: ResNet-50 with full autotune, cold caches, then warm ones (the same bytes?). ``load``: ``optdnn.load`` to the first
 result, in a fresh process, three times. ``call``: what Python adds to the GPU's time, with bound buffers and with GPU arrays.
-``retune``: an engine that was built with the GPU hidden, then ``optdnn retune``. ``compare``: ``optdnn compare`` against our kernels,
-the libraries, the PyTorch module, eager and compiled. A part that fails is a part with its error.
+``retune``: an engine that was built with the GPU hidden, then ``optdnn retune``. ``compare``: ``optdnn compare`` against our
+kernels, the libraries, the PyTorch module, eager and compiled. A part that fails is a part with its error.
 """
 
 from __future__ import annotations
