@@ -15,13 +15,16 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, RunError
 from optdnn.ir.graph import Graph, Op
 from optdnn.lower_cuda import Emitted, emit_program
+from optdnn.runtime.cuda.alone import alone
 from optdnn.runtime.cuda.kernels_of import recipe_of
 from optdnn.runtime.cuda.nvrtc import KERNELS
 from optdnn.runtime.cuda.timer import TrialFailed
@@ -30,6 +33,7 @@ from optdnn.tactics.cuda.assemble import placed
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.select import Choice, Selection
 from optdnn.tactics.cuda.table import TACTICS
+from optdnn.tactics.cuda.tactic import PROVIDERS
 from optdnn.tactics.cuda.trials import Problem, Trial, trials_of
 from optdnn.tactics.cuda.tuned import Timer, Tuned
 from optdnn.tactics.timing_cache import TimingCache
@@ -58,7 +62,8 @@ class OutOfTime(Exception):
 
 
 class Tuner:
-    """Tunes one optimized graph. ``clock`` gives seconds."""
+    """Tunes one optimized graph. ``clock`` gives seconds; what is measured is measured within ``alone()``, and the wait for it
+    does not count as time spent."""
 
     def __init__(
         self,
@@ -69,9 +74,10 @@ class Tuner:
         cache: TimingCache,
         say: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.graph, self.options, self.target, self.timer, self.cache = graph, options, target, timer, cache
-        self.say, self.clock = say, clock
+        self.say, self.clock, self.alone = say, clock, alone
         self.begin = clock()
         self.problems: dict[str, Problem] = {}
         self.cold = False
@@ -87,9 +93,12 @@ class Tuner:
         ``start``: choices to begin with, instead of the cost model's.
         """
         self._start = dict(start or {})
-        known = self._known()
-        if known is not None:
-            return known
+        found = self._known() or self._measure()
+        found.providers = sorted(Selection.of(self.options).providers)
+        return found
+
+    def _measure(self) -> Tuned:
+        """Tune by measuring."""
         found = Tuned(dict(self._start), ())
         try:
             emitted = self._collect(self._start)
@@ -101,10 +110,13 @@ class Tuner:
         phase = self.clock()
         found.seconds["collect"] = phase - self.begin
         try:
-            self._try_candidates(found)
-            found.seconds["candidates"], phase = self.clock() - phase, self.clock()
-            self._choose_in_network(found)
-            found.seconds["network"] = self.clock() - phase
+            with self.alone():
+                waited, phase = self.clock() - phase, self.clock()
+                self.begin += waited
+                self._try_candidates(found)
+                found.seconds["candidates"], phase = self.clock() - phase, self.clock()
+                self._choose_in_network(found)
+                found.seconds["network"] = self.clock() - phase
         except OutOfTime:
             found.stopped = SPENT
         except KeyboardInterrupt:
@@ -374,11 +386,14 @@ def tune(
         return None
     from optdnn.runtime.cuda.timer import GpuTimer
 
-    timer = GpuTimer(Selection.of(options).providers)
+    selection = Selection.of(options)
+    timer = GpuTimer(selection.providers)
     if timer.device.arch != arch:
         say(f"tactics by the cost model: this GPU is {timer.device.arch}, not {arch}")
         return None
-    return Tuner(graph, options, target, timer, cache, say).run()
+    if options.tactics == "auto" and (absent := [p for p in PROVIDERS if p not in selection.providers]):
+        say(f"tune: no candidates of {' and '.join(absent)}: not installed (pip install 'optdnn[cuda-libs]')")
+    return Tuner(graph, options, target, timer, cache, say, alone=partial(alone, timer.machine.device, say)).run()
 
 
 def _footprint(program: Program) -> int:

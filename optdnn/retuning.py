@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from optdnn.errors import EngineError, EngineStale, UsageError
 from optdnn.ir.held import KEY, held, hold
 from optdnn.lower_cuda import lower_cuda
 from optdnn.runtime.atomic import check_writable
+from optdnn.runtime.cuda.alone import alone
 from optdnn.runtime.engine import Engine, report_path
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.format import read
@@ -63,14 +65,16 @@ def retune(
     graph = held(program)
     cache = TimingCache.open(None if timing_cache is None else Path(os.fspath(timing_cache)))
     timer = _timer(program.target.partition(":")[2], options)
-    tuned = Tuner(graph, options, program.target, timer, cache, say).run(choices_of(program))
+    turn = partial(alone, timer.machine.device, say)
+    tuned = Tuner(graph, options, program.target, timer, cache, say, alone=turn).run(choices_of(program))
     cache.save()
     say("lower")
     meta = {k: v for k, v in program.meta.items() if k not in MADE}
     meta["options"] = {**meta.get("options", {}), "tactics": options.tactics}
     new = lower_cuda(graph, options, program.target, meta, say, tuned.choices)
     new = hold(graph, replace(new, precision=program.precision))
-    before, after = _race(timer, program, new, say)
+    with turn():
+        before, after = _race(timer, program, new, say)
     better = before is None or after < before
     if better:
         _save(new, tuned, path)

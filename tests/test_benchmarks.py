@@ -74,7 +74,7 @@ def test_the_torch_modules_are_those_of_the_rows(targets: ModuleType) -> None:
 def stub(folder: Path, text: str, targets: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A measuring process that runs ``text`` for each line of its input."""
     (folder / "measure_row.py").write_text(
-        f"import json, os, sys, time\nfor line in sys.stdin:\n    order = json.loads(line)\n    {text}\n"
+        f"import json, os, sys, time\nprint('UP', flush=True)\nfor line in sys.stdin:\n    order = json.loads(line)\n    {text}\n"
     )
     monkeypatch.setattr(targets, "HERE", folder)
     return targets.Measurer()
@@ -90,7 +90,7 @@ def test_a_row_is_measured(targets: ModuleType, tmp_path: Path, monkeypatch: pyt
     try:
         for reach, met in ((0.4, False), (0.6, True)):
             row = targets.Row("resnet50", 1, reach=reach)
-            found = targets.measured(row, done(built), tmp_path, measurer, options(), 10.0)
+            found = targets.measured(row, done(built), tmp_path, measurer, options())
             assert found["met"] is met
             assert found["candidates"]["ours"] == {"median_ms": 0.5, "build_s": 1.0}
             assert found["candidates"]["libraries"] == {"error": "UsageError: no"}
@@ -114,9 +114,9 @@ def test_a_process_that_dies_or_hangs_costs_one_row(
     try:
         rows = [targets.Row("resnet50", n) for n in (2, 1)]
         limit = options(row_budget=0.5 if "sleep" in text else 20.0)
-        first = targets.measured(rows[0], done({"ours": {}}), tmp_path, measurer, limit, 10.0)
+        first = targets.measured(rows[0], done({"ours": {}}), tmp_path, measurer, limit)
         assert why in first["error"]
-        second = targets.measured(rows[1], done({"ours": {}}), tmp_path, measurer, options(), 10.0)
+        second = targets.measured(rows[1], done({"ours": {}}), tmp_path, measurer, options())
         assert second["candidates"]["ours"]["median_ms"] == 0.5
     finally:
         measurer.close()
@@ -124,7 +124,7 @@ def test_a_process_that_dies_or_hangs_costs_one_row(
 
 def test_what_cannot_be_built_is_a_row_with_its_error(targets: ModuleType, tmp_path: Path) -> None:
     found = targets.measured(
-        targets.Row("resnet50", 1), done(RuntimeError("building failed")), tmp_path, None, options(), 1.0
+        targets.Row("resnet50", 1), done(RuntimeError("building failed")), tmp_path, None, options()
     )
     assert found == {"error": "RuntimeError: building failed"}
 

@@ -81,6 +81,7 @@ def test_a_warm_build_measures_nothing_and_is_the_same(model: Path, gpu: FakeTim
         engine.save(tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert second.report["tuning"]["cached"]
+    assert "own" in second.report["tuning"]["providers"]
     plain = build(model, tactics="heuristic")
     assert [t.get("config") for t in first.meta["tactics"]] != [t.get("config") for t in plain.meta["tactics"]]
     rows = first.report["tuning"]["problems"]
@@ -88,6 +89,15 @@ def test_a_warm_build_measures_nothing_and_is_the_same(model: Path, gpu: FakeTim
     data = json.loads(cache.read_text())
     assert len(data["candidates"]) == count
     assert len(data["networks"]) == 1
+
+
+def test_libraries_that_are_not_there_are_named(model: Path, gpu: FakeTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.tactics.cuda.select.providers_here", lambda: frozenset({"own", "cublaslt"}))
+    for tactics, absent in (("auto", True), ("own", False)):
+        said: list[str] = []
+        engine = build(model, tactics=tactics, budget=2.0, progress=said.append)
+        assert any("no candidates of cudnn: not installed" in t for t in said) is absent
+        assert engine.report["tuning"]["providers"] == (["cublaslt", "own"] if absent else ["own"])
 
 
 def test_the_command_line(model: Path, gpu: FakeTimer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("compile.json"))
     options = parser.parse_args()
     begin = time.monotonic()
+    options.deadline = time.perf_counter() + options.budget
     rows = [next(r for r in ROWS if r.precision == "fp16" and f"{r.model}:{r.batch}" == name) for name in ORDER]
     rows = [r for r in rows if not options.only or any(r.name.startswith(o) for o in options.only)]
     deadline = begin + options.budget - options.reserve * len(rows)

@@ -1,8 +1,9 @@
 """The measuring process of ``targets.py``: reads one order (JSON) per line, answers each with one line "ANSWER {json}".
 
 An order names a row, the folder with its engines, inputs and weights, and who takes part. Each candidate is right first (its error
-against the module in fp32, TF32 off, beside what another input changes), then they take turns. Where the order says "wait", what
-torch.compile makes is made first; then the process says "READY" and goes on when it is given a line.
+against the module in fp32, TF32 off, beside what another input changes), then they take turns. Once the process has loaded what it
+needs it says "UP". Where the order says "wait", what torch.compile makes is made first; then it says "READY" and goes on when it is
+given a line.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 from torch_modules import factory
 
 import optdnn
+from optdnn.runtime.cuda.alone import alone
 from optdnn.runtime.cuda.clocks import Monitor
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.graphs import Flush, Stream
@@ -38,11 +41,19 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
     torch.set_grad_enabled(False)
-    Device.open()
+    device = Device.open()
     torch.zeros(1, device="cuda")
+    with suppress(ImportError):
+        import torchvision  # noqa: F401
+        from transformers import BertModel  # noqa: F401
+    print("UP", flush=True)
     for text in sys.stdin:
         try:
-            answer = measure(json.loads(text))
+            order = json.loads(text)
+            # Not beside those that tune; whoever is told to wait is told, too, when nobody else measures.
+            turn = nullcontext() if order.get("wait") else alone(f"{device.name} x{device.multiprocessors}")
+            with turn:
+                answer = measure(order)
         except Exception as error:
             fatal = "CUDA" in str(error) or isinstance(error, (RuntimeError, MemoryError))
             answer = {"error": f"{type(error).__name__}: {error}"[:600], "fatal": fatal}
@@ -99,7 +110,7 @@ def measure(order: Mapping[str, Any]) -> dict[str, Any]:
             candidates[how] = {"error": f"{type(error).__name__}: {error}"[:400]}
             torch.cuda.synchronize()
         if waits and how == "compile":
-            turn()
+            wait_for_turn()
     inputs = dict(zip(given, half, strict=True))
     for which in order["engines"]:
         try:
@@ -131,7 +142,7 @@ def measure(order: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def turn() -> None:
+def wait_for_turn() -> None:
     """End the compiler's processes, say that all that takes long is done, and wait for this row's turn."""
     from torch._inductor.async_compile import shutdown_compile_workers
 

@@ -1,13 +1,14 @@
 """The networks that optdnn is held to on a GPU: ours, the libraries alone and PyTorch, side by side.
 
-    python benchmarks/gpu/targets.py --out targets.json                      # every row, fp16
-    python benchmarks/gpu/targets.py --only resnet50 --budget 60 --out r.json
-    python benchmarks/gpu/targets.py --only bert_base:32 --compile --out c.json  # torch.compile too (minutes)
+    python benchmarks/gpu/targets.py --out targets.json                          # every row, by the cost model
+    python benchmarks/gpu/targets.py --tune 12 --timing-cache times.json --engines ours,untuned,libraries --out targets.json
+    python benchmarks/gpu/targets.py --only bert_base:32 --compile --out c.json  # torch.compile too: see compiled.py for all rows
     python benchmarks/gpu/targets.py --growth resnet50 --growth bert_base --out growth.json
 
-Engines are built from the zoo's ONNX in parallel, without the GPU, while others are measured. One process measures: a row at a
-time, first whether it is right (against the module in fp32), then its GPU time: replays of a CUDA graph on arrays that lie on the
-GPU, each between two events, in turns with the others of the row. A row that fails is a row with its error.
+Engines are built from the zoo's ONNX in parallel; those that tune take turns on the GPU, with each other and with what measures.
+One process measures, a row at a time as engines are ready: first whether it is right (against the module in fp32), then its GPU
+time: replays of a CUDA graph on arrays that lie on the GPU, each between two events, in turns with the others of its row. What
+fails is a row with its error. Times measured in tuning are added to the file of ``--timing-cache``: with those it takes a minute.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,7 +43,7 @@ class Row:
     precision: str = "fp16"
     reach: float | None = None
     moonshot: float | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
@@ -74,8 +78,10 @@ GROWTH = {
         for n in (32, 64, 128, 256, 512, 1024, 2048)
     ],
 }
-ENGINES = {"ours": "auto", "own": "own", "libraries": "cudnn,cublaslt"}
-"""Candidate -> whose kernels its engine may run on."""
+ENGINES = {"ours": "auto", "untuned": "auto", "own": "own", "libraries": "cudnn,cublaslt"}
+"""Candidate -> whose kernels its engine may run on. "untuned" is never tuned: beside the others, where these are."""
+SHARE = {"untuned": 0.0, "libraries": 0.4}
+"""How much of the time for tuning a candidate gets, if not all: the libraries' few algorithms were measured for "ours" before."""
 
 
 # ---------------------------------------------------------------- preparing: no GPU needed, unless tactics are measured
@@ -84,7 +90,7 @@ ENGINES = {"ours": "auto", "own": "own", "libraries": "cudnn,cublaslt"}
 def prepare(
     row: Row, arch: str, folder: Path, engines: Sequence[str], timing_cache: str | None, tune: float
 ) -> dict[str, Any]:
-    """Build and save the row's engines, inputs and weights; ``tune``: seconds for each engine."""
+    """Build and save the row's engines, inputs and weights; ``tune``: seconds for the first of the engines."""
     import numpy as np
     from onnx import numpy_helper
 
@@ -102,13 +108,16 @@ def prepare(
     found: dict[str, Any] = {}
     for name in engines:
         start = time.perf_counter()
+        seconds = tune * SHARE.get(name, 1.0)
+        if name == "libraries" and row.precision != "fp16":
+            continue  # they have no tactics of 8 bits here
         try:
             asked = ENGINES[name]
-            if not tune:  # by the cost model, which knows our own kernels; of the libraries', what they rank first
+            if not seconds:  # by the cost model, which knows our own kernels; of the libraries', what they rank first
                 asked = "heuristic" if asked == "auto" else f"heuristic,{asked}"
-            options: dict[str, Any] = {"tactics": asked, "budget": tune or None}
+            options: dict[str, Any] = {"tactics": asked, "budget": seconds or None}
             if row.precision.startswith("int8"):
-                options["calib"] = [zoo.example_inputs(model, seed=seed) for seed in (3, 4)]
+                options |= {"calib": [zoo.example_inputs(model, seed=3)], "calib_cache": folder / f"{row.name}.ranges"}
             if timing_cache:
                 options["timing_cache"] = timing_cache
             engine = optdnn.build(model, target=arch, precision=row.precision, io_dtype="fp16", **options)
@@ -120,6 +129,9 @@ def prepare(
                 "kernels": len(p.kernels),
                 "arena_bytes": p.arena_bytes,
             }
+            tuning: Any = engine.report.get("tuning") if engine.report else None
+            if tuning:
+                found[name]["tuning"] = {k: tuning.get(k) for k in ("cached", "seconds", "stopped", "providers")}
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
     return found
@@ -166,42 +178,41 @@ def main() -> None:
     if options.only:
         rows = [r for r in rows if any(r.name.startswith(o) for o in options.only)]
     begin = time.perf_counter()
-    report: dict[str, Any] = {
-        **facts(),
-        "l2": "flushed" if options.flush_l2 else "warm",
-        "tune_s": options.tune,
-        "rows": [],
-    }
+    options.deadline = begin + options.budget
+    report: dict[str, Any] = {**facts(), "l2": "flushed" if options.flush_l2 else "warm", "tune_s": options.tune}
+    done: dict[Row, dict[str, Any]] = {}
+    measurer = Measurer()
+    measurer.start()
+
+    def keep(row: Row, found: dict[str, Any]) -> None:
+        done[row] = {"name": row.name, **asdict(row), **found}
+        print(f"{time.perf_counter() - begin:6.1f} s  {line(done[row])}", flush=True)
+        report["rows"] = [done[r] for r in rows if r in done]
+        report["seconds"] = round(time.perf_counter() - begin, 1)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.workers) as pool:
-        folder, measurer = Path(name), Measurer()
-        # What is tuned is measured, too: then nothing else may run, and a row is built when its turn comes.
-        made = [(r, None if options.tune else pool.submit(child, r, folder, options)) for r in rows]
-        for k, (row, future) in enumerate(made):
-            done: dict[str, Any] = {"name": row.name, **asdict(row)}
-            left = options.budget - (time.perf_counter() - begin)
-            if left <= 0:
-                done["error"] = f"not begun within {options.budget:g} s"
-            else:
-                started = future or pool.submit(child, row, folder, options)
-                done |= measured(row, started, folder, measurer, options, left)
-            report["rows"].append(done)
-            print(f"{time.perf_counter() - begin:6.1f} s  {line(done)}", flush=True)
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
-            if left <= 0:
-                for _, f in made[k + 1 :]:
-                    if f is not None:
-                        f.cancel()
-        measurer.close()
-    report["seconds"] = round(time.perf_counter() - begin, 1)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+        folder = Path(name)
+        made = {
+            pool.submit(child, row, folder, options): row for row in sorted(rows, key=lambda r: r.precision == "fp16")
+        }
+        with suppress(TimeoutError):
+            for future in as_completed(made, timeout=options.budget):
+                if time.perf_counter() < options.deadline:
+                    keep(made[future], measured(made[future], future, folder, measurer, options))
+        for future, row in made.items():
+            future.cancel()
+            if row not in done:
+                keep(row, {"error": f"not begun within {options.budget:g} s"})
+    measurer.close()
 
 
 def measured(
-    row: Row, future: Future[dict[str, Any]], folder: Path, measurer: Measurer, options: argparse.Namespace, left: float
+    row: Row, future: Future[dict[str, Any]], folder: Path, measurer: Measurer, options: argparse.Namespace
 ) -> dict[str, Any]:
     """The row's results; never raises."""
     try:
-        built = future.result(timeout=left + 30 + 3 * options.tune)
+        built = future.result()
         usable = [e for e, facts in built.items() if "error" not in facts]
         order = {
             "row": asdict(row),
@@ -212,7 +223,8 @@ def measured(
             "rounds": options.rounds,
             "flush_l2": options.flush_l2,
         }
-        answer = measurer.ask(order, 900 if options.compile else options.row_budget)
+        waiting = options.tune * len(ROWS)  # for those that tune
+        answer = measurer.ask(order, 900 if options.compile else options.row_budget + waiting)
         for name, facts in built.items():
             answer.setdefault("candidates", {})[name] = {**answer.get("candidates", {}).get(name, {}), **facts}
         for file in folder.glob(f"{row.name}.*"):
@@ -226,12 +238,22 @@ def measured(
 
 
 def child(row: Row, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """:func:`prepare` in a process of its own."""
+    """:func:`prepare` in a process of its own, until the deadline."""
     command = [sys.executable, __file__, "--child", json.dumps(asdict(row)), "--folder", str(folder)]
     command += ["--arch", options.arch, "--engines", options.engines, "--tune", str(options.tune)]
-    command += ["--timing-cache", options.timing_cache] if options.timing_cache else []
-    few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "2")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **few}, check=False)
+    times = folder / f"{row.name}.times"
+    if options.timing_cache:  # each its own, since several write at once
+        if Path(options.timing_cache).exists():
+            shutil.copy(options.timing_cache, times)
+        command += ["--timing-cache", str(times)]
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "2" if row.precision == "fp16" else "8")
+    limit = max(1.0, options.deadline - time.perf_counter())
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit, env={**os.environ, **threads}, check=False
+    )
+    with merging:
+        if times.exists():
+            merge(times, Path(options.timing_cache))
     last = [text for text in done.stdout.splitlines() if text.startswith("ROW ")]
     if not last:
         raise RuntimeError(f"building failed: {(done.stderr or done.stdout)[-500:]}")
@@ -239,44 +261,67 @@ def child(row: Row, folder: Path, options: argparse.Namespace) -> dict[str, Any]
     return found
 
 
+merging = threading.Lock()
+
+
+def merge(source: Path, target: Path) -> None:
+    """Add the measured times of one timing cache to another."""
+    from optdnn.tactics.timing_cache import TimingCache
+
+    found = TimingCache.open(source)
+    found.path, found.changed = target, True
+    found.save()
+
+
 class Measurer:
     """The process that holds the GPU; a fresh one after each that failed."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
+        self._up = False
 
-    def ask(self, order: dict[str, Any], limit: float) -> dict[str, Any]:
-        """Measure one row. Raises RuntimeError where the process ends, or takes longer than ``limit`` seconds."""
+    def start(self) -> None:
+        """Begin to load what it needs, unless it has."""
         if self.process is None:
+            self._up = False
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "measure_row.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-        p = self.process
-        assert p.stdin is not None
-        assert p.stdout is not None
-        with ThreadPoolExecutor(1) as pool:
-            p.stdin.write(json.dumps(order) + "\n")
-            p.stdin.flush()
-            try:
-                text = pool.submit(self._answer).result(timeout=limit)
-            except TimeoutError:
-                text = ""
-                p.kill()
-        if not text:
-            code, self.process = p.wait(), None
-            raise RuntimeError(f"the measuring process ended with code {code} (limit {limit:g} s)")
-        answer: dict[str, Any] = json.loads(text)
+
+    def ask(self, order: dict[str, Any], limit: float) -> dict[str, Any]:
+        """Measure one row. Raises RuntimeError where the process ends, or takes longer than ``limit`` seconds (to start: 120)."""
+        self.start()
+        if not self._up:
+            self._line("UP", 120)
+            self._up = True
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._line("ANSWER ", limit)[7:])
         if answer.pop("fatal", False):
             self.close()
         return answer
 
-    def _answer(self) -> str:
+    def _line(self, beginning: str, limit: float) -> str:
+        """Its next line that begins so; the process ends where it does not come in time."""
+        process = self.process
+        assert process is not None
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                text = pool.submit(self._next, beginning).result(timeout=limit)
+            except TimeoutError:
+                text = ""
+                process.kill()
+        if not text:
+            code, self.process = process.wait(), None
+            raise RuntimeError(f"the measuring process ended with code {code} (limit {limit:g} s)")
+        return text
+
+    def _next(self, beginning: str) -> str:
         assert self.process is not None
         assert self.process.stdout is not None
-        for text in self.process.stdout:
-            if text.startswith("ANSWER "):
-                return text[7:]
-        return ""
+        return next((text for text in self.process.stdout if text.startswith(beginning)), "")
 
     def close(self) -> None:
         """End the process."""

@@ -38,7 +38,7 @@ class Timer(Protocol):
 class Tuned:
     """The outcome. ``choices`` by signature are what :func:`optdnn.lower_cuda.lower_cuda` takes; ``before_ms`` and ``after_ms``
     are the whole network's times, by the choices it started from and by these (None: not measured); ``stopped`` says what ended
-    the tuning early, ``failed`` whether that was the GPU."""
+    the tuning early, ``failed`` whether that was the GPU; ``providers`` are those whose kernels were candidates."""
 
     choices: dict[str, Choice]
     problems: Sequence[Problem]
@@ -48,6 +48,7 @@ class Tuned:
     failed: bool = False
     cached: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
+    providers: Sequence[str] = ()
 
     def to_plain(self) -> dict[str, Any]:
         """For the build's report."""
@@ -62,5 +63,6 @@ class Tuned:
             if len(p.trials) > 1
         ]  # fmt: skip
         facts: dict[str, Any] = {"before_ms": self.before_ms, "after_ms": self.after_ms, "cached": self.cached}
+        facts |= {"providers": list(self.providers)}
         facts |= {"stopped": self.stopped} if self.stopped else {}
         return {**facts, "seconds": {k: round(v, 2) for k, v in self.seconds.items()}, "problems": rows}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -137,6 +138,23 @@ def tried() -> list[tuple[str, str]]:
     timer = FakeTimer(hashed)
     tuned(timer)
     return timer.trials
+
+
+def test_the_wait_for_others_that_measure_is_not_counted() -> None:
+    timer = FakeTimer(hashed)
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        assert timer.trials == [], "it waits before it measures"
+        timer.now += 1000.0
+        yield
+
+    options = BuildOptions(target=TARGET, precision="fp16", budget=500.0)
+    graph = network()
+    optimize(graph, options, TARGET)
+    found = Tuner(graph, options, TARGET, timer, TimingCache(), clock=lambda: timer.now, alone=alone).run()
+    assert found.stopped is None
+    assert timer.trials
 
 
 def test_the_budget_bounds_the_time_and_the_best_so_far_is_kept() -> None:
