@@ -13,6 +13,7 @@ from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.narrow import Narrow, narrow_kind
 from optdnn.runtime.cuda.nvrtc import Recipe
 
 MEMORY = 4.2e12
@@ -69,6 +70,13 @@ class Problem:
     causal: bool = False
     causal_offset: int = 0
     lengths: bool = False
+    narrow: str = ""
+    """8-bit element type of the result; "": ``dtype``."""
+
+    @property
+    def out_item(self) -> int:
+        """Bytes of an element of the result."""
+        return 1 if self.narrow else 2
 
     @property
     def head(self) -> int:
@@ -136,8 +144,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if problem.heads % (problem.key_heads or problem.heads):
         return f"{problem.heads} heads do not share {problem.key_heads} key heads evenly"
     for name, view in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("out", problem.out)):
-        if any(x % 8 or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
-            return f"{name}: TMA needs strides and offsets that are multiples of 8 elements"
+        unit = 16 // (problem.out_item if name == "out" else 2)
+        if any(x % unit or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
+            return f"{name}: TMA needs strides and offsets that are multiples of {unit} elements"
     if config.warpgroups not in (1, 2, 3, 4) or config.keys % 16 or not 16 <= config.keys <= 256 or config.stages < 1:
         return "not a tile of this kernel"
     tiles = -(-problem.keys // config.keys)
@@ -180,7 +189,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
         "LOADER": int(loader(problem, config)), "HEAD": problem.head,
         "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "HAS_LENGTHS": int(problem.lengths),
-        "MASK": mask,
+        "MASK": mask, "NARROW": narrow_kind(problem.narrow),
     }  # fmt: skip
     scores = render.wgmma(config.keys, problem.dtype).replace("wgmma_step", "wgmma_scores")
     text = "\n".join([render.constants(defines), scores, _values(problem.head, problem.dtype), ""])
@@ -189,13 +198,13 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     return Recipe("attention_sm90.cu", arch, {"generated.cuh": text}, options)
 
 
-def describe(problem: Problem, config: Config) -> Description:
+def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> Description:
     """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]). Views carry their offsets, so q,
     k and v may be given the same address."""
     key_heads = problem.key_heads or problem.heads
     if problem.heads % key_heads:
         raise InternalError("query heads do not share key heads evenly")
-    block, width = ParameterBlock(), problem.span // 2
+    block = ParameterBlock()
     for name, view, heads, positions, rows in (
         ("q", problem.q, problem.heads, problem.queries, 64),
         ("k", problem.k, key_heads, problem.keys, config.keys),
@@ -203,13 +212,18 @@ def describe(problem: Problem, config: Config) -> Description:
         ("out", problem.out, problem.heads, problem.queries, 64),
     ):
         shape = (problem.features, positions, heads, problem.batch)
-        strides = (view.position * 2, view.head * 2, view.batch * 2)
-        block.tensor_map(name, problem.dtype, shape, strides, (width, rows, 1, 1), problem.span, view.offset * 2)
+        # An 8-bit result is stored as plain rows, everything else in swizzled subtiles.
+        own = name == "out" and problem.narrow
+        item, width, span = (1, problem.head, 0) if own else (2, problem.span // 2, problem.span)
+        strides = (view.position * item, view.head * item, view.batch * item)
+        dtype = problem.narrow if own else problem.dtype
+        block.tensor_map(name, dtype, shape, strides, (width, rows, 1, 1), span, view.offset * item)
     block.pointer("mask" if problem.mask is not None else None).pointer("lengths" if problem.lengths else None)
     block.i64(*(problem.mask or (0, 0, 0)))
     block.i32(problem.queries, problem.keys, problem.heads, problem.heads // key_heads, problem.causal_offset)
     block.i32(problem.mask_period or problem.batch)
     block.f32(problem.scale * math.log2(math.e))
+    (narrow or Narrow()).put(block)
     grid = (-(-problem.queries // (64 * config.warpgroups)), problem.heads, problem.batch)
     return block.describe("attention_sm90", grid, threads(problem, config), shared=shared_bytes(problem, config))
 

@@ -302,9 +302,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         needed += -(-config.bn // 8 // config.split) * (2 + max(2, problem.out_item) * config.mt)
     if needed + 40 > limit:
         return f"{needed} accumulators and addresses exceed {limit} registers"
-    if config.wide and (
-        config.wgm * config.wgn != 2 or config.blocks > 1 or config.stores_directly or problem.item == 1
-    ):
+    if config.wide and (config.wgm * config.wgn != 2 or config.blocks > 1 or config.stores_directly):
         return "more than 128 accumulators a thread are for two warpgroups of a block alone on its multiprocessor"
     if config.mt * config.bn > 320:
         return "more than 160 accumulators a thread"

@@ -39,6 +39,9 @@ STAGES: dict[str, tuple[int, str]] = {
     "add_const": (1, "x = x + {0};"),
 }
 
+INEXACT = frozenset({"elu", "sigmoid", "silu", "tanh", "gelu", "gelu_tanh", "softplus"})
+"""Stages that the kernels compute to some 20 bits only: the others are exact in fp32."""
+
 
 def _literal(value: float) -> str:
     if math.isinf(value):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.narrow import Narrow, narrow_kind
 from optdnn.runtime.cuda.nvrtc import Recipe
 
 OPERATIONS = ("layer_norm", "rms_norm", "softmax", "log_softmax")
@@ -39,12 +40,17 @@ class Problem:
     bias: bool = True
     epsilon: float = 1e-5
     factor: float = 1.0
+    narrow: str = ""
+    """8-bit element type that the result goes out in; "": none."""
+    wide: bool = True
+    """Whether it goes out in 16 bits."""
 
     @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         parameters = 4 * self.length * (self.scale + self.bias) if self.operation in OPERATIONS[:2] else 0
-        return 2 * self.rows * self.length * (2 + self.add + self.sum) + parameters
+        written = 2 * (self.wide + self.sum) + bool(self.narrow)
+        return self.rows * self.length * (2 + 2 * self.add + written) + parameters
 
 
 @dataclass(frozen=True, order=True)
@@ -68,6 +74,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "softmax adds no residual"
     if problem.sum and not problem.add:
         return "there is no sum without an addend"
+    if not problem.wide and not problem.narrow:
+        return "there is no result"
     if problem.rows < 1 or problem.length < 1 or problem.rows >= 1 << 31:
         return "no rows, or more than the kernel counts"
     if config.lanes not in (1, 2, 4, 8) or problem.length % config.lanes:
@@ -90,18 +98,21 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "OPERATION": OPERATIONS.index(problem.operation), "LANES": config.lanes, "VECTORS": config.vectors,
         "GROUP": config.group, "THREADS": config.threads, "HAS_ADD": int(problem.add), "HAS_SUM": int(problem.sum),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
+        "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide),
     }  # fmt: skip
     options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
     return Recipe("rows.cu", arch, {"generated.cuh": render.constants(defines) + "\n"}, options)
 
 
-def describe(problem: Problem, config: Config) -> Description:
-    """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``."""
+def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> Description:
+    """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``."""
     norm = problem.operation in OPERATIONS[:2]
     block = ParameterBlock().pointer("input").pointer("addend" if problem.add else None)
     block.pointer("scale" if norm and problem.scale else None).pointer("bias" if norm and problem.bias else None)
-    block.pointer("output").pointer("sum" if problem.sum else None).i32(problem.rows, problem.length)
+    block.pointer("output" if problem.wide else None).pointer("sum" if problem.sum else None)
+    block.pointer("narrow" if problem.narrow else None).i32(problem.rows, problem.length)
     block.f32(problem.epsilon, 1.0 / problem.length, problem.factor)
+    (narrow or Narrow()).put(block)
     return block.describe("rows", (-(-problem.rows * config.group // config.threads), 1, 1), config.threads)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from optdnn.runtime.cuda.rnn import unpack_matrix
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.types import Array
+from optdnn.types import Array, is_float
 
 
 def _copy(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
@@ -187,11 +187,24 @@ def _squeeze_finish(operands: Sequence[Array | None], attrs: Mapping[str, Any]) 
     return ((sums.sum(1, dtype=np.float32) / np.float32(attrs["pixels"]))[:, :, None, None],)
 
 
+def _quantized(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """The operator ``of``, its first result rounded to the type ``through`` and then to 8 bits; ``kept``: both are results."""
+    own, kind = {name: attrs[name] for name in attrs["own"]}, attrs["of"]
+    results = OWN[kind](operands, own) if kind in OWN else run_kernel(kind, operands, own, [np.dtype(np.float32)] * 4)
+    rounded = cast(results[0], attrs["through"])[0]
+    x = rounded.astype(np.float32) * np.float32(attrs["factor"])
+    x = np.minimum(np.maximum(x, np.float32(attrs["low"])), np.float32(attrs["high"]))
+    narrow = attrs["narrow"]
+    q = x.astype(narrow) if is_float(narrow) else (np.rint(x).astype(np.int64) + attrs["zero"]).astype(narrow)
+    return (rounded, q) if attrs["kept"] else (q,)
+
+
 OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Array]]] = {
     "AddNorm": _add_norm,
     "Copy": _copy,
     "DynamicScale": _dynamic_scale,
     "SpaceToDepthImage": _space_to_depth,
+    "Quantized": _quantized,
     "QuantizedBlocks": _quantized_blocks,
     "ConvSum": _conv_sum,
     "ConvSqueeze": _conv_squeeze,

@@ -80,6 +80,8 @@ CASES: dict[str, Case] = {
     "1x1 stationary": Case(48, 256, Source(28, 28, 64), ADD, Config(2, 1, 1, 128, 3, 1, 3, True), residual=_R),
     "1x1 two tiles of channels": Case(3, 256, Source(28, 28, 64), ADD, Config(1, 1, 2, 80, 3, 1, 2), residual=_R),
     "1x1 wide": Case(9, 64, Source(28, 28, 256), RELU, Config(1, 2, 1, 256, 2)),
+    "1x1, 144 sums a thread": Case(6, 512, Source(28, 28, 256), ADD, Config(2, 1, 2, 144, 3), residual=_R),
+    "1x1, 160 sums a thread": Case(3, 256, Source(28, 28, 128), RELU, Config(1, 2, 2, 160, 3)),
     "1x1 split": Case(1, 256, Source(14, 14, 1024), ADD, Config(1, 1, 1, 48, 2, 8), residual=_R),
     "1x1 split, two groups": Case(1, 256, Source(14, 14, 1024), ADD, Config(2, 1, 1, 64, 2, 5), residual=_R),
     "1x1 split 16": Case(1, 256, Source(7, 7, 2048), ADD, Config(1, 1, 1, 48, 2, 16), residual=_R),
@@ -133,6 +135,12 @@ CASES: dict[str, Case] = {
     "patch, fp16 out": Case(2, 72, same(16, 14, 64), RELU, PatchConfig(1, 1, 4, 14, 2), out=None),
     "stem, pairs of pixels": Case(2, 64, quantized.overlapped(IMAGE, 2), RELU, PatchConfig(1, 2, 4, 32, 2)),
     "stem, fours of pixels": Case(2, 64, quantized.overlapped(IMAGE, 4), RELU, PatchConfig(1, 1, 8, 32, 2)),
+    "fp8, 160 sums a thread, fp16 out": Case(
+        1500, 512, Source(1, 1, 256), (), Config(2, 1, 2, 160, 2), "float8_e4m3fn", None
+    ),
+    "fp8, 144 sums a thread": Case(
+        1500, 256, Source(1, 1, 384), (), Config(1, 2, 2, 144, 3), "float8_e4m3fn", Affine("float8_e4m3fn", 0.01)
+    ),
     "fp8": Case(2, 128, Source(9, 7, 512), ADD, Config(2, 1, 1, 48, 3), "float8_e4m3fn", Affine("float8_e4m3fn", 0.01),
                 residual=Affine("float8_e4m3fn", 0.5)),
     "fp8 split, fp16 out": Case(1, 256, same(14, 14, 256), RELU, Config(1, 1, 1, 56, 2, 8), "float8_e4m3fn", None),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from optdnn.ir.graph import Value
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
+from optdnn.ops.shape import TransposeAttrs
 from support.net import Net
 
 
@@ -75,3 +79,45 @@ class QNet(Net):
 
     def pool(self, x: Value) -> Value:
         return self.op("MaxPool", x, attrs=MaxPoolAttrs((3, 3), (2, 2), (1, 1, 1, 1), (1, 1), False))
+
+    def norm(self, x: Value, kind: str = "LayerNormalization") -> Value:
+        """Over the last axis, with random parameters."""
+        size = self.dims(x)[-1]
+        assert isinstance(size, int)
+        shift = [self.random(size)] if kind == "LayerNormalization" else []
+        return self.op(kind, x, self.positive(size), *shift)
+
+
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def norm_network(
+    dtype: Any = FP8, *, kind: str = "LayerNormalization", kept: bool = True, zero: int | None = None
+) -> Graph:
+    """Rows of halves, normalized and quantized; ``kept``: their float form is read as well."""
+    n = QNet(np.float16)
+    y = n.norm(n.input(4, 6, 96), kind)
+    narrow = n.op("Relu", n.fake(y, 0.02, zero, dtype))
+    return n.done(narrow, *([n.op("Relu", y)] if kept else []))
+
+
+def attention_network(dtype: Any = FP8, *, size: int = 32, kept: bool = False) -> Graph:
+    """Two heads of halves, quantized, and brought to rows behind that."""
+    n = QNet(np.float16)
+    q, k, v = (n.input(2, 2, 20, size, name=name) for name in "qkv")
+    attrs = AttentionAttrs()
+    y = n.op("Attention", q, k, v, attrs=attrs)
+    rows = n.op("Transpose", n.q(y, 0.01, None, dtype), attrs=TransposeAttrs((0, 2, 1, 3)))
+    out = n.op("Relu", n.dq(n.op("Reshape", rows, n.ints(2, 20, 2 * size)), 0.01))
+    return n.done(out, *([n.op("Relu", y)] if kept else []))
+
+
+NARROWED: dict[str, Callable[[], Graph]] = {
+    "a norm to fp8, and in 16 bits": norm_network,
+    "a norm to fp8 alone": lambda: norm_network(kept=False),
+    "a norm to int8": lambda: norm_network(np.int8),
+    "a norm to uint8": lambda: norm_network(np.uint8, zero=120, kind="RMSNormalization"),
+    "attention to fp8": attention_network,
+    "attention to int8": lambda: attention_network(np.int8, size=64),
+}
+"""Networks whose float kernels give results in 8 bits."""

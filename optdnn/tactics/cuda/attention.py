@@ -18,11 +18,13 @@ from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import attention
 from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.narrow import Narrow
 from optdnn.runtime.reference.attention import visible
 from optdnn.tactics.cuda.builder import Builder, Placed, map_dtype, row_major, up
 from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.matmul import emit_matmul
 from optdnn.tactics.cuda.pointwise import arithmetic, copy, emit_pointwise
+from optdnn.tactics.cuda.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.tactics.cuda.reduce import limits
 from optdnn.tactics.cuda.rows import Statistic, emit_rows
 from optdnn.tactics.cuda.tactic import Offer, OwnTactic, Rehearsed
@@ -126,7 +128,8 @@ class HopperAttention(Rehearsed):
         q = _for_tma(b, op, b.operand(op.inputs[0]), "queries")  # type: ignore[arg-type]
         k, v, past = _keys_and_values(b, op)
         k, v = _for_tma(b, op, k, "keys"), _for_tma(b, op, v, "values")
-        target = _target(b, op)
+        to = self._quantizer(b, op)
+        target = _target(b, op if to is None else to.op)
         out = target if _fits_tma(target) else b.new(f"{op.outputs[0].name}.heads", target.dtype, target.shape)
         mask, lengths = self._mask(b, op, q), self._lengths(b, op)
         strides, period = None, 0
@@ -136,6 +139,7 @@ class HopperAttention(Rehearsed):
         views = tuple(_view(x) for x in (q, k, v, out))
         own = (*k.shape[:2], k.shape[2] - past, k.shape[3])
         problem = self._problem(op, past, q.shape, own, views, map_dtype(q.dtype), strides, period)  # type: ignore[arg-type]
+        problem = replace(problem, narrow="" if to is None else to.to.dtype)
         offers = _offers(problem)
         b.offer(offers)
         config = config or offers[0].config
@@ -149,14 +153,26 @@ class HopperAttention(Rehearsed):
                 x.view((*x.shape[:2], x.shape[2] - past, x.shape[3]), x.strides, past * x.strides[2]) for x in (k, v)
             ]
             reads[1:3], reads[4:6] = after, before
+        kind, attrs = (
+            "PeriodicAttention" if period else "Attention",
+            attrs_dict(replace(op.attrs, softmax_precision=None)),
+        )
+        if to is not None:
+            kind, attrs = "Quantized", meaning(op, to, False, attrs, kind)
         emit_description(
-            b, op, attention.recipe(problem, config, b.arch), attention.describe(problem, config), operands,
-            kind="PeriodicAttention" if period else "Attention",
-            attrs=attrs_dict(replace(op.attrs, softmax_precision=None)), reads=reads, writes=[out],
+            b, op if to is None else replace(op, src=op.src | to.op.src), attention.recipe(problem, config, b.arch),
+            attention.describe(problem, config, None if to is None else Narrow.of(to.to)), operands,
+            kind=kind, attrs=attrs, reads=reads, writes=[out],
         )  # fmt: skip
         if out is not target:
             copy(b, op, out, target)
         return str(config)
+
+    @staticmethod
+    def _quantizer(b: Builder, op: Op) -> Quantizer | None:
+        """The quantization of the result, where nothing else reads it and TMA can store its rows."""
+        size = op.outputs[0].type.static_shape[3]
+        return quantizer_of(b, op.value) if b.graph.sole_user(op.value) is not None and size % 16 == 0 else None
 
     @staticmethod
     def _mask(b: Builder, op: Op, q: Placed) -> Placed | None:
@@ -209,7 +225,8 @@ def _assumed(q: tuple[int, ...]) -> tuple[attention.View, ...]:
 def _fits_tma(x: Placed) -> bool:
     """Whether features are contiguous and all else lies at multiples of 16 bytes."""
     outer = [s for n, s in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1]
-    return x.strides[3] == 1 and x.offset % 8 == 0 and all(s > 0 and s % 8 == 0 for s in outer)
+    unit = 16 // x.dtype.itemsize
+    return x.strides[3] == 1 and x.offset % unit == 0 and all(s > 0 and s % unit == 0 for s in outer)
 
 
 def _for_tma(b: Builder, op: Op, x: Placed, name: str) -> Placed:
@@ -222,7 +239,7 @@ def _for_tma(b: Builder, op: Op, x: Placed, name: str) -> Placed:
 
 def _view(x: Placed) -> attention.View:
     """The kernel's view. What lies in ``offset`` stays with the operand; an axis of one element may have any stride."""
-    step = up(x.shape[3], 8)
+    step = up(x.shape[3], 16 // x.dtype.itemsize)
     batch, head, position = (s if n > 1 else step for n, s in zip(x.shape[:3], x.strides[:3], strict=True))
     return attention.View(batch, head, position)
 

@@ -14,8 +14,10 @@ from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda import rows
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.describe import Description
+from optdnn.runtime.cuda.narrow import Narrow
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, MapSpec, Placed, map_dtype
+from optdnn.tactics.cuda.quantizer import meaning, quantizer_of
 from optdnn.tactics.cuda.tactic import Offer, Rehearsed
 from optdnn.types import BF16, FP16, normalize_axis
 
@@ -104,14 +106,51 @@ class HalfRows(Rehearsed):
         b.offer(offers)
         config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
-        reads = [operands["input"]]
-        for name, value in zip(("scale", "bias"), op.inputs[1:], strict=False):
-            array = b.graph.constant_value(value)
-            if array is not None:
-                operands[name] = b.constant(array.astype(np.float32), f"{op.outputs[0].name}.{name}")
-                reads.append(operands[name])
+        reads = [operands["input"], *_parameters(b, op, operands)]
         emit_description(
             b, op, rows.recipe(problem, config, b.arch), rows.describe(problem, config), operands,
             kind=op.kind, attrs=attrs_dict(op.attrs), reads=reads, writes=[operands["output"]],
+        )  # fmt: skip
+        return str(config)
+
+
+def _parameters(b: Builder, op: Op, operands: dict[str, Placed]) -> list[Placed]:
+    """A norm's constant scale and bias, added to ``operands`` by name."""
+    for name, value in zip(("scale", "bias"), op.inputs[1:], strict=False):
+        array = b.graph.constant_value(value)
+        if array is not None:
+            operands[name] = b.constant(array.astype(np.float32), f"{op.outputs[0].name}.{name}")
+    return [operands[name] for name in ("scale", "bias") if name in operands]
+
+
+class QuantizedRows(HalfRows):
+    """A norm of 16-bit rows with the quantization of its result, which goes out in 16 bits only where something else reads it."""
+
+    name = "rows_quantized"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        to = quantizer_of(b, op.value)
+        if to is None:
+            return "nothing quantizes its result"
+        if to.op.outputs[0].type.layout:
+            return "its 8-bit result does not lie in rows"
+        return super().refuse(b, op)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        to = quantizer_of(b, op.value)
+        assert to is not None
+        kept = op.value in b.reserved or len(b.graph.uses(op.value)) > 1
+        problem = replace(self.problem(op), narrow=to.to.dtype, wide=kept)
+        offers = rows_offers(problem)
+        b.offer(offers)
+        config = config or offers[0].config
+        operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}  # type: ignore[arg-type]
+        if kept:
+            operands["output"] = b.target(op.value)
+        reads = [operands["input"], *_parameters(b, op, operands)]
+        emit_description(
+            b, replace(op, src=op.src | to.op.src), rows.recipe(problem, config, b.arch),
+            rows.describe(problem, config, Narrow.of(to.to)), operands, kind="Quantized",
+            attrs=meaning(op, to, kept), reads=reads, writes=[operands[n] for n in ("output", "narrow") if n in operands],
         )  # fmt: skip
         return str(config)

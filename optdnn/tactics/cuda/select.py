@@ -109,8 +109,19 @@ def _facts(b: Builder, op: Op) -> list[Plain]:
         value = Value(op.id, port)
         reserved = b.reserved.get(value)
         used = bool(b.graph.uses(value))
-        results.append([str(out.type), out.type.layout, used, None if reserved is None else _place(reserved)])
+        place = None if reserved is None else _place(reserved)
+        results.append([str(out.type), out.type.layout, used, place, _followers(b, op, value)])
     return [op.kind, repr(op.attrs), operands, results]
+
+
+TAKES_ALONG = frozenset({"Add", "Attention", "LayerNormalization", "RMSNormalization"})
+"""Kinds with a tactic that makes what follows in the same launch."""
+
+
+def _followers(b: Builder, op: Op, value: Value) -> list[Plain]:
+    """What reads the result of an operator that may take it along."""
+    users = b.graph.users(value) if op.kind in TAKES_ALONG else []
+    return sorted(f"{u.kind} {u.attrs!r}" if u.kind == "Pointwise" else u.kind for u in users)
 
 
 def _place(x: Placed) -> Plain:

@@ -13,7 +13,7 @@ from optdnn.tactics.cuda.conv_sm80 import GeneralConv, GeneralGemm
 from optdnn.tactics.cuda.cudnn_attention import CudnnAttention
 from optdnn.tactics.cuda.custom import Custom
 from optdnn.tactics.cuda.depthwise import DepthwiseOfIntegers, HalfDepthwise
-from optdnn.tactics.cuda.described import OPERATIONS, HalfRows
+from optdnn.tactics.cuda.described import OPERATIONS, HalfRows, QuantizedRows
 from optdnn.tactics.cuda.elementwise import Elementwise
 from optdnn.tactics.cuda.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.tactics.cuda.gemm import HopperGemm
@@ -61,7 +61,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
-    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), (HalfRows(), Rows(), CudnnNorm())),
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), (QuantizedRows(), HalfRows(), Rows(), CudnnNorm())),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (HalfGroupNorm(), Rows())),
     **dict.fromkeys(("LpNormalization", "MeanVarianceNormalization"), (Rows(),)),
     "LpPool": (WindowPool(),),

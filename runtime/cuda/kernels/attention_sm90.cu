@@ -10,9 +10,10 @@
 // SPAN bytes per row. k is K-major; v is read across: its rows are keys, so it is wgmma's MN-major operand.
 //
 // generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER, HEAD, SPAN, MIN_BLOCKS, CAUSAL, HAS_LENGTHS, MASK (0 none; else elements per
-// load: 1 or 2), wgmma_scores() and wgmma_values().
+// load: 1 or 2), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and wgmma_values().
 #include "ptx.cuh"
 #include "generated.cuh"
+#include "narrow.cuh"
 
 constexpr int THREADS = WARPGROUPS * 128 + (LOADER ? 32 : 0);
 constexpr int SUBTILES = HEAD * 2 / SPAN;
@@ -30,6 +31,7 @@ struct Params {
     int causal_offset;                             // query i sees keys <= i + causal_offset
     int mask_period;                               // batch entry n has mask n % mask_period
     float scale_log2;                              // the scale times log2(e)
+    Narrow narrow;
 };
 
 // An MN-major operand: each key is a row of SPAN bytes, eight rows are one swizzle atom, subtiles follow each other.
@@ -222,6 +224,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
         sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);     // no key at all: zeros, as ONNX's Attention has it
     }
     named_barrier(1 + group, 128);                 // the queries have been read: their place takes the result
+#if NARROW
+    const u32 own_row = own_queries + (quarter * 16 + lane / 4) * HEAD + lane % 4 * 2;
+    #pragma unroll
+    for (int j = 0; j < HEAD / 8; j++) {           // rounded to 16 bits first, as a reader of that result would see it
+        const u32 upper = pack2(out[4 * j] * sum[0], out[4 * j + 1] * sum[0]), lower = pack2(out[4 * j + 2] * sum[1], out[4 * j + 3] * sum[1]);
+        const u32 word = narrow_four<NARROW == 2>(p.narrow, low_float(upper), high_float(upper), low_float(lower), high_float(lower));
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(own_row + 8 * j), "h"(u16(word)) : "memory");
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(own_row + 8 * HEAD + 8 * j), "h"(u16(word >> 16)) : "memory");
+    }
+    async_proxy_fence();
+    named_barrier(1 + group, 128);
+    if (quarter == 0 && elect_one()) {
+        tma_store_4d(&p.output, own_queries, 0, first + group * 64, head, batch);
+        tma_store_commit();
+        tma_store_wait_read<0>();
+    }
+#else
     #pragma unroll
     for (int j = 0; j < HEAD / 8; j += 2) {
         const int at = quarter * 16 + lane % 16, block = j + lane / 16;
@@ -238,4 +257,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
         tma_store_commit();
         tma_store_wait_read<0>();
     }
+#endif
 }

@@ -4,6 +4,7 @@
 // generated.cuh defines OPERAND_ITEM and OUT_ITEM (bytes of an operand, and of a result or residual; 4: fp32, for DIRECT stores alone), INTEGER (sums are int, else float), and
 // for results of one byte OUT_FLOAT8, OUT_ZERO (whether a zero point is added), RESIDUAL_UNSIGNED. 16-bit types: see pack2() in ptx.cuh.
 #pragma once
+#include "narrow.cuh"
 
 #if INTEGER
 typedef int Acc;
@@ -79,24 +80,9 @@ DEVICE void widen_residual(const Requantize& q, u32 word, float (&r)[4]) {
 #endif
 }
 
-// Four results in one word: bounded, rounded half to even, shifted by the zero point.
+// Four results in one word.
 DEVICE u32 narrow4(const Requantize& q, float a, float b, float c, float d) {
-#if OUT_FLOAT8
-    u32 word;
-    asm("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h};}"
-        : "=r"(word) : "f"(fminf(fmaxf(a, q.low), q.high)), "f"(fminf(fmaxf(b, q.low), q.high)),
-          "f"(fminf(fmaxf(c, q.low), q.high)), "f"(fminf(fmaxf(d, q.low), q.high)));
-    return word;
-#else
-    const float v[4] = {a, b, c, d};
-    u32 bits[4];
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {                  // added to 1.5 * 2^23, a float rounds to a whole number in its low bits
-        bits[i] = __float_as_uint(__fadd_rn(fminf(fmaxf(v[i], q.low), q.high), 12582912.0f));
-        if (OUT_ZERO) bits[i] += q.zero;
-    }
-    return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
-#endif
+    return narrow_four<OUT_FLOAT8>(a, b, c, d, q.low, q.high, OUT_ZERO ? q.zero : 0);
 }
 
 DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], Four residual) {

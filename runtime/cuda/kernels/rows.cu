@@ -5,9 +5,11 @@
 // and a block takes several rows; a larger GROUP is the whole block.
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, THREADS, HAS_ADD
-// (the normalized row is input + addend), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS.
+// (the normalized row is input + addend), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; NARROW (1: the result goes
+// out in 8-bit integers, 2: in fp8) and HAS_OUTPUT (it goes out in 16 bits).
 #include "vectors.cuh"
 #include "generated.cuh"
+#include "narrow.cuh"
 
 constexpr int WARPS = GROUP > 32 ? GROUP / 32 : 1;
 constexpr int COUNT = VECTORS * LANES;
@@ -20,8 +22,10 @@ struct Params {
     const float* bias;                             // [length]
     u16* output;
     u16* sum;
+    u8* narrow;
     int rows, length;
     float epsilon, inverse_length, factor;         // factor multiplies softmax's input
+    Narrow to;
 };
 
 __shared__ float exchange[2][WARPS];
@@ -41,6 +45,26 @@ template <bool MAXIMUM> DEVICE float reduce(float x, int slot) {
         for (int i = 1; i < WARPS; i++) x = MAXIMUM ? fmaxf(x, exchange[slot][i]) : x + exchange[slot][i];
     }
     return x;
+}
+
+// LANES bytes of what was rounded to 16 bits, as a reader of the 16-bit result would quantize it.
+DEVICE void store_narrow(const Params& p, u8* at, const Packed<LANES>& x) {
+    u32 word[(LANES + 3) / 4];
+    #pragma unroll
+    for (int i = 0; i < LANES; i += 4) {
+        float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        #pragma unroll
+        for (int j = 0; j < 4 && i + j < LANES; j++) v[j] = element(x, i + j);
+        word[i / 4] = narrow_four<NARROW == 2>(p.to, v[0], v[1], v[2], v[3]);
+    }
+    if constexpr (LANES == 8)
+        *reinterpret_cast<uint2*>(at) = make_uint2(word[0], word[LANES / 8]);
+    else if constexpr (LANES == 4)
+        *reinterpret_cast<u32*>(at) = word[0];
+    else if constexpr (LANES == 2)
+        *reinterpret_cast<u16*>(at) = u16(word[0]);
+    else
+        *at = u8(word[0]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
@@ -140,6 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
             if (OPERATION < 2 && HAS_BIAS) value += bias[at + i];
             y[i] = value;
         }
-        store_packed(p.output + start + column, pack<LANES>(y));
+        const Packed<LANES> packed = pack<LANES>(y);
+        if (HAS_OUTPUT) store_packed(p.output + start + column, packed);
+        if (NARROW) store_narrow(p, p.narrow + start + column, packed);
     }
 }

@@ -1,0 +1,35 @@
+"""A float result that goes out in 8 bits as well, or instead: ``Narrow`` of ``kernels/narrow.cuh``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.runtime.cuda.describe import ParameterBlock
+from optdnn.runtime.cuda.quantized import BOUNDS, Affine
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """Stored = saturate(round(x * ``factor``) + ``zero``); ``low`` and ``high`` bound what is rounded."""
+
+    factor: float = 1.0
+    low: float = 0.0
+    high: float = 0.0
+    zero: int = 0
+
+    @classmethod
+    def of(cls, to: Affine) -> Narrow:
+        """As ``to`` says: the factor is the reciprocal of its scale, in fp32."""
+        low, high = (float(bound - to.zero) for bound in BOUNDS[to.dtype])
+        return cls(float(np.float32(1.0 / to.scale)), low, high, to.zero)
+
+    def put(self, block: ParameterBlock) -> None:
+        """Append the kernel's structure."""
+        block.f32(self.factor, self.low, self.high).i32(self.zero)
+
+
+def narrow_kind(dtype: str) -> int:
+    """NARROW of the kernels: 0 for no 8-bit result, 1 for integers, 2 for fp8."""
+    return 0 if not dtype else 2 if dtype.startswith("float8") else 1
