@@ -25,7 +25,11 @@ def module(path: str) -> ModuleType:
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = found  # dataclasses look their module up
-    spec.loader.exec_module(found)
+    sys.path.insert(0, str(file.parent))  # as for a script
+    try:
+        spec.loader.exec_module(found)
+    finally:
+        sys.path.remove(str(file.parent))
     return found
 
 
@@ -165,14 +169,78 @@ def result(**changed: Any) -> dict[str, Any]:
 
 
 def test_the_table_of_the_target_rows(tmp_path: Path) -> None:
-    figures = module("figures.py")
+    figures = module("figures_gpu.py")
     (tmp_path / "t.json").write_text(json.dumps(result()))
-    lines = figures._targets(tmp_path / "t.json").splitlines()
+    lines = figures.targets(tmp_path / "t.json").splitlines()
     assert "| network, batch | optdnn ms | eager ms | to reach |" in lines
     assert "| resnet50, 4 | **0.400** | 1.700 | 0.5 |" in lines
     assert "| resnet50, 16 | 1.600 | 5.300 | 0.5 |" in lines
     assert "| vgg16, 1 | – | – | 0.2 |" in lines
     assert "| lstm, 1 | 9.000 (wrong) | – |  |" in lines
+
+
+def test_our_kernels_over_the_libraries_in_geometric_mean(tmp_path: Path) -> None:
+    figures = module("figures_gpu.py")
+    times = [(0.1, 0.4, 3), (0.2, 0.2, 1), (0.1, 9.0, 0)]  # the last ran on our kernels alone: no library had anything
+    rows = [
+        {
+            "name": f"x:{k}",
+            "candidates": {
+                "ours": {"median_ms": 0.01},
+                "untuned": {"median_ms": ours},
+                "libraries": {"median_ms": theirs, "library_steps": n},
+            },
+        }
+        for k, (ours, theirs, n) in enumerate(times)
+    ]
+    (tmp_path / "t.json").write_text(json.dumps(result(rows=rows, tune_s=12)))
+    text = figures.targets(tmp_path / "t.json")
+    assert (
+        "not tuned, are 2.00 times as fast as the libraries alone in geometric mean over 2 rows (the least: 1.00)"
+        in text
+    )
+
+
+def test_the_tables_of_compiled_rows_and_of_waits(tmp_path: Path) -> None:
+    figures = module("figures_gpu.py")
+    found = {"ours": {"median_ms": 0.2}, "compile": {"median_ms": 0.5, "prepare_s": 243.2}, "eager": {"median_ms": 0.9}}
+    late = {"name": "vgg16:1", "error": "torch.compile had not ended when its time was over"}
+    data = result(rows=[{"name": "resnet50:1", "candidates": found}, late], at_once=6)
+    (tmp_path / "c.json").write_text(json.dumps(data))
+    text = figures.compiled(tmp_path / "c.json")
+    assert "| resnet50, 1 | 0.200 | 0.500 | 0.900 | 2.50× | 243 s |" in text
+    assert "in the time there was: vgg16, 1 (torch.compile had not ended" in text
+    parts = {
+        "build": {"cold": {"seconds": 61.25}, "warm": {"seconds": 3.5}, "the_same_bytes": True},
+        "load": {"error": "RuntimeError: no"},
+        "call": {"bound": {"call_us": 3.04}},
+    }
+    (tmp_path / "w.json").write_text(json.dumps({**result(), "rows": [], **parts}))
+    lines = figures.waits(tmp_path / "w.json").splitlines()
+    assert "| the same, caches warm | 3.5 s, the same bytes | 5 s |" in lines
+    assert "| Python's part of a call with bound buffers | 3.0 µs | 20 µs |" in lines
+    assert not [line for line in lines if "first result" in line]
+
+
+def test_new_rows_take_the_place_of_old_ones() -> None:
+    merge = module("gpu/merge.py")
+    old = result(commit="a", date="yesterday")
+    new = result(
+        commit="b",
+        rows=[
+            {"name": "resnet50:4", "candidates": {"ours": {"median_ms": 0.3}}},
+            {"name": "resnet50:1", "error": "lost"},
+        ],
+    )
+    made = merge.merged(old, [new])
+    rows = {r["name"]: r for r in made["rows"]}
+    assert list(rows) == ["resnet50:1", "resnet50:4", "resnet50:16", "lstm:1"], "vgg16 was never measured"
+    assert rows["resnet50:4"]["candidates"] == {"ours": {"median_ms": 0.3}}
+    assert [rows[n]["commit"] for n in rows] == ["a", "b", "a", "a"], (
+        "one that fails does not take a measured one's place"
+    )
+    with pytest.raises(ValueError, match="different machines"):
+        merge.merged(old, [result(gpu="NVIDIA A100")])
 
 
 def test_growth_is_drawn_without_what_failed() -> None:

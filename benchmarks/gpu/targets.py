@@ -80,6 +80,8 @@ GROWTH = {
 }
 ENGINES = {"ours": "auto", "untuned": "auto", "own": "own", "libraries": "cudnn,cublaslt"}
 """Candidate -> whose kernels its engine may run on. "untuned" is never tuned: beside the others, where these are."""
+LIBRARIES = ("_cudnn", "_cublaslt")
+"""How the names of tactics end that call a library."""
 SHARE = {"untuned": 0.0, "libraries": 0.4}
 """How much of the time for tuning a candidate gets, if not all: the libraries' few algorithms were measured for "ours" before."""
 
@@ -128,6 +130,7 @@ def prepare(
                 "steps": len(p.steps),
                 "kernels": len(p.kernels),
                 "arena_bytes": p.arena_bytes,
+                "library_steps": sum(s.params.get("tactic", "").split(" ")[0].endswith(LIBRARIES) for s in p.steps),
             }
             tuning: Any = engine.report.get("tuning") if engine.report else None
             if tuning:
@@ -344,6 +347,11 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['name']:24s}{reach}  {', '.join(parts)}  [{', '.join(errors)}]{failed}"
 
 
+def _short(word: str) -> str:
+    """A word of a command without the folders of this machine."""
+    return Path(word).name if word.startswith("/") else word
+
+
 def facts() -> dict[str, Any]:
     """Where and how it was measured."""
     found = {}
@@ -362,7 +370,7 @@ def facts() -> dict[str, Any]:
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False
     ).stdout.strip()  # fmt: skip
     return {
-        "command": f"python benchmarks/gpu/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}",
+        "command": " ".join(["python", f"benchmarks/gpu/{Path(sys.argv[0]).name}", *map(_short, sys.argv[1:])]),
         "commit": commit,
         "date": time.strftime("%F"),
         "gpu": gpu[0],

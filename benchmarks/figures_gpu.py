@@ -1,0 +1,155 @@
+"""The README's figures that were measured on a GPU; see ``figures.py``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+NAMES = {"ours": "optdnn", "untuned": "not tuned", "own": "our kernels", "libraries": "libraries", "eager": "eager"}
+"""Candidate -> its column."""
+
+
+def table(title: str, rows: Sequence[Sequence[str]], about: str) -> str:
+    """A Markdown table: a title, rows (the first is the head, numbers to the right), and what there is to say."""
+    lines = [rows[0], ["---", *["--:"] * (len(rows[0]) - 1)], *rows[1:]]
+    return "\n".join([f"**{title}**", "", *(f"| {' | '.join(r)} |" for r in lines), "", about])
+
+
+def targets(file: Path) -> str:
+    """The target rows: ours, ours by the cost model, the libraries alone, PyTorch eager."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    shown = [n for n in NAMES if any("median_ms" in r.get("candidates", {}).get(n, {}) for r in data["rows"])]
+    rows = [["network, batch", *(f"{NAMES[n]} ms" for n in shown), "to reach"]]
+    for row in data["rows"]:
+        cells = []
+        for n in shown:
+            found = row.get("candidates", {}).get(n, {})
+            text = f"{found['median_ms']:.3f}" if "median_ms" in found else "–"
+            wrong = "error" in found and "median_ms" in found
+            best = n == "ours" and found.get("median_ms", math.inf) <= (row.get("reach") or 0)
+            cells.append(f"{text} (wrong)" if wrong else f"**{text}**" if best else text)
+        rows.append([row["name"].replace(":", ", "), *cells, f"{row['reach']:g}" if row.get("reach") else ""])
+    tuned = data.get("tune_s")
+    how = (f"Engines were tuned, for at most {tuned:g} s each (not those of the column that says so); the times are kept in "
+           "benchmarks/results/timing-h200.json. The libraries alone were tuned among the first six of their own ranking."
+           if tuned else
+           "Configurations are the cost model's; the libraries run what they rank first.")  # fmt: skip
+    wrong = (
+        '"wrong": beyond the bound on the error against fp32. ' if any("(wrong)" in " ".join(r) for r in rows) else ""
+    )
+    about = (
+        f"{_machine(data)}. Median GPU time of one inference: replays of a CUDA "
+        f"graph between events, arrays on the GPU, L2 {data['l2']}, the candidates of a row in turns; each was right first, "
+        f"against PyTorch in fp32. {how} Where the libraries have nothing, our kernels stand in. {_over_libraries(data)}"
+        f"{wrong}Bold: reached."
+    )
+    return table("Whole networks on the GPU", rows, about)
+
+
+def _over_libraries(data: Mapping[str, Any]) -> str:
+    """Our kernels alone over the libraries alone, in geometric mean over the rows that have both."""
+    own = (
+        "own"
+        if any("own" in r.get("candidates", {}) for r in data["rows"])
+        else "untuned"
+        if data.get("tune_s")
+        else "ours"
+    )
+    ratios = []
+    for row in data["rows"]:
+        ours, theirs = (row.get("candidates", {}).get(n, {}) for n in (own, "libraries"))
+        if "median_ms" in ours and "median_ms" in theirs and theirs.get("library_steps") != 0 and "error" not in ours:
+            ratios.append(theirs["median_ms"] / ours["median_ms"])
+    if not ratios:
+        return ""
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return (
+        f"Our kernels alone{', not tuned,' if own == 'untuned' else ''} are {mean:.2f} times as fast as the libraries alone in "
+        f"geometric mean over {len(ratios)} rows (the least: {min(ratios):.2f}). "
+    )
+
+
+def _machine(data: Mapping[str, Any]) -> str:
+    versions = data["versions"]
+    commits = list(dict.fromkeys(r.get("commit", data.get("commit", ""))[:8] for r in data.get("rows", [data])))
+    return (
+        f"{data['gpu']}, driver {data['driver']}; torch {versions['torch']}, cuDNN {versions['nvidia-cudnn-cu13']}, cuBLAS "
+        f"{versions['nvidia-cublas']}; {data['date']}, commit {', '.join(c for c in commits if c)}; `{data['command']}`"
+    )
+
+
+def compiled(file: Path) -> str:
+    """torch.compile, with what was measured beside it."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    rows = [["network, batch", "optdnn ms", "torch.compile ms", "eager ms", "over torch.compile", "it compiled for"]]
+    absent = []
+    for row in data["rows"]:
+        found = row.get("candidates", {})
+        if "median_ms" not in found.get("compile", {}):
+            why = found.get("compile", {}).get("error") or row.get("error", "?")
+            absent.append(f"{row['name'].replace(':', ', ')} ({why.splitlines()[0][:90]})")
+            continue
+        ms = [
+            found[n]["median_ms"] if "median_ms" in found.get(n, {}) else math.nan for n in ("ours", "compile", "eager")
+        ]
+        cells = [f"{t:.3f}" for t in ms]
+        prepared = f"{found['compile']['prepare_s']:.0f} s"
+        rows.append([row["name"].replace(":", ", "), *cells, f"{ms[1] / ms[0]:.2f}×", prepared])
+    about = (
+        f"{_machine(data)}. max-autotune, weights frozen, channels last, in a CUDA graph; measured once, eager beside it. "
+        f"{data['at_once']} rows compiled at once on 16 cores, hence the long times; optdnn by the cost model. "
+        + (f"Not compiled in the time there was: {'; '.join(absent)}." if absent else "")
+    )
+    return table("Beside torch.compile", rows, about)
+
+
+def waits(file: Path) -> str:
+    """What a user waits for."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    rows = [["what", "measured", "to reach"]]
+    if "cold" in (build := data.get("build", {})):
+        rows.append(["build of ResNet-50, full autotune, caches cold", f"{build['cold']['seconds']:.1f} s", "120 s"])
+        if "warm" in build:
+            same = ", the same bytes" if build.get("the_same_bytes") else ""
+            rows.append(["the same, caches warm", f"{build['warm']['seconds']:.1f} s{same}", "5 s"])
+    if "median_s" in (load := data.get("load", {})):
+        rows.append(["`optdnn.load` to the first result, a fresh process", f"{load['median_s']:.2f} s", "0.5 s"])
+    call = data.get("call", {})
+    for key, what in (
+        ("bound", "Python's part of a call with bound buffers"),
+        ("engine_with_gpu_arrays", "Python's part of `engine.run` with GPU arrays"),
+    ):
+        if "call_us" in call.get(key, {}):
+            rows.append([what, f"{call[key]['call_us']:.1f} µs", "20 µs"])
+    if "after_ms" in (tuned := data.get("retune", {})):
+        before, after = tuned["before_ms"], tuned["after_ms"]
+        rows.append(
+            [
+                "`optdnn retune` of MobileNetV2, built without a GPU",
+                f"{before:.4f} → {after:.4f} ms, {tuned['seconds']:.0f} s",
+                "",
+            ]
+        )
+    return table("What one waits for on the GPU", rows, f"{_machine(data)}; seconds are those of the whole command.")
+
+
+def layers(file: Path) -> str:
+    """ResNet-50's convolutions by hand, kernel by kernel."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    rows = [["batch", "our kernels ms", "cuDNN, fused ms", "PyTorch eager ms"]]
+    for batch, entry in data["batches"].items():
+        ours = min(c["median_ms"] for c in entry["chain"])
+        torch: dict[str, Any] = {t["torch"]: t["median_ms"] for t in entry["torch"]}
+        fused = torch.pop("cudnn_fused")
+        (eager,) = torch.values()
+        rows.append([batch, f"{ours:.3f}", f"{fused:.3f}", f"{eager:.3f}"])
+    machine = data["machine"]
+    about = (
+        f"{machine['device']['name']}; torch {machine['torch']}, cuDNN {machine['cudnn']}; `{machine['command']}`. Median GPU time "
+        "of one inference in a CUDA graph, inputs on the device; ours in the faster of two tile orders. "
+        "This measures the kernels in a chain of the network's layers that the benchmark builds, each checked against float64."
+    )
+    return table("ResNet-50, fp16, on the GPU: our convolution kernels", rows, about)

@@ -1,0 +1,45 @@
+"""Puts the rows of new runs of ``targets.py`` into a kept file: a row takes the place of that of its name.
+
+    python benchmarks/gpu/merge.py benchmarks/results/targets-h200.json NEW.json [NEW.json ...]
+
+Each row keeps the commit, date and command of its own run; rows that were not measured are left out. What the file says of versions
+and machine is the newest run's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+OF_A_RUN = ("commit", "date", "command", "tune_s")
+
+
+def rows_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The measured rows of a run, each with what is known of its run."""
+    about = {k: run[k] for k in OF_A_RUN if k in run}
+    measured = [r for r in run["rows"] if any("median_ms" in c for c in r.get("candidates", {}).values())]
+    return [{**about, **row} for row in measured]
+
+
+def merged(kept: Mapping[str, Any] | None, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The kept file with the rows of ``runs``, the newest last. Raises ValueError where another machine measured them."""
+    machines = {(r["gpu"], r["l2"]) for r in [*([kept] if kept else []), *runs]}
+    if len(machines) > 1:
+        raise ValueError(f"runs of different machines are not put together: {sorted(machines)}")
+    rows = {r["name"]: r for run in [*([kept] if kept else []), *runs] for r in rows_of(run)}
+    facts = {k: v for k, v in runs[-1].items() if k not in ("rows", "seconds")}
+    return {**facts, "rows": list(rows.values())}
+
+
+def main() -> None:
+    target, *new = map(Path, sys.argv[1:])
+    kept = json.loads(target.read_text(encoding="utf-8")) if target.exists() else None
+    made = merged(kept, [json.loads(p.read_text(encoding="utf-8")) for p in new])
+    target.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
