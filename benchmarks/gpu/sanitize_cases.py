@@ -61,12 +61,17 @@ ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped",
 RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
 
 
+from test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]  # noqa: E402
+
+GENERAL = tuple(FAMILIES)
+"""The families of generated kernels."""
+
+
 def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
     """Family -> what builds its graph, and the precision."""
     from support.net import Net
     from support.quantized_nets import QNet
     from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
-    from test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]
 
     def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
         def made() -> Any:

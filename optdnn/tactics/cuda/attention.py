@@ -27,7 +27,7 @@ from optdnn.tactics.cuda.pointwise import arithmetic, copy, emit_pointwise
 from optdnn.tactics.cuda.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.tactics.cuda.reduce import limits
 from optdnn.tactics.cuda.rows import Statistic, emit_rows
-from optdnn.tactics.cuda.tactic import Offer, OwnTactic, Rehearsed
+from optdnn.tactics.cuda.tactic import MANY, Offer, OwnTactic, Rehearsed
 from optdnn.tactics.cuda.views import settle
 from optdnn.types import BF16, FP16, FP32, FP64, Array
 
@@ -37,7 +37,12 @@ KEYS, VALUES, WEIGHTS = 1, 2, 3
 
 @lru_cache(maxsize=1024)
 def _offers(problem: attention.Problem) -> tuple[Offer, ...]:
-    return tuple(Offer(c, attention.estimate(problem, c, h200())) for c in attention.candidates(problem, h200()))
+    """The number of keys in a tile decides in which order a row is summed, and nothing else of a configuration does."""
+    many = attention.candidates(replace(problem, batch=MANY), h200(), limit=1)
+    found = dict.fromkeys((*attention.candidates(problem, h200()), *many))
+    keys = {c.keys for c in many}
+    offers = [Offer(c, attention.estimate(problem, c, h200()), c.keys in keys) for c in found]
+    return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
 def _used(b: Builder, op: Op, port: int) -> bool:

@@ -25,7 +25,7 @@ from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.quantized import refusal
-from optdnn.tactics.cuda.tactic import Offer, Rehearsed
+from optdnn.tactics.cuda.tactic import MANY, Offer, Rehearsed
 from optdnn.types import BF16, FP16
 
 Config = depthwise.Config | tma.Config
@@ -34,10 +34,24 @@ Config = depthwise.Config | tma.Config
 
 @lru_cache(maxsize=1024)
 def _offers(problem: depthwise.Problem) -> tuple[Offer, ...]:
-    """Both kernels' configurations, the best predicted first. A result is summed tap after tap in every one of them."""
-    found = [Offer(c, depthwise.estimate(problem, c, h200())) for c in depthwise.candidates(problem, h200())]
-    found += [Offer(c, tma.estimate(problem, c, h200())) for c in tma.candidates(problem, h200())]
-    return tuple(sorted(found, key=lambda o: o.seconds or 0.0))
+    """Both kernels' configurations, the best predicted first. A result is summed tap after tap in every one of them; a squeeze
+    sums a tile first, so its order follows from the configuration."""
+    if not problem.squeeze:
+        return tuple(Offer(c, seconds) for seconds, c in _ranked(problem))
+    ((_, many),) = _ranked(replace(problem, batch=MANY))[:1] or ((0.0, None),)
+    found = _ranked(problem)
+    if many is not None and all(c != many for _, c in found):
+        found = sorted([*found, (_seconds(problem, many), many)], key=lambda item: item[0])
+    return tuple(Offer(c, seconds, c == many) for seconds, c in found)
+
+
+def _seconds(problem: depthwise.Problem, config: Config) -> float:
+    return (tma if isinstance(config, tma.Config) else depthwise).estimate(problem, config, h200())  # type: ignore[arg-type]
+
+
+def _ranked(problem: depthwise.Problem) -> list[tuple[float, Config]]:
+    configs: list[Config] = [*depthwise.candidates(problem, h200()), *tma.candidates(problem, h200())]
+    return sorted(((_seconds(problem, c), c) for c in configs), key=lambda item: item[0])
 
 
 def _described(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,13 +15,17 @@ from optdnn.runtime.cuda import group_norm
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.tactics.cuda.builder import Builder, channels_last, map_dtype
 from optdnn.tactics.cuda.described import emit_description
-from optdnn.tactics.cuda.tactic import Offer, Rehearsed
+from optdnn.tactics.cuda.tactic import MANY, Offer, Rehearsed
 from optdnn.types import BF16, FP16
 
 
 @lru_cache(maxsize=1024)
 def _offers(problem: group_norm.Problem) -> tuple[Offer, ...]:
-    return tuple(Offer(c, group_norm.estimate(problem, c, h200())) for c in group_norm.candidates(problem, h200()))
+    """The order of an image's sums follows from the configuration."""
+    many = group_norm.candidates(replace(problem, batch=MANY), h200(), limit=1)
+    found = dict.fromkeys((*group_norm.candidates(problem, h200()), *many))
+    offers = [Offer(c, group_norm.estimate(problem, c, h200()), c in many) for c in found]
+    return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
 class HalfGroupNorm(Rehearsed):

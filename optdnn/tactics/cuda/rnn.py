@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -55,6 +55,8 @@ class HopperRNN(Rehearsed):
     """
 
     name = "rnn_sm90"
+    row_invariant: ClassVar[bool] = False
+    """How many columns a multiplication takes at once decides how a sum is split; and batches beyond its tile are another tactic's."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         a: RNNAttrs = op.attrs

@@ -30,6 +30,11 @@ class Offer:
         return str(self.config)
 
 
+MANY = 32
+"""A batch of this many decides where all sizes of a batch must sum alike, and the order of a sum follows from the configuration: the
+one that is best there is then taken for all."""
+
+
 class Tactic(Protocol):
     """One way of running an operator.
 

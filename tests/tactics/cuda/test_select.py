@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.net import Net
+from support.sequence_cases import heads, recurrent
 from support.simulated import feeds_of, lowered, simulate
+from test_squeeze import excited
 
 from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UsageError
-from optdnn.ir.graph import Graph
+from optdnn.ir.graph import Graph, Value
 from optdnn.lower_cuda import Emitted, emit_program, lower_cuda
+from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.norm import GroupNormAttrs
 from optdnn.tactics.cuda import table
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv import HopperConv
@@ -135,6 +140,51 @@ def test_row_invariant_takes_one_tactic_for_all_counts_of_rows() -> None:
             chosen[rows, invariant] = d.choice.tactic
     assert chosen[1, False] != chosen[16, False], "else the test says nothing"
     assert chosen[1, True] == chosen[16, True]
+
+
+def squeezed(n: Net, batch: int) -> Value:
+    x = n.op("Relu", n.conv(n.input(batch, 16, 28, 28), 240, 1, pads=0))
+    return n.conv(excited(n, x, 240), 16, 1, pads=0)
+
+
+def group_normalized(n: Net, batch: int) -> Value:
+    x = n.conv(n.input(batch, 8, 32, 32), 64, 1, pads=0)
+    y = n.op("GroupNormalization", x, n.positive(64), n.random(64), attrs=GroupNormAttrs(8))
+    return n.conv(y, 8, 1, pads=0)
+
+
+def attending(n: Net, batch: int) -> Value:
+    x = n.input(batch, 197, 64)
+    q, k, v = (heads(n, x, 12, 64) for _ in range(3))
+    return n.op("Attention", q, k, v, attrs=AttentionAttrs())
+
+
+ORDERS: dict[str, tuple[Callable[[Net, int], Value], str, Callable[[str], str]]] = {
+    "a squeeze": (squeezed, "depthwise_half", lambda config: config),
+    "a group norm": (group_normalized, "GroupNormalization", lambda config: config),
+    "attention": (attending, "Attention", lambda config: config.split("n")[-1].partition("s")[0]),  # keys in a tile
+}
+"""Operators whose configuration decides in which order they sum: a network, the kind or tactic, what of a configuration decides."""
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_row_invariant_sums_in_the_order_that_a_large_batch_takes(name: str) -> None:
+    build, kind, order = ORDERS[name]
+    seen: dict[bool, set[str]] = {False: set(), True: set()}
+    for batch in (1, 8, 64):
+        for invariant in seen:
+            n = Net()
+            found = emitted(n.done(build(n, batch)), row_invariant=invariant).decisions
+            (d,) = [d for d in found if kind in (d.op.kind, d.choice.tactic)]
+            seen[invariant].add(order(d.variant))
+    assert len(seen[False]) > 1, "else the test says nothing"
+    assert len(seen[True]) == 1
+
+
+def test_row_invariant_recurrent_layers_take_rows_one_by_one() -> None:
+    for invariant, tactic in ((False, "rnn_sm90"), (True, "rnn")):
+        (d,) = [d for d in emitted(recurrent("LSTM"), row_invariant=invariant).decisions if d.op.kind == "LSTM"]
+        assert d.choice.tactic == tactic
 
 
 class Foreign(HopperConv):
