@@ -46,7 +46,9 @@ def _offers(problem: depthwise.Problem) -> tuple[Offer, ...]:
 
 
 def _seconds(problem: depthwise.Problem, config: Config) -> float:
-    return (tma if isinstance(config, tma.Config) else depthwise).estimate(problem, config, h200())  # type: ignore[arg-type]
+    if isinstance(config, tma.Config):
+        return tma.estimate(problem, config, h200())
+    return depthwise.estimate(problem, config, h200())
 
 
 def _ranked(problem: depthwise.Problem) -> list[tuple[float, Config]]:
