@@ -31,13 +31,13 @@ from optdnn.runtime.cuda.timer import TrialFailed
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.assemble import placed
 from optdnn.tactics.cuda.builder import Builder
+from optdnn.tactics.cuda.kept import Kept
 from optdnn.tactics.cuda.select import Choice, Selection
 from optdnn.tactics.cuda.table import TACTICS
 from optdnn.tactics.cuda.tactic import PROVIDERS
 from optdnn.tactics.cuda.trials import Problem, Trial, trials_of
 from optdnn.tactics.cuda.tuned import Timer, Tuned
 from optdnn.tactics.timing_cache import TimingCache
-from optdnn.types import Array
 
 ALONE = 0.6
 """At most this part of a budget goes to candidates alone; the rest is for the network."""
@@ -82,8 +82,8 @@ class Tuner:
         self.problems: dict[str, Problem] = {}
         self.cold = False
         self._start: dict[str, Choice] = {}
-        self._arrays: dict[Any, Array] = {}
-        """Constants by content: all networks that are raced hold the very same, so that each is uploaded once."""
+        self._kept = Kept()
+        """Constants: all networks that are raced hold the very same, so that each is made and uploaded once."""
 
     # ---------------------------------------------------------------- the course of things
 
@@ -140,7 +140,7 @@ class Tuner:
                 trials = trials_of(b, op, TACTICS[op.kind], selection)
                 self.problems[key] = Problem(key, op, trials, Choice(""))
 
-        emitted = emit_program(self.graph, self.options, self.target, {}, choices, visit, self._arrays)
+        emitted = emit_program(self.graph, self.options, self.target, {}, choices, visit, self._kept)
         for d in emitted.decisions:
             problem = self.problems[d.signature]
             problem.count += 1
@@ -315,7 +315,7 @@ class Tuner:
         return [c for c in found if c != choices.get(problem.key)]
 
     def _load(self, choices: Mapping[str, Choice]) -> Any:
-        emitted = emit_program(self.graph, self.options, self.target, {}, choices, arrays=self._arrays)
+        emitted = emit_program(self.graph, self.options, self.target, {}, choices, kept=self._kept)
         return self.timer.load(placed(emitted.program))
 
     # ---------------------------------------------------------------- the timing cache

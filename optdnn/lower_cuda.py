@@ -23,12 +23,13 @@ from optdnn.runtime.program import Kernel, Program
 from optdnn.tactics.cuda.assemble import compact, placed, pruned
 from optdnn.tactics.cuda.builder import Builder, Placed, has_tf32, row_major
 from optdnn.tactics.cuda.host import CHEAPER, HostSide, plain_shape, summary
+from optdnn.tactics.cuda.kept import Kept
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.schedule import group_steps, keep_inputs_on_host
 from optdnn.tactics.cuda.select import Choice, Decision, Selection, emit_op, signature
 from optdnn.tactics.cuda.table import TACTICS, WRITES_ANYWHERE
 from optdnn.tactics.cuda.views import VIEWS, plan_concats
-from optdnn.types import Array, TensorSpec
+from optdnn.types import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,16 @@ def emit_program(
     meta: dict[str, Any],
     choices: Mapping[str, Choice] | None = None,
     visit: Visit = lambda b, op, key: None,
-    arrays: dict[Any, Array] | None = None,
+    kept: Kept | None = None,
 ) -> Emitted:
-    """The launches of an optimized graph. ``arrays``: constants of other programs by content, to be shared.
+    """The launches of an optimized graph. ``kept``: constants of other programs, to be shared.
 
     Raises as :func:`lower_cuda`.
     """
     arch = target.partition(":")[2] or "sm_90a"
     selection = Selection.of(options, choices)
     _need_static(graph)
-    b = Builder(graph, arch, arrays={} if arrays is None else arrays)
+    b = Builder(graph, arch, kept=kept or Kept())
     b.padded = any(map(has_tf32, graph.ops()))
     host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
     inputs, outputs = _borders(b)

@@ -6,7 +6,6 @@ splits are therefore other views of the same memory, and a concatenation is writ
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from optdnn.runtime.cuda.kernels_of import source_digest
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.plan import CudaStep, LaunchPlan, Meaning, Pointer, Relocation, TensorMap, View
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
+from optdnn.tactics.cuda.kept import Kept
 from optdnn.types import BF16, FP16, FP32, Array, DType, TensorType
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
@@ -172,10 +172,13 @@ class Builder:
     _blob_of: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
     _constants: dict[int, Placed] = field(default_factory=dict)
     _copies: dict[tuple[Placed, tuple[int, ...]], Placed] = field(default_factory=dict)
-    arrays: dict[Any, Array] = field(default_factory=dict)
-    """Constants by content, which other builders may share."""
+    kept: Kept = field(default_factory=Kept)
+    """Constants, which other builders may share."""
     offered: list[Any] = field(default_factory=list)
     """The configurations (:class:`optdnn.tactics.cuda.tactic.Offer`) of the launch that was added last, where it had a choice."""
+
+    def __post_init__(self) -> None:
+        self.kept.of(self.graph)
 
     # ---------------------------------------------------------------- trying things out
 
@@ -211,11 +214,11 @@ class Builder:
 
     def blob(self, array: Array) -> int:
         """Number of the blob with this content."""
-        digest = hashlib.sha256(array.reshape(-1).view(np.uint8).data if array.size else b"").digest()
+        digest = self.kept.digest(array)
         key = (array.dtype.str if array.dtype.kind != "V" else array.dtype.name, array.shape, digest)
         if key not in self._blob_of:
             self._blob_of[key] = len(self.blobs)
-            self.blobs.append(self.arrays.setdefault(key, array))
+            self.blobs.append(self.kept.arrays.setdefault(key, array))
         return self._blob_of[key]
 
     def constant(self, array: Array, name: str = "constant") -> Placed:

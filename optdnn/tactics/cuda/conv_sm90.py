@@ -207,7 +207,11 @@ def emit_conv(
         vector[:channels] = bias
     bias_at = b.constant(vector, f"{op.outputs[0].name}.bias")
     rounded = to_tf32 if factors == "tfloat32" else np.asarray
-    packed = hopper.pack_weights(problem, [rounded(f.weight) for f in feeds])
+    packed = b.kept.once(
+        ("conv_sm90", problem.block, problem.out_item, factors),
+        [f.weight for f in feeds],
+        lambda: hopper.pack_weights(problem, [rounded(f.weight) for f in feeds]),
+    )
     weights = b.constant(packed, f"{op.outputs[0].name}.weights")
     stages = plain_stages(ep.stages)
     constants = [b.constant(c, "scalar") for c in ep.constants]

@@ -124,7 +124,7 @@ class HopperGemm(Rehearsed):
             between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, order))
             out = rows_of(reordered(between, order))
             assert out is not None
-        used = self._launch(b, op, x, np.ascontiguousarray(weight)[:, :, None, None], bias, ep, residual, out, config)
+        used = self._launch(b, op, x, weight[:, :, None, None], bias, ep, residual, out, config)
         finish(b, op, ep, between, target)
         return used
 

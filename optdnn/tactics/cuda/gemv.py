@@ -81,9 +81,8 @@ def emit_gemv(
     vector = np.zeros(problem.columns, np.float32)
     if bias is not None:
         vector[:] = bias
-    weights = b.constant(
-        np.ascontiguousarray(weight.reshape(problem.columns, problem.depth)), f"{op.outputs[0].name}.weights"
-    )
+    dense = b.kept.once("rows", [weight], lambda: np.ascontiguousarray(weight.reshape(problem.columns, problem.depth)))
+    weights = b.constant(dense, f"{op.outputs[0].name}.weights")
     row = b.constant(vector, f"{op.outputs[0].name}.bias")
     operands = {"x": x, "weights": weights, "bias": row, "output": out}
     if residual is not None:

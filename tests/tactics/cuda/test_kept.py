@@ -1,0 +1,52 @@
+"""What builders share: a weight is packed and hashed once, and never taken for another."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from support.net import Net
+
+from optdnn.tactics.cuda.kept import Kept
+from optdnn.types import Array
+
+
+def graph_with(*weights: Array) -> tuple[Kept, list[Array]]:
+    n = Net()
+    x = n.input(1, 4)
+    for w in weights:
+        x = n.op("MatMul", x, n.const(w))
+    graph = n.done(x)
+    return Kept().of(graph), [op.attrs.value for op in graph.of_kind("Constant")]
+
+
+def test_views_of_constants_are_packed_once() -> None:
+    kept, (w, other) = graph_with(np.eye(4, dtype=np.float32), 2 * np.eye(4, dtype=np.float32))
+    made: list[Array] = []
+
+    def pack(a: Array) -> Array:
+        made.append(np.ascontiguousarray(a.T) + 1)
+        return made[-1]
+
+    first = kept.once("t", [w], lambda: pack(w))
+    assert kept.once("t", [w[:, :]], lambda: pack(w)) is first
+    for key, a in (("u", w), ("t", other), ("t", w.T), ("t", w[1:])):
+        assert kept.once(key, [a], lambda a=a: pack(a)) is not first  # type: ignore[misc]
+    assert len(made) == 5
+    assert kept.once(0, [first], lambda: pack(first)) is kept.once(0, [first], lambda: pack(first)), "and what was made"
+
+
+def test_what_is_no_constant_is_made_each_time() -> None:
+    kept, (w,) = graph_with(np.eye(4, dtype=np.float32))
+    for _ in range(3):
+        passing = w * 3
+        assert kept.once("t", [passing], lambda a=passing: a + 1)[0, 0] == 4  # type: ignore[misc]
+    assert not kept._made
+
+
+def test_digests_are_of_the_content() -> None:
+    kept, (w,) = graph_with(np.arange(16, dtype=np.float32).reshape(4, 4))
+    for a in (w, w[2:], w.reshape(-1), w * 2, w[:0]):
+        wanted = hashlib.sha256(a.tobytes()).digest() if a.size else b""
+        assert kept.digest(a) == kept.digest(a) == wanted
+    assert len(kept._digests) == 3
