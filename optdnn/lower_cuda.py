@@ -110,9 +110,9 @@ def emit_program(
             copy(b, op, found, Placed(i, 0, shape, row_major(shape), found.dtype))
     b.credit(0, "copy")  # what no tactic made: views that had to be written out, results in the network's own order
     program = pruned(b.program(target, options.precision, inputs, outputs, {**meta, "arch": arch}))
-    kept = set(map(id, program.steps))
+    present = set(map(id, program.steps))
     program.meta["tactics"] = [d.to_plain() for d in decisions]
-    held = [d for d in decisions if not d.steps or any(id(s) in kept for s in d.steps)]
+    held = [d for d in decisions if not d.steps or any(id(s) in present for s in d.steps)]
     program = compact(group_steps(keep_inputs_on_host(program)))
     program.meta["host"] = summary(graph, host, program)
     return Emitted(program, held)
