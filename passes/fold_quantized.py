@@ -103,10 +103,16 @@ def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | Non
     """int8 (or fp8) weights, their scales (one or one per entry of an axis, float64), and that axis (counted from 0)."""
     op = source(graph, value)
     array = None if op is None else graph.constant_value(op.inputs[0])
-    if op is None or array is None or array.dtype.name not in ("int8", "float8_e4m3fn") or op.attrs.block_size:
+    if op is None or array is None or array.dtype.name not in EIGHT_BITS or op.attrs.block_size:
         return None
     scale, zero = graph.constant_value(op.inputs[1]), graph.constant_value(op.input(2))
-    if scale is None or (op.input(2) is not None and (zero is None or zero.any())):
+    if scale is None or (op.input(2) is not None and zero is None):
+        return None
+    if array.dtype.name == "uint8":  # what lies around 128 lies around 0 in int8
+        if zero is None or (zero != 128).any():
+            return None
+        array = (array.astype(np.int16) - 128).astype(np.int8)
+    elif zero is not None and zero.any():
         return None
     return array, scale.astype(np.float64).reshape(-1), op.attrs.axis % array.ndim
 
@@ -153,8 +159,6 @@ class QuantizedProduct(Rule):
 
     def _refusal(self, graph: Graph, op: Op, x: Affine, w: tuple[Array, Array, int]) -> str | None:
         array, scale, axis = w
-        if x.zero:
-            return f"its operand has zero point {x.zero}: padding and sums are those of zero point 0"
         if (x.dtype == "float8_e4m3fn") != (array.dtype.name == "float8_e4m3fn"):
             return f"{x.dtype} times {array.dtype.name}"
         if op.attrs.prologue:
@@ -168,6 +172,12 @@ class QuantizedProduct(Rule):
             return f"its weights have scales along axis {axis}, not per output channel"
         if op.kind == "Conv" and op.attrs.group != 1 and (array.shape[1] != 1 or op.attrs.group != array.shape[0]):
             return f"it has {op.attrs.group} groups of {array.shape[1]} channels"
+        if (
+            op.kind == "Conv"
+            and op.attrs.group != 1
+            and (array.dtype.name != "int8" or len(array) % 16 or array.ndim != 4)
+        ):
+            return f"depthwise kernels take int8 images of sixteens of channels, not {array.dtype.name} of {len(array)}"
         if not op.outputs[0].type.is_static or (op.kind != "Conv" and (graph.type(op.inputs[0]).rank or 0) < 2):  # type: ignore[arg-type]
             return "its size is not fixed"
         if op.input(2) is not None and op.kind != "MatMul":
@@ -219,17 +229,20 @@ class QuantizedProduct(Rule):
             assert residual is not None
             second, around = residual
         factors = np.broadcast_to(scale * x.scale * alpha, (channels,))
+        if op.kind == "MatMul" or (op.kind == "Gemm" and not op.attrs.transB):
+            array = np.ascontiguousarray(array.T)
+        if x.zero:  # of every product, the kernels sum the stored number alone
+            total = total - factors * (x.zero * array.astype(np.float64).reshape(channels, -1).sum(1))
         numbers = quantized.scaling(ep.rendered, factors, total, out=out, residual=around)
         if op.kind == "Conv":
             a: ConvAttrs = resolved(op.attrs, graph.type(op.inputs[0]), graph.type(op.inputs[1]))  # type: ignore[arg-type]
             fields = _fields(numbers, op, out, around)
             attrs: RequantizeAttrs = QuantizedConvAttrs(
-                **fields, strides=a.strides, pads=a.pads, dilations=a.dilations, group=a.group
-            )
+                **fields, strides=a.strides, pads=a.pads, dilations=a.dilations, group=a.group,
+                input_zero=x.zero if any(a.pads) else 0,
+            )  # fmt: skip
         else:
             attrs = RequantizeAttrs(**_fields(numbers, op, out, around))
-            if op.kind == "MatMul" or not op.attrs.transB:
-                array = np.ascontiguousarray(array.T)
         name = op.outputs[0].name
         operands = [stored, patch.constant(array, f"{name}.weights"), patch.constant(numbers.channel, f"{name}.scales")]
         kind = "QuantizedConv" if op.kind == "Conv" else "QuantizedMatMul"

@@ -13,7 +13,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rewrite, Rule, RulePass
 from optdnn.passes.precision import SHARES_SCALE, no_integers
-from optdnn.types import FP32
+from optdnn.types import FP32, INT8, UINT8
 
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze"})
@@ -154,8 +154,56 @@ class _Unfolded(Rule):
         return patch
 
 
+class _Recentred(Rule):
+    """int8 around -128 as uint8 around 0, and uint8 around 128 as int8 around 0: the same numbers, with padding that is 0.
+
+    For what QuantizeLinear makes and DequantizeLinear alone reads: what a network takes in or gives out keeps its type.
+    """
+
+    name = "recentre"
+    kinds = frozenset({"QuantizeLinear"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        dtype, users = op.outputs[0].type.dtype, graph.users(op.value)
+        shift = {INT8: 128, UINT8: -128}.get(dtype)
+        if shift is None or _zeros(graph, op) != {-shift}:
+            return None
+        if any(u.kind != "DequantizeLinear" or u.inputs[0] != op.value for u in users):
+            return Miss(f"{dtype.name} with zero point {-shift} is read by others than DequantizeLinear")
+        zeros = [_zeros(graph, u) for u in users]
+        if any(z is None or not all(0 <= v + 128 * (shift > 0) <= 255 for v in z) for z in zeros):
+            return Miss("a zero point that reads it is not constant")
+        return Match((op, *users), shift)
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        (op, *users), shift = match.ops, match.data
+        patch = Patch(graph, match.ops)
+        dtype = UINT8 if shift > 0 else INT8
+        made = patch.add(
+            "QuantizeLinear", op.inputs[:2], replace(op.attrs, output_dtype=dtype), name=op.outputs[0].name
+        )
+        for user in users:
+            zero = graph.constant_value(user.input(2))
+            moved = ((0 if zero is None else zero.astype(np.int16)) + np.int16(shift)).astype(dtype)
+            operands = [made, user.inputs[1], patch.constant(np.asarray(moved), f"{user.outputs[0].name}/zero_point")]
+            patch.replace(
+                user.value, patch.add("DequantizeLinear", operands, user.attrs, name=user.outputs[0].name, src=user.src)
+            )
+        return patch
+
+
+def _zeros(graph: Graph, op: Op) -> set[int] | None:
+    """The different zero points of a Q or DQ; None where they are not constant."""
+    value = op.input(2)
+    array = graph.constant_value(value)
+    if array is None:
+        return {0} if value is None else None
+    return set(map(int, array.reshape(-1).tolist()))
+
+
 class _OnIntegers(Rule):
-    """An op that only moves or compares elements, between DequantizeLinear and QuantizeLinear of one scale, on the integers."""
+    """An op that only moves or compares elements, between DequantizeLinear and QuantizeLinear, on the integers. An operand of
+    another scale than the result's is requantized in front of it: the op takes elements one by one, or the largest."""
 
     name = "on_integers"
     kinds = frozenset({"QuantizeLinear"})
@@ -174,20 +222,32 @@ class _OnIntegers(Rule):
         assert scale is not None
         if graph.type(scale).dims not in ((), (1,)) or op.attrs.block_size:
             return Miss("it has a scale per channel")
-        for v in data:
-            before = graph.op(v)
-            assert before.inputs[0] is not None
-            same = graph.type(before.inputs[0]).dtype == op.outputs[0].type.dtype
-            if not same or not all(_equal(graph, before.input(i), op.input(i)) for i in (1, 2)):
-                return Miss(f"{moved.kind} {moved.name} has other scales in front than behind")
         return Match((op, moved), data)
 
     def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
         op, moved = match.ops
         patch = Patch(graph, match.ops)
-        inputs = [graph.op(v).inputs[0] if v is not None and v in match.data else v for v in moved.inputs]
+        inputs = [v if v is None or v not in match.data else self._stored(graph, patch, op, v) for v in moved.inputs]
         patch.replace(op.value, patch.add(moved.kind, inputs, moved.attrs, name=moved.outputs[0].name))
         return patch
+
+    @staticmethod
+    def _stored(graph: Graph, patch: Patch, op: Op, value: Value) -> Value:
+        """The integers behind a dequantized value, with the scale and zero point of ``op``."""
+        before = graph.op(value)
+        stored = before.inputs[0]
+        assert stored is not None
+        same = graph.type(stored).dtype == op.outputs[0].type.dtype and not before.attrs.block_size
+        if same and all(_equal(graph, before.input(i), op.input(i)) for i in (1, 2)):
+            return stored
+        return patch.add("QuantizeLinear", [value, *op.inputs[1:]], op.attrs, name=f"{op.outputs[0].name}/requantized")
+
+
+class RecentreIntegers(RulePass):
+    """Before anything runs on integers, for kernels that pad with zeros."""
+
+    name = "recentre_integers"
+    rules = (_Recentred(),)
 
 
 class MoveIntegers(RulePass):

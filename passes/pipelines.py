@@ -25,7 +25,7 @@ from optdnn.passes.fuse_prologue import FusePrologue
 from optdnn.passes.fuse_siblings import FuseSiblings
 from optdnn.passes.fuse_softmax import FuseSoftmax
 from optdnn.passes.hoist_views import HoistViews
-from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers
+from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.stages import ANCHORS
 from optdnn.passes.unroll import Unroll
@@ -107,7 +107,8 @@ ASSIGN: tuple[Pass, ...] = (
 
 GPU: tuple[Pass, ...] = (
     *ASSIGN,  # before layouts, which weigh bytes
-    MoveIntegers(),  # what only moves or compares elements between two equal scales
+    RecentreIntegers(),  # before integers have readers other than DequantizeLinear; padding is then 0 more often
+    MoveIntegers(),  # what only moves or compares elements, between scales
     FoldQuantized(),  # what runs on integers as one operator, which layouts then weigh as that
     AssignLayout(),  # the very last: what it writes are physical facts, and other passes rewrite logical ones
 )

@@ -34,12 +34,13 @@ class RequantizeAttrs(Attrs):
 
 @dataclass(frozen=True)
 class QuantizedConvAttrs(RequantizeAttrs):
-    """Geometry as of Conv; no ``auto_pad``."""
+    """Geometry as of Conv; no ``auto_pad``. Padding is as if ``input_zero`` were stored there."""
 
     strides: tuple[int, ...] = (1, 1)
     pads: tuple[int, ...] = (0, 0, 0, 0)
     dilations: tuple[int, ...] = (1, 1)
     group: int = 1
+    input_zero: int = 0
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class Problem:
     """Element type of the residual; "": the result's."""
     zero_point: bool = False
     """Whether an 8-bit result has a zero point other than 0."""
+    outside: int = 0
+    """What lies in the padding of 8-bit images: their zero point."""
 
     @property
     def out_dtype(self) -> str:
@@ -217,6 +219,7 @@ def describe(problem: Problem, config: Config, requantize: Requantize | None = N
     block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
     block.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
     block.i32(config.vectors, config.strips_x, config.strips_y, blocks_x).f32(1.0 / (out_h * out_w))
+    block.i32(four_bytes(problem.outside))
     put_requantize(block, problem.epilogue, requantize)
     return block.describe(
         "depthwise",
@@ -224,6 +227,11 @@ def describe(problem: Problem, config: Config, requantize: Requantize | None = N
         config.threads,
         shared=shared_bytes(problem, config),
     )
+
+
+def four_bytes(value: int) -> int:
+    """Four times the byte of an 8-bit integer, as a signed 32-bit one."""
+    return int(np.int32(np.uint32((value & 255) * 0x01010101).view(np.int32)))
 
 
 def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:

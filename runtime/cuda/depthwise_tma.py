@@ -83,6 +83,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return f"{problem.channels} channels are not a multiple of 8"
     if (why := depthwise.no_kernel(problem)) is not None:
         return why
+    if problem.outside and any(s.padding):
+        return "TMA pads with zeros, not with a zero point"
     if (
         config.vectors * config.lanes * problem.item % 16
         or problem.channels * problem.item % 16

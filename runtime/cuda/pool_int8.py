@@ -7,6 +7,7 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv import Source
+from optdnn.runtime.cuda.depthwise import four_bytes
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.quantized import BOUNDS, Affine, overlapped, row_padding
@@ -48,6 +49,25 @@ def max_pool(
         ParameterBlock().pointer("input").pointer("output").i32(n, h, w, c // 16, out_h, out_w, *stride, *padding[:2])
     )
     return block.describe("max_pool", (-(-n * out_h * out_w * c // 16 // 128), 1, 1), 128)
+
+
+def pad_image(
+    nhwc: tuple[int, int, int, int], pitch: int, padding: tuple[int, int, int, int], zero: int
+) -> Description:
+    """NHWC "input" with pixels ``pitch`` bytes apart -> "output", with ``padding`` (top, left, bottom, right) pixels of ``zero``
+    around each image and pixels of a multiple of 16 channels, without gaps. ``pitch`` is a multiple of 16, too."""
+    n, h, w, c = nhwc
+    if pitch % 16 or pitch < c:
+        raise InternalError(f"pad_image: pixels {pitch} bytes apart")
+    out_h, out_w, vectors = h + padding[0] + padding[2], w + padding[1] + padding[3], -(-c // 16)
+    block = (
+        ParameterBlock()
+        .pointer("input")
+        .pointer("output")
+        .i32(n, h, w, pitch // 16, vectors, out_h, out_w, *padding[:2])
+    )
+    block.i32(four_bytes(zero))
+    return block.describe("pad_image", (-(-n * out_h * out_w * vectors // 256), 1, 1), 256)
 
 
 def global_average_pool(

@@ -97,10 +97,15 @@ def conv(
     pads: Sequence[int],
     dilations: Sequence[int],
     group: int = 1,
+    input_zero: int = 0,
     **requantize: Any,
 ) -> tuple[Array, ...]:
-    """A convolution of 8-bit numbers, then :func:`epilogue`. Zero points of ``x`` and of the weights are 0."""
+    """A convolution of 8-bit numbers, then :func:`epilogue`. Padding counts as ``input_zero``; of that zero point, sums know
+    nothing else: what it takes from them is part of the channel's bias."""
     wide = np.float64  # sums of integers are exact in it
+    if input_zero and any(pads):
+        around = [(0, 0), (0, 0), *zip(pads[: len(pads) // 2], pads[len(pads) // 2 :], strict=True)]
+        x, pads = np.pad(x, around, constant_values=input_zero), (0,) * len(pads)
     w = unpermuted(weight, len(channel)).astype(wide)
     (total,) = float_conv(x.astype(wide), w, None, strides=strides, pads=pads, dilations=dilations, group=group)
     return (epilogue(total, channel, residual, **requantize),)

@@ -13,6 +13,7 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.verify import verify
 from optdnn.ops.base import Stage
+from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import PassContext, PassReport
@@ -155,13 +156,40 @@ def test_depthwise_is_folded_other_groups_are_not() -> None:
     assert any("4 groups of 4 channels" in r.reason for r in report.refused)
 
 
-def test_a_zero_point_of_the_operand_is_refused_and_runs_as_floats() -> None:
+@pytest.mark.parametrize("layer", ["3x3", "1x1", "depthwise", "gemm", "gemm, not transposed", "matmul"])
+@pytest.mark.parametrize(("dtype", "zero"), [(np.uint8, 100), (np.int8, -37)])
+def test_a_zero_point_of_the_operand_is_part_of_the_bias(layer: str, dtype: Any, zero: int) -> None:
     n = QNet()
-    graph, report = folded(chain(n, lambda x: n.qconv(x, 16), 2, 16, 9, 7, dtype=np.uint8, zero=100))
-    assert any("zero point 100" in r.reason for r in report.refused)
-    assert graph.kinds().get("QuantizedConv") is None
+    made: dict[str, Callable[[Value], Value]] = {
+        "3x3": lambda x: n.qconv(x, 16), "1x1": lambda x: n.qconv(x, 16, 1), "depthwise": lambda x: n.qconv(x, 16, group=16),
+        "gemm": lambda x: n.qgemm(x, 24, alpha=0.5), "gemm, not transposed": lambda x: n.qgemm(x, 24, trans_b=False),
+        "matmul": lambda x: n.qmatmul(x, 24),
+    }  # fmt: skip
+    shape = {"matmul": (3, 5, 32), "gemm": (5, 32), "gemm, not transposed": (5, 32)}.get(layer, (2, 16, 9, 7))
+    graph, _ = folded(chain(n, made[layer], *shape, dtype=dtype, zero=zero))
+    (product,) = graph.of_kind("QuantizedConv", "QuantizedMatMul")
+    if product.kind == "QuantizedConv":
+        assert product.attrs.input_zero == (0 if layer == "1x1" else zero)  # where nothing is padded, nothing is needed
+    within(n.graph, graph, 0.0401)
+
+
+def test_weights_around_128_are_int8() -> None:
+    n = QNet()
+    w = n.rng.integers(0, 256, (16, 16, 3, 3)).astype(np.uint8)
+    operands = [n.const(w, np.uint8), n.const(np.float32(0.002), np.float32), n.const(np.uint8(128), np.uint8)]
+    weights = n.op("DequantizeLinear", *operands, attrs=DequantizeAttrs(0))
+    x = n.fake(n.input(2, 16, 9, 7), 0.03)
+    conv = n.op("Conv", x, weights, attrs=ConvAttrs((1, 1), (1, 1, 1, 1), (1, 1), 1))
+    graph, _ = folded(n.done(n.fake(conv, 0.04)))
+    assert graph.kinds()["QuantizedConv"] == 1
+    within(n.graph, graph, 0.0401)
+
+
+def test_depthwise_that_no_kernel_takes_stays_float() -> None:
+    n = QNet()
+    graph, report = folded(chain(n, lambda x: n.qconv(x, 24, group=24), 2, 24, 9, 7))
+    assert any("sixteens of channels" in r.reason for r in report.refused)
     assert graph.kinds()["Conv"] == 1
-    assert "DequantizeLinear" not in graph.kinds()
     within(n.graph, graph, 0.0401)
 
 

@@ -15,10 +15,10 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.quant import DequantizeAttrs, IntegerConvAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.fold_constants import FoldConstants
-from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers
+from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
 from optdnn.types import INT8, UINT8
 
-CANONICAL, MOVE = CanonicalizeIntegers(), MoveIntegers()
+CANONICAL, MOVE, RECENTRE = CanonicalizeIntegers(), MoveIntegers(), RecentreIntegers()
 
 
 def q(n: Net, x: Value, scale: float = 0.05, zero: int = 0, dtype: Any = INT8) -> Value:
@@ -151,6 +151,41 @@ def test_a_concat_of_one_scale_is_of_integers() -> None:
     assert graph.of_kind("Concat")[0].outputs[0].type.dtype == INT8
 
 
-def test_other_scales_and_float_readers_keep_the_float_form() -> None:
-    check_refused(MOVE, pooled(behind=0.04), because="has other scales in front than behind")
+def test_an_operand_of_another_scale_is_requantized_in_front() -> None:
+    done, _ = check_pass(MOVE, pooled(behind=0.04), changes=1,
+                         kinds={"DequantizeLinear": 2, "MaxPool": 1, "QuantizeLinear": 2}, promoted_changes=0)  # fmt: skip
+    assert done.of_kind("MaxPool")[0].outputs[0].type.dtype == INT8
+    n = Net()
+    a, b = n.input(1, 2, 4, name="a"), n.input(1, 3, 4, name="b")
+    y = n.op("Concat", dq(n, q(n, a, 0.04), 0.04), dq(n, q(n, b)), attrs=ConcatAttrs(1))
+    graph = n.done(dq(n, q(n, y)))
+    done = graph.copy()
+    MOVE(done)
+    assert done.kinds() == {"Concat": 1, "DequantizeLinear": 2, "QuantizeLinear": 3}
+    assert done.of_kind("Concat")[0].outputs[0].type.dtype == INT8
+    same_integers(graph, done)
+
+
+@pytest.mark.parametrize(("dtype", "zero", "other"), [(INT8, -128, UINT8), (UINT8, 128, INT8)])
+def test_integers_around_the_end_of_their_type_are_recentred(dtype: Any, zero: int, other: Any) -> None:
+    def graph(zero: int, read_too: bool = False) -> Graph:
+        n = Net()
+        x = q(n, n.input(2, 4, 5), 0.05, zero, dtype)
+        if read_too:
+            n.graph.add_output(x, "integers")
+        return n.done(n.op("Relu", dq(n, x, 0.05, zero)), n.op("Neg", dq(n, x, 0.04, zero + (3 if zero < 0 else -3))))
+
+    done, _ = check_pass(RECENTRE, graph(zero), changes=1, rules={"recentre": 1}, promoted_changes=1,
+                         kinds={"DequantizeLinear": 2, "QuantizeLinear": 1, "Relu": 1, "Neg": 1})  # fmt: skip
+    (made,) = done.of_kind("QuantizeLinear")
+    assert (made.outputs[0].type.dtype, made.input(2)) == (other, None)
+    assert {int(done.constant_value(op.inputs[2])) for op in done.of_kind("DequantizeLinear")} == {
+        0,
+        3 if zero < 0 else -3,
+    }  # type: ignore[arg-type]
+    check_untouched(RECENTRE, graph(zero + (1 if zero < 0 else -1)))
+    check_refused(RECENTRE, graph(zero, read_too=True), because="is read by others than DequantizeLinear")
+
+
+def test_float_readers_keep_the_float_form() -> None:
     check_refused(MOVE, pooled(twice=True), because="is read as well")

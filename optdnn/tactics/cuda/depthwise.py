@@ -229,7 +229,9 @@ class DepthwiseOfIntegers(Rehearsed):
         source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
         second = map_dtype(b.graph.type(op.inputs[3]).dtype) if op.input(3) is not None else ""  # type: ignore[arg-type]
         dtypes = map_dtype(x.dtype), map_dtype(op.outputs[0].type.dtype)
-        return depthwise.Problem(n, source, tuple(a.stages), dtypes[0], False, dtypes[1], second, a.zero != 0)
+        return depthwise.Problem(
+            n, source, tuple(a.stages), dtypes[0], False, dtypes[1], second, a.zero != 0, a.input_zero
+        )
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         a, problem = op.attrs, self._problem(b, op)

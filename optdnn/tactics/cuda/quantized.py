@@ -20,6 +20,7 @@ from optdnn.tactics.cuda.builder import EIGHT_BITS, Builder, Placed, channels_la
 from optdnn.tactics.cuda.conv import image, planar
 from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.quantizer import quantization
 from optdnn.tactics.cuda.tactic import OwnTactic, Rehearsed
 from optdnn.tactics.cuda.views import reshaped
 from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType
@@ -38,6 +39,28 @@ def _with_pitch(b: Builder, op: Op, x: Placed) -> Placed:
     if key not in b._copies:
         made = b.new(f"{op.outputs[0].name}.nhwc", x.dtype, x.shape, _pixels(x.shape, x.dtype))
         copy(b, op, x, made)
+        b._copies[key] = made
+    return b._copies[key]
+
+
+def _padded_image(b: Builder, op: Op, x: Placed, pads: tuple[int, ...], zero: int) -> Placed:
+    """A copy of an image with the zero point around it: TMA pads with zeros (one for all who ask)."""
+    key = (x, (*pads, zero))
+    if key not in b._copies:
+        (n, c, h, w), (top, left, bottom, right) = x.shape, pads
+        shape = (n, c, h + top + bottom, w + left + right)
+        made = b.new(f"{op.outputs[0].name}.padded", x.dtype, shape, _pixels(shape, x.dtype))
+        pitch = conv_sm90.pitch_of(x)
+        assert pitch is not None
+        reads = [
+            x,
+            b.constant(np.array([0, 0, top, left, 0, 0, bottom, right]), "pads"),
+            b.constant(np.array(zero, x.dtype), "zero"),
+        ]
+        emit_description(
+            b, op, pool_int8.recipe(x.dtype.name, b.arch), pool_int8.pad_image((n, h, w, c), pitch, (top, left, bottom, right), zero),
+            {"input": x, "output": made}, kind="Pad", attrs={"mode": "constant"}, reads=reads, writes=[made],
+        )  # fmt: skip
         b._copies[key] = made
     return b._copies[key]
 
@@ -72,19 +95,11 @@ def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | Non
     op = b.graph.op(value)
     while op.kind == "Layout" and op.inputs[0] is not None:
         op = b.graph.op(op.inputs[0])
-    if op.kind != "Pointwise" or op.inputs[0] is None:
+    found = quantization(b.graph, op)
+    if found is None or found[1].zero or found[1].dtype not in ("int8", "uint8"):
         return None
-    kinds = [s.kind for s in op.attrs.epilogue]
-    dtype = b.graph.type(op.inputs[0]).dtype
-    if kinds[-4:] != ["Div", "Round", "Clip", "Cast"] or kinds[:-4] != ([] if dtype == FP32 else ["Cast"]):
-        return None
-    scale = b.graph.constant_value(op.inputs[1])
-    plain = dtype in (FP32, FP16) and op.outputs[0].type.dtype.name in ("int8", "uint8")
-    return (
-        (op.inputs[0], float(scale.reshape(-1)[0]), op.outputs[0].type.dtype.name)
-        if plain and scale is not None and scale.size == 1
-        else None
-    )
+    source, to = found
+    return (source, to.scale, to.dtype) if b.graph.type(source).dtype in (FP32, FP16) else None
 
 
 def _stem(
@@ -167,7 +182,7 @@ def _emit(
     operands = conv_sm90.Operands(packed, pairs, out, residual)
     weight = _weight_view(packed, problem, feed)
     attrs = {k: v for k, v in attrs_dict(a).items() if k not in ("strides", "pads", "dilations", "group")}
-    attrs |= {"strides": feed.strides, "pads": feed.pads, "dilations": feed.dilations, "group": 1}
+    attrs |= {"strides": feed.strides, "pads": feed.pads, "dilations": feed.dilations, "group": 1, "input_zero": 0}
     tail = [residual] if residual is not None else []
     meaning = ("QuantizedConv", attrs, [reads, weight, pairs.view((channels, 2), (2, 1)), *tail])
     conv_sm90.launch(b, op, problem, config, [feed], operands, meaning, requantize)
@@ -211,6 +226,8 @@ class HopperQuantizedConv(Rehearsed):
             feed, x = stem
         else:
             x = _with_pitch(b, op, image(b.operand(op.inputs[0])))
+            if a.input_zero and any(pads):
+                x, pads = _padded_image(b, op, x, pads, a.input_zero), (0, 0, 0, 0)
             feed = conv_sm90.Feed(x, weight, strides, pads, dilations)
         residual = _with_pitch(b, op, image(b.operand(op.inputs[3]))) if op.input(3) is not None else None  # type: ignore[arg-type]
         between = out

@@ -19,6 +19,7 @@ struct Params {
     int height, width, vectors, out_h, out_w, pad_h, pad_w;
     int block_vectors, strips_x, strips_y, tiles_x;
     float mean_scale;
+    u32 outside;                                   // four bytes of what lies outside of an 8-bit image
     Requantize requantize;                         // of 8-bit operands
 };
 
@@ -64,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
                 #pragma unroll
                 for (int c = 0; c < COLUMNS; c++) {
                     const int x = left + c;
-                    in[c] = no_input();
+                    in[c] = no_input(p.outside);
                     if (unsigned(y) < unsigned(p.height) && unsigned(x) < unsigned(p.width))
                         in[c] = load_input(row + x * p.vectors * LANES);
                 }

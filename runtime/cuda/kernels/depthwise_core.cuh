@@ -38,10 +38,11 @@ DEVICE Input load_input(const Element* at) { return load_packed<LANES>(at); }
 DEVICE float value(const Input& v, int i) { return element(v, i); }
 #endif
 
-DEVICE Input no_input() {
+// What lies outside of the image: ``word`` is four times an 8-bit zero point, else 0.
+DEVICE Input no_input(u32 word) {
     Input v;
     #pragma unroll
-    for (int i = 0; i < LANES * OPERAND_ITEM / 4; i++) v.word[i] = 0u;
+    for (int i = 0; i < LANES * OPERAND_ITEM / 4; i++) v.word[i] = word;
     return v;
 }
 

@@ -1,4 +1,4 @@
-// Pooling of 8-bit NHWC images, and the quantization and layout change in front of a few-channel stem. All are memory-bound.
+// Pooling and padding of 8-bit NHWC images, and the quantization and layout change in front of a few-channel stem. All are memory-bound.
 //
 // generated.cuh defines KERNEL_H, KERNEL_W (max_pool), UNSIGNED (8-bit type of the images), CHANNELS, BLOCK (pack_image), IMAGE_HALF (its
 // images are fp16, else fp32).
@@ -66,6 +66,26 @@ extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __gr
         p.output[(long long)(blockIdx.y + 1) * p.words + word] = out;
 #endif
     }
+}
+
+struct PadParams {
+    const uint4* input;                            // pixels of ``pitch`` vectors of sixteen channels
+    uint4* output;                                 // pixels of ``vectors``
+    int images, height, width, pitch, vectors, out_h, out_w, top, left;
+    u32 word;                                      // four times the zero point
+};
+
+// An image with its zero point around it. One thread: sixteen channels of a pixel of the result.
+extern "C" __global__ void __launch_bounds__(256) pad_image(const __grid_constant__ PadParams p) {
+    grid_launch_dependents();
+    grid_dependency_wait();
+    const int index = blockIdx.x * 256 + threadIdx.x, vector = index % p.vectors, pixel = index / p.vectors;
+    const int x = pixel % p.out_w - p.left, y = pixel / p.out_w % p.out_h - p.top, n = pixel / p.out_w / p.out_h;
+    if (n >= p.images) return;
+    uint4 v = make_uint4(p.word, p.word, p.word, p.word);
+    if (unsigned(y) < unsigned(p.height) && unsigned(x) < unsigned(p.width))
+        v = p.input[((long long)(n * p.height + y) * p.width + x) * p.pitch + vector];
+    p.output[index] = v;
 }
 
 #if IMAGE_HALF

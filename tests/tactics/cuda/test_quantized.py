@@ -19,7 +19,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
-from optdnn.passes.integers import MoveIntegers
+from optdnn.passes.integers import MoveIntegers, RecentreIntegers
 from optdnn.runtime.program import Program, validate
 from optdnn.types import FP16
 
@@ -28,6 +28,7 @@ HOPPER = PassContext(target="cuda:sm_90a")
 
 def built(graph: Graph) -> tuple[Graph, Program]:
     copy = graph.copy()
+    RecentreIntegers()(copy, HOPPER)
     MoveIntegers()(copy, HOPPER)
     FoldQuantized()(copy, HOPPER)
     AssignLayout()(copy, HOPPER)
@@ -72,6 +73,27 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
     ),
     "uint8": lambda n: (
         n.fake(n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03, 0, np.uint8), 32), 0.04, 100, np.uint8),
+    ),
+    "zero points": lambda n: (
+        n.fake(
+            n.qconv(n.fake(n.qconv(n.fake(n.input(2, 3, 9, 7), 0.03, 117, np.uint8), 32, stride=2), 0.04, 90, np.uint8), 20),
+            0.04, -3,
+        ),
+    ),
+    "zero points, depthwise": lambda n: (
+        n.fake(
+            n.qconv(n.fake(n.qconv(n.fake(n.input(2, 32, 9, 7), 0.03, 117, np.uint8), 32, group=32), 0.04, -9), 32, 5, stride=2, group=32),
+            0.04,
+        ),
+    ),
+    "zero points, a perceptron": lambda n: (
+        n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03, 80, np.uint8), 40)), 0.03, -128), 10),
+    ),
+    "zero points, a residual block and pools": lambda n: (
+        n.fake(n.op("GlobalAveragePool", n.fake(n.pool(n.fake(n.qconv(
+            n.fake(n.qconv(x, 24, 1), 0.03, 121, np.uint8), 16, 3, epilogue=(Stage("Add", (-1, 3)),), more=[x]), 0.04, 140, np.uint8)),
+            0.04, 140, np.uint8)), 0.02, 133, np.uint8)
+        for x in [n.fake(n.input(2, 16, 9, 9), 0.03, 125, np.uint8)]
     ),
 }  # fmt: skip
 
