@@ -182,3 +182,17 @@ def test_an_interruption_ends_the_compiling_processes(tmp_path: Path, monkeypatc
         KernelCache(tmp_path).get_many(recipes, 2)
     assert len(started) == 2
     assert all(p.returncode is not None and p.returncode < 0 for p in started)
+
+
+def test_processes_that_want_the_same_kernel_at_once_all_get_it_whole(tmp_path: Path) -> None:
+    code = (
+        "import sys, hashlib\nfrom pathlib import Path\nfrom optdnn.runtime.cuda.nvrtc import KernelCache, Recipe\n"
+        f"r = Recipe({RECIPE.name!r}, {RECIPE.arch!r}, {dict(RECIPE.generated)!r})\n"
+        "sys.stdin.readline()\nprint(hashlib.sha256(KernelCache(Path(sys.argv[1])).get(r)).hexdigest())"
+    )
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) for _ in range(3)]
+    found = {process.communicate("go\n")[0] for process in running}
+    assert len(found) == 1
+    assert found != {""}
+    assert [file.name for file in tmp_path.iterdir()] == [f"{RECIPE.key()}.cubin"]

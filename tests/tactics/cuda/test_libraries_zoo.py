@@ -45,6 +45,8 @@ def tactics_of(program: Program) -> set[str]:
 def test_a_missing_library_only_removes_tactics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = network(name)
     own = lowered(graph, target="cuda:sm_90a", tactics="own", no_cubins=True)
+    memory = own.meta["memory"]
+    assert memory["live_bytes"] <= memory["arena_bytes"] <= 1.1 * memory["live_bytes"]
     monkeypatch.setattr(providers, "why_not", lambda: None)  # as on a machine with a GPU
     for absent in ({"cudnn", "cublaslt"}, {"cudnn"}, set()):
         monkeypatch.setattr(providers, "present", lambda library, absent=absent: library not in absent)
