@@ -17,7 +17,7 @@ from optdnn.errors import EngineError, InputError, ShapeError, UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.ranges import DimRange, InputShapes, input_shapes, parse_dims, parse_shapes
 from optdnn.runtime.format import decode, encode
-from optdnn.tactics.cpu import typical_sizes
+from optdnn.tactics.cpu_library import typical_sizes
 
 
 @pytest.mark.parametrize(

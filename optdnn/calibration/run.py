@@ -262,7 +262,8 @@ class _Runner:
 
     def _engine(self, group: Sequence[Value]) -> Any:
         """An engine whose outputs are these values under their own names; None: NumPy runs them."""
-        from optdnn.tactics.cpu import LIBRARIES, compile_with
+        from optdnn.tactics.cpu import compile_with
+        from optdnn.tactics.cpu_library import LIBRARIES
 
         exposed = self.graph.copy()
         for i in list(exposed.outputs):

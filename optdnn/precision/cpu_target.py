@@ -22,7 +22,8 @@ from optdnn.runtime.engine import Engine
 from optdnn.runtime.feeds import random_feeds as engine_feeds
 from optdnn.runtime.machine import machine, usable_cores
 from optdnn.tactics.base import REST_SECONDS
-from optdnn.tactics.cpu import LIBRARIES, choose, compile_with, typical_sizes
+from optdnn.tactics.cpu import choose, compile_with
+from optdnn.tactics.cpu_library import LIBRARIES, typical_sizes
 from optdnn.tactics.timing_cache import TimingCache
 from optdnn.types import Array
 

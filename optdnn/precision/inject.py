@@ -17,7 +17,8 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.lower import lower_reference
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import usable_cores
-from optdnn.tactics.cpu import LIBRARIES, compile_with
+from optdnn.tactics.cpu import compile_with
+from optdnn.tactics.cpu_library import LIBRARIES
 from optdnn.types import Array
 
 

@@ -16,7 +16,7 @@ from optdnn.precision.pins import pinned
 from optdnn.precision.search import Node, Problem
 from optdnn.precision.sensitivity import Sensitivities
 from optdnn.precision.targets import Way, assigned, base_of, machine_of
-from optdnn.tactics.cpu import typical_sizes
+from optdnn.tactics.cpu_library import typical_sizes
 from optdnn.types import FP32
 
 

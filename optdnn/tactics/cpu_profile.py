@@ -23,7 +23,7 @@ from optdnn.runtime.cpu.library import Settings
 from optdnn.runtime.cpu.onnxruntime import OnnxRuntimeModel
 from optdnn.runtime.cpu.openvino import OpenVinoModel
 from optdnn.tactics.base import REST_SECONDS
-from optdnn.tactics.cpu import LIBRARIES
+from optdnn.tactics.cpu_library import LIBRARIES
 from optdnn.types import Array
 
 WARM_RUNS = 12

@@ -11,7 +11,7 @@ from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import Attrs
 from optdnn.tactics.base import Measured
-from optdnn.tactics.cpu import _check
+from optdnn.tactics.cpu_check import check
 from optdnn.types import FP32, Array, tensor
 
 
@@ -37,7 +37,7 @@ def network(steep: bool) -> Graph:
 
 def judge(steep: bool, error: float) -> tuple[Any, Any]:
     graph = network(steep)
-    return _check(graph, {"fake/1t": Fake(graph, error)}, random_feeds(graph, seed=1), "fp32")  # type: ignore[dict-item]
+    return check(graph, {"fake/1t": Fake(graph, error)}, random_feeds(graph, seed=1), "fp32")  # type: ignore[dict-item]
 
 
 def test_right_results_pass_without_a_word() -> None:

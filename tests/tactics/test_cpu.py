@@ -20,7 +20,8 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.table import OPDEFS
 from optdnn.runtime.engine import Engine
 from optdnn.tactics import cpu
-from optdnn.tactics.cpu import LIBRARIES, choose
+from optdnn.tactics.cpu import choose
+from optdnn.tactics.cpu_library import LIBRARIES, Contender, Library
 from optdnn.tactics.timing_cache import TimingCache
 from optdnn.types import Array, tensor
 
@@ -152,8 +153,8 @@ def test_a_tactic_with_wrong_results_never_wins(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_missing_library_is_a_row_and_two_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"openvino": None, "onnxruntime": cpu.LIBRARIES["onnxruntime"].version()}
-    monkeypatch.setattr(cpu.Library, "version", lambda self: versions[self.name])
+    versions = {"openvino": None, "onnxruntime": LIBRARIES["onnxruntime"].version()}
+    monkeypatch.setattr(Library, "version", lambda self: versions[self.name])
     choice = choose(network(), options(), TimingCache(), {})
     assert {r.name: r.refused for r in choice.rows if r.refused} == {
         "openvino": "not installed: pip install 'optdnn[cpu]'"
@@ -188,14 +189,14 @@ def test_a_filled_cache_decides_without_measuring(tmp_path: Path, monkeypatch: p
 
 def test_other_weights_of_the_same_shapes_share_a_time_but_another_network_does_not() -> None:
     graph, other = network(), network()
-    assert cpu._Contender(graph, LIBRARIES["openvino"], "fp32").key(1) == cpu._Contender(
+    assert Contender(graph, LIBRARIES["openvino"], "fp32").key(1) == Contender(
         other, LIBRARIES["openvino"], "fp32"
     ).key(1)
     other.add_output(other.of_kind("Softsign")[0].value, "z")
-    assert cpu._Contender(graph, LIBRARIES["openvino"], "fp32").key(1) != cpu._Contender(
+    assert Contender(graph, LIBRARIES["openvino"], "fp32").key(1) != Contender(
         other, LIBRARIES["openvino"], "fp32"
     ).key(1)
-    keys = {cpu._Contender(graph, LIBRARIES["openvino"], p).key(n) for p in ("fp32", "bf16") for n in (1, 2)}
+    keys = {Contender(graph, LIBRARIES["openvino"], p).key(n) for p in ("fp32", "bf16") for n in (1, 2)}
     assert len(keys) == 4
 
 

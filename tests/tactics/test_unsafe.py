@@ -14,7 +14,7 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.ops.table import OPDEFS
-from optdnn.tactics.cpu import LIBRARIES
+from optdnn.tactics.cpu_library import LIBRARIES
 from optdnn.tactics.unsafe import PARAMETERS, data_dependent, onnxruntime_must_not, openvino_must_not
 from optdnn.types import DTYPES, FP32, INT64, TensorType, tensor
 
