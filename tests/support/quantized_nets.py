@@ -10,11 +10,15 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.base import Stage
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.types import FP16
 from support.net import Net
 
 
@@ -121,3 +125,65 @@ NARROWED: dict[str, Callable[[], Graph]] = {
     "attention to int8": lambda: attention_network(np.int8, size=64),
 }
 """Networks whose float kernels give results in 8 bits."""
+
+
+def residual_block(n: QNet, x: Value) -> Value:
+    a = n.fake(n.qconv(x, 24, epilogue=(Stage("Relu", (-1,)),)), 0.03)
+    return n.fake(n.qconv(a, 16, 1, epilogue=(Stage("Add", (-1, 3)), Stage("Relu", (-2,))), more=[x]), 0.04)
+
+
+NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
+    "a residual block": lambda n: (residual_block(n, n.fake(n.input(2, 16, 9, 7), 0.03)),),
+    "odd channels": lambda n: (n.fake(n.qconv(n.fake(n.qconv(n.fake(n.input(2, 3, 9, 7), 0.03), 21), 0.04), 5), 0.05),),
+    "a strided convolution, float result": lambda n: (n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 24, stride=2),),
+    "pools": lambda n: (
+        n.fake(n.op("GlobalAveragePool", n.fake(n.pool(n.fake(n.qconv(n.fake(n.input(2, 16, 9, 9), 0.03), 32), 0.04)), 0.04)), 0.02),
+    ),
+    "concatenation in place": lambda n: (
+        n.qconv(
+            n.fake(
+                n.op("Concat", *(n.fake(n.qconv(x, c), 0.04) for x in [n.fake(n.input(2, 16, 6, 6), 0.03)] for c in (16, 24)),
+                     attrs=ConcatAttrs(1)),
+                0.04,
+            ),
+            16,
+        ),
+    ),
+    "a stem": lambda n: (n.fake(n.pool(n.fake(n.qconv(n.fake(n.input(2, 3, 34, 30), 0.03), 16, 7, stride=2), 0.04)), 0.04),),
+    "depthwise": lambda n: (
+        n.fake(n.qconv(n.fake(n.qconv(n.fake(n.input(2, 32, 9, 7), 0.03), 32, group=32), 0.04), 32, 5, stride=2, group=32), 0.04),
+    ),
+    "depthwise, float result": lambda n: (
+        n.op("Relu", n.op("Cast", n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 16, group=16), attrs=CastAttrs(FP16))),
+    ),
+    "a perceptron": lambda n: (n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03), 40)), 0.03), 10),),
+    "rows of three axes": lambda n: (n.fake(n.qmatmul(n.fake(n.input(3, 5, 32), 0.03), 24), 0.04),),
+    "addition": lambda n: (
+        n.q(n.op("Add", n.fake(n.input(2, 16, 5, 5), 0.03), n.fake(n.input(2, 16, 5, 5, name="b"), 0.05)), 0.06),
+    ),
+    "uint8": lambda n: (
+        n.fake(n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03, 0, np.uint8), 32), 0.04, 100, np.uint8),
+    ),
+    "zero points": lambda n: (
+        n.fake(
+            n.qconv(n.fake(n.qconv(n.fake(n.input(2, 3, 9, 7), 0.03, 117, np.uint8), 32, stride=2), 0.04, 90, np.uint8), 20),
+            0.04, -3,
+        ),
+    ),
+    "zero points, depthwise": lambda n: (
+        n.fake(
+            n.qconv(n.fake(n.qconv(n.fake(n.input(2, 32, 9, 7), 0.03, 117, np.uint8), 32, group=32), 0.04, -9), 32, 5, stride=2, group=32),
+            0.04,
+        ),
+    ),
+    "zero points, a perceptron": lambda n: (
+        n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03, 80, np.uint8), 40)), 0.03, -128), 10),
+    ),
+    "zero points, a residual block and pools": lambda n: (
+        n.fake(n.op("GlobalAveragePool", n.fake(n.pool(n.fake(n.qconv(
+            n.fake(n.qconv(x, 24, 1), 0.03, 121, np.uint8), 16, 3, epilogue=(Stage("Add", (-1, 3)),), more=[x]), 0.04, 140, np.uint8)),
+            0.04, 140, np.uint8)), 0.02, 133, np.uint8)
+        for x in [n.fake(n.input(2, 16, 9, 9), 0.03, 125, np.uint8)]
+    ),
+}  # fmt: skip
+"""8-bit networks of convolutions, products, pools and additions, exact to the bit: what makes their last values."""

@@ -1,4 +1,4 @@
-"""Float kernels that give 8-bit results, on a GPU: every launch does what its step means, to one step of the result."""
+"""8-bit results on a GPU: every launch does what its step means, integers to the bit; what floats were rounded to, to one step."""
 
 from __future__ import annotations
 
@@ -6,23 +6,37 @@ from typing import Any
 
 import pytest
 from support.needs import why_no_hopper
-from support.quantized_nets import NARROWED
+from support.quantized_nets import NARROWED, NETS, QNet
 from support.simulated import feeds_of
 
 from optdnn.config import BuildOptions
+from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
+from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
-from optdnn.runtime.cuda.check import check_steps
+from optdnn.passes.integers import MoveIntegers, RecentreIntegers
+from optdnn.runtime.cuda.check import StepError, check_steps
 from optdnn.runtime.engine import Engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+TARGET = "cuda:sm_90a"
+
+
+def errors(graph: Graph) -> list[StepError]:
+    for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
+        one(graph, PassContext(target=TARGET))
+    context: Any = Engine(lower_cuda(graph, BuildOptions(target=TARGET), TARGET, {})).context()
+    return check_steps(context, feeds_of(graph))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_integers_are_exact(name: str) -> None:
+    n = QNet()
+    for e in errors(n.done(*NETS[name](n))):
+        assert e.error <= (1e-6 if e.kind in ("Pointwise", "Copy") else 0), e  # their results are the network's floats
 
 
 @pytest.mark.parametrize("name", NARROWED)
-def test_every_launch_does_what_its_step_means(name: str) -> None:
-    graph = NARROWED[name]()
-    FoldQuantized()(graph, PassContext(target="cuda:sm_90a"))
-    program = lower_cuda(graph, BuildOptions(target="cuda:sm_90a"), "cuda:sm_90a", {})
-    context: Any = Engine(program).context()
-    assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 4e-3]
+def test_narrowed_floats_are_within_a_step(name: str) -> None:
+    assert not [e for e in errors(NARROWED[name]()) if not e.error < 4e-3]
