@@ -132,12 +132,27 @@ def residual_block(n: QNet, x: Value) -> Value:
     return n.fake(n.qconv(a, 16, 1, epilogue=(Stage("Add", (-1, 3)), Stage("Relu", (-2,))), more=[x]), 0.04)
 
 
+def shifted_depthwise(n: QNet, x: Value) -> Value:
+    y = n.fake(n.qconv(x, 32, group=32), 0.04, -9)
+    return n.fake(n.qconv(y, 32, 5, stride=2, group=32), 0.04)
+
+
+def shifted_block(n: QNet, x: Value) -> Value:
+    wide = n.fake(n.qconv(x, 24, 1), 0.03, 121, np.uint8)
+    y = n.fake(n.qconv(wide, 16, 3, epilogue=(Stage("Add", (-1, 3)),), more=[x]), 0.04, 140, np.uint8)
+    pooled = n.fake(n.pool(y), 0.04, 140, np.uint8)
+    return n.fake(n.op("GlobalAveragePool", pooled), 0.02, 133, np.uint8)
+
+
 NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
     "a residual block": lambda n: (residual_block(n, n.fake(n.input(2, 16, 9, 7), 0.03)),),
     "odd channels": lambda n: (n.fake(n.qconv(n.fake(n.qconv(n.fake(n.input(2, 3, 9, 7), 0.03), 21), 0.04), 5), 0.05),),
     "a strided convolution, float result": lambda n: (n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 24, stride=2),),
     "pools": lambda n: (
-        n.fake(n.op("GlobalAveragePool", n.fake(n.pool(n.fake(n.qconv(n.fake(n.input(2, 16, 9, 9), 0.03), 32), 0.04)), 0.04)), 0.02),
+        n.fake(
+            n.op("GlobalAveragePool", n.fake(n.pool(n.fake(n.qconv(n.fake(n.input(2, 16, 9, 9), 0.03), 32), 0.04)), 0.04)),
+            0.02,
+        ),
     ),
     "concatenation in place": lambda n: (
         n.qconv(
@@ -170,20 +185,10 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
             0.04, -3,
         ),
     ),
-    "zero points, depthwise": lambda n: (
-        n.fake(
-            n.qconv(n.fake(n.qconv(n.fake(n.input(2, 32, 9, 7), 0.03, 117, np.uint8), 32, group=32), 0.04, -9), 32, 5, stride=2, group=32),
-            0.04,
-        ),
-    ),
+    "zero points, depthwise": lambda n: (shifted_depthwise(n, n.fake(n.input(2, 32, 9, 7), 0.03, 117, np.uint8)),),
     "zero points, a perceptron": lambda n: (
         n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03, 80, np.uint8), 40)), 0.03, -128), 10),
     ),
-    "zero points, a residual block and pools": lambda n: (
-        n.fake(n.op("GlobalAveragePool", n.fake(n.pool(n.fake(n.qconv(
-            n.fake(n.qconv(x, 24, 1), 0.03, 121, np.uint8), 16, 3, epilogue=(Stage("Add", (-1, 3)),), more=[x]), 0.04, 140, np.uint8)),
-            0.04, 140, np.uint8)), 0.02, 133, np.uint8)
-        for x in [n.fake(n.input(2, 16, 9, 9), 0.03, 125, np.uint8)]
-    ),
+    "zero points, a residual block and pools": lambda n: (shifted_block(n, n.fake(n.input(2, 16, 9, 9), 0.03, 125, np.uint8)),),
 }  # fmt: skip
 """8-bit networks of convolutions, products, pools and additions, exact to the bit: what makes their last values."""
