@@ -150,6 +150,13 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="SECONDS",
             help="Bound tuning on a GPU, and the search of precision auto.",
         ),
+        click.option(
+            "--streams",
+            default="auto",
+            metavar="N",
+            show_default=True,
+            help="On GPUs: streams for independent steps (auto: several where measured to be faster).",
+        ),
         click.option("--row-invariant", is_flag=True, help="On GPUs: the same bits for a row, whatever the batch."),
     ]
     for decorate in reversed(decorators):

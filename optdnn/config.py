@@ -24,6 +24,8 @@ TARGETS = (
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 """All that a node can be asked for, the most accurate first."""
 AUTO = "auto"
+STREAMS = 8
+"""Most streams that can be asked for."""
 QUANTIZED = frozenset({"int8", "fp8"})
 """Precisions that need scales, and so calibration; "int8+fp16" asks for fp16 where there is no int8."""
 CALIBRATORS = ("mse", "entropy", "percentile", "minmax")
@@ -46,7 +48,8 @@ class BuildOptions:
     ``tactics="heuristic"`` trusts the cost model; "own", "cudnn" or "cublaslt" (or several, separated by commas) restrict to
     those kernels, "heuristic,cudnn" without measuring them; ``row_invariant`` restricts to those that give a row of a batch the
     same bits whatever the batch; ``no_cubins`` keeps the recipes of kernels alone, and ``strict`` refuses a network that would
-    need steps on the CPU.
+    need steps on the CPU; ``streams`` is on how many streams independent steps may run side by side: 1, more (wherever that is
+    predicted to gain), or "auto" (where tuning measures that the network is faster so).
 
     ``values`` maps input names to what they always are: the engine has no such inputs, and sizes that depend on them are known.
 
@@ -80,6 +83,7 @@ class BuildOptions:
     no_cubins: bool = False
     row_invariant: bool = False
     strict: bool = False
+    streams: int | str = AUTO
     values: Mapping[str, Any] = field(default_factory=dict)
     calib: Any = None
     calibrator: str = "mse"
@@ -109,6 +113,7 @@ class BuildOptions:
         object.__setattr__(self, "shapes", input_shapes(self.shapes))
         if not isinstance(self.values, Mapping) or any(not isinstance(n, str) for n in self.values):
             raise UsageError(f"values must map names of inputs to arrays, not {self.values!r}")
+        object.__setattr__(self, "streams", _streams(self.streams))
         for name in ("opt_level", "threads", "workspace"):
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         _among("target", self.target, TARGETS)
@@ -158,6 +163,8 @@ class BuildOptions:
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
         if self.strict and not gpu and not auto:
             raise UsageError(f"strict is for GPUs, not for target {self.target!r}", hint="leave --strict out")
+        if self.streams not in (1, AUTO) and not gpu and not auto:
+            raise UsageError(f"streams are for GPUs, not for target {self.target!r}", hint="leave --streams out")
         if not 0 <= self.opt_level <= 3:
             raise UsageError(f"opt-level {self.opt_level} is not one of 0, 1, 2, 3")
         for name, value in (("threads", self.threads), ("workspace", self.workspace), ("budget", self.budget)):
@@ -200,6 +207,18 @@ def _path(name: str, value: Any) -> Path | None:
         return None if value is None else Path(os.fsdecode(value))
     except TypeError:
         raise UsageError(f"{name} must be a path, not {value!r}") from None
+
+
+def _streams(value: Any) -> int | str:
+    if value == AUTO:
+        return AUTO
+    try:
+        found = int(value) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
+        found = 0
+    if not 1 <= found <= STREAMS:
+        raise UsageError(f"streams must be auto or a number from 1 to {STREAMS}, not {value!r}")
+    return found
 
 
 def _integer(name: str, value: Any) -> int | None:

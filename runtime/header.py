@@ -14,7 +14,7 @@ from typing import Any
 
 from optdnn.errors import EngineError, InternalError
 from optdnn.ranges import DimRange, Profile
-from optdnn.runtime.program import Buffer, ByValue, Dynamic, Kernel, Plain, Program, Source, Step
+from optdnn.runtime.program import Buffer, ByValue, Dynamic, Kernel, Plain, Program, Slot, Source, Step
 from optdnn.types import DTYPES, DType, TensorSpec, dtype_name
 
 NAME_LIMIT = 1 << 16
@@ -87,6 +87,7 @@ def _program_to_plain(program: Program) -> dict[str, Plain]:
         ],
         "target": program.target,
         **({"kernels": [_kernel_to_plain(k) for k in program.kernels]} if program.kernels else {}),
+        **({"lanes": [[s.lane, *s.after] for s in program.lanes]} if program.lanes else {}),
         **({"profiles": [_profile_to_plain(p) for p in program.profiles]} if program.profiles else {}),
         **({"dynamic": _dynamic_to_plain(program.dynamic)} if program.dynamic is not None else {}),
         **({"by_value": _by_value_to_plain(program.by_value)} if program.by_value is not None else {}),
@@ -186,8 +187,8 @@ def from_json(value: Plain) -> Plain:
 def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
     """The program (its list of blobs still empty) and the table of its blobs. Raises EngineError.
 
-    ``minor`` is the file's: 1.1 added "kernels", 1.2 "profiles" and "dynamic", 1.3 "by_value"; a program is written in the
-    oldest format that holds it.
+    ``minor`` is the file's: 1.1 added "kernels", 1.2 "profiles" and "dynamic", 1.3 "by_value", 1.4 "lanes"; a program is written
+    in the oldest format that holds it.
     """
     try:
         parsed = json.loads(text)
@@ -228,6 +229,7 @@ def _program(value: Any, minor: int, escaped: bool, where: str = "the header") -
         profiles=tuple(_profile(p) for p in _list(h.get("profiles", []), "profiles")),
         dynamic=_dynamic(h["dynamic"], minor, escaped) if "dynamic" in optional else None,
         by_value=_by_value(h["by_value"], escaped) if "by_value" in optional else None,
+        lanes=tuple(_slot(s) for s in _list(h.get("lanes", []), "lanes")),
     )
 
 
@@ -322,6 +324,13 @@ def _kernel(value: Any) -> Kernel:
     )
 
 
+def _slot(value: Any) -> Slot:
+    lane, *after = (
+        _size(n, "a step's place in the lanes") for n in (_list(value, "a step's place in the lanes") or [None])
+    )
+    return Slot(lane, tuple(after))
+
+
 def _profile(value: Any) -> Profile:
     if not isinstance(value, dict):
         raise EngineError("a profile is not a table")
@@ -334,13 +343,14 @@ def _profile(value: Any) -> Profile:
     return found
 
 
-OPTIONAL_KEYS = {"kernels": 1, "profiles": 2, "dynamic": 2, "by_value": 3}
+OPTIONAL_KEYS = {"kernels": 1, "profiles": 2, "dynamic": 2, "by_value": 3, "lanes": 4}
 """Key of the header -> the minor version that added it."""
 
 
 def minor_of(program: Program) -> int:
     """The oldest minor version of the format that holds a program."""
-    return max((since for key, since in OPTIONAL_KEYS.items() if getattr(program, key)), default=0)
+    own = max((since for key, since in OPTIONAL_KEYS.items() if getattr(program, key)), default=0)
+    return max([own, *(minor_of(p) for p in (program.dynamic.plans if program.dynamic is not None else ()))])
 
 
 _HEADER_KEYS = frozenset(

@@ -56,6 +56,17 @@ class Step:
     src: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Slot:
+    """When a kernel of a GPU's program may begin: after the step before it in its lane (a stream), and after the earlier steps
+    of other lanes in ``after``, in ascending order."""
+
+    lane: int
+    after: tuple[int, ...] = ()
+
+
+LANES = 16
+"""Most lanes of a program."""
 WRITE_PARTS = ("cuda", "copy")
 """Executors whose steps may write a part of a buffer."""
 
@@ -146,6 +157,9 @@ class Program:
     """Set where this program, of fixed shapes, is the first plan of an engine for the shapes of ``profiles``."""
     by_value: ByValue | None = None
     """Set where plans for the values of some inputs can be made; this program is right for all values."""
+    lanes: tuple[Slot, ...] = ()
+    """One for each step where independent steps may run side by side; empty: each step waits for the one before. The steps'
+    own order is always one in which they can be run one by one."""
 
 
 def validate(program: Program) -> None:
@@ -204,6 +218,7 @@ def validate(program: Program) -> None:
                     parts.add(i)
     for spec, i in program.outputs:
         _require(written[i], f"nothing writes output {spec.name!r}")
+    _check_lanes(program)
     if program.dynamic is not None:
         _check_plans(program, program.dynamic)
     if program.by_value is not None:
@@ -214,6 +229,23 @@ def validate(program: Program) -> None:
             f"plans by the value of {strange[:1]}, no input of fixed shape",
         )
         _check_source(program, program.by_value.source)
+
+
+def _check_lanes(program: Program) -> None:
+    """Each step has a slot, lanes are numbered as they begin, and steps wait for earlier steps of other lanes alone."""
+    lanes, known = program.lanes, 0
+    _require(len(lanes) in (0, len(program.steps)), f"{len(lanes)} slots in lanes for {len(program.steps)} steps")
+    for k, slot in enumerate(lanes):
+        _require(0 <= slot.lane <= min(known, LANES - 1), f"step {k} is in lane {slot.lane}, which nothing begins")
+        known = max(known, slot.lane + 1)
+        ascending = all(a < b for a, b in zip(slot.after, slot.after[1:], strict=False))
+        earlier = all(0 <= d < k for d in slot.after)
+        _require(
+            ascending and earlier, f"step {k} waits for steps {list(slot.after)}, which are not earlier ones in order"
+        )
+        own = [d for d in slot.after if lanes[d].lane == slot.lane]
+        _require(not own, f"step {k} waits for step {own[:1]} of its own lane, as it does anyway")
+    _require(known != 1, "all steps are in one lane: that needs no slots")
 
 
 def _check_plans(program: Program, dynamic: Dynamic) -> None:

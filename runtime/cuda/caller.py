@@ -28,20 +28,21 @@ class Called:
 
 
 class Caller:
-    """Everything that one context needs to make its calls; they run one after the other, so one scratch memory serves all.
+    """Everything that one context needs to make its calls: ``calls`` are pairs of an operation and the lane it runs in. Those of
+    one lane run one after the other, so one scratch memory serves all of them.
 
     Raises MissingDependency for an absent library, RunError where one refuses an operation.
     """
 
-    def __init__(self, operations: Iterable[Operation]):
+    def __init__(self, calls: Iterable[tuple[Operation, int]]):
         self._handles: dict[str, Any] = {}
         self._prepared: dict[Operation, _Prepared] = {}
-        for operation in operations:
+        sizes: dict[int, int] = {}
+        for operation, lane in calls:
             if operation not in self._prepared:
                 self._prepared[operation] = self._handle(operation.library).prepare(operation)
-        self.scratch = DeviceMemory(
-            max((p.workspace for p in self._prepared.values()), default=0), "libraries' scratch"
-        )
+            sizes[lane] = max(sizes.get(lane, 0), self._prepared[operation].workspace)
+        self.scratch = {lane: DeviceMemory(size, "libraries' scratch") for lane, size in sizes.items()}
 
     def _handle(self, library: str) -> Any:
         if library not in self._handles:
@@ -57,6 +58,6 @@ class Caller:
         """Library -> its version, of those that are called."""
         return {name: handle.version for name, handle in self._handles.items()}
 
-    def call(self, operation: Operation, addresses: Mapping[str, int], label: str) -> Called:
-        """An operation of those given at the beginning, on these addresses."""
-        return Called(self._prepared[operation].bind(addresses, self.scratch.pointer), label)
+    def call(self, operation: Operation, addresses: Mapping[str, int], label: str, lane: int = 0) -> Called:
+        """An operation of those given at the beginning (for this lane), on these addresses."""
+        return Called(self._prepared[operation].bind(addresses, self.scratch[lane].pointer), label)

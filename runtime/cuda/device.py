@@ -166,17 +166,19 @@ class Launch:
             attributes.append(attribute)
         config.attrs = attributes
         config.numAttrs = len(attributes)
-        self._config = config
+        self._config, self._attributes, self.dependent = config, len(attributes), dependent
 
     @property
     def parameters_address(self) -> int:
         """Address of the array of addresses of the parameters, as the driver takes them; valid while this object lives."""
         return ctypes.addressof(self._pointers)
 
-    def enqueue(self, stream: int) -> None:
-        """Launch on the stream with this handle (an int, as array libraries expose it)."""
+    def enqueue(self, stream: int, *, early: bool = True) -> None:
+        """Launch on the stream with this handle (an int, as array libraries expose it); not ``early``: when all it depends on has
+        ended, even where it is a dependent launch."""
         cu = driver()
         self._config.hStream = cu.CUstream(stream)
+        self._config.numAttrs = self._attributes - (self.dependent and not early)  # that one is the last
         result = cu.cuLaunchKernelEx(self._config, self.function.handle, self.parameters_address, 0)
         check(f"cuLaunchKernelEx of {self.label}", result)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, Protocol
 
@@ -17,6 +17,10 @@ class Enqueued(Protocol):
 
     def enqueue(self, stream: int) -> None:
         """Enqueue it on the stream with this handle."""
+
+
+Waits = Sequence[Sequence[int]]
+"""For each launch of a graph those that it waits for."""
 
 
 class Stream:
@@ -33,21 +37,41 @@ class Stream:
 
 
 class _Template:
-    """A captured CUDA graph, not instantiated, and its node of each launch."""
+    """A captured CUDA graph, not instantiated, and its nodes of each launch that others wait for (one, but for libraries' calls).
 
-    def __init__(self, launches: Iterable[Enqueued], stream: Stream):
+    With ``waits`` the stream is told before each launch what that depends on. A launch that waits for a single other gets a
+    programmatic edge where it asks for one; one that waits for several begins when all have ended.
+    """
+
+    def __init__(self, launches: Iterable[Enqueued], stream: Stream, waits: Waits | None = None):
         cu = driver()
-        self.nodes: list[Any] = []
+        self.nodes: list[list[Any]] = []
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         check("cuStreamBeginCapture", cu.cuStreamBeginCapture(stream.handle, mode))
         try:
-            for launch in launches:
-                launch.enqueue(stream.handle)
+            for k, launch in enumerate(launches):
+                if waits is None:
+                    launch.enqueue(stream.handle)
+                else:
+                    self._depend([node for w in waits[k] for node in self.nodes[w]], stream)
+                    if isinstance(launch, Launch):
+                        launch.enqueue(stream.handle, early=len(waits[k]) == 1)
+                    else:
+                        launch.enqueue(stream.handle)
                 _, _, _, last, *_ = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream.handle))
-                self.nodes.append(last[0] if last else None)  # what a next launch would depend on: this one alone
+                self.nodes.append(list(last))  # what a next launch would depend on: this one alone
         finally:
             self.graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
         weakref.finalize(self, _destroy, self.graph)
+
+    @staticmethod
+    def _depend(nodes: Sequence[Any], stream: Stream) -> None:
+        """What is captured next depends on these nodes."""
+        cu = driver()
+        whole = cu.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
+        edges = [cu.CUgraphEdgeData() for _ in nodes]
+        result = cu.cuStreamUpdateCaptureDependencies(stream.handle, list(nodes), edges, len(nodes), whole)
+        check("cuStreamUpdateCaptureDependencies", result)
 
 
 def _destroy(graph: Any) -> None:
@@ -58,12 +82,13 @@ def _destroy(graph: Any) -> None:
 class Graph:
     """An instantiated CUDA graph of ``launches`` in order.
 
-    They are captured from one stream, so each depends on the one before; those that ask for it get a programmatic edge.
+    They are captured from one stream, so each depends on the one before, or with ``waits`` on those it names (numbers of earlier
+    launches, for each launch); those that ask for it get a programmatic edge.
     """
 
-    def __init__(self, launches: Iterable[Enqueued], stream: Stream):
+    def __init__(self, launches: Iterable[Enqueued], stream: Stream, waits: Waits | None = None):
         self.launches = tuple(launches)  # their parameter buffers were copied, their functions must stay loaded
-        self._template = _Template(self.launches, stream)
+        self._template = _Template(self.launches, stream, waits)
         self._executable = self._instantiate()
 
     def _instantiate(self) -> Any:
@@ -77,7 +102,7 @@ class Graph:
         found.launches = tuple(changed.get(k, launch) for k, launch in enumerate(self.launches))
         found._executable = self._instantiate()
         for k, launch in changed.items():
-            node = self._template.nodes[k]
+            (node,) = self._template.nodes[k]
             parameters = check("cuGraphKernelNodeGetParams", cu.cuGraphKernelNodeGetParams(node))
             parameters.kernelParams = launch.parameters_address
             result = cu.cuGraphExecKernelNodeSetParams(found._executable, node, parameters)

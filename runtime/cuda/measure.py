@@ -325,7 +325,7 @@ def profile_gpu(
     launches, stream = context.launches({}), context.stream
     ends = [0.0]
     for k in range(1, len(launches) + 1):
-        graph = Graph(launches[:k], stream)
+        graph = Graph(launches[:k], stream, context.runner.waits)
         times = time_runs(partial(graph.replay, stream), stream, warmup=3, repeats=repeats, inner=inner)
         graph.close()
         ends.append(statistics.median(times) * 1e3)

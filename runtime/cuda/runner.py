@@ -42,6 +42,7 @@ from optdnn.runtime.host import (
     parse_host,
     run_host,
 )  # fmt: skip
+from optdnn.runtime.lanes import check_lanes, waits_of
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.signature import Signature
 from optdnn.types import Array
@@ -62,6 +63,8 @@ class CudaRunner:
         self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
         self.on_host = host_buffers(program)
         self.steps = [_parsed(step, program, self.on_host) for step in program.steps]
+        check_lanes(program)
+        self.waits = waits_of(program.lanes)
         fact: dict[str, Plain] = {"executor": "cuda", "arch": program.target.partition(":")[2]}
         self.facts: tuple[Mapping[str, Plain], ...] = tuple(
             {**fact, "op": s.meaning.kind, "kernel": kernel_of(s, program)} if isinstance(s, CudaStep) else facts(s)
@@ -114,13 +117,21 @@ class CudaContext:
             i: PinnedMemory(p.buffers[i].nbytes or 0) for i in sorted(outside | moved) if p.buffers[i].blob is None
         }
         self._values = self._host_values()
-        calls = [s.launch for s in runner.steps if isinstance(s, CudaStep) and isinstance(s.launch, LibraryCall)]
-        self._caller = Caller(call.operation for call in calls)
+        self._caller = Caller(
+            (s.launch.operation, self._lane(k))
+            for k, s in enumerate(runner.steps)
+            if isinstance(s, CudaStep) and isinstance(s.launch, LibraryCall)
+        )
         self.stream = Stream()
         self._first: Graph | None = None
         self._streams: set[int] = set()
         self._graphs: dict[tuple[int, ...], Graph | Chain] = {}
         self._lock = threading.Lock()
+
+    def _lane(self, k: int) -> int:
+        """The lane of a step."""
+        lanes = self.runner.program.lanes
+        return lanes[k].lane if lanes else 0
 
     # ---------------------------------------------------------------- launches
 
@@ -157,7 +168,7 @@ class CudaContext:
         operands = (*step.inputs, *step.outputs)
         if isinstance(launch, LibraryCall):
             at = {name: self.address(operands[i], given) + offset for name, (i, offset) in launch.operands.items()}
-            return self._caller.call(launch.operation, at, parsed.label)
+            return self._caller.call(launch.operation, at, parsed.label, self._lane(k))
         block = bytearray(launch.parameters)
         for r in launch.relocations:
             pointer = self.address(operands[r.operand], given) + r.offset
@@ -240,7 +251,7 @@ class CudaContext:
         if any(isinstance(s, HostPlan) for s in self.runner.steps):
             return self._chain(given)
         if self._first is None:
-            self._first = Graph(self.launches({}), self.stream)
+            self._first = Graph(self.launches({}), self.stream, self.runner.waits)
         changed = {
             k: self._launch(k, parsed, given)
             for k, (step, parsed) in enumerate(zip(self.runner.program.steps, self.runner.steps, strict=True))
@@ -248,7 +259,7 @@ class CudaContext:
         }
         kernels = {k: launch for k, launch in changed.items() if isinstance(launch, Launch)}
         if len(kernels) < len(changed):  # what nodes a library made is its own affair: those are captured again
-            return Graph(self.launches(given), self.stream)
+            return Graph(self.launches(given), self.stream, self.runner.waits)
         return self._first.moved(kernels)
 
     def _check_pointers(self, given: Mapping[int, int]) -> None:

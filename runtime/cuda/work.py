@@ -70,6 +70,10 @@ class Ceilings:
         return max(work.flops / rate, work.bytes / self.memory)
 
 
+NOMINAL = Ceilings(4.8e12, 1.755e9 * 132 * 4096, 1.755e9 * 132 * 256)
+"""Those of an H200, for predictions where there is none at hand."""
+
+
 def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     """The work of one step."""
     operands = (*step.inputs, *step.outputs)

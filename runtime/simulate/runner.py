@@ -1,7 +1,8 @@
 """The runner "simulate": each step's meaning, evaluated in NumPy on the views that the step's kernel reads and writes.
 
 Arithmetic is fp32 and results are rounded at the store, as the kernels do it. Memory is the program's own: one arena whose
-buffers overlay each other in time, so a wrong lifetime, offset or stride gives wrong results here as on the GPU.
+buffers overlay each other in time, so a wrong lifetime, offset or stride gives wrong results here as on the GPU. Steps that may
+run side by side come in another of their possible orders in each run, so that one which a result depends on shows.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from optdnn.runtime.host import (
     parse_host,
     run_host,
 )  # fmt: skip
+from optdnn.runtime.lanes import check_lanes, waits_of
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.run import run_kernel
@@ -65,6 +68,7 @@ class SimulateRunner:
         self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
         self.on_host = host_buffers(program)
         self.actions = [_action(step, program, self.on_host) for step in program.steps]
+        check_lanes(program)
         fact: dict[str, Plain] = {"executor": "simulate", "library": "numpy", "version": np.__version__}
         self.facts: tuple[Mapping[str, Plain], ...] = tuple(
             {**fact, "op": a.step.meaning.kind} if isinstance(a, _Action) else facts(a) for a in self.actions
@@ -115,11 +119,32 @@ def strided(flat: Array, view: View) -> Array:
     return np.ndarray(view.shape, flat.dtype, flat.view(np.uint8), view.offset * size, [s * size for s in view.strides])
 
 
-class SimulateContext:
-    """One thread's arena. ``poison`` fills it with NaN before each run, so that what is read unwritten shows."""
+def some_order(waits: Sequence[Sequence[int]], random: Random) -> list[int]:
+    """A random order of steps in which each comes after those that it waits for. Some orders run one branch far ahead."""
+    missing = [len(w) for w in waits]
+    after: list[list[int]] = [[] for _ in waits]
+    for k, before in enumerate(waits):
+        for d in before:
+            after[d].append(k)
+    ready = [k for k, n in enumerate(missing) if not n]
+    far, found = random.random() < 0.5, []  # far: go on with what has just become possible
+    while ready:
+        k = ready.pop(-1 if far and random.random() < 0.9 else random.randrange(len(ready)))
+        found.append(k)
+        for j in random.sample(after[k], len(after[k])):
+            missing[j] -= 1
+            if not missing[j]:
+                ready.append(j)
+    return found
 
-    def __init__(self, runner: SimulateRunner, *, poison: bool = False):
+
+class SimulateContext:
+    """One thread's arena. ``poison`` fills it with NaN before each run, so that what is read unwritten shows; ``seed`` decides in
+    which orders the steps of a program with lanes are run."""
+
+    def __init__(self, runner: SimulateRunner, *, poison: bool = False, seed: int = 0):
         self._runner, self.poison = runner, poison
+        self._waits, self._random = waits_of(runner.program.lanes), Random(seed)
         self.after_step: Callable[[_Action, list[Array]], None] | None = None
         """Called after each step, with its action and results: how tests hold kernels against their steps' meaning."""
         self.before_step: Callable[[_Action], None] | None = None
@@ -206,13 +231,21 @@ class SimulateContext:
         finally:
             self._lock.release()
 
+    def _order(self) -> list[int]:
+        """The steps in an order that their lanes allow."""
+        if self._waits is None:
+            return list(range(len(self._runner.actions)))
+        return some_order(self._waits, self._random)
+
     def _steps(self, times: list[int] | None) -> None:
-        for k, action in enumerate(self._runner.actions):
-            start = time.perf_counter_ns()
+        if times is not None:
+            times += [0] * len(self._runner.actions)
+        for k in self._order():
+            action, start = self._runner.actions[k], time.perf_counter_ns()
             if not isinstance(action, _Action):
                 self._on_host(action)
                 if times is not None:
-                    times.append(time.perf_counter_ns() - start)
+                    times[k] = time.perf_counter_ns() - start
                 continue
             m = action.step.meaning
             if self.before_step is not None:
@@ -229,7 +262,7 @@ class SimulateContext:
             except Exception as e:
                 raise RunError(f"step {k} ({action.step.label}) failed: {type(e).__name__}: {e}") from e
             if times is not None:
-                times.append(time.perf_counter_ns() - start)
+                times[k] = time.perf_counter_ns() - start
             if self.after_step is not None:
                 self.after_step(action, list(results))
 

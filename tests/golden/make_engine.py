@@ -14,16 +14,19 @@ import numpy as np
 
 from optdnn import Engine
 from optdnn.ranges import DimRange
-from optdnn.runtime.program import Buffer, Kernel, Program
+from optdnn.runtime.program import Buffer, ByValue, Kernel, Program, Slot, Source
 from optdnn.runtime.reference.run import PlainStage
 from optdnn.runtime.reference_executor import reference_step
 from optdnn.types import BF16, FP32, INT64, Array, TensorSpec
+
+LANES = (Slot(0), Slot(0), Slot(0), Slot(1, (2,)), Slot(0, (3,)), Slot(0), Slot(0))
 
 
 def golden_program(minor: int) -> Program:
     """A small convolutional classifier: fused stages, bf16 weights, int64 constants, a symbolic batch, special floats.
 
-    From 1.1 on, GPU kernels as well; from 1.2 on, profiles.
+    From 1.1 on, GPU kernels as well; from 1.2 on, profiles; from 1.3 on, an input that says sizes; from
+    1.4 on, lanes.
     """
     rng = np.random.default_rng(2025)
 
@@ -60,20 +63,27 @@ def golden_program(minor: int) -> Program:
             ),
             Kernel("general.cu", "body", "sm_90a", {}, (), "1" * 64),
         )
+    sizes: tuple[tuple[TensorSpec, int], ...] = ()
+    by_value = None
+    if minor >= 3:
+        sizes = ((TensorSpec("sizes", INT64, (2,)), 13),)
+        blobs.append(np.zeros(3, np.uint8))  # no model: no plan can be made of it
+        by_value = ByValue(("sizes",), Source(len(blobs) - 1, {}, {}))
     return Program(
         target="reference",
         precision="fp32",
-        inputs=((TensorSpec("x", FP32, ("n", 3, 8, 8)), 0),),
+        inputs=((TensorSpec("x", FP32, ("n", 3, 8, 8)), 0), *sizes),
         outputs=((TensorSpec("y", FP32, ("n", 3)), 12), (TensorSpec("features", BF16, ("n", 4)), 9)),
         buffers=(
             Buffer("x", FP32, ("n", 3, 8, 8)),
             *(Buffer(f"constant {i}", b.dtype, b.shape, blob=i) for i, b in enumerate(blobs[:5])),
             *(Buffer(*entry) for entry in intermediates),
+            *(Buffer(spec.name, spec.dtype, spec.shape) for spec, _ in sizes),
         ),
         steps=(
             reference_step("Conv", conv, (0, 1, 2, 3), (6,), ("/stem/conv", "/stem/scale", "/stem/act")),
             reference_step("GlobalAveragePool", {}, (6,), (7,), ("/pool",)),
-            reference_step("Reshape", {"allowzero": False}, (7, 4), (8,), ("/flatten",)),
+            reference_step("Reshape", {"allowzero": False}, (7, 13 if sizes else 4), (8,), ("/flatten",)),
             reference_step("Cast", {"to": BF16}, (8,), (9,)),
             reference_step("MatMul", {}, (9, 5), (10,), ("/head",)),
             reference_step("Cast", {"to": FP32}, (10,), (11,)),
@@ -83,13 +93,16 @@ def golden_program(minor: int) -> Program:
         requires=("package:numpy>=1.0",),
         meta={"options": {"opt_level": 3, "budget": float("inf")}, "$escaped": ["é", None, True, 0.1]},
         kernels=kernels,
+        by_value=by_value,
         profiles=({"n": DimRange(1, 2, 4)}, {"n": DimRange(8, 8, 8)}) if minor >= 2 else (),
+        # The features' way out beside nothing else: what an older reader would have to refuse.
+        lanes=LANES if minor >= 4 else (),
     )
 
 
 if __name__ == "__main__":
     engine = Engine(golden_program(int(sys.argv[1])))
     x = np.random.default_rng(7).standard_normal((2, 3, 8, 8)).astype(np.float32)
-    results = engine.run({"x": x})
+    results = engine.run({"x": x, **({"sizes": np.array([0, -1])} if len(engine.inputs) > 1 else {})})
     engine.save(f"{sys.argv[2]}.engine")
     np.savez(f"{sys.argv[2]}.npz", x=x, y=results["y"], features=results["features"].astype(np.float32))

@@ -9,6 +9,7 @@ from typing import Any
 
 from optdnn.memory import place_buffers
 from optdnn.runtime.host import host_buffers
+from optdnn.runtime.lanes import earlier
 from optdnn.runtime.program import Buffer, Program, Step
 
 ALIGNMENT = 256
@@ -17,7 +18,10 @@ ALIGNMENT = 256
 
 def placed(program: Program) -> Program:
     """The program with its arena."""
-    program, plan = place_buffers(program, ALIGNMENT, partial(overwritable, program), outside=host_buffers(program))
+    before = earlier(program) if program.lanes else None
+    program, plan = place_buffers(
+        program, ALIGNMENT, partial(overwritable, program), outside=host_buffers(program), before=before
+    )
     program.meta["memory"] = {"arena_bytes": plan.arena_bytes, "live_bytes": plan.live_bytes}
     return program
 

@@ -69,6 +69,8 @@ class Decision:
     steps: Sequence[Step]
     scratch: int
     refused: Sequence[Mapping[str, str]]
+    seconds: float | None = None
+    """What the cost model predicts, where the configuration has one."""
 
     def to_plain(self) -> Plain:
         row: dict[str, Plain] = {"nodes": sorted(self.op.src), "kind": self.op.kind, "tactic": self.choice.tactic}
@@ -223,7 +225,9 @@ def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection,
         offered = b.offered or tactic.configs(b, op)
         name = used if any(o.name == used for o in offered) else ""
         scratch = scratch_bytes(b, op, buffers)
-        return Decision(op, key, Choice(tactic.name, name), used, tuple(b.steps[steps:]), scratch, refused)
+        seconds = next((o.seconds for o in offered if o.name == used), None)
+        made = tuple(b.steps[steps:])
+        return Decision(op, key, Choice(tactic.name, name), used, made, scratch, refused, seconds)
     reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
     raise UnsupportedError(f"no kernel runs it ({reasons})")
 
