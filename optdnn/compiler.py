@@ -235,7 +235,8 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     cache.save()
     said, library = (choice.ran, choice.library) if choice is not None else (None, "")
     ran = outcome(graph, account, said, library, base_of(plan) if choice is not None else "fp32", passes)
-    engine.program.meta["precision"] = contract(plan, ran, hazards(graph), account)
+    dangers = hazards(graph) if account.hazards is None else account.hazards
+    engine.program.meta["precision"] = contract(plan, ran, dangers, account)
     if options.strict_precision:
         _as_asked(ran)
     needed = custom_digests(graph)

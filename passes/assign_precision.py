@@ -23,7 +23,7 @@ from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
-from optdnn.passes.contract import Account, ask, half_risks
+from optdnn.passes.contract import Account, ask, half_risks, hazards
 from optdnn.passes.precision import ANCHORS, PrecisionPlan, key
 from optdnn.passes.quantize import quantize
 from optdnn.passes.ranges import Calibration
@@ -83,6 +83,7 @@ class AssignPrecision(Pass):
             account.refused.update({keys[i]: reason for i, reason in assignment.refused.items()})
         if context.target.startswith("cuda") and "tf32" in plan.floats:
             _allow_tf32(graph, plan)
+        account.hazards = hazards(graph)
 
 
 def _allow_tf32(graph: Graph, plan: PrecisionPlan) -> None:

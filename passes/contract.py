@@ -83,6 +83,8 @@ class Account:
     risks: list[Remark] = field(default_factory=list)
     calibrated: dict[str, Any] = field(default_factory=dict)
     """How ranges were found: method, and the batches that were run."""
+    hazards: list[Remark] | None = None
+    """Those of the graph with its Q and DQ, which later passes fold away; None where no pass looked."""
 
 
 def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:

@@ -86,6 +86,11 @@ def to_array(t: TensorProto, external: ExternalData, model: str) -> Array:
             hint="the file is truncated, or its weights were stripped",
         )
     values = np.fromiter(field, field_dtype, len(field))
+    if dtype.kind in "iu" and values.dtype != dtype and values.size:
+        info = np.iinfo(dtype)
+        if values.min() < info.min or values.max() > info.max:
+            odd = values[(values < info.min) | (values > info.max)][0]
+            raise ModelError(f"{where} holds {odd}, which is no {dtype.name}: its elements are {info.min} … {info.max}")
     return _from_field(values, dtype).reshape(dims)
 
 

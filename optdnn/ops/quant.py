@@ -103,8 +103,25 @@ def _check_parameter(call: Call, i: int, name: str, x: TensorType, like: TensorT
     return t
 
 
+def _check_scale(call: Call, i: int, *, divides: bool) -> None:
+    """A scale that is known must be a finite number, and a positive one where it divides: else no integer means anything."""
+    value = call.value(i)
+    if value is None:
+        return
+    numbers = np.asarray(value, np.float64).reshape(-1)
+    odd = numbers[~(np.isfinite(numbers) & ((numbers > 0) if divides else True))]
+    if odd.size:
+        many = f" (and {odd.size - 1} more)" if odd.size > 1 else ""
+        rule = "positive and finite" if divides else "finite"
+        raise ShapeError(
+            f"{call.kind} scale {odd[0]:g}{many} must be {rule}",
+            hint="quantize the model anew; an all-zero tensor takes any positive scale, 1 for instance",
+        )
+
+
 def _infer_quantize(call: Call) -> Result:
     a: QuantizeAttrs = call.attrs
+    _check_scale(call, 1, divides=True)
     x, scale = call.type(0), _check_parameter(call, 1, "scale", call.type(0))
     if not is_float(scale.dtype) or not (is_float(x.dtype) or x.dtype == INT32):
         raise ShapeError(f"QuantizeLinear of {x} with the scale {scale}")
@@ -114,6 +131,7 @@ def _infer_quantize(call: Call) -> Result:
 
 
 def _infer_dequantize(call: Call) -> Result:
+    _check_scale(call, 1, divides=False)
     x, scale = call.type(0), _check_parameter(call, 1, "scale", call.type(0))
     if not is_float(scale.dtype):
         raise ShapeError(f"DequantizeLinear scale is {scale}; it must be floating-point")
@@ -169,6 +187,8 @@ def _infer_matmul_integer(call: Call) -> Result:
 
 def _infer_qlinear_matmul(call: Call) -> Result:
     _bytes(call, 0, 3, 7)
+    for i, divides in ((1, False), (4, False), (6, True)):
+        _check_scale(call, i, divides=divides)
     _same_as(call, 2, 0)
     _same_as(call, 5, 3)
     y = _product(call, 0, 3)
@@ -210,6 +230,8 @@ def _infer_conv_integer(call: Call) -> Result:
 
 def _infer_qlinear_conv(call: Call) -> Result:
     _bytes(call, 0, 3, 7)
+    for i, divides in ((1, False), (4, False), (6, True)):
+        _check_scale(call, i, divides=divides)
     _same_as(call, 2, 0)
     _same_as(call, 5, 3)
     _scalar(call, 1, 2, 6, 7)

@@ -161,7 +161,7 @@ def _replays(context: Any, feeds: Mapping[str, Array], seconds: float) -> Callab
     context.run(feeds)  # stages the inputs and makes the graph
     graph, stream = context.graph(), context.stream
 
-    def turn() -> float:
+    def turn(owner: object = context) -> float:  # the context owns the memory that its graph works on
         for _ in range(5):
             graph.replay(stream)
         taken, _, _ = replay_times(lambda: graph.replay(stream), stream, duration=seconds)

@@ -3,6 +3,7 @@
 * OpenVINO trusts axes, sizes, pads and positions that come from the user: a wrong one makes it read or write outside of its
   memory, and the process is gone (seen with CumSum, Pad, Slice and Resize). ONNX Runtime checks them and returns an error.
 * OpenVINO's compiler crashes on a Reshape to a scalar behind a product (seen with MatMul, 2026.4); a Squeeze it takes.
+* OpenVINO's transposed convolution of signed integers leaves out the zero point of the weights (2026.4).
 * OpenVINO gives NaN for a row of an Attention whose boolean mask forbids everything, where ONNX asks for zeros.
 * ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
 * Their Fourier transforms (DFT, STFT) are off by up to 1e-3 of a result that should be 0, and some results lack an axis.
@@ -57,6 +58,11 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
         mask = op.input(3)
         if mask is not None and graph.type(mask).dtype == BOOL and graph.constant_value(mask) is None:
             out[op.id] = "openvino gives NaN where a row of the mask forbids everything; it should give zeros"
+    for op in graph.of_kind("ConvTranspose"):
+        made = [graph.op(v) for v in op.inputs[:2] if v is not None]
+        zeros = [graph.constant_value(d.input(2)) for d in made if d.kind == "DequantizeLinear"]
+        if len(zeros) == 2 and zeros[1] is not None and zeros[1].any():
+            out[op.id] = "openvino leaves out the zero point of its weights"
     for op in graph.of_kind("Reshape"):
         if (
             op.outputs[0].type.shape == ()

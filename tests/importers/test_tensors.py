@@ -80,6 +80,16 @@ def test_data_that_does_not_fill_the_shape(raw):
         to_array(t, NOWHERE, "m")
 
 
+@pytest.mark.parametrize(
+    ("code", "value"), [(TensorProto.UINT8, 300), (TensorProto.INT8, -200), (TensorProto.UINT16, -1)]
+)
+def test_a_number_that_its_type_cannot_hold(code, value):
+    """A zero point of 300, say."""
+    t = TensorProto(name="t", data_type=code, dims=[2], int32_data=[1, value])
+    with pytest.raises(ModelError, match=f"tensor 't' holds {value}, which is no u?int"):
+        to_array(t, NOWHERE, "m.onnx")
+
+
 def test_misaligned_bytes_are_copied():
     data = np.arange(9, dtype=np.uint8)[1:]
     got = tensors._from_bytes(data, np.dtype(np.float64))

@@ -224,6 +224,8 @@ def test_export_of_a_dropped_window_below_opset_22(kind: str) -> None:
 def test_export_of_dilated_pools_needs_their_opset(kind: str, since: int) -> None:
     case = Case(kind, [normal(1, 2, 9, 9)], {"kernel_shape": [2, 2], "dilations": [2, 2]})
     check_export(case, since)
+    plain = check_export(Case(kind, [normal(1, 2, 9, 9)], {"kernel_shape": [2, 2], "dilations": [1, 1]}), 22)
+    assert "dilations" not in {a.name for a in plain.graph.node[0].attribute}
     with pytest.raises(UnsupportedError, match=f"need opset {since}"):
         check_export(case, since - 1)
 
