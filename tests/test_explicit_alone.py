@@ -62,3 +62,62 @@ def test_a_result_two_steps_away_is_seen() -> None:
     want = np.array([1, 2, 3], np.int8)
     assert steps(want + np.int8(2), want) == 2.0
     assert steps(want * np.float32(1.01), want.astype(np.float32)) > 1
+
+
+# ---------------------------------------------------------------- as other tools write it
+
+
+def fake_quantized(form: str) -> onnx.ModelProto:
+    """Two convolutions and a residual with their *float* weights through Q and DQ, as PyTorch's and TensorFlow's quantization-aware
+    training and ModelOpt write them; ``form`` "modelopt" leaves zero points out, "tensorflow" has channels last around it."""
+    helper, rng = onnx.helper, np.random.default_rng(0)
+    constants: list[onnx.TensorProto] = []
+    nodes: list[onnx.NodeProto] = []
+
+    def const(array: Array) -> str:
+        constants.append(onnx.numpy_helper.from_array(np.asarray(array), f"c{len(constants)}"))
+        return constants[-1].name
+
+    def op(kind: str, *inputs: str, **attrs: object) -> str:
+        nodes.append(helper.make_node(kind, inputs, [f"t{len(nodes)}"], name=f"{kind}_{len(nodes)}", **attrs))
+        return nodes[-1].output[0]
+
+    def fake(x: str, scale: Array, axis: int = 1) -> str:
+        s, zero = const(scale.astype(np.float32)), const(np.zeros(scale.shape, np.int8))
+        q = op("QuantizeLinear", x, s, zero, axis=axis)
+        return op("DequantizeLinear", q, s, *([] if form == "modelopt" else [zero]), axis=axis)
+
+    def conv(x: str, *shape: int) -> str:
+        w = (rng.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
+        scale = np.abs(w).reshape(len(w), -1).max(axis=1) / 127
+        b = const(rng.standard_normal(shape[0]).astype(np.float32) / 8)
+        return op("Conv", x, fake(const(w), scale, 0), b, pads=[shape[2] // 2] * 4)
+
+    x = op("Transpose", "x", perm=[0, 3, 1, 2]) if form == "tensorflow" else "x"
+    first = fake(op("Relu", conv(fake(x, np.array(0.03)), 16, 16, 3, 3)), np.array(0.02))
+    second = fake(conv(first, 16, 16, 1, 1), np.array(STEP))
+    nodes.append(helper.make_node("Identity", [fake(op("Relu", op("Add", second, first)), np.array(STEP))], ["y"]))
+    value = helper.make_tensor_value_info
+    shape = [1, 6, 6, 16] if form == "tensorflow" else [1, 16, 6, 6]
+    graph = helper.make_graph(nodes, form, [value("x", 1, shape)], [value("y", 1, [1, 16, 6, 6])], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+STEP = 0.025
+
+
+@pytest.mark.parametrize("form", ["pytorch", "modelopt", "tensorflow"])
+def test_float_weights_through_q_and_dq_run_in_integers(form: str) -> None:
+    model = fake_quantized(form)
+    sizes = [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim]
+    x = np.random.default_rng(1).standard_normal(sizes).astype(np.float32)
+    (want,) = quantizer.session(model).run(None, {"x": x})
+    for target, tactics in TARGETS:
+        options = BuildOptions(target=target, tactics=tactics, threads=1 if target == "cpu" else None)
+        build = build_verbose(model, options)
+        assert np.abs(build.engine.run({"x": x})["y"] - want).max() <= STEP * 1.0001, (target, tactics)
+        if target == "simulate":
+            assert build.graph.kinds()["QuantizedConv"] == 2
+        elif target == "cpu":
+            stored = [build.graph.constant_value(op.inputs[0]) for op in build.graph.of_kind("DequantizeLinear")]
+            assert {a.dtype.name for a in stored if a is not None and a.ndim == 4} == {"int8"}
