@@ -117,7 +117,7 @@ def _over_best(
     if auto not in engines or not singles:
         return
     best = min(singles, key=lambda c: rows[c]["ms"])
-    rounds = turns({auto: engines[auto], best: engines[best]}, feeds, target, rounds=16)
+    rounds = turns({auto: engines[auto], best: engines[best]}, feeds, target, rounds=24)
     versus = Versus.of(rounds[auto], rounds[best])
     rows[auto]["over_best"] = {
         "single": best,
@@ -169,7 +169,7 @@ def measure_zoo(name: str, target: str, more: Mapping[str, Any]) -> dict[str, An
 
 def _times(engines: Mapping[str, Engine], feeds: Mapping[str, Array], target: str) -> dict[str, float]:
     """Milliseconds of whole engines."""
-    return paired(turns(engines, feeds, target, rounds=10))
+    return paired(turns(engines, feeds, target, rounds=12))
 
 
 def turns(
@@ -177,7 +177,7 @@ def turns(
 ) -> dict[str, list[float]]:
     """Milliseconds of each engine in each round."""
     if target != "cpu":
-        return gpu_rounds(engines, feeds, rounds=rounds, turn_seconds=0.02, give_up_ratio=50.0)
+        return gpu_rounds(engines, feeds, rounds=rounds, turn_seconds=0.01, give_up_ratio=50.0)
     runs = {n: partial(e.context().run, feeds) for n, e in engines.items()}
     return in_turns(
         {n: turn_of(r, seconds=0.05, rest=0.02) for n, r in runs.items()},

@@ -1,7 +1,7 @@
 """Engines timed side by side: in rounds, each a turn of every engine, and compared within rounds.
 
 A machine's clock, its neighbours and its caches drift by more than engines of small networks differ; within a round they hit all
-alike. So engines are compared by the median of the ratios of the same rounds.
+alike. So engines are compared by their ratios in the same rounds.
 """
 
 from __future__ import annotations
@@ -42,17 +42,20 @@ def in_turns(
 
 
 def paired(rounds: Rounds) -> dict[str, float]:
-    """Milliseconds of each: those of the fastest, times the median ratio to it in the same rounds."""
+    """Milliseconds of each: those of the fastest, times the mean ratio to it in the same rounds."""
     most = max((len(r) for r in rounds.values()), default=0)
     if not most:
         return {}
-    base = min((n for n, r in rounds.items() if len(r) == most), key=lambda n: statistics.median(rounds[n]))
-    scale = statistics.median(rounds[base])
-    return {
-        n: scale * statistics.median(a / b for a, b in zip(r, rounds[base], strict=False))
-        for n, r in rounds.items()
-        if r
-    }
+    base = min((n for n, r in rounds.items() if len(r) == most), key=lambda n: middle(rounds[n]))
+    scale = middle(rounds[base])
+    return {n: scale * middle([a / b for a, b in zip(r, rounds[base], strict=False)]) for n, r in rounds.items() if r}
+
+
+def middle(values: Sequence[float]) -> float:
+    """The mean without a tenth of the values at either end (rounded up, where there are five or more): where values come in two
+    kinds, it moves with their shares, as a median does not, and what disturbed a single round is left out."""
+    skip = -(-len(values) // 10) if len(values) >= 5 else 0
+    return statistics.fmean(sorted(values)[skip : len(values) - skip])
 
 
 def turn_of(run: Callable[[], object], *, seconds: float, rest: float) -> Callable[[], float]:
