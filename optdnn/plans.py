@@ -178,7 +178,7 @@ def plain_options(options: BuildOptions) -> dict[str, Any] | None:
     """The options that are not at their defaults, as plain data; None where one of them cannot be kept in a file."""
     default = BuildOptions(target=options.target)
     kept = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in NOT_KEPT}
-    kept = {n: v for n, v in kept.items() if n == "target" or v != getattr(default, n)}
+    kept = {n: v for n, v in kept.items() if n == "target" or hasattr(v, "__array__") or v != getattr(default, n)}
     return kept if all(isinstance(v, (bool, int, float, str)) for v in kept.values()) else None
 
 

@@ -13,7 +13,9 @@ import pytest
 
 import optdnn
 from optdnn import loading
+from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, InputError, RunError
+from optdnn.plans import plain_options
 from optdnn.runtime import by_value
 from optdnn.runtime.format import decode, encode
 from optdnn.runtime.program import ByValue, Program, validate
@@ -169,3 +171,12 @@ def test_the_file_holds_it_and_is_checked() -> None:
         program.by_value = broken
         with pytest.raises(EngineError, match=why):
             validate(program)
+
+
+def test_options_that_hold_arrays_are_not_kept() -> None:
+    """Calibration data cannot be compared with a default, nor written to an engine."""
+    assert plain_options(BuildOptions(target="simulate", calib=np.zeros((2, 3), np.float32))) is None
+    assert plain_options(BuildOptions(target="simulate", precision="fp16")) == {
+        "target": "simulate",
+        "precision": "fp16",
+    }
