@@ -21,9 +21,14 @@ def _copy(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequenc
 
 
 def _space_to_depth(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
-    """NCHW image -> [n, lanes, ceil(h / block), ceil(w / block)]: lane (dy * block + dx) * channels + c, zero-filled."""
+    """NCHW image, times ``factors`` plus ``shifts`` of its channels (where these are given) -> [n, lanes, ceil(h / block),
+    ceil(w / block)]: lane (dy * block + dx) * channels + c, filled up with zeros."""
     (x,), block, lanes = operands, attrs["block"], attrs["lanes"]
     assert x is not None
+    if factors := attrs.get("factors"):
+        x = x.astype(np.float32) * np.asarray(factors, np.float32)[:, None, None]
+    if shifts := attrs.get("shifts"):
+        x = x.astype(np.float32) + np.asarray(shifts, np.float32)[:, None, None]
     n, c, h, w = x.shape
     high, wide = -(-h // block), -(-w // block)
     padded = np.zeros((n, c, high * block, wide * block), np.float32)

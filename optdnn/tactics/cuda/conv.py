@@ -12,13 +12,12 @@ from optdnn.ir.graph import Op
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.runtime.cuda import conv as hopper
-from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda import conv_sm90
-from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed, channels_last, products, up
+from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, products, up
 from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
-from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, copy, emit_pointwise
+from optdnn.tactics.cuda.pointwise import copy, emit_pointwise
+from optdnn.tactics.cuda.stem import channel_affine, emit_space_to_depth, pixel_source
 from optdnn.tactics.cuda.tactic import Rehearsed
-from optdnn.tactics.cuda.views import cast_source
 from optdnn.types import BF16, FP16, Array
 
 FEW_CHANNELS = 4
@@ -178,12 +177,14 @@ class HopperConv(Rehearsed):
         pads: tuple[int, ...],
         dilations: tuple[int, ...],
     ) -> conv_sm90.Feed | None:
-        """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast folded in."""
+        """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast and the image's
+        normalization folded in."""
         few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
-        if not few or op.attrs.prologue or len(op.outputs[0].type.static_shape) != 4:
+        normalization = channel_affine(b, op)
+        if not few or normalization is None or len(op.outputs[0].type.static_shape) != 4:
             return None
         assert op.inputs[0] is not None
-        raw = b.operand(cast_source(b, op.inputs[0]))
+        raw = b.operand(pixel_source(b, op.inputs[0]))
         n, c, h, w = raw.shape
         source = hopper.Source(h, w, c, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
         made = hopper.space_to_depth(source)
@@ -191,73 +192,10 @@ class HopperConv(Rehearsed):
         blocks = b.new(
             f"{op.outputs[0].name}.blocks", op.outputs[0].type.dtype, shape, channels_last(shape, made.channels)
         )
-        emit_space_to_depth(b, op, raw, blocks, strides[0])
+        emit_space_to_depth(b, op, raw, blocks, strides[0], normalization)
         return conv_sm90.Feed(
             blocks, hopper.space_to_depth_weights(source, weight), made.stride, made.padding, made.dilation
         )
-
-
-def emit_space_to_depth(b: Builder, op: Op, x: Placed, out: Placed, size: int) -> None:
-    """Blocks of ``size`` x ``size`` pixels into channels: one thread per output pixel where a block's rows are single accesses,
-    else one per 16 bytes of it."""
-    n, c, h, w = x.shape
-    _, lanes, high, wide = out.shape
-    t, u, some = CPP[x.dtype], CPP[out.dtype], 16 // out.dtype.itemsize
-    outer = [s for s, k in zip((x.strides[0], x.strides[1], x.strides[2]), (n, c, h), strict=True) if k > 1]
-    whole = x.strides[3] == 1 and w % size == 0 and x.offset % size == 0 and all(s % size == 0 for s in outer)
-    if whole and size in (2, 4) and size * x.dtype.itemsize <= 16 and lanes <= 64:
-        per, body = (
-            1,
-            f"""Pack<{u}, {some}> y[{lanes // some}];
-    #pragma unroll
-    for (int i = {c * size * size}; i < {lanes}; i++) y[i / {some}].lane[i % {some}] = narrow<{u}>(0.0f);
-    #pragma unroll
-    for (int channel = 0; channel < {c}; channel++) {{
-        #pragma unroll
-        for (int dy = 0; dy < {size}; dy++) {{
-            const int r = row * {size} + dy;
-            Pack<{t}, {size}> v;
-            for (int dx = 0; dx < {size}; dx++) v.lane[dx] = narrow<{t}>(0.0f);
-            if (r < p.h) v = Pack<{t}, {size}>(p.x + image * p.sn + channel * p.sc + r * p.sh + column * {size});
-            #pragma unroll
-            for (int dx = 0; dx < {size}; dx++) {{
-                const int lane = (dy * {size} + dx) * {c} + channel;
-                y[lane / {some}].lane[lane % {some}] = narrow<{u}>(widen(v.lane[dx]));
-            }}
-        }}
-    }}
-    for (int i = 0; i < {lanes // some}; i++) y[i].store(p.y + i64(index) * {lanes} + i * {some});""",
-        )
-    else:
-        per, body = (
-            lanes // some,
-            f"""Pack<{u}, {some}> y;
-    #pragma unroll
-    for (int i = 0; i < {some}; i++) {{
-        const int lane = part * {some} + i, channel = lane % {c}, dx = lane / {c} % {size}, dy = lane / {c * size};
-        const int r = row * {size} + dy, s = column * {size} + dx;
-        float v = 0.0f;
-        if (dy < {size} && r < p.h && s < p.w) v = widen(p.x[image * p.sn + channel * p.sc + r * p.sh + s * p.sw]);
-        y.lane[i] = narrow<{u}>(v);
-    }}
-    y.store(p.y + i64(index) * {some});""",
-        )
-    text = f"""struct Params {{ const {t}* x; {u}* y; i64 sn, sc, sh, sw; int n, h, w; }};
-
-extern "C" __global__ void __launch_bounds__(128) space_to_depth(const __grid_constant__ Params p) {{
-    launch_dependents();
-    const u32 index = blockIdx.x * 128 + threadIdx.x, part = index % {per}u, pixel = index / {per}u;
-    const int column = pixel % {wide}u, row = pixel / {wide}u % {high}u, image = pixel / {wide * high}u;
-    wait_for_predecessor();
-    if (image >= p.n) return;
-    {body}
-}}
-"""
-    block = Block().pointer(x).pointer(out).i64(*x.strides).i32(n, h, w)
-    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "space_to_depth")
-    grid = (-(-n * high * wide * per // 128), 1, 1)
-    attrs = {"block": size, "lanes": lanes}
-    b.emit(op, spec, grid, 128, block, "SpaceToDepthImage", attrs, [x], [out])
 
 
 def is_half(op: Op) -> bool:

@@ -16,10 +16,11 @@ from optdnn.runtime.cuda import conv as hopper
 from optdnn.runtime.cuda import conv_general as general
 from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed, channels_last, map_dtype, up
-from optdnn.tactics.cuda.conv import HopperConv, bias_of, emit_space_to_depth, entering, finish, image, planar
+from optdnn.tactics.cuda.conv import HopperConv, bias_of, entering, finish, image, planar
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.tactics.cuda.gemm import HopperGemm
 from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.stem import emit_space_to_depth
 from optdnn.tactics.cuda.tactic import Offer, Rehearsed
 from optdnn.types import BF16, FP16, Array
 
