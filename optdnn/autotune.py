@@ -93,7 +93,10 @@ class Tuner:
         ``start``: choices to begin with, instead of the cost model's.
         """
         self._start = dict(start or {})
-        found = self._known() or self._measure()
+        known = self._known()
+        if known is not None:
+            known.seconds["recall"] = self.clock() - self.begin
+        found = known or self._measure()
         found.providers = sorted(Selection.of(self.options).providers)
         return found
 

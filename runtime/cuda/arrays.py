@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,27 +27,39 @@ def pointer_of(array: Any, spec: TensorSpec, what: str, *, writable: bool = Fals
 
     Raises InputError where it is not exactly ``spec``: dtype, shape, C-contiguous; ``what`` names it in messages.
     """
-    if isinstance(array, np.ndarray) or not on_gpu(array):
+    try:
+        table = None if isinstance(array, np.ndarray) else array.__cuda_array_interface__
+    except (AttributeError, TypeError, RuntimeError):
+        table = _by_dlpack(array) if on_gpu(array) else None
+    if table is None:
         raise InputError(
             f"{what} lies in host memory; a device array is due", hint="give all arrays on the GPU, or all as NumPy"
         )
-    try:
-        table = array.__cuda_array_interface__
-    except (AttributeError, TypeError, RuntimeError):
-        table = _by_dlpack(array)
-    shape = tuple(table["shape"])
-    bfloat = "bfloat16" in str(getattr(array, "dtype", ""))
-    given = dtype_name(table["typestr"]) if not bfloat and table["typestr"][1] != "V" else "bf16"
-    if given != dtype_name(spec.dtype) or shape != spec.shape:
+    shape, given = tuple(table["shape"]), _dtype_of(array, table["typestr"])
+    if shape != spec.shape or given != _name(spec.dtype):
         raise InputError(f"{what} is {given}{list(shape)}, not {spec}")
     strides = table.get("strides")
-    dense = [spec.dtype.itemsize * int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape))]
-    if strides is not None and any(n > 1 and a != b for n, a, b in zip(shape, strides, dense, strict=True)):
-        raise InputError(f"{what} is not C-contiguous", hint="make it contiguous before the call")
+    if strides is not None:
+        step = spec.dtype.itemsize
+        for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+            if n > 1 and stride != step:
+                raise InputError(f"{what} is not C-contiguous", hint="make it contiguous before the call")
+            step *= n
     address, read_only = table["data"]
     if writable and read_only:
         raise InputError(f"{what} is read-only")
     return int(address or 0)
+
+
+_name = lru_cache(maxsize=64)(dtype_name)
+
+
+def _dtype_of(array: Any, typestr: str) -> str:
+    """The name of an array's element type. That of bfloat16 is not NumPy's, and libraries write it in ways of their own."""
+    dtype = getattr(array, "dtype", None)
+    if typestr[1] == "V" or (not isinstance(dtype, np.dtype) and "bfloat16" in str(dtype)):
+        return "bf16"
+    return _name(typestr)
 
 
 def _by_dlpack(array: Any) -> Any:

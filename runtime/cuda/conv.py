@@ -11,6 +11,7 @@ import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,7 @@ def space_to_depth_weights(source: Source, weight: Array) -> Array:
 @dataclass(frozen=True)
 class Problem:
     """A convolution: ``batch`` images, ``channels`` output channels, one or two sources of equal output size, and the stages of
-    its epilogue."""
+    its epilogue. What follows from that is kept: thousands of configurations are asked about one problem."""
 
     batch: int
     channels: int
@@ -124,43 +125,43 @@ class Problem:
         if self.item == 4 and self.out_dtype != "float32":
             raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
 
-    @property
+    @cached_property
     def out_dtype(self) -> str:
         """Element type of the result."""
         return self.out or self.dtype
 
-    @property
+    @cached_property
     def item(self) -> int:
         """Bytes of an operand's element."""
         return ITEM[self.dtype]
 
-    @property
+    @cached_property
     def out_item(self) -> int:
         """Bytes of a result's (and residual's) element."""
         return ITEM[self.out_dtype]
 
-    @property
+    @cached_property
     def out_span(self) -> int:
         """Bytes of 64 channels of a result, which is the span of its swizzle (fp32, which TMA does not store, has none)."""
         return 64 * self.out_item if self.out_item < 4 else 0
 
-    @property
+    @cached_property
     def out_size(self) -> tuple[int, int]:
         """Height and width of the output."""
         return self.sources[0].output()
 
-    @property
+    @cached_property
     def pixels(self) -> int:
         """Output pixels over the batch."""
         return self.batch * math.prod(self.out_size)
 
-    @property
+    @cached_property
     def block(self) -> int:
         """BK: channels per K step."""
         widest = max(source.channels for source in self.sources) * self.item
         return (32 if widest <= 32 else 64 if widest <= 64 else 128) // self.item
 
-    @property
+    @cached_property
     def span(self) -> int:
         """Bytes of a row of a K step: 32, 64 or 128, also the swizzle's span."""
         return self.block * self.item
@@ -169,22 +170,22 @@ class Problem:
         """K steps of one source."""
         return math.prod(source.kernel) * -(-source.channels // self.block)
 
-    @property
+    @cached_property
     def k_steps(self) -> int:
         """K steps over all sources."""
         return sum(self.steps(source) for source in self.sources)
 
-    @property
+    @cached_property
     def residual(self) -> bool:
         """Whether the epilogue reads a second tensor of the output's shape."""
         return render.uses_residual(self.epilogue)
 
-    @property
+    @cached_property
     def flops(self) -> int:
         """Multiply-adds counted as two, without padding."""
         return 2 * self.pixels * self.channels * sum(math.prod(s.kernel) * s.channels for s in self.sources)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         read = sum(s.height * s.width * (s.pitch or s.channels) // math.prod(s.stride if s.kernel == (1, 1) else (1, 1))

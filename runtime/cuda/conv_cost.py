@@ -83,14 +83,14 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
             wide = problem.out_item == 4  # stored from registers, whatever the number of tiles
             for buffers in ((1, 2) if blocks == 2 else (1, 2, 3)) if many and split == 1 and not wide else (1,):
                 best = None
-                ceiling = max(2, min(12, steps if not many else 12))
-                for stages in range(1, ceiling + 1):
+                for stages in range(max(2, min(12, steps if not many else 12)), 0, -1):
                     config = Config(wgm, wgn, mt, bn, stages, split, buffers, stationary, blocks, wide and split == 1)
                     if (
                         shared_bytes(problem, config) <= limit
                         and refuse(problem, config, shared=device.shared_per_block) is None
                     ):
                         best = config
+                        break
                 if best is not None and (best.stages >= 2 or steps == 1):
                     yield best
                     direct = replace(best, direct=True)

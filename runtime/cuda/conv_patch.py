@@ -275,18 +275,15 @@ def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
 
 def _deepest(problem: Problem, config: PatchConfig) -> list[PatchConfig]:
     """The ring depths worth trying: kept weights with the most patches, else one to three patches, with the deepest ring."""
-    kept = [c for stages in (1, 2, 3, 4) if refuse(problem, c := replace(config, stages=stages)) is None]
-    if kept:
-        return kept[-1:]
+    for stages in (4, 3, 2, 1):
+        kept = replace(config, stages=stages)
+        if refuse(problem, kept) is None:
+            return [kept]
     rings = []
     for stages in (1, 2, 3):
-        fits = [
-            c
-            for ring in range(3, 25)
-            if refuse(problem, c := replace(config, stages=stages, weight_stages=ring)) is None
-        ]
-        rings += fits[-1:]
-    return rings
+        deepest = (replace(config, stages=stages, weight_stages=ring) for ring in range(24, 2, -1))
+        rings += [next((c for c in deepest if refuse(problem, c) is None), None)]
+    return [c for c in rings if c is not None]
 
 
 def cycles(problem: Problem, config: PatchConfig, device: Device) -> float:

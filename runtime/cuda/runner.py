@@ -61,6 +61,7 @@ class CudaRunner:
             raise EngineError(f"a cuda engine holds steps for {', '.join(others)}")
         self.program, self._options = program, options
         self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
+        self.names_in, self.names_out = {s.name for s, _ in program.inputs}, {s.name for s, _ in program.outputs}
         self.on_host = host_buffers(program)
         self.steps = [_parsed(step, program, self.on_host) for step in program.steps]
         check_lanes(program)
@@ -387,9 +388,8 @@ class CudaContext:
 
     def _placed(self, feeds: Mapping[str, Any], out: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, Any]]:
         """The addresses of the caller's arrays by buffer, and the arrays of the results."""
-        p = self.runner.program
-        names, wanted = {s.name for s, _ in p.inputs}, {s.name for s, _ in p.outputs}
-        if set(feeds) != names or not set(out) <= wanted:
+        p, names, wanted = self.runner.program, self.runner.names_in, self.runner.names_out
+        if feeds.keys() != names or not out.keys() <= wanted:
             raise InputError(
                 f"give exactly the inputs {', '.join(sorted(names))}, and outputs among {', '.join(sorted(wanted))}"
             )

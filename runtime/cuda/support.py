@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -25,12 +26,18 @@ def _handle(library: str) -> Any:
 
 
 def version_of(library: str) -> str | None:
-    """The library's version, where it can be asked."""
-    try:
-        handle = _handle(library)
-    except (MissingDependency, RunError):
+    """The library's version, where it can be asked. Makes no handle: that takes a second."""
+    if why_not() is not None or not present(library):
         return None
-    return None if handle is None else str(handle.version)
+    if library == "cudnn":
+        from optdnn.runtime.cuda.cudnn import frontend
+
+        return str(int(frontend().backend_version()))
+    from optdnn.runtime.cuda.libraries import shared_object
+
+    get = shared_object(library).cublasLtGetVersion
+    get.restype = ctypes.c_size_t
+    return str(int(get()))
 
 
 def ranked(operation: Operation) -> int | None:
