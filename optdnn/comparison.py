@@ -417,8 +417,7 @@ def _calibration(
     data: Any = options.calib
     if "auto" in program.meta:
         data = dict(split(load(options.calib, specs(graph), options.labels))[0].feeds)
-    symmetric = program.target.partition(":")[0] in ("cuda", "simulate")
-    return calibrate(graph, data, options.calibrator, cache=options.calib_cache, symmetric=symmetric, progress=say)
+    return calibrate(graph, data, options.calibrator, cache=options.calib_cache, progress=say)
 
 
 def _made(graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions) -> Engine:

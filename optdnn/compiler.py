@@ -345,7 +345,6 @@ def _calibrated(graph: Graph, *, options: BuildOptions, machine: str, say: Progr
         options.calibrator,
         cache=options.calib_cache,
         images=None if options.images is None else ImageSpec.read(options.images),
-        symmetric=machine.startswith("cuda"),
         progress=say,
     )
 

@@ -5,8 +5,9 @@ library or a lowering folds the three into one kernel. There is one pair per val
 and what stands between integer ops and only moves or compares elements is drawn in, with one scale on both of its sides.
 
 Weights are symmetric int8 per output channel, biases int32 with the scale of the products they are added to. Activations
-have one scale per tensor: int8 and symmetric on GPUs, uint8 with a zero point on CPUs (Jacob et al., "Quantization and
-Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", 2018).
+have one scale per tensor, uint8 with a zero point (Jacob et al., "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", 2018); on GPUs, where images are padded with zeros, what has negative values and is padded by a
+convolution (not depthwise, whose kernels pad with anything) is symmetric int8.
 """
 
 from __future__ import annotations
@@ -163,20 +164,32 @@ class _Quantizer:
                 )
             root = self._root(item)
             hulls[root] = hulls[root].hull(found) if root in hulls else found
+        padded = {self._root(item) for item in self.wanted if not self.unsigned and self._is_padded(item[0])}
         made = {}
         for root, range_ in hulls.items():
             name = self.graph.output(root[0]).name
-            scale, zero = self._numbers(root[1], range_)
+            scale, zero = self._numbers(root[1], range_, symmetric=root in padded and range_.low < 0)
             made[root] = (
                 self.graph.add_constant(scale, f"{name}/scale"),
                 None if zero is None else self.graph.add_constant(zero, f"{name}/zero_point"),
             )
         return made
 
-    def _numbers(self, precision: str, range_: Range) -> tuple[Array, Array | None]:
+    def _is_padded(self, value: Value) -> bool:
+        """True where a convolution that is to run in integers puts zeros around the value."""
+        for user in self.graph.users(value):
+            if user.kind == "Conv" and user.id in self.chosen and user.inputs[0] == value:
+                weights = self.graph.constant_value(user.inputs[1])
+                depthwise = weights is not None and user.attrs.group > 1 and weights.shape[1] == 1
+                if not depthwise and (any(user.attrs.pads) or user.attrs.auto_pad.startswith("SAME")):
+                    return True
+        return False
+
+    @staticmethod
+    def _numbers(precision: str, range_: Range, symmetric: bool) -> tuple[Array, Array | None]:
         if precision == "fp8":
             return fp8_scale(range_), None
-        if not self.unsigned:
+        if symmetric:
             return integer_parameters(range_, INT8, symmetric=True)[0], None
         return integer_parameters(range_, UINT8, symmetric=False)
 
@@ -186,15 +199,16 @@ class _Quantizer:
         position = {op.id: k for k, op in enumerate(self.graph.order())}
         return sorted(self.wanted, key=lambda item: (position[item[0].op], item[0].port, item[1]))
 
-    def _dtype(self, precision: str) -> DType:
-        return FP8 if precision == "fp8" else UINT8 if self.unsigned else INT8
+    @staticmethod
+    def _dtype(precision: str, zero: Value | None) -> DType:
+        return FP8 if precision == "fp8" else INT8 if zero is None else UINT8
 
     def _pair(self, value: Value, precision: str, scale: Value, zero: Value | None) -> None:
         """Q and DQ behind a value; its integer users read the DQ, and all others where an integer op made the value."""
         graph, producer = self.graph, self.graph.op(value)
         uses = graph.uses(value)
         name, src = graph.output(value).name, producer.src
-        attrs = QuantizeAttrs(self._dtype(precision), axis=0)
+        attrs = QuantizeAttrs(self._dtype(precision, zero), axis=0)
         q = graph.add("QuantizeLinear", [value, scale, zero], attrs, names=[f"{name}/q"], src=src).value
         dq = graph.add("DequantizeLinear", [q, scale, zero], DequantizeAttrs(axis=0), names=[f"{name}/dq"], src=src)
         self.made[value, precision] = dq.value

@@ -127,7 +127,6 @@ class _Auto:
                 dict(self.seen.feeds),
                 self.options.calibrator,
                 cache=self.options.calib_cache,
-                symmetric=self.machine.startswith("cuda"),
                 progress=self.say,
             )
 

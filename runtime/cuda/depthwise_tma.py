@@ -83,8 +83,6 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return f"{problem.channels} channels are not a multiple of 8"
     if (why := depthwise.no_kernel(problem)) is not None:
         return why
-    if problem.outside and any(s.padding):
-        return "TMA pads with zeros, not with a zero point"
     if (
         config.vectors * config.lanes * problem.item % 16
         or problem.channels * problem.item % 16
@@ -119,7 +117,10 @@ def registers(problem: Problem, config: Config) -> int:
     s, taps = problem.source, math.prod(problem.source.kernel)
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
     weights = taps * config.lanes // 2 if taps <= 9 else 8
-    return int(config.tile_h * config.tile_w * config.lanes + weights + columns * config.lanes * 0.75 + 30)
+    found = config.tile_h * config.tile_w * config.lanes + weights + 30
+    if problem.item == 2:
+        return int(found + columns * config.lanes * 0.75)
+    return found + (columns + 1) * config.lanes + (8 if problem.outside else 0)  # bytes as floats; scales beside biases
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
@@ -130,6 +131,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "STRIDE_W": s.stride[1], "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "TILE_H": config.tile_h,
         "TILE_W": config.tile_w, "VECTORS": config.vectors, "STRIPS_X": config.strips_x, "STRIPS_Y": config.strips_y,
         "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "SQUEEZE": squeeze_mode(problem, config),
+        "OUTSIDE": int(problem.outside != 0),
     }  # fmt: skip
     text = depthwise.generated(problem, defines)
     options = (*depthwise.options(problem), *(("-DBARRIER_TRAP",) if checked else ()))
@@ -154,6 +156,7 @@ def describe(
     block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
     block.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
     block.i32(slabs, tiles_x, tiles_x * tiles_y, count).f32(1.0 / (out_h * out_w))
+    block.i32(s.height, s.width, depthwise.four_bytes(problem.outside))
     put_requantize(block, problem.epilogue, requantize)
     shared = shared_bytes(problem, config)
     per_slab = max(1, min(count, multiprocessors * resident(problem, config) // slabs))

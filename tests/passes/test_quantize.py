@@ -79,6 +79,28 @@ def test_a_chain_is_in_integers_from_end_to_end() -> None:
     assert producer(graph, graph.of_kind("GlobalAveragePool")[0], 0).id == second.id
 
 
+@pytest.mark.parametrize(
+    ("layer", "negative", "dtype"),
+    [
+        ("padded", True, INT8),  # zeros around the image are its zero point then
+        ("padded", False, UINT8),
+        ("1x1", True, UINT8),
+        ("depthwise", True, UINT8),
+    ],
+)
+def test_gpus_give_zero_points_to_what_is_not_padded_with_zeros(layer: str, negative: bool, dtype: object) -> None:
+    n = Net()
+    x = n.input(2, 16, 6, 6)
+    x = x if negative else n.op("Relu", x)
+    y = n.conv(x, 16, 1 if layer == "1x1" else 3, pads=int(layer != "1x1"), group=16 if layer == "depthwise" else 1)
+    graph = n.done(y)
+    assign(graph, target="cuda:sm_90a")
+    q = producer(graph, producer(graph, graph.of_kind("Conv")[0], 0), 0)
+    assert (q.kind, q.outputs[0].type.dtype) == ("QuantizeLinear", dtype)
+    zero = graph.constant_value(q.input(2))
+    assert zero is None if dtype == INT8 else (zero != 0) == negative
+
+
 @pytest.mark.parametrize(("target", "dtype"), [("cpu", UINT8), ("cuda:sm_90a", INT8)])
 def test_operands_of_an_integer_convolution(target: str, dtype: object) -> None:
     graph = chain()

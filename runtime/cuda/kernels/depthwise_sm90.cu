@@ -4,7 +4,7 @@
 // warp loads the tiles' input patches into a ring of STAGES (what lies in the padding arrives as zeros); the others convolve from
 // shared memory, each thread TILE_H x TILE_W pixels of LANES channels, and store from registers.
 //
-// generated.cuh: see depthwise.cu; also VECTORS, STRIPS_X, STRIPS_Y, STAGES.
+// generated.cuh: see depthwise.cu; also VECTORS, STRIPS_X, STRIPS_Y, STAGES, OUTSIDE (what lies in the padding is not zero).
 #include "depthwise_core.cuh"
 
 constexpr int WORKERS = VECTORS * STRIPS_X * STRIPS_Y, CONSUMERS = (WORKERS + 31) / 32 * 32, THREADS = CONSUMERS + 32;
@@ -24,6 +24,8 @@ struct Params {
     int vectors, out_h, out_w, pad_h, pad_w;
     int slabs, tiles_x, tiles, count;              // slabs of channels, tiles of an image's row, of an image, of the batch
     float mean_scale;
+    int height, width;                             // of the input
+    u32 outside;                                   // OUTSIDE: four bytes of what lies around an 8-bit image
     Requantize requantize;                         // of 8-bit operands
 };
 
@@ -96,7 +98,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
                 acc,
                 [&](int r, Input (&in)[COLUMNS]) {
                     #pragma unroll
-                    for (int c = 0; c < COLUMNS; c++) in[c] = load_input(patch + (r * PATCH_W + c) * CHANNELS);
+                    for (int c = 0; c < COLUMNS; c++) {
+                        in[c] = load_input(patch + (r * PATCH_W + c) * CHANNELS);
+                        const int y = out_y * STRIDE_H - p.pad_h + r, x = out_x * STRIDE_W - p.pad_w + c;
+                        if (OUTSIDE && (unsigned(y) >= unsigned(p.height) || unsigned(x) >= unsigned(p.width))) in[c] = no_input(p.outside);
+                    }
                 },
                 [&](int tap) { return WEIGHTS_IN_SHARED ? shared_weights[tap * VECTORS + local] : own_weights[WEIGHTS_IN_SHARED ? 0 : tap]; });
         }
