@@ -100,7 +100,7 @@ def compiled(file: Path) -> str:
         rows.append([row["name"].replace(":", ", "), *cells, f"{ms[1] / ms[0]:.2f}×", prepared])
     about = (
         f"{_machine(data)}. max-autotune, weights frozen, channels last, in a CUDA graph; measured once, eager beside it. "
-        f"{data['at_once']} rows compiled at once on 16 cores, hence the long times; optdnn by the cost model. "
+        f"{data['at_once']} rows compiled at once on {data['cores']} cores, hence the long times; optdnn by the cost model. "
         + (f"Not compiled in the time there was: {'; '.join(absent)}." if absent else "")
     )
     return table("Beside torch.compile", rows, about)

@@ -5,7 +5,7 @@
 Several rows compile at once (max-autotune, weights frozen; each in a process of its own); when all have, or their time is over,
 they are measured one at a time, with nothing else running: torch.compile, eager (the anchor by which a later run's drift shows) and
 optdnn, each as a CUDA graph, in turns. A row that was not compiled in time is a row that says so. Compile times are therefore those
-of a machine that is shared by the rows.
+of a machine that is shared by the rows. Where there are several GPUs the rows are dealt to them; measured is one at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -101,6 +102,8 @@ def compiled(row: Row, folder: Path, options: argparse.Namespace, deadline: floa
             "wait": True,
         }
         threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(options.threads), "OMP_NUM_THREADS": "2"}
+        if options.gpus:
+            threads["CUDA_VISIBLE_DEVICES"] = options.gpus[ROWS.index(row) % len(options.gpus)]
         process = Process(
             order, folder / f"{row.name}.log", threads | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
         )
@@ -130,13 +133,23 @@ def measured(process: Process, known: dict[str, Any], limit: float) -> dict[str,
         process.end()
 
 
+def gpus() -> list[str]:
+    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
+    except OSError:
+        return []
+    return re.findall(r"UUID: (GPU-[0-9a-f-]+)", done.stdout)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="rows whose name begins so, e.g. bert_base:32")
     parser.add_argument("--budget", type=float, default=480, help="seconds for all")
     parser.add_argument("--reserve", type=float, default=3.5, help="of these, seconds that measuring a row takes")
-    parser.add_argument("--at-once", type=int, default=6, help="rows that compile at once")
-    parser.add_argument("--threads", type=int, default=4, help="processes of torch's compiler for each")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--at-once", type=int, default=max(2, cores * 3 // 8), help="rows that compile at once")
+    parser.add_argument("--threads", type=int, help="processes of torch's compiler for each")
     parser.add_argument("--turn", type=float, default=0.05)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--arch", default="cuda:sm_90a")
@@ -145,6 +158,9 @@ def main() -> None:
     parser.add_argument("--tune", type=float, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("compile.json"))
     options = parser.parse_args()
+    options.at_once = min(options.at_once, len(ORDER))
+    options.threads = options.threads or max(2, cores * 3 // 2 // options.at_once)
+    options.gpus = gpus()
     begin = time.monotonic()
     options.deadline = time.perf_counter() + options.budget
     rows = [next(r for r in ROWS if r.precision == "fp16" and f"{r.model}:{r.batch}" == name) for name in ORDER]
@@ -155,6 +171,8 @@ def main() -> None:
         "l2": "warm",
         "at_once": options.at_once,
         "threads": options.threads,
+        "cores": cores,
+        "gpus": len(options.gpus),
         "rows": [],
     }
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, ThreadPoolExecutor(options.at_once) as pool:
