@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from optdnn.config import BuildOptions
+from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import InternalError, RunError
 from optdnn.ir.graph import Graph, Op
 from optdnn.lower_cuda import Emitted, emit_program
@@ -29,6 +29,8 @@ from optdnn.runtime.cuda.kernels_of import recipe_of
 from optdnn.runtime.cuda.nvrtc import KERNELS
 from optdnn.runtime.cuda.timer import TrialFailed
 from optdnn.runtime.program import Program
+from optdnn.streams import CLEAR as CLEAR_LANES
+from optdnn.streams import WAYS, Streams, on_lanes
 from optdnn.tactics.cuda.assemble import placed
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.kept import Kept
@@ -284,6 +286,7 @@ class Tuner:
                 nets["best"].close()
                 nets["best"] = self._load(found.choices)
                 found.after_ms = found.before_ms
+            self._choose_lanes(found, nets)
             total = sum(p.count * p.seconds for p in found.problems)
             large = [p for p in found.problems if p.count * p.seconds > SHARE * total]
             order = sorted(large, key=lambda p: -p.count * p.seconds)
@@ -295,7 +298,7 @@ class Tuner:
                 eta = "" if left is None else f", {left:.0f} s left"
                 self.say(f"tune: in the network, {done}/{len(jobs)}{eta}; {found.after_ms:.4f} ms")
                 choices = {**found.choices, problem.key: choice}
-                nets["trial"] = self._load(choices)
+                nets["trial"] = self._load(choices, found.streams)
                 ours, now = self.timer.race([nets["trial"], nets["best"]], 1)
                 if ours < CLEAR * now:
                     ours, now = self.timer.race([nets["trial"], nets["best"]], 3)
@@ -304,6 +307,7 @@ class Tuner:
                     found.choices, found.after_ms = choices, ours
                 nets.pop("trial").close()
             found.before_ms, found.after_ms = self.timer.race([nets["plain"], nets["best"]], 3)
+            found.streams = replace(found.streams, seconds=self._times(found.choices))
         finally:
             for net in nets.values():
                 net.close()
@@ -317,9 +321,48 @@ class Tuner:
             found.append(problem.default)
         return [c for c in found if c != choices.get(problem.key)]
 
-    def _load(self, choices: Mapping[str, Choice]) -> Any:
+    def _load(self, choices: Mapping[str, Choice], streams: Streams | None = None) -> Any:
+        return self.timer.load(placed(self._laned(choices, streams)))
+
+    def _laned(self, choices: Mapping[str, Choice], streams: Streams | None) -> Program:
+        """The network with these choices, its steps in lanes as the options or ``streams`` want it."""
         emitted = emit_program(self.graph, self.options, self.target, {}, choices, kept=self._kept)
-        return self.timer.load(placed(emitted.program))
+        return on_lanes(emitted.program, emitted.seconds(self._times(choices)), self.options, streams)
+
+    def _times(self, choices: Mapping[str, Choice]) -> dict[str, float]:
+        """The measured seconds of operators by signature, as the timing cache keeps them."""
+        chosen = {p.key: p.times.get(choices.get(p.key, p.default)) for p in self.problems.values()}
+        return {key: round(t, 10) for key, t in chosen.items() if t is not None}
+
+    # ---------------------------------------------------------------- lanes, in the network
+
+    def _choose_lanes(self, found: Tuned, nets: dict[str, Any]) -> None:
+        """Run independent steps side by side where that makes the network faster; ``nets["best"]`` is then the one so made."""
+        if self.options.streams != AUTO:
+            return
+        tried: set[Any] = set()
+        for most, forced in WAYS:
+            self._check_time()
+            way = Streams(most, forced, self._times(found.choices))
+            program = self._laned(found.choices, way)
+            made = (program.lanes, tuple(s.outputs for s in program.steps))
+            if not program.lanes or made in tried:
+                continue
+            tried.add(made)
+            nets["lanes"] = self.timer.load(placed(program))
+            ours, now = self.timer.race([nets["lanes"], nets["best"]], 1)
+            if ours < CLEAR_LANES * now:
+                ours, now = self.timer.race([nets["lanes"], nets["best"]], 3)
+            one = now if found.streams.one_ms is None else found.streams.one_ms
+            if ours < CLEAR_LANES * now:
+                nets["lanes"], nets["best"] = nets["best"], nets["lanes"]
+                found.streams, found.after_ms = replace(way, one_ms=one, lanes_ms=ours), ours
+            elif found.streams.most == 1:
+                best = min(ours, found.streams.lanes_ms or ours)
+                found.streams = replace(found.streams, one_ms=one, lanes_ms=best)
+            nets.pop("lanes").close()
+        if found.streams.lanes_ms is not None:
+            self.say(f"tune: steps side by side: {found.streams.why()}")
 
     # ---------------------------------------------------------------- the timing cache
 
@@ -341,7 +384,7 @@ class Tuner:
         emitted = emit_program(self.graph, replace(self.options, tactics="heuristic"), self.target, {})
         selection = Selection.of(self.options)
         facts: list[Any] = [sorted(selection.providers), selection.workspace, selection.row_invariant]
-        facts += [d.signature for d in emitted.decisions]
+        facts += [str(self.options.streams), *(d.signature for d in emitted.decisions)]
         facts += [(p.name, p.read_bytes()) for p in sorted(KERNELS.glob("*.cu*"))]
         digest.update(repr(facts).encode())
         return f"{self.timer.machine.device} | {digest.hexdigest()[:32]}"
@@ -360,7 +403,7 @@ class Tuner:
         same = known.versions == self._versions(*Selection.of(self.options).providers)
         budget = self.options.budget
         if same and (known.seconds is None or (budget is not None and budget <= known.seconds)):
-            return Tuned(choices, (), None, known.ms, cached=True)
+            return Tuned(choices, (), None, known.ms, cached=True, streams=Streams.of_plain(known.streams) or Streams())
         if not same:
             self.say("the timing cache is of another driver or compiler: its times only rank")
         self._start = choices
@@ -371,7 +414,8 @@ class Tuner:
             return
         spent = None if found.stopped is None else max(self.clock() - self.begin, self.options.budget or 0.0)
         versions = self._versions(*Selection.of(self.options).providers)
-        self.cache.note_network(self._network, found.choices, found.after_ms, versions, spent)
+        lanes = found.streams.to_plain()
+        self.cache.note_network(self._network, found.choices, found.after_ms, versions, spent, lanes)
 
 
 def tune(

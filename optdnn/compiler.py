@@ -164,12 +164,9 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         facts = partial(_meta, options=options, target=target)
         share = replace(options, budget=options.budget and options.budget / len(graph.profiles))
 
-        def measured_choices(planned: Graph) -> Mapping[str, Any] | None:
-            found = tune(planned, share, target, cache, say)
-            return None if found is None else found.choices
-
+        tuner = partial(tune, options=share, target=target, cache=cache, say=say)
         with _timed(seconds, "plans"):
-            dynamic = plan_profiles(model, graph, options, target, facts, optimize, say, measured_choices)
+            dynamic = plan_profiles(model, graph, options, target, facts, optimize, say, tuner)
         graph, passes = dynamic.graph, dynamic.passes
     else:
         exact_only = AssignPrecision.name if options.precision == AUTO else None
@@ -210,9 +207,9 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
 
             tuned = tune(graph, options, target, cache, say)
             tuning = None if tuned is None else tuned.to_plain()
-            choices = None if tuned is None else tuned.choices
+            choices, streams = (None, None) if tuned is None else (tuned.choices, tuned.streams)
             # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
-            program = replace(lower_cuda(graph, options, target, meta, say, choices), precision=label)
+            program = replace(lower_cuda(graph, options, target, meta, say, choices, streams), precision=label)
             if options.precision != AUTO:
                 program = by_value(graph, program, sizes, model, options)
             if target != "simulate" and program.by_value is None:

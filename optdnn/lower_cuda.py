@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.config import AUTO, BuildOptions
+from optdnn.config import BuildOptions
 from optdnn.dim import Dim
 from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.runtime.program import Kernel, Program, Step
+from optdnn.streams import Streams, on_lanes
 from optdnn.tactics.cuda.assemble import compact, placed, pruned
 from optdnn.tactics.cuda.builder import Builder, Placed, has_tf32, row_major
 from optdnn.tactics.cuda.host import CHEAPER, HostSide, plain_shape, summary
 from optdnn.tactics.cuda.kept import Kept
-from optdnn.tactics.cuda.lanes import MOST_LANES, with_lanes
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.schedule import group_steps, keep_inputs_on_host
 from optdnn.tactics.cuda.select import Choice, Decision, Selection, emit_op, signature
@@ -77,35 +77,11 @@ def lower_cuda(
     and where an operator has no NumPy kernel either.
     """
     emitted = emit_program(graph, options, target, meta, choices)
-    program = on_lanes(emitted, options, streams)
+    known = emitted.seconds(None if streams is None else streams.seconds)
+    program = on_lanes(emitted.program, known, options, streams)
     if target != "simulate" and not options.no_cubins:
         program = _compiled(program, say)
     return placed(program)
-
-
-@dataclass(frozen=True)
-class Streams:
-    """What tuning found: measured ``seconds`` of operators by signature, whether lanes make the network ``faster``, and by
-    how much: milliseconds of one inference in one lane and with lanes."""
-
-    seconds: Mapping[str, float]
-    faster: bool
-    one_ms: float | None = None
-    lanes_ms: float | None = None
-
-
-def on_lanes(emitted: Emitted, options: BuildOptions, streams: Streams | None = None) -> Program:
-    """The program, its steps side by side as ``options.streams`` wants it: "auto" where that was measured to be faster."""
-    program, wanted = emitted.program, options.streams
-    if wanted == 1:
-        return program
-    if wanted == AUTO:
-        if streams is None or not streams.faster:
-            return program
-        wanted = MOST_LANES
-    assert isinstance(wanted, int)
-    seconds = emitted.seconds(None if streams is None else streams.seconds)
-    return with_lanes(program, seconds, wanted, forced=options.streams != AUTO)
 
 
 def emit_program(

@@ -28,12 +28,12 @@ from optdnn.passes.base import PassReport
 from optdnn.ranges import Profile
 from optdnn.runtime.program import Buffer, ByValue, Dynamic, Program, Step
 from optdnn.runtime.program import Source as HeldSource
-from optdnn.tactics.cuda.select import Choice
+from optdnn.tactics.cuda.tuned import Tuned
 from optdnn.types import Array, TensorSpec
 
 Say = Callable[[str], None]
 Optimize = Callable[[Graph, BuildOptions, str, Say], list[PassReport]]
-Choose = Callable[[Graph], Mapping[str, Choice] | None]
+Choose = Callable[[Graph], Tuned | None]
 Shapes = dict[str, tuple[int, ...]]
 
 NOT_KEPT = ("shapes", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget")
@@ -61,7 +61,7 @@ def plan_profiles(
 ) -> Planned:
     """Plans for the optimum of each profile of ``symbolic`` (the model as imported for them), in one program.
 
-    ``choose`` gives the tactics of an optimum's graph (None: the cost model does).
+    ``choose`` tunes an optimum's graph (None: the cost model chooses).
     Raises UsageError where a dimension has no range, and whatever a build for one of the shapes raises.
     """
     _need_ranges(symbolic)
@@ -171,7 +171,9 @@ def _plan(
 ) -> tuple[Graph, list[PassReport], Program]:
     graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
     passes = optimize(graph, options, target, say)
-    return graph, passes, lower_cuda(graph, options, target, meta(graph, passes), say, choose(graph))
+    tuned = choose(graph)
+    found = (None, None) if tuned is None else (tuned.choices, tuned.streams)
+    return graph, passes, lower_cuda(graph, options, target, meta(graph, passes), say, *found)
 
 
 def plain_options(options: BuildOptions) -> dict[str, Any] | None:

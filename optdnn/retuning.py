@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optdnn.autotune import Tuner
-from optdnn.config import BuildOptions
+from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import EngineError, EngineStale, UsageError
 from optdnn.ir.held import KEY, held, hold
 from optdnn.lower_cuda import lower_cuda
@@ -27,7 +27,7 @@ from optdnn.tactics.timing_cache import TimingCache
 
 ROUNDS = 5
 """In how many turns the old engine and the new one are measured."""
-MADE = ("arch", "host", "memory", "nvrtc", "tactics", KEY)
+MADE = ("arch", "host", "memory", "nvrtc", "streams", "tactics", KEY)
 """What lowering writes into ``meta``."""
 
 
@@ -71,7 +71,7 @@ def retune(
     say("lower")
     meta = {k: v for k, v in program.meta.items() if k not in MADE}
     meta["options"] = {**meta.get("options", {}), "tactics": options.tactics}
-    new = lower_cuda(graph, options, program.target, meta, say, tuned.choices)
+    new = lower_cuda(graph, options, program.target, meta, say, tuned.choices, tuned.streams)
     new = hold(graph, replace(new, precision=program.precision))
     with turn():
         before, after = _race(timer, program, new, say)
@@ -103,7 +103,8 @@ def options_of(program: Program, tactics: str | None, budget: float | None) -> B
     return BuildOptions(
         target=program.target, tactics=chosen, budget=budget,
         workspace=made.get("workspace"), row_invariant=bool(made.get("row_invariant", False)),
-        strict=bool(made.get("strict", False)), no_cubins=all(k.cubin is None for k in program.kernels),
+        strict=bool(made.get("strict", False)), streams=made.get("streams", AUTO),
+        no_cubins=all(k.cubin is None for k in program.kernels),
     )  # fmt: skip
 
 

@@ -37,13 +37,15 @@ class Candidate:
 class NetworkChoices:
     """The choices by signature ((tactic, configuration) each) that made a whole network fastest, and its milliseconds.
 
-    ``seconds``: how long tuning went on before it was ended; None where it came to its own end.
+    ``seconds``: how long tuning went on before it was ended; None where it came to its own end. ``streams``: what was found of
+    steps side by side, as plain data (None: not looked at).
     """
 
     choices: Mapping[str, tuple[str, str]]
     ms: float
     versions: Mapping[str, str]
     seconds: float | None = None
+    streams: Any = None
 
 
 @dataclass
@@ -114,10 +116,12 @@ class TimingCache:
         ms: float,
         versions: Mapping[str, str],
         seconds: float | None = None,
+        streams: Any = None,
     ) -> None:
         """Keep the choices for a whole network."""
         table = {k: list(c) for k, c in sorted(choices.items())}
-        ended = {} if seconds is None else {"seconds": round(seconds, 2)}
+        ended: dict[str, Any] = {} if seconds is None else {"seconds": round(seconds, 2)}
+        ended |= {} if streams is None else {"streams": streams}
         self.networks[key] = {"choices": table, "ms": round(ms, 5), "versions": dict(versions), **ended}
         self.changed = True
 
@@ -157,7 +161,7 @@ def _network(row: Any) -> NetworkChoices | None:
             made = {k: (c[0], c[1]) for k, c in choices.items() if isinstance(c, list) and len(c) == 2 and _strings(c)}
             seconds = row.get("seconds")
             whole = len(made) == len(choices) and (seconds is None or _is_time(seconds))
-            return NetworkChoices(made, float(ms), versions, seconds) if whole else None
+            return NetworkChoices(made, float(ms), versions, seconds, row.get("streams")) if whole else None
     return None
 
 

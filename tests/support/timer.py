@@ -16,7 +16,8 @@ def tactics_of(program: Program) -> list[str]:
 
 
 class FakeTimer:
-    """``seconds`` gives the time of a candidate by its name (or raises); ``net`` that of a network, from its steps' tactics."""
+    """``seconds`` gives the time of a candidate by its name (or raises); ``net`` that of a network, from its steps' tactics;
+    ``lanes`` is what a network with lanes takes of that."""
 
     def __init__(
         self,
@@ -26,13 +27,14 @@ class FakeTimer:
         device: str = "GPU",
         driver: str = "1",
         l2: int = 60 << 20,
+        lanes: float = 1.0,
     ):
         self.machine = Machine(device, l2, {"driver": driver})
         self.seconds, self.net = seconds, net
         self.trials: list[tuple[str, str]] = []
         self.regimes: set[bool] = set()
         self.compiled: set[str] = set()
-        self.loaded = 0
+        self.loaded, self.lanes, self.with_lanes = 0, lanes, 0
         self.now = 0.0
         self.device = SimpleNamespace(arch="sm_90a")
 
@@ -52,20 +54,21 @@ class FakeTimer:
 
     def load(self, program: Program) -> Any:
         self.loaded += 1
-        return FakeNet(self, tactics_of(program))
+        self.with_lanes += bool(program.lanes)
+        return FakeNet(self, tactics_of(program), self.lanes if program.lanes else 1.0)
 
     def race(self, networks: Sequence[FakeNet], rounds: int) -> list[float]:
         self.now += 0.5
         assert rounds >= 1
-        return [(self.net or self._sum)(n.tactics) for n in networks]
+        return [(self.net or self._sum)(n.tactics) * n.factor for n in networks]
 
     def _sum(self, tactics: Sequence[str]) -> float:
         return sum(self.seconds(t) for t in tactics if t.startswith("conv")) * 1e3 + 0.001
 
 
 class FakeNet:
-    def __init__(self, timer: FakeTimer, tactics: list[str]):
-        self.timer, self.tactics = timer, tactics
+    def __init__(self, timer: FakeTimer, tactics: list[str], factor: float):
+        self.timer, self.tactics, self.factor = timer, tactics, factor
 
     def close(self) -> None:
         self.timer.loaded -= 1

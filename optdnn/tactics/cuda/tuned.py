@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.timer import Machine
 from optdnn.runtime.program import Program
+from optdnn.streams import Streams
 from optdnn.tactics.cuda.select import Choice
 from optdnn.tactics.cuda.trials import Problem
 
@@ -49,6 +50,8 @@ class Tuned:
     cached: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     providers: Sequence[str] = ()
+    streams: Streams = field(default_factory=Streams)
+    """Whether independent steps run side by side."""
 
     def to_plain(self) -> dict[str, Any]:
         """For the build's report."""
@@ -64,5 +67,9 @@ class Tuned:
         ]  # fmt: skip
         facts: dict[str, Any] = {"before_ms": self.before_ms, "after_ms": self.after_ms, "cached": self.cached}
         facts |= {"providers": list(self.providers)}
+        s = self.streams
+        facts |= (
+            {"streams": {"most": s.most, "one_ms": s.one_ms, "lanes_ms": s.lanes_ms}} if s.lanes_ms is not None else {}
+        )
         facts |= {"stopped": self.stopped} if self.stopped else {}
         return {**facts, "seconds": {k: round(v, 2) for k, v in self.seconds.items()}, "problems": rows}

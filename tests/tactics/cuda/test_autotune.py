@@ -17,8 +17,9 @@ from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError
 from optdnn.ir.graph import Graph
-from optdnn.lower_cuda import emit_program
+from optdnn.lower_cuda import emit_program, lower_cuda
 from optdnn.runtime.cuda.timer import TrialFailed
+from optdnn.streams import Streams
 from optdnn.tactics.cuda.select import Choice
 from optdnn.tactics.cuda.tuned import Tuned
 from optdnn.tactics.timing_cache import TimingCache
@@ -343,3 +344,63 @@ def test_progress_tells_the_rest_and_the_best() -> None:
     tuned(FakeTimer(hashed), say=said.append)
     assert any("s left" in t and " us; sum " in t for t in said)
     assert any("in the network" in t and " ms" in t for t in said)
+
+
+# ---------------------------------------------------------------- steps side by side
+
+
+def branchy() -> Graph:
+    """Two branches of two convolutions between two others."""
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(1, 16, 14, 14), 16, 3))
+    a = n.op("Relu", n.conv(n.op("Relu", n.conv(x, 16, 3)), 32, 3))
+    b = n.op("Relu", n.conv(n.op("Relu", n.conv(x, 24, 5, pads=2)), 32, 1, pads=0))
+    return n.done(n.conv(n.op("Mul", a, b), 32, 1, pads=0))
+
+
+@pytest.mark.parametrize(("factor", "most"), [(0.9, 4), (0.995, 1), (1.0, 1), (1.2, 1)])
+def test_lanes_are_kept_only_where_the_network_is_measured_to_be_faster(factor: float, most: int) -> None:
+    cache = TimingCache()
+    timer = FakeTimer(lambda name: 10 * hashed(name), lanes=factor)
+    found, tuner = tuned(timer, cache, branchy())
+    assert timer.with_lanes >= 1, "else the test says nothing"
+    assert found.streams.most == most
+    assert found.streams.one_ms is not None
+    assert found.streams.lanes_ms is not None
+    assert (found.streams.lanes_ms < found.streams.one_ms) == (factor < 1)
+    assert found.to_plain()["streams"]["most"] == most
+    program = lower_cuda(tuner.graph, tuner.options, "simulate", {}, choices=found.choices, streams=found.streams)
+    assert bool(program.lanes) == (most > 1)
+    said = "measured faster" if most > 1 else "measured not faster"
+    assert program.meta["streams"]["why"].startswith(said)
+    # Another build takes it from the cache, and comes to the same program.
+    again = FakeTimer(hashed)
+    known, tuner = tuned(again, cache, branchy())
+    assert known.cached
+    assert not again.trials
+    other = lower_cuda(tuner.graph, tuner.options, "simulate", {}, choices=known.choices, streams=known.streams)
+    assert other.lanes == program.lanes
+    assert other.meta == program.meta
+
+
+def test_lanes_are_not_tried_where_the_build_says_how_many() -> None:
+    timer = FakeTimer(lambda name: 10 * hashed(name), lanes=0.5)
+    found, _ = tuned(timer, graph=branchy(), streams=1)
+    assert timer.with_lanes == 0
+    assert found.streams.lanes_ms is None
+    timer = FakeTimer(lambda name: 10 * hashed(name), lanes=0.5)
+    tuned(timer, graph=branchy(), streams=2)
+    assert timer.with_lanes > 1
+
+
+def test_a_chain_has_no_lanes_to_try() -> None:
+    timer = FakeTimer(hashed, lanes=0.5)
+    found, tuner = tuned(timer)
+    assert timer.with_lanes == 0
+    program = lower_cuda(tuner.graph, tuner.options, "simulate", {}, choices=found.choices, streams=found.streams)
+    assert program.meta["streams"] == {"lanes": 1, "why": "nothing is predicted to gain side by side"}
+
+
+@pytest.mark.parametrize("wrong", [None, 3, {}, {"most": 9, "forced": True, "us": {}, "one_ms": 1, "lanes_ms": 1}])
+def test_what_is_no_record_of_lanes_is_none(wrong: Any) -> None:
+    assert Streams.of_plain(wrong) is None

@@ -15,10 +15,11 @@ from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, UsageError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
-from optdnn.lower_cuda import Streams, emit_program, on_lanes
+from optdnn.lower_cuda import emit_program
 from optdnn.runtime.lanes import dependencies, earlier, first_race
 from optdnn.runtime.program import Slot
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
+from optdnn.streams import Streams, on_lanes
 from optdnn.tactics.cuda import lanes
 from optdnn.tactics.cuda.lanes import JOIN, Load, schedule, segments, slots_of
 
@@ -232,14 +233,16 @@ def test_auto_waits_for_a_measurement() -> None:
     options = BuildOptions(target="simulate", precision="fp16")
     graph = inception(64)
     emitted = emit_program(_optimized(graph), options, "simulate", {})
-    assert not on_lanes(emitted, options).lanes
+    program, predicted = emitted.program, emitted.seconds()
+    assert not on_lanes(program, predicted, options).lanes
     seconds = {d.signature: 50 * US for d in emitted.decisions}
-    assert emitted.seconds(seconds) != emitted.seconds()
-    assert set(emitted.seconds(seconds).values()) == {50 * US}
-    assert not on_lanes(emitted, options, Streams(seconds, faster=False)).lanes
-    assert on_lanes(emitted, options, Streams(seconds, faster=True)).lanes
+    known = emitted.seconds(seconds)
+    assert known != predicted
+    assert set(known.values()) == {50 * US}
+    assert not on_lanes(program, known, options, Streams(1, False, seconds)).lanes
+    assert on_lanes(program, known, options, Streams(4, False, seconds)).lanes
     one = BuildOptions(target="simulate", precision="fp16", streams=1)
-    assert not on_lanes(emitted, one, Streams(seconds, faster=True)).lanes
+    assert not on_lanes(program, known, one, Streams(4, False, seconds)).lanes
 
 
 def _optimized(graph: Graph) -> Graph:
