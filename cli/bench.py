@@ -138,7 +138,10 @@ def show_steps(steps: list[dict[str, Any]]) -> None:
         for s in steps
     ]
     columns = ["step", "µs", "%", "TFLOP/s", "GB/s", "of roofline", "tactic", "ONNX nodes"]
-    stdout.print(table("\nwhat each step adds to a run", columns, rows, right=range(6)))
+    if any("lane" in s for s in steps):
+        columns.insert(1, "lane")
+        rows = [[row[0], s.get("lane", 0), *row[1:]] for row, s in zip(rows, steps, strict=True)]
+    stdout.print(table("\nwhat each step adds to a run", columns, rows, right=range(len(columns) - 2)))
 
 
 def _rate(value: float | None, digits: int) -> str:

@@ -60,6 +60,8 @@ def _step(program: Program, k: int) -> dict[str, Any]:
     """A step: who runs it, what of, and how many bytes it copies between the GPU and the host."""
     step = program.steps[k]
     found: dict[str, Any] = {"executor": step.executor, "nodes": list(step.src)}
+    if program.lanes:
+        found |= {"lane": program.lanes[k].lane, "after": list(program.lanes[k].after)}
     if step.executor == "copy":
         to = step.params["to"]
         buffer = program.buffers[(step.outputs if to == "host" else step.inputs)[0]]
@@ -119,6 +121,16 @@ def _show(facts: dict[str, Any]) -> None:
             for i, s in enumerate(facts["steps"])
         ]
         columns = ["step", "executor", "operator", "tactic", "bytes copied", "ONNX nodes"]
-        stdout.print(table("\nsteps", columns, rows, right=[0, 4, 5]))
+        if any("lane" in s for s in facts["steps"]):
+            columns += ["lane", "waits for"]
+            rows = [
+                [*row, s["lane"], ", ".join(map(str, s["after"]))] for row, s in zip(rows, facts["steps"], strict=True)
+            ]
+        stdout.print(table("\nsteps", columns, rows, right=[0, 4, 5, 6]))
+    if facts.get("streams"):
+        s = facts["streams"]
+        predicted = f", {s['predicted_us']} us predicted, {s['one_lane_us']} in one" if "predicted_us" in s else ""
+        why = f"; {s['why']}" if "why" in s else ""
+        stdout.print(f"steps side by side: {s['lanes']} lane{'s' * (s['lanes'] > 1)}{predicted}{why}")
     if facts.get("host"):
         print_host(facts["host"], facts["target"])

@@ -276,7 +276,8 @@ def remarks(report: Mapping[str, Any], clocks: Sequence[ClockSample]) -> list[st
 @dataclass(frozen=True)
 class StepShare:
     """One step of a run. ``us``: what it adds to the run on the GPU. ``tactic``: what runs it. ``roofline``: the least time its
-    work allows over ``us`` (beyond 1 where operands lie in L2)."""
+    work allows over ``us`` (beyond 1 where operands lie in L2). ``lane``: which of the streams it is on (None: there is
+    one); a step may add nothing to a run that other lanes are longer in."""
 
     step: int
     src: tuple[str, ...]
@@ -287,12 +288,14 @@ class StepShare:
     work: Work
     roofline: float | None
     executor: str = "cuda"
+    lane: int | None = None
 
     def to_plain(self) -> dict[str, Plain]:
         seconds = self.us * 1e-6
         return {
             "step": self.step,
             "executor": self.executor,
+            **({} if self.lane is None else {"lane": self.lane}),
             "src": list(self.src),
             "kind": self.kind,
             "tactic": self.tactic,
@@ -340,7 +343,7 @@ def profile_gpu(
         found.append(
             StepShare(
                 k, program.steps[k].src, parsed[k].meaning.kind, parsed[k].tactic, us, us / total, work,
-                least / us if us > 0 else None,
+                least / us if us > 0 else None, lane=program.lanes[k].lane if program.lanes else None,
             )
         )  # fmt: skip
     return found

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.branches import inception
 from support.net import Net
 from support.simulated import feeds_of, lowered, simulate
 
@@ -128,24 +129,6 @@ def _masks(slots: list[Slot]) -> list[int]:
 
 
 # ---------------------------------------------------------------- whole programs
-
-
-def inception(channels: int = 16) -> Graph:
-    """Two blocks of three branches each, concatenated in place."""
-    n = Net()
-    x = n.op("Relu", n.conv(n.input(1, 8, 12, 12), channels, 3))
-    for _ in range(2):
-        a = n.op("Relu", n.conv(x, channels, 1, pads=0))
-        b = n.op("Relu", n.conv(n.op("Relu", n.conv(x, channels, 3)), channels, 3))
-        c = n.op("Relu", n.conv(n.max_pool(x, 3, pads=1, strides=1), channels, 1, pads=0))
-        x = n.op("Concat", a, b, c, attrs=_along(1))
-    return n.done(n.op("GlobalAveragePool", x))
-
-
-def _along(axis: int) -> Any:
-    from optdnn.ops.index import ConcatAttrs
-
-    return ConcatAttrs(axis)
 
 
 @pytest.fixture

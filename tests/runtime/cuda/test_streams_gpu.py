@@ -1,0 +1,96 @@
+"""Lanes on a GPU: the graph has the edges that the program says, and every way of running it gives the bits of one lane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.branches import inception
+from support.needs import why_no_hopper
+from support.simulated import feeds_of, lowered
+
+from optdnn.runtime.cuda.device import check, driver
+from optdnn.runtime.cuda.measure import profile_gpu
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.lanes import waits_of
+from optdnn.runtime.program import Program
+from optdnn.tactics.cuda import lanes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joins cost nothing, so that small networks have lanes as well."""
+    monkeypatch.setattr(lanes, "JOIN", 0.0)
+    monkeypatch.setattr(lanes, "FORK", 0.0)
+
+
+def program(streams: int, **options: Any) -> Program:
+    return lowered(inception(64, size=28), target="cuda:sm_90a", streams=streams, **options)
+
+
+def poison(context: Any) -> None:
+    check("cuMemsetD8", driver().cuMemsetD8(context._arena.pointer, 0xFF, context.runner.program.arena_bytes))
+    context.stream.synchronize()
+
+
+def test_the_graph_has_the_edges_of_the_program() -> None:
+    made = program(4)
+    context: Any = Engine(made).context()
+    context.run(feeds_of(inception(64, size=28)))
+    *_, edges, count = check("cuGraphGetEdges", driver().cuGraphGetEdges(context.graph()._template.graph, 4096))
+    waits = waits_of(made.lanes) or []
+    assert count == sum(map(len, waits))
+    early = sum(len(w) == 1 for w in waits)
+    assert sum(int(e.type) == 1 for e in edges[:count]) == early, "a step that waits for one other is launched early"
+    assert 0 < early < count
+
+
+def test_lanes_give_the_bits_of_one_lane() -> None:
+    feeds = feeds_of(inception(64, size=28))
+    want = Engine(program(1)).context().run(feeds)["y0"]
+    assert np.isfinite(want).all()
+    for streams in (2, 4):
+        made = program(streams)
+        assert made.lanes
+        context: Any = Engine(made).context()
+        for _ in range(50):
+            poison(context)
+            np.testing.assert_array_equal(context.run(feeds)["y0"], want)
+        poison(context)
+        _, times = context.profile(feeds)  # single launches on one stream
+        assert len(times) == len(made.steps)
+        np.testing.assert_array_equal(context.profile(feeds)[0]["y0"], want)
+
+
+def test_other_arrays_change_nodes_of_a_graph_with_lanes() -> None:
+    cupy = pytest.importorskip("cupy")
+    context: Any = Engine(program(4)).context()
+    feeds = feeds_of(inception(64, size=28))
+    rng = np.random.default_rng(5)
+    tries = [{k: rng.standard_normal(v.shape).astype(v.dtype) for k, v in feeds.items()} for _ in range(10)]
+    one: Any = Engine(program(1)).context()
+    wanted = [one.run(t)["y0"] for t in tries]
+    given = [{k: cupy.asarray(v) for k, v in t.items()} for t in tries]
+    for arrays, want in zip(given, wanted, strict=True):
+        np.testing.assert_array_equal(cupy.asnumpy(context.run(arrays)["y0"]), want)
+
+
+def test_libraries_run_in_lanes_as_well() -> None:
+    pytest.importorskip("cudnn")
+    made = [program(streams, tactics="heuristic,cudnn") for streams in (1, 4)]
+    if not any("call" in s.params for s in made[0].steps):
+        pytest.skip("no step calls a library")
+    feeds = feeds_of(inception(64, size=28))
+    want, got = (Engine(m).context().run(feeds)["y0"] for m in made)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_profile_tells_the_lanes() -> None:
+    made = program(4)
+    context: Any = Engine(made).context()
+    rows = profile_gpu(context, feeds_of(inception(64, size=28)), repeats=3)
+    assert [r.lane for r in rows] == [s.lane for s in made.lanes]
+    assert sum(r.share for r in rows) == pytest.approx(1.0)
