@@ -14,8 +14,8 @@ from optdnn.precision.latency import Timed
 from optdnn.precision.search import Problem
 from optdnn.precision.sensitivity import Sensitivity
 
-NOTHING_US = 0.05
-"""Differences below this are none: a counter's last digit."""
+NOTHING_US, NOTHING = 0.05, 0.03
+"""Differences below this, or below this part of a time, are none: what counters scatter by."""
 
 
 @dataclass
@@ -212,10 +212,15 @@ def _reason(
     return "; ".join(parts) or ("fp32 is the only precision it has" if p == "fp32" else "nothing to gain by another")
 
 
+def _faster(a: float, b: float) -> bool:
+    """Whether ``a`` microseconds are fewer than ``b``, by more than nothing."""
+    return a < b - max(NOTHING_US, NOTHING * b)
+
+
 def _against(p: str, mine: Timed, q: str, other: Timed, why_still: str) -> str:
-    if mine.us < other.us - NOTHING_US:
+    if _faster(mine.us, other.us):
         return f"{p} is faster than {q} here: {_us(mine.us)} against {_us(other.us)}"
-    if mine.us > other.us + NOTHING_US:
+    if _faster(other.us, mine.us):
         return f"{p} is slower than {q} here, {_us(mine.us)} against {_us(other.us)}, but {why_still}"
     return f"{p} is as fast as {q} here ({_us(mine.us)})"
 
@@ -240,8 +245,8 @@ def _against_other(
         return f"{q}: {s.hazard}"
     if not math.isfinite(s.noise):
         return f"{q}: its result is not finite"
-    if mine is not None and other is not None and other.us >= mine.us - NOTHING_US:
-        word = "slower than" if other.us > mine.us + NOTHING_US else "no faster than"
+    if mine is not None and other is not None and not _faster(other.us, mine.us):
+        word = "slower than" if _faster(mine.us, other.us) else "no faster than"
         return f"{q} is {word} {p} here: {_us(other.us)} against {_us(mine.us)}"
     saves = "" if mine is None or other is None else f" would save {_us(mine.us - other.us)}, but it"
     if chosen.single:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,13 +29,12 @@ from optdnn.passes.precision import PrecisionPlan, key
 from optdnn.passes.ranges import Calibration
 from optdnn.precision.account import Account, Candidate, NodeFacts, reasons
 from optdnn.precision.accuracy import Judge
-from optdnn.precision.latency import Table
+from optdnn.precision.explore import Explorer
 from optdnn.precision.metrics import Metric, metric_of
 from optdnn.precision.samples import Samples, load, split
-from optdnn.precision.search import Problem, frontier, moves
 from optdnn.precision.sensitivity import Kept, Sensitivities, mean, measure
 from optdnn.precision.space import Space
-from optdnn.precision.targets import Target, Way, assigned, machine_of, target_of
+from optdnn.precision.targets import Target, Way, machine_of, target_of
 from optdnn.runtime.engine import Engine
 from optdnn.tactics.timing_cache import TimingCache
 from optdnn.types import TensorSpec, is_float
@@ -48,14 +47,11 @@ SAMPLES = 32
 """Samples at a time on which sensitivities are measured."""
 MOST_BATCHES = 4
 """Batches that sensitivities are averaged over, where a network's own batch is small."""
-LEARN = 0.5
-"""Casts whose cost turns out this part higher than believed are worth another search."""
-MOST_MOVES = 12
-SHOWN_PLANS = (0.25, 0.5, 0.75)
-"""Places on the frontier that are tried in any case: predictions err, and the user wants to see what lies between."""
 MOST_MIXTURES = 3
 """Mixtures that are built and raced beside the single precisions."""
 ATTEMPTS = 4
+CLOSE, FINALISTS = 1.25, 2
+"""Before tactics are tuned, those within this factor of the fastest may still win: so many single precisions, so many mixtures."""
 PREFER_SINGLE = 1.01
 """A single precision within this factor of the fastest mixture is taken instead: nothing is gained by more kinds of arithmetic."""
 
@@ -95,23 +91,20 @@ class _Auto:
             raise UsageError(
                 "precision auto needs data to judge accuracy by", hint="give --calib DATA.npz (inputs, and labels)"
             )
-        self.deadline = math.inf
         images = None if options.images is None else ImageSpec.read(options.images)
         samples = load(options.calib, specs(graph), options.labels, images)
         self.seen, self.unseen = split(samples)
         self.metric: Metric = metric_of(options.metric, samples.labels)
         self.judge = Judge(self.metric, self.seen, self.unseen)
         self.bound = self.metric.bound(options.max_drop)
-        self.search_bound = self.bound
         self.machine = machine_of(target)
         self.space = Space(graph, target, options.opt_level, options.precision_map)
         self.passes: list[PassReport] = []
         self.calibration = self._calibrated()
         self.driver: Target = target_of(options, target, cache, calibrated=self.calibration is not None)
-        self.candidates: list[Candidate] = []
+        self.explorer = Explorer(self.space, self.driver, self.judge, self.calibration, self.bound, say)
+        self.candidates = self.explorer.candidates
         self.built: dict[str, Engine] = {}
-        self.problems: dict[str, Problem] = {}
-        self.sensitivities = Sensitivities()
         self.offered = {p for text in self.driver.offers for p in text.split("+")}
 
     def _calibrated(self) -> Calibration | None:
@@ -138,43 +131,30 @@ class _Auto:
     # ------------------------------------------------------------------ the way through
 
     def run(self) -> Found:
-        self._singles()
+        self.explorer.singles()
         ways = self.driver.ways(self.graph, self.calibration, self.say)
-        self.deadline = time.perf_counter() + (self.options.budget or BUDGET_SECONDS)
+        self.explorer.deadline = time.perf_counter() + (self.options.budget or BUDGET_SECONDS)
         self._measure(ways)
-        self._predict(ways)
+        self.explorer.predict(ways)
         for attempt in range(ATTEMPTS):
             for way in ways:
-                self._search(way)
+                self.explorer.search(way)
             self._race(first=attempt == 0)
             chosen = self._verified()
-            if chosen is not None and not self._learned(ways):
+            if chosen is not None and not self.explorer.learned(ways):
                 break
             if chosen is not None:
                 continue
             missed = [c.verified - c.drop for c in self.candidates if c.verified is not None and math.isfinite(c.drop)]
-            self.search_bound = max(0.0, min(self.search_bound, self.bound - max([0.0, *missed])) * 0.75)
-            self.say(f"beyond the bound on unseen data: search again within {self.search_bound:.3g}")
+            tighter = max(0.0, min(self.explorer.bound, self.bound - max([0.0, *missed])) * 0.75)
+            self.explorer.bound = tighter
+            self.say(f"beyond the bound on unseen data: search again within {tighter:.3g}")
         met = chosen is not None
-        if chosen is None:
+        if chosen is not None:
+            chosen = self._finals(chosen)
+        else:
             chosen = min(self._judged(), key=lambda c: (c.worst, c.ms if c.ms is not None else math.inf))
         return self._conclude(chosen, ways, met)
-
-    def _singles(self) -> None:
-        """fp32 first: what all else is held against. Pins hold in each."""
-        for text in self.driver.offers:
-            plan = PrecisionPlan.of_option(text, {k: p for k, (p, _) in self.space.pins.items()})
-            assignment = {k: self.space.runs(plan, k) for k in self.space.choices}
-            self._judge(Candidate(text, plan, assignment, single=True), way="")
-
-    def _predict(self, ways: Sequence[Way]) -> None:
-        """Times of the single precisions by the search's own account: the best over the ways that have them."""
-        for c in self.candidates:
-            for way in ways:
-                problem = self.problem(way)
-                if all(c.assignment[n.key] in n.precisions for n in problem.nodes):
-                    us = problem.time(c.assignment)
-                    c.predicted_us = us if c.predicted_us is None else min(us, c.predicted_us)
 
     def _measure(self, ways: Sequence[Way]) -> None:
         """Sensitivities of every op at every precision that some way offers."""
@@ -187,7 +167,7 @@ class _Auto:
         if not wanted:
             return
         batch = self._batch(SAMPLES)
-        half = time.perf_counter() + 0.5 * (self.deadline - time.perf_counter())
+        half = time.perf_counter() + 0.5 * (self.explorer.deadline - time.perf_counter())
         found: list[Sensitivities] = []
         for k in range(max(1, min(MOST_BATCHES, SAMPLES // batch, len(self.seen) // batch))):
             if found and time.perf_counter() > half:
@@ -210,7 +190,7 @@ class _Auto:
             if found[-1].skipped:  # what time did not suffice for is not worth an average
                 found = found[:1]
                 break
-        self.sensitivities = mean(found)
+        self.explorer.sensitivities = mean(found)
 
     def _kept(self, part: Samples, k: int) -> Kept:
         """The cache of sensitivities on batch ``k``: beside that of the ranges, RANGES.sensitivity.json."""
@@ -228,138 +208,14 @@ class _Auto:
         first = specs(self.graph)[0].shape[0]
         return first if isinstance(first, int) else min(wanted, len(self.seen))
 
-    # ------------------------------------------------------------------ search
-
-    def problem(self, way: Way) -> Problem:
-        if way.name not in self.problems:
-            self.problems[way.name] = self.space.problem(way, self.sensitivities)
-        return self.problems[way.name]
-
-    def _search(self, way: Way) -> None:
-        problem = self.problem(way)
-        if not problem.nodes or len(way.precisions) < 2:
-            return
-        self.say(f"search: {way.name}")
-        plans = frontier(problem)
-        low, high = 0, len(plans) - 1  # plans[high] is the most accurate
-        while low < high and time.perf_counter() < self.deadline:
-            middle = (low + high) // 2 if low else 0 if self._unknown(plans[0], way) else (low + high) // 2
-            if self._within(self._try(plans[middle], way)):
-                high = middle
-            else:
-                low = middle + 1
-        best = plans[high]
-        self._try(best, way)
-        for k in sorted({round(f * (len(plans) - 1)) for f in SHOWN_PLANS} - {0, len(plans) - 1}):
-            if time.perf_counter() < self.deadline:
-                self._try(plans[k], way)
-        tries = 0
-        improved = True
-        while improved and tries < MOST_MOVES:
-            improved = False
-            for plan in moves(problem, best):
-                if tries >= MOST_MOVES or time.perf_counter() > self.deadline:
-                    return
-                if not self._unknown(plan, way):
-                    continue
-                tries += 1
-                if self._within(self._try(plan, way)):
-                    best, improved = plan, True
-                    break
-
-    def _learned(self, ways: Sequence[Way]) -> bool:
-        """Whether whole engines say that casts cost more than was believed; the times of the search are then set right.
-
-        What a mixture takes beyond its prediction, scaled by how single precisions of the same library turned out, is put down to
-        the borders between its precisions.
-        """
-        if time.perf_counter() > self.deadline:
-            return False
-        learned = False
-        for way in ways:
-            table, problem = way.latency, self.problems.get(way.name)
-            told = [
-                c.ms / way.whole_ms[c.name]
-                for c in self.candidates
-                if c.single and c.ms is not None and c.name in way.whole_ms and c.tactic.startswith(way.name)
-            ]
-            if not isinstance(table, Table) or problem is None or not told:
-                continue
-            scale, worst = float(np.median(told)), 0.0
-            for c in self.candidates:
-                if c.way == way.name and c.ms is not None:
-                    borders = sum(1 for _ in problem.casts(c.assignment))
-                    beyond = c.ms * 1e3 / scale - problem.time(c.assignment)
-                    worst = max(worst, beyond / borders) if borders else worst
-            if worst > LEARN * table.overhead_us:
-                self.say(f"casts cost {worst:.1f} µs more each than was believed: search again")
-                table.overhead_us += worst
-                del self.problems[way.name]
-                learned = True
-        return learned
-
-    def _unknown(self, assignment: Mapping[str, str], way: Way) -> bool:
-        return self._known(assignment, way) is None
-
-    def _known(self, assignment: Mapping[str, str], way: Way) -> Candidate | None:
-        for c in self.candidates:
-            if c.way in ("", way.name) and all(c.assignment.get(k) == p for k, p in assignment.items()):
-                return c
-        return None
-
-    def _try(self, assignment: Mapping[str, str], way: Way) -> Candidate:
-        known = self._known(assignment, way)
-        if known is not None:
-            return known
-        problem = self.problem(way)
-        assignment = self.space.realizable(assignment, problem, self.calibration)
-        known = self._known(assignment, way)
-        if known is not None:
-            return known
-        count = sum(not c.single for c in self.candidates) + 1
-        candidate = Candidate(
-            f"mixture {count}",
-            self.space.plan(assignment),
-            dict(assignment),
-            way=way.name,
-            predicted_us=problem.time(assignment),
-            noise=problem.damage(assignment),
-        )
-        return self._judge(candidate, way.name)
-
-    def _within(self, candidate: Candidate) -> bool:
-        return candidate.error is None and candidate.drop <= self.search_bound
-
-    # ------------------------------------------------------------------ accuracy
-
-    def _judge(self, candidate: Candidate, way: str) -> Candidate:
-        """Measure the candidate's drop on the data that the search may see; the first is what all others are held against."""
-        self.say(f"accuracy of {candidate.name}")
-        first = not self.candidates
-        self.candidates.append(candidate)
-        try:
-            engine = self.driver.quick(self._assigned(candidate.plan), candidate.plan, way)
-            if first:
-                self.judge.refer(engine)
-            outputs = self.judge.run(engine)
-        except OptdnnError as error:
-            if first:
-                raise  # fp32 itself does not run
-            candidate.error = error.message
-            return candidate
-        candidate.drop = self.judge.drop(outputs)
-        return candidate
-
-    def _assigned(self, plan: PrecisionPlan) -> Graph:
-        return assigned(self.graph, plan, self.target, self.calibration, self.options.opt_level)[0]
-
     # ------------------------------------------------------------------ the decision
 
     def _race(self, *, first: bool) -> None:
         """Build the candidates that may win, verify them, and time them in turns."""
         entrants = [c for c in self.candidates if c.single and c.error is None and (first or c.name in self.built)]
         mixtures = sorted(
-            (c for c in self.candidates if not c.single and self._within(c)), key=lambda c: c.predicted_us or 0.0
+            (c for c in self.candidates if not c.single and self.explorer.within(c)),
+            key=lambda c: c.predicted_us or 0.0,
         )
         entrants += mixtures[:MOST_MIXTURES]
         for c in entrants:
@@ -367,7 +223,7 @@ class _Auto:
                 continue
             self.say(f"build {c.name}")
             try:
-                graph = self._assigned(c.plan)
+                graph = self.explorer.assigned(c.plan)
                 engine = self.driver.built(graph, c.plan, c.label, self.say)
                 outputs = self.judge.run(engine, unseen=True)
                 c.bytes = sum(b.nbytes for b in engine.program.blobs)
@@ -392,11 +248,31 @@ class _Auto:
         search may still find one."""
         good = [c for c in self._judged() if c.worst <= self.bound]
         wrong = [c for c in self._judged() if not c.single and c.drop <= self.bound < (c.verified or 0.0)]
-        if not good or (wrong and all(c.single for c in good) and time.perf_counter() < self.deadline):
+        if not good or (wrong and all(c.single for c in good) and time.perf_counter() < self.explorer.deadline):
             return None
-        fastest = min(good, key=_cost)
-        simple = [c for c in good if c.single and _cost(c) <= _cost(fastest) * PREFER_SINGLE]
-        return min(simple, key=_cost) if simple else fastest
+        return _fastest(good)
+
+    def _finals(self, chosen: Candidate) -> Candidate:
+        """The race that decides where tactics are tuned: what came close is tuned, verified and timed once more."""
+        good = [c for c in self._judged() if c.worst <= self.bound and _cost(c) <= _cost(chosen) * CLOSE]
+        close = [
+            c for kind in (True, False) for c in sorted((c for c in good if c.single == kind), key=_cost)[:FINALISTS]
+        ]
+        if len(close) < 2:
+            return chosen
+        engines: dict[str, Engine] = {}
+        for c in close:
+            self.say(f"tune {c.name}")
+            engine = self.driver.tuned(self.explorer.assigned(c.plan), len(close), self.say)
+            if engine is None:
+                return chosen
+            engines[c.name] = engine
+            c.verified = self.judge.drop(self.judge.run(engine, unseen=True), unseen=True)
+        measured = self.driver.race(engines, self.say) or {}
+        for c in close:
+            c.ms = measured.get(c.name, c.ms)
+        still = [c for c in close if c.worst <= self.bound]
+        return _fastest(still) if still else chosen
 
     def _conclude(self, chosen: Candidate, ways: Sequence[Way], met: bool) -> Found:
         library = chosen.way or chosen.tactic.partition("/")[0]
@@ -423,14 +299,14 @@ class _Auto:
     def _facts(self, chosen: Candidate, way: Way | None) -> list[NodeFacts]:
         found = []
         times = {} if way is None else way.latency.times()
-        problem = None if way is None else self.problem(way)
+        problem = None if way is None else self.explorer.problem(way)
         known = set() if problem is None else {n.key for n in problem.nodes}
         for choice in self.space.choices.values():
             op = self.space.by_key[choice.key]
             if not is_float(op.outputs[0].type.dtype):
                 continue
             precision = self.space.runs(chosen.plan, choice.key)
-            sens = {p: s for (k, p), s in self.sensitivities.table.items() if k == choice.key}
+            sens = {p: s for (k, p), s in self.explorer.sensitivities.table.items() if k == choice.key}
             node = NodeFacts(
                 key=choice.key,
                 kind=choice.kind,
@@ -440,7 +316,7 @@ class _Auto:
                 sensitivity=sens,
                 refused={
                     **{p: r for p, r in choice.refused.items() if p in self.offered},
-                    **{p: r for (k, p), r in self.sensitivities.failed.items() if k == choice.key},
+                    **{p: r for (k, p), r in self.explorer.sensitivities.failed.items() if k == choice.key},
                 },
                 pin=self.space.pins.get(choice.key),
                 follows=choice.key not in known,
@@ -455,6 +331,13 @@ def specs(graph: Graph) -> list[TensorSpec]:
         TensorSpec(o.name, o.type.dtype, tuple(d if isinstance(d, int) else str(d) for d in o.type.dims))
         for o in (graph.op(i).outputs[0] for i in graph.inputs)
     ]
+
+
+def _fastest(good: Sequence[Candidate]) -> Candidate:
+    """The fastest; a single precision where no mixture is clearly faster."""
+    fastest = min(good, key=_cost)
+    simple = [c for c in good if c.single and _cost(c) <= _cost(fastest) * PREFER_SINGLE]
+    return min(simple, key=_cost) if simple else fastest
 
 
 def _cost(c: Candidate) -> float:

@@ -118,6 +118,9 @@ class CpuTarget:
         options = replace(self.options, tactics="openvino" if narrow else self.options.tactics)
         return choose(graph, options, self.cache, {}, say, base=base_of(plan), label=label).engine
 
+    def tuned(self, graph: Graph, shares: int, say: Say) -> Engine | None:
+        return None
+
     def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float] | None:
         names = list(engines)
         keys = {n: f"whole engine in turns {machine()['cpu']} {_digest(e)}" for n, e in engines.items()}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from typing import Any
 
+from optdnn.autotune import tune
 from optdnn.config import QUANTIZED, BuildOptions
 from optdnn.errors import OptdnnError, RunError
 from optdnn.ir.digest import graph_digest
@@ -109,6 +110,15 @@ class GpuTarget:
 
     def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Say) -> Engine:
         return self._engine(graph)
+
+    def tuned(self, graph: Graph, shares: int, say: Say) -> Engine | None:
+        """By the tuner of a build, whose times and choices the timing cache keeps: the build that follows measures nothing."""
+        budget = self.options.budget
+        share = replace(self.options, budget=None if budget is None else budget / shares)
+        found = None if self._gpu is None else tune(graph, share, self.target, self.cache, say)
+        if found is None:
+            return None
+        return Engine(lower_cuda(graph, self.options, self.target, {}, say, found.choices))
 
     def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float] | None:
         if self._gpu is None:

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,12 @@ from optdnn.ir.extract import single
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
-from optdnn.passes.precision import PrecisionPlan, key
+from optdnn.passes.precision import ANCHORS, PrecisionPlan, key
 from optdnn.passes.ranges import Calibration
 from optdnn.precision.inject import Injector, noise
 from optdnn.precision.metrics import Metric
 from optdnn.runtime.atomic import check_writable, write_atomic
-from optdnn.types import Array, is_float
+from optdnn.types import Array, is_float, to_tf32
 
 FORMAT = "optdnn-sensitivities 1"
 LARGEST: Mapping[str, float] = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}
@@ -217,7 +217,25 @@ def alone(
     plan = PrecisionPlan(nodes={key(op): precision})
     AssignPrecision()(part, PassContext(target=target, plan=plan, calibration=calibration))
     feeds = {part.op(i).outputs[0].name: recorded[part.op(i).outputs[0].name] for i in part.inputs}
+    if precision == "tf32":
+        feeds = _with_rounded_factors(part, feeds)
     return evaluate(part, feeds)[graph.output(place(graph, op)).name]
+
+
+def _with_rounded_factors(part: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """``feeds``, and in place the constants of ``part``, with what is multiplied rounded as tensor cores do: NumPy rounds nothing
+    by itself. (Before a prologue, which on the GPU comes first: the rounding is as large on either side of it.)"""
+    found = dict(feeds)
+    for op in part.of_kind(*sorted(ANCHORS)):
+        if op.attrs.factors != "tf32":
+            continue
+        for v in op.inputs[:2]:
+            source = None if v is None else part.op(v)
+            if source is not None and source.kind == "Input":
+                found[source.outputs[0].name] = to_tf32(feeds[source.outputs[0].name])
+            elif source is not None and source.kind == "Constant":
+                part.set_op(replace(source, attrs=replace(source.attrs, value=to_tf32(source.attrs.value))))
+    return found
 
 
 def place(graph: Graph, op: Op) -> Value:

@@ -47,6 +47,9 @@ class Target(Protocol):
     def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Say) -> Engine:
         """The engine that a build would give of it, tactics chosen by measurement."""
 
+    def tuned(self, graph: Graph, shares: int, say: Say) -> Engine | None:
+        """The engine after its tactics were tuned, in one of ``shares`` shares of the budget; None where ``built`` did all."""
+
     def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float] | None:
         """Milliseconds of whole engines, measured in turns; None where nothing can be measured."""
 

@@ -19,6 +19,8 @@ from optdnn.runtime.atomic import check_writable, write_atomic
 
 COLUMNS = ("plan", "precisions", "ms", "drop", "drop on unseen data", "weights", "")
 WIDTH, HEIGHT = 60, 12
+CULPRITS = 3
+"""Operators that are named where a precision loses too much."""
 
 
 def rows(auto: Mapping[str, Any]) -> list[list[str]]:
@@ -66,7 +68,47 @@ def sentences(auto: Mapping[str, Any]) -> list[str]:
             else "no engine could be timed here: those of plans are predicted"
         ),
         *(f"{p}: {why}" for p, why in auto["notes"].items()),
+        *declined(auto),
     ]
+
+
+def declined(auto: Mapping[str, Any]) -> list[str]:
+    """Why each single precision was not taken: what it loses and which operators lose it, or how much slower it is."""
+    chosen = next(c for c in auto["candidates"] if c["name"] == auto["chosen"])
+    metric, found = auto["metric"], []
+    for c in auto["candidates"]:
+        if not c["single"] or c["name"] == auto["chosen"] or c.get("error"):
+            continue
+        worst = None if c["drop"] is None else max(c["drop"], c["verified"] if c["verified"] is not None else c["drop"])
+        if worst is None or worst > metric["bound"]:
+            lost = "its result is not finite" if worst is None else f"it loses {worst:.3g} {metric['unit']}"
+            found.append(f"{c['name']} declined: {lost}, the bound is {metric['bound']:g}{_culprits(c['name'], auto)}")
+        elif c["ms"] is not None and chosen["ms"] is not None and c["ms"] > chosen["ms"]:
+            times = f"{milliseconds(c['ms'])} ms against {milliseconds(chosen['ms'])} ms of {chosen['name']}"
+            found.append(f"{c['name']} declined: it is slower here, {times}")
+    return found
+
+
+def _culprits(name: str, auto: Mapping[str, Any]) -> str:
+    """The operators that put most of a single precision's noise on the outputs, each by itself."""
+    p = name.partition("+")[0]
+    noise = [(n["sensitivity"][p]["noise"], n) for n in auto["nodes"] if p in n.get("sensitivity", {})]
+    if any(v is None for v, _ in noise):
+        worst = [(1.0, n) for v, n in noise if v is None]
+        return "; not finite there: " + ", ".join(_called(n) for _, n in worst[:CULPRITS])
+    total = sum(v for v, _ in noise)
+    if not total:
+        return ""
+    most = sorted(noise, key=lambda item: -item[0])[:CULPRITS]
+    return f"; most of {p}'s noise at the outputs is from " + ", ".join(
+        f"{_called(n)} ({100 * v / total:.0f} %)" for v, n in most
+    )
+
+
+def _called(node: Mapping[str, Any]) -> str:
+    """One ONNX name for an operator of several: that of its kind, where there is one."""
+    names = node["nodes"] or [node["key"]]
+    return str(next((n for n in names if node["kind"] in n), names[0]))
 
 
 def _predicted(c: Mapping[str, Any]) -> str:
