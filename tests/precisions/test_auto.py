@@ -6,34 +6,27 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from precisions.nets import WIDTH, data, perceptron
+from precisions.nets import data, perceptron
 
-from optdnn.calibration import calibrate
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError, UsageError
-from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
-from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.lower import lower_reference
-from optdnn.lower_cuda import lower_cuda
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.equalize import Equalize
-from optdnn.passes.precision import PrecisionPlan, key
+from optdnn.passes.precision import PrecisionPlan
 from optdnn.precision import auto
 from optdnn.precision.account import Account
 from optdnn.precision.cpu_target import CpuTarget
-from optdnn.precision.gpu_target import GpuTarget
 from optdnn.precision.latency import Table, Timed
-from optdnn.precision.targets import Way, assigned, permitted, target_of
+from optdnn.precision.targets import Way, assigned
 from optdnn.report.precision import declined
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.executor import LoadOptions
 from optdnn.tactics.timing_cache import TimingCache
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
@@ -89,11 +82,6 @@ def find(graph: Graph, driver: Numpy, monkeypatch: pytest.MonkeyPatch, **options
     monkeypatch.setattr(auto, "target_of", lambda *a, **k: driver)
     given = {"target": "cpu", "precision": "auto", "calib": DATA, "budget": 30.0, **options}
     return auto.find(graph, BuildOptions(**given), "cpu", TimingCache())
-
-
-def fixed_perceptron() -> Graph:
-    """At batch 8."""
-    return import_model(export_model(perceptron()).proto, shapes={"x": (8, WIDTH)})
 
 
 def node(account: Account, key: str) -> Any:
@@ -247,9 +235,7 @@ def test_what_was_declined_is_told_with_the_reason(monkeypatch: pytest.MonkeyPat
     assert lost.count("%") == 3
     slow = {k: {"fp32": 10.0, "bf16": 20.0} for k in TIMES}
     found = find(perceptron(), Numpy(offers=("fp32", "bf16"), times=slow), monkeypatch, metric="cosine", max_drop=0.05)
-    assert declined(found.account.to_plain()) == [
-        "bf16 declined: it is slower here, 0.061 ms against 0.03 ms of fp32"
-    ]
+    assert declined(found.account.to_plain()) == ["bf16 declined: it is slower here, 0.061 ms against 0.03 ms of fp32"]
 
 
 def test_close_ones_are_tuned_and_raced_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,87 +293,6 @@ def test_without_data_there_is_nothing_to_judge_by() -> None:
 def test_options_of_auto_want_auto(option: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="is for precision auto"):
         BuildOptions(target="cpu", precision="int8", calib=DATA, **option)
-
-
-# ---------------------------------------------------------------- candidates
-
-
-def test_tf32_is_offered_only_where_it_is_asked_for() -> None:
-    offers = ("fp32", "tf32", "fp16", "int8", "int8+fp16")
-    assert permitted(offers, None) == ("fp32", "fp16", "int8", "int8+fp16")
-    assert permitted(offers, ("fp32", "tf32", "int8")) == ("fp32", "tf32", "int8")
-    for target, asked in (("simulate", ("tf32",)), ("cpu", ("bf16",))):
-        options = BuildOptions(target=target, precision="auto", calib=DATA, candidates=asked)
-        driver = target_of(options, target, TimingCache(), calibrated=False)
-        assert set(driver.offers) <= {"fp32", *asked}
-    assert GpuTarget(BuildOptions(target="simulate"), "simulate", TimingCache(), True).offers[:3] == (
-        "fp32",
-        "fp16",
-        "bf16",
-    )
-    with pytest.raises(UsageError, match="candidate 'fp12' is not one of"):
-        BuildOptions(target="cpu", precision="auto", calib=DATA, candidates="fp32,fp12")
-    with pytest.raises(UsageError, match="tf32 is for GPUs"):
-        BuildOptions(target="cpu", precision="auto", calib=DATA, candidates="tf32")
-
-
-def test_tf32_is_searched_and_pinned() -> None:
-    options = BuildOptions(
-        target="simulate", precision="auto", calib=DATA, candidates="tf32", metric="cosine", max_drop=1e-3,
-        precision_map={"head": "tf32"},
-    )  # fmt: skip
-    found = auto.find(fixed_perceptron(), options, "simulate", TimingCache())
-    plain = found.account.to_plain()
-    assert {p for c in plain["candidates"] for p in c["precisions"]} == {"fp32", "tf32"}
-    first, *_, head = found.account.nodes
-    assert head.precision == "tf32"
-    assert "pinned" in head.reason
-    assert 1e-9 < first.sensitivity["tf32"].noise < 1e-5
-    assert first.times["tf32"].us <= first.times["fp32"].us
-
-
-# ---------------------------------------------------------------- a GPU
-
-
-def test_steps_of_a_gpu_are_joined_with_ops_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    import optdnn.runtime.bench as bench
-    import optdnn.runtime.cuda.measure as gpu_measure
-
-    graph, cache = fixed_perceptron(), TimingCache()
-    runs: list[Engine] = []
-    engines: list[Engine] = []
-
-    def profile(engine: Engine, feeds: Any, **options: Any) -> list[Any]:
-        runs.append(engine)
-        return [SimpleNamespace(src=s.src, us=float(k + 1)) for k, s in enumerate(engine.program.steps)]
-
-    monkeypatch.setattr(bench, "cuda_context", lambda context, feeds: engines[-1])
-    monkeypatch.setattr(gpu_measure, "profile_gpu", profile)
-    calibration = calibrate(graph, {"x": DATA["x"][:8]}, "minmax", symmetric=True)
-
-    def engine_of(graph: Graph) -> Engine:
-        program = lower_cuda(graph, BuildOptions(target="simulate"), "simulate", {})
-        engines.append(Engine(program, options=LoadOptions(simulate=True)))
-        return engines[-1]
-
-    def ways() -> Way:
-        driver = GpuTarget(BuildOptions(target="simulate"), "simulate", cache, True)
-        monkeypatch.setattr(driver, "_gpu", "some GPU")
-        monkeypatch.setattr(driver, "_engine", engine_of)
-        (way,) = driver.ways(graph, calibration, lambda text: None)
-        return way
-
-    way = ways()
-    assert set(way.precisions) == {"fp32", "fp16", "bf16", "int8", "fp8"}
-    assert len(runs) == len(way.precisions)
-    times = way.latency.times()
-    assert set(times) == {key(op) for op in graph.of_kind("Gemm", "Relu")}
-    for op in graph.of_kind("Gemm"):
-        assert set(times[key(op)]) == set(way.precisions)
-    for op in graph.of_kind("Relu"):  # which has no form in integers
-        assert set(times[key(op)]) == {"fp32", "fp16", "bf16"}
-    assert ways().latency.times() == times
-    assert len(runs) == len(way.precisions), "the second time from the cache"
 
 
 # ---------------------------------------------------------------- the real libraries
