@@ -107,6 +107,22 @@ def _tap_strides(kernel: tuple[int, ...], channels: int) -> tuple[int, ...]:
     return (1, 0, *reversed(strides))
 
 
+RUN = 32
+"""Products that are added up by themselves before they are added to the rest: rounding errors grow with the longest chain of
+additions, and a layer has thousands of products (Higham, "The accuracy of floating point summation", 1993)."""
+
+
+def _summed(type: str, count: int, product: str) -> str:
+    """C++ that adds ``product`` over i in 0 .. ``count`` to ``acc``, in runs."""
+    if count <= RUN:
+        return f"{type} part = 0; for (int i = 0; i < {count}; i++) part += {product}; acc += part;"
+    end = f"min(i0 + {RUN}, {count})" if count % RUN else f"i0 + {RUN}"
+    return (
+        f"for (int i0 = 0; i0 < {count}; i0 += {RUN}) {{ {type} part = 0; "
+        f"for (int i = i0; i < {end}; i++) part += {product}; acc += part; }}"
+    )
+
+
 class DirectConv(OwnTactic):
     """Any convolution of up to three spatial axes, grouped or not, one output element a thread."""
 
@@ -131,7 +147,7 @@ class DirectConv(OwnTactic):
         tap = (
             f"const {CPP[x.dtype]}* v = at + i64(c / {outside} * {inside}) * p.xs[1]; "
             f"const {CPP[weight.dtype]}* f = p.a0 + c * p.m[0] + kd * p.m[2] + kh * p.m[3] + kw * p.m[4]; "
-            f"for (int i = 0; i < {inside}; i++) acc += widen(v[i * p.xs[1]]) * widen(f[i * p.m[1]]);"
+            f"{_summed(t, inside, 'widen(v[i * p.xs[1]]) * widen(f[i * p.m[1]])')}"
         )
         parts = Rendered(f"{t} acc = 0;", tap, f"const {t} value = acc;", [weight], [*weight.strides[:2], *strides])
         attrs = {
@@ -171,7 +187,7 @@ class DirectConvTranspose(OwnTactic):
         tap = (
             f"const int first = c / {outside} * {inside}; const {CPP[x.dtype]}* v = at + i64(first) * p.xs[1]; "
             f"const {CPP[weight.dtype]}* f = p.a0 + first * p.m[0] + c % {outside} * p.m[1] + kd * p.m[2] + kh * p.m[3] + kw * p.m[4]; "
-            f"for (int i = 0; i < {inside}; i++) acc += widen(v[i * p.xs[1]]) * widen(f[i * p.m[0]]);"
+            f"{_summed(t, inside, 'widen(v[i * p.xs[1]]) * widen(f[i * p.m[0]])')}"
         )
         parts = Rendered(f"{t} acc = 0;", tap, f"const {t} value = acc;", [weight], [*weight.strides[:2], *strides])
         attrs = {

@@ -141,12 +141,17 @@ extern "C" __global__ void __launch_bounds__(256) matmul(const __grid_constant__
             right[z][j] = column < p.n && k0 + z < p.k ? {t}(widen(p.r[br + (k0 + z) * p.mr[0] + column * p.mr[1]])) : {t}(0);
         }}
         __syncthreads();
+        {t} part[4][4] = {{}};      // sums of a tile by themselves: rounding errors grow with the longest chain of additions
         #pragma unroll
         for (int k = 0; k < {DEPTH}; k++)
             #pragma unroll
             for (int i = 0; i < 4; i++)
                 #pragma unroll
-                for (int j = 0; j < 4; j++) acc[i][j] += left[k][ty * 4 + i] * right[k][tx + 16 * j];
+                for (int j = 0; j < 4; j++) part[i][j] += left[k][ty * 4 + i] * right[k][tx + 16 * j];
+        #pragma unroll
+        for (int i = 0; i < 4; i++)
+            #pragma unroll
+            for (int j = 0; j < 4; j++) acc[i][j] += part[i][j];
         __syncthreads();
     }}
     for (int i = 0; i < 4; i++)

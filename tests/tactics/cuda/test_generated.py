@@ -15,7 +15,7 @@ from support.positions import FAMILIES as POSITIONS
 from support.simulated import check_simulated, feeds_of, lowered
 
 from optdnn.ir.graph import Graph
-from optdnn.ops import gather, index, norm, pool, reduce, resize, shape, softmax, unary
+from optdnn.ops import conv, gather, index, norm, pool, reduce, resize, shape, softmax, unary
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import PointwiseAttrs
@@ -339,6 +339,21 @@ def test_the_comparison_notices_another_kernel(tmp_path: Path) -> None:
     compare_steps(program, feeds_of(graph), 3e-6, tmp_path / "right")
     with pytest.raises(AssertionError, match="Pointwise of Exp"):
         compare_steps(broken, feeds_of(graph), 3e-6, tmp_path)
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+def test_long_sums_in_fp32_do_not_lose_bits(tmp_path: Path) -> None:
+    """Products are added up in runs: one chain of 6,000 additions is 2e-6 off."""
+    n = Net()
+    x, a = n.op("Abs", n.input(1, 6000, 2, 3)), n.op("Abs", n.input(3, 6000, name="a"))
+    w = np.random.default_rng(3).uniform(0.5, 1.5, (6000, 3)).astype(np.float32)
+    one, none = (1, 1), (0, 0, 0, 0)
+    graph = n.done(
+        n.op("Conv", x, w.T[..., None, None], attrs=conv.ConvAttrs(one, none, one)),
+        n.op("ConvTranspose", x, w[..., None, None], attrs=conv.ConvTransposeAttrs(one, none, one, (0, 0))),
+        n.op("MatMul", a, w),
+    )
+    assert compare_steps(lowered(graph, "fp32"), feeds_of(graph), 5e-7, tmp_path) >= 3
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
