@@ -53,7 +53,8 @@ _WITHOUT_EFFECT = frozenset(
 """Provider options that choose how onnxruntime does what an engine does in its own way."""
 _ONNX_NAMES = {
     "fp32": "float", "fp64": "double", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": "float8e4m3fn",
-    "fp8_e5m2": "float8e5m2",
+    "fp8_e5m2": "float8e5m2", "fp8_e4m3fnuz": "float8e4m3fnuz", "fp8_e5m2fnuz": "float8e5m2fnuz", "fp8_e8m0": "float8e8m0",
+    "fp6_e2m3": "float6e2m3", "fp6_e3m2": "float6e3m2", "fp4_e2m1": "float4e2m1",
 }  # fmt: skip
 _LEVELS = {0: 0, 1: 1, 2: 2, 3: 3, 99: 3}
 """GraphOptimizationLevel -> opt_level."""

@@ -1,6 +1,7 @@
 """Tensor types and the names of element types.
 
-Element types are NumPy dtypes everywhere; bfloat16 and the 8-bit floats are those of ``ml_dtypes``.
+Element types are NumPy dtypes everywhere; bfloat16, the floats of 8 and fewer bits and the integers of 2 and 4 bits are those of
+``ml_dtypes``. In memory, and in engines, an element of less than a byte takes one; ONNX files pack them (:func:`packed`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ DTYPES: dict[str, DType] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "fp8_e4m3fnuz": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "fp8_e5m2fnuz": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "fp8_e8m0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "fp6_e2m3": np.dtype(ml_dtypes.float6_e2m3fn),
+    "fp6_e3m2": np.dtype(ml_dtypes.float6_e3m2fn),
+    "fp4_e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
     "int64": np.dtype(np.int64),
     "int32": np.dtype(np.int32),
     "int16": np.dtype(np.int16),
@@ -35,6 +42,10 @@ DTYPES: dict[str, DType] = {
     "uint32": np.dtype(np.uint32),
     "uint16": np.dtype(np.uint16),
     "uint8": np.dtype(np.uint8),
+    "int4": np.dtype(ml_dtypes.int4),
+    "uint4": np.dtype(ml_dtypes.uint4),
+    "int2": np.dtype(ml_dtypes.int2),
+    "uint2": np.dtype(ml_dtypes.uint2),
     "bool": np.dtype(np.bool_),
     "complex64": np.dtype(np.complex64),
     "complex128": np.dtype(np.complex128),
@@ -57,11 +68,27 @@ ONNX_TYPES: dict[int, DType] = {
     15: DTYPES["complex128"],
     16: DTYPES["bf16"],
     17: DTYPES["fp8_e4m3"],
+    18: DTYPES["fp8_e4m3fnuz"],
     19: DTYPES["fp8_e5m2"],
+    20: DTYPES["fp8_e5m2fnuz"],
+    21: DTYPES["uint4"],
+    22: DTYPES["int4"],
+    23: DTYPES["fp4_e2m1"],
+    24: DTYPES["fp8_e8m0"],
+    25: DTYPES["uint2"],
+    26: DTYPES["int2"],
+    27: DTYPES["fp6_e2m3"],
+    28: DTYPES["fp6_e3m2"],
 }
 """Number in ``TensorProto.DataType`` -> dtype, of the element types that optdnn stores."""
 _NAMES = {d: n for n, d in DTYPES.items()}
-_FLOATS = frozenset(DTYPES[n] for n in ("fp64", "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"))
+NARROW_FLOATS = tuple(d for n, d in DTYPES.items() if n.startswith(("fp8_", "fp6_", "fp4_")))
+"""Floats of 8 and fewer bits; fp32 holds all of them exactly."""
+NARROW_INTEGERS = tuple(DTYPES[n] for n in ("int4", "uint4", "int2", "uint2"))
+"""Integers of 4 and 2 bits."""
+_FLOATS = frozenset({*(DTYPES[n] for n in ("fp64", "fp32", "fp16", "bf16")), *NARROW_FLOATS})
+_BITS = {DTYPES[n]: int(n[-1]) for n in ("int4", "uint4", "int2", "uint2")} | {
+    DTYPES["fp6_e2m3"]: 6, DTYPES["fp6_e3m2"]: 6, DTYPES["fp4_e2m1"]: 4}  # fmt: skip
 
 FP64, FP32, FP16, BF16 = (DTYPES[n] for n in ("fp64", "fp32", "fp16", "bf16"))
 INT64, INT32, INT8, UINT8, BOOL = (DTYPES[n] for n in ("int64", "int32", "int8", "uint8", "bool"))
@@ -76,13 +103,48 @@ def dtype_name(dtype: npt.DTypeLike) -> str:
 
 
 def is_float(dtype: npt.DTypeLike) -> bool:
-    """True for the real floating-point types, bfloat16 and the 8-bit floats included."""
+    """True for the real floating-point types, bfloat16 and the floats of 8 and fewer bits included."""
     return np.dtype(dtype) in _FLOATS
 
 
 def is_int(dtype: npt.DTypeLike) -> bool:
-    """True for the signed and unsigned integers (not bool)."""
-    return np.dtype(dtype).kind in "iu" and not is_float(dtype)
+    """True for the signed and unsigned integers (not bool), those of 2 and 4 bits included."""
+    return np.dtype(dtype) in NARROW_INTEGERS or (np.dtype(dtype).kind in "iu" and not is_float(dtype))
+
+
+def bits_of(dtype: DType) -> int:
+    """How many bits an element takes in an ONNX file."""
+    return _BITS.get(dtype, 8 * dtype.itemsize)
+
+
+def packed_bytes(dtype: DType, count: int) -> int:
+    """Bytes of ``count`` elements in an ONNX file."""
+    return -(-count * bits_of(dtype) // 8)
+
+
+def packed(array: Array) -> Array:
+    """Elements of less than a byte as ONNX packs them: in row-major order, from the lowest bits on. Others: their bytes."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    bits = _BITS.get(array.dtype)
+    if bits is None:
+        return flat.view(np.uint8)
+    codes = flat.view(np.uint8)[:, None]
+    return np.packbits(np.unpackbits(codes, axis=1, bitorder="little")[:, :bits], bitorder="little")
+
+
+def unpacked(data: Array, dtype: DType, count: int) -> Array:
+    """The inverse of :func:`packed`, for types of less than a byte: uint8 [bytes] -> [count]."""
+    bits = _BITS[dtype]
+    if bits == 6:
+        rows = np.unpackbits(data, count=6 * count, bitorder="little").reshape(count, 6)
+        codes = np.packbits(rows, axis=1, bitorder="little").reshape(count)
+    else:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        codes = ((data[:, None] >> shifts) & np.uint8((1 << bits) - 1)).reshape(-1)[:count]
+    if dtype in (DTYPES["int4"], DTYPES["int2"]):  # the sign goes up to the byte's first bit
+        sign = np.uint8(1 << (bits - 1))
+        codes = (codes ^ sign) - sign
+    return codes.view(dtype)
 
 
 @dataclass(frozen=True, slots=True)

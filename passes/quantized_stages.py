@@ -17,7 +17,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import PointwiseAttrs, plain_attrs
 from optdnn.passes.base import Match, Miss, PassContext, Rewrite
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.types import DTYPES, FP32, Array, DType, is_float
+from optdnn.types import DTYPES, FP32, NARROW_INTEGERS, Array, DType, is_float
 
 FP8_LARGEST = {DTYPES["fp8_e4m3"]: 448.0, DTYPES["fp8_e5m2"]: 57344.0}
 """Largest finite value."""
@@ -96,7 +96,7 @@ def _plain(graph: Graph, op: Op) -> str | None:
     if op.attrs.block_size:
         return "it has a scale per block"
     integer: DType = op.outputs[0].type.dtype if op.kind == "QuantizeLinear" else graph.type(op.inputs[0]).dtype  # type: ignore[arg-type]
-    if (is_float(integer) and integer not in FP8_LARGEST) or integer.itemsize > 2:
+    if (is_float(integer) and integer not in FP8_LARGEST) or integer.itemsize > 2 or integer in NARROW_INTEGERS:
         return f"it is of {integer.name}"
     if is_float(integer) and op.kind == "QuantizeLinear" and not op.attrs.saturate:
         return "it does not saturate"

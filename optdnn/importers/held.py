@@ -12,7 +12,7 @@ from optdnn.importers.external_data import ExternalData
 from optdnn.importers.model import Model, Source, open_model
 from optdnn.importers.tensors import to_array
 from optdnn.ops.base import Unsupported
-from optdnn.types import Array
+from optdnn.types import Array, bits_of, packed_bytes
 
 SMALL = 1024
 """Bytes up to which an initializer stays in the model."""
@@ -30,7 +30,7 @@ def take_apart(source: Source | Model) -> tuple[bytes, dict[str, Array]]:
             array = to_array(t, model.external, model.name)
         except Unsupported:
             continue  # the import names it, where it is used
-        if array.nbytes > SMALL:
+        if array.nbytes > SMALL and bits_of(array.dtype) >= 8:
             weights[t.name] = array
             for field in (*_FIELDS, "external_data"):
                 t.ClearField(field)
@@ -70,7 +70,7 @@ class _Held(ExternalData):
 
 
 def _nbytes(t: onnx.TensorProto) -> int:
-    return int(np.prod(t.dims, dtype=np.int64)) * onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize
+    return packed_bytes(onnx.helper.tensor_dtype_to_np_dtype(t.data_type), int(np.prod(t.dims, dtype=np.int64)))
 
 
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

@@ -15,7 +15,7 @@ from onnx import SparseTensorProto, TensorProto
 from optdnn.errors import ModelError
 from optdnn.importers.external_data import ExternalData
 from optdnn.ops.base import Unsupported
-from optdnn.types import INT64, ONNX_TYPES, Array, DType
+from optdnn.types import INT64, ONNX_TYPES, Array, DType, bits_of, packed_bytes, unpacked
 
 MAX_TENSOR_BYTES = 1 << 40
 """A tensor declared larger than this (1 TiB) is refused: no machine in reach holds it, and the model is likely corrupt."""
@@ -37,7 +37,7 @@ _NARROW = ("int32_data", np.int32, 1)
 
 
 def element_type(code: int) -> DType:
-    """The dtype of a TensorProto.DataType. Raises Unsupported for strings, 4-bit and other exotic types."""
+    """The dtype of a TensorProto.DataType. Raises Unsupported for strings."""
     dtype = ONNX_TYPES.get(code)
     if dtype is None:
         names = {v: k for k, v in TensorProto.DataType.items()}
@@ -69,17 +69,21 @@ def to_array(t: TensorProto, external: ExternalData, model: str) -> Array:
     if t.HasField("segment"):
         raise Unsupported("tensors stored in segments are not supported")
     count = element_count(dims, dtype.itemsize, where)
-    nbytes = count * dtype.itemsize
+    nbytes = packed_bytes(dtype, count)
     if t.data_location == TensorProto.EXTERNAL:
         entries = {e.key: e.value for e in t.external_data}
-        return _from_bytes(external.read(t.name, entries, nbytes), dtype).reshape(dims)
+        return _from_bytes(external.read(t.name, entries, nbytes), dtype, count).reshape(dims)
     raw = t.raw_data
     if raw:
         if len(raw) != nbytes:
             raise ModelError(f"{where} is declared as {list(dims)} ({nbytes} bytes) but holds {len(raw)} bytes")
-        return _from_bytes(np.frombuffer(raw, np.uint8), dtype).reshape(dims)
+        return _from_bytes(np.frombuffer(raw, np.uint8), dtype, count).reshape(dims)
     name, field_dtype, parts = _FIELDS.get(t.data_type, _NARROW)
     field = getattr(t, name)
+    if bits_of(dtype) < 8:  # an entry is a byte of packed elements
+        if len(field) != nbytes:
+            raise ModelError(f"{where} is declared as {list(dims)} ({nbytes} bytes) but holds {len(field)}")
+        return unpacked(np.fromiter(field, np.int32, nbytes).astype(np.uint8), dtype, count).reshape(dims)
     if len(field) != count * parts:
         raise ModelError(
             f"{where} is declared as {list(dims)} ({count} elements) but holds {len(field) // parts}",
@@ -94,8 +98,10 @@ def to_array(t: TensorProto, external: ExternalData, model: str) -> Array:
     return _from_field(values, dtype).reshape(dims)
 
 
-def _from_bytes(data: Array, dtype: DType) -> Array:
-    """Little-endian bytes as native elements; copied only when misaligned or on a big-endian machine."""
+def _from_bytes(data: Array, dtype: DType, count: int) -> Array:
+    """Little-endian bytes as ``count`` native elements; copied only when packed, misaligned or on a big-endian machine."""
+    if bits_of(dtype) < 8:
+        return unpacked(data, dtype, count)
     if dtype.kind == "b":
         return np.not_equal(data, 0)  # a bool must be 0 or 1 in memory
     if sys.byteorder == "big" and dtype.itemsize > 1:

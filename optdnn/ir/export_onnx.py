@@ -26,7 +26,7 @@ from optdnn.ir.graph import Graph, Op, Value, infer
 from optdnn.ops.base import Body, FusedAttrs, Unsupported, onnx_number
 from optdnn.ops.fused import export_op, export_stages, infer_stages
 from optdnn.runtime.atomic import write_atomic
-from optdnn.types import INT64, Array, TensorType
+from optdnn.types import INT64, Array, TensorType, bits_of, packed, packed_bytes
 
 DEFAULT_OPSET = 21
 EXTERNAL_FROM_BYTES = 1024
@@ -78,8 +78,8 @@ class ExportedModel:
             for name, array in self.weights.items():
                 pieces += [bytes(-position % _ALIGNMENT), _little_endian(array).data]
                 position += -position % _ALIGNMENT
-                _declare_external(declared[name], f"{path.name}.data", position, array.nbytes)
-                position += array.nbytes
+                _declare_external(declared[name], f"{path.name}.data", position, packed_bytes(array.dtype, array.size))
+                position += packed_bytes(array.dtype, array.size)
             write_atomic(f"{path}.data", pieces)
         write_atomic(path, [self.to_bytes()])
 
@@ -320,7 +320,7 @@ class _Exporter:
         for name, array in self._constants.items():
             if name not in used:
                 continue
-            large = array.nbytes > EXTERNAL_FROM_BYTES and array.dtype != INT64
+            large = array.nbytes > EXTERNAL_FROM_BYTES and array.dtype != INT64 and bits_of(array.dtype) >= 8
             if large and weights_as_inputs:
                 proto.input.append(_value_info(name, TensorType(array.dtype, array.shape)))
                 weights[name] = array
@@ -486,6 +486,8 @@ def tensor_proto(array: Array, name: str) -> TensorProto:
 
 def _little_endian(array: Array) -> Array:
     """The array's bytes as the file wants them, flat."""
+    if bits_of(array.dtype) < 8:
+        return packed(array)
     flat = np.ascontiguousarray(array).reshape(-1)
     if sys.byteorder == "big" and array.dtype.itemsize > 1:
         part = array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.dim import Dim, DimLike, dim_max, dim_min, mod
+from optdnn.errors import ShapeError
 from optdnn.ops.base import (
     DEFAULT_TOL,
     EXACT,
@@ -46,7 +47,7 @@ from optdnn.ops.values import (
     with_values,
 )
 from optdnn.runtime.reference.binary import KERNELS
-from optdnn.types import BOOL, FP32, DType, Shape, TensorType, broadcast_dims, is_float, is_int, product
+from optdnn.types import BOOL, DTYPES, FP32, DType, Shape, TensorType, broadcast_dims, is_float, is_int, product
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,12 @@ class BitShiftAttrs(Attrs):
 
 @dataclass(frozen=True)
 class CastAttrs(Attrs):
-    """``to``: the result's dtype. ``saturate``: fp8 results are clamped to the largest finite value."""
+    """``to``: the result's dtype. ``saturate``: results of 8 and fewer bits are clamped to the largest finite value.
+    ``round_mode`` is for E8M0: "up", "down" or "nearest"."""
 
     to: DType = FP32
     saturate: bool = True
+    round_mode: str = "up"
 
 
 # ---------------------------------------------------------------- inference
@@ -207,18 +210,26 @@ def _import_clip(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _import_cast(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    return e.op("Cast", node.inputs, CastAttrs(onnx_dtype(node.get("to")), bool(node.get("saturate", 1))))
+    return e.op("Cast", node.inputs, _cast_attrs(node, onnx_dtype(node.get("to"))))
+
+
+def _cast_attrs(node: NodeSpec, to: DType) -> CastAttrs:
+    mode = str(node.get("round_mode", "up"))
+    if mode not in ("up", "down", "nearest"):
+        raise ShapeError(f"{node.op_type} round_mode is {mode!r}; it must be up, down or nearest")
+    return CastAttrs(to, bool(node.get("saturate", 1)), mode if to == DTYPES["fp8_e8m0"] else "up")
 
 
 def _import_cast_like(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     to = e.type(node.input(1)).dtype
-    return e.op("Cast", [node.input(0)], CastAttrs(to, bool(node.get("saturate", 1))))
+    return e.op("Cast", [node.input(0)], _cast_attrs(node, to))
 
 
 def _export_cast(attrs: CastAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     if e.opset < 19:
         return e.node("Cast", inputs, to=onnx_number(attrs.to))
-    return e.node("Cast", inputs, to=onnx_number(attrs.to), saturate=int(attrs.saturate))
+    more: dict[str, Any] = {"round_mode": attrs.round_mode} if attrs.round_mode != "up" and e.opset >= 24 else {}
+    return e.node("Cast", inputs, to=onnx_number(attrs.to), saturate=int(attrs.saturate), **more)
 
 
 def _define(

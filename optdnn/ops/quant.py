@@ -38,10 +38,9 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.values import ceil_div
 from optdnn.ops.window import read_window
 from optdnn.runtime.reference.quant import KERNELS
-from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, DType, TensorType, is_float
+from optdnn.types import DTYPES, FP32, INT8, INT32, NARROW_FLOATS, NARROW_INTEGERS, UINT8, DType, TensorType, is_float
 
-_FP8 = (DTYPES["fp8_e4m3"], DTYPES["fp8_e5m2"])
-_INTEGERS = (UINT8, INT8, DTYPES["uint16"], DTYPES["int16"])
+_INTEGERS = (UINT8, INT8, DTYPES["uint16"], DTYPES["int16"], *NARROW_INTEGERS)
 
 
 @dataclass(frozen=True)
@@ -272,7 +271,7 @@ def _import_quantize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if zero is not None and dtype != e.type(zero).dtype:
         raise ShapeError(f"QuantizeLinear output_dtype {dtype} is not the type of its zero point, {e.type(zero)}")
     dtype = dtype or UINT8
-    if dtype not in (*_INTEGERS, *_FP8):
+    if dtype not in (*_INTEGERS, *NARROW_FLOATS) or dtype == DTYPES["fp8_e8m0"]:
         raise Unsupported(f"QuantizeLinear to {dtype}")
     precision = int(node.get("precision", 0))
     attrs = QuantizeAttrs(
@@ -283,8 +282,8 @@ def _import_quantize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         onnx_dtype(precision) if precision else None,
     )
     x, scale = node.inputs[:2]
-    # No fp8 type has a zero point other than 0.
-    return e.op("QuantizeLinear", [x, scale, None if dtype in _FP8 else zero], attrs)
+    # No narrow float has a zero point other than 0.
+    return e.op("QuantizeLinear", [x, scale, None if is_float(dtype) else zero], attrs)
 
 
 def _import_dequantize(node: NodeSpec, e: Emit) -> Sequence[Ref]:

@@ -7,15 +7,16 @@
 * OpenVINO gives NaN for a row of an Attention whose boolean mask forbids everything, where ONNX asks for zeros.
 * ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
 * Their Fourier transforms (DFT, STFT) are off by up to 1e-3 of a result that should be 0, and some results lack an axis.
-* ONNX Runtime's Python binding passes neither bfloat16 arrays nor 8-bit floats, OpenVINO's no 8-bit floats.
+* ONNX Runtime's Python binding passes neither bfloat16 arrays nor floats of 8 or integers of 4 and fewer bits, OpenVINO's none of
+  the latter two.
 """
 
 from __future__ import annotations
 
 from optdnn.ir.graph import STRUCTURAL, Graph
-from optdnn.types import BF16, BOOL, DTYPES, DType, dtype_name
+from optdnn.types import BF16, BOOL, NARROW_FLOATS, NARROW_INTEGERS, DType, dtype_name
 
-_FP8 = frozenset({DTYPES["fp8_e4m3"], DTYPES["fp8_e5m2"]})
+_NARROW = frozenset({*NARROW_FLOATS, *NARROW_INTEGERS})
 _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
 PARAMETERS: dict[str, tuple[int, ...]] = {
     **{f"Reduce{r}": (1,) for r in _REDUCTIONS},
@@ -53,7 +54,7 @@ PARAMETERS: dict[str, tuple[int, ...]] = {
 def openvino_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for OpenVINO."""
     data = data_dependent(graph)
-    out = {**_touching(graph, _FP8), **_transforms(graph)}
+    out = {**_touching(graph, _NARROW), **_transforms(graph)}
     for op in graph.of_kind("Attention"):
         mask = op.input(3)
         if mask is not None and graph.type(mask).dtype == BOOL and graph.constant_value(mask) is None:
@@ -84,7 +85,7 @@ def onnxruntime_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for ONNX Runtime."""
     reason = "onnxruntime's MaxUnpool places values as if there were no output_shape"
     unpools = {op.id: reason for op in graph.of_kind("MaxUnpool") if op.input(2) is not None}
-    return {**_touching(graph, _FP8 | {BF16}), **unpools, **_transforms(graph)}
+    return {**_touching(graph, _NARROW | {BF16}), **unpools, **_transforms(graph)}
 
 
 def _transforms(graph: Graph) -> dict[int, str]:

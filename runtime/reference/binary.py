@@ -6,11 +6,25 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from optdnn.runtime.reference.base import Kernel
-from optdnn.types import BF16, BOOL, DTYPES, FP16, FP32, FP64, Array, DType, is_float, is_int
+from optdnn.types import (
+    BF16,
+    BOOL,
+    DTYPES,
+    FP16,
+    FP32,
+    FP64,
+    NARROW_FLOATS,
+    NARROW_INTEGERS,
+    Array,
+    DType,
+    is_float,
+    is_int,
+)
 
 
 def _two(fn: Callable[[Any, Any], Any]) -> Kernel:
@@ -73,27 +87,52 @@ def as_dtype(to: npt.DTypeLike | str) -> DType:
     return DTYPES[to] if isinstance(to, str) and to in DTYPES else np.dtype(to)
 
 
-_FP8 = (DTYPES["fp8_e4m3"], DTYPES["fp8_e5m2"])
-_FP8_MAX = {DTYPES["fp8_e4m3"]: 448.0, DTYPES["fp8_e5m2"]: 57344.0}
+_E8M0 = DTYPES["fp8_e8m0"]
 
 
-def cast(x: Array, to: npt.DTypeLike | str, saturate: bool = True) -> tuple[Array, ...]:
-    """ONNX Cast: floats to integers truncate, to narrower floats round to nearest even; ``saturate`` clamps fp8."""
+def cast(x: Array, to: npt.DTypeLike | str, saturate: bool = True, round_mode: str = "up") -> tuple[Array, ...]:
+    """ONNX Cast: floats to integers truncate, to narrower floats round to nearest even; ``saturate`` clamps floats of 8 and
+    fewer bits. ``round_mode`` is for E8M0, powers of two: "up", "down" or "nearest"."""
     dtype = as_dtype(to)
     if dtype == x.dtype:
         return (x,)
-    if x.dtype in (BF16, *_FP8):  # float32 holds them exactly
+    if x.dtype in (BF16, *NARROW_FLOATS):  # float32 holds them exactly
         x = x.astype(np.float32)
+    if x.dtype in NARROW_INTEGERS:
+        x = x.astype(np.int32)
     if dtype == BOOL:
         return (x != 0,)
-    if dtype in (BF16, *_FP8) and x.dtype not in (FP16, FP32):
+    if dtype == _E8M0:
+        return (_power_of_two(x.astype(np.float32), saturate, round_mode),)
+    if dtype in (BF16, *NARROW_FLOATS) and x.dtype not in (FP16, FP32):
         x = _round_to_odd(x.astype(np.float64))
-    if dtype in _FP8:
-        top = x.dtype.type(_FP8_MAX[dtype])
+    if dtype in NARROW_FLOATS:
+        top = x.dtype.type(float(ml_dtypes.finfo(dtype).max))  # type: ignore[no-untyped-call]
         return ((np.clip(x, -top, top) if saturate else x).astype(dtype),)
+    if dtype in NARROW_INTEGERS:  # what does not fit is undefined for floats; the low bits are kept, as for integers
+        whole = np.trunc(x).astype(np.int64) if is_float(x.dtype) else x.astype(np.int64)
+        return (whole.astype(dtype),)
     if is_float(x.dtype) and dtype.kind == "u":  # negative values are undefined; wrap them as a signed cast does
         x = np.where(x < 0, np.trunc(x).astype(np.int64).astype(np.uint64), x.astype(np.uint64))
     return (x.astype(dtype),)
+
+
+def _power_of_two(x: Array, saturate: bool, round_mode: str) -> Array:
+    """float32 magnitudes as E8M0: the biased exponent alone, 255 for NaN and infinity (OCP Microscaling Formats 1.0)."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    exponent = (bits >> 23) & np.uint32(0xFF)
+    fraction = bits & np.uint32(0x7FFFFF)
+    half = np.uint32(1 << 22)
+    above = {
+        "up": fraction > 0,
+        "down": fraction < 0,
+        "nearest": (fraction > half) | ((fraction == half) & (exponent > 0)),
+    }
+    code = exponent + (above[round_mode] & (exponent < 255))
+    if saturate:
+        code = np.where((exponent < 255) & (code > 254), 254, code)
+    made: Array = code.astype(np.uint8).view(_E8M0).reshape(x.shape)
+    return made
 
 
 def _round_to_odd(x: Array) -> Array:

@@ -27,7 +27,7 @@ def along(v: Array, x: Array, axis: int, block_size: int) -> Array:
 
 def saturated(rounded: Array, zero_point: Array | float, dtype: DType) -> Array:
     """Whole numbers plus the zero point, bounded by the integer type (NaN becomes 0)."""
-    info = np.iinfo(dtype)
+    info = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
     wide = np.nan_to_num(rounded.astype(FP64, copy=False), nan=0.0, posinf=np.inf, neginf=-np.inf)
     bounded: Array = np.clip(wide + zero_point, info.min, info.max)
     return bounded.astype(dtype)
@@ -50,7 +50,7 @@ def quantize_linear(
     if not is_float(output_dtype):
         shift = 0 if zero_point is None else along(zero_point, x, axis, block_size).astype(FP64)
         return (saturated(np.rint(quotient), shift, output_dtype),)
-    if saturate and output_dtype.itemsize == 1:
+    if saturate:
         top = quotient.dtype.type(float(ml_dtypes.finfo(output_dtype).max))  # type: ignore[no-untyped-call]
         quotient = np.clip(quotient, -top, top)
     return (quotient.astype(output_dtype),)

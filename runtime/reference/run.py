@@ -9,9 +9,9 @@ import numpy as np
 
 from optdnn.errors import InternalError, RunError
 from optdnn.runtime.reference.table import KERNELS
-from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType
+from optdnn.types import BF16, FP16, FP32, NARROW_FLOATS, Array, DType
 
-_WIDENED = {FP16: FP32, BF16: FP32, DTYPES["fp8_e4m3"]: FP32, DTYPES["fp8_e5m2"]: FP32}
+_WIDENED = dict.fromkeys((FP16, BF16, *NARROW_FLOATS), FP32)
 _KEEPS_NARROW = frozenset(
     {
         *("BitCast", "Cast", "DequantizeLinear", "Identity", "If", "Layout", "Loop", "QuantizeLinear", "Scan"),

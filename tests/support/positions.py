@@ -14,7 +14,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import EinsumAttrs
 from optdnn.ops.signal import BitCastAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
-from optdnn.types import DTYPES, INT64
+from optdnn.types import DTYPES, INT64, NARROW_INTEGERS
 from support.net import Net
 
 
@@ -129,8 +129,20 @@ def quantized(n: Net) -> list[Any]:
 def bytes_of_floats(n: Net) -> list[Any]:
     x = n.op("Mul", n.input(9, 30), n.const(2.0 ** np.arange(-24, 6)))
     kept = [n.op("Cast", x, attrs=CastAttrs(DTYPES[t], s)) for t in ("fp8_e4m3", "fp8_e5m2") for s in (True, False)]
+    kept += [
+        n.op("Cast", x, attrs=_to(t)) for t in ("fp8_e4m3fnuz", "fp8_e5m2fnuz", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1")
+    ]
     wide = n.op("Cast", n.op("Cast", x, attrs=_to("fp64")), attrs=_to("fp8_e4m3"))
     return [n.op("Cast", v, attrs=_to("fp32")) for v in (*kept, wide)]
+
+
+def parts_of_bytes(n: Net) -> list[Any]:
+    i, x, s = n.input(5, 40, dtype=INT64, name="i"), n.op("Mul", n.input(3, 40), 4.0), n.const(0.3)
+    found = []
+    for dtype in NARROW_INTEGERS:
+        found += [n.op("Cast", n.op("Cast", v, attrs=CastAttrs(dtype)), attrs=_to("fp32")) for v in (x, i)]
+        found.append(n.op("DequantizeLinear", n.op("QuantizeLinear", x, s, attrs=quant.QuantizeAttrs(dtype)), s))
+    return found
 
 
 def integer_products(n: Net) -> list[Any]:
@@ -204,6 +216,6 @@ def regions(n: Net) -> list[Any]:
 
 FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
     f.__name__: f
-    for f in (orders, triangles, sums, scatters, choices, grids, quantized, bytes_of_floats, integer_products, contractions,
-              spectra, statistics, regions)
+    for f in (orders, triangles, sums, scatters, choices, grids, quantized, bytes_of_floats, parts_of_bytes,
+              integer_products, contractions, spectra, statistics, regions)
 }  # fmt: skip

@@ -23,8 +23,8 @@ from optdnn.ops.fused import flops, plain_attrs
 from optdnn.runtime.host import COPY, HOST, TO_DEVICE, TO_HOST, copy_step, host_step
 from optdnn.runtime.program import Buffer, Program
 from optdnn.tactics.cuda.builder import Builder, Placed
-from optdnn.tactics.cuda.pointwise import copy
-from optdnn.types import TensorType
+from optdnn.tactics.cuda.pointwise import CPP, copy
+from optdnn.types import TensorType, dtype_name
 
 COPY_US, COPY_BYTES_PER_US = 7.0, 54_000.0
 """One copy between pinned memory and the GPU: its latency, and bytes per µs (measured on an H200, PCIe 5: see
@@ -108,7 +108,11 @@ class HostSide:
         for out in op.outputs:
             if not out.type.is_static:
                 return f"the size of {out.name!r} depends on data ({out.type})"
-        return None if op.kind in self.runs else f"there is no kernel for {op.kind}"
+        if op.kind not in self.runs:
+            return f"there is no kernel for {op.kind}"
+        types = [out.type for out in op.outputs] + [self.b.graph.type(v) for v in op.inputs if v is not None]
+        strange = next((t.dtype for t in types if t.dtype not in CPP), None)
+        return None if strange is None else f"there are no kernels for elements of {dtype_name(strange)}"
 
     def cheaper(self, op: Op) -> bool:
         """Whether an operator that has a kernel is better run here: all it reads is here, and copies would cost more."""

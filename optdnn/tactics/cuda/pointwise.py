@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import ml_dtypes
 
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.graph import Op
@@ -12,27 +15,41 @@ from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages, stage_calls
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
-from optdnn.types import BF16, BOOL, DTYPES, FP16, FP32, FP64, DType, TensorType, is_float
+from optdnn.types import (
+    BF16,
+    BOOL,
+    DTYPES,
+    FP16,
+    FP32,
+    FP64,
+    NARROW_FLOATS,
+    NARROW_INTEGERS,
+    DType,
+    TensorType,
+    dtype_name,
+    is_float,
+)
 
 OPTIONS = ("--std=c++17",)
 """Options of the general kernels: no fast math, they are the accurate ones."""
 THREADS = 256
-FP8_LARGEST = {DTYPES["fp8_e4m3"]: 448.0, DTYPES["fp8_e5m2"]: 57344.0}
-"""Largest finite value of the 8-bit floats."""
+LARGEST = {d: float(ml_dtypes.finfo(d).max) for d in NARROW_FLOATS}  # type: ignore[no-untyped-call]
+"""Largest value of the floats of 8 and fewer bits."""
 CPP = {
     FP16: "f16", BF16: "bf16", FP32: "f32", FP64: "f64", BOOL: "boolean",
-    DTYPES["fp8_e4m3"]: "e4m3", DTYPES["fp8_e5m2"]: "e5m2",
+    **{d: n.partition("_")[2] for n, d in DTYPES.items() if d in NARROW_FLOATS},
+    **{d: f"{'u' if d.name.startswith('u') else 'i'}{d.name[-1]}" for d in NARROW_INTEGERS},
     **{DTYPES[f"{s}{n}"]: f"{'u' if s == 'uint' else 'i'}{n}" for s in ("int", "uint") for n in (8, 16, 32, 64)},
 }  # fmt: skip
 """Element type -> its name in general.cuh."""
-_ARITHMETIC = {FP32: "float", FP64: "double", BOOL: "bool"} | dict.fromkeys((FP16, BF16, *FP8_LARGEST), "float")
+_ARITHMETIC = {FP32: "float", FP64: "double", BOOL: "bool"} | dict.fromkeys((FP16, BF16, *NARROW_FLOATS), "float")
 STRIDES_LIMIT = 8
 """Most axes that are left after merging."""
 
 
 def arithmetic(dtype: DType) -> str:
     """The C++ type that an element type is computed in."""
-    return _ARITHMETIC.get(dtype) or CPP[dtype]
+    return _ARITHMETIC.get(dtype) or ("int" if dtype in NARROW_INTEGERS else CPP[dtype])
 
 
 def literal(value: float | int | bool, type: str) -> str:
@@ -188,10 +205,12 @@ def body(stages: Sequence[Stage], types: Sequence[TensorType], start: int = 0) -
         first = given[1] if stage.kind == "Where" else given[0]
         text = render(args, stage.attrs, arithmetic(first), arithmetic(dtype))
         if stage.kind == "Cast" and dtype != first:
+            if dtype not in CPP or dtype == DTYPES["fp8_e8m0"]:
+                raise UnsupportedError(f"the cuda target has no kernel that makes elements of {dtype_name(dtype)}")
             # By way of the stored type: a cast rounds, or wraps, exactly once.
-            if dtype in FP8_LARGEST and stage.attrs.saturate:  # type: ignore[attr-defined]
+            if dtype in LARGEST and stage.attrs.saturate:  # type: ignore[attr-defined]
                 t = arithmetic(first) if is_float(first) else "double"
-                top = literal(FP8_LARGEST[dtype], t)
+                top = literal(LARGEST[dtype], t)
                 text = f"min_nan(max_nan({t}({text}), -{top}), {top})"
             text = f"widen(narrow<{CPP[dtype]}>({text}))"
         lines.append(f"const {arithmetic(dtype)} r{k} = {arithmetic(dtype)}({text});")
@@ -347,6 +366,9 @@ def copy(b: Builder, op: Op, source: Placed, target: Placed) -> None:
     """Copy (and convert) a tensor to another place of the same shape."""
     if source.shape != target.shape:
         raise InternalError(f"cannot copy {source.shape} to {target.shape}")
+    if source.dtype == target.dtype and source.dtype not in CPP:  # elements that are only moved
+        plain = DTYPES[{1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}[source.dtype.itemsize]]
+        source, target = replace(source, dtype=plain), replace(target, dtype=plain)
     emit_pointwise(b, op, [], [source], target, kind="Copy")
 
 

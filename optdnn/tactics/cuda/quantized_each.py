@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
@@ -15,8 +16,8 @@ from optdnn.ops.base import attrs_dict
 from optdnn.ops.quant import QuantizeAttrs
 from optdnn.tactics.cuda.builder import Builder, Placed
 from optdnn.tactics.cuda.each import coordinates, emit_each, needed, operand_at, operands_of, wide
-from optdnn.tactics.cuda.pointwise import CPP, FP8_LARGEST, arithmetic, literal
-from optdnn.tactics.cuda.reduce import emit_reduce, limits
+from optdnn.tactics.cuda.pointwise import CPP, LARGEST, arithmetic, literal
+from optdnn.tactics.cuda.reduce import emit_reduce
 from optdnn.types import FP32, UINT8, DType, is_float, normalize_axis
 
 
@@ -37,7 +38,8 @@ def _axis(op: Op, rank: int) -> int:
 
 def rounded(value: str, zero: str, out: DType) -> str:
     """C++ statements that round ``value`` (floating-point) half to even, shift and saturate it into the double ``q``."""
-    low, high = (limits(CPP[out])[i] for i in (0, 1))
+    info = ml_dtypes.iinfo(out)  # type: ignore[no-untyped-call]
+    low, high = info.min, info.max
     return (
         f"double q = rint(double({value})); q = q != q ? 0 : q; {f'q += double(widen({zero}));' if zero else ''} "
         f"q = q < double({low}) ? double({low}) : q > double({high}) ? double({high}) : q;"
@@ -52,12 +54,12 @@ def _quantize(b: Builder, op: Op) -> None:
     # The quotient has the scale's type, and its roundings.
     lines = f"""const auto v = widen(narrow<{t}>(widen(narrow<{t}>(widen(p.x[at_x({at})]))) / widen(narrow<{t}>(widen({s})))));"""
     if is_float(out.dtype):
-        top = FP8_LARGEST.get(out.dtype, math.inf) if a.saturate else math.inf
+        top = LARGEST.get(out.dtype, math.inf) if a.saturate else math.inf
         w = arithmetic(a.precision or scale.dtype)
         bounded = f"min_nan(max_nan(v, {literal(-top, w)}), {literal(top, w)})" if math.isfinite(top) else "v"
         lines += f" p.y[at_y({at})] = narrow<{CPP[out.dtype]}>({bounded});"
     else:
-        lines += f" {rounded('v', z, out.dtype)} p.y[at_y({at})] = {CPP[out.dtype]}(q);"
+        lines += f" {rounded('v', z, out.dtype)} p.y[at_y({at})] = narrow<{CPP[out.dtype]}>(i64(q));"
     tensors = {"x": x, "s": scale, "z": zero if not is_float(out.dtype) else None}
     emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
 

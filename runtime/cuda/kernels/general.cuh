@@ -21,6 +21,19 @@ struct bf16 { u16 bits; };
 struct boolean { u8 bits; };
 struct e4m3 { u8 bits; };       // 8-bit floats: no infinity, NaN is 0x7f; and IEEE's way
 struct e5m2 { u8 bits; };
+struct i4 { u8 bits; };         // elements of less than a byte, each in the low bits of its own
+struct u4 { u8 bits; };
+struct i2 { u8 bits; };
+struct u2 { u8 bits; };
+// Floats of 8 and fewer bits without infinities: MANTISSA bits after the point, the sign at bit SIGN. FNUZ ones have no negative
+// zero: its code is NaN; others have no NaN.
+template <int MANTISSA, int BIAS, int SIGN, bool FNUZ> struct Tiny { u8 bits; };
+typedef Tiny<3, 8, 7, true> e4m3fnuz;
+typedef Tiny<2, 16, 7, true> e5m2fnuz;
+typedef Tiny<3, 1, 5, false> e2m3;
+typedef Tiny<2, 3, 5, false> e3m2;
+typedef Tiny<1, 1, 3, false> e2m1;
+struct e8m0 { u8 bits; };       // powers of two
 typedef float f32;
 typedef double f64;
 
@@ -31,6 +44,12 @@ template <> struct Arithmetic<bf16> { typedef float type; };
 template <> struct Arithmetic<e4m3> { typedef float type; };
 template <> struct Arithmetic<e5m2> { typedef float type; };
 template <> struct Arithmetic<boolean> { typedef bool type; };
+template <> struct Arithmetic<i4> { typedef int type; };
+template <> struct Arithmetic<u4> { typedef int type; };
+template <> struct Arithmetic<i2> { typedef int type; };
+template <> struct Arithmetic<u2> { typedef int type; };
+template <int M, int B, int S, bool F> struct Arithmetic<Tiny<M, B, S, F>> { typedef float type; };
+template <> struct Arithmetic<e8m0> { typedef float type; };
 
 DEVICE float widen(f16 v) { return half_to_float(v.bits); }
 DEVICE float widen(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
@@ -41,6 +60,19 @@ DEVICE float widen(e4m3 v) {
     if (exponent) return __uint_as_float(sign | ((exponent + 120) << 23) | (mantissa << 20));
     return (sign ? -1.0f : 1.0f) * float(mantissa) * 0.001953125f;     // of 2^-9
 }
+DEVICE int widen(i4 v) { return int((v.bits & 15) ^ 8) - 8; }
+DEVICE int widen(u4 v) { return v.bits & 15; }
+DEVICE int widen(i2 v) { return int((v.bits & 3) ^ 2) - 2; }
+DEVICE int widen(u2 v) { return v.bits & 3; }
+template <int M, int B, int S, bool F> DEVICE float widen(Tiny<M, B, S, F> v) {
+    const u32 code = v.bits & ((1u << S) - 1), exponent = code >> M, mantissa = code & ((1u << M) - 1);
+    const u32 sign = (u32(v.bits) >> S & 1u) << 31;
+    if (F && sign && code == 0) return __uint_as_float(0x7fc00000u);
+    if (exponent) return __uint_as_float(sign | ((exponent + 127 - B) << 23) | (mantissa << (23 - M)));
+    const float least = __uint_as_float(u32(128 - B - M) << 23);      // 2 ^ (1 - B - M)
+    return (sign ? -least : least) * float(mantissa);
+}
+DEVICE float widen(e8m0 v) { return __uint_as_float(v.bits == 255 ? 0x7fc00000u : v.bits ? u32(v.bits) << 23 : 0x400000u); }
 DEVICE bool widen(boolean v) { return v.bits != 0; }
 template <typename T> DEVICE T widen(T v) { return v; }
 
@@ -89,6 +121,30 @@ template <> struct Narrow<e5m2> {
     DEVICE static e5m2 from(float v) { e5m2 out; out.bits = float_to_8<2, 15, 0x7b, 0x7c, 0x7e>(v); return out; }
     DEVICE static e5m2 from(double v) { return from(rounded_to_odd(v)); }
     template <typename S> DEVICE static e5m2 from(S v) { return from(double(v)); }
+};
+template <int M, int B, int S, bool F> struct Narrow<Tiny<M, B, S, F>> {
+    DEVICE static Tiny<M, B, S, F> from(float v) {
+        const u32 sign = __float_as_uint(v) >> 31, top = (1u << S) - 1;
+        const u32 code = float_to_8<M, B, (1u << S) - 1, F ? 0x80u : (1u << S) - 1, F ? 0x80u : 0u>(fabsf(v));
+        Tiny<M, B, S, F> out;
+        if (F) out.bits = u8(code > top || code == 0 ? code : sign << S | code);
+        else out.bits = u8((v != v ? sign ^ 1u : sign) << S | code);     // NaN: a zero
+        return out;
+    }
+    DEVICE static Tiny<M, B, S, F> from(double v) { return from(rounded_to_odd(v)); }
+    template <typename V> DEVICE static Tiny<M, B, S, F> from(V v) { return from(double(v)); }
+};
+template <> struct Narrow<i4> {
+    template <typename S> DEVICE static i4 from(S v) { i4 out; out.bits = u8(((i64(v) & 15) ^ 8) - 8); return out; }
+};
+template <> struct Narrow<u4> {
+    template <typename S> DEVICE static u4 from(S v) { u4 out; out.bits = u8(i64(v) & 15); return out; }
+};
+template <> struct Narrow<i2> {
+    template <typename S> DEVICE static i2 from(S v) { i2 out; out.bits = u8(((i64(v) & 3) ^ 2) - 2); return out; }
+};
+template <> struct Narrow<u2> {
+    template <typename S> DEVICE static u2 from(S v) { u2 out; out.bits = u8(i64(v) & 3); return out; }
 };
 template <> struct Narrow<boolean> {
     template <typename S> DEVICE static boolean from(S v) { boolean out; out.bits = v != S(0); return out; }
