@@ -141,9 +141,6 @@ def unpacked(data: Array, dtype: DType, count: int) -> Array:
     else:
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
         codes = ((data[:, None] >> shifts) & np.uint8((1 << bits) - 1)).reshape(-1)[:count]
-    if dtype in (DTYPES["int4"], DTYPES["int2"]):  # the sign goes up to the byte's first bit
-        sign = np.uint8(1 << (bits - 1))
-        codes = (codes ^ sign) - sign
     return codes.view(dtype)
 
 

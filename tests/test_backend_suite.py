@@ -185,9 +185,9 @@ def simulated(name: str) -> set[str]:
 
 @pytest.mark.skipif(not SAME_ONNX, reason=f"the list is of onnx {KNOWN_ONNX}")
 def test_shares_on_a_gpu():
-    """All of the cases that are not refused pass, 96 of 100 of them without a step on the CPU."""
+    """All of the cases that are not refused pass, 97 of 100 of them without a step on the CPU."""
     assert set(LISTED["on_cpu"]) <= set(PASSING), "these are no cases that pass"
-    assert len(LISTED["on_cpu"]) <= 0.04 * len(PASSING)
+    assert len(LISTED["on_cpu"]) <= 0.03 * len(PASSING)
 
 
 @pytest.mark.gpu

@@ -80,7 +80,7 @@ def to_array(t: TensorProto, external: ExternalData, model: str) -> Array:
         return _from_bytes(np.frombuffer(raw, np.uint8), dtype, count).reshape(dims)
     name, field_dtype, parts = _FIELDS.get(t.data_type, _NARROW)
     field = getattr(t, name)
-    if bits_of(dtype) < 8:  # an entry is a byte of packed elements
+    if bits_of(dtype) in (2, 4):  # an entry is a byte of packed elements
         if len(field) != nbytes:
             raise ModelError(f"{where} is declared as {list(dims)} ({nbytes} bytes) but holds {len(field)}")
         return unpacked(np.fromiter(field, np.int32, nbytes).astype(np.uint8), dtype, count).reshape(dims)
@@ -122,7 +122,9 @@ def _from_field(values: Array, dtype: DType) -> Array:
         return np.not_equal(values, 0)
     if dtype.kind in "iu":
         return values.astype(dtype)
-    bits = values.astype(np.uint16 if dtype.itemsize == 2 else np.uint8)  # fp16, bf16, fp8: bit patterns
+    bits = values.astype(np.uint16 if dtype.itemsize == 2 else np.uint8)  # fp16, bf16, fp8, fp6: bit patterns
+    if bits_of(dtype) == 6:
+        bits &= np.uint8(0x3F)
     return bits.view(dtype)
 
 

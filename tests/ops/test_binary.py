@@ -14,7 +14,7 @@ from optdnn.ops.base import NodeSpec, Unsupported
 from optdnn.ops.binary import DEFS, BitShiftAttrs, CastAttrs, ModAttrs
 from optdnn.ops.table import IMPORTERS, OPDEFS
 from optdnn.runtime.reference.binary import cast
-from optdnn.types import BF16, BOOL, DTYPES, FP16, FP32, FP64, INT64, ONNX_TYPES, Array, DType, tensor
+from optdnn.types import BF16, BOOL, DTYPES, FP16, FP32, FP64, INT64, NARROW_INTEGERS, ONNX_TYPES, Array, DType, tensor
 
 N, M = symbol("n", 1), symbol("m", 1)
 A, B = normal(2, 3, 4), normal(3, 1, seed=1)
@@ -120,21 +120,23 @@ def test_shifts_past_the_width() -> None:
 
 # ---------------------------------------------------------------- Cast
 
-NUMERIC = [d for n, d in DTYPES.items() if not n.startswith("complex")]
+NUMERIC = [d for n, d in DTYPES.items() if not n.startswith("complex") and n != "fp8_e8m0"]  # which has no zero
 
 
 @pytest.mark.parametrize("to", NUMERIC, ids=str)
-@pytest.mark.parametrize("source", NUMERIC, ids=str)
-def test_cast_between_all_types(source: DType, to: DType) -> None:
-    x = np.array([0, 1, 0, 1, 1]) if source == BOOL else np.array([0, 1, 2.5, 3.75, 12.0])
-    x = x.astype(source)
-    expected = x.astype(np.float64)
-    expected = expected != 0 if to == BOOL else expected.astype(to)
-    number = next(n for n, d in ONNX_TYPES.items() if d == to)
-    graph = import_case_of_cast(x, number)
-    (y,) = run(graph, {"x": x})
-    assert y.dtype == to
-    assert np.array_equal(y.astype(np.float64), expected.astype(np.float64))
+def test_cast_between_all_types(to: DType) -> None:
+    for source in NUMERIC:
+        x = np.array([0, 1, 0, 1, 1]) if source == BOOL else np.array([0, 1, 2.5, 3.75, 12.0])
+        x = x.astype(source)
+        expected = x.astype(np.float64)
+        if to in NARROW_INTEGERS:
+            expected = np.trunc(expected)
+        expected = expected != 0 if to == BOOL else expected.astype(to)
+        number = next(n for n, d in ONNX_TYPES.items() if d == to)
+        graph = import_case_of_cast(x, number)
+        (y,) = run(graph, {"x": x})
+        assert y.dtype == to
+        assert np.array_equal(y.astype(np.float64), expected.astype(np.float64), equal_nan=True), source
 
 
 def import_case_of_cast(x: Array, number: int) -> object:
@@ -173,8 +175,8 @@ def test_cast_rounds_once_to_nearest_even(to: DType) -> None:
 
 
 def test_cast_to_what_is_not_stored_is_unsupported() -> None:
-    with pytest.raises(Unsupported, match="element type 22"):
-        import_case_of_cast(np.zeros(2, np.float32), 22)
+    with pytest.raises(Unsupported, match="element type 8 "):
+        import_case_of_cast(np.zeros(2, np.float32), 8)
 
 
 def test_cast_like_imports_as_cast() -> None:

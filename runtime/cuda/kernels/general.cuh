@@ -135,13 +135,13 @@ template <int M, int B, int S, bool F> struct Narrow<Tiny<M, B, S, F>> {
     template <typename V> DEVICE static Tiny<M, B, S, F> from(V v) { return from(double(v)); }
 };
 template <> struct Narrow<i4> {
-    template <typename S> DEVICE static i4 from(S v) { i4 out; out.bits = u8(((i64(v) & 15) ^ 8) - 8); return out; }
+    template <typename S> DEVICE static i4 from(S v) { i4 out; out.bits = u8(i64(v) & 15); return out; }
 };
 template <> struct Narrow<u4> {
     template <typename S> DEVICE static u4 from(S v) { u4 out; out.bits = u8(i64(v) & 15); return out; }
 };
 template <> struct Narrow<i2> {
-    template <typename S> DEVICE static i2 from(S v) { i2 out; out.bits = u8(((i64(v) & 3) ^ 2) - 2); return out; }
+    template <typename S> DEVICE static i2 from(S v) { i2 out; out.bits = u8(i64(v) & 3); return out; }
 };
 template <> struct Narrow<u2> {
     template <typename S> DEVICE static u2 from(S v) { u2 out; out.bits = u8(i64(v) & 3); return out; }
