@@ -128,7 +128,7 @@ def waits(file: Path) -> str:
         before, after = tuned["before_ms"], tuned["after_ms"]
         rows.append(
             [
-                "`optdnn retune` of MobileNetV2, built without a GPU",
+                f"`{tuned['command']}`, the engine built without a GPU",
                 f"{before:.4f} → {after:.4f} ms, {tuned['seconds']:.0f} s",
                 "",
             ]

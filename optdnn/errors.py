@@ -93,12 +93,13 @@ class NotMet(OptdnnError):
 
 
 class MissingDependency(OptdnnError):
-    """An optional package is not installed; the message names the pip command that installs it."""
+    """An optional package is not installed; the message names the pip command that installs it (``extra`` "": by itself)."""
 
     exit_code = 8
 
     def __init__(self, package: str, extra: str, why: str):
-        super().__init__(f"{package} is needed {why}, and is not installed", hint=f"pip install 'optdnn[{extra}]'")
+        command = f"pip install 'optdnn[{extra}]'" if extra else f"pip install {package}"
+        super().__init__(f"{package} is needed {why}, and is not installed", hint=command)
 
 
 class OutputError(OptdnnError):

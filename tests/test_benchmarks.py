@@ -252,3 +252,26 @@ def test_growth_is_drawn_without_what_failed() -> None:
     assert "lstm" not in drawing
     with pytest.raises(ValueError, match="no measurement"):
         growth.draw(result(rows=[]))
+
+
+def test_a_round_goes_on_where_a_step_fails_or_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    round_ = module("gpu/round.py")
+    made = round_.steps(tmp_path, 10.0, 590.0, tmp_path / "times.json")
+    assert [s.name for s in made] == ["tests", "rows", "growth", "waits"], "what is wrong need not be timed"
+    assert sum(s.limit for s in made) <= 590
+    commands = {
+        "a": "print('fine')",
+        "b": "raise SystemExit(3)",
+        "c": "import time; time.sleep(60)",
+        "d": "print('last')",
+    }
+    short = [round_.Step(n, [sys.executable, "-c", text], 0.5 if n == "c" else 20) for n, text in commands.items()]
+    monkeypatch.setattr(round_, "steps", lambda *given: short)
+    monkeypatch.setattr(sys, "argv", ["round.py", "--out", str(tmp_path)])
+    assert round_.main() == 1
+    report = json.loads((tmp_path / "round.json").read_text())
+    assert {n: found["code"] for n, found in report.items()} == {"a": 0, "b": 3, "c": None, "d": 0}
+    assert report["d"]["tail"] == ["last"]
+    assert "== c: code None" in capsys.readouterr().out

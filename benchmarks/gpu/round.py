@@ -4,10 +4,10 @@
     python benchmarks/gpu/round.py --out round --only rows,growth --tune 0
     python benchmarks/gpu/round.py --out round --keep                # and put the results into benchmarks/results and README.md
 
-Correctness comes first: the tests marked ``gpu``, then each candidate of a row before it is timed. Every step writes into the folder of
-``--out``, has its own share of the time, and fails alone; ``round.json`` tells how each went. Tuning starts from the measured times
-that are kept under benchmarks/results and adds to them, so that a second round takes half the time.
-torch.compile, which takes the longest, has a command of its own: ``compiled.py``.
+Correctness comes first: the tests marked ``gpu``, then each candidate of a row before it is timed. Every step writes into the
+folder of ``--out``, has its own share of the time, and fails alone; ``round.json`` tells how each went. Tuning starts from the
+times that are kept under benchmarks/results and adds to them, so that a second round takes half the time. What takes the longest,
+torch.compile, has a command of its own: ``compiled.py``.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def retune(folder: Path) -> dict[str, Any]:
     built = optdnn_command(*words, **hidden)
     row: dict[str, Any] = {"build": {k: built[k] for k in ("command", "seconds", "code")}}
     before = path.stat().st_mtime_ns if path.exists() else 0
-    done = optdnn_command("retune", str(path), "--budget", "18", "--json")
+    done = optdnn_command("retune", str(path), "--budget", "25", "--json")
     row |= {k: done[k] for k in ("command", "seconds", "code")} | ({"err": done["err"]} if done["code"] else {})
     if not done["code"]:
         found = json.loads(done["out"])

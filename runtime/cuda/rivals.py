@@ -204,9 +204,9 @@ def cuda_provider() -> Any:
     try:
         ort: Any = import_module("onnxruntime")
     except ImportError:
-        raise MissingDependency("onnxruntime-gpu", "cuda-libs", "to compare with it") from None
+        raise MissingDependency("onnxruntime-gpu", "", "to compare with it") from None
     if "CUDAExecutionProvider" not in ort.get_available_providers():
-        raise MissingDependency("onnxruntime-gpu", "cuda-libs", "to compare with its CUDA provider")
+        raise MissingDependency("onnxruntime-gpu", "", "to compare with its CUDA provider")
     return ort
 
 

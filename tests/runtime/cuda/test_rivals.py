@@ -35,8 +35,9 @@ def test_absent_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_rivals, "present", lambda name: False)
     with pytest.raises(MissingDependency, match="nvidia-cudnn-frontend"):
         check_rivals(["cudnn"], has_model=True, target=GPU)
-    with pytest.raises(MissingDependency, match="onnxruntime-gpu"):
+    with pytest.raises(MissingDependency, match="onnxruntime-gpu") as caught:
         check_rivals(["onnxruntime-cuda"], has_model=True, target=GPU)
+    assert caught.value.hint == "pip install onnxruntime-gpu", "no extra of ours brings it: it excludes onnxruntime"
     assert gpu_rivals.installed_gpu() == ["own"]
     monkeypatch.setattr(gpu_rivals, "present", lambda name: name == "cublaslt")
     monkeypatch.setattr(gpu_rivals, "cuda_provider", lambda: None)
