@@ -22,6 +22,7 @@ from optdnn.runtime.cpu.library import Settings
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import machine
 from optdnn.runtime.program import Program
+from optdnn.tactics.loops import bound_loops
 from optdnn.tactics.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.types import Array
 
@@ -51,7 +52,9 @@ class Library:
 
     def export(self, graph: Graph) -> ExportedModel:
         inputs = self.weights == "inputs"
-        return export_model(graph, self.opset, external_weights=not inputs, weights_as_inputs=inputs)
+        model = export_model(graph, self.opset, external_weights=not inputs, weights_as_inputs=inputs)
+        bound_loops(model.proto)
+        return model
 
     def lower(
         self, graph: Graph, cuts: Sequence[Cut], settings: Settings, meta: dict[str, Any], precision: str = ""

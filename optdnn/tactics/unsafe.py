@@ -5,6 +5,7 @@
 * OpenVINO's compiler crashes on a Reshape to a scalar behind a product (seen with MatMul, 2026.4); a Squeeze it takes.
 * OpenVINO's transposed convolution of signed integers leaves out the zero point of the weights (2026.4).
 * OpenVINO gives NaN for a row of an Attention whose boolean mask forbids everything, where ONNX asks for zeros.
+* OpenVINO would run a Loop without a bound for ever; for ONNX Runtime it is given one (:mod:`optdnn.tactics.loops`).
 * ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
 * Their Fourier transforms (DFT, STFT) are off by up to 1e-3 of a result that should be 0, and some results lack an axis.
 * ONNX Runtime's Python binding passes neither bfloat16 arrays nor floats of 8 or integers of 4 and fewer bits, OpenVINO's none of
@@ -14,6 +15,7 @@
 from __future__ import annotations
 
 from optdnn.ir.graph import STRUCTURAL, Graph
+from optdnn.tactics.loops import endless
 from optdnn.types import BF16, BOOL, NARROW_FLOATS, NARROW_INTEGERS, DType, dtype_name
 
 _NARROW = frozenset({*NARROW_FLOATS, *NARROW_INTEGERS})
@@ -55,6 +57,7 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for OpenVINO."""
     data = data_dependent(graph)
     out = {**_touching(graph, _NARROW), **_transforms(graph)}
+    out |= {op.id: "openvino does not end a loop that its condition does not end" for op in endless(graph)}
     for op in graph.of_kind("Attention"):
         mask = op.input(3)
         if mask is not None and graph.type(mask).dtype == BOOL and graph.constant_value(mask) is None:

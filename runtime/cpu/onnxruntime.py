@@ -162,6 +162,12 @@ def prepare(step: Step, program: Program, options: LoadOptions) -> OnnxRuntimeMo
     return cast(OnnxRuntimeModel, prepare_step(OnnxRuntimeModel, step, program, options))
 
 
+_TOLD = re.compile(r"Name:'([^']* has run \d+ times; its condition does not end it)'")
+"""The name of a node that is there to fail (:mod:`optdnn.tactics.loops`)."""
+
+
 def _first_line(error: Exception) -> str:
+    if told := _TOLD.search(str(error)):
+        return told[1]
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__

@@ -260,6 +260,49 @@ def test_a_loop_that_never_ends_ends_with_an_error(monkeypatch: pytest.MonkeyPat
         evaluate(graph, {"x": np.ones(3, F)})
 
 
+ENDLESS = """g (float[3] x, float[1] top) => (float[3] y, float[k, 3] rows) {
+  yes = Constant<value = bool {1}>()
+  y, rows = Loop (, yes, x) <body = b (int64 i, bool c, float[3] v) => (on, w, row) {
+    w = Add(v, v)  row = Identity(w)  highest = ReduceMax<keepdims = 0>(w)  least = Squeeze(top)  on = Less(highest, least)
+  }>
+}"""
+WITHIN = """g (int64 n, float[3] x) => (float[3] y) {
+  two = Constant<value = int64 {2}>()  yes = Constant<value = bool {1}>()
+  y = Loop (two, yes, x) <body = b (int64 i, bool c, float[3] v) => (c2, w) {
+    c2 = Identity(c)
+    w = Loop (n, c, v) <body = d (int64 j, bool e, float[3] a) => (e2, a2) { e2 = Identity(e)  a2 = Neg(a) }>
+  }>
+}"""
+
+
+def test_onnxruntimes_loops_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "LOOP_LIMIT", 50)
+    engine = optdnn.build(model(ENDLESS), target="cpu", threads=1)
+    assert engine.meta["tactic"]["library"] == "onnxruntime"  # openvino does not get it
+    x, top = np.ones(3, F), np.array([100], F)
+    feed = {"x": x, "top": top}
+    for a, b in zip(engine.run(feed).values(), onnxruntime_run(model(ENDLESS), feed), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(RunError, match=r"Loop.* has run 50 times; its condition does not end it"):
+        engine.run({"x": 0 * x, "top": top})
+    inner = optdnn.build(model(WITHIN), target="cpu", threads=1)
+    for n in (0, 3, 50):
+        np.testing.assert_array_equal(inner.run({"n": np.array(n), "x": x})["y"], x)
+    with pytest.raises(RunError, match="has run 50 times"):
+        inner.run({"n": np.array(2**62), "x": x})
+
+
+def test_a_build_of_a_loop_that_never_ends_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "LOOP_LIMIT", 50)
+    text = """g (float[3] x) => (float[3] y) {
+      t = Constant<value = bool {1}>()
+      y = Loop (, t, x) <body = b (int64 i, bool c, float[3] v) => (c2, w) { c2 = Identity(c)  w = Neg(v) }>
+    }"""
+    engine = optdnn.build(model(text), target="cpu", threads=1)  # which measures runs that fail
+    with pytest.raises(RunError, match=r"Loop_\d has run 50 times"):
+        engine.run({"x": np.ones(3, F)})
+
+
 def test_unsupported_nodes_of_bodies_are_named_once() -> None:
     text = LOOP.replace("row = Mul(v2, v2)", "row = Multinomial(v2)")
     with pytest.raises(UnsupportedError) as error:
