@@ -21,7 +21,7 @@ from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Dynamic, Plain, Program, validate
 from optdnn.runtime.runner import RunContext, Runner, open_runner
 from optdnn.runtime.signature import Signature
-from optdnn.types import Array
+from optdnn.types import Array, TensorSpec
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """The shape of each input, in order."""
@@ -133,15 +133,28 @@ class PlansContext:
         outputs: Mapping[str, Any] | None = None,
         state: Mapping[str, str] | None = None,
     ) -> Any:
-        """A call on these arrays, to be repeated; see the plan's own context. On a GPU it is of the plan for these sizes;
-        on the host state may change its size from run to run."""
+        """A call on these arrays, to be repeated; see the plan's own context. On a GPU it is of the plan for these sizes, but
+        where state changes its size from run to run, which it may on every target."""
         if self._runner._pool is None:
             from optdnn.runtime.state import Bound
 
             return Bound(self, self._runner.signature, inputs, outputs, state)
+        if state:
+            from optdnn.runtime.cuda.growing import Growing, grows
+
+            if grows(self._runner.signature, state):
+                return Growing(self, self._runner.signature, inputs, outputs, state)
         with Alone(self._lock):
             context, inputs = self._dispatch(inputs)
             return context.bind(inputs, outputs, state)  # type: ignore[attr-defined]
+
+    def outputs_for(self, feeds: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+        """What a run on inputs of these shapes gives. Raises InputError for sizes outside of the profiles."""
+        arrays = [
+            SimpleNamespace(shape=tuple(a.shape), ndim=len(a.shape)) for a in self._runner.signature.in_order(feeds)
+        ]
+        self._runner.signature.sizes(arrays)  # type: ignore[arg-type]
+        return self._runner.plan(tuple(a.shape for a in arrays)).signature.outputs
 
     @property
     def shapes(self) -> tuple[Shapes, ...]:

@@ -22,6 +22,7 @@ from optdnn.runtime.cuda.calls import LibraryCall
 from optdnn.runtime.cuda.chain import ENQUEUED, Chain, Item, Transfer
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.graphs import Graph, Stream
+from optdnn.runtime.cuda.in_place import check_overlap, kept_in_place, stays
 from optdnn.runtime.cuda.loaded import Loaded, encode
 from optdnn.runtime.cuda.memory import DeviceMemory, PinnedMemory
 from optdnn.runtime.cuda.nvtx import marked
@@ -67,6 +68,9 @@ class CudaRunner:
         check_lanes(program)
         self.waits = waits_of(program.lanes)
         fact: dict[str, Plain] = {"executor": "cuda", "arch": program.target.partition(":")[2]}
+        self.in_place = kept_in_place(program, self.steps)
+        """Output -> input buffer: the output begins as a copy of the input, which nothing else reads. Where the caller gives both
+        the same memory, nothing is copied."""
         self.facts: tuple[Mapping[str, Plain], ...] = tuple(
             {**fact, "op": s.meaning.kind, "kernel": kernel_of(s, program)} if isinstance(s, CudaStep) else facts(s)
             for s in self.steps
@@ -158,6 +162,9 @@ class CudaContext:
                 continue
             if isinstance(parsed, CopyPlan):
                 launches.append(self._transfer(parsed, given))
+                continue
+            if stays(self.runner.program.steps[k], given, self.runner.in_place):
+                launches.append(Transfer(0, 0, 0, False, parsed.label))
                 continue
             after_copy = bool(launches) and isinstance(launches[-1], Transfer)
             launches.append(self._launch(k, parsed, given, dependent=not after_copy))
@@ -251,6 +258,8 @@ class CudaContext:
     def _new_graph(self, given: Mapping[int, int]) -> Graph | Chain:
         if any(isinstance(s, HostPlan) for s in self.runner.steps):
             return self._chain(given)
+        if any(given.get(o, 0) and given.get(o) == given.get(i) for o, i in self.runner.in_place.items()):
+            return Graph(self.launches(given), self.stream)  # without the copies: it has other nodes than the rest
         if self._first is None:
             self._first = Graph(self.launches({}), self.stream, self.runner.waits)
         changed = {
@@ -267,6 +276,14 @@ class CudaContext:
         for i, pointer in given.items():
             if pointer:
                 check_pointer(pointer, self.device, f"the array for {self.runner.program.buffers[i].name!r}")
+        check_overlap(self.runner.program, given, self.runner.in_place)
+
+    @property
+    def in_place(self) -> dict[str, str]:
+        """Output -> input, by name: those that may be the same array (see :class:`CudaRunner`)."""
+        p = self.runner.program
+        names = {i: s.name for s, i in (*p.inputs, *p.outputs)}
+        return {names[o]: names[i] for o, i in self.runner.in_place.items()}
 
     def _graph(self, given: Mapping[int, int]) -> Graph | Chain:
         key = tuple(given.get(i, 0) for _, i in (*self.runner.program.inputs, *self.runner.program.outputs))

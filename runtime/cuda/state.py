@@ -1,4 +1,9 @@
-"""State on the GPU: two CUDA graphs over two sets of buffers that take turns, so nothing is copied between runs."""
+"""State on the GPU: nothing is copied between runs.
+
+A state that the network writes in place (a cache of fixed capacity, by TensorScatter) is one array, and a run is the replay of one
+CUDA graph that writes the new rows alone. Other states have two arrays that take turns, and two graphs. One that grows has two
+arrays of the largest size that the engine takes, and is the beginning of one of them; each length is a plan of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +21,14 @@ class Binds(Protocol):
 
     def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> Any: ...
 
+    @property
+    def in_place(self) -> Mapping[str, str]: ...
+
 
 class Streaming:
     """A call whose outputs become inputs of the next; ``outputs`` are the arrays of the last run.
 
-    Each state has two CuPy arrays; the initial values are copied into one of them when it is made and by :meth:`reset` alone.
+    Each state has one or two CuPy arrays; the initial values are copied into one when it is made and by :meth:`reset` alone.
     """
 
     def __init__(
@@ -37,13 +45,20 @@ class Streaming:
         if missing:
             raise InputError(f"input {missing[0]!r} is state and has no initial value")
         self._initial = {t: cupy.asarray(inputs[t]) for t in self._pairs.values()}
-        reads, writes = ({t: cupy.empty_like(a) for t, a in self._initial.items()} for _ in range(2))
+        alone = {self._pairs[o] for o, i in context.in_place.items() if self._pairs.get(o) == i}
+        reads = {t: cupy.empty_like(a) for t, a in self._initial.items()}
+        writes = {t: a if t in alone else cupy.empty_like(a) for t, a in reads.items()}
         self._buffers = (reads, writes)
         first = context.bind({**inputs, **reads}, {**(outputs or {}), **self._named(writes)})
+        if len(alone) == len(reads):
+            self._calls, self._turn = (first, first), 0
+            self.outputs: dict[str, Any] = {}
+            self.reset()
+            return
         rest = {n: a for n, a in first.outputs.items() if n not in self._pairs and a is not None}
         second = context.bind({**inputs, **writes}, {**rest, **self._named(reads)})
         self._calls, self._turn = (first, second), 0
-        self.outputs: dict[str, Any] = {}
+        self.outputs = {}
         self.reset()
 
     def _named(self, buffers: Mapping[str, Any]) -> dict[str, Any]:

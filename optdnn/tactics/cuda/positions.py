@@ -176,13 +176,15 @@ def _tensor_scatter(b: Builder, op: Op) -> None:
     x, updates, start, out = needed(b, op, 0), needed(b, op, 1), operand_at(b, op, 2), b.target(op.value)
     r = len(out.shape)
     axis = normalize_axis(op.attrs.axis, r)
+    copy(b, op, x, out)  # a launch of its own: none where a cache is bound as its own successor
     first = "0" if start is None else "i64(p.w[at_w(o0)])"
-    wrap = f"at = (at % p.n_x[{axis}] + p.n_x[{axis}]) % p.n_x[{axis}];" if op.attrs.mode == "circular" else ""
-    lines = f"""i64 at = o{axis} - {first};
+    size = f"p.n_y[{axis}]"
+    wrap = f"at = (at % {size} + {size}) % {size};" if op.attrs.mode == "circular" else ""
+    lines = f"""i64 at = o{axis} + {first};
         {wrap}
-        const bool written = at >= 0 && at < p.n_u[{axis}];
-        p.y[at_y({coordinates("o", r)})] = written ? p.u[at_u({coordinates("o", r, {axis: "at"})})] : p.x[at_x({coordinates("o", r)})];"""
-    emit_each(b, op, out.shape, {"x": x, "u": updates, "w": start}, {"y": out}, lines, reads=operands_of(b, op))
+        if (at >= 0 && at < {size}) p.y[at_y({coordinates("o", r, {axis: "at"})})] = p.u[at_u({coordinates("o", r)})];"""
+    reads = [out, *operands_of(b, op)[1:]]
+    emit_each(b, op, updates.shape, {"u": updates, "w": start}, {"y": out}, lines, reads=reads)
 
 
 def _top_k(b: Builder, op: Op) -> None:

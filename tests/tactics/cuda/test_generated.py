@@ -304,7 +304,7 @@ def compare_steps(program: Program, feeds: dict[str, Any], tolerance: float, fol
         wanted = [np.array(context._view(action, v)) for v in action.step.meaning.writes if v is not None]
         number = {i: k for k, i in enumerate(action.operands)}
         for v in action.step.meaning.writes:
-            if v is not None:
+            if v is not None and action.operands[v.operand] not in action.operands[: v.operand]:  # it reads what stays
                 target = flat[v.operand]
                 target.view(np.uint8)[:] = 0xFF
         for k, i in enumerate(action.operands):  # an operand that is both read and written is one memory
