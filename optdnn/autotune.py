@@ -440,7 +440,7 @@ def tune(
         return None
     if options.tactics == "auto" and (absent := [p for p in PROVIDERS if p not in selection.providers]):
         say(f"tune: no candidates of {' and '.join(absent)}: not installed (pip install 'optdnn[cuda-libs]')")
-    return Tuner(graph, options, target, timer, cache, say, alone=partial(alone, timer.machine.device, say)).run()
+    return Tuner(graph, options, target, timer, cache, say, alone=partial(alone, timer.machine.place, say)).run()
 
 
 def _footprint(program: Program) -> int:

@@ -65,7 +65,7 @@ def retune(
     graph = held(program)
     cache = TimingCache.open(None if timing_cache is None else Path(os.fspath(timing_cache)))
     timer = _timer(program.target.partition(":")[2], options)
-    turn = partial(alone, timer.machine.device, say)
+    turn = partial(alone, timer.machine.place, say)
     tuned = Tuner(graph, options, program.target, timer, cache, say, alone=turn).run(choices_of(program))
     cache.save()
     say("lower")

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from targets import HERE, ROWS, Row, child, facts, line
+from targets import HERE, ROWS, Row, child, facts, gpus, line
 
 ORDER = (
     "lstm:1", "lstm:32", "bert_base:1", "bert_base:32", "vit_b_16:1", "vit_b_16:32", "vgg16:1", "resnet50:1", "mobilenet_v2:1",
@@ -131,15 +130,6 @@ def measured(process: Process, known: dict[str, Any], limit: float) -> dict[str,
         return {"error": f"{type(error).__name__}: {error}"[:600]}
     finally:
         process.end()
-
-
-def gpus() -> list[str]:
-    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them."""
-    try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
-    except OSError:
-        return []
-    return re.findall(r"UUID: (GPU-[0-9a-f-]+)", done.stdout)
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def main() -> None:
         try:
             order = json.loads(text)
             # Not beside those that tune; whoever is told to wait is told, too, when nobody else measures.
-            turn = nullcontext() if order.get("wait") else alone(f"{device.name} x{device.multiprocessors}")
+            turn = nullcontext() if order.get("wait") else alone(device.place)
             with turn:
                 answer = measure(order)
         except Exception as error:

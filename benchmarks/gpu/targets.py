@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -181,7 +182,7 @@ def main() -> None:
     if options.only:
         rows = [r for r in rows if any(r.name.startswith(o) for o in options.only)]
     begin = time.perf_counter()
-    options.deadline = begin + options.budget
+    options.deadline, options.gpus = begin + options.budget, gpus()
     report: dict[str, Any] = {**facts(), "l2": "flushed" if options.flush_l2 else "warm", "tune_s": options.tune}
     done: dict[Row, dict[str, Any]] = {}
     measurer = Measurer()
@@ -250,6 +251,9 @@ def child(row: Row, folder: Path, options: argparse.Namespace) -> dict[str, Any]
             shutil.copy(options.timing_cache, times)
         command += ["--timing-cache", str(times)]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "2" if row.precision == "fp16" else "8")
+    if len(options.gpus) > 1:  # the first one measures; where others are, they tune
+        others = options.gpus[1:]
+        threads["CUDA_VISIBLE_DEVICES"] = others[sum(map(ord, row.name)) % len(others)]
     limit = max(1.0, options.deadline - time.perf_counter())
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=limit, env={**os.environ, **threads}, check=False
@@ -345,6 +349,15 @@ def line(row: dict[str, Any]) -> str:
     reach = f"  (reach {row['reach']})" if row.get("reach") else ""
     failed = f"  ERROR {row['error'][:300]}" if row.get("error") else ""
     return f"{row['name']:24s}{reach}  {', '.join(parts)}  [{', '.join(errors)}]{failed}"
+
+
+def gpus() -> list[str]:
+    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
+    except OSError:
+        return []
+    return re.findall(r"UUID: (GPU-[0-9a-f-]+)", done.stdout)
 
 
 def _short(word: str) -> str:

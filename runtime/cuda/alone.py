@@ -11,13 +11,13 @@ from pathlib import Path
 from optdnn.runtime.cuda.nvrtc import default_folder
 
 
-def lock_path(device: str) -> Path:
-    """The file that those who measure on this GPU lock; it lies in the user's cache folder."""
-    return default_folder().parent / f"{re.sub(r'[^0-9A-Za-z]+', '-', device).lower()}.lock"
+def lock_path(place: str) -> Path:
+    """The file that those who measure on the GPU at this place (its PCI bus id) lock; it lies in the user's cache folder."""
+    return default_folder().parent / f"gpu-{re.sub(r'[^0-9a-z]+', '-', place.lower())}.lock"
 
 
 @contextmanager
-def alone(device: str, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+def alone(place: str, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
     """Waits until no other process of this user that asks is measuring on the GPU; then it is ours while the block runs.
 
     Where files cannot be locked (no such system call, a cache folder that cannot be written), nobody waits, and that is said.
@@ -25,7 +25,7 @@ def alone(device: str, say: Callable[[str], None] = lambda text: None) -> Iterat
     try:
         import fcntl
 
-        path = lock_path(device)
+        path = lock_path(place)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except (ImportError, OSError) as error:
@@ -36,7 +36,7 @@ def alone(device: str, say: Callable[[str], None] = lambda text: None) -> Iterat
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another process measures on the {device}: waiting for it")
+            say(f"another process measures on GPU {place}: waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:

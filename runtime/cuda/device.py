@@ -101,6 +101,14 @@ class Device:
         )
 
     @property
+    def place(self) -> str:
+        """Which of the machine's GPUs it is, whatever is hidden from this process: its PCI bus id."""
+        cu = driver()
+        handle = check("cuDeviceGet", cu.cuDeviceGet(self.index))
+        found: bytes = check("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, handle))
+        return found.split(b"\0")[0].decode()
+
+    @property
     def arch(self) -> str:
         """The NVRTC architecture of this GPU: ``sm_90a`` on Hopper, plain ``sm_XY`` below."""
         major, minor = self.capability

@@ -60,11 +60,12 @@ class KernelHangs(RunError):
 @dataclass(frozen=True)
 class Machine:
     """What measured times depend on. ``device`` names the GPU (times of another one mean nothing); ``versions`` are those of what
-    may change its speed a little: a measurement under other ones still ranks."""
+    may change its speed a little: a measurement under other ones still ranks. ``place``: which of several equal GPUs it is."""
 
     device: str
     l2_bytes: int
     versions: Mapping[str, str]
+    place: str = ""
 
 
 class GpuTimer:
@@ -80,7 +81,7 @@ class GpuTimer:
         }
         self.machine = Machine(
             f"{self.device.name} x{self.device.multiprocessors}", self.device.l2_bytes,
-            {"driver": found, "nvrtc": ".".join(map(str, version())), **libraries},
+            {"driver": found, "nvrtc": ".".join(map(str, version())), **libraries}, self.device.place,
         )  # fmt: skip
         self._tools: dict[tuple[str, str], Function] = {}
         self._golden: tuple[str, list[tuple[DeviceMemory, int]]] | None = None

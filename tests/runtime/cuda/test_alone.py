@@ -14,7 +14,7 @@ from optdnn.runtime.cuda.alone import alone, lock_path
 HOLDS = """
 import sys, time
 from optdnn.runtime.cuda.alone import alone
-with alone("GPU x1", print):
+with alone("0000:1B:00.0", print):
     print("held", flush=True)
     sys.stdin.readline()
 """
@@ -34,10 +34,10 @@ def test_another_process_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monke
             other.stdin.write("\n")  # type: ignore[union-attr]
             other.stdin.flush()  # type: ignore[union-attr]
 
-        with alone("GPU x1", say):
+        with alone("0000:1B:00.0", say):
             assert other.wait(5) == 0, "it is ours while the other still holds it"
-        assert [t for t, _ in said] == ["another process measures on the GPU x1: waiting for it"]
-    with alone("GPU x1", pytest.fail), alone("GPU x2", pytest.fail):
+        assert [t for t, _ in said] == ["another process measures on GPU 0000:1B:00.0: waiting for it"]
+    with alone("0000:1B:00.0", pytest.fail), alone("0000:43:00.0", pytest.fail):
         pass  # free again; another GPU's is another file
 
 
@@ -49,4 +49,4 @@ def test_where_nothing_can_be_locked_it_is_said(tmp_path: Path, monkeypatch: pyt
         pass
     assert len(said) == 1
     assert said[0].startswith("cannot lock the GPU")
-    assert lock_path("NVIDIA H200 x132").name == "nvidia-h200-x132.lock"
+    assert lock_path("0000:1B:00.0").name == "gpu-0000-1b-00-0.lock"
