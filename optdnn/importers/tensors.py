@@ -122,7 +122,7 @@ def _from_field(values: Array, dtype: DType) -> Array:
         return np.not_equal(values, 0)
     if dtype.kind in "iu":
         return values.astype(dtype)
-    bits = values.astype(np.uint16 if dtype.itemsize == 2 else np.uint8)  # fp16, bf16, fp8, fp6: bit patterns
+    bits: Array = values.astype(np.uint16 if dtype.itemsize == 2 else np.uint8)  # fp16, bf16, fp8, fp6: bit patterns
     if bits_of(dtype) == 6:
         bits = bits & np.uint8(0x3F)
     return bits.view(dtype)
