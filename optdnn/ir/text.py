@@ -10,6 +10,18 @@
     c: fp32[N, 4, 6, 6] = Conv(x, w, b, z) strides=(1, 1) epilogue=[Add(%0, $3), Clip(%1, _, $4), Relu(%2)] <- conv1, relu1
     output y = c
 
+Branches and loops have bodies, which come first, each under the digest of its own text::
+
+    body 5b1f6d0a93c4e827 {
+    graph "body"
+    input going: bool[]
+    input s: fp32[2]
+    r: fp32[2] = Add(s, s)
+    output going
+    output r
+    }
+    y: fp32[2] = Loop(trips, _, x) body=@5b1f6d0a93c4e827 carried=1
+
 One line per op, operands before users. ``_`` is an absent operand; attributes that have their default are left out; in a
 fused stage ``%k`` is register k and ``$k`` operand slot k. ``<-`` gives the ONNX nodes an op came from. Names that are not
 plain words are quoted as in JSON. Large constants show a digest; their arrays are given to :func:`from_text`.
@@ -35,7 +47,7 @@ from optdnn.ops.base import Attrs, Body, Stage
 from optdnn.types import Array, TensorType, dtype_name
 
 INLINE_ELEMENTS = 16
-_KEYWORDS = frozenset({"graph", "symbol", "input", "const", "output", "_"})
+_KEYWORDS = frozenset({"graph", "symbol", "input", "const", "output", "body", "_"})
 _digests: WeakKeyDictionary[ConstantAttrs, str] = WeakKeyDictionary()
 
 
@@ -45,6 +57,27 @@ _digests: WeakKeyDictionary[ConstantAttrs, str] = WeakKeyDictionary()
 def to_text(graph: Graph) -> str:
     """The graph as text. Equal graphs give equal text, whatever their ids are."""
     lines = [f"graph {json.dumps(graph.name)}"]
+    for digest, inner in bodies(graph).items():
+        lines += [f"body {digest} {{", *_lines(inner), "}"]
+    return "\n".join(lines + _lines(graph)[1:]) + "\n"
+
+
+def bodies(graph: Graph) -> dict[str, Graph]:
+    """The bodies of branches and loops by the digest of their text, those inside of others before these."""
+    found: dict[str, Graph] = {}
+    for op in _readable_order(graph):
+        for f in fields(op.attrs):
+            value = getattr(op.attrs, f.name)
+            if isinstance(value, Body):
+                inner: Graph = value.graph  # type: ignore[attr-defined]
+                found |= bodies(inner)
+                found[value.digest] = inner  # type: ignore[attr-defined]
+    return found
+
+
+def _lines(graph: Graph) -> list[str]:
+    """The lines of a graph, the bodies inside of it left out."""
+    lines = [f"graph {json.dumps(graph.name)}"]
     for name, d in sorted(graph.symbols().items()):
         ((monomial, _),) = d.terms
         s = monomial[0]
@@ -53,12 +86,15 @@ def to_text(graph: Graph) -> str:
     names = {Value(op.id, i): _name(o.name) for op in graph.ops() for i, o in enumerate(op.outputs)}
     for op in _readable_order(graph):
         lines.append(_line(graph, op, names))
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def constants_by_digest(graph: Graph) -> dict[str, Array]:
     """The arrays that :func:`from_text` needs to read the graph back."""
-    return {_digest(op.attrs): op.attrs.value for op in graph.of_kind("Constant") if not _inline(op.attrs.value)}
+    graphs = (graph, *bodies(graph).values())
+    return {
+        _digest(op.attrs): op.attrs.value for g in graphs for op in g.of_kind("Constant") if not _inline(op.attrs.value)
+    }
 
 
 def _readable_order(graph: Graph) -> list[Op]:
@@ -186,7 +222,7 @@ def _plain(v: Any) -> str:
     if isinstance(v, tuple):
         return f"({', '.join(map(_plain, v))}{',' if len(v) == 1 else ''})"
     if isinstance(v, Body):
-        return f"<{v!r}>"
+        return f"@{v.digest}"  # type: ignore[attr-defined]
     raise InternalError(f"an attribute of type {type(v).__name__} has no text form")
 
 
@@ -205,10 +241,13 @@ def from_text(text: str, constants: Mapping[str, Array] | None = None) -> Graph:
     is kept. Raises ModelError naming the line.
     """
     reader = Reader(constants or {})
+    top = reader
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.lstrip().startswith("#"):
             try:
-                reader.read(line.strip())
+                reader = reader.read(line.strip())
             except ModelError as error:
                 raise ModelError(f"line {number}: {error.message}: {line.strip()}") from error
-    return reader.graph
+    if reader is not top:
+        raise ModelError(f"body {reader.label!r} does not end")
+    return top.graph

@@ -13,7 +13,7 @@ import numpy as np
 from optdnn.dim import INF, Dim, DimLike, dim_max, dim_min, floordiv, mod, symbol
 from optdnn.errors import ModelError
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import Attrs, Stage
+from optdnn.ops.base import Attrs, Body, Stage
 from optdnn.ops.table import OPDEFS
 from optdnn.types import DTYPES, Array, TensorType
 
@@ -28,11 +28,14 @@ _NUMBER = r"\d+\.?\d*(?:[eE][-+]?\d+)?"
 class Reader:
     """Builds ``graph`` from lines; see :mod:`optdnn.ir.text`."""
 
-    def __init__(self, constants: Mapping[str, Array]):
+    def __init__(self, constants: Mapping[str, Array], outer: Reader | None = None, label: str = ""):
         self.graph = Graph()
         self.constants = constants
+        self.outer, self.label = outer, label
+        """For a body: the reader of what is around it, and its name there."""
         self.values: dict[str, Value] = {}
-        self.symbols: dict[str, Dim] = {}
+        self.symbols: dict[str, Dim] = {} if outer is None else outer.symbols
+        self.bodies: dict[str, Body] = {} if outer is None else outer.bodies
         self.rest = ""
 
     # -------------------------------------------------------------- tokens
@@ -74,8 +77,13 @@ class Reader:
 
     # -------------------------------------------------------------- lines
 
-    def read(self, line: str) -> None:
+    def read(self, line: str) -> Reader:
+        """Read a line; returns the reader of the next: another where a body begins or ends."""
         self.rest = line
+        if line == "}":
+            return self._end()
+        if self.take(r"body(?=\s)"):
+            return self._begin()
         keyword = self.take(r"(?:graph|symbol|input|const|output)(?=\s)")
         {
             "graph": self._graph,
@@ -85,8 +93,28 @@ class Reader:
             "output": self._output,
             None: self._op,
         }[keyword]()
+        self._nothing_left()
+        return self
+
+    def _nothing_left(self) -> None:
         if self.rest.strip():
             raise ModelError(f"unexpected {self.rest.strip()[:20]!r}")
+
+    def _begin(self) -> Reader:
+        label = self.expect(r"\w+", "the body's name")
+        self.expect(r"\{", "'{'")
+        self._nothing_left()
+        if label in self.bodies:
+            raise ModelError(f"body {label!r} is defined twice")
+        return Reader(self.constants, self, label)
+
+    def _end(self) -> Reader:
+        from optdnn.ir.body import GraphBody  # whose digest is that of its text
+
+        if self.outer is None:
+            raise ModelError("there is no body that could end here")
+        self.bodies[self.label] = GraphBody(self.graph)
+        return self.outer
 
     def _graph(self) -> None:
         self.graph.name = self.name()
@@ -227,6 +255,11 @@ class Reader:
             return complex(*self.sequence(self.value, r"\)"))
         if self.take(r"\("):
             return tuple(self.sequence(self.value, r"\)"))
+        if self.take("@"):
+            label = self.expect(r"\w+", "the name of a body")
+            if label not in self.bodies:
+                raise ModelError(f"body {label!r} is not defined before it is used")
+            return self.bodies[label]
         sign = -1 if self.take("-") else 1
         if number := self.take(_NUMBER):
             return sign * (int(number) if number.isdigit() else float(number))

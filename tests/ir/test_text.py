@@ -229,3 +229,53 @@ def test_an_imported_model():
     assert "Cast(h)" in text
     assert 'mode="constant"' not in text  # it is the default
     assert "ReduceLogSumExp(x, two) keepdims=false" in text
+
+
+# ---------------------------------------------------------------- bodies
+
+NESTED = """
+<ir_version: 10, opset_import: ["" : 21]>
+g (float[N, 3] x, bool c, int64 n) => (float[N, 3] y, float[t, N, 3] all) <float[3] w = {1, 2, 3}> {
+    a = If(c) <then_branch = t () => (float[N, 3] u) {u = Mul(x, w)}, else_branch = e () => (float[N, 3] v) {v = Neg(x)}>
+    y, all = Loop(n, , a) <body = b (int64 i, bool going, float[N, 3] s) => (bool on, float[N, 3] r, float[N, 3] kept) {
+        on = Identity(going)
+        r = Loop(i, , s) <body = d (int64 j, bool more, float[N, 3] q) => (bool still, float[N, 3] p)
+            {still = Identity(more)  p = Add(q, x)}>
+        kept = Mul(r, s)
+    }>
+}
+"""
+
+
+def test_bodies_come_back() -> None:
+    graph = import_model(onnx.parser.parse_model(NESTED))
+    text = round_trip(graph)
+    assert text.count("\nbody ") == 4
+    inner, outer = text.index("p: fp32"), text.index("kept: fp32")
+    assert inner < outer  # what is inside of a body comes before it
+    feeds = random_feeds(graph, sizes={"N": 2}) | {"n": np.array(3)}
+    back = from_text(text, constants_by_digest(graph))
+    for name, want in evaluate(graph, feeds).items():
+        np.testing.assert_array_equal(evaluate(back, feeds)[name], want)
+
+
+def test_a_body_that_two_ops_share_is_written_once() -> None:
+    text = NESTED.replace(
+        "else_branch = e () => (float[N, 3] v) {v = Neg(x)}", "else_branch = t () => (float[N, 3] u) {u = Mul(x, w)}"
+    )
+    assert round_trip(import_model(onnx.parser.parse_model(text))).count("\nbody ") == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("input x: fp32[2]\n}", "line 2: there is no body that could end here"),
+        ("body b {\ninput x: fp32[2]\noutput x", "body 'b' does not end"),
+        ("body b {\n}\nbody b {", "line 3: body 'b' is defined twice"),
+        ("body b", r"line 1: expected '\{'"),
+        ("input n: int64[]\ny = Loop(n, _) body=@b carried=0", "line 2: body 'b' is not defined before it is used"),
+    ],
+)
+def test_malformed_bodies(lines: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        from_text(f'graph "g"\n{lines}'.removeprefix('graph "g"\n'))
