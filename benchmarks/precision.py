@@ -31,9 +31,10 @@ import optdnn
 from optdnn.config import CALIBRATORS
 from optdnn.errors import OptdnnError
 from optdnn.models import trained, zoo
+from optdnn.precision.cpu_target import cpu_rounds
 from optdnn.precision.gpu_target import gpu_rounds
 from optdnn.precision.metrics import metric_of
-from optdnn.precision.turns import in_turns, paired, turn_of
+from optdnn.precision.turns import identity, once_each, paired
 from optdnn.report import precision as report
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
@@ -77,8 +78,8 @@ def measure(name: str, target: str, only: str | None, more: Mapping[str, Any]) -
         start = time.perf_counter()
         data: Any = {"x": x, "labels": y} if options["precision"] == "auto" else {"x": trained.calibration(name)}
         data = {} if options["precision"] in ("fp32", "fp16", "bf16") else {"calib": data}
-        # Two bounds of one network share ranges, sensitivities and times of operators.
-        data |= caches if options["precision"] == "auto" else {}
+        # Two bounds of one network share ranges, sensitivities and times of operators; all share what is known of tactics.
+        data |= caches if options["precision"] == "auto" else {"timing_cache": caches["timing_cache"]}
         try:
             engine = optdnn.build(
                 net.path, target=target, shapes={"x": shape}, progress=_progress(start), **more, **options, **data
@@ -117,6 +118,11 @@ def _over_best(
     if auto not in engines or not singles:
         return
     best = min(singles, key=lambda c: rows[c]["ms"])
+    same = identity(engines[auto])
+    twin = next((c for c in singles if identity(engines[c]) == same and rows[c]["ms"] <= rows[best]["ms"]), None)
+    if twin is not None:
+        rows[auto]["over_best"] = {"single": twin, "speedup": 1.0, "verdict": "the same engine"}
+        return
     rounds = turns({auto: engines[auto], best: engines[best]}, feeds, target, rounds=24)
     versus = Versus.of(rounds[auto], rounds[best])
     rows[auto]["over_best"] = {
@@ -175,16 +181,11 @@ def _times(engines: Mapping[str, Engine], feeds: Mapping[str, Array], target: st
 def turns(
     engines: Mapping[str, Engine], feeds: Mapping[str, Array], target: str, rounds: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of each engine in each round."""
-    if target != "cpu":
-        return gpu_rounds(engines, feeds, rounds=rounds, turn_seconds=0.01, give_up_ratio=50.0)
-    runs = {n: partial(e.context().run, feeds) for n, e in engines.items()}
-    return in_turns(
-        {n: turn_of(r, seconds=0.05, rest=0.02) for n, r in runs.items()},
-        rounds=rounds,
-        give_up_ratio=50.0,
-        budget_seconds=60.0,
-    )
+    """Milliseconds of each engine in each round; those that are the very same engine are timed as one."""
+    quiet = {"feeds": feeds, "say": lambda text: None, "rounds": rounds, "give_up_ratio": 50.0}
+    if target == "cpu":
+        return once_each(engines, partial(cpu_rounds, seconds=0.04, **quiet))
+    return once_each(engines, partial(gpu_rounds, seconds=0.01, **quiet))
 
 
 def accuracy(engine: Engine, x: Array, y: Array, *, simulate: bool) -> float:

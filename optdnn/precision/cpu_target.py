@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from optdnn.config import BuildOptions
 from optdnn.errors import MissingDependency, OptdnnError, RunError, UnsupportedError
@@ -17,7 +16,7 @@ from optdnn.passes.precision import PrecisionPlan
 from optdnn.passes.ranges import Calibration
 from optdnn.precision.latency import Table, Timed
 from optdnn.precision.targets import Say, Way, assigned, base_of, permitted
-from optdnn.precision.turns import in_turns, paired, turn_of
+from optdnn.precision.turns import alternating, identity, in_turns, once_each, paired, turn_of
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.feeds import random_feeds as engine_feeds
 from optdnn.runtime.machine import machine, usable_cores
@@ -29,7 +28,9 @@ from optdnn.types import Array
 
 FAR = 1.5
 """A library whose best time is beyond this factor of the best of all has no part in the search."""
-TURN_SECONDS = 0.1
+TURN_SECONDS = 0.08
+PLACEMENTS, SMALL_BYTES = 3, 64 << 20
+"""How many times engines of at most so many bytes are loaded to be timed."""
 
 
 @dataclass
@@ -122,19 +123,14 @@ class CpuTarget:
         return None
 
     def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float] | None:
-        names = list(engines)
-        keys = {n: f"whole engine in turns {machine()['cpu']} {_digest(e)}" for n, e in engines.items()}
-        known = {n: self.cache.get(keys[n]) for n in names}
+        keys = {n: f"whole engine in turns {machine()['cpu']} {identity(e)}" for n, e in engines.items()}
+        known = {n: self.cache.get(k) for n, k in keys.items()}
         if all(v is not None for v in known.values()):
             return {n: float(v or 0.0) for n, v in known.items()}
-        feeds = engine_feeds(engines[names[0]].inputs, seed=1)
-        contexts = {n: e.context() for n, e in engines.items()}
+        feeds = engine_feeds(next(iter(engines.values())).inputs, seed=1)
         found = paired(
-            in_turns(
-                {n: turn_of(_runner(c, feeds), seconds=TURN_SECONDS, rest=REST_SECONDS) for n, c in contexts.items()},
-                rounds=8,
-                give_up_ratio=3.0,
-                tick=lambda n: say(f"measure {n}"),
+            once_each(
+                engines, partial(cpu_rounds, feeds=feeds, say=say, rounds=9, seconds=TURN_SECONDS, give_up_ratio=2.0)
             )
         )
         rounded = {n: round(ms, 5) for n, ms in found.items()}
@@ -143,15 +139,23 @@ class CpuTarget:
         return rounded
 
 
-def _digest(engine: Engine) -> str:
-    """What an engine's speed depends on: its steps and the digests of what they hold."""
-    digest = hashlib.sha256()
-    for s in engine.program.steps:
-        digest.update(repr((s.executor, sorted(s.params.items(), key=str), s.inputs, s.outputs)).encode())
-    for b in engine.program.blobs:
-        digest.update(b.tobytes())
-    return digest.hexdigest()[:32]
+def cpu_rounds(
+    engines: Mapping[str, Engine],
+    *,
+    feeds: Mapping[str, Array],
+    say: Say,
+    rounds: int,
+    seconds: float,
+    give_up_ratio: float,
+) -> dict[str, list[float]]:
+    """Median milliseconds of each engine's turn in each round, by the host's clock.
 
-
-def _runner(context: Any, feeds: Mapping[str, Array]) -> Callable[[], object]:
-    return lambda: context.run(feeds)
+    Small engines are loaded several times, and their copies run in turn: where their memory lies makes a few percent.
+    """
+    turns: dict[str, Callable[[], float]] = {}
+    for n, engine in engines.items():
+        few = sum(b.nbytes for b in engine.program.blobs) > SMALL_BYTES
+        copies = [engine, *(Engine(engine.program) for _ in range(0 if few else PLACEMENTS - 1))]
+        runs = [partial(c.context().run, feeds) for c in copies]
+        turns[n] = alternating([turn_of(r, seconds=seconds, rest=REST_SECONDS) for r in runs])
+    return in_turns(turns, rounds=rounds, give_up_ratio=give_up_ratio, tick=lambda n: say(f"measure {n}"))

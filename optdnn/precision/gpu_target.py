@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 from optdnn.autotune import tune
@@ -19,7 +18,7 @@ from optdnn.passes.precision import PrecisionPlan, choices
 from optdnn.passes.ranges import Calibration
 from optdnn.precision.latency import Table, Timed, model
 from optdnn.precision.targets import Say, Way, assigned, permitted
-from optdnn.precision.turns import in_turns, paired, turn_of
+from optdnn.precision.turns import alternating, in_turns, once_each, paired, turn_of
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.feeds import random_feeds
@@ -123,32 +122,19 @@ class GpuTarget:
     def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float] | None:
         if self._gpu is None:
             return None
-        return gpu_milliseconds(engines, random_feeds(next(iter(engines.values())).inputs, seed=1), say)
-
-
-def gpu_milliseconds(
-    engines: Mapping[str, Engine],
-    feeds: Mapping[str, Array],
-    say: Say = lambda text: None,
-    *,
-    rounds: int = 12,
-    turn_seconds: float = 0.01,
-    give_up_ratio: float = 2.0,
-) -> dict[str, float]:
-    """GPU time of a run of each engine, in milliseconds, without copies from and to the host: :func:`optdnn.precision.turns.paired`
-    over :func:`gpu_rounds`."""
-    return paired(
-        gpu_rounds(engines, feeds, say, rounds=rounds, turn_seconds=turn_seconds, give_up_ratio=give_up_ratio)
-    )
+        feeds = random_feeds(next(iter(engines.values())).inputs, seed=1)
+        return paired(
+            once_each(engines, partial(gpu_rounds, feeds=feeds, say=say, rounds=12, seconds=0.01, give_up_ratio=2.0))
+        )
 
 
 def gpu_rounds(
     engines: Mapping[str, Engine],
-    feeds: Mapping[str, Array],
-    say: Say = lambda text: None,
     *,
+    feeds: Mapping[str, Array],
+    say: Say,
     rounds: int,
-    turn_seconds: float,
+    seconds: float,
     give_up_ratio: float,
 ) -> dict[str, list[float]]:
     """Median milliseconds of each engine's turn in each round: replays of its CUDA graph between events.
@@ -157,19 +143,13 @@ def gpu_rounds(
     by. So each is loaded several times, and round after round another of its copies runs. An engine whose runs are not all on
     the GPU (steps on the CPU) is timed by the host's clock.
     """
-    turns: dict[str, Callable[[], float]] = {}
     copies: dict[str, list[Callable[[], float]]] = {n: [] for n in engines}
     for k in range(PLACEMENTS):
         for n, engine in engines.items():
             if k == 0 or _bytes(engine) <= SMALL_BYTES:
-                copies[n].append(_turn(Engine(engine.program), feeds, turn_seconds))
-    for n, of_one in copies.items():
-        turns[n] = partial(_next, cycle(of_one))
+                copies[n].append(_turn(Engine(engine.program), feeds, seconds))
+    turns = {n: alternating(of_one) for n, of_one in copies.items()}
     return in_turns(turns, rounds=rounds, give_up_ratio=give_up_ratio, tick=lambda n: say(f"measure {n}"))
-
-
-def _next(turns: Iterator[Callable[[], float]]) -> float:
-    return next(turns)()
 
 
 def _bytes(engine: Engine) -> int:

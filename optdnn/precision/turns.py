@@ -1,17 +1,50 @@
 """Engines timed side by side: in rounds, each a turn of every engine, and compared within rounds.
 
 A machine's clock, its neighbours and its caches drift by more than engines of small networks differ; within a round they hit all
-alike. So engines are compared by their ratios in the same rounds.
+alike. So engines are compared by their ratios in the same rounds, and what is the very same engine under two names is timed once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from typing import TypeVar
 
+from optdnn.runtime.engine import Engine
+
+T = TypeVar("T")
 Rounds = Mapping[str, Sequence[float]]
 """Engine -> milliseconds, one for each round; those given up have fewer."""
+
+
+def identity(engine: Engine) -> str:
+    """What an engine's speed depends on: its steps, kernels and memory; of constants their sizes alone, on a GPU."""
+    program = engine.program
+    digest = hashlib.sha256(repr(program.arena_bytes).encode())
+    for step in program.steps:
+        digest.update(repr((step.executor, sorted(step.params.items(), key=str), step.inputs, step.outputs)).encode())
+    for kernel in program.kernels:
+        digest.update(repr((kernel.function, kernel.arch, kernel.options, kernel.source)).encode())
+        digest.update(repr(sorted(kernel.generated.items())).encode())
+    for buffer in program.buffers:
+        digest.update(repr((buffer.dtype, buffer.shape, buffer.offset, buffer.blob is None)).encode())
+    if not program.kernels:  # the libraries of a CPU look at constants, and their models are constants too
+        for blob in program.blobs:
+            digest.update(blob.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def once_each(
+    engines: Mapping[str, Engine], measure: Callable[[Mapping[str, Engine]], Mapping[str, T]]
+) -> dict[str, T]:
+    """What ``measure`` finds of engines, by name; of engines that are the same it is given one."""
+    first: dict[str, str] = {}
+    alias = {n: first.setdefault(identity(e), n) for n, e in engines.items()}
+    found = measure({n: engines[n] for n in dict.fromkeys(alias.values())})
+    return {n: found[a] for n, a in alias.items() if a in found}
 
 
 def in_turns(
@@ -75,3 +108,9 @@ def turn_of(run: Callable[[], object], *, seconds: float, rest: float) -> Callab
         return statistics.median(taken) * 1e3
 
     return turn
+
+
+def alternating(turns: Sequence[Callable[[], float]]) -> Callable[[], float]:
+    """A turn that is each of these in turn."""
+    again = cycle(turns)
+    return lambda: next(again)()
