@@ -133,7 +133,21 @@ def waits(file: Path) -> str:
                 "",
             ]
         )
-    return table("What one waits for on the GPU", rows, f"{_machine(data)}; seconds are those of the whole command.")
+    found = table("What one waits for on the GPU", rows, f"{_machine(data)}; seconds are those of the whole command.")
+    return "\n\n".join([found, *_compared(data.get("compare", []))])
+
+
+def _compared(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What ``optdnn compare`` found, a row for each time that it was called."""
+    names = {"own": "own", "cudnn": "cudnn", "torch": "torch", "torch-compile": "torch-compile"}
+    rows = [["command", "optdnn ms", *(f"{n} ms" for n in names)]]
+    for run in runs:
+        if run["code"] == 0:
+            subject, *others = run["rows"]
+            ms = {r["name"]: f"{r['median_ms']:.3f}" if r["median_ms"] is not None else r["error"] for r in others}
+            rows.append([f"`{run['command']}`", f"{subject['median_ms']:.3f}", *(ms.get(n, "") for n in names)])
+    about = "GPU time; each candidate in a process of its own, in turns, held against the model in float64."
+    return [table("`optdnn compare` on the GPU", rows, about)] if len(rows) > 1 else []
 
 
 def layers(file: Path) -> str:

@@ -210,16 +210,30 @@ def test_the_tables_of_compiled_rows_and_of_waits(tmp_path: Path) -> None:
     text = figures.compiled(tmp_path / "c.json")
     assert "| resnet50, 1 | 0.200 | 0.500 | 0.900 | 2.50× | 243 s |" in text
     assert "in the time there was: vgg16, 1 (torch.compile had not ended" in text
+
+    def row(name: str, ms: float | None) -> dict[str, Any]:
+        return {"name": name, "median_ms": ms, "error": None if ms else "no room"}
+
     parts = {
         "build": {"cold": {"seconds": 61.25}, "warm": {"seconds": 3.5}, "the_same_bytes": True},
         "load": {"error": "RuntimeError: no"},
         "call": {"bound": {"call_us": 3.04}},
+        "compare": [
+            {
+                "command": "optdnn compare a.onnx",
+                "code": 0,
+                "rows": [row("optdnn", 0.1), row("torch", 0.8), row("own", None)],
+            },
+            {"command": "optdnn compare b.onnx", "code": 8, "err": "onnxruntime-gpu is needed"},
+        ],
     }
     (tmp_path / "w.json").write_text(json.dumps({**result(), "rows": [], **parts}))
     lines = figures.waits(tmp_path / "w.json").splitlines()
     assert "| the same, caches warm | 3.5 s, the same bytes | 5 s |" in lines
     assert "| Python's part of a call with bound buffers | 3.0 µs | 20 µs |" in lines
     assert not [line for line in lines if "first result" in line]
+    assert "| `optdnn compare a.onnx` | 0.100 | no room |  | 0.800 |  |" in lines
+    assert not [line for line in lines if "b.onnx" in line]
 
 
 def test_new_rows_take_the_place_of_old_ones() -> None:
@@ -241,6 +255,26 @@ def test_new_rows_take_the_place_of_old_ones() -> None:
     )
     with pytest.raises(ValueError, match="different machines"):
         merge.merged(old, [result(gpu="NVIDIA A100")])
+
+
+def test_of_timing_caches_what_was_chosen_is_kept(tmp_path: Path) -> None:
+    merge = module("gpu/merge.py")
+    from optdnn.tactics.timing_cache import TimingCache
+
+    cache = TimingCache(tmp_path / "t.json")
+    for n in range(9):
+        cache.note(f"GPU | p | conv tile{n} | warm | source{n}", 1e-6 * (9 - n), {"driver": "1"})
+    cache.note("GPU | p | conv odd | warm | source", None, {"driver": "1"}, "wrong result")
+    cache.note("GPU | p | conv tile0 | cold | source0", 5e-6, {"driver": "1"})
+    cache.note_network("GPU | n", {"p": ("conv", "tile8")}, 0.5, {"driver": "1"})
+    cache.save()
+    made = merge.times([json.loads((tmp_path / "t.json").read_text())] * 2)
+    (tmp_path / "t.json").write_text(json.dumps(made))
+    kept = TimingCache.open(tmp_path / "t.json")
+    assert sorted(k.split(" | ")[2] for k in kept.candidates) == ["conv tile0", *(f"conv tile{n}" for n in range(5, 9))]
+    network = kept.network("GPU | n")
+    assert network is not None
+    assert network.choices == {"p": ("conv", "tile8")}
 
 
 def test_growth_is_drawn_without_what_failed() -> None:

@@ -1,9 +1,11 @@
 """Puts the rows of new runs of ``targets.py`` into a kept file: a row takes the place of that of its name.
 
     python benchmarks/gpu/merge.py benchmarks/results/targets-h200.json NEW.json [NEW.json ...]
+    python benchmarks/gpu/merge.py benchmarks/results/timing-h200.json TIMES.json [TIMES.json ...]
 
 Each row keeps the commit, date and command of its own run; rows that were not measured are left out. What the file says of versions
-and machine is the newest run's.
+and machine is the newest run's. Of timing caches, the choices for whole networks are kept, and of each problem the fastest
+candidates: enough to build the same engines at once, and to begin with where a kernel has changed since.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+MOST = 4
+"""Candidates of a problem that a timing cache keeps."""
 OF_A_RUN = ("commit", "date", "command", "tune_s")
 
 
@@ -34,10 +38,27 @@ def merged(kept: Mapping[str, Any] | None, runs: Sequence[Mapping[str, Any]]) ->
     return {**facts, "rows": list(rows.values())}
 
 
+def times(caches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Timing caches as one, the newest last, with little more than what was chosen."""
+    found: dict[str, Any] = {"format": caches[-1]["format"], "version": caches[-1]["version"], "entries": {}}
+    problems: dict[tuple[str, ...], dict[str, Any]] = {}
+    for cache in caches:
+        found["entries"] |= cache["entries"]
+        found["networks"] = {**found.get("networks", {}), **cache.get("networks", {})}
+        for key, row in cache.get("candidates", {}).items():
+            device, problem, _, regime, _ = (part.strip() for part in key.split("|"))
+            if "us" in row:
+                problems.setdefault((device, problem, regime), {})[key] = row
+    kept = [sorted(rows.items(), key=lambda item: item[1]["us"])[:MOST] for rows in problems.values()]
+    found["candidates"] = dict(sorted(item for rows in kept for item in rows))
+    return found
+
+
 def main() -> None:
     target, *new = map(Path, sys.argv[1:])
     kept = json.loads(target.read_text(encoding="utf-8")) if target.exists() else None
-    made = merged(kept, [json.loads(p.read_text(encoding="utf-8")) for p in new])
+    runs = [json.loads(p.read_text(encoding="utf-8")) for p in new]
+    made = times([*([kept] if kept else []), *runs]) if "entries" in runs[-1] else merged(kept, runs)
     target.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 

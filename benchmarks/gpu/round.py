@@ -100,6 +100,8 @@ def keep(out: Path) -> None:
 
     if measured("rows"):
         _do(python, HERE / "merge.py", RESULTS / "targets-h200.json", out / "rows.json")
+        if TIMES.exists():
+            _do(python, HERE / "merge.py", TIMES, TIMES)
     if measured("growth"):
         _do(python, HERE / "merge.py", RESULTS / "growth-h200.json", out / "growth.json")
         _do(python, HERE / "growth.py", RESULTS / "growth-h200.json", RESULTS / "growth-h200.svg")
