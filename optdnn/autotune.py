@@ -322,12 +322,11 @@ class Tuner:
         return [c for c in found if c != choices.get(problem.key)]
 
     def _load(self, choices: Mapping[str, Choice], streams: Streams | None = None) -> Any:
-        return self.timer.load(placed(self._laned(choices, streams)))
-
-    def _laned(self, choices: Mapping[str, Choice], streams: Streams | None) -> Program:
         """The network with these choices, its steps in lanes as the options or ``streams`` want it."""
         emitted = emit_program(self.graph, self.options, self.target, {}, choices, kept=self._kept)
-        return on_lanes(emitted.program, emitted.seconds(self._times(choices)), self.options, streams)
+        return self.timer.load(
+            placed(on_lanes(emitted.program, emitted.seconds(self._times(choices)), self.options, streams))
+        )
 
     def _times(self, choices: Mapping[str, Choice]) -> dict[str, float]:
         """The measured seconds of operators by signature, as the timing cache keeps them."""
@@ -340,11 +339,14 @@ class Tuner:
         """Run independent steps side by side where that makes the network faster; ``nets["best"]`` is then the one so made."""
         if self.options.streams != AUTO:
             return
+        emitted = emit_program(self.graph, self.options, self.target, {}, found.choices, kept=self._kept)
+        times = self._times(found.choices)
+        seconds = emitted.seconds(times)
         tried: set[Any] = set()
         for most, forced in WAYS:
             self._check_time()
-            way = Streams(most, forced, self._times(found.choices))
-            program = self._laned(found.choices, way)
+            way = Streams(most, forced, times)
+            program = on_lanes(emitted.program, seconds, self.options, way)
             made = (program.lanes, tuple(s.outputs for s in program.steps))
             if not program.lanes or made in tried:
                 continue
