@@ -2,8 +2,9 @@
 
     python benchmarks/gpu/graph_edges.py OUT.json
 
-Each kernel asks for its dependents at once, waits for its predecessors (griddepcontrol.wait), spins for a given time, checks that
-the nodes it depends on have written this run's number, then writes its own: a dependency that does not order counts as an error.
+Each kernel asks for its dependents at once, waits for its predecessors (griddepcontrol.wait), checks that the nodes it depends on
+have written this run's number, spins for a given time, then writes its own: a dependency that does not order counts as an error.
+In the rows "uneven" the branches spin for very different times.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ struct P { volatile int* flags; int* errors; int me, count; int spin; int reads[
 extern "C" __global__ void node(const __grid_constant__ P p) {
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    long long c = clock64();
-    while (clock64() - c < p.spin) {}
-    if (threadIdx.x == 0) {
-        int run = p.flags[0];
+    int run = p.flags[0];
+    if (threadIdx.x == 0)
         for (int i = 0; i < p.count; ++i)
             if (p.flags[(p.reads[i] + 1) * 1024 + blockIdx.x] != run) atomicAdd(p.errors, 1);
-        p.flags[(p.me + 1) * 1024 + blockIdx.x] = run;
-    }
+    long long c = clock64();
+    while (clock64() - c < p.spin) {}
+    if (threadIdx.x == 0) p.flags[(p.me + 1) * 1024 + blockIdx.x] = run;
     __syncthreads();
 }
 extern "C" __global__ void next_run(const __grid_constant__ P p) { if (threadIdx.x == 0) p.flags[0] += 1; }
@@ -51,7 +51,8 @@ def block(flags: int, errors: int, me: int, reads: list[int], spin: int) -> byte
 
 
 Net = list[tuple[list[int], str]]
-"""For each node those it depends on, and how: "full", "programmatic" (each edge), "attribute" (the launch's attribute)."""
+"""For each node those it depends on, and how: "full", "programmatic" (each edge), "attribute" (the launch's attribute),
+"blind" (on the first alone: the fault that the check must see)."""
 
 
 def chain(n: int, how: str) -> Net:
@@ -94,6 +95,20 @@ def bipartite(n: int, width: int, length: int, how: str) -> Net:
     return net
 
 
+def through_empty(n: int, width: int) -> Net:
+    """As :func:`bipartite` with branches of one node, with an empty node between."""
+    net: Net = [([], "full")]
+    ends = [0]
+    for _ in range(n):
+        if len(ends) > 1:
+            net.append((ends, "empty"))
+            ends = [len(net) - 1]
+        net += [(ends, "full") for _ in range(width)]
+        ends = list(range(len(net) - width, len(net)))
+    net.append((ends, "attribute"))
+    return net
+
+
 def edge_data(kind: str) -> Any:
     cu = driver()
     found = cu.CUgraphEdgeData()
@@ -114,7 +129,7 @@ class Bench:
         for m in (self.flags, self.errors):
             m.upload(np.zeros(m.size, np.uint8), 0)
 
-    def graph(self, net: Net, blocks: int, spin: int) -> tuple[Any, list[str]]:
+    def graph(self, net: Net, blocks: int, spins: list[int]) -> tuple[Any, list[str]]:
         cu, handle = driver(), self.stream.handle
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         check("begin", cu.cuStreamBeginCapture(handle, mode))
@@ -136,9 +151,16 @@ class Bench:
             bump = block(self.flags.pointer, self.errors.pointer, 0, [], 0)
             add(Launch(self.bump, (1, 1, 1), 32, [bump], dependent=False), [], "full")
             for k, (deps, kind) in enumerate(net):
-                p = block(self.flags.pointer, self.errors.pointer, k, deps, spin)
+                if kind == "empty":
+                    _, _, whole, *_ = check("info", cu.cuStreamGetCaptureInfo(handle))
+                    wanted = [nodes[d + 1] for d in deps]
+                    nodes.append(check("empty", cu.cuGraphAddEmptyNode(whole, wanted, len(wanted))))
+                    continue
+                seen = [d for d in deps if net[d][1] != "empty"]
+                p = block(self.flags.pointer, self.errors.pointer, k, seen, spins[k])
                 launch = Launch(self.function, (blocks, 1, 1), 128, [p], dependent=kind == "attribute")
-                add(launch, [d + 1 for d in deps] if deps else [0], kind if deps else "full")
+                kept = deps[:1] if kind == "blind" else deps
+                add(launch, [d + 1 for d in kept] if kept else [0], kind if kept else "full")
         finally:
             graph = check("end", cu.cuStreamEndCapture(handle))
         *_, data, count = check("edges", cu.cuGraphGetEdges(graph, 4096))
@@ -147,10 +169,11 @@ class Bench:
         self._keep = keep
         return executable, kinds
 
-    def time(self, name: str, net: Net, blocks: int, spin: int) -> dict[str, Any]:
+    def time(self, name: str, net: Net, blocks: int, spin: int, *, uneven: bool = False) -> dict[str, Any]:
         cu = driver()
+        spins = [spin * (1 + 7 * (k * 5 % 3)) if uneven else spin for k in range(len(net))]
         try:
-            executable, kinds = self.graph(net, blocks, spin)
+            executable, kinds = self.graph(net, blocks, spins)
         except Exception as error:  # what the driver refuses is a result, too
             print(f"{name:40s} refused: {error}", flush=True)
             return {"name": name, "refused": str(error)}
@@ -201,6 +224,7 @@ def main() -> None:
             for how in ("full", "attribute", "programmatic"):
                 go(f"bipartite 6x 4x2 {how}", bipartite(6, 4, 2, how))
                 go(f"bipartite 12x 2x1 {how}", bipartite(12, 2, 1, how))
+            go("bipartite 12x 2x1 through empty nodes", through_empty(12, 2))
     for blocks in (66, 132, 264, 528):
         rows.append(
             bench.time(
@@ -211,6 +235,22 @@ def main() -> None:
             )
         )
         rows.append(bench.time("chain 41 attribute spin 3000", chain(41, "attribute"), blocks, 3000))
+    rows.append(
+        bench.time(
+            "uneven diamonds 8x 4x1, joins blind", diamonds(8, 4, 1, "full", "blind", "full"), 16, 2000, uneven=True
+        )
+    )
+    for how in ("full", "attribute", "programmatic"):
+        for blocks in (16, 264):
+            rows.append(
+                bench.time(f"uneven diamonds 8x 4x1 {how}", diamonds(8, 4, 1, how, how, how), blocks, 2000, uneven=True)
+            )
+            rows.append(
+                bench.time(f"uneven diamonds 8x 3x2 {how}", diamonds(8, 3, 2, how, how, how), blocks, 2000, uneven=True)
+            )
+            rows.append(
+                bench.time(f"uneven bipartite 6x 4x2 {how}", bipartite(6, 4, 2, how), blocks, 2000, uneven=True)
+            )
     out.write_text(json.dumps({"device": bench.device.name, "rows": rows}, indent=1))
 
 

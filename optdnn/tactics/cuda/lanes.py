@@ -22,9 +22,9 @@ from optdnn.runtime.program import Program, Slot, Step
 
 MOST_LANES = 4
 """Lanes beyond this have not been seen to gain."""
-JOIN, FORK = 0.7e-6, 0.2e-6
-"""Seconds that a step loses that waits for several others (it cannot be launched before they have ended), and that one of
-several that wait for the same step loses."""
+JOIN, FORK = 0.35e-6, 0.1e-6
+"""Seconds that a step loses that waits for several others, and that one of several that wait for the same step loses
+(``benchmarks/gpu/graph_edges.py``)."""
 CROWD = 0.12
 """How much longer a step takes for each other one that runs beside it: they share caches and memory."""
 WORTH, LEAST = 0.05, 1.0e-6

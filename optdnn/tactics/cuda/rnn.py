@@ -104,7 +104,8 @@ class HopperRNN(Rehearsed):
         initial = not all(_zero(b, v) for layer in layers for v in initial_states(layer))
         last = b.new(name, dtype, (steps, count, batch, hidden), (batch * hidden, steps * batch * hidden, hidden, 1))
         finals = [b.new(f"{name}.state{k}", dtype, (len(layers) * count, batch, hidden)) for k in range(kinds)]
-        inner = b.new(f"{name}.inner", dtype, (max(len(layers) - 1, 1), steps, batch, hidden))
+        shape = (max(len(layers) - 1, 1), steps, batch, hidden)
+        inner = [b.new(f"{name}.inner", dtype, shape) for _ in range(count)]  # directions may run side by side
         offers = _offers(self._problem(b, layers, initial, op.attrs.direction == "reverse"))
         b.offer(offers)
         if config is None or config not in [
@@ -116,8 +117,8 @@ class HopperRNN(Rehearsed):
             problem = self._problem(b, layers, initial, reverse)
             y = last.view((steps, batch, hidden), (batch * hidden, hidden, 1), d * steps * batch * hidden)
             states = [f.view((len(layers), batch, hidden), f.strides, d * batch * hidden) for f in finals]
-            self._launch(b, op, layers, problem, config, d, y, states, inner)
-        self._place(b, layers, last, finals, inner)
+            self._launch(b, op, layers, problem, config, d, y, states, inner[d])
+        self._place(b, layers, last, finals, inner[0])
         return str(config)
 
     def _launch(
