@@ -47,13 +47,27 @@ def _engine_facts(file: Path) -> dict[str, Any]:
             else {}
         ),
         **({"plans_by_value_of": list(program.by_value.inputs)} if program.by_value is not None else {}),
-        **({"plans": [[str(s) for s, _ in p.inputs] for p in (program, *d.plans)]} if d else {}),
+        **({"plans": [*map(_plan, (program, *d.plans))], "later_plans": _later(program)} if d else {}),
         "steps": [_step(program, k) for k in range(len(program.steps))],
         "weights_bytes": sum(b.nbytes for b in program.blobs),
-        "arena_bytes": program.arena_bytes,
+        "arena_bytes": d.arena_bytes if d else program.arena_bytes,
         **{k: v for k, v in program.meta.items() if k != "graph"},
         "retunable": "graph" in program.meta,
     }
+
+
+def _plan(plan: Program) -> dict[str, Any]:
+    """What a plan is for, and who chose its tactics: "measurement", or "the cost model"."""
+    return {"inputs": [str(s) for s, _ in plan.inputs], "chosen_by": plan.meta.get("planned", {}).get("by", "unknown")}
+
+
+def _later(program: Program) -> str:
+    """How plans for further shapes come about."""
+    assert program.dynamic is not None
+    if program.dynamic.source is None:
+        return "none: the engine does not hold its model"
+    tuned = any(_plan(p)["chosen_by"] == "measurement" for p in (program, *program.dynamic.plans))
+    return "when first seen, " + ("with the tactics of the nearest tuned plan" if tuned else "by the cost model")
 
 
 def _step(program: Program, k: int) -> dict[str, Any]:
@@ -98,6 +112,11 @@ def _show(facts: dict[str, Any]) -> None:
     for key in ("inputs", "outputs", "profiles", "plans_by_value_of", "requires"):
         if facts.get(key):
             stdout.print(f"{key.replace('_', ' ')}: {', '.join(facts[key])}")
+    if facts.get("plans"):
+        rows = [[", ".join(p["inputs"]), p["chosen_by"]] for p in facts["plans"]]
+        stdout.print(
+            table("\nplans", ["inputs", "tactics chosen by"], [*rows, ["any other in range", facts["later_plans"]]])
+        )
     if facts.get("operators"):
         rows = sorted(facts["operators"].items(), key=lambda item: (-item[1], item[0]))
         stdout.print(table("\noperators", ["kind", "count"], rows, right=[1]))

@@ -69,14 +69,15 @@ def lower_cuda(
     say: Callable[[str], None] = lambda text: None,
     choices: Mapping[str, Choice] | None = None,
     streams: Streams | None = None,
+    visit: Visit = lambda b, op, key: None,
 ) -> Program:
     """The program of an optimized graph for "cuda:ARCH", or for "simulate" (Hopper's program, without compiled kernels).
 
-    ``choices`` by signature go before the cost model; ``streams`` is what tuning found of lanes. Raises UsageError for a dimension
-    that is not known; UnsupportedError where ``options.strict`` forbids steps on the host, naming every operator that needs one,
-    and where an operator has no NumPy kernel either.
+    ``choices`` by signature go before the cost model, and ``visit`` may add to them; ``streams`` is what tuning found of lanes.
+    Raises UsageError for a dimension that is not known; UnsupportedError where ``options.strict`` forbids steps on the host, naming
+    every operator that needs one, and where an operator has no NumPy kernel either.
     """
-    emitted = emit_program(graph, options, target, meta, choices)
+    emitted = emit_program(graph, options, target, meta, choices, visit)
     known = emitted.seconds(None if streams is None else streams.seconds)
     program = on_lanes(emitted.program, known, options, streams)
     if target != "simulate" and not options.no_cubins:

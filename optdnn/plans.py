@@ -8,6 +8,8 @@ which the plan for another shape is made when such an input is first seen.
 from __future__ import annotations
 
 import hashlib
+import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -28,6 +30,9 @@ from optdnn.passes.base import PassReport
 from optdnn.ranges import Profile
 from optdnn.runtime.program import Buffer, ByValue, Dynamic, Program, Step
 from optdnn.runtime.program import Source as HeldSource
+from optdnn.streams import Streams
+from optdnn.tactics.cuda.nearest import Nearest
+from optdnn.tactics.cuda.select import Selection
 from optdnn.tactics.cuda.tuned import Tuned
 from optdnn.types import Array, TensorSpec
 
@@ -36,6 +41,8 @@ Optimize = Callable[[Graph, BuildOptions, str, Say], list[PassReport]]
 Choose = Callable[[Graph], Tuned | None]
 Shapes = dict[str, tuple[int, ...]]
 
+PLANNED, MEASURED = "planned", "measurement"
+"""Key of a plan's meta that says how its tactics were chosen; and the value of one that was tuned."""
 NOT_KEPT = ("shapes", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget")
 """Options that further plans do not need, or that name files of the machine that built."""
 
@@ -155,8 +162,22 @@ def replan(
     if values:
         opened = with_values(opened, values)
         shapes = {name: shape for name, shape in shapes.items() if name not in values}
-    _, _, plan = _plan(opened, shapes, options, target, lambda g, p: {}, optimize, lambda text: None)
-    return Blobs(list(program.blobs)).take(plan)  # what only this plan has goes when it goes
+    like = _nearest(program, shapes)
+    _, _, plan = _plan(opened, shapes, options, target, lambda g, p: {}, optimize, lambda text: None, like=like)
+    return Blobs.of(program).take(plan)  # what only this plan has goes when it goes
+
+
+def _nearest(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> Program | None:
+    """The tuned plan of an engine whose sizes are nearest to these, by the ratios of their dimensions."""
+
+    def distance(plan: Program) -> float:
+        sizes = {spec.name: spec.shape for spec, _ in plan.inputs}
+        pairs = [(a, b) for name, dims in shapes.items() for a, b in zip(dims, sizes.get(name, ()), strict=False)]
+        return sum(abs(math.log(max(a, 1) / max(int(b), 1))) for a, b in pairs)
+
+    plans = (program, *(program.dynamic.plans if program.dynamic is not None else ()))
+    tuned = [p for p in plans if p.meta.get(PLANNED, {}).get("by") == MEASURED]
+    return min(tuned, key=distance, default=None)
 
 
 def _plan(
@@ -168,12 +189,24 @@ def _plan(
     optimize: Optimize,
     say: Say,
     choose: Choose = lambda graph: None,
+    like: Program | None = None,
 ) -> tuple[Graph, list[PassReport], Program]:
     graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
     passes = optimize(graph, options, target, say)
     tuned = choose(graph)
-    found = (None, None) if tuned is None else (tuned.choices, tuned.streams)
-    return graph, passes, lower_cuda(graph, options, target, meta(graph, passes), say, *found)
+    if tuned is not None:
+        program = lower_cuda(graph, options, target, meta(graph, passes), say, tuned.choices, tuned.streams)
+        program.meta[PLANNED] = {"by": MEASURED}
+    elif like is not None:
+        nearest = Nearest.of(like.meta["tactics"], Selection.of(options))
+        lanes = like.meta.get("streams", {}).get("lanes", 1)
+        streams = Streams(lanes) if lanes > 1 else None  # as far as the cost model agrees
+        program = lower_cuda(graph, options, target, meta(graph, passes), say, nearest.choices, streams, nearest)
+        program.meta[PLANNED] = {"by": "the nearest tuned plan", "like": [str(s) for s, _ in like.inputs]}
+    else:
+        program = lower_cuda(graph, options, target, meta(graph, passes), say)
+        program.meta[PLANNED] = {"by": "the cost model"}
+    return graph, passes, program
 
 
 def plain_options(options: BuildOptions) -> dict[str, Any] | None:
@@ -229,6 +262,15 @@ class Blobs:
         for i, a in enumerate(self.arrays):
             self._numbers.setdefault(_key(a), i)
 
+    @classmethod
+    def of(cls, program: Program) -> Blobs:
+        """The program's blobs, to be added to without it: hashed once for all that come."""
+        if program not in _BLOBS:
+            _BLOBS[program] = cls(program.blobs)
+        found = cls()
+        found.arrays, found._numbers = list(program.blobs), dict(_BLOBS[program]._numbers)
+        return found
+
     def add(self, array: Array) -> int:
         """The number of the blob with this content, at the end of the list where it is new."""
         key = _key(array)
@@ -251,6 +293,9 @@ class Blobs:
             steps=tuple(_moved(program.steps, numbers)),
             blobs=self.arrays,
         )
+
+
+_BLOBS: weakref.WeakKeyDictionary[Program, Blobs] = weakref.WeakKeyDictionary()
 
 
 def _moved(steps: Iterable[Step], numbers: Sequence[int]) -> Iterable[Step]:

@@ -198,6 +198,8 @@ class _Assignment:
 
     def _rounded(self, array: Array, op: Op, dtype: DType) -> Array:
         top = np.float32(LARGEST[dtype])
+        if array.size and -top <= array.min() and array.max() <= top:  # nearly always, and NaN is not
+            return array.astype(dtype)
         beyond = np.isfinite(array) & (np.abs(array) > top)
         if beyond.any():
             nodes = tuple(sorted(op.src)) or (op.outputs[0].name,)

@@ -16,15 +16,24 @@ from support.onnxnet import convnet
 
 import optdnn
 from optdnn import loading
+from optdnn.compiler import optimize
+from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, InputError, MissingDependency, RunError, ShapeError, UsageError
 from optdnn.importers.held import put_together, take_apart
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
+from optdnn.lower_cuda import lower_cuda
+from optdnn.plans import MEASURED, PLANNED
 from optdnn.runtime import plans
 from optdnn.runtime.format import decode, encode
 from optdnn.runtime.program import Program, validate
+from optdnn.tactics.cuda.nearest import SCATTER
+from optdnn.tactics.cuda.select import Selection, offers_of
+from optdnn.tactics.cuda.table import TACTICS
 
 IMAGE = (3, 8, 8)
+SECOND = "conv_sm90"
+"""The tactic of the second convolution."""
 RANGE = {"x": "1..2..5x3x8x8"}
 
 
@@ -88,6 +97,43 @@ def test_a_plan_is_what_a_static_build_gives(built: optdnn.Engine) -> None:
     dynamic = built.program.dynamic
     assert dynamic is not None
     assert dynamic.arena_bytes > own.arena_bytes  # that of the maximum
+
+
+def _offers(program: Program, n: int) -> dict[str, float]:
+    """The configurations of the second convolution at this size, with predicted seconds."""
+    found: dict[str, float] = {}
+
+    def visit(b: Any, op: Any, key: str) -> None:
+        if "conv2" in op.src and op.kind == "Conv":
+            (tactic,) = [t for t in TACTICS["Conv"] if t.name == SECOND]
+            found.update({o.name: o.seconds for o in offers_of(b, op, tactic, Selection())[0] if o is not None})
+
+    options = BuildOptions(target="simulate", precision="fp16", no_cubins=True)
+    graph = import_model(convnet(batch="n", channels=64), shapes={"x": (n, *IMAGE)})
+    optimize(graph, options, "simulate")
+    lower_cuda(graph, options, "simulate", {}, visit=visit)
+    return found
+
+
+def test_later_plans_take_what_was_measured_at_the_nearest_size() -> None:
+    model, ranged = convnet(batch="n", channels=64), {"x": "1..2..64x3x8x8"}
+    program = optdnn.build(model, target="simulate", precision="fp16", shapes=ranged).program
+    assert program.meta[PLANNED] == {"by": "the cost model"}
+    assert loading.plan_on_demand(program, {"x": (4, *IMAGE)}, False, {}).meta[PLANNED] == {"by": "the cost model"}
+    program.meta[PLANNED] = {"by": MEASURED}  # as if it had been tuned, and each configuration had won once
+    (row,) = [r for r in program.meta["tactics"] if r["kind"] == "Conv" and "conv2" in r["nodes"]]
+    assert row["tactic"] == SECOND
+    offers = _offers(program, 4)
+    best, ranked = min(offers.values()), sorted(offers, key=lambda name: offers[name])
+    near = [n for n in ranked[1:] if offers[n] <= best * (1 + SCATTER)][-1]
+    far = ranked[-1]
+    assert offers[far] > best * (1 + SCATTER)
+    for winner, taken in ((near, near), (far, ranked[0]), ("no such tile", ranked[0])):
+        row["config"] = winner
+        plan = loading.plan_on_demand(program, {"x": (4, *IMAGE)}, False, {})
+        assert plan.meta[PLANNED] == {"by": "the nearest tuned plan", "like": ["x: fp32[2, 3, 8, 8]"]}
+        (own,) = [r for r in plan.meta["tactics"] if r["kind"] == "Conv" and "conv2" in r["nodes"]]
+        assert own.get("config", own.get("variant")) == taken
 
 
 def test_several_profiles_have_a_plan_each(oracle: optdnn.Engine) -> None:

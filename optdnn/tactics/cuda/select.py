@@ -54,7 +54,7 @@ class Selection:
         providers = frozenset(PROVIDERS) if options.tactics == "auto" else listed or frozenset({"own"})
         if options.target != "simulate":
             providers &= providers_here()
-        return cls(providers, options.workspace, options.row_invariant, choices or {})
+        return cls(providers, options.workspace, options.row_invariant, {} if choices is None else choices)
 
 
 @dataclass(frozen=True)
