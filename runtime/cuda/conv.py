@@ -335,8 +335,10 @@ def generated(problem: Problem, tile: Mapping[str, int], columns: int) -> str:
         "INTEGER": int(problem.dtype in ("int8", "uint8")), "OUT_FLOAT8": int(problem.out_dtype == "float8_e4m3fn"),
         "OUT_ZERO": int(problem.zero_point), "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
     }  # fmt: skip
-    stages = render.runtime_epilogue if problem.item == 1 else render.epilogue
-    parts = [render.constants({**tile, **types}), stages(problem.epilogue), render.wgmma(columns, problem.dtype), ""]
+    stages = render.epilogue(problem.epilogue)
+    if problem.item == 1:
+        stages = render.runtime_epilogue(problem.epilogue, problem.out_dtype in ("int8", "uint8"))
+    parts = [render.constants({**tile, **types}), stages, render.wgmma(columns, problem.dtype), ""]
     return "\n".join(parts)
 
 

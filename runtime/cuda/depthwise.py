@@ -17,10 +17,13 @@ from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv import ITEM, Requantize, Source, put_requantize
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.narrow import Narrow
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.types import Array
 
 MAX_TAPS = 49
+MAX_PIXELS = 1 << 16
+"""Of an image whose 8-bit numbers fp32 adds up exactly."""
 CLOCK = 1.75e9
 MEMORY = 4.2e12
 L2 = 3.2e12
@@ -151,7 +154,12 @@ def no_kernel(problem: Problem) -> str | None:
     """Why neither depthwise kernel has these element types, or None."""
     quantized = problem.dtype in ("int8", "uint8")
     results = ("int8", "uint8", "float16", "bfloat16", "float32") if quantized else (problem.dtype,)
-    if problem.out_dtype not in results or (quantized and problem.squeeze) or (problem.item != 2 and not quantized):
+    exact = problem.out_item == 1 and math.prod(problem.out_size) <= MAX_PIXELS
+    if (
+        problem.out_dtype not in results
+        or (quantized and problem.squeeze and not exact)
+        or (problem.item != 2 and not quantized)
+    ):
         return f"no kernel turns {problem.dtype} into {problem.out_dtype}"
     return None
 
@@ -190,8 +198,10 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
         "OUT_FLOAT8": 0, "OUT_ZERO": int(problem.zero_point), "INPUT_UNSIGNED": int(problem.dtype == "uint8"),
         "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
     }  # fmt: skip
-    stages = render.epilogue if problem.item == 2 else render.runtime_epilogue
-    return "\n".join([render.constants({**tile, **types}), stages(problem.epilogue), ""])
+    stages = render.epilogue(problem.epilogue)
+    if problem.item == 1:
+        stages = render.runtime_epilogue(problem.epilogue, problem.out_item == 1)
+    return "\n".join([render.constants({**tile, **types}), stages, ""])
 
 
 def options(problem: Problem) -> tuple[str, ...]:
@@ -208,17 +218,20 @@ def pack_weights(weight: Array) -> Array:
     return np.ascontiguousarray(weight.reshape(channels, -1).T)
 
 
-def describe(problem: Problem, config: Config, requantize: Requantize | None = None) -> Description:
+def describe(
+    problem: Problem, config: Config, requantize: Requantize | None = None, mean: Narrow | None = None
+) -> Description:
     """The launch. Operands: ``input``, ``output``, ``weights`` (packed, 16-bit), ``bias`` (fp32 [channels]; of 8-bit images scale
-    and bias, [channels, 2]), ``residual``, and for a squeeze ``sums`` (fp32 [batch, tiles, channels]) or ``means`` (16-bit [batch,
-    channels]), by :func:`squeeze_mode`."""
+    and bias, [channels, 2]), ``residual``, and for a squeeze ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch,
+    channels], of the result's type; ``mean``: how 8-bit ones are made of sums), by :func:`squeeze_mode`."""
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     blocks_c, blocks_x, blocks_y = tiles(problem, config)
     block = ParameterBlock().pointer("input").pointer("output").pointer("weights").pointer("bias")
     block.pointer("residual" if problem.residual else None)
     block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
     block.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
-    block.i32(config.vectors, config.strips_x, config.strips_y, blocks_x).f32(1.0 / (out_h * out_w))
+    block.i32(config.vectors, config.strips_x, config.strips_y, blocks_x)
+    (mean or Narrow(1.0 / (out_h * out_w))).put(block)
     block.i32(four_bytes(problem.outside))
     put_requantize(block, problem.epilogue, requantize)
     return block.describe(
@@ -236,14 +249,14 @@ def four_bytes(value: int) -> int:
 
 def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
     """The kernel of :func:`describe_squeeze`."""
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
-    return Recipe("squeeze_finish.cu", arch, {}, options)
+    kind = ("-DNARROW",) if problem.out_item == 1 else ("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()
+    return Recipe("squeeze_finish.cu", arch, {}, ("--std=c++17", "--use_fast_math", *kind))
 
 
-def describe_squeeze(problem: Problem, tiles_per_image: int) -> Description:
+def describe_squeeze(problem: Problem, tiles_per_image: int, mean: Narrow | None = None) -> Description:
     """The second launch of a squeeze in mode 1: ``sums`` [batch, tiles, channels] -> ``means``."""
     block = ParameterBlock().pointer("sums").pointer("means").i32(tiles_per_image, problem.channels)
-    block.f32(1.0 / math.prod(problem.out_size))
+    (mean or Narrow(1.0 / math.prod(problem.out_size))).put(block)
     return block.describe("squeeze_finish", (-(-problem.channels // 32), problem.batch, 1), 512)
 
 

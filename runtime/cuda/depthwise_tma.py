@@ -13,6 +13,7 @@ from optdnn.runtime.cuda.conv import Requantize, put_requantize
 from optdnn.runtime.cuda.depthwise import CLOCK, MEMORY, Problem
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.narrow import Narrow
 from optdnn.runtime.cuda.nvrtc import Recipe
 
 _HEAD_BYTES = 128
@@ -139,8 +140,9 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 
 
 def describe(
-    problem: Problem, config: Config, multiprocessors: int = 132, requantize: Requantize | None = None
-) -> Description:
+    problem: Problem, config: Config, multiprocessors: int = 132, requantize: Requantize | None = None,
+    mean: Narrow | None = None,
+) -> Description:  # fmt: skip
     """The launch: a grid that fills ``multiprocessors``. Operands as of :func:`optdnn.runtime.cuda.depthwise.describe`."""
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     slabs, tiles_x, tiles_y = tiles(problem, config)
@@ -155,7 +157,8 @@ def describe(
     block.pointer("output").pointer("weights").pointer("bias").pointer("residual" if problem.residual else None)
     block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
     block.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
-    block.i32(slabs, tiles_x, tiles_x * tiles_y, count).f32(1.0 / (out_h * out_w))
+    block.i32(slabs, tiles_x, tiles_x * tiles_y, count)
+    (mean or Narrow(1.0 / (out_h * out_w))).put(block)
     block.i32(s.height, s.width, depthwise.four_bytes(problem.outside))
     put_requantize(block, problem.epilogue, requantize)
     shared = shared_bytes(problem, config)

@@ -39,6 +39,13 @@ STAGES: dict[str, tuple[int, str]] = {
     "add_const": (1, "x = x + {0};"),
 }
 
+# To 11 bits, with one instruction of the special function unit, of which there are few: for results of 8-bit integers.
+COARSE: dict[str, tuple[int, str]] = {
+    "sigmoid": (0, "x = fmaf(tanh_fast(0.5f * x), 0.5f, 0.5f);"),
+    "silu": (0, "{{ const float half_x = 0.5f * x; x = fmaf(half_x, tanh_fast(half_x), half_x); }}"),
+    "tanh": (0, "x = tanh_fast(x);"),
+}
+
 INEXACT = frozenset({"elu", "sigmoid", "silu", "tanh", "gelu", "gelu_tanh", "softplus"})
 """Stages that the kernels compute to some 20 bits only: the others are exact in fp32."""
 
@@ -62,12 +69,14 @@ def epilogue(stages: Sequence[Stage]) -> str:
     return "\n".join([*lines, *_statements(stages, _literal), "    return x;", "}"])
 
 
-def runtime_epilogue(stages: Sequence[Stage]) -> str:
+def runtime_epilogue(stages: Sequence[Stage], coarse: bool = False) -> str:
     """CUDA source of ``float epilogue(float x, float c, float r, const float* k)``: the constants of the stages are ``k[0]``,
-    ``k[1]``, … in order, so that layers which differ in their scales alone share a kernel. Raises InternalError."""
+    ``k[1]``, … in order, so that layers which differ in their scales alone share a kernel. ``coarse``: the result is rounded to
+    8-bit integers. Raises InternalError."""
     slots = iter(range(1 << 30))
     lines = ["DEVICE float epilogue(float x, float c, float r, const float* k) {"]
-    return "\n".join([*lines, *_statements(stages, lambda _: f"k[{next(slots)}]"), "    return x;", "}"])
+    texts = STAGES | COARSE if coarse else STAGES
+    return "\n".join([*lines, *_statements(stages, lambda _: f"k[{next(slots)}]", texts), "    return x;", "}"])
 
 
 def constants_of(stages: Sequence[Stage]) -> list[float]:
@@ -75,14 +84,16 @@ def constants_of(stages: Sequence[Stage]) -> list[float]:
     return [float(value) for _, *values in stages for value in values]
 
 
-def _statements(stages: Sequence[Stage], constant: Callable[[float], str]) -> list[str]:
+def _statements(
+    stages: Sequence[Stage], constant: Callable[[float], str], texts: Mapping[str, tuple[int, str]] = STAGES
+) -> list[str]:
     if sum(stage[0] in ("add", "mul") for stage in stages) > 1:
         raise InternalError("an epilogue reads at most one residual tensor")
     lines = []
     for name, *constants in stages:
         if name not in STAGES:
             raise InternalError(f"unknown epilogue stage {name!r}; known: {', '.join(STAGES)}")
-        count, text = STAGES[str(name)]
+        count, text = texts[str(name)]
         if len(constants) != count:
             raise InternalError(f"epilogue stage {name!r} takes {count} constants, not {len(constants)}")
         lines.append("    " + text.format(*[constant(float(value)) for value in constants]))

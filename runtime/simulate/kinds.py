@@ -171,24 +171,43 @@ def _dynamic_scale(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -
     return (scale, np.rint(np.clip(-low / scale, 0, 255)).astype(np.uint8))
 
 
+def _mean(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a QuantizedMean that another operator makes."""
+    return {name.removeprefix("mean_"): value for name, value in attrs.items() if name.startswith("mean_")}
+
+
 def _conv_squeeze(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
-    """A convolution, and the means of its images (``tile`` empty) or the sums ``[n, tiles, c]`` of tiles of ``tile`` pixels."""
-    wide = [None if a is None else a.astype(np.float32) for a in operands]
-    (y,) = run_kernel("Conv", wide, {name: attrs[name] for name in attrs["conv"]})
-    if not attrs["tile"]:
-        return y, y.mean((2, 3), keepdims=True, dtype=np.float32)
+    """A convolution, and the means of its images (``tile`` empty) or the sums ``[n, tiles, c]`` of tiles of ``tile`` pixels.
+
+    Of 8-bit integers (``mean_…``: the attributes of their QuantizedMean), sums are those of what lies above the zero point.
+    """
+    own = {name: attrs[name] for name in attrs["conv"]}
+    if mean := _mean(attrs):
+        (stored,) = run_kernel(attrs["of"], operands, own)
+        if not attrs["tile"]:
+            return stored, run_kernel("QuantizedMean", [stored], mean)[0]
+        y = stored.astype(np.float32) - np.float32(mean["input_zero"])
+    else:
+        wide = [None if a is None else a.astype(np.float32) for a in operands]
+        (stored,) = run_kernel("Conv", wide, own)
+        if not attrs["tile"]:
+            return stored, stored.mean((2, 3), keepdims=True, dtype=np.float32)
+        y = stored
     (n, c, h, w), (th, tw) = y.shape, attrs["tile"]
     rows, columns = -(-h // th), -(-w // tw)
     padded = np.zeros((n, c, rows * th, columns * tw), np.float32)
     padded[:, :, :h, :w] = y
     sums = padded.reshape(n, c, rows, th, columns, tw).sum((3, 5), dtype=np.float32)
-    return y, sums.reshape(n, c, rows * columns).transpose(0, 2, 1)
+    return stored, sums.reshape(n, c, rows * columns).transpose(0, 2, 1)
 
 
 def _squeeze_finish(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
-    """Sums of tiles ``[n, tiles, c]`` -> means ``[n, c, 1, 1]``."""
+    """Sums of tiles ``[n, tiles, c]`` -> means ``[n, c, 1, 1]``, of 8-bit integers as QuantizedMean's attributes ``mean_…`` say."""
     (sums,) = operands
     assert sums is not None
+    if mean := _mean(attrs):
+        total = sums.sum(1, dtype=np.float32).astype(np.int64)[:, :, None, None]
+        return run_kernel("QuantizedMean", [total], {**mean, "input_zero": 0})
     return ((sums.sum(1, dtype=np.float32) / np.float32(attrs["pixels"]))[:, :, None, None],)
 
 

@@ -137,6 +137,13 @@ def shifted_depthwise(n: QNet, x: Value) -> Value:
     return n.fake(n.qconv(y, 32, 5, stride=2, group=32), 0.04)
 
 
+def squeezed(n: QNet, batch: int, size: int, zero: int | None, dtype: Any) -> tuple[Value, ...]:
+    """A depthwise convolution and its mean, both read."""
+    x = n.fake(n.input(batch, 32, size, size), 0.03)
+    y = n.fake(n.qconv(x, 32, group=32, epilogue=(Stage("Relu", (-1,)),)), 0.04, zero, dtype)
+    return n.qconv(y, 16, 1), n.fake(n.op("GlobalAveragePool", y), 0.01, zero, dtype)
+
+
 def shifted_block(n: QNet, x: Value) -> Value:
     wide = n.fake(n.qconv(x, 24, 1), 0.03, 121, np.uint8)
     y = n.fake(n.qconv(wide, 16, 3, epilogue=(Stage("Add", (-1, 3)),), more=[x]), 0.04, 140, np.uint8)
@@ -168,6 +175,8 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
     "depthwise": lambda n: (
         n.fake(n.qconv(n.fake(n.qconv(n.fake(n.input(2, 32, 9, 7), 0.03), 32, group=32), 0.04), 32, 5, stride=2, group=32), 0.04),
     ),
+    "depthwise with its mean": lambda n: squeezed(n, 200, 5, None, np.int8),
+    "depthwise with its mean, zero points": lambda n: squeezed(n, 2, 40, 30, np.uint8),
     "depthwise, float result": lambda n: (
         n.op("Relu", n.op("Cast", n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 16, group=16), attrs=CastAttrs(FP16))),
     ),

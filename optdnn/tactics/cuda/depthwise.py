@@ -18,6 +18,7 @@ from optdnn.runtime.cuda import depthwise_tma as tma
 from optdnn.runtime.cuda.conv import Requantize, Source
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.describe import Description
+from optdnn.runtime.cuda.narrow import Narrow
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype
 from optdnn.tactics.cuda.conv import bias_of, entering, finish
@@ -57,11 +58,15 @@ def _ranked(problem: depthwise.Problem) -> list[tuple[float, Config]]:
 
 
 def _described(
-    problem: depthwise.Problem, config: Config, arch: str, requantize: Requantize | None = None
+    problem: depthwise.Problem,
+    config: Config,
+    arch: str,
+    requantize: Requantize | None = None,
+    mean: Narrow | None = None,
 ) -> tuple[Recipe, Description]:
     if isinstance(config, tma.Config):
-        return tma.recipe(problem, config, arch), tma.describe(problem, config, requantize=requantize)
-    return depthwise.recipe(problem, config, arch), depthwise.describe(problem, config, requantize)
+        return tma.recipe(problem, config, arch), tma.describe(problem, config, requantize=requantize, mean=mean)
+    return depthwise.recipe(problem, config, arch), depthwise.describe(problem, config, requantize, mean)
 
 
 def _gaps(b: Builder, op: Op) -> str | None:
@@ -172,17 +177,19 @@ def _squeeze(b: Builder, op: Op, ep: Epilogue) -> Op | None:
 
 def _emit_squeezed(
     b: Builder, op: Op, pool: Op, problem: depthwise.Problem, config: Config, launch: tuple[Recipe, Description],
-    operands: dict[str, Placed], attrs: dict[str, Any], reads: list[Placed | None],
+    operands: dict[str, Placed], attrs: dict[str, Any], reads: list[Placed | None], mean: Narrow | None = None,
 ) -> None:  # fmt: skip
-    """The convolution that also sums its result: the means of whole images, or sums of tiles that a second launch adds up."""
+    """The convolution that also sums its result: the means of whole images, or sums of tiles that a second launch adds up.
+    ``mean``: how means of 8 bits are made of sums."""
     family: Any = tma if isinstance(config, tma.Config) else depthwise
     (n, channels), out = (problem.batch, problem.channels), operands["output"]
     shape = (n, channels, 1, 1)
     means = b.reserved.get(pool.value) or b.new(pool.outputs[0].name, out.dtype, shape, (channels, 1, 1, 1))
     b.place[pool.value] = means
     covers = replace(op, src=op.src | pool.src)
+    own = {} if mean is None else {f"mean_{name}": value for name, value in attrs_dict(pool.attrs).items()}
     if family.squeeze_mode(problem, config) == 2:
-        attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": ()}
+        attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": (), "of": op.kind, **own}
         made = {**operands, "means": means}
         emit_description(b, covers, *launch, made, kind="ConvSqueeze", attrs=attrs, reads=reads, writes=[out, means])
         return
@@ -190,10 +197,11 @@ def _emit_squeezed(
     sums = b.new(f"{pool.outputs[0].name}.sums", np.dtype(np.float32), (n, tiles_y * tiles_x, channels))
     tile = (config.tile_h * config.strips_y, config.tile_w * config.strips_x)
     made = {**operands, "sums": sums}
-    attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": tile}
+    attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": tile, "of": op.kind, **own}
     emit_description(b, covers, *launch, made, kind="ConvSqueeze", attrs=attrs, reads=reads, writes=[out, sums])
-    recipe, found = depthwise.squeeze_recipe(problem, b.arch), depthwise.describe_squeeze(problem, tiles_x * tiles_y)
-    pixels = {"pixels": math.prod(problem.out_size)}
+    recipe = depthwise.squeeze_recipe(problem, b.arch)
+    found = depthwise.describe_squeeze(problem, tiles_x * tiles_y, mean)
+    pixels = {"pixels": math.prod(problem.out_size), **own}
     finishing = {"sums": sums, "means": means}
     emit_description(
         b, pool, recipe, found, finishing, kind="SqueezeFinish", attrs=pixels, reads=[sums], writes=[means]
@@ -230,7 +238,15 @@ class DepthwiseOfIntegers(Rehearsed):
         second = map_dtype(b.graph.type(op.inputs[3]).dtype) if op.input(3) is not None else ""  # type: ignore[arg-type]
         dtypes = map_dtype(x.dtype), map_dtype(op.outputs[0].type.dtype)
         return depthwise.Problem(
-            n, source, tuple(a.stages), dtypes[0], False, dtypes[1], second, a.zero != 0, a.input_zero
+            n,
+            source,
+            tuple(a.stages),
+            dtypes[0],
+            _mean_of(b, op) is not None,
+            dtypes[1],
+            second,
+            a.zero != 0,
+            a.input_zero,
         )
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
@@ -248,14 +264,38 @@ class DepthwiseOfIntegers(Rehearsed):
         pairs = b.constant(np.ascontiguousarray(channel), f"{op.outputs[0].name}.scales")
         operands = {"input": x, "output": target, "weights": packed, "bias": pairs}
         channels, taps_w = weight.shape[0], weight.shape[3]
-        reads = [x, packed.view(weight.shape, (1, 0, taps_w * channels, channels)), pairs]
+        reads: list[Placed | None] = [x, packed.view(weight.shape, (1, 0, taps_w * channels, channels)), pairs]
         if op.input(3) is not None:
             operands["residual"] = _dense(b, op, b.operand(op.inputs[3]))  # type: ignore[arg-type]
             reads.append(operands["residual"])
         offset = quantized.byte_bias(problem.residual_dtype) + a.residual_zero
         requantize = Requantize(a.residual_scale, offset, a.low, a.high, a.zero)
+        pool = _mean_of(b, op)
+        if pool is not None:
+            m = pool.attrs
+            mean = Narrow(m.factor, m.low, m.high, m.zero)
+            launch = _described(problem, config, b.arch, requantize, mean)
+            _emit_squeezed(b, op, pool, problem, config, launch, operands, attrs_dict(a), reads, mean)
+            return str(config)
         recipe, found = _described(problem, config, b.arch, requantize)
         emit_description(
             b, op, recipe, found, operands, kind="QuantizedConv", attrs=attrs_dict(a), reads=reads, writes=[target]
         )
         return str(config)
+
+
+def _mean_of(b: Builder, op: Op) -> Op | None:
+    """The mean of the 8-bit result, in the same type, which the kernel can make on its way."""
+    out = op.outputs[0].type
+    for user in b.graph.users(op.value):
+        if (
+            user.kind == "QuantizedMean"
+            and user.attrs.input_zero == op.attrs.zero
+            and user.outputs[0].type.dtype == out.dtype
+        ):
+            place = b.reserved.get(user.value)
+            if math.prod(out.static_shape[2:]) <= depthwise.MAX_PIXELS and (
+                place is None or place.is_like((out.static_shape[1], 1, 1, 1))
+            ):
+                return user
+    return None

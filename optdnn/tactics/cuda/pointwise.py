@@ -188,6 +188,26 @@ EXPRESSIONS: dict[str, Render] = {
 """Kind -> C++ expression over operands in their arithmetic types."""
 
 
+BYTES = (DTYPES["int8"], DTYPES["uint8"])
+
+
+def quantizing_tail(stages: Sequence[Stage], types: Sequence[TensorType]) -> int:
+    """How many stages at the end are a quantization of fp32 numbers to 8-bit integers: a division by one number, a rounding, perhaps
+    a zero point, bounds, a cast. 0 where they are not."""
+    for kinds in (["Div", "Round", "Clip", "Cast"], ["Div", "Round", "Add", "Clip", "Cast"]):
+        first = len(stages) - len(kinds)
+        last = stages[max(first, 0) :]
+        if first < 0 or [s.kind for s in last] != kinds or last[-1].attrs.to not in BYTES:  # type: ignore[attr-defined]
+            continue
+        chained = all(s.args[0] == ~(first + i) for i, s in enumerate(last))
+        numbers = [a for s in last for a in s.args[1:]]
+        if chained and all(
+            a is not None and a >= 0 and types[a].dtype == FP32 and types[a].dims == () for a in numbers
+        ):
+            return len(kinds)
+    return 0
+
+
 def body(stages: Sequence[Stage], types: Sequence[TensorType], start: int = 0) -> tuple[list[str], str, DType]:
     """C++ statements that compute the stages from operands ``v0``, ``v1``, … (already widened).
 
@@ -195,6 +215,7 @@ def body(stages: Sequence[Stage], types: Sequence[TensorType], start: int = 0) -
     """
     registers, kinds = [f"v{start}"], [types[start].dtype]
     lines = []
+    tail = quantizing_tail(stages, types)
     for k, (stage, (_, result)) in enumerate(zip(stages, stage_calls(stages, types[start], list(types)), strict=True)):
         render = EXPRESSIONS.get(stage.kind)
         if render is None:
@@ -204,7 +225,20 @@ def body(stages: Sequence[Stage], types: Sequence[TensorType], start: int = 0) -
         dtype = result.types[0].dtype
         first = given[1] if stage.kind == "Where" else given[0]
         text = render(args, stage.attrs, arithmetic(first), arithmetic(dtype))
-        if stage.kind == "Cast" and dtype != first:
+        if k >= len(stages) - tail:
+            if stage.kind == "Div":
+                text = f"quotient({args[0]}, {args[1]})"
+            elif stage.kind == "Cast":
+                quotient, zero = registers[1 + len(stages) - tail], "0.0f"
+                if stages[-3].kind == "Add":
+                    zero = f"v{stages[-3].args[1]}"
+                low, high = (f"v{a}" for a in stages[-2].args[1:])
+                text = f"{CPP[dtype]}(quantized({quotient}, {zero}, {low}, {high}))"
+            else:
+                text = str(args[0])  # the cast does it
+        elif stage.kind == "Cast" and dtype == FP32 and first in BYTES:
+            text = f"byte_to_float({args[0]})"
+        elif stage.kind == "Cast" and dtype != first:
             if dtype not in CPP or dtype == DTYPES["fp8_e8m0"]:
                 raise UnsupportedError(f"the cuda target has no kernel that makes elements of {dtype_name(dtype)}")
             # By way of the stored type: a cast rounds, or wraps, exactly once.
@@ -252,10 +286,12 @@ def broadcast(placed: Placed, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def vector(tensors: Sequence[Placed], dims: Sequence[int], strides: Sequence[Sequence[int]]) -> int:
-    """How many consecutive elements a thread takes: up to 16 bytes of the widest type, aligned in every tensor."""
+    """How many consecutive elements a thread takes: up to 16 bytes of the widest type that it reads or writes in a row, aligned in
+    every tensor."""
     best = 1
+    widest = max(t.dtype.itemsize for t, s in zip(tensors, strides, strict=True) if s[-1] or t is tensors[0])
     for count in (2, 4, 8, 16):
-        if dims[-1] % count or count * max(t.dtype.itemsize for t in tensors) > 16:
+        if dims[-1] % count or count * widest > 16:
             break
         fits = strides[0][-1] == 1
         for t, s in zip(tensors, strides, strict=True):
@@ -293,7 +329,7 @@ def emit_pointwise(
     if len(dims) > STRIDES_LIMIT:
         raise InternalError(f"{op.kind} {op.name!r} has {len(dims)} axes that cannot be merged")
     vec = vector(tensors, dims, strides)
-    text = _source(lines, result, out, present, len(dims), vec, [s[-1] for s in strides])
+    text = _source(lines, result, out, present, len(dims), vec, strides)
     dims[-1] //= vec
     count = math.prod(dims)
     if count >= 1 << 31:
@@ -308,7 +344,9 @@ def emit_pointwise(
         attrs: dict[str, Any] = {"prologue": (), "epilogue": plain_stages(stages), "arity": 1}
     else:
         attrs = {}
-    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "pointwise")
+    # 8-bit integers are exact to the bit: products are rounded before they are added to.
+    options = (*OPTIONS, "--fmad=false") if out.dtype in BYTES else OPTIONS
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, options), "pointwise")
     grid = (min(-(-count // THREADS), 65535 * 8), 1, 1)
     b.emit(op, spec, grid, THREADS, block, kind, attrs, list(operands), [out])
 
@@ -320,20 +358,24 @@ def _source(
     present: Sequence[tuple[int, Placed]],
     rank: int,
     vec: int,
-    inner: Sequence[int],
+    strides: Sequence[Sequence[int]],
 ) -> str:
     names = [str(i) for i, _ in present]
+    moving = [n for n, s in zip(names, strides[1:], strict=True) if any(s)]  # the others are one number
     fields = ["void* out;", *(f"const void* in{n};" for n in names), f"u32 count; u32 dims[{rank}];",
               f"i64 so[{rank}];", *(f"i64 s{n}[{rank}];" for n in names)]  # fmt: skip
     t_out = CPP[out.dtype]
-    walk = ["u32 rest = i, k;", "i64 o = 0;", *(f"i64 o{n} = 0;" for n in names)]
+    walk = ["u32 rest = i, k;", "i64 o = 0;", *(f"i64 o{n} = 0;" for n in moving)]
     for d in reversed(range(rank)):
         walk.append(f"k = rest % p.dims[{d}]; rest /= p.dims[{d}];" if d else "k = rest;")
-        walk.append(f"o += k * p.so[{d}]; " + " ".join(f"o{n} += k * p.s{n}[{d}];" for n in names))
+        walk.append(f"o += k * p.so[{d}]; " + " ".join(f"o{n} += k * p.s{n}[{d}];" for n in moving))
     loads, scalars = [], []
-    for (i, p), stride in zip(present, inner[1:], strict=True):
+    for (i, p), own in zip(present, strides[1:], strict=True):
         t = CPP[p.dtype]
-        if vec > 1 and stride == 1:
+        if not any(own):
+            loads.append(f"const {t} p{i} = *static_cast<const {t}*>(p.in{i});")
+            scalars.append(f"const {arithmetic(p.dtype)} v{i} = widen(p{i});")
+        elif vec > 1 and own[-1] == 1:
             loads.append(f"const Pack<{t}, {vec}> p{i}(static_cast<const {t}*>(p.in{i}) + o{i});")
             scalars.append(f"const {arithmetic(p.dtype)} v{i} = widen(p{i}.lane[j]);")
         else:

@@ -15,10 +15,10 @@ struct Params {
     const Channel* channel;                        // [channels]: bias, or scale and bias
     const u8* residual;                            // as output
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
-    u16* means;                                    // SQUEEZE 2: [n][channels]
+    u8* means;                                     // SQUEEZE 2: [n][channels], as output
     int height, width, vectors, out_h, out_w, pad_h, pad_w;
     int block_vectors, strips_x, strips_y, tiles_x;
-    float mean_scale;
+    Narrow mean;                                   // factor alone counts where results are floats
     u32 outside;                                   // four bytes of what lies outside of an 8-bit image
     Requantize requantize;                         // of 8-bit operands
 };
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
             if (SQUEEZE == 1)
                 p.sums[((long long)n * gridDim.y + blockIdx.y) * p.vectors * LANES + channel] = total;
             else
-                p.means[(long long)n * p.vectors * LANES + channel] = pack1(total * p.mean_scale);
+                store_mean(p.means, (long long)n * p.vectors * LANES + channel, total, p.mean);
         }
     }
 #endif

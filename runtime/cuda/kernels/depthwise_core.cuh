@@ -105,6 +105,9 @@ DEVICE void finish_vector(const Output& p, long long at, const float (&acc)[LANE
         #pragma unroll
         for (int j = 0; j < 4; j++) y[i + j] = finished(*p.requantize, acc[i + j], c[i + j], r[j]);
         words[i / 4] = narrow4(*p.requantize, y[i], y[i + 1], y[i + 2], y[i + 3]);
+        #pragma unroll
+        for (int j = i; SQUEEZE && j < i + 4; j++)  // what the integer stands for, in whole steps
+            y[j] = __fsub_rn(__fadd_rn(bounded(y[j], p.requantize->low, p.requantize->high), 12582912.0f), 12582912.0f);
     }
     if constexpr (LANES == 8)
         *reinterpret_cast<uint2*>(p.output + at) = make_uint2(words[0], words[1]);
@@ -126,6 +129,14 @@ DEVICE void finish_vector(const Output& p, long long at, const float (&acc)[LANE
     #pragma unroll
     for (int i = 0; i < LANES; i++) y[i] = finished(*p.requantize, acc[i], c[i], element(r, i));
     store_packed(reinterpret_cast<u16*>(p.output) + at, pack<LANES>(y));
+#endif
+}
+
+DEVICE void store_mean(u8* means, long long at, float total, const Narrow& to) {
+#if OUT_ITEM == 1
+    means[at] = u8(narrow_four<false>(to, total, 0.0f, 0.0f, 0.0f));
+#else
+    reinterpret_cast<u16*>(means)[at] = pack1(total * to.factor);
 #endif
 }
 

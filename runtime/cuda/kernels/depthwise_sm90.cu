@@ -20,10 +20,10 @@ struct Params {
     const Channel* channel;                        // [channels]: bias, or scale and bias
     const u8* residual;                            // as output
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
-    u16* means;                                    // SQUEEZE 2: [n][channels]
+    u8* means;                                     // SQUEEZE 2: [n][channels], as output
     int vectors, out_h, out_w, pad_h, pad_w;
     int slabs, tiles_x, tiles, count;              // slabs of channels, tiles of an image's row, of an image, of the batch
-    float mean_scale;
+    Narrow mean;                                   // factor alone counts where results are floats
     int height, width;                             // of the input
     u32 outside;                                   // OUTSIDE: four bytes of what lies around an 8-bit image
     Requantize requantize;                         // of 8-bit operands
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
                 if (SQUEEZE == 1)
                     p.sums[((long long)n * p.tiles + in_image) * p.vectors * LANES + channel] = total;
                 else
-                    p.means[(long long)n * p.vectors * LANES + channel] = pack1(total * p.mean_scale);
+                    store_mean(p.means, (long long)n * p.vectors * LANES + channel, total, p.mean);
             }
         }
 #endif

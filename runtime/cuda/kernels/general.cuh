@@ -191,3 +191,22 @@ DEVICE double max_nan(double a, double b) { return a > b || a != a ? a : b; }
 DEVICE double min_nan(double a, double b) { return a < b || a != a ? a : b; }
 template <typename T> DEVICE T max_nan(T a, T b) { return a > b ? a : b; }
 template <typename T> DEVICE T min_nan(T a, T b) { return a < b ? a : b; }
+
+// ---- 8-bit integers and floats, without the slow conversions ---------------------------------------------------------------
+
+// In the low mantissa of 2^23, a byte is a float.
+DEVICE float byte_to_float(i8 v) { return __uint_as_float(0x4b000000u + (u32(v) + 128u & 255u)) - 8388736.0f; }
+DEVICE float byte_to_float(u8 v) { return __uint_as_float(0x4b000000u + v) - 8388608.0f; }
+
+// a / b, rounded to nearest even as the division itself: two steps from the product with the reciprocal, which is formed once where
+// many are divided by one number. Quotients beyond 1e30 or of subnormal numbers may be off; they saturate, or vanish.
+DEVICE float quotient(float a, float b) {
+    const float r = 1.0f / b, q = a * r;
+    const float nearer = fmaf(fmaf(-q, b, a), r, q);
+    return fabsf(q) < 1e30f ? fmaf(fmaf(-nearer, b, a), r, nearer) : q;
+}
+
+// Rounded half to even, shifted by a zero point, bounded: an 8-bit integer's low byte. A NaN gives the lower bound.
+DEVICE u32 quantized(float v, float zero, float low, float high) {
+    return __float_as_uint(fminf(fmaxf(v, low - zero), high - zero) + 12582912.0f) + int(zero);
+}

@@ -45,6 +45,11 @@ DEVICE u32 pack2(float low, float high) {
 DEVICE float low_float(u32 packed) { return low_half(packed); }
 DEVICE float high_float(u32 packed) { return high_half(packed); }
 #endif
+DEVICE float tanh_fast(float x) {                  // to 11 bits
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 DEVICE u16 pack1(float value) { return static_cast<u16>(pack2(value, 0.0f)); }
 DEVICE float unpack1(u16 bits) { return low_float(bits); }
 

@@ -1,14 +1,17 @@
 // The second launch of a depthwise convolution's squeeze: adds up the sums of its tiles.
+//
+// -DNARROW: means are 8-bit integers, else 16-bit floats.
 #include "ptx.cuh"
+#include "narrow.cuh"
 
 struct FinishParams {
     const float* sums;                             // [n][tiles][channels]
-    u16* means;                                    // [n][channels]
+    u8* means;                                     // [n][channels]
     int tiles, channels;
-    float mean_scale;
+    Narrow mean;                                   // factor alone counts where means are floats
 };
 
-// Adds the tiles' sums in a fixed order: fp32 -> 16-bit means. Block: 32 channels x 16 runs of tiles.
+// Adds the tiles' sums in a fixed order: fp32 -> means. Block: 32 channels x 16 runs of tiles.
 extern "C" __global__ void __launch_bounds__(512) squeeze_finish(const FinishParams p) {
     __shared__ float partial[16][32];
     grid_launch_dependents();
@@ -25,5 +28,10 @@ extern "C" __global__ void __launch_bounds__(512) squeeze_finish(const FinishPar
     if (run != 0 || channel >= p.channels) return;
     #pragma unroll
     for (int i = 1; i < 16; i++) total += partial[i][lane];
-    p.means[(long long)n * p.channels + channel] = pack1(total * p.mean_scale);
+    const long long at = (long long)n * p.channels + channel;
+#ifdef NARROW
+    p.means[at] = u8(narrow_four<false>(p.mean, total, 0.0f, 0.0f, 0.0f));
+#else
+    reinterpret_cast<u16*>(p.means)[at] = pack1(total * p.mean.factor);
+#endif
 }

@@ -12,13 +12,18 @@ import pytest
 from support.host import WHY_NOT, HostKernels
 from support.net import Net
 from support.positions import FAMILIES as POSITIONS
+from support.quantized_nets import QNet
 from support.simulated import check_simulated, feeds_of, lowered
 
+from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
+from optdnn.lower_cuda import lower_cuda
 from optdnn.ops import conv, gather, index, norm, pool, reduce, resize, shape, softmax, unary
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import PointwiseAttrs
+from optdnn.passes.base import PassContext
+from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.runtime.program import Program
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner, strided
 from optdnn.types import DTYPES, FP16, FP32, INT64, is_float
@@ -325,6 +330,22 @@ def compare_steps(program: Program, feeds: dict[str, Any], tolerance: float, fol
     context.run(feeds)
     assert compared
     return compared
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(("dtype", "zero"), [(np.int8, None), (np.int8, -20), (np.uint8, 120)])
+def test_pointwise_work_on_8_bit_integers_is_exact(dtype: Any, zero: int | None, tmp_path: Path) -> None:
+    """Divisions by scales, roundings, zero points and saturation, to the bit."""
+    n = QNet()
+    x, y = (n.fake(n.input(2, 16, 9, 7, name=name), 0.013, zero, dtype) for name in ("x", "y"))
+    scaled = n.op("Mul", x, n.fake(n.input(2, 16, 1, 1, name="s"), 0.02))
+    graph = n.done(n.q(scaled, 0.0173, zero, dtype), n.q(n.op("Relu", n.op("Add", x, y)), 0.0291, zero, dtype))
+    FoldQuantized()(graph, PassContext(target="cuda:sm_90a"))
+    program = lower_cuda(graph, BuildOptions(target="simulate"), "simulate", {})
+    feeds = feeds_of(graph)
+    feeds["x"].reshape(-1)[:3] = 1e30, -1e30, np.inf
+    compare_steps(program, feeds, 0.0, tmp_path)
+    assert sum("quotient(" in text for k in program.kernels for text in k.generated.values()) >= 3
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")

@@ -67,6 +67,17 @@ def test_parts_of_a_concatenation_are_written_in_place() -> None:
     assert len(joint) == 2  # both parts in one buffer, and the result
 
 
+@pytest.mark.parametrize(
+    ("name", "steps"), [("depthwise with its mean", 1), ("depthwise with its mean, zero points", 2)]
+)
+def test_a_depthwise_convolution_sums_its_integers_on_its_way(name: str, steps: int) -> None:
+    n = QNet()
+    _, program = built(n.done(*NETS[name](n)))
+    kinds = [s.params["op"]["kind"] for s in program.steps]
+    assert "QuantizedMean" not in kinds
+    assert kinds.count("ConvSqueeze") + kinds.count("SqueezeFinish") == steps
+
+
 def test_a_stem_quantizes_its_image_and_reads_pixels_together() -> None:
     n = QNet()
     _, program = built(n.done(*NETS["a stem"](n)))
