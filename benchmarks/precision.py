@@ -123,7 +123,7 @@ def _over_best(
     if twin is not None:
         rows[auto]["over_best"] = {"single": twin, "speedup": 1.0, "verdict": "the same engine"}
         return
-    rounds = turns({auto: engines[auto], best: engines[best]}, feeds, target, rounds=24)
+    rounds = turns({auto: engines[auto], best: engines[best]}, feeds, target, rounds=18)
     versus = Versus.of(rounds[auto], rounds[best])
     rows[auto]["over_best"] = {
         "single": best,

@@ -28,7 +28,7 @@ from optdnn.types import Array
 CAST_US, BANDWIDTH = 1.5, 2e6
 """What a cast between two kernels adds to a CUDA graph, and bytes per microsecond; whole engines set it right."""
 PLACEMENTS, SMALL_BYTES = 4, 64 << 20
-"""How many times engines of at most so many bytes are loaded to be timed."""
+"""Contexts by which an engine of at most so many bytes of activations is timed."""
 
 
 @dataclass
@@ -139,21 +139,15 @@ def gpu_rounds(
 ) -> dict[str, list[float]]:
     """Median milliseconds of each engine's turn in each round: replays of its CUDA graph between events.
 
-    Where an engine's weights and activations lie in memory makes a few percent in small networks, more than precisions differ
-    by. So each is loaded several times, and round after round another of its copies runs. An engine whose runs are not all on
-    the GPU (steps on the CPU) is timed by the host's clock.
+    Where activations lie in memory makes a few percent in small networks, more than precisions differ by. So each engine has
+    several contexts, and round after round another of them runs. An engine whose runs are not all on the GPU (steps on the CPU)
+    is timed by the host's clock.
     """
-    copies: dict[str, list[Callable[[], float]]] = {n: [] for n in engines}
-    for k in range(PLACEMENTS):
-        for n, engine in engines.items():
-            if k == 0 or _bytes(engine) <= SMALL_BYTES:
-                copies[n].append(_turn(Engine(engine.program), feeds, seconds))
-    turns = {n: alternating(of_one) for n, of_one in copies.items()}
+    turns = {}
+    for n, engine in engines.items():
+        few = engine.program.arena_bytes > SMALL_BYTES
+        turns[n] = alternating([_turn(engine, feeds, seconds) for _ in range(1 if few else PLACEMENTS)])
     return in_turns(turns, rounds=rounds, give_up_ratio=give_up_ratio, tick=lambda n: say(f"measure {n}"))
-
-
-def _bytes(engine: Engine) -> int:
-    return engine.program.arena_bytes + sum(b.nbytes for b in engine.program.blobs)
 
 
 def _turn(engine: Engine, feeds: Mapping[str, Array], seconds: float) -> Callable[[], float]:

@@ -85,9 +85,9 @@ def paired(rounds: Rounds) -> dict[str, float]:
 
 
 def middle(values: Sequence[float]) -> float:
-    """The mean without a tenth of the values at either end (rounded up, where there are five or more): where values come in two
-    kinds, it moves with their shares, as a median does not, and what disturbed a single round is left out."""
-    skip = -(-len(values) // 10) if len(values) >= 5 else 0
+    """The mean of the middle half (of all, where there are fewer than four): where values come in two kinds it moves with their
+    shares, as a median does not, and rounds that something disturbed are left out."""
+    skip = len(values) // 4
     return statistics.fmean(sorted(values)[skip : len(values) - skip])
 
 

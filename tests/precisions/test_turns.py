@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
+from precisions.nets import perceptron
 
-from optdnn.precision.turns import in_turns, middle, paired, turn_of
+from optdnn.lower import lower_reference
+from optdnn.precision.turns import identity, in_turns, middle, once_each, paired, turn_of
+from optdnn.runtime.engine import Engine
 
 
 def counting(log: list[str], name: str, ms: float) -> Callable[[], float]:
@@ -42,9 +45,22 @@ def test_drift_does_not_decide() -> None:
 
 
 def test_the_middle_leaves_a_disturbed_round_out_and_weighs_two_kinds() -> None:
-    assert middle([1.0, 1.0, 50.0, 1.0, 1.0, 1.0]) == 1.0
+    assert middle([1.0, 1.0, 50.0, 1.0, 1.0, 20.0, 1.0, 1.0]) == 1.0
     assert middle([1.0, 3.0]) == 2.0
     assert middle([1.0] * 5 + [2.0] * 5) == pytest.approx(1.5)
+
+
+def test_the_same_engine_is_measured_once() -> None:
+    a, b = (Engine(lower_reference(perceptron(scale), {})) for scale in (1.0, 2.0))
+    measured: list[str] = []
+
+    def measure(engines: Mapping[str, Engine]) -> dict[str, int]:
+        measured.extend(engines)
+        return {n: k for k, n in enumerate(engines)}
+
+    assert identity(a) != identity(b)
+    assert once_each({"a": a, "b": b, "again": a}, measure) == {"a": 0, "b": 1, "again": 0}
+    assert measured == ["a", "b"]
 
 
 def test_a_turn_warms_up_and_takes_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
