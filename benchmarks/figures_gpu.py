@@ -40,8 +40,8 @@ def targets(file: Path) -> str:
     wrong = ""
     if any("(wrong)" in " ".join(r) for r in rows):
         wrong = (
-            '"wrong": beyond the bound on the error against fp32 (at int8 a quarter of the largest output; random weights lose more '
-            "than that, though every launch equals its integer meaning). "
+            '"wrong": beyond the bound on the error against fp32 (at int8 a quarter of the largest output; random weights lose '
+            "more than that, though every launch equals its integer meaning). "
         )
     about = (
         f"{_machine(data)}. Median GPU time of one inference: replays of a CUDA "

@@ -31,6 +31,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 TIMES = RESULTS / "timing-h200.json"
 
 
+WITH_GPU = [p for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text(encoding="utf-8")]
+"""Where tests are marked ``gpu``; to collect all the others would take half a minute."""
+
+
 @dataclass(frozen=True)
 class Step:
     """A command, and the seconds that it may take."""
@@ -49,7 +53,7 @@ def steps(out: Path, tune: float, seconds: float, times: Path) -> list[Step]:
     tuned = ["--tune", f"{tune:g}", "--timing-cache", str(times), "--engines", "ours,untuned,libraries"]
     series = ["--growth", "resnet50", "--growth", "bert_base", "--engines", "ours", "--rounds", "3"]
     commands: dict[str, list[str]] = {
-        "tests": [
+        "tests": [*python, "-m", "pytest", "-q", "-n", "4", "-m", "gpu", "--tb=short", *map(str, sorted(WITH_GPU))],
             *python,
             "-m",
             "pytest",
