@@ -54,17 +54,6 @@ def steps(out: Path, tune: float, seconds: float, times: Path) -> list[Step]:
     series = ["--growth", "resnet50", "--growth", "bert_base", "--engines", "ours", "--rounds", "3"]
     commands: dict[str, list[str]] = {
         "tests": [*python, "-m", "pytest", "-q", "-n", "4", "-m", "gpu", "--tb=short", *map(str, sorted(WITH_GPU))],
-            *python,
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "gpu",
-            "--tb=short",
-            "-p",
-            "no:cacheprovider",
-            str(ROOT / "tests"),
-        ],
         "rows": [*script, *(tuned if tune else ["--engines", "ours,libraries"]), "--rounds", "4"],
         "growth": [*script, *series],
         "waits": [*python, str(HERE / "waits.py"), "--parts", "build,load,call,retune"],
