@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
+import numpy as np
 
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.graph import Op
@@ -191,31 +192,36 @@ EXPRESSIONS: dict[str, Render] = {
 BYTES = (DTYPES["int8"], DTYPES["uint8"])
 
 
-def quantizing_tail(stages: Sequence[Stage], types: Sequence[TensorType]) -> int:
+def quantizing_tail(stages: Sequence[Stage], types: Sequence[TensorType], numbers: Sequence[float | None]) -> int:
     """How many stages at the end are a quantization of fp32 numbers to 8-bit integers: a division by one number, a rounding, perhaps
-    a zero point, bounds, a cast. 0 where they are not."""
+    a zero point, bounds, a cast. 0 where they are not. ``numbers``: of each operand, the constant that it is."""
     for kinds in (["Div", "Round", "Clip", "Cast"], ["Div", "Round", "Add", "Clip", "Cast"]):
         first = len(stages) - len(kinds)
         last = stages[max(first, 0) :]
         if first < 0 or [s.kind for s in last] != kinds or last[-1].attrs.to not in BYTES:  # type: ignore[attr-defined]
             continue
         chained = all(s.args[0] == ~(first + i) for i, s in enumerate(last))
-        numbers = [a for s in last for a in s.args[1:]]
-        if chained and all(
-            a is not None and a >= 0 and types[a].dtype == FP32 and types[a].dims == () for a in numbers
-        ):
+        slots = [a for s in last for a in s.args[1:]]
+        if not chained or any(a is None or a < 0 or types[a].dtype != FP32 for a in slots):
+            continue
+        scale, *whole = (numbers[a] for a in slots if a is not None)
+        exact = all(v is not None and v == int(v) and -128 <= v <= 255 for v in whole)
+        if exact and scale is not None and scale >= float(np.finfo(np.float32).tiny):
             return len(kinds)
     return 0
 
 
-def body(stages: Sequence[Stage], types: Sequence[TensorType], start: int = 0) -> tuple[list[str], str, DType]:
+def body(
+    stages: Sequence[Stage], types: Sequence[TensorType], start: int = 0, numbers: Sequence[float | None] = ()
+) -> tuple[list[str], str, DType]:
     """C++ statements that compute the stages from operands ``v0``, ``v1``, … (already widened).
 
-    Returns (statements, name of the result, element type of the result). Register 0 is operand ``start``.
+    Returns (statements, name of the result, element type of the result). Register 0 is operand ``start``. ``numbers`` as for
+    :func:`quantizing_tail`, where they are known.
     """
     registers, kinds = [f"v{start}"], [types[start].dtype]
     lines = []
-    tail = quantizing_tail(stages, types)
+    tail = quantizing_tail(stages, types, numbers) if numbers else 0
     for k, (stage, (_, result)) in enumerate(zip(stages, stage_calls(stages, types[start], list(types)), strict=True)):
         render = EXPRESSIONS.get(stage.kind)
         if render is None:
@@ -303,6 +309,15 @@ def vector(tensors: Sequence[Placed], dims: Sequence[int], strides: Sequence[Seq
     return best
 
 
+def _number(b: Builder, placed: Placed | None) -> float | None:
+    """The one finite number that a tensor is, where it is a constant."""
+    blob = None if placed is None or math.prod(placed.shape) != 1 else b.buffers[placed.buffer].blob
+    if placed is None or blob is None or b.blobs[blob].size != 1 or b.blobs[blob].dtype.kind != "f":
+        return None
+    value = float(b.blobs[blob].reshape(-1)[0])
+    return value if math.isfinite(value) else None
+
+
 def emit_pointwise(
     b: Builder,
     op: Op,
@@ -323,7 +338,7 @@ def emit_pointwise(
     types = [TensorType(p.dtype if p is not None else FP32, p.shape if p is not None else ()) for p in operands]
     if widened:
         types = [t.with_dtype(types[0].dtype) if is_float(t.dtype) else t for t in types]
-    lines, result, _ = body(stages, types)
+    lines, result, _ = body(stages, types, numbers=[_number(b, p) for p in operands])
     tensors = [out, *(p for _, p in present)]
     dims, strides = merge(out.shape, [out.strides, *(broadcast(p, out.shape) for _, p in present)])
     if len(dims) > STRIDES_LIMIT:

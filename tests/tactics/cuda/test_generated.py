@@ -348,6 +348,17 @@ def test_pointwise_work_on_8_bit_integers_is_exact(dtype: Any, zero: int | None,
     assert sum("quotient(" in text for k in program.kernels for text in k.generated.values()) >= 3
 
 
+@pytest.mark.parametrize(("zero", "high"), [(3.5, 127.0), (3.0, 100.5), (3.0, 1000.0), (3.0, np.inf)])
+def test_other_roundings_are_no_quantization(zero: float, high: float) -> None:
+    """Numbers that are not whole, or beyond a byte, are computed as they are written."""
+    n = Net()
+    steps = n.op("Add", n.op("Round", n.op("Div", n.input(4, 6), n.const(0.1))), n.const(zero))
+    graph = n.done(n.op("Cast", n.op("Clip", steps, n.const(-128.0), n.const(high)), attrs=CastAttrs(DTYPES["int8"])))
+    program = lowered(graph, "fp32")
+    assert len(program.kernels) == 1
+    assert not any("quantized(" in text for k in program.kernels for text in k.generated.values())
+
+
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 def test_the_comparison_notices_another_kernel(tmp_path: Path) -> None:
     (tmp_path / "right").mkdir()
