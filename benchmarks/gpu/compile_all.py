@@ -34,7 +34,7 @@ HOT = frozenset(
             "depthwise_sm90.cu",
             "attention_sm90.cu",
         ),
-        *("rows.cu", "group_norm.cu", "rnn_sm90.cu", "pool_int8.cu"),
+        *("rows.cu", "group_norm.cu", "rnn_sm90.cu", "pool_int8.cu", "gemv.cu", "squeeze_finish.cu"),
     }
 )
 """Templates whose kernels must keep everything in registers; the general ones may spill where they serve rare shapes."""
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", metavar="NAME:BATCH")
     parser.add_argument("--arch", default="sm_80,sm_90a")
-    parser.add_argument("--precision", default="fp16,bf16,fp32,int8+fp16")
+    parser.add_argument("--precision", default="fp16,bf16,tf32,fp32,int8+fp16")
     parser.add_argument("--out", type=Path, help="write the outcome as JSON")
     options = parser.parse_args(arguments)
     networks = options.networks or [f"{name}:{batch}" for name in zoo.NAMES for batch in (1, 128)]

@@ -27,43 +27,41 @@ NETWORKS = ("resnet50", "vgg16", "densenet121", "vit_b_16", "bert_base", "effici
             "inception_v3", "squeezenet1_1", "yolox_s", "resnet18", "mlp")  # fmt: skip
 
 
-def batch_axes(name: str) -> tuple[dict[str, int], dict[str, int]]:
+def batch_axes(models: dict[int, Any]) -> dict[str, int]:
     """Which axis of each input and output is the batch: the one whose size follows it."""
-    from optdnn.models import zoo
+    one, two = models[min(models)].graph, models[max(models)].graph
 
-    one, two = (optdnn.build(zoo.build(name, batch=n), target="reference") for n in (1, 2))
+    def shapes(values: Any) -> dict[str, list[int]]:
+        return {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in values}
 
-    def axes(a: Any, b: Any) -> dict[str, int]:
-        return {
-            s.name: next(i for i, (m, n) in enumerate(zip(s.shape, t.shape, strict=True)) if m != n)
-            for s, t in zip(a, b, strict=True)
-        }
+    pairs = [(shapes(one.input), shapes(two.input)), (shapes(one.output), shapes(two.output))]
+    return {
+        name: next(i for i, (m, n) in enumerate(zip(a[name], b[name], strict=True)) if m != n)
+        for a, b in pairs
+        for name in a
+    }
 
-    return axes(one.inputs, two.inputs), axes(one.outputs, two.outputs)
 
-
-def differing(name: str, precision: str, batches: list[int], **options: Any) -> dict[str, Any]:
+def differing(models: dict[int, Any], batches: list[int], precision: str, **options: Any) -> dict[str, Any]:
     """Rows that are not those of the largest batch, by batch size; and what was compared."""
-    from optdnn.models import zoo
     from optdnn.runtime.feeds import random_feeds
 
-    ins, outs = batch_axes(name)
-    largest = max(batches)
+    axes, largest = batch_axes(models), max(batches)
     found: dict[str, Any] = {}
     want: dict[str, Any] = {}
     rows: dict[str, Any] = {}
     for batch in sorted(batches, reverse=True):
-        engine = optdnn.build(zoo.build(name, batch=batch), target="cuda", precision=precision, **options)
+        engine = optdnn.build(models[batch], target="cuda", precision=precision, **options)
         if batch == largest:
             rows = random_feeds(engine.inputs, seed=1)
             want = engine.run(rows)
             found["outputs"] = {k: list(v.shape) for k, v in want.items()}
         wrong = 0
         for order in (range(batch), range(largest - 1, largest - 1 - batch, -1), [largest // 2] * batch):
-            got = engine.run({k: np.ascontiguousarray(np.take(v, list(order), ins[k])) for k, v in rows.items()})
+            got = engine.run({k: np.ascontiguousarray(np.take(v, list(order), axes[k])) for k, v in rows.items()})
             for key, value in got.items():
                 for i, row in enumerate(order):
-                    a, b = np.take(value, i, outs[key]), np.take(want[key], row, outs[key])
+                    a, b = np.take(value, i, axes[key]), np.take(want[key], row, axes[key])
                     wrong += a.tobytes() != b.tobytes()
         found[str(batch)] = wrong
     return found
@@ -71,15 +69,17 @@ def differing(name: str, precision: str, batches: list[int], **options: Any) -> 
 
 def one(name: str, precisions: list[str], batches: list[int], tuned: float) -> dict[str, Any]:
     """The row of a network."""
+    from optdnn.models import zoo
+
     row: dict[str, Any] = {"network": name}
+    models, ends = {batch: zoo.build(name, batch=batch) for batch in batches}, [min(batches), max(batches)]
     for precision in precisions:
         try:
-            found = {"heuristic": differing(name, precision, batches, tactics="heuristic", row_invariant=True)}
+            found = {"heuristic": differing(models, batches, precision, tactics="heuristic", row_invariant=True)}
             row[precision] = found
-            found["control"] = differing(name, precision, [min(batches), max(batches)], tactics="heuristic")
+            found["control"] = differing(models, ends, precision, tactics="heuristic")
             if tuned:
-                ends = [min(batches), sorted(batches)[-2]]
-                found["tuned"] = differing(name, precision, ends, tactics="own", budget=tuned, row_invariant=True)
+                found["tuned"] = differing(models, ends, precision, tactics="own", budget=tuned, row_invariant=True)
         except Exception as error:
             row.setdefault(precision, {})["failed"] = f"{type(error).__name__}: {error}"[:600]
     return row
@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--precisions", default="fp16")
     parser.add_argument("--batches", default="1,2,5,9,33")
     parser.add_argument("--tuned", type=float, default=0.0, metavar="SECONDS", help="of tuning, for each batch size")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", metavar="NAMES", help="of these networks, with commas between them")
     parser.add_argument("--seconds", type=float, default=120.0, help="of a network")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -119,7 +119,7 @@ def main() -> int:
         return json.loads(last[-1][4:]) if last else {"network": name, "failed": done.stderr[-1500:]}
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) * 7 // 8)) as pool:
-        for row in pool.map(child, [n for n in NETWORKS if args.only in n]):
+        for row in pool.map(child, [n for n in NETWORKS if not args.only or n in args.only.split(",")]):
             rows.append(row)
             print(f"{time.perf_counter() - begin:6.1f} s", json.dumps(row), flush=True)
             facts = {"command": " ".join(["python", *sys.argv]), "commit": os.environ.get("OPTDNN_COMMIT", "")}

@@ -106,7 +106,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
         return "shared memory does not allow that many blocks per multiprocessor"
     limit = min(255, 512 // -(-(config.threads // 32) * config.blocks // 4) // 8 * 8)
-    if registers(problem, config) * 0.9 > limit:
+    if registers(problem, config) > limit:
         return f"about {registers(problem, config)} registers a thread exceed {limit}"
     if math.prod(tiles(problem, config)) * problem.batch >= 1 << 31:
         return "more tiles than the kernel counts"
@@ -114,14 +114,17 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """About what a thread needs: accumulators, weights of small filters, a row of vectors and its conversion."""
+    """About what a thread needs: accumulators, weights of small filters, a row of input vectors, addresses and constants, the
+    squeeze's sums. Fitted to what ptxas spills."""
     s, taps = problem.source, math.prod(problem.source.kernel)
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
-    weights = taps * config.lanes // 2 if taps <= 9 else 8
-    found = config.tile_h * config.tile_w * config.lanes + weights + 30
-    if problem.item == 2:
-        return int(found + columns * config.lanes * 0.75)
-    return found + (columns + 1) * config.lanes + (8 if problem.outside else 0)  # bytes as floats; scales beside biases
+    sums = config.tile_h * config.tile_w * config.lanes
+    if problem.item == 1:  # bytes as floats; scales beside biases
+        weights = taps * config.lanes // 2 if taps <= 9 else 8
+        return math.ceil(0.9 * (sums + weights + 30 + (columns + 1) * config.lanes + (8 if problem.outside else 0)))
+    weights = taps * config.lanes // 2 if taps <= 9 else 8 if sums < 64 else 16
+    rest = (24 if problem.squeeze else 14) + 2 * (config.tile_h + config.lanes)
+    return sums + weights + columns * config.lanes // 2 + rest
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.lower_cuda import Emitted, emit_program, lower_cuda
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.norm import GroupNormAttrs
+from optdnn.runtime.cuda import nvrtc
 from optdnn.tactics.cuda import table
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv import HopperConv
@@ -231,3 +234,20 @@ def test_options() -> None:
         BuildOptions(target="cpu", tactics="own")
     with pytest.raises(UsageError, match="is not one of"):
         BuildOptions(target="cuda", tactics="own,openvino")
+
+
+def atomics(text: str) -> list[str]:
+    """Calls and instructions that add in whatever order threads come."""
+    return re.findall(r"\batomic\w+\s*\(|\b(?:red|atom)\.[\w.:]+", text)
+
+
+def test_no_result_depends_on_the_order_of_threads() -> None:
+    """All own tactics but the user's kernels say that they are deterministic, and nothing they are made of adds atomically."""
+    assert atomics('asm("red.global.add.f32 [%0], %1;"); atomicAdd (p, x);') == ["red.global.add.f32", "atomicAdd ("]
+    own = {tactic for tactics in table.TACTICS.values() for tactic in tactics if tactic.provider == "own"}
+    assert {tactic.name for tactic in own if not tactic.deterministic} == {"custom"}
+    sources = [*nvrtc.KERNELS.iterdir(), *Path(table.__file__).parent.glob("*.py")]
+    found = {path.name: atomics(path.read_text()) for path in sources if path.is_file()}
+    assert {name for name, calls in found.items() if calls} == {"timer.cu"}, (
+        "which measures, and whose maxima are of integers"
+    )
