@@ -32,8 +32,17 @@ def _targets() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     cpu = f"usable: {', '.join(found)}" if found else "not usable: pip install 'optdnn[cpu]'"
-    from optdnn.runtime.cuda.usable import why_not
+    return {"cuda": _cuda(), "cpu": cpu, "reference": "usable", "simulate": "usable"}
 
-    reason = why_not()
-    cuda = "usable" if reason is None else f"not usable: {reason}"
-    return {"cuda": cuda, "cpu": cpu, "reference": "usable", "simulate": "usable"}
+
+def _cuda() -> str:
+    """Whether the GPU is usable, and which libraries are rivals of our kernels there."""
+    from optdnn.runtime.cuda import libraries, usable
+
+    reason = usable.why_not()
+    if reason is not None:
+        return f"not usable: {reason}"
+    there = {name: libraries.present(name) for name in ("cudnn", "cublaslt")}
+    absent = " and ".join(name for name, found in there.items() if not found)
+    found = ", ".join(["usable: our kernels", *(name for name, found in there.items() if found)])
+    return f"{found} (no {absent}: pip install 'optdnn[cuda-libs]')" if absent else found

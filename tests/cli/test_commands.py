@@ -299,6 +299,22 @@ def test_check_says_what_a_build_would_do(cli: Cli, model: Path) -> None:
     assert "supported on reference; 10 operators become 5" in cli("check", model, "--target", "reference").out
 
 
+@pytest.mark.parametrize(
+    ("there", "text"),
+    [
+        ({"cudnn", "cublaslt"}, "usable: our kernels, cudnn, cublaslt"),
+        ({"cublaslt"}, "usable: our kernels, cublaslt (no cudnn: pip install 'optdnn[cuda-libs]')"),
+        (set(), "usable: our kernels (no cudnn and cublaslt: pip install 'optdnn[cuda-libs]')"),
+    ],
+)
+def test_env_names_the_libraries_of_the_gpu(
+    cli: Cli, there: set[str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optdnn.runtime.cuda.usable.why_not", lambda: None)
+    monkeypatch.setattr("optdnn.runtime.cuda.libraries.present", lambda name: name in there)
+    assert strict(cli("env", "--json").out)["targets"]["cuda"] == text
+
+
 def test_env(cli: Cli) -> None:
     facts = strict(cli("env", "--json").out)
     assert facts["targets"]["reference"] == "usable"
