@@ -17,8 +17,11 @@ import numpy as np
 from optdnn.errors import MissingDependency, ModelError, OptdnnError, UsageError
 from optdnn.ranges import DimRange, input_shapes
 from optdnn.runtime.engine import Engine
+from optdnn.torch_graphs import numbers, specialized
 from optdnn.types import BF16
 
+ENGINES = 32
+"""Engines that a compiled graph keeps, one for each set of shapes; the least recently used goes first."""
 EXPORTERS = ("auto", "dynamo", "torchscript")
 
 
@@ -132,6 +135,8 @@ def _export(
     except OptdnnError:
         raise
     except Exception as error:  # the exporters raise classes of their own
+        while error.__cause__ is not None:  # what went wrong, not in which of its steps
+            error = error.__cause__  # type: ignore[assignment]
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise ModelError(
             f"torch cannot export {type(module).__name__} to ONNX: {lines[0] if lines else type(error).__name__}",
@@ -147,7 +152,8 @@ def compile_backend(graph: Any, example_inputs: Sequence[Any], **options: Any) -
 
     For inference: parameters are taken as constants (changing one in place makes the next call compile again), gradients do not
     flow, and so calls under autograd with tensors that need gradients are refused. ``options`` are those of
-    :func:`optdnn.build`. The engine is made on the first call, one for each set of input shapes that dynamo asks for.
+    :func:`optdnn.build`. Engines are made on first calls, one for each set of input shapes; with ``dynamic=True`` as well, when the
+    numbers that dynamo then passes are constants of an engine.
     """
     options = {**options.pop("options", {}), **options}
     return _Compiled(_torch(), graph, options)
@@ -169,16 +175,20 @@ class _Compiled:
                 "the backend optdnn is for inference, and a gradient is asked for",
                 hint="call the module under torch.inference_mode() or torch.no_grad()",
             )
-        key = tuple((tuple(a.shape), a.dtype, a.device.type) if isinstance(a, torch.Tensor) else a for a in args)
+        values = numbers(torch, self._graph, args)
+        key = tuple(values[i] if i in values else (tuple(a.shape), a.dtype, a.device.type) for i, a in enumerate(args))
         constants = self._constants(args)
         versions = {id(c): _version(c) for c in constants}
         with self._lock:
             if versions != self._held:
                 self._engines.clear()
                 self._held = versions
-            if key not in self._engines:
-                self._engines[key] = self._build(args)
-            engine, free = self._engines[key]
+            made = self._engines.pop(key, None)
+            if made is None:
+                made = self._build(args, values)
+                while len(self._engines) >= ENGINES:
+                    self._engines.pop(next(iter(self._engines)))
+            self._engines[key] = engine, free = made
         feeds = {s.name: args[i].detach().contiguous() for s, i in zip(engine.inputs, free, strict=True)}
         return [self._tensor(a) for a in engine.run(feeds).values()]
 
@@ -187,11 +197,11 @@ class _Compiled:
         own = [*self._graph.parameters(), *self._graph.buffers()]
         return own + [a for a in args if isinstance(a, torch.nn.Parameter)]
 
-    def _build(self, args: Sequence[Any]) -> tuple[Engine, list[int]]:
+    def _build(self, args: Sequence[Any], values: Mapping[int, Any]) -> tuple[Engine, list[int]]:
         torch = self._torch
-        fixed = [not isinstance(a, torch.Tensor) or isinstance(a, torch.nn.Parameter) for a in args]
+        fixed = [i in values or isinstance(a, torch.nn.Parameter) for i, a in enumerate(args)]
         free = [i for i, f in enumerate(fixed) if not f]
-        graph = self._graph
+        graph = specialized(torch, self._graph, values)
 
         class Inference(torch.nn.Module):  # type: ignore[name-defined, misc, unused-ignore]
             """The graph with its parameters in place: only what changes from call to call is an input."""
@@ -200,12 +210,15 @@ class _Compiled:
                 super().__init__()
                 self.graph = graph
                 for i, a in enumerate(args):
-                    if fixed[i] and isinstance(a, torch.Tensor):
+                    if fixed[i] and i not in values:
                         self.register_buffer(f"constant_{i}", a.detach())
 
             def forward(self, *given: Any) -> Any:
                 rest = iter(given)
-                full = [next(rest) if not fixed[i] else getattr(self, f"constant_{i}", a) for i, a in enumerate(args)]
+                full = [
+                    next(rest) if not fixed[i] else getattr(self, f"constant_{i}", values.get(i))
+                    for i in range(len(args))
+                ]
                 return self.graph(*full)
 
         module = Inference().eval()

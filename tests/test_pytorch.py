@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from optdnn import pytorch
 from optdnn.errors import InputError, MissingDependency, ModelError, UsageError
 from optdnn.pytorch import compile_backend, from_torch
 
@@ -114,3 +115,54 @@ def test_torch_compile_is_for_inference() -> None:
     compiled = torch.compile(_net(), backend=compile_backend, options={"target": "reference"})
     with pytest.raises(Exception, match="the backend optdnn is for inference"):
         compiled(torch.randn(2, 3, 8, 8))
+
+
+@needs_torch
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_torch_compile_of_an_encoder_layer(norm_first: bool) -> None:
+    """In inference torch calls it as one operator, which its exporter does not know."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    activation = "gelu" if norm_first else "relu"
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first, activation=activation)
+    net = layer.eval()
+    compiled = torch.compile(net, backend=compile_backend, options={"target": "reference"})
+    x, padded = torch.randn(2, 7, 32), torch.arange(7)[None] >= torch.tensor([[7], [4]])
+    later = torch.triu(torch.full((7, 7), float("-inf")), 1)
+    for masks in ({}, {"src_key_padding_mask": padded}, {"src_mask": later}):
+        with torch.no_grad():
+            got, want = compiled(x, **masks), net(x, **masks)
+        kept = ~padded if "src_key_padding_mask" in masks else torch.ones(2, 7, dtype=torch.bool)
+        torch.testing.assert_close(got[kept], want[kept], rtol=1e-4, atol=1e-5)
+
+
+@needs_torch
+def test_torch_compile_with_dynamic_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo then passes sizes as integers, and floats such as a norm's epsilon as tensors."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    monkeypatch.setattr(pytorch, "ENGINES", 2)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16, eps=0.25), torch.nn.GELU()).eval()
+    seen: list[Any] = []
+
+    def backend(graph: Any, example: Any, **options: Any) -> Any:
+        seen.append(compile_backend(graph, example, **options))
+        return seen[-1]
+
+    compiled = torch.compile(net, backend=backend, options={"target": "reference"}, dynamic=True)
+    with torch.no_grad():
+        for n in (2, 3, 5, 4):
+            x = torch.randn(n, 8)
+            torch.testing.assert_close(compiled(x), net(x), rtol=1e-4, atol=1e-5)
+    assert len(seen[0]._engines) == 2
+
+
+@needs_torch
+def test_torch_compile_by_name() -> None:
+    if "optdnn" not in torch.compiler.list_backends():
+        pytest.skip("optdnn is not installed here, so torch does not see its entry point")
+    torch._dynamo.reset()
+    net, x = _net(), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        got = torch.compile(net, backend="optdnn", options={"target": "reference"})(x)
+        torch.testing.assert_close(got, net(x), rtol=1e-4, atol=1e-5)

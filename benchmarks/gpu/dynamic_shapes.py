@@ -5,7 +5,8 @@
 Writes dynamic_shapes.json: per row (network:batch) and length the milliseconds of the static engine and of the dynamic one
 (bound calls, a graph launch each, the two in turns), seconds until a plan for a new length was made, and the largest
 difference between the two. Without ``--tune`` the cost model chooses everywhere. With it the dynamic engine is tuned at its
-optimum and each static one at its own length, each for that long: what a plan that is made later loses.
+optimum and each static one at its own length, each for that long: what a plan that is made later loses. What it would lose by the
+cost model alone is measured beside it.
 """
 
 from __future__ import annotations
@@ -93,7 +94,13 @@ def measure(name: str, lengths: list[int], args: argparse.Namespace, until: floa
         want = own.run(feeds)
         given = {k: cupy.asarray(v) for k, v in feeds.items()}
         bound = {"dynamic": context.bind(given), "static": own.bind(given)}
-        times: dict[str, list[float]] = {"dynamic": [], "static": []}
+        if args.tune:
+            guessed = {**how, "tactics": "heuristic", "budget": None, "timing_cache": None}
+            by_model: Any = optdnn.build(
+                network.model, target=target, shapes=network.shapes(length), **guessed
+            ).context()
+            bound["cost_model"] = by_model.bind(given)
+        times: dict[str, list[float]] = {which: [] for which in bound}
         for _ in range(5):
             for which, call in bound.items():
                 times[which] += time_runs(lambda c=call: c.run(stream), _Stream(stream), repeats=10, inner=5)
