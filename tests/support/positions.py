@@ -158,6 +158,28 @@ def integer_products(n: Net) -> list[Any]:
     ]  # fmt: skip
 
 
+def integer_convolutions(n: Net) -> list[Any]:
+    def bytes_of(*shape: int, name: str, dtype: str = "uint8") -> Any:
+        return n.op("Cast", n.input(*shape, name=name, dtype=INT64), attrs=_to(dtype))
+
+    x, line = bytes_of(2, 4, 7, 6, name="x"), bytes_of(1, 2, 9, name="line")
+    w, grouped = (
+        n.const(n.rng.integers(-9, 9, (6, 4, 3, 2)), np.int8),
+        n.const(n.rng.integers(0, 9, (6, 2, 3, 3)), np.uint8),
+    )
+    z, each = n.const(1, np.uint8), n.const(np.arange(6) - 2, np.int8)
+    plain = quant.IntegerConvAttrs((1, 1), (0, 0, 0, 0), (1, 1))
+    scale = n.op("Add", n.op("Abs", n.input(1, name="scale")), 0.1)  # where it is a constant, Q and DQ take its place
+    return [
+        n.op("ConvInteger", x, w, z, each, attrs=quant.IntegerConvAttrs((2, 1), (1, 0, 2, 1), (1, 2))),
+        n.op("ConvInteger", x, w, attrs=plain),
+        n.op("ConvInteger", x, grouped, z, z, attrs=quant.IntegerConvAttrs((1, 1), (0,) * 4, (1, 1), 2, "SAME_UPPER")),
+        n.op("ConvInteger", line, n.const([[[1, -2, 3]] * 2], np.int8), attrs=quant.IntegerConvAttrs((1,), (1, 1), (1,))),
+        n.op("QLinearConv", x, scale, z, w, n.const(0.1 + np.arange(6) / 10), each, 0.3, n.const(5, np.uint8),
+             n.const(np.arange(6) * 3, np.int32), attrs=plain),
+    ]  # fmt: skip
+
+
 def contractions(n: Net) -> list[Any]:
     x, y, v = n.input(2, 3, 4), n.input(4, 5, name="y"), n.input(4, name="v")
     square = n.input(3, 3, name="square")
@@ -217,5 +239,5 @@ def regions(n: Net) -> list[Any]:
 FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
     f.__name__: f
     for f in (orders, triangles, sums, scatters, choices, grids, quantized, bytes_of_floats, parts_of_bytes,
-              integer_products, contractions, spectra, statistics, regions)
+              integer_products, integer_convolutions, contractions, spectra, statistics, regions)
 }  # fmt: skip

@@ -284,6 +284,8 @@ def _work(b: Builder, op: Op) -> float:
         return _einsum_products(b, op)
     if op.kind in ("MatMulInteger", "QLinearMatMul"):
         return out * shape_at(b, op, 0)[-1]
+    if op.kind in ("ConvInteger", "QLinearConv"):
+        return out * math.prod(shape_at(b, op, 1 if op.kind == "ConvInteger" else 3)[1:])
     if op.kind == "DFT":
         axis = _dft_axis(b, op)
         return 0.0 if axis is None else out * shape_at(b, op, 0)[axis]

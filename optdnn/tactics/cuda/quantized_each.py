@@ -14,6 +14,7 @@ import numpy as np
 from optdnn.ir.graph import Op, Value
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.quant import QuantizeAttrs
+from optdnn.runtime.reference.window import resolve_pads
 from optdnn.tactics.cuda.builder import Builder, Placed
 from optdnn.tactics.cuda.each import coordinates, emit_each, needed, operand_at, operands_of, wide
 from optdnn.tactics.cuda.pointwise import CPP, LARGEST, arithmetic, literal
@@ -164,8 +165,55 @@ def _integer_product(b: Builder, op: Op) -> None:
     emit_each(b, op, out.shape, placed, {"y": out}, lines, reads=operands_of(b, op))
 
 
+def _integer_convolution(b: Builder, op: Op) -> None:
+    """ConvInteger and QLinearConv, of any groups and axes: exact sums over the taps inside of the image, then scales."""
+    linear, a = op.kind == "QLinearConv", op.attrs
+    slots = (
+        {"x": 0, "s": 1, "z": 2, "w": 3, "u": 4, "v": 5, "t": 6, "q": 7, "b": 8}
+        if linear
+        else {"x": 0, "w": 1, "z": 2, "v": 3}
+    )
+    placed = {n: p for n, i in slots.items() if (p := operand_at(b, op, i)) is not None}
+    x, w, out = placed["x"], placed["w"], b.target(op.value)
+    axes = range(len(out.shape) - 2)
+    pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], w.shape[2:], a.strides, a.dilations)
+    assert pads is not None
+
+    def entry(name: str) -> str:
+        """A scalar, or the entry of an output channel."""
+        p = placed.get(name)
+        return "" if p is None else f"p.{name}[0]" if math.prod(p.shape) == 1 else f"p.{name}[at_{name}(o1)]"
+
+    z, v = (f" - i64({e})" if (e := entry(n)) else "" for n in ("z", "v"))
+    walk = [f"for (i64 c = 0; c < {w.shape[1]}; c++)"]
+    for k in axes:
+        walk += [
+            f"for (i64 t{k} = 0; t{k} < {w.shape[2 + k]}; t{k}++) {{",
+            f"const i64 i{k} = o{k + 2} * {a.strides[k]} - {pads[k]} + t{k} * {a.dilations[k]};",
+            f"if (i{k} < 0 || i{k} >= {x.shape[2 + k]}) continue;",
+        ]
+    at_x = ", ".join(["o0", "first + c", *(f"i{k}" for k in axes)])
+    at_w = ", ".join(["o1", "c", *(f"t{k}" for k in axes)])
+    lines = f"""const i64 first = o1 / {max(w.shape[0] // a.group, 1)} * {w.shape[1]};
+        i64 acc = 0;
+        {" ".join(walk)}
+        acc += (i64(p.x[at_x({at_x})]){z}) * (i64(p.w[at_w({at_w})]){v});
+        {"}" * len(axes)}"""
+    at = coordinates("o", len(out.shape))
+    if linear:
+        t = wide(placed["s"].dtype)
+        bias = f" acc += i64({entry('b')});" if "b" in placed else ""
+        factor = f"{t}(widen(p.s[0])) * {t}(widen({entry('u')})) / {t}(widen(p.t[0]))"
+        lines += f"{bias} const {t} scaled = {t}(int(acc)) * ({factor}); {rounded('scaled', 'p.q[0]', out.dtype)}"
+        lines += f" p.y[at_y({at})] = {CPP[out.dtype]}(q);"
+    else:
+        lines += f" p.y[at_y({at})] = int(acc);"
+    emit_each(b, op, out.shape, placed, {"y": out}, lines, reads=operands_of(b, op))
+
+
 QUANTIZED: dict[str, Callable[[Builder, Op], None]] = {
     "QuantizeLinear": _quantize, "DequantizeLinear": _dequantize, "DynamicQuantizeLinear": _dynamic_quantize,
     "MatMulInteger": _integer_product, "QLinearMatMul": _integer_product,
+    "ConvInteger": _integer_convolution, "QLinearConv": _integer_convolution,
 }  # fmt: skip
 """Kind -> what emits it."""
