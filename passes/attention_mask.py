@@ -11,6 +11,8 @@ import numpy as np
 from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import ShapeAttrs
 from optdnn.passes.facts import reshape_target, scalar
 from optdnn.passes.views import View, groups
 from optdnn.types import FP64, Array, DType, Shape
@@ -47,7 +49,7 @@ def refuse(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: DType) -
             if not t.shape or t.shape[-1] != keys:
                 return f"the mask {name} {t} does not say a number for each key"
             regrouped = regrouped_shapes(t.shape, bias.lead, lead)
-            if regrouped is None or not _expressible(t.shape, *regrouped):
+            if regrouped is None or not _expressible(graph, t.shape, *regrouped):
                 return f"the mask {name} {t} does not fit the leading axes [{', '.join(map(str, lead))}]"
     if bias.condition is not None:
         low = scalar(graph, bias.value)
@@ -58,11 +60,37 @@ def refuse(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: DType) -
     return None
 
 
-def _expressible(before: Shape, expanded: Shape, shape: Shape) -> bool:
-    """Whether :func:`added` can write the regrouping with constant targets."""
+def _expressible(graph: Graph, before: Shape, expanded: Shape, shape: Shape) -> bool:
+    """Whether :func:`added` can write the regrouping."""
     if _same_size(before, expanded):
         return shape == expanded or reshape_target(before, shape) is not None
-    return all(isinstance(d, int) for d in expanded)
+    known = all(isinstance(d, int) or _axis_of(graph, d) is not None for d in expanded)
+    return known and (shape == expanded or reshape_target(expanded, shape) is not None)
+
+
+def _axis_of(graph: Graph, d: DimLike) -> tuple[Value, int] | None:
+    """An input of the network, and its axis of this symbolic size."""
+    for i in graph.inputs:
+        value = graph.op(i).value
+        for axis, size in enumerate(graph.type(value).shape or ()):
+            if size == d:
+                return value, axis
+    return None
+
+
+def _target(patch: Patch, shape: Shape) -> Value:
+    """The shape as a value: symbolic sizes are read from the network's inputs."""
+    if all(isinstance(d, int) for d in shape):
+        return patch.constant(np.asarray(shape, np.int64), "shape")
+    parts = []
+    for d in shape:
+        if isinstance(d, int):
+            parts.append(patch.constant(np.asarray([d], np.int64), "size"))
+            continue
+        found = _axis_of(patch.graph, d)
+        assert found is not None
+        parts.append(patch.add("Shape", [found[0]], ShapeAttrs(found[1], found[1] + 1)))
+    return patch.add("Concat", parts, ConcatAttrs(0))
 
 
 def regrouped_shapes(shape: Shape, lead: Shape, wanted: Shape) -> tuple[Shape, Shape] | None:
@@ -144,8 +172,7 @@ def added(patch: Patch, biases: Sequence[Bias], lead: Shape, dtype: DType) -> Va
         if bias.lead != lead:
             view = View(value, patch.type(value).dims)
             if view.shape != expanded and not _same_size(view.shape, expanded):
-                target = patch.constant(np.asarray(expanded, np.int64), "shape")
-                value = patch.add("Expand", [value, target])
+                value = patch.add("Expand", [value, _target(patch, expanded)])
                 view = View(value, patch.type(value).dims)
             regrouped_value = view.reshape(shape).add_to(patch)
             assert regrouped_value is not None

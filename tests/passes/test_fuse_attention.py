@@ -173,6 +173,18 @@ def test_swin_adds_its_mask_in_five_dimensions() -> None:
     assert graph.type(attention(graph).inputs[3]).shape == (B, H, L, L)  # type: ignore[arg-type]
 
 
+def test_swin_adds_its_mask_in_five_dimensions_to_a_symbolic_batch() -> None:
+    """Four windows an image: the mask is repeated for as many images as come."""
+
+    def mask(n: Net, s: Value) -> Value:
+        n.input(symbol("N", 1), 3, name="pictures")
+        wide = n.op("Reshape", n.op("Add", s, n.random(1, H, L, L)), n.ints(-1, 4, H, L, L))
+        return n.op("Reshape", n.op("Add", wide, n.random(1, 4, 1, L, L)), n.ints(-1, H, L, L))
+
+    graph, _ = check_pass(FuseAttention(), net(mask=mask, batch=4 * symbol("N", 1)), changes=1, sizes={"N": 3})
+    assert graph.kinds()["Expand"] == 1
+
+
 def test_a_mask_in_five_dimensions_that_is_not_constant() -> None:
     def mask(n: Net, s: Value) -> Value:
         wide = n.op("Reshape", s, n.ints(1, B, H, L, L))
@@ -331,3 +343,5 @@ def test_one_node_per_attention_in_exports(name: str, count: int, tmp_path: Path
     }
     graph = import_model(model, shapes=sizes)
     assert counted(graph) == {"Attention": count}
+    if name.startswith("swin"):
+        assert counted(import_model(model)) == {"Attention": count}, "with a symbolic batch"
