@@ -22,6 +22,7 @@ from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.fuse_norm import FuseNorm
 from optdnn.passes.fuse_pointwise import FusePointwise
 from optdnn.passes.fuse_prologue import FusePrologue
+from optdnn.passes.fuse_rotary import FuseRotary
 from optdnn.passes.fuse_siblings import FuseSiblings
 from optdnn.passes.fuse_softmax import FuseSoftmax
 from optdnn.passes.hoist_views import HoistViews
@@ -76,6 +77,7 @@ O2_GPU: tuple[Pass, ...] = (
     FoldConstants(),  # the number of an iteration is known now
     Unroll(),  # and so may be conditions in it
     *FOLDED,
+    FuseRotary(),  # what turns queries and keys, likewise
     FuseAttention(),  # before epilogues: scales and masks would become stages. On the GPU alone, which has a kernel for it
     FoldConstants(),  # sums of constant masks and biases
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
