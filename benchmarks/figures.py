@@ -63,7 +63,7 @@ def _precision(title: str, file: Path) -> str:
         f"Trained: accuracy on held-out pictures, batch {data['batch']}; others: "
         "seeded weights and pictures at batch 1, cosine distance from fp32. Calibration and `auto N` (precision auto, bound N) saw "
         "other pictures only. Bold: the fastest within 0.5 points (or the bound). All engines of a row were timed in turns. Last "
-        "line of auto: its speed over the fastest single precision within its bound, these two alone; = where it is the very same engine. "
+        "line of auto: its speed over the fastest single precision within its bound, these two alone; = where they are one. "
         f"Why each node has its precision, and what was declined: [{file.stem}.md](benchmarks/results/{file.stem}.md)."
     )
     said = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -17,27 +16,20 @@ from optdnn.importers.onnx import import_model
 from optdnn.models import trained
 from optdnn.types import Array
 
-ort = pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
 openvino = pytest.importorskip("openvino", reason="the cpu extra is not installed")
 quantization = pytest.importorskip("onnxruntime.quantization", reason="the cpu extra is not installed")
+quantizer = pytest.importorskip("support.quantizer")
 
 PICTURES = 32
 FORMS = {
-    "qdq, uint8 and int8 per channel": ("QDQ", "QUInt8", True),
-    "qdq, int8": ("QDQ", "QInt8", False),
-    "QLinear operators": ("QOperator", "QUInt8", False),
-    "dynamic": (None, "QUInt8", False),
+    "qdq, uint8 and int8 per channel": ("QDQ", "QUInt8 QInt8", True),
+    "qdq, int8": ("QDQ", "QInt8 QInt8", False),
+    "QLinear operators": ("QOperator", "QUInt8 QInt8", False),
+    "dynamic": (None, "QUInt8 QInt8", False),
 }
 ALSO = {"digits_mobile": ("qdq, uint8 and int8 per channel",), "digits_transformer": ("qdq, int8", "dynamic")}
 CASES = [("digits_resnet", form) for form in FORMS] + [(name, form) for name, forms in ALSO.items() for form in forms]
-
-
-class Reader:
-    def __init__(self, x: Array):
-        self.batches = iter([{"x": x[k : k + 16]} for k in range(0, 48, 16)])
-
-    def get_next(self) -> Any:
-        return next(self.batches, None)
 
 
 @pytest.fixture(scope="module")
@@ -52,35 +44,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pa
         clean = folder / f"{name}.onnx"
         if not clean.exists():
             quant_pre_process(str(trained.load(name).path), str(clean), skip_symbolic_shape=True)
-        written, (layout, activations, per_channel) = folder / f"{name}-{len(found)}.onnx", FORMS[form]
+        written, (layout, types, per_channel) = folder / f"{name}-{len(found)}.onnx", FORMS[form]
         if layout is None:
             quantization.quantize_dynamic(str(clean), str(written), weight_type=kinds.QInt8)
         else:
-            quantization.quantize_static(
-                str(clean),
-                str(written),
-                Reader(trained.calibration(name)),
-                quant_format=getattr(quantization.QuantFormat, layout),
-                activation_type=getattr(kinds, activations),
-                weight_type=kinds.QInt8,
-                per_channel=per_channel,
-            )
+            x = trained.calibration(name)
+            feeds = [{"x": x[k : k + 16]} for k in range(0, 48, 16)]
+            quantizer.quantize(clean, written, feeds, layout, types, per_channel=per_channel)
         found[name, form] = written
     logging.disable(logging.NOTSET)
     return found
 
 
-def session(model: Path, x: Array, level: str) -> Array:
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
-    result: Array = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+def run(model: Path, x: Array, level: str = "ORT_DISABLE_ALL") -> Array:
+    result: Array = quantizer.session(model, level).run(None, {"x": x})[0]
     return result
 
 
 def others(model: Path, x: Array, want: Array) -> float:
     """How far the libraries themselves are from ONNX Runtime without optimizations."""
-    far = [np.abs(session(model, x, "ORT_ENABLE_ALL") - want).max()]
+    far = [np.abs(run(model, x, "ORT_ENABLE_ALL") - want).max()]
     try:
         compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         far.append(np.abs(compiled(x)[0] - want).max())
@@ -108,10 +91,10 @@ def built(model: Path, x: Array, target: str, tactics: str) -> Build:
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_end_to_end_no_farther_than_the_libraries(models: dict[tuple[str, str], Path], name: str, form: str) -> None:
     model, x = models[name, form], trained.load(name).x[:PICTURES]
-    want = session(model, x, "ORT_DISABLE_ALL")
+    want = run(model, x)
     bound = others(model, x, want) + step(model, want)
     if form == "QLinear operators":  # OpenVINO does not read them; the same network as QDQ says how far it is
-        bound += others(models[name, "qdq, int8"], x, session(models[name, "qdq, int8"], x, "ORT_DISABLE_ALL"))
+        bound += others(models[name, "qdq, int8"], x, run(models[name, "qdq, int8"], x))
     assert bound < 0.2 * np.ptp(want)
     for target, tactics in (("cpu", "openvino"), ("cpu", "onnxruntime"), ("reference", "auto"), ("simulate", "auto")):
         build = built(model, x, target, tactics)
@@ -145,43 +128,6 @@ def test_every_scale_is_the_models_own(models: dict[tuple[str, str], Path], form
     assert (kinds["Conv"], kinds["Gemm"]) == (10, 1)
     asked = {r.asked.precision for r in build.precisions if r.asked.kind in ("Conv", "Gemm")}
     assert asked == {"int8"}, "the model itself asks for integers"
-
-
-def test_quantized_operators_alone_are_within_a_step() -> None:
-    """Convolution and product between Q and DQ, as one node each, in every library and kernel."""
-    rng = np.random.default_rng(0)
-    helper = onnx.helper
-    weights = {
-        "w": rng.integers(-127, 128, (8, 4, 3, 3)).astype(np.int8),
-        "ws": rng.uniform(0.001, 0.004, 8).astype(np.float32),
-        "wz": np.zeros(8, np.int8),
-        "b": rng.integers(-2000, 2000, 8).astype(np.int32),
-        "s": np.float32(0.02),
-        "z": np.uint8(0),
-        "t": np.float32(0.03),
-        "u": np.uint8(128),
-    }
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
-        helper.make_node("QLinearConv", ["q", "s", "z", "w", "ws", "wz", "t", "u", "b"], ["c"], pads=[1, 1, 1, 1]),
-        helper.make_node("DequantizeLinear", ["c", "t", "u"], ["y"]),
-    ]
-    value = onnx.helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes,
-        "one",
-        [value("x", 1, [2, 4, 9, 9])],
-        [value("y", 1, [2, 8, 9, 9])],
-        [onnx.numpy_helper.from_array(np.asarray(a), n) for n, a in weights.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    x = rng.uniform(0, 5, (2, 4, 9, 9)).astype(np.float32)
-    want = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
-    for target, tactics in (("cpu", "openvino"), ("cpu", "onnxruntime"), ("reference", "auto"), ("simulate", "auto")):
-        found = build_verbose(model, BuildOptions(target=target, tactics=tactics))
-        (got,) = found.engine.run({"x": x}).values()
-        assert np.abs(got - want).max() <= 0.03 * 1.001, (target, tactics)
-        assert (got != want).mean() < 0.05, (target, tactics)
 
 
 def test_scale_and_zero_point_may_differ_in_rank() -> None:

@@ -17,6 +17,7 @@ from optdnn.passes.ranges import Calibration
 from optdnn.precision.latency import Table, Timed
 from optdnn.precision.targets import Say, Way, assigned, base_of, permitted
 from optdnn.precision.turns import alternating, identity, in_turns, once_each, paired, turn_of
+from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.feeds import random_feeds as engine_feeds
 from optdnn.runtime.machine import machine, usable_cores
@@ -157,5 +158,8 @@ def cpu_rounds(
         few = sum(b.nbytes for b in engine.program.blobs) > SMALL_BYTES
         copies = [engine, *(Engine(engine.program) for _ in range(0 if few else PLACEMENTS - 1))]
         runs = [partial(c.context().run, feeds) for c in copies]
+        for run in runs:
+            run()  # after the first run, memory is moved onto huge pages
         turns[n] = alternating([turn_of(r, seconds=seconds, rest=REST_SECONDS) for r in runs])
+    settle()
     return in_turns(turns, rounds=rounds, give_up_ratio=give_up_ratio, tick=lambda n: say(f"measure {n}"))

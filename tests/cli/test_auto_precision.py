@@ -96,7 +96,7 @@ def test_the_account_as_markdown_escapes_names(cli: Cli, calib: Path, tmp_path: 
 
     hostile = save_convnet(tmp_path / "net.onnx", batch="N", names=HOSTILE)
     result = build(
-        cli, hostile, calib, tmp_path / "e", "--precision-report", tmp_path / "how.md", "--tactics", "openvino"
+        cli, hostile, calib, tmp_path / "e", "--precision-report", tmp_path / "how.md", "--tactics", "onnxruntime"
     )
     assert result.code == 0, result.err
     text = (tmp_path / "how.md").read_text(encoding="utf-8")

@@ -67,10 +67,16 @@ def many_operators() -> ModelProto:
 
 
 def quantize(
-    clean: Path, out: Path, feeds: Sequence[Mapping[str, Array]], layout: str, types: str, **extra: Any
+    clean: Path,
+    out: Path,
+    feeds: Sequence[Mapping[str, Array]],
+    layout: str,
+    types: str,
+    *,
+    per_channel: bool,
+    **extra: Any,
 ) -> Path:
-    """``quantize_static`` of a pre-processed file. ``types``: activations and weights, "QUInt8 QInt8"; weights per channel where
-    they are signed."""
+    """``quantize_static`` of a pre-processed file. ``types``: activations and weights, "QUInt8 QInt8"."""
     from onnxruntime import quantization as q
 
     activation, weight = (getattr(q.QuantType, t) for t in types.split())
@@ -84,7 +90,7 @@ def quantize(
             quant_format=getattr(q.QuantFormat, layout),
             activation_type=activation,
             weight_type=weight,
-            per_channel=types.endswith(" QInt8"),
+            per_channel=per_channel,
             extra_options=extra,
         )
     finally:
