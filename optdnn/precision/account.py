@@ -39,6 +39,8 @@ class Candidate:
     bytes: int | None = None
     tactic: str = ""
     error: str | None = None
+    tuned: bool = False
+    """``ms`` and ``verified`` are those after its tactics were tuned."""
 
     @property
     def worst(self) -> float:
@@ -130,6 +132,7 @@ class Account:
                 "tactic": c.tactic,
                 "within": c.verified is not None and c.worst <= self.bound,
                 "front": c.name in best,
+                **({"tuned": True} if c.tuned else {}),
                 **({"error": c.error} if c.error else {}),
             }
             for c in self.candidates

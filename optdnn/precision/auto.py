@@ -149,10 +149,10 @@ class _Auto:
             tighter = max(0.0, min(self.explorer.bound, self.bound - max([0.0, *missed])) * 0.75)
             self.explorer.bound = tighter
             self.say(f"beyond the bound on unseen data: search again within {tighter:.3g}")
-        met = chosen is not None
         if chosen is not None:
             chosen = self._finals(chosen)
-        else:
+        met = chosen is not None
+        if chosen is None:
             chosen = min(self._judged(), key=lambda c: (c.worst, c.ms if c.ms is not None else math.inf))
         return self._conclude(chosen, ways, met)
 
@@ -252,27 +252,30 @@ class _Auto:
             return None
         return _fastest(good)
 
-    def _finals(self, chosen: Candidate) -> Candidate:
-        """The race that decides where tactics are tuned: what came close is tuned, verified and timed once more."""
-        good = [c for c in self._judged() if c.worst <= self.bound and _cost(c) <= _cost(chosen) * CLOSE]
+    def _finals(self, chosen: Candidate) -> Candidate | None:
+        """The race that decides where tactics are tuned: what came close is tuned, verified and timed once more.
+
+        None where tuning took the last one that was within the bound beyond it.
+        """
+        good = [c for c in self._judged() if c.worst <= self.bound]
+        near = [c for c in good if _cost(c) <= _cost(chosen) * CLOSE]
         close = [
-            c for kind in (True, False) for c in sorted((c for c in good if c.single == kind), key=_cost)[:FINALISTS]
+            c for kind in (True, False) for c in sorted((c for c in near if c.single == kind), key=_cost)[:FINALISTS]
         ]
-        if len(close) < 2:
-            return chosen
         engines: dict[str, Engine] = {}
         for c in close:
             self.say(f"tune {c.name}")
             engine = self.driver.tuned(self.explorer.assigned(c.plan), len(close), self.say)
             if engine is None:
                 return chosen
+            outputs = self.judge.run(engine, unseen=True)
+            c.verified, c.tuned = self.judge.drop(outputs, unseen=True), True
             engines[c.name] = engine
-            c.verified = self.judge.drop(self.judge.run(engine, unseen=True), unseen=True)
         measured = self.driver.race(engines, self.say) or {}
         for c in close:
             c.ms = measured.get(c.name, c.ms)
-        still = [c for c in close if c.worst <= self.bound]
-        return _fastest(still) if still else chosen
+        left = [c for c in close if c.worst <= self.bound] or [c for c in good if not c.tuned]
+        return _fastest(left) if left else None
 
     def _conclude(self, chosen: Candidate, ways: Sequence[Way], met: bool) -> Found:
         library = chosen.way or chosen.tactic.partition("/")[0]

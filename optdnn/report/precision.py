@@ -47,6 +47,7 @@ def remark(c: Mapping[str, Any], auto: Mapping[str, Any]) -> str:
         return f"refused: {c['error']}"
     said = ["chosen"] if c["name"] == auto["chosen"] else []
     said += ["on the front"] if c["front"] else []
+    said += ["tuned"] if c.get("tuned") else []
     beyond = (
         c["drop"] is None or c["drop"] > auto["metric"]["bound"] or (c["verified"] or 0.0) > auto["metric"]["bound"]
     )
@@ -83,7 +84,7 @@ def declined(auto: Mapping[str, Any]) -> list[str]:
         if worst is None or worst > metric["bound"]:
             lost = "its result is not finite" if worst is None else f"it loses {worst:.3g} {metric['unit']}"
             found.append(f"{c['name']} declined: {lost}, the bound is {metric['bound']:g}{_culprits(c['name'], auto)}")
-        elif c["ms"] is not None and chosen["ms"] is not None and c["ms"] > chosen["ms"]:
+        elif c["ms"] is not None and chosen["ms"] is not None and c["ms"] > chosen["ms"]:  # if it was not tuned: by far
             times = f"{milliseconds(c['ms'])} ms against {milliseconds(chosen['ms'])} ms of {chosen['name']}"
             found.append(f"{c['name']} declined: it is slower here, {times}")
     return found

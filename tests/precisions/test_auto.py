@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from precisions.nets import data, perceptron
+from precisions.nets import CLASSES, WIDTH, data, perceptron
 
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError, UsageError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.lower import lower_reference
+from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.equalize import Equalize
 from optdnn.passes.precision import PrecisionPlan
@@ -82,6 +83,16 @@ def find(graph: Graph, driver: Numpy, monkeypatch: pytest.MonkeyPatch, **options
     monkeypatch.setattr(auto, "target_of", lambda *a, **k: driver)
     given = {"target": "cpu", "precision": "auto", "calib": DATA, "budget": 30.0, **options}
     return auto.find(graph, BuildOptions(**given), "cpu", TimingCache())
+
+
+def another_network() -> Graph:
+    """Another network of the same inputs and outputs: what a faulty kernel might make."""
+    graph = perceptron()
+    wrong = Graph("wrong")
+    x = wrong.add_input("x", graph.op(graph.inputs[0]).outputs[0].type)
+    two = wrong.add_constant(np.full((WIDTH, CLASSES), 2.0, np.float32), "two")
+    wrong.add_output(wrong.add("MatMul", [x, two], MatMulAttrs()).value, "y")
+    return wrong
 
 
 def node(account: Account, key: str) -> Any:
@@ -263,6 +274,23 @@ def test_close_ones_are_tuned_and_raced_once_more(monkeypatch: pytest.MonkeyPatc
     assert found.account.candidate().ms == 0.001
     assert set(tunings) == {len(tunings)}
     assert 2 <= len(tunings) <= 4
+    rows = {c["name"]: c for c in found.account.to_plain()["candidates"]}
+    assert sum(c.get("tuned", False) for c in rows.values()) == len(tunings)
+
+
+def test_what_tuning_takes_beyond_the_bound_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worse(Numpy):
+        def tuned(self, graph: Graph, shares: int, say: Any) -> Engine | None:
+            return self.quick(another_network(), PrecisionPlan(), "")
+
+    found = find(perceptron(), Worse(), monkeypatch, metric="mse", max_drop=0.01)
+    assert found.met
+    chosen = found.account.candidate()
+    assert not chosen.tuned
+    assert chosen.ms == min(
+        c.ms for c in found.account.candidates if c.ms is not None and not c.tuned and c.worst <= 0.01
+    )
+    assert any(c.tuned and c.worst > 0.01 for c in found.account.candidates)
 
 
 def test_integers_are_searched_on_the_equalized_graph(monkeypatch: pytest.MonkeyPatch) -> None:
