@@ -90,21 +90,24 @@ def compiled(file: Path) -> str:
     rows = [["network, batch", "optdnn ms", "torch.compile ms", "eager ms", "over torch.compile", "it compiled for"]]
     absent = []
     for row in data["rows"]:
-        found = row.get("candidates", {})
+        found, name = row.get("candidates", {}), row["name"].replace(":", ", ")
         if "median_ms" not in found.get("compile", {}):
-            why = found.get("compile", {}).get("error") or row.get("error", "?")
-            absent.append(f"{row['name'].replace(':', ', ')} ({why.splitlines()[0][:90]})")
+            absent.append(name)
             continue
         ms = [
             found[n]["median_ms"] if "median_ms" in found.get(n, {}) else math.nan for n in ("ours", "compile", "eager")
         ]
         cells = [f"{t:.3f}" for t in ms]
-        prepared = f"{found['compile']['prepare_s']:.0f} s"
-        rows.append([row["name"].replace(":", ", "), *cells, f"{ms[1] / ms[0]:.2f}×", prepared])
+        rows.append([name, *cells, f"{ms[1] / ms[0]:.2f}×", f"{found['compile']['prepare_s']:.0f} s"])
     about = (
-        f"{_machine(data)}. max-autotune, weights frozen, channels last, in a CUDA graph; measured once, eager beside it. "
+        f"{_machine(data)}. max-autotune, weights frozen, channels last, in a CUDA graph; measured once, eager beside it "
+        "(an nn.LSTM stays cuDNN's). "
         f"{data['at_once']} rows compiled at once on {data['cores']} cores, hence the long times; optdnn by the cost model. "
-        + (f"Not compiled in the time there was: {'; '.join(absent)}." if absent else "")
+        + (
+            f"Not compiled and measured within the {data['seconds']:.0f} s of the call: {'; '.join(absent)}."
+            if absent
+            else ""
+        )
     )
     return table("Beside torch.compile", rows, about)
 
