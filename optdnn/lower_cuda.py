@@ -103,6 +103,7 @@ def emit_program(
     _need_static(graph)
     b = Builder(graph, arch, kept=kept or Kept())
     b.padded = any(map(has_tf32, graph.ops()))
+    b.row_invariant = selection.row_invariant
     host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
     inputs, outputs = _borders(b)
     plan_concats(b, WRITES_ANYWHERE)

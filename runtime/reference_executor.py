@@ -17,7 +17,7 @@ from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KERNELS
-from optdnn.types import Array
+from optdnn.types import Array, DType
 
 OWN_KINDS = frozenset({"Pointwise"})
 """Kinds that run_kernel evaluates itself, without a kernel in the table."""
@@ -36,15 +36,15 @@ def reference_step(
 
 
 class ReferenceExecutor:
-    """One operator and its attributes; stateless, so it is its own session."""
+    """One operator, its attributes and its results' types; stateless, so it is its own session."""
 
     aliases = True  # Identity, Reshape and the like return views
     facts: Mapping[str, Plain] = {"executor": "reference", "library": "numpy", "version": np.__version__}
 
-    def __init__(self, kind: str, attrs: Mapping[str, Any], n_outputs: int):
+    def __init__(self, kind: str, attrs: Mapping[str, Any], dtypes: Sequence[DType]):
         self._kind = kind
         self._attrs = dict(attrs)
-        self._n_outputs = n_outputs
+        self._dtypes = tuple(dtypes)
 
     def session(self) -> ReferenceExecutor:
         return self
@@ -52,7 +52,7 @@ class ReferenceExecutor:
     def run(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> Sequence[Array]:
         # Infinities and NaNs are results like any other, not warnings.
         with np.errstate(all="ignore"):
-            return run_kernel(self._kind, inputs, self._attrs)[: self._n_outputs]
+            return run_kernel(self._kind, inputs, self._attrs, self._dtypes)[: len(self._dtypes)]
 
 
 def prepare(step: Step, program: Program, options: LoadOptions) -> ReferenceExecutor:
@@ -65,4 +65,6 @@ def prepare(step: Step, program: Program, options: LoadOptions) -> ReferenceExec
             f"the engine uses operator {kind!r}, which this version of optdnn has no NumPy kernel for",
             hint="upgrade optdnn, or rebuild the engine with this version",
         )
-    return ReferenceExecutor(kind, attrs_from_plain(step.params["attrs"]), len(step.outputs))
+    return ReferenceExecutor(
+        kind, attrs_from_plain(step.params["attrs"]), [program.buffers[i].dtype for i in step.outputs]
+    )

@@ -129,8 +129,10 @@ def _checked(cases: list[Any], engine: Any, model: Any, feeds: dict[str, Any], p
     got = engine.run(feeds)
     if engine.program.target.startswith("cuda"):
         from optdnn.runtime.cuda.check import check_steps
+        from optdnn.runtime.cuda.runner import CudaRunner
+        from optdnn.runtime.executor import LoadOptions
 
-        for e in check_steps(engine.context(), feeds):
+        for e in check_steps(CudaRunner(engine.program, LoadOptions()).context(), feeds):
             if not e.error <= STEP[precision]:
                 of = re.search(r"\bc(\d+) ", f"{e.nodes} ")
                 faults[int(of[1]) if of else 0] = f"{e.nodes}: {e.kind} by {e.kernel}: error {e.error:.1e}"

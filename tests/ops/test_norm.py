@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
 
+import optdnn
 from optdnn.dim import symbol
 from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ir.export_onnx import export_model
@@ -141,6 +142,14 @@ def test_layer_normalization_of_half_keeps_single_statistics() -> None:
     y, mean, inverse = run(import_case(wide), wide.fed)
     case = Case("LayerNormalization", [x, scale, bias], opset=17, outputs=3)
     check_case(case, [y.astype(FP16), mean, inverse], tol=EXACT)
+
+
+def test_engines_give_single_statistics_of_half() -> None:
+    case = Case("LayerNormalization", [normal(4, 6).astype(FP16), normal(6).astype(FP16)], opset=17, outputs=3)
+    for target in ("reference", "simulate"):
+        found = optdnn.build(case.model(), target=target).run(case.fed)
+        assert [found[k].dtype for k in ("y0", "y1", "y2")] == [FP16, FP32, FP32]
+        np.testing.assert_allclose(found["y1"], case.inputs[0].astype(FP32).mean(1, keepdims=True), rtol=1e-6)
 
 
 def test_layer_normalization_broadcasts_its_scale() -> None:

@@ -42,6 +42,8 @@ class AddNorm(Rehearsed):
             return f"the normalization behind it: {why}"
         if any(v is None or b.graph.type(v).shape != t.shape for v in op.inputs):
             return "an operand is broadcast"
+        if b.row_invariant and any(b.graph.constant_value(v) is not None for v in op.inputs):
+            return "beside a larger batch its constant is broadcast, and the sum is rounded before it is normalized"
         places = [b.operand(v) for v in op.inputs if v is not None]
         places += [b.reserved[v] for v in (op.value, norm.value) if v in b.reserved]
         if t.layout or any(not p.dense or p.offset % 8 or p.dtype != t.dtype for p in places):

@@ -34,6 +34,8 @@ RULES: dict[str, tuple[str, str, str, str]] = {
     "ReduceLogSumExp": ("{T}(0)", "exp(v - top)", "a + b", "(isinf(top) ? top : {T}(log(s)) + top)"),
 }
 
+OF_ELEMENTS = frozenset({"ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum"})
+"""Kinds that do something to an element that is reduced with no other."""
 REDUCTIONS = tuple(RULES)
 """Kinds of :class:`Reduction`."""
 
@@ -131,10 +133,12 @@ class Reduction(OwnTactic):
         assert op.inputs[0] is not None
         x, out = b.operand(op.inputs[0]), b.target(op.value)
         axes = reduced_axes(op.attrs, ints(b, op, 1), len(x.shape), op.kind)
-        if not axes:
+        if not axes and op.kind not in OF_ELEMENTS:
             copy(b, op, x, out)
             return ""
-        attrs = {"keepdims": op.attrs.keepdims, "noop_with_empty_axes": False}
+        attrs = {"keepdims": op.attrs.keepdims, "noop_with_empty_axes": not axes}
         named = b.constant(np.array(axes, np.int64), "axes")
-        emit_reduce(b, op, op.kind, x, axes, out, kind=op.kind, attrs=attrs, reads=[x, named])
+        if not axes:  # over an axis of one element, then
+            x, axes = x.view((*x.shape, 1), (*x.strides, 1)), (len(x.shape),)
+        emit_reduce(b, op, op.kind, x, axes, out, kind=op.kind, attrs=attrs, reads=[b.operand(op.inputs[0]), named])
         return ""

@@ -47,6 +47,24 @@ DEVICE u32 load_acquire(const u32* at) {
 DEVICE void store_release(u32* at, u32 value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
+// What racecheck follows. Its hazards are judged by barriers at which every thread arrives, all at one instruction; of the two protocols
+// below it sees neither a warp that stands behind its one lane that arrives, nor a named barrier that two roles reach in code of their
+// own. RACECHECK (benchmarks/gpu/sanitize.py) puts an mbarrier of all threads in their place: the same waits, at the same points.
+#ifdef RACECHECK
+constexpr int RING_ARRIVALS = COMPUTE;
+DEVICE void leave_stage(u32 barrier, int) { barrier_arrive(barrier); }
+DEVICE void meet_publisher(u32 base, int step) {
+    barrier_arrive(base + 32);
+    barrier_wait(base + 32, step & 1);
+}
+#else
+constexpr int RING_ARRIVALS = COMPUTE / 32;
+DEVICE void leave_stage(u32 barrier, int lane) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier);
+}
+DEVICE void meet_publisher(u32, int) { named_barrier(1, COMPUTE + 32); }
+#endif
 DEVICE void spin_guard(int tries) {
 #ifdef BARRIER_TRAP
     if (tries > 4000000) __trap();
@@ -196,8 +214,7 @@ template <int CHUNKS> DEVICE void project(const Params& p, const Place& at, u32 
                         make_float4(g[k].x + bias.x, g[k].y + bias.y, g[k].z + bias.z, g[k].w + bias.w);
             }
         }
-        __syncwarp();
-        if (at.lane == 0) barrier_arrive(base + 64 + 8 * stage);
+        leave_stage(base + 64 + 8 * stage, at.lane);
         named_barrier(1, COMPUTE + 32);            // all gates are stored: the publisher raises the flag
         if (++stage == INPUT_STAGES) stage = 0, parity ^= 1;
     }
@@ -323,7 +340,7 @@ DEVICE void recur(const Params& p, const Place& at, u32 base) {
                 if (n < at.count) shared_half(own + n * 64 + at.unit * 2, pack1(h[i]));
             }
         }
-        named_barrier(1, COMPUTE + 32);            // with the publisher
+        meet_publisher(base, step);
         if (step + 1 < p.steps) {
             // Neighbouring lanes send neighbouring pieces to one peer; peers are begun with in turn.
             const u32 target = hidden + (buffer ^ 1) * HIDDEN_BYTES + at.rank * COLUMNS * 64, pieces = at.count * 4;
@@ -350,7 +367,7 @@ DEVICE void publish_recurrence(const Params& p, const Place& at, u32 base) {
     u16* output = at.layer + 1 == p.layers ? p.output : p.hidden + (long long)at.layer * p.steps * p.batch * HIDDEN;
     grid_dependency_wait();
     for (int step = 0; step < p.steps; step++) {
-        named_barrier(1, COMPUTE + 32);
+        meet_publisher(base, step);
         const int position = REVERSE ? p.steps - 1 - step : step;
         for (int i = at.lane; i < at.count * 4; i += 32)
             *reinterpret_cast<uint4*>(output + ((long long)position * p.batch + at.first + i / 4) * HIDDEN + at.rank * 32 + i % 4 * 8) =
@@ -383,6 +400,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sm90(const __grid_c
     const u32 base = smem_address(shared);
     if (threadIdx.x == 0) {
         if (at.kind) {
+#ifdef RACECHECK
+            barrier_init(base + 32, COMPUTE + 32);
+#endif
             for (int i = 0; i < 2; i++) {
                 barrier_init(base + 8 * i, 1);
                 barrier_expect(base + 8 * i, RANKS * at.count * 64);
@@ -390,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sm90(const __grid_c
         } else {
             for (int i = 0; i < INPUT_STAGES; i++) {
                 barrier_init(base + 8 * i, FETCHERS);
-                barrier_init(base + 64 + 8 * i, COMPUTE / 32);
+                barrier_init(base + 64 + 8 * i, RING_ARRIVALS);
             }
         }
         barrier_init_fence();

@@ -60,6 +60,10 @@ def reductions(n: Net) -> list[Any]:
         *found,
         n.op("ReduceSum", x, n.ints(0, 2), attrs=reduce.ReduceAttrs(False)),
         n.op("ReduceMax", x, n.ints(0)),
+        *(
+            n.op(f"Reduce{k}", x, n.ints(), attrs=reduce.ReduceAttrs(True, True))
+            for k in ("SumSquare", "LogSum", "Sum")
+        ),
     ]
 
 

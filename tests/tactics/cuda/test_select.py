@@ -184,6 +184,22 @@ def test_row_invariant_sums_in_the_order_that_a_large_batch_takes(name: str) -> 
     assert len(seen[True]) == 1
 
 
+def test_row_invariant_sums_with_a_constant_are_rounded_at_every_batch() -> None:
+    """Positions that are added to one image have its shape; to several, they are broadcast, which is a kernel of its own."""
+    chosen = {}
+    for batch in (1, 2):
+        n = Net()
+        x = n.op("Add", n.op("Softmax", n.matmul(n.input(batch, 6, 64), 64)), n.random(1, 6, 64))
+        y = n.op("LayerNormalization", x, n.positive(64), n.random(64))
+        graph = n.done(n.op("Add", x, n.matmul(y, 64)))
+        for invariant in (False, True):
+            found = emitted(graph, row_invariant=invariant).decisions
+            chosen[batch, invariant] = [d.choice.tactic for d in found if d.op.kind in ("Add", "LayerNormalization")]
+    assert "add_norm_half" in chosen[1, False]
+    assert chosen[1, False] != chosen[2, False]
+    assert chosen[1, True] == chosen[2, True]
+
+
 def test_row_invariant_recurrent_layers_take_rows_one_by_one() -> None:
     for invariant, tactic in ((False, "rnn_sm90"), (True, "rnn")):
         (d,) = [d for d in emitted(recurrent("LSTM"), row_invariant=invariant).decisions if d.op.kind == "LSTM"]
