@@ -162,18 +162,31 @@ def choices(graph: Graph, target: str) -> list[Choice]:
             refused["fp8"] = "fp8 is for GPUs"
         elif arch == "sm_80":
             refused["fp8"] = "sm_80 has no fp8 arithmetic"
-        elif reason is not None or op.kind not in ANCHORS:
-            refused["fp8"] = reason or f"{op.kind} has no fp8 form"
+        elif (reason := no_fp8(graph, op, target)) is not None:
+            refused["fp8"] = reason
         else:
             offered.append("fp8")
         found.append(Choice(key(op), op.kind, tuple(sorted(op.src)), tuple(offered), refused))
     return found
 
 
+def no_fp8(graph: Graph, op: Op, target: str = "") -> str | None:
+    """Why an op has no fp8 form, or None."""
+    if op.kind not in ANCHORS:
+        return f"{op.kind} has no fp8 form"
+    if op.kind == "Conv" and op.attrs.group > 1:
+        return "there is no kernel for groups in fp8"
+    return no_integers(graph, op, target)
+
+
 def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
     """Why an op has no quantized form (on a target, where that is given), or None."""
     if op.kind == "ConvTranspose" and target.partition(":")[0] in ("cuda", "simulate"):
         return "there is no kernel for it on integers"
+    if op.kind == "Conv" and op.attrs.group > 1 and target.partition(":")[0] in ("cuda", "simulate"):
+        weights = graph.type(_operand(op, 1)).dims
+        if len(weights) != 4 or weights[1] != 1 or weights[0] != op.attrs.group or op.attrs.group % 16:
+            return "of groups, integers have a kernel for depthwise convolutions of multiples of 16 channels alone"
     if op.kind not in ANCHORS | SHARES_SCALE | OWN_SCALE:
         return f"{op.kind} has no int8 form"
     if not is_float(op.outputs[0].type.dtype):

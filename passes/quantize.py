@@ -21,7 +21,7 @@ from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Fired, PassReport, Refused, node_names
-from optdnn.passes.precision import ANCHORS, OWN_SCALE, SHARES_SCALE, PrecisionPlan, no_integers
+from optdnn.passes.precision import ANCHORS, OWN_SCALE, SHARES_SCALE, PrecisionPlan, no_fp8, no_integers
 from optdnn.passes.ranges import FP8_LARGEST, Calibration, Range, fp8_scale, integer_parameters
 from optdnn.passes.split_prologue import split_prologue
 from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
@@ -80,7 +80,8 @@ class _Quantizer:
                 self.refused[op.id] = no_integers(self.graph, op) or ""
                 self.report.refused.append(Refused(asked, node_names([op]), self.refused[op.id]))
             if op.kind in ANCHORS and not is_quantized(self.graph, op):
-                reason = no_integers(self.graph, op, self.target)
+                why = no_fp8 if asked == "fp8" else no_integers
+                reason = why(self.graph, op, self.target)
                 if reason is None:
                     if op.attrs.prologue:
                         split_prologue(self.graph, op)

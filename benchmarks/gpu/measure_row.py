@@ -33,7 +33,7 @@ from optdnn.runtime.cuda.measure import replay_times
 Replay = Callable[[], object]
 WRONG = 0.03
 """Error against fp32, of the largest output, beyond which a candidate at fp16 is called wrong (unless PyTorch's is as large)."""
-WRONG_INT8 = 0.25
+WRONG_8BIT = 0.25
 """The same at int8: the logits of a network with random weights are small differences."""
 
 
@@ -129,7 +129,7 @@ def measure(order: Mapping[str, Any]) -> dict[str, Any]:
             stream.synchronize()
             repeats = all(torch.equal(a, b) for a, b in zip(got, out.values(), strict=True))
             candidates[which] = {"error_rel": error, "load_s": round(load, 3), "repeats": repeats}
-            if not error <= max(WRONG_INT8 if "int8" in row["precision"] else WRONG, 2 * torch_error):
+            if not error <= max(WRONG_8BIT if "8" in row["precision"] else WRONG, 2 * torch_error):
                 candidates[which]["error"] = f"wrong: {error:.3g} of the largest output"
             replays[which] = lambda bound=bound: bound.run(stream)  # type: ignore[misc]
             kept.append((engine, context, bound, out))

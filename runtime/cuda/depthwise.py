@@ -269,7 +269,9 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     outputs, taps = config.tile_h * config.tile_w, math.prod(s.kernel)
     # Instructions of a thread: multiply-adds, conversions of inputs and weights, loads with their bounds, the epilogue.
     lanes = config.lanes
-    work = outputs * taps * lanes + rows * columns * (lanes + 6) + taps * lanes + outputs * (5 * lanes + 4) + 150
+    convert, finish = (1.0, 5) if problem.item == 2 else (2.2, 15)  # bytes become floats, and results bytes
+    work = outputs * taps * lanes + rows * columns * (convert * lanes + 6) + taps * lanes
+    work += outputs * (finish * lanes + 4) + 150
     registers = min(255, outputs * lanes + taps * lanes + 2 * columns * lanes // 2 + 40)
     resident = max(1, config.blocks, 65536 // (registers * config.threads))
     resident = min(resident, 2048 // config.threads)

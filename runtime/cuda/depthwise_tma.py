@@ -183,8 +183,10 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     rows = (config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
     # Instructions of a thread and tile: multiply-adds, conversions, shared loads, the epilogue with its store.
-    work = outputs * taps * lanes + 1.3 * rows * columns * (lanes + 1) + config.tile_h * taps * (lanes + 1)
-    work += outputs * (6 * lanes + 6) + 60
+    # Bytes take two instructions to become floats, and some where what lies outside is no zero; results, three times as many.
+    convert, finish = (1.3 * (lanes + 1), 6) if problem.item == 2 else (2.2 * lanes + (4 if problem.outside else 1), 15)
+    work = outputs * taps * lanes + rows * columns * convert + config.tile_h * taps * (lanes + 1)
+    work += outputs * (finish * lanes + 6) + 60
     per_block = -(-count // max(1, blocks // slabs))
     warps = (config.threads // 32 - 1) * resident(problem, config)  # few of them leave issue slots empty
     tile = config.threads * work / 128 / min(0.8, 0.35 + 0.03 * warps)

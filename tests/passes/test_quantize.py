@@ -101,6 +101,27 @@ def test_gpus_give_zero_points_to_what_is_not_padded_with_zeros(layer: str, nega
     assert zero is None if dtype == INT8 else (zero != 0) == negative
 
 
+@pytest.mark.parametrize(
+    ("asked", "channels", "group", "because"),
+    [
+        ("int8", 32, 32, ""),
+        ("int8", 24, 24, "multiples of 16 channels alone"),
+        ("int8", 32, 4, "multiples of 16 channels alone"),
+        ("fp8", 32, 32, "no kernel for groups in fp8"),
+        ("fp8", 32, 1, ""),
+    ],
+)
+def test_gpus_have_kernels_for_some_groups(asked: str, channels: int, group: int, because: str) -> None:
+    n = Net()
+    graph = n.done(n.conv(n.input(2, channels, 6, 6), channels, group=group))
+    (choice,) = choices(graph, "cuda:sm_90a")
+    assert (asked in choice.precisions) == (not because)
+    assert because in choice.refused.get(asked, "")
+    report = assign(graph, f"{asked}+fp16", "cuda:sm_90a")
+    assert (graph.kinds().get("QuantizeLinear", 0) == 1) == (not because)
+    assert any(because in r.reason for r in report.refused) == bool(because)
+
+
 @pytest.mark.parametrize(("target", "dtype"), [("cpu", UINT8), ("cuda:sm_90a", INT8)])
 def test_operands_of_an_integer_convolution(target: str, dtype: object) -> None:
     graph = chain()
