@@ -175,6 +175,7 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
     "depthwise": lambda n: (
         n.fake(n.qconv(n.fake(n.qconv(n.fake(n.input(2, 32, 9, 7), 0.03), 32, group=32), 0.04), 32, 5, stride=2, group=32), 0.04),
     ),
+    "a mean alone": lambda n: (n.fake(n.op("GlobalAveragePool", n.fake(n.input(2, 12, 5, 7), 0.03, 9)), 0.02, -3),),
     "depthwise with its mean": lambda n: squeezed(n, 200, 5, None, np.int8),
     "depthwise with its mean, zero points": lambda n: squeezed(n, 2, 40, 30, np.uint8),
     "depthwise, float result": lambda n: (
@@ -195,6 +196,9 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
         ),
     ),
     "zero points, depthwise": lambda n: (shifted_depthwise(n, n.fake(n.input(2, 32, 9, 7), 0.03, 117, np.uint8)),),
+    "zero points, depthwise by TMA": lambda n: (
+        n.fake(n.qconv(n.fake(n.input(16, 64, 28, 28), 0.03, 117, np.uint8), 64, 5, group=64), 0.04, 7),
+    ),
     "zero points, a perceptron": lambda n: (
         n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03, 80, np.uint8), 40)), 0.03, -128), 10),
     ),

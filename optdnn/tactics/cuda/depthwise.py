@@ -80,12 +80,12 @@ def _gaps(b: Builder, op: Op) -> str | None:
     return None
 
 
-def _dense(b: Builder, op: Op, x: Placed) -> Placed:
-    """A residual as the kernels read it: itself, or a copy."""
+def _dense(b: Builder, op: Op, x: Placed, name: str) -> Placed:
+    """An image as the kernels read it: itself, or a copy."""
     strides = channels_last(x.shape, x.shape[1])
     if x.is_like(strides) and x.offset * x.dtype.itemsize % 16 == 0:
         return x
-    made = b.new(f"{op.outputs[0].name}.residual", x.dtype, x.shape, strides)
+    made = b.new(f"{op.outputs[0].name}.{name}", x.dtype, x.shape, strides)
     copy(b, op, x, made)
     return made
 
@@ -143,7 +143,7 @@ class HalfDepthwise(Rehearsed):
         operands = {"input": x, "output": between, "weights": packed, "bias": bias}
         residual = None
         if ep.residual is not None:
-            residual = operands["residual"] = _dense(b, op, b.operand(ep.residual))
+            residual = operands["residual"] = _dense(b, op, b.operand(ep.residual), "residual")
         constants = [b.constant(c, "scalar") for c in ep.constants]
         tail = [residual, *constants] if residual is not None or constants else []
         attrs = {
@@ -210,7 +210,7 @@ def _emit_squeezed(
 
 class DepthwiseOfIntegers(Rehearsed):
     """Depthwise convolutions of int8 or uint8 images: products and sums are exact in fp32, the epilogue is that of other
-    8-bit convolutions."""
+    8-bit convolutions. Images in another order than channels-last are copied."""
 
     name = "depthwise_8bit"
 
@@ -225,8 +225,6 @@ class DepthwiseOfIntegers(Rehearsed):
             return f"it is for int8 weights, not {weight.dtype.name}"
         if weight.shape[0] % 16:
             return "its channels do not come in sixteens"
-        if (why := _gaps(b, op)) is not None:
-            return why
         return None if _offers(self._problem(b, op)) else "no tile of the kernel fits it"
 
     def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
@@ -258,7 +256,10 @@ class DepthwiseOfIntegers(Rehearsed):
         offers = _offers(problem)
         b.offer(offers)
         config = config or offers[0].config
-        x, target = b.operand(op.inputs[0]), b.target(op.value)
+        x, out = _dense(b, op, b.operand(op.inputs[0]), "image"), b.target(op.value)
+        dense = channels_last(out.shape, out.shape[1])
+        lies = out.is_like(dense) and out.byte_offset % 16 == 0
+        target = out if lies else b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, dense)
         half = ml_dtypes.bfloat16 if problem.out_dtype == "bfloat16" else np.float16  # either holds an int8 exactly
         packed = b.constant(depthwise.pack_weights(weight).astype(half), f"{op.outputs[0].name}.weights")
         pairs = b.constant(np.ascontiguousarray(channel), f"{op.outputs[0].name}.scales")
@@ -266,7 +267,7 @@ class DepthwiseOfIntegers(Rehearsed):
         channels, taps_w = weight.shape[0], weight.shape[3]
         reads: list[Placed | None] = [x, packed.view(weight.shape, (1, 0, taps_w * channels, channels)), pairs]
         if op.input(3) is not None:
-            operands["residual"] = _dense(b, op, b.operand(op.inputs[3]))  # type: ignore[arg-type]
+            operands["residual"] = _dense(b, op, b.operand(op.inputs[3]), "residual")  # type: ignore[arg-type]
             reads.append(operands["residual"])
         offset = quantized.byte_bias(problem.residual_dtype) + a.residual_zero
         requantize = Requantize(a.residual_scale, offset, a.low, a.high, a.zero)
@@ -276,11 +277,13 @@ class DepthwiseOfIntegers(Rehearsed):
             mean = Narrow(m.factor, m.low, m.high, m.zero)
             launch = _described(problem, config, b.arch, requantize, mean)
             _emit_squeezed(b, op, pool, problem, config, launch, operands, attrs_dict(a), reads, mean)
-            return str(config)
-        recipe, found = _described(problem, config, b.arch, requantize)
-        emit_description(
-            b, op, recipe, found, operands, kind="QuantizedConv", attrs=attrs_dict(a), reads=reads, writes=[target]
-        )
+        else:
+            recipe, found = _described(problem, config, b.arch, requantize)
+            emit_description(
+                b, op, recipe, found, operands, kind="QuantizedConv", attrs=attrs_dict(a), reads=reads, writes=[target]
+            )
+        if not lies:
+            copy(b, op, target, out)
         return str(config)
 
 

@@ -356,7 +356,7 @@ class MaxPoolOfIntegers(OwnTactic):
 
 
 class MeanOfIntegers(OwnTactic):
-    """Global average pooling of int8 or uint8 images that lie channels-last without gaps."""
+    """Global average pooling of int8 or uint8 images; those that do not lie channels-last without gaps are copied."""
 
     name = "mean_8bit"
 
@@ -364,16 +364,15 @@ class MeanOfIntegers(OwnTactic):
         x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
         if x.dtype.name not in ("int8", "uint8") or op.outputs[0].type.dtype != x.dtype:
             return "it is for int8 or uint8, in and out"
-        assert op.inputs[0] is not None
-        placed = b.operand(op.inputs[0])
-        if x.static_shape[1] % 4 or not placed.is_like(channels_last(placed.shape, placed.shape[1])):
-            return "its images have gaps or another order"
-        return None
+        return "its channels do not come in fours" if x.static_shape[1] % 4 else None
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[0] is not None
         a, x, target = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
         n, c, *spatial = x.shape
+        if not x.is_like(channels_last(x.shape, c)) or x.offset % 4:
+            given, x = x, b.new(f"{op.outputs[0].name}.image", x.dtype, x.shape, channels_last(x.shape, c))
+            copy(b, op, given, x)
         out, dense = target, (c, 1, *(1 for _ in spatial))
         if not target.is_like(dense) or target.offset % 4:
             out = b.new(f"{op.outputs[0].name}.mean", target.dtype, target.shape, dense)

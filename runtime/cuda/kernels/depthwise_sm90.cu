@@ -94,14 +94,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         Tile acc;
         if (inside) {
             const Element* patch = reinterpret_cast<const Element*>(ring + stage * PATCH_BYTES) + own;
+            // Which columns of the patch lie inside of the image, one bit each: less to keep than their predicates.
+            const int top = out_y * STRIDE_H - p.pad_h, left = out_x * STRIDE_W - p.pad_w;
+            const u32 inner = (1u << max(0, min(COLUMNS, p.width - left))) - 1 & ~((1u << min(COLUMNS, max(0, -left))) - 1);
             accumulate(
                 acc,
                 [&](int r, Input (&in)[COLUMNS]) {
                     #pragma unroll
                     for (int c = 0; c < COLUMNS; c++) {
                         in[c] = load_input(patch + (r * PATCH_W + c) * CHANNELS);
-                        const int y = out_y * STRIDE_H - p.pad_h + r, x = out_x * STRIDE_W - p.pad_w + c;
-                        if (OUTSIDE && (unsigned(y) >= unsigned(p.height) || unsigned(x) >= unsigned(p.width))) in[c] = no_input(p.outside);
+                        if (OUTSIDE && !(inner >> c & (unsigned(top + r) < unsigned(p.height)))) in[c] = no_input(p.outside);
                     }
                 },
                 [&](int tap) { return WEIGHTS_IN_SHARED ? shared_weights[tap * VECTORS + local] : own_weights[WEIGHTS_IN_SHARED ? 0 : tap]; });

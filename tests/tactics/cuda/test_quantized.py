@@ -78,6 +78,12 @@ def test_a_depthwise_convolution_sums_its_integers_on_its_way(name: str, steps: 
     assert kinds.count("ConvSqueeze") + kinds.count("SqueezeFinish") == steps
 
 
+def test_large_images_with_zero_points_come_by_tma() -> None:
+    n = QNet()
+    _, program = built(n.done(*NETS["zero points, depthwise by TMA"](n)))
+    assert "depthwise_sm90.cu" in {k.template for k in program.kernels}
+
+
 def test_a_stem_quantizes_its_image_and_reads_pixels_together() -> None:
     n = QNet()
     _, program = built(n.done(*NETS["a stem"](n)))
