@@ -22,6 +22,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.runtime.program import Kernel, Program, Step
 from optdnn.streams import Streams, on_lanes
 from optdnn.tactics.cuda.assemble import compact, placed, pruned
+from optdnn.tactics.cuda.bounds import input_bounds
 from optdnn.tactics.cuda.builder import Builder, Placed, has_tf32, row_major
 from optdnn.tactics.cuda.host import CHEAPER, HostSide, plain_shape, summary
 from optdnn.tactics.cuda.kept import Kept
@@ -136,6 +137,8 @@ def emit_program(
     held = [d for d in decisions if not d.steps or any(id(s) in present for s in d.steps)]
     program = compact(group_steps(keep_inputs_on_host(program)))
     program.meta["host"] = summary(graph, host, program)
+    if bounds := input_bounds(graph):
+        program.meta["bounds"] = bounds
     return Emitted(program, held)
 
 

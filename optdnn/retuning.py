@@ -27,7 +27,7 @@ from optdnn.tactics.timing_cache import TimingCache
 
 ROUNDS = 5
 """In how many turns the old engine and the new one are measured."""
-MADE = ("arch", "host", "memory", "nvrtc", "streams", "tactics", KEY)
+MADE = ("arch", "bounds", "host", "memory", "nvrtc", "streams", "tactics", KEY)
 """What lowering writes into ``meta``."""
 
 

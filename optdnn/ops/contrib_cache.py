@@ -65,7 +65,7 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
             2 * half if isinstance(half, int) and isinstance(size, int) and 2 * half != size else 0,
         )
         (q,), (k,) = (e.op("RotaryEmbedding", [y, *turns], attrs) for y in (q, k))
-    k, v = (_cached(e, new, past, held) for new, past in ((k, node.input(3)), (v, node.input(4))))
+    k, v = (_cached(e, new, past, held, total) for new, past in ((k, node.input(3)), (v, node.input(4))))
     keys = e.type(k).dims[2]
     places = np.arange(keys) if isinstance(keys, int) else _range(e, emit(e, "Shape", k, start=2, end=3))
     row = emit(e, "Unsqueeze", positions, np.array([2], np.int64))
@@ -102,10 +102,16 @@ def _heads(node: NodeSpec, e: Emit, x: Ref, heads: int, groups: int) -> list[Ref
     return [split_heads(e, part, n) for part, n in zip(parts, (heads, groups, groups), strict=True)]
 
 
-def _cached(e: Emit, new: Ref, past: Ref | None, held: Ref) -> Ref:
-    """The cache with room for all new positions, these written at ``held``: (batch, heads, past + length, size)."""
+def _cached(e: Emit, new: Ref, past: Ref | None, held: Ref, total: Ref) -> Ref:
+    """The cache with room for all new positions, these written at ``held``: (batch, heads, past + length, size).
+
+    Where ``total`` is known not to exceed what the cache holds, there is room in the cache itself: it is written where it is.
+    """
     if past is None:
         return new
+    known, capacity = e.value(total), e.type(past).dims[2]
+    if known is not None and isinstance(capacity, int) and int(known.reshape(-1)[0]) <= capacity:
+        return e.op("TensorScatter", [past, new, held], TensorScatterAttrs(axis=2))[0]
     room = emit(e, "Mul", new, np.zeros((), e.type(new).dtype))
     buffer = emit(e, "Concat", past, room, axis=2)
     return e.op("TensorScatter", [buffer, new, held], TensorScatterAttrs(axis=2))[0]
@@ -117,7 +123,7 @@ def _present(e: Emit, cache: Ref, past: Ref | None, total: Ref) -> Ref:
         return cache
     known = e.value(total)
     lengths = e.type(past).dims[2], e.type(cache).dims[2]
-    if known is not None and known.reshape(-1)[0] == lengths[1]:
+    if known is not None and (lengths[0] == lengths[1] or known.reshape(-1)[0] == lengths[1]):
         return cache
     end = emit(e, "Max", _int64(e, total, flat=True), emit(e, "Shape", past, start=2, end=3))
     return emit(e, "Slice", cache, np.array([0], np.int64), end, np.array([2], np.int64))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import EngineError, InputError, RunError
+from optdnn.runtime.bounds import bounds_of, check_bounds
 from optdnn.runtime.cuda.arrays import check_pointer, check_stream, import_cupy, on_gpu, pointer_of, stream_handle
 from optdnn.runtime.cuda.caller import Called, Caller
 from optdnn.runtime.cuda.calls import LibraryCall
@@ -68,6 +69,7 @@ class CudaRunner:
         check_lanes(program)
         self.waits = waits_of(program.lanes)
         fact: dict[str, Plain] = {"executor": "cuda", "arch": program.target.partition(":")[2]}
+        self.bounds = bounds_of(program.meta.get("bounds", {}))
         self.in_place = kept_in_place(program, self.steps)
         """Output -> input buffer: the output begins as a copy of the input, which nothing else reads. Where the caller gives both
         the same memory, nothing is copied."""
@@ -335,6 +337,7 @@ class CudaContext:
         cu, p, signature = driver(), self.runner.program, self.runner.signature
         arrays = signature.arrays(feeds)
         sizes = signature.sizes(arrays)
+        check_bounds(self.runner.bounds, signature.inputs, arrays)
         given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
         handle = self.stream.handle if stream is None else self.stream_of(stream)
         for (_, i), a in zip(p.inputs, arrays, strict=True):

@@ -18,6 +18,7 @@ import numpy as np
 
 from optdnn.errors import EngineError, InputError, InternalError, OptdnnError, RunError
 from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
+from optdnn.runtime.bounds import bounds_of, check_bounds
 from optdnn.runtime.cuda.plan import TF32, CudaStep, View, parse
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.host import (
@@ -66,6 +67,7 @@ class SimulateRunner:
             raise EngineError(f"simulate runs the steps of a GPU's program, not those of {', '.join(others)}")
         self.program = program
         self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
+        self.bounds = bounds_of(program.meta.get("bounds", {}))
         self.on_host = host_buffers(program)
         self.actions = [_action(step, program, self.on_host) for step in program.steps]
         check_lanes(program)
@@ -205,6 +207,7 @@ class SimulateContext:
             p, signature = self._runner.program, self._runner.signature
             arrays = signature.arrays(feeds)
             sizes = signature.sizes(arrays)
+            check_bounds(self._runner.bounds, signature.inputs, arrays)
             given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
             self._host = [None if b.blob is None else p.blobs[b.blob] for b in p.buffers]
             self._host.append(None)

@@ -1,0 +1,77 @@
+"""Positions and lengths that inputs may not hold: GPUs' programs refuse them before they run, wherever the arrays are NumPy's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+import optdnn
+from optdnn.errors import EngineError, InputError
+from optdnn.runtime.bounds import bounds_of
+from optdnn.runtime.cuda.usable import why_not
+
+TARGETS = [
+    "simulate",
+    pytest.param(
+        "cuda:sm_90a",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))],
+    ),
+]
+F = np.float32
+
+
+def _lstm() -> onnx.ModelProto:
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[t, 2, 3] x, int32[2] lengths) => (float[t, 1, 2, 4] y)
+        { y = LSTM<hidden_size = 4>(x, w, r, , lengths) }"""
+    )
+    rng = np.random.default_rng(0)
+    for name, columns in (("w", 3), ("r", 4)):
+        array = rng.standard_normal((1, 16, columns)).astype(F)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return model
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_lengths_beyond_the_sequence(target: str) -> None:
+    engine = optdnn.build(_lstm(), target=target, shapes={"x": "1..5..9x2x3"}, tactics="heuristic")
+    want = optdnn.build(_lstm(), target="reference")
+    for steps in (5, 7):
+        x, right = np.ones((steps, 2, 3), F), np.array([steps, 0], np.int32)
+        got = engine.run({"x": x, "lengths": right})["y"]
+        np.testing.assert_allclose(got, want.run({"x": x, "lengths": right})["y"], rtol=2e-3, atol=1e-4)
+        for wrong in (steps + 1, -1, 2**31 - 1):
+            with pytest.raises(InputError, match=rf"'lengths' holds {wrong}; LSTM \S+ takes 0 to {steps}"):
+                engine.run({"x": x, "lengths": np.array([1, wrong], np.int32)})
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_positions_outside_of_what_they_index(target: str) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 11, opset_import: ["": 24]>
+        g (int32[n] ids, float[1, 4, 8] cache, float[1, 2, 8] rows, int64[1] at) => (float[n, 2] y, float[1, 4, 8] new)
+        <float[3, 2] table = {1, 2, 3, 4, 5, 6}> {
+          wide = Cast<to = 7>(ids)  y = Gather(table, wide)  new = TensorScatter(cache, rows, at)
+        }"""
+    )
+    engine = optdnn.build(model, target=target, shapes={"ids": (2,)}, tactics="heuristic")
+    right: dict[str, Any] = {"ids": np.array([-3, 2], np.int32), "at": np.array([2])}
+    right |= {"cache": np.zeros((1, 4, 8), F), "rows": np.ones((1, 2, 8), F)}
+    results = engine.run(right)
+    np.testing.assert_array_equal(results["y"], [[1, 2], [5, 6]])
+    assert results["new"].sum() == 16
+    with pytest.raises(InputError, match=r"'ids' holds 3; Gather \S+ takes -3 to 2"):
+        engine.run({**right, "ids": np.array([0, 3], np.int32)})
+    with pytest.raises(InputError, match=r"'at' holds 3; TensorScatter \S+ takes 0 to 2"):
+        engine.run({**right, "at": np.array([3])})
+
+
+def test_malformed_bounds_of_an_engine_are_refused() -> None:
+    assert bounds_of({"x": [0, 3, "Gather a"]}) == {"x": (0, 3, "Gather a")}
+    for wrong in ([], {"x": [0, 3]}, {"x": [0.5, 3, "a"]}, {"x": [0, True, "a"]}):
+        with pytest.raises(EngineError, match="bounds of inputs are malformed"):
+            bounds_of(wrong)
