@@ -184,8 +184,8 @@ def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
     if op.kind == "ConvTranspose" and target.partition(":")[0] in ("cuda", "simulate"):
         return "there is no kernel for it on integers"
     if op.kind == "Conv" and op.attrs.group > 1 and target.partition(":")[0] in ("cuda", "simulate"):
-        weights = graph.type(_operand(op, 1)).dims
-        if len(weights) != 4 or weights[1] != 1 or weights[0] != op.attrs.group or op.attrs.group % 16:
+        filters = graph.type(_operand(op, 1)).dims
+        if len(filters) != 4 or filters[1] != 1 or filters[0] != op.attrs.group or op.attrs.group % 16:
             return "of groups, integers have a kernel for depthwise convolutions of multiples of 16 channels alone"
     if op.kind not in ANCHORS | SHARES_SCALE | OWN_SCALE:
         return f"{op.kind} has no int8 form"
