@@ -63,7 +63,9 @@ def _build(patch: Patch, terms: Sequence[Term], result: Sequence[str], sizes: di
         wanted = {*result, *(label for t in rest[k + 1 :] for label in t.labels)}
         left = _summed(patch, first, {*wanted, *other.labels})
         right = _summed(patch, other, {*wanted, *first.labels})
-        first = _product(patch, left, right, wanted, sizes)
+        if result and result[-1] in left.labels and result[-1] not in right.labels:
+            left, right = right, left  # the result's last axis is the product's: Keras writes scores as k @ q
+        first = _product(patch, left, right, wanted, sizes, result)
     return _ordered(patch, _summed(patch, first, set(result)), result)
 
 
@@ -90,9 +92,10 @@ def _shaped(patch: Patch, value: Value, shape: Sequence[int]) -> Value:
     return patch.add("Reshape", [value, patch.constant(np.array(shape, np.int64), "shape")], ReshapeAttrs())
 
 
-def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, int]) -> Term:
-    """Two operands as one product of matrices, its batch in front."""
+def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, int], result: Sequence[str]) -> Term:
+    """Two operands as one product of matrices, its batch in front, in the order that the result has."""
     batch = [x for x in a.labels if x in b.labels and x in wanted]
+    batch.sort(key=lambda x: result.index(x) if x in result else len(result))
     inner = [x for x in a.labels if x in b.labels and x not in wanted]
     rows = [x for x in a.labels if x not in b.labels]
     columns = [x for x in b.labels if x not in a.labels]

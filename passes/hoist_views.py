@@ -88,6 +88,39 @@ class HoistView(Rule):
         return patch
 
 
+class AddBeforeSplit(Rule):
+    """``reshape(x @ W, [..., heads, size]) + b`` is ``reshape(x @ W + flat(b), ...)``: Keras's biases have an axis of heads."""
+
+    name = "add_before_reshape"
+    kinds = frozenset({"Add"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        for value, other in (op.inputs, op.inputs[::-1]):
+            bias = graph.constant_value(other)
+            if value is None or bias is None or graph.op(value).kind != "Reshape":
+                continue
+            reshape = graph.op(value)
+            x, target = reshape.inputs[:2]
+            if x is None or target is None or graph.op(x).kind not in ("MatMul", "Gemm"):
+                continue
+            if graph.sole_user(value) is None or graph.sole_user(x) is None:
+                continue
+            before, after = graph.type(x).shape, graph.type(value).shape
+            if before is None or after is None or op.outputs[0].type.shape != after or bias.ndim < 2:
+                continue
+            own = bias.shape[next((i for i, n in enumerate(bias.shape) if n != 1), bias.ndim) :]
+            if len(own) >= 2 and own == after[len(after) - len(own) :] and bias.size == before[-1]:
+                return Match((op, reshape), (x, bias.reshape(-1), target, reshape.attrs))
+        return None
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        x, bias, target, attrs = match.data
+        patch = Patch(graph, match.ops)
+        y = patch.add("Add", [x, patch.constant(bias, "bias")])
+        patch.replace(match.ops[0].value, patch.add("Reshape", [y, target], attrs))
+        return patch
+
+
 def _vector(graph: Graph, op: Op) -> tuple[Value, Array] | None:
     """The operand of an addition whose other one is constant along all axes but the last: (operand, that vector)."""
     for i in (0, 1):
@@ -121,4 +154,4 @@ class HoistViews(RulePass):
     """Each view once it stands behind a product."""
 
     name = "hoist_views"
-    rules = (HoistView(),)
+    rules = (HoistView(), AddBeforeSplit())

@@ -61,3 +61,8 @@ def test_an_axis_that_broadcasts_is_refused() -> None:
     n = Net()
     graph = n.done(n.op("Einsum", n.input(4, 1), n.input(5, 6, name="y"), attrs=EinsumAttrs("ij,jk->ik")))
     check_refused(PASS, graph, because="an axis of 1 broadcasts along j")
+
+
+def test_scores_written_the_other_way_round_need_no_transposition_behind() -> None:
+    """Keras: keys first; the product is of queries and keys all the same."""
+    check_pass(PASS, net("bjhd,bihd->bhij"), changes=1, kinds={"MatMul": 1, "Transpose": 2})

@@ -95,3 +95,22 @@ def test_others_are_no_candidates(name: str) -> None:
 )
 def test_groups_of_axes(fine: tuple[int, ...], coarse: tuple[int, ...], lined: object) -> None:
     assert groups(fine, coarse) == lined
+
+
+def heads(*bias: int, batch: int = 2, shared: bool = False) -> Graph:
+    """Keras's projection to heads: the bias is added behind the reshape."""
+    n = Net(np.float64)
+    y = n.op("Reshape", n.matmul(n.input(batch, 5, 8), 12), n.ints(batch, 5, 3, 4))
+    return n.done(n.op("Add", n.random(*bias), y), *([y] if shared else []))
+
+
+@pytest.mark.parametrize("bias", [(3, 4), (1, 1, 3, 4)])
+def test_a_bias_with_an_axis_of_heads_is_added_to_the_product(bias: tuple[int, ...]) -> None:
+    graph, _ = check_pass(HoistViews(), heads(*bias), changes=1, kinds={"MatMul": 1, "Add": 1, "Reshape": 1})
+    (op,) = graph.of_kind("Reshape")
+    assert graph.op(op.inputs[0]).kind == "Add"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("graph", [heads(4), heads(3, 1), heads(5, 3, 4), heads(3, 4, shared=True)])
+def test_other_additions_stay_behind_the_reshape(graph: Graph) -> None:
+    check_untouched(HoistViews(), graph)
