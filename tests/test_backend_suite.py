@@ -1,8 +1,8 @@
 """ONNX's own backend tests: every case is either right or refused with a typed error, and what is refused is a checked list.
 
-``backend_expected.json`` maps patterns of test names to the reason why those cases are refused today, and (``on_cpu``) names the
-cases whose engine for a GPU has steps on the CPU. The lists only shrink: a case that passes although it is listed fails here, and
-so does a pattern that matches nothing.
+``backend_expected.json`` maps patterns of test names to the reason why those cases are refused today, and names the cases whose
+engine for a GPU has steps on the CPU (``on_cpu``) and those that on cpu NumPy runs (``by_numpy``). The lists only shrink: a case
+that passes although it is listed fails here, and so does a pattern that matches nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from onnx.backend.test.loader import load_model_tests
+from support import operators
 
 import optdnn.backend
 from optdnn.errors import InputError, ModelError, UnsupportedError, UsageError
@@ -160,6 +161,13 @@ def test_cpu(name, monkeypatch):
         pytest.importorskip(library, reason="the cpu extra is not installed")
     monkeypatch.setattr(cpu, "take_turns", functools.partial(cpu.take_turns, rounds=1, turn_seconds=0.0))
     attempt(CPU, name)
+    engine = optdnn.build(load(name), target="cpu", threads=1)
+    by_numpy = sorted({step.params["kind"] for step in engine.program.steps if step.executor == "reference"})
+    if SAME_ONNX:
+        listed = LISTED["by_numpy"].get(name, [])
+        assert by_numpy == listed, (
+            f"{', '.join(by_numpy) or 'nothing'} runs in NumPy: correct the list (other libraries?)"
+        )
 
 
 @pytest.mark.parametrize("name", PASSING)
@@ -188,6 +196,14 @@ def test_shares_on_a_gpu():
     """All of the cases that are not refused pass, 97 of 100 of them without a step on the CPU."""
     assert set(LISTED["on_cpu"]) <= set(PASSING), "these are no cases that pass"
     assert len(LISTED["on_cpu"]) <= 0.03 * len(PASSING)
+
+
+@pytest.mark.skipif(not SAME_ONNX, reason=f"the list is of onnx {KNOWN_ONNX}")
+def test_the_table_of_operators_is_what_ran():
+    assert set(LISTED["by_numpy"]) <= set(PASSING), "these are no cases that pass"
+    models = {name: functools.partial(load, name) for name in PASSING}
+    written = operators.PATH.read_text(encoding="utf-8")
+    assert operators.table(models, PASSING, LISTED) == written, "run: python benchmarks/operators.py"
 
 
 @pytest.mark.gpu

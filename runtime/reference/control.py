@@ -46,14 +46,20 @@ def loop(
         for row, value in zip(rows, results[1 + carried :], strict=True):
             row.append(value)
         i += 1
-    scans = [np.stack(row) if row else _empty(body, 1 + carried + k) for k, row in enumerate(rows)]
+    fed = [np.asarray(i, np.int64), np.asarray(going), *state, *captured]
+    scans = [np.stack(row) if row else _empty(body, 1 + carried + k, fed) for k, row in enumerate(rows)]
     finals = [s if s is not None else np.zeros(0) for s in state]
     return (*finals, *scans)
 
 
-def _empty(body: PlainGraph, output: int) -> Array:
-    """A scan output of no iterations. Its rank is not known then; ONNX Runtime too gives what it can."""
-    register = body.outputs[output] - body.inputs - len(body.constants)
+def _empty(body: PlainGraph, output: int, fed: Sequence[Array | None]) -> Array:
+    """A scan output of no iterations: its element type. Its rank is not known then; ONNX Runtime too gives what it can."""
+    register = body.outputs[output]
+    given = [*fed, *body.constants]
+    if register < len(given):  # what goes into the body comes out of it
+        source = given[register]
+        return np.zeros(0, np.float32 if source is None else source.dtype)
+    register -= len(given)
     for op in body.ops:
         if 0 <= register < len(op.dtypes):
             return np.zeros(0, op.dtypes[register])
@@ -93,7 +99,7 @@ def scan(
     outputs = []
     for k, (row, axis, direction) in enumerate(zip(rows, scan_output_axes, scan_output_directions, strict=True)):
         if not row:
-            outputs.append(_empty(body, states + k))
+            outputs.append(_empty(body, states + k, [*state, *sequences, *captured]))
             continue
         stacked = np.stack(row[::-1] if direction else row)
         outputs.append(np.moveaxis(stacked, 0, axis))

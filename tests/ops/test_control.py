@@ -19,6 +19,8 @@ from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.ir.text import to_text
+from optdnn.passes.base import PassContext, run_pipeline
+from optdnn.passes.pipelines import PIPELINE
 from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.reference import control
 from optdnn.runtime.reference.nested import PlainGraph
@@ -219,6 +221,18 @@ def test_cpu_engine() -> None:
     feed = {"n": np.array(4), "x": np.array([1, 2, 3], F)}
     for a, b in zip(engine.run(feed).values(), onnxruntime_run(model(LOOP), feed), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_a_loop_that_does_not_run_gives_its_state_as_no_rows_of_its_type() -> None:
+    text = """
+    g (int64 n, int32 x) => (int32 y, int32[t] all) {
+        y, all = Loop(n, , x) <body = b (int64 i, bool c, int32 v) => (bool d, int32 w, int32 v2)
+            { d = Identity(c)  w = Add(v, v)  v2 = Identity(v) }>
+    }"""
+    graph = import_model(model(text))
+    run_pipeline(graph, PIPELINE(3, "cpu"), PassContext("cpu"))
+    got = evaluate(graph, {"n": np.array(0), "x": np.array(3, np.int32)})
+    assert [(a.dtype, a.shape) for a in got.values()] == [(np.int32, ()), (np.int32, (0,))]
 
 
 def test_text_form_shows_bodies_by_their_digests() -> None:
