@@ -1,19 +1,26 @@
-"""The convolutions of 8-bit operands over odd cases on a GPU, each against its exact meaning: a line per fault, then a count.
+"""Kernels of 8-bit operands on a GPU against what `simulate` computes: a line per fault, then counts.
 
-python benchmarks/gpu/int8_cases.py [NAME...]
+    python benchmarks/gpu/int8_cases.py [--out results.json] [NAME...]
+
+Convolutions over odd cases, tile by tile, then small networks of every family (convolutions, products, depthwise, pools, additions,
+concatenations, zero points), launch by launch. Integers are equal to the bit; behind transcendental stages, to one step.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.quantized_cases import CASES, DTYPES, Case, arrays, compare, family
+from support.quantized_nets import NARROWED, NETS, QNet, launches
 
 from optdnn.errors import OptdnnError
 from optdnn.runtime.cuda import conv, graphs, nvrtc
@@ -56,14 +63,46 @@ def run(case: Case, cache: nvrtc.KernelCache, at: Device, stream: graphs.Stream)
     return compare(case, runs[0].view(out_dtype).reshape(data.expected.shape), data.expected)
 
 
-def main(names: list[str]) -> int:
+def networks() -> list[dict[str, Any]]:
+    """A row for each network: its steps, and the worst error of its 8-bit results (see ``StepError``)."""
+    from support.simulated import feeds_of
+
+    from optdnn.runtime.cuda.check import check_steps
+
+    rows: list[dict[str, Any]] = []
+    for name, build in [*NETS.items(), *NARROWED.items()]:
+        n = QNet()
+        graph = n.done(*build(n)) if name in NETS else build()  # type: ignore[call-arg, operator]
+        context, program = launches(graph)
+        steps = check_steps(context, feeds_of(graph))
+        narrow = [
+            e
+            for e, s in zip(steps, program.steps, strict=True)
+            if any(program.buffers[i].dtype.itemsize == 1 for i in s.outputs)
+        ]
+        rows.append(
+            {"network": name, "kinds": [e.kind for e in steps], "worst": max((e.error for e in narrow), default=0.0)}
+        )
+        allowed = 0.0 if name in NETS else 4e-3
+        if rows[-1]["worst"] > allowed:
+            print(f"WRONG {name}: {[e for e in narrow if e.error > allowed]}", flush=True)
+            rows[-1]["wrong"] = True
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of single convolutions; none: all of them, and the networks")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    names = options.names
     torch.zeros(1, device="cuda")
     at, stream, cache = Device.open(0), graphs.Stream(), nvrtc.KernelCache(Path("/tmp/kernels-int8"))
     chosen = {n: c for n, c in CASES.items() if not names or n in names}
     begin = time.time()
     cache.get_many([family(c).recipe(c.problem, c.config, checked=True) for c in chosen.values()], 16)
     print(f"{len(chosen)} kernels in {time.time() - begin:.1f} s", flush=True)
-    wrong = 0
+    wrong, faults = 0, {}
     for name, case in chosen.items():
         try:
             fault = run(case, cache, at, stream)
@@ -71,11 +110,25 @@ def main(names: list[str]) -> int:
             print(f"FAILED {name}: {error}", flush=True)
             return 1
         wrong += bool(fault)
+        faults[name] = fault
         if fault:
             print(f"WRONG {name}: {fault}", flush=True)
     print(f"int8 cases: {len(chosen) - wrong} of {len(chosen)} right", flush=True)
+    rows = [] if names else networks()
+    if rows:
+        bad = sum("wrong" in row for row in rows)
+        print(f"networks: {len(rows) - bad} of {len(rows)} right", flush=True)
+        wrong += bad
+    if options.out:
+        found = {
+            "what": "8-bit kernels against their meaning in NumPy",
+            "gpu": at.name,
+            "convolutions": faults,
+            "networks": rows,
+        }
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -8,7 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
+from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
@@ -18,6 +20,11 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.assign_layout import AssignLayout
+from optdnn.passes.base import PassContext
+from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.passes.integers import MoveIntegers, RecentreIntegers
+from optdnn.runtime.program import Program
 from optdnn.types import FP16
 from support.net import Net
 
@@ -205,3 +212,13 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
     "zero points, a residual block and pools": lambda n: (shifted_block(n, n.fake(n.input(2, 16, 9, 9), 0.03, 125, np.uint8)),),
 }  # fmt: skip
 """8-bit networks of convolutions, products, pools and additions, exact to the bit: what makes their last values."""
+
+
+def launches(graph: Graph, target: str = "cuda:sm_90a") -> tuple[Any, Program]:
+    """A context of the network on a GPU, and its program, whose float operators stay what they are."""
+    from optdnn.runtime.engine import Engine
+
+    for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
+        one(graph, PassContext(target=target))
+    program = lower_cuda(graph, BuildOptions(target=target), target, {})
+    return Engine(program).context(), program

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from support.needs import why_no_hopper
-from support.quantized_nets import NARROWED, NETS, QNet
+from support.quantized_nets import NARROWED, NETS, QNet, launches
 from support.simulated import feeds_of
 
-from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
-from optdnn.lower_cuda import lower_cuda
-from optdnn.passes.assign_layout import AssignLayout
-from optdnn.passes.base import PassContext
-from optdnn.passes.fold_quantized import FoldQuantized
-from optdnn.passes.integers import MoveIntegers, RecentreIntegers
 from optdnn.runtime.cuda.check import StepError, check_steps
-from optdnn.runtime.engine import Engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
-TARGET = "cuda:sm_90a"
 
 
 def errors(graph: Graph) -> list[StepError]:
-    for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
-        one(graph, PassContext(target=TARGET))
-    context: Any = Engine(lower_cuda(graph, BuildOptions(target=TARGET), TARGET, {})).context()
+    context, _ = launches(graph)
     return check_steps(context, feeds_of(graph))
 
 
