@@ -67,6 +67,7 @@ def rows_timed() -> list[tuple[str, rows.Problem]]:
     found = []
     for name, count in (("BERT b1", 128), ("BERT b32", 4096), ("ViT b32", 32 * 197)):
         found.append((f"layer_norm+add {name}", rows.Problem("layer_norm", count, 768, add=True, sum=True)))
+    found.append(("layer_norm ViT b32", rows.Problem("layer_norm", 32 * 197, 768)))
     found.append(("layer_norm big", rows.Problem("layer_norm", 1 << 16, 1024)))
     found.append(("softmax 12x128x128 b1", rows.Problem("softmax", 12 * 128, 128)))
     found.append(("softmax 12x128x128 b32", rows.Problem("softmax", 32 * 12 * 128, 128)))
@@ -113,6 +114,9 @@ def attention_checks() -> list[attention.Problem]:
         apart(2, 4, 70, 333, 64, kv=2, mask=(0, 0, 333)),
         apart(1, 2, 5, 1000, 40, causal=True, causal_offset=995),
         merged(1, 2, 513, 128, causal=True, dtype="bfloat16"),
+        merged(60, 12, 197, 64),  # more than run at a time
+        merged(61, 9, 100, 80, mask=(100 * 100, 0, 100)),
+        merged(90, 11, 150, 64, causal=True, lengths=True, dtype="bfloat16"),
     ]
 
 
@@ -170,7 +174,7 @@ TIMED: dict[str, Callable[[], list[tuple[str, Any]]]] = {
     "depthwise": depthwise_timed, "rows": rows_timed, "group_norm": group_norm_timed,
     "attention": attention_timed, "rnn": rnn_timed,
 }  # fmt: skip
-LIMITS = {"depthwise": (4, 7), "rows": (3, 4), "group_norm": (4, 4), "attention": (4, 8), "rnn": (4, 4)}
+LIMITS = {"depthwise": (4, 7), "rows": (8, 12), "group_norm": (4, 4), "attention": (8, 14), "rnn": (4, 4)}
 
 
 def recipe_of(family: str, problem: Any, config: Any) -> nvrtc.Recipe:

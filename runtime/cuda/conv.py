@@ -201,7 +201,9 @@ class Config:
 
     ``stages``: ring depth; ``split``: blocks per cluster that share K; ``out_buffers``: output tiles in flight; ``stationary``:
     the weights of the block's K range are loaded once and kept; ``blocks``: blocks per multiprocessor that registers must allow;
-    ``direct``: one tile per block, stored from registers (always so when ``split`` > 1).
+    ``direct``: one tile per block, stored from registers (always so when ``split`` > 1). ``alternate``: two warpgroups take whole
+    tiles in turn, one finishing while the other multiplies. ``share``: blocks of a cluster over channels x pixels; those of the
+    same pixels (or channels) load their pixels (weights) once, by multicast.
     """
 
     wgm: int
@@ -214,6 +216,28 @@ class Config:
     stationary: bool = False
     blocks: int = 1
     direct: bool = False
+    alternate: bool = False
+    share: tuple[int, int] = (1, 1)
+
+    @property
+    def sharers(self) -> int:
+        """Blocks of a cluster that load together."""
+        return math.prod(self.share)
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.split * self.sharers
+
+    @property
+    def turns(self) -> int:
+        """Tiles that the block's warpgroups work on at a time."""
+        return 2 if self.alternate else 1
+
+    @property
+    def groups(self) -> int:
+        """Multiplying warpgroups of a block."""
+        return self.wgm * self.wgn * self.turns
 
     @property
     def stores_directly(self) -> bool:
@@ -233,7 +257,7 @@ class Config:
     @property
     def threads(self) -> int:
         """Threads of a block: the consumer warpgroups and two loading warps (a warpgroup of which two idle, where wide)."""
-        return self.wgm * self.wgn * 128 + (128 if self.wide else 64)
+        return self.groups * 128 + (128 if self.wide else 64)
 
     def __str__(self) -> str:
         name = f"{self.wgm}x{self.wgn}m{self.mt}n{self.bn}s{self.stages}"
@@ -242,9 +266,18 @@ class Config:
             + (f"k{self.split}" if self.split > 1 else "d" if self.direct else f"o{self.out_buffers}")
             + ("w" if self.stationary else "")
             + f"b{self.blocks}"
+            + ("a" if self.alternate else "")
+            + ("c{}x{}".format(*self.share) if self.sharers > 1 else "")
         )
 
+    def joint_tiles(self, problem: Problem) -> tuple[int, int]:
+        """Tiles over the channels, and in all; those of a cluster that shares are one."""
+        channels = -(-problem.channels // (self.tile[0] * self.share[0]))
+        return channels, channels * -(-problem.pixels // (self.tile[1] * self.share[1]))
 
+
+SHARES = ((1, 1), (2, 1), (1, 2), (2, 2))
+"""Clusters that load together. Of two blocks, since multiprocessors come in pairs: of more, some multiprocessors stay idle."""
 WIDE_REGISTERS = 232
 """Of a multiplying thread where the loading warps give theirs up."""
 
@@ -264,7 +297,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     operands = -(-operands // 1024) * 1024
     if config.stores_directly:
         return _BARRIER_BYTES + operands + config.wgm * config.wgn * direct_bytes(config.mt, config.bn, config.split)
-    return _BARRIER_BYTES + operands + config.out_buffers * config.tile[0] * config.tile[1] * problem.out_item
+    buffers = config.out_buffers * config.turns
+    return _BARRIER_BYTES + operands + buffers * config.tile[0] * config.tile[1] * problem.out_item
 
 
 def register_limit(threads: int, blocks: int, registers: int = 65536) -> int:
@@ -277,6 +311,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
     """Why the configuration cannot run the problem, or None."""
     if config.bn % 8 or not 8 <= config.bn <= 256 or config.mt not in (1, 2) or config.wgm * config.wgn not in (1, 2):
         return "not a tile of this kernel"
+    if config.alternate and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
+        return "two warpgroups of a block alone on its multiprocessor take tiles in turn"
     if any(source.pitch for source in problem.sources):
         return "pixels that overlap are for the patch kernel"
     if problem.out_item == 4 and not config.stores_directly:
@@ -303,12 +339,26 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         needed += -(-config.bn // 8 // config.split) * (2 + max(2, problem.out_item) * config.mt)
     if needed + 40 > limit:
         return f"{needed} accumulators and addresses exceed {limit} registers"
-    if config.wide and (config.wgm * config.wgn != 2 or config.blocks > 1 or config.stores_directly):
+    if config.sharers > 1 and (reason := _refuse_sharing(config)):
+        return reason
+    if config.wide and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
         return "more than 128 accumulators a thread are for two warpgroups of a block alone on its multiprocessor"
     if config.mt * config.bn > 320:
         return "more than 160 accumulators a thread"
     if config.direct and (config.stationary or config.mt * config.bn > 128):
         return "direct stores are for small tiles, one per block"
+    return None
+
+
+def _refuse_sharing(config: Config) -> str | None:
+    """Why blocks of a cluster cannot load together, or None."""
+    over_channels, over_pixels = config.share
+    if config.share not in SHARES:
+        return "not a cluster of this kernel"
+    if config.bn % (8 * over_channels) or config.tile[0] % (8 * over_pixels):
+        return "the parts that blocks load for one another are whole groups of eight rows"
+    if config.stationary or config.stores_directly:
+        return "blocks that load together keep no weights, and store by TMA"
     return None
 
 
@@ -321,6 +371,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "WGM": config.wgm, "WGN": config.wgn, "MT": config.mt, "BN": config.bn, "BK": problem.block, "STAGES": config.stages,
         "SPLIT": config.split,
         "DIRECT": int(config.stores_directly), "OUT_BUFFERS": config.out_buffers, "WEIGHTS_STATIONARY": int(config.stationary),
+        "ALTERNATE": int(config.alternate), "SHARE_CHANNELS": config.share[0], "SHARE_PIXELS": config.share[1],
         "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
     }  # fmt: skip
     return Recipe(
@@ -437,10 +488,11 @@ def weight_rows(problem: Problem) -> int:
 
 def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
     """Blocks to launch: every tile once for direct stores, a persistent grid otherwise."""
-    channel_tiles = -(-problem.channels // config.tile[0])
-    tiles = channel_tiles * -(-problem.pixels // config.tile[1])
+    channel_tiles, tiles = config.joint_tiles(problem)
     if config.stores_directly:
         return tiles * config.split
+    if config.sharers > 1:
+        return min(tiles, clusters(device, config.sharers)) * config.sharers
     resident = device.multiprocessors * max(
         1, min(config.blocks, device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024))
     )
@@ -449,6 +501,12 @@ def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
     if config.stationary:  # a block keeps its channel tile
         return resident // channel_tiles * channel_tiles or channel_tiles
     return resident
+
+
+def clusters(device: Device, blocks: int) -> int:
+    """Clusters of so many blocks, each alone on its multiprocessor, that run at a time. Clusters lie within groups of 16 or 18
+    multiprocessors, so four blocks leave two of 18 idle."""
+    return device.multiprocessors // blocks if blocks <= 2 else device.multiprocessors // 33 * 32 // blocks
 
 
 def parameters(
@@ -491,10 +549,11 @@ def _source_map(problem: Problem, source: Source, config: Config, pointer: int) 
     if source.mode == ROWS:
         rows = n * source.height * source.width
         strides = (source.channels * problem.item,)
-        return encode_tiled(problem.dtype, pointer, (source.channels, rows), strides, (problem.block, config.bn), span)
+        box = (problem.block, config.bn // config.share[0])
+        return encode_tiled(problem.dtype, pointer, (source.channels, rows), strides, box, span)
     return encode_im2col(
         problem.dtype, pointer, (n, source.height, source.width, source.channels), kernel=source.kernel, stride=source.stride,
-        padding=source.padding, dilation=source.dilation, pixels=config.bn, channels=problem.block, swizzle=span,
+        padding=source.padding, dilation=source.dilation, pixels=config.bn // config.share[0], channels=problem.block, swizzle=span,
     )  # fmt: skip
 
 
@@ -514,7 +573,9 @@ def bind(
     block, depth = problem.block, problem.k_steps * problem.block
     shape, strides = (depth, weight_rows(problem)), (depth * problem.item,)
     maps = [
-        encode_tiled(problem.dtype, pointers.weights, shape, strides, (block, config.tile[0]), problem.span),
+        encode_tiled(
+            problem.dtype, pointers.weights, shape, strides, (block, config.tile[0] // config.share[1]), problem.span
+        ),
         *[
             _source_map(problem, source, config, at)
             for source, at in zip(problem.sources, pointers.sources, strict=True)
@@ -527,12 +588,11 @@ def bind(
     maps.append(encode_tiled(dtype, pointers.output, shape, strides, box, problem.out_span))
     maps.append(encode_tiled(dtype, pointers.residual or pointers.output, shape, strides, box, problem.out_span))
     params = parameters(problem, pointers, maps, requantize)
-    params.channel_tiles = -(-problem.channels // config.tile[0])
-    params.tiles = params.channel_tiles * -(-problem.pixels // config.tile[1])
+    params.channel_tiles, params.tiles = config.joint_tiles(problem)
     params.reverse = int(reverse)
     return Launch(
         function, (grid_blocks(problem, config, device), 1, 1), config.threads, [raw_bytes(params)],
-        shared=shared_bytes(problem, config), cluster=config.split, dependent=dependent, label=label or str(config),
+        shared=shared_bytes(problem, config), cluster=config.cluster, dependent=dependent, label=label or str(config),
     )  # fmt: skip
 
 

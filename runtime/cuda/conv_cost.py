@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from optdnn.runtime.cuda.conv import Config, Problem, refuse, shared_bytes
+from optdnn.runtime.cuda.conv import SHARES, Config, Problem, clusters, refuse, shared_bytes
 from optdnn.runtime.cuda.device import Device
 
 CLOCK = 1.75e9  # Hz under load
@@ -21,6 +21,8 @@ RING_LATENCY = (
     1300  # cycles from asking for a stage under load to its arrival: with S stages, S - 1 steps pass meanwhile
 )
 MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
+TURN = 400  # cycles between a tile's last product and the first of its warpgroup's next
+STAGE_ISSUE = {"relu": 0.5, "gelu": 10.0, "gelu_tanh": 20.0, "tanh": 16.0, "silu": 6.0, "sigmoid": 6.0, "softplus": 16.0, "elu": 6.0}
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
 
@@ -30,11 +32,15 @@ def h200() -> Device:
     return Device(0, "NVIDIA H200", (9, 0), 132, 232448, 233472, 60 << 20, (13, 0))
 
 
+def issue(problem: Problem) -> float:
+    """Instructions of the epilogue for each sum of a thread."""
+    return 3.0 + sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in problem.epilogue if name != "bias")
+
+
 def estimate(problem: Problem, config: Config, device: Device) -> float:
     """Predicted seconds of one dependent launch."""
     tile_channels, tile_pixels = config.tile
-    channel_tiles = -(-problem.channels // tile_channels)
-    tiles = channel_tiles * -(-problem.pixels // tile_pixels)
+    tiles = config.joint_tiles(problem)[1] * config.sharers
     groups, span = config.wgm * config.wgn, problem.span
     steps = -(-problem.k_steps // config.split)
     shared = shared_bytes(problem, config)
@@ -42,21 +48,27 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     multiply = groups * config.mt * (span // 32) * max(config.bn / 2, 16 + config.bn / 4)
     weight_bytes, pixel_bytes = tile_channels * span, tile_pixels * span
     streamed = pixel_bytes + (0 if config.stationary else weight_bytes)
+    asked = pixel_bytes / config.share[0] + (0 if config.stationary else weight_bytes / config.share[1])
     read = groups * config.mt * (span // 32) * (2048 + config.bn * 32) / 128
-    step = max(
-        multiply, read + streamed / 128, streamed / L2_PER_CLOCK, RING_LATENCY / resident / max(1, config.stages - 1)
-    )
+    multiply = max(multiply, read + streamed / 128)
+    load = max(asked / L2_PER_CLOCK, RING_LATENCY / resident / max(1, config.stages - 1))
+    step = max(multiply, load)
     jobs = tiles * config.split
-    waves = -(-jobs // device.multiprocessors)  # blocks that one multiprocessor works through
-    epilogue = 350 + config.mt * config.bn * (4.0 if problem.residual else 3.0)
+    at_once = clusters(device, config.sharers) * config.sharers
+    waves = -(-jobs // at_once)  # blocks that one multiprocessor works through
+    epilogue = 350 + config.mt * config.bn * (issue(problem) if groups > 1 else 0.8 * issue(problem))
     if config.direct:
         epilogue -= 250
     if config.split > 1:
         # The sums' way to their owner, and the partial sums through the network between multiprocessors (about 12 bytes per cycle).
         epilogue += 700 + tile_channels * tile_pixels * 4 * (config.split - 1) / config.split / 12
-    overlapped = resident > 1 or groups > 1
     first = steps * step + epilogue
-    later = max(steps * step, epilogue) if overlapped else first
+    if resident > 1:
+        later = max(steps * step, epilogue)
+    elif config.alternate:  # one tile's products beside the other's epilogue
+        later = max(steps * step, (steps * multiply + epilogue + TURN) / 2)
+    else:  # what is loaded during the epilogue is as much as the ring holds
+        later = max(steps * multiply + epilogue + TURN, steps * load + max(0.0, epilogue - config.stages * load))
     if config.split > 1:  # not persistent: each wave is launched, loaded and reduced anew
         later = first + 1500
     compute = (first + (waves - 1) * later) / CLOCK
@@ -103,6 +115,24 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
                         yield direct
 
 
+def large(problem: Problem, tile: tuple[int, int, int, int], device: Device) -> Iterator[Config]:
+    """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
+    wgm, wgn, mt, bn = tile
+    for alternate in (False, True):
+        if alternate and wgm * wgn > 1:
+            continue
+        for share in SHARES if mt * bn >= 128 else SHARES[:1]:
+            plain = Config(wgm, wgn, mt, bn, 2, alternate=alternate, share=share)
+            if not alternate and plain.sharers == 1:
+                continue
+            if plain.joint_tiles(problem)[1] * plain.sharers < 0.8 * device.multiprocessors:
+                continue
+            room = device.shared_per_block - shared_bytes(problem, plain)
+            config = replace(plain, stages=min(8, 2 * problem.k_steps, 2 + room // (sum(plain.tile) * problem.span)))
+            if config.stages >= 2 and refuse(problem, config, shared=device.shared_per_block) is None:
+                yield config
+
+
 def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: bool = True) -> list[Config]:
     """The configurations to time, best predicted first; at most two of one tile shape with or without kept weights.
 
@@ -115,6 +145,8 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: boo
             if mt * bn > MOST_SUMS or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
                 continue
             tiles = -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
+            for config in large(problem, (wgm, wgn, mt, bn), device):
+                found.append((estimate(problem, config, device), config))
             for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
                 if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):
                     continue
@@ -125,7 +157,7 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: boo
     chosen: list[Config] = []
     shapes: dict[tuple[int, ...], int] = {}
     for _, config in found:
-        shape = (*config.tile, config.split, config.stationary)
+        shape = (*config.tile, config.split, config.stationary, config.alternate)
         if shapes.get(shape, 0) < 2:
             shapes[shape] = shapes.get(shape, 0) + 1
             chosen.append(config)

@@ -18,8 +18,11 @@ from optdnn.runtime.cuda.nvrtc import Recipe
 OPERATIONS = ("layer_norm", "rms_norm", "softmax", "log_softmax")
 MEMORY = 4.2e12
 CLOCK = 1.75e9
+BLOCK_START = 150e-9  # seconds from one block's start on a multiprocessor to the next one's
 MAX_ELEMENTS = 32
 """Most elements of a row in one thread's registers; 24 in blocks of more than 512 threads."""
+MAX_ROWS_ELEMENTS = 96
+"""Most elements of several rows in one thread's registers."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +58,21 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``group`` threads per row, ``vectors`` accesses of ``lanes`` elements each; ``threads`` of a block."""
+    """``group`` threads per row, ``vectors`` accesses of ``lanes`` elements each; ``threads`` of a block; ``rows`` of a group."""
 
     group: int
     vectors: int
     lanes: int
     threads: int
+    rows: int = 1
 
     def __str__(self) -> str:
-        return f"rows{self.group}x{self.vectors}x{self.lanes}t{self.threads}"
+        name = f"rows{self.group}x{self.vectors}x{self.lanes}t{self.threads}"
+        return name + (f"r{self.rows}" if self.rows > 1 else "")
+
+    def blocks(self, problem: Problem) -> int:
+        """Blocks of the grid."""
+        return -(-problem.rows // (self.threads // self.group * self.rows))
 
 
 def refuse(problem: Problem, config: Config) -> str | None:
@@ -88,6 +97,10 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return f"a row of {problem.length} elements does not fit {config.group} threads"
     if config.vectors * config.lanes > (most := MAX_ELEMENTS if config.threads <= 512 else 24):
         return f"more than {most} elements a thread"
+    if config.rows not in (1, 2, 4) or (config.rows > 1 and config.group > 32):
+        return "several rows are for a group within a warp"
+    if config.rows * config.vectors * config.lanes > MAX_ROWS_ELEMENTS or (config.rows > 1 and config.threads > 256):
+        return "several rows exceed a thread's registers"
     return None
 
 
@@ -96,7 +109,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     norm = problem.operation in OPERATIONS[:2]
     defines = {
         "OPERATION": OPERATIONS.index(problem.operation), "LANES": config.lanes, "VECTORS": config.vectors,
-        "GROUP": config.group, "THREADS": config.threads, "HAS_ADD": int(problem.add), "HAS_SUM": int(problem.sum),
+        "GROUP": config.group, "ROWS": config.rows, "THREADS": config.threads,
+        "HAS_ADD": int(problem.add), "HAS_SUM": int(problem.sum),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
         "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide),
     }  # fmt: skip
@@ -113,23 +127,27 @@ def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> 
     block.pointer("narrow" if problem.narrow else None).i32(problem.rows, problem.length)
     block.f32(problem.epsilon, 1.0 / problem.length, problem.factor)
     (narrow or Narrow()).put(block)
-    return block.describe("rows", (-(-problem.rows * config.group // config.threads), 1, 1), config.threads)
+    return block.describe("rows", (config.blocks(problem), 1, 1), config.threads)
 
 
 def estimate(problem: Problem, config: Config, device: Device) -> float:
     """Predicted seconds of one dependent launch."""
-    elements = config.vectors * config.lanes
-    blocks = -(-problem.rows * config.group // config.threads)
-    registers = 30 + elements * 2
-    resident = max(1, min(2048 // config.threads, 65536 // (registers * config.threads), 32))
+    elements = config.vectors * config.lanes * config.rows
+    blocks = config.blocks(problem)
+    registers = 32 + elements * (0.75, 1.0, 1.25)[config.rows.bit_length() - 1]
+    resident = max(1, min(2048 // config.threads, int(65536 / (registers * config.threads)), 32))
+    near = problem.bytes < device.l2_bytes  # rows that the last kernel left in L2
     busy = min(blocks, resident * device.multiprocessors)
     in_flight = busy * config.threads * elements * 2 * (1 + problem.add)
-    bandwidth = min(MEMORY, in_flight / 0.8e-6)
+    bandwidth = min(5.5e12 if near else MEMORY, in_flight / 0.8e-6)
     work = blocks * config.threads * (elements * 12 + 80 + 40 * math.log2(max(2, config.group)))
     compute = work / min(busy, device.multiprocessors) / 128 / CLOCK
     latency = 0.8e-6 + (0.1e-6 if config.group > 32 else 0.0) + elements * 10 / CLOCK
     tail = 1.0 + 0.5 * resident * device.multiprocessors / max(blocks, resident * device.multiprocessors)
-    return latency + max(problem.bytes / bandwidth * (tail if blocks > busy else 1.0), compute)
+    if near and problem.operation in OPERATIONS[:2]:  # the parameters, from L1, once for the rows of a group
+        latency += 0.3 * 8 * problem.length * problem.rows / config.rows / (device.multiprocessors * 64 * CLOCK)
+    started = BLOCK_START * blocks / device.multiprocessors
+    return latency + max(problem.bytes / bandwidth * (tail if blocks > busy else 1.0), compute, started)
 
 
 def candidates(problem: Problem, device: Device, limit: int = 6) -> list[Config]:
@@ -139,8 +157,9 @@ def candidates(problem: Problem, device: Device, limit: int = 6) -> list[Config]
     for group in (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024):
         vectors = -(-problem.length // (group * lanes))
         for threads in (32, 64, 128, 256) if group <= 32 else (group,):
-            config = Config(group, vectors, lanes, threads)
-            if refuse(problem, config) is None:
-                found.append((estimate(problem, config, device), config))
-    found.sort(key=lambda item: (item[0], item[1]))
+            for rows in (1, 2, 4):
+                config = Config(group, vectors, lanes, threads, rows)
+                if refuse(problem, config) is None:
+                    found.append((estimate(problem, config, device), config))
+    found.sort(key=lambda item: (round(item[0] * 5e7), abs(item[1].threads - 160), item[1]))  # near-equals: blocks of 128 to 192
     return [config for _, config in found[:limit]]

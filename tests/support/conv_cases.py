@@ -106,6 +106,32 @@ CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {
     "patch split": (Problem(3, 128, (same(7, 7, 512),), ADD), PatchConfig(1, 1, 7, 7, 2, 8, split=4)),
     "patch split, kept weights": (Problem(1, 128, (same(14, 14, 256),), ADD), PatchConfig(2, 1, 2, 14, 1, split=4)),
     "patch split, two groups": (Problem(3, 72, (same(7, 7, 320),), ADD), PatchConfig(1, 2, 7, 7, 2, 6, split=3)),
+    "in turns": (Problem(48, 256, (Source(28, 28, 72),), ADD), Config(1, 1, 2, 96, 3, alternate=True)),
+    "in turns, one tile each": (Problem(2, 200, (same(9, 7, 64),), RELU), Config(1, 1, 2, 80, 4, 1, 2, alternate=True)),
+    "in turns, two buffers": (
+        Problem(48, 256, (same(28, 28, 64, stride=2),), ADD),
+        Config(1, 1, 1, 40, 5, 1, 2, alternate=True),
+    ),
+    "sharing pixels": (Problem(48, 328, (Source(28, 28, 72),), ADD), Config(2, 1, 1, 80, 3, share=(2, 1))),
+    "sharing pixels, 3x3": (Problem(9, 200, (same(15, 13, 72),), RELU), Config(1, 2, 1, 64, 3, share=(2, 1))),
+    "sharing weights": (Problem(48, 328, (Source(28, 28, 72),), ADD), Config(2, 1, 1, 80, 3, share=(1, 2))),
+    "sharing weights, 3x3 stride 2": (
+        Problem(9, 200, (same(15, 13, 72, stride=2),), ADD),
+        Config(2, 1, 2, 56, 3, share=(1, 2)),
+    ),
+    "sharing both": (
+        Problem(48, 328, (Source(28, 28, 136),), ADD),
+        Config(1, 1, 2, 144, 3, share=(2, 2), alternate=True),
+    ),
+    "sharing in turns, wide": (
+        Problem(40, 328, (Source(28, 28, 512),), ADD),
+        Config(1, 1, 2, 144, 4, alternate=True, share=(1, 2)),
+    ),
+    "sharing, wide": (Problem(40, 640, (Source(28, 28, 512),), ADD), Config(2, 1, 2, 144, 2, share=(2, 1))),
+    "sharing, two sources, bf16": (
+        Problem(20, 256, (Source(14, 14, 64), Source(28, 28, 128, (1, 1), (2, 2))), RELU, "bfloat16"),
+        Config(2, 1, 1, 48, 3, share=(2, 1)),
+    ),
     "bf16": (Problem(2, 128, (Source(9, 7, 512),), ADD, "bfloat16"), Config(2, 1, 1, 48, 3)),
     "bf16 split": (Problem(1, 256, (Source(14, 14, 1024),), ADD, "bfloat16"), Config(1, 1, 1, 56, 2, 8)),
     "silu": (Problem(2, 128, (Source(9, 7, 64),), (("bias",), ("silu",))), Config(2, 1, 1, 48, 2)),

@@ -272,15 +272,14 @@ def launch(
         ]
         recipe, function = hopper.recipe(problem, config, b.arch), "conv_sm90"
         shared, blocks = hopper.shared_bytes(problem, config), hopper.grid_blocks(problem, config, h200())
-        channel_tiles = -(-wide // config.tile[0])
-        tiles = channel_tiles * -(-problem.pixels // config.tile[1])
+        (channel_tiles, tiles), cluster = config.joint_tiles(problem), config.cluster
     else:
         maps = _patch_maps(problem, config, feeds[0], operands.weights)
         box, span = (64, config.tile_w, config.tile_h), problem.out_span
         maps += [_image_map(384, out, rows, pitch, box, span), _image_map(512, second, rows, second_pitch, box, span)]
         recipe, function = patch.recipe(problem, config, b.arch), "conv_patch_sm90"
         shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, h200())
-        channel_tiles, tiles = patch.tiles(problem, config)
+        (channel_tiles, tiles), cluster = patch.tiles(problem, config), config.split
     params = hopper.parameters(problem, hopper.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5, requantize)
     params.channel_tiles, params.tiles = channel_tiles, tiles
     block = Block()
@@ -290,7 +289,7 @@ def launch(
         block.addresses.append((POINTERS + 16, operands.residual))
     kind, attrs, reads = meaning
     b.emit(op, KernelSpec(recipe, function), (blocks, 1, 1), config.threads, block, kind, attrs, reads, [out], maps=maps,
-           shared=shared, cluster=config.split)  # fmt: skip
+           shared=shared, cluster=cluster)  # fmt: skip
 
 
 def _shift(arg: int | None, by: int) -> int | None:
@@ -307,7 +306,7 @@ def _weights_map(problem: hopper.Problem, weights: Placed, rows: int) -> MapSpec
 
 def _gemm_maps(problem: hopper.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: Placed) -> list[MapSpec]:
     """Weights and sources, as the implicit GEMM's own host code makes them but for pitches and odd channel counts."""
-    maps = [_weights_map(problem, weights, config.tile[0])]
+    maps = [_weights_map(problem, weights, config.tile[0] // config.share[1])]
     maps += [_source_map(128 * (1 + i), f, problem, config) for i, f in enumerate(feeds)]
     return maps if len(maps) == 3 else [*maps, replace(maps[1], at=256)]
 
@@ -347,14 +346,15 @@ def _source_map(at: int, feed: Feed, problem: hopper.Problem, config: hopper.Con
     pitch = pitch_of(feed.x)
     assert pitch is not None
     step, span, dtype = pitch * problem.item, problem.span, _read_as(problem)
+    box = (problem.block, config.bn // config.share[0])
     if feed.source.mode == hopper.ROWS:
-        return MapSpec(at, feed.x, (c, n * h * w), (step,), (problem.block, config.bn), span, dtype=dtype)
+        return MapSpec(at, feed.x, (c, n * h * w), (step,), box, span, dtype=dtype)
     kernel, (top, left, bottom, right) = feed.weight.shape[2:], feed.pads
     reach = [(k - 1) * d for k, d in zip(kernel, feed.dilations, strict=True)]
     corners = (-left, -top, right - reach[1], bottom - reach[0])
     strides = (step, w * step, h * w * step)
     steps = (1, feed.strides[1], feed.strides[0], 1)
-    return MapSpec(at, feed.x, (c, w, h, n), strides, (problem.block, config.bn), span, corners, steps, dtype)
+    return MapSpec(at, feed.x, (c, w, h, n), strides, box, span, corners, steps, dtype)
 
 
 def _read_as(problem: hopper.Problem) -> str:

@@ -11,11 +11,18 @@
 // tile's loads (persistent grid); or DIRECT stores of one tile per block, with SPLIT > 1 after the blocks of a cluster, which
 // share K, have sent one another their partial sums.
 //
-// generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS), the sources'
-// modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL, wgmma_step() and epilogue().
+// ALTERNATE: two warpgroups take whole tiles in turn, so that the one multiplies while the other finishes. SHARE_CHANNELS x SHARE_PIXELS
+// blocks of a cluster take neighbouring tiles: each loads a part of what they have in common and multicasts it, since what 132
+// multiprocessors may ask of L2 is less than their tensor cores can take.
+//
+// generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS, ALTERNATE,
+// SHARE_CHANNELS, SHARE_PIXELS), the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL, wgmma_step() and epilogue().
 #include "conv_common.cuh"
 
-constexpr int GROUPS = WGM * WGN;
+constexpr int TURNS = ALTERNATE ? 2 : 1;
+constexpr int TILE_GROUPS = WGM * WGN;             // warpgroups that share a tile
+constexpr int GROUPS = TILE_GROUPS * TURNS;
+constexpr int SHARERS = SHARE_CHANNELS * SHARE_PIXELS;
 constexpr int CONSUMERS = GROUPS * 128;
 // More than 128 sums a thread take registers from the loading warps, which are a whole warpgroup then: two of them idle.
 constexpr bool WIDE = MT * BN > 256;
@@ -28,6 +35,9 @@ constexpr u32 PIXEL_BYTES = BN * SPAN;
 constexpr u32 STAGE_BYTES = WGN * PIXEL_BYTES + (WEIGHTS_STATIONARY ? 0 : WEIGHT_BYTES);
 constexpr u32 OUT_BYTES = BN * OUT_ROW;           // one 64-channel subtile of one warpgroup
 constexpr u32 BARRIER_BYTES = 1024;
+// Each sharer brings this part of a tile's operands to all that need it.
+constexpr int PIXEL_PART = BN / SHARE_CHANNELS, WEIGHT_PART = TILE_CHANNELS / SHARE_PIXELS;
+constexpr int PEERS = SHARE_CHANNELS + SHARE_PIXELS - 1;   // blocks that load what this one multiplies, itself among them
 using Direct = DirectStore<MT, BN, SPLIT>;
 
 struct Cursor {                                    // where in K the producer is
@@ -57,22 +67,44 @@ DEVICE void advance(Cursor& at, const Params& p) {
     at.source = 1;
 }
 
+// Where a block is among those that share: ranks count the channels' tiles first.
+DEVICE int channel_rank(int sharer) { return sharer % SHARE_CHANNELS; }
+DEVICE int pixel_rank(int sharer) { return sharer / SHARE_CHANNELS; }
+
 template <int MODE>
-DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Source& s, const Cursor& at, int first, int n, int h,
+DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Source& s, const Cursor& at, int sharer, int first, int n, int h,
                         int w) {
-    if (MODE == 0) {
-        tma_load_2d(target, map, barrier, at.block * BK, first);
+    const int c = at.block * BK, x = w * s.stride_w - s.pad_w, y = h * s.stride_h - s.pad_h;
+    const u16 tap_w = u16(at.tap_w * s.dilation_w), tap_h = u16(at.tap_h * s.dilation_h);
+    if (SHARE_CHANNELS > 1) {                      // the blocks of the other channels multiply the same pixels
+        const u16 to = u16(((1 << SHARE_CHANNELS) - 1) << (pixel_rank(sharer) * SHARE_CHANNELS));
+        target += channel_rank(sharer) * PIXEL_PART * SPAN;
+        if (MODE == 0) tma_multicast_2d(target, map, barrier, c, first, to);
+        else tma_multicast_im2col(target, map, barrier, c, x, y, n, tap_w, tap_h, to);
     } else {
-        tma_load_im2col(target, map, barrier, at.block * BK, w * s.stride_w - s.pad_w, h * s.stride_h - s.pad_h, n,
-                        u16(at.tap_w * s.dilation_w), u16(at.tap_h * s.dilation_h));
+        if (MODE == 0) tma_load_2d(target, map, barrier, c, first);
+        else tma_load_im2col(target, map, barrier, c, x, y, n, tap_w, tap_h);
     }
 }
 
-DEVICE void tile_at(const Params& p, int tile, int& channel, int& pixel) {
-    channel = (tile % p.channel_tiles) * TILE_CHANNELS;
+DEVICE void load_weights(const Params& p, u32 target, u32 barrier, int sharer, int k, int channel) {
+    if (SHARE_PIXELS > 1) {                        // the blocks of the other pixels multiply the same weights
+        u32 to = 0;
+        #pragma unroll
+        for (int i = 0; i < SHARE_PIXELS; i++) to |= 1u << (i * SHARE_CHANNELS);
+        const int part = pixel_rank(sharer) * WEIGHT_PART;
+        tma_multicast_2d(target + part * SPAN, &p.weights, barrier, k * BK, channel + part, u16(to << channel_rank(sharer)));
+    } else {
+        tma_load_2d(target, &p.weights, barrier, k * BK, channel);
+    }
+}
+
+// p.tiles and p.channel_tiles count what a cluster of sharers takes at once.
+DEVICE void tile_at(const Params& p, int tile, int sharer, int& channel, int& pixel) {
+    channel = ((tile % p.channel_tiles) * SHARE_CHANNELS + channel_rank(sharer)) * TILE_CHANNELS;
     int index = tile / p.channel_tiles;
     if (p.reverse) index = p.tiles / p.channel_tiles - 1 - index;
-    pixel = index * TILE_PIXELS;
+    pixel = (index * SHARE_PIXELS + pixel_rank(sharer)) * TILE_PIXELS;
 }
 
 DEVICE void load_constants(const Params& p, int first, int lane, Channel (&constants)[MT][2]) {
@@ -98,9 +130,10 @@ struct Place {                                     // a tile, as the producer ne
     Cursor at;
 };
 
-DEVICE Place place(const Params& p, int tile, int k_begin) {
+DEVICE Place place(const Params& p, int tile, int sharer, int k_begin) {
     Place to;
-    tile_at(p, tile, to.channel, to.pixel);
+    tile_at(p, tile, sharer, to.channel, to.pixel);
+    to.pixel += channel_rank(sharer) * PIXEL_PART;
     #pragma unroll
     for (int i = 0; i < WGN; i++) {
         const int first = to.pixel + i * BN;
@@ -112,15 +145,24 @@ DEVICE Place place(const Params& p, int tile, int k_begin) {
     return to;
 }
 
-DEVICE void load_stage(const Params& p, Place& to, u32 target, u32 barrier) {
+DEVICE void load_stage(const Params& p, Place& to, int sharer, u32 target, u32 barrier) {
     #pragma unroll
     for (int i = 0; i < WGN; i++) {
         if (MODE1 >= 0 && to.at.source)
-            load_pixels<MODE1>(target + i * PIXEL_BYTES, &p.pixels1, barrier, p.source[1], to.at, to.pixel + i * BN, to.n[i], to.h[i], to.w[i]);
+            load_pixels<MODE1>(target + i * PIXEL_BYTES, &p.pixels1, barrier, p.source[1], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i]);
         else
-            load_pixels<MODE0>(target + i * PIXEL_BYTES, &p.pixels0, barrier, p.source[0], to.at, to.pixel + i * BN, to.n[i], to.h[i], to.w[i]);
+            load_pixels<MODE0>(target + i * PIXEL_BYTES, &p.pixels0, barrier, p.source[0], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i]);
     }
     advance(to.at, p);
+}
+
+// A block stays until its peers are done: they count on its barriers. At the end of each role, since registers are moved for a
+// branch of its own alone.
+DEVICE void leave() {
+    if (SHARERS == 1) return;
+    __syncwarp();
+    cluster_arrive_relaxed();
+    cluster_wait();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const __grid_constant__ Params p) {
@@ -130,11 +172,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
     const int k_begin = SPLIT > 1 ? p.k_steps * rank / SPLIT : 0;
     const int k_count = (SPLIT > 1 ? p.k_steps * (rank + 1) / SPLIT : p.k_steps) - k_begin;
-    const int first_tile = SPLIT > 1 ? blockIdx.x / SPLIT : blockIdx.x;
-    const int tile_step = SPLIT > 1 ? gridDim.x / SPLIT : gridDim.x;
+    const int sharer = SHARERS > 1 ? int(cluster_rank()) : 0;
+    const int first_tile = blockIdx.x / (SPLIT * SHARERS), tile_step = gridDim.x / (SPLIT * SHARERS);
 
     const u32 full = base, empty = full + 8 * STAGES, weights_full = empty + 8 * STAGES;
-    const u32 reduced = weights_full + 8, residual_full = reduced + 8, residual_empty = residual_full + 8 * OUT_BUFFERS;
+    const u32 reduced = weights_full + 8, residual_full = reduced + 8, residual_empty = residual_full + 8 * OUT_BUFFERS * TURNS;
     const u32 stationary = base + BARRIER_BYTES;
     const u32 ring = stationary + (WEIGHTS_STATIONARY ? ((p.k_steps + SPLIT - 1) / SPLIT) * WEIGHT_BYTES : 0);
     const u32 out = (ring + STAGES * STAGE_BYTES + 1023) / 1024 * 1024;
@@ -145,13 +187,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         if (MODE1 >= 0) tma_prefetch(&p.pixels1);
         for (int i = 0; i < STAGES; i++) {
             barrier_init(full + 8 * i, 1);
-            barrier_init(empty + 8 * i, CONSUMERS / 32);
+            barrier_init(empty + 8 * i, TILE_GROUPS * 4 * PEERS);
         }
         barrier_init(weights_full, 1);
         barrier_init(reduced, 1);
-        for (int i = 0; i < OUT_BUFFERS; i++) {
+        for (int i = 0; i < OUT_BUFFERS * TURNS; i++) {
             barrier_init(residual_full + 8 * i, 1);
-            barrier_init(residual_empty + 8 * i, GROUPS);
+            barrier_init(residual_empty + 8 * i, TILE_GROUPS);
         }
         barrier_init_fence();
         async_proxy_fence();
@@ -160,12 +202,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     }
     __syncthreads();
     if (SPLIT > 1) cluster_arrive();
+    if (SHARERS > 1) {                             // the peers' barriers count: loads may be multicast
+        cluster_arrive_relaxed();
+        cluster_wait();
+    }
     grid_launch_dependents();
 
     if (WIDE && warp >= CONSUMERS / 32) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == CONSUMERS / 32) {
         if (elect_one()) {
-            Place to = place(p, first_tile, k_begin);
+            Place to = place(p, first_tile, sharer, k_begin);
             // Weights first: they depend on no other kernel.
             const int primed = k_count < STAGES ? k_count : STAGES;
             if (WEIGHTS_STATIONARY) {
@@ -176,17 +222,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             for (int k = 0; k < primed; k++) {
                 barrier_expect(full + 8 * k, STAGE_BYTES);
                 if (!WEIGHTS_STATIONARY)
-                    tma_load_2d(ring + k * STAGE_BYTES + WGN * PIXEL_BYTES, &p.weights, full + 8 * k, (k_begin + k) * BK, to.channel);
+                    load_weights(p, ring + k * STAGE_BYTES + WGN * PIXEL_BYTES, full + 8 * k, sharer, k_begin + k, to.channel);
             }
             mark(0);
             grid_dependency_wait();
             mark(1);
             #pragma unroll 1
-            for (int k = 0; k < primed; k++) load_stage(p, to, ring + k * STAGE_BYTES, full + 8 * k);
+            for (int k = 0; k < primed; k++) load_stage(p, to, sharer, ring + k * STAGE_BYTES, full + 8 * k);
             mark(2);
             int stage = primed == STAGES ? 0 : primed, parity = primed == STAGES ? 0 : 1, fresh = STAGES - primed, k = primed;
             for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
-                if (tile != first_tile) to = place(p, tile, k_begin), k = 0;
+                if (tile != first_tile) to = place(p, tile, sharer, k_begin), k = 0;
                 #pragma unroll 1
                 for (; k < k_count; k++) {
                     const u32 target = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
@@ -196,43 +242,64 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                         barrier_wait(empty + 8 * stage, parity);
                     barrier_expect(barrier, STAGE_BYTES);
                     if (!WEIGHTS_STATIONARY)
-                        tma_load_2d(target + WGN * PIXEL_BYTES, &p.weights, barrier, (k_begin + k) * BK, to.channel);
-                    load_stage(p, to, target, barrier);
+                        load_weights(p, target + WGN * PIXEL_BYTES, barrier, sharer, k_begin + k, to.channel);
+                    load_stage(p, to, sharer, target, barrier);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
             }
         }
         __syncwarp();
+        leave();
     } else if (warp == CONSUMERS / 32 + 1) {
         if (HAS_RESIDUAL && !DIRECT && elect_one()) {
             grid_dependency_wait();
+            constexpr int BUFFERS = OUT_BUFFERS * TURNS;   // the turns' buffers alternate
             int buffer = 0, parity = 1, issued = 0;
             for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
                 int channel, pixel;
-                tile_at(p, tile, channel, pixel);
-                if (issued >= OUT_BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
-                barrier_expect(residual_full + 8 * buffer, GROUPS * MT * OUT_BYTES);
-                for (int i = 0; i < GROUPS * MT; i++) {
+                tile_at(p, tile, sharer, channel, pixel);
+                if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
+                barrier_expect(residual_full + 8 * buffer, TILE_GROUPS * MT * OUT_BYTES);
+                for (int i = 0; i < TILE_GROUPS * MT; i++) {
                     const int group = i / MT;
-                    tma_load_2d(out + (buffer * GROUPS * MT + i) * OUT_BYTES, &p.residual, residual_full + 8 * buffer,
+                    tma_load_2d(out + (buffer * TILE_GROUPS * MT + i) * OUT_BYTES, &p.residual, residual_full + 8 * buffer,
                                 channel + ((group % WGM) * MT + i % MT) * 64, pixel + (group / WGM) * BN);
                 }
                 issued++;
-                if (++buffer == OUT_BUFFERS) buffer = 0, parity ^= 1;
+                if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
             }
         }
         __syncwarp();
+        leave();
     } else if (!WIDE || warp < CONSUMERS / 32) {
         if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        const int group = warp / 4, quarter = warp % 4;
+        const int turn = ALTERNATE ? warp / 4 : 0, group = ALTERNATE ? 0 : warp / 4, quarter = warp % 4;
+        const int own_first = first_tile + turn * tile_step, own_step = tile_step * TURNS;
         const int group_channel = (group % WGM) * MT * 64, group_pixel = (group / WGM) * BN;
         const u32 weights_at = WEIGHTS_STATIONARY ? stationary : ring + WGN * PIXEL_BYTES;
         constexpr u32 WEIGHT_STRIDE = WEIGHTS_STATIONARY ? WEIGHT_BYTES : STAGE_BYTES;
         Acc acc[SETS][MT][BN / 2];
         int stage = 0, parity = 0;
+        auto skip_tile = [&] {                     // the other turn's stages
+            stage += k_count;
+            parity ^= stage / STAGES & 1;
+            stage %= STAGES;
+        };
+        if (ALTERNATE && turn) skip_tile();
+        // A stage is free for those that load into it: lane l tells peer l.
+        int peer = channel_rank(lane) + pixel_rank(sharer) * SHARE_CHANNELS;
+        if (SHARERS > 1 && lane >= SHARE_CHANNELS)
+            peer = (lane - SHARE_CHANNELS + (lane - SHARE_CHANNELS >= pixel_rank(sharer) ? 1 : 0)) * SHARE_CHANNELS + channel_rank(sharer);
+        auto release = [&](int which) {
+            if (SHARERS == 1) {
+                if (lane == 0) barrier_arrive(empty + 8 * which);
+            } else if (lane < PEERS) {
+                cluster_barrier_arrive(cluster_map(empty + 8 * which, peer));
+            }
+        };
 
         int tile_channel, tile_pixel;
-        tile_at(p, first_tile, tile_channel, tile_pixel);
+        tile_at(p, own_first, sharer, tile_channel, tile_pixel);
 #if DIRECT
         Direct store;
         store.prepare(p, tile_channel + group_channel, rank, quarter, lane, [&](int column) -> long long {
@@ -249,15 +316,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
         if (WEIGHTS_STATIONARY) barrier_wait(weights_full, 0);
 
-        for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
+        for (int tile = own_first; tile < p.tiles; tile += own_step) {
 #if !DIRECT
-            if (tile != first_tile) {
-                tile_at(p, tile, tile_channel, tile_pixel);
+            if (tile != own_first) {
+                tile_at(p, tile, sharer, tile_channel, tile_pixel);
                 load_constants(p, tile_channel + group_channel + quarter * 16, lane, constants);
             }
 #endif
             // Few columns: a product's latency exceeds its work. Two sets of sums, added at the end, keep two products in flight.
             int previous = 0;
+            // In turn: the stages before this tile's have been waited for then, so a stage's parity says which of its fills is meant.
+            if (ALTERNATE && tile != first_tile) named_barrier(1 + GROUPS + turn, 256);
             for (int k = 0; k < k_count; k++) {
                 barrier_wait(full + 8 * stage, parity);
                 if (k == 0 && threadIdx.x == 0) mark(3);
@@ -267,25 +336,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 wgmma_commit();
                 if (k > 0) {                       // the step before this one has been read: its stage is free
                     wgmma_wait<1>();
-                    if (lane == 0) barrier_arrive(empty + 8 * previous);
+                    release(previous);
                 }
                 previous = stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
+            if (ALTERNATE && tile + tile_step < p.tiles) named_barrier_arrive(1 + GROUPS + (turn ^ 1), 256);
             wgmma_wait<0>();
-            if (lane == 0) barrier_arrive(empty + 8 * previous);
+            release(previous);
+            if (ALTERNATE) skip_tile();
             Acc (&sum)[MT][BN / 2] = acc[0];
             #pragma unroll
             for (int i = 0; SETS == 2 && i < MT * BN / 2; i++) sum[i / (BN / 2)][i % (BN / 2)] += acc[SETS - 1][i / (BN / 2)][i % (BN / 2)];
             if (threadIdx.x == 0) mark(4);
 
 #if !DIRECT
-            const u32 own = out + (buffer * GROUPS + group) * MT * OUT_BYTES;
+            const u32 own = out + ((buffer * TURNS + turn) * TILE_GROUPS + group) * MT * OUT_BYTES;
+            const u32 residual = 8 * (buffer * TURNS + turn);
             if (HAS_RESIDUAL) {
-                barrier_wait(residual_full + 8 * buffer, buffer_parity);
+                barrier_wait(residual_full + residual, buffer_parity);
             } else {
                 if (quarter == 0 && elect_one()) tma_store_wait_read<OUT_BUFFERS - 1>();
-                named_barrier(1 + group, 128);
+                named_barrier(1 + warp / 4, 128);
             }
             #pragma unroll
             for (int m = 0; m < MT; m++) {
@@ -301,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
             }
             async_proxy_fence();
-            named_barrier(1 + group, 128);
+            named_barrier(1 + warp / 4, 128);
             if (quarter == 0 && elect_one()) {           // always the same lane: bulk groups belong to a thread
                 #pragma unroll
                 for (int m = 0; m < MT; m++)
@@ -310,9 +382,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 if (HAS_RESIDUAL) {                // hand back the buffer whose store has left shared memory
                     tma_store_wait_read<(OUT_BUFFERS > 1 ? 1 : 0)>();
                     if (OUT_BUFFERS == 1)
-                        barrier_arrive(residual_empty);
-                    else if (tile != first_tile)
-                        barrier_arrive(residual_empty + 8 * (buffer ? buffer - 1 : OUT_BUFFERS - 1));
+                        barrier_arrive(residual_empty + residual);
+                    else if (tile != own_first)
+                        barrier_arrive(residual_empty + 8 * ((buffer ? buffer - 1 : OUT_BUFFERS - 1) * TURNS + turn));
                 }
             }
             if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
@@ -325,5 +397,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         if (quarter == 0 && elect_one()) tma_store_wait_read<0>();
 #endif
         if (threadIdx.x == 0) mark(7);
+        leave();
+    } else {
+        leave();
     }
 }

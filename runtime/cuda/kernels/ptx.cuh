@@ -128,6 +128,7 @@ DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
     }
 }
 DEVICE void named_barrier(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_barrier_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // ---- clusters ------------------------------------------------------------------------------------------------------
 
@@ -137,11 +138,18 @@ DEVICE u32 cluster_rank() {
     return rank;
 }
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Where no ordinary store has to be seen by the peers.
+DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE u32 cluster_map(u32 address, u32 rank) {
     u32 remote;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
     return remote;
+}
+// An arrival at a barrier of any block of the cluster (an address by cluster_map), by a thread that has written nothing the others
+// read: a release over the cluster would be a fence of the whole GPU.
+DEVICE void cluster_barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 DEVICE void shared_load(u32 address, float4& v) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
@@ -181,6 +189,19 @@ DEVICE void tma_load_im2col(u32 target, const TensorMap* map, u32 barrier, int c
                  "[%1, {%3, %4, %5, %6}], [%2], {%7, %8};"
                  ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(tap_w),
                  "h"(tap_h) : "memory");
+}
+// The same to the same place in every block of the cluster whose bit is set; each one's barrier counts what it receives.
+DEVICE void tma_multicast_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y, u16 blocks) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4}], [%2], %5;"
+                 ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(x), "r"(y), "h"(blocks) : "memory");
+}
+DEVICE void tma_multicast_im2col(u32 target, const TensorMap* map, u32 barrier, int c, int w, int h, int n, u16 tap_w, u16 tap_h,
+                                 u16 blocks) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+                 "[%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;"
+                 ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(tap_w),
+                 "h"(tap_h), "h"(blocks) : "memory");
 }
 DEVICE void tma_store_2d(const TensorMap* map, u32 source, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"

@@ -2,9 +2,10 @@
 //
 // GROUP threads take a row. Each holds VECTORS vectors of LANES elements of it in registers as fp32, so that a row is read once
 // and written once: mean, then the squared deviations from it (no cancellation), then the result. GROUP <= 32 is part of a warp,
-// and a block takes several rows; a larger GROUP is the whole block.
+// and a block takes several rows; a larger GROUP is the whole block. ROWS: rows of a group of part of a warp, all loaded before the
+// first is reduced; they share one reading of the parameters, which are four times as long as a row.
 //
-// generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, THREADS, HAS_ADD
+// generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
 // (the normalized row is input + addend), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; NARROW (1: the result goes
 // out in 8-bit integers, 2: in fp8) and HAS_OUTPUT (it goes out in 16 bits).
 #include "vectors.cuh"
@@ -69,8 +70,7 @@ DEVICE void store_narrow(const Params& p, u8* at, const Packed<LANES>& x) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
     grid_launch_dependents();
-    const int row = blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP, first = threadIdx.x % GROUP * LANES;
-    const bool live = row < p.rows;
+    const int row = (blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP) * ROWS, first = threadIdx.x % GROUP * LANES;
     const long long start = (long long)row * p.length;
     float scale[EARLY_PARAMETERS ? COUNT : LANES], bias[EARLY_PARAMETERS ? COUNT : LANES];
     if (EARLY_PARAMETERS && OPERATION < 2) {
@@ -84,88 +84,97 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
     }
     grid_dependency_wait();
 
-    Packed<LANES> raw[VECTORS], other[HAS_ADD ? VECTORS : 1];
+    Packed<LANES> raw[ROWS][VECTORS], other[HAS_ADD ? ROWS : 1][HAS_ADD ? VECTORS : 1];
     #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        const int column = first + v * GROUP * LANES;
-        if (!live || column >= p.length) continue;
-        raw[v] = load_packed<LANES>(p.input + start + column);
-        if (HAS_ADD) other[HAS_ADD ? v : 0] = load_packed<LANES>(p.addend + start + column);
-    }
-    float x[COUNT];
-    float total = OPERATION < 2 ? 0.0f : __int_as_float(0xff800000);
-    bool nan = false;                              // fmaxf drops NaN, softmax must not
-    #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        const int column = first + v * GROUP * LANES;
-        const bool inside = live && column < p.length;
-        #pragma unroll
-        for (int i = 0; i < LANES; i++) {
-            float value = 0.0f;
-            if (inside) value = element(raw[v], i);
-            if (HAS_ADD && inside) value += element(other[HAS_ADD ? v : 0], i);
-            if (OPERATION >= 2) {
-                value *= p.factor;
-                if (inside) total = fmaxf(total, value), nan |= value != value;
-            } else {
-                total += OPERATION == 0 ? value : value * value;
-            }
-            x[v * LANES + i] = value;
-        }
-        if (HAS_SUM && inside) store_packed(p.sum + start + column, pack<LANES>(x + v * LANES));
-    }
-    float shift, factor;
-    if (OPERATION >= 2) {
-        shift = reduce<true>(total, 0);
-        float sum = nan ? __int_as_float(0x7fc00000) : 0.0f;
+    for (int r = 0; r < ROWS; r++) {
         #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
-            if (first + v * GROUP * LANES >= p.length) continue;
-            #pragma unroll
-            for (int i = 0; i < LANES; i++) {
-                const float e = __expf(x[v * LANES + i] - shift);
-                if (OPERATION == 2) x[v * LANES + i] = e;
-                sum += e;
-            }
+            const int column = first + v * GROUP * LANES;
+            if (row + r >= p.rows || column >= p.length) continue;
+            raw[r][v] = load_packed<LANES>(p.input + start + (long long)r * p.length + column);
+            if (HAS_ADD) other[HAS_ADD ? r : 0][HAS_ADD ? v : 0] = load_packed<LANES>(p.addend + start + (long long)r * p.length + column);
         }
-        sum = reduce<false>(sum, 1);
-        if (OPERATION == 2) shift = 0.0f, factor = __fdividef(1.0f, sum);
-        else shift += __logf(sum), factor = 1.0f;
-    } else if (OPERATION == 0) {
-        shift = reduce<false>(total, 0) * p.inverse_length;
-        float squares = 0.0f;
+    }
+    float x[ROWS][COUNT], shift[ROWS], factor[ROWS];
+    #pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        float total = OPERATION < 2 ? 0.0f : __int_as_float(0xff800000);
+        bool nan = false;                          // fmaxf drops NaN, softmax must not
         #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
-            if (first + v * GROUP * LANES >= p.length) continue;
+            const int column = first + v * GROUP * LANES;
+            const bool inside = row + r < p.rows && column < p.length;
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
-                const float d = x[v * LANES + i] - shift;
-                squares = fmaf(d, d, squares);
+                float value = 0.0f;
+                if (inside) value = element(raw[r][v], i);
+                if (HAS_ADD && inside) value += element(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
+                if (OPERATION >= 2) {
+                    value *= p.factor;
+                    if (inside) total = fmaxf(total, value), nan |= value != value;
+                } else {
+                    total += OPERATION == 0 ? value : value * value;
+                }
+                x[r][v * LANES + i] = value;
             }
+            if (HAS_SUM && inside) store_packed(p.sum + start + (long long)r * p.length + column, pack<LANES>(x[r] + v * LANES));
         }
-        factor = rsqrtf(reduce<false>(squares, 1) * p.inverse_length + p.epsilon);
-    } else {
-        shift = 0.0f;
-        factor = rsqrtf(reduce<false>(total, 0) * p.inverse_length + p.epsilon);
+        if (OPERATION >= 2) {
+            shift[r] = reduce<true>(total, 0);
+            float sum = nan ? __int_as_float(0x7fc00000) : 0.0f;
+            #pragma unroll
+            for (int v = 0; v < VECTORS; v++) {
+                if (first + v * GROUP * LANES >= p.length) continue;
+                #pragma unroll
+                for (int i = 0; i < LANES; i++) {
+                    const float e = __expf(x[r][v * LANES + i] - shift[r]);
+                    if (OPERATION == 2) x[r][v * LANES + i] = e;
+                    sum += e;
+                }
+            }
+            sum = reduce<false>(sum, 1);
+            if (OPERATION == 2) shift[r] = 0.0f, factor[r] = __fdividef(1.0f, sum);
+            else shift[r] += __logf(sum), factor[r] = 1.0f;
+        } else if (OPERATION == 0) {
+            shift[r] = reduce<false>(total, 0) * p.inverse_length;
+            float squares = 0.0f;
+            #pragma unroll
+            for (int v = 0; v < VECTORS; v++) {
+                if (first + v * GROUP * LANES >= p.length) continue;
+                #pragma unroll
+                for (int i = 0; i < LANES; i++) {
+                    const float d = x[r][v * LANES + i] - shift[r];
+                    squares = fmaf(d, d, squares);
+                }
+            }
+            factor[r] = rsqrtf(reduce<false>(squares, 1) * p.inverse_length + p.epsilon);
+        } else {
+            shift[r] = 0.0f;
+            factor[r] = rsqrtf(reduce<false>(total, 0) * p.inverse_length + p.epsilon);
+        }
     }
     #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         const int column = first + v * GROUP * LANES, at = EARLY_PARAMETERS ? v * LANES : 0;
-        if (!live || column >= p.length) continue;
+        if (column >= p.length) continue;
         if (!EARLY_PARAMETERS && OPERATION < 2) {
             if (HAS_SCALE) load_floats<LANES>(scale, p.scale + column);
             if (HAS_BIAS) load_floats<LANES>(bias, p.bias + column);
         }
-        float y[LANES];
         #pragma unroll
-        for (int i = 0; i < LANES; i++) {
-            float value = (x[v * LANES + i] - shift) * factor;
-            if (OPERATION < 2 && HAS_SCALE) value *= scale[at + i];
-            if (OPERATION < 2 && HAS_BIAS) value += bias[at + i];
-            y[i] = value;
+        for (int r = 0; r < ROWS; r++) {
+            if (row + r >= p.rows) continue;
+            float y[LANES];
+            #pragma unroll
+            for (int i = 0; i < LANES; i++) {
+                float value = (x[r][v * LANES + i] - shift[r]) * factor[r];
+                if (OPERATION < 2 && HAS_SCALE) value *= scale[at + i];
+                if (OPERATION < 2 && HAS_BIAS) value += bias[at + i];
+                y[i] = value;
+            }
+            const Packed<LANES> packed = pack<LANES>(y);
+            if (HAS_OUTPUT) store_packed(p.output + start + (long long)r * p.length + column, packed);
+            if (NARROW) store_narrow(p, p.narrow + start + (long long)r * p.length + column, packed);
         }
-        const Packed<LANES> packed = pack<LANES>(y);
-        if (HAS_OUTPUT) store_packed(p.output + start + column, packed);
-        if (NARROW) store_narrow(p, p.narrow + start + column, packed);
     }
 }

@@ -24,7 +24,8 @@ def _needs_nvrtc() -> None:
 def test_case_compiles_without_spills(name: str) -> None:
     problem, config = CASES[name]
     family = conv_patch if isinstance(config, PatchConfig) else conv
-    found = nvrtc.resources(family.recipe(problem, config, checked=True))
+    checked = not getattr(config, "wide", False)  # a trap keeps the compiler from moving registers between warps
+    found = nvrtc.resources(family.recipe(problem, config, checked=checked))
     (kernel,) = found.values()
     assert kernel.spill_bytes == kernel.stack_bytes == 0
     assert kernel.registers * config.threads * config.blocks <= 65536

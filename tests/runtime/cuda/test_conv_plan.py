@@ -96,6 +96,12 @@ P = Problem(4, 128, (same(14, 14, 128),), RELU)
         (P, Config(2, 1, 1, 128, 4, blocks=2), "does not allow that many blocks"),
         (P, Config(2, 1, 1, 192, 2, blocks=2), "that many blocks|exceed 10"),
         (P, Config(1, 1, 1, 136, 2, direct=True), "direct stores are for small tiles"),
+        (P, Config(2, 1, 1, 64, 2, alternate=True), "take tiles in turn"),
+        (P, Config(1, 1, 1, 64, 2, alternate=True, direct=True), "take tiles in turn"),
+        (P, Config(1, 1, 1, 64, 2, share=(4, 1)), "not a cluster"),
+        (P, Config(1, 1, 1, 72, 2, share=(2, 1)), "whole groups of eight rows"),
+        (P, Config(1, 1, 1, 64, 2, 2, share=(2, 1)), "keep no weights"),
+        (P, Config(1, 1, 1, 64, 2, stationary=True, share=(1, 2)), "keep no weights"),
     ],
 )
 def test_refusals(problem: Problem, config: Config, reason: str) -> None:
