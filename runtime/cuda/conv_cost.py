@@ -22,7 +22,16 @@ RING_LATENCY = (
 )
 MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
 TURN = 400  # cycles between a tile's last product and the first of its warpgroup's next
-STAGE_ISSUE = {"relu": 0.5, "gelu": 10.0, "gelu_tanh": 20.0, "tanh": 16.0, "silu": 6.0, "sigmoid": 6.0, "softplus": 16.0, "elu": 6.0}
+STAGE_ISSUE = {
+    "relu": 0.5,
+    "gelu": 10.0,
+    "gelu_tanh": 20.0,
+    "tanh": 16.0,
+    "silu": 6.0,
+    "sigmoid": 6.0,
+    "softplus": 16.0,
+    "elu": 6.0,
+}
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
 

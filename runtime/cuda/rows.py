@@ -161,5 +161,7 @@ def candidates(problem: Problem, device: Device, limit: int = 6) -> list[Config]
                 config = Config(group, vectors, lanes, threads, rows)
                 if refuse(problem, config) is None:
                     found.append((estimate(problem, config, device), config))
-    found.sort(key=lambda item: (round(item[0] * 5e7), abs(item[1].threads - 160), item[1]))  # near-equals: blocks of 128 to 192
+    found.sort(
+        key=lambda item: (round(item[0] * 5e7), abs(item[1].threads - 160), item[1])
+    )  # near-equals: blocks of 128 to 192
     return [config for _, config in found[:limit]]
