@@ -19,6 +19,7 @@ from optdnn.runtime.cuda.nvrtc import Recipe
 MEMORY = 4.2e12
 CLOCK = 1.75e9
 MULTIPROCESSORS = 132  # whose number persistent grids are made for (an H200's); a wrong one costs time alone
+PROPOSE_PERSISTENT = False  # whether persistent blocks are among the candidates: not before they are measured
 _BARRIER_BYTES = 1024
 
 
@@ -287,7 +288,7 @@ def candidates(problem: Problem, device: Device, limit: int = 6) -> list[Config]
                         found.append((estimate(problem, config, device), config))
                         break
             items = problem.batch * problem.heads * -(-problem.queries // (64 * warpgroups))
-            for blocks in (3, 2, 1):
+            for blocks in (3, 2, 1) if PROPOSE_PERSISTENT else ():
                 for stages in (4, 3, 2):
                     config = Config(warpgroups, keys, stages, blocks, persistent=True)
                     fits = refuse(problem, config, shared=device.shared_per_block) is None

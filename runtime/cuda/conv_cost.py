@@ -15,7 +15,7 @@ from optdnn.runtime.cuda.device import Device
 
 CLOCK = 1.75e9  # Hz under load
 MEMORY = 4.2e12  # bytes/s, read + written
-L2_PER_CLOCK = 40.0  # bytes per cycle and multiprocessor that TMA brings from L2
+L2_PER_CLOCK = 46.0  # bytes per cycle and multiprocessor that TMA brings from L2
 LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kernel
 RING_LATENCY = (
     1300  # cycles from asking for a stage under load to its arrival: with S stages, S - 1 steps pass meanwhile
@@ -32,6 +32,7 @@ STAGE_ISSUE = {
     "softplus": 16.0,
     "elu": 6.0,
 }
+PROPOSE_LARGE = False  # whether large() is among the candidates: not before it is measured
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
 
@@ -127,7 +128,7 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
 def large(problem: Problem, tile: tuple[int, int, int, int], device: Device) -> Iterator[Config]:
     """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
     wgm, wgn, mt, bn = tile
-    for alternate in (False, True):
+    for alternate in (False, True) if mt * bn >= 96 else ():
         if alternate and wgm * wgn > 1:
             continue
         for share in SHARES if mt * bn >= 128 else SHARES[:1]:
@@ -154,7 +155,7 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: boo
             if mt * bn > MOST_SUMS or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
                 continue
             tiles = -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
-            for config in large(problem, (wgm, wgn, mt, bn), device):
+            for config in large(problem, (wgm, wgn, mt, bn), device) if PROPOSE_LARGE else ():
                 found.append((estimate(problem, config, device), config))
             for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
                 if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):

@@ -184,6 +184,34 @@ def test_candidates_are_valid_and_distinct(batch: int) -> None:
         assert bool(patches) == (source.kernel == (3, 3))
 
 
+def test_large_tiles_share_what_neighbours_load_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_cost, "PROPOSE_LARGE", True)
+    problem = Problem(6304, 768, (Source(1, 1, 768),), (("bias",), ("gelu",)))
+    found = conv_cost.candidates(problem, DEVICE, 60)
+    assert {c.share for c in found} >= {(1, 1), (2, 1), (1, 2)}
+    assert {c.alternate for c in found} == {False, True}
+    assert all(conv.refuse(problem, c) is None for c in found)
+    for config in found:
+        channels, tiles = config.joint_tiles(problem)
+        assert channels * config.share[0] * config.tile[0] >= 768
+        assert tiles // channels * config.share[1] * config.tile[1] >= 6304
+        blocks = conv.grid_blocks(problem, config, DEVICE)
+        assert blocks % config.cluster == 0
+        assert config.stores_directly or blocks <= DEVICE.multiprocessors * config.blocks
+    # Four blocks of a cluster lie within 16 or 18 multiprocessors: 128 of 132 are used.
+    assert conv.grid_blocks(problem, replace(found[0], share=(2, 2), alternate=False), DEVICE) == 128
+    small = Problem(200, 768, (Source(1, 1, 768),), RELU)
+    assert all(c.sharers == 1 and not c.alternate for c in conv_cost.candidates(small, DEVICE, 60))
+
+
+def test_an_expensive_epilogue_is_hidden_where_tiles_alternate() -> None:
+    problems = [Problem(6304, 3072, (Source(1, 1, 768),), (("bias",), *more)) for more in ((), (("gelu",),))]
+    together, alternate = Config(2, 1, 2, 144, 3), Config(1, 1, 2, 144, 4, alternate=True)
+    cost = [[conv_cost.estimate(p, c, DEVICE) for p in problems] for c in (together, alternate)]
+    assert cost[0][1] - cost[0][0] > 5e-6
+    assert cost[1][1] - cost[1][0] < 2e-6
+
+
 def test_a_block_that_keeps_its_weights_keeps_its_channel_tile() -> None:
     problem = Problem(64, 448, (Source(28, 28, 64),), RELU)
     config = Config(1, 1, 1, 64, 3, stationary=True)

@@ -299,7 +299,8 @@ def test_a_loading_warp_is_there_only_if_tiles_outnumber_stages() -> None:
     assert attention.register_limit(A, replace(AC, blocks=2)) == 168
 
 
-def test_persistent_attention_walks_every_head_with_as_many_blocks_as_run() -> None:
+def test_persistent_attention_walks_every_head_with_as_many_blocks_as_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "PROPOSE_PERSISTENT", True)
     many = merged(60, 12, 197, 64)
     config = attention.Config(4, 64, 4, 1, persistent=True)
     assert attention.refuse(many, config) is None
