@@ -112,6 +112,28 @@ def compiled(file: Path) -> str:
     return table("Beside torch.compile", rows, about)
 
 
+def side_by_side(file: Path) -> str:
+    """Networks in one lane and with lanes."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    rows = [["network, batch", "one lane µs", "lanes µs", "faster", "lanes", "steps aside"]]
+    alike = []
+    for row in data["rows"]:
+        one, found = row["variants"]["1"], row["variants"]["auto"]
+        name = f"{Path(row['network'].replace('@', ', batch ')).name.removesuffix('.ts')}"
+        if found["lanes"] == 1:
+            alike.append(name)
+            continue
+        gain = f"{one['us'] / found['us']:.2f}×"
+        rows.append([name, f"{one['us']:.1f}", f"{found['us']:.1f}", gain, str(found["lanes"]), str(found["aside"])])
+    about = (
+        f"{data['device']}, driver {data['driver']}; {data['date']}, commit {data['commit'][:8]}; `{data['command']}`. fp16, batch "
+        "1 where nothing else is said; kernels of the cost model's choice, the same in both; medians of replays in turns. Each "
+        "result was the same bits in 50 runs over an arena full of NaN, and without a graph. "
+        + (f"Nothing to put side by side: {', '.join(alike)}." if alike else "")
+    )
+    return table("Independent steps side by side", rows, about)
+
+
 def waits(file: Path) -> str:
     """What a user waits for."""
     data = json.loads(file.read_text(encoding="utf-8"))

@@ -128,6 +128,8 @@ class Tuner:
             found.stopped = "interrupted"
         except RunError as error:
             found.stopped, found.failed = f"the GPU failed: {error.message}", True
+        if found.streams is not None:  # near-equals may have been swapped since
+            found.streams = replace(found.streams, seconds=self._times(found.choices))
         if found.stopped is not None:
             if found.after_ms is None:
                 self._adopt(found)
@@ -279,12 +281,12 @@ class Tuner:
         """Swap near-equals one problem at a time, and keep what makes the whole network faster."""
         nets: dict[str, Any] = {}
         try:
-            nets["plain"], nets["best"] = self._load(self._start), self._load(found.choices)
+            nets["plain"], nets["best"] = self._load(self._start, Streams()), self._load(found.choices, Streams())
             found.before_ms, found.after_ms = self.timer.race([nets["plain"], nets["best"]], 3)
             if found.before_ms < found.after_ms:  # the cost model's choices are the better ones to start from
                 found.choices = {**self._start, **{p.key: p.default for p in found.problems if p.times}}
                 nets["best"].close()
-                nets["best"] = self._load(found.choices)
+                nets["best"] = self._load(found.choices, Streams())
                 found.after_ms = found.before_ms
             self._choose_lanes(found, nets)
             total = sum(p.count * p.seconds for p in found.problems)
@@ -307,7 +309,6 @@ class Tuner:
                     found.choices, found.after_ms = choices, ours
                 nets.pop("trial").close()
             found.before_ms, found.after_ms = self.timer.race([nets["plain"], nets["best"]], 3)
-            found.streams = replace(found.streams, seconds=self._times(found.choices))
         finally:
             for net in nets.values():
                 net.close()
@@ -321,7 +322,7 @@ class Tuner:
             found.append(problem.default)
         return [c for c in found if c != choices.get(problem.key)]
 
-    def _load(self, choices: Mapping[str, Choice], streams: Streams | None = None) -> Any:
+    def _load(self, choices: Mapping[str, Choice], streams: Streams | None) -> Any:
         """The network with these choices, its steps in lanes as the options or ``streams`` want it."""
         emitted = emit_program(self.graph, self.options, self.target, {}, choices, kept=self._kept)
         return self.timer.load(
@@ -339,6 +340,7 @@ class Tuner:
         """Run independent steps side by side where that makes the network faster; ``nets["best"]`` is then the one so made."""
         if self.options.streams != AUTO:
             return
+        best = found.streams = Streams()
         emitted = emit_program(self.graph, self.options, self.target, {}, found.choices, kept=self._kept)
         times = self._times(found.choices)
         seconds = emitted.seconds(times)
@@ -355,16 +357,16 @@ class Tuner:
             ours, now = self.timer.race([nets["lanes"], nets["best"]], 1)
             if ours < CLEAR_LANES * now:
                 ours, now = self.timer.race([nets["lanes"], nets["best"]], 3)
-            one = now if found.streams.one_ms is None else found.streams.one_ms
+            one = now if best.one_ms is None else best.one_ms
             if ours < CLEAR_LANES * now:
                 nets["lanes"], nets["best"] = nets["best"], nets["lanes"]
-                found.streams, found.after_ms = replace(way, one_ms=one, lanes_ms=ours), ours
-            elif found.streams.most == 1:
-                best = min(ours, found.streams.lanes_ms or ours)
-                found.streams = replace(found.streams, one_ms=one, lanes_ms=best)
+                best, found.after_ms = replace(way, one_ms=one, lanes_ms=ours), ours
+            elif best.most == 1:
+                best = replace(best, one_ms=one, lanes_ms=min(ours, best.lanes_ms or ours))
             nets.pop("lanes").close()
-        if found.streams.lanes_ms is not None:
-            self.say(f"tune: steps side by side: {found.streams.why()}")
+            found.streams = best
+        if best.lanes_ms is not None:
+            self.say(f"tune: steps side by side: {best.why()}")
 
     # ---------------------------------------------------------------- the timing cache
 
@@ -405,7 +407,7 @@ class Tuner:
         same = known.versions == self._versions(*Selection.of(self.options).providers)
         budget = self.options.budget
         if same and (known.seconds is None or (budget is not None and budget <= known.seconds)):
-            return Tuned(choices, (), None, known.ms, cached=True, streams=Streams.of_plain(known.streams) or Streams())
+            return Tuned(choices, (), None, known.ms, cached=True, streams=Streams.of_plain(known.streams))
         if not same:
             self.say("the timing cache is of another driver or compiler: its times only rank")
         self._start = choices
@@ -416,7 +418,7 @@ class Tuner:
             return
         spent = None if found.stopped is None else max(self.clock() - self.begin, self.options.budget or 0.0)
         versions = self._versions(*Selection.of(self.options).providers)
-        lanes = found.streams.to_plain()
+        lanes = None if found.streams is None else found.streams.to_plain()
         self.cache.note_network(self._network, found.choices, found.after_ms, versions, spent, lanes)
 
 

@@ -26,6 +26,7 @@ from optdnn.tactics.cuda.bounds import input_bounds
 from optdnn.tactics.cuda.builder import Builder, Placed, has_tf32, row_major
 from optdnn.tactics.cuda.host import CHEAPER, HostSide, plain_shape, summary
 from optdnn.tactics.cuda.kept import Kept
+from optdnn.tactics.cuda.lanes import LATENCY
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.schedule import group_steps, keep_inputs_on_host
 from optdnn.tactics.cuda.select import Choice, Decision, Selection, emit_op, signature
@@ -43,10 +44,12 @@ class Emitted:
     decisions: Sequence[Decision]
 
     def seconds(self, measured: Mapping[str, float] | None = None) -> dict[int, float]:
-        """Step number -> seconds, where they are known: predicted, or ``measured`` of operators (by signature) of one launch."""
+        """Step number -> seconds that it adds to a chain, where they are known: predicted, or ``measured`` of operators (by
+        signature) of one launch."""
         known: dict[int, float] = {}
         for d in self.decisions:
-            taken = (measured or {}).get(d.signature, d.seconds)
+            predicted = None if d.seconds is None else max(LATENCY, d.seconds - OVERLAP)
+            taken = (measured or {}).get(d.signature, predicted)
             if len(d.steps) == 1 and taken is not None:
                 known[_mark(d.steps[0])] = taken
         marks = map(_mark, self.program.steps)
@@ -58,6 +61,8 @@ def _mark(step: Step) -> int:
     return id(step.params.get("reads"))
 
 
+OVERLAP = 0.5e-6
+"""Seconds of a launch's prediction that pass while the one before it ends: the cost model is of one alone."""
 Visit = Callable[[Builder, Op, str], None]
 """Called before an operator's launches are added, with its signature."""
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from optdnn.config import AUTO, BuildOptions
 from optdnn.runtime.program import Program
-from optdnn.tactics.cuda.lanes import with_lanes
+from optdnn.tactics.cuda.lanes import MOST_LANES, with_lanes
 
 WAYS = ((4, False), (4, True), (2, True))
 """What tuning tries: most lanes, and whether for any gain that is predicted (or for clear ones alone)."""
+NOTHING = "nothing is predicted to gain side by side"
 CLEAR = 0.99
 """Lanes are kept where they bring the network's time below this part of what it is in one lane, twice."""
 
@@ -45,7 +46,7 @@ class Streams:
     def why(self) -> str:
         """In a sentence."""
         if self.lanes_ms is None:
-            return "nothing is predicted to gain side by side"
+            return "predicted, not measured" if self.most > 1 else NOTHING
         faster = "faster" if self.most > 1 else "not faster"
         return f"measured {faster}: {self.lanes_ms:.4f} ms with lanes, {self.one_ms:.4f} ms in one"
 
@@ -53,7 +54,8 @@ class Streams:
 def on_lanes(
     program: Program, seconds: Mapping[int, float], options: BuildOptions, streams: Streams | None = None
 ) -> Program:
-    """The program, its steps side by side as ``options.streams`` wants it: "auto" where tuning found it to be faster.
+    """The program, its steps side by side as ``options.streams`` wants it: "auto" where tuning found it to be faster, or, untuned,
+    where a clear gain is predicted.
 
     ``seconds`` by step are predicted or measured. ``meta["streams"]`` says what was decided.
     """
@@ -63,9 +65,10 @@ def on_lanes(
     if wanted != AUTO:
         assert isinstance(wanted, int)
         return with_lanes(program, seconds, wanted, forced=True)
-    if streams is None:
-        return program
+    if streams is None:  # not tuned: the cost model decides
+        streams = Streams(MOST_LANES)
     if streams.most > 1:
         program = with_lanes(program, seconds, streams.most, forced=streams.forced)
-    program.meta["streams"] = {"lanes": 1, **program.meta.get("streams", {}), "why": streams.why()}
+    why = streams.why() if program.lanes or streams.lanes_ms is not None else NOTHING
+    program.meta["streams"] = {"lanes": 1, **program.meta.get("streams", {}), "why": why}
     return program

@@ -1,11 +1,13 @@
 """Independent steps side by side on the GPU: is every result the same, bit for bit, and what does it gain?
 
-    python benchmarks/gpu/streams.py OUT.json [NETWORK ...] [--precision fp16] [--lanes 2,4] [--tactics heuristic]
+    python benchmarks/gpu/streams.py OUT.json [NETWORK ...] [--precision fp16] [--lanes auto,4] [--tactics T] [--tune SECONDS]
 
 A NETWORK is a name of the zoo (``inception_v3``, ``resnet50@8``: batch 8), an ONNX file, or ``FOLDER/NAME``: a skeleton
 ``FOLDER/graphs/NAME.onnx`` with ``FOLDER/fill.py``. Each is built in one lane and in several, from the same choices of kernels.
 Before every comparison the arena is filled with NaN; each variant runs 50 times through its graph and once without. Times: median
-of replays, taken in turns.
+of replays, taken in turns. "auto": lanes where a clear gain is predicted; a number: as many, for any gain; "auto/1.5":
+kernels side by side may take 1.5 times the places for blocks that there are. ``--tune``: each
+network is tuned as well, for so long; what tuning measured and kept is told.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from optdnn.compiler import optimize
+from optdnn.compiler import build_verbose, optimize
 from optdnn.config import BuildOptions
 from optdnn.importers.onnx import import_model
 from optdnn.lower_cuda import lower_cuda
@@ -30,6 +33,8 @@ from optdnn.runtime.cuda.graphs import Graph, time_runs
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.feeds import random_feeds
+from optdnn.streams import Streams
+from optdnn.tactics.cuda import lanes as lanes_of
 
 REPLAYS = 50
 NETWORKS = ("squeezenet1_1", "inception_v3", "yolox_s", "resnet50", "densenet121", "mobilenet_v2")
@@ -45,7 +50,8 @@ def model_of(name: str) -> tuple[Any, dict[str, Any]]:
 
         fill = fill_module(path.parent)
         model = fill.fill(str(path.parent / "graphs" / f"{path.name}.onnx"))
-        return model, {k: (1, *v.shape[1:]) for k, v in fill.feeds(model).items()}
+        fixed = {i.name for i in model.graph.input if i.type.tensor_type.shape.dim[0].dim_value}
+        return model, {k: v.shape if k in fixed else (1, *v.shape[1:]) for k, v in fill.feeds(model).items()}
     from optdnn.models import zoo
 
     plain, _, batch = name.partition("@")
@@ -78,7 +84,7 @@ def without_graph(context: CudaContext, feeds: dict[str, Any]) -> list[bytes]:
     return [context._host[i].bytes[: p.buffers[i].nbytes or 0].tobytes() for _, i in p.outputs]
 
 
-def one(name: str, lanes: list[int], precision: str, tactics: str) -> dict[str, Any]:
+def one(name: str, lanes: list[str], precision: str, tactics: str) -> dict[str, Any]:
     model, shapes = model_of(name)
     begin = time.perf_counter()
     base = BuildOptions(target="cuda", precision=precision, tactics=tactics, shapes=shapes)
@@ -87,17 +93,20 @@ def one(name: str, lanes: list[int], precision: str, tactics: str) -> dict[str, 
     optimize(graph, base, target)
     contexts: dict[str, CudaContext] = {}
     row: dict[str, Any] = {"network": name, "precision": precision, "variants": {}}
-    for count in [1, *lanes]:
-        options = BuildOptions(target="cuda", precision=precision, tactics=tactics, shapes=shapes, streams=count)
-        program = lower_cuda(graph, options, target, {})
+    for count in ["1", *lanes]:
+        how, _, room = count.partition("/")
+        lanes_of.ROOM = float(room or 1.0) + 1e-9
+        program = lower_cuda(
+            graph, replace(base, streams=how), target, {}, streams=Streams(4) if how == "auto" else None
+        )
         note = dict(program.meta.get("streams", {"lanes": 1}))
         runner = CudaRunner(program, LoadOptions())
         if os.environ.get("DRY"):
             print(name, count, note, len(program.steps))
             continue
         context = runner.context()
-        contexts[str(count)] = context
-        row["variants"][str(count)] = {**note, "steps": len(program.steps), "arena_bytes": program.arena_bytes}
+        contexts[count] = context
+        row["variants"][count] = {**note, "steps": len(program.steps), "arena_bytes": program.arena_bytes}
     row["build_s"] = round(time.perf_counter() - begin, 2)
     feeds = random_feeds(contexts["1"].runner.signature.inputs, seed=1)
     want = results(contexts["1"], feeds)
@@ -118,21 +127,34 @@ def one(name: str, lanes: list[int], precision: str, tactics: str) -> dict[str, 
     return row
 
 
+def tuned(name: str, precision: str, seconds: float) -> dict[str, Any]:
+    """What a build that tunes comes to."""
+    model, shapes = model_of(name)
+    begin = time.perf_counter()
+    options = BuildOptions(target="cuda", precision=precision, shapes=shapes, budget=seconds)
+    found = build_verbose(model, options).tuning or {}
+    told = {k: found.get(k) for k in ("before_ms", "after_ms", "streams", "stopped")}
+    return {**told, "seconds": round(time.perf_counter() - begin, 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("networks", nargs="*")
     parser.add_argument("--precision", default="fp16")
-    parser.add_argument("--lanes", default="2,4")
+    parser.add_argument("--lanes", default="auto,4")
+    parser.add_argument("--tune", type=float, default=0)
     parser.add_argument("--tactics", default="heuristic")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
     rows = []
     for name in args.networks or NETWORKS:
         try:
-            row = one(name, [int(n) for n in args.lanes.split(",")], args.precision, args.tactics)
+            row = one(name, args.lanes.split(","), args.precision, args.tactics)
         except Exception as error:  # a network that fails is a row
             row = {"network": name, "failed": f"{type(error).__name__}: {error}"[:800]}
+        if args.tune and "failed" not in row:
+            row["tuned"] = tuned(name, args.precision, args.tune)
         rows.append(row)
         print(json.dumps(row), flush=True)
         facts = {"command": " ".join(["python", *sys.argv]), "commit": os.environ.get("OPTDNN_COMMIT", "")}

@@ -39,11 +39,11 @@ class Stream:
 class _Template:
     """A captured CUDA graph, not instantiated, and its nodes of each launch that others wait for (one, but for libraries' calls).
 
-    With ``waits`` the stream is told before each launch what that depends on. A launch that waits for a single other gets a
-    programmatic edge where it asks for one; one that waits for several begins when all have ended.
+    With ``waits`` the stream is told before each launch what that depends on. A launch that asks for programmatic edges gets them
+    from all that it waits for, where those are kernels of ours; its griddepcontrol.wait then waits for each of them.
     """
 
-    def __init__(self, launches: Iterable[Enqueued], stream: Stream, waits: Waits | None = None):
+    def __init__(self, launches: Sequence[Enqueued], stream: Stream, waits: Waits | None = None):
         cu = driver()
         self.nodes: list[list[Any]] = []
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -55,7 +55,8 @@ class _Template:
                 else:
                     self._depend([node for w in waits[k] for node in self.nodes[w]], stream)
                     if isinstance(launch, Launch):
-                        launch.enqueue(stream.handle, early=len(waits[k]) == 1)
+                        ours = bool(waits[k]) and all(isinstance(launches[w], Launch) for w in waits[k])
+                        launch.enqueue(stream.handle, early=ours)
                     else:
                         launch.enqueue(stream.handle)
                 _, _, _, last, *_ = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream.handle))

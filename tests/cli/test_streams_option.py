@@ -27,7 +27,7 @@ def branchy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_inspect_shows_the_lane_of_each_step(cli: Any, branchy: Path, tmp_path: Path) -> None:
-    for streams, count in (("4", 2), ("1", 1), ("auto", 1)):
+    for streams, count in (("4", 2), ("1", 1), ("auto", 2)):
         out = tmp_path / f"{streams}.engine"
         assert cli("build", branchy, "-o", out, "--target", "simulate", "--streams", streams).code == 0
         facts = json.loads(cli("inspect", out, "--json").out)

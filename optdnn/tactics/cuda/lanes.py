@@ -22,15 +22,21 @@ from optdnn.runtime.program import Program, Slot, Step
 
 MOST_LANES = 4
 """Lanes beyond this have not been seen to gain."""
-JOIN, FORK = 0.35e-6, 0.1e-6
+JOIN, FORK = 0.45e-6, 0.35e-6
 """Seconds that a step loses that waits for several others, and that one of several that wait for the same step loses
 (``benchmarks/gpu/graph_edges.py``)."""
+ROOM = 1.0 + 1e-9
+"""How far the rooms of steps side by side may add up."""
 CROWD = 0.12
 """How much longer a step takes for each other one that runs beside it: they share caches and memory."""
-WORTH, LEAST = 0.05, 1.0e-6
-"""Steps between two cuts leave their lane only where that is predicted to gain this part of their time, and so many seconds."""
-LATENCY = 1.5e-6
-"""Seconds of a dependent launch that does next to nothing."""
+WORTH, LEAST = 0.08, 0.5e-6
+"""Steps between two cuts leave their lane only where that is predicted to gain this part of their time, and so many seconds;"""
+ALTOGETHER = 0.03
+"""and a network has lanes only where this part of its time is gained."""
+LATENCY = 0.9e-6
+"""Seconds of a dependent launch that does next to nothing, behind another one."""
+NEAR = 3.0
+"""How much more than its share of the memory's bandwidth a block gets while others leave it alone: operands lie in L2."""
 RECURRENCE = 1.3e-6
 """Seconds of a step of a recurrent layer."""
 
@@ -89,8 +95,7 @@ def load_of(step: Step, program: Program, known: float | None = None) -> Load:
     if known is not None:
         return Load(max(known, 1e-7), room)
     work = work_of(step, parsed, program)
-    share = max(0.02, min(1.0, room))
-    spent = LATENCY + NOMINAL.seconds(work) / share / 0.6
+    spent = LATENCY + NOMINAL.seconds(work) / min(1.0, NEAR * room) / 0.6
     if parsed.meaning.kind in ("StackedRNN", "Recurrence"):
         first = next(v for v in parsed.meaning.reads if v is not None)
         spent += RECURRENCE * (first.shape[0] + parsed.meaning.attrs.get("layers", 1))
@@ -98,10 +103,13 @@ def load_of(step: Step, program: Program, known: float | None = None) -> Load:
 
 
 def room_of(step: CudaStep) -> float:
-    """The part of the places for blocks on a Hopper GPU that a launch takes (1: all; a library's call counts as that)."""
+    """The part of the places for blocks on a Hopper GPU that a launch takes (1: all).
+
+    How a library cuts its work is not known: it counts as tiles of 128 x 128 results, one on a multiprocessor."""
     launch = step.launch
     if isinstance(launch, LibraryCall):
-        return 1.0
+        results = max((math.prod(v.shape) for v in step.meaning.writes if v is not None), default=0)
+        return min(1.0, results / LIBRARY_TILE / MULTIPROCESSORS)
     blocks = math.prod(launch.grid)
     registers = 168 if launch.shared > 48 << 10 else 64
     resident = min(
@@ -110,6 +118,7 @@ def room_of(step: CudaStep) -> float:
     return min(1.0, blocks / (MULTIPROCESSORS * max(1, resident)))
 
 
+LIBRARY_TILE = 128 * 128
 MULTIPROCESSORS, NOMINAL_SHARED = 132, 233472
 """Of an H200: multiprocessors, and bytes of shared memory on each."""
 
@@ -136,6 +145,8 @@ def schedule(
         order += best[1]
         lanes |= best[2]
         seconds, alone = seconds + best[0], alone + one
+    if seconds > (1 - (0.0 if forced else ALTOGETHER)) * alone:
+        return Schedule(tuple(range(len(deps))), (0,) * len(deps), alone, alone)
     return Schedule(tuple(order), tuple(_numbered([lanes[k] for k in order])), seconds, alone)
 
 
@@ -180,7 +191,7 @@ def _listed(
     while ready or running:
         full = sum(loads[k].room for k in running)
         busy = {lanes[k] for k in running}
-        chosen = next((k for k in ready if not running or full + loads[k].room <= 1.0 + 1e-9), None)
+        chosen = next((k for k in ready if not running or full + loads[k].room <= ROOM), None)
         if chosen is not None and len(busy) < count:
             ready.remove(chosen)
             lanes[chosen] = lane = _lane(chosen, inner[chosen], last, busy, ends)

@@ -50,8 +50,8 @@ class Tuned:
     cached: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     providers: Sequence[str] = ()
-    streams: Streams = field(default_factory=Streams)
-    """Whether independent steps run side by side."""
+    streams: Streams | None = None
+    """Whether independent steps run side by side (None: it did not come to that)."""
 
     def to_plain(self) -> dict[str, Any]:
         """For the build's report."""
@@ -68,8 +68,7 @@ class Tuned:
         facts: dict[str, Any] = {"before_ms": self.before_ms, "after_ms": self.after_ms, "cached": self.cached}
         facts |= {"providers": list(self.providers)}
         s = self.streams
-        facts |= (
-            {"streams": {"most": s.most, "one_ms": s.one_ms, "lanes_ms": s.lanes_ms}} if s.lanes_ms is not None else {}
-        )
+        if s is not None and s.lanes_ms is not None:
+            facts |= {"streams": {"most": s.most, "one_ms": s.one_ms, "lanes_ms": s.lanes_ms}}
         facts |= {"stopped": self.stopped} if self.stopped else {}
         return {**facts, "seconds": {k: round(v, 2) for k, v in self.seconds.items()}, "problems": rows}
