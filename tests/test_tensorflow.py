@@ -19,9 +19,12 @@ def tf() -> Any:
     return pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 
-def test_a_keras_model(tf: Any) -> None:
+@pytest.mark.parametrize("target", ["reference", "simulate", "cpu"])
+def test_a_keras_model(tf: Any, target: str) -> None:
     import tf2onnx
 
+    if target == "cpu":
+        pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
     layers = tf.keras.layers
     tf.keras.utils.set_random_seed(0)
     inputs = tf.keras.Input((16, 16, 3), name="image")
@@ -32,7 +35,7 @@ def test_a_keras_model(tf: Any) -> None:
     model = tf.keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
     spec = (tf.TensorSpec((None, 16, 16, 3), tf.float32, name="image"),)
     proto, _ = tf2onnx.convert.from_function(tf.function(lambda image: model(image)), spec, opset=17)
-    engine = optdnn.build(proto, target="reference", shapes={"image": "1..2..4x16x16x3"})
+    engine = optdnn.build(proto, target=target, shapes={"image": "1..2..4x16x16x3"})
     pictures = np.random.default_rng(0).standard_normal((3, 16, 16, 3)).astype(np.float32)
     (got,) = engine.run({"image": pictures}).values()
     np.testing.assert_allclose(got, model(pictures).numpy(), rtol=1e-4, atol=1e-5)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx.parser
 import pytest
 from support import fallback
 from support.fallback import I64, NETWORKS, F, feeds, model, node
@@ -149,6 +150,31 @@ def test_shapes_within_ranges() -> None:
         got, want = engine.run({"x": x}), reference.run({"x": x})
         np.testing.assert_allclose(got["y"], want["y"], rtol=1e-6)
         np.testing.assert_array_equal(got["at"], want["at"])
+
+
+def test_detections_within_ranges() -> None:
+    """How many boxes there are is a size of the input, how many are kept depends on data."""
+    made = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        g (float[1, n, 4] boxes, float[1, 2, n] scores) => (int64[k, 3] kept, float[k, 4] y)
+        <int64 most = {4}, float overlap = {0.3}, float least = {0.4}, int64 column = {2}, int64[1] batch = {0}> {
+          sure = Sigmoid(scores)  kept = NonMaxSuppression(boxes, sure, most, overlap, least)
+          at = Gather<axis = 1>(kept, column)  flat = Squeeze(boxes, batch)  chosen = Gather(flat, at)  y = Neg(chosen)
+        }"""
+    )
+    shapes = {"boxes": "1x1..16..40x4", "scores": "1x2x1..16..40"}
+    engine, reference = optdnn.build(made, target="simulate", shapes=shapes), optdnn.build(made, target="reference")
+    seen = set()
+    for n in (16, 40, 1, 5):
+        rng = np.random.default_rng(n)
+        low = rng.random((1, n, 2), np.float32)
+        boxes = np.concatenate([low, low + rng.random((1, n, 2), np.float32)], axis=2)
+        feeds = {"boxes": boxes, "scores": rng.standard_normal((1, 2, n)).astype(np.float32)}
+        got, want = engine.run(feeds), reference.run(feeds)
+        np.testing.assert_array_equal(got["kept"], want["kept"])
+        np.testing.assert_allclose(got["y"], want["y"], rtol=1e-6)
+        seen.add(len(want["kept"]))
+    assert len(seen) > 2
 
 
 def test_engine_files_hold_host_steps(tmp_path: Path) -> None:
