@@ -76,15 +76,12 @@ def networks() -> list[dict[str, Any]]:
         context, program = launches(graph)
         steps = check_steps(context, feeds_of(graph))
         narrow = [
-            e
-            for e, s in zip(steps, program.steps, strict=True)
-            if any(program.buffers[i].dtype.itemsize == 1 for i in s.outputs)
+            e for e in steps if any(program.buffers[i].dtype.itemsize == 1 for i in program.steps[e.step].outputs)
         ]
-        rows.append(
-            {"network": name, "kinds": [e.kind for e in steps], "worst": max((e.error for e in narrow), default=0.0)}
-        )
+        worst = max((e.error for e in narrow), default=0.0)
+        rows.append({"network": name, "kinds": [e.kind for e in steps], "worst": worst})
         allowed = 0.0 if name in NETS else 4e-3
-        if rows[-1]["worst"] > allowed:
+        if worst > allowed:
             print(f"WRONG {name}: {[e for e in narrow if e.error > allowed]}", flush=True)
             rows[-1]["wrong"] = True
     return rows
