@@ -84,6 +84,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return f"{problem.channels} channels are not a multiple of 8"
     if (why := depthwise.no_kernel(problem)) is not None:
         return why
+    if problem.outside and any(s.padding):
+        return "TMA pads with zeros, not with a zero point"
     if (
         config.vectors * config.lanes * problem.item % 16
         or problem.channels * problem.item % 16
@@ -121,7 +123,7 @@ def registers(problem: Problem, config: Config) -> int:
     sums = config.tile_h * config.tile_w * config.lanes
     if problem.item == 1:  # bytes as floats; scales beside biases
         weights = taps * config.lanes // 2 if taps <= 9 else 8
-        return math.ceil(0.9 * (sums + weights + 30 + (columns + 1) * config.lanes + (8 if problem.outside else 0)))
+        return math.ceil(0.9 * (sums + weights + 30 + (columns + 1) * config.lanes))
     weights = taps * config.lanes // 2 if taps <= 9 else 8 if sums < 64 else 16
     rest = (24 if problem.squeeze else 14) + 2 * (config.tile_h + config.lanes)
     return sums + weights + columns * config.lanes // 2 + rest
@@ -135,7 +137,6 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "STRIDE_W": s.stride[1], "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "TILE_H": config.tile_h,
         "TILE_W": config.tile_w, "VECTORS": config.vectors, "STRIPS_X": config.strips_x, "STRIPS_Y": config.strips_y,
         "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "SQUEEZE": squeeze_mode(problem, config),
-        "OUTSIDE": int(problem.outside != 0),
     }  # fmt: skip
     text = depthwise.generated(problem, defines)
     options = (*depthwise.options(problem), *(("-DBARRIER_TRAP",) if checked else ()))
@@ -162,7 +163,6 @@ def describe(
     block.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
     block.i32(slabs, tiles_x, tiles_x * tiles_y, count)
     (mean or Narrow(1.0 / (out_h * out_w))).put(block)
-    block.i32(s.height, s.width, depthwise.four_bytes(problem.outside))
     put_requantize(block, problem.epilogue, requantize)
     shared = shared_bytes(problem, config)
     per_slab = max(1, min(count, multiprocessors * resident(problem, config) // slabs))
@@ -183,8 +183,8 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     rows = (config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
     # Instructions of a thread and tile: multiply-adds, conversions, shared loads, the epilogue with its store.
-    # Bytes take two instructions to become floats, and some where what lies outside is no zero; results, three times as many.
-    convert, finish = (1.3 * (lanes + 1), 6) if problem.item == 2 else (2.2 * lanes + (4 if problem.outside else 1), 15)
+    # Bytes take two instructions to become floats; results, three times as many.
+    convert, finish = (1.3 * (lanes + 1), 6) if problem.item == 2 else (2.2 * lanes + 1, 15)
     work = outputs * taps * lanes + rows * columns * convert + config.tile_h * taps * (lanes + 1)
     work += outputs * (finish * lanes + 6) + 60
     per_block = -(-count // max(1, blocks // slabs))

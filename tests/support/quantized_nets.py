@@ -203,9 +203,7 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
         ),
     ),
     "zero points, depthwise": lambda n: (shifted_depthwise(n, n.fake(n.input(2, 32, 9, 7), 0.03, 117, np.uint8)),),
-    "zero points, depthwise by TMA": lambda n: (
-        n.fake(n.qconv(n.fake(n.input(16, 64, 28, 28), 0.03, 117, np.uint8), 64, 5, group=64), 0.04, 7),
-    ),
+    "depthwise by TMA": lambda n: (n.fake(n.qconv(n.fake(n.input(16, 64, 28, 28), 0.03), 64, 5, group=64), 0.04, 7),),
     "zero points, a perceptron": lambda n: (
         n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03, 80, np.uint8), 40)), 0.03, -128), 10),
     ),

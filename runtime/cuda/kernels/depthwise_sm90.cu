@@ -4,7 +4,7 @@
 // warp loads the tiles' input patches into a ring of STAGES (what lies in the padding arrives as zeros); the others convolve from
 // shared memory, each thread TILE_H x TILE_W pixels of LANES channels, and store from registers.
 //
-// generated.cuh: see depthwise.cu; also VECTORS, STRIPS_X, STRIPS_Y, STAGES, OUTSIDE (what lies in the padding is not zero).
+// generated.cuh: see depthwise.cu; also VECTORS, STRIPS_X, STRIPS_Y, STAGES.
 #include "depthwise_core.cuh"
 
 constexpr int WORKERS = VECTORS * STRIPS_X * STRIPS_Y, CONSUMERS = (WORKERS + 31) / 32 * 32, THREADS = CONSUMERS + 32;
@@ -24,8 +24,6 @@ struct Params {
     int vectors, out_h, out_w, pad_h, pad_w;
     int slabs, tiles_x, tiles, count;              // slabs of channels, tiles of an image's row, of an image, of the batch
     Narrow mean;                                   // factor alone counts where results are floats
-    int height, width;                             // of the input
-    u32 outside;                                   // OUTSIDE: four bytes of what lies around an 8-bit image
     Requantize requantize;                         // of 8-bit operands
 };
 
@@ -94,17 +92,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         Tile acc;
         if (inside) {
             const Element* patch = reinterpret_cast<const Element*>(ring + stage * PATCH_BYTES) + own;
-            // Which columns of the patch lie inside of the image, one bit each: less to keep than their predicates.
-            const int top = out_y * STRIDE_H - p.pad_h, left = out_x * STRIDE_W - p.pad_w;
-            const u32 inner = (1u << max(0, min(COLUMNS, p.width - left))) - 1 & ~((1u << min(COLUMNS, max(0, -left))) - 1);
             accumulate(
                 acc,
                 [&](int r, Input (&in)[COLUMNS]) {
                     #pragma unroll
-                    for (int c = 0; c < COLUMNS; c++) {
-                        in[c] = load_input(patch + (r * PATCH_W + c) * CHANNELS);
-                        if (OUTSIDE && !(inner >> c & (unsigned(top + r) < unsigned(p.height)))) in[c] = no_input(p.outside);
-                    }
+                    for (int c = 0; c < COLUMNS; c++) in[c] = load_input(patch + (r * PATCH_W + c) * CHANNELS);
                 },
                 [&](int tap) { return WEIGHTS_IN_SHARED ? shared_weights[tap * VECTORS + local] : own_weights[WEIGHTS_IN_SHARED ? 0 : tap]; });
         }

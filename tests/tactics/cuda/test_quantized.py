@@ -78,10 +78,11 @@ def test_a_depthwise_convolution_sums_its_integers_on_its_way(name: str, steps: 
     assert kinds.count("ConvSqueeze") + kinds.count("SqueezeFinish") == steps
 
 
-def test_large_images_with_zero_points_come_by_tma() -> None:
+@pytest.mark.parametrize("zero", [0, 5])
+def test_large_images_come_by_tma_where_padding_is_zero(zero: int) -> None:
     n = QNet()
-    _, program = built(n.done(*NETS["zero points, depthwise by TMA"](n)))
-    assert "depthwise_sm90.cu" in {k.template for k in program.kernels}
+    _, program = built(n.done(n.qconv(n.fake(n.input(16, 64, 28, 28), 0.03, zero), 64, 5, group=64)))
+    assert ("depthwise_sm90.cu" in {k.template for k in program.kernels}) == (zero == 0)
 
 
 def test_a_stem_quantizes_its_image_and_reads_pixels_together() -> None:
