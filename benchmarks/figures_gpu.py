@@ -129,7 +129,8 @@ def side_by_side(file: Path) -> str:
         f"{data['device']}, driver {data['driver']}; {data['date']}, commit {data['commit'][:8]}; `{data['command']}`. fp16, batch "
         "1 where nothing else is said; kernels of the cost model's choice, the same in both; medians of replays in turns. Each "
         "result was the same bits in 50 runs over an arena full of NaN, and without a graph. "
-        + (f"Nothing to put side by side: {', '.join(alike)}." if alike else "")
+        + (f"Nothing to put side by side: {', '.join(alike)}. " if alike else "")
+        + data.get("note", "")
     )
     return table("Independent steps side by side", rows, about)
 

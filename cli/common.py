@@ -155,7 +155,7 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             default="auto",
             metavar="N",
             show_default=True,
-            help="On GPUs: streams for independent steps (auto: several where measured to be faster).",
+            help="On GPUs: streams for independent steps (auto: several where that is faster).",
         ),
         click.option("--row-invariant", is_flag=True, help="On GPUs: the same bits for a row, whatever the batch."),
     ]

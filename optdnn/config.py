@@ -49,7 +49,7 @@ class BuildOptions:
     those kernels, "heuristic,cudnn" without measuring them; ``row_invariant`` restricts to those that give a row of a batch the
     same bits whatever the batch; ``no_cubins`` keeps the recipes of kernels alone, and ``strict`` refuses a network that would
     need steps on the CPU; ``streams`` is on how many streams independent steps may run side by side: 1, more (wherever that is
-    predicted to gain), or "auto" (where tuning measures that the network is faster so).
+    predicted to gain), or "auto" (where tuning measures that the network is faster so; untuned, where a clear gain is predicted).
 
     ``values`` maps input names to what they always are: the engine has no such inputs, and sizes that depend on them are known.
 
