@@ -68,8 +68,24 @@ def sentences(auto: Mapping[str, Any]) -> list[str]:
             if auto["latency"]["measured"]
             else "no engine could be timed here: those of plans are predicted"
         ),
+        *_resolution(auto),
         *(f"{p}: {why}" for p, why in auto["notes"].items()),
         *declined(auto),
+    ]
+
+
+def _resolution(auto: Mapping[str, Any]) -> list[str]:
+    """Of an accuracy: where the samples are too few for the bound.
+
+    Of n samples that all come out as before, the part that does not is at most 3 / n (with 95 % confidence).
+    """
+    n, metric = auto["samples"]["verification"], auto["metric"]
+    if metric["name"] != "top1" or metric["bound"] >= 300 / n:
+        return []
+    enough = f"; {round(300 / metric['bound'])} samples that training has not seen can" if metric["bound"] > 0 else ""
+    return [
+        f"{n} samples cannot tell so fine a bound: what loses none of them may lose up to {300 / n:.2g} points elsewhere (with 95 % "
+        f"confidence no more){enough}"
     ]
 
 

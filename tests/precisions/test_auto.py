@@ -26,7 +26,7 @@ from optdnn.precision.account import Account
 from optdnn.precision.cpu_target import CpuTarget
 from optdnn.precision.latency import Table, Timed
 from optdnn.precision.targets import Way, assigned
-from optdnn.report.precision import declined
+from optdnn.report.precision import declined, sentences
 from optdnn.runtime.engine import Engine
 from optdnn.tactics.timing_cache import TimingCache
 
@@ -247,6 +247,16 @@ def test_what_was_declined_is_told_with_the_reason(monkeypatch: pytest.MonkeyPat
     slow = {k: {"fp32": 10.0, "bf16": 20.0} for k in TIMES}
     found = find(perceptron(), Numpy(offers=("fp32", "bf16"), times=slow), monkeypatch, metric="cosine", max_drop=0.05)
     assert declined(found.account.to_plain()) == ["bf16 declined: it is slower here, 0.061 ms against 0.03 ms of fp32"]
+
+
+def test_a_bound_that_the_samples_are_too_few_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    account = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).account.to_plain()
+    (told,) = [text for text in sentences(account) if "cannot tell" in text]
+    assert told.startswith("32 samples cannot tell so fine a bound")
+    assert "may lose up to 9.4 points elsewhere" in told
+    assert "; 300 samples that training has not seen can" in told
+    for changed in ({"bound": 10.0}, {"name": "mse"}):
+        assert not [t for t in sentences({**account, "metric": {**account["metric"], **changed}}) if "cannot tell" in t]
 
 
 def test_close_ones_are_tuned_and_raced_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
