@@ -84,8 +84,8 @@ def _resolution(auto: Mapping[str, Any]) -> list[str]:
         return []
     enough = f"; {round(300 / metric['bound'])} samples that training has not seen can" if metric["bound"] > 0 else ""
     return [
-        f"{n} samples cannot tell so fine a bound: what loses none of them may lose up to {300 / n:.2g} points elsewhere (with 95 % "
-        f"confidence no more){enough}"
+        f"{n} samples cannot tell so fine a bound: who loses none of them may lose up to {300 / n:.2g} points elsewhere (95 % "
+        f"confidence){enough}"
     ]
 
 
