@@ -276,8 +276,9 @@ class Config:
         return channels, channels * -(-problem.pixels // (self.tile[1] * self.share[1]))
 
 
-SHARES = ((1, 1), (2, 1), (1, 2), (2, 2))
-"""Clusters that load together. Of two blocks, since multiprocessors come in pairs: of more, some multiprocessors stay idle."""
+SHARES = ((1, 1), (2, 1), (1, 2))
+"""Clusters that load together. Of two blocks, since multiprocessors come in pairs: clusters of four do not fill an H200, and a grid
+of them took twice as long."""
 WIDE_REGISTERS = 232
 """Of a multiplying thread where the loading warps give theirs up."""
 
@@ -492,7 +493,7 @@ def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
     if config.stores_directly:
         return tiles * config.split
     if config.sharers > 1:
-        return min(tiles, clusters(device, config.sharers)) * config.sharers
+        return min(tiles, device.multiprocessors // config.sharers) * config.sharers
     resident = device.multiprocessors * max(
         1, min(config.blocks, device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024))
     )
@@ -501,12 +502,6 @@ def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
     if config.stationary:  # a block keeps its channel tile
         return resident // channel_tiles * channel_tiles or channel_tiles
     return resident
-
-
-def clusters(device: Device, blocks: int) -> int:
-    """Clusters of so many blocks, each alone on its multiprocessor, that run at a time. Clusters lie within groups of 16 or 18
-    multiprocessors, so four blocks leave two of 18 idle."""
-    return device.multiprocessors // blocks if blocks <= 2 else device.multiprocessors // 33 * 32 // blocks
 
 
 def parameters(

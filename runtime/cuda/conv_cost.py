@@ -10,18 +10,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from optdnn.runtime.cuda.conv import SHARES, Config, Problem, clusters, refuse, shared_bytes
+from optdnn.runtime.cuda.conv import SHARES, Config, Problem, refuse, shared_bytes
 from optdnn.runtime.cuda.device import Device
 
 CLOCK = 1.75e9  # Hz under load
 MEMORY = 4.2e12  # bytes/s, read + written
-L2_PER_CLOCK = 46.0  # bytes per cycle and multiprocessor that TMA brings from L2
+L2_PER_CLOCK = 56.0  # bytes per cycle and multiprocessor that TMA brings from L2
 LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kernel
-RING_LATENCY = (
-    1300  # cycles from asking for a stage under load to its arrival: with S stages, S - 1 steps pass meanwhile
-)
+RING_LATENCY = 1200  # cycles from asking for a stage to its first byte: with S stages, S - 1 steps pass until all of it is there
 MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
-TURN = 400  # cycles between a tile's last product and the first of its warpgroup's next
+TURN = 800  # cycles between a tile's last product and the first of its warpgroup's next
 STAGE_ISSUE = {
     "relu": 0.5,
     "gelu": 10.0,
@@ -32,7 +30,6 @@ STAGE_ISSUE = {
     "softplus": 16.0,
     "elu": 6.0,
 }
-PROPOSE_LARGE = False  # whether large() is among the candidates: not before it is measured
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
 
@@ -58,13 +55,13 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     multiply = groups * config.mt * (span // 32) * max(config.bn / 2, 16 + config.bn / 4)
     weight_bytes, pixel_bytes = tile_channels * span, tile_pixels * span
     streamed = pixel_bytes + (0 if config.stationary else weight_bytes)
-    asked = pixel_bytes / config.share[0] + (0 if config.stationary else weight_bytes / config.share[1])
     read = groups * config.mt * (span // 32) * (2048 + config.bn * 32) / 128
     multiply = max(multiply, read + streamed / 128)
-    load = max(asked / L2_PER_CLOCK, RING_LATENCY / resident / max(1, config.stages - 1))
+    load = streamed / L2_PER_CLOCK
+    load = max(load, (RING_LATENCY + load) / resident / max(1, config.stages - 1))
     step = max(multiply, load)
     jobs = tiles * config.split
-    at_once = clusters(device, config.sharers) * config.sharers
+    at_once = device.multiprocessors // config.sharers * config.sharers
     waves = -(-jobs // at_once)  # blocks that one multiprocessor works through
     epilogue = 350 + config.mt * config.bn * (issue(problem) if groups > 1 else 0.8 * issue(problem))
     if config.direct:
@@ -87,7 +84,9 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
         config.stages * streamed + (config.out_buffers - 1) * tile_channels * tile_pixels * problem.out_item
     )
     memory = problem.bytes / min(MEMORY, device.multiprocessors * max(in_flight, 4096) / 0.9e-6) + extra * 0.1
-    return LATENCY + max(compute, memory) + 0.15 * min(compute, memory)
+    whole = LATENCY + max(compute, memory) + 0.15 * min(compute, memory)
+    # What a cluster loads once for all its blocks was no limit of any product measured: it comes after the same tile alone.
+    return whole * 1.01 if config.sharers > 1 else whole
 
 
 def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, device: Device) -> Iterator[Config]:
@@ -155,7 +154,7 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: boo
             if mt * bn > MOST_SUMS or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
                 continue
             tiles = -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
-            for config in large(problem, (wgm, wgn, mt, bn), device) if PROPOSE_LARGE else ():
+            for config in large(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
             for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
                 if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):

@@ -119,9 +119,9 @@ CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {
         Problem(9, 200, (same(15, 13, 72, stride=2),), ADD),
         Config(2, 1, 2, 56, 3, share=(1, 2)),
     ),
-    "sharing both": (
+    "sharing pixels in turns": (
         Problem(48, 328, (Source(28, 28, 136),), ADD),
-        Config(1, 1, 2, 144, 3, share=(2, 2), alternate=True),
+        Config(1, 1, 2, 144, 3, share=(2, 1), alternate=True),
     ),
     "sharing in turns, wide": (
         Problem(40, 328, (Source(28, 28, 512),), ADD),
