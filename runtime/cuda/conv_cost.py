@@ -10,14 +10,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from optdnn.runtime.cuda.conv import SHARES, Config, Problem, refuse, shared_bytes
+from optdnn.runtime.cuda.conv import IM2COL, SHARES, Config, Problem, refuse, shared_bytes
 from optdnn.runtime.cuda.device import Device
 
 CLOCK = 1.75e9  # Hz under load
 MEMORY = 4.2e12  # bytes/s, read + written
 L2_PER_CLOCK = 56.0  # bytes per cycle and multiprocessor that TMA brings from L2
 LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kernel
-RING_LATENCY = 1200  # cycles from asking for a stage to its first byte: with S stages, S - 1 steps pass until all of it is there
+IM2COL_ROW = 4.6  # cycles for 128 bytes of a pixel that TMA brings in im2col mode
+RING_LATENCY = (
+    1200  # cycles from asking for a stage to its first byte: with S stages, S - 1 steps pass until all of it is there
+)
 MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
 TURN = 800  # cycles between a tile's last product and the first of its warpgroup's next
 STAGE_ISSUE = {
@@ -58,6 +61,8 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     read = groups * config.mt * (span // 32) * (2048 + config.bn * 32) / 128
     multiply = max(multiply, read + streamed / 128)
     load = streamed / L2_PER_CLOCK
+    gathered = sum(problem.steps(source) for source in problem.sources if source.mode == IM2COL) / problem.k_steps
+    load = max(load, gathered * IM2COL_ROW * tile_pixels * span / 128)
     load = max(load, (RING_LATENCY + load) / resident / max(1, config.stages - 1))
     step = max(multiply, load)
     jobs = tiles * config.split
