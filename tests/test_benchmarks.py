@@ -253,6 +253,11 @@ def test_new_rows_take_the_place_of_old_ones() -> None:
     assert [rows[n]["commit"] for n in rows] == ["a", "b", "a", "a"], (
         "one that fails does not take a measured one's place"
     )
+    tuned = {"name": "resnet50:1", "candidates": {"ours": {"median_ms": 0.1}, "untuned": {"median_ms": 0.2}}}
+    rows = {r["name"]: r["candidates"] for r in merge.merged(old, [result(tune_s=8, rows=[tuned])])["rows"]}
+    assert rows["resnet50:1"] == tuned["candidates"]
+    assert "ours" not in rows["resnet50:16"], "it was not tuned"
+    assert rows["resnet50:16"]["untuned"]["median_ms"] == 1.6
     with pytest.raises(ValueError, match="different machines"):
         merge.merged(old, [result(gpu="NVIDIA A100")])
 

@@ -34,6 +34,10 @@ def merged(kept: Mapping[str, Any] | None, runs: Sequence[Mapping[str, Any]]) ->
     if len(machines) > 1:
         raise ValueError(f"runs of different machines are not put together: {sorted(machines)}")
     rows = {r["name"]: r for run in [*([kept] if kept else []), *runs] for r in rows_of(run)}
+    if runs[-1].get("tune_s"):  # "ours" is tuned from now on; what was not goes by its name
+        for row in rows.values():
+            if not row.get("tune_s") and "ours" in row["candidates"]:
+                row["candidates"] = {"untuned" if k == "ours" else k: v for k, v in row["candidates"].items()}
     facts = {k: v for k, v in runs[-1].items() if k not in ("rows", "seconds")}
     return {**facts, "rows": list(rows.values())}
 
