@@ -34,7 +34,7 @@ Replay = Callable[[], object]
 WRONG = 0.03
 """Error against fp32, of the largest output, beyond which a candidate at fp16 is called wrong (unless PyTorch's is as large)."""
 WRONG_8BIT = 0.25
-"""The same at int8: the logits of a network with random weights are small differences."""
+"""The same at int8 and fp8: the logits of a network with random weights are small differences."""
 
 
 def main() -> None:
