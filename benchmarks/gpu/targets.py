@@ -84,7 +84,7 @@ ENGINES = {"ours": "auto", "untuned": "auto", "own": "own", "libraries": "cudnn,
 """Candidate -> whose kernels its engine may run on. "untuned" is never tuned: beside the others, where these are."""
 LIBRARIES = ("_cudnn", "_cublaslt")
 """How the names of tactics end that call a library."""
-SHARE = {"untuned": 0.0, "libraries": 0.4}
+SHARE = {"untuned": 0.0, "libraries": 0.2}
 """How much of the time for tuning a candidate gets, if not all: the libraries' few algorithms were measured for "ours" before."""
 
 
