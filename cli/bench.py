@@ -149,15 +149,16 @@ def _rate(value: float | None, digits: int) -> str:
 
 
 def _trace(engine: Any, feeds: dict[str, Any]) -> None:
-    from optdnn.runtime.bench import cuda_context
+    from optdnn.runtime.bench import cuda_context, plan_feeds
     from optdnn.runtime.cuda import nvtx
 
-    context = cuda_context(engine.context(), feeds)
+    made = engine.context()
+    context = cuda_context(made, feeds)
     if context is None:
         raise UsageError("--trace is for engines of target cuda")
     if not nvtx.available():
         stderr.print("neither the nvtx package nor CuPy is installed: the kernels run without ranges")
-    context.trace(feeds)
+    context.trace(plan_feeds(made, feeds))
 
 
 def _rates(report: dict[str, Any]) -> tuple[str, str]:

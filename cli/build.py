@@ -108,6 +108,11 @@ def command(
         stdout.print(f"from its NumPy kernel: {item['operator']} {item['node']}: {item['reason']}")
     if build.engine.meta.get("host", {}).get("operators"):
         print_host(build.engine.meta["host"], build.engine.target)
+        by_value = build.engine.program.by_value
+        if by_value is not None:
+            stdout.print(
+                f"plans for the values of {', '.join(by_value.inputs)}, made when first seen, leave less to the CPU"
+            )
     if build.tuning is not None:
         print_tuning(build.tuning)
     total = sum(build.seconds.values())

@@ -148,7 +148,7 @@ def profile(engine: Engine, feeds: Mapping[str, Any], *, warmup: int = 3, iterat
     total = max(float(medians.sum()), 1e-12)
     return [
         StepProfile(k, s.executor, s.src, float(m), float(m) / total)
-        for k, (s, m) in enumerate(zip(engine.program.steps, medians, strict=True))
+        for k, (s, m) in enumerate(zip(engine.program_for(feeds).steps, medians, strict=True))
     ]
 
 
@@ -170,6 +170,7 @@ def bench(
     """
     context = engine.context()
     on_gpu = cuda_context(context, feeds)
+    own = plan_feeds(context, feeds)
     if flush_l2 and on_gpu is None:
         raise UsageError("there is no L2 of a GPU to flush", hint="this is for engines of target cuda")
     context.run(feeds)
@@ -193,13 +194,20 @@ def bench(
         from optdnn.runtime.cuda.measure import gpu_report, profile_gpu
 
         report["gpu"] = gpu_report(
-            on_gpu, feeds, warmup=warmup, duration=duration, iterations=iterations, flush_l2=flush_l2
+            on_gpu, own, warmup=warmup, duration=duration, iterations=iterations, flush_l2=flush_l2
         )
         if with_profile:
-            report["profile"] = [s.to_plain() for s in profile_gpu(on_gpu, feeds)]
+            report["profile"] = [s.to_plain() for s in profile_gpu(on_gpu, own)]
     elif with_profile:
         report["profile"] = [asdict(p) | {"src": list(p.src)} for p in profile(engine, feeds)]
     return report
+
+
+def plan_feeds(context: object, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the plan for these inputs takes: all but those that are constants in it."""
+    feeds_of = getattr(context, "feeds_of", None)
+    found: Mapping[str, Any] = feeds if feeds_of is None else feeds_of(feeds)
+    return found
 
 
 def cuda_context(context: object, feeds: Mapping[str, Any]) -> CudaContext | None:

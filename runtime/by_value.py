@@ -192,6 +192,17 @@ class ByValueContext:
             self._contexts[key] = found
         return found, {n: a for n, a in feeds.items() if n not in self._runner.by_value.inputs}, key
 
+    def plan_of(self, feeds: Mapping[str, Any]) -> RunContext:
+        """The context that runs these inputs; it takes those of :meth:`feeds_of`."""
+        context, own, _ = self.context_for(feeds)
+        plan_of = getattr(context, "plan_of", None)
+        found: RunContext = context if plan_of is None else plan_of(own)
+        return found
+
+    def feeds_of(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the plan for these inputs is given: without those that are constants in it."""
+        return self.context_for(feeds)[1]
+
     def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
         context, feeds, _ = self.context_for(feeds)
         return context, feeds

@@ -78,12 +78,12 @@ def open_engine(candidate: Candidate, threads: int) -> Opened:
 
 def _on_gpu(context: RunContext, feeds: Mapping[str, Array]) -> Sampler:
     """The sampler of an engine on a GPU."""
-    from optdnn.runtime.bench import cuda_context
+    from optdnn.runtime.bench import cuda_context, plan_feeds
     from optdnn.runtime.cuda.rivals import sampler_of
 
     found = cuda_context(context, feeds)
     assert found is not None
-    sampler: Sampler = sampler_of(found, feeds)
+    sampler: Sampler = sampler_of(found, plan_feeds(context, feeds))
     return sampler
 
 

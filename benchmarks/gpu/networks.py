@@ -6,7 +6,7 @@
 ``--shared``: FOLDER holds ``fill.py`` and ``graphs/NAME.onnx`` with ``NAME.json`` (skeletons without weights), or
 ``graphs.tar.xz`` with these. Several networks are built at once (in processes); a network that fails is a row with its error.
 Of each output: max |error| over max |output| (``errors``), and what another input changes (``another_input``); that a run repeats
-bit for bit; which operators ran on the CPU.
+bit for bit; which operators ran on the CPU; where an output holds boxes, how many of the kept ones are also ONNX Runtime's.
 
 ``--checks``: also every launch by itself against its step's meaning, on the GPU's own operands, results poisoned with NaN
 (``steps``: how many, the worst error, those beyond ``STEP``); single launches against the graph, to the bit (``singly``); runs on
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shared_graphs import _error, _onnxruntime, fill_module
+from shared_graphs import TOLERANCE, _error, _onnxruntime, _same_boxes, fill_module
 
 import optdnn
 
@@ -99,6 +99,9 @@ def one(name: str, folder: Path, precisions: list[str], *, checked: bool = False
                 "repeats": all(np.array_equal(got[k], again[k], equal_nan=True) for k in got),
                 "on_cpu": sorted({o["kind"] for o in engine.meta.get("host", {}).get("operators", [])}),
             }
+            if max(found["errors"], default=0.0) > TOLERANCE:
+                boxes = _same_boxes([got[s.name] for s in engine.outputs], want)
+                found |= {} if boxes is None else {"boxes_as_a_set": boxes}
             row[precision] = found
             if checked:
                 found |= checks(engine, feeds, precision)
@@ -113,6 +116,7 @@ def _shown(found: dict[str, Any]) -> Any:
         return found["failed"][:200]
     worst = f"{max(found['errors'], default=0.0):.1e}"
     faults = {k: found[k] for k in ("repeats", "singly") if not found.get(k, True)}
+    faults |= {"boxes": found["boxes_as_a_set"]} if "boxes_as_a_set" in found else {}
     faults |= {"arena": found["arena"]} if found.get("arena") else {}
     steps = found.get("steps", {})
     faults |= {"wrong": steps["wrong"][:3]} if steps.get("wrong") else {}

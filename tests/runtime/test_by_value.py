@@ -17,6 +17,7 @@ from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, InputError, RunError
 from optdnn.plans import plain_options
 from optdnn.runtime import by_value
+from optdnn.runtime.bench import profile
 from optdnn.runtime.format import decode, encode
 from optdnn.runtime.program import ByValue, Program, validate
 
@@ -180,3 +181,13 @@ def test_options_that_hold_arrays_are_not_kept() -> None:
         "target": "simulate",
         "precision": "fp16",
     }
+
+
+def test_steps_are_timed_in_the_plan_that_runs(engine: optdnn.Engine) -> None:
+    given = feeds(3, 4)
+    plan = engine.program_for(given)
+    assert len(plan.steps) != len(engine.program.steps)
+    assert [s.src for s in profile(engine, given, warmup=1, iterations=1)] == [s.src for s in plan.steps]
+    context: Any = engine.context()
+    assert list(context.feeds_of(given)) == ["x"]
+    assert context.plan_of(given).run({"x": X})["y"].shape == (3, 4)
