@@ -65,7 +65,9 @@ def on_lanes(
     if wanted != AUTO:
         assert isinstance(wanted, int)
         return with_lanes(program, seconds, wanted, forced=True)
-    if streams is None:  # not tuned: the cost model decides
+    if streams is None:  # not tuned: the cost model decides, where what forks and joins cost was measured
+        if not str(program.meta.get("arch", "")).startswith("sm_90"):
+            return program
         streams = Streams(MOST_LANES)
     if streams.most > 1:
         program = with_lanes(program, seconds, streams.most, forced=streams.forced)

@@ -140,7 +140,7 @@ def lanes_of(steps: Sequence[Use], rng: random.Random) -> list[Slot]:
     return slots_of(Schedule(order, tuple(_numbered(lanes)), 0.0, 0.0), deps)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(networks(), st.integers(0, 10**6))
 def test_plans_survive_execution_in_any_order_that_lanes_allow(
     network: tuple[list[Use], dict[int, int]], seed: int

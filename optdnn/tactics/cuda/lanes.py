@@ -2,8 +2,7 @@
 
 A program is cut where all that follows needs all that came before; between two cuts, steps are scheduled by the longest path of
 work behind them (Graham's list scheduling, 1969) on as many lanes as pay. What bounds the gain is room: a kernel whose blocks
-fill the multiprocessors leaves none for another. Where the gain is small the steps stay in one lane, each launched early by the
-one before (programmatic dependent launch), which no join can have.
+fill the multiprocessors leaves none for another; and what forks and joins cost. Where the gain is small, steps stay in one lane.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from optdnn.runtime.program import Program, Slot, Step
 
 MOST_LANES = 4
 """Lanes beyond this have not been seen to gain."""
+MOST_STEPS = 2500
+"""Programs of more steps keep one lane: who may share memory with whom is a question of pairs of buffers."""
 JOIN, FORK = 0.45e-6, 0.35e-6
 """Seconds that a step loses that waits for several others, and that one of several that wait for the same step loses
 (``benchmarks/gpu/graph_edges.py``)."""
@@ -67,8 +68,10 @@ def with_lanes(
     ``seconds`` are known (predicted or measured) times of steps by number. ``most``: lanes. ``forced``: side by side wherever
     there is any gain at all. ``meta["streams"]`` says what was decided.
     """
-    if any(s.executor != "cuda" for s in program.steps):
-        program.meta["streams"] = {"lanes": 1, "why": "steps on the CPU cut the network"}
+    if any(s.executor != "cuda" for s in program.steps) or len(program.steps) > MOST_STEPS:
+        many = len(program.steps) > MOST_STEPS
+        why = f"more than {MOST_STEPS} steps" if many else "steps on the CPU cut the network"
+        program.meta["streams"] = {"lanes": 1, "why": why}
         return program
     deps = dependencies(program)
     loads = [load_of(step, program, seconds.get(k)) for k, step in enumerate(program.steps)]
@@ -95,7 +98,7 @@ def load_of(step: Step, program: Program, known: float | None = None) -> Load:
     if known is not None:
         return Load(max(known, 1e-7), room)
     work = work_of(step, parsed, program)
-    spent = LATENCY + NOMINAL.seconds(work) / min(1.0, NEAR * room) / 0.6
+    spent = LATENCY + NOMINAL.seconds(work) / max(0.02, min(1.0, NEAR * room)) / 0.6
     if parsed.meaning.kind in ("StackedRNN", "Recurrence"):
         first = next(v for v in parsed.meaning.reads if v is not None)
         spent += RECURRENCE * (first.shape[0] + parsed.meaning.attrs.get("layers", 1))

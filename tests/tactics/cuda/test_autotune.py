@@ -358,7 +358,7 @@ def branchy() -> Graph:
     return n.done(n.conv(n.op("Mul", a, b), 32, 1, pads=0))
 
 
-@pytest.mark.parametrize(("factor", "most"), [(0.9, 4), (0.995, 1), (1.0, 1), (1.2, 1)])
+@pytest.mark.parametrize(("factor", "most"), [(0.9, 4), (0.995, 1), (1.2, 1)])
 def test_lanes_are_kept_only_where_the_network_is_measured_to_be_faster(factor: float, most: int) -> None:
     cache = TimingCache()
     timer = FakeTimer(lambda name: 10 * hashed(name), lanes=factor)

@@ -260,6 +260,20 @@ def test_steps_on_the_cpu_keep_one_lane() -> None:
         pytest.fail("the network has no step on the CPU any more: take another operator")
 
 
+def test_a_program_of_very_many_steps_keeps_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MOST_STEPS", 10)
+    program = lowered(inception(64, size=28), streams=4)
+    assert not program.lanes
+    assert program.meta["streams"]["why"] == "more than 10 steps"
+
+
+def test_other_gpus_than_those_measured_have_lanes_where_asked_for() -> None:
+    graph = inception(64, size=28)
+    assert lowered(graph).lanes, "Hopper, by prediction"
+    assert not lowered(graph, target="cuda:sm_80", no_cubins=True).lanes
+    assert lowered(graph, target="cuda:sm_80", no_cubins=True, streams=4).lanes
+
+
 def test_dependencies_are_of_the_steps_order() -> None:
     program = lowered(inception())
     for k, before in enumerate(dependencies(program)):
