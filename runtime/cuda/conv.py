@@ -112,6 +112,8 @@ class Problem:
     """Element type of the residual, of the result's size; "": the result's."""
     zero_point: bool = False
     """Whether an integer result has a zero point other than 0."""
+    prologue: tuple[render.Stage, ...] = ()
+    """What is done to the pixels before they are multiplied (see :func:`.render.prologue`)."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
@@ -124,6 +126,18 @@ class Problem:
             raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
         if self.item == 4 and self.out_dtype != "float32":
             raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
+        if self.prologue and (self.item != 2 or [s.mode for s in self.sources] != [ROWS]):
+            raise InternalError("a prologue is for 16-bit pixels that are read once each")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the prologue reads a factor per image and channel."""
+        return any(stage[0] == "gate" for stage in self.prologue)
+
+    @property
+    def helpers(self) -> int:
+        """Threads of a block besides the configuration's: those that apply the prologue."""
+        return 128 if self.prologue else 0
 
     @cached_property
     def out_dtype(self) -> str:
@@ -332,7 +346,10 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         return f"{needed} bytes of shared memory exceed {shared}"
     if config.blocks > 1 and config.blocks * (shared_bytes(problem, config) + 1024) > shared + 1024:
         return "shared memory does not allow that many blocks per multiprocessor"
-    limit = WIDE_REGISTERS if config.wide else register_limit(config.threads, config.blocks, registers)
+    if problem.prologue and (config.alternate or config.sharers > 1 or config.wide):
+        return "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 sums a thread"
+    threads = config.threads + problem.helpers
+    limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks, registers)
     needed = (
         config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
     )  # two sets of sums when they are short
@@ -374,6 +391,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "DIRECT": int(config.stores_directly), "OUT_BUFFERS": config.out_buffers, "WEIGHTS_STATIONARY": int(config.stationary),
         "ALTERNATE": int(config.alternate), "SHARE_CHANNELS": config.share[0], "SHARE_PIXELS": config.share[1],
         "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
+        "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated),
     }  # fmt: skip
     return Recipe(
         "conv_sm90.cu", arch, {"generated.cuh": generated(problem, defines, config.bn)}, options(problem, checked)
@@ -390,7 +408,8 @@ def generated(problem: Problem, tile: Mapping[str, int], columns: int) -> str:
     stages = render.epilogue(problem.epilogue)
     if problem.item == 1:
         stages = render.runtime_epilogue(problem.epilogue, problem.out_dtype in ("int8", "uint8"))
-    parts = [render.constants({**tile, **types}), stages, render.wgmma(columns, problem.dtype), ""]
+    before = [render.prologue(problem.prologue)] if problem.prologue else []
+    parts = [render.constants({**tile, **types}), *before, stages, render.wgmma(columns, problem.dtype), ""]
     return "\n".join(parts)
 
 
@@ -464,22 +483,28 @@ class _Params(ctypes.Structure):
         ("source", _Source * 2),
         *[(name, ctypes.c_float) for name in ("residual_scale", "residual_offset", "low", "high")],
         ("zero", ctypes.c_int), ("constants", ctypes.c_float * MAX_CONSTANTS),
+        ("before", ctypes.c_void_p), ("gate", ctypes.c_void_p),
+        *[(name, ctypes.c_int) for name in ("gate_pitch", "image_pixels", "images", "gate_channels")],
     ]  # fmt: skip
 
 
+BEFORE = _Params.before.offset
+"""Where the addresses of a prologue's constants and of its gate are."""
 _PARAMS_BYTES = -(-ctypes.sizeof(_Params) // 64) * 64
 
 
 @dataclass(frozen=True)
 class Pointers:
     """Device addresses: NHWC sources, packed weights, fp32 bias (padded to a multiple of 4; of 8-bit operands: pairs of scale and
-    bias), NHWC output, NHWC residual."""
+    bias), NHWC output, NHWC residual; of a prologue, pairs of scale and shift per input channel (whole K steps), and the gate."""
 
     sources: tuple[int, ...]
     weights: int
     bias: int
     output: int
     residual: int = 0
+    before: int = 0
+    gate: int = 0
 
 
 def weight_rows(problem: Problem) -> int:
@@ -515,6 +540,9 @@ def parameters(
     params.channels, params.pixel_count = problem.channels, problem.pixels
     params.out_h, params.out_w = problem.out_size
     params.k_steps = problem.k_steps
+    params.before, params.gate = pointers.before or None, pointers.gate or None
+    params.gate_pitch = params.gate_channels = problem.sources[0].channels
+    params.image_pixels, params.images = math.prod(problem.out_size), problem.batch
     for slot, source in zip(params.source, problem.sources, strict=False):
         slot.channel_blocks = -(-source.channels // problem.block)
         slot.taps_h, slot.taps_w = source.kernel
@@ -586,7 +614,7 @@ def bind(
     params.channel_tiles, params.tiles = config.joint_tiles(problem)
     params.reverse = int(reverse)
     return Launch(
-        function, (grid_blocks(problem, config, device), 1, 1), config.threads, [raw_bytes(params)],
+        function, (grid_blocks(problem, config, device), 1, 1), config.threads + problem.helpers, [raw_bytes(params)],
         shared=shared_bytes(problem, config), cluster=config.cluster, dependent=dependent, label=label or str(config),
     )  # fmt: skip
 

@@ -71,6 +71,10 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     epilogue = 350 + config.mt * config.bn * (issue(problem) if groups > 1 else 0.8 * issue(problem))
     if config.direct:
         epilogue -= 250
+    if problem.prologue:  # a warp takes a stage, 16 bytes a lane at a time; as many warps as stages, up to four
+        change = 250 + pixel_bytes / 16 / 32 * 45
+        step = max(step, change / min(4, config.stages))
+        epilogue += change
     if config.split > 1:
         # The sums' way to their owner, and the partial sums through the network between multiprocessors (about 12 bytes per cycle).
         epilogue += 700 + tile_channels * tile_pixels * 4 * (config.split - 1) / config.split / 12

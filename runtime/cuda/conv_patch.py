@@ -106,8 +106,8 @@ def shared_bytes(problem: Problem, config: PatchConfig) -> int:
 
 def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448, registers: int = 65536) -> str | None:
     """Why the configuration cannot run the problem, or None."""
-    if len(problem.sources) != 1:
-        return "it reads one source"
+    if len(problem.sources) != 1 or problem.prologue:
+        return "it reads one source, as it is"
     source = problem.sources[0]
     if problem.out_item == 4 and not config.stores_directly:
         return "fp32 results are stored from registers"

@@ -69,6 +69,20 @@ def epilogue(stages: Sequence[Stage]) -> str:
     return "\n".join([*lines, *_statements(stages, _literal), "    return x;", "}"])
 
 
+PROLOGUE_STAGES: dict[str, tuple[int, str]] = {
+    "scale_shift": (0, "x = fmaf(x, a.x, a.y);"),
+    "gate": (0, "x = x * g;"),
+    **{name: stage for name, stage in STAGES.items() if name not in ("bias", "add", "mul")},
+}
+"""Stages of a prologue: x is the element, a its channel's scale and shift, g the factor of its image and channel."""
+
+
+def prologue(stages: Sequence[Stage]) -> str:
+    """CUDA source of ``float prologue(float x, float2 a, float g)``, the stages applied in order. Raises InternalError."""
+    lines = ["DEVICE float prologue(float x, float2 a, float g) {"]
+    return "\n".join([*lines, *_statements(stages, _literal, PROLOGUE_STAGES), "    return x;", "}"])
+
+
 def runtime_epilogue(stages: Sequence[Stage], coarse: bool = False) -> str:
     """CUDA source of ``float epilogue(float x, float c, float r, const float* k)``: the constants of the stages are ``k[0]``,
     ``k[1]``, … in order, so that layers which differ in their scales alone share a kernel. ``coarse``: the result is rounded to
@@ -91,11 +105,11 @@ def _statements(
         raise InternalError("an epilogue reads at most one residual tensor")
     lines = []
     for name, *constants in stages:
-        if name not in STAGES:
-            raise InternalError(f"unknown epilogue stage {name!r}; known: {', '.join(STAGES)}")
+        if name not in texts:
+            raise InternalError(f"unknown stage {name!r}; known: {', '.join(texts)}")
         count, text = texts[str(name)]
         if len(constants) != count:
-            raise InternalError(f"epilogue stage {name!r} takes {count} constants, not {len(constants)}")
+            raise InternalError(f"stage {name!r} takes {count} constants, not {len(constants)}")
         lines.append("    " + text.format(*[constant(float(value)) for value in constants]))
     return lines
 

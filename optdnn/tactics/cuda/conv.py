@@ -16,6 +16,7 @@ from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, products, up
 from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
 from optdnn.tactics.cuda.pointwise import copy, emit_pointwise
+from optdnn.tactics.cuda.prologue import Prologue, plan_prologue
 from optdnn.tactics.cuda.stem import channel_affine, emit_space_to_depth, pixel_source
 from optdnn.tactics.cuda.tactic import Rehearsed
 from optdnn.types import BF16, FP16, Array
@@ -121,13 +122,13 @@ class HopperConv(Rehearsed):
         bias = ep.added_to(bias_of(b, op))
         weight, strides, pads, dilations = planar(weight, a)
         feed = self.stem(b, op, weight, strides, pads, dilations)
+        before = None
         if feed is None:
-            x = with_pitch(b, op, image(entering(b, op)))
-            feed = conv_sm90.Feed(x, weight, strides, pads, dilations)
+            feed, before = self._feed(b, op, weight, strides, pads, dilations)
         target = b.target(op.value)
         out = image(target)
         feeds = [feed]
-        joined = self._second(b, op, ep)
+        joined = self._second(b, op, ep) if before is None else None
         if joined is not None:
             feeds.append(joined[0])
             if joined[1] is not None:
@@ -138,9 +139,23 @@ class HopperConv(Rehearsed):
         if ep.rest or not conv_sm90.storable(b, out):
             padded = channels_last(target.shape, up(out.shape[1], 8))
             between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, padded)
-        used = conv_sm90.emit_conv(b, op, feeds, bias, ep, residual, image(between), config)
+        used = conv_sm90.emit_conv(b, op, feeds, bias, ep, residual, image(between), config, before)
         finish(b, op, ep, between, target)
         return used
+
+    @staticmethod
+    def _feed(
+        b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
+    ) -> tuple[conv_sm90.Feed, Prologue | None]:
+        """What is multiplied, and what the launch does to it before: the prologue where each pixel is read once, by channels."""
+        assert op.inputs[0] is not None
+        if op.attrs.prologue and is_half(op):
+            feed = conv_sm90.Feed(image(b.operand(op.inputs[0])), weight, strides, pads, dilations)
+            if feed.source.mode == hopper.ROWS and conv_sm90.pitch_of(feed.x) is not None:
+                before = plan_prologue(b, op, feed.x)
+                if before is not None:
+                    return feed, before
+        return conv_sm90.Feed(with_pitch(b, op, image(entering(b, op))), weight, strides, pads, dilations), None
 
     def _second(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_sm90.Feed, Array | None, frozenset[str]] | None:
         """The convolution whose result is added first, as a second source of this one: one sum over both, nothing stored between.

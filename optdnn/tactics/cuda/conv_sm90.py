@@ -35,6 +35,7 @@ from optdnn.tactics.cuda.builder import (
     up,
 )  # fmt: skip
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue
+from optdnn.tactics.cuda.prologue import Prologue
 from optdnn.tactics.cuda.tactic import Offer
 from optdnn.types import FP32, Array, to_tf32
 
@@ -184,10 +185,11 @@ def emit_conv(
     residual: Placed | None,
     out: Placed,
     config: Config | None = None,
+    before: Prologue | None = None,
 ) -> str:
     """One launch: ``out = epilogue(sum of the convolutions + bias)``. ``out`` and ``residual`` are channels-last NCHW.
 
-    ``config`` None takes the one that is ranked first. Returns the configuration's name.
+    ``config`` None takes the one that is ranked first; ``before`` is done to the pixels of the one convolution. Returns the configuration's name.
     """
     channels = out.shape[1]
     wide = up(channels, 8)
@@ -197,8 +199,9 @@ def emit_conv(
     rendered = (("bias",), *ep.rendered)
     factors = products(b, op)
     problem = hopper.Problem(
-        out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), factors, map_dtype(out.dtype)
-    )
+        out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), factors, map_dtype(out.dtype),
+        prologue=tuple(before.rendered) if before is not None else (),
+    )  # fmt: skip
     offers = ranked(problem, dense)
     b.offer(offers)
     config = config or offers[0].config
@@ -217,12 +220,13 @@ def emit_conv(
     constants = [b.constant(c, "scalar") for c in ep.constants]
     views = [(f.x, w) for f, w in zip(feeds, _weight_views(weights, problem, feeds), strict=True)]
     bias_view = bias_at.view((channels,), (1,))
-    tail = [residual, *constants] if residual is not None or constants else []
+    more = before.operands if before is not None else []
+    tail = [residual, *constants, *more] if residual is not None or constants or more else []
     geometry = [(f.strides, f.pads, f.dilations) for f in feeds]
     if len(feeds) == 1:
         strides, pads, dilations = geometry[0]
         attrs = {"strides": strides, "pads": pads, "dilations": dilations, "group": 1, "auto_pad": "NOTSET",
-                 "prologue": (), "epilogue": stages, "arity": RESIDUAL}  # fmt: skip
+                 "prologue": plain_stages(before.moved(RESIDUAL + len(constants))) if before is not None else (), "epilogue": stages, "arity": RESIDUAL}  # fmt: skip
         kind, reads = "Conv", [*views[0], bias_view, *tail]
     else:
         bias_stage = Stage("Add", (-1, 1))
@@ -232,7 +236,8 @@ def emit_conv(
         kind, reads = "ConvSum", [*views[0], *views[1], column, *tail]
     if factors == "tfloat32":
         attrs[TF32] = tuple(range(2 * len(feeds)))
-    launch(b, op, problem, config, feeds, Operands(weights, bias_at, out, residual), (kind, attrs, reads))
+    operands = Operands(weights, bias_at, out, residual, before)
+    launch(b, op, problem, config, feeds, operands, (kind, attrs, reads))
     return str(config)
 
 
@@ -244,6 +249,7 @@ class Operands:
     channel: Placed
     out: Placed
     residual: Placed | None = None
+    before: Prologue | None = None
 
 
 def launch(
@@ -282,14 +288,22 @@ def launch(
         (channel_tiles, tiles), cluster = patch.tiles(problem, config), config.split
     params = hopper.parameters(problem, hopper.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5, requantize)
     params.channel_tiles, params.tiles = channel_tiles, tiles
+    before = operands.before
+    if before is not None and before.gate is not None:
+        params.gate_pitch, params.gate_channels = before.gate.strides[0], before.gate.shape[1]
     block = Block()
     block.data[:] = hopper.raw_bytes(params)
     block.addresses = [(POINTERS, operands.channel), (POINTERS + 8, out)]
     if operands.residual is not None:
         block.addresses.append((POINTERS + 16, operands.residual))
+    if before is not None:
+        assert before.packed is not None
+        block.addresses.append((hopper.BEFORE, before.packed))
+        if before.gate is not None:
+            block.addresses.append((hopper.BEFORE + 8, before.gate))
     kind, attrs, reads = meaning
-    b.emit(op, KernelSpec(recipe, function), (blocks, 1, 1), config.threads, block, kind, attrs, reads, [out], maps=maps,
-           shared=shared, cluster=cluster)  # fmt: skip
+    b.emit(op, KernelSpec(recipe, function), (blocks, 1, 1), config.threads + problem.helpers, block, kind, attrs, reads, [out],
+           maps=maps, shared=shared, cluster=cluster)  # fmt: skip
 
 
 def _shift(arg: int | None, by: int) -> int | None:

@@ -121,6 +121,13 @@ def _absorb(
     graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int, allow_residual: bool
 ) -> bool:
     """Add the stage to what the kernel does, if it can."""
+    if stage.kind in ("Add", "Mul"):
+        return _absorb_binary(graph, op, stage, into, -1 - len(into.stages), shape, axis, allow_residual)
+    return absorb_unary(graph, op, stage, into)
+
+
+def absorb_unary(graph: Graph, op: Op, stage: Stage, into: Epilogue) -> bool:
+    """Add an activation to what the kernel does, if it can."""
     register = -1 - len(into.stages)
     if stage.kind in _PLAIN:
         return _add(into, Stage(stage.kind, (register,), stage.attrs), (_PLAIN[stage.kind],))
@@ -138,8 +145,6 @@ def _absorb(
             return _add(into, Stage("Swish", (register,), a), ("silu",))
         case "Clip":
             return _absorb_clip(graph, op, stage, into, register)
-        case "Add" | "Mul":
-            return _absorb_binary(graph, op, stage, into, register, shape, axis, allow_residual)
     return False
 
 

@@ -17,6 +17,10 @@ struct Params {
     int channel_tiles, tiles, k_steps, reverse;
     Source source[2];
     Requantize requantize;        // of 8-bit operands
+    // Of a prologue: scale and shift of every input channel (whole K steps), and a factor per image and channel.
+    const float2* before;
+    const u16* gate;
+    int gate_pitch, image_pixels, images, gate_channels;
 };
 
 constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile, and (but of fp32) its swizzle's span

@@ -15,8 +15,11 @@
 // blocks of a cluster take neighbouring tiles: each loads a part of what they have in common and multicasts it, since what 132
 // multiprocessors may ask of L2 is less than their tensor cores can take.
 //
+// PROLOGUE: one more warpgroup applies stages to the pixels of each K step where TMA has left them, before they are multiplied.
+//
 // generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS, ALTERNATE,
-// SHARE_CHANNELS, SHARE_PIXELS), the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL, wgmma_step() and epilogue().
+// SHARE_CHANNELS, SHARE_PIXELS), the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL, PROLOGUE, GATED, prologue(),
+// wgmma_step() and epilogue().
 #include "conv_common.cuh"
 
 constexpr int TURNS = ALTERNATE ? 2 : 1;
@@ -26,7 +29,7 @@ constexpr int SHARERS = SHARE_CHANNELS * SHARE_PIXELS;
 constexpr int CONSUMERS = GROUPS * 128;
 // More than 128 sums a thread take registers from the loading warps, which are a whole warpgroup then: two of them idle.
 constexpr bool WIDE = MT * BN > 256;
-constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64);
+constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE ? 128 : 0);
 constexpr int TILE_CHANNELS = WGM * MT * 64;
 constexpr int TILE_PIXELS = WGN * BN;
 constexpr int SPAN = BK * OPERAND_ITEM;
@@ -165,6 +168,78 @@ DEVICE void leave() {
     cluster_wait();
 }
 
+#if PROLOGUE
+DEVICE u32 change_pair(u32 pair, const float2* c, u32 gate) {
+    return pack2(prologue(low_float(pair), c[0], low_float(gate)), prologue(high_float(pair), c[1], high_float(gate)));
+}
+
+// Applies the prologue between the copy engine, which fills stages, and the warpgroups that multiply what is ``changed``. Each warp
+// takes whole stages, so that several are on their way at a time; a warp has seen its last one filled before it waits for the next, so
+// no more warps than stages may take part. A lane keeps to one group of eight channels of the swizzled rows.
+constexpr int CHANGERS = STAGES < 4 ? STAGES : 4;
+
+DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int first_tile, int tile_step, int sharer, int k_begin, int k_count, int warp,
+                          int lane) {
+    constexpr int CHUNKS = SPAN / 16, STEP = 32 / CHUNKS, ROWS = WGN * BN;
+    const int chunk = lane % CHUNKS, first_row = lane / CHUNKS;
+    int tile = first_tile, k = warp, stage = warp, parity = 0, image = -1, wanted = 0, tile_channel, tile_pixel;
+    float2 next[8];
+    uint4 gate = make_uint4(0, 0, 0, 0), next_gate = gate;
+    auto settle = [&] {                            // k within a tile
+        while (k >= k_count) k -= k_count, tile += tile_step;
+        tile_at(p, tile, sharer, tile_channel, tile_pixel);
+    };
+    auto gate_at = [&](int image_, int channel) {
+        return channel < p.gate_channels ? *reinterpret_cast<const uint4*>(p.gate + (long long)image_ * p.gate_pitch + channel) : make_uint4(0, 0, 0, 0);
+    };
+    auto image_of = [&](int row) { return min((tile_pixel + row) / p.image_pixels, p.images - 1); };
+    auto fetch = [&](bool with_gate) {
+        const int channel = (k_begin + k) * BK + chunk * 8;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float4 v = __ldg(reinterpret_cast<const float4*>(p.before + channel) + i);
+            next[2 * i] = make_float2(v.x, v.y), next[2 * i + 1] = make_float2(v.z, v.w);
+        }
+        if (GATED && with_gate) next_gate = gate_at(wanted = image_of(first_row), channel);
+    };
+    settle();
+    if (tile >= p.tiles) return;
+    fetch(false);
+    if (GATED) {                                   // the gate is another kernel's result
+        grid_dependency_wait();
+        fetch(true);
+    }
+    while (tile < p.tiles) {
+        float2 c[8];
+        #pragma unroll
+        for (int i = 0; i < 8; i++) c[i] = next[i];
+        gate = next_gate, image = wanted;
+        const int channel = (k_begin + k) * BK + chunk * 8, pixel = tile_pixel;
+        const u32 at = ring + stage * STAGE_BYTES;
+        k += CHANGERS;
+        settle();
+        if (tile < p.tiles) fetch(true);
+        barrier_wait(full + 8 * stage, parity);
+        #pragma unroll 4
+        for (int row = first_row; row < ROWS; row += STEP) {
+            if (GATED) {
+                const int own = min((pixel + row) / p.image_pixels, p.images - 1);
+                if (own != image) gate = gate_at(image = own, channel);
+            }
+            const u32 address = at + row * SPAN + ((chunk ^ (row / (128 / SPAN)) % CHUNKS) << 4);
+            uint4 v = shared_load16(address);
+            v.x = change_pair(v.x, c, gate.x), v.y = change_pair(v.y, c + 2, gate.y);
+            v.z = change_pair(v.z, c + 4, gate.z), v.w = change_pair(v.w, c + 6, gate.w);
+            shared_store16(address, v);
+        }
+        async_proxy_fence();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(changed + 8 * stage);
+        for (stage += CHANGERS; stage >= STAGES; stage -= STAGES) parity ^= 1;
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
@@ -177,6 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 
     const u32 full = base, empty = full + 8 * STAGES, weights_full = empty + 8 * STAGES;
     const u32 reduced = weights_full + 8, residual_full = reduced + 8, residual_empty = residual_full + 8 * OUT_BUFFERS * TURNS;
+    const u32 changed = residual_empty + 8 * OUT_BUFFERS * TURNS, ready = PROLOGUE ? changed : full;
     const u32 stationary = base + BARRIER_BYTES;
     const u32 ring = stationary + (WEIGHTS_STATIONARY ? ((p.k_steps + SPLIT - 1) / SPLIT) * WEIGHT_BYTES : 0);
     const u32 out = (ring + STAGES * STAGE_BYTES + 1023) / 1024 * 1024;
@@ -188,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         for (int i = 0; i < STAGES; i++) {
             barrier_init(full + 8 * i, 1);
             barrier_init(empty + 8 * i, TILE_GROUPS * 4 * PEERS);
+            if (PROLOGUE) barrier_init(changed + 8 * i, 1);
         }
         barrier_init(weights_full, 1);
         barrier_init(reduced, 1);
@@ -271,6 +348,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         }
         __syncwarp();
         leave();
+#if PROLOGUE
+    } else if (warp >= CONSUMERS / 32 + 2) {
+        if (warp < CONSUMERS / 32 + 2 + CHANGERS)
+            change_pixels(p, ring, full, changed, first_tile, tile_step, sharer, k_begin, k_count, warp - CONSUMERS / 32 - 2, lane);
+#endif
     } else if (!WIDE || warp < CONSUMERS / 32) {
         if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int turn = ALTERNATE ? warp / 4 : 0, group = ALTERNATE ? 0 : warp / 4, quarter = warp % 4;
@@ -328,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             // In turn: the stages before this tile's have been waited for then, so a stage's parity says which of its fills is meant.
             if (ALTERNATE && tile != first_tile) named_barrier(1 + GROUPS + turn, 256);
             for (int k = 0; k < k_count; k++) {
-                barrier_wait(full + 8 * stage, parity);
+                barrier_wait(ready + 8 * stage, parity);
                 if (k == 0 && threadIdx.x == 0) mark(3);
                 wgmma_fence();
                 multiply(acc, weights_at + (WEIGHTS_STATIONARY ? k : stage) * WEIGHT_STRIDE + group_channel * SPAN,

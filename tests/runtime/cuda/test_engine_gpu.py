@@ -16,8 +16,10 @@ from optdnn.errors import InputError, RunError
 from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda.check import check_steps
 from optdnn.runtime.engine import Engine
+from optdnn.tactics.cuda import conv_sm90
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tactics" / "cuda"))  # for the families of generated kernels
+import test_prologue
 from test_generated import FAMILIES, graph_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
@@ -40,6 +42,22 @@ def test_every_launch_does_what_its_step_means(family: str, precision: str) -> N
     tolerance = {"fp32": 1e-5, "tf32": 3e-4, "fp16": 2e-3, "bf16": 1.6e-2}[precision]
     wrong = [e for e in check_steps(context, feeds_of(graph)) if e.error > tolerance]
     assert not wrong
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", test_prologue.NETS)
+def test_prologues_of_convolutions(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    n = Net()
+    graph, ranked = n.done(*test_prologue.NETS[name](n)), conv_sm90.ranked
+    tried = set()
+    for rank in (0, 1, 3, 7, 15, 31, 63, 127):  # whole and split K, kept weights, stores from registers and by TMA
+        monkeypatch.setattr(conv_sm90, "ranked", lambda *a, rank=rank: ranked(*a)[min(rank, len(ranked(*a)) - 1) :])
+        program = lowered(graph, precision, target="cuda:sm_90a")
+        tried |= {t["config"] for t in program.meta["tactics"] if t["tactic"] == "conv_sm90"}
+        context: Any = Engine(program).context()
+        errors = check_steps(context, feeds_of(graph))
+        assert not [e for e in errors if e.error > {"fp16": 2e-3, "bf16": 1.6e-2}[precision]]
+    assert len(tried) >= 4
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])

@@ -28,7 +28,7 @@ def test_infinite_bounds_are_literals_that_compile() -> None:
 @pytest.mark.parametrize(
     ("stages", "reason"),
     [
-        ((("blur",),), "unknown epilogue stage 'blur'"),
+        ((("blur",),), "unknown stage 'blur'"),
         ((("clip", 1.0),), "takes 2 constants, not 1"),
         ((("add",), ("mul",)), "at most one residual"),
         ((("mul_const", float("nan")),), "NaN"),
