@@ -158,6 +158,11 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="On GPUs: streams for independent steps (auto: several where that is faster).",
         ),
         click.option("--row-invariant", is_flag=True, help="On GPUs: the same bits for a row, whatever the batch."),
+        click.option(
+            "--nearest-tactics",
+            is_flag=True,
+            help="On GPUs: later plans take the tactics measured at the nearest tuned size.",
+        ),
     ]
     for decorate in reversed(decorators):
         command = decorate(command)

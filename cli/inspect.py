@@ -66,7 +66,8 @@ def _later(program: Program) -> str:
     assert program.dynamic is not None
     if program.dynamic.source is None:
         return "none: the engine does not hold its model"
-    tuned = any(_plan(p)["chosen_by"] == "measurement" for p in (program, *program.dynamic.plans))
+    nearest = program.dynamic.source.options.get("nearest_tactics", False)
+    tuned = nearest and any(_plan(p)["chosen_by"] == "measurement" for p in (program, *program.dynamic.plans))
     return "when first seen, " + ("with the tactics of the nearest tuned plan" if tuned else "by the cost model")
 
 

@@ -162,7 +162,7 @@ def replan(
     if values:
         opened = with_values(opened, values)
         shapes = {name: shape for name, shape in shapes.items() if name not in values}
-    like = _nearest(program, shapes)
+    like = _nearest(program, shapes) if options.nearest_tactics else None
     _, _, plan = _plan(opened, shapes, options, target, lambda g, p: {}, optimize, lambda text: None, like=like)
     return Blobs.of(program).take(plan)  # what only this plan has goes when it goes
 

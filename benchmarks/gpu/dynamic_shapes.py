@@ -73,7 +73,7 @@ def measure(name: str, lengths: list[int], args: argparse.Namespace, until: floa
     cache = args.out / "times.json"  # both builds choose the same at the optimum
     how: dict[str, Any] = {"precision": args.precision, "tactics": "heuristic"}
     if args.tune:
-        how |= {"tactics": "auto", "budget": args.tune, "timing_cache": cache}
+        how |= {"tactics": "auto", "budget": args.tune, "timing_cache": cache, "nearest_tactics": True}
     started = time.perf_counter()
     engine = optdnn.build(network.model, target=target, shapes=network.shapes(f"1..{OPTIMUM}..{LONGEST}"), **how)
     built = time.perf_counter() - started

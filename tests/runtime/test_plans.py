@@ -117,7 +117,11 @@ def _offers(program: Program, n: int) -> dict[str, float]:
 
 def test_later_plans_take_what_was_measured_at_the_nearest_size() -> None:
     model, ranged = convnet(batch="n", channels=64), {"x": "1..2..64x3x8x8"}
-    program = optdnn.build(model, target="simulate", precision="fp16", shapes=ranged).program
+    how: dict[str, Any] = {"target": "simulate", "precision": "fp16", "shapes": ranged}
+    program = optdnn.build(model, **how).program
+    program.meta[PLANNED] = {"by": MEASURED}  # it is asked for, or it is not done
+    assert loading.plan_on_demand(program, {"x": (4, *IMAGE)}, False, {}).meta[PLANNED] == {"by": "the cost model"}
+    program = optdnn.build(model, **how, nearest_tactics=True).program
     assert program.meta[PLANNED] == {"by": "the cost model"}
     assert loading.plan_on_demand(program, {"x": (4, *IMAGE)}, False, {}).meta[PLANNED] == {"by": "the cost model"}
     program.meta[PLANNED] = {"by": MEASURED}  # as if it had been tuned, and each configuration had won once
