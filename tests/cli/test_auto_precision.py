@@ -146,6 +146,9 @@ def test_a_bound_that_cannot_be_met_names_the_closest_and_writes_nothing(
     [
         (("--precision", "auto"), "needs data"),
         (("--max-drop", "1"), "is for precision auto"),
+        (("--candidates", "bf16"), "is for precision auto"),
+        (("--precision", "auto", "--calib", "CALIB", "--candidates", "bf16,fp12"), "candidate 'fp12' is not one of"),
+        (("--precision", "auto", "--calib", "CALIB", "--candidates", "fp16"), "fp16 is for GPUs"),
         (("--precision-report", "how.html"), "precision auto"),
         (("--precision", "auto", "--calib", "CALIB", "--metric", "f1"), "not one of top1"),
         (("--precision", "auto", "--calib", "CALIB", "--metric", "mse"), "no usual bound"),
