@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from figures_gpu import compiled, layers, side_by_side, targets, waits
+from figures_gpu import compiled, growth, layers, side_by_side, targets, waits
 
 from optdnn.report.precision import declined
 
@@ -45,8 +45,8 @@ def figures() -> str:
         parts.append(side_by_side(file))
     if (file := RESULTS / "waits-h200.json").exists():
         parts.append(waits(file))
-    if (file := RESULTS / "growth-h200.svg").exists():
-        parts.append(f"![Latency over batch and over sequence](benchmarks/results/{file.name})")
+    if (file := RESULTS / "growth-h200.json").exists():
+        parts.append(growth(file))
     return "\n\n".join(parts)
 
 

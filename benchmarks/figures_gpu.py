@@ -150,6 +150,18 @@ def side_by_side(file: Path) -> str:
     return table("Independent steps side by side", rows, about)
 
 
+def growth(file: Path) -> str:
+    """The drawing that lies beside the series, and which of them were not measured."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    over = {"resnet50": "ResNet-50 over batch", "bert_base": "BERT over sequence"}
+    there = {r["model"] for r in data["rows"] if any("median_ms" in c for c in r.get("candidates", {}).values())}
+    missing = [text for model, text in over.items() if model not in there]
+    shown = " and ".join(text for model, text in over.items() if model in there)
+    said = f" {' and '.join(missing)}: not measured yet." if missing else ""
+    drawing = f"![Latency of {shown}](benchmarks/results/{file.with_suffix('.svg').name})"
+    return f"{drawing}\n\nLatency of {shown}, fp16, by the cost model, beside PyTorch eager. {_machine(data)}.{said}"
+
+
 def waits(file: Path) -> str:
     """What a user waits for."""
     data = json.loads(file.read_text(encoding="utf-8"))

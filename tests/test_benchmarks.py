@@ -282,6 +282,14 @@ def test_of_timing_caches_what_was_chosen_is_kept(tmp_path: Path) -> None:
     assert network.choices == {"p": ("conv", "tile8")}
 
 
+def test_a_series_that_was_not_measured_is_named(tmp_path: Path) -> None:
+    figures = module("figures_gpu.py")
+    (tmp_path / "growth-h200.json").write_text(json.dumps(result()))
+    text = figures.growth(tmp_path / "growth-h200.json")
+    assert text.startswith("![Latency of ResNet-50 over batch](benchmarks/results/growth-h200.svg)")
+    assert text.endswith("BERT over sequence: not measured yet.")
+
+
 def test_growth_is_drawn_without_what_failed() -> None:
     growth = module("gpu/growth.py")
     drawing = growth.draw(result())
