@@ -23,14 +23,14 @@ from typing import Any
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import InternalError, RunError
 from optdnn.ir.graph import Graph, Op
+from optdnn.lane_race import race_lanes
 from optdnn.lower_cuda import Emitted, emit_program
 from optdnn.runtime.cuda.alone import alone
 from optdnn.runtime.cuda.kernels_of import recipe_of
 from optdnn.runtime.cuda.nvrtc import KERNELS
 from optdnn.runtime.cuda.timer import TrialFailed
 from optdnn.runtime.program import Program
-from optdnn.streams import CLEAR as CLEAR_LANES
-from optdnn.streams import WAYS, Streams, on_lanes
+from optdnn.streams import Streams, on_lanes
 from optdnn.tactics.cuda.assemble import placed
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.kept import Kept
@@ -340,33 +340,12 @@ class Tuner:
         """Run independent steps side by side where that makes the network faster; ``nets["best"]`` is then the one so made."""
         if self.options.streams != AUTO:
             return
-        best = found.streams = Streams()
         emitted = emit_program(self.graph, self.options, self.target, {}, found.choices, kept=self._kept)
         times = self._times(found.choices)
-        seconds = emitted.seconds(times)
-        tried: set[Any] = set()
-        for most, forced in WAYS:
-            self._check_time()
-            way = Streams(most, forced, times)
-            program = on_lanes(emitted.program, seconds, self.options, way)
-            made = (program.lanes, tuple(s.outputs for s in program.steps))
-            if not program.lanes or made in tried:
-                continue
-            tried.add(made)
-            nets["lanes"] = self.timer.load(placed(program))
-            ours, now = self.timer.race([nets["lanes"], nets["best"]], 1)
-            if ours < CLEAR_LANES * now:
-                ours, now = self.timer.race([nets["lanes"], nets["best"]], 3)
-            one = now if best.one_ms is None else best.one_ms
-            if ours < CLEAR_LANES * now:
-                nets["lanes"], nets["best"] = nets["best"], nets["lanes"]
-                best, found.after_ms = replace(way, one_ms=one, lanes_ms=ours), ours
-            elif best.most == 1:
-                best = replace(best, one_ms=one, lanes_ms=min(ours, best.lanes_ms or ours))
-            nets.pop("lanes").close()
-            found.streams = best
-        if best.lanes_ms is not None:
-            self.say(f"tune: steps side by side: {best.why()}")
+        program, seconds = emitted.program, emitted.seconds(times)
+        race_lanes(found, nets, program, seconds, times, self.options, self.timer, self._check_time)
+        if found.streams is not None and found.streams.lanes_ms is not None:
+            self.say(f"tune: steps side by side: {found.streams.why()}")
 
     # ---------------------------------------------------------------- the timing cache
 

@@ -1,0 +1,53 @@
+"""Tuning's question to the whole network: is it faster with its independent steps side by side?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from optdnn.config import BuildOptions
+from optdnn.runtime.program import Program
+from optdnn.streams import CLEAR, WAYS, Streams, on_lanes
+from optdnn.tactics.cuda.assemble import placed
+from optdnn.tactics.cuda.tuned import Timer, Tuned
+
+
+def race_lanes(
+    found: Tuned,
+    nets: dict[str, Any],
+    program: Program,
+    seconds: Mapping[int, float],
+    measured: Mapping[str, float],
+    options: BuildOptions,
+    timer: Timer,
+    go_on: Callable[[], None],
+) -> None:
+    """Race ``program`` (in one lane; loaded as ``nets["best"]``) on lanes, in each of :data:`WAYS`; the fastest is then
+    ``nets["best"]``, and ``found`` says which it is.
+
+    ``seconds`` of steps by number are what lanes are made by, ``measured`` the same by signature, as they are to be kept.
+    ``go_on`` raises where there is no time left: what was found so far stays.
+    """
+    best = found.streams = Streams()
+    tried: set[Any] = set()
+    for most, forced in WAYS:
+        go_on()
+        way = Streams(most, forced, measured)
+        laned = on_lanes(program, seconds, options, way)
+        made = (laned.lanes, tuple(s.outputs for s in laned.steps))
+        if not laned.lanes or made in tried:
+            continue
+        tried.add(made)
+        nets["lanes"] = timer.load(placed(laned))
+        ours, now = timer.race([nets["lanes"], nets["best"]], 1)
+        if ours < CLEAR * now:
+            ours, now = timer.race([nets["lanes"], nets["best"]], 3)
+        one = now if best.one_ms is None else best.one_ms
+        if ours < CLEAR * now:
+            nets["lanes"], nets["best"] = nets["best"], nets["lanes"]
+            best, found.after_ms = replace(way, one_ms=one, lanes_ms=ours), ours
+        elif best.most == 1:
+            best = replace(best, one_ms=one, lanes_ms=min(ours, best.lanes_ms or ours))
+        nets.pop("lanes").close()
+        found.streams = best
