@@ -171,13 +171,13 @@ class ByValueContext:
         state: Mapping[str, str] | None = None,
     ) -> Any:
         """A call on these arrays, to be repeated; see the plan's own context. With ``state`` on a GPU it is of the program that
-        is right for all values."""
+        is right for all values, and all arrays lie on the GPU."""
         if not self._runner.on_gpu:
             from optdnn.runtime.state import Bound
 
             return Bound(self, self._runner.signature, inputs, outputs, state)
         if state:
-            return self._general.bind(self._on_gpu(inputs), outputs, state)  # type: ignore[attr-defined]
+            return self._general.bind(inputs, outputs, state)  # type: ignore[attr-defined]
         return BoundByValue(self, inputs, outputs)
 
     def context_for(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any], Key | None]:
