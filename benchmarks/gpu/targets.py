@@ -242,6 +242,10 @@ def measured(
         return {"error": f"{type(error).__name__}: {error}"[:600]}
 
 
+merging = threading.Lock()
+"""Held by who adds to the file of measured times."""
+
+
 def child(row: Row, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """:func:`prepare` in a process of its own, until the deadline."""
     command = [sys.executable, __file__, "--child", json.dumps(asdict(row)), "--folder", str(folder)]
@@ -256,20 +260,19 @@ def child(row: Row, folder: Path, options: argparse.Namespace) -> dict[str, Any]
         others = options.gpus[1:]
         threads["CUDA_VISIBLE_DEVICES"] = others[sum(map(ord, row.name)) % len(others)]
     limit = max(1.0, options.deadline - time.perf_counter())
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=limit, env={**os.environ, **threads}, check=False
-    )
-    with merging:
-        if times.exists():
-            merge(times, Path(options.timing_cache))
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit, env={**os.environ, **threads}, check=False
+        )
+    finally:  # what was measured until the deadline is of use, too
+        with merging:
+            if times.exists():
+                merge(times, Path(options.timing_cache))
     last = [text for text in done.stdout.splitlines() if text.startswith("ROW ")]
     if not last:
         raise RuntimeError(f"building failed: {(done.stderr or done.stdout)[-500:]}")
     found: dict[str, Any] = json.loads(last[-1][4:])
     return found
-
-
-merging = threading.Lock()
 
 
 def merge(source: Path, target: Path) -> None:
