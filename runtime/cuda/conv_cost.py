@@ -33,8 +33,14 @@ STAGE_ISSUE = {
     "softplus": 16.0,
     "elu": 6.0,
 }
+EXPONENTIAL = frozenset({"silu", "sigmoid", "elu", "softplus"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
+
+
+def most_sums(problem: Problem) -> int:
+    """Twice the sums a thread of the tiles that are proposed: beside an exponential, the widest ones spill."""
+    return 256 if any(name in EXPONENTIAL for name, *_ in problem.epilogue) else MOST_SUMS
 
 
 def h200() -> Device:
@@ -160,7 +166,7 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: boo
         if wgm * mt * 64 > max(64, math.ceil(problem.channels / 64) * 64):
             continue
         for bn in WIDTHS:
-            if mt * bn > MOST_SUMS or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
+            if mt * bn > most_sums(problem) or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
                 continue
             tiles = -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
             for config in large(problem, (wgm, wgn, mt, bn), device):

@@ -18,6 +18,7 @@ from optdnn.runtime.cuda.conv import (
     register_limit,
     weight_rows,
 )
+from optdnn.runtime.cuda.conv_cost import most_sums
 from optdnn.runtime.cuda.device import Device, Function, Launch, encode_tiled
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 
@@ -238,6 +239,7 @@ def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
     h, w = problem.out_size
     channel_blocks = problem.k_steps // (problem.sources[0].kernel[0] * problem.sources[0].kernel[1])
     found: list[PatchConfig] = []
+    most = min(256, most_sums(problem) - 16)
     widths = [x for x in range(7, w + 1) if w % x == 0 and x <= 128][-2:]
     for wgm, wgn in ((1, 1), (1, 2), (2, 1)):
         if wgm * 64 > -(-problem.channels // 64) * 64:
@@ -246,7 +248,7 @@ def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
             for tile_h in range(1, h + 1):
                 probe = PatchConfig(wgm, wgn, tile_h, tile_w, 1)
                 n = columns(problem, probe)
-                if n > 256 or tile_h * tile_w < 0.75 * n or (n < 100 and tile_h < h and problem.pixels > 50000):
+                if n > most or tile_h * tile_w < 0.75 * n or (n < 100 and tile_h < h and problem.pixels > 50000):
                     continue
                 _, count = tiles(problem, probe)
                 for split in (1, 2, 3, 4, 6, 8):
