@@ -121,12 +121,15 @@ def registers(problem: Problem, config: Config) -> int:
     s, taps = problem.source, math.prod(problem.source.kernel)
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
     sums = config.tile_h * config.tile_w * config.lanes
+    # A row that meets many output rows needs the weights of several taps at once.
+    more = 12 * max(0, config.tile_h - 2) if taps > 9 else 0
     if problem.item == 1:  # bytes as floats; scales beside biases
         weights = taps * config.lanes // 2 if taps <= 9 else 8
-        return math.ceil(0.9 * (sums + weights + 30 + (columns + 1) * config.lanes))
+        found = sums + weights + 30 + (columns + 1) * config.lanes + more
+        return math.ceil(found * (0.9 if config.lanes == 4 else 1.0))
     weights = taps * config.lanes // 2 if taps <= 9 else 8 if sums < 64 else 16
     rest = (24 if problem.squeeze else 14) + 2 * (config.tile_h + config.lanes)
-    return sums + weights + columns * config.lanes // 2 + rest
+    return sums + weights + columns * config.lanes // 2 + rest + more
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
