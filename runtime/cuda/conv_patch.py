@@ -251,13 +251,14 @@ def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
                 if n > most or tile_h * tile_w < 0.75 * n or (n < 100 and tile_h < h and problem.pixels > 50000):
                     continue
                 _, count = tiles(problem, probe)
+                narrow = 96 if problem.out_item == 4 and wgm * wgn > 1 else 128  # registers for stores: fp32 residuals
                 for split in (1, 2, 3, 4, 6, 8):
                     if split > channel_blocks or (split > 1 and count * split > 2 * device.multiprocessors):
                         continue
                     for blocks in (1, 2):
                         for direct in (
                             (False, True)
-                            if n <= 128 and count <= 2 * device.multiprocessors and split == 1
+                            if n <= narrow and count <= 2 * device.multiprocessors and split == 1
                             else (False,)
                         ):
                             for buffers in (1,) if split > 1 or direct else (1, 2):
