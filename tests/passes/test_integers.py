@@ -121,7 +121,9 @@ def test_dequantized_and_quantized_again_is_nothing() -> None:
     check_untouched(CANONICAL, n.done(dq(n, q(n, dq(n, x, 0.05, 3), 0.05, 4), 0.05, 4)))
     n = Net()
     x = q(n, n.input(4, 5), 0.05, 3)
-    check_refused(CANONICAL, n.done(dq(n, q(n, dq(n, x, 1e-40, 3), 1e-40, 3), 1.0)), because="not a constant normal number")
+    check_refused(
+        CANONICAL, n.done(dq(n, q(n, dq(n, x, 1e-40, 3), 1e-40, 3), 1.0)), because="not a constant normal number"
+    )
 
 
 def pooled(behind: float = 0.05, dtype: Any = INT8, twice: bool = False) -> Graph:
