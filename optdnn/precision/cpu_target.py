@@ -16,7 +16,7 @@ from optdnn.passes.precision import PrecisionPlan
 from optdnn.passes.ranges import Calibration
 from optdnn.precision.latency import Table, Timed
 from optdnn.precision.targets import Say, Way, assigned, base_of, permitted
-from optdnn.precision.turns import alternating, identity, in_turns, once_each, paired, turn_of
+from optdnn.precision.turns import alternating, in_turns, remembered, turn_of
 from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.feeds import random_feeds as engine_feeds
@@ -124,20 +124,9 @@ class CpuTarget:
         return None
 
     def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float] | None:
-        keys = {n: f"whole engine in turns {machine()['cpu']} {identity(e)}" for n, e in engines.items()}
-        known = {n: self.cache.get(k) for n, k in keys.items()}
-        if all(v is not None for v in known.values()):
-            return {n: float(v or 0.0) for n, v in known.items()}
         feeds = engine_feeds(next(iter(engines.values())).inputs, seed=1)
-        found = paired(
-            once_each(
-                engines, partial(cpu_rounds, feeds=feeds, say=say, rounds=9, seconds=TURN_SECONDS, give_up_ratio=2.0)
-            )
-        )
-        rounded = {n: round(ms, 5) for n, ms in found.items()}
-        for n, ms in rounded.items():
-            self.cache.put(keys[n], ms)
-        return rounded
+        measure = partial(cpu_rounds, feeds=feeds, say=say, rounds=9, seconds=TURN_SECONDS, give_up_ratio=2.0)
+        return remembered(engines, self.cache, machine()["cpu"], measure)
 
 
 def cpu_rounds(

@@ -11,14 +11,13 @@ from typing import Any
 from optdnn.autotune import tune
 from optdnn.config import QUANTIZED, BuildOptions
 from optdnn.errors import OptdnnError, RunError
-from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
 from optdnn.passes.precision import PrecisionPlan, choices
 from optdnn.passes.ranges import Calibration
 from optdnn.precision.latency import Table, Timed, model
 from optdnn.precision.targets import Say, Way, assigned, permitted
-from optdnn.precision.turns import alternating, in_turns, once_each, paired, turn_of
+from optdnn.precision.turns import alternating, identity, in_turns, remembered, turn_of
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.feeds import random_feeds
@@ -86,11 +85,11 @@ class GpuTarget:
         from optdnn.runtime.bench import cuda_context
         from optdnn.runtime.cuda.measure import profile_gpu
 
-        head = f"op times {self._gpu} {self.options.tactics} {graph_digest(graph)[:32]}"
+        engine = self._engine(graph)
+        head = f"op times {self._gpu} {identity(engine)}"
         kept = {k.removeprefix(head + " "): us for k, us in self.cache.entries.items() if k.startswith(head + " ")}
         if kept:
             return kept
-        engine = self._engine(graph)
         feeds = random_feeds(engine.inputs, seed=1)
         context = cuda_context(engine.context(), feeds)
         if context is None:
@@ -123,9 +122,8 @@ class GpuTarget:
         if self._gpu is None:
             return None
         feeds = random_feeds(next(iter(engines.values())).inputs, seed=1)
-        return paired(
-            once_each(engines, partial(gpu_rounds, feeds=feeds, say=say, rounds=12, seconds=0.01, give_up_ratio=2.0))
-        )
+        measure = partial(gpu_rounds, feeds=feeds, say=say, rounds=12, seconds=0.01, give_up_ratio=2.0)
+        return remembered(engines, self.cache, self._gpu, measure)
 
 
 def gpu_rounds(

@@ -14,6 +14,7 @@ from itertools import cycle
 from typing import TypeVar
 
 from optdnn.runtime.engine import Engine
+from optdnn.tactics.timing_cache import TimingCache
 
 T = TypeVar("T")
 Rounds = Mapping[str, Sequence[float]]
@@ -45,6 +46,23 @@ def once_each(
     alias = {n: first.setdefault(identity(e), n) for n, e in engines.items()}
     found = measure({n: engines[n] for n in dict.fromkeys(alias.values())})
     return {n: found[a] for n, a in alias.items() if a in found}
+
+
+def remembered(
+    engines: Mapping[str, Engine],
+    cache: TimingCache,
+    machine: str,
+    measure: Callable[[Mapping[str, Engine]], Rounds],
+) -> dict[str, float]:
+    """:func:`paired` milliseconds of engines on a machine: the cache's where it has all of them, else measured and kept."""
+    keys = {n: f"whole engine in turns {machine} {identity(e)}" for n, e in engines.items()}
+    known = {n: cache.get(k) for n, k in keys.items()}
+    if all(v is not None for v in known.values()):
+        return {n: float(v or 0.0) for n, v in known.items()}
+    found = {n: round(ms, 5) for n, ms in paired(once_each(engines, measure)).items()}
+    for n, ms in found.items():
+        cache.put(keys[n], ms)
+    return found
 
 
 def in_turns(

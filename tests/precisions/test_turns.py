@@ -9,8 +9,9 @@ import pytest
 from precisions.nets import perceptron
 
 from optdnn.lower import lower_reference
-from optdnn.precision.turns import identity, in_turns, middle, once_each, paired, turn_of
+from optdnn.precision.turns import identity, in_turns, middle, once_each, paired, remembered, turn_of
 from optdnn.runtime.engine import Engine
+from optdnn.tactics.timing_cache import TimingCache
 
 
 def counting(log: list[str], name: str, ms: float) -> Callable[[], float]:
@@ -61,6 +62,21 @@ def test_the_same_engine_is_measured_once() -> None:
     assert identity(a) != identity(b)
     assert once_each({"a": a, "b": b, "again": a}, measure) == {"a": 0, "b": 1, "again": 0}
     assert measured == ["a", "b"]
+
+
+def test_times_are_remembered_by_engine_and_machine() -> None:
+    a, b = (Engine(lower_reference(perceptron(scale), {})) for scale in (1.0, 2.0))
+    cache = TimingCache()
+    asked: list[list[str]] = []
+
+    def measure(engines: Mapping[str, Engine]) -> dict[str, list[float]]:
+        asked.append(sorted(engines))
+        return {n: [1.0 + k] for k, n in enumerate(sorted(engines))}
+
+    assert remembered({"a": a, "b": b}, cache, "here", measure) == {"a": 1.0, "b": 2.0}
+    assert remembered({"x": b}, cache, "here", measure) == {"x": 2.0}
+    assert asked == [["a", "b"]]
+    assert remembered({"x": b}, cache, "there", measure) == {"x": 1.0}
 
 
 def test_a_turn_warms_up_and_takes_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
