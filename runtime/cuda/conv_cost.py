@@ -79,7 +79,8 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
         epilogue -= 250
     if problem.prologue:  # a warp takes a stage, 16 bytes a lane at a time; as many warps as stages, up to four
         change = 250 + pixel_bytes / 16 / 32 * 45
-        step = max(step, change / min(4, config.stages))
+        load = max(load, change / min(4, config.stages))
+        step = max(step, load)
         epilogue += change
     if config.split > 1:
         # The sums' way to their owner, and the partial sums through the network between multiprocessors (about 12 bytes per cycle).
