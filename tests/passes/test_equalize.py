@@ -79,7 +79,7 @@ def distance(graph: Graph, other: Graph, seed: int = 5) -> float:
 
 def in_integers(graph: Graph) -> Graph:
     done = graph.copy()
-    AssignPrecision()(done, PassContext(target="cuda:sm_90a", precision="int8", calibration=observed))
+    AssignPrecision()(done, PassContext(target="cpu", precision="int8", calibration=observed))
     return done
 
 
