@@ -70,6 +70,8 @@ def plan_prologue(b: Builder, op: Op, x: Placed) -> Prologue | None:
             slots = [None if a is None else first + a - RESIDUAL - 1 for a in part.stages[0].args[1:]]
             found.stages.append(replace(part.stages[0], args=(~len(found.stages), *slots)))
             found.rendered += part.rendered
+    if not affines:  # the kernel reads it all the same
+        found.operands.append(found.packed)
     return found
 
 

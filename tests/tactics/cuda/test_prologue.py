@@ -16,6 +16,7 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
 from optdnn.runtime.cuda import conv as hopper
 from optdnn.runtime.cuda import nvrtc
+from optdnn.runtime.lanes import accesses
 
 
 def inside(n: Net, images: int, channels: int, *size: int) -> Value:
@@ -83,6 +84,15 @@ def prologues(net: Build) -> list[int]:
 @pytest.mark.parametrize("name", NETS)
 def test_one_launch_does_prologue_and_product(name: str) -> None:
     assert sorted(prologues(NETS[name]))[-1] == (1 if "gate" in name else 3)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_launch_names_all_that_it_reads(name: str) -> None:
+    n = Net()
+    program = lowered(n.done(*NETS[name](n)), "fp16", no_cubins=True)
+    steps = [s for s in program.steps if s.params["op"]["kind"] == "Conv"]
+    written = [a.buffer for s in steps for a in accesses(s) if a.write]
+    assert len(written) == len(steps)  # what a meaning does not name counts as written
 
 
 @pytest.mark.parametrize("name", REFUSED)
