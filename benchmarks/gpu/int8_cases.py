@@ -23,7 +23,7 @@ from support.quantized_cases import CASES, DTYPES, Case, arrays, compare, family
 from support.quantized_nets import NARROWED, NETS, QNet, launches
 
 from optdnn.errors import OptdnnError
-from optdnn.runtime.cuda import conv, graphs, nvrtc
+from optdnn.runtime.cuda import conv_params, graphs, nvrtc
 from optdnn.runtime.cuda.device import Device
 
 FENCE = 4096
@@ -41,7 +41,7 @@ def run(case: Case, cache: nvrtc.KernelCache, at: Device, stream: graphs.Stream)
     kept = {name: device(a) for name, a in (("x", data.image), ("w", data.packed), ("c", data.channel))}
     residual = None if data.residual is None else device(data.residual)
     out = torch.full((data.expected.nbytes + 2 * FENCE,), 0xA5, dtype=torch.uint8, device="cuda")
-    pointers = conv.Pointers(
+    pointers = conv_params.Pointers(
         (kept["x"].data_ptr(),), kept["w"].data_ptr(), kept["c"].data_ptr(), out.data_ptr() + FENCE,
         0 if residual is None else residual.data_ptr(),
     )  # fmt: skip

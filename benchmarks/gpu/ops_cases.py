@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, group_norm, nvrtc, rnn, rows
-from optdnn.runtime.cuda.conv import Source
+from optdnn.runtime.cuda.conv_problem import Source
 
 FAMILIES = ("depthwise", "rows", "group_norm", "attention", "rnn")
 SILU, RELU6 = (("bias",), ("silu",)), (("bias",), ("clip", 0.0, 6.0))

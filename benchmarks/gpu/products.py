@@ -30,7 +30,8 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests")]
 from resnet_layers import Bench, Layer, compare, time_layer  # noqa: E402
 
 from optdnn.runtime.cuda import conv, conv_cost, graphs  # noqa: E402
-from optdnn.runtime.cuda.conv import Config, Problem, Source  # noqa: E402
+from optdnn.runtime.cuda.conv import Config  # noqa: E402
+from optdnn.runtime.cuda.conv_problem import Problem, Source  # noqa: E402
 
 BIAS: tuple[Any, ...] = (("bias",),)
 RELU: tuple[Any, ...] = (*BIAS, ("relu",))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from optdnn.runtime.cuda.conv import Problem, Source, space_to_depth
+from optdnn.runtime.cuda.conv_problem import Problem, Source, space_to_depth
 
 RELU = (("bias",), ("relu",))
 ADD_RELU = (("bias",), ("add",), ("relu",))

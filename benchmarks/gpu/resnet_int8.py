@@ -25,8 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from resnet_layers import Bench, family_of, machine, time_layer, timing
 
-from optdnn.runtime.cuda import conv, conv_cost, conv_patch, describe, graphs, pool_int8, quantized
-from optdnn.runtime.cuda.conv import Problem, Source
+from optdnn.runtime.cuda import conv_cost, conv_params, conv_patch, describe, graphs, pool_int8, quantized
+from optdnn.runtime.cuda.conv_problem import Problem, Source
 from optdnn.runtime.cuda.device import Launch
 from optdnn.runtime.cuda.quantized import Affine
 
@@ -98,7 +98,7 @@ class Parameters:
         made = quantized.scaling(stages, scale, bias, out=out, residual=residual)
         assert made.stages == problem.epilogue, (made.stages, problem.epilogue)
         self.requantize = made.requantize
-        packed = conv.pack_weights(problem, [self.weight.cpu().numpy()])
+        packed = conv_params.pack_weights(problem, [self.weight.cpu().numpy()])
         self.packed = torch.from_numpy(packed).to("cuda")
         self.channel = torch.from_numpy(quantized.pad_channels(made.channel)).to("cuda")
 
@@ -165,7 +165,7 @@ def layers(bench: Bench, batch: int, options: argparse.Namespace, record: Any) -
         )
         expected = reference(problem, params, image, residual)
         output = torch.empty(shape, dtype=expected.dtype, device="cuda")
-        pointers = conv.Pointers(
+        pointers = conv_params.Pointers(
             (image.data_ptr(),), params.packed.data_ptr(), params.channel.data_ptr(), output.data_ptr(),
             residual.data_ptr() if residual is not None else 0,
         )  # fmt: skip
@@ -241,7 +241,7 @@ class Chain:
                 factor = pool_int8.mean_factor(49, affine, affine)
                 pool = pool_int8.global_average_pool((self.batch, 7, 7, 2048), 0, factor, (-128.0, 127.0), 0)
                 made.append(self._described(pool, at[self.steps[i - 1].output], at["pooled"]))
-            pointers = conv.Pointers(
+            pointers = conv_params.Pointers(
                 (at[step.source].data_ptr(),), params.packed.data_ptr(), params.channel.data_ptr(), at[step.output].data_ptr(),
                 at[step.residual].data_ptr() if step.residual else 0,
             )  # fmt: skip

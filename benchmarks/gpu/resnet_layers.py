@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import resnet50
 
-from optdnn.runtime.cuda import conv, conv_cost, conv_patch, graphs, nvrtc, pool
+from optdnn.runtime.cuda import conv, conv_cost, conv_params, conv_patch, conv_problem, graphs, nvrtc, pool
 from optdnn.runtime.cuda.device import Device, Function, Launch
 
 torch.backends.cuda.matmul.allow_tf32 = False
@@ -42,7 +42,7 @@ def family_of(config: Config) -> Any:
     return conv_patch if isinstance(config, conv_patch.PatchConfig) else conv
 
 
-def candidates(problem: conv.Problem, device: Device, limit: int) -> list[Config]:
+def candidates(problem: conv_problem.Problem, device: Device, limit: int) -> list[Config]:
     """Both kernels' configurations, at most ``limit`` of each."""
     return [*conv_patch.candidates(problem, device)[:limit], *conv_cost.candidates(problem, device, limit)]
 
@@ -58,14 +58,16 @@ class Bench:
         self.cache = nvrtc.KernelCache(cache)
         self.functions: dict[tuple[str, int], Function] = {}
 
-    def function(self, problem: conv.Problem, config: Config) -> Function:
+    def function(self, problem: conv_problem.Problem, config: Config) -> Function:
         family = family_of(config)
         key = (family.recipe(problem, config, checked=self.checked).key(), family.shared_bytes(problem, config))
         if key not in self.functions:
             self.functions[key] = family.load(problem, config, self.cache, checked=self.checked)
         return self.functions[key]
 
-    def bind(self, problem: conv.Problem, config: Config, pointers: conv.Pointers, **options: Any) -> Launch:
+    def bind(
+        self, problem: conv_problem.Problem, config: Config, pointers: conv_params.Pointers, **options: Any
+    ) -> Launch:
         return family_of(config).bind(problem, config, self.device, self.function(problem, config), pointers, **options)
 
     def run(self, launch: Launch) -> None:
@@ -77,7 +79,7 @@ class Bench:
 class Layer:
     """One problem's tensors, and its fp32 reference."""
 
-    def __init__(self, problem: conv.Problem, seed: int = 0):
+    def __init__(self, problem: conv_problem.Problem, seed: int = 0):
         generator = torch.Generator(device="cuda").manual_seed(seed)
         dtype = TORCH_DTYPE[problem.dtype]
 
@@ -94,11 +96,11 @@ class Layer:
         self.bias = random(-(-problem.channels // 4) * 4)
         self.residual = random(n, h, w, problem.channels).to(dtype) if problem.residual else None
         self.output = torch.empty((n, h, w, problem.channels), dtype=dtype, device="cuda")
-        packed = conv.pack_weights(problem, [weight.float().cpu().numpy() for weight in self.weights])
+        packed = conv_params.pack_weights(problem, [weight.float().cpu().numpy() for weight in self.weights])
         self.packed = torch.from_numpy(packed).to("cuda", dtype)
 
-    def pointers(self) -> conv.Pointers:
-        return conv.Pointers(
+    def pointers(self) -> conv_params.Pointers:
+        return conv_params.Pointers(
             tuple(t.data_ptr() for t in self.images), self.packed.data_ptr(), self.bias.data_ptr(), self.output.data_ptr(),
             self.residual.data_ptr() if self.residual is not None else 0,
         )  # fmt: skip
@@ -143,8 +145,8 @@ def compare(bench: Bench, layer: Layer, config: Config, reference: torch.Tensor)
 # ---- stages --------------------------------------------------------------------------------------------------------------
 
 
-def distinct(batch: int) -> dict[conv.Problem, list[str]]:
-    found: dict[conv.Problem, list[str]] = {}
+def distinct(batch: int) -> dict[conv_problem.Problem, list[str]]:
+    found: dict[conv_problem.Problem, list[str]] = {}
     for step in resnet50.steps(batch):
         found.setdefault(step.problem, []).append(step.name)
     return found
@@ -247,8 +249,8 @@ class Chain:
         for step in self.steps:
             weights = [self.params[key][0].float().cpu().numpy() for key in step.weights]
             if step.name == "stem":
-                weights = [conv.space_to_depth_weights(resnet50.IMAGE, weights[0])]
-            packed = torch.from_numpy(conv.pack_weights(step.problem, weights)).to("cuda", torch.float16)
+                weights = [conv_problem.space_to_depth_weights(resnet50.IMAGE, weights[0])]
+            packed = torch.from_numpy(conv_params.pack_weights(step.problem, weights)).to("cuda", torch.float16)
             self.packed[step.name] = packed, torch.stack([self.params[key][1] for key in step.weights]).sum(0)
 
     def launches(self, configs: dict[str, Config], *, snake: bool, dependent: bool = True) -> list[Launch]:
@@ -265,7 +267,7 @@ class Chain:
                     pool.global_average_pool(cache, arch, "float16", (self.batch, 7, 7, 2048), at[last], at["pooled"])
                 )
             packed, bias = self.packed[step.name]
-            pointers = conv.Pointers(
+            pointers = conv_params.Pointers(
                 tuple(at[name] for name in step.inputs), packed.data_ptr(), bias.data_ptr(), at[step.output],
                 at[step.residual] if step.residual else 0,
             )  # fmt: skip

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from optdnn.runtime.cuda.conv import IM2COL, SHARES, Config, Problem, refuse, shared_bytes
+from optdnn.runtime.cuda.conv import SHARES, Config, refuse, shared_bytes
+from optdnn.runtime.cuda.conv_problem import IM2COL, Problem
 from optdnn.runtime.cuda.device import Device
 
 CLOCK = 1.75e9  # Hz under load

@@ -9,7 +9,8 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv import Pointers, Problem
+from optdnn.runtime.cuda.conv_params import Pointers
+from optdnn.runtime.cuda.conv_problem import Problem
 from optdnn.runtime.cuda.device import Device, Function, Launch
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 from optdnn.types import Array

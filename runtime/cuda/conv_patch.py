@@ -5,20 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv import (
-    ITEM,
-    Pointers,
-    Problem,
-    Requantize,
-    direct_bytes,
-    generated,
-    options,
-    parameters,
-    raw_bytes,
-    register_limit,
-    weight_rows,
-)
+from optdnn.runtime.cuda.conv import direct_bytes, generated, options, register_limit
 from optdnn.runtime.cuda.conv_cost import most_sums
+from optdnn.runtime.cuda.conv_params import Pointers, Requantize, parameters, raw_bytes, weight_rows
+from optdnn.runtime.cuda.conv_problem import ITEM, Problem
 from optdnn.runtime.cuda.device import Device, Function, Launch, encode_tiled
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv import ITEM, Requantize, Source, put_requantize
+from optdnn.runtime.cuda.conv_params import Requantize, put_requantize
+from optdnn.runtime.cuda.conv_problem import ITEM, Source
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.narrow import Narrow

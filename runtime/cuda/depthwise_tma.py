@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.runtime.cuda import depthwise
-from optdnn.runtime.cuda.conv import Requantize, put_requantize
+from optdnn.runtime.cuda.conv_params import Requantize, put_requantize
 from optdnn.runtime.cuda.depthwise import CLOCK, MEMORY, Problem
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device

@@ -6,7 +6,7 @@ import struct
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv import Source, space_to_depth
+from optdnn.runtime.cuda.conv_problem import Source, space_to_depth
 from optdnn.runtime.cuda.device import Function, Launch
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 

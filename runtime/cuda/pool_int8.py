@@ -6,7 +6,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv import Source
+from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.runtime.cuda.depthwise import four_bytes
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.nvrtc import Recipe

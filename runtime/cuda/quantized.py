@@ -15,7 +15,8 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv import Requantize, Source, space_to_depth, space_to_depth_weights
+from optdnn.runtime.cuda.conv_params import Requantize
+from optdnn.runtime.cuda.conv_problem import Source, space_to_depth, space_to_depth_weights
 from optdnn.types import Array
 
 BOUNDS = {"int8": (-128, 127), "uint8": (0, 255), "float8_e4m3fn": (-448, 448)}

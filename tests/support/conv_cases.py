@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from optdnn.runtime.cuda.conv import Config, Problem, Source, space_to_depth
+from optdnn.runtime.cuda.conv import Config
 from optdnn.runtime.cuda.conv_patch import PatchConfig
+from optdnn.runtime.cuda.conv_problem import Problem, Source, space_to_depth
 from optdnn.runtime.cuda.render import Stage
 
 RELU: tuple[Stage, ...] = (("bias",), ("relu",))

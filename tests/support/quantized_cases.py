@@ -8,9 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from optdnn.runtime.cuda import conv, conv_patch, quantized
-from optdnn.runtime.cuda.conv import Config, Problem, Source
+from optdnn.runtime.cuda import conv, conv_params, conv_patch, quantized
+from optdnn.runtime.cuda.conv import Config
 from optdnn.runtime.cuda.conv_patch import PatchConfig
+from optdnn.runtime.cuda.conv_problem import Problem, Source
 from optdnn.runtime.cuda.quantized import Affine
 from optdnn.runtime.cuda.render import Stage
 from optdnn.runtime.reference import quantized as meaning
@@ -206,7 +207,7 @@ def arrays(case: Case) -> Arrays:
     (expected,) = meaning.conv(*operands, **attrs_of(case))
     expected = np.ascontiguousarray(expected.transpose(0, 2, 3, 1)).astype(DTYPES[out])
     return Arrays(
-        image, weight, conv.pack_weights(problem, [weight]), quantized.pad_channels(channel), residual, expected
+        image, weight, conv_params.pack_weights(problem, [weight]), quantized.pad_channels(channel), residual, expected
     )
 
 

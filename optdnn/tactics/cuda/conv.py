@@ -11,7 +11,7 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
-from optdnn.runtime.cuda import conv as hopper
+from optdnn.runtime.cuda import conv_problem
 from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, products, up
 from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
@@ -151,7 +151,7 @@ class HopperConv(Rehearsed):
         assert op.inputs[0] is not None
         if op.attrs.prologue and is_half(op):
             feed = conv_sm90.Feed(image(b.operand(op.inputs[0])), weight, strides, pads, dilations)
-            if feed.source.mode == hopper.ROWS and conv_sm90.pitch_of(feed.x) is not None:
+            if feed.source.mode == conv_problem.ROWS and conv_sm90.pitch_of(feed.x) is not None:
                 before = plan_prologue(b, op, feed.x)
                 if before is not None:
                     return feed, before
@@ -201,15 +201,15 @@ class HopperConv(Rehearsed):
         assert op.inputs[0] is not None
         raw = b.operand(pixel_source(b, op.inputs[0]))
         n, c, h, w = raw.shape
-        source = hopper.Source(h, w, c, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
-        made = hopper.space_to_depth(source)
+        source = conv_problem.Source(h, w, c, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
+        made = conv_problem.space_to_depth(source)
         shape = (n, made.channels, made.height, made.width)
         blocks = b.new(
             f"{op.outputs[0].name}.blocks", op.outputs[0].type.dtype, shape, channels_last(shape, made.channels)
         )
         emit_space_to_depth(b, op, raw, blocks, strides[0], normalization)
         return conv_sm90.Feed(
-            blocks, hopper.space_to_depth_weights(source, weight), made.stride, made.padding, made.dilation
+            blocks, conv_problem.space_to_depth_weights(source, weight), made.stride, made.padding, made.dilation
         )
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from optdnn.ir.graph import Op
 from optdnn.ops.fused import plain_stages
-from optdnn.runtime.cuda import conv as hopper
 from optdnn.runtime.cuda import conv_general as general
+from optdnn.runtime.cuda import conv_problem
 from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed, channels_last, map_dtype, up
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, entering, finish, image, planar
@@ -29,7 +29,7 @@ ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_90")
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: hopper.Problem, groups: int) -> tuple[Offer, ...]:
+def _offers(problem: conv_problem.Problem, groups: int) -> tuple[Offer, ...]:
     found = [c for c in general.CONFIGS if general.refuse(problem, c, groups) is None]
     offers = [Offer(c, general.estimate(problem, c, groups)) for c in found]
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
@@ -51,9 +51,9 @@ def emit_general(
     """One launch on channels-last NCHW tensors; ``geometry``: strides, pads, dilations. Returns the configuration's name."""
     strides, pads, dilations = geometry
     (n, c, h, w), channels = x.shape, out.shape[1]
-    source = hopper.Source(h, w, c, weight.shape[2:], strides, pads, dilations)  # type: ignore[arg-type]
+    source = conv_problem.Source(h, w, c, weight.shape[2:], strides, pads, dilations)  # type: ignore[arg-type]
     stages = (("bias",), *ep.rendered)
-    problem = hopper.Problem(n, up(channels, 8 * groups), (source,), stages, map_dtype(x.dtype))
+    problem = conv_problem.Problem(n, up(channels, 8 * groups), (source,), stages, map_dtype(x.dtype))
     offers = _offers(problem, groups)
     b.offer(offers)
     config = config or offers[0].config

@@ -18,8 +18,8 @@ from optdnn.ir.graph import Op
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv as hopper
+from optdnn.runtime.cuda import conv_params, conv_problem, render
 from optdnn.runtime.cuda import conv_patch as patch
-from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv_cost import CLOCK, LATENCY, MEMORY, candidates, estimate, h200
 from optdnn.runtime.cuda.plan import TF32
 from optdnn.tactics.cuda.builder import (
@@ -52,15 +52,15 @@ class Feed:
     strides: tuple[int, int]
     pads: tuple[int, int, int, int]
     dilations: tuple[int, int]
-    overlapped: hopper.Source | None = None
+    overlapped: conv_problem.Source | None = None
     """Where neighbouring pixels are read as one (see :func:`optdnn.runtime.cuda.quantized.overlapped`): that source."""
 
     @property
-    def source(self) -> hopper.Source:
+    def source(self) -> conv_problem.Source:
         if self.overlapped is not None:
             return self.overlapped
         _, c, h, w = self.x.shape
-        return hopper.Source(
+        return conv_problem.Source(
             h, w, up(c, aligned(self.x)), self.weight.shape[2:], self.strides, self.pads, self.dilations
         )
 
@@ -125,13 +125,13 @@ Config = hopper.Config | patch.PatchConfig
 """A tile of one of the two kernels: implicit GEMM, or patches loaded once (stride 1, filters larger than 1 x 1)."""
 
 
-def best_config(problem: hopper.Problem, dense: bool) -> Config | None:
+def best_config(problem: conv_problem.Problem, dense: bool) -> Config | None:
     """The configuration that the cost models rank first, over both kernels."""
     return next((offer.config for offer in ranked(problem, dense)), None)
 
 
 @lru_cache(maxsize=1024)
-def ranked(problem: hopper.Problem, dense: bool) -> tuple[Offer, ...]:
+def ranked(problem: conv_problem.Problem, dense: bool) -> tuple[Offer, ...]:
     """Every sensible configuration of both kernels, the best predicted first.
 
     Those that store from registers do so at a pitch of ``channels``: where the tensors are not ``dense``, they are left out.
@@ -149,7 +149,7 @@ def ranked(problem: hopper.Problem, dense: bool) -> tuple[Offer, ...]:
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
-def _plain_tiles(problem: hopper.Problem, dense: bool) -> list[Config]:
+def _plain_tiles(problem: conv_problem.Problem, dense: bool) -> list[Config]:
     """Configurations that sum in one order, larger than the problem."""
     made = [
         hopper.Config(1, 1, 1, bn, stages, direct=direct)
@@ -169,7 +169,7 @@ def in_one_order(config: Config) -> bool:
     return isinstance(config, hopper.Config) and config.split == 1 and config.mt * config.bn > hopper.TWO_SETS
 
 
-def cost(problem: hopper.Problem, config: Config) -> float:
+def cost(problem: conv_problem.Problem, config: Config) -> float:
     """Predicted seconds."""
     if isinstance(config, hopper.Config):
         return estimate(problem, config, h200())
@@ -198,7 +198,7 @@ def emit_conv(
     dense = pitch == wide and residual_pitch in (None, wide)
     rendered = (("bias",), *ep.rendered)
     factors = products(b, op)
-    problem = hopper.Problem(
+    problem = conv_problem.Problem(
         out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), factors, map_dtype(out.dtype),
         prologue=tuple(before.rendered) if before is not None else (),
     )  # fmt: skip
@@ -213,7 +213,7 @@ def emit_conv(
     packed = b.kept.once(
         ("conv_sm90", problem.block, problem.out_item, factors),
         [f.weight for f in feeds],
-        lambda: hopper.pack_weights(problem, [rounded(f.weight) for f in feeds]),
+        lambda: conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds]),
     )
     weights = b.constant(packed, f"{op.outputs[0].name}.weights")
     stages = plain_stages(ep.stages)
@@ -255,12 +255,12 @@ class Operands:
 def launch(
     b: Builder,
     op: Op,
-    problem: hopper.Problem,
+    problem: conv_problem.Problem,
     config: Config,
     feeds: Sequence[Feed],
     operands: Operands,
     meaning: tuple[str, dict[str, Any], Sequence[Placed | None]],
-    requantize: hopper.Requantize | None = None,
+    requantize: conv_params.Requantize | None = None,
 ) -> None:
     """Add the launch of a problem in a configuration. ``meaning``: kind, attributes and operands of what it computes."""
     out, wide = operands.out, problem.channels
@@ -286,21 +286,21 @@ def launch(
         recipe, function = patch.recipe(problem, config, b.arch), "conv_patch_sm90"
         shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, h200())
         (channel_tiles, tiles), cluster = patch.tiles(problem, config), config.split
-    params = hopper.parameters(problem, hopper.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5, requantize)
+    params = conv_params.parameters(problem, conv_params.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5, requantize)
     params.channel_tiles, params.tiles = channel_tiles, tiles
     before = operands.before
     if before is not None and before.gate is not None:
         params.gate_pitch, params.gate_channels = before.gate.strides[0], before.gate.shape[1]
     block = Block()
-    block.data[:] = hopper.raw_bytes(params)
+    block.data[:] = conv_params.raw_bytes(params)
     block.addresses = [(POINTERS, operands.channel), (POINTERS + 8, out)]
     if operands.residual is not None:
         block.addresses.append((POINTERS + 16, operands.residual))
     if before is not None:
         assert before.packed is not None
-        block.addresses.append((hopper.BEFORE, before.packed))
+        block.addresses.append((conv_params.BEFORE, before.packed))
         if before.gate is not None:
-            block.addresses.append((hopper.BEFORE + 8, before.gate))
+            block.addresses.append((conv_params.BEFORE + 8, before.gate))
     kind, attrs, reads = meaning
     b.emit(op, KernelSpec(recipe, function), (blocks, 1, 1), config.threads + problem.helpers, block, kind, attrs, reads, [out],
            maps=maps, shared=shared, cluster=cluster)  # fmt: skip
@@ -313,19 +313,21 @@ def _shift(arg: int | None, by: int) -> int | None:
     return arg - by if arg < 0 else arg - RESIDUAL + 2
 
 
-def _weights_map(problem: hopper.Problem, weights: Placed, rows: int) -> MapSpec:
+def _weights_map(problem: conv_problem.Problem, weights: Placed, rows: int) -> MapSpec:
     depth = problem.k_steps * problem.block
     return MapSpec(0, weights, (depth, weights.shape[0]), (depth * problem.item,), (problem.block, rows), problem.span)
 
 
-def _gemm_maps(problem: hopper.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: Placed) -> list[MapSpec]:
+def _gemm_maps(
+    problem: conv_problem.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: Placed
+) -> list[MapSpec]:
     """Weights and sources, as the implicit GEMM's own host code makes them but for pitches and odd channel counts."""
     maps = [_weights_map(problem, weights, config.tile[0] // config.share[1])]
     maps += [_source_map(128 * (1 + i), f, problem, config) for i, f in enumerate(feeds)]
     return maps if len(maps) == 3 else [*maps, replace(maps[1], at=256)]
 
 
-def _patch_maps(problem: hopper.Problem, config: patch.PatchConfig, feed: Feed, weights: Placed) -> list[MapSpec]:
+def _patch_maps(problem: conv_problem.Problem, config: patch.PatchConfig, feed: Feed, weights: Placed) -> list[MapSpec]:
     """The same for the patch kernel, whose source is an image."""
     height, width = patch.patch_size(problem, config)
     box = (problem.block, width, height)
@@ -341,7 +343,9 @@ def _patch_maps(problem: hopper.Problem, config: patch.PatchConfig, feed: Feed, 
     return [_weights_map(problem, weights, config.wgm * 64), source, replace(source, at=256)]
 
 
-def _rows_map(at: int, x: Placed, pitch: int, channels: int, problem: hopper.Problem, config: hopper.Config) -> MapSpec:
+def _rows_map(
+    at: int, x: Placed, pitch: int, channels: int, problem: conv_problem.Problem, config: hopper.Config
+) -> MapSpec:
     """A result (or residual) as rows of channels, one per pixel."""
     item = x.dtype.itemsize
     return MapSpec(at, x, (channels, problem.pixels), (pitch * item,), (64, config.bn), problem.out_span)
@@ -354,14 +358,14 @@ def _image_map(at: int, x: Placed, channels: int, pitch: int, box: tuple[int, in
     return MapSpec(at, x, (channels, w, h, n), (step, w * step, h * w * step), (*box, 1), span)
 
 
-def _source_map(at: int, feed: Feed, problem: hopper.Problem, config: hopper.Config) -> MapSpec:
+def _source_map(at: int, feed: Feed, problem: conv_problem.Problem, config: hopper.Config) -> MapSpec:
     """A source of the implicit GEMM: rows of a matrix, or im2col."""
     n, c, h, w = feed.x.shape
     pitch = pitch_of(feed.x)
     assert pitch is not None
     step, span, dtype = pitch * problem.item, problem.span, _read_as(problem)
     box = (problem.block, config.bn // config.share[0])
-    if feed.source.mode == hopper.ROWS:
+    if feed.source.mode == conv_problem.ROWS:
         return MapSpec(at, feed.x, (c, n * h * w), (step,), box, span, dtype=dtype)
     kernel, (top, left, bottom, right) = feed.weight.shape[2:], feed.pads
     reach = [(k - 1) * d for k, d in zip(kernel, feed.dilations, strict=True)]
@@ -371,12 +375,12 @@ def _source_map(at: int, feed: Feed, problem: hopper.Problem, config: hopper.Con
     return MapSpec(at, feed.x, (c, w, h, n), strides, box, span, corners, steps, dtype)
 
 
-def _read_as(problem: hopper.Problem) -> str:
+def _read_as(problem: conv_problem.Problem) -> str:
     """How TMA reads a source: fp32 is rounded to tf32 on its way, all else comes as it is."""
     return problem.dtype if problem.dtype == "tfloat32" else ""
 
 
-def _weight_views(packed: Placed, problem: hopper.Problem, feeds: Sequence[Feed]) -> list[Placed]:
+def _weight_views(packed: Placed, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> list[Placed]:
     """The logical OIHW weights of each source inside the packed ones."""
     depth, at, views = problem.k_steps * problem.block, 0, []
     for source, feed in zip(problem.sources, feeds, strict=True):

@@ -15,8 +15,9 @@ from optdnn.ops.base import attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import depthwise, quantized
 from optdnn.runtime.cuda import depthwise_tma as tma
-from optdnn.runtime.cuda.conv import Requantize, Source
 from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.conv_params import Requantize
+from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.runtime.cuda.describe import Description
 from optdnn.runtime.cuda.narrow import Narrow
 from optdnn.runtime.cuda.nvrtc import Recipe

@@ -9,9 +9,8 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Op, Value
 from optdnn.ops.base import attrs_dict
-from optdnn.runtime.cuda import conv as hopper
+from optdnn.runtime.cuda import conv_params, conv_problem, pool_int8, quantized, render
 from optdnn.runtime.cuda import conv_patch as patch
-from optdnn.runtime.cuda import pool_int8, quantized, render
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.describe import Description
 from optdnn.runtime.reference.window import resolve_pads
@@ -81,7 +80,7 @@ def refusal(b: Builder, op: Op) -> str | None:
         return f"no kernel turns {x} into {out.dtype.name}"
     names = [str(s[0]) for s in op.attrs.stages]
     missing = sorted(set(names) - render.STAGES.keys())
-    if missing or len(render.constants_of(op.attrs.stages)) > hopper.MAX_CONSTANTS:
+    if missing or len(render.constants_of(op.attrs.stages)) > conv_params.MAX_CONSTANTS:
         return f"it has stages that the kernel has not: {', '.join(missing) or 'too many constants'}"
     if op.input(3) is not None:
         residual = b.graph.type(op.inputs[3])  # type: ignore[arg-type]
@@ -115,11 +114,11 @@ def _stem(
     value, scale, dtype = found
     raw = b.operand(value)
     n, _, h, w = raw.shape
-    source = hopper.Source(h, w, channels, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
-    if not raw.dense or hopper.space_to_depth(source).channels != quantized.LANES:
+    source = conv_problem.Source(h, w, channels, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
+    if not raw.dense or conv_problem.space_to_depth(source).channels != quantized.LANES:
         return None
     seen, (before, _, width) = quantized.overlapped(source, TOGETHER), quantized.row_padding(source, TOGETHER)
-    if not patch.candidates(hopper.Problem(n, 16, (seen,), dtype=dtype), h200()):
+    if not patch.candidates(conv_problem.Problem(n, 16, (seen,), dtype=dtype), h200()):
         return None
     row = width * quantized.LANES
     blocks = b.new(
@@ -168,17 +167,17 @@ def _emit(
     item = out.dtype.itemsize
     dtype, result = map_dtype(reads.dtype), map_dtype(out.dtype)
     second = map_dtype(residual.dtype) if residual is not None else ""
-    problem = hopper.Problem(
+    problem = conv_problem.Problem(
         out.shape[0], up(channels, 16 // item), (feed.source,), tuple(a.stages), dtype, result, second, a.zero != 0
     )
     pitches = [conv_sm90.pitch_of(p) for p in (out, residual) if p is not None]
     offers = conv_sm90.ranked(problem, all(p == problem.channels for p in pitches))
     b.offer(offers)
     config = config or offers[0].config
-    packed = b.constant(hopper.pack_weights(problem, [feed.weight]), f"{op.outputs[0].name}.weights")
+    packed = b.constant(conv_params.pack_weights(problem, [feed.weight]), f"{op.outputs[0].name}.weights")
     pairs = b.constant(quantized.pad_channels(channel), f"{op.outputs[0].name}.scales")
     bias = quantized.byte_bias(second) + a.residual_zero
-    requantize = hopper.Requantize(a.residual_scale, bias, a.low, a.high, a.zero)
+    requantize = conv_params.Requantize(a.residual_scale, bias, a.low, a.high, a.zero)
     operands = conv_sm90.Operands(packed, pairs, out, residual)
     weight = _weight_view(packed, problem, feed)
     attrs = {k: v for k, v in attrs_dict(a).items() if k not in ("strides", "pads", "dilations", "group")}
@@ -189,7 +188,7 @@ def _emit(
     return str(config)
 
 
-def _weight_view(packed: Placed, problem: hopper.Problem, feed: conv_sm90.Feed) -> Placed:
+def _weight_view(packed: Placed, problem: conv_problem.Problem, feed: conv_sm90.Feed) -> Placed:
     """The logical weights inside the packed ones: OIHW, or ``[sixteens, 8, 2, i, h, w]`` where rows are permuted."""
     o, i, r, s = feed.weight.shape
     depth, lane = problem.k_steps * problem.block, up(problem.sources[0].channels, problem.block)

@@ -11,8 +11,8 @@ from support.net import Net
 from support.simulated import lowered
 
 from optdnn.runtime.cuda import conv, conv_cost, conv_general, conv_patch, nvrtc, pool
-from optdnn.runtime.cuda.conv import Problem, Source
 from optdnn.runtime.cuda.conv_patch import PatchConfig
+from optdnn.runtime.cuda.conv_problem import Problem, Source
 
 
 @pytest.fixture(autouse=True)

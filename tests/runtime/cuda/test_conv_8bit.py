@@ -8,8 +8,9 @@ from support.conv_cases import same
 from support.quantized_cases import CASES, IMAGE, arrays, compare, family
 
 from optdnn.errors import InternalError, MissingDependency
-from optdnn.runtime.cuda import conv, conv_cost, nvrtc, quantized, render
-from optdnn.runtime.cuda.conv import Config, Problem, Source
+from optdnn.runtime.cuda import conv, conv_cost, conv_params, nvrtc, quantized, render
+from optdnn.runtime.cuda.conv import Config
+from optdnn.runtime.cuda.conv_problem import Problem, Source
 from optdnn.runtime.cuda.quantized import Affine
 from optdnn.runtime.reference.conv import conv as reference_conv
 from optdnn.runtime.reference.quantized import epilogue
@@ -70,7 +71,7 @@ def test_reading_neighbouring_pixels_together_computes_the_stem(together: int) -
 def test_packed_rows_put_neighbouring_channels_eight_apart() -> None:
     problem = Problem(1, 32, (Source(1, 1, 32),), dtype="int8")
     weight = np.arange(32, dtype=np.int8).reshape(32, 1, 1, 1).repeat(32, 1)
-    assert conv.pack_weights(problem, [weight])[:16, 0].tolist() == [
+    assert conv_params.pack_weights(problem, [weight])[:16, 0].tolist() == [
         0,
         2,
         4,

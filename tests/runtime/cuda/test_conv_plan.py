@@ -10,10 +10,11 @@ import pytest
 from support.conv_cases import ADD, CASES, RELU, convolve, same
 
 from optdnn.errors import InternalError
-from optdnn.runtime.cuda import conv, conv_cost, conv_general, conv_patch
-from optdnn.runtime.cuda.conv import Config, Problem, Source
+from optdnn.runtime.cuda import conv, conv_cost, conv_general, conv_params, conv_patch, conv_problem
+from optdnn.runtime.cuda.conv import Config
 from optdnn.runtime.cuda.conv_general import GeneralConfig
 from optdnn.runtime.cuda.conv_patch import PatchConfig
+from optdnn.runtime.cuda.conv_problem import Problem, Source
 
 DEVICE = conv_cost.h200()
 
@@ -33,14 +34,14 @@ def test_space_to_depth_is_the_same_convolution(source: Source) -> None:
     rng = np.random.default_rng(0)
     image = rng.standard_normal((2, source.height, source.width, source.channels))
     weight = rng.standard_normal((5, source.channels, *source.kernel))
-    made, stride = conv.space_to_depth(source), source.stride[0]
+    made, stride = conv_problem.space_to_depth(source), source.stride[0]
     moved = np.zeros((2, made.height, stride, made.width, stride, source.channels))
     moved.reshape(2, made.height * stride, made.width * stride, -1)[:, : source.height, : source.width] = image
     deep = np.zeros((2, made.height, made.width, made.channels))
     deep[..., : stride * stride * source.channels] = moved.transpose(0, 1, 3, 2, 4, 5).reshape(
         2, made.height, made.width, -1
     )
-    packed = conv.space_to_depth_weights(source, weight)
+    packed = conv_problem.space_to_depth_weights(source, weight)
     assert made.output() == source.output()
     assert np.count_nonzero(packed) == weight.size
     np.testing.assert_allclose(convolve(deep, packed, made), convolve(image, weight, source), atol=1e-12)
@@ -48,7 +49,7 @@ def test_space_to_depth_is_the_same_convolution(source: Source) -> None:
 
 def test_space_to_depth_refuses_what_it_cannot_do() -> None:
     with pytest.raises(InternalError, match="equal strides"):
-        conv.space_to_depth(Source(8, 8, 3, (3, 3), (2, 1)))
+        conv_problem.space_to_depth(Source(8, 8, 3, (3, 3), (2, 1)))
 
 
 def test_weights_lie_in_the_order_the_kernel_walks_k() -> None:
@@ -56,7 +57,7 @@ def test_weights_lie_in_the_order_the_kernel_walks_k() -> None:
     problem = Problem(1, 8, sources, RELU)
     rng = np.random.default_rng(1)
     weights = [rng.standard_normal((8, s.channels, *s.kernel)) for s in sources]
-    packed = conv.pack_weights(problem, weights)
+    packed = conv_params.pack_weights(problem, weights)
     assert packed.shape == (8, problem.k_steps * problem.block) == (8, (9 * 2 + 2) * 64)
     step = 0
     for source, weight in zip(sources, weights, strict=True):

@@ -10,7 +10,7 @@ import pytest
 from support.conv_cases import CASES, GENERAL, convolve
 
 from optdnn.errors import OptdnnError
-from optdnn.runtime.cuda import conv, conv_general, conv_patch, graphs, pool
+from optdnn.runtime.cuda import conv, conv_general, conv_params, conv_patch, conv_problem, graphs, pool
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.device import Device, Launch, check, driver, gpu_count
 from optdnn.runtime.cuda.nvrtc import KernelCache
@@ -119,8 +119,8 @@ def test_convolution(name: str, memory: Memory, cache: KernelCache) -> None:
     fence = 4096  # bytes around the output that nothing may touch
     size = n * h * w * channels * 2
     raw = memory.put(np.full(size + 2 * fence, 0xFF, np.uint8))
-    pointers = conv.Pointers(
-        tuple(memory.put(image) for image in images), memory.put(conv.pack_weights(problem, weights)), memory.put(bias),
+    pointers = conv_params.Pointers(
+        tuple(memory.put(image) for image in images), memory.put(conv_params.pack_weights(problem, weights)), memory.put(bias),
         raw + fence, memory.put(residual) if problem.residual else 0,
     )  # fmt: skip
     function = family.load(problem, config, cache, checked=True)
@@ -156,7 +156,7 @@ def test_general_convolution(name: str, config: conv_general.GeneralConfig, memo
     total = convolve(image.astype(np.float64), weight.astype(np.float64), source)
     expected = apply_stages(total, problem.epilogue, bias.astype(np.float64), residual.astype(np.float64))
     output = memory.put(np.full(shape, np.nan, dtype))
-    pointers = conv.Pointers(
+    pointers = conv_params.Pointers(
         (memory.put(image),),
         memory.put(conv_general.pack_weights(weight)),
         memory.put(bias),
@@ -191,11 +191,15 @@ def test_global_average_pool(memory: Memory, cache: KernelCache) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [conv.Source(13, 10, 3, (7, 7), (2, 2), (3, 3, 3, 3)), conv.Source(9, 8, 3, (3, 3), (1, 1), (1, 1, 1, 1))]
+    "source",
+    [
+        conv_problem.Source(13, 10, 3, (7, 7), (2, 2), (3, 3, 3, 3)),
+        conv_problem.Source(9, 8, 3, (3, 3), (1, 1), (1, 1, 1, 1)),
+    ],
 )
-def test_image_to_depth(source: conv.Source, memory: Memory, cache: KernelCache) -> None:
+def test_image_to_depth(source: conv_problem.Source, memory: Memory, cache: KernelCache) -> None:
     image = np.random.default_rng(3).standard_normal((2, 3, source.height, source.width)).astype(np.float16)
-    made, block = conv.space_to_depth(source), source.stride[0]
+    made, block = conv_problem.space_to_depth(source), source.stride[0]
     moved = np.zeros((2, made.height, block, made.width, block, 3), np.float16)
     moved.reshape(2, made.height * block, made.width * block, 3)[:, : source.height, : source.width] = image.transpose(
         0, 2, 3, 1
@@ -216,14 +220,14 @@ def test_a_graph_of_dependent_launches_replays_the_same(memory: Memory, cache: K
     one, two = (memory.put(np.zeros(shape, np.float16)) for _ in range(2))
     source, packed, bias = (
         memory.put(image),
-        memory.put(conv.pack_weights(problem, [weight])),
+        memory.put(conv_params.pack_weights(problem, [weight])),
         memory.put(np.ones(256, np.float32)),
     )
     function = conv.load(problem, config, cache, checked=True)
 
     def launch(residual: int, output: int) -> Launch:
         return conv.bind(
-            problem, config, memory.device, function, conv.Pointers((source,), packed, bias, output, residual)
+            problem, config, memory.device, function, conv_params.Pointers((source,), packed, bias, output, residual)
         )
 
     chain = [launch(one, two), launch(two, one), launch(one, two)]  # each adds the one before

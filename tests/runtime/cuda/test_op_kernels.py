@@ -10,7 +10,7 @@ import pytest
 from support.needs import needs_nvrtc
 
 from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, group_norm, nvrtc, rnn, rows
-from optdnn.runtime.cuda.conv import Source
+from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.runtime.cuda.describe import Description
 
 DEVICE = conv_cost.h200()

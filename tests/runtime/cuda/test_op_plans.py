@@ -12,7 +12,7 @@ from support.conv_cases import same
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, describe, group_norm, rnn, rows
-from optdnn.runtime.cuda.conv import Source
+from optdnn.runtime.cuda.conv_problem import Source
 
 DEVICE = conv_cost.h200()
 

@@ -10,7 +10,7 @@ from support.net import Net
 from support.simulated import lowered
 
 from optdnn.ir.graph import Graph
-from optdnn.runtime.cuda import conv, conv_patch
+from optdnn.runtime.cuda import conv, conv_params, conv_patch, conv_problem
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.plan import Pointer, TensorMap, parse
 from optdnn.runtime.program import Program
@@ -75,11 +75,11 @@ def networks() -> dict[str, Graph]:
 @pytest.mark.parametrize("name", networks())
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problems: list[tuple[conv.Problem, conv_sm90.Config]] = []
+    problems: list[tuple[conv_problem.Problem, conv_sm90.Config]] = []
 
     ranked = conv_sm90.ranked
 
-    def remember(problem: conv.Problem, dense: bool) -> tuple[Offer, ...]:
+    def remember(problem: conv_problem.Problem, dense: bool) -> tuple[Offer, ...]:
         problems.append((problem, ranked(problem, dense)[0].config))
         return ranked(problem, dense)
 
@@ -120,13 +120,15 @@ def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pyte
         assert differing(bytes(block), want) == []
 
 
-def pointers_of(program: Program, parsed: Any, operands: list[int], problem: conv.Problem) -> conv.Pointers:
+def pointers_of(
+    program: Program, parsed: Any, operands: list[int], problem: conv_problem.Problem
+) -> conv_params.Pointers:
     """The addresses that the step's relocations name, as bind takes them."""
     at = {r.at: operands[r.operand] + r.offset for r in parsed.launch.relocations}
     start = conv_sm90.POINTERS
     assert all(isinstance(r, Pointer) for r in parsed.launch.relocations if r.at >= start)
     sources = tuple(at[128 * (1 + i)] for i in range(len(problem.sources)))
-    return conv.Pointers(sources, at[0], at[start], at[start + 8], at.get(start + 16, 0))
+    return conv_params.Pointers(sources, at[0], at[start], at[start + 8], at.get(start + 16, 0))
 
 
 def differing(a: bytes, b: bytes) -> list[int]:
@@ -141,7 +143,7 @@ def test_a_wrong_stride_is_noticed() -> None:
 
 def test_split_kernels_do_not_write_into_joint_buffers() -> None:
     """A cluster stores at the pitch of its own channels: in a wider buffer only unsplit configurations do."""
-    problem = conv.Problem(1, 64, (conv.Source(7, 7, 512, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",),))
+    problem = conv_problem.Problem(1, 64, (conv_problem.Source(7, 7, 512, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",),))
     dense, joint = conv_sm90.best_config(problem, True), conv_sm90.best_config(problem, False)
     assert dense is not None
     assert joint is not None
@@ -160,15 +162,19 @@ def test_refusals() -> None:
 
 def test_weights_lie_where_the_views_say() -> None:
     weights = np.arange(5 * 3 * 2 * 2, dtype=np.float32).reshape(5, 3, 2, 2)
-    problem = conv.Problem(1, 8, (conv.Source(4, 4, 8, (2, 2)),))
-    packed = conv.pack_weights(problem, [weights])
+    problem = conv_problem.Problem(1, 8, (conv_problem.Source(4, 4, 8, (2, 2)),))
+    packed = conv_params.pack_weights(problem, [weights])
     depth, lane = problem.k_steps * problem.block, 16
     view = np.lib.stride_tricks.as_strided(packed, weights.shape, [s * 4 for s in (depth, 1, 2 * lane, lane)])
     np.testing.assert_array_equal(view, weights)
 
 
 def test_patches_are_chosen_where_they_win_and_can() -> None:
-    wide = conv.Problem(8, 64, (conv.Source(56, 56, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",), ("relu",)))
+    wide = conv_problem.Problem(
+        8, 64, (conv_problem.Source(56, 56, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",), ("relu",))
+    )
     assert isinstance(conv_sm90.best_config(wide, True), conv_patch.PatchConfig)
-    strided = conv.Problem(8, 64, (conv.Source(56, 56, 64, (3, 3), (2, 2), (1, 1, 1, 1)),), (("bias",), ("relu",)))
+    strided = conv_problem.Problem(
+        8, 64, (conv_problem.Source(56, 56, 64, (3, 3), (2, 2), (1, 1, 1, 1)),), (("bias",), ("relu",))
+    )
     assert isinstance(conv_sm90.best_config(strided, True), conv.Config)

@@ -15,7 +15,7 @@ from optdnn.errors import InternalError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
 from optdnn.runtime.cuda import conv as hopper
-from optdnn.runtime.cuda import nvrtc
+from optdnn.runtime.cuda import conv_problem, nvrtc
 from optdnn.runtime.lanes import accesses
 
 
@@ -100,8 +100,8 @@ def test_what_the_kernel_cannot_do_to_its_pixels_is_a_launch_before_it(name: str
     assert set(prologues(REFUSED[name])) == {0}
 
 
-SOURCE = hopper.Source(7, 7, 96)
-PROBLEM = hopper.Problem(2, 64, (SOURCE,), prologue=(("scale_shift",), ("relu",), ("gate",)))
+SOURCE = conv_problem.Source(7, 7, 96)
+PROBLEM = conv_problem.Problem(2, 64, (SOURCE,), prologue=(("scale_shift",), ("relu",), ("gate",)))
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,14 @@ def test_tiles_without_room_for_it_are_refused(config: hopper.Config) -> None:
 @pytest.mark.parametrize(
     "problem",
     [
-        {"sources": (hopper.Source(7, 7, 96, (3, 3), padding=(1, 1, 1, 1)),)},
+        {"sources": (conv_problem.Source(7, 7, 96, (3, 3), padding=(1, 1, 1, 1)),)},
         {"sources": (SOURCE, SOURCE)},
         {"sources": (SOURCE,), "dtype": "float8_e4m3fn"},
     ],
 )
 def test_a_prologue_is_for_pixels_read_once(problem: dict[str, Any]) -> None:
     with pytest.raises(InternalError, match="a prologue is for 16-bit pixels that are read once each"):
-        hopper.Problem(2, 64, epilogue=(), prologue=(("relu",),), **problem)
+        conv_problem.Problem(2, 64, epilogue=(), prologue=(("relu",),), **problem)
 
 
 def test_registers_are_counted_with_its_warpgroup() -> None:

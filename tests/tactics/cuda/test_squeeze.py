@@ -38,7 +38,7 @@ def test_a_pool_of_another_convolution_stays_a_pool() -> None:
 
 
 def test_the_second_launch_covers_every_channel() -> None:
-    from optdnn.runtime.cuda.conv import Source
+    from optdnn.runtime.cuda.conv_problem import Source
 
     problem = depthwise.Problem(3, Source(28, 28, 40, (3, 3), (1, 1), (1, 1, 1, 1)), squeeze=True)
     made = depthwise.describe_squeeze(problem, 9)
