@@ -153,13 +153,18 @@ def test_case(runner, name):
     attempt(RUNNERS[runner], name)
 
 
+def onnxruntime_first(runners, tick=lambda name: None):
+    """Stands for measuring: times that are the same on every machine."""
+    return {name: 1.0 if name.startswith("onnxruntime") else 2.0 for name in runners}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PASSING)
 def test_cpu(name, monkeypatch):
-    """Whichever library comes first; they are run once each instead of being timed."""
+    """Both libraries are checked; ONNX Runtime is taken to be the faster where both are right, so that it is no chance who is."""
     for library in ("onnxruntime", "openvino"):
         pytest.importorskip(library, reason="the cpu extra is not installed")
-    monkeypatch.setattr(cpu, "take_turns", functools.partial(cpu.take_turns, rounds=1, turn_seconds=0.0))
+    monkeypatch.setattr(cpu, "take_turns", onnxruntime_first)
     attempt(CPU, name)
     engine = optdnn.build(load(name), target="cpu", threads=1)
     by_numpy = sorted({step.params["kind"] for step in engine.program.steps if step.executor == "reference"})
@@ -297,7 +302,11 @@ def test_devices():
 
 def test_engines_for_gpus_follow_sizes(monkeypatch):
     monkeypatch.setattr(optdnn.backend, "ENGINES", 2)
-    prepared = optdnn.backend.prepare(load("test_add"), "SIMULATE")
+    model = onnx.ModelProto()
+    model.CopyFrom(load("test_add"))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "n"
+    prepared = optdnn.backend.prepare(model, "SIMULATE")
     for n in (1, 2, 1, 3):
         x = np.ones((n, 4, 5), np.float32)
         assert prepared.run([x, x])[0].shape == (n, 4, 5)
