@@ -112,10 +112,11 @@ class Runner:
     device: str
     options: tuple[tuple[str, Any], ...] = ()
 
-    def __call__(self, name: str) -> None:
+    def __call__(self, name: str) -> optdnn.backend.PreparedModel:
         prepared = optdnn.backend.prepare(load(name), self.device, **dict(self.options))
         for inputs, outputs in data(name):
             compare(prepared.run(inputs), outputs, CASES[name].rtol, CASES[name].atol)
+        return prepared
 
 
 def compare(got: Any, want: list[Any], rtol: float, atol: float) -> None:
@@ -138,9 +139,9 @@ RUNNERS = {"REFERENCE": Runner("REFERENCE"), "REFERENCE-O3": Runner("REFERENCE",
 CPU = Runner("CPU", (("threads", 1),))
 
 
-def attempt(run: Runner, name: str) -> None:
+def attempt(run: Runner, name: str) -> optdnn.backend.PreparedModel:
     try:
-        run(name)
+        return run(name)
     except UnsupportedError as error:
         if SAME_ONNX:
             raise
@@ -165,8 +166,7 @@ def test_cpu(name, monkeypatch):
     for library in ("onnxruntime", "openvino"):
         pytest.importorskip(library, reason="the cpu extra is not installed")
     monkeypatch.setattr(cpu, "take_turns", onnxruntime_first)
-    attempt(CPU, name)
-    engine = optdnn.build(load(name), target="cpu", threads=1)
+    engine = attempt(CPU, name)._run.__self__
     by_numpy = sorted({step.params["kind"] for step in engine.program.steps if step.executor == "reference"})
     if SAME_ONNX:
         listed = LISTED["by_numpy"].get(name, [])
