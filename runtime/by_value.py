@@ -18,7 +18,7 @@ import numpy as np
 
 from optdnn.errors import InputError, OptdnnError
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.plans import Alone, PlansRunner
+from optdnn.runtime.plans import Dispatching, PlansRunner
 from optdnn.runtime.program import ByValue, Plain, Program, validate
 from optdnn.runtime.runner import RunContext, Runner, open_runner
 from optdnn.runtime.signature import Signature
@@ -138,8 +138,11 @@ class ByValueRunner:
         return runner
 
 
-class ByValueContext:
-    """One thread's state of the plans that it ran."""
+class ByValueContext(Dispatching):
+    """One thread's state of the plans that it ran.
+
+    Inputs that say sizes may lie on the host whatever the others do; where they lie on the GPU, a run waits for them.
+    """
 
     def __init__(self, runner: ByValueRunner):
         self._runner = runner
@@ -148,21 +151,6 @@ class ByValueContext:
         self._arena = pool.arena(0) if runner.on_gpu else None
         self._contexts: dict[Key, RunContext] = {}
         self._lock = threading.Lock()
-
-    def run(
-        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
-    ) -> dict[str, Any]:
-        """Run once; see :meth:`optdnn.runtime.context.Context.run`. Inputs that say sizes may lie on the host whatever the
-        others do; where they lie on the GPU, the call waits for them."""
-        with Alone(self._lock):
-            context, feeds = self._dispatch(feeds)
-            return context.run(feeds, out, stream)
-
-    def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
-        """Run once and time each step of the plan."""
-        with Alone(self._lock):
-            context, feeds = self._dispatch(feeds)
-            return context.profile(feeds)
 
     def bind(
         self,

@@ -102,16 +102,13 @@ class PlansRunner:
         return PlansContext(self)
 
 
-class PlansContext:
-    """One thread's state of the plans that it ran last."""
+class Dispatching:
+    """A context that hands each run to the context of a plan, one at a time."""
 
-    def __init__(self, runner: PlansRunner):
-        self._runner = runner
-        self._lock = threading.Lock()
-        pool = runner._pool
-        self._arena = None if pool is None else pool.arena(runner.dynamic.arena_bytes)
-        self._contexts: OrderedDict[Shapes, RunContext] = OrderedDict()
-        self._context(_shapes_of(runner.program))
+    _lock: threading.Lock
+
+    def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
+        raise NotImplementedError
 
     def run(
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
@@ -126,6 +123,18 @@ class PlansContext:
         with Alone(self._lock):
             context, feeds = self._dispatch(feeds)
             return context.profile(feeds)
+
+
+class PlansContext(Dispatching):
+    """One thread's state of the plans that it ran last."""
+
+    def __init__(self, runner: PlansRunner):
+        self._runner = runner
+        self._lock = threading.Lock()
+        pool = runner._pool
+        self._arena = None if pool is None else pool.arena(runner.dynamic.arena_bytes)
+        self._contexts: OrderedDict[Shapes, RunContext] = OrderedDict()
+        self._context(_shapes_of(runner.program))
 
     def bind(
         self,

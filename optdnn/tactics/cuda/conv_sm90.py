@@ -297,7 +297,6 @@ def launch(
     if operands.residual is not None:
         block.addresses.append((POINTERS + 16, operands.residual))
     if before is not None:
-        assert before.packed is not None
         block.addresses.append((conv_params.BEFORE, before.packed))
         if before.gate is not None:
             block.addresses.append((conv_params.BEFORE + 8, before.gate))

@@ -18,14 +18,13 @@ from optdnn.types import Array
 class Prologue:
     """``rendered`` is what the kernel does; ``stages`` mean the same, and read ``operands`` at the slots from 1 on.
 
-    ``affine``: the channels' scale and shift, fp32 [channels, 2]. ``gate``: a factor per image and channel.
+    ``packed``: the channels' scale and shift, fp32 [channels, 2]. ``gate``: a factor per image and channel.
     """
 
-    affine: Array
+    packed: Placed
     rendered: list[render.Stage] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
     operands: list[Placed] = field(default_factory=list)
-    packed: Placed | None = None
     gate: Placed | None = None
 
     def add(self, kind: str, operand: Placed) -> None:
@@ -45,15 +44,15 @@ def plan_prologue(b: Builder, op: Op, x: Placed) -> Prologue | None:
     and apply activations; each stage must read the one before.
     """
     channels = x.shape[1]
-    found = Prologue(np.zeros((up(channels, 64), 2), np.float32))
-    found.affine[:channels, 0] = 1.0
     parts = _parts(b, op, x)
     affines = [part for part in parts or () if isinstance(part, _Affine)]
     if parts is None or len(affines) > 1 or sum(isinstance(part, Placed) for part in parts) > 1:
         return None
+    constants = np.zeros((up(channels, 64), 2), np.float32)
+    constants[:channels, 0] = 1.0
     for affine in affines:
-        found.affine[:channels] = np.stack([affine.scale, affine.shift], 1)
-    found.packed = b.constant(found.affine, f"{op.outputs[0].name}.prologue")
+        constants[:channels] = np.stack([affine.scale, affine.shift], 1)
+    found = Prologue(b.constant(constants, f"{op.outputs[0].name}.prologue"))
     for part in parts:
         if isinstance(part, _Affine):
             column = (1, channels, 1, 1), (0, 2, 0, 0)
