@@ -21,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+from shared_graphs import error_of
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2}
 BATCH, LENGTH = (1, 2, 5), (1, 24, 64)
@@ -65,22 +66,17 @@ def one(folder: Path, graphs: Path, name: str, target: str, precision: str) -> d
         want = dict(zip(got, session.run(None, feeds), strict=True))
         row["sizes"].append(
             {
-                "size": sizes, "error": max(_error(got[k], want[k]) for k in want), "first_s": round(first, 3),
-                "another_input": max(_error(a, want[k]) for k, a in engine.run(other).items()),
+                "size": sizes, "error": rounded(max(error_of(got[k], want[k]) for k in want)), "first_s": round(first, 3),
+                "another_input": rounded(max(error_of(a, want[k]) for k, a in engine.run(other).items())),
             }
         )  # fmt: skip
     row["matched"] = all(s["error"] <= TOLERANCE[precision] for s in row["sizes"])
     return row
 
 
-def _error(got: Any, want: Any) -> float:
-    """Of the largest magnitude; inf where shapes or integers differ."""
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return float("inf")
-    if want.dtype.kind in "iub":
-        return 0.0 if np.array_equal(got, want) else float("inf")
-    scale = float(np.abs(want).max(initial=0.0)) or 1.0
-    return float(f"{float(np.abs(got.astype(np.float64) - want).max(initial=0.0)) / scale:.2e}")
+def rounded(error: float) -> float:
+    """To three digits."""
+    return float(f"{error:.2e}")
 
 
 def main() -> None:

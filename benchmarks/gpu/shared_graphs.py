@@ -109,7 +109,7 @@ def _compared(engine: Any, model: Any, feeds: dict[str, Any], match: float) -> d
     start = time.perf_counter()
     got = engine.run(feeds)
     row["run_s"] = round(time.perf_counter() - start, 2)
-    errors = [_error(got[s.name], w) for s, w in zip(engine.outputs, want, strict=True)]
+    errors = [error_of(got[s.name], w) for s, w in zip(engine.outputs, want, strict=True)]
     row |= {"errors": errors, "matched": max(errors) <= TOLERANCE}
     if not row["matched"]:
         boxes = _same_boxes([got[s.name] for s in engine.outputs], want)
@@ -128,7 +128,7 @@ def _onnxruntime(model: Any, feeds: dict[str, Any]) -> list[Any]:
     return found
 
 
-def _error(got: Any, want: Any) -> float:
+def error_of(got: Any, want: Any) -> float:
     """Of the largest magnitude; inf where shapes or integers differ."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
