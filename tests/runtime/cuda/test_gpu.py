@@ -8,26 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.conv_cases import CASES, GENERAL, convolve
+from support.needs import why_no_hopper
 
-from optdnn.errors import OptdnnError
 from optdnn.runtime.cuda import conv, conv_general, conv_params, conv_patch, conv_problem, graphs, pool
 from optdnn.runtime.cuda.conv_patch import PatchConfig
-from optdnn.runtime.cuda.device import Device, Launch, check, driver, gpu_count
+from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.nvrtc import KernelCache
 
-
-def _why_not() -> str | None:
-    try:
-        if gpu_count() == 0:
-            return "no NVIDIA GPU"
-        if Device.open().capability[0] != 9:
-            return "these kernels are for Hopper (sm_90a)"
-    except OptdnnError as error:
-        return str(error)
-    return None
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 TOLERANCE = {"float16": 4e-4, "bfloat16": 3e-3}  # of the norm; rounding the result once costs half of it
 

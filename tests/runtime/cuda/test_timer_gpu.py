@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of
 
@@ -16,28 +17,14 @@ import optdnn
 from optdnn.autotune import Tuner
 from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
-from optdnn.errors import OptdnnError
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
-from optdnn.runtime.cuda.device import Device, gpu_count
 from optdnn.runtime.cuda.timer import GpuTimer, TrialFailed
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.conv_sm90 import POINTERS
 from optdnn.tactics.timing_cache import TimingCache
 
-
-def _why_not() -> str | None:
-    try:
-        if gpu_count() == 0:
-            return "no NVIDIA GPU"
-        if Device.open().capability[0] != 9:
-            return "these kernels are for Hopper (sm_90a)"
-    except OptdnnError as error:
-        return str(error)
-    return None
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 TARGET = "cuda:sm_90a"
 K_STEPS = POINTERS + 3 * 8 + 6 * 4
 """Where the implicit GEMM's parameters say how many steps the sum has."""
