@@ -100,11 +100,12 @@ def compiled(row: Row, folder: Path, options: argparse.Namespace, deadline: floa
             "flush_l2": False,
             "wait": True,
         }
+        cache = {k: v for k, v in os.environ.items() if k == "TORCHINDUCTOR_CACHE_DIR"}  # goes on where a run was cut
         threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(options.threads), "OMP_NUM_THREADS": "2"}
         if options.gpus:
             threads["CUDA_VISIBLE_DEVICES"] = options.gpus[ROWS.index(row) % len(options.gpus)]
         process = Process(
-            order, folder / f"{row.name}.log", threads | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+            order, folder / f"{row.name}.log", {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **cache, **threads}
         )
         text = process.answer(("READY", "ANSWER "), deadline - time.monotonic())
         if not text.startswith("READY"):
