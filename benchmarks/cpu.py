@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=2.5, help="seconds for each candidate")
     parser.add_argument("--error-reference", default="onnxruntime")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for name, file in networks(args, Path(folder)):

@@ -11,7 +11,6 @@ result for another input is.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
-from shared_graphs import error_of
+from agreement import error_of, fill_module
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2}
 BATCH, LENGTH = (1, 2, 5), (1, 24, 64)
@@ -36,11 +35,7 @@ def one(folder: Path, graphs: Path, name: str, target: str, precision: str) -> d
 
     import optdnn
 
-    spec = importlib.util.spec_from_file_location("fill", folder / "fill.py")
-    assert spec is not None
-    assert spec.loader is not None
-    fill = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fill)
+    fill = fill_module(folder)
     model = fill.fill(str(graphs / f"{name}.onnx"))
     weights = {t.name for t in model.graph.initializer}
     (value,) = [v for v in model.graph.input if v.name not in weights]

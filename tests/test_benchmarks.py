@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -58,6 +59,30 @@ def done(result: Any) -> Future[Any]:
     else:
         future.set_result(result)
     return future
+
+
+IMPORTED = """
+import importlib, importlib.util, sys
+from unittest.mock import MagicMock
+for absent in [n for n in ("torch", "cupy") if importlib.util.find_spec(n) is None]:
+    sys.modules.update({f"{absent}{part}": MagicMock() for part in ("", ".nn", ".nn.functional")})
+for folder, name in zip(sys.argv[1::2], sys.argv[2::2]):
+    before = list(sys.path)
+    sys.path.insert(0, folder)  # as for a script
+    importlib.import_module(name)
+    sys.path[:] = before
+"""
+
+
+def test_every_script_imports_what_it_needs() -> None:
+    """Those that need PyTorch with a stand-in for it, where it is not installed."""
+    scripts = sorted([*FOLDER.glob("*.py"), *FOLDER.glob("gpu/*.py")])
+    if not scripts:
+        pytest.skip("an installed copy has no benchmarks")
+    assert len({p.stem for p in scripts}) == len(scripts), "two scripts of one name: one would import the other"
+    given = [text for p in scripts for text in (str(p.parent), p.stem)]
+    done = subprocess.run([sys.executable, "-c", IMPORTED, *given], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_rows_have_names_of_their_own_and_networks_of_the_zoo(targets: ModuleType) -> None:

@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--precision", default="fp16,bf16,tf32,fp32,int8+fp16")
     parser.add_argument("--batches", default="1,128", help="of the zoo's networks, where none are named")
     parser.add_argument("--out", type=Path, help="write the outcome as JSON")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     networks = options.networks or [f"{name}:{batch}" for name in zoo.NAMES for batch in options.batches.split(",")]
     seen: set[str] = set()
     rows: list[dict[str, Any]] = []

@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="start no further network after this many")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--only", choices=["prepare", "run"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     pairs = [(n, int(b or 1)) for n, _, b in (t.partition(":") for t in options.networks)]
     if options.only == "prepare":
         prepare(*pairs[0], options.precision, options.arch, options.folder)

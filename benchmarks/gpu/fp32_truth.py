@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shared_graphs import _onnxruntime
+from agreement import onnxruntime_results
 
 import optdnn
 from optdnn.importers.onnx import import_model
@@ -32,7 +32,7 @@ def row(name: str, target: str) -> dict[str, Any]:
     feeds = random_feeds(engine.inputs, seed=1)
     wide = {n: a.astype(np.float64) if a.dtype == np.float32 else a for n, a in feeds.items()}
     truth = list(evaluate(promote(import_model(model)), wide).values())
-    ours, theirs = list(engine.run(feeds).values()), _onnxruntime(model, feeds)
+    ours, theirs = list(engine.run(feeds).values()), onnxruntime_results(model, feeds)
 
     def far(a: list[Any], b: list[Any]) -> float:
         return max(

@@ -91,7 +91,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of single convolutions; none: all of them, and the networks")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     names = options.names
     torch.zeros(1, device="cuda")
     at, stream, cache = Device.open(0), graphs.Stream(), nvrtc.KernelCache(Path("/tmp/kernels-int8"))

@@ -34,8 +34,8 @@ from sanitize_cases import GENERAL, graphs
 FAULTS = {"memcheck": 1, "racecheck": 2, "initcheck": 3, "synccheck": 4}
 TOOLS = ("memcheck", "racecheck", "initcheck")
 TMA_STORES = frozenset({"conv_sm90.cu", "conv_patch_sm90.cu", "attention_sm90.cu"})
-AND, TOGETHER = " + ", 5
-"""General families (those of generated kernels) are small: so many share a process, whose start takes longer than they do."""
+AND, TOGETHER, GENERAL_TOGETHER = " + ", 2, 6
+"""How many families share a process, whose start takes longer than they do; those of generated kernels are small."""
 FOLLOWED = {"racecheck": ("-DRACECHECK",)}
 """Options for what a tool cannot follow otherwise: kernels/rnn_sm90.cu says what it is."""
 LINES = "-lineinfo"
@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--fault", type=int, default=0, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.run:
         for name in options.run.split(AND):
             run(options.folder, name, options.tools, options.fault)
@@ -158,15 +158,15 @@ def main() -> int:
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             engines = list(pool.map(prepare, [folder] * len(names), names))
         print(f"{len(names)} engines in {time.time() - begin:.0f} s", flush=True)
-        small = [n for n in names if n in GENERAL]
-        groups = [n for n in names if n not in GENERAL]
-        groups += [AND.join(small[i : i + TOGETHER]) for i in range(0, len(small), TOGETHER)]
+        general, others = ([n for n in names if (n in GENERAL) is of] for of in (True, False))
+        groups = [AND.join(others[i : i + TOGETHER]) for i in range(0, len(others), TOGETHER)]
+        groups += [AND.join(general[i : i + GENERAL_TOGETHER]) for i in range(0, len(general), GENERAL_TOGETHER)]
         jobs = [(tool, group, 0) for tool in tools for group in groups]
         jobs = [*((tool, "int8", FAULTS[tool]) for tool in tools if "int8" in names), *jobs]
 
         def job(tool: str, name: str, fault: int) -> tuple[dict[str, Any], str]:
             if time.time() - begin > options.budget:
-                return {"tool": tool, "family": name, "clean": False, "said": "not begun"}, ""
+                return {"tool": tool, "family": name, "begun": False}, ""
             clean, text, seconds = watched(tool, folder, name, fault, options.seconds)
             row: dict[str, Any] = {"tool": tool, "family": name, "seconds": round(seconds, 1)}
             if fault:
@@ -179,20 +179,19 @@ def main() -> int:
             for row, text in threads.map(lambda j: job(*j), jobs):
                 rows += [row | {"family": one} for one in row["family"].split(AND)]
                 if not row.get("clean", row.get("caught")):
-                    print(
-                        f"{row['tool']} {row['family']}: {'REPORTED' if 'clean' in row else 'MISSED'}\n{text}",
-                        flush=True,
-                    )
+                    what = "REPORTED" if "clean" in row else "MISSED" if "caught" in row else "not begun in time"
+                    print(f"{row['tool']} {row['family']}: {what}\n{text}".strip(), flush=True)
     if options.out is not None:
         facts = {"commit": os.environ.get("OPTDNN_COMMIT", ""), "command": " ".join(["python", *sys.argv])}
         options.out.write_text(json.dumps({**facts, "engines": engines, "rows": rows}, indent=1) + "\n")
     good = [bool(row.get("clean", row.get("caught"))) for row in rows]
     for tool in tools:
         mine = [row for row in rows if row["tool"] == tool]
-        clean, caught = [r["clean"] for r in mine if "clean" in r], any(r.get("caught") for r in mine)
-        print(
-            f"{tool}: {sum(clean)} of {len(clean)} families clean, seeded fault {'caught' if caught else 'not caught'}"
-        )
+        clean = [r["clean"] for r in mine if "clean" in r]
+        rest = sum("begun" in r for r in mine)
+        caught = "caught" if any(r.get("caught") for r in mine) else "not caught"
+        begun = f", {rest} more not begun" if rest else ""
+        print(f"{tool}: {sum(clean)} of {len(clean)} families clean{begun}, seeded fault {caught}")
     print(f"{sum(good)} of {len(good)} as they must be, {time.time() - begin:.0f} s")
     return 0 if all(good) else 1
 

@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--tactics", default="heuristic")
     parser.add_argument("--budget", type=float)
     parser.add_argument("--out", type=Path, default=Path())
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.checks:
         checks(options.out)
     rows = []

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
 import os
 import subprocess
@@ -24,22 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from agreement import error_of, fill_module, onnxruntime_results, same_boxes
 
 TOLERANCE = 1e-4
-BOX = 1e-3
-"""Of the image: how far the corners of one box may be from those of another that is the same."""
 SLOWER = 5
 """How much slower than ONNX Runtime (one thread, its session made) NumPy may be, roughly, where that is at its slowest."""
-
-
-def fill_module(folder: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("fill", folder / "fill.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def one(
@@ -102,7 +90,7 @@ def _program(engine: Any) -> dict[str, Any]:
 
 def _compared(engine: Any, model: Any, feeds: dict[str, Any], match: float) -> dict[str, Any]:
     start = time.perf_counter()
-    want = _onnxruntime(model, feeds)
+    want = onnxruntime_results(model, feeds)
     row: dict[str, Any] = {"onnxruntime_s": round(time.perf_counter() - start, 2)}
     if row["onnxruntime_s"] * SLOWER > match:
         return row | {"matched": None}
@@ -112,43 +100,9 @@ def _compared(engine: Any, model: Any, feeds: dict[str, Any], match: float) -> d
     errors = [error_of(got[s.name], w) for s, w in zip(engine.outputs, want, strict=True)]
     row |= {"errors": errors, "matched": max(errors) <= TOLERANCE}
     if not row["matched"]:
-        boxes = _same_boxes([got[s.name] for s in engine.outputs], want)
-        row |= {} if boxes is None else {"boxes_as_a_set": boxes, "matched": boxes[0] == boxes[1]}
+        boxes = same_boxes([got[s.name] for s in engine.outputs], want)
+        row |= {} if boxes is None else {"boxes_as_a_set": boxes, "matched": boxes["same"] == boxes["of"]}
     return row
-
-
-def _onnxruntime(model: Any, feeds: dict[str, Any]) -> list[Any]:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    found: list[Any] = session.run(None, feeds)
-    return found
-
-
-def error_of(got: Any, want: Any) -> float:
-    """Of the largest magnitude; inf where shapes or integers differ."""
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return float("inf")
-    if want.dtype.kind in "iub":
-        return 0.0 if np.array_equal(got, want) else float("inf")
-    scale = float(np.abs(want).max(initial=0.0)) or 1.0
-    return float(np.abs(got.astype(np.float64) - want).max(initial=0.0) / scale)
-
-
-def _same_boxes(got: list[Any], want: list[Any]) -> tuple[int, int] | None:
-    """How many of the kept boxes (with their scores) are also kept by the other, of how many; None where there are none."""
-    k = next((k for k, a in enumerate(want) if a.ndim == 2 and a.shape[1] == 4), None)
-    scores = next((k for k, a in enumerate(want) if a.ndim == 1 and a.dtype.kind == "f"), None)
-    if k is None or scores is None or got[k].shape != want[k].shape:
-        return None
-    found = 0
-    for box, score in zip(got[k], got[scores], strict=True):
-        near = np.abs(want[k] - box).max(axis=1) <= BOX * np.abs(want[k]).max()
-        found += bool((np.abs(want[scores][near] - score) <= 1e-3).any())
-    return found, len(want[k])
 
 
 def _sizes(text: str) -> dict[str, int]:

@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=16, help="of each engine's table that are printed")
     parser.add_argument("--tune", type=float, default=0, metavar="S", help="tune each engine for so many seconds")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.child:
         print("ROW " + json.dumps(prepare(options.networks[0], Path(options.child), options.tune)))
         return

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from agreement import fill_module
 
 from optdnn.compiler import build_verbose, optimize
 from optdnn.config import BuildOptions
@@ -46,8 +47,6 @@ def model_of(name: str) -> tuple[Any, dict[str, Any]]:
     if path.suffix == ".onnx":
         return str(path), {}
     if path.parent != Path():
-        from shared_graphs import fill_module
-
         fill = fill_module(path.parent)
         model = fill.fill(str(path.parent / "graphs" / f"{path.name}.onnx"))
         fixed = {i.name for i in model.graph.input if i.type.tensor_type.shape.dim[0].dim_value}
@@ -145,8 +144,7 @@ def main() -> None:
     parser.add_argument("--lanes", default="auto,4")
     parser.add_argument("--tune", type=float, default=0)
     parser.add_argument("--tactics", default="heuristic")
-    args = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parent))
+    args = parser.parse_intermixed_args()
     rows = []
     for name in args.networks or NETWORKS:
         try:

@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--retune", action="store_true", help="also retune the heuristic engine in place")
     parser.add_argument("--shares", action="store_true", help="what each step adds")
     parser.add_argument("--out", type=Path, default=Path("tune.json"))
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("OPTDNN_CACHE", f"{folder}/cache")

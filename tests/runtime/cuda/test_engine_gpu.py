@@ -11,6 +11,7 @@ import pytest
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered, simulate
+from support.whole_gpu import full_gpu
 
 from optdnn.errors import InputError, RunError
 from optdnn.ir.graph import Graph
@@ -136,22 +137,15 @@ def test_a_pointer_that_is_none_of_the_gpus() -> None:
     assert cupy.isfinite(context.run({name: cupy.asarray(host)})["y0"]).all()
 
 
+@pytest.mark.whole_gpu
 def test_out_of_memory_is_typed_and_leaves_the_engine_usable() -> None:
     cupy = pytest.importorskip("cupy")
     graph = network()
     engine = Engine(lowered(graph, target="cuda:sm_90a"))
     feeds = feeds_of(graph)
     want = engine.run(feeds)["y0"]
-    cupy.get_default_memory_pool().free_all_blocks()
-    hog, size = [], cupy.cuda.runtime.memGetInfo()[0]
-    while size >= 1 << 16:
-        try:
-            hog.append(cupy.cuda.Memory(size))
-        except cupy.cuda.runtime.CUDARuntimeError:
-            size //= 2
     contexts: list[Any] = []
-    with pytest.raises(RunError, match=r"the GPU has no room|out of memory"):
+    with full_gpu(cupy), pytest.raises(RunError, match=r"the GPU has no room|out of memory"):
         contexts.extend(engine.context() for _ in range(4096))
     contexts.clear()
-    hog.clear()
     np.testing.assert_array_equal(engine.run(feeds)["y0"], want)

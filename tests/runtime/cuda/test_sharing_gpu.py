@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
+from support.whole_gpu import full_gpu
 
 import optdnn
 from optdnn.errors import RunError
@@ -82,22 +81,7 @@ def test_arrays_that_speak_dlpack_alone() -> None:
     np.testing.assert_array_equal(cupy.asnumpy(got), want)
 
 
-@contextmanager
-def full_gpu(cupy: Any) -> Iterator[None]:
-    """A GPU with hardly any memory left."""
-    cupy.get_default_memory_pool().free_all_blocks()
-    hog, size = [], cupy.cuda.runtime.memGetInfo()[0]
-    while size >= 1 << 16:
-        try:
-            hog.append(cupy.cuda.Memory(size))
-        except cupy.cuda.runtime.CUDARuntimeError:
-            size //= 2
-    try:
-        yield
-    finally:
-        hog.clear()
-
-
+@pytest.mark.whole_gpu
 def test_a_build_without_memory_is_typed_and_frees_what_it_took(tmp_path: Path) -> None:
     cupy = pytest.importorskip("cupy")
     graph = network(64)

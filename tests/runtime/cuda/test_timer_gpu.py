@@ -124,8 +124,10 @@ def test_builds_and_engines_get_no_slower(tmp_path: Path) -> None:
     options: dict[str, Any] = {"target": TARGET, "precision": "fp16"}
     plain = optdnn.build(path, tactics="heuristic", **options)
     tuned = optdnn.build(path, tactics="own", timing_cache=tmp_path / "times.json", **options)
-    tuning: Any = tuned.report
-    assert tuning["tuning"]["after_ms"] <= tuning["tuning"]["before_ms"] * 1.05
+    report: Any = tuned.report
+    tuning = report["tuning"]
+    assert "stopped" not in tuning, "the GPU failed (no memory, say): nothing was measured in the whole network"
+    assert tuning["after_ms"] <= tuning["before_ms"] * 1.05
     feeds = feeds_of(network())
     for name, value in plain.run(feeds).items():
         np.testing.assert_allclose(tuned.run(feeds)[name], value, atol=4e-3 * np.abs(value).max())

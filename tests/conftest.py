@@ -1,0 +1,19 @@
+"""What holds for all tests: those on a GPU may run in parallel processes, but for those that fill its memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from support.whole_gpu import gpu_taken
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """The whole test, its fixtures' setup with it: they take memory, too."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or item.get_closest_marker("gpu") is None:
+        yield
+        return
+    with gpu_taken(whole=item.get_closest_marker("whole_gpu") is not None):
+        yield
