@@ -44,10 +44,10 @@ def tiles(n: Any) -> Any:
     return small, n.op("GlobalAveragePool", up), n.op("GlobalMaxPool", down)
 
 
-def large_depthwise(n: Any) -> Any:
-    """A squeeze-and-excitation block, and a batch large enough for the depthwise kernel that TMA feeds."""
-    x = n.op("Relu", n.conv(n.input(16, 32, 28, 28), 64, 1, pads=0, bias=True))
-    x = n.op("Relu", n.conv(x, 64, 3, group=64, bias=True))
+def depthwise(n: Any, batch: int, size: int, kernel: int) -> Any:
+    """A squeeze-and-excitation block."""
+    x = n.op("Relu", n.conv(n.input(batch, 32, size, size), 64, 1, pads=0, bias=True))
+    x = n.op("Relu", n.conv(x, 64, kernel, pads=kernel // 2, group=64, bias=True))
     s = n.op("Sigmoid", n.conv(n.op("Relu", n.conv(n.op("GlobalAveragePool", x), 16, 1, pads=0)), 64, 1, pads=0))
     return n.conv(n.op("Mul", x, s), 24, 1, pads=0, bias=True)
 
@@ -60,8 +60,8 @@ def few_rows(n: Any) -> Any:
 ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "softcap")
 RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
 
-
 from test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]  # noqa: E402
+from test_prologue import dense_layer, gated  # type: ignore[import-not-found]  # noqa: E402
 
 GENERAL = tuple(FAMILIES)
 """The families of generated kernels."""
@@ -87,7 +87,12 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "int8": (net(QNet, quantized), "fp16"),
         **{precision: (net(Net, convolutional), precision) for precision in ("fp16", "bf16", "tf32", "fp32")},
         **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
-        "depthwise": (net(Net, large_depthwise), "fp16"),
+        "depthwise": (net(Net, lambda n: depthwise(n, 16, 28, 3)), "fp16"),
+        "depthwise by TMA": (net(Net, lambda n: depthwise(n, 4, 56, 5)), "fp16"),
+        "depthwise, whole images": (net(Net, lambda n: depthwise(n, 64, 7, 5)), "fp16"),
+        "depthwise by TMA, whole images": (net(Net, lambda n: depthwise(n, 64, 5, 7)), "fp16"),
+        "prologue": (net(Net, lambda n: tuple(dense_layer(n))), "fp16"),
+        "prologue: gate": (net(Net, lambda n: tuple(gated(n))), "bf16"),
         "few rows": (net(Net, few_rows), "fp16"),
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
         **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},
