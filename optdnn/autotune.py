@@ -23,6 +23,7 @@ from typing import Any
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import InternalError, RunError
 from optdnn.ir.graph import Graph, Op
+from optdnn.ir.kept import Kept
 from optdnn.lane_race import race_lanes
 from optdnn.lower_cuda import Emitted, emit_program
 from optdnn.runtime.cuda.alone import alone
@@ -33,7 +34,6 @@ from optdnn.runtime.program import Program
 from optdnn.streams import Streams, on_lanes
 from optdnn.tactics.cuda.assemble import placed
 from optdnn.tactics.cuda.builder import Builder
-from optdnn.tactics.cuda.kept import Kept
 from optdnn.tactics.cuda.select import Choice, Selection
 from optdnn.tactics.cuda.table import TACTICS
 from optdnn.tactics.cuda.tactic import PROVIDERS

@@ -19,6 +19,7 @@ from optdnn.importers.values import size_inputs, with_values
 from optdnn.ir.body import custom_digests
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
+from optdnn.ir.kept import Kept
 from optdnn.lower import lower_reference
 from optdnn.passes.assign_precision import AssignPrecision, is_mixture
 from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
@@ -354,9 +355,11 @@ def optimize(
     *,
     stop_before: str | None = None,
     account: Account | None = None,
+    kept: Kept | None = None,
 ) -> list[PassReport]:
     """Run the pipeline of the level and target on ``graph``, in place; up to the pass ``stop_before`` where that is given
-    ("assign_precision": the exact part alone). ``account`` is filled with what was asked of each op.
+    ("assign_precision": the exact part alone). ``account`` is filled with what was asked of each op; ``kept`` is what was made
+    of the same constants before.
 
     Raises UsageError for an unknown stop-after."""
     machine = "cuda:sm_90a" if target == "simulate" else target  # simulate runs Hopper's program
@@ -381,7 +384,12 @@ def optimize(
         graph,
         pipeline,
         PassContext(
-            target=machine, precision=options.precision, plan=plan_of(options), calibration=calibration, account=account
+            target=machine,
+            precision=options.precision,
+            plan=plan_of(options),
+            calibration=calibration,
+            account=account,
+            kept=kept or Kept(),
         ),
         verify=options.debug,
         stop_after=options.stop_after,

@@ -19,13 +19,13 @@ from optdnn.config import BuildOptions
 from optdnn.dim import Dim
 from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.kept import Kept
 from optdnn.runtime.program import Kernel, Program, Step
 from optdnn.streams import Streams, on_lanes
 from optdnn.tactics.cuda.assemble import compact, placed, pruned
 from optdnn.tactics.cuda.bounds import input_bounds
 from optdnn.tactics.cuda.builder import Builder, Placed, has_tf32, row_major
 from optdnn.tactics.cuda.host import CHEAPER, HostSide, plain_shape, summary
-from optdnn.tactics.cuda.kept import Kept
 from optdnn.tactics.cuda.lanes import LATENCY
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.schedule import group_steps, keep_inputs_on_host
@@ -76,14 +76,16 @@ def lower_cuda(
     choices: Mapping[str, Choice] | None = None,
     streams: Streams | None = None,
     visit: Visit = lambda b, op, key: None,
+    kept: Kept | None = None,
 ) -> Program:
     """The program of an optimized graph for "cuda:ARCH", or for "simulate" (Hopper's program, without compiled kernels).
 
-    ``choices`` by signature go before the cost model, and ``visit`` may add to them; ``streams`` is what tuning found of lanes.
+    ``choices`` by signature go before the cost model, and ``visit`` may add to them; ``streams`` is what tuning found of lanes;
+    ``kept``: constants of other programs, to be shared.
     Raises UsageError for a dimension that is not known; UnsupportedError where ``options.strict`` forbids steps on the host, naming
     every operator that needs one, and where an operator has no NumPy kernel either.
     """
-    emitted = emit_program(graph, options, target, meta, choices, visit)
+    emitted = emit_program(graph, options, target, meta, choices, visit, kept)
     known = emitted.seconds(None if streams is None else streams.seconds)
     program = on_lanes(emitted.program, known, options, streams)
     if target != "simulate" and not options.no_cubins:

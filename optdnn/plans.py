@@ -7,7 +7,6 @@ which the plan for another shape is made when such an input is first seen.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,9 +24,11 @@ from optdnn.importers.model import Model, Source
 from optdnn.importers.onnx import import_model
 from optdnn.importers.values import with_values
 from optdnn.ir.graph import Graph
+from optdnn.ir.kept import Content, Kept
 from optdnn.lower_cuda import lower_cuda
 from optdnn.passes.base import PassReport
 from optdnn.ranges import Profile
+from optdnn.runtime.format import digests as sha256
 from optdnn.runtime.program import Buffer, ByValue, Dynamic, Program, Step
 from optdnn.runtime.program import Source as HeldSource
 from optdnn.streams import Streams
@@ -37,7 +38,7 @@ from optdnn.tactics.cuda.tuned import Tuned
 from optdnn.types import Array, TensorSpec
 
 Say = Callable[[str], None]
-Optimize = Callable[[Graph, BuildOptions, str, Say], list[PassReport]]
+Optimize = Callable[..., list[PassReport]]
 Choose = Callable[[Graph], Tuned | None]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -74,7 +75,10 @@ def plan_profiles(
     _need_ranges(symbolic)
     data, weights = take_apart(model)
     opened = put_together(data, weights, symbolic.name)
-    blobs = Blobs()
+    common = Kept()
+    for array in weights.values():
+        common.hold(array)
+    blobs = Blobs(common)
     plans: dict[tuple[Any, ...], Program] = {}
     first: tuple[Graph, list[PassReport]] | None = None
     arena = 0
@@ -82,7 +86,9 @@ def plan_profiles(
         opt, *extremes = (_sized(symbolic, profile, which) for which in ("opt", "max", "min"))
         if tuple(opt.items()) not in plans:
             say(f"plan {_show(opt)}")
-            graph, passes, program = _plan(opened, opt, options, target, meta, optimize, say, choose)
+            graph, passes, program = _plan(
+                opened, opt, options, target, meta, optimize, say, Kept(shared=common), choose
+            )
             first = first or (graph, passes)
             plans[tuple(opt.items())] = blobs.take(program)
             arena = max(arena, program.arena_bytes)
@@ -90,7 +96,9 @@ def plan_profiles(
             say(f"try {_show(shapes)}")
             try:
                 tried = replace(options, no_cubins=True, dump=None)
-                arena = max(arena, _plan(opened, shapes, tried, target, meta, optimize, say)[2].arena_bytes)
+                arena = max(
+                    arena, _plan(opened, shapes, tried, target, meta, optimize, say, Kept(shared=common))[2].arena_bytes
+                )
             except OptdnnError as error:
                 error.args = (f"profile {k}, at {_show(shapes)}: {error.message}",)
                 error.message = error.args[0]
@@ -127,7 +135,7 @@ def by_value(
     if program.dynamic is not None and program.dynamic.source is not None:
         return replace(program, by_value=ByValue(tuple(names), program.dynamic.source))
     data, weights = take_apart(model)
-    blobs = Blobs(list(program.blobs))
+    blobs = Blobs(Kept(), program.blobs)
     numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
     source = HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, plain)
     return replace(program, blobs=blobs.arrays, by_value=ByValue(tuple(names), source))
@@ -156,15 +164,15 @@ def replan(
     named = [text.removeprefix(PREFIX).partition("@") for text in program.requires if text.startswith(PREFIX)]
     options = BuildOptions(**source.options, custom_ops=tuple(known(digest, name) for name, _, digest in named))
     options = replace(options, no_cubins=options.no_cubins or not compiled)
-    weights = {name: program.blobs[number] for name, number in source.weights.items()}
-    opened = put_together(program.blobs[source.model].tobytes(), weights, "the engine's model")
+    common = Common.of(program, source)
+    opened, kept = common.model, Kept(shared=common.kept)  # what only this plan has goes when it goes
     target = options.target
     if values:
         opened = with_values(opened, values)
         shapes = {name: shape for name, shape in shapes.items() if name not in values}
     like = _nearest(program, shapes) if options.nearest_tactics else None
-    _, _, plan = _plan(opened, shapes, options, target, lambda g, p: {}, optimize, lambda text: None, like=like)
-    return Blobs.of(program).take(plan)  # what only this plan has goes when it goes
+    _, _, plan = _plan(opened, shapes, options, target, lambda g, p: {}, optimize, lambda text: None, kept, like=like)
+    return common.blobs.copy(kept).take(plan)
 
 
 def _nearest(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> Program | None:
@@ -188,23 +196,24 @@ def _plan(
     meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
     optimize: Optimize,
     say: Say,
+    kept: Kept,
     choose: Choose = lambda graph: None,
     like: Program | None = None,
 ) -> tuple[Graph, list[PassReport], Program]:
     graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
-    passes = optimize(graph, options, target, say)
+    passes = optimize(graph, options, target, say, kept=kept)
     tuned = choose(graph)
     if tuned is not None:
-        program = lower_cuda(graph, options, target, meta(graph, passes), say, tuned.choices, tuned.streams)
+        program = lower_cuda(graph, options, target, meta(graph, passes), say, tuned.choices, tuned.streams, kept=kept)
         program.meta[PLANNED] = {"by": MEASURED}
     elif like is not None:
         nearest = Nearest.of(like.meta["tactics"], Selection.of(options))
         lanes = like.meta.get("streams", {}).get("lanes", 1)
         streams = Streams(lanes) if lanes > 1 else None  # as far as the cost model agrees
-        program = lower_cuda(graph, options, target, meta(graph, passes), say, nearest.choices, streams, nearest)
+        program = lower_cuda(graph, options, target, meta(graph, passes), say, nearest.choices, streams, nearest, kept)
         program.meta[PLANNED] = {"by": "the nearest tuned plan", "like": [str(s) for s, _ in like.inputs]}
     else:
-        program = lower_cuda(graph, options, target, meta(graph, passes), say)
+        program = lower_cuda(graph, options, target, meta(graph, passes), say, kept=kept)
         program.meta[PLANNED] = {"by": "the cost model"}
     return graph, passes, program
 
@@ -254,30 +263,29 @@ def _spec(graph: Graph, port: int, planned: TensorSpec) -> TensorSpec:
 
 
 class Blobs:
-    """A list of blobs without repetitions, which programs are moved onto."""
+    """A list of blobs without repetitions, which programs are moved onto. ``kept`` knows arrays by their content."""
 
-    def __init__(self, arrays: list[Array] | None = None):
-        self.arrays: list[Array] = [] if arrays is None else arrays
-        self._numbers: dict[tuple[Any, ...], int] = {}
-        for i, a in enumerate(self.arrays):
-            self._numbers.setdefault(_key(a), i)
+    def __init__(self, kept: Kept, arrays: Iterable[Array] = ()):
+        self.arrays: list[Array] = []
+        self._kept = kept
+        self._numbers: dict[Content, int] = {}
+        for array in arrays:  # they keep their numbers
+            self._numbers.setdefault(kept.same(array)[0], len(self.arrays))
+            self.arrays.append(array)
 
-    @classmethod
-    def of(cls, program: Program) -> Blobs:
-        """The program's blobs, to be added to without it: hashed once for all that come."""
-        if program not in _BLOBS:
-            _BLOBS[program] = cls(program.blobs)
-        found = cls()
-        found.arrays, found._numbers = list(program.blobs), dict(_BLOBS[program]._numbers)
+    def copy(self, kept: Kept) -> Blobs:
+        """Another list with these, to be added to without this one."""
+        found = Blobs(kept)
+        found.arrays, found._numbers = list(self.arrays), dict(self._numbers)
         return found
 
     def add(self, array: Array) -> int:
         """The number of the blob with this content, at the end of the list where it is new."""
-        key = _key(array)
-        if key not in self._numbers:
-            self._numbers[key] = len(self.arrays)
-            self.arrays.append(np.ascontiguousarray(array).reshape(array.shape))
-        return self._numbers[key]
+        content, same = self._kept.same(np.ascontiguousarray(array).reshape(array.shape))
+        if content not in self._numbers:
+            self._numbers[content] = len(self.arrays)
+            self.arrays.append(same)
+        return self._numbers[content]
 
     def take(self, program: Program) -> Program:
         """The program over this list."""
@@ -295,7 +303,32 @@ class Blobs:
         )
 
 
-_BLOBS: weakref.WeakKeyDictionary[Program, Blobs] = weakref.WeakKeyDictionary()
+@dataclass
+class Common:
+    """What the plans of an engine have in common: its model, ready for import; constants, and what was made of them; blobs."""
+
+    model: Model
+    kept: Kept
+    blobs: Blobs
+
+    @classmethod
+    def of(cls, program: Program, source: HeldSource) -> Common:
+        """Of an engine's program: made once."""
+        if program not in _COMMON:
+            kept = Kept()
+            digests = {id(array): digest for array, digest in program.digests}
+            missing = [a for a in program.blobs if id(a) not in digests]
+            made = sha256([memoryview(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data) for a in missing])
+            digests |= {id(a): bytes.fromhex(d) for a, d in zip(missing, made, strict=True)}
+            for array in program.blobs:
+                kept.hold(array, digests[id(array)])
+            weights = {name: program.blobs[number] for name, number in source.weights.items()}
+            model = put_together(program.blobs[source.model].tobytes(), weights, "the engine's model")
+            _COMMON.setdefault(program, cls(model, kept, Blobs(kept, program.blobs)))
+        return _COMMON[program]
+
+
+_COMMON: weakref.WeakKeyDictionary[Program, Common] = weakref.WeakKeyDictionary()
 
 
 def _moved(steps: Iterable[Step], numbers: Sequence[int]) -> Iterable[Step]:
@@ -305,9 +338,3 @@ def _moved(steps: Iterable[Step], numbers: Sequence[int]) -> Iterable[Step]:
             weights = {name: numbers[n] for name, n in s.params["weights"].items()}
             s = replace(s, params={**s.params, "model": numbers[s.params["model"]], "weights": weights})
         yield s
-
-
-def _key(array: Array) -> tuple[Any, ...]:
-    flat = np.ascontiguousarray(array).reshape(-1)
-    digest = hashlib.sha256(flat.view(np.uint8).data if flat.size else b"").digest()
-    return (array.dtype.name, array.shape, digest)

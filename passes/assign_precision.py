@@ -19,6 +19,7 @@ import numpy as np
 from optdnn.config import QUANTIZED
 from optdnn.errors import ShapeError, UsageError
 from optdnn.ir.graph import Graph, Op, Output, Value, infer
+from optdnn.ir.kept import Kept
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.quant import DequantizeAttrs
@@ -57,7 +58,7 @@ class AssignPrecision(Pass):
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         plan = context.plan or PrecisionPlan.of_option(context.precision)
-        account = context.account or Account()
+        account = context.account if context.account is not None else Account()
         account.asked = ask(graph, plan)
         keys = {op.id: key(op) for op in graph.ops() if op.outputs}
         found: Calibration | None = None
@@ -67,7 +68,9 @@ class AssignPrecision(Pass):
             found = context.calibration(graph) if callable(context.calibration) else context.calibration
         elif isinstance(context.calibration, Calibration):
             found = context.calibration
-        if "fp16" in plan.floats:
+        if (
+            "fp16" in plan.floats and context.account is not None
+        ):  # a look at every weight, for those who will read of it
             account.risks = half_risks(graph, plan, found)
         if found is not None and plan.quantizes:
             account.calibrated = {"method": found.method, "batches": found.samples}
@@ -78,7 +81,7 @@ class AssignPrecision(Pass):
         else:
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and is_mixture(plan) else None
         if keeps is not None:
-            assignment = _Assignment(graph, plan, report, keeps)
+            assignment = _Assignment(graph, plan, report, keeps, context.kept)
             assignment.run()
             account.refused.update({keys[i]: reason for i, reason in assignment.refused.items()})
         if context.target.startswith("cuda") and "tf32" in plan.floats:
@@ -99,8 +102,15 @@ def is_mixture(plan: PrecisionPlan) -> bool:
 
 
 class _Assignment:
-    def __init__(self, graph: Graph, plan: PrecisionPlan, report: PassReport, keeps_fp32: Mapping[str, frozenset[int]]):
-        self.graph, self.plan, self.report, self.keeps_fp32 = graph, plan, report, keeps_fp32
+    def __init__(
+        self,
+        graph: Graph,
+        plan: PrecisionPlan,
+        report: PassReport,
+        keeps_fp32: Mapping[str, frozenset[int]],
+        kept: Kept,
+    ):
+        self.graph, self.plan, self.report, self.keeps_fp32, self.kept = graph, plan, report, keeps_fp32, kept
         self.wide = {Value(op.id, i) for op in graph.ops() for i, o in enumerate(op.outputs) if o.type.dtype == FP32}
         """The values that were fp32 before, and so are this pass's to narrow."""
         self.narrowed: dict[tuple[Value, DType], Value] = {}
@@ -197,19 +207,31 @@ class _Assignment:
         return self.narrowed[item]
 
     def _rounded(self, array: Array, op: Op, dtype: DType) -> Array:
-        top = np.float32(LARGEST[dtype])
-        if array.size and -top <= array.min() and array.max() <= top:  # nearly always, and NaN is not
-            return array.astype(dtype)
-        beyond = np.isfinite(array) & (np.abs(array) > top)
+        beyond = self.kept.once(("beyond", dtype.name), [array], lambda: _beyond(array, dtype))
         if beyond.any():
             nodes = tuple(sorted(op.src)) or (op.outputs[0].name,)
             self.report.fired.append(Fired("saturate", nodes))
-        return np.where(beyond, np.copysign(top, array), array).astype(dtype)
+        return self.kept.once(("rounded", dtype.name), [array], lambda: _saturated(array, beyond, dtype))
 
     def _cast(self, value: Value, dtype: DType, src: frozenset[str]) -> Value:
         name = self.graph.output(value).name
         self.report.fired.append(Fired("cast", tuple(sorted(src)) or (name,)))
         return self.graph.add("Cast", [value], CastAttrs(dtype), names=[f"{name}.{dtype.name}"], src=src).value
+
+
+def _beyond(array: Array, dtype: DType) -> Array:
+    """Which elements are finite and become infinite in ``dtype``; one False where none does."""
+    top = np.float32(LARGEST[dtype])
+    if array.size and -top <= array.min() and array.max() <= top:  # nearly always, and NaN is not
+        return np.zeros((), np.bool_)
+    beyond = np.isfinite(array) & (np.abs(array) > top)
+    return beyond if beyond.any() else np.zeros((), np.bool_)
+
+
+def _saturated(array: Array, beyond: Array, dtype: DType) -> Array:
+    return (np.where(beyond, np.copysign(np.float32(LARGEST[dtype]), array), array) if beyond.any() else array).astype(
+        dtype
+    )
 
 
 def _retyped(attrs: Any, dtype: DType) -> Any:

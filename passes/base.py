@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.kept import Kept
 from optdnn.ir.patch import Patch
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class PassContext:
     """Ranges of values, or what finds them in the graph that it is given."""
     account: Account | None = None
     """Where ``assign_precision`` notes what was asked for, what was refused and what is risky."""
+    kept: Kept = field(default_factory=Kept)
+    """What was made of constants before, as by the same passes for other sizes."""
     fold_limit_bytes: int = 1 << 24
     """Constant folding does not create a constant larger than this unless it shrinks its operands."""
 

@@ -249,17 +249,22 @@ def _by_weights(graph: Graph, op: Op, alone: bool) -> list[str]:
         if array is None or array.dtype != FP32 or not array.size or (op.kind in ANCHORS and slot == 2):
             continue
         size = np.abs(array)
-        finite = size[np.isfinite(size)]
         name = graph.output(value).name  # type: ignore[arg-type]
-        if finite.size and finite.max() > FP16_LARGEST and array.ndim:
-            found.append(f"overflow: the constant {name!r} reaches {finite.max():.3g}, fp16 ends at 65504")
-        lost = np.count_nonzero((size > 0) & (size <= FP16_LEAST)) / array.size
+        if not size.max() <= FP16_LARGEST:  # or there is a NaN
+            finite = size[np.isfinite(size)]
+            if finite.size and finite.max() > FP16_LARGEST and array.ndim:
+                found.append(f"overflow: the constant {name!r} reaches {finite.max():.3g}, fp16 ends at 65504")
+        lost = np.count_nonzero(size <= FP16_LEAST) / array.size  # with those that are zero already
+        if lost > FLUSHED:
+            lost = np.count_nonzero((size > 0) & (size <= FP16_LEAST)) / array.size
         if lost > FLUSHED:
             found.append(f"underflow: {lost:.0%} of the constant {name!r} are zero in fp16")
     weights = graph.constant_value(op.input(1)) if op.kind in ("Conv", "Gemm", "MatMul") else None
     if alone and weights is not None and weights.ndim >= 2 and weights.dtype == FP32:
         rows = weights.reshape(len(weights), -1) if op.kind == "Conv" or _transposed(op) else weights
         axis = 1 if op.kind == "Conv" or _transposed(op) else -2
+        if float(np.abs(rows).max(initial=0.0)) * rows.shape[axis] <= FP16_LARGEST:
+            return found
         reach = float(np.abs(rows.astype(np.float64)).sum(axis=axis).max())
         if reach > FP16_LARGEST:
             found.append(f"overflow: its weights sum to {reach:.3g}, so that operands of 1 may give more than 65504")

@@ -201,6 +201,9 @@ def decode(data: memoryview, *, verify: bool = True) -> Program:
     text, data_at, minor = _checked_header(data)
     program, entries = parse_header(text, minor)
     program.blobs = _blobs(entries, data, data_at, verify)
+    if verify:
+        known = (bytes.fromhex(e.sha256) for e in entries)
+        program.digests = tuple(zip(program.blobs, known, strict=True))
     for plan in program.dynamic.plans if program.dynamic is not None else ():
         plan.blobs = program.blobs
     validate(program)

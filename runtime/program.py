@@ -160,6 +160,8 @@ class Program:
     lanes: tuple[Slot, ...] = ()
     """One for each step where independent steps may run side by side; empty: each step waits for the one before. The steps'
     own order is always one in which they can be run one by one."""
+    digests: tuple[tuple[Array, bytes], ...] = field(default=(), repr=False)
+    """Arrays of a file that was read, with their SHA-256 as it was verified."""
 
 
 def validate(program: Program) -> None:

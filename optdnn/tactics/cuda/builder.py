@@ -16,13 +16,13 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.kept import Kept
 from optdnn.runtime.attrs import attrs_to_plain
 from optdnn.runtime.cuda.calls import LibraryCall, Operation
 from optdnn.runtime.cuda.kernels_of import source_digest
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.plan import CudaStep, LaunchPlan, Meaning, Pointer, Relocation, TensorMap, View
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
-from optdnn.tactics.cuda.kept import Kept
 from optdnn.types import BF16, FP16, FP32, Array, DType, TensorType
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
@@ -216,11 +216,10 @@ class Builder:
 
     def blob(self, array: Array) -> int:
         """Number of the blob with this content."""
-        digest = self.kept.digest(array)
-        key = (array.dtype.str if array.dtype.kind != "V" else array.dtype.name, array.shape, digest)
+        key, kept = self.kept.same(array)
         if key not in self._blob_of:
             self._blob_of[key] = len(self.blobs)
-            self.blobs.append(self.kept.arrays.setdefault(key, array))
+            self.blobs.append(kept)
         return self._blob_of[key]
 
     def constant(self, array: Array, name: str = "constant") -> Placed:

@@ -214,6 +214,7 @@ def emit_conv(
         ("conv_sm90", problem.block, problem.out_item, factors),
         [f.weight for f in feeds],
         lambda: conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds]),
+        final=True,
     )
     weights = b.constant(packed, f"{op.outputs[0].name}.weights")
     stages = plain_stages(ep.stages)

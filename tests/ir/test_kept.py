@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 from support.net import Net
 
-from optdnn.tactics.cuda.kept import Kept
+from optdnn.ir.kept import Kept
 from optdnn.types import Array
 
 
@@ -50,3 +50,37 @@ def test_digests_are_of_the_content() -> None:
         wanted = hashlib.sha256(a.tobytes()).digest() if a.size else b""
         assert kept.digest(a) == kept.digest(a) == wanted
     assert len(kept._digests) == 3
+
+
+def test_what_is_shared_goes_before_ones_own_and_outlives_it() -> None:
+    weight, own = np.arange(400, dtype=np.float32).reshape(20, 20), np.ones((30, 30), np.float32)
+    packed = np.ascontiguousarray(weight.T)
+    engine = Kept()
+    engine.hold(weight)
+    engine.hold(packed, hashlib.sha256(packed.tobytes()).digest())  # as an engine's file holds it
+    made: list[str] = []
+
+    def turned(a: Array) -> Array:
+        made.append("turned")
+        return np.ascontiguousarray(a.T)
+
+    for _ in range(2):  # two plans
+        plan = Kept(shared=engine)
+        plan.hold(own)
+        assert plan.once("t", [weight], lambda: turned(weight), final=True) is packed, "the array of that content"
+        assert plan.same(packed.copy())[1] is packed
+        assert plan.once("t", [own], lambda: turned(own)) is plan.once("t", [own], lambda: turned(own))
+    assert len(made) == 3, "the weight's once for both, and each plan its own"
+    assert not engine.knows([own])
+    assert len(engine._made) == 1
+
+
+def test_small_operands_go_by_their_content() -> None:
+    kept, w = Kept(), np.arange(400, dtype=np.float32).reshape(20, 20)
+    kept.hold(w)
+    products = [kept.once("x", [w, np.float32([k])], lambda k=k: w * np.float32(k)) for k in (2, 3, 2)]  # type: ignore[misc]
+    assert products[0] is products[2]
+    assert products[1][1, 1] == 63
+    assert not kept.knows([np.float32([2])]), "and alone they are made anew"
+    large = np.ones(1000, np.float32)
+    assert not kept.knows([w, large])
