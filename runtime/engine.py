@@ -187,4 +187,10 @@ def load(
         planner=planner,
         custom_ops=tuple(custom_ops),
     )
-    return Engine(read(path, verify=verify, mmap=mmap), options=options)
+    def seen(program: Program) -> None:
+        if program.target.startswith("cuda") and not simulate:
+            from optdnn.runtime.cuda.start import begin
+
+            begin()
+
+    return Engine(read(path, verify=verify, mmap=mmap, seen=seen), options=options)

@@ -40,7 +40,7 @@ import stat
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -160,10 +160,17 @@ def digests(blobs: Sequence[memoryview]) -> list[str]:
 # ---------------------------------------------------------------- reading
 
 
-def read(path: str | os.PathLike[str], *, verify: bool = True, mmap: bool = True) -> Program:
+def read(
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    mmap: bool = True,
+    seen: Callable[[Program], None] = lambda program: None,
+) -> Program:
     """Read an engine file; blobs are read-only arrays over the mapped file (or, with ``mmap=False``, over its bytes).
 
     ``verify=False`` skips the blobs' checksums and the check of the bytes between them; the header is always verified.
+    ``seen`` is called with the program once the header is verified, when it has no blobs yet.
     A mapped file must not be truncated in place while the engine lives (replacing it, as :func:`write` does, is fine).
     Raises EngineError for anything that is not exactly what :func:`write` would have written.
     """
@@ -179,7 +186,7 @@ def read(path: str | os.PathLike[str], *, verify: bool = True, mmap: bool = True
     except (OSError, ValueError, MemoryError) as e:
         raise EngineError(f"{shown} cannot be read: {e}") from e
     try:
-        return decode(data, verify=verify)
+        return decode(data, verify=verify, seen=seen)
     except EngineError as e:
         onnx_like = not bytes(data[:8]).startswith(MAGIC[:4]) and shown.endswith(".onnx")
         hint = f"it is a model: optdnn build {shown}" if onnx_like else e.hint
@@ -195,11 +202,14 @@ def _open_regular(path: str, flags: int) -> int:
     return fd
 
 
-def decode(data: memoryview, *, verify: bool = True) -> Program:
+def decode(
+    data: memoryview, *, verify: bool = True, seen: Callable[[Program], None] = lambda program: None
+) -> Program:
     """The program in an engine file's contents. Arrays are read-only views of ``data``. Raises as :func:`read`."""
     _need_little_endian()
     text, data_at, minor = _checked_header(data)
     program, entries = parse_header(text, minor)
+    seen(program)
     program.blobs = _blobs(entries, data, data_at, verify)
     if verify:
         known = (bytes.fromhex(e.sha256) for e in entries)
@@ -255,7 +265,7 @@ def _blobs(entries: Sequence[BlobEntry], data: memoryview, header_end: int, veri
                 raise EngineError(f"blob {i} of {len(pieces)} is corrupt: its checksum differs")
         position = header_end
         for e in entries:
-            if any(data[position : data_at + e.offset]):
+            if bytes(data[position : data_at + e.offset]).strip(b"\0"):
                 raise EngineError("there is data between the blobs")
             position = data_at + e.offset + e.length
     arrays: list[Array] = []
