@@ -133,7 +133,7 @@ def command(
     given = read_inputs(inputs)
     with tempfile.TemporaryDirectory(prefix="optdnn-") as folder, progress(f"compare {file.name}") as say:
         if engine:
-            data = {k: options[k] for k in ("calib", "calibrator", "calib_cache", "labels")}
+            data = {k: options[k] for k in ("calib", "calibrator", "calib_cache", "labels", "images")}
             subject: Subject = load_subject(file, model, options["threads"], **data)
         else:
             subject = build_subject(file, make_options(ctx, **options), Path(folder), say)

@@ -129,8 +129,8 @@ def build_subject(model: Path, options: BuildOptions, folder: Path, say: Progres
 def load_subject(path: Path, model: Path | None, threads: int | None, **data: Any) -> Subject:
     """An engine file, with the model it was built from where that is at hand.
 
-    ``data`` are the build options that tell of calibration (calib, calibrator, calib_cache, labels): to look into an engine that
-    was built with it. Raises UsageError where the model is not the one that the engine was built from.
+    ``data`` are the build options that tell of calibration (calib, calibrator, calib_cache, labels, images): to look into an engine
+    that was built with it. Raises UsageError where the model is not the one that the engine was built from.
     """
     engine = load(path, threads=threads)
     made = engine.meta.get("options", {})
@@ -411,13 +411,15 @@ def _calibration(
             hint="give it once more: --calib DATA",
         )
     from optdnn.calibration import calibrate
+    from optdnn.calibration.images import ImageSpec
     from optdnn.precision.auto import specs
-    from optdnn.precision.samples import load, split
+    from optdnn.precision.samples import halves
 
     data: Any = options.calib
+    images = None if options.images is None else ImageSpec.read(options.images)
     if "auto" in program.meta:
-        data = dict(split(load(options.calib, specs(graph), options.labels))[0].feeds)
-    return calibrate(graph, data, options.calibrator, cache=options.calib_cache, progress=say)
+        data = dict(halves(options.calib, specs(graph), options.labels, images)[0].feeds)
+    return calibrate(graph, data, options.calibrator, cache=options.calib_cache, images=images, progress=say)
 
 
 def _made(graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions) -> Engine:

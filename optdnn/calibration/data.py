@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 
 from optdnn.calibration.images import ImageSpec, is_image, read_image
+from optdnn.calibration.stored import Stored
 from optdnn.errors import InputError, UsageError
 from optdnn.types import Array, TensorSpec, is_float, is_int
 
 Feeds = Mapping[str, Array]
+Rows = Array | Stored
+"""Samples along the first axis: in memory, mapped from a file, or read from one."""
 BATCH = 8
 """Samples to a batch where the network's own batch is symbolic."""
 
@@ -34,6 +37,8 @@ class Data:
     digest: str
     count: int | None = None
     """Batches, where that is known."""
+    samples: int = 0
+    """Samples of all batches, where the inputs begin with the batch."""
     keep: Any = None
     """What has to live as long as this does."""
 
@@ -83,11 +88,11 @@ def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> Data:
     try:
         found: Any = np.load(path, allow_pickle=False, mmap_mode="r" if path.suffix == ".npy" else None)
         if isinstance(found, np.ndarray):
-            arrays = {_only(inputs): found}
+            arrays: Mapping[str, Rows] = {_only(inputs): found}
         else:
             with found:
                 names = _names(path, found.files, inputs)
-                arrays = {name: found[file] for name, file in names.items()}
+            arrays = {name: Stored(path, file) for name, file in names.items()}
     except FileNotFoundError:
         raise UsageError(f"there is no calibration data {path}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -113,7 +118,7 @@ def _names(path: Path, files: Sequence[str], inputs: Sequence[TensorSpec]) -> di
     )
 
 
-def _of_arrays(name: str, arrays: Mapping[str, Array], inputs: Sequence[TensorSpec]) -> Data:
+def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> Data:
     """Arrays with all samples along the first axis, in batches."""
     specs = {s.name: s for s in inputs}
     if missing := [n for n in specs if n not in arrays]:
@@ -139,24 +144,25 @@ def _of_arrays(name: str, arrays: Mapping[str, Array], inputs: Sequence[TensorSp
         raise InputError(
             f"{name} has {samples} samples, a batch of the network is {size}", hint=f"give at least {size} samples"
         )
-    starts = range(0, samples // size * size if _is_fixed(inputs) else samples, size)
+    samples = samples // size * size if _is_fixed(inputs) else samples
+    starts = range(0, samples, size)
 
     def batches() -> Iterator[dict[str, Array]]:
         for k, start in enumerate(starts):
             yield checked({n: a[start : start + size] for n, a in used.items()}, inputs, f"{name}, batch {k}")
 
-    return Data(name, batches, _digest(used), len(starts))
+    return Data(name, batches, _digest(used), len(starts), samples)
 
 
 def _is_fixed(inputs: Sequence[TensorSpec]) -> bool:
     return any(isinstance(s.shape[0], int) for s in inputs)
 
 
-def _digest(arrays: Mapping[str, Array]) -> str:
+def _digest(arrays: Mapping[str, Rows]) -> str:
     digest = hashlib.sha256()
     for name, a in sorted(arrays.items()):
         digest.update(f"{name} {a.dtype} {a.shape}".encode())
-        for row in a:  # an array may be mapped from a file larger than memory
+        for row in a:  # an array may be that of a file larger than memory
             digest.update(np.ascontiguousarray(row).tobytes())
     return digest.hexdigest()
 
@@ -224,7 +230,8 @@ def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | Non
             pictures = np.stack([read_image(p, spec) for p in part])
             yield checked({name: pictures}, inputs, f"{path}, pictures from {part[0].name} on")
 
-    return Data(str(path), batches, digest.hexdigest(), len(starts))
+    samples = len(starts) * size if _is_fixed(inputs) else len(files)
+    return Data(str(path), batches, digest.hexdigest(), len(starts), samples)
 
 
 def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> Data:
@@ -232,13 +239,14 @@ def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> Data:
         for k, feeds in enumerate(make()):
             yield checked(feeds, inputs, f"calibration batch {k}")
 
-    digest, count = hashlib.sha256(), 0
+    digest, count, samples = hashlib.sha256(), 0, 0
     for feeds in batches():
         digest.update(_digest(feeds).encode())
         count += 1
+        samples += len(a) if (a := next(iter(feeds.values()))).ndim else 1
     if not count:
         raise UsageError("the calibration data is empty", hint="calibration needs some dozens of typical samples")
-    return Data("the calibration data", batches, digest.hexdigest(), count)
+    return Data("the calibration data", batches, digest.hexdigest(), count, samples)
 
 
 def _spooled(source: Iterator[Any], inputs: Sequence[TensorSpec]) -> Data:

@@ -1,66 +1,111 @@
-"""How accurate an engine is on samples: its outputs over all of them, and what it loses in a metric against fp32."""
+"""How accurate an engine is on samples: what it loses in a metric against fp32, batch by batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from optdnn.errors import UsageError
+from optdnn.errors import OptdnnError, RunError, UsageError
 from optdnn.precision.metrics import Metric
-from optdnn.precision.samples import Samples
+from optdnn.precision.samples import HELD_BYTES, Samples
 from optdnn.runtime.engine import Engine
-from optdnn.types import Array
+from optdnn.types import Array, DType
 
 RUN_BATCH = 32
 """Samples to a call, where the network's batch is symbolic."""
 
 
+class DoesNotRun(RunError):
+    """An engine failed on the samples; ``__cause__`` is what it raised."""
+
+
 class Judge:
-    """Drops in ``metric`` on the two parts of the data. :meth:`refer` names the engine that all others are held against."""
+    """Drops in ``metric`` on the two parts of the data. :meth:`refer` names the engine that all others are held against.
+
+    Its outputs are kept, beyond HELD_BYTES in temporary files; those of the others are not. A metric of the user's own is given
+    all of a part's outputs at once.
+    """
 
     def __init__(self, metric: Metric, seen: Samples, unseen: Samples):
         self.metric, self.seen, self.unseen = metric, seen, unseen
-        self._reference: tuple[dict[str, Array], dict[str, Array]] | None = None
+        self._reference: tuple[Outputs, Outputs] | None = None
 
     def refer(self, engine: Engine) -> None:
-        """Raises what the engine raises, as does :meth:`run`."""
-        self._reference = self.run(engine), self.run(engine, unseen=True)
+        """Raises what the engine raises, UsageError where a part of the data does not fill its batch."""
+        try:
+            self._reference = Outputs(outputs(engine, self.seen)), Outputs(outputs(engine, self.unseen))
+        except DoesNotRun as error:
+            raise error.__cause__ or error from None
 
-    def run(self, engine: Engine, *, unseen: bool = False) -> dict[str, Array]:
-        """The engine's outputs on one part of the data."""
-        return outputs(engine, self.unseen if unseen else self.seen)
-
-    def drop(self, found: Mapping[str, Array], *, unseen: bool = False) -> float:
-        """The loss of such outputs. Raises what the metric raises."""
+    def drop(self, engine: Engine, *, unseen: bool = False) -> float:
+        """The loss of an engine on one part of the data. Raises DoesNotRun, and what the metric raises."""
         assert self._reference is not None
-        samples = self.unseen if unseen else self.seen
-        n = len(next(iter(found.values())))
-        labels = None if samples.labels is None else samples.labels[:n]
-        return float(self.metric.drop(found, self._reference[unseen], labels))
+        samples, reference = self.unseen if unseen else self.seen, self._reference[unseen]
+        if not self.metric.by_batch:
+            found, wanted = joined(outputs(engine, samples)), joined(reference)
+            return float(self.metric.drop(found, wanted, _labels(samples, 0, len(next(iter(wanted.values()))))))
+        lost, start, size = 0.0, 0, batch_of(engine)
+        for part, wanted in zip(outputs(engine, samples), reference, strict=True):
+            end = min(start + size, len(samples))
+            lost += self.metric.drop(part, wanted, _labels(samples, start, end)) * (end - start)
+            start = end
+        return float(f"{lost / start:.12g}")  # what rounding makes of a sum is no loss beyond a bound
 
 
-def outputs(engine: Engine, samples: Samples) -> dict[str, Array]:
-    """An engine's outputs by name, over all samples; of an engine of a fixed batch, over all whole batches.
-
-    Raises UsageError where the samples do not fill one."""
-    context = engine.context()
-    parts = [context.run(feeds) for feeds in _batches(engine, samples)]
-    return {n: np.concatenate([p[n] for p in parts]) for n in parts[0]}
+def _labels(samples: Samples, start: int, end: int) -> Array | None:
+    return None if samples.labels is None else samples.labels[start:end]
 
 
-def _batches(engine: Engine, samples: Samples) -> list[Mapping[str, Array]]:
-    first = engine.inputs[0].shape[0]
-    size = first if isinstance(first, int) else RUN_BATCH
-    dtypes = {s.name: s.dtype for s in engine.inputs}
-    found: list[Mapping[str, Array]] = []
-    for feeds in samples.batches(size):
-        if isinstance(first, int) and len(next(iter(feeds.values()))) < size:
-            break  # a network of a fixed batch takes whole batches alone
-        found.append({n: a.astype(dtypes[n], copy=False) for n, a in feeds.items()})
-    if not found:
+class Outputs:
+    """What an engine gave, batch by batch, to be gone through again and again."""
+
+    def __init__(self, batches: Iterable[Mapping[str, Array]]):
+        self._file = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES, prefix="optdnn-outputs-")  # noqa: SIM115 - kept
+        self._forms: list[dict[str, tuple[DType, tuple[int, ...]]]] = []
+        for batch in batches:
+            self._forms.append({n: (a.dtype, a.shape) for n, a in batch.items()})
+            for a in batch.values():
+                self._file.write(a.tobytes())
+
+    def __iter__(self) -> Iterator[dict[str, Array]]:
+        self._file.seek(0)
+        for forms in self._forms:
+            yield {n: self._read(*form) for n, form in forms.items()}
+
+    def _read(self, dtype: DType, shape: tuple[int, ...]) -> Array:
+        return np.frombuffer(self._file.read(int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape)
+
+
+def outputs(engine: Engine, samples: Samples) -> Iterator[dict[str, Array]]:
+    """An engine's outputs by name, batch by batch; of an engine of a fixed batch, over all whole batches.
+
+    Raises UsageError where the samples do not fill one, DoesNotRun where the engine fails."""
+    size, dtypes = batch_of(engine), {s.name: s.dtype for s in engine.inputs}
+    fixed = isinstance(engine.inputs[0].shape[0], int)
+    if fixed and len(samples) < size:
         raise UsageError(
             f"the network's batch is {size}, and one part of the data has {len(samples)} samples",
             hint="give more data, or build for a smaller batch: --shape",
         )
-    return found
+    try:
+        context = engine.context()
+        for feeds in samples.batches(size):
+            if fixed and len(next(iter(feeds.values()))) < size:
+                return  # a network of a fixed batch takes whole batches alone
+            yield dict(context.run({n: a.astype(dtypes[n], copy=False) for n, a in feeds.items()}))
+    except OptdnnError as error:
+        raise DoesNotRun(error.message, hint=error.hint) from error
+
+
+def joined(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
+    """All batches in one."""
+    parts = list(batches)
+    return {n: np.concatenate([p[n] for p in parts]) for n in parts[0]}
+
+
+def batch_of(engine: Engine) -> int:
+    """Samples to a call: the network's own batch where it is fixed."""
+    first = engine.inputs[0].shape[0]
+    return first if isinstance(first, int) else RUN_BATCH

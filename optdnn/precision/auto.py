@@ -28,10 +28,10 @@ from optdnn.passes.equalize import Equalize
 from optdnn.passes.precision import PrecisionPlan, key
 from optdnn.passes.ranges import Calibration
 from optdnn.precision.account import Account, Candidate, NodeFacts, reasons
-from optdnn.precision.accuracy import Judge
+from optdnn.precision.accuracy import DoesNotRun, Judge
 from optdnn.precision.explore import Explorer
 from optdnn.precision.metrics import Metric, metric_of
-from optdnn.precision.samples import Samples, load, split
+from optdnn.precision.samples import Samples, halves
 from optdnn.precision.sensitivity import Kept, Sensitivities, mean, measure
 from optdnn.precision.space import Space
 from optdnn.precision.targets import Target, Way, machine_of, target_of
@@ -92,9 +92,8 @@ class _Auto:
                 "precision auto needs data to judge accuracy by", hint="give --calib DATA.npz (inputs, and labels)"
             )
         images = None if options.images is None else ImageSpec.read(options.images)
-        samples = load(options.calib, specs(graph), options.labels, images)
-        self.seen, self.unseen = split(samples)
-        self.metric: Metric = metric_of(options.metric, samples.labels)
+        self.seen, self.unseen = halves(options.calib, specs(graph), options.labels, images)
+        self.metric: Metric = metric_of(options.metric, self.seen.labels)
         self.judge = Judge(self.metric, self.seen, self.unseen)
         self.bound = self.metric.bound(options.max_drop)
         self.machine = machine_of(target)
@@ -225,15 +224,18 @@ class _Auto:
             try:
                 graph = self.explorer.assigned(c.plan)
                 engine = self.driver.built(graph, c.plan, c.label, self.say)
-                outputs = self.judge.run(engine, unseen=True)
                 c.bytes = sum(b.nbytes for b in engine.program.blobs)
                 tactic: Any = engine.meta.get("tactic")
                 c.tactic = tactic["name"] if tactic else ""
-                self.built[c.name] = engine
             except OptdnnError as error:
                 c.error = error.message
                 continue
-            c.verified = self.judge.drop(outputs, unseen=True)
+            try:
+                c.verified = self.judge.drop(engine, unseen=True)
+            except DoesNotRun as error:
+                c.error = error.message
+                continue
+            self.built[c.name] = engine
         racing = {c.name: self.built[c.name] for c in entrants if c.name in self.built}
         measured = self.driver.race(racing, self.say) if racing else {}
         for c in entrants:
@@ -268,8 +270,7 @@ class _Auto:
             engine = self.driver.tuned(self.explorer.assigned(c.plan), len(close), self.say)
             if engine is None:
                 return chosen
-            outputs = self.judge.run(engine, unseen=True)
-            c.verified, c.tuned = self.judge.drop(outputs, unseen=True), True
+            c.verified, c.tuned = self.judge.drop(engine, unseen=True), True
             engines[c.name] = engine
         measured = self.driver.race(engines, self.say) or {}
         for c in close:

@@ -13,7 +13,7 @@ from optdnn.ir.graph import Graph
 from optdnn.passes.precision import PrecisionPlan
 from optdnn.passes.ranges import Calibration
 from optdnn.precision.account import Candidate
-from optdnn.precision.accuracy import Judge
+from optdnn.precision.accuracy import DoesNotRun, Judge
 from optdnn.precision.latency import Table
 from optdnn.precision.search import Problem, frontier, moves
 from optdnn.precision.sensitivity import Sensitivities
@@ -173,13 +173,15 @@ class Explorer:
             engine = self.driver.quick(self.assigned(candidate.plan), candidate.plan, way)
             if first:
                 self.judge.refer(engine)
-            outputs = self.judge.run(engine)
         except OptdnnError as error:
             if first:
                 raise  # fp32 itself does not run
             candidate.error = error.message
             return candidate
-        candidate.drop = self.judge.drop(outputs)
+        try:
+            candidate.drop = self.judge.drop(engine)
+        except DoesNotRun as error:
+            candidate.error = error.message
         return candidate
 
     def assigned(self, plan: PrecisionPlan) -> Graph:

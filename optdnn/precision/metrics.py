@@ -32,13 +32,15 @@ DEFAULT_BOUND: Mapping[str, float] = {"top1": 0.5, "cosine": 1e-3}
 class Metric:
     """One metric. ``name`` is as the user gave it; ``labelled`` metrics cannot do without labels.
 
-    ``score`` gives the score of outputs (for the report), ``drop`` the loss of ``outputs`` against fp32's.
+    ``score`` gives the score of outputs (for the report), ``drop`` the loss of ``outputs`` against fp32's. ``by_batch``: the drop
+    over all samples is the mean of those over batches, each counted as often as it has samples.
     """
 
     name: str
     unit: str
     score: Callable[[Outputs, Outputs, Any], float]
     drop: Callable[[Outputs, Outputs, Any], float]
+    by_batch: bool = True
 
     def bound(self, given: float | None) -> float:
         """The bound: the one given, else the metric's own. Raises UsageError where it has none."""
@@ -177,6 +179,7 @@ def _custom(name: str, function: Score) -> Metric:
         f"the unit of {name}",
         score,
         lambda y, ref, labels: score(ref, ref, labels) - score(y, ref, labels),
+        by_batch=False,
     )
 
 

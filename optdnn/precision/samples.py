@@ -7,6 +7,7 @@ A bound on accuracy means something only on data that had no part in choosing: r
 from __future__ import annotations
 
 import os
+import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.calibration.data import open_data
+from optdnn.calibration.data import Data, open_data
 from optdnn.calibration.images import ImageSpec
 from optdnn.errors import InputError, UsageError
 from optdnn.types import Array, TensorSpec
@@ -24,6 +25,8 @@ LABELS = ("labels", "label", "y")
 MIN_SAMPLES = 2
 VERIFY = 0.5
 """The part of the data that is kept for verification."""
+HELD_BYTES = 256 << 20
+"""Data of up to this size is held in memory."""
 
 
 @dataclass(frozen=True)
@@ -58,34 +61,17 @@ class Samples:
             yield {n: a[start : start + size] for n, a in self.feeds.items()}
 
 
-def split(samples: Samples, seed: int = 0, verify: float = VERIFY) -> tuple[Samples, Samples]:
-    """Calibration and verification part: a seeded shuffle, classes in proportion where the labels are classes.
-
-    Raises UsageError for fewer than two samples.
-    """
-    n = len(samples)
-    if n < MIN_SAMPLES:
-        raise UsageError(
-            f"automatic precision needs at least {MIN_SAMPLES} samples, the data hold {n}",
-            hint="a bound on accuracy is as fine as one over the number of samples for verification",
-        )
-    order = np.random.default_rng(seed).permutation(n)
-    if samples.labels is not None and samples.labels.ndim == 1 and samples.labels.dtype.kind in "iu":
-        order = order[np.argsort(samples.labels[order], kind="stable")]
-    # Every k-th of the (class-sorted) shuffle goes to verification, so that each class is split alike.
-    rank = np.arange(n)
-    chosen = np.floor((rank + 1) * verify) > np.floor(rank * verify)
-    if chosen.all() or not chosen.any():
-        chosen[-1] = not chosen[-1]
-    return samples.take(np.sort(order[~chosen])), samples.take(np.sort(order[chosen]))
-
-
-def load(source: Any, inputs: Sequence[TensorSpec], labels: Any = None, images: ImageSpec | None = None) -> Samples:
-    """Samples of calibration data in any of the forms that :func:`optdnn.calibration.data.open_data` takes.
+def halves(
+    source: Any, inputs: Sequence[TensorSpec], labels: Any = None, images: ImageSpec | None = None, seed: int = 0
+) -> tuple[Samples, Samples]:
+    """Calibration and verification part of data in any of the forms that :func:`optdnn.calibration.data.open_data` takes.
 
     ``labels``: an array (or a path to an .npy) with one entry per sample; without, an array of an .npz or a mapping that is no
-    input's and is called "labels", "label" or "y". Everything is held in memory. Raises as ``open_data`` does, UsageError for a
-    network whose inputs have no batch axis in common, InputError for labels that do not fit.
+    input's and is called "labels", "label" or "y". The source is gone through once for its digest and once to part it, a batch
+    in memory at a time; parts beyond HELD_BYTES lie in temporary files, of which the system keeps in memory what it has room for.
+
+    Raises as ``open_data`` does, UsageError for a network whose inputs have no batch axis in common or for fewer than two
+    samples, InputError for labels that do not fit or samples of different shapes.
     """
     fixed = {s.shape[0] if s.shape else None for s in inputs if not s.shape or isinstance(s.shape[0], int)}
     if None in fixed or len(fixed) > 1:
@@ -94,12 +80,73 @@ def load(source: Any, inputs: Sequence[TensorSpec], labels: Any = None, images: 
             + ", ".join(map(str, inputs))
         )
     found = _labels(source, labels, {s.name for s in inputs})
-    batches = list(open_data(source, inputs, images).batches())
-    feeds = {s.name: np.concatenate([b[s.name] for b in batches]) for s in inputs}
-    n = len(next(iter(feeds.values())))
+    data = open_data(source, inputs, images)
+    n = data.samples
     if found is not None and len(found) < n:
         raise InputError(f"there are {len(found)} labels for {n} samples")
-    return Samples(feeds, None if found is None else found[:n])
+    found = None if found is None else found[:n]
+    index = split(n, found, seed)
+    feeds = _parted(data, index)
+    seen, unseen = (Samples(f, None if found is None else found[i]) for f, i in zip(feeds, index, strict=True))
+    return seen, unseen
+
+
+def split(n: int, labels: Array | None = None, seed: int = 0, verify: float = VERIFY) -> tuple[Array, Array]:
+    """The numbers of the samples, in order, of calibration and verification part: a seeded shuffle, classes in proportion where
+    the labels are classes.
+
+    Raises UsageError for fewer than two samples.
+    """
+    if n < MIN_SAMPLES:
+        raise UsageError(
+            f"automatic precision needs at least {MIN_SAMPLES} samples, the data hold {n}",
+            hint="a bound on accuracy is as fine as one over the number of samples for verification",
+        )
+    order = np.random.default_rng(seed).permutation(n)
+    if labels is not None and labels.ndim == 1 and labels.dtype.kind in "iu":
+        order = order[np.argsort(labels[order], kind="stable")]
+    # Every k-th of the (class-sorted) shuffle goes to verification, so that each class is split alike.
+    rank = np.arange(n)
+    chosen = np.floor((rank + 1) * verify) > np.floor(rank * verify)
+    if chosen.all() or not chosen.any():
+        chosen[-1] = not chosen[-1]
+    return np.sort(order[~chosen]), np.sort(order[chosen])
+
+
+def _parted(data: Data, index: Sequence[Array]) -> list[dict[str, Array]]:
+    """The samples of each part, in the order of the source, read once."""
+    parts: list[dict[str, Array]] = [{} for _ in index]
+    filled = [0] * len(index)
+    start = 0
+    for feeds in data.batches():
+        rows = len(next(iter(feeds.values())))
+        for k, wanted in enumerate(index):
+            here = wanted[np.searchsorted(wanted, start) : np.searchsorted(wanted, start + rows)] - start
+            for name, a in feeds.items():
+                if name not in parts[k]:
+                    each = sum(f[0].nbytes for f in feeds.values()) * data.samples
+                    parts[k][name] = room((len(wanted), *a.shape[1:]), a.dtype, each)
+                to = parts[k][name]
+                if to.shape[1:] != a.shape[1:]:
+                    raise InputError(
+                        f"{data.name}: input {name!r} has samples of shape {list(to.shape[1:])} and {list(a.shape[1:])}",
+                        hint="automatic precision needs samples of one shape: pad them",
+                    )
+                to[filled[k] : filled[k] + len(here)] = a[here]
+            filled[k] += len(here)
+        start += rows
+    if start != data.samples:
+        raise InputError(f"{data.name} gave {data.samples} samples at first, then {start}")
+    return parts
+
+
+def room(shape: tuple[int, ...], dtype: Any, together: int) -> Array:
+    """An array to write: in memory where all that is written ``together`` takes up to HELD_BYTES, else mapped from a temporary
+    file, which goes when the array does."""
+    if together <= HELD_BYTES:
+        return np.empty(shape, dtype)
+    with tempfile.TemporaryFile(prefix="optdnn-samples-") as file:
+        return np.memmap(file, dtype, "w+", shape=shape)
 
 
 def _labels(source: Any, labels: Any, inputs: set[str]) -> Array | None:

@@ -183,9 +183,9 @@ def test_a_mixture_that_fails_on_unseen_data_is_not_taken(monkeypatch: pytest.Mo
         found: np.ndarray = DATA["x"][np.asarray(labels)]
         return found
 
-    from optdnn.precision.samples import Samples, split
+    from optdnn.precision.samples import split
 
-    first = set(map(int, split(Samples({"x": DATA["x"]}, ids))[0].labels))  # type: ignore[arg-type]
+    first = set(map(int, split(len(ids), ids)[0]))
     found = find(perceptron(), Numpy(), monkeypatch, metric=metric, max_drop=1.0, calib={"x": DATA["x"], "labels": ids})
     assert found.met
     assert True in n_seen
@@ -194,6 +194,23 @@ def test_a_mixture_that_fails_on_unseen_data_is_not_taken(monkeypatch: pytest.Mo
     tried = [c for c in found.account.candidates if not c.single and c.verified is not None and "int8" in c.counts]
     assert tried  # a mixture was built, and verification refused it
     assert all(c.drop <= 1.0 < c.worst for c in tried)
+
+
+def test_batches_of_an_iterable_give_what_arrays_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search over data that lies in temporary files, batch by batch: the same account."""
+    options: dict[str, Any] = {"metric": "cosine", "max_drop": 0.05}
+    held = find(perceptron(), Numpy(), monkeypatch, calib={"x": DATA["x"]}, **options)
+    for module in ("samples", "accuracy"):
+        monkeypatch.setattr(f"optdnn.precision.{module}.HELD_BYTES", 0)
+    monkeypatch.setattr("optdnn.precision.accuracy.RUN_BATCH", 5)
+    batches = [{"x": part} for part in np.array_split(DATA["x"], 9)]
+    streamed = find(perceptron(), Numpy(), monkeypatch, calib=iter(batches), **options)
+    assert streamed.plan.nodes == held.plan.nodes
+    for a, b in zip(streamed.account.candidates, held.account.candidates, strict=True):
+        assert a.name == b.name
+        assert a.drop == pytest.approx(b.drop, rel=1e-4, abs=1e-9)
+        assert (a.verified is None) == (b.verified is None)
+        assert (a.verified or 0.0) == pytest.approx(b.verified or 0.0, rel=1e-4, abs=1e-9)
 
 
 def test_an_engine_that_fails_is_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,22 @@ def test_an_int8_engine_needs_its_calibration_data_to_look_inside(folder: Path) 
         between(folder, "int8.engine", None, calib={"x": 3 * X}, calibrator="minmax")
 
 
+def test_pictures_are_prepared_as_for_the_build(folder: Path, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the images extra is not installed")
+    for k, picture in enumerate(np.random.default_rng(1).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)):
+        image.fromarray(picture).save(tmp_path / f"{k}.png")
+    data = {
+        "calib": tmp_path,
+        "calibrator": "minmax",
+        "images": '{"resize": null, "crop": null, "mean": [0], "std": [1]}',
+    }
+    cpu: dict[str, Any] = {"target": "cpu", "tactics": "openvino", "threads": 1, "precision": "int8"}
+    optdnn.build(folder / "net.onnx", **cpu, **data).save(folder / "pictures.engine")
+    assert between(folder, "pictures.engine", None, **data).divergences
+    with pytest.raises(UsageError, match="calibration data is not the same"):
+        between(folder, "pictures.engine", None, **data | {"images": '{"resize": null, "crop": null}'})
+
+
 def test_the_first_node_beyond_the_tolerance_is_between_the_engines(folder: Path) -> None:
     subject = load_subject(folder / "half.engine", folder / "net.onnx", 1)
     found = look(subject, {"x": X}, 1e-6, lambda text: None, folder / "ref.engine")

@@ -146,6 +146,15 @@ CASES: dict[str, Case] = {
                 residual=Affine("float8_e4m3fn", 0.5)),
     "fp8 split, fp16 out": Case(1, 256, same(14, 14, 256), RELU, Config(1, 1, 1, 56, 2, 8), "float8_e4m3fn", None),
     "fp8 patch": Case(2, 64, same(16, 14, 64), RELU, PatchConfig(1, 1, 4, 14, 2), "float8_e4m3fn", Affine("float8_e4m3fn", 0.01)),
+    "1x1 in turn": Case(48, 256, Source(28, 28, 64), ADD, Config(1, 1, 2, 112, 3, alternate=True), residual=_R),
+    "3x3 in turn": Case(40, 128, same(14, 14, 128), RELU, Config(1, 1, 2, 96, 3, alternate=True)),
+    "fp8 in turn, 160 sums a thread, fp16 out": Case(
+        9000, 768, Source(1, 1, 256), (), Config(1, 1, 2, 160, 3, alternate=True), "float8_e4m3fn", None
+    ),
+    "fp8 gelu in turn": Case(
+        9000, 640, Source(1, 1, 384), (("gelu",),), Config(1, 1, 2, 144, 4, alternate=True), "float8_e4m3fn",
+        Affine("float8_e4m3fn", 0.01)
+    ),
     "fp8 gelu, bf16 out": Case(
         100, 768, Source(1, 1, 768), (("gelu",),), Config(2, 1, 1, 80, 3), "float8_e4m3fn", None, "bfloat16"
     ),
