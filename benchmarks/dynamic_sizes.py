@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 from agreement import error_of, fill_module
+from targets import facts
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2}
 BATCH, LENGTH = (1, 2, 5), (1, 24, 64)
@@ -94,7 +95,7 @@ def main() -> None:
         return
     report: dict[str, Any] = {
         "what": f"shared graphs over ranges of sizes, {args.target}, {args.precision}, against ONNX Runtime at fp32",
-        "commit": os.environ.get("OPTDNN_COMMIT", ""), "command": "python " + " ".join(sys.argv), "rows": [],
+        **facts(), "rows": [],
     }  # fmt: skip
 
     def run(name: str) -> dict[str, Any]:  # a process each: memory goes back to the machine

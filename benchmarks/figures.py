@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from figures_checks import correctness
 from figures_gpu import compiled, growth, layers, side_by_side, targets, waits
 
 from optdnn.report.precision import declined
@@ -35,6 +36,7 @@ def figures() -> str:
     ):
         if (file := RESULTS / f"{name}.json").exists():
             parts.append(_precision(title, file))
+    parts += [text for text in [correctness(RESULTS)] if text]
     if (file := RESULTS / "resnet50-own-h200.json").exists():
         parts.append(layers(file))
     if (file := RESULTS / "targets-h200.json").exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,27 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
-
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-
-
-def module(path: str) -> ModuleType:
-    file = FOLDER / path
-    if not file.exists():
-        pytest.skip("an installed copy has no benchmarks")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = found  # dataclasses look their module up
-    sys.path.insert(0, str(file.parent))  # as for a script
-    try:
-        spec.loader.exec_module(found)
-    finally:
-        sys.path.remove(str(file.parent))
-    return found
+from support.scripts import FOLDER, module
 
 
 @pytest.fixture(scope="module")
@@ -157,36 +137,6 @@ def test_what_cannot_be_built_is_a_row_with_its_error(targets: ModuleType, tmp_p
         targets.Row("resnet50", 1), done(RuntimeError("building failed")), tmp_path, None, options()
     )
     assert found == {"error": "RuntimeError: building failed"}
-
-
-def test_every_kernel_of_engines_is_run_under_the_sanitizers() -> None:
-    from support.simulated import lowered
-
-    from optdnn.runtime.cuda.nvrtc import KERNELS
-
-    cases = module("gpu/sanitize_cases.py")
-    left = {p.name for p in KERNELS.glob("*.cu")} - {"timer.cu", "pool.cu"}  # of the tuner; of a benchmark alone
-    for name, (build, precision) in cases.graphs().items():
-        if left and name not in cases.GENERAL and precision == "fp16":
-            program = lowered(build(), precision, target="cuda:sm_90a", no_cubins=True)
-            left -= {k.template for k in program.kernels}
-    assert not left
-
-
-def test_boxes_are_compared_as_a_set() -> None:
-    boxes, labels = np.arange(20, dtype=np.float32).reshape(5, 4), np.array([1, 2, 1, 2, 1])
-    scores, masks = np.linspace(0.9, 0.5, 5, dtype=np.float32), np.arange(10.0).reshape(5, 2)
-    want, other = [boxes, labels, scores, masks], [4, 2, 0, 1, 3]
-    agreement = module("gpu/agreement.py")
-    assert agreement.same_boxes([a[other] for a in want], want) == {"same": 5, "of": 5, "errors": [0.0] * 4}
-    assert agreement.same_boxes([a[1:] for a in want], want)["same"] == 4, "one is missing"
-    assert agreement.same_boxes([boxes, labels, scores + 0.01, masks], want)["same"] == 0
-    assert agreement.same_boxes([boxes, np.array([1, 1, 1, 2, 2]), scores, masks], want)["same"] == 3, "by their labels"
-    assert agreement.same_boxes([np.repeat(a[:1], 5, 0) for a in want], want)["same"] == 1, "each stands for one alone"
-    moved = agreement.same_boxes([boxes, labels, scores, masks[::-1]], want)
-    assert moved["same"] == 5
-    assert moved["errors"][3] == pytest.approx(8 / 9), "the masks are those of other boxes"
-    assert agreement.same_boxes([masks], [masks]) is None
 
 
 # ---------------------------------------------------------------- what is drawn and written

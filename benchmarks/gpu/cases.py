@@ -27,6 +27,7 @@ import numpy as np
 import onnx
 from networks import STEP
 from onnx import helper, numpy_helper
+from targets import facts
 
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "ops")]
@@ -203,10 +204,11 @@ def main() -> int:
             wrong += rows
             for row in rows:
                 print(json.dumps(row), flush=True)
-    facts = {"command": " ".join(["python", *sys.argv]), "commit": os.environ.get("OPTDNN_COMMIT", "")}
     operators = sorted({c.op for c in cases})
     args.out.write_text(
-        json.dumps({**facts, "cases": len(cases), "operators": operators, "tried": tried_of, "wrong": wrong}, indent=1)
+        json.dumps(
+            {**facts(), "cases": len(cases), "operators": operators, "tried": tried_of, "wrong": wrong}, indent=1
+        )
         + "\n"
     )
     for precision in args.precisions.split(","):

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 from agreement import BOX, SCORE, error_of, fill_module, onnxruntime_results, same_boxes
+from targets import facts
 
 import optdnn
 
@@ -83,9 +84,8 @@ def checks(engine: Any, feeds: dict[str, Any], precision: str) -> dict[str, Any]
 
 def right(found: dict[str, Any]) -> bool:
     """Whether nothing speaks against an engine."""
-    if "failed" in found or found.get("arena") or found.get("steps", {}).get("wrong"):
-        return False
-    return bool(found["repeats"] and found["agrees"] and found.get("singly", True))
+    good = found["repeats"] and found["agrees"] and found.get("singly", True)
+    return bool(good and not found.get("arena") and not found.get("steps", {}).get("wrong"))
 
 
 def agrees(found: dict[str, Any], another: list[float], precision: str) -> bool:
@@ -124,6 +124,7 @@ def one(name: str, folder: Path, precisions: list[str], *, checked: bool = False
             row[precision] = found
             if checked:
                 found |= checks(engine, feeds, precision)
+            found["right"] = right(found)
         except Exception as error:
             row.setdefault(precision, {})["failed"] = f"{type(error).__name__}: {error}"[:1500]
     return row
@@ -165,7 +166,7 @@ def main() -> None:
     if args.one:
         print("ROW " + json.dumps(one(args.one, args.shared or Path(), precisions, checked=args.checks)))
         return
-    begin = time.perf_counter()
+    begin, about = time.perf_counter(), facts()
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(max(1, (os.cpu_count() or 2) * 3 // 4)) as pool:
         names: list[str] = []
         folder = args.shared
@@ -209,11 +210,12 @@ def main() -> None:
                 shown or row.get("failed", "")[:300],
                 flush=True,
             )
-            facts = {"command": " ".join(["python", *sys.argv]), "commit": os.environ.get("OPTDNN_COMMIT", "")}
-            args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+            args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
         for p in precisions:
             found = [row[p] for row in rows if p in row]
-            print(f"{p}: {sum(map(right, found))} of {len(rows)} right, {sum('failed' in f for f in found)} failed")
+            print(
+                f"{p}: {sum(f.get('right', False) for f in found)} of {len(rows)} right, {sum('failed' in f for f in found)} failed"
+            )
 
 
 if __name__ == "__main__":

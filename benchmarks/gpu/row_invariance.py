@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from targets import facts
 
 import optdnn
 
@@ -122,8 +123,7 @@ def main() -> int:
         for row in pool.map(child, [n for n in NETWORKS if not args.only or n in args.only.split(",")]):
             rows.append(row)
             print(f"{time.perf_counter() - begin:6.1f} s", json.dumps(row), flush=True)
-            facts = {"command": " ".join(["python", *sys.argv]), "commit": os.environ.get("OPTDNN_COMMIT", "")}
-            args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+            args.out.write_text(json.dumps({**facts(), "rows": rows}, indent=1) + "\n")
     found = [(r["network"], p, r.get(p, {"failed": r.get("failed")})) for r in rows for p in precisions]
     bad = [f"{n} {p}" for n, p, f in found if "failed" in f or wrong(f)]
     controls = sum(any(isinstance(n, int) and n for n in f.get("control", {}).values()) for _, _, f in found)

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 from sanitize_cases import GENERAL, graphs
+from targets import facts
 
 FAULTS = {"memcheck": 1, "racecheck": 2, "initcheck": 3, "synccheck": 4}
 TOOLS = ("memcheck", "racecheck", "initcheck")
@@ -182,8 +183,7 @@ def main() -> int:
                     what = "REPORTED" if "clean" in row else "MISSED" if "caught" in row else "not begun in time"
                     print(f"{row['tool']} {row['family']}: {what}\n{text}".strip(), flush=True)
     if options.out is not None:
-        facts = {"commit": os.environ.get("OPTDNN_COMMIT", ""), "command": " ".join(["python", *sys.argv])}
-        options.out.write_text(json.dumps({**facts, "engines": engines, "rows": rows}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**facts(), "engines": engines, "rows": rows}, indent=1) + "\n")
     good = [bool(row.get("clean", row.get("caught"))) for row in rows]
     for tool in tools:
         mine = [row for row in rows if row["tool"] == tool]

@@ -373,7 +373,7 @@ def facts() -> dict[str, Any]:
     """Where and how it was measured."""
     found = {}
     for package in ("torch", "torchvision", "transformers", "cupy-cuda13x", "nvidia-cudnn-cu13", "nvidia-cublas",
-                    "nvidia-cudnn-frontend", "nvidia-cuda-nvrtc", "cuda-bindings", "numpy"):  # fmt: skip
+                    "nvidia-cudnn-frontend", "nvidia-cuda-nvrtc", "cuda-bindings", "onnxruntime", "numpy"):  # fmt: skip
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -383,7 +383,7 @@ def facts() -> dict[str, Any]:
         gpu = subprocess.run(smi, capture_output=True, text=True, check=False).stdout.splitlines()[0].split(", ")
     except (OSError, IndexError):
         gpu = ["?", "?"]
-    commit = os.environ.get("COMMIT") or subprocess.run(
+    commit = os.environ.get("OPTDNN_COMMIT") or subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False
     ).stdout.strip()  # fmt: skip
     return {

@@ -1,0 +1,86 @@
+"""The README's table of what was checked on a GPU; see ``figures.py``. Its files are put together by ``gpu/merge_checks.py``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from figures_gpu import table
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+
+
+def correctness(results: Path) -> str:
+    """A row for each precision, and a paragraph of everything else. Files that are missing are left out."""
+    found = {}
+    for name in ("networks", "cases", "sanitizer", "row-invariance"):
+        file = results / f"{name}-h200.json"
+        found[name] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    networks, cases = found["networks"], found["cases"]
+    rows = [["precision", "networks right", "launches", "largest error of a launch", "operator cases right"]]
+    for precision in PRECISIONS:
+        of = [r[precision] for r in (networks or {"rows": []})["rows"] if precision in r]
+        steps = [f["steps"] for f in of if "steps" in f]
+        if not steps:
+            continue
+        worst = max((s["worst"][0] for s in steps if s["worst"]), default=0.0)
+        cells = [
+            f"{sum(bool(f.get('right')) for f in of)} of {len(of)}",
+            f"{sum(s['count'] for s in steps):,}",
+            f"{worst:.0e}",
+        ]
+        rows.append([precision, *cells, _of_cases(cases, precision)])
+    if len(rows) == 1:
+        return ""
+    said = [
+        f"{networks['machine']['gpu']}, driver {networks['machine']['driver']}; "
+        + "; ".join(f"{p}: {r['date']}, commit {r['commit'][:8]}" for p, r in networks["runs"].items())
+        + ". `python benchmarks/gpu/networks.py OUT.json --zoo --shared FOLDER --checks`. Networks of the zoo and of both PyTorch "
+        "exporters with seeded weights. Right: every launch by itself agrees with its step's meaning in NumPy on the GPU's own "
+        "operands (of the largest element, results poisoned with NaN before); runs repeat to the bit, in one CUDA graph and as "
+        "single launches, on arenas full of NaN between fences; and the whole result is ONNX Runtime's at fp32 (at other "
+        "precisions nearer to it than another input's; of detections nine in ten are the same boxes).",
+        _sanitizer(found["sanitizer"]),
+        _rows(found["row-invariance"]),
+    ]
+    return table("Right on the GPU", rows, " ".join(s for s in said if s))
+
+
+def _of_cases(cases: Mapping[str, Any] | None, precision: str) -> str:
+    if cases is None or precision not in cases["tried"]:
+        return ""
+    wrong = sum(row["precision"] == precision for row in cases["wrong"])
+    return f"{cases['tried'][precision] - wrong} of {cases['tried'][precision]}"
+
+
+def _sanitizer(data: Mapping[str, Any] | None) -> str:
+    if data is None:
+        return ""
+    tools = [
+        f"{tool} {found['clean']} of {found['of']}"
+        + (f", seeded fault {found['seeded fault']}" if found["seeded fault"] != "caught" else "")
+        for tool, found in data["tools"].items()
+    ]
+    caught = all(found["seeded fault"] == "caught" for found in data["tools"].values())
+    return (
+        f"compute-sanitizer (commit {data['commit'][:8]}), families of kernels that are clean: {'; '.join(tools)}"
+        + ("; each caught the fault seeded for it." if caught else ".")
+    )
+
+
+def _rows(data: Mapping[str, Any] | None) -> str:
+    if data is None:
+        return ""
+    same = [row["network"] for row in data["rows"] if "fp16" in row and not _differ(row["fp16"], "heuristic", "tuned")]
+    control = [row["network"] for row in data["rows"] if "fp16" in row and _differ(row["fp16"], "control")]
+    return (
+        f"With `--row-invariant`, rows of {len(same)} of {len(data['rows'])} networks are the same bits in batches of all sizes "
+        f"that were tried; without it, rows of {len(control)} differ."
+    )
+
+
+def _differ(found: Mapping[str, Any], *which: str) -> bool:
+    """Whether any rows differ at any batch size."""
+    return any(n for key in which for size, n in found.get(key, {}).items() if size != "outputs")
