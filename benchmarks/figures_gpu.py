@@ -37,7 +37,7 @@ def targets(file: Path) -> str:
             text = f"{found['median_ms']:.3f}" if "median_ms" in found else "–"
             wrong = "error" in found and "median_ms" in found
             best = n in ("ours", "tuned") and found.get("median_ms", math.inf) <= (row.get("reach") or 0)
-            coarse = "int8" in row.get("precision", "") and "error_rel" in found
+            coarse = "8" in row.get("precision", "") and "error_rel" in found
             said = f"{text} (off by {found['error_rel']:.2f})" if coarse else f"{text} (wrong)"
             cells.append(said if wrong else f"**{text}**" if best else text)
         rows.append([row["name"].replace(":", ", "), *cells, f"{row['reach']:g}" if row.get("reach") else ""])
@@ -52,8 +52,8 @@ def targets(file: Path) -> str:
         wrong = '"wrong": beyond the bound on the error against fp32. '
     if any("(off by" in " ".join(r) for r in rows):
         wrong += (
-            '"off by": int8 against fp32, over the largest output; the networks have seeded random weights, which amplify what '
-            "rounding does (fp16 is off by 0.01), and every launch equals its integer meaning to the bit. "
+            '"off by": 8 bits against fp32, over the largest output; the networks have seeded random weights, which amplify what '
+            "rounding does (fp16 is off by 0.01), and every launch of int8 equals its integer meaning to the bit. "
         )
     about = (
         f"{_machine(data)}. Median GPU time of one inference: replays of a CUDA "
@@ -117,11 +117,19 @@ def compiled(file: Path) -> str:
             found[n]["median_ms"] if "median_ms" in found.get(n, {}) else math.nan for n in ("ours", "compile", "eager")
         ]
         cells = [f"{t:.3f}" for t in ms]
-        rows.append([name, *cells, f"{ms[1] / ms[0]:.2f}×", f"{found['compile']['prepare_s']:.0f} s"])
+        rows.append(
+            [
+                name,
+                *cells,
+                f"{ms[1] / ms[0]:.2f}×",
+                f"{found['compile']['prepare_s']:.0f} s{' *' * bool(row.get('resumed'))}",
+            ]
+        )
     about = (
         f"{_machine(data)}. max-autotune, weights frozen, channels last, in a CUDA graph; measured once, eager beside it "
         "(an nn.LSTM stays cuDNN's). "
-        f"{data['at_once']} rows compiled at once on {data['cores']} cores, hence the long times; optdnn by the cost model. "
+        f"{'*: went on from the cache of an attempt that was cut. ' if any(r.get('resumed') for r in data['rows']) else ''}"
+        f"Up to {data['at_once']} rows compiled at once on {data['cores']} cores, hence the long times; optdnn by the cost model. "
         + (
             f"Not compiled and measured within the {data['seconds']:.0f} s of the call: {'; '.join(absent)}."
             if absent

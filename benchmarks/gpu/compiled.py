@@ -167,6 +167,8 @@ def main() -> None:
         "gpus": len(options.gpus),
         "rows": [],
     }
+    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    resumed = {"resumed": True} if kept and Path(kept).exists() else {}  # compile times are then no whole ones
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, ThreadPoolExecutor(options.at_once) as pool:
         made = [(row, pool.submit(compiled, row, Path(name), options, deadline)) for row in rows]
         for row, future in made:
@@ -179,7 +181,7 @@ def main() -> None:
             process, found = future.result()
             if process is not None:
                 found = measured(process, found, max(5.0, begin + options.budget - time.monotonic()))
-            report["rows"].append({"name": row.name, **asdict(row), **found})
+            report["rows"].append({"name": row.name, **asdict(row), **resumed, **found})
             print(f"{time.monotonic() - begin:6.1f} s  {line(report['rows'][-1])}", flush=True)
             report["seconds"] = round(time.monotonic() - begin, 1)
             options.out.write_text(json.dumps(report, indent=1) + "\n")
