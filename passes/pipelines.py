@@ -13,6 +13,7 @@ from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.equalize import Equalize
+from optdnn.passes.flatten_last import FlattenChannelsLast
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.fuse_activation import FuseActivation
@@ -112,7 +113,8 @@ GPU: tuple[Pass, ...] = (
     RecentreIntegers(),  # before integers have readers other than DequantizeLinear; padding is then 0 more often
     MoveIntegers(),  # what only moves or compares elements, between scales
     FoldQuantized(),  # what runs on integers as one operator, which layouts then weigh as that
-    AssignLayout(),  # the very last: what it writes are physical facts, and other passes rewrite logical ones
+    AssignLayout(),  # after all that rewrites logical facts: what it writes are physical ones
+    FlattenChannelsLast(),  # the very last, by what layouts were assigned
 )
 
 _LEVELS: dict[str, tuple[tuple[Pass, ...], ...]] = {

@@ -3,12 +3,14 @@
     python benchmarks/gpu/steps.py --out steps.json bert_base:32:fp16 bert_base:32:fp8+fp16 efficientnet_b0:128:int8+fp16
 
 Networks are NAME:BATCH:PRECISION, of the zoo. Equal launches are timed once, in a CUDA graph that repeats them: operands are in L2
-where they fit, and a launch begins while the one before it ends, as in a network.
+where they fit, and a launch begins while the one before it ends, as in a network. ``--in-place`` tells also what each step adds
+to the graph of those before it: L2 is then as the network leaves it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -43,7 +45,26 @@ def prepare(name: str, file: Path, tune: float) -> dict[str, Any]:
     return {"build_s": round(time.perf_counter() - begin, 1), "tuned_s": tune}
 
 
-def measure(name: str, file: Path) -> dict[str, Any]:
+def added(launches: list[Any], waits: Any, stream: Any) -> list[float]:
+    """Microseconds that each launch adds to the graph of those before it."""
+    from optdnn.runtime.cuda.graphs import Graph, time_runs
+
+    marks = [0.0]
+    whole = Graph(launches, stream, waits)
+    for end in range(1, len(launches) + 1):
+        graph = Graph(launches[:end], stream, waits[:end] if waits is not None else None)
+
+        def run(g: Graph = graph) -> None:
+            g.replay(stream)
+
+        times = time_runs(run, stream, warmup=2, repeats=15, between=lambda: whole.replay(stream))
+        marks.append(statistics.median(times) * 1e3)
+        graph.close()
+    whole.close()
+    return [round(b - a, 2) for a, b in itertools.pairwise(marks)]
+
+
+def measure(name: str, file: Path, in_place: bool) -> dict[str, Any]:
     """The engine's time, and that of each of its launches."""
     from optdnn.runtime.cuda.graphs import Graph, median_ms, time_runs
 
@@ -56,7 +77,8 @@ def measure(name: str, file: Path) -> dict[str, Any]:
     graph = Graph(launches, stream)
     times = time_runs(lambda: graph.replay(stream), stream, warmup=10, repeats=30, inner=5)
     rows: dict[str, dict[str, Any]] = {}
-    for step, launch in zip(program.steps, launches, strict=True):
+    extra = added(launches, None, stream) if in_place else None
+    for k, (step, launch) in enumerate(zip(program.steps, launches, strict=True)):
         p = step.params
         operands = (*step.inputs, *step.outputs)
         shapes = [
@@ -73,6 +95,8 @@ def measure(name: str, file: Path) -> dict[str, Any]:
                 "count": 0, "nodes": " ".join(step.src)[:60],
             }  # fmt: skip
         rows[key]["count"] += 1
+        if extra is not None:
+            rows[key].setdefault("added_us", []).append(extra[k])
     found = sorted(rows.values(), key=lambda r: -r["us"] * r["count"])
     total = sum(r["us"] * r["count"] for r in found)
     return {
@@ -86,7 +110,8 @@ def show(row: dict[str, Any], lines: int) -> None:
     for r in row["launches"][:lines]:
         shapes = " ".join(f"{o[0]}{o[1:]}" for o in r["operands"] if len(o) > 2)
         print(
-            f"  {r['count']:3d} x {r['us']:7.2f} us  {r['kind']} {r['tactic']} {','.join(r['stages'])} {shapes[:150]}",
+            f"  {r['count']:3d} x {r['us']:7.2f} us  {r['kind']} {r['tactic']} {','.join(r['stages'])} {shapes[:150]}"
+            + (f" in place {r['added_us']}" if "added_us" in r else ""),
             flush=True,
         )
 
@@ -97,6 +122,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("steps.json"))
     parser.add_argument("--lines", type=int, default=16, help="of each engine's table that are printed")
     parser.add_argument("--tune", type=float, default=0, metavar="S", help="tune each engine for so many seconds")
+    parser.add_argument("--in-place", action="store_true", help="what each step adds to those before it")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args()
     if options.child:
@@ -123,7 +149,12 @@ def main() -> None:
                 rows.append({"name": name, "failed": (done.stderr or done.stdout)[-1500:]})
                 print(f"{name} FAILED {rows[-1]['failed']}", flush=True)
                 continue
-            rows.append({**json.loads(done.stdout.split("ROW ")[-1]), **measure(name, Path(f"{folder}/{name}.engine"))})
+            rows.append(
+                {
+                    **json.loads(done.stdout.split("ROW ")[-1]),
+                    **measure(name, Path(f"{folder}/{name}.engine"), options.in_place),
+                }
+            )
             show(rows[-1], options.lines)
             options.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 

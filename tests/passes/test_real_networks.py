@@ -156,7 +156,7 @@ def test_siblings_of_networks(name: str, families: int) -> None:
 def test_layouts_of_networks(name: str, convolutions: int, conversions: int) -> None:
     """Only the borders are converted, but in ShuffleNet, whose channel shuffles reshape in plain order 32 times."""
     graph = light(name)
-    report = run_pipeline(graph, PIPELINE(3, CUDA.target), CUDA, verify=True)[-1]
+    report = run_pipeline(graph, PIPELINE(3, CUDA.target), CUDA, verify=True)[-2]
     assert report.name == "assign_layout"
     assert [op.outputs[0].type.layout for op in graph.of_kind("Conv")] == ["nhwc"] * convolutions
     assert sum(f.rule == "convert" for f in report.fired) == conversions
