@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from optdnn.compiler import Build, build_verbose, optimize
+from optdnn.compiler import Build, build_verbose
 from optdnn.config import AUTO, BuildOptions
-from optdnn.divergence import Findings, Side, find
+from optdnn.divergence import Findings, find
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.gpu_rivals import (
     GPU_RIVALS,
@@ -28,23 +28,18 @@ from optdnn.gpu_rivals import (
     torch_candidates,
 )
 from optdnn.importers.onnx import import_model
-from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
-from optdnn.passes.assign_precision import AssignPrecision
-from optdnn.passes.precision import PrecisionPlan
-from optdnn.passes.ranges import Calibration
-from optdnn.precision.targets import assigned, base_of
 from optdnn.runtime.accuracy import errors_between
 from optdnn.runtime.candidates import Candidate
-from optdnn.runtime.engine import Engine, load
-from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.engine import load
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.format import read
 from optdnn.runtime.machine import usable_cores
-from optdnn.runtime.program import Plain, Program
+from optdnn.runtime.program import Plain
 from optdnn.runtime.race import Race, race
 from optdnn.runtime.signature import Signature
+from optdnn.sides import side_of
 from optdnn.types import Array, TensorSpec, is_float
 
 Progress = Callable[[str], None]
@@ -366,82 +361,6 @@ def look(
         )
         other, label = side_of(rival, subject.model, options, say), f"{label}+{read(rival, verify=False).precision}"
     return find(subject.original, mine.graph, mine.engine_of, feeds, label, tolerance, other)
-
-
-def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lambda text: None) -> Side:
-    """What an engine file was made of: the exact part of its graph, and how to make an engine of it in the same way (target,
-    library, threads, precision of each op). Engines for a GPU that is not here are made to run in NumPy.
-
-    Raises UsageError where the model is not the one that the engine was built from, or calibration data is missing that an int8
-    engine was built with.
-    """
-    program = read(path, verify=False)
-    exact = import_model(model, shapes=options.shapes)
-    optimize(exact, options, program.target, stop_before=AssignPrecision.name)
-    told = program.meta.get("precision")
-    plan = PrecisionPlan.from_json(told["plan"]) if isinstance(told, Mapping) else PrecisionPlan()
-    calibration = _calibration(exact, plan, program, options, say)
-    final, _ = assigned(exact, plan, program.target, calibration, options.opt_level)
-    if options.stop_after is None and graph_digest(final) != program.meta.get("model", {}).get("digest"):
-        raise UsageError(
-            f"{model} is not what {path} was built from, or another optdnn built it"
-            + (" (or its calibration data is not the same)" if plan.quantizes else ""),
-            hint="build the engine again",
-        )
-
-    # A library that is asked for bf16 keeps what makes outputs in fp32, and here every value is one: types in the graph do not.
-    typed = replace(plan, base="fp32") if program.target == "cpu" and plan.default == plan.base == "bf16" else plan
-
-    def engine_of(graph: Graph) -> Engine:
-        made, _ = assigned(graph, typed, program.target, calibration, options.opt_level)
-        return _made(made, typed, program, options)
-
-    return Side(path.name, exact, engine_of)
-
-
-def _calibration(
-    graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions, say: Progress
-) -> Calibration | None:
-    """The ranges that an engine was built with, found once more."""
-    if not plan.quantizes:
-        return None
-    if options.calib is None:
-        raise UsageError(
-            f"an engine in {program.precision} was built with calibration data, which is needed to look inside",
-            hint="give it once more: --calib DATA",
-        )
-    from optdnn.calibration import calibrate
-    from optdnn.calibration.images import ImageSpec
-    from optdnn.precision.auto import specs
-    from optdnn.precision.samples import halves
-
-    data: Any = options.calib
-    images = None if options.images is None else ImageSpec.read(options.images)
-    if "auto" in program.meta:
-        data = dict(halves(options.calib, specs(graph), options.labels, images)[0].feeds)
-    return calibrate(graph, data, options.calibrator, cache=options.calib_cache, images=images, progress=say)
-
-
-def _made(graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions) -> Engine:
-    """An engine of a graph whose precisions are assigned, for the target of ``program`` and by its library."""
-    family = program.target.partition(":")[0]
-    if family == "reference":
-        from optdnn.lower import lower_reference
-
-        return Engine(lower_reference(graph, {}))
-    if family in ("cuda", "simulate"):
-        from optdnn.lower_cuda import lower_cuda
-        from optdnn.runtime.cuda.usable import why_not
-
-        here = family == "cuda" and not why_not()
-        return Engine(
-            lower_cuda(graph, replace(options, tactics="heuristic", no_cubins=not here), program.target, {}),
-            options=LoadOptions(simulate=not here),
-        )
-    from optdnn.tactics.cpu import compile_with
-
-    tactic: Any = program.meta["tactic"]
-    return compile_with(graph, tactic["library"], base_of(plan), options.threads or tactic["threads"])
 
 
 # ---------------------------------------------------------------- plain data

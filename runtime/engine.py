@@ -187,6 +187,7 @@ def load(
         planner=planner,
         custom_ops=tuple(custom_ops),
     )
+
     def seen(program: Program) -> None:
         if program.target.startswith("cuda") and not simulate:
             from optdnn.runtime.cuda.start import begin

@@ -202,9 +202,7 @@ def _open_regular(path: str, flags: int) -> int:
     return fd
 
 
-def decode(
-    data: memoryview, *, verify: bool = True, seen: Callable[[Program], None] = lambda program: None
-) -> Program:
+def decode(data: memoryview, *, verify: bool = True, seen: Callable[[Program], None] = lambda program: None) -> Program:
     """The program in an engine file's contents. Arrays are read-only views of ``data``. Raises as :func:`read`."""
     _need_little_endian()
     text, data_at, minor = _checked_header(data)

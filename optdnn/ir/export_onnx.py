@@ -7,10 +7,8 @@ become nodes of their own. What the asked-for opset cannot express is a typed er
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,11 @@ from onnx import AttributeProto, TensorProto
 from optdnn.errors import InternalError, UnsupportedError, UnsupportedNode, UsageError
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Op, Value, infer
+from optdnn.ir.onnx_protos import little_endian, node_attributes, schema, tensor_proto
 from optdnn.ops.base import Body, FusedAttrs, Unsupported, onnx_number
 from optdnn.ops.fused import export_op, export_stages, infer_stages
 from optdnn.runtime.atomic import write_atomic
-from optdnn.types import INT64, Array, TensorType, bits_of, packed, packed_bytes
+from optdnn.types import INT64, Array, TensorType, bits_of, packed_bytes
 
 DEFAULT_OPSET = 21
 EXTERNAL_FROM_BYTES = 1024
@@ -76,7 +75,7 @@ class ExportedModel:
             position = 0
             pieces: list[bytes | memoryview] = []
             for name, array in self.weights.items():
-                pieces += [bytes(-position % _ALIGNMENT), _little_endian(array).data]
+                pieces += [bytes(-position % _ALIGNMENT), little_endian(array).data]
                 position += -position % _ALIGNMENT
                 _declare_external(declared[name], f"{path.name}.data", position, packed_bytes(array.dtype, array.size))
                 position += packed_bytes(array.dtype, array.size)
@@ -177,7 +176,7 @@ class _Exporter:
 
     def _older_form(self, op_type: str, names: list[str], attrs: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
         """Constant operands as the attributes that they were in older opsets."""
-        known = _schema(op_type, "", self.opset)
+        known = schema(op_type, "", self.opset)
         slots = _ONCE_ATTRIBUTES.get(op_type)
         if known is None or slots is None or len(names) <= known.max_input:
             return names, attrs
@@ -395,104 +394,6 @@ def _read(nodes: Iterable[onnx.NodeProto]) -> set[str]:
             if a.type == AttributeProto.GRAPH:
                 found.update(_read(a.g.node))
     return found
-
-
-@lru_cache(maxsize=4096)
-def _schema(op_type: str, domain: str, opset: int) -> Any:
-    try:
-        return onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
-    except onnx.defs.SchemaError:
-        return None
-
-
-def node_attributes(
-    op_type: str, domain: str, opset: int, attrs: Mapping[str, Any], operands: int
-) -> list[AttributeProto]:
-    """Attributes in the types that the operator's schema at ``opset`` gives them; None is left off.
-
-    An attribute that this opset does not know is left off where it has the default of the newest opset, because it means
-    nothing then. Raises Unsupported for any other, and for an operator or a number of operands that it does not know.
-    """
-    known = _schema(op_type, domain, opset)
-    if known is None and domain == "":
-        raise Unsupported(f"there is no {op_type} in it")
-    if known is not None and known.deprecated:
-        raise Unsupported(f"{op_type} was removed from it")
-    if known is not None and operands > known.max_input:
-        raise Unsupported(f"{op_type} has only {known.max_input} operands there")
-    out = []
-    for name, value in attrs.items():
-        if value is None:
-            continue
-        kind = None
-        if known is not None:
-            declared = known.attributes.get(name)
-            if declared is None:
-                if _is_default(op_type, domain, name, value):
-                    continue
-                raise Unsupported(f"attribute {name}={value!r} of {op_type} does not exist in it")
-            kind = declared.type
-        out.append(_attribute(name, value, kind))
-    return out
-
-
-def _is_default(op_type: str, domain: str, name: str, value: Any) -> bool:
-    if name == "dilations" and all(v == 1 for v in value):  # a default that schemas say in words
-        return True
-    newest = _schema(op_type, domain, onnx.defs.onnx_opset_version())
-    declared = None if newest is None else newest.attributes.get(name)
-    if declared is None or not declared.default_value.name:
-        return False
-    default = onnx.helper.get_attribute_value(declared.default_value)
-    if isinstance(default, bytes):
-        default = default.decode()
-    plain = int(value) if isinstance(value, (bool, np.bool_)) else list(value) if isinstance(value, tuple) else value
-    return bool(plain == default)
-
-
-_TYPES = onnx.defs.OpSchema.AttrType
-
-
-def _attribute(name: str, value: Any, kind: Any) -> AttributeProto:
-    if isinstance(value, np.dtype):
-        value = onnx_number(value)
-    if isinstance(value, np.ndarray) and kind in (None, _TYPES.TENSOR):
-        return AttributeProto(name=name, type=AttributeProto.TENSOR, t=tensor_proto(value, ""))
-    if kind is None:
-        return onnx.helper.make_attribute(name, int(value) if isinstance(value, bool) else value)
-    if kind == _TYPES.GRAPH:
-        return AttributeProto(name=name, type=AttributeProto.GRAPH, g=value)
-    if kind == _TYPES.INT:
-        return AttributeProto(name=name, type=AttributeProto.INT, i=int(value))
-    if kind == _TYPES.FLOAT:
-        return AttributeProto(name=name, type=AttributeProto.FLOAT, f=float(value))
-    if kind == _TYPES.STRING:
-        return AttributeProto(name=name, type=AttributeProto.STRING, s=str(value).encode())
-    if kind == _TYPES.INTS:
-        return AttributeProto(name=name, type=AttributeProto.INTS, ints=[int(v) for v in value])
-    if kind == _TYPES.FLOATS:
-        return AttributeProto(name=name, type=AttributeProto.FLOATS, floats=[float(v) for v in value])
-    if kind == _TYPES.STRINGS:
-        return AttributeProto(name=name, type=AttributeProto.STRINGS, strings=[str(v).encode() for v in value])
-    raise InternalError(f"attribute {name!r} of type {kind} cannot be written")
-
-
-def tensor_proto(array: Array, name: str) -> TensorProto:
-    """An array as a TensorProto with raw data."""
-    t = TensorProto(name=name, data_type=onnx_number(array.dtype), dims=array.shape)
-    t.raw_data = _little_endian(array).tobytes()
-    return t
-
-
-def _little_endian(array: Array) -> Array:
-    """The array's bytes as the file wants them, flat."""
-    if bits_of(array.dtype) < 8:
-        return packed(array)
-    flat = np.ascontiguousarray(array).reshape(-1)
-    if sys.byteorder == "big" and array.dtype.itemsize > 1:
-        part = array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1)
-        return np.ascontiguousarray(flat.view(np.uint8).reshape(-1, part)[:, ::-1]).reshape(-1)
-    return flat.view(np.uint8)
 
 
 def _declare_external(t: TensorProto, location: str, offset: int, length: int) -> None:

@@ -18,7 +18,8 @@ from optdnn.importers.held import put_together, take_apart
 from optdnn.importers.onnx import import_model
 from optdnn.importers.tensors import to_array
 from optdnn.ir.evaluate import evaluate
-from optdnn.ir.export_onnx import export_model, tensor_proto
+from optdnn.ir.export_onnx import export_model
+from optdnn.ir.onnx_protos import tensor_proto
 from optdnn.ops.base import onnx_number
 from optdnn.types import DTYPES, NARROW_FLOATS, NARROW_INTEGERS, bits_of, packed, packed_bytes, unpacked
 

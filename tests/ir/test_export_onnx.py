@@ -13,8 +13,9 @@ from optdnn.errors import UnsupportedError, UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.ir import export_onnx
 from optdnn.ir.evaluate import evaluate, random_feeds
-from optdnn.ir.export_onnx import export_model, node_attributes, tensor_proto
+from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph, Value
+from optdnn.ir.onnx_protos import node_attributes, tensor_proto
 from optdnn.ops.base import Attrs, Stage, Unsupported
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import PointwiseAttrs
