@@ -30,6 +30,7 @@ HOT = frozenset(
             "conv_sm90.cu",
             "conv_patch_sm90.cu",
             "conv_sm80.cu",
+            "conv_stem.cu",
             "depthwise.cu",
             "depthwise_sm90.cu",
             "attention_sm90.cu",

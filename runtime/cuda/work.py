@@ -86,6 +86,8 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     moved = sum(_distinct(v) * dtype(v).itemsize for v in seen.values())
     out = next((v for v in m.writes if v is not None), None)
     first = next((v for v in m.reads if v is not None), out)
+    if m.kind == "ImageConv":
+        first = out  # whose factors are of the result's type
     kind = dtype(first) if first is not None else FP32
     product = _products(m.kind, attrs_from_plain(dict(m.attrs)), m.reads, out)
     if product:
@@ -108,7 +110,7 @@ def _products(kind: str, attrs: Mapping[str, Any], reads: Sequence[View | None],
     n = math.prod(out.shape)
     shapes = [() if v is None else v.shape for v in reads]
     match kind:
-        case "Conv" | "ConvInteger" | "QLinearConv":
+        case "Conv" | "ImageConv" | "ConvInteger" | "QLinearConv":
             weight = shapes[3] if kind == "QLinearConv" else shapes[1]
             return 2 * n * math.prod(weight[1:])
         case "ConvSum":

@@ -43,6 +43,21 @@ def _space_to_depth(operands: Sequence[Array | None], attrs: Mapping[str, Any]) 
     return (out,)
 
 
+def _image_conv(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """The convolution of an image (operand 0) that is first multiplied by ``factors`` and shifted by ``shifts`` per channel (where
+    these are given), and rounded to ``dtype``; the other attributes are the convolution's."""
+    x, *rest = operands
+    assert x is not None
+    made = x.astype(np.float32)
+    for numbers, apply in ((attrs["factors"], np.multiply), (attrs["shifts"], np.add)):
+        if numbers:
+            made = apply(made, np.asarray(numbers, np.float32)[:, None, None])
+    (rounded,) = cast(made, attrs["dtype"])
+    own = {k: v for k, v in attrs.items() if k not in ("factors", "shifts", "dtype")}
+    wide = [None if a is None else a.astype(np.float32) for a in (rounded, *rest)]
+    return run_kernel("Conv", wide, own)
+
+
 def _quantized_blocks(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
     """NCHW image, quantized -> blocks of pixels as channels (as "SpaceToDepthImage"), in rows of ``width`` blocks that begin with
     ``before`` of zeros."""
@@ -231,6 +246,7 @@ OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Ar
     "Quantized": _quantized,
     "QuantizedBlocks": _quantized_blocks,
     "ConvSum": _conv_sum,
+    "ImageConv": _image_conv,
     "ConvSqueeze": _conv_squeeze,
     "SqueezeFinish": _squeeze_finish,
     "MaskedSoftmax": _masked_softmax,

@@ -10,6 +10,7 @@ from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv, BlockConvTranspose
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.tactics.cuda.conv_sm80 import GeneralConv, GeneralGemm
+from optdnn.tactics.cuda.conv_stem import StemConv
 from optdnn.tactics.cuda.cudnn_attention import CudnnAttention
 from optdnn.tactics.cuda.custom import Custom
 from optdnn.tactics.cuda.depthwise import DepthwiseOfIntegers, HalfDepthwise
@@ -39,7 +40,16 @@ from optdnn.tactics.cuda.rows import BatchNorm, LocalResponse, Rows
 from optdnn.tactics.cuda.tactic import Tactic
 
 _OWN: dict[str, tuple[Tactic, ...]] = {
-    "Conv": (BlockConv(), HopperConv(), HalfDepthwise(), Depthwise(), GeneralConv(), DirectConv(), CudnnConv()),
+    "Conv": (
+        BlockConv(),
+        HopperConv(),
+        HalfDepthwise(),
+        Depthwise(),
+        GeneralConv(),
+        StemConv(),
+        DirectConv(),
+        CudnnConv(),
+    ),  # fmt: skip,
     "Custom": (Custom(),),
     "ConvTranspose": (BlockConvTranspose(), DirectConvTranspose()),
     "MatMul": (Gemv(), HopperGemm(), GeneralGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),

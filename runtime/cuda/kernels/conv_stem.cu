@@ -1,0 +1,297 @@
+// Convolution of an image of one to four channels as it comes (planar or interleaved, fp32, 16-bit or bytes), for any tensor-core
+// GPU from sm_80 on: the change of layout, the cast and the normalization happen on the way to shared memory, mma.sync
+// (m16n8k16, fp32 sums) reads its pixels from there, and results go out channels-last.
+//
+// Block: TILE_H x TILE_W output pixels x BLOCK_N output channels; blocks walk over tiles, and keep their weights. The input pixels
+// of a tile lie in shared memory either as planes (PLANES: at an even stride, where a 32-bit word is two taps of a row) or with two
+// or four channels together (a word is two channels of a tap). K is a list of such words, LANE_WORD of them after the first pixel
+// of the window: a lane of an A fragment reads word t of each half of a K step, whatever tap and channel that is.
+//
+// Weights lie in shared memory in an order of rows in which a thread's sums over up to four n8 tiles are neighbouring channels.
+//
+// generated.cuh defines the geometry (see optdnn.runtime.cuda.conv_stem.recipe), word_offset(i, t) and epilogue().
+#include "ptx.cuh"
+#include "generated.cuh"
+
+struct Params {
+    const u8* image;
+    const u16 *weights, *residual;                 // weights: [channels][K_STEPS * 16]
+    const float* bias;
+    u16* output;
+    long long image_pitch;                         // elements from image to image, and (below) from plane to plane, row to row
+    int plane_pitch, row_pitch, column_pitch;
+    int height, width, out_h, out_w;
+    int tiles_x, tiles_y, tiles;
+    int first_row, first_column;                   // where tile 0 begins to read: not after the padding's edge
+    int channels, pitch, residual_pitch;           // channels to store; elements from pixel to pixel
+    float factor[4], shift[4];
+};
+
+constexpr int THREADS = WARPS_M * WARPS_N * 32, BLOCK_N = WARPS_N * N_TILES * 8, K = K_STEPS * 16;
+constexpr int WEIGHT_ROW = K * 2 + 16;             // bytes: an odd number of 16-byte chunks, so that ldmatrix hits all banks
+constexpr u32 BIAS_AT = BLOCK_N * WEIGHT_ROW, IMAGE_AT = BIAS_AT + BLOCK_N * 4;
+constexpr bool KEEP = K_STEPS * N_TILES * 2 <= KEPT_REGISTERS;                         // weights stay in registers
+constexpr int CHUNKS = HALO_H * ROW_CHUNKS * (PLANES ? CHANNELS : 1);                  // of VEC columns
+constexpr int ROUNDS = (CHUNKS + THREADS - 1) / THREADS;
+constexpr int SETS = PLANES ? 1 : CHANNELS, RAW = (VEC * IMAGE_ITEM + 3) / 4;
+
+static_assert(TILE_W % 8 == 0 && TILE_H * TILE_W == WARPS_M * M_TILES * 16);
+
+DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if defined(DTYPE_BF16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- rows of weights ---------------------------------------------------------------------------------------------------
+
+// n8 tiles of a warp come in groups of four, two or one; a lane's sums of a group of G are 2 G neighbouring channels.
+DEVICE constexpr int group_of(int tile) {
+    const int left = N_TILES - tile / 4 * 4;
+    return left >= 4 ? 4 : left >= 2 ? (tile % 4 < 2 ? 2 : 1) : 1;
+}
+DEVICE int row_of(int channel) {                   // of the block
+    const int warp = channel / (N_TILES * 8), in_warp = channel % (N_TILES * 8), tile = in_warp / 8;
+    const int group = group_of(tile), first = group == 4 ? tile / 4 * 4 : group == 2 ? tile / 2 * 2 : tile;
+    const int c = in_warp - first * 8;
+    return warp * N_TILES * 8 + first * 8 + c % (2 * group) / 2 * 8 + c / (2 * group) * 2 + c % 2;
+}
+
+// Weights and biases of the block's channels; rows are neighbours in the order of row_of().
+DEVICE void load_weights(const Params& p, u32 base, u8* shared) {
+    const u8* from = reinterpret_cast<const u8*>(p.weights) + (long long)blockIdx.y * BLOCK_N * K * 2;
+    for (int i = threadIdx.x; i < BLOCK_N * K / 8; i += THREADS) {
+        const int channel = i / (K / 8), chunk = i % (K / 8);
+        const bool valid = int(blockIdx.y) * BLOCK_N + channel < p.channels;
+        const int bytes = valid ? 16 : 0;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     ::"r"(base + row_of(channel) * WEIGHT_ROW + chunk * 16), "l"(valid ? from + (long long)i * 16 : from), "r"(bytes) : "memory");
+    }
+    float* bias = reinterpret_cast<float*>(shared + BIAS_AT);
+    for (int i = threadIdx.x; i < BLOCK_N; i += THREADS) {
+        const int channel = blockIdx.y * BLOCK_N + i;
+        bias[i] = channel < p.channels ? __ldg(p.bias + channel) : 0.0f;
+    }
+    asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
+}
+
+// B fragments of a K step; matrices: channels 0-7 at k 0-7 and 8-15, then channels 8-15. No memory clobber: weights do not change,
+// and ``address`` is made behind the barrier that they were waited for at.
+DEVICE void load_b(u32 address, u32 (&b)[N_TILES][2]) {
+    #pragma unroll
+    for (int n = 0; n + 1 < N_TILES; n += 2)
+        asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+            : "=r"(b[n][0]), "=r"(b[n][1]), "=r"(b[n + 1][0]), "=r"(b[n + 1][1]) : "r"(address + n * 8 * WEIGHT_ROW));
+    if constexpr (N_TILES % 2)
+        asm("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+            : "=r"(b[N_TILES - 1][0]), "=r"(b[N_TILES - 1][1]) : "r"(address + (N_TILES - 1) * 8 * WEIGHT_ROW));
+}
+
+// ---- pixels into shared memory -----------------------------------------------------------------------------------------
+
+struct Chunk { u32 raw[SETS][RAW]; };              // VEC neighbouring columns of a row, of each channel that lies beside
+
+DEVICE void load_raw(const u8* at, u32 (&raw)[RAW]) {
+    if constexpr (VEC * IMAGE_ITEM == 16) {
+        const uint4 v = __ldg(reinterpret_cast<const uint4*>(at));
+        raw[0] = v.x, raw[1] = v.y, raw[2] = v.z, raw[3] = v.w;
+    } else if constexpr (VEC * IMAGE_ITEM == 8) {
+        const uint2 v = __ldg(reinterpret_cast<const uint2*>(at));
+        raw[0] = v.x, raw[1] = v.y;
+    } else if constexpr (VEC * IMAGE_ITEM == 4) {
+        raw[0] = __ldg(reinterpret_cast<const u32*>(at));
+    } else if constexpr (VEC * IMAGE_ITEM == 2) {
+        raw[0] = __ldg(reinterpret_cast<const u16*>(at));
+    } else {
+        raw[0] = __ldg(at);
+    }
+}
+
+DEVICE float pixel(const u32 (&raw)[RAW], int i) {
+#if IMAGE_KIND == 0    // fp32
+    return __uint_as_float(raw[i]);
+#elif IMAGE_KIND == 1  // fp16
+    return i % 2 ? high_half(raw[i / 2]) : low_half(raw[i / 2]);
+#elif IMAGE_KIND == 2  // bf16
+    return __uint_as_float(i % 2 ? raw[i / 2] & 0xffff0000u : raw[i / 2] << 16);
+#elif IMAGE_KIND == 3  // uint8
+    return float((raw[i / 4] >> (i % 4 * 8)) & 255u);
+#else                  // int8
+    return float(static_cast<signed char>((raw[i / 4] >> (i % 4 * 8)) & 255u));
+#endif
+}
+
+struct Place { int row, column, channel; bool inside; };   // of a chunk: in the image
+
+DEVICE Place place_of(const Params& p, int chunk, int row, int column) {
+    const int part = chunk % ROW_CHUNKS, y = chunk / ROW_CHUNKS % HALO_H;
+    Place at = {row + y, column + part * VEC, PLANES ? chunk / (ROW_CHUNKS * HALO_H) : 0, false};
+    at.inside = chunk < CHUNKS && unsigned(at.row) < unsigned(p.height) && unsigned(at.column) < unsigned(p.width);
+    return at;
+}
+
+DEVICE void fetch(const Params& p, const u8* image, int row, int column, Chunk (&held)[ROUNDS]) {
+    #pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        const Place at = place_of(p, threadIdx.x + i * THREADS, row, column);
+        #pragma unroll
+        for (int s = 0; s < SETS; s++) {
+            #pragma unroll
+            for (int r = 0; r < RAW; r++) held[i].raw[s][r] = 0;
+            const int offset = (at.channel + s) * p.plane_pitch + at.row * p.row_pitch + at.column * p.column_pitch;
+            if (at.inside) load_raw(image + (long long)offset * IMAGE_ITEM, held[i].raw[s]);
+        }
+    }
+}
+
+DEVICE float normalized(const Params& p, float v, int channel) {
+    return NORMALIZE ? __fadd_rn(__fmul_rn(v, p.factor[channel]), p.shift[channel]) : v;
+}
+
+// Cast, normalized, zeros outside: the padding is of the normalized image.
+DEVICE void put(const Params& p, u8* tile, int row, int column, const Chunk (&held)[ROUNDS]) {
+    #pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        const int chunk = threadIdx.x + i * THREADS;
+        if (CHUNKS % THREADS && chunk >= CHUNKS) continue;
+        const Place at = place_of(p, chunk, row, column);
+        const int part = chunk % ROW_CHUNKS, y = chunk / ROW_CHUNKS % HALO_H;
+        constexpr int LANES = VEC * TOGETHER;                                          // 16-bit numbers of the chunk
+        u32 words[(LANES + 1) / 2];
+        #pragma unroll
+        for (int w = 0; w < (LANES + 1) / 2; w++) {
+            float v[2];
+            #pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const int lane = w * 2 + j, set = lane % TOGETHER, pixels = lane / TOGETHER;
+                const bool real = at.inside && set < SETS && pixels < VEC;
+                v[j] = real ? normalized(p, pixel(held[i].raw[set < SETS ? set : 0], pixels < VEC ? pixels : 0), at.channel + set) : 0.0f;
+            }
+            words[w] = pack2(v[0], v[1]);
+        }
+        const int first = PLANES ? (at.channel * HALO_H + y) * PITCH + part * VEC : (y * PITCH + part * VEC) * TOGETHER;
+        u16* to = reinterpret_cast<u16*>(tile) + first;
+        if constexpr (LANES % 8 == 0) {
+            #pragma unroll
+            for (int w = 0; w < LANES / 2; w += 4)
+                reinterpret_cast<uint4*>(to)[w / 4] = make_uint4(words[w], words[w + 1], words[w + 2], words[w + 3]);
+        } else if constexpr (LANES == 4) {
+            *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+        } else if constexpr (LANES == 2) {
+            *reinterpret_cast<u32*>(to) = words[0];
+        } else {
+            *to = static_cast<u16>(words[0]);
+        }
+    }
+}
+
+// ---- products and results ----------------------------------------------------------------------------------------------
+
+// Results of one row of an m16 tile: a lane's channels of each group of n8 tiles are one access.
+DEVICE void store_row(const Params& p, const float (&acc)[N_TILES][4], int half, const float* bias, int first, u16* to, const u16* residual) {
+    const int t = threadIdx.x % 4;
+    #pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+        const int group = group_of(n), channel = first + n * 8 + t * 2 * group;
+        if (n % 4 % group == 0 && channel < p.channels) {              // the first of its group
+            u32 r[4] = {0, 0, 0, 0}, made[4];
+            if (HAS_RESIDUAL) {
+                #pragma unroll
+                for (int j = 0; j < group; j++) r[j] = *reinterpret_cast<const u32*>(residual + channel + 2 * j);
+            }
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                if (j >= group) break;
+                const float2 c = *reinterpret_cast<const float2*>(bias + n * 8 + t * 2 * group + 2 * j);
+                made[j] = pack2(epilogue(acc[n + j < N_TILES ? n + j : 0][half * 2], c.x, low_float(r[j])),
+                                epilogue(acc[n + j < N_TILES ? n + j : 0][half * 2 + 1], c.y, high_float(r[j])));
+            }
+            if (group == 4) *reinterpret_cast<uint4*>(to + channel) = make_uint4(made[0], made[1], made[2], made[3]);
+            else if (group == 2) *reinterpret_cast<uint2*>(to + channel) = make_uint2(made[0], made[1]);
+            else *reinterpret_cast<u32*>(to + channel) = made[0];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) u8 shared[];
+    const u32 base = smem_address(shared);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_m = warp % WARPS_M, warp_n = warp / WARPS_M;
+    const int g = lane / 4, t = lane % 4;
+    grid_launch_dependents();
+    load_weights(p, base, shared);
+
+    // Words of each row of eight pixels (two an m16 tile), and of the words of a K step where these are not neighbours.
+    int rows[M_TILES][2];
+    #pragma unroll
+    for (int i = 0; i < M_TILES * 2; i++) {
+        const int run = warp_m * M_TILES * 2 + i, y = run * 8 / TILE_W, x = run * 8 % TILE_W + g;
+        rows[i / 2][i % 2] = IMAGE_AT + ((y * STRIDE_H * ROW_STEP + x * STRIDE_W * COLUMN_STEP) / 2 + FIRST_WORD + t) * 4;
+    }
+    int offsets[K_STEPS][2];
+    #pragma unroll
+    for (int k = 0; k < K_STEPS * 2; k++) offsets[k / 2][k % 2] = word_offset(k, t) * 4;
+
+    const int first_channel = blockIdx.y * BLOCK_N + warp_n * N_TILES * 8;
+    const float* bias = reinterpret_cast<const float*>(shared + BIAS_AT) + warp_n * N_TILES * 8;
+    const int b_row = warp_n * N_TILES * 8 + lane % 8 + (N_TILES > 1 ? lane / 16 * 8 : 0);
+    u32 b_at = base + b_row * WEIGHT_ROW + lane / 8 % 2 * 16;
+    u32 kept[KEEP ? K_STEPS : 1][N_TILES][2];
+    __syncthreads();
+    asm volatile("" : "+r"(b_at)::"memory");
+    if constexpr (KEEP) {
+        #pragma unroll
+        for (int k = 0; k < K_STEPS; k++) load_b(b_at + k * 32, kept[k]);
+    }
+
+    grid_dependency_wait();
+    Chunk held[ROUNDS];
+    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+        const int x = tile % p.tiles_x * TILE_W, y = tile / p.tiles_x % p.tiles_y * TILE_H, n = tile / p.tiles_x / p.tiles_y;
+        const int row = p.first_row + y * STRIDE_H, column = p.first_column + x * STRIDE_W;
+        if (!AHEAD || tile == blockIdx.x) fetch(p, p.image + n * p.image_pitch * IMAGE_ITEM, row, column, held);
+        put(p, shared + IMAGE_AT, row, column, held);
+        __syncthreads();
+        if (AHEAD && tile + gridDim.x < p.tiles) {
+            const int next = tile + gridDim.x, ahead = next / p.tiles_x / p.tiles_y;
+            fetch(p, p.image + ahead * p.image_pitch * IMAGE_ITEM, p.first_row + next / p.tiles_x % p.tiles_y * TILE_H * STRIDE_H,
+                  p.first_column + next % p.tiles_x * TILE_W * STRIDE_W, held);
+        }
+
+        float acc[M_TILES][N_TILES][4];
+        #pragma unroll
+        for (int i = 0; i < M_TILES * N_TILES * 4; i++) acc[i / (N_TILES * 4)][i / 4 % N_TILES][i % 4] = 0.0f;
+        u32 weights_at = b_at;
+        if (!KEEP) asm volatile("" : "+r"(weights_at));                                // read anew for each tile
+        #pragma unroll
+        for (int k = 0; k < K_STEPS; k++) {
+            u32 fresh[N_TILES][2];
+            if (!KEEP) load_b(weights_at + k * 32, fresh);
+            #pragma unroll
+            for (int m = 0; m < M_TILES; m++) {
+                u32 a[4];
+                #pragma unroll
+                for (int i = 0; i < 4; i++) a[i] = *reinterpret_cast<const u32*>(shared + rows[m][i % 2] + offsets[k][i / 2]);
+                #pragma unroll
+                for (int j = 0; j < N_TILES; j++) {
+                    if (KEEP) multiply(acc[m][j], a, kept[KEEP ? k : 0][j][0], kept[KEEP ? k : 0][j][1]);
+                    else multiply(acc[m][j], a, fresh[j][0], fresh[j][1]);
+                }
+            }
+        }
+        __syncthreads();                                                               // the pixels have been read
+
+        const long long before = (long long)n * p.out_h * p.out_w;
+        #pragma unroll
+        for (int i = 0; i < M_TILES * 2; i++) {
+            const int run = warp_m * M_TILES * 2 + i, out_y = y + run * 8 / TILE_W, out_x = x + run * 8 % TILE_W + g;
+            if (out_y >= p.out_h || out_x >= p.out_w) continue;
+            const long long at = before + out_y * p.out_w + out_x;
+            store_row(p, acc[i / 2], i % 2, bias, first_channel, p.output + at * p.pitch, p.residual + (HAS_RESIDUAL ? at * p.residual_pitch : 0));
+        }
+    }
+}
