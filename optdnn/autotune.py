@@ -22,6 +22,7 @@ from typing import Any
 
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import InternalError, RunError
+from optdnn.ir.digest import structure_digest
 from optdnn.ir.graph import Graph, Op
 from optdnn.ir.kept import Kept
 from optdnn.lane_race import race_lanes
@@ -361,13 +362,11 @@ class Tuner:
         return f"{self.timer.machine.device} | {problem.key} | {trial.choice} | {regime} | {sources}{library}"
 
     def _network_key(self) -> str:
-        """Names the whole network: its problems in order, what may be chosen, and this version's kernels."""
+        """Names the whole network: its graph, what may be chosen, and this version's kernels."""
         digest = hashlib.sha256()
-        # Which problems there are does not depend on libraries, which are slow to ask.
-        emitted = emit_program(self.graph, replace(self.options, tactics="heuristic"), self.target, {})
         selection = Selection.of(self.options)
         facts: list[Any] = [sorted(selection.providers), selection.workspace, selection.row_invariant]
-        facts += [str(self.options.streams), *(d.signature for d in emitted.decisions)]
+        facts += [str(self.options.streams), self.options.strict, self.target, structure_digest(self.graph)]
         facts += [(p.name, p.read_bytes()) for p in sorted(KERNELS.glob("*.cu*"))]
         digest.update(repr(facts).encode())
         return f"{self.timer.machine.device} | {digest.hexdigest()[:32]}"
@@ -380,13 +379,16 @@ class Tuner:
             return None
         choices = {k: Choice(*c) for k, c in known.choices.items()}
         try:
-            emit_program(self.graph, self.options, self.target, {}, choices)
+            emitted = emit_program(self.graph, self.options, self.target, {}, choices, kept=self._kept)
         except InternalError:
+            return None
+        if known.problems != _problems(emitted):  # of another version, which would make something else of this network
             return None
         same = known.versions == self._versions(*Selection.of(self.options).providers)
         budget = self.options.budget
         if same and (known.seconds is None or (budget is not None and budget <= known.seconds)):
-            return Tuned(choices, (), None, known.ms, cached=True, streams=Streams.of_plain(known.streams))
+            streams = Streams.of_plain(known.streams)
+            return Tuned(choices, (), None, known.ms, cached=True, streams=streams, emitted=emitted)
         if not same:
             self.say("the timing cache is of another driver or compiler: its times only rank")
         self._start = choices
@@ -398,7 +400,14 @@ class Tuner:
         spent = None if found.stopped is None else max(self.clock() - self.begin, self.options.budget or 0.0)
         versions = self._versions(*Selection.of(self.options).providers)
         lanes = None if found.streams is None else found.streams.to_plain()
-        self.cache.note_network(self._network, found.choices, found.after_ms, versions, spent, lanes)
+        found.emitted = emit_program(self.graph, self.options, self.target, {}, found.choices, kept=self._kept)
+        problems = _problems(found.emitted)
+        self.cache.note_network(self._network, found.choices, found.after_ms, versions, spent, lanes, problems)
+
+
+def _problems(emitted: Emitted) -> str:
+    """A digest of the signatures that a network is made of."""
+    return hashlib.sha256("\n".join(d.signature for d in emitted.decisions).encode()).hexdigest()[:32]
 
 
 def tune(
@@ -411,6 +420,7 @@ def tune(
         return None
     from optdnn.runtime.cuda.usable import why_not
 
+    begin = time.monotonic()
     if why := why_not():
         say(f"tactics by the cost model: {why}")
         return None
@@ -423,7 +433,10 @@ def tune(
         return None
     if options.tactics == "auto" and (absent := [p for p in PROVIDERS if p not in selection.providers]):
         say(f"tune: no candidates of {' and '.join(absent)}: not installed (pip install 'optdnn[cuda-libs]')")
-    return Tuner(graph, options, target, timer, cache, say, alone=partial(alone, timer.machine.place, say)).run()
+    started = time.monotonic() - begin
+    found = Tuner(graph, options, target, timer, cache, say, alone=partial(alone, timer.machine.place, say)).run()
+    found.seconds = {"start": started, **found.seconds}
+    return found
 
 
 def _footprint(program: Program) -> int:

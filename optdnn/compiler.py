@@ -141,13 +141,16 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     cache = TimingCache.open(options.timing_cache)
     if options.emit_onnx is not None:
         check_writable(options.emit_onnx)
-    target = resolve_target(options.target)
-    options = replace(options, target=target)
+    _begin(options)
     with _timed(seconds, "import"):
         say("import")
         if options.values:
             model = with_values(model, options.values)
         graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
+    with _timed(seconds, "target"):
+        target = resolve_target(options.target)
+    options = replace(options, target=target)
+    with _timed(seconds, "import"):
         sizes = size_inputs(graph) if target.partition(":")[0] in ("cuda", "simulate") else []
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
     dynamic, found, account, choice = None, None, Account(), None
@@ -210,7 +213,9 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             tuning = None if tuned is None else tuned.to_plain()
             choices, streams = (None, None) if tuned is None else (tuned.choices, tuned.streams)
             # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
-            program = replace(lower_cuda(graph, options, target, meta, say, choices, streams), precision=label)
+            made = None if tuned is None else tuned.emitted
+            program = lower_cuda(graph, options, target, meta, say, choices, streams, emitted=made)
+            program = replace(program, precision=label)
             if options.precision != AUTO:
                 program = by_value(graph, program, sizes, model, options)
             if target != "simulate" and program.by_value is None:
@@ -298,6 +303,19 @@ def _not_met(account: Outcome) -> NotMet:
         f"search saw{verified}",
         hint=f"nothing was written; --max-drop {c.worst:.3g} would take it, and so might fewer --pin options",
     )
+
+
+def _begin(options: BuildOptions) -> None:
+    """Start what takes its time without Python, where a build may measure on a GPU: CUDA, and the libraries that take part."""
+    if options.target not in ("auto", "cuda") and not options.target.startswith("cuda:"):
+        return
+    if "heuristic" in options.tactics.split(",") and options.target.startswith("cuda:"):
+        return
+    from optdnn.runtime.cuda import start
+
+    start.begin()
+    wanted = ("cudnn", "cublaslt") if options.tactics == "auto" else options.tactics.split(",")
+    start.load_libraries(*(name for name in wanted if name in ("cudnn", "cublaslt")))
 
 
 def resolve_target(target: str) -> str:

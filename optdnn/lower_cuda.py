@@ -77,15 +77,19 @@ def lower_cuda(
     streams: Streams | None = None,
     visit: Visit = lambda b, op, key: None,
     kept: Kept | None = None,
+    emitted: Emitted | None = None,
 ) -> Program:
     """The program of an optimized graph for "cuda:ARCH", or for "simulate" (Hopper's program, without compiled kernels).
 
     ``choices`` by signature go before the cost model, and ``visit`` may add to them; ``streams`` is what tuning found of lanes;
-    ``kept``: constants of other programs, to be shared.
+    ``kept``: constants of other programs, to be shared; ``emitted``: the launches of these very choices, made already.
     Raises UsageError for a dimension that is not known; UnsupportedError where ``options.strict`` forbids steps on the host, naming
     every operator that needs one, and where an operator has no NumPy kernel either.
     """
-    emitted = emit_program(graph, options, target, meta, choices, visit, kept)
+    if emitted is None:
+        emitted = emit_program(graph, options, target, meta, choices, visit, kept)
+    else:
+        emitted.program.meta = {**meta, **emitted.program.meta}
     known = emitted.seconds(None if streams is None else streams.seconds)
     program = on_lanes(emitted.program, known, options, streams)
     if target != "simulate" and not options.no_cubins:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pstats
 import shutil
 import statistics
 import subprocess
@@ -99,10 +100,31 @@ start = time.perf_counter()
 import optdnn
 imported = time.perf_counter()
 feeds = dict(np.load(sys.argv[2]))
+if len(sys.argv) > 3:
+    import cProfile
+    profile = cProfile.Profile()
+    profile.enable()
 begin = time.perf_counter()
-y = optdnn.load(sys.argv[1]).run(feeds)
-print(imported - start, time.perf_counter() - begin, all(np.isfinite(v).all() for v in y.values()))
+engine = optdnn.load(sys.argv[1])
+loaded = time.perf_counter()
+y = engine.run(feeds)
+done = time.perf_counter()
+if len(sys.argv) > 3:
+    profile.disable()
+    profile.dump_stats(sys.argv[3])
+print(imported - start, loaded - begin, done - begin, all(np.isfinite(v).all() for v in y.values()))
 """
+LOAD_STAGES = (
+    ("read and verify the file", "format.py", "read"),
+    ("imports", "<frozen importlib._bootstrap>", "_find_and_load"),
+    ("wait for CUDA", "device.py", "open"),
+    ("load kernels", "device.py", "__init__"),
+    ("upload", "memory.py", "upload"),
+    ("a context", "runner.py", "context"),
+    ("capture and instantiate the graph", "graphs.py", "__init__"),
+    ("the first run", "engine.py", "run"),
+)
+"""What a profile of the main thread says of a load: a name for it, file and function; one may hold another."""
 
 
 def engine_of(folder: Path) -> Path:
@@ -125,16 +147,32 @@ def load(folder: Path) -> dict[str, Any]:
     feeds = {k: v.astype(np.float16) for k, v in zoo.example_inputs(zoo.build("resnet50", batch=1), seed=1).items()}
     np.savez(folder / "feeds.npz", **feeds)  # type: ignore[arg-type]
     found = []
-    for _ in range(3):
+    for k in range(4):
         words = [sys.executable, "-c", LOAD, str(path), str(folder / "feeds.npz")]
+        words += [str(folder / "load.profile")] if k == 3 else []  # the profile slows it: it does not count
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode:
             return {"error": done.stderr[-600:]}
-        imported, first, finite = done.stdout.split()
-        found.append(
-            {"import_s": round(float(imported), 3), "load_to_result_s": round(float(first), 3), "finite": finite}
-        )
-    return {"runs": found, "median_s": statistics.median(r["load_to_result_s"] for r in found)}
+        imported, loaded, first, finite = done.stdout.split()
+        times = {"import_s": imported, "loaded_s": loaded, "load_to_result_s": first}
+        found.append({**{name: round(float(t), 3) for name, t in times.items()}, "finite": finite})
+    *runs, profiled = found
+    stages = stages_of(folder / "load.profile")
+    return {
+        "runs": runs,
+        "median_s": statistics.median(r["load_to_result_s"] for r in runs),
+        "profiled": {**profiled, **stages},
+    }
+
+
+def stages_of(profile: Path) -> dict[str, float]:
+    """Seconds of the stages of a load, of a profile."""
+    found: dict[str, float] = {}
+    for (file, _, function), (_, _, _, seconds, _) in pstats.Stats(str(profile)).stats.items():  # type: ignore[attr-defined]
+        for name, wanted, what in LOAD_STAGES:
+            if function == what and Path(file).name == wanted:
+                found[name] = max(found.get(name, 0.0), round(seconds, 3))
+    return found
 
 
 def call(folder: Path) -> dict[str, Any]:

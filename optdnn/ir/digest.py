@@ -8,6 +8,9 @@ import numpy as np
 
 from optdnn.ir.graph import Graph
 
+SMALL = 64
+"""Constant integers of up to this many elements decide how operators are run."""
+
 
 def graph_digest(graph: Graph) -> str:
     """SHA-256 of the graph's constants and structure, to tell engines of different models apart."""
@@ -18,4 +21,21 @@ def graph_digest(graph: Graph) -> str:
             digest.update(np.ascontiguousarray(op.attrs.value).reshape(-1).view(np.uint8).data)
         else:
             digest.update(repr(op.attrs).encode())
+    return digest.hexdigest()
+
+
+def structure_digest(graph: Graph) -> str:
+    """SHA-256 of what decides how a graph can be run, names and weights left out: kinds, attributes, types, layouts, and how they
+    hang together; of constants the types, and the values of the few integers that say sizes, axes or places."""
+    digest = hashlib.sha256()
+    number: dict[int, int] = {}
+    for op in graph.order():
+        number[op.id] = len(number)
+        operands = [None if v is None else (number[v.op], v.port) for v in op.inputs]
+        facts: list[object] = [op.kind, operands, [(str(o.type), o.type.layout) for o in op.outputs]]
+        if op.kind != "Constant":
+            facts.append(repr(op.attrs))
+        elif op.attrs.value.dtype.kind in "iub" and op.attrs.value.size <= SMALL:
+            facts.append(op.attrs.value.tolist())
+        digest.update(repr(facts).encode())
     return digest.hexdigest()

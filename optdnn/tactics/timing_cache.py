@@ -38,7 +38,7 @@ class NetworkChoices:
     """The choices by signature ((tactic, configuration) each) that made a whole network fastest, and its milliseconds.
 
     ``seconds``: how long tuning went on before it was ended; None where it came to its own end. ``streams``: what was found of
-    steps side by side, as plain data (None: not looked at).
+    steps side by side, as plain data (None: not looked at); ``problems`` a digest of the signatures that the choices were made for.
     """
 
     choices: Mapping[str, tuple[str, str]]
@@ -46,6 +46,7 @@ class NetworkChoices:
     versions: Mapping[str, str]
     seconds: float | None = None
     streams: Any = None
+    problems: str = ""
 
 
 @dataclass
@@ -117,11 +118,13 @@ class TimingCache:
         versions: Mapping[str, str],
         seconds: float | None = None,
         streams: Any = None,
+        problems: str = "",
     ) -> None:
         """Keep the choices for a whole network."""
         table = {k: list(c) for k, c in sorted(choices.items())}
         ended: dict[str, Any] = {} if seconds is None else {"seconds": round(seconds, 2)}
         ended |= {} if streams is None else {"streams": streams}
+        ended |= {"problems": problems} if problems else {}
         self.networks[key] = {"choices": table, "ms": round(ms, 5), "versions": dict(versions), **ended}
         self.changed = True
 
@@ -161,7 +164,8 @@ def _network(row: Any) -> NetworkChoices | None:
             made = {k: (c[0], c[1]) for k, c in choices.items() if isinstance(c, list) and len(c) == 2 and _strings(c)}
             seconds = row.get("seconds")
             whole = len(made) == len(choices) and (seconds is None or _is_time(seconds))
-            return NetworkChoices(made, float(ms), versions, seconds, row.get("streams")) if whole else None
+            streams, problems = row.get("streams"), row.get("problems", "")
+            return NetworkChoices(made, float(ms), versions, seconds, streams, str(problems)) if whole else None
     return None
 
 

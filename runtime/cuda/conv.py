@@ -8,6 +8,7 @@ the 1x1 convolution with one "image" per row. Everything here is a pure function
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,10 @@ from optdnn.runtime.cuda.device import Device, Function, Launch, encode_im2col, 
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 
 _BARRIER_BYTES = 1024
+_NAME = re.compile(
+    r"(?P<wgm>\d+)x(?P<wgn>\d+)m(?P<mt>\d+)n(?P<bn>\d+)s(?P<stages>\d+)(?P<end>k(?P<split>\d+)|d|o(?P<buffers>\d+))"
+    r"(?P<stationary>w?)b(?P<blocks>\d+)(?P<alternate>a?)(c(?P<channels>\d+)x(?P<pixels>\d+))?"
+)
 TWO_SETS = 64
 """Up to this many columns (``mt * bn``) a thread keeps two sets of sums, so that products need not wait for each other."""
 
@@ -97,6 +102,20 @@ class Config:
             + ("a" if self.alternate else "")
             + ("c{}x{}".format(*self.share) if self.sharers > 1 else "")
         )
+
+    @classmethod
+    def read(cls, name: str) -> Config | None:
+        """The configuration of this name; None for what is no name of one."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            return None
+        wgm, wgn, mt, bn, stages = (int(found[k]) for k in ("wgm", "wgn", "mt", "bn", "stages"))
+        made = cls(
+            wgm, wgn, mt, bn, stages, int(found["split"] or 1), int(found["buffers"] or 1), bool(found["stationary"]),
+            int(found["blocks"]), found["end"] == "d", bool(found["alternate"]),
+            (int(found["channels"] or 1), int(found["pixels"] or 1)),
+        )  # fmt: skip
+        return made if str(made) == name else None
 
     def joint_tiles(self, problem: Problem) -> tuple[int, int]:
         """Tiles over the channels, and in all; those of a cluster that shares are one."""

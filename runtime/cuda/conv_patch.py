@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from optdnn.runtime.cuda import render
@@ -13,6 +14,10 @@ from optdnn.runtime.cuda.device import Device, Function, Launch, encode_tiled
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 
 _BARRIER_BYTES = 1024
+_NAME = re.compile(
+    r"patch(?P<wgm>\d+)x(?P<wgn>\d+)t(?P<height>\d+)x(?P<width>\d+)s(?P<stages>\d+)(r(?P<ring>\d+)|w)"
+    r"(?P<end>k(?P<split>\d+)|d|o(?P<buffers>\d+))b(?P<blocks>\d+)"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -50,6 +55,19 @@ class PatchConfig:
         ring = f"r{self.weight_stages}" if self.weight_stages else "w"
         end = f"k{self.split}" if self.split > 1 else "d" if self.direct else f"o{self.out_buffers}"
         return f"patch{self.wgm}x{self.wgn}t{self.tile_h}x{self.tile_w}s{self.stages}{ring}{end}b{self.blocks}"
+
+    @classmethod
+    def read(cls, name: str) -> PatchConfig | None:
+        """The configuration of this name; None for what is no name of one."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            return None
+        tile = (int(found[k]) for k in ("wgm", "wgn", "height", "width", "stages"))
+        made = cls(
+            *tile, int(found["ring"] or 0), int(found["buffers"] or 1), int(found["blocks"]), int(found["split"] or 1),
+            found["end"] == "d",
+        )  # fmt: skip
+        return made if str(made) == name else None
 
 
 def patch_size(problem: Problem, config: PatchConfig) -> tuple[int, int]:

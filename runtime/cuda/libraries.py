@@ -11,7 +11,7 @@ from typing import Any
 
 from optdnn.errors import MissingDependency
 
-_FILES = {"cublaslt": ("libcublasLt.so.13", "libcublasLt.so.12")}
+_FILES = {"cublaslt": ("libcublasLt.so.13", "libcublasLt.so.12"), "cudnn": ("libcudnn.so.9",)}
 """Library -> the names of its shared object, newest first."""
 
 
@@ -23,15 +23,19 @@ def _places(file: str) -> Iterator[str]:
     yield file
 
 
+def files(library: str) -> Iterator[str]:
+    """Where its shared object may be, the newest and nearest first."""
+    return (place for file in _FILES[library] for place in _places(file))
+
+
 @cache
 def shared_object(library: str) -> Any:
     """The loaded library. Raises MissingDependency."""
-    for file in _FILES[library]:
-        for place in _places(file):
-            try:
-                return ctypes.CDLL(place)
-            except OSError:
-                continue
+    for place in files(library):
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
     raise MissingDependency("nvidia-cublas", "cuda-libs", "by steps that call cuBLASLt")
 
 

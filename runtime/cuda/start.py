@@ -1,22 +1,54 @@
-"""CUDA's own start, some tenths of a second without Python, beside the reading and checking of an engine."""
+"""CUDA's own start, some tenths of a second, and the loading of the vendors' libraries, beside other work.
+
+Both are waits in the driver and the system's loader. Whoever needs the one or the other meanwhile waits there for what is left.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from optdnn.errors import OptdnnError
 
 
 def begin() -> threading.Thread:
-    """Start CUDA and the context that engines use, on a thread of its own. Who opens the device meanwhile waits in the driver."""
-    thread = threading.Thread(target=_begin, name="optdnn-cuda-start", daemon=True)
+    """Start CUDA and the context that engines use, on a thread of its own."""
+    return _aside("optdnn-cuda-start", _open)
+
+
+def load_libraries(*names: str) -> threading.Thread:
+    """Load libraries whose kernels a build may use ("cudnn", "cublaslt"), as far as they are here, on a thread of its own."""
+    return _aside("optdnn-libraries", lambda: _load(names))
+
+
+def _aside(name: str, work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     return thread
 
 
-def _begin() -> None:
+def _open() -> None:
     from optdnn.runtime.cuda.device import Device
 
     with suppress(OptdnnError):  # whoever then uses the GPU meets it, too, and says so
         Device.open()
+
+
+def _load(names: Sequence[str]) -> None:
+    from optdnn.runtime.cuda.device import gpu_count
+    from optdnn.runtime.cuda.libraries import files
+
+    with suppress(OptdnnError):
+        if gpu_count() == 0:
+            return
+    # Called as a foreign function, dlopen lets other threads run; ctypes.CDLL and import do not.
+    try:
+        dlopen = ctypes.CDLL(None).dlopen
+    except (AttributeError, OSError, TypeError):  # a system without it: they are loaded when they are needed
+        return
+    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    for name in names:
+        any(dlopen(path.encode(), os.RTLD_NOW | os.RTLD_LOCAL) for path in files(name))  # up to the first that is there

@@ -560,3 +560,23 @@ def test_reading_allocates_no_more_than_the_file_deserves() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 1 << 20
+
+
+def test_a_header_is_seen_before_the_blobs_are_verified(tmp_path: Path) -> None:
+    path, seen = tmp_path / "e", list[Any]()
+    fmt.write(mlp(), path)
+    fmt.read(path, seen=lambda program: seen.append((program.target, len(program.blobs))))
+    assert seen == [("reference", 0)]
+    assert fmt.read(path).digests[0][1] == hashlib.sha256(mlp().blobs[0].tobytes()).digest()
+    assert fmt.read(path, verify=False).digests == ()
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(EngineError, match="corrupt"):
+        fmt.read(path, seen=lambda program: seen.append((program.target, 0)))
+    assert len(seen) == 2
+    damaged[100] ^= 1  # of the header
+    path.write_bytes(damaged)
+    with pytest.raises(EngineError, match="header"):
+        fmt.read(path, seen=lambda program: seen.append((program.target, 0)))
+    assert len(seen) == 2

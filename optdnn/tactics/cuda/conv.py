@@ -115,6 +115,10 @@ class HopperConv(Rehearsed):
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
         return conv_sm90.refuse(b.arch, products(b, op), [geometry])
 
+    def read(self, name: str) -> conv_sm90.Config | None:
+        """See :class:`optdnn.tactics.cuda.tactic.Tactic`."""
+        return conv_sm90.read(name)
+
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
         assert weight is not None

@@ -40,6 +40,10 @@ class BlockConv(Rehearsed):
             return "its windows do not cover the image"
         return conv_sm90.refuse(b.arch, products(b, op), [POINTWISE])
 
+    def read(self, name: str) -> conv_sm90.Config | None:
+        """See :class:`optdnn.tactics.cuda.tactic.Tactic`."""
+        return conv_sm90.read(name)
+
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
@@ -58,7 +62,9 @@ class BlockConv(Rehearsed):
             b, op, x.view(split, (sn, sh, sw, sc, sh * kh, sw * kw)),
             rows.view(split, (rn, kw * channels, channels, 1, rh, rw)),
         )  # fmt: skip
-        matrix = np.ascontiguousarray(weight.transpose(0, 2, 3, 1)).reshape(filters, lanes, 1, 1)
+        matrix = b.kept.once(
+            "blocks", [weight], lambda: np.ascontiguousarray(weight.transpose(0, 2, 3, 1)).reshape(filters, lanes, 1, 1)
+        )
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         bias = ep.added_to(bias_of(b, op))
         residual = with_pitch(b, op, b.operand(ep.residual), added=True) if ep.residual is not None else None
@@ -88,6 +94,10 @@ class BlockConvTranspose(Rehearsed):
         if not plain or any(d != 1 for d in a.dilations) or a.auto_pad != "NOTSET":
             return "its windows overlap, are cut or have holes"
         return conv_sm90.refuse(b.arch, products(b, op), [POINTWISE])
+
+    def read(self, name: str) -> conv_sm90.Config | None:
+        """See :class:`optdnn.tactics.cuda.tactic.Tactic`."""
+        return conv_sm90.read(name)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.errors import InternalError
 from optdnn.ir.graph import Op
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
@@ -140,13 +141,34 @@ def ranked(problem: conv_problem.Problem, dense: bool) -> tuple[Offer, ...]:
     found: list[Config] = [*candidates(problem, h200(), limit=LIMIT, direct=dense), *patches]
     if not dense:
         found = [c for c in found if not c.stores_directly]
-    exact = problem.dtype in ("int8", "uint8")  # in any order
+    exact = is_exact(problem)
     if not exact and not any(map(in_one_order, found)):
         found += _plain_tiles(problem, dense)[
             :1
         ]  # where tiles are small; such are dense, or stored through shared memory
     offers = [Offer(c, cost(problem, c), row_invariant=exact or in_one_order(c)) for c in found]
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
+
+
+def is_exact(problem: conv_problem.Problem) -> bool:
+    """Whether sums are the same in any order."""
+    return problem.dtype in ("int8", "uint8")
+
+
+def read(name: str) -> Config | None:
+    """The configuration of this name; None where there is none."""
+    return patch.PatchConfig.read(name) or hopper.Config.read(name)
+
+
+def offered(problem: conv_problem.Problem, config: Config, dense: bool) -> Offer:
+    """A configuration that was chosen before, without a look at all the others. Raises InternalError where it cannot run this."""
+    implicit = isinstance(config, hopper.Config)
+    why = hopper.refuse(problem, config) if implicit else patch.refuse(problem, config)
+    if config.stores_directly and not dense:
+        why = "it stores rows without gaps"
+    if why is not None:
+        raise InternalError(f"the chosen configuration {config} cannot run it: {why}")
+    return Offer(config, cost(problem, config), row_invariant=is_exact(problem) or in_one_order(config))
 
 
 def _plain_tiles(problem: conv_problem.Problem, dense: bool) -> list[Config]:
@@ -202,9 +224,9 @@ def emit_conv(
         out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), factors, map_dtype(out.dtype),
         prologue=tuple(before.rendered) if before is not None else (),
     )  # fmt: skip
-    offers = ranked(problem, dense)
+    offers = ranked(problem, dense) if config is None else (offered(problem, config, dense),)
     b.offer(offers)
-    config = config or offers[0].config
+    config = offers[0].config
     vector = np.zeros(wide, np.float32)
     if bias is not None:
         vector[:channels] = bias

@@ -93,6 +93,10 @@ class HopperGemm(Rehearsed):
                 return "its third operand is not a constant row"
         return None
 
+    def read(self, name: str) -> conv_sm90.Config | None:
+        """See :class:`optdnn.tactics.cuda.tactic.Tactic`."""
+        return conv_sm90.read(name)
+
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None

@@ -60,6 +60,10 @@ class Called:
         """The first of the library's ranking. Where it ranks fewer, the others fail when they are tried: to ask is as slow."""
         return tuple(Offer(Rank(i), row_invariant=False) for i in range(self.most))
 
+    def read(self, name: str) -> Rank | None:
+        """See :class:`~optdnn.tactics.cuda.tactic.Tactic`."""
+        return next((rank for rank in map(Rank, range(self.most)) if str(rank) == name), None)
+
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         """See :class:`~optdnn.tactics.cuda.tactic.Tactic`."""
         rank = config or Rank(0)

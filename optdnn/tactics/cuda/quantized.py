@@ -171,10 +171,13 @@ def _emit(
         out.shape[0], up(channels, 16 // item), (feed.source,), tuple(a.stages), dtype, result, second, a.zero != 0
     )
     pitches = [conv_sm90.pitch_of(p) for p in (out, residual) if p is not None]
-    offers = conv_sm90.ranked(problem, all(p == problem.channels for p in pitches))
+    dense = all(p == problem.channels for p in pitches)
+    offers = conv_sm90.ranked(problem, dense) if config is None else (conv_sm90.offered(problem, config, dense),)
     b.offer(offers)
-    config = config or offers[0].config
-    packed = b.constant(conv_params.pack_weights(problem, [feed.weight]), f"{op.outputs[0].name}.weights")
+    config = offers[0].config
+    way = ("conv_sm90", problem.block, problem.out_item, dtype)
+    made = b.kept.once(way, [feed.weight], lambda: conv_params.pack_weights(problem, [feed.weight]), final=True)
+    packed = b.constant(made, f"{op.outputs[0].name}.weights")
     pairs = b.constant(quantized.pad_channels(channel), f"{op.outputs[0].name}.scales")
     bias = quantized.byte_bias(second) + a.residual_zero
     requantize = conv_params.Requantize(a.residual_scale, bias, a.low, a.high, a.zero)
@@ -213,6 +216,10 @@ class HopperQuantizedConv(Rehearsed):
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
         return conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
 
+    def read(self, name: str) -> conv_sm90.Config | None:
+        """See :class:`optdnn.tactics.cuda.tactic.Tactic`."""
+        return conv_sm90.read(name)
+
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
         assert weight is not None
@@ -245,6 +252,10 @@ class HopperQuantizedMatMul(Rehearsed):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         return refusal(b, op)
+
+    def read(self, name: str) -> conv_sm90.Config | None:
+        """See :class:`optdnn.tactics.cuda.tactic.Tactic`."""
+        return conv_sm90.read(name)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])

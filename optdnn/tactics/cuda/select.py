@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UnsupportedError
+from optdnn.ir.digest import SMALL
 from optdnn.ir.graph import Op, Value
 from optdnn.runtime.program import Plain, Step
 from optdnn.tactics.cuda.builder import Builder, Placed
 from optdnn.tactics.cuda.providers import providers_here
 from optdnn.tactics.cuda.tactic import PROVIDERS, Offer, Tactic
 from optdnn.types import dtype_name
-
-SMALL = 64
-"""Constant integers of up to this many elements are part of a signature: axes, sizes, pads."""
 
 
 class Choice(NamedTuple):
@@ -247,6 +245,8 @@ _NAMED: dict[tuple[str, Choice], Any] = {}
 
 def named(b: Builder, op: Op, tactic: Tactic, name: str, key: str) -> Any:
     """A tactic's configuration of this name, for an operator of this signature. Raises InternalError where there is none."""
+    if (told := tactic.read(name)) is not None:
+        return told
     choice = Choice(tactic.name, name)
     if (key, choice) not in _NAMED:
         for offer in tactic.configs(b, op):

@@ -64,6 +64,10 @@ class Tactic(Protocol):
         For operators that it does not refuse. Leaves the builder as it was.
         """
 
+    def read(self, name: str) -> Any:
+        """The configuration of this name, where names alone tell what it is: whether it can run an operator shows when it is
+        emitted (InternalError). None where configurations are found by their names among :meth:`configs`."""
+
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         """Add the launches, in a configuration of :meth:`configs` (None: the first); returns its name ("" where there is none)."""
 
@@ -82,6 +86,10 @@ class OwnTactic:
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """Without a choice."""
         return ()
+
+    def read(self, name: str) -> Any:
+        """Names do not tell."""
+        return None
 
 
 class Rehearsed(OwnTactic):

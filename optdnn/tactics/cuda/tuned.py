@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.timer import Machine
@@ -12,6 +12,9 @@ from optdnn.runtime.program import Program
 from optdnn.streams import Streams
 from optdnn.tactics.cuda.select import Choice
 from optdnn.tactics.cuda.trials import Problem
+
+if TYPE_CHECKING:
+    from optdnn.lower_cuda import Emitted
 
 
 class Net(Protocol):
@@ -52,6 +55,8 @@ class Tuned:
     providers: Sequence[str] = ()
     streams: Streams | None = None
     """Whether independent steps run side by side (None: it did not come to that)."""
+    emitted: Emitted | None = None
+    """The launches of these choices, where they were made already."""
 
     def to_plain(self) -> dict[str, Any]:
         """For the build's report."""

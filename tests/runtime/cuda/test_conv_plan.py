@@ -185,6 +185,20 @@ def test_candidates_are_valid_and_distinct(batch: int) -> None:
         patches = conv_patch.candidates(problem, DEVICE)
         assert all(conv_patch.refuse(problem, config) is None for config in patches)
         assert bool(patches) == (source.kernel == (3, 3))
+        assert all(Config.read(str(config)) == config for config in found)
+        assert all(PatchConfig.read(str(config)) == config for config in patches)
+
+
+def test_a_name_tells_the_configuration_and_nothing_else_is_one() -> None:
+    problem = Problem(6304, 768, (Source(1, 1, 768),), (("bias",), ("gelu",)))
+    found = [*conv_cost.candidates(problem, DEVICE, 400), Config(1, 1, 1, 32, 4, 1, 1, True, 2)]
+    assert {c.share for c in found} > {(1, 1)}
+    assert {c.alternate for c in found} == {c.stationary for c in found} == {False, True}
+    assert all(Config.read(str(config)) == config for config in found)
+    for name in ("", "1x1m1n32", "1x1m1n32s4o1b2 ", "01x1m1n32s4o1b2", "patch1x1t4x4s1wo1b1", "1x1m1n32s4k4dw"):
+        assert Config.read(name) is None
+    for name in ("", "patch1x1t4x4s1b1", "patch1x1t4x4s1r0o1b1", "1x1m1n32s4o1b2"):
+        assert PatchConfig.read(name) is None
 
 
 def test_large_tiles_share_what_neighbours_load_and_take_turns() -> None:

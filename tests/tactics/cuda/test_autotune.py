@@ -329,6 +329,21 @@ def test_a_remembered_choice_that_is_gone_is_made_anew() -> None:
     assert again.choices == first.choices
 
 
+def test_choices_for_other_problems_are_not_taken() -> None:
+    cache = TimingCache()
+    first, _ = tuned(FakeTimer(hashed), cache)
+    (key,) = cache.networks
+    again, _ = tuned(FakeTimer(hashed), cache)
+    assert again.cached
+    assert again.emitted is not None
+    cache.networks[key]["problems"] = "0" * 32  # as a version would keep it that lowers this network in another way
+    again, _ = tuned(FakeTimer(hashed), cache)
+    assert not again.cached
+    assert again.choices == first.choices
+    (row,) = cache.networks.values()
+    assert row["problems"] != "0" * 32
+
+
 # ---------------------------------------------------------------- how it is measured and told
 
 

@@ -21,7 +21,7 @@ from optdnn.lower_cuda import Emitted, emit_program, lower_cuda
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.norm import GroupNormAttrs
 from optdnn.runtime.cuda import nvrtc
-from optdnn.tactics.cuda import table
+from optdnn.tactics.cuda import conv_sm90, table
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.select import Choice, Selection, alternatives, usable
@@ -101,6 +101,26 @@ def test_a_choice_that_does_not_exist_is_an_error(choice: Choice) -> None:
     key = convolutions(emitted(two_like()))[0].signature
     with pytest.raises(InternalError, match="no such"):
         emitted(two_like(), {key: choice})
+
+
+def test_a_configuration_that_cannot_run_it_is_an_error() -> None:
+    key = convolutions(emitted(two_like()))[0].signature
+    with pytest.raises(InternalError, match=r"2x1m2n64s24o1b1 cannot run it: \d+ bytes of shared memory exceed"):
+        emitted(two_like(), {key: Choice("conv_sm90", "2x1m2n64s24o1b1")})
+
+
+def test_a_choice_needs_no_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = two_like()
+    chosen = {d.signature: d.choice for d in convolutions(emitted(graph))}
+    assert all(c.config for c in chosen.values())
+
+    def ranked(problem: Any, dense: bool) -> Any:
+        raise AssertionError("the cost model was asked")
+
+    monkeypatch.setattr(conv_sm90, "ranked", ranked)
+    again = convolutions(emitted(graph, chosen))
+    assert {d.signature: d.choice for d in again} == chosen
+    assert all(d.seconds is not None for d in again)
 
 
 def reasons(found: Emitted) -> str:

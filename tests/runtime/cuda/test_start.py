@@ -1,0 +1,44 @@
+"""What starts beside other work: it is begun early, and its failures are left to those who need it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optdnn.errors import RunError
+from optdnn.runtime.cuda import device, libraries, start
+
+
+def test_the_device_is_opened_aside_and_its_failure_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def fails(index: int = 0) -> None:
+        seen.append(threading.current_thread().name)
+        raise RunError("no GPU")
+
+    monkeypatch.setattr(device.Device, "open", fails)
+    start.begin().join(10)
+    assert seen == ["optdnn-cuda-start"]
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_libraries_are_loaded_where_there_is_a_gpu(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (math,) = {
+        Path(line.split()[-1]).name for line in Path("/proc/self/maps").read_text().splitlines() if "libm.so" in line
+    }
+    asked: list[str] = []
+
+    def files(library: str) -> Any:
+        for file in ("no such library.so", math, "never asked for"):
+            asked.append(file)
+            yield file
+
+    monkeypatch.setattr(device, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(libraries, "files", files)
+    start.load_libraries("cudnn").join(10)
+    assert asked == (["no such library.so", math] if gpus else [])
+    assert ctypes.CDLL(math) is not None
