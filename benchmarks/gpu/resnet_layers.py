@@ -57,6 +57,8 @@ class Bench:
         self.stream = graphs.Stream()
         self.cache = nvrtc.KernelCache(cache)
         self.functions: dict[tuple[str, int], Function] = {}
+        self.partial = torch.empty(0, dtype=torch.uint8, device="cuda")
+        self.arrived = torch.zeros(4096, dtype=torch.int32, device="cuda")
 
     def function(self, problem: conv_problem.Problem, config: Config) -> Function:
         family = family_of(config)
@@ -68,6 +70,11 @@ class Bench:
     def bind(
         self, problem: conv_problem.Problem, config: Config, pointers: conv_params.Pointers, **options: Any
     ) -> Launch:
+        if getattr(config, "stream", False):
+            size = conv.workspace(problem, config, self.device)[0]
+            if self.partial.numel() < size:
+                self.partial = torch.empty(size, dtype=torch.uint8, device="cuda")
+            pointers = replace(pointers, partial=self.partial.data_ptr(), arrived=self.arrived.data_ptr())
         return family_of(config).bind(problem, config, self.device, self.function(problem, config), pointers, **options)
 
     def run(self, launch: Launch) -> None:

@@ -18,8 +18,6 @@ from optdnn.runtime.cuda.nvrtc import Recipe
 
 MEMORY = 4.2e12
 CLOCK = 1.75e9
-MULTIPROCESSORS = 132  # whose number persistent grids are made for (an H200's); a wrong one costs time alone
-PROPOSE_PERSISTENT = False  # whether persistent blocks are among the candidates: not before they are measured
 _BARRIER_BYTES = 1024
 
 
@@ -105,24 +103,20 @@ class Problem:
 @dataclass(frozen=True, order=True)
 class Config:
     """``warpgroups`` x 64 queries per block, tiles of ``keys`` keys in a ring of ``stages``; ``blocks`` per multiprocessor that
-    registers must allow. ``persistent``: so many blocks take all heads in turn, and load the next one's operands meanwhile."""
+    registers must allow."""
 
     warpgroups: int
     keys: int
     stages: int
     blocks: int = 1
-    persistent: bool = False
 
     def __str__(self) -> str:
-        return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}" + ("p" if self.persistent else "")
+        return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}"
 
 
 def loader(problem: Problem, config: Config) -> int:
-    """Warps that load: none where all tiles have a stage; four (of which three idle) where four warpgroups on a multiprocessor take
-    their registers; else one."""
-    if config.persistent and config.warpgroups * config.blocks == 4:
-        return 4
-    return int(config.persistent or -(-problem.keys // config.keys) > config.stages)
+    """Warps that load: none where all tiles have a stage."""
+    return int(-(-problem.keys // config.keys) > config.stages)
 
 
 def threads(problem: Problem, config: Config) -> int:
@@ -131,19 +125,13 @@ def threads(problem: Problem, config: Config) -> int:
 
 
 def register_limit(problem: Problem, config: Config) -> int:
-    """Registers a thread that multiplies may have. A multiprocessor has 512 warp-wide ones for each warp slot of its four
-    partitions; loading warps keep 24 and leave the others what else the block was started with."""
-    block = threads(problem, config)
-    limit = min(255, 512 // -(-block // 32 * config.blocks // 4) // 8 * 8)
-    if loader(problem, config) == 4:
-        return (limit * block - 128 * 24) // (config.warpgroups * 128) // 8 * 8
-    return limit
+    """Registers a thread may have. A multiprocessor has 512 warp-wide ones for each warp slot of its four partitions."""
+    return min(255, 512 // -(-threads(problem, config) // 32 * config.blocks // 4) // 8 * 8)
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block."""
-    queries = config.warpgroups * 64 * (2 if config.persistent else 1)
-    return _BARRIER_BYTES + problem.head * 2 * (queries + 2 * config.stages * config.keys)
+    return _BARRIER_BYTES + problem.head * 2 * (config.warpgroups * 64 + 2 * config.stages * config.keys)
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
@@ -161,14 +149,14 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if config.warpgroups not in (1, 2, 3, 4) or config.keys % 16 or not 16 <= config.keys <= 256 or config.stages < 1:
         return "not a tile of this kernel"
     tiles = -(-problem.keys // config.keys)
-    if config.stages > (8 if config.persistent else min(tiles, 8)):
+    if config.stages > min(tiles, 8):
         return f"{config.stages} stages for {tiles} tiles"
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
         return "shared memory does not allow that many blocks per multiprocessor"
     # Scores and their packed copies, results, and the rest: fitted to what the compiler reports.
-    rest = 60 if problem.mask else 37 if loader(problem, config) == 4 else 44
+    rest = 60 if problem.mask else 44
     if config.keys * 0.62 + problem.head / 2 + rest > (limit := register_limit(problem, config)):
         return f"scores and results of a thread exceed {limit} registers"
     if problem.heads > 65535 or problem.batch > 65535:
@@ -197,8 +185,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         mask = 2 if problem.keys % 2 == 0 and all(x % 2 == 0 for x in problem.mask) else 1
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
-        "LOADER": loader(problem, config), "CONSUMER_REGISTERS": register_limit(problem, config),
-        "PERSISTENT": int(config.persistent), "HEAD": problem.head,
+        "LOADER": loader(problem, config), "HEAD": problem.head,
         "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask, "NARROW": narrow_kind(problem.narrow),
     }  # fmt: skip
@@ -232,12 +219,10 @@ def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> 
     block.pointer("mask" if problem.mask is not None else None).pointer("lengths" if problem.lengths else None)
     block.i64(*(problem.mask or (0, 0, 0)))
     block.i32(problem.queries, problem.keys, problem.heads, problem.heads // key_heads, problem.causal_offset)
-    block.i32(problem.mask_period or problem.batch, problem.batch)
+    block.i32(problem.mask_period or problem.batch)
     block.f32(problem.scale * math.log2(math.e))
     (narrow or Narrow()).put(block)
     grid = (-(-problem.queries // (64 * config.warpgroups)), problem.heads, problem.batch)
-    if config.persistent:
-        grid = (min(math.prod(grid), MULTIPROCESSORS * config.blocks), 1, 1)
     return block.describe("attention_sm90", grid, threads(problem, config), shared=shared_bytes(problem, config))
 
 
@@ -249,8 +234,6 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     registers = min(255, (config.keys + problem.head) // 2 + 60)
     warps = 4 * (512 // registers)
     resident = max(1, min(by_shared, max(config.blocks, warps // (threads(problem, config) // 32))))
-    if config.persistent:
-        resident = config.blocks
     # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
     multiply = config.keys * problem.head / 16 * 2
     scores = 64 * config.keys * (1 / 16 + 7 / 128 + (3 / 128 if problem.mask is not None else 0)) + 150
@@ -263,10 +246,8 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
     seen = 0.5 + 0.5 * config.keys / problem.keys if problem.causal and problem.queries == problem.keys else 1.0
     ends = 2200  # first loads, last store
-    block = groups * tiles * min(1.0, seen) * tile + (0 if config.persistent else ends)
-    if config.persistent:
-        waves = math.ceil(blocks / (device.multiprocessors * resident))
-    compute = (waves * block + (ends if config.persistent else 0)) / CLOCK
+    block = groups * tiles * min(1.0, seen) * tile + ends
+    compute = waves * block / CLOCK
     traffic = blocks * (2 * config.keys * tiles + 128 * config.warpgroups) * problem.head * 2
     return 0.8e-6 + max(compute, problem.bytes / MEMORY, traffic / 5.5e12)
 
@@ -287,19 +268,11 @@ def candidates(problem: Problem, device: Device, limit: int = 6) -> list[Config]
                     if refuse(problem, config, shared=device.shared_per_block) is None:
                         found.append((estimate(problem, config, device), config))
                         break
-            items = problem.batch * problem.heads * -(-problem.queries // (64 * warpgroups))
-            for blocks in (3, 2, 1) if PROPOSE_PERSISTENT else ():
-                for stages in (4, 3, 2):
-                    config = Config(warpgroups, keys, stages, blocks, persistent=True)
-                    fits = refuse(problem, config, shared=device.shared_per_block) is None
-                    if items > blocks * device.multiprocessors and fits:
-                        found.append((estimate(problem, config, device), config))
-                        break
     found.sort(key=lambda item: (item[0], item[1]))
     chosen: list[Config] = []
-    shapes: dict[tuple[int, int, bool], int] = {}
+    shapes: dict[tuple[int, int], int] = {}
     for _, config in found:
-        shape = (config.warpgroups, config.keys, config.persistent)
+        shape = (config.warpgroups, config.keys)
         if shapes.get(shape, 0) < 2:
             shapes[shape] = shapes.get(shape, 0) + 1
             chosen.append(config)

@@ -36,7 +36,8 @@ class Config:
     the weights of the block's K range are loaded once and kept; ``blocks``: blocks per multiprocessor that registers must allow;
     ``direct``: one tile per block, stored from registers (always so when ``split`` > 1). ``alternate``: two warpgroups take whole
     tiles in turn, one finishing while the other multiplies. ``share``: blocks of a cluster over channels x pixels; those of the
-    same pixels (or channels) load their pixels (weights) once, by multicast.
+    same pixels (or channels) load their pixels (weights) once, by multicast. ``stream``: stream-K: as many blocks as run at a time
+    take equal spans of all the tiles' K steps.
     """
 
     wgm: int
@@ -51,6 +52,7 @@ class Config:
     direct: bool = False
     alternate: bool = False
     share: tuple[int, int] = (1, 1)
+    stream: bool = False
 
     @property
     def sharers(self) -> int:
@@ -101,6 +103,7 @@ class Config:
             + f"b{self.blocks}"
             + ("a" if self.alternate else "")
             + ("c{}x{}".format(*self.share) if self.sharers > 1 else "")
+            + ("t" if self.stream else "")
         )
 
     @classmethod
@@ -194,6 +197,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         return "tiles of 8-bit operands that load together have not been measured"
     if config.sharers > 1 and (reason := _refuse_sharing(config)):
         return reason
+    if config.stream and (reason := _refuse_streaming(problem, config)):
+        return reason
     if config.wide and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
         return "more than 128 accumulators a thread are for two warpgroups of a block alone on its multiprocessor"
     if config.mt * config.bn > 320:
@@ -215,6 +220,26 @@ def _refuse_sharing(config: Config) -> str | None:
     return None
 
 
+LEAST_SPAN = 2
+"""K steps that a block of stream-K takes at least."""
+
+
+def _refuse_streaming(problem: Problem, config: Config) -> str | None:
+    """Why blocks cannot take spans of K steps, or None."""
+    if config.stationary or config.stores_directly or config.alternate or config.sharers > 1:
+        return "spans of K steps are for blocks of their own that keep no weights, and store by TMA"
+    if problem.prologue:
+        return "a prologue walks through whole tiles"
+    if sum(config.tile) * problem.span < config.groups * 2048:
+        return "a stage holds less than 16 bytes of sums of each thread"
+    steps = config.joint_tiles(problem)[1] * problem.k_steps
+    if steps < 2 * LEAST_SPAN:
+        return f"{steps} K steps in all are nothing to divide"
+    if steps * 2048 >= 1 << 32:
+        return f"{steps} K steps are too many to count"
+    return None
+
+
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
     """What to compile. Shapes are parameters: problems that share modes, epilogue and configuration share the cubin.
 
@@ -225,7 +250,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "SPLIT": config.split,
         "DIRECT": int(config.stores_directly), "OUT_BUFFERS": config.out_buffers, "WEIGHTS_STATIONARY": int(config.stationary),
         "ALTERNATE": int(config.alternate), "SHARE_CHANNELS": config.share[0], "SHARE_PIXELS": config.share[1],
-        "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
+        "STREAM": int(config.stream), "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
         "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated),
     }  # fmt: skip
     return Recipe(
@@ -263,6 +288,8 @@ def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
     channel_tiles, tiles = config.joint_tiles(problem)
     if config.stores_directly:
         return tiles * config.split
+    if config.stream:
+        return min(device.multiprocessors * config.blocks, tiles * problem.k_steps // LEAST_SPAN)
     if config.sharers > 1:
         return min(tiles, device.multiprocessors // config.sharers) * config.sharers
     resident = device.multiprocessors * max(
@@ -273,6 +300,14 @@ def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
     if config.stationary:  # a block keeps its channel tile
         return resident // channel_tiles * channel_tiles or channel_tiles
     return resident
+
+
+def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, int]:
+    """Bytes of stream-K's partial sums, one tile a block, and of its counts (zeros before the first launch); else (0, 0)."""
+    if not config.stream:
+        return 0, 0
+    blocks = grid_blocks(problem, config, device)
+    return blocks * math.prod(config.tile) * 4, blocks * 4
 
 
 def _source_map(problem: Problem, source: Source, config: Config, pointer: int) -> bytes:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from optdnn.runtime.cuda.conv import SHARES, Config, refuse, shared_bytes
+from optdnn.runtime.cuda.conv import SHARES, Config, grid_blocks, refuse, shared_bytes
 from optdnn.runtime.cuda.conv_problem import IM2COL, Problem
 from optdnn.runtime.cuda.device import Device
 
@@ -34,6 +34,8 @@ STAGE_ISSUE = {
     "softplus": 16.0,
     "elu": 6.0,
 }
+PROPOSE_STREAM_K = False  # whether stream-K is among the candidates: not before it is measured
+SEND, RECEIVE = 48.0, 100.0  # bytes of sums per cycle that a block of stream-K sends to L2, and takes from it
 EXPONENTIAL = frozenset({"silu", "sigmoid", "elu", "softplus"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
@@ -96,6 +98,8 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     if config.split > 1:  # not persistent: each wave is launched, loaded and reduced anew
         later = first + 1500
     compute = (first + (waves - 1) * later) / CLOCK
+    if config.stream:
+        compute = _streamed(problem, config, device, step, later, epilogue) / CLOCK
     extra = tiles * config.split * steps * weight_bytes / 12e12 if not config.stationary else 0.0
     in_flight = resident * (
         config.stages * streamed + (config.out_buffers - 1) * tile_channels * tile_pixels * problem.out_item
@@ -104,6 +108,33 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     whole = LATENCY + max(compute, memory) + 0.15 * min(compute, memory)
     # What a cluster loads once for all its blocks was no limit of any product measured: it comes after the same tile alone.
     return whole * 1.01 if config.sharers > 1 else whole
+
+
+def _streamed(problem: Problem, config: Config, device: Device, step: float, later: float, epilogue: float) -> float:
+    """Cycles of a block's span: its share of the tiles, one epilogue more than that hides, and sums sent and received."""
+    tiles, blocks = config.joint_tiles(problem)[1], grid_blocks(problem, config, device)
+    share, resident = tiles / blocks, -(-blocks // device.multiprocessors)
+    sums = math.prod(config.tile) * 4
+    exchange = 0.0
+    if tiles % blocks or share < 1:
+        senders = max(1, math.ceil(1 / share) - 1)
+        exchange = 1000 + sums / SEND + senders * (300 + sums / RECEIVE)
+    steps = -(-tiles * problem.k_steps // blocks)
+    return resident * (max(steps * step, share * later) + exchange) + epilogue
+
+
+def streams(problem: Problem, tile: tuple[int, int, int, int], device: Device) -> Iterator[Config]:
+    """Stream-K of one tile, where whole tiles would leave multiprocessors idle for more than a tenth of the time."""
+    wgm, wgn, mt, bn = tile
+    for blocks in (2, 1):
+        plain = Config(wgm, wgn, mt, bn, 2, blocks=blocks, stream=True)
+        tiles, places = plain.joint_tiles(problem)[1], device.multiprocessors * blocks
+        if tiles > 6 * places or tiles > 0.9 * places * -(-tiles // places) or 8 * tiles < places:
+            continue
+        room = (HALF_SHARED if blocks == 2 else device.shared_per_block) - shared_bytes(problem, plain)
+        config = replace(plain, stages=min(8, 2 + room // (sum(plain.tile) * problem.span)))
+        if config.stages >= 3 and refuse(problem, config, shared=device.shared_per_block) is None:
+            yield config
 
 
 def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, device: Device) -> Iterator[Config]:
@@ -173,6 +204,8 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: boo
             tiles = -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
             for config in large(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
+            for config in streams(problem, (wgm, wgn, mt, bn), device) if PROPOSE_STREAM_K else ():
+                found.append((estimate(problem, config, device), config))
             for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
                 if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):
                     continue
@@ -183,7 +216,7 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: boo
     chosen: list[Config] = []
     shapes: dict[tuple[int, ...], int] = {}
     for _, config in found:
-        shape = (*config.tile, config.split, config.stationary, config.alternate)
+        shape = (*config.tile, config.split, config.stationary, config.alternate, config.stream)
         if shapes.get(shape, 0) < 2:
             shapes[shape] = shapes.get(shape, 0) + 1
             chosen.append(config)

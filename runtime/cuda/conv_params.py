@@ -79,18 +79,22 @@ class _Params(ctypes.Structure):
         ("zero", ctypes.c_int), ("constants", ctypes.c_float * MAX_CONSTANTS),
         ("before", ctypes.c_void_p), ("gate", ctypes.c_void_p),
         *[(name, ctypes.c_int) for name in ("gate_pitch", "image_pixels", "images", "gate_channels")],
+        ("partial", ctypes.c_void_p), ("arrived", ctypes.c_void_p),
     ]  # fmt: skip
 
 
 BEFORE = _Params.before.offset
 """Where the addresses of a prologue's constants and of its gate are."""
+PARTIAL = _Params.partial.offset
+"""Where the addresses of stream-K's workspace are: partial sums, then counts (zeros between launches)."""
 _PARAMS_BYTES = -(-ctypes.sizeof(_Params) // 64) * 64
 
 
 @dataclass(frozen=True)
 class Pointers:
     """Device addresses: NHWC sources, packed weights, fp32 bias (padded to a multiple of 4; of 8-bit operands: pairs of scale and
-    bias), NHWC output, NHWC residual; of a prologue, pairs of scale and shift per input channel (whole K steps), and the gate."""
+    bias), NHWC output, NHWC residual; of a prologue, pairs of scale and shift per input channel (whole K steps), and the gate; of
+    stream-K, the workspace (:func:`optdnn.runtime.cuda.conv.workspace`)."""
 
     sources: tuple[int, ...]
     weights: int
@@ -99,6 +103,8 @@ class Pointers:
     residual: int = 0
     before: int = 0
     gate: int = 0
+    partial: int = 0
+    arrived: int = 0
 
 
 def weight_rows(problem: Problem) -> int:
@@ -118,6 +124,7 @@ def parameters(
     params.out_h, params.out_w = problem.out_size
     params.k_steps = problem.k_steps
     params.before, params.gate = pointers.before or None, pointers.gate or None
+    params.partial, params.arrived = pointers.partial or None, pointers.arrived or None
     params.gate_pitch = params.gate_channels = problem.sources[0].channels
     params.image_pixels, params.images = math.prod(problem.out_size), problem.batch
     for slot, source in zip(params.source, problem.sources, strict=False):

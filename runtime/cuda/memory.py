@@ -38,6 +38,12 @@ class DeviceMemory:
             self.pointer = int(handle)
             weakref.finalize(self, _free, "cuMemFree", handle)
 
+    def clear(self) -> None:
+        """Fill it with zeros, and wait for that."""
+        if self.size:
+            check("cuMemsetD8", driver().cuMemsetD8(self.pointer, 0, self.size))
+            check("cuStreamSynchronize", driver().cuStreamSynchronize(0))
+
     def upload(self, data: Array, offset: int = 0) -> None:
         """Copy a C-contiguous host array in, and wait for it."""
         upload(self.pointer + offset, data)

@@ -133,6 +133,32 @@ CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {
         Problem(20, 256, (Source(14, 14, 64), Source(28, 28, 128, (1, 1), (2, 2))), RELU, "bfloat16"),
         Config(2, 1, 1, 48, 3, share=(2, 1)),
     ),
+    "stream-K, a tile more than multiprocessors": (
+        Problem(133, 64, (Source(8, 8, 256),), RELU),
+        Config(1, 1, 1, 64, 4, stream=True),
+    ),
+    "stream-K, one tile": (Problem(1, 64, (Source(7, 7, 1024),), ADD), Config(1, 1, 1, 56, 5, stream=True)),
+    "stream-K, two steps a tile": (Problem(133, 64, (Source(8, 8, 128),), ADD), Config(1, 1, 1, 64, 3, stream=True)),
+    "stream-K, batched product": (
+        Problem(12, 328, (Source(1, 100, 520),), (("bias",), ("add",))),
+        Config(2, 1, 1, 80, 4, stream=True),
+    ),
+    "stream-K 3x3, batch 1": (Problem(1, 512, (same(7, 7, 512),), ADD), Config(2, 1, 1, 56, 5, stream=True)),
+    "stream-K 3x3, batch 8": (Problem(8, 200, (same(14, 13, 136),), ADD), Config(1, 2, 2, 40, 4, stream=True)),
+    "stream-K 3x3 stride 2, two blocks": (
+        Problem(8, 256, (same(28, 28, 128, stride=2),), RELU),
+        Config(2, 1, 1, 72, 3, 1, 2, blocks=2, stream=True),
+    ),
+    "stream-K, many tiles, two buffers": (
+        Problem(48, 328, (Source(28, 28, 136),), ADD),
+        Config(2, 1, 1, 128, 4, 1, 2, stream=True),
+    ),
+    "stream-K, wide": (Problem(40, 640, (Source(28, 28, 512),), ADD), Config(2, 1, 2, 144, 3, stream=True)),
+    "stream-K, two sources, bf16": (
+        Problem(8, 256, (Source(14, 14, 64), Source(28, 28, 128, (1, 1), (2, 2))), RELU, "bfloat16"),
+        Config(2, 1, 1, 48, 3, stream=True),
+    ),
+    "stream-K, 16 channels": (Problem(9, 72, (same(15, 13, 16),), RELU), Config(1, 1, 1, 200, 6, stream=True)),
     "bf16": (Problem(2, 128, (Source(9, 7, 512),), ADD, "bfloat16"), Config(2, 1, 1, 48, 3)),
     "bf16 split": (Problem(1, 256, (Source(14, 14, 1024),), ADD, "bfloat16"), Config(1, 1, 1, 56, 2, 8)),
     "silu": (Problem(2, 128, (Source(9, 7, 64),), (("bias",), ("silu",))), Config(2, 1, 1, 48, 2)),

@@ -290,10 +290,14 @@ class Builder:
         maps: Iterable[MapSpec] = (),
         shared: int = 0,
         cluster: int = 1,
+        scratch: Sequence[Placed] = (),
+        kept: Sequence[Placed] = (),
     ) -> None:
-        """Add a launch. ``kind``, ``attrs`` (as the reference kernel takes them), ``reads`` and ``writes`` are its meaning."""
+        """Add a launch. ``kind``, ``attrs`` (as the reference kernel takes them), ``reads`` and ``writes`` are its meaning.
+
+        ``scratch`` is memory that it alone uses; ``kept`` too, which is zeros at first and as the last launch left it from then on."""
         maps = tuple(maps)
-        written = list(dict.fromkeys(w.buffer for w in writes if w is not None))
+        written = list(dict.fromkeys(w.buffer for w in (*writes, *scratch, *kept) if w is not None))
         touched = [*(r for r in reads if r is not None), *(p for _, p in block.addresses), *(m.placed for m in maps)]
         wanted = {r.buffer for r in reads if r is not None}
         inputs = [i for i in dict.fromkeys(p.buffer for p in touched) if i not in written or i in wanted]
@@ -316,9 +320,8 @@ class Builder:
             tuple(None if r is None else View(order[r.buffer], r.offset, r.shape, r.strides) for r in reads),
             tuple(None if w is None else View(number[w.buffer], w.offset, w.shape, w.strides) for w in writes),
         )
-        self.steps.append(
-            Step("cuda", CudaStep(launch, meaning).to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src)))
-        )
+        step = CudaStep(launch, meaning, kept=tuple(number[p.buffer] for p in kept))
+        self.steps.append(Step("cuda", step.to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src))))
 
     def call(
         self,

@@ -38,7 +38,7 @@ from optdnn.tactics.cuda.builder import (
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue
 from optdnn.tactics.cuda.prologue import Prologue
 from optdnn.tactics.cuda.tactic import Offer
-from optdnn.types import FP32, Array, to_tf32
+from optdnn.types import FP32, INT32, Array, to_tf32
 
 POINTERS = 5 * 128
 """Offset of bias, output and residual in the parameter block, behind five tensor maps."""
@@ -188,7 +188,9 @@ LIMIT = 1 << 20
 
 def in_one_order(config: Config) -> bool:
     """Whether products are summed in one order that no size decides: the implicit GEMM, K not split, one set of sums."""
-    return isinstance(config, hopper.Config) and config.split == 1 and config.mt * config.bn > hopper.TWO_SETS
+    if not isinstance(config, hopper.Config) or config.split > 1 or config.stream:
+        return False
+    return config.mt * config.bn > hopper.TWO_SETS
 
 
 def cost(problem: conv_problem.Problem, config: Config) -> float:
@@ -323,9 +325,17 @@ def launch(
         block.addresses.append((conv_params.BEFORE, before.packed))
         if before.gate is not None:
             block.addresses.append((conv_params.BEFORE + 8, before.gate))
+    scratch: list[Placed] = []
+    kept: list[Placed] = []
+    if isinstance(config, hopper.Config) and config.stream:
+        partial, arrived = hopper.workspace(problem, config, h200())
+        name = b.buffers[out.buffer].name
+        scratch.append(b.new(f"{name}.partial", FP32, (partial // 4,)))
+        kept.append(b.new(f"{name}.arrived", INT32, (arrived // 4,)))
+        block.addresses += [(conv_params.PARTIAL, scratch[0]), (conv_params.PARTIAL + 8, kept[0])]
     kind, attrs, reads = meaning
     b.emit(op, KernelSpec(recipe, function), (blocks, 1, 1), config.threads + problem.helpers, block, kind, attrs, reads, [out],
-           maps=maps, shared=shared, cluster=cluster)  # fmt: skip
+           maps=maps, shared=shared, cluster=cluster, scratch=scratch, kept=kept)  # fmt: skip
 
 
 def _shift(arg: int | None, by: int) -> int | None:

@@ -2,17 +2,16 @@
 //
 // A block takes WARPGROUPS x 64 queries of one head. Its queries are loaded once, then tiles of BLOCK_KEYS keys and values into a
 // ring of STAGES: by a warp of its own, or, where all tiles have a stage, by one thread before it multiplies. Each
-// warpgroup multiplies 64 queries with a tile of keys, keeps the scores in registers, turns them into exp2(score - running maximum) and multiplies these, as wgmma's register operand, with the values (the online softmax of
-// FlashAttention; statistics and accumulators are fp32). Operands are strided views [batch][position][head][feature], so q, k and
+// warpgroup multiplies 64 queries with a tile of keys, keeps the scores in registers, turns them into exp2(score - running maximum)
+// and multiplies these, as wgmma's register operand, with the values (the online softmax of FlashAttention; statistics and accumulators are fp32). Operands are strided views [batch][position][head][feature], so q, k and
 // v may lie in the output of one joint projection.
-// PERSISTENT: as many blocks as run at a time take one head after the other, and the next one's operands are loaded meanwhile.
 //
 // A head of HEAD features (a multiple of 16; TMA fills what the tensor lacks with zeros) lies in shared memory as subtiles of
 // SPAN bytes per row. k is K-major; v is read across: its rows are keys, so it is wgmma's MN-major operand.
 //
-// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (warps that load: 0, 1, or 4 that leave each thread that multiplies
-// CONSUMER_REGISTERS), PERSISTENT, HEAD, SPAN, MIN_BLOCKS, CAUSAL, HAS_LENGTHS, MASK (0 none; else elements per load: 1 or 2), NARROW (1:
-// the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and wgmma_values().
+// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a warp of its own loads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, HAS_LENGTHS,
+// MASK (0 none; else elements per load: 1 or 2), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and
+// wgmma_values().
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "narrow.cuh"
@@ -22,7 +21,6 @@ constexpr int SUBTILES = HEAD * 2 / SPAN;
 constexpr u32 QUERY_SUBTILE = 64 * SPAN, QUERY_BYTES = SUBTILES * QUERY_SUBTILE;
 constexpr u32 KEY_SUBTILE = BLOCK_KEYS * SPAN, KEY_BYTES = SUBTILES * KEY_SUBTILE;
 constexpr u32 BARRIER_BYTES = 1024;
-constexpr int QUERY_BUFFERS = PERSISTENT ? 2 : 1;
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Params {
@@ -33,7 +31,6 @@ struct Params {
     int query_count, key_count, heads, group;      // group: query heads per key head
     int causal_offset;                             // query i sees keys <= i + causal_offset
     int mask_period;                               // batch entry n has mask n % mask_period
-    int batches;
     float scale_log2;                              // the scale times log2(e)
     Narrow narrow;
 };
@@ -42,16 +39,7 @@ struct Item {                                      // 64 * WARPGROUPS queries of
     int first, head, batch;
 };
 
-// The i-th one of this block; false when there is none.
-DEVICE bool item_at(const Params& p, int i, Item& item) {
-    if (!PERSISTENT) {
-        item.first = blockIdx.x * WARPGROUPS * 64, item.head = blockIdx.y, item.batch = blockIdx.z;
-        return i == 0;
-    }
-    const int across = (p.query_count + WARPGROUPS * 64 - 1) / (WARPGROUPS * 64), index = blockIdx.x + i * gridDim.x;
-    item.first = index % across * WARPGROUPS * 64, item.head = index / across % p.heads, item.batch = index / across / p.heads;
-    return item.batch < p.batches;
-}
+DEVICE Item own_item() { return {int(blockIdx.x) * WARPGROUPS * 64, int(blockIdx.y), int(blockIdx.z)}; }
 
 // Keys of the item's batch, and the tiles that hold those which any of its queries sees.
 DEVICE int key_tiles(const Params& p, const Item& item, int& key_count) {
@@ -78,203 +66,188 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
-// Loads the operands of all of the block's items: one thread.
-DEVICE void load_items(const Params& p, u32 base, u32 queries, u32 keys, u32 values) {
-    const u32 query_full = base, query_empty = base + 16, key_full = base + 32, value_full = key_full + 8 * STAGES;
+// Loads the block's operands: one thread.
+DEVICE void load_item(const Params& p, u32 base, u32 queries, u32 keys, u32 values) {
+    const u32 query_full = base, key_full = base + 8, value_full = key_full + 8 * STAGES;
     const u32 key_empty = value_full + 8 * STAGES, value_empty = key_empty + 8 * STAGES;
-    int stage = 0, parity = 1, loaded = 0;
-    Item item;
-    for (int i = 0; item_at(p, i, item); i++) {
-        int key_count;
-        const int tiles = key_tiles(p, item, key_count), buffer = i % QUERY_BUFFERS;
-        if (i >= QUERY_BUFFERS) barrier_wait(query_empty + 8 * buffer, i / QUERY_BUFFERS - 1 & 1);
-        barrier_expect(query_full + 8 * buffer, WARPGROUPS * QUERY_BYTES);
-        for (int j = 0; j < WARPGROUPS * SUBTILES; j++)
-            tma_load_4d(queries + (buffer * WARPGROUPS * SUBTILES + j) * QUERY_SUBTILE, &p.queries, query_full + 8 * buffer,
-                        j % SUBTILES * (SPAN / 2), item.first + j / SUBTILES * 64, item.head, item.batch);
-        for (int tile = 0; tile < tiles; tile++, loaded++) {
-            if (LOADER && loaded >= STAGES) barrier_wait(key_empty + 8 * stage, parity);
-            barrier_expect(key_full + 8 * stage, KEY_BYTES);
-            for (int j = 0; j < SUBTILES; j++)
-                tma_load_4d(keys + stage * KEY_BYTES + j * KEY_SUBTILE, &p.keys, key_full + 8 * stage, j * (SPAN / 2),
-                            tile * BLOCK_KEYS, item.head / p.group, item.batch);
-            if (LOADER && loaded >= STAGES) barrier_wait(value_empty + 8 * stage, parity);
-            barrier_expect(value_full + 8 * stage, KEY_BYTES);
-            for (int j = 0; j < SUBTILES; j++)
-                tma_load_4d(values + stage * KEY_BYTES + j * KEY_SUBTILE, &p.values, value_full + 8 * stage, j * (SPAN / 2),
-                            tile * BLOCK_KEYS, item.head / p.group, item.batch);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
+    const Item item = own_item();
+    int key_count;
+    const int tiles = key_tiles(p, item, key_count);
+    barrier_expect(query_full, WARPGROUPS * QUERY_BYTES);
+    for (int j = 0; j < WARPGROUPS * SUBTILES; j++)
+        tma_load_4d(queries + j * QUERY_SUBTILE, &p.queries, query_full, j % SUBTILES * (SPAN / 2), item.first + j / SUBTILES * 64, item.head,
+                    item.batch);
+    int stage = 0, parity = 1;
+    for (int tile = 0; tile < tiles; tile++) {
+        if (LOADER && tile >= STAGES) barrier_wait(key_empty + 8 * stage, parity);
+        barrier_expect(key_full + 8 * stage, KEY_BYTES);
+        for (int j = 0; j < SUBTILES; j++)
+            tma_load_4d(keys + stage * KEY_BYTES + j * KEY_SUBTILE, &p.keys, key_full + 8 * stage, j * (SPAN / 2), tile * BLOCK_KEYS,
+                        item.head / p.group, item.batch);
+        if (LOADER && tile >= STAGES) barrier_wait(value_empty + 8 * stage, parity);
+        barrier_expect(value_full + 8 * stage, KEY_BYTES);
+        for (int j = 0; j < SUBTILES; j++)
+            tma_load_4d(values + stage * KEY_BYTES + j * KEY_SUBTILE, &p.values, value_full + 8 * stage, j * (SPAN / 2), tile * BLOCK_KEYS,
+                        item.head / p.group, item.batch);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 }
 
 // What the multiplying warps do.
 DEVICE void attend(const Params& p, u32 base, u32 queries, u32 keys, u32 values, int warp, int lane) {
-    const u32 query_full = base, query_empty = base + 16, key_full = base + 32, value_full = key_full + 8 * STAGES;
+    const u32 query_full = base, key_full = base + 8, value_full = key_full + 8 * STAGES;
     const u32 key_empty = value_full + 8 * STAGES, value_empty = key_empty + 8 * STAGES;
     const int group = warp / 4, quarter = warp % 4;
     const float factor = MASK ? 1.0f : p.scale_log2;
     int stage = 0, parity = 0;
-    Item item;
-    for (int turn = 0; item_at(p, turn, item); turn++) {
-        const int row = item.first + group * 64 + quarter * 16 + lane / 4;  // this thread's queries: row and row + 8
-        int key_count;
-        const int tiles = key_tiles(p, item, key_count), buffer = turn % QUERY_BUFFERS;
-        const u16* mask[2];
+    const Item item = own_item();
+    const int row = item.first + group * 64 + quarter * 16 + lane / 4;  // this thread's queries: row and row + 8
+    int key_count;
+    const int tiles = key_tiles(p, item, key_count);
+    const u16* mask[2];
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        mask[i] = MASK ? p.mask + item.batch % p.mask_period * p.mask_batch + item.head * p.mask_head +
+                             min(row + 8 * i, p.query_count - 1) * p.mask_query
+                       : nullptr;
+    const u32 own_queries = queries + group * QUERY_BYTES;
+    float out[HEAD / 2], maximum[2], sum[2] = {0.0f, 0.0f};
+    maximum[0] = maximum[1] = __int_as_float(0xff800000);
+    #pragma unroll
+    for (int i = 0; i < HEAD / 2; i++) out[i] = 0.0f;
+    barrier_wait(query_full, 0);
+    for (int tile = 0; tile < tiles; tile++) {
+        float s[BLOCK_KEYS / 2];
+        barrier_wait(key_full + 8 * stage, parity);
+        wgmma_fence();
         #pragma unroll
-        for (int i = 0; i < 2; i++)
-            mask[i] = MASK ? p.mask + item.batch % p.mask_period * p.mask_batch + item.head * p.mask_head +
-                                 min(row + 8 * i, p.query_count - 1) * p.mask_query
-                           : nullptr;
-        const u32 own_queries = queries + (buffer * WARPGROUPS + group) * QUERY_BYTES;
-        float out[HEAD / 2], maximum[2], sum[2] = {0.0f, 0.0f};
-        maximum[0] = maximum[1] = __int_as_float(0xff800000);
-        #pragma unroll
-        for (int i = 0; i < HEAD / 2; i++) out[i] = 0.0f;
-        bool held = PERSISTENT && turn > 0;        // the last item's queries, until its result, which took their place, has left
-        auto hand_back = [&] {
-            if (held && quarter == 0 && elect_one()) {
-                tma_store_wait_read<0>();
-                barrier_arrive(query_empty + 8 * ((turn - 1) % QUERY_BUFFERS));
-            }
-            held = false;
-        };
-        barrier_wait(query_full + 8 * buffer, turn / QUERY_BUFFERS & 1);
-        for (int tile = 0; tile < tiles; tile++) {
-            float s[BLOCK_KEYS / 2];
-            barrier_wait(key_full + 8 * stage, parity);
-            wgmma_fence();
+        for (int i = 0; i < SUBTILES; i++) {
+            const u64 a = wgmma_descriptor<SPAN>(own_queries + i * QUERY_SUBTILE);
+            const u64 b = wgmma_descriptor<SPAN>(keys + stage * KEY_BYTES + i * KEY_SUBTILE);
             #pragma unroll
-            for (int i = 0; i < SUBTILES; i++) {
-                const u64 a = wgmma_descriptor<SPAN>(own_queries + i * QUERY_SUBTILE);
-                const u64 b = wgmma_descriptor<SPAN>(keys + stage * KEY_BYTES + i * KEY_SUBTILE);
-                #pragma unroll
-                for (int k = 0; k < SPAN / 32; k++) wgmma_scores(s, a + 2 * k, b + 2 * k, (i | k) != 0);
-            }
-            wgmma_commit();
-            if (PERSISTENT && tile == 0) hand_back();
-            wgmma_wait<0>();
-            if (LOADER && lane == 0) barrier_arrive(key_empty + 8 * stage);
+            for (int k = 0; k < SPAN / 32; k++) wgmma_scores(s, a + 2 * k, b + 2 * k, (i | k) != 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (LOADER && lane == 0) barrier_arrive(key_empty + 8 * stage);
 
-            const int column = tile * BLOCK_KEYS + lane % 4 * 2;           // s[4 j + i]: query row + 8 (i / 2), key column + 8 j + i % 2
-            if (MASK) {
-                #pragma unroll
-                for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-                    #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        const int at = column + 8 * j;
-                        float low = 0.0f, high = 0.0f;
-                        if (MASK == 2) {
-                            if (at < p.key_count) {
-                                const u32 pair = *reinterpret_cast<const u32*>(mask[i] + at);
-                                low = low_float(pair), high = high_float(pair);
-                            }
-                        } else {
-                            if (at < p.key_count) low = unpack1(mask[i][at]);
-                            if (at + 1 < p.key_count) high = unpack1(mask[i][at + 1]);
-                        }
-                        s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], p.scale_log2, low * LOG2_E);
-                        s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], p.scale_log2, high * LOG2_E);
-                    }
-                }
-            }
-            const bool cut = (tile + 1) * BLOCK_KEYS > key_count ||
-                             (CAUSAL && (tile + 1) * BLOCK_KEYS > item.first + group * 64 + quarter * 16 + p.causal_offset + 1);
-            if (cut) {
+        const int column = tile * BLOCK_KEYS + lane % 4 * 2;           // s[4 j + i]: query row + 8 (i / 2), key column + 8 j + i % 2
+        if (MASK) {
+            #pragma unroll
+            for (int j = 0; j < BLOCK_KEYS / 8; j++) {
                 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    const int limit = (CAUSAL ? min(key_count, row + 8 * i + p.causal_offset + 1) : key_count) - column;
-                    #pragma unroll
-                    for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-                        if (8 * j >= limit) s[4 * j + 2 * i] = __int_as_float(0xff800000);
-                        if (8 * j + 1 >= limit) s[4 * j + 2 * i + 1] = __int_as_float(0xff800000);
+                    const int at = column + 8 * j;
+                    float low = 0.0f, high = 0.0f;
+                    if (MASK == 2) {
+                        if (at < p.key_count) {
+                            const u32 pair = *reinterpret_cast<const u32*>(mask[i] + at);
+                            low = low_float(pair), high = high_float(pair);
+                        }
+                    } else {
+                        if (at < p.key_count) low = unpack1(mask[i][at]);
+                        if (at + 1 < p.key_count) high = unpack1(mask[i][at + 1]);
                     }
+                    s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], p.scale_log2, low * LOG2_E);
+                    s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], p.scale_log2, high * LOG2_E);
                 }
             }
+        }
+        const bool cut = (tile + 1) * BLOCK_KEYS > key_count ||
+                         (CAUSAL && (tile + 1) * BLOCK_KEYS > item.first + group * 64 + quarter * 16 + p.causal_offset + 1);
+        if (cut) {
             #pragma unroll
             for (int i = 0; i < 2; i++) {
-                float most = maximum[i];
-                #pragma unroll
-                for (int j = 0; j < BLOCK_KEYS / 8; j++) most = fmaxf(most, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
-                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-                // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
-                const float shift = most == __int_as_float(0xff800000) ? 0.0f : most * factor;
-                const float rescale = exp2_fast(maximum[i] * factor - shift);
-                maximum[i] = most;
-                float total = 0.0f;
+                const int limit = (CAUSAL ? min(key_count, row + 8 * i + p.causal_offset + 1) : key_count) - column;
                 #pragma unroll
                 for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-                    s[4 * j + 2 * i] = exp2_fast(fmaf(s[4 * j + 2 * i], factor, -shift));
-                    s[4 * j + 2 * i + 1] = exp2_fast(fmaf(s[4 * j + 2 * i + 1], factor, -shift));
-                    total += s[4 * j + 2 * i] + s[4 * j + 2 * i + 1];
-                }
-                sum[i] = fmaf(sum[i], rescale, total);
-                if (tile > 0) {
-                    #pragma unroll
-                    for (int j = 0; j < HEAD / 8; j++) {
-                        out[4 * j + 2 * i] *= rescale;
-                        out[4 * j + 2 * i + 1] *= rescale;
-                    }
+                    if (8 * j >= limit) s[4 * j + 2 * i] = __int_as_float(0xff800000);
+                    if (8 * j + 1 >= limit) s[4 * j + 2 * i + 1] = __int_as_float(0xff800000);
                 }
             }
-            u32 weights[BLOCK_KEYS / 4];               // wgmma's register operand: rows row, row + 8 of keys 0-7, then of keys 8-15
-            #pragma unroll
-            for (int i = 0; i < BLOCK_KEYS / 4; i++) weights[i] = pack2(s[2 * i], s[2 * i + 1]);
-            barrier_wait(value_full + 8 * stage, parity);
-            wgmma_fence();
-            const u64 b = value_descriptor(values + stage * KEY_BYTES);
-            #pragma unroll
-            for (int k = 0; k < BLOCK_KEYS / 16; k++)
-                wgmma_values(out, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3], b + k * SPAN);
-            wgmma_commit();
-            wgmma_wait<0>();
-            if (LOADER && lane == 0) barrier_arrive(value_empty + 8 * stage);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        if (PERSISTENT) hand_back();               // no key at all
-
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
-            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
-            sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);     // no key at all: zeros, as ONNX's Attention has it
+            float most = maximum[i];
+            #pragma unroll
+            for (int j = 0; j < BLOCK_KEYS / 8; j++) most = fmaxf(most, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+            // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
+            const float shift = most == __int_as_float(0xff800000) ? 0.0f : most * factor;
+            const float rescale = exp2_fast(maximum[i] * factor - shift);
+            maximum[i] = most;
+            float total = 0.0f;
+            #pragma unroll
+            for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+                s[4 * j + 2 * i] = exp2_fast(fmaf(s[4 * j + 2 * i], factor, -shift));
+                s[4 * j + 2 * i + 1] = exp2_fast(fmaf(s[4 * j + 2 * i + 1], factor, -shift));
+                total += s[4 * j + 2 * i] + s[4 * j + 2 * i + 1];
+            }
+            sum[i] = fmaf(sum[i], rescale, total);
+            if (tile > 0) {
+                #pragma unroll
+                for (int j = 0; j < HEAD / 8; j++) {
+                    out[4 * j + 2 * i] *= rescale;
+                    out[4 * j + 2 * i + 1] *= rescale;
+                }
+            }
         }
-        named_barrier(1 + group, 128);                 // the queries have been read: their place takes the result
-#if NARROW
-        const u32 own_row = own_queries + (quarter * 16 + lane / 4) * HEAD + lane % 4 * 2;
+        u32 weights[BLOCK_KEYS / 4];               // wgmma's register operand: rows row, row + 8 of keys 0-7, then of keys 8-15
         #pragma unroll
-        for (int j = 0; j < HEAD / 8; j++) {       // rounded to 16 bits first, as a reader of that result would see it
-            const u32 upper = pack2(out[4 * j] * sum[0], out[4 * j + 1] * sum[0]);
-            const u32 lower = pack2(out[4 * j + 2] * sum[1], out[4 * j + 3] * sum[1]);
-            const u32 word = narrow_four<NARROW == 2>(p.narrow, low_float(upper), high_float(upper), low_float(lower), high_float(lower));
-            asm volatile("st.shared.u16 [%0], %1;" ::"r"(own_row + 8 * j), "h"(u16(word)) : "memory");
-            asm volatile("st.shared.u16 [%0], %1;" ::"r"(own_row + 8 * HEAD + 8 * j), "h"(u16(word >> 16)) : "memory");
-        }
-        async_proxy_fence();
-        named_barrier(1 + group, 128);
-        if (quarter == 0 && elect_one()) {
-            tma_store_4d(&p.output, own_queries, 0, item.first + group * 64, item.head, item.batch);
-            tma_store_commit();
-        }
-#else
+        for (int i = 0; i < BLOCK_KEYS / 4; i++) weights[i] = pack2(s[2 * i], s[2 * i + 1]);
+        barrier_wait(value_full + 8 * stage, parity);
+        wgmma_fence();
+        const u64 b = value_descriptor(values + stage * KEY_BYTES);
         #pragma unroll
-        for (int j = 0; j < HEAD / 8; j += 2) {
-            const int at = quarter * 16 + lane % 16, block = j + lane / 16;
-            const u32 offset = swizzled(at * SPAN + block % (SPAN / 16) * 16);
-            store_matrices(own_queries + block / (SPAN / 16) * QUERY_SUBTILE + offset,
-                           pack2(out[4 * j] * sum[0], out[4 * j + 1] * sum[0]), pack2(out[4 * j + 2] * sum[1], out[4 * j + 3] * sum[1]),
-                           pack2(out[4 * j + 4] * sum[0], out[4 * j + 5] * sum[0]), pack2(out[4 * j + 6] * sum[1], out[4 * j + 7] * sum[1]));
-        }
-        async_proxy_fence();
-        named_barrier(1 + group, 128);
-        if (quarter == 0 && elect_one()) {
-            for (int i = 0; i < SUBTILES; i++)
-                tma_store_4d(&p.output, own_queries + i * QUERY_SUBTILE, i * (SPAN / 2), item.first + group * 64, item.head, item.batch);
-            tma_store_commit();
-        }
-#endif
+        for (int k = 0; k < BLOCK_KEYS / 16; k++)
+            wgmma_values(out, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3], b + k * SPAN);
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (LOADER && lane == 0) barrier_arrive(value_empty + 8 * stage);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
     }
+
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
+        sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+        sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);     // no key at all: zeros, as ONNX's Attention has it
+    }
+    named_barrier(1 + group, 128);                 // the queries have been read: their place takes the result
+#if NARROW
+    const u32 own_row = own_queries + (quarter * 16 + lane / 4) * HEAD + lane % 4 * 2;
+    #pragma unroll
+    for (int j = 0; j < HEAD / 8; j++) {       // rounded to 16 bits first, as a reader of that result would see it
+        const u32 upper = pack2(out[4 * j] * sum[0], out[4 * j + 1] * sum[0]);
+        const u32 lower = pack2(out[4 * j + 2] * sum[1], out[4 * j + 3] * sum[1]);
+        const u32 word = narrow_four<NARROW == 2>(p.narrow, low_float(upper), high_float(upper), low_float(lower), high_float(lower));
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(own_row + 8 * j), "h"(u16(word)) : "memory");
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(own_row + 8 * HEAD + 8 * j), "h"(u16(word >> 16)) : "memory");
+    }
+    async_proxy_fence();
+    named_barrier(1 + group, 128);
+    if (quarter == 0 && elect_one()) {
+        tma_store_4d(&p.output, own_queries, 0, item.first + group * 64, item.head, item.batch);
+        tma_store_commit();
+    }
+#else
+    #pragma unroll
+    for (int j = 0; j < HEAD / 8; j += 2) {
+        const int at = quarter * 16 + lane % 16, block = j + lane / 16;
+        const u32 offset = swizzled(at * SPAN + block % (SPAN / 16) * 16);
+        store_matrices(own_queries + block / (SPAN / 16) * QUERY_SUBTILE + offset,
+                       pack2(out[4 * j] * sum[0], out[4 * j + 1] * sum[0]), pack2(out[4 * j + 2] * sum[1], out[4 * j + 3] * sum[1]),
+                       pack2(out[4 * j + 4] * sum[0], out[4 * j + 5] * sum[0]), pack2(out[4 * j + 6] * sum[1], out[4 * j + 7] * sum[1]));
+    }
+    async_proxy_fence();
+    named_barrier(1 + group, 128);
+    if (quarter == 0 && elect_one()) {
+        for (int i = 0; i < SUBTILES; i++)
+            tma_store_4d(&p.output, own_queries + i * QUERY_SUBTILE, i * (SPAN / 2), item.first + group * 64, item.head, item.batch);
+        tma_store_commit();
+    }
+#endif
     if (quarter == 0 && elect_one()) tma_store_wait_read<0>();
 }
 
@@ -282,16 +255,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const u32 query_full = base, query_empty = base + 16, key_full = base + 32, value_full = key_full + 8 * STAGES;
+    const u32 query_full = base, key_full = base + 8, value_full = key_full + 8 * STAGES;
     const u32 key_empty = value_full + 8 * STAGES, value_empty = key_empty + 8 * STAGES;
-    const u32 queries = base + BARRIER_BYTES, keys = queries + QUERY_BUFFERS * WARPGROUPS * QUERY_BYTES;
+    const u32 queries = base + BARRIER_BYTES, keys = queries + WARPGROUPS * QUERY_BYTES;
     const u32 values = keys + STAGES * KEY_BYTES;
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < QUERY_BUFFERS; i++) {
-            barrier_init(query_full + 8 * i, 1);
-            barrier_init(query_empty + 8 * i, WARPGROUPS);
-        }
+        barrier_init(query_full, 1);
         for (int i = 0; i < STAGES; i++) {
             barrier_init(key_full + 8 * i, 1);
             barrier_init(value_full + 8 * i, 1);
@@ -311,17 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     grid_launch_dependents();
     grid_dependency_wait();
 
-    if (LOADER == 4) {                             // registers are moved between the branches of one if
-        if (warp >= WARPGROUPS * 4) {
-            asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-            if (warp == WARPGROUPS * 4 && elect_one()) load_items(p, base, queries, keys, values);
-        } else {
-            asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-            attend(p, base, queries, keys, values, warp, lane);
-        }
-        return;
-    }
-    if (warp == (LOADER ? WARPGROUPS * 4 : 0) && elect_one()) load_items(p, base, queries, keys, values);
+    if (warp == (LOADER ? WARPGROUPS * 4 : 0) && elect_one()) load_item(p, base, queries, keys, values);
     if (LOADER && warp == WARPGROUPS * 4) return;
     __syncwarp();
     attend(p, base, queries, keys, values, warp, lane);

@@ -21,6 +21,9 @@ struct Params {
     const float2* before;
     const u16* gate;
     int gate_pitch, image_pixels, images, gate_channels;
+    // Of stream-K: sums that blocks send one another, and how many warps have sent theirs.
+    u8* partial;
+    u32* arrived;
 };
 
 constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile, and (but of fp32) its swizzle's span
@@ -118,6 +121,9 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
         return M_TILES * ((COLUMNS / 8 + SPLIT_WAYS - 1 - rank) / SPLIT_WAYS) * SPLIT_WAYS * 2048;
     }
 
+    // Whether a rank owns columns; one that owns none is sent nothing, waits for nothing and stores nothing.
+    static __device__ __forceinline__ bool owns(int rank) { return SPLIT_WAYS <= COLUMNS / 8 || rank < COLUMNS / 8; }
+
     int channel, rank, lane, quarter;
     long long offset[SLOTS];                       // of the pixel's first channel; negative: outside
     Channel constants[M_TILES][4];
@@ -166,6 +172,7 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
                     cluster_store_async(cluster_map(slot, j % SPLIT_WAYS), cluster_map(reduced, j % SPLIT_WAYS), &acc[m][j * 4]);
                 }
             }
+            if (!owns(rank)) return;
             if (threadIdx.x == 0) mark(5);
             barrier_wait_cluster(reduced, 0);
             if (threadIdx.x == 0) mark(6);

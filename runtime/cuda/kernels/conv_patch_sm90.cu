@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
         barrier_init(reduced, 1);
         barrier_init_fence();
         async_proxy_fence();
-        if (SPLIT > 1) barrier_expect(reduced, GROUPS * Direct::expected(rank));
+        if (SPLIT > 1 && Direct::owns(rank)) barrier_expect(reduced, GROUPS * Direct::expected(rank));
     }
     __syncthreads();
     if (SPLIT > 1) cluster_arrive();

@@ -15,10 +15,13 @@
 // blocks of a cluster take neighbouring tiles: each loads a part of what they have in common and multicasts it, since what 132
 // multiprocessors may ask of L2 is less than their tensor cores can take.
 //
+// STREAM (stream-K): each block takes an equal span of all the tiles' K steps, so no multiprocessor idles in a last wave. A tile that spans
+// share is finished by the one that has its first K steps: see conv_stream.cuh.
+//
 // PROLOGUE: one more warpgroup applies stages to the pixels of each K step where TMA has left them, before they are multiplied.
 //
 // generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS, ALTERNATE,
-// SHARE_CHANNELS, SHARE_PIXELS), the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL, PROLOGUE, GATED, prologue(),
+// SHARE_CHANNELS, SHARE_PIXELS, STREAM), the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL, PROLOGUE, GATED, prologue(),
 // wgmma_step() and epilogue().
 #include "conv_common.cuh"
 
@@ -168,6 +171,8 @@ DEVICE void leave() {
     cluster_wait();
 }
 
+#include "conv_stream.cuh"
+
 #if PROLOGUE
 DEVICE u32 change_pair(u32 pair, const float2* c, u32 gate) {
     return pack2(prologue(low_float(pair), c[0], low_float(gate)), prologue(high_float(pair), c[1], high_float(gate)));
@@ -245,10 +250,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     const u32 base = smem_address(shared);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
     const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
-    const int k_begin = SPLIT > 1 ? p.k_steps * rank / SPLIT : 0;
-    const int k_count = (SPLIT > 1 ? p.k_steps * (rank + 1) / SPLIT : p.k_steps) - k_begin;
     const int sharer = SHARERS > 1 ? int(cluster_rank()) : 0;
-    const int first_tile = blockIdx.x / (SPLIT * SHARERS), tile_step = gridDim.x / (SPLIT * SHARERS);
+    const Span span = STREAM ? own_span(p) : Span();
+    const Work first = STREAM ? first_work(p, span) : split_work(p, blockIdx.x / (SPLIT * SHARERS), rank);
+    const int first_tile = first.tile, k_begin = first.k_begin, k_count = first.k_count, tile_step = gridDim.x / (SPLIT * SHARERS);
 
     const u32 full = base, empty = full + 8 * STAGES, weights_full = empty + 8 * STAGES;
     const u32 reduced = weights_full + 8, residual_full = reduced + 8, residual_empty = residual_full + 8 * OUT_BUFFERS * TURNS;
@@ -274,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         }
         barrier_init_fence();
         async_proxy_fence();
-        if (SPLIT > 1)                             // the partial sums that this rank will be sent
+        if (SPLIT > 1 && Direct::owns(rank))       // the partial sums that this rank will be sent
             barrier_expect(reduced, GROUPS * Direct::expected(rank));
     }
     __syncthreads();
@@ -308,22 +313,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             for (int k = 0; k < primed; k++) load_stage(p, to, sharer, ring + k * STAGE_BYTES, full + 8 * k);
             mark(2);
             int stage = primed == STAGES ? 0 : primed, parity = primed == STAGES ? 0 : 1, fresh = STAGES - primed, k = primed;
-            for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
-                if (tile != first_tile) to = place(p, tile, sharer, k_begin), k = 0;
+            auto await_stage = [&] {
+                if (fresh > 0)
+                    fresh--;                       // a stage that nobody has used yet
+                else
+                    barrier_wait(empty + 8 * stage, parity);
+            };
+            Work work = first;
+            do {
+                if (work.tile != first_tile) to = place(p, work.tile, sharer, work.k_begin), k = 0;
                 #pragma unroll 1
-                for (; k < k_count; k++) {
+                for (; k < work.k_count; k++) {
                     const u32 target = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
-                    if (fresh > 0)
-                        fresh--;                   // a stage that nobody has used yet
-                    else
-                        barrier_wait(empty + 8 * stage, parity);
+                    await_stage();
                     barrier_expect(barrier, STAGE_BYTES);
                     if (!WEIGHTS_STATIONARY)
-                        load_weights(p, target + WGN * PIXEL_BYTES, barrier, sharer, k_begin + k, to.channel);
+                        load_weights(p, target + WGN * PIXEL_BYTES, barrier, sharer, work.k_begin + k, to.channel);
                     load_stage(p, to, sharer, target, barrier);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
+            } while (next_work(p, span, work, tile_step));
+#if STREAM
+            // The ring is done with operands: what later spans have summed of this one's last tile comes through it.
+            for (int from = span.number + 1; from <= last_sender(p, span); from++) {
+                await_sums(p, from);
+                for (int chunk = 0; chunk < Sums::CHUNKS; chunk++) {
+                    const u32 bytes = Sums::chunk_bytes(chunk);
+                    await_stage();
+                    barrier_expect(full + 8 * stage, bytes);
+                    bulk_load(ring + stage * STAGE_BYTES, Sums::chunk(p, from, chunk), bytes, full + 8 * stage);
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
             }
+#endif
         }
         __syncwarp();
         leave();
@@ -332,9 +354,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             grid_dependency_wait();
             constexpr int BUFFERS = OUT_BUFFERS * TURNS;   // the turns' buffers alternate
             int buffer = 0, parity = 1, issued = 0;
-            for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
+            Work work = first;
+            do {
+                if (STREAM && work.k_begin > 0) continue;      // another block finishes the tile
                 int channel, pixel;
-                tile_at(p, tile, sharer, channel, pixel);
+                tile_at(p, work.tile, sharer, channel, pixel);
                 if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
                 barrier_expect(residual_full + 8 * buffer, TILE_GROUPS * MT * OUT_BYTES);
                 for (int i = 0; i < TILE_GROUPS * MT; i++) {
@@ -344,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 }
                 issued++;
                 if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
-            }
+            } while (next_work(p, span, work, tile_step));
         }
         __syncwarp();
         leave();
@@ -357,6 +381,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int turn = ALTERNATE ? warp / 4 : 0, group = ALTERNATE ? 0 : warp / 4, quarter = warp % 4;
         const int own_first = first_tile + turn * tile_step, own_step = tile_step * TURNS;
+        Work work = first;
+        work.tile = own_first;
         const int group_channel = (group % WGM) * MT * 64, group_pixel = (group / WGM) * BN;
         const u32 weights_at = WEIGHTS_STATIONARY ? stationary : ring + WGN * PIXEL_BYTES;
         constexpr u32 WEIGHT_STRIDE = WEIGHTS_STATIONARY ? WEIGHT_BYTES : STAGE_BYTES;
@@ -398,7 +424,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
         if (WEIGHTS_STATIONARY) barrier_wait(weights_full, 0);
 
-        for (int tile = own_first; tile < p.tiles; tile += own_step) {
+        if (!ALTERNATE || own_first < p.tiles) do {
+            const int tile = work.tile;
 #if !DIRECT
             if (tile != own_first) {
                 tile_at(p, tile, sharer, tile_channel, tile_pixel);
@@ -409,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             int previous = 0;
             // In turn: the stages before this tile's have been waited for then, so a stage's parity says which of its fills is meant.
             if (ALTERNATE && tile != first_tile) named_barrier(1 + GROUPS + turn, 256);
-            for (int k = 0; k < k_count; k++) {
+            for (int k = 0; k < work.k_count; k++) {
                 barrier_wait(ready + 8 * stage, parity);
                 if (k == 0 && threadIdx.x == 0) mark(3);
                 wgmma_fence();
@@ -432,6 +459,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             for (int i = 0; SETS == 2 && i < MT * BN / 2; i++) sum[i / (BN / 2)][i % (BN / 2)] += acc[SETS - 1][i / (BN / 2)][i % (BN / 2)];
             if (threadIdx.x == 0) mark(4);
 
+#if STREAM
+            if (work.k_begin > 0) {
+                Sums::send(p, span.number, sum);
+                continue;
+            }
+            if (work.k_count < p.k_steps)          // the rest, in the order of K
+                for (int from = span.number + 1; from <= last_sender(p, span); from++)
+                    Sums::receive(sum, ring, [&] { barrier_wait(full + 8 * stage, parity); return stage; }, [&] {
+                        release(stage);
+                        if (++stage == STAGES) stage = 0, parity ^= 1;
+                    });
+#endif
 #if !DIRECT
             const u32 own = out + ((buffer * TURNS + turn) * TILE_GROUPS + group) * MT * OUT_BYTES;
             const u32 residual = 8 * (buffer * TURNS + turn);
@@ -473,7 +512,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #else
             store.finish(p, sum, out + group * Direct::BYTES, reduced);
 #endif
-        }
+        } while (next_work(p, span, work, own_step));
 #if !DIRECT
         if (threadIdx.x == 0) mark(6);
         if (quarter == 0 && elect_one()) tma_store_wait_read<0>();

@@ -80,6 +80,17 @@ DEVICE void grid_launch_dependents() {
 #endif
 }
 
+// ---- counts in global memory that blocks of a grid tell one another by --------------------------------------------------
+
+DEVICE u32 load_acquire(const u32* count) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+    return value;
+}
+DEVICE void add_release(u32* count, u32 value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(value) : "memory");
+}
+
 #if __CUDA_ARCH__ >= 900
 
 // True on one lane of a converged warp. Unlike lane == 0, the compiler knows that a single lane is left, and issues TMA from
@@ -210,6 +221,11 @@ DEVICE void tma_multicast_im2col(u32 target, const TensorMap* map, u32 barrier, 
                  "[%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;"
                  ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(tap_w),
                  "h"(tap_h), "h"(blocks) : "memory");
+}
+// ``bytes`` (a multiple of 16) as they lie.
+DEVICE void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 DEVICE void tma_store_2d(const TensorMap* map, u32 source, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"

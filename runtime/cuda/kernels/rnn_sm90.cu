@@ -39,11 +39,6 @@ struct Params {
     int steps, batch, inputs, layers, groups;      // groups: parts of the batch, a recurrence cluster each
 };
 
-DEVICE u32 load_acquire(const u32* at) {
-    u32 value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    return value;
-}
 DEVICE void store_release(u32* at, u32 value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }

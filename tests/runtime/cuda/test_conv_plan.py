@@ -76,7 +76,8 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
     assert conv_params._Params.bias.offset == 640
     assert conv_params._Params.source.offset == 696
     assert conv_params._Params.before.offset == 5 * 128 + 3 * 8 + 8 * 4 + 2 * 9 * 4 + 13 * 4 + 4 == 824
-    assert ctypes.sizeof(conv_params._Params) == 824 + 2 * 8 + 4 * 4
+    assert ctypes.sizeof(conv_params._Params) == 824 + 2 * 8 + 4 * 4 + 2 * 8
+    assert conv_params.PARTIAL == 856
 
 
 P = Problem(4, 128, (same(14, 14, 128),), RELU)
@@ -105,6 +106,23 @@ P = Problem(4, 128, (same(14, 14, 128),), RELU)
         (P, Config(1, 1, 1, 72, 2, share=(2, 1)), "whole groups of eight rows"),
         (P, Config(1, 1, 1, 64, 2, 2, share=(2, 1)), "keep no weights"),
         (P, Config(1, 1, 1, 64, 2, stationary=True, share=(1, 2)), "keep no weights"),
+        (P, Config(1, 1, 1, 64, 2, 2, stream=True), "spans of K steps are for blocks of their own"),
+        (P, Config(1, 1, 1, 64, 2, direct=True, stream=True), "spans of K steps are for blocks of their own"),
+        (P, Config(1, 1, 2, 96, 3, alternate=True, stream=True), "spans of K steps are for blocks of their own"),
+        (P, Config(1, 1, 1, 64, 2, share=(2, 1), stream=True), "spans of K steps are for blocks of their own"),
+        (
+            replace(P, sources=(Source(14, 14, 64),), prologue=(("relu",),)),
+            Config(1, 1, 1, 64, 2, stream=True),
+            "whole tiles",
+        ),
+        (replace(P, out="float32"), Config(1, 1, 1, 64, 2, stream=True), "fp32 results"),
+        (replace(P, sources=(same(14, 14, 16),)), Config(1, 2, 1, 8, 2, stream=True), "less than 16 bytes"),
+        (
+            Problem(1, 64, (Source(8, 8, 64),), RELU),
+            Config(1, 1, 1, 64, 2, stream=True),
+            "1 K steps in all are nothing",
+        ),
+        (replace(P, batch=100_000), Config(1, 1, 1, 8, 2, stream=True), "too many to count"),
     ],
 )
 def test_refusals(problem: Problem, config: Config, reason: str) -> None:
@@ -224,6 +242,17 @@ def test_an_expensive_epilogue_is_hidden_where_tiles_alternate() -> None:
     cost = [[conv_cost.estimate(p, c, DEVICE) for p in problems] for c in (together, alternate)]
     assert cost[0][1] - cost[0][0] > 5e-6
     assert cost[1][1] - cost[1][0] < 2e-6
+
+
+def test_stream_k_takes_as_many_blocks_as_run_and_a_place_for_the_sums_of_each() -> None:
+    problem, config = Problem(150, 256, (Source(8, 16, 512),), RELU), Config(2, 1, 1, 128, 4, stream=True)
+    assert config.joint_tiles(problem) == (2, 300)
+    assert conv.grid_blocks(problem, config, DEVICE) == 132
+    assert conv.workspace(problem, config, DEVICE) == (132 * 128 * 128 * 4, 132 * 4)
+    assert conv.workspace(problem, replace(config, stream=False), DEVICE) == (0, 0)
+    few = replace(problem, batch=1, sources=(Source(8, 8, 256),))
+    assert conv.grid_blocks(few, config, DEVICE) == 2 * 4 // conv.LEAST_SPAN
+    assert str(config) != str(replace(config, stream=False))
 
 
 def test_a_block_that_keeps_its_weights_keeps_its_channel_tile() -> None:

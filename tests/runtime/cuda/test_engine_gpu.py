@@ -15,12 +15,13 @@ from support.whole_gpu import full_gpu
 
 from optdnn.errors import InputError, RunError
 from optdnn.ir.graph import Graph
-from optdnn.runtime.cuda.check import check_steps
+from optdnn.runtime.cuda.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
 from optdnn.tactics.cuda import conv_sm90
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tactics" / "cuda"))  # for the families of generated kernels
 import test_prologue
+import test_stream_k as test_stream_k_plans
 from test_generated import FAMILIES, graph_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
@@ -59,6 +60,22 @@ def test_prologues_of_convolutions(name: str, precision: str, monkeypatch: pytes
         errors = check_steps(context, feeds_of(graph))
         assert not [e for e in errors if e.error > {"fp16": 2e-3, "bf16": 1.6e-2}[precision]]
     assert len(tried) >= 4
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_stream_k(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_stream_k_plans.prefer_stream_k(monkeypatch)
+    graph = test_stream_k_plans.network()
+    program = lowered(graph, precision, target="cuda:sm_90a")
+    assert len(test_stream_k_plans.streamed(program)) == 4
+    engine, feeds = Engine(program), feeds_of(graph)
+    context: Any = engine.context()
+    assert not [e for e in check_steps(context, feeds) if e.error > {"fp16": 2e-3, "bf16": 1.6e-2}[precision]]
+    assert not check_arena(context.runner, feeds)
+    first = context.run(feeds)
+    for _ in range(20):
+        again = context.run(feeds)
+        assert all(np.array_equal(again[name], first[name]) for name in first)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -112,14 +113,21 @@ def test_convolution(name: str, memory: Memory, cache: KernelCache) -> None:
         raw + fence, memory.put(residual) if problem.residual else 0,
     )  # fmt: skip
     function = family.load(problem, config, cache, checked=True)
+    stream = getattr(config, "stream", False)
+    if stream:
+        partial, arrived = conv.workspace(problem, config, memory.device)
+        made = memory.put(np.full(partial, 0xFF, np.uint8)), memory.put(np.zeros(arrived, np.uint8))
+        pointers = replace(pointers, partial=made[0], arrived=made[1])
     results = []
-    for reverse in (False, True, False):
+    for reverse in (False, not stream, False):  # which tiles are cut depends on the order
         check("cuMemsetD8", driver().cuMemsetD8(raw, 0xFF, size + 2 * fence))
         memory.run(family.bind(problem, config, memory.device, function, pointers, reverse=reverse))
         around = memory.get(raw, (size + 2 * fence,), np.dtype(np.uint8))
         assert (around[:fence] == 0xFF).all()
         assert (around[-fence:] == 0xFF).all()
         results.append(around[fence:-fence].copy())
+        if stream:
+            assert not memory.get(pointers.arrived, (arrived,), np.dtype(np.uint8)).any()
     assert all((result == results[0]).all() for result in results), "runs differ, or the order of the tiles matters"
     got = results[0].view(dtype).reshape(expected.shape).astype(precise)
     error = np.linalg.norm(got - expected) / np.linalg.norm(expected)

@@ -43,8 +43,6 @@ PROBLEMS: dict[str, tuple[Any, Any]] = {
     "BERT": (attention, merged(32, 128, 64, mask=(128, 0, 0))),
     "ViT": (attention, merged(32, 197, 64, dtype="bfloat16")),
     "causal": (attention, merged(2, 2048, 128, causal=True, lengths=True)),
-    "ViT, persistent": (attention, merged(32, 197, 64)),
-    "causal, persistent": (attention, merged(20, 2048, 128, causal=True, lengths=True)),
     "five subtiles": (attention, merged(2, 100, 80)),
     "LSTM": (rnn, rnn.Problem("lstm", 128, 32, 512, 512, 2)),
     "GRU": (rnn, rnn.Problem("gru", 20, 3, 40, 96, 2, "bfloat16", True, True)),
@@ -53,8 +51,6 @@ PROBLEMS: dict[str, tuple[Any, Any]] = {
 
 CONFIGS: dict[str, Any] = {
     "four rows": rows.Config(32, 3, 8, 128, 4),
-    "ViT, persistent": attention.Config(4, 64, 4, 1, True),
-    "causal, persistent": attention.Config(2, 64, 2, 1, True),
 }
 
 

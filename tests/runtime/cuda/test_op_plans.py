@@ -279,7 +279,6 @@ AC = attention.Config(1, 64, 2)
         (replace(A, k=attention.View(8, 8, 4)), AC, "k: TMA needs"),
         (A, replace(AC, keys=40), "not a tile"),
         (A, replace(AC, stages=6), "6 stages for 5 tiles"),
-        (A, replace(AC, stages=9, persistent=True), "9 stages for 5 tiles"),
         (merged(2, 4, 3000, 128), attention.Config(1, 256, 4), "shared memory exceed"),
         (A, replace(AC, blocks=6), "that many blocks"),
         (A, attention.Config(2, 256, 1, 1), "registers"),
@@ -297,22 +296,6 @@ def test_a_loading_warp_is_there_only_if_tiles_outnumber_stages() -> None:
     # Five warps fill two slots of one partition: half of its registers each, less than 65536 / 160.
     assert attention.register_limit(A, AC) == 255
     assert attention.register_limit(A, replace(AC, blocks=2)) == 168
-
-
-def test_persistent_attention_walks_every_head_with_as_many_blocks_as_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "PROPOSE_PERSISTENT", True)
-    many = merged(60, 12, 197, 64)
-    config = attention.Config(4, 64, 4, 1, persistent=True)
-    assert attention.refuse(many, config) is None
-    assert attention.describe(many, config).grid == (DEVICE.multiprocessors, 1, 1)
-    assert attention.describe(replace(many, batch=2), config).grid == (24, 1, 1)
-    # 640 threads start with 96 registers each: the 128 that load keep 24, and the others share the rest.
-    assert attention.threads(many, config) == 640
-    assert attention.register_limit(many, config) == 112
-    assert attention.refuse(many, replace(config, keys=80)) is not None
-    assert attention.threads(many, replace(config, warpgroups=1, blocks=3)) == 160
-    assert any(c.persistent for c in attention.candidates(many, DEVICE, 40))
-    assert not any(c.persistent for c in attention.candidates(A, DEVICE, 40))
 
 
 def test_attentions_fragments_are_the_products_operands() -> None:

@@ -72,16 +72,22 @@ def networks() -> dict[str, Graph]:
     return {"plain": plain, "residual": residual, "stem": stem, "product": product, "projection": projection}
 
 
+STREAM = Offer(conv.Config(1, 1, 1, 64, 2, stream=True), row_invariant=False)
+
+
 @pytest.mark.parametrize("name", networks())
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16, stream-K"])
 def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problems: list[tuple[conv_problem.Problem, conv_sm90.Config]] = []
-
+    precision, _, stream = precision.partition(", ")
     ranked = conv_sm90.ranked
 
     def remember(problem: conv_problem.Problem, dense: bool) -> tuple[Offer, ...]:
-        problems.append((problem, ranked(problem, dense)[0].config))
-        return ranked(problem, dense)
+        found = ranked(problem, dense)
+        if stream and conv.refuse(problem, STREAM.config) is None:
+            found = (STREAM, *found)
+        problems.append((problem, found[0].config))
+        return found
 
     with monkeypatch.context() as m:
         m.setattr(conv_sm90, "ranked", remember)
@@ -95,6 +101,7 @@ def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pyte
         for s in program.steps
         if program.kernels[s.params["launch"]["kernel"]].template.startswith("conv_")
     ]
+    assert not stream or any(c == STREAM.config for _, c in problems)
     assert len(problems) - (name == "projection") == len(launches) >= 1, "what a second source replaces is dropped"
     if name == "projection":
         del problems[1]
@@ -117,6 +124,15 @@ def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pyte
         assert parsed.launch.shared == made.options["shared"]
         assert parsed.launch.cluster == made.options["cluster"]
         assert parsed.launch.dependent == made.options["dependent"]
+        operands_of = (*step.inputs, *step.outputs)
+        kept = [program.buffers[operands_of[i]] for i in parsed.kept]
+        if config.stream if isinstance(config, conv.Config) else False:
+            assert [b.offset for b in kept] == [None]
+            sizes = conv.workspace(problem, config, h200())
+            assert kept[0].nbytes == sizes[1]
+            assert sizes[0] in [b.nbytes for i in step.outputs if (b := program.buffers[i]).offset is not None]
+        else:
+            assert kept == []
         assert differing(bytes(block), want) == []
 
 
@@ -128,7 +144,10 @@ def pointers_of(
     start = conv_sm90.POINTERS
     assert all(isinstance(r, Pointer) for r in parsed.launch.relocations if r.at >= start)
     sources = tuple(at[128 * (1 + i)] for i in range(len(problem.sources)))
-    return conv_params.Pointers(sources, at[0], at[start], at[start + 8], at.get(start + 16, 0))
+    return conv_params.Pointers(
+        sources, at[0], at[start], at[start + 8], at.get(start + 16, 0),
+        partial=at.get(conv_params.PARTIAL, 0), arrived=at.get(conv_params.PARTIAL + 8, 0),
+    )  # fmt: skip
 
 
 def differing(a: bytes, b: bytes) -> list[int]:
