@@ -53,6 +53,8 @@ class FlattenLast(Rule):
         inner = [d for d in before[1:] if isinstance(d, int)]
         if len(after) != 2 or after[0] != before[0] or after[1] != math.prod(inner) or len(inner) != len(before) - 1:
             return None
+        if math.prod(inner[1:]) == 1:  # one position: both orders are the same
+            return None
         if product.inputs[0] != flat.value or product.attrs.prologue or getattr(product.attrs, "transA", 0):
             return None
         weight = graph.constant_value(product.inputs[1])

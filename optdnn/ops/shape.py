@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -153,7 +153,8 @@ def _infer_transpose(call: Call) -> Result:
     perm = tuple(reversed(range(len(x.shape)))) if perm is None else perm
     if sorted(perm) != list(range(len(x.shape))):
         raise ShapeError(f"Transpose perm {list(perm)} is not a permutation of the axes of {x}")
-    return Result((x.with_shape([x.shape[p] for p in perm]),))
+    # A layout is an order of the axes as they were.
+    return Result((replace(x.with_shape([x.shape[p] for p in perm]), layout=""),))
 
 
 def known_axes(call: Call, i: int, rank: int) -> list[int] | None:

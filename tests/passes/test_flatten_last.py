@@ -58,6 +58,7 @@ def test_the_matrix_is_turned_around_and_not_the_image(product: str, by: str) ->
     (turned,) = after.of_kind("Transpose")
     assert turned.attrs == TransposeAttrs((0, 2, 3, 1))
     assert after.type(turned.inputs[0]).layout == "nhwc"  # type: ignore[arg-type]
+    assert not after.type(turned.value).layout  # its axes are in the order in which they lie
 
 
 def test_refused() -> None:
@@ -72,6 +73,9 @@ def test_refused() -> None:
 def test_others_are_no_candidates() -> None:
     check_untouched(FlattenChannelsLast(), classifier(), context=CUDA)  # nothing lies in channels-last order
     check_untouched(FlattenChannelsLast(), assigned(classifier(twice=True)), context=CUDA)
+    n = Net(np.float64)
+    pooled = n.op("GlobalAveragePool", n.conv(n.op("Relu", n.conv(n.input(2, 8, 6, 6), 16)), 16))
+    check_untouched(FlattenChannelsLast(), assigned(n.done(n.gemm(n.op("Flatten", pooled), 5))), context=CUDA)
     n = Net(np.float64)
     x = n.conv(n.op("Relu", n.conv(n.input(2, 8, 6, 6), 16)), 16)
     flat = n.op("Reshape", x, n.ints(2, 16, 36))  # positions stay an axis
