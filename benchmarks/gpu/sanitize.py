@@ -10,8 +10,7 @@ family is reported, or a fault is not.
 
 What TMA stores, initcheck does not see. After a launch of such a kernel (``TMA_STORES``) the harness writes the elements that the
 step's meaning says it writes, and those alone, so that what lies between them stays unwritten; that the kernel wrote them all, the
-checks against NaN hold (``runtime.cuda.check``). synccheck runs where it is asked for: it takes a phase of a barrier that ends
-without bytes (a rank of a split that owns no columns) for a wait that is missing.
+checks against NaN hold (``runtime.cuda.check``). synccheck runs where it is asked for.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sanitize_cases import GENERAL, graphs
+from sanitize_cases import GENERAL, forced, graphs
 from targets import facts
 
 FAULTS = {"memcheck": 1, "racecheck": 2, "initcheck": 3, "synccheck": 4}
@@ -58,7 +57,8 @@ def prepare(folder: Path, name: str) -> dict[str, Any]:
 
     build, precision = graphs()[name]
     graph = build()
-    program = lowered(graph, precision, target="cuda:sm_90a", no_cubins=True)
+    with forced(name):
+        program = lowered(graph, precision, target="cuda:sm_90a", no_cubins=True)
     for tool, more in {"": (), **FOLLOWED}.items():
         kernels = tuple(replace(k, options=(*k.options, LINES, *more)) for k in program.kernels)
         code = cubins(replace(program, kernels=kernels), recompile=True, cache=KernelCache(folder / "kernels"))
@@ -96,6 +96,8 @@ def run(folder: Path, name: str, tool: str, fault: int) -> None:
     items = context.items({i: m.pointer for i, m in memory.items()})
     for step, parsed, item in zip(program.steps, context.runner.steps, items, strict=True):
         assert isinstance(item, Launch), "a step on the host"
+        for i in parsed.kept:
+            memory[(*step.inputs, *step.outputs)[i]].clear()
         item.enqueue(context.stream.handle)
         context.stream.synchronize()
         if tool == "initcheck" and program.kernels[parsed.launch.kernel].template in TMA_STORES:

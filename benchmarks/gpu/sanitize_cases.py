@@ -4,7 +4,8 @@ data (split over a cluster, patches, stores by TMA or from registers, stationary
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,25 @@ def few_rows(n: Any) -> Any:
     return n.gemm(n.op("Relu", n.gemm(n.input(1, 1024), 1024)), 1000)
 
 
+@contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Whether or not it is predicted to win, a family's kernel is taken."""
+    import pytest
+    import test_stream_k  # type: ignore[import-not-found]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "stream-K":
+            test_stream_k.prefer_stream_k(patch)
+        yield
+
+
+def stream_k() -> Any:
+    """A 3x3 convolution with a residual, a strided one and a batched product, all by spans of K steps."""
+    import test_stream_k
+
+    return test_stream_k.network()
+
+
 ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "softcap")
 RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
 
@@ -87,6 +107,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "int8": (net(QNet, quantized), "fp16"),
         **{precision: (net(Net, convolutional), precision) for precision in ("fp16", "bf16", "tf32", "fp32")},
         **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
+        "stream-K": (stream_k, "fp16"),
         "depthwise": (net(Net, lambda n: depthwise(n, 16, 28, 3)), "fp16"),
         "depthwise by TMA": (net(Net, lambda n: depthwise(n, 4, 56, 5)), "fp16"),
         "depthwise, whole images": (net(Net, lambda n: depthwise(n, 64, 7, 5)), "fp16"),
