@@ -193,8 +193,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         needed += -(-config.bn // 8 // config.split) * (2 + max(2, problem.out_item) * config.mt)
     if needed + 40 > limit:
         return f"{needed} accumulators and addresses exceed {limit} registers"
-    if problem.item == 1 and config.sharers > 1:
-        return "tiles of 8-bit operands that load together have not been measured"
+    if problem.item == 1 and (config.sharers > 1 or config.stream):
+        return "tiles of 8-bit operands that load together, or are cut by stream-K, have not been measured"
     if config.sharers > 1 and (reason := _refuse_sharing(config)):
         return reason
     if config.stream and (reason := _refuse_streaming(problem, config)):

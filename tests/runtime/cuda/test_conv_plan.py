@@ -103,6 +103,7 @@ P = Problem(4, 128, (same(14, 14, 128),), RELU)
         (P, Config(1, 1, 1, 64, 2, alternate=True, direct=True), "take tiles in turn"),
         (P, Config(1, 1, 1, 64, 2, share=(2, 2)), "not a cluster"),
         (replace(P, dtype="int8"), Config(1, 1, 2, 96, 4, share=(2, 1)), "have not been measured"),
+        (replace(P, dtype="int8"), Config(1, 1, 1, 96, 4, stream=True), "have not been measured"),
         (P, Config(1, 1, 1, 72, 2, share=(2, 1)), "whole groups of eight rows"),
         (P, Config(1, 1, 1, 64, 2, 2, share=(2, 1)), "keep no weights"),
         (P, Config(1, 1, 1, 64, 2, stationary=True, share=(1, 2)), "keep no weights"),
