@@ -41,7 +41,8 @@ def correctness(results: Path) -> str:
         "exporters with seeded weights. Right: every launch by itself agrees with its step's meaning in NumPy on the GPU's own "
         "operands (of the largest element, results poisoned with NaN before); runs repeat to the bit, in one CUDA graph and as "
         "single launches, on arenas full of NaN between fences; and the whole result is ONNX Runtime's at fp32 (at other "
-        "precisions nearer to it than another input's; of detections nine in ten are the same boxes).",
+        "precisions nearer to it than another input's; of detections, nine in ten of the boxes that rounding weights and inputs "
+        "alone leaves the same).",
         _sanitizer(found["sanitizer"]),
         _rows(found["row-invariance"]),
     ]

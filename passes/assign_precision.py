@@ -5,7 +5,8 @@ point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or b
 meet, one per value and type. (On the CPU that is for mixtures of float precisions alone: one for the whole network is asked of
 the library, which rounds by itself.) Constants are rounded once, a finite one never becomes infinite: masks of -1e9 or -3.4e38
 saturate. What a kernel reads as a parameter in fp32 anyway stays so: biases of convolutions, statistics of batch
-normalization, scales. Sums, statistics and exponentials are fp32 inside of the kernels.
+normalization, scales. Sums, statistics and exponentials are fp32 inside of the kernels. What indices are decided by stays
+fp32 (:mod:`optdnn.passes.decisions`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
 from optdnn.passes.contract import Account, ask, half_risks, hazards
+from optdnn.passes.decisions import decisions
 from optdnn.passes.precision import ANCHORS, PrecisionPlan, key
 from optdnn.passes.quantize import quantize
 from optdnn.passes.ranges import Calibration
@@ -115,6 +117,7 @@ class _Assignment:
         """The values that were fp32 before, and so are this pass's to narrow."""
         self.narrowed: dict[tuple[Value, DType], Value] = {}
         """A value in another type than its own."""
+        self.decisions = decisions(graph)
         self.refused: dict[int, str] = {}
 
     def run(self) -> None:
@@ -156,6 +159,9 @@ class _Assignment:
         if op.kind == "Cast" and self._at_the_border(op):
             return
         dtype = self._wanted(op)
+        if dtype != FP32 and op.id in self.decisions and not self.plan.named(op):
+            self._keep(op)
+            return
         keep = self.keeps_fp32.get(op.kind, frozenset({0}) if op.kind == "Cast" else frozenset())
         if op.kind == "QuantizeLinear":
             keep = frozenset({0, 1})
@@ -186,8 +192,15 @@ class _Assignment:
         return bool(users) and op.outputs[0].type.dtype == FP32 and all(
             u.kind == "Output" and u.outputs[0].type.dtype == FP32 for u in users)  # fmt: skip
 
+    def _keep(self, op: Op) -> None:
+        """The op stays fp32 since something is decided by it."""
+        decider = self.decisions[op.id]
+        name = next(iter(node_names([decider])), decider.outputs[0].name)
+        if any(v in self.wide for v in op.inputs) or any(o.type.dtype == FP32 for o in op.outputs):
+            self._stay(op, f"{decider.kind} {name} decides by it")
+
     def _stay(self, op: Op, reason: str) -> None:
-        """The op has no 16-bit form: its operands are cast back to what they were."""
+        """The op has no 16-bit form, or must not have one: its operands are cast back to what they were."""
         self.refused[op.id] = reason
         self.report.refused.append(Refused("narrow", node_names([op]), f"{op.kind} stays fp32: {reason}"))
         self.graph.set_op(replace(op, inputs=tuple(v if v is None else self._in(v, FP32, op) for v in op.inputs)))
