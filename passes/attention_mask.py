@@ -11,10 +11,9 @@ import numpy as np
 from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.index import ConcatAttrs
-from optdnn.ops.shape import ShapeAttrs
-from optdnn.passes.facts import reshape_target, scalar
-from optdnn.passes.views import View, groups
+from optdnn.passes.facts import scalar
+from optdnn.passes.input_sizes import can_read, can_reshape, reshaped_to, sizes
+from optdnn.passes.views import groups
 from optdnn.types import FP64, Array, DType, Shape
 
 HIDDEN = -1e9
@@ -63,34 +62,9 @@ def refuse(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: DType) -
 def _expressible(graph: Graph, before: Shape, expanded: Shape, shape: Shape) -> bool:
     """Whether :func:`added` can write the regrouping."""
     if _same_size(before, expanded):
-        return shape == expanded or reshape_target(before, shape) is not None
-    known = all(isinstance(d, int) or _axis_of(graph, d) is not None for d in expanded)
-    return known and (shape == expanded or reshape_target(expanded, shape) is not None)
-
-
-def _axis_of(graph: Graph, d: DimLike) -> tuple[Value, int] | None:
-    """An input of the network, and its axis of this symbolic size."""
-    for i in graph.inputs:
-        value = graph.op(i).value
-        for axis, size in enumerate(graph.type(value).shape or ()):
-            if size == d:
-                return value, axis
-    return None
-
-
-def _target(patch: Patch, shape: Shape) -> Value:
-    """The shape as a value: symbolic sizes are read from the network's inputs."""
-    if all(isinstance(d, int) for d in shape):
-        return patch.constant(np.asarray(shape, np.int64), "shape")
-    parts = []
-    for d in shape:
-        if isinstance(d, int):
-            parts.append(patch.constant(np.asarray([d], np.int64), "size"))
-            continue
-        found = _axis_of(patch.graph, d)
-        assert found is not None
-        parts.append(patch.add("Shape", [found[0]], ShapeAttrs(found[1], found[1] + 1)))
-    return patch.add("Concat", parts, ConcatAttrs(0))
+        return shape == expanded or can_reshape(graph, before, shape)
+    known = can_read(graph, expanded)
+    return known and (shape == expanded or can_reshape(graph, expanded, shape))
 
 
 def regrouped_shapes(shape: Shape, lead: Shape, wanted: Shape) -> tuple[Shape, Shape] | None:
@@ -170,13 +144,10 @@ def added(patch: Patch, biases: Sequence[Bias], lead: Shape, dtype: DType) -> Va
         assert regrouped is not None
         expanded, shape = regrouped
         if bias.lead != lead:
-            view = View(value, patch.type(value).dims)
-            if view.shape != expanded and not _same_size(view.shape, expanded):
-                value = patch.add("Expand", [value, _target(patch, expanded)])
-                view = View(value, patch.type(value).dims)
-            regrouped_value = view.reshape(shape).add_to(patch)
-            assert regrouped_value is not None
-            value = regrouped_value
+            own = patch.type(value).dims
+            if own != expanded and not _same_size(own, expanded):
+                value = patch.add("Expand", [value, sizes(patch, expanded)])
+            value = reshaped_to(patch, value, shape)
         total = value if total is None else patch.add("Add", [total, value])
     assert total is not None
     return total

@@ -17,6 +17,7 @@ from optdnn.passes.canonicalize_shape import (
 )
 from optdnn.passes.canonicalize_transpose import SinkTranspose
 from optdnn.passes.canonicalize_window import PadConv, PadPool
+from optdnn.passes.input_sizes import InputTarget
 
 
 class Canonicalize(RulePass):
@@ -27,6 +28,7 @@ class Canonicalize(RulePass):
         UnusedIndices(),
         ConstantTarget(),  # before chains: a target that is constant is one less to refuse
         ReshapeChain(),
+        InputTarget(),  # after chains: an outer Reshape may spare the inner one its target
         TransposeChain(),  # before sinking: two neighbours merge where they are
         TransposeIsReshape(),
         GemmTranspose(),

@@ -24,8 +24,8 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.attention_mask import HIDDEN, Bias, added, constant_sum, is_causal, refuse, rounded
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.canonicalize_shape import RESHAPES
-from optdnn.passes.facts import reshape_target
 from optdnn.passes.facts import scalar as constant_scalar
+from optdnn.passes.input_sizes import can_reshape, reshaped_to
 from optdnn.passes.views import View, keeps_last_two, trace
 from optdnn.types import Array, DType, Shape, is_float, normalize_axis
 
@@ -100,9 +100,7 @@ class Attention(Rule):
             inputs.append(added(patch, found.biases, found.lead, graph.type(found.root.value).dtype))
         y = patch.add("Attention", inputs, found.attrs)
         wanted = graph.type(found.root.value).dims
-        back = View(y, patch.type(y).dims).reshape(wanted).add_to(patch)
-        assert back is not None, "the way back was looked at before"
-        patch.replace(found.root.value, back)
+        patch.replace(found.root.value, reshaped_to(patch, y, wanted))
         return patch
 
 
@@ -316,8 +314,8 @@ def _operands(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) ->
             return Miss("keys and values have different heads")
     y = (*lead, q.shape[2], v.shape[3])
     wanted = graph.type(root.value).dims
-    if wanted != y and reshape_target(y, wanted) is None:
-        return Miss("no constant target can express how the result is regrouped")
+    if wanted != y and not can_reshape(graph, y, wanted):
+        return Miss("no target can express how the result is regrouped")
     rows, keys = q.shape[2], k.shape[2]
     for bias in scores.biases:
         reason = refuse(graph, bias, lead, keys, graph.type(root.value).dtype)

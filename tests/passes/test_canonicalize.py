@@ -275,6 +275,30 @@ def test_targets_that_a_constant_cannot_express_are_refused() -> None:
     check_refused(CANON, n.done(grown), because="no constant target")
 
 
+@pytest.mark.parametrize("kind", ["Reshape", "Expand"])
+def test_sizes_of_inner_values_are_read_from_the_inputs(kind: str) -> None:
+    """Nothing looks at the inner value's shape any more, so that it may be fused."""
+    n = Net()
+    inner = n.op("Exp", n.input(N, M, 6))
+    if kind == "Reshape":  # to (2 N, 3, M)
+        length = n.op("Gather", n.op("Shape", inner), shape_of(1))
+        y = n.op("Reshape", inner, n.op("Concat", shape_of(-1, 3), length, attrs=ConcatAttrs(0)))
+    else:
+        y = n.op("Mul", inner, n.op("Expand", n.input(1, 6, name="row"), n.op("Shape", inner)))
+    rules = {"input_target": 1}
+    graph, _ = check_pass(CANON, n.done(y), changes=1, rules=rules, sizes={"n": 2, "m": 4})
+    assert {graph.op(op.inputs[0]).kind for op in graph.of_kind("Shape")} == {"Input"}
+
+
+def test_sizes_that_no_input_has_are_refused() -> None:
+    n = Net()
+    x = n.input(N, M, 6)
+    twice = n.op("Concat", x, x, attrs=ConcatAttrs(1))
+    dims = n.op("Gather", n.op("Shape", twice), shape_of(1))
+    y = n.op("Reshape", twice, n.op("Concat", shape_of(3, -1), dims, attrs=ConcatAttrs(0)))
+    check_refused(CANON, n.done(y), because="no input of the network has the sizes", rule="input_target")
+
+
 def test_targets_that_depend_on_data_are_refused() -> None:
     n = Net()
     y = n.op("Reshape", n.input(2, 12), n.input(2, name="shape", dtype=np.int64))

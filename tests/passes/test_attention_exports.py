@@ -1,0 +1,69 @@
+"""Small transformers from both of torch's exporters, sizes symbolic: each attention ends as one node, and computes the same.
+
+(The graphs are made by tests/golden/make_attention_exports.py; TensorFlow's forms are in test_transformer_blocks.py.)
+"""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from optdnn.importers.onnx import import_model
+from optdnn.ir.evaluate import evaluate, promote
+from optdnn.passes.base import PassContext, run_pipeline
+from optdnn.passes.pipelines import PIPELINE
+from optdnn.types import Array
+
+TARGET = "cuda:sm_90a"
+FILE = Path(__file__).parents[1] / "golden" / "attention_exports.tar.xz"
+ATTENTIONS = {
+    "vit": 1,
+    "swin": 2,  # plain and shifted windows
+    "bert": 1,
+    "gpt2": 1,
+    "llama": 1,  # grouped queries, rotary positions
+    "t5": 6,  # two layers: relative positions, in encoder and decoder, and cross attention
+    "whisper": 3,
+    "clip": 2,  # text and pictures
+    "deberta": 1,  # content to position and position to content
+}
+
+
+@pytest.fixture(scope="module")
+def exports() -> dict[str, onnx.ModelProto]:
+    with tarfile.open(FILE) as tar:
+        return {m.name: onnx.load_model_from_string(tar.extractfile(m).read()) for m in tar}  # type: ignore[union-attr]
+
+
+def feeds(names: list[str]) -> dict[str, Array]:
+    """Three samples of other lengths than the export's, the last of them padded."""
+    rng = np.random.default_rng(0)
+    mask, later = np.ones((3, 9), np.int64), np.ones((3, 4), np.int64)
+    mask[2, 6:] = later[2, 3:] = 0
+    found = {
+        "input_ids": rng.integers(1, 50, (3, 9)),
+        "attention_mask": mask,
+        "decoder_input_ids": rng.integers(1, 50, (3, 4)),
+        "decoder_attention_mask": later,
+        "pixel_values": rng.standard_normal((3, 3, 16, 16)),
+        "input_features": rng.standard_normal((3, 4, 20)),
+    }
+    return {n: found[n] for n in names}
+
+
+@pytest.mark.parametrize("form", ["ts", "dyn"])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_one_node_per_attention(exports: dict[str, onnx.ModelProto], name: str, form: str) -> None:
+    graph = import_model(exports[f"{name}.{form}.onnx"])
+    before = promote(graph)
+    run_pipeline(graph, PIPELINE(3, TARGET), PassContext(TARGET))
+    kinds = graph.kinds()
+    assert {k: kinds.get(k, 0) for k in ("Attention", "Softmax")} == {"Attention": ATTENTIONS[name], "Softmax": 0}
+    assert kinds.get("RotaryEmbedding", 0) == (2 if name == "llama" else 0)
+    given = feeds([graph.op(i).outputs[0].name for i in graph.inputs])
+    (want,), (got,) = (evaluate(g, given).values() for g in (before, promote(graph)))
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
