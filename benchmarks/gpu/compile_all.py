@@ -31,6 +31,7 @@ HOT = frozenset(
             "conv_patch_sm90.cu",
             "conv_sm80.cu",
             "conv_stem.cu",
+            "conv_fp32.cu",
             "depthwise.cu",
             "depthwise_sm90.cu",
             "attention_sm90.cu",

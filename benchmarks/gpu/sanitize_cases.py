@@ -53,6 +53,21 @@ def depthwise(n: Any, batch: int, size: int, kernel: int) -> Any:
     return n.conv(n.op("Mul", x, s), 24, 1, pads=0, bias=True)
 
 
+def scalar_tiles(n: Any) -> Any:
+    """True fp32: a stem that reads planes, a split over a cluster, odd channels, groups, a residual; a product of odd rows."""
+    x = n.op("Relu", n.conv(n.input(2, 3, 30, 34), 24, 7, pads=3, strides=2, bias=True))
+    y = n.op("Relu", n.op("Add", n.conv(n.conv(x, 21), 24, 1, pads=0, bias=True), x))
+    small = n.conv(n.input(1, 256, 7, 7, name="s"), 64, 3, bias=True)
+    return n.conv(y, 48, group=3, dilations=2, pads=2), small, n.gemm(n.op("Flatten", small), 21)
+
+
+def transposed(n: Any) -> Any:
+    """Transposed convolutions: cut, with gaps between windows, of stride 1, with a residual."""
+    x = n.input(2, 16, 9, 7)
+    y = n.op("Relu", n.op("Add", n.conv_transpose(x, 24, 4, pads=1, bias=True), n.conv_transpose(x, 24, 2)))
+    return n.conv_transpose(y, 3, 3, strides=4), n.conv_transpose(y, 8, 3, pads=1, strides=1)
+
+
 def few_rows(n: Any) -> Any:
     """A fully connected layer at batch 1."""
     return n.gemm(n.op("Relu", n.gemm(n.input(1, 1024), 1024)), 1000)
@@ -114,6 +129,8 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "depthwise by TMA, whole images": (net(Net, lambda n: depthwise(n, 64, 5, 7)), "fp16"),
         "prologue": (net(Net, lambda n: tuple(dense_layer(n))), "fp16"),
         "prologue: gate": (net(Net, lambda n: tuple(gated(n))), "bf16"),
+        "scalar tiles": (net(Net, scalar_tiles), "fp32"),
+        **{f"transposed {precision}": (net(Net, transposed), precision) for precision in ("fp16", "tf32", "fp32")},
         "few rows": (net(Net, few_rows), "fp16"),
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
         **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},

@@ -69,6 +69,22 @@ def epilogue(stages: Sequence[Stage]) -> str:
     return "\n".join([*lines, *_statements(stages, _literal), "    return x;", "}"])
 
 
+EXACT: dict[str, tuple[int, str]] = {
+    "elu": (1, "x = x < 0.0f ? {0} * expm1f(x) : x;"),
+    "sigmoid": (0, "x = 1.0f / (1.0f + expf(-x));"),
+    "silu": (0, "x = x / (1.0f + expf(-x));"),
+    "gelu": (0, "x = 0.5f * x * (1.0f + erff(x * 0.70710678f));"),
+    "softplus": (0, "x = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));"),
+}
+"""The stages of :data:`INEXACT` to the last bits of fp32 (compile without fast math), where 20 bits are too few."""
+
+
+def exact_epilogue(stages: Sequence[Stage]) -> str:
+    """As :func:`epilogue`, to the last bits of fp32."""
+    lines = ["DEVICE float epilogue(float x, float c, float r) {"]
+    return "\n".join([*lines, *_statements(stages, _literal, STAGES | EXACT), "    return x;", "}"])
+
+
 PROLOGUE_STAGES: dict[str, tuple[int, str]] = {
     "scale_shift": (0, "x = fmaf(x, a.x, a.y);"),
     "gate": (0, "x = x * g;"),

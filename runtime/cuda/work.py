@@ -94,7 +94,7 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
         return Work(product, moved, True, kind)
     stages = max(1, len(m.attrs.get("epilogue") or ()))
     size = max((math.prod(v.shape) for v in seen.values()), default=0)
-    copies = m.kind in ("Copy", "SpaceToDepthImage", "Gather", "GatherElements", "GatherND", "Pad")
+    copies = m.kind in ("Copy", "SpaceToDepthImage", "BlocksToSpace", "Gather", "GatherElements", "GatherND", "Pad")
     return Work(0 if copies else size * stages, moved, False, kind)
 
 

@@ -70,6 +70,21 @@ def _quantized_blocks(operands: Sequence[Array | None], attrs: Mapping[str, Any]
     return (out,)
 
 
+def _blocks_to_space(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """Blocks of pixels ``[n, lanes, rows, columns]`` -> ``[n, channels, *sizes]``, then the epilogue. Lane ``(dy * width + dx) *
+    channels + c`` is pixel (dy, dx) of a block; of the whole, ``crops`` are cut off at the begin. A line has one size."""
+    x, *rest = operands
+    assert x is not None
+    (high, wide), (top, left), channels = attrs["blocks"], attrs["crops"], attrs["channels"]
+    n, _, rows, columns = x.shape
+    places = x.reshape(n, high, wide, channels, rows, columns).transpose(0, 3, 4, 1, 5, 2)
+    whole = places.reshape(n, channels, rows * high, columns * wide).astype(np.float32)
+    h, w = (1, *attrs["sizes"])[-2:]
+    out = whole[:, :, top : top + h, left : left + w].reshape(n, channels, *attrs["sizes"])
+    more = [None if a is None else a.astype(np.float32) for a in rest]
+    return run_kernel("Pointwise", [out, *more], {"epilogue": attrs["epilogue"], "arity": 1})
+
+
 def _conv_sum(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
     """The convolutions of operands (0, 1) and (2, 3), added, then the epilogue. ``sources``: their strides, pads, dilations."""
     x0, w0, x1, w1, *rest = operands
@@ -243,6 +258,7 @@ OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Ar
     "Copy": _copy,
     "DynamicScale": _dynamic_scale,
     "SpaceToDepthImage": _space_to_depth,
+    "BlocksToSpace": _blocks_to_space,
     "Quantized": _quantized,
     "QuantizedBlocks": _quantized_blocks,
     "ConvSum": _conv_sum,

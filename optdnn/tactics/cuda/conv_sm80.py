@@ -92,7 +92,8 @@ def emit_general(
     return str(config)
 
 
-def _refusal(b: Builder, op: Op) -> str | None:
+def refusal(b: Builder, op: Op) -> str | None:
+    """Why the kernel is not for this architecture, or this element type."""
     if b.arch not in ARCHS:
         return f"it is compiled for {', '.join(ARCHS)}, not {b.arch}"
     if op.outputs[0].type.dtype not in (FP16, BF16):
@@ -106,7 +107,7 @@ class GeneralConv(Rehearsed):
     name = "conv_sm80"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := _refusal(b, op)) is not None:
+        if (why := refusal(b, op)) is not None:
             return why
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
         if weight is None or weight.ndim not in (3, 4) or 0 in weight.shape or 0 in op.outputs[0].type.static_shape:
@@ -176,7 +177,7 @@ class GeneralGemm(HopperGemm):
     name = "gemm_sm80"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := _refusal(b, op)) is not None:
+        if (why := refusal(b, op)) is not None:
             return why
         if b.arch.startswith("sm_90"):
             return "Hopper's own kernel runs it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from optdnn.tactics.cuda.views import reshaped
 from optdnn.types import Array
 
 
-def rows_of(x: Placed) -> Placed | None:
-    """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch (a multiple of 8)."""
+def rows_of(x: Placed, *, aligned: bool = True) -> Placed | None:
+    """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch (``aligned``: a multiple of 16 bytes)."""
     flat = reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     if flat is None:
         return None
@@ -27,21 +27,21 @@ def rows_of(x: Placed) -> Placed | None:
     if k > 1 and step != 1:
         return None
     found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, 8), 1, pitch, pitch))
-    return found if conv_sm90.pitch_of(found) is not None else None
+    return found if not aligned or conv_sm90.pitch_of(found) is not None else None
 
 
-def rows_in_memory(x: Placed) -> tuple[int, ...]:
+def rows_in_memory(x: Placed, *, aligned: bool = True) -> tuple[int, ...]:
     """The order of the axes in which rows are taken: as they lie in memory, where their logical order has no one pitch.
 
     A product of [position, batch, feature] with a matrix reads [batch, position, feature] without a copy so, and its result
     keeps that order.
     """
     logical = tuple(range(len(x.shape)))
-    if rows_of(x) is not None:
+    if rows_of(x, aligned=aligned) is not None:
         return logical
     leading = sorted(logical[:-1], key=lambda i: (-x.strides[i] if x.shape[i] > 1 else 0, i))
     order = (*leading, logical[-1])
-    return order if rows_of(reordered(x, order)) is not None else logical
+    return order if rows_of(reordered(x, order), aligned=aligned) is not None else logical
 
 
 def reordered(x: Placed, order: tuple[int, ...]) -> Placed:
@@ -62,6 +62,8 @@ class HopperGemm(Rehearsed):
     """MatMul and Gemm of 16-bit floats whose second operand is a constant matrix: a 1x1 convolution over rows."""
 
     name = "gemm_sm90"
+    aligned: ClassVar[bool] = True
+    """Whether rows must begin at multiples of 16 bytes."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         geometry = ((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))
@@ -116,15 +118,15 @@ class HopperGemm(Rehearsed):
         ep = plan_epilogue(b.graph, op, channel_axis=-1)
         bias = ep.added_to(bias)
         left = b.operand(op.inputs[0])
-        order = rows_in_memory(left)
+        order = rows_in_memory(left, aligned=self.aligned)
         x = self._rows(b, op, reordered(left, order))
         residual = (
             self._rows(b, op, reordered(b.operand(ep.residual), order), added=True) if ep.residual is not None else None
         )
         target = self._target(b, op, order)
         between = target
-        out = None if ep.rest else rows_of(reordered(target, order))
-        if out is None or not conv_sm90.storable(b, out):
+        out = None if ep.rest else rows_of(reordered(target, order), aligned=self.aligned)
+        if out is None or not self._storable(b, out):
             between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, order))
             out = rows_of(reordered(between, order))
             assert out is not None
@@ -142,17 +144,20 @@ class HopperGemm(Rehearsed):
         return conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
 
     @staticmethod
-    def _target(b: Builder, op: Op, order: tuple[int, ...]) -> Placed:
-        """The place of the result: rows in this order at a pitch that TMA can write, unless it is reserved."""
+    def _storable(b: Builder, x: Placed) -> bool:
+        """Whether a launch can write these rows, or add them."""
+        return conv_sm90.storable(b, x)
+
+    def _target(self, b: Builder, op: Op, order: tuple[int, ...]) -> Placed:
+        """The place of the result: rows in this order at a pitch that the kernel can write, unless it is reserved."""
         out, shape = op.outputs[0], op.outputs[0].type.static_shape
-        if op.value not in b.reserved and (shape[-1] % 8 or order != tuple(range(len(shape)))):
+        if op.value not in b.reserved and ((self.aligned and shape[-1] % 8) or order != tuple(range(len(shape)))):
             b.place[op.value] = b.new(out.name, out.type.dtype, shape, padded_rows(shape, order))
         return b.target(op.value)
 
-    @staticmethod
-    def _rows(b: Builder, op: Op, x: Placed, *, added: bool = False) -> Placed:
-        found = rows_of(x)
-        if found is None or (added and not conv_sm90.storable(b, found)):
+    def _rows(self, b: Builder, op: Op, x: Placed, *, added: bool = False) -> Placed:
+        found = rows_of(x, aligned=self.aligned)
+        if found is None or (added and not self._storable(b, found)):
             dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape, padded_rows(x.shape))
             copy(b, op, x, dense)
             found = rows_of(dense)

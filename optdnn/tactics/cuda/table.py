@@ -7,10 +7,12 @@ from optdnn.tactics.cuda.add_norm import AddNorm, PlainAdd
 from optdnn.tactics.cuda.arg import ArgExtreme
 from optdnn.tactics.cuda.attention import AttentionSteps, HopperAttention
 from optdnn.tactics.cuda.conv import HopperConv
-from optdnn.tactics.cuda.conv_blocks import BlockConv, BlockConvTranspose
+from optdnn.tactics.cuda.conv_blocks import BlockConv
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
+from optdnn.tactics.cuda.conv_fp32 import TiledConv, TiledGemm
 from optdnn.tactics.cuda.conv_sm80 import GeneralConv, GeneralGemm
 from optdnn.tactics.cuda.conv_stem import StemConv
+from optdnn.tactics.cuda.conv_transpose import GeneralConvTranspose, HopperConvTranspose, TiledConvTranspose
 from optdnn.tactics.cuda.cudnn_attention import CudnnAttention
 from optdnn.tactics.cuda.custom import Custom
 from optdnn.tactics.cuda.depthwise import DepthwiseOfIntegers, HalfDepthwise
@@ -47,13 +49,14 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         Depthwise(),
         GeneralConv(),
         StemConv(),
+        TiledConv(),
         DirectConv(),
         CudnnConv(),
-    ),  # fmt: skip,
+    ),
     "Custom": (Custom(),),
-    "ConvTranspose": (BlockConvTranspose(), DirectConvTranspose()),
-    "MatMul": (Gemv(), HopperGemm(), GeneralGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
-    "Gemm": (Gemv(), HopperGemm(), GeneralGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
+    "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
+    "MatMul": (Gemv(), HopperGemm(), GeneralGemm(), TiledGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
+    "Gemm": (Gemv(), HopperGemm(), GeneralGemm(), TiledGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
     "QuantizedConv": (HopperQuantizedConv(), DepthwiseOfIntegers()),
     "QuantizedMatMul": (HopperQuantizedMatMul(),),
     "QuantizedMean": (MeanOfIntegers(),),

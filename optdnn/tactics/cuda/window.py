@@ -133,7 +133,7 @@ def emit_window(
     opening, closing = taps(window, transposed=transposed)
     used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
     extra = {a: p for a in used if (p := operands[a]) is not None}
-    finish = _finish(stages, extra, len(operands), out)
+    finish = finishing(stages, extra, len(operands), out)
     if vec > 1:
         each = f"for (int j = 0; j < {vec}; j++) {{ {parts.end} {finish} r.lane[j] = stored; }}"
         store = f"Pack<{ty}, {vec}> r;\n    {each}\n    r.store(y);"
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_cons
     b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, kind, attrs, reads, [writes or out])
 
 
-def _finish(stages: Sequence[Stage], extra: dict[int, Placed], slots: int, out: Placed) -> str:
+def finishing(stages: Sequence[Stage], extra: dict[int, Placed], slots: int, out: Placed) -> str:
     """C++ from ``value`` by the stages to ``stored``, of the output's element type."""
     ty = CPP[out.dtype]
     if not stages:

@@ -162,6 +162,10 @@ DEVICE u32 cluster_map(u32 address, u32 rank) {
 DEVICE void cluster_barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// From a block of the cluster (an address by cluster_map).
+DEVICE void cluster_load(u32 address, float4& v) {
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+}
 DEVICE void shared_load(u32 address, float4& v) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
 }

@@ -314,16 +314,16 @@ def test_upsampling_convolutions_are_products() -> None:
     up = n.conv_transpose(x, 12, 2, bias=True)
     skip = n.conv(n.input(2, 16, 12, 10, name="skip"), 12)
     program = check_simulated(n.done(n.op("Relu", n.op("Add", up, skip)), n.conv_transpose(x, 8, 2)))
-    assert tactics_of(program, "ConvTranspose") == {"blocks_transposed_sm90"}
+    assert tactics_of(program, "ConvTranspose") == {"subpixel_sm90"}
 
 
-def test_other_strided_windows_keep_their_kernels() -> None:
+def test_other_strided_windows_are_convolutions() -> None:
     n = Net()
     x = n.op("Relu", n.conv(n.input(1, 16, 9, 9), 16))
     graph = n.done(n.conv(x, 8, 2, pads=0, strides=2), n.conv_transpose(x, 8, 3), n.conv_transpose(x, 8, 2, pads=1))
     program = check_simulated(graph)  # 9 is no multiple of 2; windows of 3 overlap; pads cut
     assert tactics_of(program, "Conv") == {"conv_sm90"}
-    assert tactics_of(program, "ConvTranspose") == {"conv_transpose_direct"}
+    assert tactics_of(program, "ConvTranspose") == {"subpixel_sm90"}
 
 
 def test_tensors_without_elements() -> None:
@@ -388,7 +388,7 @@ def test_tf32_is_for_products_and_only_where_it_was_asked_for() -> None:
     graph = residual_net()
     exact = lowered(graph, "fp32")
     assert not any("tf32" in s.params["op"]["attrs"] for s in exact.steps)
-    assert not any(f.startswith("conv_") for f in functions(exact)), "fp32 is true fp32"
+    assert not any(f.startswith(("conv_sm", "conv_patch")) for f in functions(exact)), "fp32 is true fp32"
     program = check_simulated(graph, "tf32")
     marked = [f for f, s in zip(functions(program), program.steps, strict=True) if "tf32" in s.params["op"]["attrs"]]
     assert marked == [f for f in functions(program) if f.startswith("conv_")]

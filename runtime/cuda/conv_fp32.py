@@ -1,0 +1,306 @@
+"""Plans of the true-fp32 convolution kernel (``kernels/conv_fp32.cu``): implicit GEMM on scalar units, from sm_80 on."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from optdnn.runtime.cuda import render
+from optdnn.runtime.cuda.describe import Description, ParameterBlock
+from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.types import Array
+
+STEP = 16
+"""Products of each result between two barriers."""
+LARGEST = 1 << 31
+"""Elements that 32-bit offsets count."""
+
+
+@dataclass(frozen=True)
+class Strides:
+    """Elements from an image, a row and a column of a feature map to the next."""
+
+    image: int
+    row: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A convolution of ``batch`` images of ``height`` x ``width`` x ``in_channels`` (fp32), into ``channels``.
+
+    ``padding`` is (top, left, bottom, right); channels count all ``groups``. ``plane`` is the stride of the input's channels (1:
+    channels-last); results' channels are neighbours. ``residual_at`` are the residual's strides where the epilogue reads one;
+    ``aligned``: both tensors begin at 16 bytes.
+    """
+
+    batch: int
+    height: int
+    width: int
+    in_channels: int
+    channels: int
+    kernel: tuple[int, int]
+    at: Strides
+    out_at: Strides
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    epilogue: tuple[render.Stage, ...] = (("bias",),)
+    plane: int = 1
+    residual_at: Strides | None = None
+    aligned: bool = True
+
+    @cached_property
+    def out_size(self) -> tuple[int, int]:
+        """Height and width of the result."""
+        top, left, bottom, right = self.padding
+        reach = [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
+        return (
+            (self.height + top + bottom - reach[0]) // self.stride[0] + 1,
+            (self.width + left + right - reach[1]) // self.stride[1] + 1,
+        )
+
+    @cached_property
+    def pixels(self) -> int:
+        """Output pixels over the batch."""
+        return self.batch * math.prod(self.out_size)
+
+    @cached_property
+    def depth(self) -> int:
+        """Products of each result."""
+        return self.in_channels // self.groups * math.prod(self.kernel)
+
+    @property
+    def planar(self) -> bool:
+        """Whether K runs over the taps first: so neighbours of K are neighbours in memory where channels are not."""
+        return self.plane != 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether eight neighbours of K are channels of one tap."""
+        return not self.planar and self.in_channels // self.groups % 8 == 0
+
+    @property
+    def vector(self) -> bool:
+        """Whether four channels of a result, and of the residual, are one access."""
+        places = [self.out_at, *([self.residual_at] if self.residual_at is not None else [])]
+        strides = [s for p in places for s in (p.image, p.row, p.column)]
+        return self.aligned and self.channels // self.groups % 4 == 0 and all(s % 4 == 0 for s in strides)
+
+    @property
+    def residual(self) -> bool:
+        """Whether the epilogue reads a second tensor of the result's shape."""
+        return render.uses_residual(self.epilogue)
+
+    @cached_property
+    def flops(self) -> int:
+        """Multiply-adds counted as two."""
+        return 2 * self.pixels * self.channels * self.depth
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """A block's ``bm`` pixels x ``bn`` channels, a thread's ``tm`` x ``tn`` of them, ``stages`` steps in flight; ``split``: the
+    blocks of a cluster that share the products of a tile."""
+
+    bm: int
+    bn: int
+    tm: int = 8
+    tn: int = 8
+    stages: int = 3
+    split: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.bm // self.tm * (self.bn // self.tn)
+
+    def __str__(self) -> str:
+        share = f"k{self.split}" if self.split > 1 else ""
+        return f"ffma{self.bm}x{self.bn}t{self.tm}x{self.tn}s{self.stages}{share}"
+
+    @classmethod
+    def read(cls, name: str) -> Config | None:
+        """The configuration of this name; None for what is no name of one."""
+        found = re.fullmatch(r"ffma(\d+)x(\d+)t(\d+)x(\d+)s(\d+)(?:k(\d+))?", name)
+        if found is None:
+            return None
+        made = cls(*(int(n or 1) for n in found.groups()))
+        return made if str(made) == name else None
+
+
+TILES = (
+    (128, 128, 8, 8),
+    (128, 64, 8, 8),
+    (64, 128, 8, 8),
+    (64, 64, 8, 8),
+    (64, 64, 4, 8),
+    (32, 64, 4, 8),
+    (32, 32, 4, 4),
+)
+"""Shapes of blocks and threads that are tried."""
+SPLITS = (1, 2, 3, 4, 6, 8)
+CONFIGS = tuple(Config(*tile, 3 if tile[2:] == (8, 8) else 4, split) for tile in TILES for split in SPLITS)
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory of a block: the ring, or the sums that a cluster exchanges."""
+    ring = config.stages * STEP * (config.bm + 4 + config.bn)
+    return 4 * max(ring, config.bm * (config.bn + 4) if config.split > 1 else 0)
+
+
+def _blocks_wanted(config: Config) -> int:
+    """Blocks per multiprocessor that registers must allow: 512 threads of 128 where a thread has 64 sums, else more."""
+    most = 512 if config.tm * config.tn == 64 else 768
+    return max(1, most // config.threads)
+
+
+def steps(problem: Problem) -> int:
+    """Steps of K."""
+    return -(-problem.depth // STEP)
+
+
+def refuse(problem: Problem, config: Config, arch: str = "sm_90a", *, shared: int = 101376) -> str | None:
+    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
+    if (why := no_kernel(problem)) is not None:
+        return why
+    fits = config.bm % (4 * config.tm) == 0 and config.bn % (8 * config.tn) == 0
+    if {config.tm, config.tn} - {4, 8} or not fits or config.stages < 2 or not 32 <= config.threads <= 256:
+        return "not a tile of this kernel"
+    if STEP * config.bn % (4 * config.threads) or config.bm * 8 % config.threads or config.threads % (config.bn // 4):
+        return "its threads do not share the copies evenly"
+    if config.split > 1 and not arch.startswith("sm_90"):
+        return f"sums are shared by clusters (sm_90), not on {arch}"
+    if not 1 <= config.split <= 8 or (config.split > 1 and steps(problem) < 2 * config.split):
+        return f"{steps(problem)} steps are not shared by {config.split} blocks"
+    if (needed := shared_bytes(config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    return None
+
+
+def no_kernel(problem: Problem) -> str | None:
+    """Why no configuration runs the problem, or None."""
+    if problem.channels % problem.groups or problem.in_channels % problem.groups:
+        return f"{problem.groups} groups do not divide the channels"
+    if problem.groups > 1 and problem.channels // problem.groups % 4:
+        return f"a group's filters do not come in fours, but are {problem.channels // problem.groups}"
+    reach = [(k - 1) * d for k, d in zip(problem.kernel, problem.dilation, strict=True)]
+    if max(problem.height, problem.width, *reach, *problem.padding) >= 1 << 14:
+        return "an image or a filter is larger than 16384 pixels"
+    out_h, out_w = problem.out_size
+    if min(out_h, out_w) < 1 or not problem.depth or not problem.channels or not problem.batch:
+        return "it is empty"
+    spans = [
+        (problem.batch - 1) * at.image + (h - 1) * at.row + (w - 1) * at.column + last
+        for at, h, w, last in (
+            (problem.at, problem.height, problem.width, (problem.in_channels - 1) * problem.plane),
+            (problem.out_at, out_h, out_w, problem.channels),
+            (problem.residual_at or problem.out_at, out_h, out_w, problem.channels),
+        )
+    ]
+    if max(spans) >= LARGEST or problem.groups > 65535:
+        return "its tensors have more elements than 32-bit offsets count"
+    return None
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Blocks: tiles of one pixel range after the other (times the cluster), and groups."""
+    wide = -(-problem.channels // problem.groups // config.bn)
+    return (-(-problem.pixels // config.bm) * wide * config.split, 1, problem.groups)
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile; all shapes are parameters."""
+    defines = {
+        "BM": config.bm, "BN": config.bn, "TM": config.tm, "TN": config.tn, "BK": STEP, "STAGES": config.stages,
+        "SPLIT": config.split, "WHOLE": int(problem.whole), "PLANAR": int(problem.planar), "VECTOR": int(problem.vector),
+        "HAS_RESIDUAL": int(problem.residual), "MIN_BLOCKS": _blocks_wanted(config),
+    }  # fmt: skip
+    text = "\n".join([render.constants(defines), render.exact_epilogue(problem.epilogue), ""])
+    return Recipe("conv_fp32.cu", arch, {"generated.cuh": text}, ("--std=c++17",))
+
+
+def describe(problem: Problem, config: Config) -> Description:
+    """The launch. Operands: ``pixels``, ``weights`` (by :func:`pack_weights`), ``bias`` (fp32, per channel), ``residual``,
+    ``output``."""
+    block = ParameterBlock().pointer("pixels").pointer("weights").pointer("bias")
+    block.pointer("residual" if problem.residual else None).pointer("output")
+    other = problem.residual_at or Strides(0, 0, 0)
+    at, out = problem.at, problem.out_at
+    block.i32(at.image, at.row, at.column, problem.plane, out.image, out.row, out.column)
+    block.i32(other.image, other.row, other.column)
+    block.i32(problem.height, problem.width, *problem.out_size, problem.pixels)
+    block.i32(*problem.kernel, *problem.stride, *problem.padding[:2], *problem.dilation)
+    channels = problem.channels // problem.groups
+    block.i32(
+        problem.in_channels // problem.groups, channels, weight_pitch(problem.channels), -(-channels // config.bn)
+    )
+    block.i32(steps(problem))
+    return block.describe(
+        "conv_fp32", grid(problem, config), config.threads, shared=shared_bytes(config), cluster=config.split
+    )
+
+
+def weight_pitch(channels: int) -> int:
+    """Elements of a row of the packed weights."""
+    return -(-channels // 4) * 4
+
+
+def pack_weights(weight: Array, *, planar: bool) -> Array:
+    """OIHW (I: input channels of one group) -> ``[K filled up to a multiple of STEP, O filled up to one of 4]``, K in the order of
+    (H, W, I), or ``planar`` (I, H, W). fp32."""
+    out = weight.shape[0]
+    order = (1, 2, 3, 0) if planar else (2, 3, 1, 0)
+    rows = weight.transpose(order).reshape(-1, out)
+    packed = np.zeros((-(-len(rows) // STEP) * STEP, weight_pitch(out)), np.float32)
+    packed[: len(rows), :out] = rows
+    return packed
+
+
+# ---------------------------------------------------------------- cost
+
+CLOCK = 1.7e9  # Hz, under the power that fp32 draws
+MEMORY = 4.2e12  # bytes/s
+LATENCY = 2.0e-6  # s: launch, first copies, last stores of a dependent kernel
+EXCHANGE = 2500  # cycles of a cluster's two barriers and reads
+
+
+def _share(config: Config, problem: Problem) -> float:
+    """Part of a multiprocessor's multiply-adds that full warps reach: what is issued besides them takes the rest."""
+    products = config.tm * config.tn * 8  # of a thread, in eight steps of K
+    loads = 8 * (config.tm + config.tn) / 4
+    copies = config.bm * 8 / config.threads * (3 if problem.whole else 14) + 8
+    return 0.95 * products / (products + loads + copies)
+
+
+def estimate(problem: Problem, config: Config, device: Device) -> float:
+    """Predicted seconds of one dependent launch."""
+    x, _, z = grid(problem, config)
+    blocks = x * z
+    busiest = -(-blocks // device.multiprocessors)
+    registers = 128 if config.tm * config.tn == 64 else 80
+    resident = max(
+        1, min(233472 // (shared_bytes(config) + 2048 + 16 * config.bm), 65536 // (registers * config.threads), 32)
+    )
+    warps = min(busiest, resident) * config.threads / 32
+    # A warp issues a multiply-add each cycle while its loads of the next K are hidden; with one per scheduler they are not quite.
+    busy = min(1.0, warps / 4) * (0.7 if warps <= 4 else 0.85 if warps <= 8 else 1.0)
+    each = -(-steps(problem) // config.split) * STEP * config.bm * config.bn / 128 / _share(config, problem)
+    cycles = busiest * each / busy + 300 + (EXCHANGE if config.split > 1 else 0)
+    pixels = problem.batch * problem.height * problem.width * problem.in_channels
+    moved = 4 * (
+        pixels + problem.pixels * problem.channels * (2 if problem.residual else 1) + problem.depth * problem.channels
+    )
+    return max(cycles / CLOCK, moved / MEMORY) + LATENCY
+
+
+def candidates(problem: Problem, device: Device, arch: str = "sm_90a") -> list[Config]:
+    """The configurations that run the problem, the best predicted first."""
+    found = [c for c in CONFIGS if refuse(problem, c, arch) is None]
+    return sorted(found, key=lambda c: (round(estimate(problem, c, device) * 1e7), c.split, -c.bm * c.bn))

@@ -1,0 +1,229 @@
+// Implicit-GEMM convolution in true fp32, on the scalar units of any GPU from sm_80 on: fp32 operands, one chain of fused
+// multiply-adds per result, in the order of K (in SPLIT such chains, added in order, where a cluster shares K).
+//
+//   out[pixel, channel] = epilogue(sum_k pixels[pixel, k] * weights[k, channel])
+//
+// Block: BM output pixels x BN channels, K in steps of BK through a cp.async ring; a warp takes 4 TM pixels x 8 TN channels, a
+// thread TM x TN of them. Both tiles lie K-major, so that four neighbours are one 16-byte load: pixels are turned around on their
+// way by copies of 4 bytes, which leave any number of channels and any strides open. A cluster of SPLIT blocks shares the K of a
+// tile: each sums its part, then finishes its share of the pixels.
+//
+// generated.cuh defines BM, BN, TM, TN (4 or 8), BK (a multiple of 8), STAGES, SPLIT, WHOLE (eight neighbours of K belong to one
+// filter tap), PLANAR (K runs over taps first, channels last), VECTOR (results and residuals are stored as 16 bytes),
+// HAS_RESIDUAL and epilogue().
+#include "ptx.cuh"
+#include "generated.cuh"
+
+struct Params {
+    const float *pixels, *weights, *bias, *residual;   // weights: [K, filled up to BK][weight_pitch]
+    float* output;
+    int image, row, column, plane;                     // strides of the pixels' images, rows, columns, channels
+    int out_image, out_row, out_column;                // of the results' (whose channels are neighbours)
+    int residual_image, residual_row, residual_column;
+    int height, width, out_h, out_w, pixel_count;
+    int taps_h, taps_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    int group_in, group_channels, weight_pitch, channel_tiles, steps;   // group_*: of one group; steps of BK
+};
+
+constexpr int WARPS_M = BM / (4 * TM), WARPS_N = BN / (8 * TN), THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int A_PITCH = BM + 4;                    // lane l writes row l % 8: four banks further each
+constexpr int STAGE = BK * (A_PITCH + BN);         // floats
+constexpr int ROWS = BM * 8 / THREADS;             // pixels that a thread copies, each at BK / 8 places of K
+constexpr int CHUNKS = BK * BN / 4 / THREADS;      // 16-byte pieces of the weights that a thread copies
+constexpr int OUT_PITCH = BN + 4;                  // of the sums that a cluster exchanges
+
+struct alignas(16) Row {                           // an output pixel
+    int at, hw;                                    // its window's first tap: offset, and row and column (16 bits each)
+    int out, residual;                             // where its result lies; negative: outside
+};
+
+// The element ``at`` behind ``source``; zero where ``at`` is negative.
+DEVICE void copy_4(u32 target, const float* source, int at) {
+    u64 address;                                   // by one instruction, where the compiler would take four
+    asm("mad.wide.s32 %0, %1, 4, %2;" : "=l"(address) : "r"(at), "l"(source));
+    asm volatile("{.reg .pred p; setp.lt.s32 p, %2, 0; cp.async.ca.shared.global [%0], [%1], 4, p;}" ::"r"(target), "l"(address), "r"(at) : "memory");
+}
+DEVICE void copy_16(u32 target, const float* source, bool valid) {
+    asm volatile("{.reg .pred p; setp.eq.u32 p, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, p;}" ::"r"(target), "l"(source), "r"(u32(valid)) : "memory");
+}
+
+// Four channels of one pixel: epilogue and store. ``channel`` counts within the group.
+DEVICE void finish(const Params& p, const Row& row, int group, int channel, float4 v) {
+    if (row.out < 0 || channel >= p.group_channels) return;
+    const int at = group * p.group_channels + channel;
+    const float* bias = p.bias + at;
+    float* out = p.output + row.out + at;
+    const float* residual = p.residual + (HAS_RESIDUAL ? row.residual + at : 0);
+#if VECTOR
+    const float4 c = __ldg(reinterpret_cast<const float4*>(bias));
+    const float4 r = HAS_RESIDUAL ? *reinterpret_cast<const float4*>(residual) : make_float4(0, 0, 0, 0);
+    *reinterpret_cast<float4*>(out) =
+        make_float4(epilogue(v.x, c.x, r.x), epilogue(v.y, c.y, r.y), epilogue(v.z, c.z, r.z), epilogue(v.w, c.w, r.w));
+#else
+    const float x[4] = {v.x, v.y, v.z, v.w};
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (channel + i < p.group_channels) out[i] = epilogue(x[i], __ldg(bias + i), HAS_RESIDUAL ? residual[i] : 0.0f);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) float shared[];
+    __shared__ Row rows[BM];
+    const u32 base = smem_address(shared);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = blockIdx.z;
+    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, tile = blockIdx.x / SPLIT;
+    const int first_channel = tile % p.channel_tiles * BN, first_pixel = tile / p.channel_tiles * BM;
+    const int begin = SPLIT > 1 ? p.steps * rank / SPLIT : 0, end = SPLIT > 1 ? p.steps * (rank + 1) / SPLIT : p.steps;
+    grid_launch_dependents();
+
+    for (int m = threadIdx.x; m < BM; m += THREADS) {
+        const int pixel = first_pixel + m, w = pixel % p.out_w, h = pixel / p.out_w % p.out_h, n = pixel / p.out_w / p.out_h;
+        const int in_h = h * p.stride_h - p.pad_h, in_w = w * p.stride_w - p.pad_w;
+        Row row = {n * p.image + in_h * p.row + in_w * p.column + group * p.group_in * p.plane, in_h * 65536 + (in_w & 0xffff),
+                   n * p.out_image + h * p.out_row + w * p.out_column,
+                   n * p.residual_image + h * p.residual_row + w * p.residual_column};
+        if (pixel >= p.pixel_count) row.hw = -16384 * 65536, row.out = -1;     // never inside
+        rows[m] = row;
+    }
+
+    // Where in K this thread copies next: eight on each time. Of NHWC, inner is the channel, then come the taps.
+    const int inner_size = PLANAR ? p.taps_w : p.group_in, middle_size = PLANAR ? p.taps_h : p.taps_w;
+    const int outer_size = PLANAR ? p.group_in : p.taps_h;
+    const int k_lane = threadIdx.x % 8, k_first = begin * BK + k_lane;
+    int inner = k_first % inner_size, middle = k_first / inner_size % middle_size, outer = k_first / inner_size / middle_size;
+    int at[ROWS];                                  // negative: outside of the image
+    auto aim = [&]() {
+        const int dh = (PLANAR ? middle : outer) * p.dilation_h, dw = (PLANAR ? inner : middle) * p.dilation_w;
+        const int tap = dh * p.row + dw * p.column + (WHOLE ? 0 : (PLANAR ? outer : inner) * p.plane);
+        const bool inside = outer < outer_size;
+        #pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            const int2 row = *reinterpret_cast<const int2*>(&rows[threadIdx.x / 8 + THREADS / 8 * i]);
+            const u32 h = (row.y >> 16) + dh, w = short(row.y) + dw;
+            at[i] = inside && h < u32(p.height) && w < u32(p.width) ? row.x + tap : -1;
+        }
+    };
+    const float* source = p.pixels + (WHOLE ? inner : 0);
+    const u32 a_target = base + (k_lane * A_PITCH + threadIdx.x / 8) * 4;
+    auto load_pixels = [&](int stage) {
+        #pragma unroll
+        for (int j = 0; j < BK / 8; j++) {
+            if (!WHOLE) aim();
+            #pragma unroll
+            for (int i = 0; i < ROWS; i++)
+                copy_4(a_target + (stage * STAGE + j * 8 * A_PITCH + THREADS / 8 * i) * 4, source, at[i]);
+            inner += 8;
+            if (WHOLE) {
+                source += 8;
+                if (inner >= inner_size) {         // for all threads at once
+                    inner -= inner_size, source -= inner_size;
+                    if (++middle == middle_size) middle = 0, outer++;
+                    aim();
+                }
+            } else {
+                while (inner >= inner_size) {
+                    inner -= inner_size;
+                    if (++middle == middle_size) middle = 0, outer++;
+                }
+            }
+        }
+    };
+    // The weights' rows are filled up with zeros; beyond the last channel nothing is read.
+    const int b_column = threadIdx.x % (BN / 4) * 4, b_row = threadIdx.x / (BN / 4);
+    const bool b_valid = first_channel + b_column < p.group_channels;
+    constexpr int EACH = THREADS / (BN / 4);       // rows of K between a thread's pieces
+    const float* weights = p.weights;
+    if (b_valid) weights += (long long)(begin * BK + b_row) * p.weight_pitch + group * p.group_channels + first_channel + b_column;
+    const int b_skip = b_valid ? EACH * p.weight_pitch : 0;
+    const u32 b_target = base + (BK * A_PITCH + b_row * BN + b_column) * 4;
+    auto load_weights = [&](int stage) {           // step after step
+        #pragma unroll
+        for (int i = 0; i < CHUNKS; i++) {
+            copy_16(b_target + (stage * STAGE + EACH * i * BN) * 4, weights, b_valid);
+            weights += b_skip;
+        }
+    };
+
+    #pragma unroll
+    for (int s = 0; s < STAGES - 1; s++)           // they depend on no other kernel
+        if (begin + s < end) load_weights(s);
+    __syncthreads();                               // the rows are known
+    if (WHOLE) aim();
+    grid_dependency_wait();
+    #pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (begin + s < end) load_pixels(s);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+
+    // Lanes so that both operands of a quarter warp lie in few 16-byte words (the lanes' pairs share them).
+    const int m_lane = (lane >> 3 & 2) | (lane & 1), n_lane = lane >> 1 & 7;
+    const int warp_m = warp % WARPS_M * 4 * TM + m_lane * 4, warp_n = warp / WARPS_M * 8 * TN + n_lane * 4;
+    float acc[TM][TN];
+    #pragma unroll
+    for (int i = 0; i < TM * TN; i++) acc[i / TN][i % TN] = 0.0f;
+    int stage = 0, fill = STAGES - 1;
+    for (int step = begin; step < end; step++) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        __syncthreads();                           // this step has landed for all; the stage read last step is free for all
+        const float* a = shared + stage * STAGE + warp_m;
+        const float* b = shared + stage * STAGE + BK * A_PITCH + warp_n;
+        float x[2][TM], y[2][TN];                  // this k, and the next
+        auto fetch = [&](int k) {
+            #pragma unroll
+            for (int i = 0; i < TM; i += 4) *reinterpret_cast<float4*>(&x[k % 2][i]) = *reinterpret_cast<const float4*>(a + k * A_PITCH + i * 4);
+            #pragma unroll
+            for (int i = 0; i < TN; i += 4) *reinterpret_cast<float4*>(&y[k % 2][i]) = *reinterpret_cast<const float4*>(b + k * BN + i * 8);
+        };
+        fetch(0);
+        if (step + STAGES - 1 < end) {
+            load_weights(fill);
+            load_pixels(fill);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        #pragma unroll
+        for (int k = 0; k < BK; k++) {
+            if (k + 1 < BK) fetch(k + 1);
+            #pragma unroll
+            for (int i = 0; i < TM; i++)
+                #pragma unroll
+                for (int j = 0; j < TN; j++) acc[i][j] = fmaf(x[k % 2][i], y[k % 2][j], acc[i][j]);
+        }
+        stage = stage + 1 == STAGES ? 0 : stage + 1, fill = fill + 1 == STAGES ? 0 : fill + 1;
+    }
+
+#if SPLIT > 1
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();                               // the ring is free
+    #pragma unroll
+    for (int i = 0; i < TM; i++)
+        #pragma unroll
+        for (int j = 0; j < TN; j += 4)
+            *reinterpret_cast<float4*>(shared + (warp_m + i / 4 * 16 + i % 4) * OUT_PITCH + warp_n + j * 8) =
+                make_float4(acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]);
+    cluster_arrive();
+    cluster_wait();
+    for (int i = threadIdx.x + rank * THREADS; i < BM * (BN / 4); i += THREADS * SPLIT) {
+        const int m = i / (BN / 4), n = i % (BN / 4) * 4;
+        const u32 own = base + (m * OUT_PITCH + n) * 4;
+        float4 part[SPLIT];
+        #pragma unroll
+        for (int r = 0; r < SPLIT; r++) cluster_load(cluster_map(own, r), part[r]);
+        float4 sum = part[0];
+        #pragma unroll
+        for (int r = 1; r < SPLIT; r++) sum.x += part[r].x, sum.y += part[r].y, sum.z += part[r].z, sum.w += part[r].w;
+        finish(p, rows[m], group, first_channel + n, sum);
+    }
+    cluster_arrive();                              // the peers have read this block's sums
+    cluster_wait();
+#else
+    #pragma unroll
+    for (int i = 0; i < TM; i++) {
+        const Row row = rows[warp_m + i / 4 * 16 + i % 4];
+        #pragma unroll
+        for (int j = 0; j < TN; j += 4)
+            finish(p, row, group, first_channel + warp_n + j * 8, make_float4(acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]));
+    }
+#endif
+}
