@@ -62,10 +62,10 @@ class PatchConfig:
         found = _NAME.fullmatch(name)
         if found is None:
             return None
-        tile = (int(found[k]) for k in ("wgm", "wgn", "height", "width", "stages"))
+        wgm, wgn, height, width, stages = (int(found[k]) for k in ("wgm", "wgn", "height", "width", "stages"))
         made = cls(
-            *tile, int(found["ring"] or 0), int(found["buffers"] or 1), int(found["blocks"]), int(found["split"] or 1),
-            found["end"] == "d",
+            wgm, wgn, height, width, stages, int(found["ring"] or 0), int(found["buffers"] or 1), int(found["blocks"]),
+            int(found["split"] or 1), found["end"] == "d",
         )  # fmt: skip
         return made if str(made) == name else None
 

@@ -162,8 +162,11 @@ def read(name: str) -> Config | None:
 
 def offered(problem: conv_problem.Problem, config: Config, dense: bool) -> Offer:
     """A configuration that was chosen before, without a look at all the others. Raises InternalError where it cannot run this."""
-    implicit = isinstance(config, hopper.Config)
-    why = hopper.refuse(problem, config) if implicit else patch.refuse(problem, config)
+    why: str | None
+    if isinstance(config, hopper.Config):  # noqa: SIM108 (mypy follows a statement)
+        why = hopper.refuse(problem, config)
+    else:
+        why = patch.refuse(problem, config)
     if config.stores_directly and not dense:
         why = "it stores rows without gaps"
     if why is not None:
