@@ -159,9 +159,9 @@ def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--row-invariant", is_flag=True, help="On GPUs: the same bits for a row, whatever the batch."),
         click.option(
-            "--nearest-tactics",
-            is_flag=True,
-            help="On GPUs: later plans take the tactics measured at the nearest tuned size.",
+            "--nearest-tactics/--no-nearest-tactics",
+            default=True,
+            help="On GPUs: later plans take tactics of the plan for the nearest size, or the cost model's alone.",
         ),
     ]
     for decorate in reversed(decorators):

@@ -66,9 +66,10 @@ def _later(program: Program) -> str:
     assert program.dynamic is not None
     if program.dynamic.source is None:
         return "none: the engine does not hold its model"
-    nearest = program.dynamic.source.options.get("nearest_tactics", False)
-    tuned = nearest and any(_plan(p)["chosen_by"] == "measurement" for p in (program, *program.dynamic.plans))
-    return "when first seen, " + ("with the tactics of the nearest tuned plan" if tuned else "by the cost model")
+    if not program.dynamic.source.options.get("nearest_tactics", True):
+        return "when first seen, by the cost model"
+    tuned = any(_plan(p)["chosen_by"] == "measurement" for p in (program, *program.dynamic.plans))
+    return f"when first seen, with the tactics of the nearest {'tuned ' if tuned else ''}plan where these still stand"
 
 
 def _step(program: Program, k: int) -> dict[str, Any]:

@@ -50,8 +50,8 @@ class BuildOptions:
     same bits whatever the batch; ``no_cubins`` keeps the recipes of kernels alone, and ``strict`` refuses a network that would
     need steps on the CPU; ``streams`` is on how many streams independent steps may run side by side: 1, more (wherever that is
     predicted to gain), or "auto" (where tuning measures that the network is faster so; untuned, where a clear gain is predicted).
-    ``nearest_tactics`` gives plans for further sizes, made later, the tactics measured at the nearest tuned size where the cost
-    model does not disagree (else its own).
+    ``nearest_tactics`` gives plans for further sizes, made later, the tactics of the engine's plan for the nearest size (a tuned
+    one, where there is one) as far as the cost model does not disagree; without it they are the cost model's alone.
 
     ``values`` maps input names to what they always are: the engine has no such inputs, and sizes that depend on them are known.
 
@@ -84,7 +84,7 @@ class BuildOptions:
     debug: bool = False
     no_cubins: bool = False
     row_invariant: bool = False
-    nearest_tactics: bool = False
+    nearest_tactics: bool = True
     strict: bool = False
     streams: int | str = AUTO
     values: Mapping[str, Any] = field(default_factory=dict)

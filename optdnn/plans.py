@@ -170,22 +170,27 @@ def replan(
     if values:
         opened = with_values(opened, values)
         shapes = {name: shape for name, shape in shapes.items() if name not in values}
-    like = _nearest(program, shapes) if options.nearest_tactics else None
+    like = _nearest(program, shapes) if options.nearest_tactics else ()
     _, _, plan = _plan(opened, shapes, options, target, lambda g, p: {}, optimize, lambda text: None, kept, like=like)
     return common.blobs.copy(kept).take(plan)
 
 
-def _nearest(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> Program | None:
-    """The tuned plan of an engine whose sizes are nearest to these, by the ratios of their dimensions."""
+def _nearest(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Program]:
+    """The plans of an engine, those that were tuned first, then by how near their sizes are to these: by the ratios of their
+    dimensions."""
 
-    def distance(plan: Program) -> float:
+    def distance(plan: Program) -> tuple[bool, float]:
         sizes = {spec.name: spec.shape for spec, _ in plan.inputs}
         pairs = [(a, b) for name, dims in shapes.items() for a, b in zip(dims, sizes.get(name, ()), strict=False)]
-        return sum(abs(math.log(max(a, 1) / max(int(b), 1))) for a, b in pairs)
+        far = sum(abs(math.log(max(a, 1) / max(int(b), 1))) for a, b in pairs)
+        return not is_tuned(plan), far
 
-    plans = (program, *(program.dynamic.plans if program.dynamic is not None else ()))
-    tuned = [p for p in plans if p.meta.get(PLANNED, {}).get("by") == MEASURED]
-    return min(tuned, key=distance, default=None)
+    return sorted((program, *(program.dynamic.plans if program.dynamic is not None else ())), key=distance)
+
+
+def is_tuned(plan: Program) -> bool:
+    """Whether the tactics of a plan were chosen by measurement."""
+    return bool(plan.meta.get(PLANNED, {}).get("by") == MEASURED)
 
 
 def _plan(
@@ -198,22 +203,27 @@ def _plan(
     say: Say,
     kept: Kept,
     choose: Choose = lambda graph: None,
-    like: Program | None = None,
+    like: Sequence[Program] = (),
 ) -> tuple[Graph, list[PassReport], Program]:
+    """``like``: plans whose tactics are to be taken where they still stand, the first first."""
     graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
     passes = optimize(graph, options, target, say, kept=kept)
     tuned = choose(graph)
+    account = meta(graph, passes)
     if tuned is not None:
-        program = lower_cuda(graph, options, target, meta(graph, passes), say, tuned.choices, tuned.streams, kept=kept)
+        program = lower_cuda(
+            graph, options, target, account, say, tuned.choices, tuned.streams, kept=kept, emitted=tuned.emitted
+        )
         program.meta[PLANNED] = {"by": MEASURED}
-    elif like is not None:
-        nearest = Nearest.of(like.meta["tactics"], Selection.of(options))
-        lanes = like.meta.get("streams", {}).get("lanes", 1)
-        streams = Streams(lanes) if lanes > 1 else None  # as far as the cost model agrees
-        program = lower_cuda(graph, options, target, meta(graph, passes), say, nearest.choices, streams, nearest, kept)
-        program.meta[PLANNED] = {"by": "the nearest tuned plan", "like": [str(s) for s, _ in like.inputs]}
+    elif like:
+        nearest = Nearest.of((plan.meta["tactics"] for plan in like), Selection.of(options))
+        lanes = like[0].meta.get("streams", {}).get("lanes", 1)
+        streams = Streams(lanes) if lanes > 1 and is_tuned(like[0]) else None  # as far as the cost model agrees
+        program = lower_cuda(graph, options, target, account, say, nearest.choices, streams, nearest, kept)
+        by = "the nearest tuned plan" if is_tuned(like[0]) else "the nearest plan"
+        program.meta[PLANNED] = {"by": by, "like": [str(s) for s, _ in like[0].inputs]}
     else:
-        program = lower_cuda(graph, options, target, meta(graph, passes), say, kept=kept)
+        program = lower_cuda(graph, options, target, account, say, kept=kept)
         program.meta[PLANNED] = {"by": "the cost model"}
     return graph, passes, program
 

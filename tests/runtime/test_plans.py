@@ -118,12 +118,16 @@ def _offers(program: Program, n: int) -> dict[str, float]:
 def test_later_plans_take_what_was_measured_at_the_nearest_size() -> None:
     model, ranged = convnet(batch="n", channels=64), {"x": "1..2..64x3x8x8"}
     how: dict[str, Any] = {"target": "simulate", "precision": "fp16", "shapes": ranged}
+    program = optdnn.build(model, **how, nearest_tactics=False).program
+    program.meta[PLANNED] = {"by": MEASURED}
+    assert loading.plan_on_demand(program, {"x": (4, *IMAGE)}, False, {}).meta[PLANNED] == {"by": "the cost model"}
     program = optdnn.build(model, **how).program
-    program.meta[PLANNED] = {"by": MEASURED}  # it is asked for, or it is not done
-    assert loading.plan_on_demand(program, {"x": (4, *IMAGE)}, False, {}).meta[PLANNED] == {"by": "the cost model"}
-    program = optdnn.build(model, **how, nearest_tactics=True).program
     assert program.meta[PLANNED] == {"by": "the cost model"}
-    assert loading.plan_on_demand(program, {"x": (4, *IMAGE)}, False, {}).meta[PLANNED] == {"by": "the cost model"}
+    like = {"like": ["x: fp32[2, 3, 8, 8]"]}
+    assert loading.plan_on_demand(program, {"x": (4, *IMAGE)}, False, {}).meta[PLANNED] == {
+        "by": "the nearest plan",
+        **like,
+    }
     program.meta[PLANNED] = {"by": MEASURED}  # as if it had been tuned, and each configuration had won once
     (row,) = [r for r in program.meta["tactics"] if r["kind"] == "Conv" and "conv2" in r["nodes"]]
     assert row["tactic"] == SECOND
@@ -135,7 +139,7 @@ def test_later_plans_take_what_was_measured_at_the_nearest_size() -> None:
     for winner, taken in ((near, near), (far, ranked[0]), ("no such tile", ranked[0])):
         row["config"] = winner
         plan = loading.plan_on_demand(program, {"x": (4, *IMAGE)}, False, {})
-        assert plan.meta[PLANNED] == {"by": "the nearest tuned plan", "like": ["x: fp32[2, 3, 8, 8]"]}
+        assert plan.meta[PLANNED] == {"by": "the nearest tuned plan", **like}
         (own,) = [r for r in plan.meta["tactics"] if r["kind"] == "Conv" and "conv2" in r["nodes"]]
         assert own.get("config", own.get("variant")) == taken
 
