@@ -3,10 +3,12 @@
     python benchmarks/gpu/dynamic_shapes.py --out FOLDER [--row bert_base:1 …] [--tune SECONDS]
 
 Writes dynamic_shapes.json: per row (network:batch) and length the milliseconds of the static engine and of the dynamic one
-(bound calls, a graph launch each, the two in turns), seconds until a plan for a new length was made, and the largest
-difference between the two. Without ``--tune`` the cost model chooses everywhere. With it the dynamic engine is tuned at its
-optimum and each static one at its own length, each for that long: what a plan that is made later loses. What it would lose by the
-cost model alone is measured beside it.
+(bound calls, a graph launch each, the two in turns), and the largest difference between the two. ``first_seconds`` is how long
+the first run of a length takes in a fresh process that has loaded the engine and run it at its optimum, ``stages`` where they go,
+``kernels_compiled`` how many kernels the plan needs that neither the engine nor the kernel cache holds (``--cold-kernels``: the
+cache is empty at the start of that process). Without ``--tune`` the cost model chooses everywhere. With it the dynamic engine is
+tuned at its optimum and each static one at its own length, each for that long: what a plan that is made later loses. What it would
+lose by the cost model alone is measured beside it.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +35,72 @@ from optdnn.runtime.cuda.graphs import time_runs
 
 OPTIMUM, LONGEST = 128, 384
 ROWS = ("bert_base:1", "bert_base:32", "lstm:1", "lstm:32")
+
+
+FIRST = """
+import json, sys, time
+import numpy as np
+import dynamic_shapes
+print(json.dumps(dynamic_shapes.first_runs(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))))
+"""
+STAGES = {
+    "open the model, know the weights": "optdnn.plans:Common.of",
+    "import": "optdnn.plans:import_model",
+    "passes": "optdnn.compiler:optimize",
+    "lower": "optdnn.lower_cuda:emit_program",
+    "compile": "optdnn.lower_cuda:_compiled",
+    "load kernels and weights": "optdnn.runtime.cuda.loaded:Loaded.__init__",
+    "arena and buffers": "optdnn.runtime.cuda.runner:CudaContext.__init__",
+    "graph": "optdnn.runtime.cuda.graphs:Graph.__init__",
+}
+"""Stages of the first run of a length: a name, and the function that it is."""
+
+
+def first_runs(path: str, optimum: dict[str, Any], lengths: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first run of each of these inputs (shape and type by name), after one of the optimum's: seconds, by stage, too."""
+    spent: dict[str, float] = {}
+
+    def feeds(like: dict[str, Any]) -> dict[str, Any]:
+        return {name: np.ones(shape, dtype) for name, (shape, dtype) in like.items()}
+
+    def watch(name: str, place: str) -> None:
+        module, _, attribute = place.partition(":")
+        owner: Any = import_module(module)
+        *names, last = attribute.split(".")
+        for step in names:
+            owner = getattr(owner, step)
+        real = getattr(owner, last)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return real(*args, **options)
+            finally:
+                spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
+
+        setattr(owner, last, timed)
+
+    context: Any = optdnn.load(path).context()
+    context.run(feeds(optimum))
+    start = time.perf_counter()
+    import_module("optdnn.plans")
+    found = [{"import_the_compiler_s": round(time.perf_counter() - start, 3)}]
+    for name, place in STAGES.items():
+        watch(name, place)
+    compiled: list[Any] = []
+    nvrtc = import_module("optdnn.runtime.cuda.nvrtc")
+    real_compile = nvrtc.compile_recipe
+    nvrtc.compile_recipe = lambda recipe, **options: (compiled.append(recipe), real_compile(recipe, **options))[1]
+    for like in lengths:
+        spent.clear()
+        compiled.clear()
+        given = feeds(like)
+        start = time.perf_counter()
+        context.run(given)
+        seconds = round(time.perf_counter() - start, 3)
+        stages = {name: round(spent.get(name, 0.0), 3) for name in STAGES}
+        found.append({"first_seconds": seconds, "stages": stages, "kernels_compiled": len(compiled)})
+    return found
 
 
 class Network:
@@ -73,7 +145,7 @@ def measure(name: str, lengths: list[int], args: argparse.Namespace, until: floa
     cache = args.out / "times.json"  # both builds choose the same at the optimum
     how: dict[str, Any] = {"precision": args.precision, "tactics": "heuristic"}
     if args.tune:
-        how |= {"tactics": "auto", "budget": args.tune, "timing_cache": cache, "nearest_tactics": True}
+        how |= {"tactics": "auto", "budget": args.tune, "timing_cache": cache}
     started = time.perf_counter()
     engine = optdnn.build(network.model, target=target, shapes=network.shapes(f"1..{OPTIMUM}..{LONGEST}"), **how)
     built = time.perf_counter() - started
@@ -81,14 +153,13 @@ def measure(name: str, lengths: list[int], args: argparse.Namespace, until: floa
     size = (args.out / "dynamic.engine").stat().st_size
     context: Any = optdnn.load(args.out / "dynamic.engine").context()
     stream = cupy.cuda.Stream(non_blocking=True)
+    waits = _first_runs(args.out / "dynamic.engine", network, lengths, args)
     rows = []
-    for length in lengths:
+    for k, length in enumerate(lengths):
         if time.monotonic() > until:
             break
         feeds = network.feeds(length)
-        started = time.perf_counter()
         first = context.run(feeds)
-        seen = time.perf_counter() - started
         static = optdnn.build(network.model, target=target, shapes=network.shapes(length), **how)
         own: Any = static.context()
         want = own.run(feeds)
@@ -111,16 +182,31 @@ def measure(name: str, lengths: list[int], args: argparse.Namespace, until: floa
         rows.append(
             {
                 "row": name, "length": length, **{f"{k}_ms": round(v, 5) for k, v in medians.items()},
-                "ratio": round(medians["dynamic"] / medians["static"], 4), "first_seconds": round(seen, 3),
+                "ratio": round(medians["dynamic"] / medians["static"], 4), **waits[1 + k],
                 "again_ms": round(again * 1e3, 3), "difference": apart(first, want),
                 "another_input": apart(own.run(network.feeds(length, 1)), want),
-                "build_seconds": round(built, 2), "engine_bytes": size,
+                **waits[0], "build_seconds": round(built, 2), "engine_bytes": size,
             }
         )  # fmt: skip
         print(rows[-1], flush=True)
     (args.out / "dynamic.engine").unlink()
     (args.out / "dynamic.engine.report.json").unlink(missing_ok=True)
     return rows
+
+
+def _first_runs(engine: Path, network: Network, lengths: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """:func:`first_runs` in a fresh process."""
+    like = [{n: (a.shape, a.dtype.name) for n, a in network.feeds(length).items()} for length in (OPTIMUM, *lengths)]
+    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    words = [sys.executable, "-c", FIRST, str(engine), json.dumps(like[0]), json.dumps(like[1:])]
+    with tempfile.TemporaryDirectory() as empty:
+        more = {"OPTDNN_CACHE": empty} if args.cold_kernels else {}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **more}
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-500:])
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
@@ -131,6 +217,9 @@ def main() -> None:
     parser.add_argument("--precision", default="fp16")
     parser.add_argument("--lengths", default=f"{OPTIMUM},64,{LONGEST}")
     parser.add_argument("--tune", type=float, default=0.0, help="seconds of tuning for each engine")
+    parser.add_argument(
+        "--cold-kernels", action="store_true", help="first runs find no kernel compiled but the engine's"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further length after this")
     args = parser.parse_args()
     until = time.monotonic() + args.seconds

@@ -3,8 +3,9 @@
     python benchmarks/gpu/waits.py --out waits.json                     # everything: about three minutes
     python benchmarks/gpu/waits.py --parts build,load,call --out w.json
 
-``build``: ResNet-50 with full autotune, cold caches, then warm ones (the same bytes?). ``load``: ``optdnn.load`` to the first
-result, in a fresh process, three times. ``call``: what Python adds to the GPU's time, with bound buffers and with GPU arrays.
+``build``: ResNet-50 with full autotune (or ``--budget`` seconds of it), cold caches, then warm ones (the same bytes?). ``load``:
+``optdnn.load`` to the first result, in a fresh process, three times, and by stages. ``call``: what Python adds to the GPU's
+time, with bound buffers and with GPU arrays.
 ``retune``: an engine that was built with the GPU hidden, then ``optdnn retune``. ``compare``: ``optdnn compare`` against our
 kernels, the libraries, the PyTorch module, eager and compiled. A part that fails is a part with its error.
 """
@@ -66,6 +67,7 @@ def build(folder: Path) -> dict[str, Any]:
     """Cold, then warm; what was tried."""
     path, cache = model("resnet50", folder), str(folder / "cache")
     words = ("build", str(path), *OPTIMIZED, "--timing-cache", str(folder / "times.json"))
+    words += ("--budget", os.environ["WAITS_BUDGET"]) if "WAITS_BUDGET" in os.environ else ()
     row: dict[str, Any] = {}
     for when in ("cold", "warm"):
         done = optdnn_command(*words, "-o", str(folder / f"{when}.engine"), OPTDNN_CACHE=cache)
@@ -279,7 +281,10 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a copy of the timing cache that the build made")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--out", type=Path, default=Path("waits.json"))
+    parser.add_argument("--budget", help="seconds of tuning, for builds that are not about tuning")
     options = parser.parse_args()
+    if options.budget:
+        os.environ["WAITS_BUDGET"] = options.budget
     report: dict[str, Any] = facts()
     with tempfile.TemporaryDirectory() as folder:
         for name in options.parts.split(","):
