@@ -286,7 +286,7 @@ class Tuner:
             found.before_ms, found.after_ms = self.timer.race([nets["plain"], nets["best"]], 3)
             if found.before_ms < found.after_ms:  # the cost model's choices are the better ones to start from
                 found.choices = {**self._start, **{p.key: p.default for p in found.problems if p.times}}
-                nets["best"].close()
+                nets.pop("best").close()  # what follows may fail, and whatever is in nets is closed then
                 nets["best"] = self._load(found.choices, Streams())
                 found.after_ms = found.before_ms
             self._choose_lanes(found, nets)

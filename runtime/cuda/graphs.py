@@ -63,7 +63,7 @@ class _Template:
                 self.nodes.append(list(last))  # what a next launch would depend on: this one alone
         finally:
             self.graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
-        weakref.finalize(self, _destroy, self.graph)
+        weakref.finalize(self, _destroy, "cuGraphDestroy", self.graph)
 
     @staticmethod
     def _depend(nodes: Sequence[Any], stream: Stream) -> None:
@@ -75,9 +75,9 @@ class _Template:
         check("cuStreamUpdateCaptureDependencies", result)
 
 
-def _destroy(graph: Any) -> None:
+def _destroy(name: str, graph: Any) -> None:
     with contextlib.suppress(Exception):  # the driver may be gone when the interpreter ends
-        driver().cuGraphDestroy(graph)
+        getattr(driver(), name)(graph)
 
 
 class Graph:
@@ -90,10 +90,13 @@ class Graph:
     def __init__(self, launches: Iterable[Enqueued], stream: Stream, waits: Waits | None = None):
         self.launches = tuple(launches)  # their parameter buffers were copied, their functions must stay loaded
         self._template = _Template(self.launches, stream, waits)
-        self._executable = self._instantiate()
+        self._instantiate()
 
-    def _instantiate(self) -> Any:
-        return check("cuGraphInstantiate", driver().cuGraphInstantiate(self._template.graph, 0))
+    def _instantiate(self) -> None:
+        self._executable = check("cuGraphInstantiate", driver().cuGraphInstantiate(self._template.graph, 0))
+        self._free = weakref.finalize(
+            self, _destroy, "cuGraphExecDestroy", self._executable
+        )  # once, whoever asks for it
 
     def moved(self, changed: Mapping[int, Launch]) -> Graph:
         """Another graph of the same launches, some of them (by number) with other parameters, such as the addresses of other
@@ -101,7 +104,7 @@ class Graph:
         cu = driver()
         found = copy(self)
         found.launches = tuple(changed.get(k, launch) for k, launch in enumerate(self.launches))
-        found._executable = self._instantiate()
+        found._instantiate()
         for k, launch in changed.items():
             (node,) = self._template.nodes[k]
             parameters = check("cuGraphKernelNodeGetParams", cu.cuGraphKernelNodeGetParams(node))
@@ -115,8 +118,9 @@ class Graph:
         check("cuGraphLaunch", driver().cuGraphLaunch(self._executable, stream.handle))
 
     def close(self) -> None:
-        """Free the executable graph. Using it afterwards is an error."""
-        check("cuGraphExecDestroy", driver().cuGraphExecDestroy(self._executable))
+        """Free the executable graph, as happens anyway with the last reference; a run under way still ends. Using it afterwards
+        is an error."""
+        self._free()
 
 
 def time_runs(

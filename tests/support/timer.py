@@ -68,11 +68,12 @@ class FakeTimer:
 
 class FakeNet:
     def __init__(self, timer: FakeTimer, tactics: list[str], factor: float):
-        self.timer, self.tactics, self.factor = timer, tactics, factor
+        self.timer, self.tactics, self.factor, self.closed = timer, tactics, factor, False
 
     def close(self) -> None:
+        assert not self.closed, "closed twice"
         self.timer.loaded -= 1
-        assert self.timer.loaded >= 0, "closed twice"
+        self.closed = True
 
 
 def hashed(name: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from optdnn.errors import RunError
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import emit_program, lower_cuda
 from optdnn.runtime.cuda.timer import TrialFailed
+from optdnn.runtime.program import Program
 from optdnn.streams import Streams
 from optdnn.tactics.cuda.select import Choice
 from optdnn.tactics.cuda.tuned import Tuned
@@ -254,6 +256,23 @@ def test_where_the_model_was_right_about_the_network_it_is_followed() -> None:
     again, _ = tuned(FakeTimer(hashed, net))
     assert all(again.choices[p.key] == p.default for p in again.problems if p.key in again.choices)
     assert again.after_ms == again.before_ms
+
+
+def test_a_gpu_without_room_for_another_network_has_each_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tuner = tuned(FakeTimer(hashed))
+    defaults = {"", *(str(p.default) for p in tuner.problems.values())}
+    timer = FakeTimer(hashed, lambda tactics: 1.0 + 0.1 * sum(t not in defaults for t in tactics))
+    load, loads = timer.load, count()
+
+    def full(program: Program) -> object:
+        if next(loads) == 2:  # the first two were raced, and the second is closed already
+            raise RunError("no room")
+        return load(program)
+
+    monkeypatch.setattr(timer, "load", full)
+    found, _ = tuned(timer)
+    assert found.stopped == "the GPU failed: no room"
+    assert timer.loaded == 0
 
 
 # ---------------------------------------------------------------- the timing cache

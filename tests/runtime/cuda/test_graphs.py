@@ -1,0 +1,46 @@
+"""Executable graphs are freed once: by whoever closes them, or with the last reference. A driver that counts stands in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optdnn.runtime.cuda import graphs
+
+
+@pytest.fixture
+def freed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What was destroyed, and how often."""
+    found: Counter[str] = Counter()
+    made = iter(range(100))
+    mode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+    driver = SimpleNamespace(
+        CUstreamCaptureMode=mode,
+        cuStreamBeginCapture=lambda *given: None,
+        cuStreamEndCapture=lambda *given: "template",
+        cuGraphInstantiate=lambda *given: f"graph {next(made)}",
+        cuGraphDestroy=lambda graph: found.update([graph]),
+        cuGraphExecDestroy=lambda graph: found.update([graph]),
+    )
+    monkeypatch.setattr(graphs, "driver", lambda: driver)
+    monkeypatch.setattr(graphs, "check", lambda call, result: result)
+    return found
+
+
+def test_an_executable_graph_is_freed_once(freed: Counter[str]) -> None:
+    stream: Any = SimpleNamespace(handle=0)
+    first, second = graphs.Graph([], stream), graphs.Graph([], stream)
+    other = first.moved({})
+    second.close()
+    second.close()
+    assert freed == {"graph 1": 1}
+    del second
+    assert freed == {"graph 1": 1, "template": 1}
+    del first
+    assert freed == {"graph 0": 1, "graph 1": 1, "template": 1}, "the other's template is there as long as it is"
+    other.close()
+    del other
+    assert freed == {"graph 0": 1, "graph 1": 1, "graph 2": 1, "template": 2}
