@@ -27,8 +27,9 @@ EXPORTERS = ("auto", "dynamo", "torchscript")
 
 def from_torch(
     module: Any,
-    example_inputs: Any,
+    example_inputs: Any = (),
     *,
+    kwargs: Mapping[str, Any] | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     shapes: Any = None,
@@ -39,8 +40,9 @@ def from_torch(
 ) -> Engine:
     """Compile a ``torch.nn.Module`` into an engine, through ``torch.onnx.export``.
 
-    ``example_inputs`` is a tensor or a tuple of them, as ``module`` is called with; names default to those of its
-    parameters. ``shapes`` are those of :func:`optdnn.build`: what they leave open or give a range is exported as dynamic
+    ``example_inputs`` is a tensor or a tuple of them, and ``kwargs`` are the keyword arguments, as ``module`` is called with:
+    tensors among them are inputs behind the positional ones, anything else (``use_cache=False``) is fixed. Names default to those
+    of its parameters. ``shapes`` are those of :func:`optdnn.build`: what they leave open or give a range is exported as dynamic
     (``dynamic_shapes`` in torch's own form says it differently). ``exporter``: "dynamo" (torch.export; needs onnxscript),
     "torchscript", or the former where it is installed. ``build`` are further options of :func:`optdnn.build`.
 
@@ -57,9 +59,18 @@ def from_torch(
     if exporter not in EXPORTERS:
         raise UsageError(f"exporter {exporter!r} is not one of {', '.join(EXPORTERS)}")
     args = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    names = list(input_names) if input_names is not None else _parameters(module, len(args))
-    if len(names) != len(args):
-        raise UsageError(f"{len(names)} input_names are given for {len(args)} example inputs")
+    keywords = dict(kwargs or {})
+    if nested := next(
+        (k for k, v in keywords.items() if isinstance(v, (tuple, list, Mapping)) and _tensors(torch, v)), None
+    ):
+        raise UsageError(
+            f"the keyword argument {nested!r} holds tensors in a {type(keywords[nested]).__name__}",
+            hint="call the module by one of your own whose forward takes each of them",
+        )
+    named = [k for k, v in keywords.items() if isinstance(v, torch.Tensor)]
+    names = list(input_names) if input_names is not None else [*_parameters(module, len(args)), *named]
+    if len(names) != len(args) + len(named):
+        raise UsageError(f"{len(names)} input_names are given for {len(args) + len(named)} example inputs")
     wanted = input_shapes({} if shapes is None else shapes)
     if unknown := sorted(wanted.keys() - set(names)):
         raise UsageError(f"the module has no input {unknown[0]!r}", hint=f"its inputs are {', '.join(names)}")
@@ -71,7 +82,7 @@ def from_torch(
 
     with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
         path = Path(folder) / "model.onnx"
-        _export(torch, module, args, path, names, output_names, open_axes, dynamic_shapes, opset, exporter)
+        _export(torch, module, args, keywords, path, names, output_names, open_axes, dynamic_shapes, opset, exporter)
         return build_engine(path, shapes=wanted, **build)
 
 
@@ -98,10 +109,38 @@ def _parameters(module: Any, count: int) -> list[str]:
     return names[:count]
 
 
+def _tensors(torch: Any, value: Any) -> bool:
+    """Whether there is a tensor in it."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (tuple, list)) and any(_tensors(torch, v) for v in value)
+    )
+
+
+def _positional(
+    torch: Any, module: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...]]:
+    """A module that takes the tensors among the keyword arguments by position, with the others fixed: all that can be traced."""
+    named = {k: v for k, v in keywords.items() if isinstance(v, torch.Tensor)}
+    fixed = {k: v for k, v in keywords.items() if k not in named}
+
+    class Called(torch.nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *tensors: Any) -> Any:
+            return self.module(*tensors[: len(args)], **dict(zip(named, tensors[len(args) :], strict=True)), **fixed)
+
+    return Called().eval(), (*args, *named.values())
+
+
 def _export(
     torch: Any,
     module: Any,
     args: tuple[Any, ...],
+    keywords: Mapping[str, Any],
     path: Path,
     names: Sequence[str],
     output_names: Sequence[str] | None,
@@ -120,10 +159,14 @@ def _export(
             if dynamo:
                 if dynamic_shapes is None and any(open_axes.values()):
                     auto = torch.export.Dim.AUTO
-                    dynamic_shapes = tuple(dict.fromkeys(open_axes.get(n, ()), auto) for n in names)
+                    each = tuple(dict.fromkeys(open_axes.get(n, ()), auto) for n in names)
+                    dynamic_shapes = each
+                    if keywords:  # torch.export knows no dynamic sizes of what forward gathers in **
+                        module, args = _positional(torch, module, args, keywords)
+                        keywords, dynamic_shapes = {}, {"tensors": each}
                 torch.onnx.export(
-                    module, args, str(path), dynamo=True, dynamic_shapes=dynamic_shapes, external_data=True,
-                    verbose=False, **common,
+                    module, args, str(path), kwargs=dict(keywords) or None, dynamo=True, dynamic_shapes=dynamic_shapes,
+                    external_data=True, verbose=False, **common,
                 )  # fmt: skip
             else:
                 if dynamic_shapes is not None:
@@ -131,6 +174,8 @@ def _export(
                         "dynamic_shapes are for the dynamo exporter", hint="give shapes= with ranges instead"
                     )
                 axes = {n: {a: f"{n}_{a}" for a in axes} for n, axes in open_axes.items() if axes}
+                if keywords:
+                    module, args = _positional(torch, module, args, keywords)
                 torch.onnx.export(module, args, str(path), dynamo=False, dynamic_axes=axes or None, **common)
     except OptdnnError:
         raise

@@ -97,7 +97,8 @@ class InputTarget(Rewrite):
 
 def _reads_inner_shape(graph: Graph, target: Value) -> bool:
     """Whether the arithmetic of ``target`` looks at the shape of a value that is no input of the network."""
-    todo, seen = [target], set()
+    todo = [target]
+    seen: set[int] = set()
     while todo and len(seen) < _READS:
         op = graph.op(todo.pop())
         if op.id in seen:

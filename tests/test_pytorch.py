@@ -38,6 +38,13 @@ if torch is not None:
         def forward(self, image: Any) -> Any:
             return self.head(torch.relu(self.norm(self.conv(image))).mean((2, 3)))
 
+    class Keywords(torch.nn.Module):
+        def forward(
+            self, a: Any, b: Any = None, *, c: Any, scale: float = 1.0, doubled: bool = False, **more: Any
+        ) -> Any:
+            total = a + 2 * c + more.get("d", 0)
+            return (total if b is None else total * b) * scale * (2 if doubled else 1)
+
     class Two(torch.nn.Module):
         def forward(self, a: Any, b: Any) -> Any:
             return a @ b, (a * 2).to(torch.bfloat16)
@@ -79,6 +86,28 @@ def test_several_inputs_and_names() -> None:
 
 
 @needs_torch
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_keyword_arguments(exporter: str) -> None:
+    """Tensors are inputs, in the order that they are given in; anything else is fixed."""
+    if exporter == "dynamo":
+        pytest.importorskip("onnxscript")
+    a, b, c, d = torch.randn(2, 3), torch.randn(3), torch.randn(2, 1), torch.randn(1, 3)
+    given = {"c": c, "scale": 3.0, "doubled": True, "b": b, "d": d}
+    shapes = {"a": "1..2..4x3", "c": "1..2..4x1"}
+    engine = from_torch(Keywords().eval(), a, kwargs=given, shapes=shapes, exporter=exporter, target="reference")
+    assert [s.name for s in engine.inputs] == ["a", "c", "b", "d"]
+    for n in (2, 3):
+        x, y = torch.randn(n, 3), torch.randn(n, 1)
+        (got,) = engine.run({"a": x, "b": b, "c": y, "d": d}).values()
+        np.testing.assert_allclose(got, _of(lambda x, y: (x + 2 * y + d) * b * 6, x, y).numpy(), rtol=1e-5, atol=1e-6)
+    named = from_torch(
+        Keywords().eval(), kwargs={"a": a, "c": c}, input_names=["one", "two"], exporter=exporter, target="reference"
+    )
+    (got,) = named.run({"one": a, "two": c}).values()
+    np.testing.assert_allclose(got, (a + 2 * c).numpy(), rtol=1e-6)
+
+
+@needs_torch
 def test_refusals() -> None:
     x = torch.randn(1, 3, 8, 8)
     with pytest.raises(UsageError, match="in training mode"):
@@ -89,6 +118,10 @@ def test_refusals() -> None:
         from_torch(_net(), x, shapes={"y": (1,)})
     with pytest.raises(UsageError, match="2 input_names are given for 1"):
         from_torch(_net(), x, input_names=["a", "b"])
+    with pytest.raises(UsageError, match="2 input_names are given for 3"):
+        from_torch(Keywords().eval(), (x, x), kwargs={"c": x}, input_names=["a", "b"])
+    with pytest.raises(UsageError, match="keyword argument 'c' holds tensors in a tuple"):
+        from_torch(Keywords().eval(), x, kwargs={"c": (x, x)})
     with pytest.raises(UsageError, match="exporter 'magic'"):
         from_torch(_net(), x, exporter="magic")
     with pytest.raises(ModelError, match="torch cannot export Net to ONNX"):
