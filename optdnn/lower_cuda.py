@@ -32,7 +32,7 @@ from optdnn.tactics.cuda.schedule import group_steps, keep_inputs_on_host
 from optdnn.tactics.cuda.select import Choice, Decision, Selection, emit_op, signature
 from optdnn.tactics.cuda.table import TACTICS, WRITES_ANYWHERE
 from optdnn.tactics.cuda.views import VIEWS, plan_concats
-from optdnn.types import TensorSpec
+from optdnn.types import Array, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,13 @@ def lower_cuda(
     visit: Visit = lambda b, op, key: None,
     kept: Kept | None = None,
     emitted: Emitted | None = None,
+    ready: Mapping[Made, Array] | None = None,
 ) -> Program:
     """The program of an optimized graph for "cuda:ARCH", or for "simulate" (Hopper's program, without compiled kernels).
 
     ``choices`` by signature go before the cost model, and ``visit`` may add to them; ``streams`` is what tuning found of lanes;
-    ``kept``: constants of other programs, to be shared; ``emitted``: the launches of these very choices, made already.
+    ``kept``: constants of other programs, to be shared; ``emitted``: the launches of these very choices, made already;
+    ``ready``: cubins that are there already.
     Raises UsageError for a dimension that is not known; UnsupportedError where ``options.strict`` forbids steps on the host, naming
     every operator that needs one, and where an operator has no NumPy kernel either.
     """
@@ -93,7 +95,7 @@ def lower_cuda(
     known = emitted.seconds(None if streams is None else streams.seconds)
     program = on_lanes(emitted.program, known, options, streams)
     if target != "simulate" and not options.no_cubins:
-        program = _compiled(program, say)
+        program = _compiled(program, say, ready or {})
     return placed(program)
 
 
@@ -222,21 +224,27 @@ def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[Tenso
     return inputs, outputs
 
 
-def _compiled(program: Program, say: Callable[[str], None]) -> Program:
-    """The program with the cubin of every kernel among its blobs."""
+def _compiled(program: Program, say: Callable[[str], None], ready: Mapping[Made, Array]) -> Program:
+    """The program with the cubin of every kernel among its blobs; those that are not ``ready`` are compiled."""
     from optdnn.runtime.cuda.kernels_of import recipe_of
     from optdnn.runtime.cuda.nvrtc import KernelCache, version
 
-    say(f"compile {len(program.kernels)} kernels")
-    recipes = list(dict.fromkeys(map(_frozen, program.kernels)))
-    of = dict(zip(map(_frozen, program.kernels), program.kernels, strict=True))
-    cubins = KernelCache().get_many([recipe_of(of[r]) for r in recipes], workers=min(16, os.cpu_count() or 1))
-    blobs = [*program.blobs, *(np.frombuffer(c, np.uint8) for c in cubins)]
-    number = {r: len(program.blobs) + i for i, r in enumerate(recipes)}
-    kernels = tuple(replace(k, cubin=number[_frozen(k)]) for k in program.kernels)
-    program.meta["nvrtc"] = ".".join(map(str, version()))
-    return replace(program, kernels=kernels, blobs=blobs)
+    kernels = {made_of(k): k for k in program.kernels}
+    missing = {made: recipe_of(k) for made, k in kernels.items() if made not in ready}
+    say(f"compile {len(missing)} kernels")
+    compiled = KernelCache().get_many(list(missing.values()), workers=min(16, os.cpu_count() or 1)) if missing else []
+    cubins = {**ready, **{made: np.frombuffer(c, np.uint8) for made, c in zip(missing, compiled, strict=True)}}
+    number = {made: len(program.blobs) + i for i, made in enumerate(kernels)}
+    if missing:
+        program.meta["nvrtc"] = ".".join(map(str, version()))
+    blobs = [*program.blobs, *(cubins[made] for made in kernels)]
+    return replace(program, kernels=tuple(replace(k, cubin=number[made_of(k)]) for k in program.kernels), blobs=blobs)
 
 
-def _frozen(k: Kernel) -> tuple[Any, ...]:
-    return (k.template, k.arch, tuple(sorted(k.generated.items())), k.options)
+Made = tuple[Any, ...]
+"""What a cubin is made from, but for the compiler's version."""
+
+
+def made_of(k: Kernel) -> Made:
+    """Equal for kernels that have the same cubin."""
+    return (k.template, k.arch, tuple(sorted(k.generated.items())), k.options, k.source)

@@ -25,7 +25,7 @@ from optdnn.importers.onnx import import_model
 from optdnn.importers.values import with_values
 from optdnn.ir.graph import Graph
 from optdnn.ir.kept import Content, Kept
-from optdnn.lower_cuda import lower_cuda
+from optdnn.lower_cuda import Made, lower_cuda, made_of
 from optdnn.passes.base import PassReport
 from optdnn.ranges import Profile
 from optdnn.runtime.format import digests as sha256
@@ -171,7 +171,20 @@ def replan(
         opened = with_values(opened, values)
         shapes = {name: shape for name, shape in shapes.items() if name not in values}
     like = _nearest(program, shapes) if options.nearest_tactics else ()
-    _, _, plan = _plan(opened, shapes, options, target, lambda g, p: {}, optimize, lambda text: None, kept, like=like)
+    _, _, plan = _plan(
+        opened,
+        shapes,
+        options,
+        target,
+        lambda g, p: {},
+        optimize,
+        lambda text: None,
+        kept,
+        like=like,
+        ready=common.cubins,
+    )
+    if common.nvrtc is not None and plan.kernels:
+        plan.meta.setdefault("nvrtc", common.nvrtc)  # where nothing was compiled
     return common.blobs.copy(kept).take(plan)
 
 
@@ -204,8 +217,9 @@ def _plan(
     kept: Kept,
     choose: Choose = lambda graph: None,
     like: Sequence[Program] = (),
+    ready: Mapping[Made, Array] | None = None,
 ) -> tuple[Graph, list[PassReport], Program]:
-    """``like``: plans whose tactics are to be taken where they still stand, the first first."""
+    """``like``: plans whose tactics are to be taken where they still stand, the first first; ``ready``: see ``lower_cuda``."""
     graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
     passes = optimize(graph, options, target, say, kept=kept)
     tuned = choose(graph)
@@ -219,11 +233,11 @@ def _plan(
         nearest = Nearest.of((plan.meta["tactics"] for plan in like), Selection.of(options))
         lanes = like[0].meta.get("streams", {}).get("lanes", 1)
         streams = Streams(lanes) if lanes > 1 and is_tuned(like[0]) else None  # as far as the cost model agrees
-        program = lower_cuda(graph, options, target, account, say, nearest.choices, streams, nearest, kept)
+        program = lower_cuda(graph, options, target, account, say, nearest.choices, streams, nearest, kept, ready=ready)
         by = "the nearest tuned plan" if is_tuned(like[0]) else "the nearest plan"
         program.meta[PLANNED] = {"by": by, "like": [str(s) for s, _ in like[0].inputs]}
     else:
-        program = lower_cuda(graph, options, target, account, say, kept=kept)
+        program = lower_cuda(graph, options, target, account, say, kept=kept, ready=ready)
         program.meta[PLANNED] = {"by": "the cost model"}
     return graph, passes, program
 
@@ -320,6 +334,8 @@ class Common:
     model: Model
     kept: Kept
     blobs: Blobs
+    cubins: dict[Made, Array]
+    nvrtc: str | None
 
     @classmethod
     def of(cls, program: Program, source: HeldSource) -> Common:
@@ -334,7 +350,11 @@ class Common:
                 kept.hold(array, digests[id(array)])
             weights = {name: program.blobs[number] for name, number in source.weights.items()}
             model = put_together(program.blobs[source.model].tobytes(), weights, "the engine's model")
-            _COMMON.setdefault(program, cls(model, kept, Blobs(kept, program.blobs)))
+            plans = (program, *(program.dynamic.plans if program.dynamic is not None else ()))
+            kernels = [k for plan in plans for k in plan.kernels]
+            cubins = {made_of(k): program.blobs[k.cubin] for k in kernels if k.cubin is not None}
+            compiler = next((str(v) for plan in plans if (v := plan.meta.get("nvrtc"))), None)
+            _COMMON.setdefault(program, cls(model, kept, Blobs(kept, program.blobs), cubins, compiler))
         return _COMMON[program]
 
 
