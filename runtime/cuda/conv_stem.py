@@ -176,6 +176,8 @@ def no_kernel(problem: Problem) -> str | None:
     s = problem.source
     if s.channels > CHANNELS:
         return f"it is for images of up to {CHANNELS} channels, not {s.channels}"
+    if problem.epilogue[:1] != (("bias",),):
+        return "its epilogue does not begin with the bias"
     if problem.image not in KINDS:
         return f"it does not read images of {problem.image}"
     if problem.channels % 8 or min(problem.out_size) < 1:
@@ -277,11 +279,12 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "TOGETHER": together, "HALO_H": rows, "ROW_CHUNKS": columns // problem.vector, "VEC": problem.vector, "PITCH": pitch,
         "ROW_STEP": pitch * together, "COLUMN_STEP": together, "FIRST_WORD": first, "K_STEPS": layout.steps,
         "KEPT_REGISTERS": KEPT_REGISTERS, "IMAGE_KIND": kind, "IMAGE_ITEM": item, "NORMALIZE": int(problem.normalize),
-        "HAS_RESIDUAL": int(problem.residual),
+        "HAS_RESIDUAL": int(problem.residual), "FACTOR_KIND": KINDS[problem.dtype][0],
+        "FINAL_RELU": int(problem.epilogue[-1] == ("relu",)),
     }  # fmt: skip
-    text = "\n".join(
-        [render.constants(defines), _table(_words(problem, rows, pitch)), render.epilogue(problem.epilogue), ""]
-    )
+    # The sums begin with the bias, and the rounding of results does a last ReLU.
+    stages = problem.epilogue[1 : -1 if defines["FINAL_RELU"] else None]
+    text = "\n".join([render.constants(defines), _table(_words(problem, rows, pitch)), render.epilogue(stages), ""])
     options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
     return Recipe("conv_stem.cu", arch, {"generated.cuh": text}, options)
 
@@ -347,10 +350,13 @@ def describe(
     count = problem.batch * across * down
     block = ParameterBlock().pointer("image").pointer("weights")
     block.pointer("residual" if problem.residual else None).pointer("bias").pointer("output")
-    block.i64(problem.strides[0]).i32(*problem.strides[1:], s.height, s.width, out_h, out_w, across, down, count)
+    block.i64(problem.strides[0]).i32(
+        *problem.strides[1:], s.height, s.width, out_h, out_w, across, down, problem.batch
+    )
+    blocks = min(count, device.multiprocessors * resident(problem, config, device))
+    block.i32(blocks % across, blocks // across % down, blocks // across // down)
     block.i32(-s.padding[0], -(s.padding[1] + problem.phase), problem.channels, pitch, residual_pitch)
     block.f32(*[*factors, *[1.0] * CHANNELS][:CHANNELS], *[*shifts, *[0.0] * CHANNELS][:CHANNELS])
-    blocks = min(count, device.multiprocessors * resident(problem, config, device))
     return block.describe(
         "conv_stem", (blocks, -(-problem.channels // (config.columns * 8)), 1), config.threads,
         shared=shared_bytes(problem, config),
@@ -358,34 +364,49 @@ def describe(
 
 
 CLOCK, MEMORY = 1.7e9, 3.6e12
+STAGE_ISSUE = {
+    "gelu": 12.0,
+    "gelu_tanh": 20.0,
+    "tanh": 16.0,
+    "silu": 6.0,
+    "sigmoid": 6.0,
+    "softplus": 16.0,
+    "elu": 6.0,
+    "clip": 2.0,
+}
+"""Instructions of a stage of the epilogue for each result; 1 of the others."""
 
 
 def estimate(problem: Problem, config: Config, device: Device) -> float:
     """Predicted seconds of one dependent launch."""
+    s, layout, warps = problem.source, problem.layout, math.prod(config.warps)
     across, down = tiles(problem, config)
-    layout, (warps_m, warps_n) = problem.layout, config.warps
     count = problem.batch * across * down * -(-problem.channels // (config.columns * 8))
     at_once = resident(problem, config, device)
     rows, columns = halo(problem, config)
-    pixels = rows * columns * problem.source.channels
-    # Cycles that a tile takes of a multiprocessor: of shared memory, the tensor cores, and issue slots.
+    sets = 1 if layout.planes else s.channels
+    pixels = rows * columns * s.channels
+    rounds = -(-pixels // problem.vector // sets // config.threads)
+    # What a warp issues for a tile: its share of the pixels, fragments and products, results.
     kept = 2 * layout.steps * config.n <= KEPT_REGISTERS
-    warps = warps_m * warps_n
+    each = sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in problem.epilogue if name not in ("bias", "relu"))
+    issued = rounds * (20 + 8 * sets + problem.vector * sets * (0.6 if problem.image == problem.dtype else 2.0))
+    issued += layout.steps * (config.m * config.n + 4 * config.m + (0 if kept else config.n / 2))
+    issued += config.m * config.n * (6 + 4 * each) + config.m * (16 + config.n) + 80
+    # Cycles of a multiprocessor: issue slots, tensor cores, shared memory.
     fragments = layout.steps * (4 * config.m + (0 if kept else 2 * config.n)) * warps
     products = layout.steps * config.m * config.n * warps * 3.3 / 4
-    staged = pixels * (3.0 if problem.vector > 1 else 8.0) / 128
-    stored = config.tile_h * config.tile_w * config.columns * 8 * (3.0 + len(problem.epilogue)) / 128
-    busy = max(fragments, products) + staged + stored
-    # What a block takes for one alone: loads, barriers and K steps wait.
-    step = max(70.0, config.m * config.n * 3.3 * max(1.0, warps / 4), fragments / layout.steps)
-    alone = (300 if config.ahead else 1000) + layout.steps * step + (staged + stored) * max(1.0, 4 / warps) + 400
-    each = max(busy, alone / min(at_once, max(1.0, count / device.multiprocessors)))
+    busy = max(issued * warps / 4, products, fragments + pixels / 32)
+    # What a block takes for one tile alone: loads, barriers and K steps wait.
+    step = max(60.0, config.m * config.n * 3.3 * max(1.0, warps / 4), fragments / layout.steps)
+    alone = (300 if config.ahead else 1000) + layout.steps * step + issued * max(1.0, warps / 4) + 400
     blocks = count / device.multiprocessors
-    turns = math.ceil(blocks / at_once) * at_once if blocks < 3 * at_once else blocks
-    compute = max(alone, min(turns, blocks + at_once) * each)
+    turns = math.ceil(blocks / at_once) * at_once if blocks < 3 * at_once else blocks + at_once / 2
+    compute = max(alone, min(turns, max(blocks, 1.0) + at_once) * max(busy, alone / min(at_once, max(1.0, blocks))))
     # What blocks read of the image, halos and all, comes from L2, where the result goes, too.
     l2 = (count * pixels * KINDS[problem.image][1] + problem.bytes) / 4.5e12
-    return 1.6e-6 + max(problem.bytes / MEMORY, l2, compute / CLOCK)
+    parts = problem.bytes / MEMORY, l2, compute / CLOCK  # which overlap, but not wholly
+    return 1.6e-6 + sum(x**4 for x in parts) ** 0.25
 
 
 def layout_seconds(problem: Problem) -> float:

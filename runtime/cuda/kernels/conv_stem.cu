@@ -21,7 +21,8 @@ struct Params {
     long long image_pitch;                         // elements from image to image, and (below) from plane to plane, row to row
     int plane_pitch, row_pitch, column_pitch;
     int height, width, out_h, out_w;
-    int tiles_x, tiles_y, tiles;
+    int tiles_x, tiles_y, images;
+    int step_x, step_y, step_image;                // from a block's tile to its next, gridDim.x tiles on
     int first_row, first_column;                   // where tile 0 begins to read: not after the padding's edge
     int channels, pitch, residual_pitch;           // channels to store; elements from pixel to pixel
     float factor[4], shift[4];
@@ -37,14 +38,28 @@ constexpr int SETS = PLANES ? 1 : CHANNELS, RAW = (VEC * IMAGE_ITEM + 3) / 4;
 
 static_assert(TILE_W % 8 == 0 && TILE_H * TILE_W == WARPS_M * M_TILES * 16);
 
-DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// d = a b + c, where c may be d.
+DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
 #if defined(DTYPE_BF16)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
 #else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
 #endif
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// Rounds two results; with FINAL_RELU, what is negative to 0 (a NaN stays one).
+DEVICE u32 pack_results(float low, float high) {
+    u32 packed;
+#if !FINAL_RELU
+    packed = pack2(low, high);
+#elif defined(DTYPE_BF16)
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+#endif
+    return packed;
 }
 
 // ---- rows of weights ---------------------------------------------------------------------------------------------------
@@ -54,9 +69,12 @@ DEVICE constexpr int group_of(int tile) {
     const int left = N_TILES - tile / 4 * 4;
     return left >= 4 ? 4 : left >= 2 ? (tile % 4 < 2 ? 2 : 1) : 1;
 }
+DEVICE constexpr int group_start(int tile) {
+    return tile / group_of(tile) * group_of(tile);                 // as the larger groups come first
+}
 DEVICE int row_of(int channel) {                   // of the block
     const int warp = channel / (N_TILES * 8), in_warp = channel % (N_TILES * 8), tile = in_warp / 8;
-    const int group = group_of(tile), first = group == 4 ? tile / 4 * 4 : group == 2 ? tile / 2 * 2 : tile;
+    const int group = group_of(tile), first = group_start(tile);
     const int c = in_warp - first * 8;
     return warp * N_TILES * 8 + first * 8 + c % (2 * group) / 2 * 8 + c / (2 * group) * 2 + c % 2;
 }
@@ -125,25 +143,40 @@ DEVICE float pixel(const u32 (&raw)[RAW], int i) {
 #endif
 }
 
-struct Place { int row, column, channel; bool inside; };   // of a chunk: in the image
+// The chunks that a thread copies, the same of every tile: where they lie in the image after the tile's first pixel (elements),
+// and in which row and column of the tile.
+struct Places { int offset[ROUNDS], row[ROUNDS], column[ROUNDS]; };
 
-DEVICE Place place_of(const Params& p, int chunk, int row, int column) {
-    const int part = chunk % ROW_CHUNKS, y = chunk / ROW_CHUNKS % HALO_H;
-    Place at = {row + y, column + part * VEC, PLANES ? chunk / (ROW_CHUNKS * HALO_H) : 0, false};
-    at.inside = chunk < CHUNKS && unsigned(at.row) < unsigned(p.height) && unsigned(at.column) < unsigned(p.width);
+DEVICE Places places_of(const Params& p) {
+    Places at;
+    #pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        const int chunk = threadIdx.x + i * THREADS, channel = PLANES ? chunk / (ROW_CHUNKS * HALO_H) : 0;
+        at.row[i] = chunk / ROW_CHUNKS % HALO_H, at.column[i] = chunk % ROW_CHUNKS * VEC;
+        at.offset[i] = channel * p.plane_pitch + at.row[i] * p.row_pitch + at.column[i] * p.column_pitch;
+    }
     return at;
 }
 
-DEVICE void fetch(const Params& p, const u8* image, int row, int column, Chunk (&held)[ROUNDS]) {
+struct Tile { int x, y, image; };                  // in tiles, and which image
+
+DEVICE bool inside(const Params& p, const Tile& tile, const Places& at, int i) {
+    const int row = p.first_row + tile.y * (TILE_H * STRIDE_H) + at.row[i], column = p.first_column + tile.x * (TILE_W * STRIDE_W) + at.column[i];
+    return (CHUNKS % THREADS == 0 || i + 1 < ROUNDS || threadIdx.x + i * THREADS < CHUNKS) && unsigned(row) < unsigned(p.height) &&
+           unsigned(column) < unsigned(p.width);
+}
+
+DEVICE void fetch(const Params& p, const Tile& tile, const Places& at, Chunk (&held)[ROUNDS]) {
+    const int row = p.first_row + tile.y * (TILE_H * STRIDE_H), column = p.first_column + tile.x * (TILE_W * STRIDE_W);
+    const u8* from = p.image + (tile.image * p.image_pitch + row * p.row_pitch + column * p.column_pitch) * IMAGE_ITEM;
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
-        const Place at = place_of(p, threadIdx.x + i * THREADS, row, column);
+        const bool real = inside(p, tile, at, i);
         #pragma unroll
         for (int s = 0; s < SETS; s++) {
             #pragma unroll
             for (int r = 0; r < RAW; r++) held[i].raw[s][r] = 0;
-            const int offset = (at.channel + s) * p.plane_pitch + at.row * p.row_pitch + at.column * p.column_pitch;
-            if (at.inside) load_raw(image + (long long)offset * IMAGE_ITEM, held[i].raw[s]);
+            if (real) load_raw(from + (long long)(at.offset[i] + s * p.plane_pitch) * IMAGE_ITEM, held[i].raw[s]);
         }
     }
 }
@@ -152,29 +185,32 @@ DEVICE float normalized(const Params& p, float v, int channel) {
     return NORMALIZE ? __fadd_rn(__fmul_rn(v, p.factor[channel]), p.shift[channel]) : v;
 }
 
-// Cast, normalized, zeros outside: the padding is of the normalized image.
-DEVICE void put(const Params& p, u8* tile, int row, int column, const Chunk (&held)[ROUNDS]) {
+// As 16-bit numbers: cast, normalized, zeros outside (the padding is of the normalized image).
+constexpr bool COPIED = !NORMALIZE && (IMAGE_KIND == 1 || IMAGE_KIND == 2) && IMAGE_KIND == FACTOR_KIND;
+DEVICE void put(const Params& p, u8* pixels, const Tile& tile, const Places& at, const Chunk (&held)[ROUNDS]) {
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
         const int chunk = threadIdx.x + i * THREADS;
         if (CHUNKS % THREADS && chunk >= CHUNKS) continue;
-        const Place at = place_of(p, chunk, row, column);
-        const int part = chunk % ROW_CHUNKS, y = chunk / ROW_CHUNKS % HALO_H;
+        const bool real = COPIED || !NORMALIZE || inside(p, tile, at, i);
         constexpr int LANES = VEC * TOGETHER;                                          // 16-bit numbers of the chunk
         u32 words[(LANES + 1) / 2];
         #pragma unroll
         for (int w = 0; w < (LANES + 1) / 2; w++) {
             float v[2];
+            u32 bits[2];
             #pragma unroll
             for (int j = 0; j < 2; j++) {
-                const int lane = w * 2 + j, set = lane % TOGETHER, pixels = lane / TOGETHER;
-                const bool real = at.inside && set < SETS && pixels < VEC;
-                v[j] = real ? normalized(p, pixel(held[i].raw[set < SETS ? set : 0], pixels < VEC ? pixels : 0), at.channel + set) : 0.0f;
+                const int lane = w * 2 + j, set = lane % TOGETHER, x = lane / TOGETHER;
+                v[j] = 0.0f, bits[j] = 0;
+                if (set >= SETS || x >= VEC) continue;
+                if constexpr (COPIED) bits[j] = held[i].raw[set][x / 2] >> (x % 2 * 16) & 0xffffu;
+                else if (real) v[j] = normalized(p, pixel(held[i].raw[set], x), PLANES ? chunk / (ROW_CHUNKS * HALO_H) : set);
             }
-            words[w] = pack2(v[0], v[1]);
+            words[w] = COPIED ? bits[0] | bits[1] << 16 : pack2(v[0], v[1]);
         }
-        const int first = PLANES ? (at.channel * HALO_H + y) * PITCH + part * VEC : (y * PITCH + part * VEC) * TOGETHER;
-        u16* to = reinterpret_cast<u16*>(tile) + first;
+        const int first = PITCH == ROW_CHUNKS * VEC ? chunk * VEC : chunk / ROW_CHUNKS * PITCH + chunk % ROW_CHUNKS * VEC;
+        u16* to = reinterpret_cast<u16*>(pixels) + first * TOGETHER;
         if constexpr (LANES % 8 == 0) {
             #pragma unroll
             for (int w = 0; w < LANES / 2; w += 4)
@@ -192,7 +228,7 @@ DEVICE void put(const Params& p, u8* tile, int row, int column, const Chunk (&he
 // ---- products and results ----------------------------------------------------------------------------------------------
 
 // Results of one row of an m16 tile: a lane's channels of each group of n8 tiles are one access.
-DEVICE void store_row(const Params& p, const float (&acc)[N_TILES][4], int half, const float* bias, int first, u16* to, const u16* residual) {
+DEVICE void store_row(const Params& p, const float (&acc)[N_TILES][4], int half, int first, u16* to, const u16* residual) {
     const int t = threadIdx.x % 4;
     #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
@@ -206,9 +242,8 @@ DEVICE void store_row(const Params& p, const float (&acc)[N_TILES][4], int half,
             #pragma unroll
             for (int j = 0; j < 4; j++) {
                 if (j >= group) break;
-                const float2 c = *reinterpret_cast<const float2*>(bias + n * 8 + t * 2 * group + 2 * j);
-                made[j] = pack2(epilogue(acc[n + j < N_TILES ? n + j : 0][half * 2], c.x, low_float(r[j])),
-                                epilogue(acc[n + j < N_TILES ? n + j : 0][half * 2 + 1], c.y, high_float(r[j])));
+                const float(&sums)[4] = acc[n + j < N_TILES ? n + j : 0];
+                made[j] = pack_results(epilogue(sums[half * 2], 0.0f, low_float(r[j])), epilogue(sums[half * 2 + 1], 0.0f, high_float(r[j])));
             }
             if (group == 4) *reinterpret_cast<uint4*>(to + channel) = make_uint4(made[0], made[1], made[2], made[3]);
             else if (group == 2) *reinterpret_cast<uint2*>(to + channel) = make_uint2(made[0], made[1]);
@@ -248,23 +283,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
         for (int k = 0; k < K_STEPS; k++) load_b(b_at + k * 32, kept[k]);
     }
 
+    const Places places = places_of(p);
+    int stored[M_TILES * 2];                       // where a lane's results of a row of eight pixels go, after the tile's first
+    #pragma unroll
+    for (int i = 0; i < M_TILES * 2; i++) {
+        const int run = warp_m * M_TILES * 2 + i;
+        stored[i] = run * 8 / TILE_W * p.out_w + run * 8 % TILE_W + g;
+    }
+    Tile tile = {int(blockIdx.x % p.tiles_x), int(blockIdx.x / p.tiles_x % p.tiles_y), int(blockIdx.x / p.tiles_x / p.tiles_y)};
     grid_dependency_wait();
     Chunk held[ROUNDS];
-    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-        const int x = tile % p.tiles_x * TILE_W, y = tile / p.tiles_x % p.tiles_y * TILE_H, n = tile / p.tiles_x / p.tiles_y;
-        const int row = p.first_row + y * STRIDE_H, column = p.first_column + x * STRIDE_W;
-        if (!AHEAD || tile == blockIdx.x) fetch(p, p.image + n * p.image_pitch * IMAGE_ITEM, row, column, held);
-        put(p, shared + IMAGE_AT, row, column, held);
+    if (AHEAD) fetch(p, tile, places, held);
+    while (tile.image < p.images) {
+        if (!AHEAD) fetch(p, tile, places, held);
+        put(p, shared + IMAGE_AT, tile, places, held);
+        Tile next = {tile.x + p.step_x, tile.y + p.step_y, tile.image + p.step_image};
+        if (next.x >= p.tiles_x) next.x -= p.tiles_x, next.y++;
+        if (next.y >= p.tiles_y) next.y -= p.tiles_y, next.image++;
         __syncthreads();
-        if (AHEAD && tile + gridDim.x < p.tiles) {
-            const int next = tile + gridDim.x, ahead = next / p.tiles_x / p.tiles_y;
-            fetch(p, p.image + ahead * p.image_pitch * IMAGE_ITEM, p.first_row + next / p.tiles_x % p.tiles_y * TILE_H * STRIDE_H,
-                  p.first_column + next % p.tiles_x * TILE_W * STRIDE_W, held);
-        }
+        if (AHEAD && next.image < p.images) fetch(p, next, places, held);
 
-        float acc[M_TILES][N_TILES][4];
+        float acc[M_TILES][N_TILES][4], start[N_TILES][4];                             // sums begin with the bias
         #pragma unroll
-        for (int i = 0; i < M_TILES * N_TILES * 4; i++) acc[i / (N_TILES * 4)][i / 4 % N_TILES][i % 4] = 0.0f;
+        for (int j = 0; j < N_TILES; j++) {
+            const float2 c = *reinterpret_cast<const float2*>(bias + (group_start(j) * 4 + t * group_of(j) + j - group_start(j)) * 2);
+            start[j][0] = start[j][2] = c.x, start[j][1] = start[j][3] = c.y;
+        }
         u32 weights_at = b_at;
         if (!KEEP) asm volatile("" : "+r"(weights_at));                                // read anew for each tile
         #pragma unroll
@@ -278,20 +322,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
                 for (int i = 0; i < 4; i++) a[i] = *reinterpret_cast<const u32*>(shared + rows[m][i % 2] + offsets[k][i / 2]);
                 #pragma unroll
                 for (int j = 0; j < N_TILES; j++) {
-                    if (KEEP) multiply(acc[m][j], a, kept[KEEP ? k : 0][j][0], kept[KEEP ? k : 0][j][1]);
-                    else multiply(acc[m][j], a, fresh[j][0], fresh[j][1]);
+                    const u32(&b)[2] = KEEP ? kept[KEEP ? k : 0][j] : fresh[j];
+                    multiply(acc[m][j], a, b[0], b[1], k ? acc[m][j] : start[j]);
                 }
             }
         }
         __syncthreads();                                                               // the pixels have been read
 
-        const long long before = (long long)n * p.out_h * p.out_w;
+        const int y = tile.y * TILE_H, x = tile.x * TILE_W;
+        const long long first = (long long)tile.image * p.out_h * p.out_w + y * p.out_w + x;
+        u16* to = p.output + first * p.pitch;
+        const u16* residual = p.residual + (HAS_RESIDUAL ? first * p.residual_pitch : 0);
         #pragma unroll
         for (int i = 0; i < M_TILES * 2; i++) {
-            const int run = warp_m * M_TILES * 2 + i, out_y = y + run * 8 / TILE_W, out_x = x + run * 8 % TILE_W + g;
-            if (out_y >= p.out_h || out_x >= p.out_w) continue;
-            const long long at = before + out_y * p.out_w + out_x;
-            store_row(p, acc[i / 2], i % 2, bias, first_channel, p.output + at * p.pitch, p.residual + (HAS_RESIDUAL ? at * p.residual_pitch : 0));
+            const int run = warp_m * M_TILES * 2 + i;
+            if (y + run * 8 / TILE_W >= p.out_h || x + run * 8 % TILE_W + g >= p.out_w) continue;
+            store_row(p, acc[i / 2], i % 2, first_channel, to + (long long)stored[i] * p.pitch, residual + (HAS_RESIDUAL ? (long long)stored[i] * p.residual_pitch : 0));
         }
+        tile = next;
     }
 }
