@@ -79,8 +79,8 @@ DEVICE int row_of(int channel) {                   // of the block
     return warp * N_TILES * 8 + first * 8 + c % (2 * group) / 2 * 8 + c / (2 * group) * 2 + c % 2;
 }
 
-// Weights and biases of the block's channels; rows are neighbours in the order of row_of().
-DEVICE void load_weights(const Params& p, u32 base, u8* shared) {
+// Begins to bring the weights and biases of the block's channels, rows in the order of row_of().
+DEVICE void load_weights(const Params& p, u32 base) {
     const u8* from = reinterpret_cast<const u8*>(p.weights) + (long long)blockIdx.y * BLOCK_N * K * 2;
     for (int i = threadIdx.x; i < BLOCK_N * K / 8; i += THREADS) {
         const int channel = i / (K / 8), chunk = i % (K / 8);
@@ -89,12 +89,12 @@ DEVICE void load_weights(const Params& p, u32 base, u8* shared) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                      ::"r"(base + row_of(channel) * WEIGHT_ROW + chunk * 16), "l"(valid ? from + (long long)i * 16 : from), "r"(bytes) : "memory");
     }
-    float* bias = reinterpret_cast<float*>(shared + BIAS_AT);
     for (int i = threadIdx.x; i < BLOCK_N; i += THREADS) {
-        const int channel = blockIdx.y * BLOCK_N + i;
-        bias[i] = channel < p.channels ? __ldg(p.bias + channel) : 0.0f;
+        const int channel = blockIdx.y * BLOCK_N + i, bytes = channel < p.channels ? 4 : 0;
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                     ::"r"(base + BIAS_AT + i * 4), "l"(p.bias + (bytes ? channel : 0)), "r"(bytes) : "memory");
     }
-    asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // B fragments of a K step; matrices: channels 0-7 at k 0-7 and 8-15, then channels 8-15. No memory clobber: weights do not change,
@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_m = warp % WARPS_M, warp_n = warp / WARPS_M;
     const int g = lane / 4, t = lane % 4;
     grid_launch_dependents();
-    load_weights(p, base, shared);
+    load_weights(p, base);                         // constants: before what comes before has ended
 
     // Words of each row of eight pixels (two an m16 tile), and of the words of a K step where these are not neighbours.
     int rows[M_TILES][2];
@@ -275,14 +275,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
     const float* bias = reinterpret_cast<const float*>(shared + BIAS_AT) + warp_n * N_TILES * 8;
     const int b_row = warp_n * N_TILES * 8 + lane % 8 + (N_TILES > 1 ? lane / 16 * 8 : 0);
     u32 b_at = base + b_row * WEIGHT_ROW + lane / 8 % 2 * 16;
-    u32 kept[KEEP ? K_STEPS : 1][N_TILES][2];
-    __syncthreads();
-    asm volatile("" : "+r"(b_at)::"memory");
-    if constexpr (KEEP) {
-        #pragma unroll
-        for (int k = 0; k < K_STEPS; k++) load_b(b_at + k * 32, kept[k]);
-    }
-
     const Places places = places_of(p);
     int stored[M_TILES * 2];                       // where a lane's results of a row of eight pixels go, after the tile's first
     #pragma unroll
@@ -293,15 +285,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
     Tile tile = {int(blockIdx.x % p.tiles_x), int(blockIdx.x / p.tiles_x % p.tiles_y), int(blockIdx.x / p.tiles_x / p.tiles_y)};
     grid_dependency_wait();
     Chunk held[ROUNDS];
-    if (AHEAD) fetch(p, tile, places, held);
-    while (tile.image < p.images) {
-        if (!AHEAD) fetch(p, tile, places, held);
-        put(p, shared + IMAGE_AT, tile, places, held);
+    fetch(p, tile, places, held);
+    put(p, shared + IMAGE_AT, tile, places, held);
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncthreads();
+    asm volatile("" : "+r"(b_at)::"memory");
+    u32 kept[KEEP ? K_STEPS : 1][N_TILES][2];
+    if constexpr (KEEP) {
+        #pragma unroll
+        for (int k = 0; k < K_STEPS; k++) load_b(b_at + k * 32, kept[k]);
+    }
+
+    while (true) {
         Tile next = {tile.x + p.step_x, tile.y + p.step_y, tile.image + p.step_image};
         if (next.x >= p.tiles_x) next.x -= p.tiles_x, next.y++;
         if (next.y >= p.tiles_y) next.y -= p.tiles_y, next.image++;
-        __syncthreads();
-        if (AHEAD && next.image < p.images) fetch(p, next, places, held);
+        const bool more = next.image < p.images;
+        if (AHEAD && more) fetch(p, next, places, held);
 
         float acc[M_TILES][N_TILES][4], start[N_TILES][4];                             // sums begin with the bias
         #pragma unroll
@@ -327,8 +327,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
                 }
             }
         }
-        __syncthreads();                                                               // the pixels have been read
-
         const int y = tile.y * TILE_H, x = tile.x * TILE_W;
         const long long first = (long long)tile.image * p.out_h * p.out_w + y * p.out_w + x;
         u16* to = p.output + first * p.pitch;
@@ -339,6 +337,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
             if (y + run * 8 / TILE_W >= p.out_h || x + run * 8 % TILE_W + g >= p.out_w) continue;
             store_row(p, acc[i / 2], i % 2, first_channel, to + (long long)stored[i] * p.pitch, residual + (HAS_RESIDUAL ? (long long)stored[i] * p.residual_pitch : 0));
         }
+        if (!more) break;
+        if (!AHEAD) fetch(p, next, places, held);
+        __syncthreads();                                                               // the pixels have been read
+        put(p, shared + IMAGE_AT, next, places, held);
+        __syncthreads();
         tile = next;
     }
 }
