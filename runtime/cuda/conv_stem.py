@@ -262,7 +262,7 @@ def registers(problem: Problem, config: Config) -> int:
         rounds * -(-vector * KINDS[problem.image][1] // 4) * (1 if problem.layout.planes else problem.source.channels)
     )
     sums = 4 * config.m * config.n
-    return 40 + table + weights + (sums + held + 8 * config.m if config.ahead else max(sums + 8 * config.m, held))
+    return 46 + table + weights + (sums + held + 8 * config.m if config.ahead else max(sums + 8 * config.m, held))
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
