@@ -82,6 +82,12 @@ def forced(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if name == "stream-K":
             test_stream_k.prefer_stream_k(patch)
+        if name.startswith("stem"):
+            from optdnn.tactics.cuda.conv_stem import StemConv
+            from optdnn.tactics.cuda.table import TACTICS
+
+            patch.setattr(StemConv, "unable", lambda *given: None)
+            patch.setitem(TACTICS, "Conv", (StemConv(), *TACTICS["Conv"]))
         yield
 
 
@@ -95,6 +101,7 @@ def stream_k() -> Any:
 ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "softcap")
 RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
 
+from test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]  # noqa: E402
 from test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]  # noqa: E402
 from test_prologue import dense_layer, gated  # type: ignore[import-not-found]  # noqa: E402
 
@@ -123,6 +130,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         **{precision: (net(Net, convolutional), precision) for precision in ("fp16", "bf16", "tf32", "fp32")},
         **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
         "stream-K": (stream_k, "fp16"),
+        **{f"stem: {name}": (net(Net, STEMS[name][0]), STEMS[name][1]) for name in STEMS},
         "depthwise": (net(Net, lambda n: depthwise(n, 16, 28, 3)), "fp16"),
         "depthwise by TMA": (net(Net, lambda n: depthwise(n, 4, 56, 5)), "fp16"),
         "depthwise, whole images": (net(Net, lambda n: depthwise(n, 64, 7, 5)), "fp16"),
