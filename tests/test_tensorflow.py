@@ -1,6 +1,6 @@
 """Keras and TensorFlow models through tf2onnx. Their pins clash with others', so they live in an environment of their own:
 
-python3 -m venv tf && tf/bin/pip install tensorflow-cpu tf2onnx -e . && tf/bin/pytest tests/test_tensorflow.py
+python3 -m venv tf && tf/bin/pip install tensorflow-cpu tf2onnx -e '.[cpu]' && tf/bin/pytest tests/test_tensorflow.py
 """
 
 from __future__ import annotations
