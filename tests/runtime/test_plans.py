@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.needs import needs_nvrtc
 from support.onnxnet import convnet
 
 import optdnn
@@ -25,6 +26,7 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.lower_cuda import lower_cuda
 from optdnn.plans import MEASURED, PLANNED
 from optdnn.runtime import plans
+from optdnn.runtime.cuda.nvrtc import KernelCache
 from optdnn.runtime.format import decode, encode
 from optdnn.runtime.program import Program, validate
 from optdnn.tactics.cuda.nearest import SCATTER
@@ -142,6 +144,29 @@ def test_later_plans_take_what_was_measured_at_the_nearest_size() -> None:
         assert plan.meta[PLANNED] == {"by": "the nearest tuned plan", **like}
         (own,) = [r for r in plan.meta["tactics"] if r["kind"] == "Conv" and "conv2" in r["nodes"]]
         assert own.get("config", own.get("variant")) == taken
+
+
+def test_later_plans_take_the_kernels_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_nvrtc()
+    program = optdnn.build(convnet(batch="n"), target="cuda:sm_90a", shapes=RANGE).program
+    asked: list[Any] = []
+
+    def get_many(self: KernelCache, recipes: Any, workers: int) -> list[bytes]:
+        asked.extend(recipes)
+        return [b"compiled"] * len(recipes)
+
+    monkeypatch.setattr(KernelCache, "get_many", get_many)
+    plan = loading.plan_on_demand(program, {"x": (2, *IMAGE)}, True, {})
+    assert not asked
+    assert plan.meta["nvrtc"] == program.meta["nvrtc"]
+    assert plan.kernels
+    for ours, theirs in zip(plan.kernels, program.kernels, strict=True):
+        assert plan.blobs[ours.cubin or 0] is program.blobs[theirs.cubin or 0]
+    first, *rest = program.kernels
+    other = replace(program, kernels=(replace(first, source="0" * 64), *rest))  # of another version's template
+    plan = loading.plan_on_demand(other, {"x": (2, *IMAGE)}, True, {})
+    assert len(asked) == 1
+    assert plan.blobs[plan.kernels[0].cubin or 0].tobytes() == b"compiled"
 
 
 def test_several_profiles_have_a_plan_each(oracle: optdnn.Engine) -> None:
