@@ -152,6 +152,15 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return _BARRIER_BYTES + operands + buffers * config.tile[0] * config.tile[1] * problem.out_item
 
 
+def deepest(problem: Problem, config: Config, limit: int) -> int:
+    """The most stages with which a block takes no more than ``limit`` bytes of shared memory; less than 1 where none does."""
+    weights = config.tile[0] * problem.span
+    stage = config.tile[1] * problem.span + (0 if config.stationary else weights)
+    kept = -(-problem.k_steps // config.split) * weights if config.stationary else 0
+    beside = shared_bytes(problem, config) - -(-(config.stages * stage + kept) // 1024) * 1024
+    return ((limit - beside) // 1024 * 1024 - kept) // stage
+
+
 def register_limit(threads: int, blocks: int, registers: int = 65536) -> int:
     """Registers per thread when that many blocks share a multiprocessor: its four schedulers divide the warps."""
     warps = -(-blocks * -(-threads // 32) // 4)

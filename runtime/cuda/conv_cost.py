@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from optdnn.runtime.cuda.conv import SHARES, Config, grid_blocks, refuse, shared_bytes
+from optdnn.runtime.cuda.conv import SHARES, Config, deepest, grid_blocks, refuse, shared_bytes
 from optdnn.runtime.cuda.conv_problem import IM2COL, Problem
 from optdnn.runtime.cuda.device import Device
 
@@ -152,15 +152,15 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
         for stationary in (False, True) if many and split == 1 and steps <= 12 and channel_tiles <= 16 else (False,):
             wide = problem.out_item == 4  # stored from registers, whatever the number of tiles
             for buffers in ((1, 2) if blocks == 2 else (1, 2, 3)) if many and split == 1 and not wide else (1,):
-                best = None
-                for stages in range(max(2, min(12, steps if not many else 12)), 0, -1):
-                    config = Config(wgm, wgn, mt, bn, stages, split, buffers, stationary, blocks, wide and split == 1)
-                    if (
-                        shared_bytes(problem, config) <= limit
-                        and refuse(problem, config, shared=device.shared_per_block) is None
-                    ):
-                        best = config
-                        break
+                most = max(2, min(12, steps if not many else 12))
+                shallow = Config(wgm, wgn, mt, bn, 1, split, buffers, stationary, blocks, wide and split == 1)
+                stages = min(most, deepest(problem, shallow, min(limit, device.shared_per_block)))
+                if stages < 1:
+                    continue
+                # With fewer stages it takes less shared memory, which it has: what is refused now would be with any number.
+                best: Config | None = replace(shallow, stages=stages)
+                if refuse(problem, best, shared=device.shared_per_block) is not None:
+                    best = None
                 if best is not None and (best.stages >= 2 or steps == 1):
                     yield best
                     direct = replace(best, direct=True)

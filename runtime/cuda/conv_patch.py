@@ -284,17 +284,23 @@ def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
     return kept
 
 
-def _deepest(problem: Problem, config: PatchConfig) -> list[PatchConfig]:
+def _deepest(problem: Problem, config: PatchConfig, shared: int = 232448) -> list[PatchConfig]:
     """The ring depths worth trying: kept weights with the most patches, else one to three patches, with the deepest ring."""
-    for stages in (4, 3, 2, 1):
-        kept = replace(config, stages=stages)
-        if refuse(problem, kept) is None:
-            return [kept]
+    height, width = patch_size(problem, config)
+    patch, weights = config.wgn * _round(height * width * problem.span), config.wgm * 64 * problem.span
+    kept, limit = kept_steps(problem, config) * weights, min(shared, (shared + 1024) // config.blocks - 1024)
+    room = limit - (shared_bytes(problem, config) - config.stages * patch - (config.weight_stages * weights or kept))
+
+    def able(made: PatchConfig) -> list[PatchConfig]:
+        return [made] if refuse(problem, made, shared=shared) is None else []
+
+    if (stages := min(4, (room - kept) // patch)) >= 1 and (found := able(replace(config, stages=stages))):
+        return found
     rings = []
     for stages in (1, 2, 3):
-        deepest = (replace(config, stages=stages, weight_stages=ring) for ring in range(24, 2, -1))
-        rings += [next((c for c in deepest if refuse(problem, c) is None), None)]
-    return [c for c in rings if c is not None]
+        if (ring := min(24, (room - stages * patch) // weights)) >= 3:
+            rings += able(replace(config, stages=stages, weight_stages=ring))
+    return rings
 
 
 def cycles(problem: Problem, config: PatchConfig, device: Device) -> float:
