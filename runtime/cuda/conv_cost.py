@@ -158,7 +158,9 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
                 if stages < 1:
                     continue
                 # With fewer stages it takes less shared memory, which it has: what is refused now would be with any number.
-                best: Config | None = replace(shallow, stages=stages)
+                best: Config | None = Config(
+                    wgm, wgn, mt, bn, stages, split, buffers, stationary, blocks, shallow.direct
+                )
                 if refuse(problem, best, shared=device.shared_per_block) is not None:
                     best = None
                 if best is not None and (best.stages >= 2 or steps == 1):
