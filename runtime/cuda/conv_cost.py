@@ -155,23 +155,16 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
                 most = max(2, min(12, steps if not many else 12))
                 shallow = Config(wgm, wgn, mt, bn, 1, split, buffers, stationary, blocks, wide and split == 1)
                 stages = min(most, deepest(problem, shallow, min(limit, device.shared_per_block)))
-                if stages < 1:
+                if stages < 1 or (stages == 1 and steps > 1):
                     continue
                 # With fewer stages it takes less shared memory, which it has: what is refused now would be with any number.
-                best: Config | None = Config(
-                    wgm, wgn, mt, bn, stages, split, buffers, stationary, blocks, shallow.direct
-                )
-                if refuse(problem, best, shared=device.shared_per_block) is not None:
-                    best = None
-                if best is not None and (best.stages >= 2 or steps == 1):
-                    yield best
-                    direct = replace(best, direct=True)
-                    if (
-                        small
-                        and not stationary
-                        and not wide
-                        and refuse(problem, direct, shared=device.shared_per_block) is None
-                    ):
+                config = Config(wgm, wgn, mt, bn, stages, split, buffers, stationary, blocks, shallow.direct)
+                if refuse(problem, config, shared=device.shared_per_block) is not None:
+                    continue
+                yield config
+                if small and not stationary and not wide:
+                    direct = replace(config, direct=True)
+                    if refuse(problem, direct, shared=device.shared_per_block) is None:
                         yield direct
 
 
