@@ -23,10 +23,13 @@ from optdnn.importers.held import put_together, take_apart
 from optdnn.importers.model import Model, Source
 from optdnn.importers.onnx import import_model
 from optdnn.importers.values import with_values
+from optdnn.ir.bound import bound, has_bodies
 from optdnn.ir.graph import Graph
 from optdnn.ir.kept import Content, Kept
 from optdnn.lower_cuda import Made, lower_cuda, made_of
 from optdnn.passes.base import PassReport
+from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.passes.precision import PrecisionPlan
 from optdnn.ranges import Profile
 from optdnn.runtime.format import digests as sha256
 from optdnn.runtime.program import Buffer, ByValue, Dynamic, Program, Step
@@ -57,6 +60,46 @@ class Planned:
     passes: list[PassReport]
 
 
+@dataclass
+class Base:
+    """What plans are made from: the model; and, where it can be so, its graph at no particular sizes, with what is rewritten
+    whatever these are: constants folded, norms, activations and attention found in what exports spell out.
+    """
+
+    model: Model
+    graph: Graph | None
+    passes: list[PassReport]
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        inputs: Iterable[TensorSpec],
+        options: BuildOptions,
+        target: str,
+        optimize: Optimize,
+        kept: Kept,
+    ) -> Base:
+        """``inputs``: those of the engine, dimensions that vary as text; ``kept`` comes to know the graph's constants."""
+        plan = PrecisionPlan.of_option(options.precision, options.precision_map)
+        # Pins go by the nodes that an operator came from, which depend on what was folded when; calibration is of whole graphs.
+        if options.opt_level < 2 or options.stop_after is not None or options.precision_map or plan.quantizes:
+            return cls(model, None, [])
+        shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in inputs}
+        graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
+        if has_bodies(graph):
+            return cls(model, None, [])
+        passes = optimize(graph, replace(options, dump=None), target, kept=kept, stop_before=FuseEpilogue.name)
+        kept.of(graph)
+        return cls(model, graph, passes)
+
+    def at(self, shapes: Mapping[str, tuple[int, ...]], options: BuildOptions) -> tuple[Graph, BuildOptions]:
+        """The graph at these sizes, and the options that are left to be carried out."""
+        if self.graph is None:
+            return import_model(self.model, shapes=shapes, custom_ops=options.custom_ops), options
+        return bound(self.graph, shapes), replace(options, io_dtype="model")
+
+
 def plan_profiles(
     model: Source | Model,
     symbolic: Graph,
@@ -78,6 +121,8 @@ def plan_profiles(
     common = Kept()
     for array in weights.values():
         common.hold(array)
+    specs = [_spec(symbolic, i, s) for i, s in zip(symbolic.inputs, _ports(symbolic), strict=True)]
+    base = Base.of(opened, specs, options, target, optimize, common)
     blobs = Blobs(common)
     plans: dict[tuple[Any, ...], Program] = {}
     first: tuple[Graph, list[PassReport]] | None = None
@@ -86,9 +131,7 @@ def plan_profiles(
         opt, *extremes = (_sized(symbolic, profile, which) for which in ("opt", "max", "min"))
         if tuple(opt.items()) not in plans:
             say(f"plan {_show(opt)}")
-            graph, passes, program = _plan(
-                opened, opt, options, target, meta, optimize, say, Kept(shared=common), choose
-            )
+            graph, passes, program = _plan(base, opt, options, target, meta, optimize, say, Kept(shared=common), choose)
             first = first or (graph, passes)
             plans[tuple(opt.items())] = blobs.take(program)
             arena = max(arena, program.arena_bytes)
@@ -97,7 +140,7 @@ def plan_profiles(
             try:
                 tried = replace(options, no_cubins=True, dump=None)
                 arena = max(
-                    arena, _plan(opened, shapes, tried, target, meta, optimize, say, Kept(shared=common))[2].arena_bytes
+                    arena, _plan(base, shapes, tried, target, meta, optimize, say, Kept(shared=common))[2].arena_bytes
                 )
             except OptdnnError as error:
                 error.args = (f"profile {k}, at {_show(shapes)}: {error.message}",)
@@ -165,14 +208,17 @@ def replan(
     options = BuildOptions(**source.options, custom_ops=tuple(known(digest, name) for name, _, digest in named))
     options = replace(options, no_cubins=options.no_cubins or not compiled)
     common = Common.of(program, source)
-    opened, kept = common.model, Kept(shared=common.kept)  # what only this plan has goes when it goes
+    kept = Kept(shared=common.kept)  # what only this plan has goes when it goes
     target = options.target
-    if values:
-        opened = with_values(opened, values)
+    if not values:
+        assert program.dynamic is not None
+        base = common.base(program.dynamic.inputs, options, target, optimize)
+    else:
+        base = Base(with_values(common.model, values), None, [])
         shapes = {name: shape for name, shape in shapes.items() if name not in values}
     like = _nearest(program, shapes) if options.nearest_tactics else ()
     _, _, plan = _plan(
-        opened,
+        base,
         shapes,
         options,
         target,
@@ -207,7 +253,7 @@ def is_tuned(plan: Program) -> bool:
 
 
 def _plan(
-    model: Model,
+    base: Base,
     shapes: Mapping[str, tuple[int, ...]],
     options: BuildOptions,
     target: str,
@@ -220,8 +266,8 @@ def _plan(
     ready: Mapping[Made, Array] | None = None,
 ) -> tuple[Graph, list[PassReport], Program]:
     """``like``: plans whose tactics are to be taken where they still stand, the first first; ``ready``: see ``lower_cuda``."""
-    graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
-    passes = optimize(graph, options, target, say, kept=kept)
+    graph, left = base.at(shapes, options)
+    passes = [*base.passes, *optimize(graph, left, target, say, kept=kept)]
     tuned = choose(graph)
     account = meta(graph, passes)
     if tuned is not None:
@@ -272,6 +318,12 @@ def _sized(graph: Graph, profile: Profile, which: str) -> Shapes:
     sizes = {name: getattr(r, which) for name, r in profile.items()}
     ports = [graph.op(i).outputs[0] for i in graph.inputs]
     return {p.name: tuple(evaluate(d, sizes) for d in p.type.dims) for p in ports}
+
+
+def _ports(graph: Graph) -> list[TensorSpec]:
+    """The inputs without their shapes, where nothing says what rank they have."""
+    ports = [graph.op(i).outputs[0] for i in graph.inputs]
+    return [TensorSpec(p.name, p.type.dtype, ()) for p in ports]
 
 
 def _show(shapes: Mapping[str, Sequence[int]]) -> str:
@@ -336,6 +388,7 @@ class Common:
     blobs: Blobs
     cubins: dict[Made, Array]
     nvrtc: str | None
+    _base: Base | None = None
 
     @classmethod
     def of(cls, program: Program, source: HeldSource) -> Common:
@@ -356,6 +409,12 @@ class Common:
             compiler = next((str(v) for plan in plans if (v := plan.meta.get("nvrtc"))), None)
             _COMMON.setdefault(program, cls(model, kept, Blobs(kept, program.blobs), cubins, compiler))
         return _COMMON[program]
+
+    def base(self, inputs: Iterable[TensorSpec], options: BuildOptions, target: str, optimize: Optimize) -> Base:
+        """What plans for further sizes are made from: made once."""
+        if self._base is None:
+            self._base = Base.of(self.model, inputs, options, target, optimize, self.kept)
+        return self._base
 
 
 _COMMON: weakref.WeakKeyDictionary[Program, Common] = weakref.WeakKeyDictionary()

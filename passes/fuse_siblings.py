@@ -83,7 +83,8 @@ class MergeSiblings(Rule):
         members, first = family.members, family.members[0]
         patch = Patch(graph, match.ops)
         name = f"{first.op.outputs[0].name}.siblings"
-        weight = np.concatenate([m.weight for m in members], axis=_weight_axis(first.op))
+        weights, axis = [m.weight for m in members], _weight_axis(first.op)
+        weight = context.kept.once(("joined", axis), weights, lambda: np.concatenate(weights, axis=axis))
         inputs: list[Value | None] = [first.op.inputs[0], patch.constant(weight, f"{name}.weight"), None]
         if any(m.bias is not None for m in members):
             biases = [np.zeros(m.width, weight.dtype) if m.bias is None else m.bias for m in members]

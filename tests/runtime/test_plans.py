@@ -24,6 +24,7 @@ from optdnn.importers.held import put_together, take_apart
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.lower_cuda import lower_cuda
+from optdnn.models import zoo
 from optdnn.plans import MEASURED, PLANNED
 from optdnn.runtime import plans
 from optdnn.runtime.cuda.nvrtc import KernelCache
@@ -99,6 +100,27 @@ def test_a_plan_is_what_a_static_build_gives(built: optdnn.Engine) -> None:
     dynamic = built.program.dynamic
     assert dynamic is not None
     assert dynamic.arena_bytes > own.arena_bytes  # that of the maximum
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("bert_base", (1, 40)), ("lstm", (1, 7))])
+def test_a_later_plan_is_what_a_static_build_gives(name: str, sizes: tuple[int, ...]) -> None:
+    model = zoo.build(name, batch=1, sequence_length="seq", depth=0.1)
+    ports = [(i.name, [d.dim_value or None for d in i.type.tensor_type.shape.dim]) for i in model.graph.input]
+
+    def shapes(n: Any) -> dict[str, str]:
+        return {port: "x".join(str(d or n) for d in dims) for port, dims in ports}
+
+    how: dict[str, Any] = {"target": "simulate", "precision": "fp16"}
+    program = optdnn.build(model, shapes=shapes("1..32..64"), nearest_tactics=False, **how).program
+    for n in sizes:
+        given = {port: tuple(d or n for d in dims) for port, dims in ports}
+        plan = loading.plan_on_demand(program, given, False, {})
+        static = optdnn.build(model, shapes=shapes(n), **how).program
+        assert [s.params for s in plan.steps] == [s.params for s in static.steps]
+        assert plan.arena_bytes == static.arena_bytes
+        weights = {id(a) for a in program.blobs if a.nbytes > 1 << 14}
+        used = [b.blob for b in plan.buffers if b.blob is not None and (b.nbytes or 0) > 1 << 14]
+        assert sum(id(plan.blobs[i]) in weights for i in used) >= 0.9 * len(used) or n == 1, "shared"
 
 
 def _offers(program: Program, n: int) -> dict[str, float]:

@@ -1,0 +1,48 @@
+"""A graph of symbolic sizes at given ones: what was rewritten once for all sizes need not be rewritten for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Graph, Op, Output, infer
+from optdnn.ops.base import KNOWN_LIMIT, Body
+
+
+def bound(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> Graph:
+    """A copy of the graph for inputs of these shapes (by name): every other type, and every value that is known, follows from them.
+
+    For graphs without layouts and without bodies (:func:`has_bodies`), whose types are their own. Raises ShapeError where sizes do
+    not go together, InternalError for an input that is missing.
+    """
+    made = graph.copy()
+    made.profiles = ()
+    for op in made.order():
+        if op.kind != "Constant":
+            made.set_op(replace(op, outputs=_outputs(made, op, shapes)))
+    return made
+
+
+def has_bodies(graph: Graph) -> bool:
+    """Whether an operator holds graphs of its own."""
+    return any(isinstance(getattr(op.attrs, f.name), Body) for op in graph.ops() for f in fields(op.attrs))
+
+
+def _outputs(graph: Graph, op: Op, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Output, ...]:
+    if op.kind == "Input":
+        (out,) = op.outputs
+        if out.name not in shapes:
+            raise InternalError(f"input {out.name!r} has no shape")
+        return (replace(out, type=replace(out.type, shape=tuple(shapes[out.name]))),)
+    if op.kind == "Output":
+        (out,), (value,) = op.outputs, op.inputs
+        assert value is not None
+        return (replace(out, type=replace(out.type, shape=graph.type(value).shape), known=graph.known(value)),)
+    types = [None if v is None else graph.type(v) for v in op.inputs]
+    found = infer(op.kind, op.attrs, types, [graph.known(v) for v in op.inputs], len(op.outputs), graph.fresh_symbol)
+    values = found.values or (None,) * len(op.outputs)
+    return tuple(
+        Output(o.name, replace(o.type, shape=t.shape), v if v is not None and v.size <= KNOWN_LIMIT else None)
+        for o, t, v in zip(op.outputs, found.types, values, strict=False)
+    )
