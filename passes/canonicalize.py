@@ -18,6 +18,7 @@ from optdnn.passes.canonicalize_shape import (
 from optdnn.passes.canonicalize_transpose import SinkTranspose
 from optdnn.passes.canonicalize_window import PadConv, PadPool
 from optdnn.passes.input_sizes import InputTarget
+from optdnn.passes.select import SelectIsWhere
 
 
 class Canonicalize(RulePass):
@@ -33,6 +34,7 @@ class Canonicalize(RulePass):
         TransposeIsReshape(),
         GemmTranspose(),
         SinkTranspose(),
+        SelectIsWhere(),
         PadConv(),
         PadPool(),
     )

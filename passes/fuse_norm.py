@@ -164,6 +164,8 @@ def reduced(graph: Graph, op: Op) -> tuple[int, ...] | Miss:
     rank = graph.type(_operand(op)).rank
     if rank is None:
         return Miss("the rank of the operand is unknown")
+    if op.kind == "GlobalAveragePool":
+        return tuple(range(2, rank))
     given = op.input(1)
     axes = () if given is None else known_shape(graph.known(given))
     if axes is None or any(not isinstance(a, int) for a in axes):
@@ -186,16 +188,21 @@ def _operand(op: Op) -> Value:
 X, EPS, G, B = Var("x"), Var("epsilon"), Var("scale"), Var("bias")
 
 
-_MEAN = node("ReduceMean", X, name="mean")
+def _mean(x: Pattern, name: str) -> Pattern:
+    """tf2onnx writes the mean over the last of three axes as a global pool."""
+    return choice(node("ReduceMean", x, name=name), node("GlobalAveragePool", x, name=name))
+
+
+_MEAN = _mean(X, "mean")
 _CENTRED = node("Sub", X, _MEAN)
-_FAST = total(0.0, node("ReduceMean", product(1.0, X, X), name="variance"), product(-1.0, _MEAN, _MEAN))
+_FAST = total(0.0, _mean(product(1.0, X, X), "variance"), product(-1.0, _MEAN, _MEAN))
 _VARIANCE = choice(
-    node("ReduceMean", product(1.0, _CENTRED, _CENTRED), name="variance"),
+    _mean(product(1.0, _CENTRED, _CENTRED), "variance"),
     _FAST,  # Flax: mean of squares less square of the mean, kept from rounding below zero
     node("Max", _FAST, Scalar(0.0)),
     node("Relu", _FAST),
 )
-_SQUARES = node("ReduceMean", product(1.0, X, X), name="variance")
+_SQUARES = _mean(product(1.0, X, X), "variance")
 
 
 def _factors(x: Pattern, variance: Pattern, *more: Pattern, sign: float = 1.0) -> Pattern:

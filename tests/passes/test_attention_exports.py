@@ -1,6 +1,6 @@
-"""Small transformers from both of torch's exporters, sizes symbolic: each attention ends as one node, and computes the same.
+"""Small transformers from both of torch's exporters, sizes symbolic: each attention ends as one node, which computes the same.
 
-(The graphs are made by tests/golden/make_attention_exports.py; TensorFlow's forms are in test_transformer_blocks.py.)
+And a block of Keras by tf2onnx. (The graphs are made by tests/golden/make_attention_exports.py and make_keras_exports.py.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optdnn.passes.pipelines import PIPELINE
 from optdnn.types import Array
 
 TARGET = "cuda:sm_90a"
-FILE = Path(__file__).parents[1] / "golden" / "attention_exports.tar.xz"
+FILES = [Path(__file__).parents[1] / "golden" / f"{name}_exports.tar.xz" for name in ("attention", "keras")]
 ATTENTIONS = {
     "vit": 1,
     "swin": 2,  # plain and shifted windows
@@ -35,8 +35,11 @@ ATTENTIONS = {
 
 @pytest.fixture(scope="module")
 def exports() -> dict[str, onnx.ModelProto]:
-    with tarfile.open(FILE) as tar:
-        return {m.name: onnx.load_model_from_string(tar.extractfile(m).read()) for m in tar}  # type: ignore[union-attr]
+    found = {}
+    for file in FILES:
+        with tarfile.open(file) as tar:
+            found |= {m.name: onnx.load_model_from_string(tar.extractfile(m).read()) for m in tar}  # type: ignore[union-attr]
+    return found
 
 
 def feeds(names: list[str]) -> dict[str, Array]:
@@ -65,5 +68,21 @@ def test_one_node_per_attention(exports: dict[str, onnx.ModelProto], name: str, 
     assert {k: kinds.get(k, 0) for k in ("Attention", "Softmax")} == {"Attention": ATTENTIONS[name], "Softmax": 0}
     assert kinds.get("RotaryEmbedding", 0) == (2 if name == "llama" else 0)
     given = feeds([graph.op(i).outputs[0].name for i in graph.inputs])
+    (want,), (got,) = (evaluate(g, given).values() for g in (before, promote(graph)))
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", ["fixed", "any"])
+def test_a_block_of_keras(exports: dict[str, onnx.ModelProto], batch: str) -> None:
+    """Products by Einsum's parts, causal order by a product with a mask, means by pools."""
+    sizes = {"x": (2, 7, 8), "m": (2, 5, 8)}  # the export gives each input a batch of its own
+    graph = import_model(exports[f"keras.{batch}.onnx"], shapes=sizes if batch == "any" else {})
+    before = promote(graph)
+    run_pipeline(graph, PIPELINE(3, TARGET), PassContext(TARGET))
+    kinds = graph.kinds()
+    wanted = {"Attention": 2, "Softmax": 0, "LayerNormalization": 3}
+    assert {k: kinds.get(k, 0) for k in wanted} == wanted
+    assert [op.attrs.is_causal for op in graph.of_kind("Attention")] == [True, False]
+    given = {n: np.random.default_rng(0).standard_normal(s) for n, s in sizes.items()}
     (want,), (got,) = (evaluate(g, given).values() for g in (before, promote(graph)))
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
