@@ -18,7 +18,8 @@ from optdnn.ir.verify import verify
 def flattened() -> Graph:
     """x[n, 3, 4] as [n, 12], by way of its own shape, twice over."""
     text = """<ir_version: 8, opset_import: ["": 17]> g (float[n, 3, 4] x) => (float[m, 12] y)
-    <int64[1] wide = {12}, int64[1] zero = {0}, int64[1] one = {1}> { s = Shape(x)  n = Slice(s, zero, one)  d = Concat <axis = 0> (n, wide)  r = Reshape(x, d)
+    <int64[1] wide = {12}, int64[1] zero = {0}, int64[1] one = {1}> {
+    s = Shape(x)  n = Slice(s, zero, one)  d = Concat <axis = 0> (n, wide)  r = Reshape(x, d)
     y = Concat <axis = 0> (r, r) }"""
     return import_model(onnx.parser.parse_model(text))
 
