@@ -170,7 +170,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
 
         tuner = partial(tune, options=share, target=target, cache=cache, say=say)
         with _timed(seconds, "plans"):
-            dynamic = plan_profiles(model, graph, options, target, facts, optimize, say, tuner)
+            dynamic = plan_profiles(model, graph, options, target, facts, optimize, say, tuner, account)
         graph, passes = dynamic.graph, dynamic.passes
     else:
         exact_only = AssignPrecision.name if options.precision == AUTO else None

@@ -28,6 +28,7 @@ from optdnn.ir.graph import Graph
 from optdnn.ir.kept import Content, Kept
 from optdnn.lower_cuda import Made, lower_cuda, made_of
 from optdnn.passes.base import PassReport
+from optdnn.passes.contract import Account
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.precision import PrecisionPlan
 from optdnn.ranges import Profile
@@ -109,10 +110,11 @@ def plan_profiles(
     optimize: Optimize,
     say: Say,
     choose: Choose = lambda graph: None,
+    account: Account | None = None,
 ) -> Planned:
     """Plans for the optimum of each profile of ``symbolic`` (the model as imported for them), in one program.
 
-    ``choose`` tunes an optimum's graph (None: the cost model chooses).
+    ``choose`` tunes an optimum's graph (None: the cost model chooses); ``account`` is filled with the first plan's precisions.
     Raises UsageError where a dimension has no range, and whatever a build for one of the shapes raises.
     """
     _need_ranges(symbolic)
@@ -131,7 +133,10 @@ def plan_profiles(
         opt, *extremes = (_sized(symbolic, profile, which) for which in ("opt", "max", "min"))
         if tuple(opt.items()) not in plans:
             say(f"plan {_show(opt)}")
-            graph, passes, program = _plan(base, opt, options, target, meta, optimize, say, Kept(shared=common), choose)
+            noted = account if first is None else None
+            graph, passes, program = _plan(
+                base, opt, options, target, meta, optimize, say, Kept(shared=common), choose, account=noted
+            )
             first = first or (graph, passes)
             plans[tuple(opt.items())] = blobs.take(program)
             arena = max(arena, program.arena_bytes)
@@ -264,26 +269,30 @@ def _plan(
     choose: Choose = lambda graph: None,
     like: Sequence[Program] = (),
     ready: Mapping[Made, Array] | None = None,
+    account: Account | None = None,
 ) -> tuple[Graph, list[PassReport], Program]:
     """``like``: plans whose tactics are to be taken where they still stand, the first first; ``ready``: see ``lower_cuda``."""
     graph, left = base.at(shapes, options)
-    passes = [*base.passes, *optimize(graph, left, target, say, kept=kept)]
+    done = {report.name for report in base.passes}
+    # what is left to rewrite, now that sizes are known, and the rest of the pipeline
+    again = optimize(graph, left, target, say, kept=kept, account=account)
+    passes = [*base.passes, *(report for report in again if report.changes or report.name not in done)]
     tuned = choose(graph)
-    account = meta(graph, passes)
+    facts = meta(graph, passes)
     if tuned is not None:
         program = lower_cuda(
-            graph, options, target, account, say, tuned.choices, tuned.streams, kept=kept, emitted=tuned.emitted
+            graph, options, target, facts, say, tuned.choices, tuned.streams, kept=kept, emitted=tuned.emitted
         )
         program.meta[PLANNED] = {"by": MEASURED}
     elif like:
         nearest = Nearest.of((plan.meta["tactics"] for plan in like), Selection.of(options))
         lanes = like[0].meta.get("streams", {}).get("lanes", 1)
         streams = Streams(lanes) if lanes > 1 and is_tuned(like[0]) else None  # as far as the cost model agrees
-        program = lower_cuda(graph, options, target, account, say, nearest.choices, streams, nearest, kept, ready=ready)
+        program = lower_cuda(graph, options, target, facts, say, nearest.choices, streams, nearest, kept, ready=ready)
         by = "the nearest tuned plan" if is_tuned(like[0]) else "the nearest plan"
         program.meta[PLANNED] = {"by": by, "like": [str(s) for s, _ in like[0].inputs]}
     else:
-        program = lower_cuda(graph, options, target, account, say, kept=kept, ready=ready)
+        program = lower_cuda(graph, options, target, facts, say, kept=kept, ready=ready)
         program.meta[PLANNED] = {"by": "the cost model"}
     return graph, passes, program
 

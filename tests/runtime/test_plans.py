@@ -102,6 +102,14 @@ def test_a_plan_is_what_a_static_build_gives(built: optdnn.Engine) -> None:
     assert dynamic.arena_bytes > own.arena_bytes  # that of the maximum
 
 
+def test_precisions_are_told_as_of_a_static_build() -> None:
+    how: dict[str, Any] = {"target": "simulate", "precision": "fp16"}
+    ranged = optdnn.build(convnet(batch="n"), shapes=RANGE, **how).program.meta["precision"]
+    static = optdnn.build(convnet(batch="n"), shapes={"x": (2, *IMAGE)}, **how).program.meta["precision"]
+    assert ranged == static
+    assert sum(ranged["runs"].values()) > 3
+
+
 @pytest.mark.parametrize(("name", "sizes"), [("bert_base", (1, 40)), ("lstm", (1, 7))])
 def test_a_later_plan_is_what_a_static_build_gives(name: str, sizes: tuple[int, ...]) -> None:
     model = zoo.build(name, batch=1, sequence_length="seq", depth=0.1)
