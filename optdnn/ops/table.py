@@ -17,6 +17,7 @@ from optdnn.ops import (
     gemm,
     index,
     layout,
+    leftovers,
     norm,
     pool,
     quant,
@@ -68,7 +69,12 @@ _DEFS: tuple[OpDef, ...] = tuple(d for family in FAMILIES.values() for d in fami
 OPDEFS: dict[str, OpDef] = {d.kind: d for d in _DEFS}
 """Kind -> definition."""
 
-_COMPOSED: tuple[dict[str, FromOnnx], ...] = (contrib.IMPORTERS, classic.IMPORTERS, classic.REFUSALS)
+_COMPOSED: tuple[dict[str, FromOnnx], ...] = (
+    contrib.IMPORTERS,
+    leftovers.IMPORTERS,
+    classic.IMPORTERS,
+    classic.REFUSALS,
+)
 
 IMPORTERS: dict[str, FromOnnx] = {op_type: fn for d in _DEFS for op_type, fn in d.onnx.items()}
 for _more in _COMPOSED:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import onnx.parser
 import pytest
 from known import infer_value
 from onenode import Case, check_case, import_case, normal, onnxruntime_outputs, run
 
 from optdnn.dim import bounds, symbol
 from optdnn.errors import ShapeError
+from optdnn.importers.onnx import import_model
+from optdnn.ir.evaluate import evaluate
 from optdnn.ops.base import EXACT, Attrs, Call, Tol
 from optdnn.ops.table import OPDEFS
 from optdnn.ops.unary import DEFS, AlphaAttrs
+from optdnn.passes.base import PassContext, run_pipeline
+from optdnn.passes.pipelines import PIPELINE
 from optdnn.runtime.reference.unary import erf
 from optdnn.types import Array, tensor
 
@@ -170,3 +175,17 @@ def test_refused_types(op: str, x: Array, because: str) -> None:
 def test_a_missing_operand_is_named() -> None:
     with pytest.raises(ShapeError, match="Swish needs operand 0"):
         OPDEFS["Swish"].infer(Call("Swish", AlphaAttrs(), (None,), (None,), 1, symbol))
+
+
+def test_erfc_that_tf2onnx_leaves_is_known() -> None:
+    """Keras's exact GELU comes with it, and becomes one operator."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> gelu (float[2,5] x) => (float[2,5] y)
+        <float minus_root = {-0.70710677}, float half = {0.5}>
+        { a = Mul(x, minus_root) b = Erfc(a) c = Mul(x, half) y = Mul(c, b) }"""
+    graph = import_model(onnx.parser.parse_model(text))
+    x = np.random.default_rng(0).standard_normal((2, 5)).astype(np.float32)
+    want = 0.5 * x * np.vectorize(math.erfc)(-x / math.sqrt(2))
+    np.testing.assert_allclose(evaluate(graph, {"x": x})["y"], want, rtol=1e-5, atol=1e-6)
+    run_pipeline(graph, PIPELINE(3, "cpu"), PassContext("cpu"))
+    assert graph.kinds() == {"Gelu": 1}
+    np.testing.assert_allclose(evaluate(graph, {"x": x})["y"], want, rtol=1e-5, atol=1e-6)

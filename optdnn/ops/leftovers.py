@@ -1,0 +1,25 @@
+"""Operators that converters leave in a network although ONNX has none of the name, in the terms of ONNX's.
+
+tf2onnx writes what it knows no ONNX operator for under TensorFlow's own name (and says so): ``Erfc``, of Keras's exact GELU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Emit, FromOnnx, NodeSpec, Ref
+from optdnn.ops.checks import emit
+
+
+def _erfc(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """``1 - erf(x)``: for a GELU as good as its own function, since what is small is added to what is not."""
+    if node.input(0) is None:
+        raise ShapeError("Erfc needs operand 0")
+    x = node.inputs[0]
+    return (emit(e, "Sub", np.asarray(1, e.type(x).dtype), emit(e, "Erf", x)),)
+
+
+IMPORTERS: dict[str, FromOnnx] = {"Erfc": _erfc}
