@@ -155,7 +155,7 @@ def main() -> int:
     options = parser.parse_args()
     start = time.perf_counter()
     torch.zeros(1, device="cuda")
-    device, stream, cache = Device.open(0), graphs.Stream(), nvrtc.KernelCache(Path("/tmp/kernels-fp32"))
+    device, stream, cache = Device.open(0), graphs.Stream(), nvrtc.KernelCache()
     rows: list[dict[str, Any]] = []
     for batch in map(int, options.batches.split(",")):
         recipes = {}

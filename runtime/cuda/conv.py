@@ -212,8 +212,19 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         return "more than 128 accumulators a thread are for two warpgroups of a block alone on its multiprocessor"
     if config.mt * config.bn > 320:
         return "more than 160 accumulators a thread"
+    if problem.scatter and (why := refuse_scatter(problem, config.stores_directly or config.stream)):
+        return why
     if config.direct and (config.stationary or config.mt * config.bn > 128):
         return "direct stores are for small tiles, one per block"
+    return None
+
+
+def refuse_scatter(problem: Problem, stores_directly: bool) -> str | None:
+    """Why blocks of pixels cannot be put in their places by the launch that makes them, or None."""
+    if stores_directly:
+        return "blocks of pixels go through shared memory"
+    if problem.residual or problem.out_item != 2:
+        return "blocks of pixels are of 16 bits, and nothing is added to them"
     return None
 
 
@@ -271,6 +282,7 @@ def generated(problem: Problem, tile: Mapping[str, int], columns: int) -> str:
     """The header of a Hopper convolution kernel: its ``tile``, the element types, the epilogue and wgmma of ``columns`` columns."""
     types = {
         "HAS_RESIDUAL": int(problem.residual), "OPERAND_ITEM": problem.item, "OUT_ITEM": problem.out_item,
+        "SCATTER": int(problem.scatter),
         "INTEGER": int(problem.dtype in ("int8", "uint8")), "OUT_FLOAT8": int(problem.out_dtype == "float8_e4m3fn"),
         "OUT_ZERO": int(problem.zero_point), "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
     }  # fmt: skip

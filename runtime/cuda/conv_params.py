@@ -61,6 +61,18 @@ def put_requantize(block: ParameterBlock, stages: Sequence[render.Stage], requan
     block.f32(*constants, *[0.0] * (MAX_CONSTANTS - len(constants)))
 
 
+@dataclass(frozen=True)
+class Scatter:
+    """Where results go that are blocks of pixels: ``Scatter`` of ``kernels/conv_scatter.cuh``. Pairs are of (height, width);
+    ``at``: elements from an image, a row and a column to the next."""
+
+    strides: tuple[int, int]
+    crops: tuple[int, int]
+    channels: int
+    size: tuple[int, int]
+    at: tuple[int, int, int]
+
+
 class _Source(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in (
         "channel_blocks", "taps_h", "taps_w", "dilation_h", "dilation_w", "stride_h", "stride_w", "pad_h", "pad_w",
@@ -74,7 +86,7 @@ class _Params(ctypes.Structure):
         *[(name, ctypes.c_int) for name in (
             "channels", "pixel_count", "out_h", "out_w", "channel_tiles", "tiles", "k_steps", "reverse",
         )],
-        ("source", _Source * 2),
+        ("source", _Source * 2), ("scatter", ctypes.c_int * 10),
         *[(name, ctypes.c_float) for name in ("residual_scale", "residual_offset", "low", "high")],
         ("zero", ctypes.c_int), ("constants", ctypes.c_float * MAX_CONSTANTS),
         ("before", ctypes.c_void_p), ("gate", ctypes.c_void_p),
@@ -141,6 +153,11 @@ def parameters(
             raise InternalError(f"a quantized epilogue has at most {MAX_CONSTANTS} constants, not {len(constants)}")
         params.constants[: len(constants)] = constants
     return params
+
+
+def put_scatter(params: Any, scatter: Scatter) -> None:
+    """Say in the parameter block where results go."""
+    params.scatter[:] = (*scatter.strides, *scatter.crops, scatter.channels, *scatter.size, *scatter.at)
 
 
 def raw_bytes(params: Any) -> bytes:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv import direct_bytes, generated, options, register_limit
+from optdnn.runtime.cuda.conv import direct_bytes, generated, options, refuse_scatter, register_limit
 from optdnn.runtime.cuda.conv_cost import most_sums
 from optdnn.runtime.cuda.conv_params import Pointers, Requantize, parameters, raw_bytes, weight_rows
 from optdnn.runtime.cuda.conv_problem import ITEM, Problem
@@ -120,6 +120,8 @@ def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448, regis
     source = problem.sources[0]
     if problem.out_item == 4 and not config.stores_directly:
         return "fp32 results are stored from registers"
+    if problem.scatter and (why := refuse_scatter(problem, config.stores_directly)):
+        return why
     if source.stride != (1, 1):
         return "it needs stride 1"
     if config.wgm * config.wgn not in (1, 2) or config.stages < 1 or not 1 <= config.out_buffers <= 4:

@@ -100,6 +100,8 @@ class Problem:
     """Whether an integer result has a zero point other than 0."""
     prologue: tuple[render.Stage, ...] = ()
     """What is done to the pixels before they are multiplied (see :func:`.render.prologue`)."""
+    scatter: bool = False
+    """Whether channels are blocks of pixels, which go to their places in a larger image (``kernels/conv_scatter.cuh``)."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:

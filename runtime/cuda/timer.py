@@ -38,7 +38,8 @@ TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 1e-4, "fp64": 1e-9}
 factors, too, and where they are not, rounded factors are beyond it."""
 BATCHWISE = frozenset({
     "Conv", "ConvSum", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool",
-    "SpaceToDepthImage", "BlocksToSpace", "ImageConv", "LayerNormalization", "RMSNormalization", "Softmax", "LogSoftmax",
+    "SpaceToDepthImage", "BlocksToSpace", "ConvBlocks", "ImageConv",
+    "LayerNormalization", "RMSNormalization", "Softmax", "LogSoftmax",
 })  # fmt: skip
 """Kinds of two axes or more whose results along axis 0 depend on the same places of their operands only."""
 SAMPLE = 500_000

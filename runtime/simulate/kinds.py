@@ -85,6 +85,13 @@ def _blocks_to_space(operands: Sequence[Array | None], attrs: Mapping[str, Any])
     return run_kernel("Pointwise", [out, *more], {"epilogue": attrs["epilogue"], "arity": 1})
 
 
+def _conv_blocks(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """A convolution with its epilogue, whose channels are blocks of pixels (as "BlocksToSpace" has them)."""
+    own = {name: attrs[name] for name in attrs if name not in ("blocks", "crops", "sizes", "channels")}
+    (made,) = run_kernel("Conv", [None if a is None else a.astype(np.float32) for a in operands], own)
+    return _blocks_to_space([made], {**attrs, "epilogue": ()})
+
+
 def _conv_sum(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
     """The convolutions of operands (0, 1) and (2, 3), added, then the epilogue. ``sources``: their strides, pads, dilations."""
     x0, w0, x1, w1, *rest = operands
@@ -259,6 +266,7 @@ OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Ar
     "DynamicScale": _dynamic_scale,
     "SpaceToDepthImage": _space_to_depth,
     "BlocksToSpace": _blocks_to_space,
+    "ConvBlocks": _conv_blocks,
     "Quantized": _quantized,
     "QuantizedBlocks": _quantized_blocks,
     "ConvSum": _conv_sum,

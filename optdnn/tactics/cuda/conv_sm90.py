@@ -213,12 +213,14 @@ def emit_conv(
     out: Placed,
     config: Config | None = None,
     before: Prologue | None = None,
+    scatter: conv_params.Scatter | None = None,
 ) -> str:
     """One launch: ``out = epilogue(sum of the convolutions + bias)``. ``out`` and ``residual`` are channels-last NCHW.
 
-    ``config`` None takes the one that is ranked first; ``before`` is done to the pixels of the one convolution. Returns the configuration's name.
+    ``config`` None takes the one that is ranked first; ``before`` is done to the pixels of the one convolution; with ``scatter``
+    channels are blocks of ``out``'s pixels. Returns the configuration's name.
     """
-    channels = out.shape[1]
+    channels = out.shape[1] if scatter is None else len(feeds[0].weight)
     wide = up(channels, 8)
     pitch, residual_pitch = pitch_of(out), pitch_of(residual) if residual is not None else None
     assert pitch is not None
@@ -227,7 +229,7 @@ def emit_conv(
     factors = products(b, op)
     problem = conv_problem.Problem(
         out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), factors, map_dtype(out.dtype),
-        prologue=tuple(before.rendered) if before is not None else (),
+        prologue=tuple(before.rendered) if before is not None else (), scatter=scatter is not None,
     )  # fmt: skip
     offers = ranked(problem, dense) if config is None else (offered(problem, config, dense),)
     b.offer(offers)
@@ -264,9 +266,16 @@ def emit_conv(
         kind, reads = "ConvSum", [*views[0], *views[1], column, *tail]
     if factors == "tfloat32":
         attrs[TF32] = tuple(range(2 * len(feeds)))
-    operands = Operands(weights, bias_at, out, residual, before)
+    if scatter is not None:
+        kind, attrs = "ConvBlocks", {**attrs, **_blocks(scatter, out)}
+    operands = Operands(weights, bias_at, out, residual, before, scatter)
     launch(b, op, problem, config, feeds, operands, (kind, attrs, reads))
     return str(config)
+
+
+def _blocks(scatter: conv_params.Scatter, out: Placed) -> dict[str, Any]:
+    """What a launch's meaning says of where its results go."""
+    return {"blocks": scatter.strides, "crops": scatter.crops, "sizes": out.shape[2:], "channels": scatter.channels}
 
 
 @dataclass(frozen=True)
@@ -278,6 +287,7 @@ class Operands:
     out: Placed
     residual: Placed | None = None
     before: Prologue | None = None
+    scatter: conv_params.Scatter | None = None
 
 
 def launch(
@@ -300,7 +310,7 @@ def launch(
     rows = out.shape[1] if pitch != wide else wide
     if isinstance(config, hopper.Config):
         maps = _gemm_maps(problem, config, feeds, operands.weights)
-        maps += [
+        results = [
             _rows_map(384, out, pitch, rows, problem, config),
             _rows_map(512, second, second_pitch, rows, problem, config),
         ]
@@ -310,12 +320,17 @@ def launch(
     else:
         maps = _patch_maps(problem, config, feeds[0], operands.weights)
         box, span = (64, config.tile_w, config.tile_h), problem.out_span
-        maps += [_image_map(384, out, rows, pitch, box, span), _image_map(512, second, rows, second_pitch, box, span)]
+        results = [_image_map(384, out, rows, pitch, box, span), _image_map(512, second, rows, second_pitch, box, span)]
         recipe, function = patch.recipe(problem, config, b.arch), "conv_patch_sm90"
         shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, h200())
         (channel_tiles, tiles), cluster = patch.tiles(problem, config), config.split
     params = conv_params.parameters(problem, conv_params.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5, requantize)
     params.channel_tiles, params.tiles = channel_tiles, tiles
+    if operands.scatter is None:
+        maps += results
+    else:  # nothing is stored by TMA: that these are maps of anything is enough
+        maps += [replace(maps[0], at=384), replace(maps[0], at=512)]
+        conv_params.put_scatter(params, operands.scatter)
     before = operands.before
     if before is not None and before.gate is not None:
         params.gate_pitch, params.gate_channels = before.gate.strides[0], before.gate.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,16 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.ops.conv import resolved_transpose
 from optdnn.runtime.cuda import conv_fp32 as fp32
+from optdnn.runtime.cuda.conv_cost import LATENCY, MEMORY
+from optdnn.runtime.cuda.conv_params import Scatter
 from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.tactics.cuda import conv_fp32, conv_sm80, conv_sm90
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, products, up
 from optdnn.tactics.cuda.conv import bias_of, entering, finish, image, with_pitch
 from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
 from optdnn.tactics.cuda.subpixel import Axis, block_weights, emit_depth_to_space
-from optdnn.tactics.cuda.tactic import Rehearsed
-from optdnn.types import Array
+from optdnn.tactics.cuda.tactic import Offer, Rehearsed
+from optdnn.types import BF16, FP16, Array
 
 Geometry = tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]
 """Strides, pads (top, left, bottom, right), dilations."""
@@ -117,10 +120,17 @@ class Subpixel(Rehearsed):
             used = self.launch(b, op, x, packed, geometry, bias, ep, residual, image(between), config)
             finish(b, op, ep, between, target)
             return used
-        shape = (x.shape[0], len(packed), axes[0].blocks, axes[1].blocks)
-        blocks = b.new(f"{name}.blocks", dtype, shape, channels_last(shape, self.pitch(len(packed))))
         tiled = None if bias is None else np.tile(bias, places)
-        used = self.launch(b, op, x, packed, geometry, tiled, ep, None, blocks, config)
+        return self.upscaled(b, op, x, packed, geometry, tiled, ep, axes, target, config)
+
+    def upscaled(
+        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        axes: tuple[Axis, Axis], target: Placed, config: Any,
+    ) -> str:  # fmt: skip
+        """The convolution into blocks of pixels, and those into their places."""
+        shape, name = (x.shape[0], len(weight), axes[0].blocks, axes[1].blocks), op.outputs[0].name
+        blocks = b.new(f"{name}.blocks", target.dtype, shape, channels_last(shape, self.pitch(len(weight))))
+        used = self.launch(b, op, x, weight, geometry, bias, ep, None, blocks, config)
         emit_depth_to_space(b, op, blocks, target, axes, ep.rest, [None, *map(b.operand, ep.rest_operands)])
         return used
 
@@ -144,6 +154,46 @@ class HopperConvTranspose(Subpixel):
     ) -> str:  # fmt: skip
         feed = conv_sm90.Feed(with_pitch(b, op, x), weight, *geometry)
         return conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
+
+    def upscaled(
+        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        axes: tuple[Axis, Axis], target: Placed, config: Any,
+    ) -> str:  # fmt: skip
+        """In one launch, which puts the blocks in their places itself, in configurations that store through shared memory."""
+        out = image(target)
+        scatter = _scatter(out, axes) if not ep.rest else None
+        if scatter is None:
+            return super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, config)
+        feed = conv_sm90.Feed(with_pitch(b, op, x), weight, *geometry)
+        offers: list[Offer] = []
+        if config is None:
+            with b.rehearsal():
+                conv_sm90.emit_conv(b, op, [feed], bias, ep, None, out, scatter=scatter)
+                offers += b.offered
+            with b.rehearsal():
+                super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, None)
+                more = 2 * out.size * out.dtype.itemsize / MEMORY + LATENCY
+                two = [o for o in b.offered if o.config.stores_directly]
+                offers += [replace(o, seconds=(o.seconds or 0.0) + more) for o in two]
+            offers.sort(key=lambda o: o.seconds or 0.0)
+            config = offers[0].config
+        if config.stores_directly:
+            used = super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, config)
+        else:
+            used = conv_sm90.emit_conv(b, op, [feed], bias, ep, None, out, config, scatter=scatter)
+        if offers:
+            b.offer(offers)
+        return used
+
+
+def _scatter(out: Placed, axes: tuple[Axis, Axis]) -> Scatter | None:
+    """Where blocks of pixels of the image NCHW go, where eight channels of 16 bits are one access; else None."""
+    channels, (n, c, h, w) = out.shape[1], out.strides
+    aligned = all(s % 8 == 0 for s in (channels, out.offset, n, h, w))
+    if out.dtype not in (FP16, BF16) or c != 1 or not aligned or conv_sm90.pitch_of(out) is None:
+        return None
+    high, wide = axes
+    return Scatter((high.stride, wide.stride), (high.crop, wide.crop), channels, out.shape[2:], (n, h, w))  # type: ignore[arg-type]
 
 
 class GeneralConvTranspose(Subpixel):

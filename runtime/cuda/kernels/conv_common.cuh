@@ -3,6 +3,7 @@
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "conv_element.cuh"
+#include "conv_scatter.cuh"
 
 struct Source {
     int channel_blocks, taps_h, taps_w, dilation_h, dilation_w, stride_h, stride_w, pad_h, pad_w;
@@ -16,6 +17,7 @@ struct Params {
     int channels, pixel_count, out_h, out_w;
     int channel_tiles, tiles, k_steps, reverse;
     Source source[2];
+    Scatter scatter;              // of results that are blocks of pixels
     Requantize requantize;        // of 8-bit operands
     // Of a prologue: scale and shift of every input channel (whole K steps), and a factor per image and channel.
     const float2* before;

@@ -267,6 +267,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                     finish_8_pixels(p, address, &acc[0][j * 4], constants);
             }
 #endif
+#if SCATTER
+            named_barrier(1 + group, 128);
+            scatter_rows(p.scatter, p.output_pointer, own, TILE_H * TILE_W, at.channel + m * 64, p.channels, threadIdx.x % 128,
+                         [&](int row, int& n, int& h, int& w) {
+                             n = at.n, h = at.h + row / TILE_W, w = at.w + row % TILE_W;
+                             return h < p.out_h && w < p.out_w && n * p.out_h * p.out_w < p.pixel_count;
+                         });
+#else
             async_proxy_fence();
             named_barrier(1 + group, 128);
             if (quarter == 0 && elect_one()) {           // always the same lane: bulk groups belong to a thread
@@ -280,6 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                         barrier_arrive(residual_empty + 8 * (g * OUT_BUFFERS + (buffer ? buffer - 1 : OUT_BUFFERS - 1)));
                 }
             }
+#endif
             if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
 #endif
         }

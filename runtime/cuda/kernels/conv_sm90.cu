@@ -493,6 +493,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 if (BN % 16) finish_8_pixels(p, row - (lane >> 4) * 8 * 128 + (BN / 16) * 16 * 128, &sum[m][BN / 16 * 8], constants[m]);
 #endif
             }
+#if SCATTER
+            named_barrier(1 + warp / 4, 128);
+            #pragma unroll 1
+            for (int m = 0; m < MT; m++)
+                scatter_rows(p.scatter, p.output_pointer, own + m * OUT_BYTES, BN, tile_channel + group_channel + m * 64, p.channels, threadIdx.x % 128,
+                             [&](int row, int& n, int& h, int& w) {
+                                 const int pixel = tile_pixel + group_pixel + row;
+                                 w = pixel % p.out_w, h = pixel / p.out_w % p.out_h, n = pixel / p.out_w / p.out_h;
+                                 return pixel < p.pixel_count;
+                             });
+#else
             async_proxy_fence();
             named_barrier(1 + warp / 4, 128);
             if (quarter == 0 && elect_one()) {           // always the same lane: bulk groups belong to a thread
@@ -508,6 +519,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                         barrier_arrive(residual_empty + 8 * ((buffer ? buffer - 1 : OUT_BUFFERS - 1) * TURNS + turn));
                 }
             }
+#endif
             if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
 #else
             store.finish(p, sum, out + group * Direct::BYTES, reduced);

@@ -75,9 +75,9 @@ def test_weights_lie_in_the_order_the_kernel_walks_k() -> None:
 def test_the_parameter_block_has_the_kernels_layout() -> None:
     assert conv_params._Params.bias.offset == 640
     assert conv_params._Params.source.offset == 696
-    assert conv_params._Params.before.offset == 5 * 128 + 3 * 8 + 8 * 4 + 2 * 9 * 4 + 13 * 4 + 4 == 824
-    assert ctypes.sizeof(conv_params._Params) == 824 + 2 * 8 + 4 * 4 + 2 * 8
-    assert conv_params.PARTIAL == 856
+    assert conv_params._Params.before.offset == 5 * 128 + 3 * 8 + 8 * 4 + 2 * 9 * 4 + 10 * 4 + 13 * 4 + 4 == 864
+    assert ctypes.sizeof(conv_params._Params) == 864 + 2 * 8 + 4 * 4 + 2 * 8
+    assert conv_params.PARTIAL == 896
 
 
 P = Problem(4, 128, (same(14, 14, 128),), RELU)
