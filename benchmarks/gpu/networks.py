@@ -4,7 +4,7 @@
                                       [--only TEXT] [--seconds 200]
 
 ``--shared``: FOLDER holds ``fill.py`` and ``graphs/NAME.onnx`` with ``NAME.json`` (skeletons without weights), or
-``graphs.tar.xz`` with these. Several networks are built at once (in processes); a network that fails is a row with its error.
+``graphs.tar.xz`` with these. Many networks are built at once, a few run; one that fails is a row with its error.
 Of each output: max |error| over max |output| (``errors``), and what another input changes (``another_input``); that a run repeats
 bit for bit; which operators ran on the CPU; where an output holds boxes, how many of the kept ones are also ONNX Runtime's.
 ``agrees``: at fp32 within ``WHOLE``; at others nearer than another input's result, since a network of seeded random weights
@@ -19,13 +19,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import queue
 import tarfile
 import tempfile
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,11 @@ COARSER = {"fp32": 1, "tf32": 10, "fp16": 10, "bf16": 50}
 KEPT, KEPT_FP32 = 0.9, 0.98
 """Share of a detector's boxes that must be the same at fp32, and at others of those that are still the same where ONNX Runtime at
 fp32 is given weights and inputs of that precision: scores that are nearly tied decide which are kept."""
+
+PROCESSES = 3
+"""That run networks on the GPU at a time; building, which needs none, has most of the cores."""
+LIMIT, LAST = 60.0, 20.0
+"""Seconds that a network may take on the GPU, and how long after the last was built the last may begin there."""
 
 
 def model_of(name: str, folder: Path) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -118,40 +126,104 @@ def rounded(model: Any, feeds: dict[str, Any], precision: str) -> tuple[Any, dic
     return made, {**feeds, **floats}
 
 
-def one(name: str, folder: Path, precisions: list[str], *, checked: bool = False) -> dict[str, Any]:
-    """The row of a network."""
-    row: dict[str, Any] = {"network": name}
+@dataclass
+class Made:
+    """A network's engines (precision -> file, or why there is none), with what they are run on and held against."""
+
+    row: dict[str, Any]
+    feeds: dict[str, Any]
+    want: list[Any]
+    engines: dict[str, Path | str]
+    build_s: dict[str, float]
+    rounded: dict[str, list[Any]]
+    """Of a detector: ONNX Runtime's results with weights and inputs of a precision."""
+
+
+def make(name: str, folder: Path, target: str, precisions: Sequence[str], scratch: Path, until: float) -> Made | str:
+    """Everything that needs no GPU; or why it was not done."""
+    if time.time() > until:
+        return "not begun in time"
     model, feeds, others = model_of(name, folder)
     want, other = onnxruntime_results(model, feeds), onnxruntime_results(model, others)
-    row["another_input"] = [_moved(a, b) for a, b in zip(other, want, strict=True)]
+    row = {"network": name, "another_input": [_moved(a, b) for a, b in zip(other, want, strict=True)]}
+    made = Made(row, feeds, want, {}, {}, {})
     for precision in precisions:
-        start = time.perf_counter()
+        start, file = time.perf_counter(), scratch / f"{name.replace('/', '-')}-{precision}.engine"
         shapes = {k: v.shape for k, v in feeds.items()}
         try:
-            engine = optdnn.build(model, target="cuda", precision=precision, tactics="heuristic", shapes=shapes)
-            seconds = time.perf_counter() - start
-            got, again = engine.run(feeds), engine.run(feeds)
-            found = {
-                "build_s": round(seconds, 2),
-                "errors": [error_of(got[s.name], w) for s, w in zip(engine.outputs, want, strict=True)],
+            optdnn.build(model, target=target, precision=precision, tactics="heuristic", shapes=shapes).save(file)
+            made.engines[precision] = file
+        except Exception as error:
+            made.engines[precision] = f"{type(error).__name__}: {error}"[:1500]
+        made.build_s[precision] = round(time.perf_counter() - start, 2)
+        if precision != "fp32" and same_boxes(want, want) is not None:
+            made.rounded[precision] = onnxruntime_results(*rounded(model, feeds, precision))
+    return made
+
+
+def run(made: Made, checked: bool) -> dict[str, Any]:
+    """The row of a network: what needs the GPU."""
+    for precision, file in made.engines.items():
+        found: dict[str, Any] = {"build_s": made.build_s[precision]}
+        made.row[precision] = found
+        if isinstance(file, str):
+            found["failed"] = file
+            continue
+        try:
+            engine = optdnn.load(file)
+            file.unlink()
+            got, again = engine.run(made.feeds), engine.run(made.feeds)
+            results = [got[s.name] for s in engine.outputs]
+            found |= {
+                "errors": [error_of(a, w) for a, w in zip(results, made.want, strict=True)],
                 "repeats": all(np.array_equal(got[k], again[k], equal_nan=True) for k in got),
                 "on_cpu": sorted({o["kind"] for o in engine.meta.get("host", {}).get("operators", [])}),
             }
             near = {"box": BOX * COARSER[precision], "score": SCORE * COARSER[precision]}
-            boxes = same_boxes([got[s.name] for s in engine.outputs], want, **near)
-            if boxes is not None:
+            if (boxes := same_boxes(results, made.want, **near)) is not None:
                 found["boxes_as_a_set"] = boxes
-                if precision != "fp32":
-                    alone = same_boxes(onnxruntime_results(*rounded(model, feeds, precision)), want, **near)
+                if precision in made.rounded:
+                    alone = same_boxes(made.rounded[precision], made.want, **near)
                     boxes["rounded"] = alone and alone["same"]
-            found["agrees"] = agrees(found, row["another_input"], precision)
-            row[precision] = found
+            found["agrees"] = agrees(found, made.row["another_input"], precision)
             if checked:
-                found |= checks(engine, feeds, precision)
+                found |= checks(engine, made.feeds, precision)
             found["right"] = right(found)
         except Exception as error:
-            row.setdefault(precision, {})["failed"] = f"{type(error).__name__}: {error}"[:1500]
-    return row
+            found["failed"] = f"{type(error).__name__}: {error}"[:1500]
+    return made.row
+
+
+class OnGpu:
+    """A process that runs networks on the GPU, and another one where it has died or hangs. Several share the GPU badly: it takes
+    turns between them, and each copy of a checked step waits for its turn."""
+
+    def __init__(self) -> None:
+        self._free: queue.Queue[Any] = queue.Queue()
+        for _ in range(PROCESSES):
+            self._free.put(_process())
+
+    def row(self, made: Made, checked: bool, limit: float) -> dict[str, Any]:
+        """What :func:`run` gives, within ``limit`` seconds."""
+        process = self._free.get()
+        try:
+            found: dict[str, Any] = process.apply_async(run, (made, checked)).get(limit)
+        except multiprocessing.TimeoutError:
+            process.terminate()
+            process = _process()
+            found = made.row | {"failed": f"not done in {limit:.0f} s, or its process ended"}
+        finally:
+            self._free.put(process)
+        return found
+
+    def close(self) -> None:
+        """End the processes."""
+        for _ in range(PROCESSES):
+            self._free.get().terminate()
+
+
+def _process() -> Any:
+    return multiprocessing.get_context("spawn").Pool(1)
 
 
 def _shown(found: dict[str, Any]) -> Any:
@@ -182,64 +254,64 @@ def main() -> None:
     parser.add_argument("--shared", type=Path)
     parser.add_argument("--precisions", default="fp32,tf32,fp16,bf16")
     parser.add_argument("--checks", action="store_true")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="part of a name, or several with commas")
+    parser.add_argument("--target", default="cuda:sm_90a", help="simulate: to try this where there is no GPU")
     parser.add_argument("--seconds", type=float, default=200, help="begin no network after this many")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     precisions = args.precisions.split(",")
-    if args.one:
-        print("ROW " + json.dumps(one(args.one, args.shared or Path(), precisions, checked=args.checks)))
-        return
-    begin, about = time.perf_counter(), facts()
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(max(1, (os.cpu_count() or 2) * 3 // 4)) as pool:
-        names: list[str] = []
+    begin, about = time.time(), facts()
+    os.environ |= {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+    workers = max(1, (os.cpu_count() or 2) * 3 // 4)
+    rows: list[dict[str, Any]] = []
+    lock = threading.Lock()
+    with tempfile.TemporaryDirectory() as made:
+        scratch, names = Path(made), []
         folder = args.shared
         if folder is not None:
             if not (folder / "graphs").is_dir():
                 with tarfile.open(folder / "graphs.tar.xz") as archive:
                     archive.extractall(scratch, filter="data")
-                (Path(scratch) / "fill.py").write_bytes((folder / "fill.py").read_bytes())
-                folder = Path(scratch)
+                (scratch / "fill.py").write_bytes((folder / "fill.py").read_bytes())
+                folder = scratch
             # The large ones first: what is begun last ends last.
             files = sorted((folder / "graphs").glob("*.onnx"), key=lambda p: -p.stat().st_size)
-            names += [p.stem for p in files if args.only in p.stem]
+            names += [p.stem for p in files]
         if args.zoo:
             from optdnn.models import zoo
 
-            names += [f"zoo/{n}" for n in zoo.NAMES if args.only in n]
+            names += [f"zoo/{n}" for n in zoo.NAMES]
+        names = [n for n in names if any(part in n for part in args.only.split(","))]
+        gpu = OnGpu()
 
-        def child(name: str) -> dict[str, Any]:
-            if time.perf_counter() - begin > args.seconds:
-                return {"network": name, "failed": f"not begun within {args.seconds:.0f} s"}
-            command = [sys.executable, __file__, str(args.out), "--one", name, "--precisions", args.precisions]
-            command += ["--shared", str(folder)] if folder is not None else []
-            command += ["--checks"] if args.checks else []
-            environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
-            limit = max(10.0, begin + args.seconds + 30 - time.perf_counter())
+        def row(name: str, future: Future[Made | str]) -> dict[str, Any]:
             try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, env=environment, timeout=limit, check=False
-                )
-            except subprocess.TimeoutExpired:
-                return {"network": name, "failed": f"not done in {limit:.0f} s"}
-            last = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-            return json.loads(last[-1][4:]) if last else {"network": name, "failed": done.stderr[-1500:]}
+                found = future.result()
+            except Exception as error:
+                return {"network": name, "failed": f"{type(error).__name__}: {error}"[:1500]}
+            if not isinstance(found, str) and time.time() > begin + args.seconds + LAST:
+                found = "not begun in time"
+            return {"network": name, "failed": found} if isinstance(found, str) else gpu.row(found, args.checks, LIMIT)
 
-        rows = []
-        for row in pool.map(child, names):
-            rows.append(row)
-            shown = {p: _shown(row[p]) for p in precisions if p in row}
-            print(
-                f"{time.perf_counter() - begin:6.1f} s {row['network']:40s}",
-                shown or row.get("failed", "")[:300],
-                flush=True,
-            )
-            args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-        for p in precisions:
-            found = [row[p] for row in rows if p in row]
-            print(
-                f"{p}: {sum(f.get('right', False) for f in found)} of {len(rows)} right, {sum('failed' in f for f in found)} failed"
-            )
+        def note(name: str, future: Future[Made | str]) -> None:
+            one = row(name, future)
+            shown, said = {p: _shown(one[p]) for p in precisions if p in one}, one.get("failed", "")[:300]
+            with lock:
+                rows.append(one)
+                print(f"{time.time() - begin:6.1f} s {name:40s} {shown or ''} {said}", flush=True)
+                args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, context) as makers, ThreadPoolExecutor(PROCESSES) as runners:
+            given = (folder or Path(), args.target, precisions, scratch, begin + args.seconds)
+            futures = {makers.submit(make, n, *given): n for n in names}
+            jobs = [runners.submit(note, futures[f], f) for f in as_completed(futures)]
+        for job in jobs:
+            job.result()
+        gpu.close()
+    for p in precisions:
+        of = [row[p] for row in rows if p in row]
+        good = sum(f.get("right", False) for f in of)
+        print(f"{p}: {good} of {len(rows)} right, {sum('failed' in f for f in of)} failed")
 
 
 if __name__ == "__main__":

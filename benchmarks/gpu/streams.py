@@ -29,8 +29,8 @@ from optdnn.compiler import build_verbose, optimize
 from optdnn.config import BuildOptions
 from optdnn.importers.onnx import import_model
 from optdnn.lower_cuda import lower_cuda
-from optdnn.runtime.cuda.device import check, driver
 from optdnn.runtime.cuda.graphs import Graph, time_runs
+from optdnn.runtime.cuda.memory import fill
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.feeds import random_feeds
@@ -61,8 +61,7 @@ def poison(context: CudaContext) -> None:
     """Fill the arena with NaN."""
     size = context.runner.program.arena_bytes
     if size:
-        check("cuMemsetD8", driver().cuMemsetD8(context._arena.pointer, 0xFF, size))
-    context.stream.synchronize()
+        fill(context._arena.pointer, 0xFF, size)
 
 
 def results(context: CudaContext, feeds: dict[str, Any]) -> list[bytes]:

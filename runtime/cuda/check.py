@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from optdnn.runtime.cuda.caller import Called
 from optdnn.runtime.cuda.calls import LibraryCall
 from optdnn.runtime.cuda.device import Launch, check, driver
-from optdnn.runtime.cuda.memory import DeviceMemory, upload
+from optdnn.runtime.cuda.memory import DeviceMemory, fill, upload
 from optdnn.runtime.cuda.plan import CudaStep, Meaning
 from optdnn.runtime.cuda.render import INEXACT
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
@@ -152,8 +153,8 @@ def check_arena(runner: CudaRunner, feeds: Mapping[str, Any]) -> list[str]:
 
 def _fill(pointer: int, size: int, byte: int) -> None:
     if size:
-        check("cuMemsetD8", driver().cuMemsetD8(pointer, byte, size))
-        check("cuCtxSynchronize", driver().cuCtxSynchronize())
+        check("cuCtxSynchronize", driver().cuCtxSynchronize())  # what still runs may read it
+        fill(pointer, byte, size)
 
 
 def _source(step: CudaStep, program: Program) -> str:
@@ -194,7 +195,8 @@ def _ordinals(x: Array) -> Array:
 
 
 def relative_error(got: Array, want: Array) -> float:
-    """Largest difference, of the largest magnitude of ``want`` (where that is all zeros: the difference itself).
+    """Largest difference, of the largest magnitude of ``want``, or of the smallest normal number where all are smaller: below that
+    a step of the type no longer shrinks with the numbers. Where ``want`` is all zeros: the difference itself.
 
     ``want`` is rounded to the element type of ``got`` first. inf where a NaN or an infinity is out of place; of integers 0 or inf.
     """
@@ -209,4 +211,4 @@ def relative_error(got: Array, want: Array) -> float:
         return float("inf")
     scale = float(np.abs(e[~odd]).max(initial=0.0))
     error = float(np.abs(a[~odd] - e[~odd]).max(initial=0.0))
-    return error / scale if scale else error
+    return error / max(scale, float(ml_dtypes.finfo(got.dtype).smallest_normal)) if scale else error

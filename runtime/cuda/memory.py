@@ -41,12 +41,18 @@ class DeviceMemory:
     def clear(self) -> None:
         """Fill it with zeros, and wait for that."""
         if self.size:
-            check("cuMemsetD8", driver().cuMemsetD8(self.pointer, 0, self.size))
-            check("cuStreamSynchronize", driver().cuStreamSynchronize(0))
+            fill(self.pointer, 0, self.size)
 
     def upload(self, data: Array, offset: int = 0) -> None:
         """Copy a C-contiguous host array in, and wait for it."""
         upload(self.pointer + offset, data)
+
+
+def fill(pointer: int, byte: int, size: int) -> None:
+    """Set ``size`` bytes on the device, and wait for it: the call itself returns at once, and our streams do not wait for the null
+    stream that it runs on."""
+    check("cuMemsetD8", driver().cuMemsetD8(pointer, byte, size))
+    check("cuStreamSynchronize", driver().cuStreamSynchronize(0))
 
 
 def upload(pointer: int, data: Array) -> None:

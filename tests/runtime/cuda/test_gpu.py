@@ -14,6 +14,7 @@ from support.needs import why_no_hopper
 from optdnn.runtime.cuda import conv, conv_general, conv_params, conv_patch, conv_problem, graphs, pool
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
+from optdnn.runtime.cuda.memory import fill, upload
 from optdnn.runtime.cuda.nvrtc import KernelCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
@@ -33,7 +34,7 @@ class Memory:
         array = np.ascontiguousarray(array)
         pointer = check("cuMemAlloc", driver().cuMemAlloc(max(array.nbytes, 256)))
         self.held.append(pointer)
-        check("cuMemcpyHtoD", driver().cuMemcpyHtoD(pointer, array.ctypes.data, array.nbytes))
+        upload(pointer, array)
         return int(pointer)
 
     def get(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -120,7 +121,7 @@ def test_convolution(name: str, memory: Memory, cache: KernelCache) -> None:
         pointers = replace(pointers, partial=made[0], arrived=made[1])
     results = []
     for reverse in (False, not stream, False):  # which tiles are cut depends on the order
-        check("cuMemsetD8", driver().cuMemsetD8(raw, 0xFF, size + 2 * fence))
+        fill(raw, 0xFF, size + 2 * fence)
         memory.run(family.bind(problem, config, memory.device, function, pointers, reverse=reverse))
         around = memory.get(raw, (size + 2 * fence,), np.dtype(np.uint8))
         assert (around[:fence] == 0xFF).all()
@@ -233,7 +234,7 @@ def test_a_graph_of_dependent_launches_replays_the_same(memory: Memory, cache: K
     graph = graphs.Graph(chain, memory.stream)
     for _ in range(3):
         for buffer in (one, two):
-            check("cuMemsetD8", driver().cuMemsetD8(buffer, 0, 2 * expected.size))
+            fill(buffer, 0, 2 * expected.size)
         graph.replay(memory.stream)
         memory.stream.synchronize()
         np.testing.assert_array_equal(memory.get(two, shape, np.dtype(np.float16)), expected)

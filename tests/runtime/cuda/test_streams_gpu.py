@@ -13,6 +13,7 @@ from support.simulated import feeds_of, lowered
 from optdnn.runtime.cuda.device import check, driver
 from optdnn.runtime.cuda.libraries import present
 from optdnn.runtime.cuda.measure import profile_gpu
+from optdnn.runtime.cuda.memory import fill
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.lanes import waits_of
 from optdnn.runtime.program import Program
@@ -33,8 +34,7 @@ def program(streams: int, **options: Any) -> Program:
 
 
 def poison(context: Any) -> None:
-    check("cuMemsetD8", driver().cuMemsetD8(context._arena.pointer, 0xFF, context.runner.program.arena_bytes))
-    context.stream.synchronize()
+    fill(context._arena.pointer, 0xFF, context.runner.program.arena_bytes)
 
 
 def test_the_graph_has_the_edges_of_the_program() -> None:
