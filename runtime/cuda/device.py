@@ -123,13 +123,21 @@ class Function:
         self.name = name
         self._module = check("cuModuleLoadData", cu.cuModuleLoadData(cubin))
         self.handle = check("cuModuleGetFunction", cu.cuModuleGetFunction(self._module, name.encode()))
+        self._shared, self._wide = 48 * 1024, False
+        self.allow(shared, wide_cluster)
+
+    def allow(self, shared: int, wide_cluster: bool) -> None:
+        """Let launches have that many bytes of dynamic shared memory, and clusters of more than 8 blocks; never less than before."""
+        cu = driver()
         attribute = cu.CUfunction_attribute
-        if shared > 48 * 1024:
+        if shared > self._shared:
             key = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check("cuFuncSetAttribute", cu.cuFuncSetAttribute(self.handle, key, shared))
-        if wide_cluster:
+            self._shared = shared
+        if wide_cluster and not self._wide:
             key = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             check("cuFuncSetAttribute", cu.cuFuncSetAttribute(self.handle, key, 1))
+            self._wide = True
 
 
 class Launch:

@@ -42,8 +42,9 @@ class Loaded:
                 continue
             k = s.launch.kernel
             shared[k], cluster[k] = max(shared[k], s.launch.shared), max(cluster[k], s.launch.cluster)
-        self.functions = [
-            Function(cubin, kernel.function, shared=shared[i], wide_cluster=cluster[i] > 8)
+        make = Function if options.pool is None else options.pool.function
+        self.functions: list[Function] = [
+            make(cubin, kernel.function, shared=shared[i], wide_cluster=cluster[i] > 8)
             for i, (cubin, kernel) in enumerate(zip(code, program.kernels, strict=True))
         ]
         self.context = check("cuCtxGetCurrent", driver().cuCtxGetCurrent())

@@ -1,4 +1,4 @@
-"""Device memory that the plans of one engine share: constants, once per array, and per context one arena."""
+"""What the plans of one engine share on a GPU: constants, once per array; kernels; and per context one arena."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 
+from optdnn.runtime.cuda.device import Function
 from optdnn.runtime.cuda.memory import DeviceMemory
 from optdnn.types import Array
 
@@ -43,11 +44,12 @@ class Constant:
 
 
 class Pool:
-    """The constants of an engine on the GPU. It keeps none: they go with the last plan that uses them."""
+    """The constants and kernels of an engine on the GPU. It keeps none: they go with the last plan that uses them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._constants: weakref.WeakValueDictionary[int, Constant] = weakref.WeakValueDictionary()
+        self._functions: weakref.WeakValueDictionary[tuple[bytes, str], Function] = weakref.WeakValueDictionary()
 
     def constant(self, array: Array) -> Constant:
         """The array on the GPU; uploaded on first use. Plans hold the very same arrays where their contents agree."""
@@ -55,6 +57,17 @@ class Pool:
             found = self._constants.get(id(array))
             if found is None:
                 found = self._constants[id(array)] = Constant(array)
+            return found
+
+    def function(self, cubin: bytes, name: str, *, shared: int = 0, wide_cluster: bool = False) -> Function:
+        """The kernel of this name in the code, loaded on first use; its launches may have at least what is asked for."""
+        with self._lock:
+            found = self._functions.get((cubin, name))
+            if found is None:
+                found = Function(cubin, name, shared=shared, wide_cluster=wide_cluster)
+                self._functions[cubin, name] = found
+            else:
+                found.allow(shared, wide_cluster)
             return found
 
     def arena(self, size: int) -> Arena:
