@@ -35,6 +35,7 @@ from optdnn.runtime.program import Program
 from optdnn.streams import Streams, on_lanes
 from optdnn.tactics.cuda.assemble import placed
 from optdnn.tactics.cuda.builder import Builder
+from optdnn.tactics.cuda.providers import providers_here
 from optdnn.tactics.cuda.select import Choice, Selection
 from optdnn.tactics.cuda.table import TACTICS
 from optdnn.tactics.cuda.tactic import PROVIDERS
@@ -105,6 +106,7 @@ class Tuner:
 
     def _measure(self) -> Tuned:
         """Tune by measuring."""
+        self._leave_out_broken()
         found = Tuned(dict(self._start), ())
         try:
             emitted = self._collect(self._start)
@@ -137,6 +139,16 @@ class Tuner:
             self.say(f"tuning ended early: {found.stopped}; the best so far is kept")
         self._remember(found)
         return found
+
+    def _leave_out_broken(self) -> None:
+        """Restrict the options to libraries that can be loaded whole, now that their kernels are to be tried."""
+        asked = Selection.of(self.options).providers
+        sound = asked & providers_here(sure=True)
+        if sound != asked:
+            self.say(
+                f"tune: no candidates of {' and '.join(sorted(asked - sound))}: installed, but it cannot be loaded"
+            )
+            self.options = replace(self.options, tactics=",".join(sorted(sound)))
 
     def _collect(self, choices: Mapping[str, Choice]) -> Emitted:
         """Every problem of the network, with its candidates."""
@@ -400,6 +412,9 @@ class Tuner:
         spent = None if found.stopped is None else max(self.clock() - self.begin, self.options.budget or 0.0)
         versions = self._versions(*Selection.of(self.options).providers)
         lanes = None if found.streams is None else found.streams.to_plain()
+        # What the cost model chose is kept as well: the next build need not ask it.
+        made = emit_program(self.graph, self.options, self.target, {}, found.choices, kept=self._kept)
+        found.choices |= {d.signature: d.choice for d in made.decisions if d.choice.config}
         found.emitted = emit_program(self.graph, self.options, self.target, {}, found.choices, kept=self._kept)
         problems = _problems(found.emitted)
         self.cache.note_network(self._network, found.choices, found.after_ms, versions, spent, lanes, problems)

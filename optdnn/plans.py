@@ -38,6 +38,7 @@ from optdnn.runtime.program import Source as HeldSource
 from optdnn.streams import Streams
 from optdnn.tactics.cuda.nearest import Nearest
 from optdnn.tactics.cuda.select import Selection
+from optdnn.tactics.cuda.table import TACTICS
 from optdnn.tactics.cuda.tuned import Tuned
 from optdnn.types import Array, TensorSpec
 
@@ -212,6 +213,8 @@ def replan(
     named = [text.removeprefix(PREFIX).partition("@") for text in program.requires if text.startswith(PREFIX)]
     options = BuildOptions(**source.options, custom_ops=tuple(known(digest, name) for name, _, digest in named))
     options = replace(options, no_cubins=options.no_cubins or not compiled)
+    if options.tactics == "auto":  # what was measured against other libraries is of no use to plans that are not
+        options = replace(options, tactics=",".join(sorted({"own", *_libraries(program)})))
     common = Common.of(program, source)
     kept = Kept(shared=common.kept)  # what only this plan has goes when it goes
     target = options.target
@@ -250,6 +253,15 @@ def _nearest(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> Sequenc
         return not is_tuned(plan), far
 
     return sorted((program, *(program.dynamic.plans if program.dynamic is not None else ())), key=distance)
+
+
+def _libraries(program: Program) -> set[str]:
+    """The libraries that the plans of an engine call."""
+    provider = {tactic.name: tactic.provider for tactics in TACTICS.values() for tactic in tactics}
+    plans = (program, *(program.dynamic.plans if program.dynamic is not None else ()))
+    return {provider[row["tactic"]] for plan in plans for row in plan.meta["tactics"] if row["tactic"] in provider} - {
+        "own"
+    }
 
 
 def is_tuned(plan: Program) -> bool:

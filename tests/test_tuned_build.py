@@ -92,12 +92,27 @@ def test_a_warm_build_measures_nothing_and_is_the_same(model: Path, gpu: FakeTim
 
 
 def test_libraries_that_are_not_there_are_named(model: Path, gpu: FakeTimer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optdnn.tactics.cuda.select.providers_here", lambda: frozenset({"own", "cublaslt"}))
+    monkeypatch.setattr("optdnn.tactics.cuda.select.providers_here", lambda *, sure: frozenset({"own", "cublaslt"}))
     for tactics, absent in (("auto", True), ("own", False)):
         said: list[str] = []
         engine = build(model, tactics=tactics, budget=2.0, progress=said.append)
         assert any("no candidates of cudnn: not installed" in t for t in said) is absent
         assert engine.report["tuning"]["providers"] == (["cublaslt", "own"] if absent else ["own"])
+
+
+def test_libraries_that_cannot_be_loaded_are_no_candidates(
+    model: Path, gpu: FakeTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def here(*, sure: bool) -> frozenset[str]:
+        return frozenset({"own"} if sure else {"own", "cudnn"})
+
+    for module in ("optdnn.tactics.cuda.select", "optdnn.autotune"):
+        monkeypatch.setattr(f"{module}.providers_here", here)
+    said: list[str] = []
+    engine = build(model, budget=2.0, progress=said.append)
+    assert "tune: no candidates of cudnn: installed, but it cannot be loaded" in said
+    assert engine.report["tuning"]["providers"] == ["own"]
+    assert not any("cudnn" in name for _, name in gpu.trials)
 
 
 def test_the_command_line(model: Path, gpu: FakeTimer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,10 @@ def files(library: str) -> Iterator[str]:
     return (place for file in _FILES[library] for place in _places(file))
 
 
+_BRINGS = {"cublaslt": ("nvidia-cublas", "cuBLASLt"), "cudnn": ("nvidia-cudnn-cu13", "cuDNN")}
+"""Library -> the package that brings it, and its name."""
+
+
 @cache
 def shared_object(library: str) -> Any:
     """The loaded library. Raises MissingDependency."""
@@ -36,7 +40,19 @@ def shared_object(library: str) -> Any:
             return ctypes.CDLL(place)
         except OSError:
             continue
-    raise MissingDependency("nvidia-cublas", "cuda-libs", "by steps that call cuBLASLt")
+    package, name = _BRINGS[library]
+    raise MissingDependency(package, "cuda-libs", f"by steps that call {name}")
+
+
+@cache
+def installed(library: str) -> bool:
+    """Whether the library is here: "cublaslt", or "cudnn" and its Python frontend, which is not imported for this, since it imports
+    PyTorch where that is (seconds). What is here may still turn out to be broken: :func:`present`."""
+    try:
+        shared_object(library)
+    except MissingDependency:
+        return False
+    return library != "cudnn" or find_spec("cudnn") is not None
 
 
 @cache
@@ -50,8 +66,12 @@ def present(library: str) -> bool:
         except MissingDependency:
             return False
         return True
-    try:
-        shared_object(library)
-    except MissingDependency:
-        return False
-    return True
+    return installed(library)
+
+
+def version_of(library: str) -> str:
+    """The version that a library which is installed gives itself. Makes no handle: that takes a second."""
+    name = {"cublaslt": "cublasLtGetVersion", "cudnn": "cudnnGetVersion"}[library]
+    get = getattr(shared_object(library), name)
+    get.restype = ctypes.c_size_t
+    return str(int(get()))

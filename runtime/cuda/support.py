@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from optdnn.errors import MissingDependency, RunError
+from optdnn.runtime.cuda import libraries
 from optdnn.runtime.cuda.calls import Convolution, MatMul, Operation
-from optdnn.runtime.cuda.libraries import present
 from optdnn.runtime.cuda.usable import why_not
 
 
 @cache
 def _handle(library: str) -> Any:
     """A handle of the library on GPU 0, or None where there is no GPU, or no library."""
-    if why_not() is not None or not present(library):
+    if why_not() is not None or not libraries.present(library):
         return None
     from optdnn.runtime.cuda import cublaslt, cudnn
     from optdnn.runtime.cuda.device import Device
@@ -26,18 +25,8 @@ def _handle(library: str) -> Any:
 
 
 def version_of(library: str) -> str | None:
-    """The library's version, where it can be asked. Makes no handle: that takes a second."""
-    if why_not() is not None or not present(library):
-        return None
-    if library == "cudnn":
-        from optdnn.runtime.cuda.cudnn import frontend
-
-        return str(int(frontend().backend_version()))
-    from optdnn.runtime.cuda.libraries import shared_object
-
-    get = shared_object(library).cublasLtGetVersion
-    get.restype = ctypes.c_size_t
-    return str(int(get()))
+    """The library's version, where there is a GPU for it."""
+    return libraries.version_of(library) if why_not() is None and libraries.installed(library) else None
 
 
 def ranked(operation: Operation) -> int | None:

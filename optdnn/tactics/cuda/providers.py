@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from functools import cache
 
-from optdnn.runtime.cuda.libraries import present
+from optdnn.runtime.cuda.libraries import installed, present
 from optdnn.runtime.cuda.usable import why_not
 from optdnn.tactics.cuda.tactic import PROVIDERS
 
 
 @cache
-def providers_here() -> frozenset[str]:
-    """The providers whose kernels run on this machine; all of them where it has no GPU, since engines are then for another."""
+def providers_here(*, sure: bool = False) -> frozenset[str]:
+    """The providers whose kernels run on this machine; all of them where it has no GPU, since engines are then for another.
+
+    ``sure``: libraries are loaded whole, which may take seconds, and one that is broken does not count.
+    """
     if why_not() is not None:
         return frozenset(PROVIDERS)
-    return frozenset(name for name in PROVIDERS if name == "own" or present(name))
+    found = present if sure else installed
+    return frozenset(name for name in PROVIDERS if name == "own" or found(name))

@@ -50,8 +50,8 @@ class Selection:
         that are asked for beside it, each operation runs on what they rank first."""
         listed = frozenset(options.tactics.split(",")) - {"heuristic"}
         providers = frozenset(PROVIDERS) if options.tactics == "auto" else listed or frozenset({"own"})
-        if options.target != "simulate":
-            providers &= providers_here()
+        if options.target != "simulate" and not providers <= {"own"}:
+            providers &= providers_here(sure=options.tactics != "auto")
         return cls(providers, options.workspace, options.row_invariant, {} if choices is None else choices)
 
 

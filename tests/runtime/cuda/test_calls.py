@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from support.simulated import feeds_of, kinds, lowered, simulate
 from optdnn.errors import EngineError, MissingDependency
 from optdnn.ir.graph import Graph
 from optdnn.ops.norm import LayerNormAttrs
-from optdnn.runtime.cuda import calls, libraries, usable
+from optdnn.runtime.cuda import calls, cudnn, libraries, usable
 from optdnn.runtime.cuda.calls import (
     Attention,
     Convolution,
@@ -216,6 +218,7 @@ def _gpu_without_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine with a GPU where neither library is installed."""
     monkeypatch.setattr(providers, "why_not", lambda: None)
     monkeypatch.setattr(providers, "present", lambda name: False)
+    monkeypatch.setattr(providers, "installed", lambda name: False)
     providers.providers_here.cache_clear()
     yield
     providers.providers_here.cache_clear()
@@ -228,6 +231,33 @@ def test_a_missing_library_only_removes_tactics(asked: str) -> None:
     program = lowered(graph, target="cuda:sm_90a", tactics=asked, no_cubins=True)
     assert not called(program)
     assert len(program.steps) == len(lowered(graph, target="cuda:sm_90a", tactics="own", no_cubins=True).steps)
+
+
+@pytest.mark.parametrize(("there", "works"), [(True, True), (True, False), (False, False)])
+def test_what_is_installed_is_told_without_loading_it_whole(
+    there: bool, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing cuDNN's frontend imports PyTorch, which takes seconds: it is imported to call it, and to be sure."""
+    imported: list[str] = []
+
+    def frontend() -> Any:
+        imported.append("cudnn")
+        if not works:
+            raise MissingDependency("nvidia-cudnn-frontend", "cuda-libs", "now")
+
+    library = SimpleNamespace(cudnnGetVersion=Mock(return_value=91900))
+    monkeypatch.setattr(libraries, "shared_object", lambda name: library)
+    monkeypatch.setattr(libraries, "find_spec", lambda name: object() if there else None)
+    monkeypatch.setattr(cudnn, "frontend", frontend)
+    for check in (libraries.installed, libraries.present):
+        check.cache_clear()
+    assert libraries.installed("cudnn") == there
+    assert libraries.version_of("cudnn") == "91900"
+    assert not imported
+    assert libraries.present("cudnn") == works
+    assert imported == ["cudnn"]
+    for check in (libraries.installed, libraries.present):
+        check.cache_clear()
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

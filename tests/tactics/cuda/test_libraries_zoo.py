@@ -49,7 +49,8 @@ def test_a_missing_library_only_removes_tactics(name: str, monkeypatch: pytest.M
     assert memory["live_bytes"] <= memory["arena_bytes"] <= 1.1 * memory["live_bytes"]
     monkeypatch.setattr(providers, "why_not", lambda: None)  # as on a machine with a GPU
     for absent in ({"cudnn", "cublaslt"}, {"cudnn"}, set()):
-        monkeypatch.setattr(providers, "present", lambda library, absent=absent: library not in absent)
+        for check in ("present", "installed"):
+            monkeypatch.setattr(providers, check, lambda library, absent=absent: library not in absent)
         providers.providers_here.cache_clear()
         try:
             assert providers.providers_here() == frozenset(PROVIDERS) - absent
