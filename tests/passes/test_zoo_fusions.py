@@ -104,7 +104,9 @@ EXPECTED: dict[str, tuple[int, dict[str, int], dict[tuple[str, ...], int]]] = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_fusions_in_the_zoo(name: str) -> None:
     norms, rules, chains = EXPECTED[name]
-    graph = import_model(zoo.build(name))
+    # Narrow networks are built sooner, and have the structure of the whole; but where widths are rounded, two may become equal.
+    width = 1.0 if name in ("mobilenet_v2", "efficientnet_b0") else 0.25
+    graph = import_model(zoo.build(name, width=width))
     assert graph.kinds().get("BatchNormalization", 0) == norms
     reports = run_pipeline(graph, PIPELINE(2, "reference"), verify=True)
     fired = Counter(f.rule for r in reports for f in r.fired)
