@@ -68,6 +68,20 @@ def transposed(n: Any) -> Any:
     return n.conv_transpose(y, 3, 3, strides=4), n.conv_transpose(y, 8, 3, pads=1, strides=1)
 
 
+def stems(n: Any) -> Any:
+    """Images as they come: planes of floats with several tiles a block, normalized bytes with their channels last, a residual."""
+    from optdnn.ops.binary import CastAttrs
+    from optdnn.ops.shape import TransposeAttrs
+
+    planes = n.op("Relu", n.conv(n.input(48, 3, 64, 64), 64, 7, pads=3, strides=2, bias=True))
+    x = n.op("Transpose", n.input(2, 45, 39, 3, name="b", dtype="uint8"), attrs=TransposeAttrs((0, 3, 1, 2)))
+    x = n.op("Mul", n.op("Cast", x, attrs=CastAttrs(n.dtype)), n.positive(1, 3, 1, 1))
+    x = n.conv(x, 40, 3, pads=1, strides=2, bias=True)
+    y = n.conv(n.input(2, 4, 20, 24, name="y"), 24, 3, bias=True)
+    y = n.op("Add", y, n.input(2, 24, 20, 24, name="r"))
+    return tuple(n.op("GlobalAveragePool", v) for v in (planes, x, y))
+
+
 def few_rows(n: Any) -> Any:
     """A fully connected layer at batch 1."""
     return n.gemm(n.op("Relu", n.gemm(n.input(1, 1024), 1024)), 1000)
@@ -140,6 +154,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "scalar tiles": (net(Net, scalar_tiles), "fp32"),
         **{f"transposed {precision}": (net(Net, transposed), precision) for precision in ("fp16", "tf32", "fp32")},
         "few rows": (net(Net, few_rows), "fp16"),
+        **{f"stems {precision}": (net(Net, stems), precision) for precision in ("fp16", "bf16")},
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
         **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},
     }

@@ -44,11 +44,11 @@ from optdnn.tactics.cuda.tactic import Tactic
 _OWN: dict[str, tuple[Tactic, ...]] = {
     "Conv": (
         BlockConv(),
+        StemConv(),
         HopperConv(),
         HalfDepthwise(),
         Depthwise(),
         GeneralConv(),
-        StemConv(),
         TiledConv(),
         DirectConv(),
         CudnnConv(),

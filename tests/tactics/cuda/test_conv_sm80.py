@@ -21,8 +21,8 @@ def residual_block(n: Net) -> Value:
 
 NETS: dict[str, Callable[[Net], Value]] = {
     "a residual block": residual_block,
-    "a stem": lambda n: n.op("Relu", n.conv(n.input(2, 3, 34, 30), 16, 7, pads=3, strides=2, bias=True)),
-    "few channels": lambda n: n.conv(n.input(2, 3, 9, 7), 10),
+    "an image in blocks": lambda n: n.op("Relu", n.conv(n.input(2, 4, 70, 60), 16, 17, pads=3, strides=2, bias=True)),
+    "few channels": lambda n: n.conv(n.input(2, 5, 9, 7), 10),
     "odd channels between": lambda n: n.conv(n.conv(n.input(2, 16, 9, 7), 20), 6),
     "groups": lambda n: n.op("Relu", n.conv(n.input(2, 32, 9, 7), 24, group=4, bias=True)),
     "one axis": lambda n: n.conv(n.input(2, 16, 20), 12, 5, pads=2),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import TOLERANCE, feeds_of, kinds, simulate
+from support.simulated import TOLERANCE, feeds_of, kinds, lowered, simulate
 from test_stem import normalized, picture
 
 from optdnn.compiler import optimize
@@ -16,6 +16,7 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.conv import ConvAttrs
+from optdnn.runtime.cuda import conv_stem as stem
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv_stem import StemConv
@@ -132,3 +133,18 @@ def test_its_configurations_are_offered_by_name() -> None:
 
     lower_cuda(graph, options, "simulate", {}, visit=visit)
     assert 4 < len(seen) == len(set(seen))
+
+
+def test_unmeasured_it_goes_first_where_it_is_predicted_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = Net()
+    graph = n.done(n.op("Relu", n.conv(n.input(1, 3, 32, 32), 16, 3, strides=2, bias=True)))
+    assert kinds(lowered(graph))[0] == "ImageConv"
+    assert kinds(lowered(graph, target="cuda:sm_80", no_cubins=True))[0] == "ImageConv", (
+        "nothing else reads an image there"
+    )
+    monkeypatch.setattr(stem, "layout_seconds", lambda problem: -1.0)
+    program = lowered(graph)
+    assert kinds(program)[:2] == ["SpaceToDepthImage", "Conv"]
+    (why,) = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"] == "conv_stem"]
+    assert why.startswith("it is predicted to take ")
+    assert "a change of layout and conv_sm90" in why

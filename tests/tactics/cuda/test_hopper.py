@@ -15,6 +15,7 @@ from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.plan import Pointer, TensorMap, parse
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda.conv_stem import StemConv
 from optdnn.tactics.cuda.tactic import Offer
 
 
@@ -91,6 +92,7 @@ def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pyte
 
     with monkeypatch.context() as m:
         m.setattr(conv_sm90, "ranked", remember)
+        m.setattr(StemConv, "refuse", lambda self, b, op: "it is left out")
         program = lowered(networks()[name], precision)
     monkeypatch.setattr(conv, "encode_im2col", im2col)
     for module in (conv, conv_patch):
