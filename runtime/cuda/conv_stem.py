@@ -73,6 +73,11 @@ class Problem:
             + 2 * self.channels * self.layout.steps * 16
         )
 
+    @property
+    def copied(self) -> bool:
+        """Whether pixels go to shared memory as they are, without a way through registers."""
+        return self.image == self.dtype and not self.normalize and self.layout.planes and self.vector > 1
+
     @cached_property
     def vector(self) -> int:
         """Columns that are read at once: as many as fill up to 16 bytes, where every row begins at such a place."""
@@ -244,9 +249,22 @@ def _pitch(problem: Problem, config: Config) -> int:
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block: weights, biases, pixels."""
     layout, columns = problem.layout, config.columns * 8
-    planes = problem.source.channels if layout.planes else layout.together
-    image = halo(problem, config)[0] * _pitch(problem, config) * planes * 2
-    return columns * (layout.steps * 32 + 16) + columns * 4 + -(-image // 16) * 16
+    return (
+        columns * (layout.steps * 32 + 16)
+        + columns * 4
+        + _image_bytes(problem, config) * (1 + _buffered(problem, config))
+    )
+
+
+def _buffered(problem: Problem, config: Config) -> bool:
+    """Whether two tiles' pixels lie in shared memory."""
+    return config.ahead and problem.copied
+
+
+def _image_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of a tile's pixels."""
+    planes = problem.source.channels if problem.layout.planes else problem.layout.together
+    return -(-halo(problem, config)[0] * _pitch(problem, config) * planes * 2 // 16) * 16
 
 
 def registers(problem: Problem, config: Config) -> int:
@@ -258,11 +276,12 @@ def registers(problem: Problem, config: Config) -> int:
     rows, columns = halo(problem, config)
     chunks = rows * columns // vector * (problem.source.channels if problem.layout.planes else 1)
     rounds = -(-chunks // config.threads)
-    held = (
+    vectors = (
         rounds * -(-vector * KINDS[problem.image][1] // 4) * (1 if problem.layout.planes else problem.source.channels)
     )
+    held = rounds if _buffered(problem, config) else vectors
     sums = 4 * config.m * config.n
-    return 46 + table + weights + (sums + held + 8 * config.m if config.ahead else max(sums + 8 * config.m, held))
+    return 40 + table + weights + (sums + held + 8 * config.m if config.ahead else max(sums + 8 * config.m, held))
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
@@ -280,6 +299,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "ROW_STEP": pitch * together, "COLUMN_STEP": together, "FIRST_WORD": first, "K_STEPS": layout.steps,
         "KEPT_REGISTERS": KEPT_REGISTERS, "IMAGE_KIND": kind, "IMAGE_ITEM": item, "NORMALIZE": int(problem.normalize),
         "HAS_RESIDUAL": int(problem.residual), "FACTOR_KIND": KINDS[problem.dtype][0],
+        "BUFFERED": int(_buffered(problem, config)), "IMAGE_BYTES": _image_bytes(problem, config),
         "FINAL_RELU": int(problem.epilogue[-1] == ("relu",)),
     }  # fmt: skip
     # The sums begin with the bias, and the rounding of results does a last ReLU.
@@ -336,7 +356,12 @@ def resident(problem: Problem, config: Config, device: Device) -> int:
 
 def blocks_by_registers(problem: Problem, config: Config) -> int:
     """Blocks whose registers fit a multiprocessor: what the compiler is asked for."""
-    return max(1, min(65536 // (-(-registers(problem, config) // 8) * 8 * config.threads), 1536 // config.threads, 8))
+    return max(
+        1,
+        min(
+            65536 // (-(-min(255, registers(problem, config) + 6) // 8) * 8 * config.threads), 1536 // config.threads, 8
+        ),
+    )
 
 
 def describe(

@@ -36,6 +36,8 @@ constexpr int CHUNKS = HALO_H * ROW_CHUNKS * (PLANES ? CHANNELS : 1);           
 constexpr int ROUNDS = (CHUNKS + THREADS - 1) / THREADS;
 constexpr int SETS = PLANES ? 1 : CHANNELS, RAW = (VEC * IMAGE_ITEM + 3) / 4;
 
+constexpr bool COPIED = !NORMALIZE && IMAGE_KIND == FACTOR_KIND;                       // pixels are factors as they are
+static_assert(!BUFFERED || (COPIED && PLANES && AHEAD && VEC > 1));
 static_assert(TILE_W % 8 == 0 && TILE_H * TILE_W == WARPS_M * M_TILES * 16);
 
 // d = a b + c, where c may be d.
@@ -79,20 +81,35 @@ DEVICE int row_of(int channel) {                   // of the block
     return warp * N_TILES * 8 + first * 8 + c % (2 * group) / 2 * 8 + c / (2 * group) * 2 + c % 2;
 }
 
+template <int BYTES> DEVICE void copy_async(u32 to, const void* from) {
+    if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+}
+DEVICE void store_zeros(u32 to, int bytes) {
+    for (int i = 0; i < bytes; i += 4) asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + i), "r"(0) : "memory");
+}
+
 // Begins to bring the weights and biases of the block's channels, rows in the order of row_of().
 DEVICE void load_weights(const Params& p, u32 base) {
-    const u8* from = reinterpret_cast<const u8*>(p.weights) + (long long)blockIdx.y * BLOCK_N * K * 2;
-    for (int i = threadIdx.x; i < BLOCK_N * K / 8; i += THREADS) {
-        const int channel = i / (K / 8), chunk = i % (K / 8);
-        const bool valid = int(blockIdx.y) * BLOCK_N + channel < p.channels;
-        const int bytes = valid ? 16 : 0;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                     ::"r"(base + row_of(channel) * WEIGHT_ROW + chunk * 16), "l"(valid ? from + (long long)i * 16 : from), "r"(bytes) : "memory");
+    constexpr int PARTS = K / 8, WIDE = PARTS < 32 ? PARTS : 32, ROWS = 32 / WIDE, WARPS = WARPS_M * WARPS_N;   // a warp copies ROWS at a time
+    const int lane = threadIdx.x % 32, part = lane % WIDE;
+    const u16* from = p.weights + (long long)blockIdx.y * BLOCK_N * K;
+    #pragma unroll 4
+    for (int channel = threadIdx.x / 32 * ROWS + lane / WIDE; channel < BLOCK_N; channel += WARPS * ROWS) {
+        const bool real = int(blockIdx.y) * BLOCK_N + channel < p.channels;
+        if (lane >= ROWS * WIDE) break;
+        #pragma unroll
+        for (int i = 0; i < PARTS; i += WIDE) {
+            if (PARTS % WIDE && i + part >= PARTS) break;
+            const u32 to = base + row_of(channel) * WEIGHT_ROW + (i + part) * 16;
+            if (real) copy_async<16>(to, from + channel * K + (i + part) * 8);
+            else store_zeros(to, 16);
+        }
     }
     for (int i = threadIdx.x; i < BLOCK_N; i += THREADS) {
-        const int channel = blockIdx.y * BLOCK_N + i, bytes = channel < p.channels ? 4 : 0;
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
-                     ::"r"(base + BIAS_AT + i * 4), "l"(p.bias + (bytes ? channel : 0)), "r"(bytes) : "memory");
+        const int channel = blockIdx.y * BLOCK_N + i;
+        if (channel < p.channels) copy_async<4>(base + BIAS_AT + i * 4, p.bias + channel);
+        else store_zeros(base + BIAS_AT + i * 4, 4);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -186,7 +203,6 @@ DEVICE float normalized(const Params& p, float v, int channel) {
 }
 
 // As 16-bit numbers: cast, normalized, zeros outside (the padding is of the normalized image).
-constexpr bool COPIED = !NORMALIZE && (IMAGE_KIND == 1 || IMAGE_KIND == 2) && IMAGE_KIND == FACTOR_KIND;
 DEVICE void put(const Params& p, u8* pixels, const Tile& tile, const Places& at, const Chunk (&held)[ROUNDS]) {
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
@@ -223,6 +239,21 @@ DEVICE void put(const Params& p, u8* pixels, const Tile& tile, const Places& at,
             *to = static_cast<u16>(words[0]);
         }
     }
+}
+
+// The same without a way through registers, for planes of the factors' own type.
+DEVICE void copy_pixels(const Params& p, u32 pixels, const Tile& tile, const Places& at) {
+    const int row = p.first_row + tile.y * (TILE_H * STRIDE_H), column = p.first_column + tile.x * (TILE_W * STRIDE_W);
+    const u8* from = p.image + (tile.image * p.image_pitch + row * p.row_pitch + column * p.column_pitch) * IMAGE_ITEM;
+    #pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        const int chunk = threadIdx.x + i * THREADS;
+        if (CHUNKS % THREADS && chunk >= CHUNKS) continue;
+        const u32 to = pixels + (chunk / ROW_CHUNKS * PITCH + chunk % ROW_CHUNKS * VEC) * 2;
+        if (inside(p, tile, at, i)) copy_async<VEC * 2>(to, from + (long long)at.offset[i] * IMAGE_ITEM);
+        else store_zeros(to, VEC * 2);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // ---- products and results ----------------------------------------------------------------------------------------------
@@ -285,8 +316,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
     Tile tile = {int(blockIdx.x % p.tiles_x), int(blockIdx.x / p.tiles_x % p.tiles_y), int(blockIdx.x / p.tiles_x / p.tiles_y)};
     grid_dependency_wait();
     Chunk held[ROUNDS];
-    fetch(p, tile, places, held);
-    put(p, shared + IMAGE_AT, tile, places, held);
+    int buffer = 0;                                // offset of the tile's pixels: of BUFFERED, two tiles' are there
+    if constexpr (BUFFERED) {
+        copy_pixels(p, base + IMAGE_AT, tile, places);
+    } else {
+        fetch(p, tile, places, held);
+        put(p, shared + IMAGE_AT, tile, places, held);
+    }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads();
     asm volatile("" : "+r"(b_at)::"memory");
@@ -301,7 +337,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
         if (next.x >= p.tiles_x) next.x -= p.tiles_x, next.y++;
         if (next.y >= p.tiles_y) next.y -= p.tiles_y, next.image++;
         const bool more = next.image < p.images;
-        if (AHEAD && more) fetch(p, next, places, held);
+        if constexpr (BUFFERED) {
+            if (more) copy_pixels(p, base + IMAGE_AT + (buffer ^ IMAGE_BYTES), next, places);
+        } else if (AHEAD && more) {
+            fetch(p, next, places, held);
+        }
 
         float acc[M_TILES][N_TILES][4], start[N_TILES][4];                             // sums begin with the bias
         #pragma unroll
@@ -319,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
             for (int m = 0; m < M_TILES; m++) {
                 u32 a[4];
                 #pragma unroll
-                for (int i = 0; i < 4; i++) a[i] = *reinterpret_cast<const u32*>(shared + rows[m][i % 2] + offsets[k][i / 2]);
+                for (int i = 0; i < 4; i++) a[i] = *reinterpret_cast<const u32*>(shared + buffer + rows[m][i % 2] + offsets[k][i / 2]);
                 #pragma unroll
                 for (int j = 0; j < N_TILES; j++) {
                     const u32(&b)[2] = KEEP ? kept[KEEP ? k : 0][j] : fresh[j];
@@ -338,9 +378,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
             store_row(p, acc[i / 2], i % 2, first_channel, to + (long long)stored[i] * p.pitch, residual + (HAS_RESIDUAL ? (long long)stored[i] * p.residual_pitch : 0));
         }
         if (!more) break;
-        if (!AHEAD) fetch(p, next, places, held);
-        __syncthreads();                                                               // the pixels have been read
-        put(p, shared + IMAGE_AT, next, places, held);
+        if constexpr (BUFFERED) {
+            asm volatile("cp.async.wait_group 0;" ::: "memory");
+            buffer ^= IMAGE_BYTES;
+        } else {
+            if (!AHEAD) fetch(p, next, places, held);
+            __syncthreads();                       // the pixels have been read
+            put(p, shared + IMAGE_AT, next, places, held);
+        }
         __syncthreads();
         tile = next;
     }
