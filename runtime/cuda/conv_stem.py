@@ -388,50 +388,53 @@ def describe(
     )  # fmt: skip
 
 
-CLOCK, MEMORY = 1.7e9, 3.6e12
-STAGE_ISSUE = {
-    "gelu": 12.0,
-    "gelu_tanh": 20.0,
-    "tanh": 16.0,
-    "silu": 6.0,
-    "sigmoid": 6.0,
-    "softplus": 16.0,
-    "elu": 6.0,
-    "clip": 2.0,
-}
+CLOCK, MEMORY, L2 = 1.7e9, 4.45e12, 4.4e12
+MMA, WAVE, ISSUE = 1.77, 0.89, 1.3
+"""Cycles of a multiprocessor: of its tensor cores for an m16n8k16, of its shared memory for 128 bytes, of its four schedulers for
+four instructions."""
+WAIT, AHEAD, STEP, START, LAUNCH, POWER = 1270, 280, 58, 570, 1.4e-6, 2.7
+"""Cycles until pixels have come (and where they were asked for before), of a K step at least, of a block's start; seconds of a
+launch. What overlaps is summed as its POWER-th powers. All fitted to 420 timings on an H200 (benchmarks/gpu/stems.py)."""
+STAGE_ISSUE = {"gelu": 12.0, "gelu_tanh": 20.0, "tanh": 16.0, "silu": 6.0, "sigmoid": 6.0, "softplus": 16.0, "elu": 6.0}
 """Instructions of a stage of the epilogue for each result; 1 of the others."""
 
 
 def estimate(problem: Problem, config: Config, device: Device) -> float:
     """Predicted seconds of one dependent launch."""
-    s, layout, warps = problem.source, problem.layout, math.prod(config.warps)
+    s, layout, warps, sms = problem.source, problem.layout, math.prod(config.warps), device.multiprocessors
     across, down = tiles(problem, config)
     count = problem.batch * across * down * -(-problem.channels // (config.columns * 8))
-    at_once = resident(problem, config, device)
-    rows, columns = halo(problem, config)
-    sets = 1 if layout.planes else s.channels
-    pixels = rows * columns * s.channels
-    rounds = -(-pixels // problem.vector // sets // config.threads)
+    at_once, (rows, columns) = resident(problem, config, device), halo(problem, config)
+    sets, pixels = (1 if layout.planes else s.channels), rows * columns * s.channels
     # What a warp issues for a tile: its share of the pixels, fragments and products, results.
     kept = 2 * layout.steps * config.n <= KEPT_REGISTERS
+    rounds = -(-pixels // problem.vector // sets // config.threads)
+    staged = rounds * (20 + 8 * sets + problem.vector * sets * (0.6 if problem.image == problem.dtype else 2.0))
     each = sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in problem.epilogue if name not in ("bias", "relu"))
-    issued = rounds * (20 + 8 * sets + problem.vector * sets * (0.6 if problem.image == problem.dtype else 2.0))
-    issued += layout.steps * (config.m * config.n + 4 * config.m + (0 if kept else config.n / 2))
-    issued += config.m * config.n * (6 + 4 * each) + config.m * (16 + config.n) + 80
-    # Cycles of a multiprocessor: issue slots, tensor cores, shared memory.
-    fragments = layout.steps * (4 * config.m + (0 if kept else 2 * config.n)) * warps
-    products = layout.steps * config.m * config.n * warps * 3.3 / 4
-    busy = max(issued * warps / 4, products, fragments + pixels / 32)
-    # What a block takes for one tile alone: loads, barriers and K steps wait.
-    step = max(60.0, config.m * config.n * 3.3 * max(1.0, warps / 4), fragments / layout.steps)
-    alone = (300 if config.ahead else 1000) + layout.steps * step + issued * max(1.0, warps / 4) + 400
-    blocks = count / device.multiprocessors
-    turns = math.ceil(blocks / at_once) * at_once if blocks < 3 * at_once else blocks + at_once / 2
-    compute = max(alone, min(turns, max(blocks, 1.0) + at_once) * max(busy, alone / min(at_once, max(1.0, blocks))))
+    stored = config.m * config.n * (6 + 4 * each) + config.m * (16 + config.n) + 80
+    products = layout.steps * config.m * config.n
+    issued = staged + products + layout.steps * (4 * config.m + (0 if kept else config.n / 2)) + stored
+    fragments = layout.steps * (4 * config.m + (0 if kept else 2 * config.n))
+    busy = _joint(products * warps * MMA, (fragments * warps + pixels / 32) * WAVE, issued * warps / 4 * ISSUE)
+    # What a block takes for a tile by itself: loads, barriers and K steps wait.
+    turns = max(1.0, warps / 4)
+    step = max(STEP, config.m * config.n * 4 * MMA * turns, fragments / layout.steps * warps * WAVE)
+    alone = (AHEAD if config.ahead else WAIT) + layout.steps * step + (staged + stored) * turns * ISSUE + 390
+    blocks = min(count, sms * at_once)
+    tile = _joint(alone, min(at_once, math.ceil(count / sms)) * busy)
+    weights = config.columns * 8 * layout.steps * 2  # chunks of 16 bytes
+    beside = min(at_once, max(1.0, count / sms))
+    start = START + max(weights / config.threads * 10, beside * weights)
+    compute = start + (math.ceil(count / blocks) if count < 3 * blocks else count / blocks) * tile
     # What blocks read of the image, halos and all, comes from L2, where the result goes, too.
-    l2 = (count * pixels * KINDS[problem.image][1] + problem.bytes) / 4.5e12
-    parts = problem.bytes / MEMORY, l2, compute / CLOCK  # which overlap, but not wholly
-    return 1.6e-6 + sum(x**4 for x in parts) ** 0.25
+    l2 = count * pixels * KINDS[problem.image][1] + problem.bytes + blocks * weights * 16
+    return LAUNCH + _joint(compute / CLOCK, problem.bytes / MEMORY, l2 / L2)
+
+
+def _joint(*times: float) -> float:
+    """The time of what runs side by side: more than the longest."""
+    top = max(times)
+    return float(top * sum((t / top) ** POWER for t in times) ** (1 / POWER))
 
 
 def layout_seconds(problem: Problem) -> float:
@@ -442,7 +445,7 @@ def layout_seconds(problem: Problem) -> float:
     written = (
         problem.batch * lanes * 2 * math.prod(-(-n // k) for n, k in zip((s.height, s.width), s.stride, strict=True))
     )
-    return 1.0e-6 + (read + written) / MEMORY
+    return 1.5e-6 + (read + written) / 2e12
 
 
 def candidates(problem: Problem, device: Device, limit: int = 24) -> list[Config]:
