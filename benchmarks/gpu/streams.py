@@ -5,8 +5,8 @@
 A NETWORK is a name of the zoo (``inception_v3``, ``resnet50@8``: batch 8), an ONNX file, or ``FOLDER/NAME``: a skeleton
 ``FOLDER/graphs/NAME.onnx`` with ``FOLDER/fill.py``. Each is built in one lane and in several, from the same choices of kernels.
 Before every comparison the arena is filled with NaN; each variant runs 50 times through its graph and once without. Times: median
-of replays, taken in turns. "auto": lanes where a clear gain is predicted; a number: as many, for any gain; "auto/1.5":
-kernels side by side may take 1.5 times the places for blocks that there are. ``--tune``: each
+of replays, taken in turns. "auto": lanes where a clear gain is predicted; a number: as many, for any gain; "auto/1":
+kernels side by side may take no more places for blocks than there are (else ``lanes.ROOM`` times as many). ``--tune``: each
 network is tuned as well, for so long; what tuning measured and kept is told.
 """
 
@@ -37,7 +37,7 @@ from optdnn.runtime.feeds import random_feeds
 from optdnn.streams import Streams
 from optdnn.tactics.cuda import lanes as lanes_of
 
-REPLAYS = 50
+REPLAYS, ROOM = 50, lanes_of.ROOM
 NETWORKS = ("squeezenet1_1", "inception_v3", "yolox_s", "resnet50", "densenet121", "mobilenet_v2")
 
 
@@ -93,7 +93,7 @@ def one(name: str, lanes: list[str], precision: str, tactics: str) -> dict[str, 
     row: dict[str, Any] = {"network": name, "precision": precision, "variants": {}}
     for count in ["1", *lanes]:
         how, _, room = count.partition("/")
-        lanes_of.ROOM = float(room or 1.0) + 1e-9
+        lanes_of.ROOM = float(room) + 1e-9 if room else ROOM
         program = lower_cuda(
             graph, replace(base, streams=how), target, {}, streams=Streams(4) if how == "auto" else None
         )

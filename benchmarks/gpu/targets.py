@@ -386,8 +386,10 @@ def facts() -> dict[str, Any]:
     commit = os.environ.get("OPTDNN_COMMIT") or subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False
     ).stdout.strip()  # fmt: skip
+    path = Path(sys.argv[0]).resolve()
+    script = f"gpu/{path.name}" if path.parent == HERE else path.name
     return {
-        "command": " ".join(["python", f"benchmarks/gpu/{Path(sys.argv[0]).name}", *map(_short, sys.argv[1:])]),
+        "command": " ".join(["python", f"benchmarks/{script}", *map(_short, sys.argv[1:])]),
         "commit": commit,
         "date": time.strftime("%F"),
         "gpu": gpu[0],

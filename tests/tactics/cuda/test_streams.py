@@ -22,7 +22,7 @@ from optdnn.runtime.program import Slot
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
 from optdnn.streams import Streams, on_lanes
 from optdnn.tactics.cuda import lanes
-from optdnn.tactics.cuda.lanes import JOIN, Load, schedule, segments, slots_of
+from optdnn.tactics.cuda.lanes import JOIN, ROOM, Load, schedule, segments, slots_of
 
 US = 1e-6
 
@@ -67,7 +67,7 @@ def test_branches_with_room_run_side_by_side() -> None:
 
 def test_branches_that_fill_the_gpu_do_not() -> None:
     assert set(schedule(branches((3, 3)), [Load(4 * US, 1.0)] * 8).lanes) == {0}
-    assert set(schedule(branches((3, 3)), [Load(4 * US, 0.6)] * 8).lanes) == {0}
+    assert set(schedule(branches((3, 3)), [Load(4 * US, 0.52 * ROOM)] * 8).lanes) == {0}
 
 
 def test_branches_that_are_shorter_than_a_join_do_not() -> None:
