@@ -408,11 +408,10 @@ def test_a_chain_with_casts_rounds_where_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("precision", ["fp16", "tf32"])
 @pytest.mark.parametrize(("size", "strides"), [(16, 2), (15, 2), (16, 4)])
-def test_the_layout_of_a_stem(size: int, strides: int, precision: str, tmp_path: Path) -> None:
+def test_the_layout_of_a_stem(size: int, strides: int, tmp_path: Path) -> None:
     n = Net(seed=3)
-    program = lowered(n.done(n.conv(n.input(2, 3, size, size), 16, 7, strides=strides, pads=3)), precision)
+    program = lowered(n.done(n.conv(n.input(2, 3, size, size), 16, 7, strides=strides, pads=3)), "tf32")
     assert "SpaceToDepthImage" in [s.params["op"]["kind"] for s in program.steps]
     compare_steps(program, feeds_of_program(program), 1e-3, tmp_path)
 
