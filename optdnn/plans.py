@@ -29,7 +29,7 @@ from optdnn.ir.kept import Content, Kept
 from optdnn.lower_cuda import Made, lower_cuda, made_of
 from optdnn.passes.base import PassReport
 from optdnn.passes.contract import Account
-from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.passes.fuse_rotary import FuseRotary
 from optdnn.passes.precision import PrecisionPlan
 from optdnn.ranges import Profile
 from optdnn.runtime.format import digests as sha256
@@ -65,7 +65,8 @@ class Planned:
 @dataclass
 class Base:
     """What plans are made from: the model; and, where it can be so, its graph at no particular sizes, with what is rewritten
-    whatever these are: constants folded, norms, activations and attention found in what exports spell out.
+    whatever these are: constants folded, norms and activations found in what exports spell out. (Not attention: at given sizes
+    its mask may be a constant, one that masks nothing or is causal.)
     """
 
     model: Model
@@ -91,7 +92,7 @@ class Base:
         graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
         if has_bodies(graph):
             return cls(model, None, [])
-        passes = optimize(graph, replace(options, dump=None), target, kept=kept, stop_before=FuseEpilogue.name)
+        passes = optimize(graph, replace(options, dump=None), target, kept=kept, stop_before=FuseRotary.name)
         kept.of(graph)
         return cls(model, graph, passes)
 
