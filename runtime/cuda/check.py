@@ -211,4 +211,4 @@ def relative_error(got: Array, want: Array) -> float:
         return float("inf")
     scale = float(np.abs(e[~odd]).max(initial=0.0))
     error = float(np.abs(a[~odd] - e[~odd]).max(initial=0.0))
-    return error / max(scale, float(ml_dtypes.finfo(got.dtype).smallest_normal)) if scale else error
+    return error / max(scale, float(ml_dtypes.finfo(got.dtype).smallest_normal)) if scale else error  # type: ignore[no-untyped-call]
