@@ -260,9 +260,8 @@ def _libraries(program: Program) -> set[str]:
     """The libraries that the plans of an engine call."""
     provider = {tactic.name: tactic.provider for tactics in TACTICS.values() for tactic in tactics}
     plans = (program, *(program.dynamic.plans if program.dynamic is not None else ()))
-    return {provider[row["tactic"]] for plan in plans for row in plan.meta["tactics"] if row["tactic"] in provider} - {
-        "own"
-    }
+    names = {row["tactic"] for plan in plans for row in plan.meta.get("tactics", ())}  # engines before 1.4 do not tell
+    return {provider[name] for name in names if name in provider} - {"own"}
 
 
 def is_tuned(plan: Program) -> bool:
@@ -298,7 +297,7 @@ def _plan(
         )
         program.meta[PLANNED] = {"by": MEASURED}
     elif like:
-        nearest = Nearest.of((plan.meta["tactics"] for plan in like), Selection.of(options))
+        nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options))
         lanes = like[0].meta.get("streams", {}).get("lanes", 1)
         streams = Streams(lanes) if lanes > 1 and is_tuned(like[0]) else None  # as far as the cost model agrees
         program = lower_cuda(graph, options, target, facts, say, nearest.choices, streams, nearest, kept, ready=ready)
