@@ -22,6 +22,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.kept import Kept
 from optdnn.runtime.program import Kernel, Program, Step
 from optdnn.streams import Streams, on_lanes
+from optdnn.tactics.cuda.ahead import with_ahead
 from optdnn.tactics.cuda.assemble import compact, placed, pruned
 from optdnn.tactics.cuda.bounds import input_bounds
 from optdnn.tactics.cuda.builder import Builder, Placed, has_tf32, row_major
@@ -93,7 +94,7 @@ def lower_cuda(
     else:
         emitted.program.meta = {**meta, **emitted.program.meta}
     known = emitted.seconds(None if streams is None else streams.seconds)
-    program = on_lanes(emitted.program, known, options, streams)
+    program = on_lanes(with_ahead(emitted.program, known), known, options, streams)
     if target != "simulate" and not options.no_cubins:
         program = _compiled(program, say, ready or {})
     return placed(program)

@@ -175,6 +175,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         return "two warpgroups of a block alone on its multiprocessor take tiles in turn"
     if any(source.pitch for source in problem.sources):
         return "pixels that overlap are for the patch kernel"
+    if problem.pooled:
+        return "its tiles are rows of pixels: the patch kernel's, which are parts of an image, can be pooled"
     if problem.out_item == 4 and not config.stores_directly:
         return "fp32 results are stored from registers"
     if not render.wgmma_columns(config.bn, problem.dtype):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from optdnn.runtime.cuda.conv import SHARES, Config, deepest, grid_blocks, refuse, shared_bytes
+from optdnn.runtime.cuda.conv import SHARES, TWO_SETS, Config, deepest, grid_blocks, refuse, shared_bytes
 from optdnn.runtime.cuda.conv_problem import IM2COL, Problem
 from optdnn.runtime.cuda.device import Device
 
@@ -40,6 +40,27 @@ SEND, RECEIVE = 48.0, 100.0  # bytes of sums per cycle that a block of stream-K 
 EXPONENTIAL = frozenset({"silu", "sigmoid", "elu", "softplus"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
+
+
+CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
+"""Clusters of so many blocks, each alone on its multiprocessor, that an H200 runs side by side. Sizes between take the room of the
+next: grids of 32 clusters of four, 40 of three, 24 of five or 20 of six took half as long again as one that fits (28 of four)
+(``conv-tiles-h200.json``)."""
+
+
+def waves_of(tiles: int, split: int, device: Device, room: int = 1) -> int:
+    """Blocks that one multiprocessor works through in turn, where a cluster of ``split`` blocks shares each tile; ``room``: blocks
+    that fit a multiprocessor at a time."""
+    waves = -(-tiles * split // device.multiprocessors)
+    if split == 1:
+        return waves
+    at_once = next(n for size, n in CLUSTERS.items() if size >= split)
+    return max(waves, -(-tiles // (at_once * room)))
+
+
+def room_for(shared: int, threads: int, sums: int, device: Device) -> int:
+    """About how many blocks fit a multiprocessor, by shared memory and the registers of ``sums`` a thread."""
+    return max(1, min(device.shared_per_multiprocessor // (shared + 1024), 65536 // (threads * (sums + 64))))
 
 
 def most_sums(problem: Problem) -> int:
@@ -73,11 +94,17 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     load = streamed / L2_PER_CLOCK
     gathered = sum(problem.steps(source) for source in problem.sources if source.mode == IM2COL) / problem.k_steps
     load = max(load, gathered * IM2COL_ROW * tile_pixels * span / 128)
-    load = max(load, (RING_LATENCY + load) / resident / max(1, config.stages - 1))
+    beside = resident  # blocks that hide one another's latency; of few blocks each is alone, which a ring that goes round notices
+    if steps > 2 * config.stages and tiles * config.split <= device.multiprocessors:
+        beside = 1
+    load = max(load, (RING_LATENCY + load) / beside / max(1, config.stages - 1))
     step = max(multiply, load)
-    jobs = tiles * config.split
     at_once = device.multiprocessors // config.sharers * config.sharers
-    waves = -(-jobs // at_once)  # blocks that one multiprocessor works through
+    waves = -(-tiles // at_once)
+    if config.split > 1:
+        sums = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
+        room = room_for(shared, config.threads + problem.helpers, sums, device)
+        waves = waves_of(tiles, config.split, device, room)
     epilogue = 350 + config.mt * config.bn * (issue(problem) if groups > 1 else 0.8 * issue(problem))
     if config.direct:
         epilogue -= 250
@@ -90,14 +117,18 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
         # The sums' way to their owner, and the partial sums through the network between multiprocessors (about 12 bytes per cycle).
         epilogue += 700 + tile_channels * tile_pixels * 4 * (config.split - 1) / config.split / 12
     first = steps * step + epilogue
+    if config.split > 1 and waves == 1 < waves_of(
+        tiles, config.split, device
+    ):  # some multiprocessors have two blocks at a time
+        first += steps * multiply / 2
     if resident > 1:
         later = max(steps * step, epilogue)
     elif config.alternate:  # one tile's products beside the other's epilogue
         later = max(steps * step, (steps * multiply + epilogue + TURN) / 2)
     else:  # what is loaded during the epilogue is as much as the ring holds
         later = max(steps * multiply + epilogue + TURN, steps * load + max(0.0, epilogue - config.stages * load))
-    if config.split > 1:  # not persistent: each wave is launched, loaded and reduced anew
-        later = first + 1500
+    if config.split > 1:  # not persistent: each wave is launched, loaded and reduced anew, if not beside the one before
+        later = first + 1500 if resident == 1 else first
     compute = (first + (waves - 1) * later) / CLOCK
     if config.stream:
         compute = _streamed(problem, config, device, step, later, epilogue) / CLOCK

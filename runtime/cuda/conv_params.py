@@ -79,6 +79,10 @@ class _Source(ctypes.Structure):
     )]  # fmt: skip
 
 
+class _Ahead(ctypes.Structure):
+    _fields_ = [("from_", ctypes.c_void_p), ("bytes", ctypes.c_uint32)]
+
+
 class _Params(ctypes.Structure):
     _fields_ = [
         ("maps", ctypes.c_ubyte * (5 * 128)),
@@ -92,6 +96,7 @@ class _Params(ctypes.Structure):
         ("before", ctypes.c_void_p), ("gate", ctypes.c_void_p),
         *[(name, ctypes.c_int) for name in ("gate_pitch", "image_pixels", "images", "gate_channels")],
         ("partial", ctypes.c_void_p), ("arrived", ctypes.c_void_p),
+        ("ahead", _Ahead * 2),
     ]  # fmt: skip
 
 
@@ -99,6 +104,8 @@ BEFORE = _Params.before.offset
 """Where the addresses of a prologue's constants and of its gate are."""
 PARTIAL = _Params.partial.offset
 """Where the addresses of stream-K's workspace are: partial sums, then counts (zeros between launches)."""
+AHEAD = tuple(_Params.ahead.offset + i * ctypes.sizeof(_Ahead) for i in range(2))
+"""Where weights of later launches may be named: an address of eight bytes, then how many bytes there are to bring into L2."""
 _PARAMS_BYTES = -(-ctypes.sizeof(_Params) // 64) * 64
 
 

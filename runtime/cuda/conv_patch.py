@@ -7,13 +7,19 @@ from dataclasses import dataclass, replace
 
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv import direct_bytes, generated, options, refuse_scatter, register_limit
-from optdnn.runtime.cuda.conv_cost import most_sums
+from optdnn.runtime.cuda.conv_cost import L2_PER_CLOCK, most_sums, room_for, waves_of
 from optdnn.runtime.cuda.conv_params import Pointers, Requantize, parameters, raw_bytes, weight_rows
 from optdnn.runtime.cuda.conv_problem import ITEM, Problem
 from optdnn.runtime.cuda.device import Device, Function, Launch, encode_tiled
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 
 _BARRIER_BYTES = 1024
+PATCH_LATENCY = 700
+"""Cycles that the warps wait for the next block of channels where one patch at a time fits (``conv-tiles-h200.json``)."""
+KEPT_PER_CLOCK = 90.0
+"""Bytes per cycle in which weights that are kept arrive, half of them during the launch before."""
+CROWDED, UNEVEN = 1.4, 1.15
+"""How much longer blocks take of which two fit a multiprocessor, where there are no more of them than multiprocessors, and else."""
 _NAME = re.compile(
     r"patch(?P<wgm>\d+)x(?P<wgn>\d+)t(?P<height>\d+)x(?P<width>\d+)s(?P<stages>\d+)(r(?P<ring>\d+)|w)"
     r"(?P<end>k(?P<split>\d+)|d|o(?P<buffers>\d+))b(?P<blocks>\d+)"
@@ -122,6 +128,10 @@ def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448, regis
         return "fp32 results are stored from registers"
     if problem.scatter and (why := refuse_scatter(problem, config.stores_directly)):
         return why
+    if problem.pooled and (problem.out_item != 2 or problem.residual or config.stores_directly):
+        return "16-bit results that lie in shared memory are pooled, where nothing is added to them"
+    if problem.pooled and (config.tile_h % 2 or config.tile_w % 2):
+        return "its tiles would cut windows of the pool"
     if source.stride != (1, 1):
         return "it needs stride 1"
     if config.wgm * config.wgn not in (1, 2) or config.stages < 1 or not 1 <= config.out_buffers <= 4:
@@ -158,7 +168,7 @@ def recipe(problem: Problem, config: PatchConfig, arch: str = "sm_90a", *, check
         "TAPS_H": source.kernel[0], "TAPS_W": source.kernel[1], "DILATION_H": source.dilation[0], "DILATION_W": source.dilation[1],
         "BN": columns(problem, config), "BK": problem.block, "STAGES": config.stages, "SPLIT": config.split,
         "DIRECT": int(config.stores_directly), "WEIGHT_STAGES": config.weight_stages,
-        "OUT_BUFFERS": config.out_buffers, "MIN_CTAS": config.blocks,
+        "OUT_BUFFERS": config.out_buffers, "MIN_CTAS": config.blocks, "POOLED": int(problem.pooled),
     }  # fmt: skip
     text = generated(problem, defines, columns(problem, config))
     return Recipe("conv_patch_sm90.cu", arch, {"generated.cuh": text}, options(problem, checked))
@@ -198,7 +208,7 @@ def bind(
 ) -> Launch:
     """The launch of the problem on these buffers (as :func:`optdnn.runtime.cuda.conv.bind`)."""
     source, block = problem.sources[0], problem.block
-    n, (h, w), depth = problem.batch, problem.out_size, problem.k_steps * problem.block
+    n, depth = problem.batch, problem.k_steps * problem.block
 
     def image(
         pointer: int, size: tuple[int, int, int], dtype: str, pitch: int, box: tuple[int, int, int], span: int
@@ -211,7 +221,12 @@ def bind(
     def result(pointer: int) -> bytes:
         item, box = problem.out_item, (64, config.tile_w, config.tile_h)
         return image(
-            pointer, (h, w, problem.channels), problem.out_dtype, problem.channels * item, box, problem.out_span
+            pointer,
+            (*problem.stored_size, problem.channels),
+            problem.out_dtype,
+            problem.channels * item,
+            box,
+            problem.out_span,
         )
 
     height, width = patch_size(problem, config)
@@ -250,7 +265,8 @@ def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
     channel_blocks = problem.k_steps // (problem.sources[0].kernel[0] * problem.sources[0].kernel[1])
     found: list[PatchConfig] = []
     most = min(256, most_sums(problem) - 16)
-    widths = [x for x in range(7, w + 1) if w % x == 0 and x <= 128][-2:]
+    whole = w + w % 2 if problem.pooled else w  # tiles of whole windows
+    widths = [x for x in range(7, whole + 1) if whole % x == 0 and x <= 128 and not (problem.pooled and x % 2)][-2:]
     for wgm, wgn in ((1, 1), (1, 2), (2, 1)):
         if wgm * 64 > -(-problem.channels // 64) * 64:
             continue
@@ -319,9 +335,22 @@ def cycles(problem: Problem, config: PatchConfig, device: Device) -> float:
     )
     shallow = 1.0 + 2.0 / config.weight_stages if config.weight_stages else 1.0
     busy = steps * max(multiply, loaded / 45 * shallow)
-    idle = 1500 + n * (2.0 if config.stores_directly else 3.0)
+    first = (
+        config.wgn * height * width * problem.span / L2_PER_CLOCK
+    )  # the first patches come before anything is multiplied
+    idle = 1500 + first + n * (2.0 if config.stores_directly else 3.0)
     if config.split > 1:
         idle += 600 + groups * 64 * n * 4 * (config.split - 1) / config.split / 12
-    jobs = -(-count * config.split // device.multiprocessors)
-    overlapped = config.wgn * config.blocks > 1 and not config.stores_directly
+    jobs = waves_of(
+        count, config.split, device, room_for(shared_bytes(problem, config), config.threads, n // 2, device)
+    )
+    if not config.weight_stages:  # nothing is multiplied before all that is kept is there
+        idle += steps * config.wgm * 64 * problem.span / KEPT_PER_CLOCK
+    if config.stages == 1:  # the next patch is asked for when this one has been read
+        busy += PATCH_LATENCY * (steps // taps - 1)
+    if config.blocks > 1:  # beside the launch before, some multiprocessors get two of few blocks, and others none
+        busy *= CROWDED if count * config.split <= device.multiprocessors else UNEVEN
+    if config.stores_directly:
+        return jobs * (busy + idle) + 200 * (3 - min(3, config.stages))
+    overlapped = config.wgn * config.blocks > 1
     return jobs * (busy if overlapped else busy + idle) + idle + 200 * (3 - min(3, config.stages + config.out_buffers))

@@ -102,6 +102,8 @@ class Problem:
     """What is done to the pixels before they are multiplied (see :func:`.render.prologue`)."""
     scatter: bool = False
     """Whether channels are blocks of pixels, which go to their places in a larger image (``kernels/conv_scatter.cuh``)."""
+    pooled: bool = False
+    """Whether only the largest result of each 2 x 2 pixels is stored (max pooling with stride 2, without padding)."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
@@ -154,8 +156,14 @@ class Problem:
 
     @cached_property
     def pixels(self) -> int:
-        """Output pixels over the batch."""
+        """Output pixels over the batch, before they are pooled."""
         return self.batch * math.prod(self.out_size)
+
+    @cached_property
+    def stored_size(self) -> tuple[int, int]:
+        """Height and width of what is stored."""
+        h, w = self.out_size
+        return (h // 2, w // 2) if self.pooled else (h, w)
 
     @cached_property
     def block(self) -> int:
@@ -193,5 +201,6 @@ class Problem:
         read = sum(s.height * s.width * (s.pitch or s.channels) // math.prod(s.stride if s.kernel == (1, 1) else (1, 1))
                    for s in self.sources) * self.batch  # fmt: skip
         weights = self.k_steps * self.block * self.channels
-        written = self.pixels * self.channels * self.out_item * (2 if self.residual else 1)
+        written = self.batch * math.prod(self.stored_size) * self.channels * self.out_item
+        written += self.pixels * self.channels * self.out_item if self.residual else 0
         return self.item * (read + weights) + written

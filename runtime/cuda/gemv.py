@@ -12,6 +12,8 @@ from optdnn.runtime.cuda.nvrtc import Recipe
 
 MAX_ROWS = 4
 MEMORY = 4.2e12  # bytes/s
+PASSING = 32 << 20
+"""Bytes of a matrix from which on it would fill half of L2: it makes way there for what fits."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; sizes but for the rows are parameters."""
     defines = {
         "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead,
-        "HAS_RESIDUAL": int(problem.residual), "RESULT_FLOAT": int(problem.wide),
+        "PASSING": int(problem.columns * problem.depth * 2 >= PASSING), "HAS_RESIDUAL": int(problem.residual),
+        "RESULT_FLOAT": int(problem.wide),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
     options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))

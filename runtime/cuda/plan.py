@@ -87,7 +87,21 @@ class TensorMap:
         return ["map", self.at, self.operand, self.offset, self.dtype, self.swizzle, *[list(x) for x in numbers]]
 
 
-Relocation = Pointer | TensorMap
+@dataclass(frozen=True)
+class Ahead:
+    """Write at byte ``at`` the address of byte ``offset`` of a constant: buffer number ``buffer`` of the program, ``bytes`` of
+    which a later launch reads. The launch may bring them into L2; its result does not depend on them, so it is no operand."""
+
+    at: int
+    buffer: int
+    offset: int
+    bytes: int
+
+    def to_plain(self) -> Plain:
+        return ["ahead", self.at, self.buffer, self.offset, self.bytes]
+
+
+Relocation = Pointer | TensorMap | Ahead
 
 
 @dataclass(frozen=True)
@@ -233,6 +247,8 @@ def _launch(p: Any, program: Program, operands: Sequence[int]) -> LaunchPlan:
 
 def _relocation(p: Any, program: Program, operands: Sequence[int], size: int) -> Relocation:
     kind, at, operand, offset = p[0], _int(p[1]), _int(p[2]), _int(p[3])
+    if kind == "ahead":
+        return _ahead(Ahead(at, operand, offset, _int(p[4])), program, size)
     buffer = program.buffers[operands[operand]]
     _need(offset <= (buffer.nbytes or 0), "points outside of its buffer")
     if kind == "pointer":
@@ -249,6 +265,15 @@ def _relocation(p: Any, program: Program, operands: Sequence[int], size: int) ->
         "has a tensor map outside of its buffer",
     )
     return TensorMap(at, operand, offset, dtype, shape, strides, box, _int(swizzle), corners, steps)
+
+
+def _ahead(found: Ahead, program: Program, size: int) -> Ahead:
+    _need(found.buffer < len(program.buffers), "brings a buffer into L2 that does not exist")
+    buffer = program.buffers[found.buffer]
+    inside = buffer.blob is not None and found.offset + found.bytes <= (buffer.nbytes or 0)
+    _need(inside and found.offset % 16 == 0, "brings something else than a part of a constant into L2")
+    _need(found.at + 12 <= size, "has a relocation outside of its parameters")
+    return found
 
 
 def _int(value: Any) -> int:

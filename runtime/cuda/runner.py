@@ -6,6 +6,7 @@ and graphs. Nothing touches the GPU before the first context is made, so engines
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 import weakref
@@ -27,7 +28,7 @@ from optdnn.runtime.cuda.in_place import check_overlap, kept_in_place, stays
 from optdnn.runtime.cuda.loaded import Loaded, encode
 from optdnn.runtime.cuda.memory import DeviceMemory, PinnedMemory
 from optdnn.runtime.cuda.nvtx import marked
-from optdnn.runtime.cuda.plan import CudaStep, TensorMap, parse
+from optdnn.runtime.cuda.plan import Ahead, CudaStep, TensorMap, parse
 from optdnn.runtime.cuda.shared import Arena
 from optdnn.runtime.cuda.state import Streaming
 from optdnn.runtime.executor import LoadOptions
@@ -184,6 +185,10 @@ class CudaContext:
             return self._caller.call(launch.operation, at, parsed.label, self._lane(k))
         block = bytearray(launch.parameters)
         for r in launch.relocations:
+            if isinstance(r, Ahead):
+                value = struct.pack("<QI", self.address(r.buffer, {}) + r.offset, r.bytes)
+                block[r.at : r.at + len(value)] = value
+                continue
             pointer = self.address(operands[r.operand], given) + r.offset
             value = encode(r, pointer) if isinstance(r, TensorMap) else pointer.to_bytes(8, "little")
             block[r.at : r.at + len(value)] = value

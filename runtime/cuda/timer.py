@@ -37,9 +37,9 @@ TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 1e-4, "fp64": 1e-9}
 """Largest error of a result, of its largest magnitude. In fp32 a long sum's; where products are of tf32, their meaning rounds the
 factors, too, and where they are not, rounded factors are beyond it."""
 BATCHWISE = frozenset({
-    "Conv", "ConvSum", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool",
-    "SpaceToDepthImage", "BlocksToSpace", "ConvBlocks", "ImageConv",
-    "LayerNormalization", "RMSNormalization", "Softmax", "LogSoftmax",
+    "Conv", "ConvSum", "PooledConv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "GlobalAveragePool",
+    "GlobalMaxPool", "SpaceToDepthImage", "BlocksToSpace", "ConvBlocks", "ImageConv", "LayerNormalization",
+    "RMSNormalization", "Softmax", "LogSoftmax",
 })  # fmt: skip
 """Kinds of two axes or more whose results along axis 0 depend on the same places of their operands only."""
 SAMPLE = 500_000

@@ -113,6 +113,8 @@ def _products(kind: str, attrs: Mapping[str, Any], reads: Sequence[View | None],
         case "Conv" | "ConvBlocks" | "ImageConv" | "ConvInteger" | "QLinearConv":
             weight = shapes[3] if kind == "QLinearConv" else shapes[1]
             return 2 * n * math.prod(weight[1:])
+        case "PooledConv":  # all four results of each that is stored
+            return 8 * n * math.prod(shapes[1][1:])
         case "ConvSum":
             return 2 * n * (math.prod(shapes[1][1:]) + math.prod(shapes[3][1:]))
         case "ConvTranspose":

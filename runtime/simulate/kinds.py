@@ -108,6 +108,13 @@ def _conv_sum(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Seq
     return run_kernel("Pointwise", operands32, {"epilogue": stages, "arity": 1})
 
 
+def _pooled_conv(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """A convolution with its epilogue, then the largest of each 2 x 2 results (max pooling with stride 2, without padding)."""
+    (y,) = run_kernel("Conv", [None if a is None else a.astype(np.float32) for a in operands], attrs)
+    n, c, h, w = y.shape
+    return (y[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2).max(axis=(3, 5)),)
+
+
 def _masked_softmax(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
     """Softmax over the last axis; a row of nothing but -inf gives zeros."""
     (x,) = operands
@@ -271,6 +278,7 @@ OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Ar
     "QuantizedBlocks": _quantized_blocks,
     "ConvSum": _conv_sum,
     "ImageConv": _image_conv,
+    "PooledConv": _pooled_conv,
     "ConvSqueeze": _conv_squeeze,
     "SqueezeFinish": _squeeze_finish,
     "MaskedSoftmax": _masked_softmax,

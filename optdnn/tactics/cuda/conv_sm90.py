@@ -214,11 +214,14 @@ def emit_conv(
     config: Config | None = None,
     before: Prologue | None = None,
     scatter: conv_params.Scatter | None = None,
+    *,
+    pooled: bool = False,
 ) -> str:
     """One launch: ``out = epilogue(sum of the convolutions + bias)``. ``out`` and ``residual`` are channels-last NCHW.
 
     ``config`` None takes the one that is ranked first; ``before`` is done to the pixels of the one convolution; with ``scatter``
-    channels are blocks of ``out``'s pixels. Returns the configuration's name.
+    channels are blocks of ``out``'s pixels; ``pooled``: ``out`` is the largest of each 2 x 2 pixels of the one convolution. Returns
+    the configuration's name.
     """
     channels = out.shape[1] if scatter is None else len(feeds[0].weight)
     wide = up(channels, 8)
@@ -229,7 +232,7 @@ def emit_conv(
     factors = products(b, op)
     problem = conv_problem.Problem(
         out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), factors, map_dtype(out.dtype),
-        prologue=tuple(before.rendered) if before is not None else (), scatter=scatter is not None,
+        prologue=tuple(before.rendered) if before is not None else (), scatter=scatter is not None, pooled=pooled,
     )  # fmt: skip
     offers = ranked(problem, dense) if config is None else (offered(problem, config, dense),)
     b.offer(offers)
@@ -257,7 +260,7 @@ def emit_conv(
         strides, pads, dilations = geometry[0]
         attrs = {"strides": strides, "pads": pads, "dilations": dilations, "group": 1, "auto_pad": "NOTSET",
                  "prologue": plain_stages(before.moved(RESIDUAL + len(constants))) if before is not None else (), "epilogue": stages, "arity": RESIDUAL}  # fmt: skip
-        kind, reads = "Conv", [*views[0], bias_view, *tail]
+        kind, reads = "PooledConv" if pooled else "Conv", [*views[0], bias_view, *tail]
     else:
         bias_stage = Stage("Add", (-1, 1))
         moved = [Stage(s.kind, tuple(_shift(a, 1) for a in s.args), s.attrs) for s in ep.stages]
@@ -319,7 +322,7 @@ def launch(
         (channel_tiles, tiles), cluster = config.joint_tiles(problem), config.cluster
     else:
         maps = _patch_maps(problem, config, feeds[0], operands.weights)
-        box, span = (64, config.tile_w, config.tile_h), problem.out_span
+        box, span = (64, config.tile_w, config.tile_h), problem.out_span  # of what is pooled, no box is stored
         results = [_image_map(384, out, rows, pitch, box, span), _image_map(512, second, rows, second_pitch, box, span)]
         recipe, function = patch.recipe(problem, config, b.arch), "conv_patch_sm90"
         shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, h200())

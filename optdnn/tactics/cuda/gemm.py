@@ -99,10 +99,11 @@ class HopperGemm(Rehearsed):
         """See :class:`optdnn.tactics.cuda.tactic.Tactic`."""
         return conv_sm90.read(name)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    @staticmethod
+    def factors(b: Builder, op: Op) -> tuple[Array, Array | None]:
+        """The matrix (columns, depth), and the row that is added."""
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
-        assert op.inputs[0] is not None
         bias: Array | None = None
         if op.kind == "Gemm":
             weight = weight if op.attrs.transB else weight.T
@@ -115,6 +116,11 @@ class HopperGemm(Rehearsed):
                 bias = row * np.float32(op.attrs.beta)
         else:
             weight = weight.T
+        return weight, bias
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        assert op.inputs[0] is not None
+        weight, bias = self.factors(b, op)
         ep = plan_epilogue(b.graph, op, channel_axis=-1)
         bias = ep.added_to(bias)
         left = b.operand(op.inputs[0])

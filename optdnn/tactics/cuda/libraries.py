@@ -52,6 +52,7 @@ class Called:
 
     deterministic: ClassVar[bool] = True
     row_invariant: ClassVar[bool] = False
+    takes_along: ClassVar[bool] = False
     provider: ClassVar[str]
 
     most: ClassVar[int] = MOST

@@ -132,6 +132,11 @@ def _seconds(tile: Tile, x: Placed, out: Placed, kernel: tuple[int, ...], stride
     return 1.5e-6 + max(memory, loads / (busy * L1 * CLOCK)) + high * wide * 8 / CLOCK
 
 
+def predicted(x: Placed, out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...]) -> float:
+    """Seconds of the best tile."""
+    return min(_seconds(t, x, out, kernel, strides) for t in _tiles(out, kernel, strides))
+
+
 def _source(
     tile: Tile, t: str, vectors: int, tiles: tuple[int, int], kernel: tuple[int, ...], strides: tuple[int, ...],
     pads: tuple[int, ...],

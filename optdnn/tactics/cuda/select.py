@@ -19,6 +19,7 @@ from optdnn.ir.digest import SMALL
 from optdnn.ir.graph import Op, Value
 from optdnn.runtime.program import Plain, Step
 from optdnn.tactics.cuda.builder import Builder, Placed
+from optdnn.tactics.cuda.neighbours import max_pool_behind
 from optdnn.tactics.cuda.providers import providers_here
 from optdnn.tactics.cuda.tactic import PROVIDERS, Offer, Tactic
 from optdnn.types import dtype_name
@@ -120,6 +121,9 @@ TAKES_ALONG = frozenset({"Add", "Attention", "LayerNormalization", "RMSNormaliza
 
 def _followers(b: Builder, op: Op, value: Value) -> list[Plain]:
     """What reads the result of an operator that may take it along."""
+    if op.kind == "Conv":  # of what follows, a pool alone may be taken along
+        pool = max_pool_behind(b.graph, op)
+        return [] if pool is None else [f"MaxPool {pool.attrs!r}"]
     users = b.graph.users(value) if op.kind in TAKES_ALONG else []
     return sorted(f"{u.kind} {u.attrs!r}" if u.kind == "Pointwise" else u.kind for u in users)
 
@@ -152,6 +156,12 @@ def usable(
         else:
             refused.append({"tactic": tactic.name, "reason": why})
     listed = [t for t in able if t.provider in selection.providers]
+    joint = next((t for t in listed if t.takes_along), None)
+    if joint is not None:
+        others = [t for t in listed if t is not joint]
+        return [joint], refused + [
+            {"tactic": t.name, "reason": f"{joint.name} does its neighbour's work, too"} for t in others
+        ]
     if listed:
         return listed, refused
     return [t for t in able if t.provider == "own"], refused
@@ -183,8 +193,15 @@ def _scratch(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> int:
 
 def scratch_bytes(b: Builder, op: Op, first: int) -> int:
     """Bytes of the buffers from number ``first`` on that are neither constants nor the operator's results."""
-    results = {b.place[v].buffer for port in range(len(op.outputs)) if (v := Value(op.id, port)) in b.place}
+    results = results_of(b, op)
     return sum(x.nbytes or 0 for i, x in enumerate(b.buffers[first:], first) if x.blob is None and i not in results)
+
+
+def results_of(b: Builder, op: Op) -> set[int]:
+    """The buffers of the operator's results, and of those of its readers that its launch makes as well."""
+    own = [Value(op.id, port) for port in range(len(op.outputs))]
+    theirs = [Value(u.id, port) for v in own for u in b.graph.users(v) for port in range(len(u.outputs))]
+    return {b.place[v].buffer for v in (*own, *theirs) if v in b.place}
 
 
 def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, key: str) -> Decision:

@@ -10,6 +10,7 @@ from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.tactics.cuda.conv_fp32 import TiledConv, TiledGemm
+from optdnn.tactics.cuda.conv_pool import PooledConv
 from optdnn.tactics.cuda.conv_sm80 import GeneralConv, GeneralGemm
 from optdnn.tactics.cuda.conv_stem import StemConv
 from optdnn.tactics.cuda.conv_transpose import GeneralConvTranspose, HopperConvTranspose, TiledConvTranspose
@@ -43,6 +44,7 @@ from optdnn.tactics.cuda.tactic import Tactic
 
 _OWN: dict[str, tuple[Tactic, ...]] = {
     "Conv": (
+        PooledConv(),
         BlockConv(),
         StemConv(),
         HopperConv(),
@@ -55,8 +57,24 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     ),
     "Custom": (Custom(),),
     "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
-    "MatMul": (Gemv(), HopperGemm(), GeneralGemm(), TiledGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
-    "Gemm": (Gemv(), HopperGemm(), GeneralGemm(), TiledGemm(), TiledMatMul(), CublasLtGemm(), CublasLtBatched()),
+    "MatMul": (
+        Gemv(),
+        HopperGemm(),
+        GeneralGemm(),
+        TiledGemm(),
+        TiledMatMul(),
+        CublasLtGemm(),
+        CublasLtBatched(),
+    ),
+    "Gemm": (
+        Gemv(),
+        HopperGemm(),
+        GeneralGemm(),
+        TiledGemm(),
+        TiledMatMul(),
+        CublasLtGemm(),
+        CublasLtBatched(),
+    ),
     "QuantizedConv": (HopperQuantizedConv(), DepthwiseOfIntegers()),
     "QuantizedMatMul": (HopperQuantizedMatMul(),),
     "QuantizedMean": (MeanOfIntegers(),),

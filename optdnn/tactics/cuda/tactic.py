@@ -50,6 +50,10 @@ class Tactic(Protocol):
     def deterministic(self) -> bool: ...
     @property
     def row_invariant(self) -> bool: ...
+    @property
+    def takes_along(self) -> bool:
+        """Whether its launch does the work of the operator behind or before, too. Times of others, which leave that to another launch,
+        say nothing beside its own, so where it does not refuse it is the only one: whether to take it along is its own judgement."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         """Why it cannot run the operator, or None. A pure function of the operator and the target."""
@@ -78,6 +82,7 @@ class OwnTactic:
     provider: ClassVar[str] = "own"
     deterministic: ClassVar[bool] = True
     row_invariant: ClassVar[bool] = True
+    takes_along: ClassVar[bool] = False
 
     def unable(self, b: Builder, op: Op) -> str | None:
         """There is no library to ask."""

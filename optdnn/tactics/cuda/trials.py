@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Op
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.assemble import compact, placed
 from optdnn.tactics.cuda.builder import Builder
-from optdnn.tactics.cuda.select import Choice, Selection, alternatives
+from optdnn.tactics.cuda.select import Choice, Selection, alternatives, results_of
 from optdnn.tactics.cuda.tactic import Offer, Tactic
 from optdnn.types import TensorSpec
 
@@ -75,7 +75,7 @@ def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
         tactic.emit(b, op, None if offer is None else offer.config)
         b.credit(first, str(choice))
         steps = tuple(b.steps[first:])
-        results = {b.place[v].buffer for port in range(len(op.outputs)) if (v := Value(op.id, port)) in b.place}
+        results = results_of(b, op)
         written: set[int] = set()
         read: dict[int, None] = {}
         for step in steps:

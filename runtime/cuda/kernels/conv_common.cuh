@@ -1,6 +1,6 @@
 // What the two Hopper convolution kernels share: the parameter block and the epilogue on wgmma's accumulators.
 #pragma once
-#include "ptx.cuh"
+#include "ahead.cuh"
 #include "generated.cuh"
 #include "conv_element.cuh"
 #include "conv_scatter.cuh"
@@ -26,6 +26,7 @@ struct Params {
     // Of stream-K: sums that blocks send one another, and how many warps have sent theirs.
     u8* partial;
     u32* arrived;
+    Ahead ahead[2];
 };
 
 constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile, and (but of fp32) its swizzle's span

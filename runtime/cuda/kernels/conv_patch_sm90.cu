@@ -9,7 +9,8 @@
 // WGN tiles has a ring of its own, so that one group multiplies while another stores.
 //
 // generated.cuh defines WGM, WGN, TILE_H, TILE_W, TAPS_H, TAPS_W, DILATION_H, DILATION_W, BN, BK, STAGES (patches per group),
-// SPLIT (blocks of a cluster that share the channel blocks, one tile per cluster), DIRECT (see DirectStore), WEIGHT_STAGES (0: all weights of the channel tile are loaded once and kept), OUT_BUFFERS, MIN_CTAS, HAS_RESIDUAL, wgmma_step()
+// SPLIT (blocks of a cluster that share the channel blocks, one tile per cluster), DIRECT (see DirectStore), WEIGHT_STAGES (0: all weights of the channel tile are loaded once and kept), OUT_BUFFERS, MIN_CTAS, POOLED (2 x 2 pixels are stored as their
+// largest), HAS_RESIDUAL, wgmma_step()
 // and epilogue().
 #include "conv_common.cuh"
 
@@ -45,6 +46,39 @@ DEVICE Tile tile_at(const Params& p, int tile, int group) {
     at.n = index / columns / rows;
     return at;
 }
+
+#if POOLED
+DEVICE u32 larger(u32 a, u32 b) {
+    u32 best;
+#if defined(DTYPE_BF16)
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(best) : "r"(a), "r"(b));
+#else
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(best) : "r"(a), "r"(b));
+#endif
+    return best;
+}
+
+// The largest of each 2 x 2 pixels of a finished tile: a thread takes eight channels of a pixel, a row of eight lanes 128 bytes. The
+// barrier before the next tile's results are written is the one that all tiles have.
+DEVICE void store_pooled(const Params& p, u32 tile, const Tile& at, int m, int thread) {
+    const int chunk = thread % 8, channel = at.channel + m * 64 + chunk * 8, high = p.out_h / 2, wide = p.out_w / 2;
+    u8* const image = p.output_pointer + ((long long)at.n * high * wide * p.channels + channel) * OUT_ITEM;
+    if (channel >= p.channels || at.n * p.out_h * p.out_w >= p.pixel_count) return;
+    #pragma unroll 2
+    for (int pixel = thread / 8; pixel < TILE_H / 2 * (TILE_W / 2); pixel += 16) {
+        const int h = pixel / (TILE_W / 2), w = pixel % (TILE_W / 2), to_h = at.h / 2 + h, to_w = at.w / 2 + w;
+        uint4 best;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int row = (2 * h + i / 2) * TILE_W + 2 * w + i % 2;
+            const uint4 v = shared_load16(tile + row * 128 + ((chunk ^ (row & 7)) << 4));
+            best = i == 0 ? v : make_uint4(larger(best.x, v.x), larger(best.y, v.y), larger(best.z, v.z), larger(best.w, v.w));
+        }
+        if (to_h < high && to_w < wide)
+            *reinterpret_cast<uint4*>(image + ((long long)to_h * wide + to_w) * p.channels * OUT_ITEM) = best;
+    }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
@@ -141,7 +175,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                 }
             }
         }
-    } else if (warp == CONSUMERS / 32 + 2) {                           // residuals
+    } else if (warp == CONSUMERS / 32 + 2) {                           // residuals, and weights of later launches
+        fetch_ahead(p.ahead, lane);
         if (HAS_RESIDUAL && !DIRECT && elect_one()) {
             grid_dependency_wait();
             int buffer = 0, parity = 1, issued = 0;
@@ -274,6 +309,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                              n = at.n, h = at.h + row / TILE_W, w = at.w + row % TILE_W;
                              return h < p.out_h && w < p.out_w && n * p.out_h * p.out_w < p.pixel_count;
                          });
+#elif POOLED
+            named_barrier(1 + group, 128);
+            store_pooled(p, own, at, m, threadIdx.x % 128);
 #else
             async_proxy_fence();
             named_barrier(1 + group, 128);

@@ -350,6 +350,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         __syncwarp();
         leave();
     } else if (warp == CONSUMERS / 32 + 1) {
+        fetch_ahead(p.ahead, lane);
         if (HAS_RESIDUAL && !DIRECT && elect_one()) {
             grid_dependency_wait();
             constexpr int BUFFERS = OUT_BUFFERS * TURNS;   // the turns' buffers alternate

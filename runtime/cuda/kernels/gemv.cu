@@ -6,7 +6,8 @@
 // DEPTH such steps are in flight. The first weights are on their way before griddepcontrol.wait: they depend on no other kernel. Sums of
 // lanes, then of warps, in a fixed order.
 //
-// generated.cuh defines ROWS, COLUMNS, WARPS, DEPTH, HAS_RESIDUAL, RESULT_FLOAT (results and residuals are fp32) and epilogue().
+// generated.cuh defines ROWS, COLUMNS, WARPS, DEPTH, PASSING (the matrix does not fit L2), HAS_RESIDUAL,
+// RESULT_FLOAT (results and residuals are fp32) and epilogue().
 #include "vectors.cuh"
 #include "generated.cuh"
 
@@ -29,12 +30,26 @@ struct Params {
     int columns, k, x_pitch, out_pitch;
 };
 
-DEVICE uint4 stream(const u16* at) {               // read once: it need not stay in L1
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
-}
+// Weights are read once: they need not stay in L1, nor, where L2 cannot hold them, in the place of what others read in every run.
+struct Stream {
+#if PASSING
+    u64 policy;
+    __device__ __forceinline__ Stream() { asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy)); }
+    __device__ __forceinline__ uint4 operator()(const u16* at) const {
+        uint4 v;
+        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at), "l"(policy));
+        return v;
+    }
+#else
+    __device__ __forceinline__ uint4 operator()(const u16* at) const {
+        uint4 v;
+        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+        return v;
+    }
+#endif
+};
 
 DEVICE void add_products(float& sum, const uint4& a, const uint4& b) {
     sum = fmaf(low_float(a.x), low_float(b.x), sum), sum = fmaf(high_float(a.x), high_float(b.x), sum);
@@ -48,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
     grid_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * COLUMNS;
     constexpr int STEP = WARPS * 256;              // elements of K that a block takes at a time
+    const Stream stream;
     const u16* rows[COLUMNS];
     #pragma unroll
     for (int c = 0; c < COLUMNS; c++) rows[c] = p.weights + (long long)min(first + c, p.columns - 1) * p.k;

@@ -17,9 +17,10 @@ from optdnn.errors import InputError, RunError
 from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
-from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda import conv_pool, conv_sm90
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tactics" / "cuda"))  # for the families of generated kernels
+import test_conv_pool
 import test_prologue
 import test_stream_k as test_stream_k_plans
 from test_generated import FAMILIES, graph_of
@@ -76,6 +77,22 @@ def test_stream_k(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(20):
         again = context.run(feeds)
         assert all(np.array_equal(again[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("size", [(28, 30), (29, 31), (56, 56)])
+def test_convolutions_with_their_pools(size: tuple[int, int], precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_pool, "OVERLAP", -1.0)  # wherever it can
+    graph, ranked = test_conv_pool.net(64, 136, size), conv_sm90.ranked
+    tried = set()
+    for rank in (0, 1, 3, 7, 15, 31):
+        monkeypatch.setattr(conv_sm90, "ranked", lambda *a, rank=rank: ranked(*a)[min(rank, len(ranked(*a)) - 1) :])
+        program = lowered(graph, precision, target="cuda:sm_90a")
+        tried |= {t["config"] for t in program.meta["tactics"] if t["tactic"] == "conv_pool_sm90"}
+        context: Any = Engine(program).context()
+        errors = check_steps(context, feeds_of(graph))
+        assert not [e for e in errors if e.error > {"fp16": 2e-3, "bf16": 1.6e-2}[precision]]
+    assert len(tried) >= 3
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
