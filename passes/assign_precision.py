@@ -11,8 +11,11 @@ fp32 (:mod:`optdnn.passes.decisions`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,8 @@ from optdnn.types import BF16, FP16, FP32, Array, DType
 
 NARROW: Mapping[str, DType] = {"fp16": FP16, "bf16": BF16}
 
+LARGE = 1 << 20
+"""Bytes from which on constants are rounded on threads."""
 LARGEST: Mapping[DType, float] = {FP16: 65504.0, BF16: 3.3895313892515355e38}
 """Largest finite value."""
 
@@ -119,8 +124,25 @@ class _Assignment:
         """A value in another type than its own."""
         self.decisions = decisions(graph)
         self.refused: dict[int, str] = {}
+        self.coming: dict[tuple[int, DType], Future[tuple[Array, Array]]] = {}
+        """Large constants that threads are rounding (NumPy lets others run meanwhile), by identity."""
 
     def run(self) -> None:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "optdnn-round") as pool:
+            self._begin(pool)
+            self._assign()
+
+    def _begin(self, pool: ThreadPoolExecutor) -> None:
+        """Begin to round what most likely is to be: large constants, where everything is asked for in one 16-bit type."""
+        dtype = NARROW.get(self.plan.base)
+        if dtype is None or len(self.plan.floats) > 1:
+            return
+        for op in self.graph.of_kind("Constant"):
+            array = op.attrs.value
+            if array.dtype == FP32 and array.nbytes >= LARGE and not self.kept.has(("rounded", dtype.name), [array]):
+                self.coming[id(array), dtype] = pool.submit(_narrowed, array, dtype)
+
+    def _assign(self) -> None:
         for op in self.graph.order():
             if op.kind in ("Input", "Constant"):
                 continue
@@ -220,11 +242,13 @@ class _Assignment:
         return self.narrowed[item]
 
     def _rounded(self, array: Array, op: Op, dtype: DType) -> Array:
-        beyond = self.kept.once(("beyond", dtype.name), [array], lambda: _beyond(array, dtype))
+        coming = self.coming.get((id(array), dtype))
+        find = cache(partial(_narrowed, array, dtype)) if coming is None else coming.result
+        beyond = self.kept.once(("beyond", dtype.name), [array], lambda: find()[0])
         if beyond.any():
             nodes = tuple(sorted(op.src)) or (op.outputs[0].name,)
             self.report.fired.append(Fired("saturate", nodes))
-        return self.kept.once(("rounded", dtype.name), [array], lambda: _saturated(array, beyond, dtype))
+        return self.kept.once(("rounded", dtype.name), [array], lambda: find()[1])
 
     def _cast(self, value: Value, dtype: DType, src: frozenset[str]) -> Value:
         name = self.graph.output(value).name
@@ -232,19 +256,14 @@ class _Assignment:
         return self.graph.add("Cast", [value], CastAttrs(dtype), names=[f"{name}.{dtype.name}"], src=src).value
 
 
-def _beyond(array: Array, dtype: DType) -> Array:
-    """Which elements are finite and become infinite in ``dtype``; one False where none does."""
+def _narrowed(array: Array, dtype: DType) -> tuple[Array, Array]:
+    """Which elements are finite and would become infinite in ``dtype`` (one False where none would), and the array in it, these
+    saturated."""
     top = np.float32(LARGEST[dtype])
     if array.size and -top <= array.min() and array.max() <= top:  # nearly always, and NaN is not
-        return np.zeros((), np.bool_)
+        return np.zeros((), np.bool_), array.astype(dtype)
     beyond = np.isfinite(array) & (np.abs(array) > top)
-    return beyond if beyond.any() else np.zeros((), np.bool_)
-
-
-def _saturated(array: Array, beyond: Array, dtype: DType) -> Array:
-    return (np.where(beyond, np.copysign(np.float32(LARGEST[dtype]), array), array) if beyond.any() else array).astype(
-        dtype
-    )
+    return beyond, np.where(beyond, np.copysign(top, array), array).astype(dtype)
 
 
 def _retyped(attrs: Any, dtype: DType) -> Any:

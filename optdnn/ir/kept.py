@@ -56,7 +56,7 @@ class Kept:
             return self.shared.once(key, sources, make, final=final)
         if not self.knows(sources):
             return make()
-        place = (key, *(_place(a) if self._holds(a) else _bits(a) for a in sources))
+        place = self._name(key, sources)
         found = self._made.get(place)
         if found is None:
             made, digest = make(), None
@@ -65,6 +65,15 @@ class Kept:
             self.hold(made, digest)
             found = self._made.setdefault(place, (tuple(sources), made))
         return found[1]
+
+    def has(self, key: Any, sources: Sequence[Array]) -> bool:
+        """Whether :meth:`once` would find what ``key`` names, made already."""
+        if self.shared is not None and self.shared.knows(sources):
+            return self.shared.has(key, sources)
+        return self.knows(sources) and self._name(key, sources) in self._made
+
+    def _name(self, key: Any, sources: Sequence[Array]) -> tuple[Any, ...]:
+        return (key, *(_place(a) if self._holds(a) else _bits(a) for a in sources))
 
     def knows(self, sources: Sequence[Array]) -> bool:
         """Whether what is made of these arrays is remembered."""

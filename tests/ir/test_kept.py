@@ -67,7 +67,11 @@ def test_what_is_shared_goes_before_ones_own_and_outlives_it() -> None:
     for _ in range(2):  # two plans
         plan = Kept(shared=engine)
         plan.hold(own)
+        assert plan.has("t", [weight]) == bool(made)
         assert plan.once("t", [weight], lambda: turned(weight), final=True) is packed, "the array of that content"
+        assert plan.has("t", [weight])
+        assert not plan.has("u", [weight])
+        assert not plan.has("t", [own])
         assert plan.same(packed.copy())[1] is packed
         assert plan.once("t", [own], lambda: turned(own)) is plan.once("t", [own], lambda: turned(own))
     assert len(made) == 3, "the weight's once for both, and each plan its own"
