@@ -1,7 +1,7 @@
 """Whole networks on the GPU, are they right? Each is built for it, run, and held against ONNX Runtime's fp32 on the CPU.
 
     python benchmarks/gpu/networks.py OUT.json [--zoo] [--shared FOLDER] [--precisions fp32,tf32,fp16,bf16] [--checks]
-                                      [--only TEXT] [--seconds 200]
+                                      [--only TEXT,…] [--seconds 200] [--target simulate]
 
 ``--shared``: FOLDER holds ``fill.py`` and ``graphs/NAME.onnx`` with ``NAME.json`` (skeletons without weights), or
 ``graphs.tar.xz`` with these. Many networks are built at once, a few run; one that fails is a row with its error.
@@ -195,8 +195,8 @@ def run(made: Made, checked: bool) -> dict[str, Any]:
 
 
 class OnGpu:
-    """A process that runs networks on the GPU, and another one where it has died or hangs. Several share the GPU badly: it takes
-    turns between them, and each copy of a checked step waits for its turn."""
+    """Processes that run networks on the GPU; one that has died or hangs is replaced. They are few: a GPU takes turns between
+    processes, and each copy of a checked step waits for its turn."""
 
     def __init__(self) -> None:
         self._free: queue.Queue[Any] = queue.Queue()
@@ -212,6 +212,8 @@ class OnGpu:
             process.terminate()
             process = _process()
             found = made.row | {"failed": f"not done in {limit:.0f} s, or its process ended"}
+        except Exception as error:
+            found = made.row | {"failed": f"{type(error).__name__}: {error}"[:1500]}
         finally:
             self._free.put(process)
         return found
