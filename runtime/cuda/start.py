@@ -25,7 +25,8 @@ def load_libraries(*names: str) -> threading.Thread:
 
 
 def _aside(name: str, work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work, name=name, daemon=True)
+    # Not a daemon: a process must not end in the midst of the driver's start.
+    thread = threading.Thread(target=work, name=name)
     thread.start()
     return thread
 
