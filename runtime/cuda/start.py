@@ -42,9 +42,11 @@ def _load(names: Sequence[str]) -> None:
     from optdnn.runtime.cuda.device import gpu_count
     from optdnn.runtime.cuda.libraries import files
 
-    with suppress(OptdnnError):
+    try:
         if gpu_count() == 0:
             return
+    except OptdnnError:  # no bindings of the driver, no kernels
+        return
     # Called as a foreign function, dlopen lets other threads run; ctypes.CDLL and import do not.
     try:
         dlopen = ctypes.CDLL(None).dlopen

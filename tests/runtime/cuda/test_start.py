@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from optdnn.errors import RunError
+from optdnn.errors import MissingDependency, RunError
 from optdnn.runtime.cuda import device, libraries, start
 
 
@@ -25,8 +25,8 @@ def test_the_device_is_opened_aside_and_its_failure_is_not_ours(monkeypatch: pyt
     assert seen == ["optdnn-cuda-start"]
 
 
-@pytest.mark.parametrize("gpus", [0, 1])
-def test_libraries_are_loaded_where_there_is_a_gpu(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gpus", [None, 0, 1])
+def test_libraries_are_loaded_where_there_is_a_gpu(gpus: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     (math,) = {
         Path(line.split()[-1]).name for line in Path("/proc/self/maps").read_text().splitlines() if "libm.so" in line
     }
@@ -37,7 +37,12 @@ def test_libraries_are_loaded_where_there_is_a_gpu(gpus: int, monkeypatch: pytes
             asked.append(file)
             yield file
 
-    monkeypatch.setattr(device, "gpu_count", lambda: gpus)
+    def gpu_count() -> int:
+        if gpus is None:
+            raise MissingDependency("cuda-bindings", "cuda", "to run on an NVIDIA GPU")
+        return gpus
+
+    monkeypatch.setattr(device, "gpu_count", gpu_count)
     monkeypatch.setattr(libraries, "files", files)
     start.load_libraries("cudnn").join(10)
     assert asked == (["no such library.so", math] if gpus else [])
