@@ -206,6 +206,10 @@ def default_folder() -> Path:
     return root / "optdnn" / "kernels"
 
 
+EACH = 2
+"""Kernels that are worth a process: it takes about as long to start as one takes to compile."""
+
+
 class KernelCache:
     """Cubins on disk. Safe under concurrent processes; a damaged entry is reported, recompiled and replaced."""
 
@@ -231,46 +235,50 @@ class KernelCache:
         return cubin
 
     def get_many(self, recipes: Sequence[Recipe], workers: int) -> list[bytes]:
-        """The cubins of many recipes, in order; missing ones are compiled by up to ``workers`` processes.
+        """The cubins of many recipes, in order; missing ones are compiled by up to ``workers`` processes, this one among them.
 
         Processes, since NVRTC serializes the threads of one. Raises KernelError with the first log of those that failed.
         """
         missing = {key: recipe for recipe in recipes if not self.path(key := recipe.key()).is_file()}
-        count = min(workers, len(missing) // 4)
-        if count > 1:
-            jobs = list(missing.values())
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                __name__,
-                str(self.folder),
-            ]  # -P: a folder named optdnn in the current one is not it
-            running: list[subprocess.Popen[str]] = []
-            try:
-                for i in range(count):
-                    text = json.dumps([[r.name, r.arch, dict(r.generated), r.options] for r in jobs[i::count]])
-                    # A session of their own: Ctrl-C is for this process, which then ends them.
-                    process = subprocess.Popen(
-                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-                    )
-                    running.append(process)
-                    assert process.stdin is not None
-                    process.stdin.write(text)
-                    process.stdin.close()
-                outputs = [process.stdout.read() for process in running if process.stdout is not None]
-                failed = [
-                    output.strip() for process, output in zip(running, outputs, strict=True) if process.wait() != 0
-                ]
-            finally:
-                for process in running:
-                    if process.poll() is None:
-                        process.kill()
-                        process.wait()
-            if failed:
-                raise KernelError(f"a compiling process failed: {failed[0]}")
+        others = min(workers, len(missing) // EACH) - 1
+        if others > 0:
+            self._compile(list(missing.items()), others)
             self.misses += len(missing)
         return [self.get(recipe) for recipe in recipes]
+
+    def _compile(self, jobs: Sequence[tuple[str, Recipe]], others: int) -> None:
+        """Bring what ``jobs`` make into the cache, with the help of so many other processes."""
+        # -P: a folder named optdnn in the current one is not it
+        command = [sys.executable, "-P", "-m", __name__, str(self.folder)]
+        running: list[subprocess.Popen[str]] = []
+        failed: list[str] = []
+        try:
+            for i in range(others):
+                text = json.dumps(
+                    [[r.name, r.arch, dict(r.generated), r.options] for _, r in jobs[1 + i :: 1 + others]]
+                )
+                # A session of their own: Ctrl-C is for this process, which then ends them.
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+                )
+                running.append(process)
+                assert process.stdin is not None
+                process.stdin.write(text)
+                process.stdin.close()
+            for key, recipe in jobs[:: 1 + others]:
+                try:
+                    self._write(key, compile_recipe(recipe)[0])
+                except KernelError as error:  # the others are compiled all the same
+                    failed.append(error.message)
+            outputs = [process.stdout.read() for process in running if process.stdout is not None]
+            failed += [output.strip() for process, output in zip(running, outputs, strict=True) if process.wait() != 0]
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        if failed:
+            raise KernelError(f"a compiling process failed: {failed[0]}")
 
     def _read(self, key: str) -> bytes | None:
         try:

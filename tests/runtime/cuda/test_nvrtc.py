@@ -123,6 +123,19 @@ def test_concurrent_processes_share_the_cache(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 8
 
 
+@pytest.mark.parametrize(("count", "others"), [(3, 0), (4, 1), (6, 2), (40, 3)])
+def test_few_kernels_take_few_processes(
+    count: int, others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(KernelCache, "_compile", lambda self, jobs, others: asked.append(others))
+    monkeypatch.setattr(KernelCache, "get", lambda self, recipe: b"")
+    KernelCache(tmp_path).get_many(
+        [Recipe("pool.cu", "sm_80", {"generated.cuh": f"// {i}\n"}) for i in range(count)], 4
+    )
+    assert sum(asked) == others
+
+
 def test_an_error_in_a_compiling_process_is_raised_here(tmp_path: Path) -> None:
     bad = [Recipe("pool.cu", "sm_80", {"generated.cuh": f"broken {i};"}) for i in range(8)]
     with pytest.raises(KernelError, match=r"pool\.cu does not compile"):
@@ -179,8 +192,8 @@ def test_an_interruption_ends_the_compiling_processes(tmp_path: Path, monkeypatc
     monkeypatch.setattr(nvrtc.subprocess, "Popen", Interrupted)
     recipes = [Recipe("general.cu", "sm_90a", {"generated.cuh": f"// {i}\n"}) for i in range(8)]
     with pytest.raises(KeyboardInterrupt):
-        KernelCache(tmp_path).get_many(recipes, 2)
-    assert len(started) == 2
+        KernelCache(tmp_path).get_many(recipes, 3)
+    assert len(started) == 2  # and this one
     assert all(p.returncode is not None and p.returncode < 0 for p in started)
 
 
