@@ -201,7 +201,7 @@ def test_batches_of_an_iterable_give_what_arrays_give(monkeypatch: pytest.Monkey
     options: dict[str, Any] = {"metric": "cosine", "max_drop": 0.05}
     held = find(perceptron(), Numpy(), monkeypatch, calib={"x": DATA["x"]}, **options)
     for module in ("samples", "accuracy"):
-        monkeypatch.setattr(f"optdnn.precision.{module}.HELD_BYTES", 0)
+        monkeypatch.setattr(f"optdnn.precision.{module}.HELD_BYTES", 1)
     monkeypatch.setattr("optdnn.precision.accuracy.RUN_BATCH", 5)
     batches = [{"x": part} for part in np.array_split(DATA["x"], 9)]
     streamed = find(perceptron(), Numpy(), monkeypatch, calib=iter(batches), **options)
