@@ -23,7 +23,9 @@ RING_LATENCY = (
     1200  # cycles from asking for a stage to its first byte: with S stages, S - 1 steps pass until all of it is there
 )
 MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
-PROPOSE_8BIT_TURNS = False  # tiles in turn of 8-bit operands, until they are measured
+PROPOSE_8BIT_TURNS = (
+    False  # tiles in turn of 8-bit operands: right, and BERT-base in fp8 is as fast without (beside-h200.json)
+)
 TURN = 800  # cycles between a tile's last product and the first of its warpgroup's next
 STAGE_ISSUE = {
     "relu": 0.5,
