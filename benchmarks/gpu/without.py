@@ -20,7 +20,8 @@ import optdnn
 from optdnn.models import zoo
 from optdnn.runtime.cuda import graphs
 from optdnn.runtime.cuda.check import check_steps
-from optdnn.tactics.cuda import table
+from optdnn.tactics.cuda import neighbours, table
+from optdnn.tactics.cuda.pool_gemv import PoolGemv
 
 
 def engine_of(model: Any, without: str) -> Any:
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    neighbours.TAKE_MEANS = options.tactic == PoolGemv.name  # it is not taken before it is measured
     rows = []
     for name in options.networks:
         rows.append(row_of(name, options.tactic, options.rounds))

@@ -110,7 +110,7 @@ def _products(kind: str, attrs: Mapping[str, Any], reads: Sequence[View | None],
     n = math.prod(out.shape)
     shapes = [() if v is None else v.shape for v in reads]
     match kind:
-        case "Conv" | "ConvBlocks" | "ImageConv" | "ConvInteger" | "QLinearConv":
+        case "Conv" | "MeanProduct" | "ConvBlocks" | "ImageConv" | "ConvInteger" | "QLinearConv":
             weight = shapes[3] if kind == "QLinearConv" else shapes[1]
             return 2 * n * math.prod(weight[1:])
         case "PooledConv":  # all four results of each that is stored

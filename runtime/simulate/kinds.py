@@ -115,6 +115,13 @@ def _pooled_conv(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> 
     return (y[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2).max(axis=(3, 5)),)
 
 
+def _mean_product(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """The means over an image's pixels, as one pixel, then a 1 x 1 convolution with its epilogue."""
+    x, *rest = [None if a is None else a.astype(np.float32) for a in operands]
+    assert x is not None
+    return run_kernel("Conv", [x.mean((2, 3), keepdims=True, dtype=np.float32), *rest], attrs)
+
+
 def _masked_softmax(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
     """Softmax over the last axis; a row of nothing but -inf gives zeros."""
     (x,) = operands
@@ -279,6 +286,7 @@ OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Ar
     "ConvSum": _conv_sum,
     "ImageConv": _image_conv,
     "PooledConv": _pooled_conv,
+    "MeanProduct": _mean_product,
     "ConvSqueeze": _conv_squeeze,
     "SqueezeFinish": _squeeze_finish,
     "MaskedSoftmax": _masked_softmax,

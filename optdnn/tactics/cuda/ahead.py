@@ -23,9 +23,12 @@ from optdnn.tactics.cuda.lanes import load_of
 CARRIERS = {"conv_sm90": conv_params.AHEAD, "conv_patch_sm90": conv_params.AHEAD}
 """Kernels that bring weights into L2 for others -> where in their parameters these are named."""
 WINDOW = 8 << 20
-"""Bytes of L2 that may hold what has not been used yet (``ahead-h200.json``: more gains nothing)."""
+"""Bytes of L2 that may hold what has not been used yet (``ahead-h200.json``: more gains next to nothing)."""
 SHARE = 0.7
 """Part of the memory's bandwidth, beside what a launch reads itself, that it may take."""
+WAITED = 0.1
+"""Part of a launch's time that reading its constant from memory takes, from which on it is worth bringing: at large batches its loads hide
+behind its products."""
 LEAST = 256 << 10
 """Bytes of a constant, or of a piece of one, that are worth asking for."""
 
@@ -57,21 +60,27 @@ def planned(program: Program, seconds: Mapping[int, float], window: int = WINDOW
     is room, long before its own."""
     parsed = [parse(s, program) if s.executor == "cuda" else None for s in program.steps]
     needs = [_constant(s, p, program) for s, p in zip(program.steps, parsed, strict=True)]
+    loads = [
+        0.0 if p is None else load_of(s, program, seconds.get(k)).seconds
+        for k, (s, p) in enumerate(zip(program.steps, parsed, strict=True))
+    ]
     seen: set[int] = set()
     for k, need in enumerate(needs):  # what several launches read is there when the first has read it
-        if need is not None and need[0] in seen:
+        if need is None:
+            continue
+        if need[0] in seen or need[1] / MEMORY < WAITED * loads[k]:
             needs[k] = None
-        seen.update(() if need is None else (need[0],))
+        seen.add(need[0])
     found: dict[int, list[Piece]] = {}
     brought = [0] * len(needs)
     target = waiting = 0
-    for k, (step, p) in enumerate(zip(program.steps, parsed, strict=True)):
+    for k, p in enumerate(parsed):
         waiting -= brought[k]
         kernel = program.kernels[p.launch.kernel].function if p is not None and isinstance(p.launch, LaunchPlan) else ""
         if kernel not in CARRIERS:
             continue
         own, target = needs[k], max(target, k + 1)
-        spare = load_of(step, program, seconds.get(k)).seconds * MEMORY * SHARE - (own[1] - brought[k] if own else 0)
+        spare = loads[k] * MEMORY * SHARE - (own[1] - brought[k] if own else 0)
         room = min(spare, window - waiting)
         pieces: list[Piece] = []
         while target < len(needs) and len(pieces) < len(CARRIERS[kernel]) and room >= LEAST:

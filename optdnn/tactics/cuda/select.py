@@ -18,8 +18,9 @@ from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.digest import SMALL
 from optdnn.ir.graph import Op, Value
 from optdnn.runtime.program import Plain, Step
+from optdnn.tactics.cuda import neighbours
 from optdnn.tactics.cuda.builder import Builder, Placed
-from optdnn.tactics.cuda.neighbours import max_pool_behind
+from optdnn.tactics.cuda.neighbours import max_pool_behind, mean_before
 from optdnn.tactics.cuda.providers import providers_here
 from optdnn.tactics.cuda.tactic import PROVIDERS, Offer, Tactic
 from optdnn.types import dtype_name
@@ -105,6 +106,11 @@ def _facts(b: Builder, op: Op) -> list[Plain]:
         # A convolution that is added, and that nobody else reads, may become a part of this one.
         joined = slot > 0 and source.kind == op.kind == "Conv" and b.graph.sole_user(value) == op
         operands.append([_place(b.operand(value)), _facts(b, source) if joined else None])
+    if (
+        neighbours.TAKE_MEANS and (pool := mean_before(b.graph, op)) is not None
+    ):  # whose image the product may read itself
+        x = b.place.get(pool.inputs[0])  # type: ignore[arg-type]
+        operands.append(None if x is None else ["mean of", _place(x)])
     results: list[Plain] = []
     for port, out in enumerate(op.outputs):
         value = Value(op.id, port)
@@ -123,7 +129,7 @@ def _followers(b: Builder, op: Op, value: Value) -> list[Plain]:
     """What reads the result of an operator that may take it along."""
     if op.kind == "Conv":  # of what follows, a pool alone may be taken along
         pool = max_pool_behind(b.graph, op)
-        return [] if pool is None else [f"MaxPool {pool.attrs!r}"]
+        return [f"MaxPool {pool.attrs!r}"] if pool is not None and pool.attrs.kernel_shape == (2, 2) else []
     users = b.graph.users(value) if op.kind in TAKES_ALONG else []
     return sorted(f"{u.kind} {u.attrs!r}" if u.kind == "Pointwise" else u.kind for u in users)
 

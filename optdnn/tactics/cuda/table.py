@@ -28,6 +28,7 @@ from optdnn.tactics.cuda.matmul import TiledMatMul
 from optdnn.tactics.cuda.max_pool import TiledMaxPool
 from optdnn.tactics.cuda.numeric import NUMERIC, Numeric
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
+from optdnn.tactics.cuda.pool_gemv import PoolGemv
 from optdnn.tactics.cuda.positions import POSITIONS, Positions
 from optdnn.tactics.cuda.quantized import (
     HopperQuantizedConv,
@@ -58,6 +59,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Custom": (Custom(),),
     "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
     "MatMul": (
+        PoolGemv(),
         Gemv(),
         HopperGemm(),
         GeneralGemm(),
@@ -67,6 +69,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CublasLtBatched(),
     ),
     "Gemm": (
+        PoolGemv(),
         Gemv(),
         HopperGemm(),
         GeneralGemm(),

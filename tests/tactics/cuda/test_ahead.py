@@ -26,6 +26,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An L2 that holds the weights of next to no network, and pieces to match."""
     monkeypatch.setattr(ahead, "h200", lambda: replace(h200(), l2_bytes=1 << 10))
     monkeypatch.setattr(ahead, "LEAST", 4 << 10)
+    monkeypatch.setattr(ahead, "WAITED", 0.0)
 
 
 @pytest.fixture
@@ -84,6 +85,12 @@ def test_a_launch_brings_no_more_than_memory_does_meanwhile(program: Program) ->
     idle = ahead.with_ahead(program, dict.fromkeys(range(len(program.steps)), 1e-7), WINDOW)
     busy = ahead.with_ahead(program, dict.fromkeys(range(len(program.steps)), 1e-4), WINDOW)
     assert idle.meta["ahead_bytes"] < busy.meta["ahead_bytes"]
+
+
+def test_constants_that_nobody_waits_for_stay(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "WAITED", 0.1)
+    assert not list(pieces(ahead.with_ahead(program, dict.fromkeys(range(len(program.steps)), 1e-3), WINDOW)))
+    assert list(pieces(ahead.with_ahead(program, dict.fromkeys(range(len(program.steps)), 1e-7), WINDOW << 4)))
 
 
 def test_results_do_not_depend_on_it(program: Program) -> None:
