@@ -95,11 +95,14 @@ def _note(data: Mapping[str, Any]) -> str:
 def _machine(data: Mapping[str, Any]) -> str:
     versions = data["versions"]
     rows = data.get("rows", [])
-    parts = [p for r in rows for p in (r, *r.get("candidates", {}).values()) if "commit" in p] or [data]
+    parts = [p for r in rows for p in (r, *r.get("candidates", {}).values()) if "commit" in p]
+    parts = parts or list(data.get("runs", {}).values()) or [data]
+    commands = dict.fromkeys(r["command"] for r in [*data.get("runs", {}).values(), data])
     commits = list(dict.fromkeys(p.get("commit", "")[:8] for p in parts))
     return (
         f"{data['gpu']}, driver {data['driver']}; torch {versions['torch']}, cuDNN {versions['nvidia-cudnn-cu13']}, cuBLAS "
-        f"{versions['nvidia-cublas']}; {data['date']}, commit {', '.join(c for c in commits if c)}; `{data['command']}`"
+        f"{versions['nvidia-cublas']}; {data['date']}, commit {', '.join(c for c in commits if c)}; "
+        f"{', '.join(f'`{c}`' for c in commands)}"
     )
 
 

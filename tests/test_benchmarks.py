@@ -268,6 +268,31 @@ def test_new_rows_take_the_place_of_old_ones() -> None:
         merge.merged(old, [result(gpu="NVIDIA A100")])
 
 
+def test_parts_of_waits_take_the_place_of_parts() -> None:
+    merge = module("gpu/merge.py")
+    old = {"commit": "a", "command": "all", "date": "1", "build": {"warm": 9}, "load": {"median_s": 0.5}, "compare": []}
+    made = merge.parts(
+        old, [{"commit": "b", "command": "load", "date": "2", "load": {"median_s": 0.3}, "call": {"error": "lost"}}]
+    )
+    assert (made["commit"], made["build"], made["load"], "call" in made) == ("b", {"warm": 9}, {"median_s": 0.3}, False)
+    assert {p: r["commit"] for p, r in made["runs"].items()} == {"build": "a", "load": "b", "compare": "a"}
+    again = merge.parts(made, [{"commit": "c", "command": "build", "date": "3", "build": {"warm": 4}}])
+    assert {p: r["commit"] for p, r in again["runs"].items()} == {"build": "c", "load": "b", "compare": "a"}
+
+
+def test_lengths_take_the_place_of_lengths() -> None:
+    merge = module("gpu/merge.py")
+
+    def run(commit: str, *lengths: int, tuned: float = 0.0) -> dict[str, Any]:
+        rows = [{"row": "lstm:1", "length": n, "ratio": 1.0} for n in lengths]
+        return {"commit": commit, "tuned_seconds": tuned, "rows": [*rows, {"row": "bert", "error": "lost"}]}
+
+    made = merge.lengths(run("a", 64, 128), [run("b", 64, 96), run("c", 64, tuned=9.0)])
+    found = [(r["length"], r["commit"]) for r in made["rows"]]
+    assert found == [(64, "b"), (128, "a"), (96, "b"), (64, "c")]
+    assert merge.lengths(made, [run("d", 128)])["rows"][1]["commit"] == "d"
+
+
 def test_of_timing_caches_what_was_chosen_is_kept(tmp_path: Path) -> None:
     merge = module("gpu/merge.py")
     from optdnn.tactics.timing_cache import TimingCache

@@ -209,6 +209,11 @@ def _first_runs(engine: Path, network: Network, lengths: list[int], args: argpar
     return found
 
 
+def _told(words: list[str]) -> list[str]:
+    """The command's words without folders of a machine."""
+    return [Path(w).name if w.startswith("/") else w for w in words]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -225,6 +230,7 @@ def main() -> None:
     until = time.monotonic() + args.seconds
     device = Device.open()
     report: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/gpu/dynamic_shapes.py", *_told(sys.argv[1:])]), "date": time.strftime("%F"),
         "gpu": device.name, "arch": device.arch, "commit": os.environ.get("OPTDNN_COMMIT", ""), "depth": args.depth,
         "precision": args.precision, "range": f"1..{OPTIMUM}..{LONGEST}", "tuned_seconds": args.tune, "rows": [],
     }  # fmt: skip

@@ -2,6 +2,8 @@
 
     python benchmarks/gpu/merge.py benchmarks/results/targets-h200.json NEW.json [NEW.json ...]
     python benchmarks/gpu/merge.py benchmarks/results/timing-h200.json TIMES.json [TIMES.json ...]
+    python benchmarks/gpu/merge.py benchmarks/results/waits-h200.json WAITS.json [...]            # parts take the place of parts
+    python benchmarks/gpu/merge.py benchmarks/results/dynamic-shapes-h200.json SHAPES.json [...]  # and lengths of a row of lengths
 
 Each row keeps the commit, date and command of its own run; rows that were not measured are left out. What the file says of versions
 and machine is the newest run's. Of timing caches, the choices for whole networks are kept, and of each problem the fastest
@@ -18,6 +20,8 @@ from typing import Any
 
 MOST = 4
 """Candidates of a problem that a timing cache keeps."""
+WAITS = ("build", "load", "call", "retune", "compare")
+"""Parts of ``waits.py``."""
 OF_A_RUN = ("commit", "date", "command", "tune_s")
 
 
@@ -58,11 +62,44 @@ def times(caches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def parts(kept: Mapping[str, Any] | None, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Runs of ``waits.py``: of each part the newest, ``runs`` says of which run; one that failed is left out."""
+    found = dict(kept or {})
+    of = {p: {k: found[k] for k in OF_A_RUN if k in found} for p in WAITS if p in found} | found.get("runs", {})
+    for run in runs:
+        new = {p: run[p] for p in WAITS if p in run and not (isinstance(run[p], dict) and "error" in run[p])}
+        found |= {k: v for k, v in run.items() if k not in WAITS} | new
+        of |= {p: {k: run[k] for k in OF_A_RUN if k in run} for p in new}
+    return {
+        **{k: v for k, v in found.items() if k not in (*WAITS, "runs")},
+        "runs": of,
+        **{p: found[p] for p in WAITS if p in found},
+    }
+
+
+def lengths(kept: Mapping[str, Any] | None, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Runs of ``dynamic_shapes.py``: of each row and length the newest."""
+    rows: dict[tuple[str, int, float], dict[str, Any]] = {}
+    for run in [*([kept] if kept else []), *runs]:
+        about = {k: run[k] for k in (*OF_A_RUN, "tuned_seconds") if k in run}
+        for row in run["rows"]:
+            if "length" in row:
+                made = {**about, **row}
+                rows[made["row"], made["length"], made.get("tuned_seconds", 0.0)] = made
+    return {**{k: v for k, v in runs[-1].items() if k != "rows"}, "rows": list(rows.values())}
+
+
 def main() -> None:
     target, *new = map(Path, sys.argv[1:])
     kept = json.loads(target.read_text(encoding="utf-8")) if target.exists() else None
     runs = [json.loads(p.read_text(encoding="utf-8")) for p in new]
-    made = times([*([kept] if kept else []), *runs]) if "entries" in runs[-1] else merged(kept, runs)
+    newest = runs[-1]
+    if "entries" in newest:
+        made = times([*([kept] if kept else []), *runs])
+    elif "rows" not in newest:
+        made = parts(kept, runs)
+    else:
+        made = lengths(kept, runs) if any("length" in row for row in newest["rows"]) else merged(kept, runs)
     target.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 
