@@ -51,7 +51,7 @@ from optdnn.runtime.program import Program, validate
 from optdnn.types import Array, dtype_name
 
 MAGIC = b"\x89OPTDNN\n"
-VERSION = (1, 4)
+VERSION = (1, 5)
 """The newest format. 1.1 added the table of GPU kernels, 1.2 profiles and plans for several shapes, 1.3 plans for
 values of inputs that say sizes, 1.4 lanes.
 

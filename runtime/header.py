@@ -91,6 +91,7 @@ def _program_to_plain(program: Program) -> dict[str, Plain]:
         **({"profiles": [_profile_to_plain(p) for p in program.profiles]} if program.profiles else {}),
         **({"dynamic": _dynamic_to_plain(program.dynamic)} if program.dynamic is not None else {}),
         **({"by_value": _by_value_to_plain(program.by_value)} if program.by_value is not None else {}),
+        **({"retained": list(program.retained)} if program.retained else {}),
     }
 
 
@@ -187,8 +188,8 @@ def from_json(value: Plain) -> Plain:
 def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
     """The program (its list of blobs still empty) and the table of its blobs. Raises EngineError.
 
-    ``minor`` is the file's: 1.1 added "kernels", 1.2 "profiles" and "dynamic", 1.3 "by_value", 1.4 "lanes"; a program is written
-    in the oldest format that holds it.
+    ``minor`` is the file's: 1.1 added "kernels", 1.2 "profiles" and "dynamic", 1.3 "by_value", 1.4 "lanes", 1.5
+    "retained"; a program is written in the oldest format that holds it.
     """
     try:
         parsed = json.loads(text)
@@ -230,6 +231,7 @@ def _program(value: Any, minor: int, escaped: bool, where: str = "the header") -
         dynamic=_dynamic(h["dynamic"], minor, escaped) if "dynamic" in optional else None,
         by_value=_by_value(h["by_value"], escaped) if "by_value" in optional else None,
         lanes=tuple(_slot(s) for s in _list(h.get("lanes", []), "lanes")),
+        retained=tuple(_size(i, "a retained buffer") for i in _list(h.get("retained", []), "retained")),
     )
 
 
@@ -343,7 +345,7 @@ def _profile(value: Any) -> Profile:
     return found
 
 
-OPTIONAL_KEYS = {"kernels": 1, "profiles": 2, "dynamic": 2, "by_value": 3, "lanes": 4}
+OPTIONAL_KEYS = {"kernels": 1, "profiles": 2, "dynamic": 2, "by_value": 3, "lanes": 4, "retained": 5}
 """Key of the header -> the minor version that added it."""
 
 

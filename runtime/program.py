@@ -160,6 +160,9 @@ class Program:
     lanes: tuple[Slot, ...] = ()
     """One for each step where independent steps may run side by side; empty: each step waits for the one before. The steps'
     own order is always one in which they can be run one by one."""
+    retained: tuple[int, ...] = ()
+    """Buffers outside of the arena, one step's alone, that keep what it leaves there from one run of a context to the next; zeros
+    before the first."""
     digests: tuple[tuple[Array, bytes], ...] = field(default=(), repr=False)
     """Arrays of a file that was read, with their SHA-256 as it was verified."""
 
@@ -221,6 +224,7 @@ def validate(program: Program) -> None:
     for spec, i in program.outputs:
         _require(written[i], f"nothing writes output {spec.name!r}")
     _check_lanes(program)
+    _check_retained(program)
     if program.dynamic is not None:
         _check_plans(program, program.dynamic)
     if program.by_value is not None:
@@ -231,6 +235,19 @@ def validate(program: Program) -> None:
             f"plans by the value of {strange[:1]}, no input of fixed shape",
         )
         _check_source(program, program.by_value.source)
+
+
+def _check_retained(program: Program) -> None:
+    """A retained buffer is an output of one step, read by nobody else, and lies in memory of its own."""
+    ports = {i for _, i in (*program.inputs, *program.outputs)}
+    _require(list(program.retained) == sorted(set(program.retained)), "the retained buffers are not in ascending order")
+    for i in program.retained:
+        _require(0 <= i < len(program.buffers), f"buffer {i}, which is retained, does not exist")
+        b = program.buffers[i]
+        own = b.blob is None and b.offset is None and b.nbytes is not None and i not in ports
+        _require(own, f"buffer {i} ({b.name!r}), which is retained, has no memory of its own")
+        users = [s.outputs.count(i) - s.inputs.count(i) for s in program.steps if i in (*s.inputs, *s.outputs)]
+        _require(users == [1], f"buffer {i} ({b.name!r}), which is retained, is not one step's alone")
 
 
 def _check_lanes(program: Program) -> None:

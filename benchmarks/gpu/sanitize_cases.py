@@ -117,6 +117,7 @@ RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
 
 from test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]  # noqa: E402
 from test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]  # noqa: E402
+from test_matmul_sm90 import NETS as STACKS  # type: ignore[import-not-found]  # noqa: E402
 from test_prologue import dense_layer, gated  # type: ignore[import-not-found]  # noqa: E402
 
 GENERAL = tuple(FAMILIES)
@@ -144,6 +145,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         **{precision: (net(Net, convolutional), precision) for precision in ("fp16", "bf16", "tf32", "fp32")},
         **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
         "stream-K": (stream_k, "fp16"),
+        **{f"stacks: {name}": (net(Net, STACKS[name]), "fp16") for name in ("with_epilogue", "transposed")},
         **{f"stem: {name}": (net(Net, STEMS[name][0]), STEMS[name][1]) for name in STEMS},
         "depthwise": (net(Net, lambda n: depthwise(n, 16, 28, 3)), "fp16"),
         "depthwise by TMA": (net(Net, lambda n: depthwise(n, 4, 56, 5)), "fp16"),

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +56,22 @@ def networks() -> dict[str, dict[str, Problem]]:
 
 
 def streamed(problem: Problem, limit: int) -> list[conv.Config]:
-    """The best predicted configurations of stream-K."""
-    device = conv_cost.h200()
-    found = []
+    """Stream-K of every tile that leaves a tenth of the multiprocessors idle, the best predicted first."""
+    device, found = conv_cost.h200(), []
     for wgm, wgn, mt in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)):
         for bn in conv_cost.WIDTHS:
-            if (
-                wgm * mt * 64 <= max(64, problem.channels)
-                and mt * bn <= conv_cost.most_sums(problem)
-                and wgn * bn >= 32
-            ):
-                found += conv_cost.streams(problem, (wgm, wgn, mt, bn), device)
+            for blocks in (2, 1):
+                plain = conv.Config(wgm, wgn, mt, bn, 2, blocks=blocks, stream=True)
+                places, tiles = device.multiprocessors * blocks, plain.joint_tiles(problem)[1]
+                if tiles > 0.9 * places * -(-tiles // places) or 8 * tiles < places or mt * bn > 320 or wgn * bn < 32:
+                    continue
+                room = (conv_cost.HALF_SHARED if blocks == 2 else 232448) - conv.shared_bytes(problem, plain)
+                config = replace(plain, stages=min(8, 2 + room // (sum(plain.tile) * problem.span)))
+                if config.stages >= 3 and conv.refuse(problem, config) is None:
+                    found.append(config)
     found.sort(key=lambda c: (conv_cost.estimate(problem, c, device), c))
-    chosen: dict[tuple[int, int], list[conv.Config]] = {}
-    for config in found:
-        same = chosen.setdefault(config.tile, [])
-        if len(same) < 1:
-            same.append(config)
-    return [c for same in chosen.values() for c in same][:limit]
+    best = {c.tile: c for c in reversed(found)}
+    return [c for c in found if best[c.tile] is c][:limit]
 
 
 def others(problem: Problem, limit: int) -> list[Any]:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
@@ -22,7 +23,7 @@ from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 _BARRIER_BYTES = 1024
 _NAME = re.compile(
     r"(?P<wgm>\d+)x(?P<wgn>\d+)m(?P<mt>\d+)n(?P<bn>\d+)s(?P<stages>\d+)(?P<end>k(?P<split>\d+)|d|o(?P<buffers>\d+))"
-    r"(?P<stationary>w?)b(?P<blocks>\d+)(?P<alternate>a?)(c(?P<channels>\d+)x(?P<pixels>\d+))?"
+    r"(?P<stationary>w?)b(?P<blocks>\d+)(?P<alternate>a?)(c(?P<channels>\d+)x(?P<pixels>\d+))?(?P<stream>t?)"
 )
 TWO_SETS = 64
 """Up to this many columns (``mt * bn``) a thread keeps two sets of sums, so that products need not wait for each other."""
@@ -116,14 +117,14 @@ class Config:
         made = cls(
             wgm, wgn, mt, bn, stages, int(found["split"] or 1), int(found["buffers"] or 1), bool(found["stationary"]),
             int(found["blocks"]), found["end"] == "d", bool(found["alternate"]),
-            (int(found["channels"] or 1), int(found["pixels"] or 1)),
+            (int(found["channels"] or 1), int(found["pixels"] or 1)), bool(found["stream"]),
         )  # fmt: skip
         return made if str(made) == name else None
 
     def joint_tiles(self, problem: Problem) -> tuple[int, int]:
         """Tiles over the channels, and in all; those of a cluster that shares are one."""
         channels = -(-problem.channels // (self.tile[0] * self.share[0]))
-        return channels, channels * -(-problem.pixels // (self.tile[1] * self.share[1]))
+        return channels, problem.count * channels * -(-problem.pixels // (self.tile[1] * self.share[1]))
 
 
 SHARES = ((1, 1), (2, 1), (1, 2))
@@ -208,6 +209,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
         return "tiles of 8-bit operands that load together, or are cut by stream-K, have not been measured"
     if config.sharers > 1 and (reason := _refuse_sharing(config)):
         return reason
+    if problem.stack and (config.stationary or config.stores_directly or config.sharers > 1 or problem.prologue):
+        return "weights of a stack are another tensor, and results are stored by TMA"
     if config.stream and (reason := _refuse_streaming(problem, config)):
         return reason
     if config.wide and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
@@ -243,7 +246,8 @@ def _refuse_sharing(config: Config) -> str | None:
 
 
 LEAST_SPAN = 2
-"""K steps that a block of stream-K takes at least."""
+"""K steps that a block of stream-K takes at least; and a tile is cut into about as many spans as they are long, since its owner
+adds them up one by one."""
 
 
 def _refuse_streaming(problem: Problem, config: Config) -> str | None:
@@ -274,6 +278,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "ALTERNATE": int(config.alternate), "SHARE_CHANNELS": config.share[0], "SHARE_PIXELS": config.share[1],
         "STREAM": int(config.stream), "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
         "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated),
+        "BATCHED": int(problem.stack is not None), "ACROSS": int(problem.across),
     }  # fmt: skip
     return Recipe(
         "conv_sm90.cu", arch, {"generated.cuh": generated(problem, defines, config.bn)}, options(problem, checked)
@@ -292,7 +297,13 @@ def generated(problem: Problem, tile: Mapping[str, int], columns: int) -> str:
     if problem.item == 1:
         stages = render.runtime_epilogue(problem.epilogue, problem.out_dtype in ("int8", "uint8"))
     before = [render.prologue(problem.prologue)] if problem.prologue else []
-    parts = [render.constants({**tile, **types}), *before, stages, render.wgmma(columns, problem.dtype), ""]
+    parts = [
+        render.constants({**tile, **types}),
+        *before,
+        stages,
+        render.wgmma(columns, problem.dtype, across=problem.across),
+        "",
+    ]
     return "\n".join(parts)
 
 
@@ -312,7 +323,8 @@ def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
     if config.stores_directly:
         return tiles * config.split
     if config.stream:
-        return min(device.multiprocessors * config.blocks, tiles * problem.k_steps // LEAST_SPAN)
+        spans = tiles * max(1, min(problem.k_steps // LEAST_SPAN, 1 + math.isqrt(problem.k_steps)))
+        return min(device.multiprocessors * config.blocks, spans)
     if config.sharers > 1:
         return min(tiles, device.multiprocessors // config.sharers) * config.sharers
     resident = device.multiprocessors * max(
@@ -380,12 +392,18 @@ def bind(
     maps.append(encode_tiled(dtype, pointers.output, shape, strides, box, problem.out_span))
     maps.append(encode_tiled(dtype, pointers.residual or pointers.output, shape, strides, box, problem.out_span))
     params = parameters(problem, pointers, maps, requantize)
-    params.channel_tiles, params.tiles = config.joint_tiles(problem)
+    count_tiles(params, problem, config)
     params.reverse = int(reverse)
     return Launch(
         function, (grid_blocks(problem, config, device), 1, 1), config.threads + problem.helpers, [raw_bytes(params)],
         shared=shared_bytes(problem, config), cluster=config.cluster, dependent=dependent, label=label or str(config),
     )  # fmt: skip
+
+
+def count_tiles(params: Any, problem: Problem, config: Config) -> None:
+    """The tile counts of the parameter block."""
+    params.channel_tiles, params.tiles = config.joint_tiles(problem)
+    params.batch_tiles, params.inner_batches = params.tiles // problem.count, (problem.stack or (1, 1))[0]
 
 
 def load(

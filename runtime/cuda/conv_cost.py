@@ -37,8 +37,8 @@ STAGE_ISSUE = {
     "softplus": 16.0,
     "elu": 6.0,
 }
-PROPOSE_STREAM_K = False  # whether stream-K is among the candidates: not before it is measured
-SEND, RECEIVE = 48.0, 100.0  # bytes of sums per cycle that a block of stream-K sends to L2, and takes from it
+EXCHANGE = 2500  # cycles from a block's last product to the first sums of it that another one has
+SEND, RECEIVE = 24.0, 56.0  # bytes of sums per cycle that a block of stream-K sends to L2, and takes from it
 EXPONENTIAL = frozenset({"silu", "sigmoid", "elu", "softplus"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
@@ -145,30 +145,32 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
 
 
 def _streamed(problem: Problem, config: Config, device: Device, step: float, later: float, epilogue: float) -> float:
-    """Cycles of a block's span: its share of the tiles, one epilogue more than that hides, and sums sent and received."""
+    """Cycles of a block's span: its share of the tiles, and the sums that it sends and adds up."""
     tiles, blocks = config.joint_tiles(problem)[1], grid_blocks(problem, config, device)
     share, resident = tiles / blocks, -(-blocks // device.multiprocessors)
     sums = math.prod(config.tile) * 4
     exchange = 0.0
-    if tiles % blocks or share < 1:
+    if tiles % blocks:
         senders = max(1, math.ceil(1 / share) - 1)
-        exchange = 1000 + sums / SEND + senders * (300 + sums / RECEIVE)
+        exchange = EXCHANGE + sums / SEND + senders * (300 + sums / RECEIVE)
     steps = -(-tiles * problem.k_steps // blocks)
     return resident * (max(steps * step, share * later) + exchange) + epilogue
 
 
 def streams(problem: Problem, tile: tuple[int, int, int, int], device: Device) -> Iterator[Config]:
-    """Stream-K of one tile, where whole tiles would leave multiprocessors idle for more than a tenth of the time."""
+    """Stream-K of one tile of a stack of products, where their tiles leave half of the multiprocessors idle.
+
+    Elsewhere other tiles fill the machine, and clusters that split K exchange their sums in a third of the time: of 63 layers and
+    products none was faster by stream-K (``benchmarks/gpu/NOTES.md``).
+    """
     wgm, wgn, mt, bn = tile
-    for blocks in (2, 1):
-        plain = Config(wgm, wgn, mt, bn, 2, blocks=blocks, stream=True)
-        tiles, places = plain.joint_tiles(problem)[1], device.multiprocessors * blocks
-        if tiles > 6 * places or tiles > 0.9 * places * -(-tiles // places) or 8 * tiles < places:
-            continue
-        room = (HALF_SHARED if blocks == 2 else device.shared_per_block) - shared_bytes(problem, plain)
-        config = replace(plain, stages=min(8, 2 + room // (sum(plain.tile) * problem.span)))
-        if config.stages >= 3 and refuse(problem, config, shared=device.shared_per_block) is None:
-            yield config
+    plain = Config(wgm, wgn, mt, bn, 2, stream=True)
+    if not problem.stack or problem.k_steps < 8 or 2 * plain.joint_tiles(problem)[1] > device.multiprocessors:
+        return
+    room = device.shared_per_block - shared_bytes(problem, plain)
+    config = replace(plain, stages=min(8, 2 + room // (sum(plain.tile) * problem.span)))
+    if refuse(problem, config, shared=device.shared_per_block) is None:
+        yield config
 
 
 def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, device: Device) -> Iterator[Config]:
@@ -176,7 +178,7 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
     wgm, wgn, mt, bn = tile
     steps = -(-problem.k_steps // split)
     channel_tiles = -(-problem.channels // (wgm * mt * 64))
-    tiles = channel_tiles * -(-problem.pixels // (wgn * bn))
+    tiles = problem.count * channel_tiles * -(-problem.pixels // (wgn * bn))
     many = tiles > 2 * device.multiprocessors
     small = split == 1 and tiles <= 2 * device.multiprocessors and mt * bn <= 128
     for blocks, limit in ((2, HALF_SHARED), (1, device.shared_per_block)):
@@ -230,10 +232,10 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: boo
         for bn in WIDTHS:
             if mt * bn > most_sums(problem) or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
                 continue
-            tiles = -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
+            tiles = problem.count * -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
             for config in large(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
-            for config in streams(problem, (wgm, wgn, mt, bn), device) if PROPOSE_STREAM_K else ():
+            for config in streams(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
             for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
                 if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):

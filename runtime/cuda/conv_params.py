@@ -97,6 +97,7 @@ class _Params(ctypes.Structure):
         *[(name, ctypes.c_int) for name in ("gate_pitch", "image_pixels", "images", "gate_channels")],
         ("partial", ctypes.c_void_p), ("arrived", ctypes.c_void_p),
         ("ahead", _Ahead * 2),
+        ("batch_tiles", ctypes.c_int), ("inner_batches", ctypes.c_int),
     ]  # fmt: skip
 
 

@@ -104,6 +104,10 @@ class Problem:
     """Whether channels are blocks of pixels, which go to their places in a larger image (``kernels/conv_scatter.cuh``)."""
     pooled: bool = False
     """Whether only the largest result of each 2 x 2 pixels is stored (max pooling with stride 2, without padding)."""
+    stack: tuple[int, int] | None = None
+    """A stack of products, inner times outer of them, each of ``batch`` rows and with weights of its own, another tensor."""
+    across: bool = False
+    """Whether rows of those weights are K, not channels."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
@@ -116,6 +120,10 @@ class Problem:
             raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
         if self.item == 4 and self.out_dtype != "float32":
             raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
+        if self.stack and (self.item != 2 or self.out_item != 2 or len(self.sources) > 1 or self.out_size != (1, 1)):
+            raise InternalError("a stack is of products of 16-bit matrices")
+        if self.across and not self.stack:
+            raise InternalError("packed weights lie along K")
         if self.prologue and (self.item != 2 or [s.mode for s in self.sources] != [ROWS]):
             raise InternalError("a prologue is for 16-bit pixels that are read once each")
 
@@ -123,6 +131,11 @@ class Problem:
     def gated(self) -> bool:
         """Whether the prologue reads a factor per image and channel."""
         return any(stage[0] == "gate" for stage in self.prologue)
+
+    @property
+    def count(self) -> int:
+        """Products of the stack; 1 where there is none."""
+        return math.prod(self.stack or (1,))
 
     @property
     def helpers(self) -> int:
@@ -156,7 +169,7 @@ class Problem:
 
     @cached_property
     def pixels(self) -> int:
-        """Output pixels over the batch, before they are pooled."""
+        """Output pixels over the batch, before they are pooled; of one product of a stack."""
         return self.batch * math.prod(self.out_size)
 
     @cached_property
@@ -168,6 +181,8 @@ class Problem:
     @cached_property
     def block(self) -> int:
         """BK: channels per K step."""
+        if self.stack:
+            return 128 // self.item
         widest = max(source.channels for source in self.sources) * self.item
         return (32 if widest <= 32 else 64 if widest <= 64 else 128) // self.item
 
@@ -193,7 +208,9 @@ class Problem:
     @cached_property
     def flops(self) -> int:
         """Multiply-adds counted as two, without padding."""
-        return 2 * self.pixels * self.channels * sum(math.prod(s.kernel) * s.channels for s in self.sources)
+        return (
+            2 * self.count * self.pixels * self.channels * sum(math.prod(s.kernel) * s.channels for s in self.sources)
+        )
 
     @cached_property
     def bytes(self) -> int:
@@ -203,4 +220,4 @@ class Problem:
         weights = self.k_steps * self.block * self.channels
         written = self.batch * math.prod(self.stored_size) * self.channels * self.out_item
         written += self.pixels * self.channels * self.out_item if self.residual else 0
-        return self.item * (read + weights) + written
+        return self.count * (self.item * (read + weights) + written)

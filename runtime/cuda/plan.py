@@ -8,8 +8,6 @@ A step's params are a table with
     one parameter block, in hexadecimal) and ``relocations``: what the runner writes into the block once addresses are known.
 ``call`` (in place of ``launch``)
     A call of a vendor's library: see :mod:`optdnn.runtime.cuda.calls`.
-``kept`` (may be absent)
-    Numbers of those outputs that are the launch's own between runs: zeros at first, outside of the arena.
 ``tactic`` (may be absent)
     The tactic that made the step, and its configuration: shown, not read.
 ``op``, ``reads``, ``writes``
@@ -149,8 +147,6 @@ class CudaStep:
     label: str = field(default="", compare=False)
     tactic: str = field(default="", compare=False)
     """Which tactic made it, and its configuration."""
-    kept: tuple[int, ...] = ()
-    """Operands that keep what a launch leaves there until the next one; zeros before the first."""
 
     def to_params(self) -> dict[str, Plain]:
         m = self.meaning
@@ -159,7 +155,6 @@ class CudaStep:
             "op": {"kind": m.kind, "attrs": dict(m.attrs)},
             "reads": [None if v is None else v.to_plain() for v in m.reads],
             "writes": [None if v is None else v.to_plain() for v in m.writes],
-            **({"kept": list(self.kept)} if self.kept else {}),
             **({"tactic": self.tactic} if self.tactic else {}),
         }
 
@@ -175,7 +170,7 @@ def parse(step: Step, program: Program) -> CudaStep:
     try:
         p = step.params
         doing = "call" if "call" in p else "launch"
-        _need(set(p) - {"tactic", "kept"} == {doing, "op", "reads", "writes"}, "has other parts than it should")
+        _need(set(p) - {"tactic"} == {doing, "op", "reads", "writes"}, "has other parts than it should")
         tactic = p.get("tactic", "")
         _need(isinstance(tactic, str), "has a tactic that is no name")
         kind, attrs = p["op"]["kind"], p["op"]["attrs"]
@@ -189,11 +184,6 @@ def parse(step: Step, program: Program) -> CudaStep:
         reads = tuple(_view(v, sizes) for v in p["reads"])
         writes = tuple(_view(v, sizes) for v in p["writes"])
         _need(all(v is None or v.operand >= n for v in writes), "writes one of its inputs")
-        kept = tuple(map(_int, p.get("kept", ())))
-        _need(all(n <= i < len(operands) for i in kept), "keeps what it does not write")
-        _need(all(program.buffers[operands[i]].offset is None for i in kept), "keeps a part of the arena")
-        used = {v.operand for v in (*reads, *writes) if v is not None}
-        _need(used.isdisjoint(kept), "keeps one of its operands")
         launch: LaunchPlan | LibraryCall
         if doing == "call":
             launch = parse_call(p["call"], [n * item for n, item in sizes])
@@ -205,7 +195,7 @@ def parse(step: Step, program: Program) -> CudaStep:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(f"a cuda step is malformed: {type(error).__name__}: {error}") from error
     label = ", ".join(step.src[:3]) or kind
-    return CudaStep(launch, Meaning(kind, attrs, reads, writes), label, tactic, kept)
+    return CudaStep(launch, Meaning(kind, attrs, reads, writes), label, tactic)
 
 
 def _elements(program: Program, buffer: int) -> tuple[int, int]:

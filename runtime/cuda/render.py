@@ -144,9 +144,9 @@ def wgmma_columns(columns: int, dtype: str) -> bool:
     return WGMMA_KINDS[dtype][1] != "s32" or columns <= 32 or columns % 16 == 0
 
 
-def wgmma(columns: int, dtype: str) -> str:
+def wgmma(columns: int, dtype: str, *, across: bool = False) -> str:
     """CUDA source of ``wgmma_step(Acc (&d)[columns / 2], u64 a, u64 b, int accumulate)``: m64 n``columns``, 32 bytes of k, both
-    operands K-major in shared memory; Acc is float, int for integers (PTX ISA, "wgmma.mma_async")."""
+    operands in shared memory, K-major (``across``: a MN-major); Acc is float, int for integers (PTX ISA, "wgmma.mma_async")."""
     if not wgmma_columns(columns, dtype):
         raise InternalError(f"wgmma has no tile of {columns} columns of {dtype}")
     kinds, sums = WGMMA_KINDS[dtype]
@@ -154,9 +154,8 @@ def wgmma(columns: int, dtype: str) -> str:
     registers = ", ".join(f"%{i}" for i in range(count))
     acc, letter = ("int", "r") if sums == "s32" else ("float", "f")
     outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
-    tail = {"float16": ", 1, 1, 0, 0", "bfloat16": ", 1, 1, 0, 0", "float8_e4m3fn": ", 1, 1", "tfloat32": ", 1, 1"}.get(
-        dtype, ""
-    )
+    turned = f", 1, 1, {int(across)}, 0"
+    tail = {"float16": turned, "bfloat16": turned, "float8_e4m3fn": ", 1, 1", "tfloat32": ", 1, 1"}.get(dtype, "")
     return f"""DEVICE void wgmma_step({acc} (&d)[{count}], u64 a, u64 b, int accumulate) {{
     asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "
         "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{sums}.{kinds} {{{registers}}}, %{count}, %{count + 1}, p{tail};}}"

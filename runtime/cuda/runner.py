@@ -120,9 +120,8 @@ class CudaContext:
         for i, b in enumerate(p.buffers):
             if b.blob is None and i not in runner.on_host and (i in outside or b.offset is None):
                 self._own[i] = DeviceMemory(b.nbytes or 0, f"buffer {b.name!r}")
-        for step, parsed in zip(p.steps, runner.steps, strict=True):
-            for i in parsed.kept if isinstance(parsed, CudaStep) else ():
-                self._own[(*step.inputs, *step.outputs)[i]].clear()
+        for i in p.retained:
+            self._own[i].clear()
         moved = {s.host for s in runner.steps if isinstance(s, CopyPlan)}
         self._host = {
             i: PinnedMemory(p.buffers[i].nbytes or 0) for i in sorted(outside | moved) if p.buffers[i].blob is None

@@ -26,7 +26,7 @@ def golden_program(minor: int) -> Program:
     """A small convolutional classifier: fused stages, bf16 weights, int64 constants, a symbolic batch, special floats.
 
     From 1.1 on, GPU kernels as well; from 1.2 on, profiles; from 1.3 on, an input that says sizes; from
-    1.4 on, lanes.
+    1.4 on, lanes; from 1.5 on, a buffer that is retained.
     """
     rng = np.random.default_rng(2025)
 
@@ -79,6 +79,7 @@ def golden_program(minor: int) -> Program:
             *(Buffer(f"constant {i}", b.dtype, b.shape, blob=i) for i, b in enumerate(blobs[:5])),
             *(Buffer(*entry) for entry in intermediates),
             *(Buffer(spec.name, spec.dtype, spec.shape) for spec, _ in sizes),
+            *([Buffer("retained", BF16, (4,))] if minor >= 5 else []),
         ),
         steps=(
             reference_step("Conv", conv, (0, 1, 2, 3), (6,), ("/stem/conv", "/stem/scale", "/stem/act")),
@@ -88,6 +89,7 @@ def golden_program(minor: int) -> Program:
             reference_step("MatMul", {}, (9, 5), (10,), ("/head",)),
             reference_step("Cast", {"to": FP32}, (10,), (11,)),
             reference_step("Softmax", {"axis": -1}, (11,), (12,), ("/softmax",)),
+            *([reference_step("Cast", {"to": BF16}, (2,), (14,))] if minor >= 5 else []),
         ),
         blobs=blobs,
         requires=("package:numpy>=1.0",),
@@ -96,7 +98,8 @@ def golden_program(minor: int) -> Program:
         by_value=by_value,
         profiles=({"n": DimRange(1, 2, 4)}, {"n": DimRange(8, 8, 8)}) if minor >= 2 else (),
         # The features' way out beside nothing else: what an older reader would have to refuse.
-        lanes=LANES if minor >= 4 else (),
+        lanes=(*LANES, Slot(0)) if minor >= 5 else LANES if minor >= 4 else (),
+        retained=(14,) if minor >= 5 else (),
     )
 
 

@@ -62,5 +62,6 @@ def test_the_writer_still_writes_it_byte_for_byte(minor: int) -> None:
         "profiles",
         "by_value",
         "lanes",
+        "retained",
     ):
         assert getattr(made, name) == getattr(kept, name)

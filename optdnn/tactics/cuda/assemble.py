@@ -19,9 +19,12 @@ ALIGNMENT = 256
 def placed(program: Program) -> Program:
     """The program with its arena."""
     before = earlier(program) if program.lanes else None
-    kept = {(*s.inputs, *s.outputs)[i] for s in program.steps for i in s.params.get("kept", ())}
     program, plan = place_buffers(
-        program, ALIGNMENT, partial(overwritable, program), outside=kept.union(host_buffers(program)), before=before
+        program,
+        ALIGNMENT,
+        partial(overwritable, program),
+        outside=host_buffers(program).union(program.retained),
+        before=before,
     )
     program.meta["memory"] = {"arena_bytes": plan.arena_bytes, "live_bytes": plan.live_bytes}
     return program
@@ -92,6 +95,7 @@ def compact(program: Program) -> Program:
         steps=tuple(map(step, program.steps)),
         blobs=[program.blobs[i] for i in old_blobs],
         kernels=tuple(program.kernels[i] for i in used),
+        retained=tuple(buffer[i] for i in program.retained if i in named),
     )
 
 

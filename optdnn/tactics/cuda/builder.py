@@ -176,6 +176,8 @@ class Builder:
     _copies: dict[tuple[Placed, tuple[int, ...]], Placed] = field(default_factory=dict)
     kept: Kept = field(default_factory=Kept)
     """Constants, which other builders may share."""
+    retained: list[int] = field(default_factory=list)
+    """Buffers that keep what their step leaves there (:attr:`optdnn.runtime.program.Program.retained`)."""
     offered: list[Any] = field(default_factory=list)
     """The configurations (:class:`optdnn.tactics.cuda.tactic.Offer`) of the launch that was added last, where it had a choice."""
 
@@ -187,7 +189,9 @@ class Builder:
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """What is added in a ``with`` block of this is taken back at its end."""
-        lists = {name: len(getattr(self, name)) for name in ("buffers", "steps", "blobs", "kernels", "recipes")}
+        lists = {
+            name: len(getattr(self, name)) for name in ("buffers", "steps", "blobs", "kernels", "recipes", "retained")
+        }
         tables = {name: dict(getattr(self, name)) for name in _TABLES}
         self.offered = []
         try:
@@ -295,7 +299,7 @@ class Builder:
     ) -> None:
         """Add a launch. ``kind``, ``attrs`` (as the reference kernel takes them), ``reads`` and ``writes`` are its meaning.
 
-        ``scratch`` is memory that it alone uses; ``kept`` too, which is zeros at first and as the last launch left it from then on."""
+        ``scratch`` is memory that it alone uses; ``kept`` too, which is zeros at first and as the last run left it from then on."""
         maps = tuple(maps)
         written = list(dict.fromkeys(w.buffer for w in (*writes, *scratch, *kept) if w is not None))
         touched = [*(r for r in reads if r is not None), *(p for _, p in block.addresses), *(m.placed for m in maps)]
@@ -320,7 +324,8 @@ class Builder:
             tuple(None if r is None else View(order[r.buffer], r.offset, r.shape, r.strides) for r in reads),
             tuple(None if w is None else View(number[w.buffer], w.offset, w.shape, w.strides) for w in writes),
         )
-        step = CudaStep(launch, meaning, kept=tuple(number[p.buffer] for p in kept))
+        self.retained += [p.buffer for p in kept]
+        step = CudaStep(launch, meaning)
         self.steps.append(Step("cuda", step.to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src))))
 
     def call(
@@ -359,6 +364,7 @@ class Builder:
         return Program(
             target=target, precision=precision, inputs=tuple(inputs), outputs=tuple(outputs), buffers=tuple(self.buffers),
             steps=tuple(self.steps), blobs=self.blobs, meta=meta, kernels=tuple(self.kernels),
+            retained=tuple(self.retained),
         )  # fmt: skip
 
 

@@ -147,7 +147,10 @@ def ranked(problem: conv_problem.Problem, dense: bool) -> tuple[Offer, ...]:
             :1
         ]  # where tiles are small; such are dense, or stored through shared memory
     offers = [Offer(c, cost(problem, c), row_invariant=exact or in_one_order(c)) for c in found]
-    return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
+    offers.sort(key=lambda o: o.seconds or 0.0)
+    # Stream-K is taken where it was measured: what is taken unmeasured is the best of the others.
+    first = next((o for o in offers if not isinstance(o.config, hopper.Config) or not o.config.stream), None)
+    return tuple(offers) if first is None else (first, *(o for o in offers if o is not first))
 
 
 def is_exact(problem: conv_problem.Problem) -> bool:
@@ -317,22 +320,39 @@ def launch(
             _rows_map(384, out, pitch, rows, problem, config),
             _rows_map(512, second, second_pitch, rows, problem, config),
         ]
-        recipe, function = hopper.recipe(problem, config, b.arch), "conv_sm90"
-        shared, blocks = hopper.shared_bytes(problem, config), hopper.grid_blocks(problem, config, h200())
-        (channel_tiles, tiles), cluster = config.joint_tiles(problem), config.cluster
     else:
         maps = _patch_maps(problem, config, feeds[0], operands.weights)
         box, span = (64, config.tile_w, config.tile_h), problem.out_span  # of what is pooled, no box is stored
         results = [_image_map(384, out, rows, pitch, box, span), _image_map(512, second, rows, second_pitch, box, span)]
+    if operands.scatter is not None:  # nothing is stored by TMA: that these are maps of anything is enough
+        results = [replace(maps[0], at=384), replace(maps[0], at=512)]
+    launch_on(b, op, problem, config, [*maps, *results], operands, meaning, requantize)
+
+
+def launch_on(
+    b: Builder,
+    op: Op,
+    problem: conv_problem.Problem,
+    config: Config,
+    maps: Sequence[MapSpec],
+    operands: Operands,
+    meaning: tuple[str, dict[str, Any], Sequence[Placed | None]],
+    requantize: conv_params.Requantize | None = None,
+) -> None:
+    """The same, by its five tensor maps."""
+    out = operands.out
+    if isinstance(config, hopper.Config):
+        recipe, function = hopper.recipe(problem, config, b.arch), "conv_sm90"
+        shared, blocks = hopper.shared_bytes(problem, config), hopper.grid_blocks(problem, config, h200())
+        (channel_tiles, tiles), cluster = config.joint_tiles(problem), config.cluster
+    else:
         recipe, function = patch.recipe(problem, config, b.arch), "conv_patch_sm90"
         shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, h200())
         (channel_tiles, tiles), cluster = patch.tiles(problem, config), config.split
     params = conv_params.parameters(problem, conv_params.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5, requantize)
     params.channel_tiles, params.tiles = channel_tiles, tiles
-    if operands.scatter is None:
-        maps += results
-    else:  # nothing is stored by TMA: that these are maps of anything is enough
-        maps += [replace(maps[0], at=384), replace(maps[0], at=512)]
+    params.batch_tiles, params.inner_batches = tiles // problem.count, (problem.stack or (1, 1))[0]
+    if operands.scatter is not None:
         conv_params.put_scatter(params, operands.scatter)
     before = operands.before
     if before is not None and before.gate is not None:

@@ -25,6 +25,7 @@ from optdnn.tactics.cuda.gemv import Gemv
 from optdnn.tactics.cuda.group_norm import HalfGroupNorm
 from optdnn.tactics.cuda.libraries import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
 from optdnn.tactics.cuda.matmul import TiledMatMul
+from optdnn.tactics.cuda.matmul_sm90 import HopperMatMul
 from optdnn.tactics.cuda.max_pool import TiledMaxPool
 from optdnn.tactics.cuda.numeric import NUMERIC, Numeric
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
@@ -64,6 +65,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),
+        HopperMatMul(),
         TiledMatMul(),
         CublasLtGemm(),
         CublasLtBatched(),

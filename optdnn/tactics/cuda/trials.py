@@ -84,7 +84,7 @@ def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
         program = Program(
             target=f"cuda:{b.arch}", precision="", inputs=tuple(_port(b, i) for i in read),
             outputs=tuple(_port(b, i) for i in sorted(results & written)), buffers=tuple(b.buffers), steps=steps,
-            blobs=list(b.blobs), kernels=tuple(b.kernels),
+            blobs=list(b.blobs), kernels=tuple(b.kernels), retained=tuple(b.retained),
         )  # fmt: skip
     return Trial(choice, tactic.provider, None if offer is None else offer.seconds, placed(compact(program)))
 

@@ -27,6 +27,7 @@ struct Params {
     u8* partial;
     u32* arrived;
     Ahead ahead[2];
+    int batch_tiles, inner_batches;                // of a stack of products
 };
 
 constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile, and (but of fp32) its swizzle's span

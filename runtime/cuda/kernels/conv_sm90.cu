@@ -18,10 +18,13 @@
 // STREAM (stream-K): each block takes an equal span of all the tiles' K steps, so no multiprocessor idles in a last wave. A tile that spans
 // share is finished by the one that has its first K steps: see conv_stream.cuh.
 //
+// BATCHED: a stack of products, each with weights of its own, which are another tensor: tensor maps have two more axes, and a tile is one of
+// one product. ACROSS: its rows are K (wgmma's MN-major operand).
+//
 // PROLOGUE: one more warpgroup applies stages to the pixels of each K step where TMA has left them, before they are multiplied.
 //
 // generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS, ALTERNATE,
-// SHARE_CHANNELS, SHARE_PIXELS, STREAM), the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL, PROLOGUE, GATED, prologue(),
+// SHARE_CHANNELS, SHARE_PIXELS, STREAM), BATCHED, ACROSS, the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL, PROLOGUE, GATED, prologue(),
 // wgmma_step() and epilogue().
 #include "conv_common.cuh"
 
@@ -45,6 +48,12 @@ constexpr u32 BARRIER_BYTES = 1024;
 constexpr int PIXEL_PART = BN / SHARE_CHANNELS, WEIGHT_PART = TILE_CHANNELS / SHARE_PIXELS;
 constexpr int PEERS = SHARE_CHANNELS + SHARE_PIXELS - 1;   // blocks that load what this one multiplies, itself among them
 using Direct = DirectStore<MT, BN, SPLIT>;
+// Lanes of a warp that hand a stage back. One does, behind the others' reads; but racecheck sees each thread's own arrivals alone.
+#ifdef RACECHECK
+constexpr int RELEASERS = SHARERS == 1 ? 32 : 1;
+#else
+constexpr int RELEASERS = 1;
+#endif
 
 struct Cursor {                                    // where in K the producer is
     int source, block, tap_w, tap_h;
@@ -77,9 +86,24 @@ DEVICE void advance(Cursor& at, const Params& p) {
 DEVICE int channel_rank(int sharer) { return sharer % SHARE_CHANNELS; }
 DEVICE int pixel_rank(int sharer) { return sharer / SHARE_CHANNELS; }
 
+struct Batch {                                     // which product of a stack
+    int inner, outer;
+};
+
+DEVICE Batch batch_at(const Params& p, int tile) {
+    if (!BATCHED) return {0, 0};
+    const int index = tile / p.batch_tiles;
+    return {index % p.inner_batches, index / p.inner_batches};
+}
+
+DEVICE void load_rows(u32 target, const TensorMap* map, u32 barrier, int x, int y, const Batch& batch) {
+    if (BATCHED) tma_load_4d(target, map, barrier, x, y, batch.inner, batch.outer);
+    else tma_load_2d(target, map, barrier, x, y);
+}
+
 template <int MODE>
 DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Source& s, const Cursor& at, int sharer, int first, int n, int h,
-                        int w) {
+                        int w, const Batch& batch) {
     const int c = at.block * BK, x = w * s.stride_w - s.pad_w, y = h * s.stride_h - s.pad_h;
     const u16 tap_w = u16(at.tap_w * s.dilation_w), tap_h = u16(at.tap_h * s.dilation_h);
     if (SHARE_CHANNELS > 1) {                      // the blocks of the other channels multiply the same pixels
@@ -88,28 +112,33 @@ DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Sou
         if (MODE == 0) tma_multicast_2d(target, map, barrier, c, first, to);
         else tma_multicast_im2col(target, map, barrier, c, x, y, n, tap_w, tap_h, to);
     } else {
-        if (MODE == 0) tma_load_2d(target, map, barrier, c, first);
+        if (MODE == 0) load_rows(target, map, barrier, c, first, batch);
         else tma_load_im2col(target, map, barrier, c, x, y, n, tap_w, tap_h);
     }
 }
 
-DEVICE void load_weights(const Params& p, u32 target, u32 barrier, int sharer, int k, int channel) {
+DEVICE void load_weights(const Params& p, u32 target, u32 barrier, int sharer, int k, int channel, const Batch& batch) {
     if (SHARE_PIXELS > 1) {                        // the blocks of the other pixels multiply the same weights
         u32 to = 0;
         #pragma unroll
         for (int i = 0; i < SHARE_PIXELS; i++) to |= 1u << (i * SHARE_CHANNELS);
         const int part = pixel_rank(sharer) * WEIGHT_PART;
         tma_multicast_2d(target + part * SPAN, &p.weights, barrier, k * BK, channel + part, u16(to << channel_rank(sharer)));
+    } else if (ACROSS) {
+        #pragma unroll
+        for (int i = 0; i < TILE_CHANNELS / 64; i++)
+            load_rows(target + i * 64 * SPAN, &p.weights, barrier, channel + i * 64, k * BK, batch);
     } else {
-        tma_load_2d(target, &p.weights, barrier, k * BK, channel);
+        load_rows(target, &p.weights, barrier, k * BK, channel, batch);
     }
 }
 
 // p.tiles and p.channel_tiles count what a cluster of sharers takes at once.
 DEVICE void tile_at(const Params& p, int tile, int sharer, int& channel, int& pixel) {
+    if (BATCHED) tile %= p.batch_tiles;
     channel = ((tile % p.channel_tiles) * SHARE_CHANNELS + channel_rank(sharer)) * TILE_CHANNELS;
     int index = tile / p.channel_tiles;
-    if (p.reverse) index = p.tiles / p.channel_tiles - 1 - index;
+    if (p.reverse) index = (BATCHED ? p.batch_tiles : p.tiles) / p.channel_tiles - 1 - index;
     pixel = (index * SHARE_PIXELS + pixel_rank(sharer)) * TILE_PIXELS;
 }
 
@@ -123,22 +152,25 @@ constexpr int SETS = MT * BN <= 64 && SPAN >= 64 ? 2 : 1;
 // One K step: weights [64 * MT][BK] x pixels [BN][BK]; products over 32 bytes of K go to the sets of sums in turn.
 DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int k) {
     const u64 b = wgmma_descriptor<SPAN>(pixels);
+    constexpr int NEXT = ACROSS ? SPAN : 2;        // of K, in a descriptor's 16 bytes
     #pragma unroll
     for (int step = 0; step < SPAN / 32; step++) {
         #pragma unroll
         for (int m = 0; m < MT; m++)
-            wgmma_step(acc[step % SETS][m], wgmma_descriptor<SPAN>(weights + m * 64 * SPAN) + 2 * step, b + 2 * step, (k | (step / SETS)) != 0);
+            wgmma_step(acc[step % SETS][m], wgmma_descriptor<SPAN>(weights + m * 64 * SPAN) + NEXT * step, b + 2 * step, (k | (step / SETS)) != 0);
     }
 }
 
 struct Place {                                     // a tile, as the producer needs it
     int channel, pixel, n[WGN], h[WGN], w[WGN];
+    Batch batch;
     Cursor at;
 };
 
 DEVICE Place place(const Params& p, int tile, int sharer, int k_begin) {
     Place to;
     tile_at(p, tile, sharer, to.channel, to.pixel);
+    to.batch = batch_at(p, tile);
     to.pixel += channel_rank(sharer) * PIXEL_PART;
     #pragma unroll
     for (int i = 0; i < WGN; i++) {
@@ -155,9 +187,9 @@ DEVICE void load_stage(const Params& p, Place& to, int sharer, u32 target, u32 b
     #pragma unroll
     for (int i = 0; i < WGN; i++) {
         if (MODE1 >= 0 && to.at.source)
-            load_pixels<MODE1>(target + i * PIXEL_BYTES, &p.pixels1, barrier, p.source[1], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i]);
+            load_pixels<MODE1>(target + i * PIXEL_BYTES, &p.pixels1, barrier, p.source[1], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i], to.batch);
         else
-            load_pixels<MODE0>(target + i * PIXEL_BYTES, &p.pixels0, barrier, p.source[0], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i]);
+            load_pixels<MODE0>(target + i * PIXEL_BYTES, &p.pixels0, barrier, p.source[0], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i], to.batch);
     }
     advance(to.at, p);
 }
@@ -268,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         if (MODE1 >= 0) tma_prefetch(&p.pixels1);
         for (int i = 0; i < STAGES; i++) {
             barrier_init(full + 8 * i, 1);
-            barrier_init(empty + 8 * i, TILE_GROUPS * 4 * PEERS);
+            barrier_init(empty + 8 * i, TILE_GROUPS * 4 * PEERS * RELEASERS);
             if (PROLOGUE) barrier_init(changed + 8 * i, 1);
         }
         barrier_init(weights_full, 1);
@@ -294,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     if (warp == CONSUMERS / 32) {
         if (elect_one()) {
             Place to = place(p, first_tile, sharer, k_begin);
-            // Weights first: they depend on no other kernel.
+            if (BATCHED) grid_dependency_wait();   // else weights come first: they depend on no other kernel
             const int primed = k_count < STAGES ? k_count : STAGES;
             if (WEIGHTS_STATIONARY) {
                 barrier_expect(weights_full, k_count * WEIGHT_BYTES);
@@ -304,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             for (int k = 0; k < primed; k++) {
                 barrier_expect(full + 8 * k, STAGE_BYTES);
                 if (!WEIGHTS_STATIONARY)
-                    load_weights(p, ring + k * STAGE_BYTES + WGN * PIXEL_BYTES, full + 8 * k, sharer, k_begin + k, to.channel);
+                    load_weights(p, ring + k * STAGE_BYTES + WGN * PIXEL_BYTES, full + 8 * k, sharer, k_begin + k, to.channel, to.batch);
             }
             mark(0);
             grid_dependency_wait();
@@ -328,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                     await_stage();
                     barrier_expect(barrier, STAGE_BYTES);
                     if (!WEIGHTS_STATIONARY)
-                        load_weights(p, target + WGN * PIXEL_BYTES, barrier, sharer, work.k_begin + k, to.channel);
+                        load_weights(p, target + WGN * PIXEL_BYTES, barrier, sharer, work.k_begin + k, to.channel, to.batch);
                     load_stage(p, to, sharer, target, barrier);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
@@ -360,12 +392,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 if (STREAM && work.k_begin > 0) continue;      // another block finishes the tile
                 int channel, pixel;
                 tile_at(p, work.tile, sharer, channel, pixel);
+                const Batch batch = batch_at(p, work.tile);
                 if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
                 barrier_expect(residual_full + 8 * buffer, TILE_GROUPS * MT * OUT_BYTES);
                 for (int i = 0; i < TILE_GROUPS * MT; i++) {
                     const int group = i / MT;
-                    tma_load_2d(out + (buffer * TILE_GROUPS * MT + i) * OUT_BYTES, &p.residual, residual_full + 8 * buffer,
-                                channel + ((group % WGM) * MT + i % MT) * 64, pixel + (group / WGM) * BN);
+                    load_rows(out + (buffer * TILE_GROUPS * MT + i) * OUT_BYTES, &p.residual, residual_full + 8 * buffer,
+                              channel + ((group % WGM) * MT + i % MT) * 64, pixel + (group / WGM) * BN, batch);
                 }
                 issued++;
                 if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
@@ -401,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             peer = (lane - SHARE_CHANNELS + (lane - SHARE_CHANNELS >= pixel_rank(sharer) ? 1 : 0)) * SHARE_CHANNELS + channel_rank(sharer);
         auto release = [&](int which) {
             if (SHARERS == 1) {
-                if (lane == 0) barrier_arrive(empty + 8 * which);
+                if (RELEASERS > 1 || lane == 0) barrier_arrive(empty + 8 * which);
             } else if (lane < PEERS) {
                 cluster_barrier_arrive(cluster_map(empty + 8 * which, peer));
             }
@@ -508,9 +541,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             async_proxy_fence();
             named_barrier(1 + warp / 4, 128);
             if (quarter == 0 && elect_one()) {           // always the same lane: bulk groups belong to a thread
+                const Batch batch = batch_at(p, tile);
                 #pragma unroll
-                for (int m = 0; m < MT; m++)
-                    tma_store_2d(&p.output, own + m * OUT_BYTES, tile_channel + group_channel + m * 64, tile_pixel + group_pixel);
+                for (int m = 0; m < MT; m++) {
+                    const int channel = tile_channel + group_channel + m * 64, pixel = tile_pixel + group_pixel;
+                    if (BATCHED) tma_store_4d(&p.output, own + m * OUT_BYTES, channel, pixel, batch.inner, batch.outer);
+                    else tma_store_2d(&p.output, own + m * OUT_BYTES, channel, pixel);
+                }
                 tma_store_commit();
                 if (HAS_RESIDUAL) {                // hand back the buffer whose store has left shared memory
                     tma_store_wait_read<(OUT_BUFFERS > 1 ? 1 : 0)>();

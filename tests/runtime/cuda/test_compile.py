@@ -31,6 +31,19 @@ def test_case_compiles_without_spills(name: str) -> None:
     assert kernel.registers * config.threads * config.blocks <= 65536
 
 
+@pytest.mark.parametrize("across", [False, True])
+def test_products_of_stacks_compile_without_spills(across: bool) -> None:
+    problem = Problem(200, 136, (Source(1, 1, 520),), ADD, stack=(12, 2), across=across)
+    for config in (
+        conv.Config(2, 1, 1, 128, 4),
+        conv.Config(1, 1, 2, 128, 4, alternate=True),
+        conv.Config(1, 1, 1, 64, 8, stream=True),
+    ):
+        assert conv.refuse(problem, config) is None
+        (kernel,) = nvrtc.resources(conv.recipe(problem, config, checked=True)).values()
+        assert kernel.spill_bytes == kernel.stack_bytes == 0, config
+
+
 @pytest.mark.parametrize("batch", [1, 128])
 def test_the_first_candidates_of_resnet50_do_not_spill(batch: int) -> None:
     problems = [

@@ -21,6 +21,7 @@ from optdnn.tactics.cuda import conv_pool, conv_sm90, neighbours, pool_gemv
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tactics" / "cuda"))  # for the families of generated kernels
 import test_conv_pool
+import test_matmul_sm90
 import test_pool_gemv
 import test_prologue
 import test_stream_k as test_stream_k_plans
@@ -62,6 +63,19 @@ def test_prologues_of_convolutions(name: str, precision: str, monkeypatch: pytes
         errors = check_steps(context, feeds_of(graph))
         assert not [e for e in errors if e.error > {"fp16": 2e-3, "bf16": 1.6e-2}[precision]]
     assert len(tried) >= 4
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", test_matmul_sm90.NETS)
+def test_products_of_computed_stacks(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked = conv_sm90.ranked
+    for rank in (0, 9, 40):
+        monkeypatch.setattr(conv_sm90, "ranked", lambda *a, rank=rank: ranked(*a)[min(rank, len(ranked(*a)) - 1) :])
+        graph, program = test_matmul_sm90.program_of(name, precision, "cuda:sm_90a")
+        context: Any = Engine(program).context()
+        errors = check_steps(context, feeds_of(graph))
+        assert not [e for e in errors if e.error > {"fp16": 2e-3, "bf16": 1.6e-2}[precision]]
+        assert not check_arena(context.runner, feeds_of(graph))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

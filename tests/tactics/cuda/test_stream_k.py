@@ -43,7 +43,7 @@ def network() -> Graph:
 
 def streamed(program: Program) -> list[int]:
     """The steps that take spans of K steps."""
-    return [k for k, s in enumerate(program.steps) if "kept" in s.params]
+    return [k for k, s in enumerate(program.steps) if set(s.outputs) & set(program.retained)]
 
 
 def test_results_are_those_of_other_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_counts_are_each_launchs_own_and_sums_lie_in_the_arena(monkeypatch: pyte
     for k in streamed(program):
         step = program.steps[k]
         operands = (*step.inputs, *step.outputs)
-        counts += [operands[i] for i in step.params["kept"]]
+        counts += [i for i in step.outputs if i in program.retained]
         named = {v[0] for v in (*step.params["reads"], *step.params["writes"]) if v is not None}
         sums += [i for j, i in enumerate(operands) if j not in named and program.buffers[i].name.endswith(".partial")]
     assert len(set(counts)) == len(counts) == len(sums) == 4
@@ -72,26 +72,25 @@ def test_counts_are_each_launchs_own_and_sums_lie_in_the_arena(monkeypatch: pyte
     assert all(program.buffers[i].offset is not None for i in sums)
 
 
-def test_a_step_may_keep_its_own_outputs_outside_of_the_arena_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_retained_is_one_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     prefer_stream_k(monkeypatch)
     program = lowered(network())
-    k = max(streamed(program))
-    step = program.steps[k]
-    (result,) = (v[0] for v in step.params["writes"])
-    partial = next(
-        j for j, i in enumerate((*step.inputs, *step.outputs)) if program.buffers[i].name.endswith(".partial")
-    )
-    operands = (*step.inputs, *step.outputs)
-    own = [replace(b, offset=None) if i == operands[result] else b for i, b in enumerate(program.buffers)]
-    for kept, buffers, why in (
-        (0, program.buffers, "keeps what it does not write"),
-        (partial, program.buffers, "keeps a part of the arena"),
-        (result, tuple(own), "keeps one of its operands"),
+    count = program.retained[0]
+    constant = next(i for i, b in enumerate(program.buffers) if b.blob is not None)
+    inside = next(i for i, b in enumerate(program.buffers) if b.offset is not None)
+    placed = tuple(replace(b, offset=0) if i == count else b for i, b in enumerate(program.buffers))
+    read = [*program.steps[:-1], replace(program.steps[-1], inputs=(*program.steps[-1].inputs, count))]
+    for changed, why in (
+        (replace(program, retained=(count, count)), "not in ascending order"),
+        (replace(program, retained=(999,)), "does not exist"),
+        (replace(program, retained=(constant,)), "no memory of its own"),
+        (replace(program, retained=(inside,)), "no memory of its own"),
+        (replace(program, retained=(program.outputs[0][1],)), "no memory of its own"),
+        (replace(program, buffers=placed), "no memory of its own"),
+        (replace(program, steps=tuple(read)), "not one step's alone"),
     ):
-        steps = list(program.steps)
-        steps[k] = replace(step, params={**step.params, "kept": [kept]})
         with pytest.raises(EngineError, match=why):
-            Engine(replace(program, buffers=buffers, steps=tuple(steps)))
+            Engine(changed)
 
 
 def test_where_spans_cut_tiles_depends_on_the_batch() -> None:
