@@ -32,6 +32,7 @@ HOT = frozenset(
             "conv_sm80.cu",
             "conv_stem.cu",
             "conv_fp32.cu",
+            "matmul_fp32.cu",
             "depthwise.cu",
             "depthwise_sm90.cu",
             "attention_sm90.cu",

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -15,8 +16,8 @@ from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.types import Array
 
-STEP = 16
-"""Products of each result between two barriers."""
+STEP = 32
+"""K is filled up to a multiple of this."""
 LARGEST = 1 << 31
 """Elements that 32-bit offsets count."""
 
@@ -106,13 +107,14 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """A block's ``bm`` pixels x ``bn`` channels, a thread's ``tm`` x ``tn`` of them, ``stages`` steps in flight; ``split``: the
-    blocks of a cluster that share the products of a tile."""
+    """A block's ``bm`` pixels x ``bn`` channels, a thread's ``tm`` x ``tn`` of them, ``stages`` steps of ``depth`` products in the
+    ring; ``split``: the blocks of a cluster that share the products of a tile."""
 
     bm: int
     bn: int
     tm: int = 8
     tn: int = 8
+    depth: int = 16
     stages: int = 3
     split: int = 1
 
@@ -123,12 +125,12 @@ class Config:
 
     def __str__(self) -> str:
         share = f"k{self.split}" if self.split > 1 else ""
-        return f"ffma{self.bm}x{self.bn}t{self.tm}x{self.tn}s{self.stages}{share}"
+        return f"ffma{self.bm}x{self.bn}t{self.tm}x{self.tn}d{self.depth}s{self.stages}{share}"
 
     @classmethod
     def read(cls, name: str) -> Config | None:
         """The configuration of this name; None for what is no name of one."""
-        found = re.fullmatch(r"ffma(\d+)x(\d+)t(\d+)x(\d+)s(\d+)(?:k(\d+))?", name)
+        found = re.fullmatch(r"ffma(\d+)x(\d+)t(\d+)x(\d+)d(\d+)s(\d+)(?:k(\d+))?", name)
         if found is None:
             return None
         made = cls(*(int(n or 1) for n in found.groups()))
@@ -145,25 +147,26 @@ TILES = (
     (32, 32, 4, 4),
 )
 """Shapes of blocks and threads that are tried."""
-SPLITS = (1, 2, 3, 4, 6, 8)
-CONFIGS = tuple(Config(*tile, 3 if tile[2:] == (8, 8) else 4, split) for tile in TILES for split in SPLITS)
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+CONFIGS = tuple(Config(*tile, *ring, split) for tile in TILES for ring in ((16, 3), (32, 2)) for split in SPLITS)
 
 
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory of a block: the ring, or the sums that a cluster exchanges."""
-    ring = config.stages * STEP * (config.bm + 4 + config.bn)
+    ring = config.stages * config.depth * (config.bm + 4 + config.bn)
     return 4 * max(ring, config.bm * (config.bn + 4) if config.split > 1 else 0)
 
 
 def _blocks_wanted(config: Config) -> int:
-    """Blocks per multiprocessor that registers must allow: 512 threads of 128 where a thread has 64 sums, else more."""
-    most = 512 if config.tm * config.tn == 64 else 768
+    """Blocks per multiprocessor that registers must allow: 512 threads of 128 where a thread has 64 sums (in narrow tiles that a
+    cluster shares, some more each), else 640."""
+    most = 640 if config.tm * config.tn < 64 else 512 if config.split == 1 or config.bn > 64 else 384
     return max(1, most // config.threads)
 
 
-def steps(problem: Problem) -> int:
+def steps(problem: Problem, config: Config) -> int:
     """Steps of K."""
-    return -(-problem.depth // STEP)
+    return -(-problem.depth // config.depth)
 
 
 def refuse(problem: Problem, config: Config, arch: str = "sm_90a", *, shared: int = 101376) -> str | None:
@@ -173,12 +176,18 @@ def refuse(problem: Problem, config: Config, arch: str = "sm_90a", *, shared: in
     fits = config.bm % (4 * config.tm) == 0 and config.bn % (8 * config.tn) == 0
     if {config.tm, config.tn} - {4, 8} or not fits or config.stages < 2 or not 32 <= config.threads <= 256:
         return "not a tile of this kernel"
-    if STEP * config.bn % (4 * config.threads) or config.bm * 8 % config.threads or config.threads % (config.bn // 4):
+    if config.depth not in (16, 32):
+        return "steps of other depths have not been measured"
+    if (
+        config.depth * config.bn % (4 * config.threads)
+        or config.bm * 8 % config.threads
+        or config.threads % (config.bn // 4)
+    ):
         return "its threads do not share the copies evenly"
     if config.split > 1 and not arch.startswith("sm_90"):
         return f"sums are shared by clusters (sm_90), not on {arch}"
-    if not 1 <= config.split <= 8 or (config.split > 1 and steps(problem) < 2 * config.split):
-        return f"{steps(problem)} steps are not shared by {config.split} blocks"
+    if not 1 <= config.split <= 16 or (config.split > 1 and steps(problem, config) < 2 * config.split):
+        return f"{steps(problem, config)} steps are not shared by {config.split} blocks"
     if (needed := shared_bytes(config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     return None
@@ -218,7 +227,7 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; all shapes are parameters."""
     defines = {
-        "BM": config.bm, "BN": config.bn, "TM": config.tm, "TN": config.tn, "BK": STEP, "STAGES": config.stages,
+        "BM": config.bm, "BN": config.bn, "TM": config.tm, "TN": config.tn, "BK": config.depth, "STAGES": config.stages,
         "SPLIT": config.split, "WHOLE": int(problem.whole), "PLANAR": int(problem.planar), "VECTOR": int(problem.vector),
         "HAS_RESIDUAL": int(problem.residual), "MIN_BLOCKS": _blocks_wanted(config),
     }  # fmt: skip
@@ -241,7 +250,7 @@ def describe(problem: Problem, config: Config) -> Description:
     block.i32(
         problem.in_channels // problem.groups, channels, weight_pitch(problem.channels), -(-channels // config.bn)
     )
-    block.i32(steps(problem))
+    block.i32(steps(problem, config))
     return block.describe(
         "conv_fp32", grid(problem, config), config.threads, shared=shared_bytes(config), cluster=config.split
     )
@@ -265,39 +274,42 @@ def pack_weights(weight: Array, *, planar: bool) -> Array:
 
 # ---------------------------------------------------------------- cost
 
-CLOCK = 1.7e9  # Hz, under the power that fp32 draws
+CLOCK = 1.755e9  # Hz
 MEMORY = 4.2e12  # bytes/s
-LATENCY = 2.0e-6  # s: launch, first copies, last stores of a dependent kernel
-EXCHANGE = 2500  # cycles of a cluster's two barriers and reads
+LATENCY = 1.36e-6  # s: launch, first copies, last stores of a dependent kernel
+BLOCK, EXCHANGE = 2100, 2870  # cycles of a block besides its products; of a cluster's barriers
+EXCHANGED, STORED = 0.17, 0.1  # cycles of a block for each result that a cluster exchanges, or that it stores
+SHARE = {64: 0.79, 32: 0.77, 16: 0.515}
+"""Sums of a thread -> part of the issued instructions that are multiply-adds, where warps hide one another's latency."""
+SCATTERED = 0.84
+"""The same where each copy looks for its filter tap."""
+BUSY = ((0, 0.0), (2, 0.46), (4, 0.66), (8, 0.68), (12, 0.8), (16, 1.0))
+"""Warps of a multiprocessor -> part of the time that one of them can issue."""
 
 
-def _share(config: Config, problem: Problem) -> float:
-    """Part of a multiprocessor's multiply-adds that full warps reach: what is issued besides them takes the rest."""
-    products = config.tm * config.tn * 8  # of a thread, in eight steps of K
-    loads = 8 * (config.tm + config.tn) / 4
-    copies = config.bm * 8 / config.threads * (3 if problem.whole else 14) + 8
-    return 0.95 * products / (products + loads + copies)
+def _busy(warps: float) -> float:
+    for (fewer, low), (more, high) in pairwise(BUSY):
+        if warps <= more:
+            return low + (high - low) * (warps - fewer) / (more - fewer)
+    return 1.0
 
 
 def estimate(problem: Problem, config: Config, device: Device) -> float:
-    """Predicted seconds of one dependent launch."""
+    """Predicted seconds of one dependent launch. The figures are fitted to an H200 (benchmarks/results)."""
     x, _, z = grid(problem, config)
-    blocks = x * z
-    busiest = -(-blocks // device.multiprocessors)
-    registers = 128 if config.tm * config.tn == 64 else 80
-    resident = max(
-        1, min(233472 // (shared_bytes(config) + 2048 + 16 * config.bm), 65536 // (registers * config.threads), 32)
-    )
-    warps = min(busiest, resident) * config.threads / 32
-    # A warp issues a multiply-add each cycle while its loads of the next K are hidden; with one per scheduler they are not quite.
-    busy = min(1.0, warps / 4) * (0.7 if warps <= 4 else 0.85 if warps <= 8 else 1.0)
-    each = -(-steps(problem) // config.split) * STEP * config.bm * config.bn / 128 / _share(config, problem)
-    cycles = busiest * each / busy + 300 + (EXCHANGE if config.split > 1 else 0)
+    registers = 128 if config.tm * config.tn == 64 else 96
+    memory = shared_bytes(config) + 1024 + 16 * config.bm
+    resident = max(1, min(device.shared_per_multiprocessor // memory, 65536 // (registers * config.threads), 32))
+    whole, rest = divmod(-(-x * z // device.multiprocessors), resident)
+    results = config.bm * config.bn
+    share = SHARE[config.tm * config.tn] * (1.0 if problem.whole else SCATTERED)
+    each = -(-steps(problem, config) // config.split) * config.depth * results / 128 / share
+    fixed = BLOCK + STORED * results + (EXCHANGE + EXCHANGED * results if config.split > 1 else 0.0)
+    cycles = whole * (resident * each / _busy(resident * config.threads / 32) + fixed)
+    cycles += rest * each / _busy(rest * config.threads / 32) + fixed if rest else 0.0
     pixels = problem.batch * problem.height * problem.width * problem.in_channels
-    moved = 4 * (
-        pixels + problem.pixels * problem.channels * (2 if problem.residual else 1) + problem.depth * problem.channels
-    )
-    return max(cycles / CLOCK, moved / MEMORY) + LATENCY
+    stored = problem.pixels * problem.channels * (2 if problem.residual else 1)
+    return max(cycles / CLOCK, 4 * (pixels + stored + problem.depth * problem.channels) / MEMORY) + LATENCY
 
 
 def candidates(problem: Problem, device: Device, arch: str = "sm_90a") -> list[Config]:

@@ -12,6 +12,7 @@ from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
 from optdnn.tactics.cuda.conv import only_used
+from optdnn.tactics.cuda.matmul_tiles import tile_of, tiled
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, body, broadcast, emit_pointwise, literal, merge
 from optdnn.tactics.cuda.reduce import walk
 from optdnn.tactics.cuda.tactic import OwnTactic
@@ -122,14 +123,45 @@ def emit_matmul(
     start = f"const {arithmetic(out.dtype)} v0 = {arithmetic(out.dtype)}({literal(scale, t)} * acc[i][j]);" if scale != 1.0 else (
         f"const {arithmetic(out.dtype)} v0 = {arithmetic(out.dtype)}(acc[i][j]);")  # fmt: skip
     final = value if stages else "v0"
+    # The sums of a row that no size decides are the plain kernel's.
+    tile = None if b.row_invariant else tile_of(left, right, m, n, k, merged[2], math.prod(dims))
+    finish = f"""{start} {" ".join(loads)} {" ".join(lines)}
+            p.y[by + row * p.my[0] + column * p.my[1]] = narrow<{ty}>({final});"""
     text = f"""struct Params {{ {" ".join(fields)} }};
 
-extern "C" __global__ void __launch_bounds__(256) matmul(const __grid_constant__ Params p) {{
-    __shared__ {t} left[{DEPTH}][{TILE} + 1], right[{DEPTH}][{TILE} + 1];
+extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) matmul(const __grid_constant__ Params p) {{
     launch_dependents();
     wait_for_predecessor();
     {" ".join(f"i64 b{x} = 0;" for x in names)}
     {walk("q", "blockIdx.z", "dims", len(dims), [("b" + x, "s" + x) for x in names])}
+    {tiled(finish) if tile else _plain(t, finish)}
+}}
+"""
+    block = Block().pointer(out).pointer(left).pointer(right)
+    for p in used.values():
+        block.pointer(p)
+    block.i32(m, n, k).u32(*dims)
+    matrices = [result.strides[-2:], left.strides[-2:], right.strides[-2:], *(p.strides[-2:] for p in wide.values())]
+    for s, matrix in zip(merged, matrices, strict=True):
+        block.i64(*s).i64(*matrix)
+    template, rows, columns, threads, shared = "general.cu", TILE, TILE, 256, 0
+    if tile is not None:
+        template, rows, columns, threads, shared = (
+            "matmul_fp32.cu",
+            tile.rows,
+            tile.columns,
+            tile.threads,
+            tile.shared_bytes,
+        )
+        text = f'{tile.defines()}\n#include "matmul_fp32.cuh"\n{text}'
+    spec = KernelSpec(Recipe(template, b.arch, {"generated.cuh": text}, OPTIONS), "matmul")
+    grid = (-(-m // rows), -(-n // columns), math.prod(dims))
+    b.emit(op, spec, grid, threads, block, kind, attrs, reads, [out], shared=shared)
+
+
+def _plain(t: str, finish: str) -> str:
+    """C++ of a block's tile, of any operands; ``finish`` stores ``acc[i][j]`` of ``row`` and ``column``."""
+    return f"""__shared__ {t} left[{DEPTH}][{TILE} + 1], right[{DEPTH}][{TILE} + 1];
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     const int top = blockIdx.x * {TILE}, first = blockIdx.y * {TILE};
     {t} acc[4][4] = {{}};
@@ -158,18 +190,5 @@ extern "C" __global__ void __launch_bounds__(256) matmul(const __grid_constant__
         for (int j = 0; j < 4; j++) {{
             const int row = top + ty * 4 + i, column = first + tx + 16 * j;
             if (row >= p.m || column >= p.n) continue;
-            {start} {" ".join(loads)} {" ".join(lines)}
-            p.y[by + row * p.my[0] + column * p.my[1]] = narrow<{ty}>({final});
-        }}
-}}
-"""
-    block = Block().pointer(out).pointer(left).pointer(right)
-    for p in used.values():
-        block.pointer(p)
-    block.i32(m, n, k).u32(*dims)
-    matrices = [result.strides[-2:], left.strides[-2:], right.strides[-2:], *(p.strides[-2:] for p in wide.values())]
-    for s, matrix in zip(merged, matrices, strict=True):
-        block.i64(*s).i64(*matrix)
-    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "matmul")
-    grid = (-(-m // TILE), -(-n // TILE), math.prod(dims))
-    b.emit(op, spec, grid, 256, block, kind, attrs, reads, [out])
+            {finish}
+        }}"""

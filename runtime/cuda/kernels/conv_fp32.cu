@@ -13,6 +13,8 @@
 // HAS_RESIDUAL and epilogue().
 #include "ptx.cuh"
 #include "generated.cuh"
+#define B_PAD 0
+#include "fp32_tile.cuh"
 
 struct Params {
     const float *pixels, *weights, *bias, *residual;   // weights: [K, filled up to BK][weight_pitch]
@@ -25,27 +27,12 @@ struct Params {
     int group_in, group_channels, weight_pitch, channel_tiles, steps;   // group_*: of one group; steps of BK
 };
 
-constexpr int WARPS_M = BM / (4 * TM), WARPS_N = BN / (8 * TN), THREADS = 32 * WARPS_M * WARPS_N;
-constexpr int A_PITCH = BM + 4;                    // lane l writes row l % 8: four banks further each
-constexpr int STAGE = BK * (A_PITCH + BN);         // floats
-constexpr int ROWS = BM * 8 / THREADS;             // pixels that a thread copies, each at BK / 8 places of K
-constexpr int CHUNKS = BK * BN / 4 / THREADS;      // 16-byte pieces of the weights that a thread copies
 constexpr int OUT_PITCH = BN + 4;                  // of the sums that a cluster exchanges
 
 struct alignas(16) Row {                           // an output pixel
     int at, hw;                                    // its window's first tap: offset, and row and column (16 bits each)
     int out, residual;                             // where its result lies; negative: outside
 };
-
-// The element ``at`` behind ``source``; zero where ``at`` is negative.
-DEVICE void copy_4(u32 target, const float* source, int at) {
-    u64 address;                                   // by one instruction, where the compiler would take four
-    asm("mad.wide.s32 %0, %1, 4, %2;" : "=l"(address) : "r"(at), "l"(source));
-    asm volatile("{.reg .pred p; setp.lt.s32 p, %2, 0; cp.async.ca.shared.global [%0], [%1], 4, p;}" ::"r"(target), "l"(address), "r"(at) : "memory");
-}
-DEVICE void copy_16(u32 target, const float* source, bool valid) {
-    asm volatile("{.reg .pred p; setp.eq.u32 p, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, p;}" ::"r"(target), "l"(source), "r"(u32(valid)) : "memory");
-}
 
 // Four channels of one pixel: epilogue and store. ``channel`` counts within the group.
 DEVICE void finish(const Params& p, const Row& row, int group, int channel, float4 v) {
@@ -71,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
     extern __shared__ __align__(128) float shared[];
     __shared__ Row rows[BM];
     const u32 base = smem_address(shared);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = blockIdx.z;
+    const int group = blockIdx.z;
     const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, tile = blockIdx.x / SPLIT;
     const int first_channel = tile % p.channel_tiles * BN, first_pixel = tile / p.channel_tiles * BM;
     const int begin = SPLIT > 1 ? p.steps * rank / SPLIT : 0, end = SPLIT > 1 ? p.steps * (rank + 1) / SPLIT : p.steps;
@@ -132,7 +119,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
     // The weights' rows are filled up with zeros; beyond the last channel nothing is read.
     const int b_column = threadIdx.x % (BN / 4) * 4, b_row = threadIdx.x / (BN / 4);
     const bool b_valid = first_channel + b_column < p.group_channels;
-    constexpr int EACH = THREADS / (BN / 4);       // rows of K between a thread's pieces
     const float* weights = p.weights;
     if (b_valid) weights += (long long)(begin * BK + b_row) * p.weight_pitch + group * p.group_channels + first_channel + b_column;
     const int b_skip = b_valid ? EACH * p.weight_pitch : 0;
@@ -154,44 +140,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
     #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
         if (begin + s < end) load_pixels(s);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        copies_end();
     }
 
-    // Lanes so that both operands of a quarter warp lie in few 16-byte words (the lanes' pairs share them).
-    const int m_lane = (lane >> 3 & 2) | (lane & 1), n_lane = lane >> 1 & 7;
-    const int warp_m = warp % WARPS_M * 4 * TM + m_lane * 4, warp_n = warp / WARPS_M * 8 * TN + n_lane * 4;
     float acc[TM][TN];
-    #pragma unroll
-    for (int i = 0; i < TM * TN; i++) acc[i / TN][i % TN] = 0.0f;
-    int stage = 0, fill = STAGES - 1;
-    for (int step = begin; step < end; step++) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-        __syncthreads();                           // this step has landed for all; the stage read last step is free for all
-        const float* a = shared + stage * STAGE + warp_m;
-        const float* b = shared + stage * STAGE + BK * A_PITCH + warp_n;
-        float x[2][TM], y[2][TN];                  // this k, and the next
-        auto fetch = [&](int k) {
-            #pragma unroll
-            for (int i = 0; i < TM; i += 4) *reinterpret_cast<float4*>(&x[k % 2][i]) = *reinterpret_cast<const float4*>(a + k * A_PITCH + i * 4);
-            #pragma unroll
-            for (int i = 0; i < TN; i += 4) *reinterpret_cast<float4*>(&y[k % 2][i]) = *reinterpret_cast<const float4*>(b + k * BN + i * 8);
-        };
-        fetch(0);
-        if (step + STAGES - 1 < end) {
-            load_weights(fill);
-            load_pixels(fill);
-        }
-        asm volatile("cp.async.commit_group;" ::: "memory");
-        #pragma unroll
-        for (int k = 0; k < BK; k++) {
-            if (k + 1 < BK) fetch(k + 1);
-            #pragma unroll
-            for (int i = 0; i < TM; i++)
-                #pragma unroll
-                for (int j = 0; j < TN; j++) acc[i][j] = fmaf(x[k % 2][i], y[k % 2][j], acc[i][j]);
-        }
-        stage = stage + 1 == STAGES ? 0 : stage + 1, fill = fill + 1 == STAGES ? 0 : fill + 1;
-    }
+    multiply_ring(acc, shared, end - begin, [&](int stage) {
+        load_weights(stage);
+        load_pixels(stage);
+    });
+    const int warp_m = own_row(), warp_n = own_column();
 
 #if SPLIT > 1
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -200,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
     for (int i = 0; i < TM; i++)
         #pragma unroll
         for (int j = 0; j < TN; j += 4)
-            *reinterpret_cast<float4*>(shared + (warp_m + i / 4 * 16 + i % 4) * OUT_PITCH + warp_n + j * 8) =
+            *reinterpret_cast<float4*>(shared + (warp_m + row_of(i)) * OUT_PITCH + warp_n + j * 8) =
                 make_float4(acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]);
     cluster_arrive();
     cluster_wait();
@@ -220,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
 #else
     #pragma unroll
     for (int i = 0; i < TM; i++) {
-        const Row row = rows[warp_m + i / 4 * 16 + i % 4];
+        const Row row = rows[warp_m + row_of(i)];
         #pragma unroll
         for (int j = 0; j < TN; j += 4)
             finish(p, row, group, first_channel + warp_n + j * 8, make_float4(acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]));

@@ -85,9 +85,9 @@ DENSE = fp32.Problem(
 )
 PROBLEMS = {
     "whole": (DENSE, fp32.Config(128, 128)),
-    "a cluster": (DENSE, fp32.Config(32, 32, 4, 4, 4, 8)),
+    "a cluster": (DENSE, fp32.Config(32, 32, 4, 4, split=8)),
     "planes": (replace(DENSE, in_channels=3, at=fp32.Strides(588, 14, 1), plane=196), fp32.Config(128, 64)),
-    "odd": (replace(DENSE, channels=127, out_at=fp32.Strides(24892, 1778, 127)), fp32.Config(64, 64, 4, 8, 4)),
+    "odd": (replace(DENSE, channels=127, out_at=fp32.Strides(24892, 1778, 127)), fp32.Config(64, 64, 4, 8, 32, 2)),
     "a residual": (
         replace(DENSE, epilogue=(("bias",), ("add",), ("gelu",)), residual_at=DENSE.out_at), fp32.Config(64, 64),
     ),
@@ -123,7 +123,7 @@ def test_configurations_and_their_refusals() -> None:
     for config, reason in (
         (fp32.Config(100, 64), "not a tile"),
         (fp32.Config(128, 128, stages=12), "shared memory"),
-        (fp32.Config(32, 32, 4, 4, 4, 9), "not shared by 9 blocks"),
+        (fp32.Config(32, 32, 4, 4, split=30), "not shared by 30 blocks"),
     ):
         assert reason in str(fp32.refuse(DENSE, config))
     large = replace(DENSE, batch=1 << 20)

@@ -1,0 +1,81 @@
+// The inner part of products in true fp32 on scalar units (conv_fp32.cu, and generated matrix products): copies into a ring of tiles, and
+// a block's multiply-adds on them. Operands lie K-major, [K][pixels or rows] and [K][channels or columns], so that four neighbours are
+// one 16-byte load. A warp takes 4 TM x 8 TN of the results, a thread TM x TN.
+//
+// Defined before: BM, BN, TM, TN (4 or 8), BK (a multiple of 8, even), STAGES, B_PAD (elements between the rows of the second operand); DEVICE,
+// u32, u64.
+#pragma once
+
+constexpr int WARPS_M = BM / (4 * TM), WARPS_N = BN / (8 * TN), THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int A_PITCH = BM + 4;                    // lane l writes row l % 8: four banks further each
+constexpr int B_PITCH = BN + B_PAD;
+constexpr int STAGE = BK * (A_PITCH + B_PITCH);    // floats
+constexpr int ROWS = BM * 8 / THREADS;             // rows of the first operand that a thread copies, each at BK / 8 places of K
+constexpr int CHUNKS = BK * BN / 4 / THREADS;      // 16-byte pieces of the second operand that a thread copies
+constexpr int EACH = THREADS / (BN / 4);           // rows of K between them
+
+// The element ``at`` behind ``source``; zero where ``at`` is negative.
+DEVICE void copy_4(u32 target, const float* source, int at) {
+    u64 address;                                   // by one instruction, where the compiler would take four
+    asm("mad.wide.s32 %0, %1, 4, %2;" : "=l"(address) : "r"(at), "l"(source));
+    asm volatile("{.reg .pred p; setp.lt.s32 p, %2, 0; cp.async.ca.shared.global [%0], [%1], 4, p;}" ::"r"(target), "l"(address), "r"(at) : "memory");
+}
+DEVICE void copy_16(u32 target, const float* source, bool valid) {
+    asm volatile("{.reg .pred p; setp.eq.u32 p, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, p;}" ::"r"(target), "l"(source), "r"(u32(valid)) : "memory");
+}
+DEVICE void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory"); }
+
+// The first row and column of a thread: TM rows are four neighbours, then four 16 further; TN columns the same, 32 further. Lanes lie so
+// that a quarter of a warp reads few 16-byte words of either operand.
+DEVICE int own_row() {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    return warp % WARPS_M * 4 * TM + ((lane >> 3 & 2) | (lane & 1)) * 4;
+}
+DEVICE int own_column() {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    return warp / WARPS_M * 8 * TN + (lane >> 1 & 7) * 4;
+}
+constexpr int __device__ row_of(int i) { return i / 4 * 16 + i % 4; }
+
+// A block's multiply-adds over ``steps`` stages of the ring, of which STAGES - 1 are on their way. load(stage) sends for the next one, if
+// there is one left; the barrier that frees a stage stands before the last products of the one before it, which hide it.
+template <class Load> DEVICE void multiply_ring(float (&acc)[TM][TN], const float* shared, int steps, const Load& load) {
+    float x[2][TM], y[2][TN];                      // of this place of K, and of the next
+    const float *a = shared + own_row(), *b = shared + BK * A_PITCH + own_column();
+    auto fetch = [&](int at, int k) {
+        #pragma unroll
+        for (int i = 0; i < TM; i += 4) *reinterpret_cast<float4*>(&x[k % 2][i]) = *reinterpret_cast<const float4*>(a + at + k * A_PITCH + i * 4);
+        #pragma unroll
+        for (int i = 0; i < TN; i += 4) *reinterpret_cast<float4*>(&y[k % 2][i]) = *reinterpret_cast<const float4*>(b + at + k * B_PITCH + i * 8);
+    };
+    #pragma unroll
+    for (int i = 0; i < TM * TN; i++) acc[i / TN][i % TN] = 0.0f;
+    if (steps <= 0) return;
+    await_copies();
+    __syncthreads();
+    int at = 0, fill = STAGES - 1;
+    fetch(at, 0);
+    #pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        if (step + STAGES - 1 < steps) load(fill);
+        copies_end();
+        fill = fill + 1 == STAGES ? 0 : fill + 1;
+        const int next = at + STAGE == STAGES * STAGE ? 0 : at + STAGE;
+        #pragma unroll
+        for (int k = 0; k < BK; k++) {
+            if (k + 1 < BK) {
+                fetch(at, k + 1);
+            } else {
+                await_copies();
+                __syncthreads();                   // the next step has landed for all; this one has been read by all
+                fetch(next, 0);                    // behind the last step: of no use, and of no harm
+            }
+            #pragma unroll
+            for (int i = 0; i < TM; i++)
+                #pragma unroll
+                for (int j = 0; j < TN; j++) acc[i][j] = fmaf(x[k % 2][i], y[k % 2][j], acc[i][j]);
+        }
+        at = next;
+    }
+}
