@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from optdnn.runtime.cuda import render
+from optdnn.runtime.cuda.conv_params import Scatter
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.nvrtc import Recipe
@@ -37,7 +38,8 @@ class Problem:
 
     ``padding`` is (top, left, bottom, right); channels count all ``groups``. ``plane`` is the stride of the input's channels (1:
     channels-last); results' channels are neighbours. ``residual_at`` are the residual's strides where the epilogue reads one;
-    ``aligned``: both tensors begin at 16 bytes.
+    ``aligned``: both tensors begin at 16 bytes. With ``scatter`` channels are blocks of an image's pixels, to which ``out_at``
+    belongs.
     """
 
     batch: int
@@ -56,6 +58,7 @@ class Problem:
     plane: int = 1
     residual_at: Strides | None = None
     aligned: bool = True
+    scatter: Scatter | None = None
 
     @cached_property
     def out_size(self) -> tuple[int, int]:
@@ -92,7 +95,8 @@ class Problem:
         """Whether four channels of a result, and of the residual, are one access."""
         places = [self.out_at, *([self.residual_at] if self.residual_at is not None else [])]
         strides = [s for p in places for s in (p.image, p.row, p.column)]
-        return self.aligned and self.channels // self.groups % 4 == 0 and all(s % 4 == 0 for s in strides)
+        channels = self.channels // self.groups if self.scatter is None else self.scatter.channels
+        return self.aligned and channels % 4 == 0 and all(s % 4 == 0 for s in strides)
 
     @property
     def residual(self) -> bool:
@@ -199,12 +203,16 @@ def no_kernel(problem: Problem) -> str | None:
         return f"{problem.groups} groups do not divide the channels"
     if problem.groups > 1 and problem.channels // problem.groups % 4:
         return f"a group's filters do not come in fours, but are {problem.channels // problem.groups}"
+    scatter = problem.scatter
+    if scatter is not None and (problem.groups > 1 or problem.residual or scatter.channels % 4):
+        return "blocks of pixels have channels in fours, are of one group, and nothing is added to them"
     reach = [(k - 1) * d for k, d in zip(problem.kernel, problem.dilation, strict=True)]
     if max(problem.height, problem.width, *reach, *problem.padding) >= 1 << 14:
         return "an image or a filter is larger than 16384 pixels"
     out_h, out_w = problem.out_size
     if min(out_h, out_w) < 1 or not problem.depth or not problem.channels or not problem.batch:
         return "it is empty"
+    out_h, out_w = (out_h, out_w) if scatter is None else scatter.size
     spans = [
         (problem.batch - 1) * at.image + (h - 1) * at.row + (w - 1) * at.column + last
         for at, h, w, last in (
@@ -229,7 +237,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     defines = {
         "BM": config.bm, "BN": config.bn, "TM": config.tm, "TN": config.tn, "BK": config.depth, "STAGES": config.stages,
         "SPLIT": config.split, "WHOLE": int(problem.whole), "PLANAR": int(problem.planar), "VECTOR": int(problem.vector),
-        "HAS_RESIDUAL": int(problem.residual), "MIN_BLOCKS": _blocks_wanted(config),
+        "HAS_RESIDUAL": int(problem.residual), "SCATTER": int(problem.scatter is not None), "MIN_BLOCKS": _blocks_wanted(config),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.exact_epilogue(problem.epilogue), ""])
     return Recipe("conv_fp32.cu", arch, {"generated.cuh": text}, ("--std=c++17",))
@@ -251,6 +259,7 @@ def describe(problem: Problem, config: Config) -> Description:
         problem.in_channels // problem.groups, channels, weight_pitch(problem.channels), -(-channels // config.bn)
     )
     block.i32(steps(problem, config))
+    block.i32(*(problem.scatter.numbers if problem.scatter is not None else [0] * 10))
     return block.describe(
         "conv_fp32", grid(problem, config), config.threads, shared=shared_bytes(config), cluster=config.split
     )

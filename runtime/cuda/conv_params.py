@@ -72,6 +72,11 @@ class Scatter:
     size: tuple[int, int]
     at: tuple[int, int, int]
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The fields of the kernels' struct."""
+        return (*self.strides, *self.crops, self.channels, *self.size, *self.at)
+
 
 class _Source(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in (
@@ -165,7 +170,7 @@ def parameters(
 
 def put_scatter(params: Any, scatter: Scatter) -> None:
     """Say in the parameter block where results go."""
-    params.scatter[:] = (*scatter.strides, *scatter.crops, scatter.channels, *scatter.size, *scatter.at)
+    params.scatter[:] = scatter.numbers
 
 
 def raw_bytes(params: Any) -> bytes:

@@ -14,9 +14,11 @@ from optdnn.ops.conv import resolved
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_fp32 as fp32
 from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.conv_params import Scatter
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last
 from optdnn.tactics.cuda.conv import FEW_CHANNELS, bias_of, entering, finish, image, planar
 from optdnn.tactics.cuda.conv_sm80 import ARCHS
+from optdnn.tactics.cuda.conv_sm90 import blocks
 from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.tactics.cuda.gemm import HopperGemm
@@ -57,15 +59,16 @@ def storable(x: Placed) -> bool:
 
 
 def problem_of(
-    x: Placed, weight: Array, geometry: Geometry, groups: int, ep: Epilogue, residual: Placed | None, out: Placed
-) -> fp32.Problem:
+    x: Placed, weight: Array, geometry: Geometry, groups: int, ep: Epilogue, residual: Placed | None, out: Placed,
+    scatter: Scatter | None = None,
+) -> fp32.Problem:  # fmt: skip
     """The kernel's problem, of NCHW tensors."""
     (n, c, h, w), (strides, pads, dilations) = x.shape, geometry
     plane = x.strides[1] if c > 1 else 1
     aligned = all(p.offset % 4 == 0 for p in (out, residual) if p is not None)
     return fp32.Problem(
-        n, h, w, c, out.shape[1], weight.shape[2:], _strides(x), _strides(out), strides, pads, dilations, groups,
-        (("bias",), *ep.rendered), plane, _strides(residual) if residual is not None else None, aligned,
+        n, h, w, c, len(weight), weight.shape[2:], _strides(x), _strides(out), strides, pads, dilations, groups,
+        (("bias",), *ep.rendered), plane, _strides(residual) if residual is not None else None, aligned, scatter,
     )  # fmt: skip
 
 
@@ -81,12 +84,13 @@ def emit_fp32(
     residual: Placed | None,
     out: Placed,
     config: fp32.Config | None,
+    scatter: Scatter | None = None,
 ) -> str:
     """One launch on NCHW tensors of any strides (``out`` and ``residual``: with neighbouring channels) and OIHW weights.
 
-    Returns the configuration's name.
+    With ``scatter`` channels are blocks of ``out``'s pixels. Returns the configuration's name.
     """
-    problem = problem_of(x, weight, geometry, groups, ep, residual, out)
+    problem = problem_of(x, weight, geometry, groups, ep, residual, out, scatter)
     offers = _offers(problem, b.arch) if config is None else (_offered(problem, config, b.arch),)
     b.offer(offers)
     config = offers[0].config
@@ -114,7 +118,10 @@ def emit_fp32(
     }  # fmt: skip
     reads = [x, operands["weights"].view((o, i, r, s), order), operands["bias"].view((channels,), (1,)), *tail]
     recipe, launch = fp32.recipe(problem, config, b.arch), fp32.describe(problem, config)
-    emit_description(b, op, recipe, launch, operands, kind="Conv", attrs=attrs, reads=reads, writes=[out])
+    kind = "Conv"
+    if scatter is not None:
+        kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
+    emit_description(b, op, recipe, launch, operands, kind=kind, attrs=attrs, reads=reads, writes=[out])
     return str(config)
 
 

@@ -273,13 +273,13 @@ def emit_conv(
     if factors == "tfloat32":
         attrs[TF32] = tuple(range(2 * len(feeds)))
     if scatter is not None:
-        kind, attrs = "ConvBlocks", {**attrs, **_blocks(scatter, out)}
+        kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
     operands = Operands(weights, bias_at, out, residual, before, scatter)
     launch(b, op, problem, config, feeds, operands, (kind, attrs, reads))
     return str(config)
 
 
-def _blocks(scatter: conv_params.Scatter, out: Placed) -> dict[str, Any]:
+def blocks(scatter: conv_params.Scatter, out: Placed) -> dict[str, Any]:
     """What a launch's meaning says of where its results go."""
     return {"blocks": scatter.strides, "crops": scatter.crops, "sizes": out.shape[2:], "channels": scatter.channels}
 

@@ -161,7 +161,9 @@ class HopperConvTranspose(Subpixel):
     ) -> str:  # fmt: skip
         """In one launch, which puts the blocks in their places itself, in configurations that store through shared memory."""
         out = image(target)
-        scatter = _scatter(out, axes) if not ep.rest else None
+        scatter = None
+        if not ep.rest and out.dtype in (FP16, BF16) and conv_sm90.pitch_of(out) is not None:
+            scatter = _scatter(out, axes, 8)
         if scatter is None:
             return super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, config)
         feed = conv_sm90.Feed(with_pitch(b, op, x), weight, *geometry)
@@ -186,11 +188,10 @@ class HopperConvTranspose(Subpixel):
         return used
 
 
-def _scatter(out: Placed, axes: tuple[Axis, Axis]) -> Scatter | None:
-    """Where blocks of pixels of the image NCHW go, where eight channels of 16 bits are one access; else None."""
+def _scatter(out: Placed, axes: tuple[Axis, Axis], together: int) -> Scatter | None:
+    """Where blocks of pixels of the image NCHW go, where so many neighbouring channels are one access; else None."""
     channels, (n, c, h, w) = out.shape[1], out.strides
-    aligned = all(s % 8 == 0 for s in (channels, out.offset, n, h, w))
-    if out.dtype not in (FP16, BF16) or c != 1 or not aligned or conv_sm90.pitch_of(out) is None:
+    if c != 1 or any(s % together for s in (channels, out.offset, n, h, w)):
         return None
     high, wide = axes
     return Scatter((high.stride, wide.stride), (high.crop, wide.crop), channels, out.shape[2:], (n, h, w))  # type: ignore[arg-type]
@@ -239,3 +240,14 @@ class TiledConvTranspose(Subpixel):
     def stored(self, b: Builder, x: Placed) -> bool:
         """Wherever channels are neighbours."""
         return conv_fp32.storable(x)
+
+    def upscaled(
+        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        axes: tuple[Axis, Axis], target: Placed, config: Any,
+    ) -> str:  # fmt: skip
+        """In one launch, which puts the blocks in their places itself."""
+        out = image(target)
+        scatter = _scatter(out, axes, 4) if not ep.rest else None
+        if scatter is None:
+            return super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, config)
+        return conv_fp32.emit_fp32(b, op, x, weight, geometry, 1, bias, ep, None, out, config, scatter)

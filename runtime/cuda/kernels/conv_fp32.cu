@@ -10,9 +10,10 @@
 //
 // generated.cuh defines BM, BN, TM, TN (4 or 8), BK (a multiple of 8), STAGES, SPLIT, WHOLE (eight neighbours of K belong to one
 // filter tap), PLANAR (K runs over taps first, channels last), VECTOR (results and residuals are stored as 16 bytes),
-// HAS_RESIDUAL and epilogue().
+// HAS_RESIDUAL, SCATTER (channels are blocks of pixels, see conv_scatter.cuh) and epilogue().
 #include "ptx.cuh"
 #include "generated.cuh"
+#include "conv_scatter.cuh"
 #define B_PAD 0
 #include "fp32_tile.cuh"
 
@@ -25,13 +26,14 @@ struct Params {
     int height, width, out_h, out_w, pixel_count;
     int taps_h, taps_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
     int group_in, group_channels, weight_pitch, channel_tiles, steps;   // group_*: of one group; steps of BK
+    Scatter scatter;
 };
 
 constexpr int OUT_PITCH = BN + 4;                  // of the sums that a cluster exchanges
 
 struct alignas(16) Row {                           // an output pixel
     int at, hw;                                    // its window's first tap: offset, and row and column (16 bits each)
-    int out, residual;                             // where its result lies; negative: outside
+    int out, residual;                             // where its result lies; negative: outside. SCATTER: its image, and row and column
 };
 
 // Four channels of one pixel: epilogue and store. ``channel`` counts within the group.
@@ -39,7 +41,16 @@ DEVICE void finish(const Params& p, const Row& row, int group, int channel, floa
     if (row.out < 0 || channel >= p.group_channels) return;
     const int at = group * p.group_channels + channel;
     const float* bias = p.bias + at;
+#if SCATTER
+    const Scatter& s = p.scatter;
+    const int place = channel / s.channels;
+    const int y = (row.residual >> 16) * s.stride_h + place / s.stride_w - s.crop_h;
+    const int x = (row.residual & 0xffff) * s.stride_w + place % s.stride_w - s.crop_w;
+    if (u32(y) >= u32(s.height) || u32(x) >= u32(s.width)) return;
+    float* out = p.output + row.out + y * s.row + x * s.column + channel % s.channels;
+#else
     float* out = p.output + row.out + at;
+#endif
     const float* residual = p.residual + (HAS_RESIDUAL ? row.residual + at : 0);
 #if VECTOR
     const float4 c = __ldg(reinterpret_cast<const float4*>(bias));
@@ -47,10 +58,10 @@ DEVICE void finish(const Params& p, const Row& row, int group, int channel, floa
     *reinterpret_cast<float4*>(out) =
         make_float4(epilogue(v.x, c.x, r.x), epilogue(v.y, c.y, r.y), epilogue(v.z, c.z, r.z), epilogue(v.w, c.w, r.w));
 #else
-    const float x[4] = {v.x, v.y, v.z, v.w};
+    const float sum[4] = {v.x, v.y, v.z, v.w};
     #pragma unroll
     for (int i = 0; i < 4; i++)
-        if (channel + i < p.group_channels) out[i] = epilogue(x[i], __ldg(bias + i), HAS_RESIDUAL ? residual[i] : 0.0f);
+        if (channel + i < p.group_channels) out[i] = epilogue(sum[i], __ldg(bias + i), HAS_RESIDUAL ? residual[i] : 0.0f);
 #endif
 }
 
@@ -70,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
         Row row = {n * p.image + in_h * p.row + in_w * p.column + group * p.group_in * p.plane, in_h * 65536 + (in_w & 0xffff),
                    n * p.out_image + h * p.out_row + w * p.out_column,
                    n * p.residual_image + h * p.residual_row + w * p.residual_column};
+        if (SCATTER) row.out = n * p.scatter.image, row.residual = h * 65536 + w;
         if (pixel >= p.pixel_count) row.hw = -16384 * 65536, row.out = -1;     // never inside
         rows[m] = row;
     }
