@@ -51,6 +51,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
     "more pads than taps": lambda n: transposed(n, n.input(2, 8, 7, 6), 8, (2, 3), (2, 1), (5, 3, 4, 4)),
     "windows with gaps": lambda n: transposed(n, n.input(2, 8, 5, 4), 8, (2, 2), (3, 4), (1, 0, 0, 0), (2, 0)),
     "a residual": residual,
+    "inside a network": lambda n: n.conv(transposed(n, n.input(2, 8, 7, 5), 16, (5, 4), (3, 2), (1, 0, 2, 1), (0, 1)), 8, 1, pads=0),
 }  # fmt: skip
 
 
