@@ -25,6 +25,15 @@ def test_infinite_bounds_are_literals_that_compile() -> None:
     assert "0xff800000" in render.epilogue((("clip", float("-inf"), 1.0),))
 
 
+def test_exact_epilogues_approximate_nothing() -> None:
+    for name, (count, _) in render.STAGES.items():
+        stages = ((name, *[1.5] * count),)
+        text = render.exact_epilogue(stages)
+        assert not re.search(r"__expf|__fdividef|__saturatef\(fmaf|tanh_fast", text), name
+        assert (text != render.epilogue(stages)) == (name in render.EXACT)
+    assert set(render.EXACT) == render.INEXACT - {"tanh", "gelu_tanh"}, "which call tanhf"
+
+
 @pytest.mark.parametrize(
     ("stages", "reason"),
     [

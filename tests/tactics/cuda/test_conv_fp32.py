@@ -13,11 +13,13 @@ from support.simulated import check_simulated, feeds_of, lowered
 
 from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
+from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
 from optdnn.lower_cuda import lower_cuda
 from optdnn.runtime.cuda import conv_cost, nvrtc
 from optdnn.runtime.cuda import conv_fp32 as fp32
 from optdnn.runtime.cuda.check import check_steps
+from optdnn.runtime.cuda.conv_params import Scatter
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
@@ -126,10 +128,26 @@ def test_configurations_and_their_refusals() -> None:
         (fp32.Config(32, 32, 4, 4, split=30), "not shared by 30 blocks"),
     ):
         assert reason in str(fp32.refuse(DENSE, config))
+    assert all(fp32.Config.read(str(c)) == c for c in fp32.CONFIGS)
+    assert fp32.Config.read("ffma64x64") is None
+    assert "other depths" in str(fp32.refuse(DENSE, fp32.Config(64, 64, depth=24)))
+    scatter = Scatter((2, 2), (0, 0), 30, (28, 28), (1, 1, 1))
+    assert "channels in fours" in str(fp32.no_kernel(replace(DENSE, channels=120, scatter=scatter)))
     large = replace(DENSE, batch=1 << 20)
     assert "more elements" in str(fp32.refuse(large, found[0]))
     assert "do not divide" in str(fp32.no_kernel(replace(DENSE, groups=3)))
     assert fp32.no_kernel(replace(DENSE, kernel=(20, 1))) == "it is empty"
+
+
+def test_a_choice_that_cannot_run_is_an_error() -> None:
+    n = Net()
+    graph = n.done(n.conv(n.input(1, 16, 9, 7), 16))
+    (row,) = [t for t in lowered(graph, "fp32").meta["tactics"] if t["kind"] == "Conv"]
+    options = BuildOptions(target="simulate", precision="fp32")
+    optimize(graph, options, "simulate")
+    choice = Choice("conv_fp32", str(fp32.Config(64, 64, split=16)))
+    with pytest.raises(InternalError, match="are not shared by 16 blocks"):
+        lower_cuda(graph, options, "simulate", {}, choices={row["signature"]: choice})
 
 
 def test_only_chains_in_the_order_of_k_are_row_invariant() -> None:
