@@ -86,6 +86,12 @@ def torch_us(run: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
+def picked(options: argparse.Namespace, problem: conv_fp32.Problem, device: Device) -> list[conv_fp32.Config]:
+    """The configurations to time."""
+    found = conv_fp32.candidates(problem, device, configs=conv_fp32.DEEP if options.deep else conv_fp32.CONFIGS)
+    return found if options.all else found[: options.configs]
+
+
 def layer(
     options: argparse.Namespace, device: Device, stream: graphs.Stream, cache: nvrtc.KernelCache, batch: int, shape: Any
 ) -> dict[str, Any]:
@@ -106,7 +112,7 @@ def layer(
     out = torch.empty((batch, filters, *problem.out_size), device="cuda", memory_format=torch.channels_last)
     pixels = x if problem.planar else last
     at = {"pixels": pixels.data_ptr(), "weights": packed.data_ptr(), "bias": bias.data_ptr(), "output": out.data_ptr()}
-    configs = conv_fp32.candidates(problem, device)[: None if options.all else options.configs]
+    configs = picked(options, problem, device)
     found = []
     for config in configs:
         made = conv_fp32.describe(problem, config)
@@ -150,6 +156,7 @@ def main() -> int:
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--configs", type=int, default=12)
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--deep", action="store_true", help="the configurations that are not proposed yet")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--seconds", type=float, default=1e9)
     options = parser.parse_args()
@@ -161,7 +168,7 @@ def main() -> int:
         recipes = {}
         for shape in layers():
             problem = problem_of(batch, *shape[1:])
-            for config in conv_fp32.candidates(problem, device)[: None if options.all else options.configs]:
+            for config in picked(options, problem, device):
                 made = conv_fp32.recipe(problem, config)
                 recipes[made.key()] = made
         cache.get_many(list(recipes.values()), 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -19,6 +20,8 @@ from optdnn.types import Array
 
 STEP = 32
 """K is filled up to a multiple of this."""
+PROPOSE_DEEP = False
+"""Whether steps of 32, with a barrier that products hide, are proposed: right on a GPU, but not timed there yet."""
 LARGEST = 1 << 31
 """Elements that 32-bit offsets count."""
 
@@ -151,8 +154,10 @@ TILES = (
     (32, 32, 4, 4),
 )
 """Shapes of blocks and threads that are tried."""
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
-CONFIGS = tuple(Config(*tile, *ring, split) for tile in TILES for ring in ((16, 3), (32, 2)) for split in SPLITS)
+SPLITS = (1, 2, 3, 4, 6, 8)
+MEASURED = tuple(Config(*tile, 16, 3 if tile[2:] == (8, 8) else 4, split) for tile in TILES for split in SPLITS)
+DEEP = tuple(Config(*tile, 32, 2, split) for tile in TILES for split in (*SPLITS, 12, 16))
+CONFIGS = (*MEASURED, *(DEEP if PROPOSE_DEEP else ()))
 
 
 def shared_bytes(config: Config) -> int:
@@ -162,8 +167,10 @@ def shared_bytes(config: Config) -> int:
 
 
 def _blocks_wanted(config: Config) -> int:
-    """Blocks per multiprocessor that registers must allow: 512 threads of 128 where a thread has 64 sums (in narrow tiles that a
-    cluster shares, some more each), else 640."""
+    """Blocks per multiprocessor that registers must allow: 512 threads of 128 where a thread has 64 sums, else more; fewer where
+    more is held at a time."""
+    if config.depth == 16:
+        return max(1, (512 if config.tm * config.tn == 64 else 768) // config.threads)
     most = 640 if config.tm * config.tn < 64 else 512 if config.split == 1 or config.bn > 64 else 384
     return max(1, most // config.threads)
 
@@ -235,7 +242,8 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; all shapes are parameters."""
     defines = {
-        "BM": config.bm, "BN": config.bn, "TM": config.tm, "TN": config.tn, "BK": config.depth, "STAGES": config.stages,
+        "BM": config.bm, "BN": config.bn, "TM": config.tm, "TN": config.tn, "BK": config.depth, "EARLY": int(config.depth > 16),
+        "STAGES": config.stages,
         "SPLIT": config.split, "WHOLE": int(problem.whole), "PLANAR": int(problem.planar), "VECTOR": int(problem.vector),
         "HAS_RESIDUAL": int(problem.residual), "SCATTER": int(problem.scatter is not None), "MIN_BLOCKS": _blocks_wanted(config),
     }  # fmt: skip
@@ -285,15 +293,23 @@ def pack_weights(weight: Array, *, planar: bool) -> Array:
 
 CLOCK = 1.755e9  # Hz
 MEMORY = 4.2e12  # bytes/s
-LATENCY = 1.36e-6  # s: launch, first copies, last stores of a dependent kernel
-BLOCK, EXCHANGE = 2100, 2870  # cycles of a block besides its products; of a cluster's barriers
-EXCHANGED, STORED = 0.17, 0.1  # cycles of a block for each result that a cluster exchanges, or that it stores
-SHARE = {64: 0.79, 32: 0.77, 16: 0.515}
-"""Sums of a thread -> part of the issued instructions that are multiply-adds, where warps hide one another's latency."""
-SCATTERED = 0.84
-"""The same where each copy looks for its filter tap."""
-BUSY = ((0, 0.0), (2, 0.46), (4, 0.66), (8, 0.68), (12, 0.8), (16, 1.0))
+LATENCY = 0.86e-6  # s: launch, first copies, last stores of a dependent kernel
+BLOCK, EXCHANGE = 1550, 3400  # cycles of a block besides its products; of a cluster's barriers
+EXCHANGED, STORED = 0.21, 0.12  # cycles of a block for each result that a cluster exchanges, or that it stores
+SHARE = {64: 0.935, 32: 0.915, 16: 0.75}
+"""Sums of a thread -> part of the cycles that issue, where warps hide one another's latency."""
+COPY, SCATTERED, COPY_16 = 8.5, 21.0, 5.5
+"""Issue slots of a pixel's copy, of one that looks for its filter tap, and of one of 16 bytes of weights."""
+BUSY = ((0, 0.0), (2, 0.43), (4, 0.58), (8, 0.635), (12, 0.825), (16, 1.0))
 """Warps of a multiprocessor -> part of the time that one of them can issue."""
+
+
+def _share(problem: Problem, config: Config) -> float:
+    """Part of the cycles that are multiply-adds: in eight steps of K, what a thread issues besides."""
+    sums = config.tm * config.tn
+    copies = config.bm * 8 / config.threads * (COPY if problem.whole else SCATTERED)
+    copies += 2 * config.bn / config.threads * COPY_16
+    return SHARE[sums] * 8 * sums / (8 * sums + 2 * (config.tm + config.tn) + copies)
 
 
 def _busy(warps: float) -> float:
@@ -311,8 +327,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     resident = max(1, min(device.shared_per_multiprocessor // memory, 65536 // (registers * config.threads), 32))
     whole, rest = divmod(-(-x * z // device.multiprocessors), resident)
     results = config.bm * config.bn
-    share = SHARE[config.tm * config.tn] * (1.0 if problem.whole else SCATTERED)
-    each = -(-steps(problem, config) // config.split) * config.depth * results / 128 / share
+    each = -(-steps(problem, config) // config.split) * config.depth * results / 128 / _share(problem, config)
     fixed = BLOCK + STORED * results + (EXCHANGE + EXCHANGED * results if config.split > 1 else 0.0)
     cycles = whole * (resident * each / _busy(resident * config.threads / 32) + fixed)
     cycles += rest * each / _busy(rest * config.threads / 32) + fixed if rest else 0.0
@@ -321,7 +336,9 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     return max(cycles / CLOCK, 4 * (pixels + stored + problem.depth * problem.channels) / MEMORY) + LATENCY
 
 
-def candidates(problem: Problem, device: Device, arch: str = "sm_90a") -> list[Config]:
-    """The configurations that run the problem, the best predicted first."""
-    found = [c for c in CONFIGS if refuse(problem, c, arch) is None]
-    return sorted(found, key=lambda c: (round(estimate(problem, c, device) * 1e7), c.split, -c.bm * c.bn))
+def candidates(
+    problem: Problem, device: Device, arch: str = "sm_90a", configs: Sequence[Config] = CONFIGS
+) -> list[Config]:
+    """Those of the configurations that run the problem, the best predicted first."""
+    found = {c: estimate(problem, c, device) for c in configs if refuse(problem, c, arch) is None}
+    return sorted(found, key=lambda c: (found[c], c.split, -c.bm * c.bn))

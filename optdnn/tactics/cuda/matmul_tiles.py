@@ -37,7 +37,7 @@ class Tile:
     def defines(self) -> str:
         """What the kernel's headers need to be told."""
         values = {
-            "BM": self.rows, "BN": self.columns, "TM": 8, "TN": 8, "BK": DEPTH, "STAGES": STAGES,
+            "BM": self.rows, "BN": self.columns, "TM": 8, "TN": 8, "BK": DEPTH, "STAGES": STAGES, "EARLY": 1,
             "B_PAD": 0 if self.together else 4, "COLUMNS_TOGETHER": int(self.together),
         }  # fmt: skip
         return render.constants(values)

@@ -8,7 +8,7 @@
 // way by copies of 4 bytes, which leave any number of channels and any strides open. A cluster of SPLIT blocks shares the K of a
 // tile: each sums its part, then finishes its share of the pixels.
 //
-// generated.cuh defines BM, BN, TM, TN (4 or 8), BK (a multiple of 8), STAGES, SPLIT, WHOLE (eight neighbours of K belong to one
+// generated.cuh defines BM, BN, TM, TN (4 or 8), BK (a multiple of 8), STAGES, EARLY (see fp32_tile.cuh), SPLIT, WHOLE (eight neighbours of K belong to one
 // filter tap), PLANAR (K runs over taps first, channels last), VECTOR (results and residuals are stored as 16 bytes),
 // HAS_RESIDUAL, SCATTER (channels are blocks of pixels, see conv_scatter.cuh) and epilogue().
 #include "ptx.cuh"

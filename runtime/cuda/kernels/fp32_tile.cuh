@@ -2,8 +2,8 @@
 // a block's multiply-adds on them. Operands lie K-major, [K][pixels or rows] and [K][channels or columns], so that four neighbours are
 // one 16-byte load. A warp takes 4 TM x 8 TN of the results, a thread TM x TN.
 //
-// Defined before: BM, BN, TM, TN (4 or 8), BK (a multiple of 8, even), STAGES, B_PAD (elements between the rows of the second operand); DEVICE,
-// u32, u64.
+// Defined before: BM, BN, TM, TN (4 or 8), BK (a multiple of 8), STAGES, EARLY, B_PAD (elements between the rows of the second operand);
+// DEVICE, u32, u64.
 #pragma once
 
 constexpr int WARPS_M = BM / (4 * TM), WARPS_N = BN / (8 * TN), THREADS = 32 * WARPS_M * WARPS_N;
@@ -38,8 +38,8 @@ DEVICE int own_column() {
 }
 constexpr int __device__ row_of(int i) { return i / 4 * 16 + i % 4; }
 
-// A block's multiply-adds over ``steps`` stages of the ring, of which STAGES - 1 are on their way. load(stage) sends for the next one, if
-// there is one left; the barrier that frees a stage stands before the last products of the one before it, which hide it.
+// A block's multiply-adds over ``steps`` stages of the ring, of which STAGES - 1 are on their way; load(stage) sends for the next one. With
+// EARLY the barrier between two steps stands before the last products of the first, which hide it.
 template <class Load> DEVICE void multiply_ring(float (&acc)[TM][TN], const float* shared, int steps, const Load& load) {
     float x[2][TM], y[2][TN];                      // of this place of K, and of the next
     const float *a = shared + own_row(), *b = shared + BK * A_PITCH + own_column();
@@ -51,26 +51,24 @@ template <class Load> DEVICE void multiply_ring(float (&acc)[TM][TN], const floa
     };
     #pragma unroll
     for (int i = 0; i < TM * TN; i++) acc[i / TN][i % TN] = 0.0f;
-    if (steps <= 0) return;
-    await_copies();
-    __syncthreads();
+    auto next_step = [&](int at) {
+        await_copies();
+        __syncthreads();                           // the next step has landed for all; the one before it has been read by all
+        fetch(at, 0);
+    };
     int at = 0, fill = STAGES - 1;
-    fetch(at, 0);
+    if (EARLY) next_step(at);
     #pragma unroll 1
     for (int step = 0; step < steps; step++) {
+        if (!EARLY) next_step(at);
         if (step + STAGES - 1 < steps) load(fill);
         copies_end();
         fill = fill + 1 == STAGES ? 0 : fill + 1;
         const int next = at + STAGE == STAGES * STAGE ? 0 : at + STAGE;
         #pragma unroll
         for (int k = 0; k < BK; k++) {
-            if (k + 1 < BK) {
-                fetch(at, k + 1);
-            } else {
-                await_copies();
-                __syncthreads();                   // the next step has landed for all; this one has been read by all
-                fetch(next, 0);                    // behind the last step: of no use, and of no harm
-            }
+            if (k + 1 < BK) fetch(at, k + 1);
+            else if (EARLY) next_step(next);       // behind the last step: of no use, and of no harm
             #pragma unroll
             for (int i = 0; i < TM; i++)
                 #pragma unroll
