@@ -190,7 +190,7 @@ def test_every_candidate_is_one_and_is_named() -> None:
     for p, _ in CASES.values():
         found = stem.candidates(p, h200())
         assert found
-        assert len({str(c) for c in found}) == len(found) <= 24
+        assert len({str(c) for c in found}) == len(found) <= 16
         assert all(stem.refuse(p, c) is None and 1e-6 < stem.estimate(p, c, h200()) < 1e-4 for c in found)
 
 
