@@ -24,8 +24,8 @@
 // PROLOGUE: one more warpgroup applies stages to the pixels of each K step where TMA has left them, before they are multiplied.
 //
 // generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS, ALTERNATE,
-// SHARE_CHANNELS, SHARE_PIXELS, STREAM), BATCHED, ACROSS, the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL, PROLOGUE, GATED, prologue(),
-// wgmma_step() and epilogue().
+// SHARE_CHANNELS, SHARE_PIXELS, STREAM), BATCHED, ACROSS, the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL,
+// PROLOGUE, GATED, prologue(), wgmma_step() and epilogue().
 #include "conv_common.cuh"
 
 constexpr int TURNS = ALTERNATE ? 2 : 1;
@@ -55,92 +55,8 @@ constexpr int RELEASERS = SHARERS == 1 ? 32 : 1;
 constexpr int RELEASERS = 1;
 #endif
 
-struct Cursor {                                    // where in K the producer is
-    int source, block, tap_w, tap_h;
-};
-
-DEVICE void seek(Cursor& at, const Params& p, int k) {
-    const int first = p.source[0].channel_blocks * p.source[0].taps_h * p.source[0].taps_w;
-    at.source = (MODE1 >= 0 && k >= first) ? 1 : 0;
-    const Source& s = p.source[at.source];
-    k -= at.source ? first : 0;
-    at.block = k % s.channel_blocks;
-    at.tap_w = (k / s.channel_blocks) % s.taps_w;
-    at.tap_h = k / s.channel_blocks / s.taps_w;
-}
-
-DEVICE void advance(Cursor& at, const Params& p) {
-    at.block++;
-    if (MODE0 == 0 && MODE1 < 0) return;
-    const Source& s = p.source[MODE1 >= 0 ? at.source : 0];
-    if (at.block < s.channel_blocks) return;
-    at.block = 0;
-    if (++at.tap_w < s.taps_w) return;
-    at.tap_w = 0;
-    if (++at.tap_h < s.taps_h) return;
-    at.tap_h = 0;
-    at.source = 1;
-}
-
-// Where a block is among those that share: ranks count the channels' tiles first.
-DEVICE int channel_rank(int sharer) { return sharer % SHARE_CHANNELS; }
-DEVICE int pixel_rank(int sharer) { return sharer / SHARE_CHANNELS; }
-
-struct Batch {                                     // which product of a stack
-    int inner, outer;
-};
-
-DEVICE Batch batch_at(const Params& p, int tile) {
-    if (!BATCHED) return {0, 0};
-    const int index = tile / p.batch_tiles;
-    return {index % p.inner_batches, index / p.inner_batches};
-}
-
-DEVICE void load_rows(u32 target, const TensorMap* map, u32 barrier, int x, int y, const Batch& batch) {
-    if (BATCHED) tma_load_4d(target, map, barrier, x, y, batch.inner, batch.outer);
-    else tma_load_2d(target, map, barrier, x, y);
-}
-
-template <int MODE>
-DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Source& s, const Cursor& at, int sharer, int first, int n, int h,
-                        int w, const Batch& batch) {
-    const int c = at.block * BK, x = w * s.stride_w - s.pad_w, y = h * s.stride_h - s.pad_h;
-    const u16 tap_w = u16(at.tap_w * s.dilation_w), tap_h = u16(at.tap_h * s.dilation_h);
-    if (SHARE_CHANNELS > 1) {                      // the blocks of the other channels multiply the same pixels
-        const u16 to = u16(((1 << SHARE_CHANNELS) - 1) << (pixel_rank(sharer) * SHARE_CHANNELS));
-        target += channel_rank(sharer) * PIXEL_PART * SPAN;
-        if (MODE == 0) tma_multicast_2d(target, map, barrier, c, first, to);
-        else tma_multicast_im2col(target, map, barrier, c, x, y, n, tap_w, tap_h, to);
-    } else {
-        if (MODE == 0) load_rows(target, map, barrier, c, first, batch);
-        else tma_load_im2col(target, map, barrier, c, x, y, n, tap_w, tap_h);
-    }
-}
-
-DEVICE void load_weights(const Params& p, u32 target, u32 barrier, int sharer, int k, int channel, const Batch& batch) {
-    if (SHARE_PIXELS > 1) {                        // the blocks of the other pixels multiply the same weights
-        u32 to = 0;
-        #pragma unroll
-        for (int i = 0; i < SHARE_PIXELS; i++) to |= 1u << (i * SHARE_CHANNELS);
-        const int part = pixel_rank(sharer) * WEIGHT_PART;
-        tma_multicast_2d(target + part * SPAN, &p.weights, barrier, k * BK, channel + part, u16(to << channel_rank(sharer)));
-    } else if (ACROSS) {
-        #pragma unroll
-        for (int i = 0; i < TILE_CHANNELS / 64; i++)
-            load_rows(target + i * 64 * SPAN, &p.weights, barrier, channel + i * 64, k * BK, batch);
-    } else {
-        load_rows(target, &p.weights, barrier, k * BK, channel, batch);
-    }
-}
-
-// p.tiles and p.channel_tiles count what a cluster of sharers takes at once.
-DEVICE void tile_at(const Params& p, int tile, int sharer, int& channel, int& pixel) {
-    if (BATCHED) tile %= p.batch_tiles;
-    channel = ((tile % p.channel_tiles) * SHARE_CHANNELS + channel_rank(sharer)) * TILE_CHANNELS;
-    int index = tile / p.channel_tiles;
-    if (p.reverse) index = (BATCHED ? p.batch_tiles : p.tiles) / p.channel_tiles - 1 - index;
-    pixel = (index * SHARE_PIXELS + pixel_rank(sharer)) * TILE_PIXELS;
-}
+#include "conv_loads.cuh"
+#include "conv_stream.cuh"
 
 DEVICE void load_constants(const Params& p, int first, int lane, Channel (&constants)[MT][2]) {
     #pragma unroll
@@ -161,39 +77,6 @@ DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int 
     }
 }
 
-struct Place {                                     // a tile, as the producer needs it
-    int channel, pixel, n[WGN], h[WGN], w[WGN];
-    Batch batch;
-    Cursor at;
-};
-
-DEVICE Place place(const Params& p, int tile, int sharer, int k_begin) {
-    Place to;
-    tile_at(p, tile, sharer, to.channel, to.pixel);
-    to.batch = batch_at(p, tile);
-    to.pixel += channel_rank(sharer) * PIXEL_PART;
-    #pragma unroll
-    for (int i = 0; i < WGN; i++) {
-        const int first = to.pixel + i * BN;
-        to.w[i] = first % p.out_w;
-        to.h[i] = first / p.out_w % p.out_h;
-        to.n[i] = first / p.out_w / p.out_h;
-    }
-    seek(to.at, p, k_begin);
-    return to;
-}
-
-DEVICE void load_stage(const Params& p, Place& to, int sharer, u32 target, u32 barrier) {
-    #pragma unroll
-    for (int i = 0; i < WGN; i++) {
-        if (MODE1 >= 0 && to.at.source)
-            load_pixels<MODE1>(target + i * PIXEL_BYTES, &p.pixels1, barrier, p.source[1], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i], to.batch);
-        else
-            load_pixels<MODE0>(target + i * PIXEL_BYTES, &p.pixels0, barrier, p.source[0], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i], to.batch);
-    }
-    advance(to.at, p);
-}
-
 // A block stays until its peers are done: they count on its barriers. At the end of each role, since registers are moved for a
 // branch of its own alone.
 DEVICE void leave() {
@@ -203,79 +86,7 @@ DEVICE void leave() {
     cluster_wait();
 }
 
-#include "conv_stream.cuh"
-
-#if PROLOGUE
-DEVICE u32 change_pair(u32 pair, const float2* c, u32 gate) {
-    return pack2(prologue(low_float(pair), c[0], low_float(gate)), prologue(high_float(pair), c[1], high_float(gate)));
-}
-
-// Applies the prologue between the copy engine, which fills stages, and the warpgroups that multiply what is ``changed``. Each warp
-// takes whole stages, so that several are on their way at a time; a warp has seen its last one filled before it waits for the next, so
-// no more warps than stages may take part. A lane keeps to one group of eight channels of the swizzled rows.
-constexpr int CHANGERS = STAGES < 4 ? STAGES : 4;
-
-DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int first_tile, int tile_step, int sharer, int k_begin, int k_count, int warp,
-                          int lane) {
-    constexpr int CHUNKS = SPAN / 16, STEP = 32 / CHUNKS, ROWS = WGN * BN;
-    const int chunk = lane % CHUNKS, first_row = lane / CHUNKS;
-    int tile = first_tile, k = warp, stage = warp, parity = 0, image = -1, wanted = 0, tile_channel, tile_pixel;
-    float2 next[8];
-    uint4 gate = make_uint4(0, 0, 0, 0), next_gate = gate;
-    auto settle = [&] {                            // k within a tile
-        while (k >= k_count) k -= k_count, tile += tile_step;
-        tile_at(p, tile, sharer, tile_channel, tile_pixel);
-    };
-    auto gate_at = [&](int image_, int channel) {
-        return channel < p.gate_channels ? *reinterpret_cast<const uint4*>(p.gate + (long long)image_ * p.gate_pitch + channel) : make_uint4(0, 0, 0, 0);
-    };
-    auto image_of = [&](int row) { return min((tile_pixel + row) / p.image_pixels, p.images - 1); };
-    auto fetch = [&](bool with_gate) {
-        const int channel = (k_begin + k) * BK + chunk * 8;
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float4 v = __ldg(reinterpret_cast<const float4*>(p.before + channel) + i);
-            next[2 * i] = make_float2(v.x, v.y), next[2 * i + 1] = make_float2(v.z, v.w);
-        }
-        if (GATED && with_gate) next_gate = gate_at(wanted = image_of(first_row), channel);
-    };
-    settle();
-    if (tile >= p.tiles) return;
-    fetch(false);
-    if (GATED) {                                   // the gate is another kernel's result
-        grid_dependency_wait();
-        fetch(true);
-    }
-    while (tile < p.tiles) {
-        float2 c[8];
-        #pragma unroll
-        for (int i = 0; i < 8; i++) c[i] = next[i];
-        gate = next_gate, image = wanted;
-        const int channel = (k_begin + k) * BK + chunk * 8, pixel = tile_pixel;
-        const u32 at = ring + stage * STAGE_BYTES;
-        k += CHANGERS;
-        settle();
-        if (tile < p.tiles) fetch(true);
-        barrier_wait(full + 8 * stage, parity);
-        #pragma unroll 4
-        for (int row = first_row; row < ROWS; row += STEP) {
-            if (GATED) {
-                const int own = min((pixel + row) / p.image_pixels, p.images - 1);
-                if (own != image) gate = gate_at(image = own, channel);
-            }
-            const u32 address = at + row * SPAN + ((chunk ^ (row / (128 / SPAN)) % CHUNKS) << 4);
-            uint4 v = shared_load16(address);
-            v.x = change_pair(v.x, c, gate.x), v.y = change_pair(v.y, c + 2, gate.y);
-            v.z = change_pair(v.z, c + 4, gate.z), v.w = change_pair(v.w, c + 6, gate.w);
-            shared_store16(address, v);
-        }
-        async_proxy_fence();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(changed + 8 * stage);
-        for (stage += CHANGERS; stage >= STAGES; stage -= STAGES) parity ^= 1;
-    }
-}
-#endif
+#include "conv_change.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];

@@ -1,0 +1,74 @@
+// The prologue of the Hopper convolution, on pixels in shared memory: part of conv_sm90.cu.
+#pragma once
+
+#if PROLOGUE
+DEVICE u32 change_pair(u32 pair, const float2* c, u32 gate) {
+    return pack2(prologue(low_float(pair), c[0], low_float(gate)), prologue(high_float(pair), c[1], high_float(gate)));
+}
+
+// Applies the prologue between the copy engine, which fills stages, and the warpgroups that multiply what is ``changed``. Each warp
+// takes whole stages, so that several are on their way at a time; a warp has seen its last one filled before it waits for the next, so
+// no more warps than stages may take part. A lane keeps to one group of eight channels of the swizzled rows.
+constexpr int CHANGERS = STAGES < 4 ? STAGES : 4;
+
+DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int first_tile, int tile_step, int sharer, int k_begin, int k_count, int warp,
+                          int lane) {
+    constexpr int CHUNKS = SPAN / 16, STEP = 32 / CHUNKS, ROWS = WGN * BN;
+    const int chunk = lane % CHUNKS, first_row = lane / CHUNKS;
+    int tile = first_tile, k = warp, stage = warp, parity = 0, image = -1, wanted = 0, tile_channel, tile_pixel;
+    float2 next[8];
+    uint4 gate = make_uint4(0, 0, 0, 0), next_gate = gate;
+    auto settle = [&] {                            // k within a tile
+        while (k >= k_count) k -= k_count, tile += tile_step;
+        tile_at(p, tile, sharer, tile_channel, tile_pixel);
+    };
+    auto gate_at = [&](int image_, int channel) {
+        return channel < p.gate_channels ? *reinterpret_cast<const uint4*>(p.gate + (long long)image_ * p.gate_pitch + channel) : make_uint4(0, 0, 0, 0);
+    };
+    auto image_of = [&](int row) { return min((tile_pixel + row) / p.image_pixels, p.images - 1); };
+    auto fetch = [&](bool with_gate) {
+        const int channel = (k_begin + k) * BK + chunk * 8;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float4 v = __ldg(reinterpret_cast<const float4*>(p.before + channel) + i);
+            next[2 * i] = make_float2(v.x, v.y), next[2 * i + 1] = make_float2(v.z, v.w);
+        }
+        if (GATED && with_gate) next_gate = gate_at(wanted = image_of(first_row), channel);
+    };
+    settle();
+    if (tile >= p.tiles) return;
+    fetch(false);
+    if (GATED) {                                   // the gate is another kernel's result
+        grid_dependency_wait();
+        fetch(true);
+    }
+    while (tile < p.tiles) {
+        float2 c[8];
+        #pragma unroll
+        for (int i = 0; i < 8; i++) c[i] = next[i];
+        gate = next_gate, image = wanted;
+        const int channel = (k_begin + k) * BK + chunk * 8, pixel = tile_pixel;
+        const u32 at = ring + stage * STAGE_BYTES;
+        k += CHANGERS;
+        settle();
+        if (tile < p.tiles) fetch(true);
+        barrier_wait(full + 8 * stage, parity);
+        #pragma unroll 4
+        for (int row = first_row; row < ROWS; row += STEP) {
+            if (GATED) {
+                const int own = min((pixel + row) / p.image_pixels, p.images - 1);
+                if (own != image) gate = gate_at(image = own, channel);
+            }
+            const u32 address = at + row * SPAN + ((chunk ^ (row / (128 / SPAN)) % CHUNKS) << 4);
+            uint4 v = shared_load16(address);
+            v.x = change_pair(v.x, c, gate.x), v.y = change_pair(v.y, c + 2, gate.y);
+            v.z = change_pair(v.z, c + 4, gate.z), v.w = change_pair(v.w, c + 6, gate.w);
+            shared_store16(address, v);
+        }
+        async_proxy_fence();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(changed + 8 * stage);
+        for (stage += CHANGERS; stage >= STAGES; stage -= STAGES) parity ^= 1;
+    }
+}
+#endif

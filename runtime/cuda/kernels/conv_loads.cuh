@@ -1,0 +1,122 @@
+// Where tiles of the Hopper convolution lie, and how the loading warp brings their operands: part of conv_sm90.cu.
+#pragma once
+
+struct Cursor {                                    // where in K the producer is
+    int source, block, tap_w, tap_h;
+};
+
+DEVICE void seek(Cursor& at, const Params& p, int k) {
+    const int first = p.source[0].channel_blocks * p.source[0].taps_h * p.source[0].taps_w;
+    at.source = (MODE1 >= 0 && k >= first) ? 1 : 0;
+    const Source& s = p.source[at.source];
+    k -= at.source ? first : 0;
+    at.block = k % s.channel_blocks;
+    at.tap_w = (k / s.channel_blocks) % s.taps_w;
+    at.tap_h = k / s.channel_blocks / s.taps_w;
+}
+
+DEVICE void advance(Cursor& at, const Params& p) {
+    at.block++;
+    if (MODE0 == 0 && MODE1 < 0) return;
+    const Source& s = p.source[MODE1 >= 0 ? at.source : 0];
+    if (at.block < s.channel_blocks) return;
+    at.block = 0;
+    if (++at.tap_w < s.taps_w) return;
+    at.tap_w = 0;
+    if (++at.tap_h < s.taps_h) return;
+    at.tap_h = 0;
+    at.source = 1;
+}
+
+// Where a block is among those that share: ranks count the channels' tiles first.
+DEVICE int channel_rank(int sharer) { return sharer % SHARE_CHANNELS; }
+DEVICE int pixel_rank(int sharer) { return sharer / SHARE_CHANNELS; }
+
+struct Batch {                                     // which product of a stack
+    int inner, outer;
+};
+
+DEVICE Batch batch_at(const Params& p, int tile) {
+    if (!BATCHED) return {0, 0};
+    const int index = tile / p.batch_tiles;
+    return {index % p.inner_batches, index / p.inner_batches};
+}
+
+DEVICE void load_rows(u32 target, const TensorMap* map, u32 barrier, int x, int y, const Batch& batch) {
+    if (BATCHED) tma_load_4d(target, map, barrier, x, y, batch.inner, batch.outer);
+    else tma_load_2d(target, map, barrier, x, y);
+}
+
+template <int MODE>
+DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Source& s, const Cursor& at, int sharer, int first, int n, int h,
+                        int w, const Batch& batch) {
+    const int c = at.block * BK, x = w * s.stride_w - s.pad_w, y = h * s.stride_h - s.pad_h;
+    const u16 tap_w = u16(at.tap_w * s.dilation_w), tap_h = u16(at.tap_h * s.dilation_h);
+    if (SHARE_CHANNELS > 1) {                      // the blocks of the other channels multiply the same pixels
+        const u16 to = u16(((1 << SHARE_CHANNELS) - 1) << (pixel_rank(sharer) * SHARE_CHANNELS));
+        target += channel_rank(sharer) * PIXEL_PART * SPAN;
+        if (MODE == 0) tma_multicast_2d(target, map, barrier, c, first, to);
+        else tma_multicast_im2col(target, map, barrier, c, x, y, n, tap_w, tap_h, to);
+    } else {
+        if (MODE == 0) load_rows(target, map, barrier, c, first, batch);
+        else tma_load_im2col(target, map, barrier, c, x, y, n, tap_w, tap_h);
+    }
+}
+
+DEVICE void load_weights(const Params& p, u32 target, u32 barrier, int sharer, int k, int channel, const Batch& batch) {
+    if (SHARE_PIXELS > 1) {                        // the blocks of the other pixels multiply the same weights
+        u32 to = 0;
+        #pragma unroll
+        for (int i = 0; i < SHARE_PIXELS; i++) to |= 1u << (i * SHARE_CHANNELS);
+        const int part = pixel_rank(sharer) * WEIGHT_PART;
+        tma_multicast_2d(target + part * SPAN, &p.weights, barrier, k * BK, channel + part, u16(to << channel_rank(sharer)));
+    } else if (ACROSS) {
+        #pragma unroll
+        for (int i = 0; i < TILE_CHANNELS / 64; i++)
+            load_rows(target + i * 64 * SPAN, &p.weights, barrier, channel + i * 64, k * BK, batch);
+    } else {
+        load_rows(target, &p.weights, barrier, k * BK, channel, batch);
+    }
+}
+
+// p.tiles and p.channel_tiles count what a cluster of sharers takes at once.
+DEVICE void tile_at(const Params& p, int tile, int sharer, int& channel, int& pixel) {
+    if (BATCHED) tile %= p.batch_tiles;
+    channel = ((tile % p.channel_tiles) * SHARE_CHANNELS + channel_rank(sharer)) * TILE_CHANNELS;
+    int index = tile / p.channel_tiles;
+    if (p.reverse) index = (BATCHED ? p.batch_tiles : p.tiles) / p.channel_tiles - 1 - index;
+    pixel = (index * SHARE_PIXELS + pixel_rank(sharer)) * TILE_PIXELS;
+}
+
+struct Place {                                     // a tile, as the producer needs it
+    int channel, pixel, n[WGN], h[WGN], w[WGN];
+    Batch batch;
+    Cursor at;
+};
+
+DEVICE Place place(const Params& p, int tile, int sharer, int k_begin) {
+    Place to;
+    tile_at(p, tile, sharer, to.channel, to.pixel);
+    to.batch = batch_at(p, tile);
+    to.pixel += channel_rank(sharer) * PIXEL_PART;
+    #pragma unroll
+    for (int i = 0; i < WGN; i++) {
+        const int first = to.pixel + i * BN;
+        to.w[i] = first % p.out_w;
+        to.h[i] = first / p.out_w % p.out_h;
+        to.n[i] = first / p.out_w / p.out_h;
+    }
+    seek(to.at, p, k_begin);
+    return to;
+}
+
+DEVICE void load_stage(const Params& p, Place& to, int sharer, u32 target, u32 barrier) {
+    #pragma unroll
+    for (int i = 0; i < WGN; i++) {
+        if (MODE1 >= 0 && to.at.source)
+            load_pixels<MODE1>(target + i * PIXEL_BYTES, &p.pixels1, barrier, p.source[1], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i], to.batch);
+        else
+            load_pixels<MODE0>(target + i * PIXEL_BYTES, &p.pixels0, barrier, p.source[0], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i], to.batch);
+    }
+    advance(to.at, p);
+}
