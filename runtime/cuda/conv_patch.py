@@ -16,6 +16,8 @@ from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 _BARRIER_BYTES = 1024
 PATCH_LATENCY = 700
 """Cycles that the warps wait for the next block of channels where one patch at a time fits (``conv-tiles-h200.json``)."""
+RINGED = 1.03
+"""How much longer products take that wait for their weights one by one."""
 KEPT_PER_CLOCK = 90.0
 """Bytes per cycle in which weights that are kept arrive, half of them during the launch before."""
 CROWDED, UNEVEN = 1.4, 1.15
@@ -334,7 +336,7 @@ def cycles(problem: Problem, config: PatchConfig, device: Device) -> float:
         config.wgm * 64 * problem.span if config.weight_stages else 0
     )
     shallow = 1.0 + 2.0 / config.weight_stages if config.weight_stages else 1.0
-    busy = steps * max(multiply, loaded / 45 * shallow)
+    busy = steps * max(multiply, loaded / 45 * shallow) * (RINGED if config.weight_stages else 1.0)
     first = (
         config.wgn * height * width * problem.span / L2_PER_CLOCK
     )  # the first patches come before anything is multiplied
