@@ -96,6 +96,10 @@ def forced(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if name == "stream-K":
             test_stream_k.prefer_stream_k(patch)
+        if name == "pool behind a convolution":
+            patch.setattr("optdnn.tactics.cuda.conv_pool.OVERLAP", -1.0)
+        if name == "product of means":
+            patch.setattr("optdnn.tactics.cuda.neighbours.TAKE_MEANS", True)
         if name.startswith("stem"):
             from optdnn.tactics.cuda.conv_stem import StemConv
             from optdnn.tactics.cuda.table import TACTICS
@@ -115,6 +119,8 @@ def stream_k() -> Any:
 ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "softcap")
 RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
 
+import test_conv_pool  # type: ignore[import-not-found]  # noqa: E402
+import test_pool_gemv  # type: ignore[import-not-found]  # noqa: E402
 from test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]  # noqa: E402
 from test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]  # noqa: E402
 from test_matmul_sm90 import NETS as STACKS  # type: ignore[import-not-found]  # noqa: E402
@@ -127,7 +133,7 @@ GENERAL = tuple(FAMILIES)
 def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
     """Family -> what builds its graph, and the precision."""
     from support.net import Net
-    from support.quantized_nets import QNet
+    from support.quantized_nets import NARROWED, NETS, QNet
     from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
 
     def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
@@ -146,6 +152,14 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
         "stream-K": (stream_k, "fp16"),
         **{f"stacks: {name}": (net(Net, STACKS[name]), "fp16") for name in ("with_epilogue", "transposed")},
+        "pool behind a convolution": (test_conv_pool.net, "fp16"),
+        "product of means": (test_pool_gemv.net, "fp16"),
+        "patch embedding": (net(Net, lambda n: n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16)), "fp16"),
+        **{
+            f"8 bits: {name}": (net(QNet, NETS[name]), "fp16")
+            for name in ("zero points, a perceptron", "rows of three axes")
+        },
+        **{f"8 bits: {name}": (build, "fp16") for name, build in NARROWED.items()},
         **{f"stem: {name}": (net(Net, STEMS[name][0]), STEMS[name][1]) for name in STEMS},
         "depthwise": (net(Net, lambda n: depthwise(n, 16, 28, 3)), "fp16"),
         "depthwise by TMA": (net(Net, lambda n: depthwise(n, 4, 56, 5)), "fp16"),
