@@ -13,7 +13,7 @@ import numpy as np
 
 from optdnn import __version__
 from optdnn.config import AUTO, BuildOptions
-from optdnn.errors import NotMet, OutputError, UsageError
+from optdnn.errors import NotMet, OptdnnError, OutputError, UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.importers.values import size_inputs, with_values
 from optdnn.ir.body import custom_digests
@@ -144,9 +144,13 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     _begin(options)
     with _timed(seconds, "import"):
         say("import")
-        if options.values:
-            model = with_values(model, options.values)
-        graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
+        try:
+            if options.values:
+                model = with_values(model, options.values)
+            graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
+        except OptdnnError:
+            replace(options, target=resolve_target(options.target))  # what is wrong with the options is said first
+            raise
     with _timed(seconds, "target"):
         target = resolve_target(options.target)
     options = replace(options, target=target)
