@@ -261,7 +261,8 @@ def _ahead(found: Ahead, program: Program, size: int) -> Ahead:
     _need(found.buffer < len(program.buffers), "brings a buffer into L2 that does not exist")
     buffer = program.buffers[found.buffer]
     inside = buffer.blob is not None and found.offset + found.bytes <= (buffer.nbytes or 0)
-    _need(inside and found.offset % 16 == 0, "brings something else than a part of a constant into L2")
+    whole = found.offset % 16 == found.bytes % 16 == 0 and found.bytes < 1 << 32
+    _need(inside and whole, "brings something else than a part of a constant into L2")
     _need(found.at + 12 <= size, "has a relocation outside of its parameters")
     return found
 

@@ -106,9 +106,8 @@ def _facts(b: Builder, op: Op) -> list[Plain]:
         # A convolution that is added, and that nobody else reads, may become a part of this one.
         joined = slot > 0 and source.kind == op.kind == "Conv" and b.graph.sole_user(value) == op
         operands.append([_place(b.operand(value)), _facts(b, source) if joined else None])
-    if (
-        neighbours.TAKE_MEANS and (pool := mean_before(b.graph, op)) is not None
-    ):  # whose image the product may read itself
+    pool = mean_before(b.graph, op) if neighbours.TAKE_MEANS else None
+    if pool is not None:  # whose image the product may read itself
         x = b.place.get(pool.inputs[0])  # type: ignore[arg-type]
         operands.append(None if x is None else ["mean of", _place(x)])
     results: list[Plain] = []

@@ -122,6 +122,7 @@ def test_other_architectures_stay_as_they_are(program: Program) -> None:
         ({2: 10**6}, "a buffer into L2 that does not exist"),
         ({2: "an activation"}, "something else than a part of a constant"),
         ({3: 8}, "something else than a part of a constant"),
+        ({4: 8}, "something else than a part of a constant"),
         ({4: 1 << 40}, "something else than a part of a constant"),
         ({1: 4090}, "outside of its parameters"),
         ({4: -16}, "for a size"),
