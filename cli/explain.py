@@ -96,7 +96,7 @@ def explain(engine: Path, name: str) -> dict[str, Any]:
                 if name in r["nodes"]
             ],
         },
-        "tactics": [t for t in _rows(meta.get("tactics")) if name in t.get("nodes", ())],
+        "tactics": [t for t in _rows(meta.get("tactics")) if name in (*t.get("nodes", ()), *t.get("with", ()))],
         "whole": _whole(meta, report),
         "on_cpu": [o for o in meta.get("host", {}).get("operators", ()) if name in o["nodes"]],
     }
@@ -184,7 +184,8 @@ def _figure(value: float | None, row: Mapping[str, Any]) -> str:
 
 def _show_tactic(t: Mapping[str, Any]) -> None:
     config = f" {t['config']}" if t.get("config") else ""
-    stdout.print(f"  tactic {t['tactic']}{config}: {t.get('launches', 0)} launches")
+    what = "dropped, another launch computes it" if t.get("dropped") else f"{t.get('launches', 0)} launches"
+    stdout.print(f"  tactic {t['tactic']}{config}: {what}")
     for r in t.get("refused", ()):
         stdout.print(f"  not {r['tactic']}: {r['reason']}")
 

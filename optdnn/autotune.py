@@ -158,13 +158,18 @@ class Tuner:
         def visit(b: Builder, op: Op, key: str) -> None:
             if key not in self.problems:
                 trials = trials_of(b, op, TACTICS[op.kind], selection)
-                self.problems[key] = Problem(key, op, trials, Choice(""))
+                spared = next((self.problems.get(t.spares) for t in trials if t.spares), None)
+                self.problems[key] = Problem(key, op, trials, Choice(""), spared=spared)
 
         emitted = emit_program(self.graph, self.options, self.target, {}, choices, visit, self._kept)
         for d in emitted.decisions:
             problem = self.problems[d.signature]
             problem.count += 1
             problem.default = d.choice
+        for problem in self.problems.values():
+            dropped = problem.spared
+            if problem.count and dropped is not None and not dropped.count:  # to be compared with, all the same
+                dropped.count, dropped.default = problem.count, dropped.trials[0].choice
         return emitted
 
     def _spent(self, part: float = 1.0) -> bool:
@@ -185,7 +190,7 @@ class Tuner:
         while open_:
             wave += 1
             batch: list[tuple[Problem, Trial]] = []
-            for key in sorted(open_, key=lambda k: -self.problems[k].count * self.problems[k].seconds):
+            for key in sorted(open_, key=lambda k: -self.problems[k].weight):
                 if not self._promising(self.problems[key], open_[key], found.problems):
                     del open_[key]
                     continue
@@ -218,10 +223,15 @@ class Tuner:
         if any(t.seconds is None for t in left) or not left:
             return bool(left)
         predicted = {t.choice: t.seconds for t in problem.trials}
-        ratios = [s / p for c, s in problem.times.items() if (p := predicted.get(c))]
-        if not ratios:
+        ratios: dict[str, float] = {}  # measured to predicted, the least of a tactic: each has a cost model of its own
+        for c, s in problem.times.items():
+            if p := predicted.get(c):
+                ratios[c.tactic] = min(s / p, ratios.get(c.tactic, s / p))
+        if any(t.choice.tactic not in ratios for t in left):
             return True
-        hoped = min(t.seconds or 0.0 for t in left) * min(ratios) * (1 - SCATTER)
+        hoped = min(
+            (t.seconds or 0.0) * ratios[t.choice.tactic] * (1 - SCATTER) - problem.saved(t.choice) for t in left
+        )
         total = sum(p.count * p.seconds for p in problems)
         return problem.count * (problem.seconds - hoped) > WORTH * total
 
@@ -232,9 +242,9 @@ class Tuner:
         return trial.provider != "own" and bool(theirs) and min(theirs) > ROUGH * problem.seconds
 
     def _try(self, problem: Problem, trial: Trial) -> None:
-        best = min(problem.times.values(), default=float("inf"))
+        best = problem.seconds + problem.saved(trial.choice) if problem.times else float("inf")
         try:
-            seconds = self.timer.trial(problem.key, trial.program, cold=self.cold, give_up=ROUGH * best)
+            seconds = self.timer.trial(problem.key, trial.program, cold=self.cold, give_up=ROUGH * max(best, 1e-7))
         except TrialFailed as failure:
             problem.failed[trial.choice] = failure.message
         except RunError as error:
@@ -303,8 +313,8 @@ class Tuner:
                 found.after_ms = found.before_ms
             self._choose_lanes(found, nets)
             total = sum(p.count * p.seconds for p in found.problems)
-            large = [p for p in found.problems if p.count * p.seconds > SHARE * total]
-            order = sorted(large, key=lambda p: -p.count * p.seconds)
+            large = [p for p in found.problems if p.weight > SHARE * total]
+            order = sorted(large, key=lambda p: -p.weight)
             jobs = [(p, c) for p in order for c in self._near(p, found.choices)]
             started = self.clock()
             for done, (problem, choice) in enumerate(jobs):
@@ -328,8 +338,9 @@ class Tuner:
 
     def _near(self, problem: Problem, choices: Mapping[str, Choice]) -> list[Choice]:
         """The near-equals of what was chosen, the best first."""
-        limit = NEAR * problem.seconds
-        near = sorted((s, c) for c, s in problem.times.items() if s <= limit)
+        other = 0.0 if problem.spared is None else problem.spared.seconds  # of both launches, where one may do for two
+        limit = NEAR * (problem.seconds + other)
+        near = sorted((s, c) for c in problem.times if (s := problem.adds(c)) + other <= limit)
         found = [c for _, c in near[:NEAR_COUNT]]
         if problem.default in problem.times and problem.default not in found:
             found.append(problem.default)

@@ -147,8 +147,9 @@ def emit_program(
     b.credit(0, "copy")  # what no tactic made: views that had to be written out, results in the network's own order
     program = pruned(b.program(target, options.precision, inputs, outputs, {**meta, "arch": arch}))
     present = set(map(id, program.steps))
-    program.meta["tactics"] = [d.to_plain() for d in decisions]
     held = [d for d in decisions if not d.steps or any(id(s) in present for s in d.steps)]
+    standing = set(map(id, held))  # of the others, another operator's launch computes what theirs would
+    program.meta["tactics"] = [d.to_plain() | ({} if id(d) in standing else {"dropped": True}) for d in decisions]
     program = compact(group_steps(keep_inputs_on_host(program)))
     program.meta["host"] = summary(graph, host, program)
     if bounds := input_bounds(graph):

@@ -82,6 +82,17 @@ def stems(n: Any) -> Any:
     return tuple(n.op("GlobalAveragePool", v) for v in (planes, x, y))
 
 
+def separable(n: Any) -> Any:
+    """Depthwise and 1x1 convolutions in one launch: persistent blocks with a residual, and blocks that share K."""
+    x = n.conv(n.input(4, 8, 56, 56), 24, 1, pads=0, bias=True)
+    y = n.op("Relu", n.conv(x, 48, 1, pads=0, bias=True))
+    y = n.conv(n.op("Relu", n.conv(y, 48, group=48, bias=True)), 24, 1, pads=0, bias=True)
+    y = n.op("Relu", n.op("Add", y, x))
+    z = n.op("Relu", n.conv(n.input(1, 8, 56, 56, name="z"), 144, 1, pads=0, bias=True))
+    z = n.conv(n.op("Relu", n.conv(z, 144, group=144, bias=True)), 24, 1, pads=0, bias=True)
+    return n.conv(y, 8, 1, pads=0), n.conv(z, 8, 1, pads=0)
+
+
 def few_rows(n: Any) -> Any:
     """A fully connected layer at batch 1."""
     return n.gemm(n.op("Relu", n.gemm(n.input(1, 1024), 1024)), 1000)
@@ -169,6 +180,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "prologue: gate": (net(Net, lambda n: tuple(gated(n))), "bf16"),
         "scalar tiles": (net(Net, scalar_tiles), "fp32"),
         **{f"transposed {precision}": (net(Net, transposed), precision) for precision in ("fp16", "tf32", "fp32")},
+        "separable": (net(Net, separable), "fp16"),
         "few rows": (net(Net, few_rows), "fp16"),
         **{f"stems {precision}": (net(Net, stems), precision) for precision in ("fp16", "bf16")},
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},

@@ -63,9 +63,10 @@ def uses_residual(stages: Sequence[Stage]) -> bool:
     return any(stage[0] in ("add", "mul") for stage in stages)
 
 
-def epilogue(stages: Sequence[Stage]) -> str:
-    """CUDA source of ``float epilogue(float x, float c, float r)``, the stages applied in order. Raises InternalError."""
-    lines = ["DEVICE float epilogue(float x, float c, float r) {"]
+def epilogue(stages: Sequence[Stage], name: str = "epilogue") -> str:
+    """CUDA source of ``float epilogue(float x, float c, float r)`` (or of another ``name``), the stages applied in order. Raises
+    InternalError."""
+    lines = [f"DEVICE float {name}(float x, float c, float r) {{"]
     return "\n".join([*lines, *_statements(stages, _literal), "    return x;", "}"])
 
 

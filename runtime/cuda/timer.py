@@ -37,7 +37,7 @@ TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 1e-4, "fp64": 1e-9}
 """Largest error of a result, of its largest magnitude. In fp32 a long sum's; where products are of tf32, their meaning rounds the
 factors, too, and where they are not, rounded factors are beyond it."""
 BATCHWISE = frozenset({
-    "Conv", "ConvSum", "PooledConv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "GlobalAveragePool",
+    "Conv", "ConvSum", "PooledConv", "SeparableConv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "GlobalAveragePool",
     "GlobalMaxPool", "SpaceToDepthImage", "BlocksToSpace", "ConvBlocks", "ImageConv", "LayerNormalization",
     "RMSNormalization", "Softmax", "LogSoftmax",
 })  # fmt: skip

@@ -117,6 +117,8 @@ def _products(kind: str, attrs: Mapping[str, Any], reads: Sequence[View | None],
             return 8 * n * math.prod(shapes[1][1:])
         case "ConvSum":
             return 2 * n * (math.prod(shapes[1][1:]) + math.prod(shapes[3][1:]))
+        case "SeparableConv":  # the depthwise part is no product of matrices, and small
+            return 2 * n * math.prod(shapes[int(attrs["operands"])][1:])
         case "ConvTranspose":
             return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
         case "MatMul" | "MatMulInteger":

@@ -122,6 +122,19 @@ def _mean_product(operands: Sequence[Array | None], attrs: Mapping[str, Any]) ->
     return run_kernel("Conv", [x.mean((2, 3), keepdims=True, dtype=np.float32), *rest], attrs)
 
 
+def _separable_conv(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """A convolution (attributes ``first_…``) of the first ``operands`` operands, rounded to the type ``through``; then another
+    (``second_…``) of the result and the other operands."""
+    first, second = (
+        {name.removeprefix(f"{part}_"): value for name, value in attrs.items() if name.startswith(f"{part}_")}
+        for part in ("first", "second")
+    )
+    wide = [None if a is None else a.astype(np.float32) for a in operands]
+    (between,) = run_kernel("Conv", wide[: attrs["operands"]], first)
+    (rounded,) = cast(between, attrs["through"])
+    return run_kernel("Conv", [rounded.astype(np.float32), *wide[attrs["operands"] :]], second)
+
+
 def _masked_softmax(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
     """Softmax over the last axis; a row of nothing but -inf gives zeros."""
     (x,) = operands
@@ -288,6 +301,7 @@ OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Ar
     "PooledConv": _pooled_conv,
     "MeanProduct": _mean_product,
     "ConvSqueeze": _conv_squeeze,
+    "SeparableConv": _separable_conv,
     "SqueezeFinish": _squeeze_finish,
     "MaskedSoftmax": _masked_softmax,
     "PeriodicAttention": _periodic_attention,

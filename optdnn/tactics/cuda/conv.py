@@ -132,7 +132,7 @@ class HopperConv(Rehearsed):
         target = b.target(op.value)
         out = image(target)
         feeds = [feed]
-        joined = self._second(b, op, ep) if before is None else None
+        joined = self.second(b, op, ep) if before is None else None
         if joined is not None:
             feeds.append(joined[0])
             if joined[1] is not None:
@@ -161,7 +161,7 @@ class HopperConv(Rehearsed):
                     return feed, before
         return conv_sm90.Feed(with_pitch(b, op, image(entering(b, op))), weight, strides, pads, dilations), None
 
-    def _second(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_sm90.Feed, Array | None, frozenset[str]] | None:
+    def second(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_sm90.Feed, Array | None, frozenset[str]] | None:
         """The convolution whose result is added first, as a second source of this one: one sum over both, nothing stored between.
 
         It must have no other user and no stages of its own. Its launch, emitted before, is then read by nobody and dropped.

@@ -39,9 +39,9 @@ def _offers(problem: depthwise.Problem) -> tuple[Offer, ...]:
     """Both kernels' configurations, the best predicted first. A result is summed tap after tap in every one of them; a squeeze
     sums a tile first, so its order follows from the configuration."""
     if not problem.squeeze:
-        return tuple(Offer(c, seconds) for seconds, c in _ranked(problem))
-    ((_, many),) = _ranked(replace(problem, batch=MANY))[:1] or ((0.0, None),)
-    found = _ranked(problem)
+        return tuple(Offer(c, seconds) for seconds, c in ranked(problem))
+    ((_, many),) = ranked(replace(problem, batch=MANY))[:1] or ((0.0, None),)
+    found = ranked(problem)
     if many is not None and all(c != many for _, c in found):
         found = sorted([*found, (_seconds(problem, many), many)], key=lambda item: item[0])
     return tuple(Offer(c, seconds, c == many) for seconds, c in found)
@@ -53,7 +53,8 @@ def _seconds(problem: depthwise.Problem, config: Config) -> float:
     return depthwise.estimate(problem, config, h200())
 
 
-def _ranked(problem: depthwise.Problem) -> list[tuple[float, Config]]:
+def ranked(problem: depthwise.Problem) -> list[tuple[float, Config]]:
+    """Both kernels' configurations with their predicted seconds, the best first."""
     configs: list[Config] = [*depthwise.candidates(problem, h200()), *tma.candidates(problem, h200())]
     return sorted(((_seconds(problem, c), c) for c in configs), key=lambda item: item[0])
 

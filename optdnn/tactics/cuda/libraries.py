@@ -71,6 +71,10 @@ class Called:
         self._add(b, op, rank.place)
         return str(rank)
 
+    def spares(self, b: Builder, op: Op) -> Op | None:
+        """None: a call computes one operator."""
+        return None
+
     def unable(self, b: Builder, op: Op) -> str | None:
         """Whether the library has an algorithm for the operation, where it can be asked."""
         with b.rehearsal():

@@ -22,6 +22,7 @@ from optdnn.tactics.cuda import neighbours
 from optdnn.tactics.cuda.builder import Builder, Placed
 from optdnn.tactics.cuda.neighbours import max_pool_behind, mean_before
 from optdnn.tactics.cuda.providers import providers_here
+from optdnn.tactics.cuda.separable import depthwise_before
 from optdnn.tactics.cuda.tactic import PROVIDERS, Offer, Tactic
 from optdnn.types import dtype_name
 
@@ -75,6 +76,8 @@ class Decision:
     def to_plain(self) -> Plain:
         row: dict[str, Plain] = {"nodes": sorted(self.op.src), "kind": self.op.kind, "tactic": self.choice.tactic}
         row |= {"launches": len(self.steps), "signature": self.signature}
+        if along := sorted({name for s in self.steps for name in s.src} - self.op.src):
+            row["with"] = along  # what the launches compute beside the operator
         if self.variant:
             row["config" if self.choice.config else "variant"] = self.variant
         row |= {"scratch_bytes": self.scratch} if self.scratch else {}
@@ -103,8 +106,9 @@ def _facts(b: Builder, op: Op) -> list[Plain]:
             operands.append(["constant", dtype_name(constant.dtype), list(constant.shape), values])
             continue
         source = b.graph.op(value)
-        # A convolution that is added, and that nobody else reads, may become a part of this one.
-        joined = slot > 0 and source.kind == op.kind == "Conv" and b.graph.sole_user(value) == op
+        # A convolution that nobody else reads may become a part of this one: one that is added, or a depthwise one before a 1x1.
+        joined = source.kind == op.kind == "Conv" and b.graph.sole_user(value) == op
+        joined = joined and (slot > 0 or depthwise_before(b.graph, op) is not None)
         operands.append([_place(b.operand(value)), _facts(b, source) if joined else None])
     pool = mean_before(b.graph, op) if neighbours.TAKE_MEANS else None
     if pool is not None:  # whose image the product may read itself
@@ -287,6 +291,8 @@ def alternatives(
     A kernel of ours without a cost model, behind one that has one, is for what the latter refuses, and slow.
     """
     able, _ = usable(b, op, tactics, selection)
+    # What is not taken unmeasured comes behind what is (libraries are behind anyway, and slow to ask).
+    able.sort(key=lambda t: t.provider == "own" and t.unable(b, op) is not None)
     modelled = False
     for tactic in able:
         offers = offers_of(b, op, tactic, selection)[0]

@@ -42,11 +42,13 @@ from optdnn.tactics.cuda.regions import REGIONS, Regions
 from optdnn.tactics.cuda.rnn import HopperRNN
 from optdnn.tactics.cuda.rnn_general import GeneralRNN
 from optdnn.tactics.cuda.rows import BatchNorm, LocalResponse, Rows
+from optdnn.tactics.cuda.separable import Separable
 from optdnn.tactics.cuda.tactic import Tactic
 
 _OWN: dict[str, tuple[Tactic, ...]] = {
     "Conv": (
         PooledConv(),
+        Separable(),
         BlockConv(),
         StemConv(),
         HopperConv(),

@@ -62,6 +62,9 @@ class Tactic(Protocol):
         """Why the library that it calls turns the operator down, where it is at hand to be asked; slow, hence not part of
         ``refuse``: it is asked before an operator is given to it unmeasured."""
 
+    def spares(self, b: Builder, op: Op) -> Op | None:
+        """An operator before this one that its launch computes, too, so that the other's own is dropped."""
+
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """The configurations it could run the operator in, the best predicted first; empty where there is no choice.
 
@@ -86,6 +89,10 @@ class OwnTactic:
 
     def unable(self, b: Builder, op: Op) -> str | None:
         """There is no library to ask."""
+        return None
+
+    def spares(self, b: Builder, op: Op) -> Op | None:
+        """None: it computes the operator alone."""
         return None
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:

@@ -9,47 +9,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.conv_cases import CASES, GENERAL, convolve
+from support.device_memory import Memory
 from support.needs import why_no_hopper
 
 from optdnn.runtime.cuda import conv, conv_general, conv_params, conv_patch, conv_problem, graphs, pool
 from optdnn.runtime.cuda.conv_patch import PatchConfig
-from optdnn.runtime.cuda.device import Device, Launch, check, driver
-from optdnn.runtime.cuda.memory import fill, upload
+from optdnn.runtime.cuda.device import Launch
+from optdnn.runtime.cuda.memory import fill
 from optdnn.runtime.cuda.nvrtc import KernelCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 TOLERANCE = {"float16": 4e-4, "bfloat16": 3e-3}  # of the norm; rounding the result once costs half of it
-
-
-class Memory:
-    """Device buffers by driver calls alone."""
-
-    def __init__(self) -> None:
-        self.device = Device.open()
-        self.stream = graphs.Stream()
-        self.held: list[Any] = []
-
-    def put(self, array: np.ndarray) -> int:
-        array = np.ascontiguousarray(array)
-        pointer = check("cuMemAlloc", driver().cuMemAlloc(max(array.nbytes, 256)))
-        self.held.append(pointer)
-        upload(pointer, array)
-        return int(pointer)
-
-    def get(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        array = np.empty(shape, dtype)
-        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(array.ctypes.data, pointer, array.nbytes))
-        return array
-
-    def run(self, launch: Launch) -> None:
-        launch.enqueue(self.stream.handle)
-        self.stream.synchronize()
-
-    def free(self) -> None:
-        for pointer in self.held:
-            driver().cuMemFree(pointer)
-        self.held.clear()
 
 
 @pytest.fixture
