@@ -113,7 +113,7 @@ class Problem:
 @dataclass(frozen=True)
 class Layout:
     """``planes``: each channel by itself, ``lead`` taps (of weight 0) before a filter row's first, ``columns`` with them and with
-    what makes them even. Else ``together`` (2 or 4) channels of a pixel as neighbours."""
+    what makes them even. Else ``together`` (2 or 4) channels of a pixel as neighbours; of planes, ``together`` is their number."""
 
     planes: bool
     together: int

@@ -4,12 +4,12 @@
 //
 // Block: TILE_H x TILE_W output pixels x BLOCK_N output channels; blocks walk over tiles, and keep their weights. The input pixels
 // of a tile lie in shared memory either as planes (PLANES: at an even stride, where a 32-bit word is two taps of a row) or with two
-// or four channels together (a word is two channels of a tap). K is a list of such words, LANE_WORD of them after the first pixel
-// of the window: a lane of an A fragment reads word t of each half of a K step, whatever tap and channel that is.
+// or four channels together (a word is two channels of a tap). K is a list of such words, by their offsets from the first of a
+// window: lane t of four reads word t of each half of a K step for its A fragment, whatever tap and channel that is.
 //
 // Weights lie in shared memory in an order of rows in which a thread's sums over up to four n8 tiles are neighbouring channels.
 //
-// generated.cuh defines the geometry (see optdnn.runtime.cuda.conv_stem.recipe), word_offset(i, t) and epilogue().
+// generated.cuh defines the geometry (see optdnn.runtime.cuda.conv_stem.recipe), word_offset(k, t) (of half K step k, in words, less t) and epilogue().
 #include "ptx.cuh"
 #include "generated.cuh"
 

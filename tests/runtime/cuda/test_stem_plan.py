@@ -153,6 +153,7 @@ def test_vectors_are_as_wide_as_every_row_allows() -> None:
     [
         ({"source": Source(32, 32, 5, (3, 3))}, "up to 4 channels, not 5"),
         ({"image": "float64"}, "does not read images of float64"),
+        ({"epilogue": (("relu",),)}, "does not begin with the bias"),
         ({"channels": 12}, "do not come in eights"),
         ({"source": Source(8, 8, 3, (9, 9))}, "there are no pixels"),
         ({"source": Source(64, 64, 3, (16, 16))}, "are longer than 512"),
@@ -173,6 +174,7 @@ def test_what_no_tile_can_run_is_refused(change: dict[str, Any], reason: str) ->
         (stem.Config(1, 8, 1, 1, 2), "not a tile of this kernel"),
         (stem.Config(64, 8, 1, 1, 2), "2048 threads are not a block"),
         (stem.Config(8, 16, 8, 8, 8), "more than 128 sums a thread"),
+        (stem.Config(8, 32, 4, 8, 8, True), "do not fit the registers of a thread"),
         (stem.Config(4, 32, 4, 4, 4, True), "shared memory exceed"),
     ],
 )
