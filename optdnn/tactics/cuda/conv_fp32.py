@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -148,6 +149,17 @@ class _Planned:
     target: Placed
 
 
+def too_large(b: Builder, op: Op) -> str | None:
+    """Why the kernel's 32-bit offsets do not reach all of the operand or the result, or None."""
+    assert op.inputs[0] is not None
+    places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+    spans = [sum((n - 1) * abs(s) for n, s in zip(p.shape, p.strides, strict=True)) for p in places]
+    *rows, last = op.outputs[0].type.static_shape
+    if max(*spans, math.prod(rows) * (last + 8)) < fp32.LARGEST:
+        return None
+    return "its tensors have more elements than 32-bit offsets count"
+
+
 class TiledConv(Rehearsed):
     """Convolutions of fp32 over one or two spatial axes, grouped or not."""
 
@@ -227,7 +239,7 @@ class TiledGemm(HopperGemm):
     aligned: ClassVar[bool] = False
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        return refusal(b, op) or self._unsuitable(b, op)
+        return refusal(b, op) or self._unsuitable(b, op) or too_large(b, op)
 
     def read(self, name: str) -> Any:
         """See :class:`optdnn.tactics.cuda.tactic.Tactic`."""

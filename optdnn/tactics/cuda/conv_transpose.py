@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -225,7 +226,13 @@ class TiledConvTranspose(Subpixel):
     name = "subpixel_fp32"
 
     def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
-        return conv_fp32.refusal(b, op)
+        if (why := conv_fp32.refusal(b, op) or conv_fp32.too_large(b, op)) is not None:
+            return why
+        n, _, *sizes = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
+        if max(*sizes, *(max(a.blocks, a.taps * a.dilation, *a.pads) for a in axes)) >= 1 << 14:
+            return "an image or a filter is larger than 16384 pixels"
+        blocks = n * math.prod(a.blocks * a.stride for a in axes) * weight.shape[1]
+        return "its tensors have more elements than 32-bit offsets count" if blocks >= fp32.LARGEST else None
 
     def read(self, name: str) -> Any:
         """See :class:`optdnn.tactics.cuda.tactic.Tactic`."""

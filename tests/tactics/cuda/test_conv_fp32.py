@@ -68,6 +68,8 @@ def refusals(program: Program) -> list[str]:
         (lambda n: n.conv(n.input(2, 4, 9, 7), 20, group=2), "fp32", "do not come in fours, but are 10"),
         (lambda n: n.conv(n.input(1, 2, 4, 5, 6), 8), "fp32", "not of one or two spatial axes"),
         (lambda n: n.conv(n.input(1, 2, 3, 16400), 8, pads=1), "fp32", "larger than 16384"),
+        (lambda n: n.matmul(n.input(1 << 22, 1024), 8), "fp32", "more elements than 32-bit offsets"),
+        (lambda n: n.conv(n.input(1 << 12, 8, 256, 256), 8), "fp32", "more elements than 32-bit offsets"),
         (lambda n: n.op("MatMul", n.input(4, 8), n.input(8, 4, name="m")), "fp32", "not a constant matrix"),
     ],
 )

@@ -112,6 +112,15 @@ def test_odd_channels_are_refused_before_hopper() -> None:
         assert any(r["tactic"] == "subpixel_sm80" and reason in r["reason"] for r in refused)
 
 
+def test_tensors_too_large_for_the_fp32_kernel_are_refused() -> None:
+    for shape, reason in (((1, 2, 16400), "larger than 16384"), ((768, 8, 512, 256), "32-bit offsets")):
+        n = Net()
+        rank = len(shape) - 2
+        program = lowered(n.done(transposed(n, n.input(*shape), 8, (2,) * rank, (2,) * rank)), "fp32")
+        refused: list[Any] = [r for t in program.meta["tactics"] for r in t.get("refused", ())]
+        assert any(r["tactic"] == "subpixel_fp32" and reason in r["reason"] for r in refused), refused
+
+
 def test_weights_in_blocks_give_the_transposed_convolution_exactly() -> None:
     rng = np.random.default_rng(3)
     for kernel, stride, dilation, pad, end in (
