@@ -135,6 +135,7 @@ import test_pool_gemv  # type: ignore[import-not-found]  # noqa: E402
 from test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]  # noqa: E402
 from test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]  # noqa: E402
 from test_matmul_sm90 import NETS as STACKS  # type: ignore[import-not-found]  # noqa: E402
+from test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]  # noqa: E402
 from test_prologue import dense_layer, gated  # type: ignore[import-not-found]  # noqa: E402
 
 GENERAL = tuple(FAMILIES)
@@ -163,6 +164,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
         "stream-K": (stream_k, "fp16"),
         **{f"stacks: {name}": (net(Net, STACKS[name]), "fp16") for name in ("with_epilogue", "transposed")},
+        **{f"stacks fp32: {name}": (net(Net, build), "fp32") for name, build in TILED.items()},
         "pool behind a convolution": (test_conv_pool.net, "fp16"),
         "product of means": (test_pool_gemv.net, "fp16"),
         "patch embedding": (net(Net, lambda n: n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16)), "fp16"),
