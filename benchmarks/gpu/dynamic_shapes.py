@@ -44,8 +44,8 @@ import dynamic_shapes
 print(json.dumps(dynamic_shapes.first_runs(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))))
 """
 STAGES = {
-    "open the model, know the weights": "optdnn.plans:Common.of",
-    "import": "optdnn.plans:import_model",
+    "open the model, know the weights": "optdnn.plan_base:Common.of",
+    "import": "optdnn.plan_base:import_model",
     "passes": "optdnn.compiler:optimize",
     "lower": "optdnn.lower_cuda:emit_program",
     "compile": "optdnn.lower_cuda:_compiled",
