@@ -22,7 +22,6 @@ from optdnn.types import Array
 
 MAX_TAPS = 25
 _HEAD_BYTES = 1024
-_BARRIERS = 1024
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ constexpr int STEPS = BK / 16, GROUPS = 2 * BATCH;
 constexpr int CHAINS = STRIPS == 1 ? LOADS : 1;
 // Results on their way out, a strip's rows at a time: a pitch of an odd number of 16 bytes has no bank conflicts.
 constexpr u32 PITCH = (BLOCKS | 1) * 16, ROW_BUFFERS = HAS_RESIDUAL ? STRIPS : 1;
-constexpr int SLOTS = (BLOCKS + SPLIT - 1) / SPLIT;
-constexpr u32 INBOX_BYTES = STRIPS * SLOTS * SPLIT * 2048;                 // of a warpgroup
+constexpr int SLOTS = (BLOCKS + SPLIT - 1) / SPLIT;                        // blocks of eight channels that a rank finishes
 
 struct Params {
     TensorMap pixels;                              // (channel, x, y, n)
@@ -335,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
             return channel + block * 8 < p.channels ? __ldg(reinterpret_cast<const float2*>(p.bias + channel + block * 8)) : make_float2(0.0f, 0.0f);
         };
 #if SPLIT > 1
-        const u32 inbox = after + warp / 4 * INBOX_BYTES + (warp % 4 * 32 + lane) * 16;
+        const u32 inbox = after + warp / 4 * (STRIPS * SLOTS * SPLIT * 2048) + (warp % 4 * 32 + lane) * 16;
         long long offset[STRIPS][2];
         u32 residual[STRIPS][SLOTS][2];
         #pragma unroll

@@ -39,9 +39,8 @@ def clipped(n: Net, x: Value) -> Value:
     return n.op("Clip", x, n.const(0.0), n.const(6.0))
 
 
-def pair(
-    n: Net, x: Value, channels: int, out: int, *, activation: str = "Relu", **conv: Any
-) -> Value:  # the sizes of MobileNet's blocks
+def pair(n: Net, x: Value, channels: int, out: int, *, activation: str = "Relu", **conv: Any) -> Value:
+    """The second half of a MobileNet's block."""
     given = {"kernel": 3, "pads": 1, "bias": True, **conv}
     y = n.conv(x, channels, group=channels, **given)
     y = clipped(n, y) if activation == "Clip" else n.op(activation, y)
