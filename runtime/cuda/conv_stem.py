@@ -169,7 +169,7 @@ def refuse(problem: Problem, config: Config, shared: int = SHARED) -> str | None
         return f"{config.threads} threads are not a block of this kernel"
     if config.m * config.n > 32:
         return "more than 128 sums a thread"
-    if registers(problem, config) > min(255, 65536 // config.threads):
+    if registers(problem, config) > min(255, 65536 // (-(-config.threads // 128) * 128)):
         return "its sums and what it holds do not fit the registers of a thread"
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
@@ -272,14 +272,14 @@ def registers(problem: Problem, config: Config) -> int:
     steps, vector = problem.layout.steps, problem.vector
     kept = 2 * steps * config.n
     weights = kept if kept <= KEPT_REGISTERS else 4 * config.n
-    table = 0 if problem.layout.planes and problem.layout.columns == 8 else min(2 * steps, 40)
+    table = 0 if problem.layout.planes and problem.layout.columns == 8 else 2 * steps
     rows, columns = halo(problem, config)
     chunks = rows * columns // vector * (problem.source.channels if problem.layout.planes else 1)
     rounds = -(-chunks // config.threads)
     vectors = (
         rounds * -(-vector * KINDS[problem.image][1] // 4) * (1 if problem.layout.planes else problem.source.channels)
     )
-    held = rounds if _buffered(problem, config) else vectors
+    held = (rounds if _buffered(problem, config) else vectors) + 3 * max(0, rounds - 4)  # and where chunks lie
     sums = 4 * config.m * config.n
     return 40 + table + weights + (sums + held + 8 * config.m if config.ahead else max(sums + 8 * config.m, held))
 
@@ -355,13 +355,9 @@ def resident(problem: Problem, config: Config, device: Device) -> int:
 
 
 def blocks_by_registers(problem: Problem, config: Config) -> int:
-    """Blocks whose registers fit a multiprocessor: what the compiler is asked for."""
-    return max(
-        1,
-        min(
-            65536 // (-(-min(255, registers(problem, config) + 6) // 8) * 8 * config.threads), 1536 // config.threads, 8
-        ),
-    )
+    """Blocks whose registers fit a multiprocessor, which gives them to warps in fours: what the compiler is asked for."""
+    each = -(-min(255, registers(problem, config) + 6) // 8) * 8
+    return max(1, min(65536 // (32 * each) // 4 * 4 // math.prod(config.warps), 1536 // config.threads, 8))
 
 
 def describe(
