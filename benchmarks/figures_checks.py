@@ -19,15 +19,19 @@ def correctness(results: Path) -> str:
         file = results / f"{name}-h200.json"
         found[name] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
     networks, cases = found["networks"], found["cases"]
-    rows = [["precision", "networks right", "launches", "largest error of a launch", "operator cases right"]]
+    rows = [
+        ["precision", "networks right", "launches", "largest error of a launch (where right)", "operator cases right"]
+    ]
     for precision in PRECISIONS:
         of = [r[precision] for r in (networks or {"rows": []})["rows"] if precision in r]
         steps = [f["steps"] for f in of if "steps" in f]
         if not steps:
             continue
-        worst = max((s["worst"][0] for s in steps if s["worst"]), default=0.0)
+        wrong = [f for f in of if f.get("right") is False]
+        worst = max((f["steps"]["worst"][0] for f in of if f.get("right") and f["steps"]["worst"]), default=0.0)
+        begun = [f for f in of if "right" in f]
         cells = [
-            f"{sum(bool(f.get('right')) for f in of)} of {len(of)}",
+            f"{len(begun) - len(wrong)} of {len(begun)}",
             f"{sum(s['count'] for s in steps):,}",
             f"{worst:.0e}",
         ]
@@ -42,7 +46,8 @@ def correctness(results: Path) -> str:
         "operands (of the largest element, results poisoned with NaN before); runs repeat to the bit, in one CUDA graph and as "
         "single launches, on arenas full of NaN between fences; and the whole result is ONNX Runtime's at fp32 (at other "
         "precisions nearer to it than another input's; of detections, nine in ten of the boxes that rounding weights and inputs "
-        "alone leaves the same).",
+        "alone leaves the same). "
+        + (f"{networks['note'][:1].upper()}{networks['note'][1:]}." if "note" in networks else ""),
         _sanitizer(found["sanitizer"]),
         _rows(found["row-invariance"]),
     ]
@@ -59,15 +64,21 @@ def _of_cases(cases: Mapping[str, Any] | None, precision: str) -> str:
 def _sanitizer(data: Mapping[str, Any] | None) -> str:
     if data is None:
         return ""
-    tools = [
-        f"{tool} {found['clean']} of {found['of']}"
-        + (f", seeded fault {found['seeded fault']}" if found["seeded fault"] != "caught" else "")
-        for tool, found in data["tools"].items()
-    ]
+
+    def clean(run: Mapping[str, Any]) -> str:
+        shown = [
+            f"{tool} {found['clean']} of {found['of'] - len(found['not begun'])}"
+            + (", seeded fault not caught" if found["seeded fault"] == "not caught" else "")
+            for tool, found in run["tools"].items()
+        ]
+        return "; ".join(shown)
+
     caught = all(found["seeded fault"] == "caught" for found in data["tools"].values())
+    later = [f" Newer kernels (commit {run['commit'][:8]}): {clean(run)}." for run in data.get("later", [])]
     return (
-        f"compute-sanitizer (commit {data['commit'][:8]}), families of kernels that are clean: {'; '.join(tools)}"
+        f"compute-sanitizer (commit {data['commit'][:8]}), families of kernels that are clean: {clean(data)}"
         + ("; each caught the fault seeded for it." if caught else ".")
+        + "".join(later)
     )
 
 

@@ -82,10 +82,12 @@ def test_checks_on_a_gpu_are_kept_by_precision_and_told(tmp_path: Path) -> None:
     run = {**ABOUT, "engines": [{"family": "x"}], "rows": [
         {**tool, "clean": True}, {**tool, "family": "y", "begun": False}, {**tool, "family": "int8, seeded fault", "caught": True},
     ]}  # fmt: skip
-    kept = merge.sanitizer(run)
+    kept = merge.sanitizer(None, run)
     assert kept["tools"]["memcheck"] == {
         "clean": 1, "of": 2, "reported": [], "not begun": ["y"], "seeded fault": "caught",
     }  # fmt: skip
+    part = {**ABOUT, "commit": "eeee", "engines": [{"family": "z"}], "rows": [{**tool, "family": "z", "clean": True}]}
+    kept = merge.sanitizer(kept, part)
     (tmp_path / "sanitizer-h200.json").write_text(merge.text(kept))
     wrong = {
         **ABOUT,
@@ -97,8 +99,8 @@ def test_checks_on_a_gpu_are_kept_by_precision_and_told(tmp_path: Path) -> None:
     (tmp_path / "cases-h200.json").write_text(merge.text(merge.cases(wrong)))
     text = figures.correctness(tmp_path)
     assert "| fp32 | 2 of 2 | 2,000 | 1e-07 | 3 of 3 |" in text
-    assert "| fp16 | 1 of 2 | 2,000 | 5e-03 | 2 of 3 |" in text
-    assert "memcheck 1 of 2; each caught the fault" in text
+    assert "| fp16 | 1 of 2 | 2,000 | 2e-03 | 2 of 3 |" in text
+    assert "memcheck 1 of 1; each caught the fault seeded for it. Newer kernels (commit eeee): memcheck 1 of 1." in text
     assert figures.correctness(tmp_path / "none") == ""
 
 
