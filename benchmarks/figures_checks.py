@@ -46,8 +46,7 @@ def correctness(results: Path) -> str:
         "operands (of the largest element, results poisoned with NaN before); runs repeat to the bit, in one CUDA graph and as "
         "single launches, on arenas full of NaN between fences; and the whole result is ONNX Runtime's at fp32 (at other "
         "precisions nearer to it than another input's; of detections, nine in ten of the boxes that rounding weights and inputs "
-        "alone leaves the same). "
-        + (f"{networks['note'][:1].upper()}{networks['note'][1:]}." if "note" in networks else ""),
+        "alone leaves the same)." + (f" Not right: {networks['note']}." if "note" in networks else ""),
         _sanitizer(found["sanitizer"]),
         _rows(found["row-invariance"]),
     ]

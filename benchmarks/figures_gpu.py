@@ -133,6 +133,7 @@ def compiled(file: Path) -> str:
         "(an nn.LSTM stays cuDNN's). "
         f"{'*: went on from the cache of an attempt that was cut. ' if any(r.get('resumed') for r in data['rows']) else ''}"
         f"Up to {data['at_once']} rows compiled at once on {data['cores']} cores, hence the long times; optdnn by the cost model. "
+        + _note(data)
         + (
             f"Not compiled and measured within the {data['seconds']:.0f} s of the call: {'; '.join(absent)}."
             if absent
