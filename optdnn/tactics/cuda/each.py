@@ -57,7 +57,9 @@ def emit_each(
     for name, t in (*present.items(), *writes.items()):
         rank = max(1, len(t.shape))
         sizes.append(f"i64 n_{name}[{rank}], s_{name}[{rank}];")
-        block.i64(*(t.shape or (1,))).i64(*(t.strides or (0,)))
+        # Of one element along an axis there is no next: a tensor may be read along an axis that it is broadcast over.
+        strides = [s if n > 1 else 0 for n, s in zip(t.shape, t.strides, strict=True)]
+        block.i64(*(t.shape or (1,))).i64(*(strides or (0,)))
         given = ", ".join(f"i64 c{k}" for k in range(len(t.shape)))
         total = " + ".join(f"c{k} * p.s_{name}[{k}]" for k in range(len(t.shape))) or "i64(0)"
         named.append(f"auto at_{name} = [&]({given}) -> i64 {{ return {total}; }};")

@@ -264,13 +264,10 @@ def _rotary(b: Builder, op: Op) -> None:
         ("o3 / 2", "o3 % 2 == 0", "first ? o3 + 1 : o3 - 1") if a.interleaved else
         (f"o3 % {half}", f"o3 < {half}", f"first ? o3 + {half} : o3 - {half}")
     )  # fmt: skip
-    at_c, at_s = (
-        f"{'o0' if at.shape[0] > 1 else '0'}, o2, {pair}" for at in (cos, sin)
-    )  # one for all of the batch, or each
     lines = f"""{t} v = widen(p.x[at_x(o0, o1, o2, o3)]);
         if (o3 < {size}) {{
             const bool first = {first};
-            const {t} c = widen(p.c[at_c({at_c})]), s = widen(p.s[at_s({at_s})]), w = widen(p.x[at_x(o0, o1, o2, {other})]);
+            const {t} c = widen(p.c[at_c(o0, o2, {pair})]), s = widen(p.s[at_s(o0, o2, {pair})]), w = widen(p.x[at_x(o0, o1, o2, {other})]);
             v = first ? c * v - s * w : s * w + c * v;
         }}
         p.y[at_y(o0, o1, o2, o3)] = narrow<{CPP[out.dtype]}>(v);"""
