@@ -15,6 +15,7 @@ from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.narrow import Narrow, narrow_kind
 from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.runtime.cuda.ranking import varied
 
 MEMORY = 4.2e12
 CLOCK = 1.75e9
@@ -268,12 +269,4 @@ def candidates(problem: Problem, device: Device, limit: int = 6) -> list[Config]
                     if refuse(problem, config, shared=device.shared_per_block) is None:
                         found.append((estimate(problem, config, device), config))
                         break
-    found.sort(key=lambda item: (item[0], item[1]))
-    chosen: list[Config] = []
-    shapes: dict[tuple[int, int], int] = {}
-    for _, config in found:
-        shape = (config.warpgroups, config.keys)
-        if shapes.get(shape, 0) < 2:
-            shapes[shape] = shapes.get(shape, 0) + 1
-            chosen.append(config)
-    return chosen[:limit]
+    return varied(found, lambda c: (c.warpgroups, c.keys), limit)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from optdnn.runtime.cuda.conv import SHARES, TWO_SETS, Config, deepest, grid_blocks, refuse, shared_bytes
 from optdnn.runtime.cuda.conv_problem import IM2COL, Problem
 from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.ranking import varied
 
 CLOCK = 1.75e9  # Hz under load
 MEMORY = 4.2e12  # bytes/s, read + written
@@ -243,14 +244,4 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: boo
                 for config in variants(problem, (wgm, wgn, mt, bn), split, device):
                     if direct or not config.stores_directly:
                         found.append((estimate(problem, config, device), config))
-    found.sort(key=lambda item: (item[0], item[1]))
-    chosen: list[Config] = []
-    shapes: dict[tuple[int, ...], int] = {}
-    for _, config in found:
-        shape = (*config.tile, config.split, config.stationary, config.alternate, config.stream)
-        if shapes.get(shape, 0) < 2:
-            shapes[shape] = shapes.get(shape, 0) + 1
-            chosen.append(config)
-        if len(chosen) == limit:
-            break
-    return chosen
+    return varied(found, lambda c: (*c.tile, c.split, c.stationary, c.alternate, c.stream), limit)

@@ -48,6 +48,23 @@ class Source:
         return h, w
 
 
+class OneSource:
+    """What the problems of kernels with one source and one epilogue have in common."""
+
+    source: Source
+    epilogue: tuple[render.Stage, ...]
+
+    @cached_property
+    def out_size(self) -> tuple[int, int]:
+        """Height and width of the result."""
+        return self.source.output()
+
+    @property
+    def residual(self) -> bool:
+        """Whether the epilogue reads a second tensor of the result's shape."""
+        return render.uses_residual(self.epilogue)
+
+
 def space_to_depth(source: Source) -> Source:
     """The stride-1 source that a strided few-channel one becomes when ``stride x stride`` pixels are moved into the channels.
 

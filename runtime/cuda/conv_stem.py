@@ -16,7 +16,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv_problem import Source
+from optdnn.runtime.cuda.conv_problem import OneSource, Source
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.nvrtc import Recipe
@@ -35,7 +35,7 @@ KINDS = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2), "uint8": (3, 
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(OneSource):
     """``batch`` images of ``source`` -> ``channels`` (a multiple of 8) of type ``dtype`` (16-bit, as the products' factors).
 
     ``strides``: elements between images, channels, rows and columns of the image, ``image`` its element type, ``offset`` where
@@ -51,16 +51,6 @@ class Problem:
     epilogue: tuple[render.Stage, ...] = (("bias",),)
     dtype: str = "float16"
     normalize: bool = False
-
-    @property
-    def out_size(self) -> tuple[int, int]:
-        """Height and width of the result."""
-        return self.source.output()
-
-    @property
-    def residual(self) -> bool:
-        """Whether the epilogue reads a second tensor of the result's shape."""
-        return render.uses_residual(self.epilogue)
 
     @property
     def bytes(self) -> int:

@@ -15,11 +15,12 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv_params import Requantize, put_requantize
-from optdnn.runtime.cuda.conv_problem import ITEM, Source
+from optdnn.runtime.cuda.conv_problem import ITEM, OneSource, Source
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.narrow import Narrow
 from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.runtime.cuda.ranking import varied
 from optdnn.types import Array
 
 MAX_TAPS = 49
@@ -31,7 +32,7 @@ L2 = 3.2e12
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(OneSource):
     """``batch`` images of ``source`` (whose ``channels`` are also the output's). ``squeeze``: also write the channel means."""
 
     batch: int
@@ -67,16 +68,6 @@ class Problem:
     def channels(self) -> int:
         """Channels of input and output."""
         return self.source.channels
-
-    @property
-    def out_size(self) -> tuple[int, int]:
-        """Height and width of the output."""
-        return self.source.output()
-
-    @property
-    def residual(self) -> bool:
-        """Whether the epilogue reads a second tensor of the output's shape."""
-        return render.uses_residual(self.epilogue)
 
     @property
     def flops(self) -> int:
@@ -310,12 +301,4 @@ def candidates(problem: Problem, device: Device, limit: int = 8) -> list[Config]
                         config = Config(tile_h, tile_w, v, strips_x, strips_y, lanes)
                         if refuse(problem, config) is None:
                             found.append((estimate(problem, config, device), config))
-    found.sort(key=lambda item: (item[0], item[1]))
-    chosen: list[Config] = []
-    shapes: dict[tuple[int, int, int], int] = {}
-    for _, config in found:
-        shape = (config.tile_h, config.tile_w, config.lanes)
-        if shapes.get(shape, 0) < 2 and config not in chosen:
-            shapes[shape] = shapes.get(shape, 0) + 1
-            chosen.append(config)
-    return chosen[:limit]
+    return varied(set(found), lambda c: (c.tile_h, c.tile_w, c.lanes), limit)

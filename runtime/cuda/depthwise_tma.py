@@ -15,6 +15,7 @@ from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.narrow import Narrow
 from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.runtime.cuda.ranking import varied
 
 _HEAD_BYTES = 128
 
@@ -218,12 +219,4 @@ def candidates(problem: Problem, device: Device, limit: int = 8) -> list[Config]
                             config = Config(tile_h, tile_w, v, strips_x, strips_y, lanes, stages, blocks)
                             if refuse(problem, config, shared=device.shared_per_block) is None and config.threads >= 96:
                                 found.append((estimate(problem, config, device), config))
-    found.sort(key=lambda item: (item[0], item[1]))
-    chosen: list[Config] = []
-    shapes: dict[tuple[int, int, int], int] = {}
-    for _, config in found:
-        shape = (config.tile_h, config.tile_w, config.lanes)
-        if shapes.get(shape, 0) < 2:
-            shapes[shape] = shapes.get(shape, 0) + 1
-            chosen.append(config)
-    return chosen[:limit]
+    return varied(found, lambda c: (c.tile_h, c.tile_w, c.lanes), limit)

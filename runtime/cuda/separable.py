@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import ml_dtypes
 import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv_problem import Source
+from optdnn.runtime.cuda.conv_problem import OneSource, Source
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.types import Array
@@ -25,7 +24,7 @@ _HEAD_BYTES = 1024
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(OneSource):
     """``batch`` images of ``source``, whose channels are filtered one by one and then mixed into ``channels`` (a multiple of 8).
 
     ``pitches``: elements from a pixel to the next of the source, the result and the residual (0: its channels).
@@ -43,16 +42,6 @@ class Problem:
     def inner(self) -> int:
         """Channels between the two convolutions."""
         return self.source.channels
-
-    @property
-    def residual(self) -> bool:
-        """Whether the epilogue reads a second tensor of the output's shape."""
-        return render.uses_residual(self.epilogue)
-
-    @cached_property
-    def out_size(self) -> tuple[int, int]:
-        """Height and width of the output."""
-        return self.source.output()
 
     @property
     def taps(self) -> int:

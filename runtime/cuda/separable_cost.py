@@ -10,6 +10,7 @@ from itertools import product
 
 from optdnn.runtime.cuda.conv_cost import CLOCK, MEMORY, STAGE_ISSUE
 from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.ranking import varied
 from optdnn.runtime.cuda.render import Stage
 from optdnn.runtime.cuda.separable import (
     Config,
@@ -138,15 +139,7 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, ordered: bo
                                 continue
                             rings = [c for c in _rings(problem, tile, device) if not ordered or in_one_order(c)]
                             found += [(estimate(problem, c, device), c) for c in rings]
-    found.sort(key=lambda item: (item[0], item[1]))
-    chosen: list[Config] = []
-    shapes: dict[tuple[int, ...], int] = {}
-    for _, config in found:
-        shape = (*config.tile, config.strips, config.width, config.split, config.block)
-        if shapes.get(shape, 0) < 2:
-            shapes[shape] = shapes.get(shape, 0) + 1
-            chosen.append(config)
-    return chosen[:limit]
+    return varied(found, lambda c: (*c.tile, c.strips, c.width, c.split, c.block), limit)
 
 
 def _rings(problem: Problem, tile: Config, device: Device) -> Iterator[Config]:

@@ -1,0 +1,26 @@
+"""Which configurations of a kernel are worth timing, of those that a cost model has estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
+
+MOST = 2
+"""Configurations of one shape."""
+
+C = TypeVar("C", bound=Any)
+
+
+def varied(found: Iterable[tuple[float, C]], shape: Callable[[C], Hashable], limit: int) -> list[C]:
+    """The first ``limit`` configurations by estimated seconds, at most :data:`MOST` of what ``shape`` calls alike: models err by
+    shape, so that one that was ranked too low is there all the same. Equal estimates: in the order of the configurations."""
+    chosen: list[C] = []
+    shapes: dict[Hashable, int] = {}
+    for _, config in sorted(found, key=lambda item: (item[0], item[1])):
+        if len(chosen) == limit:
+            break
+        alike = shape(config)
+        if shapes.get(alike, 0) < MOST:
+            shapes[alike] = shapes.get(alike, 0) + 1
+            chosen.append(config)
+    return chosen
