@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,10 +39,9 @@ from optdnn.runtime.machine import usable_cores
 from optdnn.runtime.program import Plain
 from optdnn.runtime.race import Race, race
 from optdnn.runtime.signature import Signature
-from optdnn.sides import side_of
+from optdnn.sides import Progress, side_of
 from optdnn.types import Array, TensorSpec, is_float
 
-Progress = Callable[[str], None]
 REFERENCE = "reference"
 ORACLE = "the model in NumPy, float64"
 """What errors are relative to unless another reference is asked for."""

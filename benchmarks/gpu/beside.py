@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from steps import prepare
+from steps import prepared_aside
 
 import optdnn
 from optdnn.precision.gpu_target import gpu_rounds
@@ -57,18 +57,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("beside.json"))
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--tune", type=float, default=0, metavar="S", help="tune each engine for so many seconds")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        print("ROW " + json.dumps(prepare(options.rows[0], Path(options.child), options.tune)))
-        return
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1 if options.tune else WORKERS) as pool:
 
         def built(name: str) -> Path:
             file = Path(folder) / f"{name}.engine"
-            command = [sys.executable, __file__, name, "--tune", str(options.tune), "--child", str(file)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = prepared_aside(name, file, options.tune)
             if done.returncode:
                 raise RuntimeError(f"{name}: {(done.stderr or done.stdout)[-1500:]}")
             return file

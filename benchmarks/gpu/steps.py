@@ -150,6 +150,12 @@ def show(row: dict[str, Any], lines: int) -> None:
         )
 
 
+def prepared_aside(name: str, file: Path, tune: float) -> subprocess.CompletedProcess[str]:
+    """:func:`prepare` in a process of its own: several builds at once, each with the interpreter's lock to itself."""
+    command = [sys.executable, __file__, name, "--tune", str(tune), "--child", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="+", metavar="NAME:BATCH:PRECISION")
@@ -164,20 +170,8 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1 if options.tune else 6) as pool:
-
-        def child(name: str) -> subprocess.CompletedProcess[str]:
-            command = [
-                sys.executable,
-                __file__,
-                name,
-                "--tune",
-                str(options.tune),
-                "--child",
-                f"{folder}/{name}.engine",
-            ]
-            return subprocess.run(command, capture_output=True, text=True, check=False)
-
-        for name, future in [(n, pool.submit(child, n)) for n in options.networks]:
+        files = {n: Path(folder) / f"{n}.engine" for n in options.networks}
+        for name, future in [(n, pool.submit(prepared_aside, n, f, options.tune)) for n, f in files.items()]:
             done = future.result()
             if done.returncode:
                 rows.append({"name": name, "failed": (done.stderr or done.stdout)[-1500:]})
@@ -186,7 +180,7 @@ def main() -> None:
             rows.append(
                 {
                     **json.loads(done.stdout.split("ROW ")[-1]),
-                    **measure(name, Path(f"{folder}/{name}.engine"), options.in_place),
+                    **measure(name, files[name], options.in_place),
                 }
             )
             show(rows[-1], options.lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,42 +40,51 @@ def network() -> Graph:
     return n.done(n.gemm(n.op("Flatten", n.op("GlobalAveragePool", x)), 10))
 
 
+TOLERANCE = {"fp32": 1e-5, "tf32": 3e-4, "fp16": 2e-3, "bf16": 1.6e-2}
+"""Largest error of a launch, of the largest magnitude of its result."""
+
+
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_launch_does_what_its_step_means(family: str, precision: str) -> None:
     graph = graph_of(family)
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
-    tolerance = {"fp32": 1e-5, "tf32": 3e-4, "fp16": 2e-3, "bf16": 1.6e-2}[precision]
-    wrong = [e for e in check_steps(context, feeds_of(graph)) if e.error > tolerance]
+    wrong = [e for e in check_steps(context, feeds_of(graph)) if e.error > TOLERANCE[precision]]
     assert not wrong
+
+
+def beginning_at(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int]) -> Iterator[int]:
+    """Hopper's convolutions are ranked from each of these on, one after the other; from the last one where there are fewer."""
+    ranked = conv_sm90.ranked
+    for rank in ranks:
+        monkeypatch.setattr(conv_sm90, "ranked", lambda *a, rank=rank: ranked(*a)[min(rank, len(ranked(*a)) - 1) :])
+        yield rank
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", test_prologue.NETS)
 def test_prologues_of_convolutions(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     n = Net()
-    graph, ranked = n.done(*test_prologue.NETS[name](n)), conv_sm90.ranked
+    graph = n.done(*test_prologue.NETS[name](n))
     tried = set()
-    for rank in (0, 1, 3, 7, 15, 31, 63, 127):  # whole and split K, kept weights, stores from registers and by TMA
-        monkeypatch.setattr(conv_sm90, "ranked", lambda *a, rank=rank: ranked(*a)[min(rank, len(ranked(*a)) - 1) :])
+    # whole and split K, kept weights, stores from registers and by TMA
+    for _ in beginning_at(monkeypatch, (0, 1, 3, 7, 15, 31, 63, 127)):
         program = lowered(graph, precision, target="cuda:sm_90a")
         tried |= {t["config"] for t in program.meta["tactics"] if t["tactic"] == "conv_sm90"}
         context: Any = Engine(program).context()
         errors = check_steps(context, feeds_of(graph))
-        assert not [e for e in errors if e.error > {"fp16": 2e-3, "bf16": 1.6e-2}[precision]]
+        assert not [e for e in errors if e.error > TOLERANCE[precision]]
     assert len(tried) >= 4
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", test_matmul_sm90.NETS)
 def test_products_of_computed_stacks(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranked = conv_sm90.ranked
-    for rank in (0, 9, 40):
-        monkeypatch.setattr(conv_sm90, "ranked", lambda *a, rank=rank: ranked(*a)[min(rank, len(ranked(*a)) - 1) :])
+    for _ in beginning_at(monkeypatch, (0, 9, 40)):
         graph, program = test_matmul_sm90.program_of(name, precision, "cuda:sm_90a")
         context: Any = Engine(program).context()
         errors = check_steps(context, feeds_of(graph))
-        assert not [e for e in errors if e.error > {"fp16": 2e-3, "bf16": 1.6e-2}[precision]]
+        assert not [e for e in errors if e.error > TOLERANCE[precision]]
         assert not check_arena(context.runner, feeds_of(graph))
 
 
@@ -86,7 +96,7 @@ def test_stream_k(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(test_stream_k_plans.streamed(program)) == 4
     engine, feeds = Engine(program), feeds_of(graph)
     context: Any = engine.context()
-    assert not [e for e in check_steps(context, feeds) if e.error > {"fp16": 2e-3, "bf16": 1.6e-2}[precision]]
+    assert not [e for e in check_steps(context, feeds) if e.error > TOLERANCE[precision]]
     assert not check_arena(context.runner, feeds)
     first = context.run(feeds)
     for _ in range(20):
@@ -98,15 +108,14 @@ def test_stream_k(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [(28, 30), (29, 31), (56, 56)])
 def test_convolutions_with_their_pools(size: tuple[int, int], precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conv_pool, "OVERLAP", -1.0)  # wherever it can
-    graph, ranked = test_conv_pool.net(64, 136, size), conv_sm90.ranked
+    graph = test_conv_pool.net(64, 136, size)
     tried = set()
-    for rank in (0, 1, 3, 7, 15, 31):
-        monkeypatch.setattr(conv_sm90, "ranked", lambda *a, rank=rank: ranked(*a)[min(rank, len(ranked(*a)) - 1) :])
+    for _ in beginning_at(monkeypatch, (0, 1, 3, 7, 15, 31)):
         program = lowered(graph, precision, target="cuda:sm_90a")
         tried |= {t["config"] for t in program.meta["tactics"] if t["tactic"] == "conv_pool_sm90"}
         context: Any = Engine(program).context()
         errors = check_steps(context, feeds_of(graph))
-        assert not [e for e in errors if e.error > {"fp16": 2e-3, "bf16": 1.6e-2}[precision]]
+        assert not [e for e in errors if e.error > TOLERANCE[precision]]
     assert len(tried) >= 3
 
 
@@ -127,7 +136,7 @@ def test_means_with_their_products(
         tried |= {t["config"] for t in program.meta["tactics"] if t["tactic"] == "pool_gemv"}
         context: Any = Engine(program).context()
         errors = check_steps(context, feeds_of(graph))
-        assert not [e for e in errors if e.error > {"fp16": 2e-3, "bf16": 1.6e-2}[precision]]
+        assert not [e for e in errors if e.error > TOLERANCE[precision]]
     assert len(tried) >= 3
 
 
