@@ -10,6 +10,7 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_stem as stem
+from optdnn.runtime.cuda import conv_stem_cost
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.tactics.cuda import conv_sm90
@@ -26,7 +27,9 @@ from optdnn.types import BF16, FP16, Array
 @lru_cache(maxsize=1024)
 def _offers(problem: stem.Problem) -> tuple[Offer, ...]:
     """Each configuration sums in the same order."""
-    return tuple(Offer(c, stem.estimate(problem, c, h200())) for c in stem.candidates(problem, h200()))
+    return tuple(
+        Offer(c, conv_stem_cost.estimate(problem, c, h200())) for c in conv_stem_cost.candidates(problem, h200())
+    )
 
 
 class StemConv(Rehearsed):
@@ -64,7 +67,7 @@ class StemConv(Rehearsed):
         own = _offers(self._problem(b, op))[0].seconds or 0.0
         if not offers or (theirs := offers[0].seconds) is None:
             return None
-        theirs += stem.layout_seconds(self._problem(b, op))
+        theirs += conv_stem_cost.layout_seconds(self._problem(b, op))
         if own <= theirs:
             return None
         return f"it is predicted to take {own * 1e6:.1f} us, a change of layout and {other.name} {theirs * 1e6:.1f}"

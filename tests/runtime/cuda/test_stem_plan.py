@@ -15,7 +15,7 @@ from support.needs import needs_nvrtc, why_no_hopper
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import conv_stem as stem
-from optdnn.runtime.cuda import describe, nvrtc
+from optdnn.runtime.cuda import conv_stem_cost, describe, nvrtc
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.types import Array
@@ -164,7 +164,7 @@ def test_what_no_tile_can_run_is_refused(change: dict[str, Any], reason: str) ->
     p = replace(problem(1, Source(32, 32, 3, (3, 3)), 16), **change)
     assert reason in str(stem.no_kernel(p))
     assert reason in str(stem.refuse(p, stem.Config(2, 8, 1, 1, 2)))
-    assert not stem.candidates(p, h200())
+    assert not conv_stem_cost.candidates(p, h200())
 
 
 @pytest.mark.parametrize(
@@ -190,10 +190,10 @@ def test_weights_of_another_convolution_are_an_error() -> None:
 
 def test_every_candidate_is_one_and_is_named() -> None:
     for p, _ in CASES.values():
-        found = stem.candidates(p, h200())
+        found = conv_stem_cost.candidates(p, h200())
         assert found
         assert len({str(c) for c in found}) == len(found) <= 16
-        assert all(stem.refuse(p, c) is None and 1e-6 < stem.estimate(p, c, h200()) < 1e-4 for c in found)
+        assert all(stem.refuse(p, c) is None and 1e-6 < conv_stem_cost.estimate(p, c, h200()) < 1e-4 for c in found)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def memory() -> Any:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpu) for name in CASES])
 def test_kernels_compute_the_convolution(memory: Any, name: str) -> None:
     p, config = CASES[name]
-    for c in dict.fromkeys((config, *stem.candidates(p, memory.device)[:2])):
+    for c in dict.fromkeys((config, *conv_stem_cost.candidates(p, memory.device)[:2])):
         check(memory, p, c)
 
 

@@ -16,7 +16,7 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.conv import ConvAttrs
-from optdnn.runtime.cuda import conv_stem as stem
+from optdnn.runtime.cuda import conv_stem_cost
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv_stem import StemConv
@@ -142,7 +142,7 @@ def test_unmeasured_it_goes_first_where_it_is_predicted_to_be_faster(monkeypatch
     assert kinds(lowered(graph, target="cuda:sm_80", no_cubins=True))[0] == "ImageConv", (
         "nothing else reads an image there"
     )
-    monkeypatch.setattr(stem, "layout_seconds", lambda problem: -1.0)
+    monkeypatch.setattr(conv_stem_cost, "layout_seconds", lambda problem: -1.0)
     program = lowered(graph)
     assert kinds(program)[:2] == ["SpaceToDepthImage", "Conv"]
     (why,) = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"] == "conv_stem"]
