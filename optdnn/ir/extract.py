@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 
@@ -54,7 +54,7 @@ def regions(graph: Graph, classify: Callable[[Op], str]) -> list[Region]:
 
 
 def extract(graph: Graph, region: Region) -> Graph:
-    """The region as a graph of its own. Values keep their names; border values become inputs and outputs."""
+    """The region as a graph of its own. Values keep their names and types; border values become inputs and outputs."""
     out = Graph(graph.name)
     mapping: dict[Value, Value] = {}
     for value in region.inputs:
@@ -66,9 +66,9 @@ def extract(graph: Graph, region: Region) -> Graph:
                 constant = graph.op(v)
                 mapping[v] = out.add_constant(constant.attrs.value, constant.outputs[0].name, constant.src)
             inputs.append(None if v is None else mapping[v])
-        new = out.add(
-            op.kind, inputs, op.attrs, names=[o.name for o in op.outputs], outputs=len(op.outputs), src=op.src
-        )
+        # The types are the graph's own: it may know more than the region tells, such as the numbers that a border value holds.
+        outputs = tuple(replace(o, name=out.fresh_name(o.name)) for o in op.outputs)
+        new = out.insert(Op(out.new_id(), op.kind, op.attrs, tuple(inputs), outputs, op.src))
         for port in range(len(op.outputs)):
             mapping[Value(op.id, port)] = Value(new.id, port)
     for value in region.outputs:

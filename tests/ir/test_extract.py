@@ -6,9 +6,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optdnn.dim import symbol
 from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.extract import extract, regions, single, whole
 from optdnn.ir.graph import STRUCTURAL, Graph
+from optdnn.ops.base import Stage
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.table import OPDEFS
 from optdnn.types import tensor
 
 
@@ -63,3 +67,23 @@ def test_single_keeps_constants_and_names() -> None:
     assert part.kinds() == {"Add": 1}
     assert [part.op(i).outputs[0].name for i in part.inputs] == ["x"]
     np.testing.assert_array_equal(evaluate(part, {"x": np.float32([1, 1])})["y"], np.float32([2, 3]))
+
+
+def test_a_region_keeps_what_is_known_of_the_numbers_at_its_border() -> None:
+    """A Reshape outside of the region says how many columns the bias has; its target is a border value of the region."""
+    g = Graph()
+    n = symbol("n")
+    x, bias = g.add_input("x", tensor(np.float32, n, 4)), g.add_input("bias", tensor(np.float32, 2, 2))
+    w = g.add_constant(np.ones((4, 4), np.float32), "w")
+    flat = g.add("Shape", [x], OPDEFS["Shape"].attrs())
+    last = g.add("Gather", [flat.value, g.add_constant(np.array([1]), "one")], OPDEFS["Gather"].attrs())
+    shaped = g.add("Reshape", [bias, last.value], OPDEFS["Reshape"].attrs(), names=["shaped"])
+    stage = Stage("Add", (~0, 2), OPDEFS["Add"].attrs())
+    y = g.add("MatMul", [x, w, shaped.value], MatMulAttrs(epilogue=(stage,)), names=["y"])
+    g.add_output(y.value, "y")
+    assert g.type(y.value).dims == (n, 4)
+    inside = {"Reshape", "MatMul"}
+    part = next(r for r in regions(g, lambda op: "in" if op.kind in inside else "out") if r.label == "in")
+    cut = extract(g, part)
+    assert {o.name: o.type for op in cut.ops() for o in op.outputs}["y"] == g.type(y.value)
+    assert {o.name: o.type for op in cut.ops() for o in op.outputs}["shaped"].dims == (4,)
