@@ -172,6 +172,38 @@ def test_the_cpu_target_tunes_at_the_optimum() -> None:
     assert typical_sizes(import_model(convnet(batch="n"))) == {"n": 1}
 
 
+SOUND = """<ir_version: 8, opset_import: ["" : 17]> sound
+(float[batch, 1, samples] x, float[batch, past] p) => (float[batch, c, t] y, float[batch, q] z)
+<float[4, 1, 10] w = {@}, int64[1] two = {2}, int64[1] axis = {1}, int64[1] end = {1000}>
+{
+    a = Conv<strides=[5]>(x, w)
+    b = MaxPool<kernel_shape=[8], strides=[8]>(a)
+    y = Relu(b)
+    z = Slice(p, two, end, axis)
+}""".replace("@", ", ".join(["0.5"] * 40))
+
+
+def test_a_network_of_unknown_length_is_timed_at_one_that_leaves_something_of_every_tensor() -> None:
+    """Thirty-two samples are five positions, of which a window of eight has none."""
+    graph = import_model(onnx.parser.parse_model(SOUND))
+    assert typical_sizes(graph) == {"batch": 1, "samples": 64, "past": 64}
+    engine = optdnn.build(onnx.parser.parse_model(SOUND), target="cpu", threads=1)
+    x, past = np.ones((2, 1, 100), np.float32), np.ones((2, 3), np.float32)
+    got = engine.run({"x": x, "p": past})
+    assert (got["y"].shape, got["z"].shape) == ((2, 4, 2), (2, 1))
+
+
+def test_where_no_length_leaves_something_the_usual_one_is_tried() -> None:
+    empty = """<ir_version: 8, opset_import: ["" : 17]> n (float[2, n] x) => (float[2, m] y)
+    <int64[1] end = {0}, int64[1] axis = {1}>
+    { y = Slice(x, end, end, axis) }"""
+    assert typical_sizes(import_model(onnx.parser.parse_model(empty))) == {"n": 32}
+    less = """<ir_version: 8, opset_import: ["" : 17]> n (float[2, n] x) => (float[2, m] y)
+    <int64[1] begin = {1000000}, int64[1] end = {2000000}, int64[1] axis = {1}>
+    { y = Slice(x, begin, end, axis) }"""
+    assert typical_sizes(import_model(onnx.parser.parse_model(less))) == {"n": 32}
+
+
 def test_profiles_in_an_engine_file_are_checked() -> None:
     program = optdnn.build(convnet(batch="n"), target="reference", shapes={"x": "1..2..3x3x8x8"}).program
     raw = b"".join(encode(program))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from optdnn.errors import RunError, UnsupportedError
+from optdnn.dim import Dim, Symbol, evaluate
+from optdnn.errors import RunError, ShapeError, UnsupportedError
 from optdnn.ir.export_onnx import ExportedModel, export_model
 from optdnn.ir.extract import Region, extract, regions, single, whole
 from optdnn.ir.graph import Graph, Op
@@ -207,14 +208,40 @@ def _signature(graph: Graph, op: Op) -> str:
 
 
 def typical_sizes(graph: Graph) -> dict[str, int]:
-    """A size per symbol for timing: the first profile's optimum, else 1 for a leading (batch) dimension, 32 for any other."""
-    sizes: dict[str, int] = {name: r.opt for p in graph.profiles[:1] for name, r in p.items()}
+    """A size per symbol for timing: the first profile's optimum, else 1 for a leading (batch) dimension, 32 for any other, or
+    as much more (doubled) as leaves something of every tensor: a second of sound is more than 32 samples."""
+    fixed: dict[str, int] = {name: r.opt for p in graph.profiles[:1] for name, r in p.items()}
+    free: dict[str, Symbol] = {}
     for i in graph.inputs:
         for axis, d in enumerate(graph.op(i).outputs[0].type.shape or ()):
-            if not isinstance(d, int):
-                for s in d.symbols():
-                    sizes.setdefault(s.name, max(s.lo, min(s.hi, 1 if axis == 0 else 32)))
-    return sizes
+            for s in d.symbols() if isinstance(d, Dim) else ():
+                if axis == 0:
+                    fixed.setdefault(s.name, max(s.lo, min(s.hi, 1)))
+                elif s.name not in fixed:
+                    free[s.name] = s
+    wanted = _sizes_of_all(graph, {*fixed, *free}) if free else {}
+    for size in _SIZES:
+        sizes = {**{n: max(s.lo, min(s.hi, size)) for n, s in free.items()}, **fixed}
+        if all(_positive(d, sizes) for d in wanted):
+            return sizes
+    return {**{n: max(s.lo, min(s.hi, _SIZES[0])) for n, s in free.items()}, **fixed}
+
+
+_SIZES = tuple(32 << k for k in range(12))
+"""What dimensions that nothing is known of are tried with: 32 to 65,536."""
+
+
+def _positive(d: Dim, sizes: Mapping[str, int]) -> bool:
+    try:
+        return evaluate(d, sizes) > 0
+    except ShapeError:  # a division by a size that is 0
+        return False
+
+
+def _sizes_of_all(graph: Graph, symbols: Collection[str]) -> dict[Dim, None]:
+    """The dimensions of all tensors that follow from ``symbols`` alone, each once."""
+    dims = (d for op in graph.ops() for out in op.outputs for d in out.type.shape or ())
+    return {d: None for d in dims if isinstance(d, Dim) and all(s.name in symbols for s in d.symbols())}
 
 
 def _minor(version: str) -> str:
