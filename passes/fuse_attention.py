@@ -1,11 +1,12 @@
 """Attention that exporters write out becomes one op: ``softmax(scale * q k^T + mask) v`` per batch and head.
 
-What is found is what is computed, whatever stands around it: the scale on q, on k, on both or on the scores; masks and position
-biases (T5, Swin, DeBERTa's disentangled terms) added in any number, at any grouping of the leading axes (Swin adds its
-window's mask in five dimensions), or written as a Where; heads as an axis of their own or merged with the batch; keys and values
-repeated for groups of queries (Llama); softcap (Gemma 2); softmax in a wider type; PyTorch's guard against rows without keys
-(``where(isnan(p), 0, p)``). Reshapes and transposes of heads stay outside as views of the operands and the result. A constant mask
-that hides what lies ahead becomes ``is_causal``, one of zeros goes. Rotary embeddings and projections are left to the operands.
+What is found is what is computed, whatever stands around it: the scale on q, on k, on both or on the scores, also one for each
+head or query (Swin V2); masks and position biases (T5, Swin, DeBERTa's disentangled terms) added in any number, at any grouping
+of the leading axes (Swin adds its window's mask in five dimensions), or written as a Where; heads as an axis of their own or
+merged with the batch; keys and values repeated for groups of queries (Llama); softcap (Gemma 2); softmax in a wider type;
+PyTorch's guard against rows without keys (``where(isnan(p), 0, p)``). Reshapes and transposes of heads stay outside as views of
+the operands and the result. A constant mask that hides what lies ahead becomes ``is_causal``, one of zeros goes. Rotary
+embeddings and projections are left to the operands.
 
 A query whose every key is masked by -inf gives zeros, as ONNX Attention has it; without the guard, its decomposition gives NaN.
 Scaled dot-product attention: Vaswani et al. (2017); grouped queries: Ainslie et al. (2023).
@@ -21,28 +22,14 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.passes.attention_mask import HIDDEN, Bias, added, constant_sum, is_causal, refuse, rounded
+from optdnn.passes.attention_mask import Bias, added, constant_sum, is_causal, refuse, rounded
+from optdnn.passes.attention_scores import DEPTH, Scores, find_scores, one_number, staged
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.canonicalize_shape import RESHAPES
 from optdnn.passes.facts import scalar as constant_scalar
 from optdnn.passes.input_sizes import can_reshape, reshaped_to
 from optdnn.passes.views import View, keeps_last_two, trace
 from optdnn.types import Array, DType, Shape, is_float, normalize_axis
-
-_DEPTH = 32
-"""How many ops may stand between a softmax and its product of queries and keys."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The way from a softmax back to the product of queries and keys."""
-
-    product: Op
-    factor: float = 1.0
-    softcap: float = 0.0
-    biases: tuple[Bias, ...] = ()
-    ops: tuple[Op, ...] = ()
-    leads: tuple[Shape, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +48,8 @@ class Operands:
     known: bool
     """Whether all biases are constant."""
     keys: DimLike
+    rows: tuple[tuple[str, Bias], ...] = ()
+    """Factors that go onto the queries."""
 
 
 class Attention(Rule):
@@ -74,9 +63,9 @@ class Attention(Rule):
         if weights is None or isinstance(weights, Miss):
             return weights
         softmax, precision, inner, leads = weights
-        if _staged(op):
+        if staged(op):
             return Miss("its product with the values has fused stages")
-        scores = _scores(graph, softmax.inputs[0], graph.type(op.value).dtype)
+        scores = find_scores(graph, softmax.inputs[0], graph.type(op.value).dtype)
         if isinstance(scores, Miss):
             return scores
         found = _operands(graph, op, scores, (*leads, *scores.leads))
@@ -93,6 +82,8 @@ class Attention(Rule):
         found: Operands = match.data
         patch = Patch(graph, match.ops)
         inputs: list[Value | None] = [view.add_to(patch) for view in (found.q, found.k, found.v)]
+        for kind, row in found.rows:
+            inputs[0] = patch.add(kind, [inputs[0], added(patch, [row], found.lead, graph.type(row.value).dtype)])
         if found.constant is not None:
             dtype = graph.type(found.root.value).dtype
             inputs.append(patch.constant(rounded(found.constant, dtype), f"{found.root.outputs[0].name}.mask"))
@@ -105,10 +96,6 @@ class Attention(Rule):
 
 
 # ---------------------------------------------------------------- from the root to the softmax
-
-
-def _staged(op: Op) -> bool:
-    return bool(op.attrs.prologue or op.attrs.epilogue)
 
 
 def _weights(graph: Graph, root: Op) -> tuple[Op, DType | None, tuple[Op, ...], tuple[Shape, ...]] | Miss | None:
@@ -171,95 +158,7 @@ def _is_softmax(graph: Graph, op: Op) -> bool:
     return any(v is not None and graph.op(v).kind == "Softmax" for v in op.inputs)
 
 
-# ---------------------------------------------------------------- from the softmax to the product of queries and keys
-
-
-def _scores(graph: Graph, start: Value | None, dtype: DType) -> Scores | Miss:
-    assert start is not None
-    op = graph.op(start)
-    ops: tuple[Op, ...] = ()
-    if op.kind == "Cast" and op.inputs[0] is not None and graph.type(op.inputs[0]).dtype == dtype:
-        start, ops = op.inputs[0], (op,)
-    found = _way(graph, start, 1.0, _DEPTH)
-    if found is None:
-        return Miss("what the softmax reads is no product of queries and keys with scales and masks alone")
-    if graph.type(found.product.value).dtype != dtype:
-        return Miss(f"the scores are {graph.type(found.product.value).dtype}, the values {dtype}")
-    return replace(found, ops=(*ops, *found.ops))
-
-
-def _way(graph: Graph, value: Value, factor: float, depth: int) -> Scores | None:
-    """The scores behind ``factor * value``; None where no chain of scales, masks and regroupings leads to a product."""
-    op, shape = graph.op(value), graph.type(value).shape
-    if depth == 0 or shape is None or len(shape) < 2 or len(op.outputs) != 1 or not op.inputs:
-        return None
-    lead = shape[:-2]
-    if op.kind == "MatMul":
-        ranks = [graph.type(v).rank for v in op.inputs[:2] if v is not None]
-        return None if _staged(op) or ranks != [len(shape)] * 2 else Scores(op, factor, leads=(lead,))
-
-    def behind(inner: Value, scale: float = 1.0, *biases: Bias) -> Scores | None:
-        found = _way(graph, inner, factor * scale, depth - 1)
-        if found is None:
-            return None
-        return replace(
-            found,
-            biases=(*biases, *found.biases),
-            ops=(op, *found.ops),
-            leads=(*((lead,) if biases else ()), *found.leads),
-        )
-
-    if op.kind in RESHAPES:
-        inner = op.inputs[0]
-        assert inner is not None
-        return behind(inner) if keeps_last_two(graph.type(inner).shape, shape) else None
-    if op.kind in ("Mul", "Div"):
-        for i in (0, 1) if op.kind == "Mul" else (0,):
-            number, inner = _number(graph, op.inputs[1 - i]), op.inputs[i]
-            if number is None or inner is None or graph.type(inner).shape != shape:
-                continue
-            if op.kind == "Mul" and graph.op(inner).kind == "Tanh":
-                return _softcap(graph, op, graph.op(inner), number, factor, depth)
-            return behind(inner, number if op.kind == "Mul" else 1.0 / number)
-        return None
-    if op.kind == "Add":
-        for i in (0, 1):
-            inner, other = op.inputs[i], op.inputs[1 - i]
-            if inner is None or other is None or graph.type(inner).shape != shape:
-                continue
-            found = behind(inner, 1.0, Bias(other, lead, factor))
-            if found is not None:
-                return found
-        return None
-    if op.kind == "Where":
-        condition = op.inputs[0]
-        for i in (1, 2):
-            inner, low = op.inputs[i], constant_scalar(graph, op.inputs[3 - i])
-            if condition is None or inner is None or low is None or graph.type(inner).shape != shape:
-                continue
-            if factor > 0 and (factor * low <= HIDDEN):
-                hidden = op.inputs[3 - i]
-                assert hidden is not None
-                return behind(inner, 1.0, Bias(hidden, lead, factor, condition, keeps=i == 1))
-    return None
-
-
-def _softcap(graph: Graph, outer: Op, tanh: Op, cap: float, factor: float, depth: int) -> Scores | None:
-    """``cap * tanh(s / cap)``."""
-    value = tanh.inputs[0]
-    assert value is not None
-    found = _way(graph, value, 1.0, depth - 1)
-    if found is None or found.biases or found.softcap or factor != 1.0 or cap <= 0:
-        return None
-    return replace(found, factor=found.factor * cap, softcap=cap, ops=(outer, tanh, *found.ops))
-
-
-def _number(graph: Graph, value: Value | None) -> float | None:
-    """A floating constant of one element that is not 0."""
-    array = graph.constant_value(value)
-    if array is None or array.size != 1 or not is_float(array.dtype):
-        return None
-    return float(array.reshape(-1)[0]) or None
+# ---------------------------------------------------------------- operands
 
 
 def _used_elsewhere(graph: Graph, ops: Sequence[Op]) -> Miss | None:
@@ -272,9 +171,6 @@ def _used_elsewhere(graph: Graph, ops: Sequence[Op]) -> Miss | None:
             if user.id not in own:
                 return Miss(f"an inner value is used elsewhere: {op.outputs[0].name}, by {user.name}")
     return None
-
-
-# ---------------------------------------------------------------- operands
 
 
 def _operands(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> Operands | Miss:
@@ -317,8 +213,8 @@ def _operands(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) ->
     if wanted != y and not can_reshape(graph, y, wanted):
         return Miss("no target can express how the result is regrouped")
     rows, keys = q.shape[2], k.shape[2]
-    for bias in scores.biases:
-        reason = refuse(graph, bias, lead, keys, graph.type(root.value).dtype)
+    for bias, columns in (*((b, keys) for b in scores.biases), *((row, 1) for _, row in scores.rows)):
+        reason = refuse(graph, bias, lead, columns, graph.type(root.value).dtype)
         if reason is not None:
             return Miss(reason)
     attrs = AttentionAttrs(scale=_written(scale, q.shape[3]), softcap=scores.softcap)
@@ -329,7 +225,7 @@ def _operands(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) ->
             constant = None
         elif is_causal(constant, rows, keys):
             attrs, constant = replace(attrs, is_causal=True), None
-    return Operands(root, q, k, v, lead, attrs, scores.biases, constant, known, keys)
+    return Operands(root, q, k, v, lead, attrs, scores.biases, constant, known, keys, scores.rows)
 
 
 def _written(scale: float, size: DimLike) -> float | None:
@@ -341,12 +237,12 @@ def _written(scale: float, size: DimLike) -> float | None:
 def _unscaled(graph: Graph, value: Value) -> tuple[Value, float]:
     """The value without multiplications by constants of one element, and what they amount to."""
     factor = 1.0
-    for _ in range(_DEPTH):
+    for _ in range(DEPTH):
         op = graph.op(value)
         if op.kind not in ("Mul", "Div"):
             break
         for i in (0, 1) if op.kind == "Mul" else (0,):
-            number, inner = _number(graph, op.inputs[1 - i]), op.inputs[i]
+            number, inner = one_number(graph, op.inputs[1 - i]), op.inputs[i]
             if number is not None and inner is not None and graph.type(inner).shape == graph.type(value).shape:
                 factor, value = factor * (number if op.kind == "Mul" else 1.0 / number), inner
                 break
@@ -358,7 +254,7 @@ def _unscaled(graph: Graph, value: Value) -> tuple[Value, float]:
 def _scaled_view(graph: Graph, view: View) -> tuple[View, float]:
     """A view past scalings that stand behind its moves."""
     factor = 1.0
-    for _ in range(_DEPTH):
+    for _ in range(DEPTH):
         base, number = _unscaled(graph, view.base)
         if base == view.base:
             break

@@ -71,6 +71,18 @@ TEXTS = {
     # DeBERTa: content to position, gathered by distance
     "disentangled": """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) c = MatMul(q, positions)
         g = GatherElements<axis=3>(c, distance) b = Add(s, g) d = Div(b, one) m = Add(d, pad) p = Softmax(m) y = MatMul(p, v)""",
+    # Swin V2, XCiT: scores times a number for each head
+    "scaled heads": """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) t = Constant<value_floats=[2.0,-0.5,3.0]>()
+        three = Constant<value_ints=[3,1,1]>() h = Reshape(t, three) r = Mul(h, s) m = Add(r, pad) p = Softmax(m)
+        y = MatMul(p, v)""",
+    # or over one for each query
+    "scaled queries": """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) last = Constant<value_ints=[-1]>()
+        c = ReduceL2<keepdims=1>(q, last) r = Div(s, c) p = Softmax(r) y = MatMul(p, v)""",
+    "scaled heads, merged": """three = Constant<value_ints=[6,5,4]>() square = Constant<value_ints=[6,5,5]>()
+        wide = Constant<value_ints=[2,3,5,5]>() four = Constant<value_ints=[2,3,5,4]>() q3 = Reshape(q, three)
+        k3 = Reshape(k, three) v3 = Reshape(v, three) kt = Transpose<perm=[0,2,1]>(k3) s = MatMul(q3, kt) w = Reshape(s, wide)
+        t = Constant<value_floats=[2.0,0.5,3.0]>() heads = Constant<value_ints=[3,1,1]>() h = Reshape(t, heads) r = Mul(w, h)
+        n = Reshape(r, square) p = Softmax(n) y3 = MatMul(p, v3) y = Reshape(y3, four)""",
     # Gemma 2
     "softcap": """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) c = Constant<value_float=3.0>() d = Div(s, c) t = Tanh(d)
         e = Mul(t, c) m = Add(e, pad) p = Softmax(m) y = MatMul(p, v)""",
@@ -263,11 +275,23 @@ def refused() -> dict[str, tuple[Graph, str]]:
     def gated(n: Net, s: Value) -> Value:
         return n.op("Mul", s, n.input(B, H, L, L, name="m"))
 
+    def scaled(n: Net, s: Value) -> Value:
+        return n.op("Mul", s, n.input(H, 1, 1, name="heads"))
+
+    def biased(n: Net, s: Value) -> Value:
+        return scaled(n, n.op("Add", s, n.input(L, L, name="m")))
+
+    def capped(n: Net, s: Value) -> Value:
+        return n.op("Mul", n.op("Tanh", scaled(n, s)), 1.0)
+
+    no_product = "no product of queries and keys with scales and masks alone"
     cases = {
+        "bias scaled by heads": (net(mask=biased), no_product),
+        "heads scaled in a softcap": (net(mask=capped), no_product),
         "used twice": (net(extra=True), "is an output of the network"),
         "negative": (net(mask=lambda n, s: n.op("Mul", s, -2.0)), "a scale is positive"),
         "column": (net(mask=column), "does not say a number for each key"),
-        "gated": (net(mask=gated), "no product of queries and keys with scales and masks alone"),
+        "gated": (net(mask=gated), no_product),
         "weak where": (net(mask=hidden(-1e9)), "a query without keys gets equal weights"),
     }
     n = Net(np.float64)
