@@ -16,6 +16,8 @@ from optdnn.passes.pipelines import PIPELINE
 
 ANGLES = np.random.default_rng(2).standard_normal((5, 2))
 BOTH = np.concatenate([ANGLES, ANGLES], 1)
+REPEATED = np.repeat(ANGLES, 2, 1)
+ONE_TURN = np.repeat(ANGLES[:, :1], 2, 1)
 
 
 def tensor(array: Any) -> str:
@@ -50,6 +52,51 @@ FORMS = {
 }
 
 
+STACKED = """o = Slice(x, one, end, last, two) e = Slice(x, zero, end, last, two) n = Neg(o) four = Constant<value_ints=[4]>()
+    nu = Unsqueeze(n, four) eu = Unsqueeze(e, four) st = Concat<axis=-1>(nu, eu) full = Constant<value_ints=[2,3,5,4]>()
+    r = Reshape(st, full)"""
+NEIGHBOURS = {
+    "roformer": f"{STACKED} {TABLES} {SUM}",
+    "of an input": f"""{STACKED} pair = Unsqueeze(turn, last) w0 = Concat<axis=3>(pair, pair) size = Constant<value_ints=[2,5,4]>()
+        w1 = Reshape(w0, size) w = Unsqueeze(w1, one) c = Cos(w) s = Sin(w) {SUM}""",
+    "repeated": f"""{STACKED} pair = Unsqueeze(turn, last) to = Constant<value_ints=[2,5,2,2]>() w0 = Expand(pair, to)
+        size = Constant<value_ints=[2,5,4]>() w1 = Reshape(w0, size) w = Unsqueeze(w1, one) c = Cos(w) s = Sin(w) {SUM}""",
+}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_neighbours_that_turn_are_interleaved(name: str) -> None:
+    graph, _ = check_pass(FuseRotary(), model(NEIGHBOURS[name], REPEATED), changes=1)
+    (op,) = graph.of_kind("RotaryEmbedding")
+    assert op.attrs.interleaved
+    assert not {"Neg", "Add"} & graph.kinds().keys()
+
+
+def part(more: str = "g", split: bool = False) -> str:
+    """The first two of four numbers turn."""
+    cut = """f = Slice(x, zero, two, last) g = Slice(x, two, end, last)"""
+    if split:
+        cut = "f, g = Split<axis=-1, num_outputs=2>(x)"
+    return f"""{cut} a = Slice(f, zero, one, last) b = Slice(f, one, end, last) {TURNED} {TABLES}
+        fc = Mul(f, c) rs = Mul(r, s) t = Add(fc, rs) y = Concat<axis=-1>(t, {more})"""
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_what_does_not_turn_stays_as_it_is(split: bool) -> None:
+    graph, _ = check_pass(FuseRotary(), model(part(split=split), ONE_TURN, "[1,1,5,2]"), changes=2)
+    (op,) = graph.of_kind("RotaryEmbedding")
+    assert op.attrs.rotary_embedding_dim == 2
+    assert not {"Concat", "Split"} & graph.kinds().keys()
+
+
+@pytest.mark.parametrize("more", ["h", "f"])
+def test_other_numbers_behind_what_turns_are_no_rest_of_it(more: str) -> None:
+    body = part(more=more).replace("fc =", "three = Constant<value_ints=[3]>() h = Slice(x, one, three, last) fc =")
+    graph, _ = check_pass(FuseRotary(), model(body, ONE_TURN, "[1,1,5,2]"), changes=1)
+    (op,) = graph.of_kind("RotaryEmbedding")
+    assert op.attrs.rotary_embedding_dim == 0
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_exported_forms(name: str) -> None:
     graph, _ = check_pass(FuseRotary(), model(FORMS[name]), changes=1)
@@ -67,6 +114,7 @@ REFUSED = {
     "the halves of c are not known to be equal": model(
         FORMS["llama"], np.random.default_rng(5).standard_normal((5, 4))
     ),
+    "the neighbours of c are not known to be equal": model(NEIGHBOURS["roformer"], BOTH),
     "is not one angle per position": model(FORMS["llama"], np.tile(BOTH, (3, 1)), "[1,3,5,4]"),
 }
 
@@ -76,10 +124,21 @@ def test_refused(why: str) -> None:
     check_refused(FuseRotary(), REFUSED[why], because=why)
 
 
+def test_a_turned_part_that_is_used_elsewhere_stays() -> None:
+    body = """f, g = Split<axis=-1, num_outputs=2>(x) c = Constant<value_floats=[0.6]>() s = Constant<value_floats=[0.8]>()
+        to = Constant<value_ints=[1,5,1]>() cs = Expand(c, to) ss = Expand(s, to) t = RotaryEmbedding(f, cs, ss)
+        whole = Concat<axis=-1>(t, g) again = Concat<axis=-1>(t, t) y = Add(whole, again)"""
+    check_refused(FuseRotary(), model(body).replace('"" : 21', '"" : 23'), because="what is turned is used elsewhere")
+
+
 OTHERS = {
     "not negated": f"{SLICED} n = Abs(b)  r = Concat<axis=-1>(n, a) {TABLES} {SUM}",
     "first half negated": f"{SLICED} n = Neg(a)  r = Concat<axis=-1>(n, b) {TABLES} {SUM}",
     "thirds": f"a = Slice(x, zero, one, last)  b = Slice(x, one, end, last) {TURNED} {TABLES} {SUM}",
+    "neighbours not negated": f"{STACKED} {TABLES} {SUM}".replace("Neg", "Abs"),
+    "the first neighbour negated": f"{STACKED} {TABLES} {SUM}".replace("Neg(o)", "Neg(e)").replace(
+        "Unsqueeze(e,", "Unsqueeze(o,"
+    ),
     "halves of something else": f"z = Abs(x) a = Slice(z, zero, two, last)  b = Slice(z, two, end, last) {TURNED} {TABLES} {SUM}",
 }
 
