@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ def correctness(results: Path) -> str:
         if not steps:
             continue
         wrong = [f for f in of if f.get("right") is False]
-        worst = max((f["steps"]["worst"][0] for f in of if f.get("right") and f["steps"]["worst"]), default=0.0)
+        launches = [f["steps"] for f in of if f.get("right") and "steps" in f]
+        worst = max((s["worst"][0] for s in launches if s["worst"]), default=0.0)
         begun = [f for f in of if "right" in f]
         cells = [
             f"{len(begun) - len(wrong)} of {len(begun)}",
@@ -46,11 +47,19 @@ def correctness(results: Path) -> str:
         "operands (of the largest element, results poisoned with NaN before); runs repeat to the bit, in one CUDA graph and as "
         "single launches, on arenas full of NaN between fences; and the whole result is ONNX Runtime's at fp32 (at other "
         "precisions nearer to it than another input's; of detections, nine in ten of the boxes that rounding weights and inputs "
-        "alone leaves the same)." + (f" Not right: {networks['note']}." if "note" in networks else ""),
+        "alone leaves the same)."
+        + (f" Not right: {networks['note']}." if "note" in networks else "")
+        + _whole(networks["rows"]),
         _sanitizer(found["sanitizer"]),
         _rows(found["row-invariance"]),
     ]
     return table("Right on the GPU", rows, " ".join(s for s in said if s))
+
+
+def _whole(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Networks whose whole result alone was looked at."""
+    names = [r["network"] for r in rows if any("right" in r[p] and "steps" not in r[p] for p in PRECISIONS if p in r)]
+    return f" Not launch by launch: {', '.join(names)}." if names else ""
 
 
 def _of_cases(cases: Mapping[str, Any] | None, precision: str) -> str:

@@ -88,7 +88,7 @@ def torch_us(run: Callable[[], Any]) -> float:
 
 def picked(options: argparse.Namespace, problem: conv_fp32.Problem, device: Device) -> list[conv_fp32.Config]:
     """The configurations to time."""
-    found = conv_fp32.candidates(problem, device, configs=conv_fp32.DEEP if options.deep else conv_fp32.CONFIGS)
+    found = conv_fp32.candidates(problem, device)
     return found if options.all else found[: options.configs]
 
 
@@ -156,7 +156,6 @@ def main() -> int:
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--configs", type=int, default=12)
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--deep", action="store_true", help="the configurations that are not proposed yet")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--seconds", type=float, default=1e9)
     options = parser.parse_args()

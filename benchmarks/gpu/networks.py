@@ -51,7 +51,7 @@ fp32 is given weights and inputs of that precision: scores that are nearly tied 
 
 PROCESSES = 3
 """That run networks on the GPU at a time; building, which needs none, has most of the cores."""
-LIMIT, LAST = 60.0, 20.0
+LIMIT, LAST = 120.0, 20.0
 """Seconds that a network may take on the GPU, and how long after the last was built the last may begin there."""
 
 

@@ -109,8 +109,6 @@ def forced(name: str) -> Iterator[None]:
             test_stream_k.prefer_stream_k(patch)
         if name == "pool behind a convolution":
             patch.setattr("optdnn.tactics.cuda.conv_pool.OVERLAP", -1.0)
-        if name == "product of means":
-            patch.setattr("optdnn.tactics.cuda.neighbours.TAKE_MEANS", True)
         if name.startswith("stem"):
             from optdnn.tactics.cuda.conv_stem import StemConv
             from optdnn.tactics.cuda.table import TACTICS
@@ -131,7 +129,6 @@ ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped",
 RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
 
 import test_conv_pool  # type: ignore[import-not-found]  # noqa: E402
-import test_pool_gemv  # type: ignore[import-not-found]  # noqa: E402
 from test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]  # noqa: E402
 from test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]  # noqa: E402
 from test_matmul_sm90 import NETS as STACKS  # type: ignore[import-not-found]  # noqa: E402
@@ -166,7 +163,6 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         **{f"stacks: {name}": (net(Net, STACKS[name]), "fp16") for name in ("with_epilogue", "transposed")},
         **{f"stacks fp32: {name}": (net(Net, build), "fp32") for name, build in TILED.items()},
         "pool behind a convolution": (test_conv_pool.net, "fp16"),
-        "product of means": (test_pool_gemv.net, "fp16"),
         "patch embedding": (net(Net, lambda n: n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16)), "fp16"),
         **{
             f"8 bits: {name}": (net(QNet, NETS[name]), "fp16")

@@ -1,6 +1,6 @@
 """What a tactic is worth in whole networks: engines by the cost model with it and without it, in turn.
 
-    python benchmarks/gpu/without.py pool_gemv resnet50:1 mobilenet_v2:1 --out without.json
+    python benchmarks/gpu/without.py conv_pool_sm90 vgg16:1 vgg16_bn:8 --out without.json
 
 Networks are NAME:BATCH of the zoo at fp16. Each launch of the engine that has the tactic is held against its meaning.
 """
@@ -20,8 +20,7 @@ import optdnn
 from optdnn.models import zoo
 from optdnn.runtime.cuda import graphs
 from optdnn.runtime.cuda.check import check_steps
-from optdnn.tactics.cuda import neighbours, table
-from optdnn.tactics.cuda.pool_gemv import PoolGemv
+from optdnn.tactics.cuda import table
 
 
 def engine_of(model: Any, without: str) -> Any:
@@ -61,7 +60,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    neighbours.TAKE_MEANS = options.tactic == PoolGemv.name  # it is not taken before it is measured
     rows = []
     for name in options.networks:
         rows.append(row_of(name, options.tactic, options.rounds))

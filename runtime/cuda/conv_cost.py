@@ -24,9 +24,6 @@ RING_LATENCY = (
     1200  # cycles from asking for a stage to its first byte: with S stages, S - 1 steps pass until all of it is there
 )
 MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
-PROPOSE_8BIT_TURNS = (
-    False  # tiles in turn of 8-bit operands: right, and BERT-base in fp8 is as fast without (beside-h200.json)
-)
 TURN = 800  # cycles between a tile's last product and the first of its warpgroup's next
 STAGE_ISSUE = {
     "relu": 0.5,
@@ -208,7 +205,7 @@ def large(problem: Problem, tile: tuple[int, int, int, int], device: Device) -> 
     """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
     wgm, wgn, mt, bn = tile
     for alternate in (False, True) if mt * bn >= 96 else ():
-        if alternate and (wgm * wgn > 1 or (problem.item == 1 and not PROPOSE_8BIT_TURNS)):
+        if alternate and (wgm * wgn > 1 or problem.item == 1):  # 8-bit ones run, and win nothing (beside-h200.json)
             continue
         for share in SHARES if mt * bn >= 128 else SHARES[:1]:
             plain = Config(wgm, wgn, mt, bn, 2, alternate=alternate, share=share)

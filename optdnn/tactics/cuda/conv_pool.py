@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from optdnn.ir.graph import Op
+from optdnn.ir.graph import Graph, Op
 from optdnn.runtime.cuda import conv_problem
 from optdnn.runtime.reference.window import resolve_pads
 from optdnn.tactics.cuda import conv_sm90
@@ -14,11 +14,16 @@ from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtyp
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, is_half, planar
 from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
 from optdnn.tactics.cuda.max_pool import predicted
-from optdnn.tactics.cuda.neighbours import max_pool_behind
 from optdnn.tactics.cuda.tactic import Offer
 
 OVERLAP = 0.5e-6
 """Seconds of a pool's prediction that pass while the convolution before it ends."""
+
+
+def max_pool_behind(graph: Graph, op: Op) -> Op | None:
+    """The max pool that is all that reads the result."""
+    user = graph.sole_user(op.value)
+    return user if user is not None and user.kind == "MaxPool" else None
 
 
 class PooledConv(HopperConv):

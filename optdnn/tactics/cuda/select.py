@@ -18,9 +18,8 @@ from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.digest import SMALL
 from optdnn.ir.graph import Op, Value
 from optdnn.runtime.program import Plain, Step
-from optdnn.tactics.cuda import neighbours
 from optdnn.tactics.cuda.builder import Builder, Placed
-from optdnn.tactics.cuda.neighbours import max_pool_behind, mean_before
+from optdnn.tactics.cuda.conv_pool import max_pool_behind
 from optdnn.tactics.cuda.providers import providers_here
 from optdnn.tactics.cuda.separable import depthwise_before
 from optdnn.tactics.cuda.tactic import PROVIDERS, Offer, Tactic
@@ -110,10 +109,6 @@ def _facts(b: Builder, op: Op) -> list[Plain]:
         joined = source.kind == op.kind == "Conv" and b.graph.sole_user(value) == op
         joined = joined and (slot > 0 or depthwise_before(b.graph, op) is not None)
         operands.append([_place(b.operand(value)), _facts(b, source) if joined else None])
-    pool = mean_before(b.graph, op) if neighbours.TAKE_MEANS else None
-    if pool is not None:  # whose image the product may read itself
-        x = b.place.get(pool.inputs[0])  # type: ignore[arg-type]
-        operands.append(None if x is None else ["mean of", _place(x)])
     results: list[Plain] = []
     for port, out in enumerate(op.outputs):
         value = Value(op.id, port)
@@ -220,9 +215,11 @@ def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection,
     Raises UnsupportedError where there is none, InternalError for a choice that does not exist.
     """
     chosen = selection.choices.get(key)
-    if chosen is not None:  # libraries that were not chosen need not be asked again
+    if (
+        chosen is not None
+    ):  # others need not be asked again, nor does one of ours that takes its neighbour along come before it
         theirs = {t.provider for t in tactics if t.name == chosen.tactic}
-        selection = replace(selection, providers=frozenset(theirs | {"own"}))
+        selection = replace(selection, providers=frozenset(theirs or {"own"}))
     able, refused = usable(b, op, tactics, selection)
     if chosen is not None:
         able = [t for t in able if t.name == chosen.tactic]

@@ -29,7 +29,6 @@ from optdnn.tactics.cuda.matmul_sm90 import HopperMatMul
 from optdnn.tactics.cuda.max_pool import TiledMaxPool
 from optdnn.tactics.cuda.numeric import NUMERIC, Numeric
 from optdnn.tactics.cuda.pool import GlobalPool, WindowPool
-from optdnn.tactics.cuda.pool_gemv import PoolGemv
 from optdnn.tactics.cuda.positions import POSITIONS, Positions
 from optdnn.tactics.cuda.quantized import (
     HopperQuantizedConv,
@@ -62,7 +61,6 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Custom": (Custom(),),
     "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
     "MatMul": (
-        PoolGemv(),
         Gemv(),
         HopperGemm(),
         GeneralGemm(),
@@ -73,7 +71,6 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CublasLtBatched(),
     ),
     "Gemm": (
-        PoolGemv(),
         Gemv(),
         HopperGemm(),
         GeneralGemm(),

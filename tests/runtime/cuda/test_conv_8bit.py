@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.conv_cases import same
@@ -137,11 +139,10 @@ def test_configurations_of_integers_are_found() -> None:
         assert all(conv.refuse(problem, c) is None for c in found)
 
 
-def test_tiles_in_turn_are_not_proposed_for_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_in_turn_are_not_proposed_for_8_bits() -> None:
     problem = Problem(4096, 3072, (Source(1, 1, 768),), (("bias",), ("gelu",)), "float8_e4m3fn")
     assert not any(c.alternate for c in conv_cost.candidates(problem, conv_cost.h200(), 50))
-    monkeypatch.setattr(conv_cost, "PROPOSE_8BIT_TURNS", True)
-    assert any(c.alternate for c in conv_cost.candidates(problem, conv_cost.h200(), 50))
+    assert any(c.alternate for c in conv_cost.candidates(replace(problem, dtype="float16"), conv_cost.h200(), 50))
 
 
 def test_a_comparison_sees_one_wrong_step() -> None:

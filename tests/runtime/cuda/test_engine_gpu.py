@@ -18,12 +18,11 @@ from optdnn.errors import InputError, RunError
 from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
-from optdnn.tactics.cuda import conv_pool, conv_sm90, neighbours, pool_gemv
+from optdnn.tactics.cuda import conv_pool, conv_sm90
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tactics" / "cuda"))  # for the families of generated kernels
 import test_conv_pool
 import test_matmul_sm90
-import test_pool_gemv
 import test_prologue
 import test_stream_k as test_stream_k_plans
 from test_generated import FAMILIES, graph_of
@@ -113,27 +112,6 @@ def test_convolutions_with_their_pools(size: tuple[int, int], precision: str, mo
     for _ in beginning_at(monkeypatch, (0, 1, 3, 7, 15, 31)):
         program = lowered(graph, precision, target="cuda:sm_90a")
         tried |= {t["config"] for t in program.meta["tactics"] if t["tactic"] == "conv_pool_sm90"}
-        context: Any = Engine(program).context()
-        errors = check_steps(context, feeds_of(graph))
-        assert not [e for e in errors if e.error > TOLERANCE[precision]]
-    assert len(tried) >= 3
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize(
-    ("channels", "columns", "size", "images"),
-    [(2048, 1000, (7, 7), 1), (1280, 1003, (7, 7), 2), (520, 1000, (8, 6), 1), (1024, 10, (1, 5), 1)],
-)
-def test_means_with_their_products(
-    channels: int, columns: int, size: tuple[int, int], images: int, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(neighbours, "TAKE_MEANS", True)
-    graph, found = test_pool_gemv.net(channels, columns, size, images=images), pool_gemv._offers
-    tried = set()
-    for rank in (0, 1, 3, 7):
-        monkeypatch.setattr(pool_gemv, "_offers", lambda p, rank=rank: found(p)[min(rank, len(found(p)) - 1) :])
-        program = lowered(graph, precision, target="cuda:sm_90a")
-        tried |= {t["config"] for t in program.meta["tactics"] if t["tactic"] == "pool_gemv"}
         context: Any = Engine(program).context()
         errors = check_steps(context, feeds_of(graph))
         assert not [e for e in errors if e.error > TOLERANCE[precision]]

@@ -130,7 +130,7 @@ def test_configurations_and_their_refusals() -> None:
         (fp32.Config(32, 32, 4, 4, split=30), "not shared by 30 blocks"),
     ):
         assert reason in str(fp32.refuse(DENSE, config))
-    assert all(fp32.Config.read(str(c)) == c for c in (*fp32.MEASURED, *fp32.DEEP))
+    assert all(fp32.Config.read(str(c)) == c for c in fp32.CONFIGS)
     assert fp32.Config.read("ffma64x64") is None
     assert "other depths" in str(fp32.refuse(DENSE, fp32.Config(64, 64, depth=24)))
     scatter = Scatter((2, 2), (0, 0), 30, (28, 28), (1, 1, 1))
@@ -191,7 +191,7 @@ def test_every_configuration_on_a_gpu_gives_what_it_means(channels: int) -> None
     )
     (row,) = [t for t in lowered(graph, "fp32").meta["tactics"] if t["tactic"] == "conv_fp32"]
     problem = replace(DENSE, in_channels=channels, channels=72)
-    for config in (*fp32.MEASURED, *fp32.DEEP[::5]):
+    for config in fp32.CONFIGS:
         if fp32.refuse(problem, config) is None:
             (error,) = errors_on_gpu(graph, {row["signature"]: Choice("conv_fp32", str(config))})
             assert error < 2e-6, (config, error)

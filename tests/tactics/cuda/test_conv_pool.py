@@ -8,11 +8,16 @@ import pytest
 from support.net import Net
 from support.simulated import check_simulated, kinds, lowered
 
+from optdnn.compiler import optimize
+from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
+from optdnn.lower_cuda import emit_program
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.runtime.cuda import conv, conv_patch, conv_problem, nvrtc
 from optdnn.runtime.cuda.conv_cost import h200
-from optdnn.tactics.cuda import conv_pool, conv_sm90
+from optdnn.tactics.cuda import conv_pool, conv_sm90, table
+from optdnn.tactics.cuda.conv import HopperConv
+from optdnn.tactics.cuda.select import Choice
 
 
 def net(
@@ -53,6 +58,31 @@ def test_one_launch_computes_both(
     assert len([n for n in step.src if "Relu" in n or "Conv" in n or "MaxPool" in n]) == 3
     found = next(t for t in program.meta["tactics"] if t["tactic"] == "conv_pool_sm90")
     assert any("conv_pool_sm90 does its neighbour" in r["reason"] for r in found["refused"])
+
+
+class Library(HopperConv):
+    """A library's tactic, as it could be."""
+
+    name, provider = "library", "cudnn"
+
+
+def test_a_librarys_convolution_that_was_chosen_runs_beside_one_that_would_take_the_pool_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conv_pool, "OVERLAP", -1.0)
+    monkeypatch.setitem(table.TACTICS, "Conv", (*table.TACTICS["Conv"], Library()))
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16")
+    graph = net()
+    optimize(graph, options, "cuda:sm_90a")
+    keys = {
+        d.signature
+        for d in emit_program(graph, options, "cuda:sm_90a", {}).decisions
+        if d.choice.tactic == "conv_pool_sm90"
+    }
+    chosen = emit_program(graph, options, "cuda:sm_90a", {}, {key: Choice("library") for key in keys})
+    assert len(keys) == 1
+    assert [d.choice.tactic for d in chosen.decisions if d.signature in keys] == ["library"]
+    assert any(d.op.kind == "MaxPool" for d in chosen.decisions)
 
 
 @pytest.mark.parametrize(
