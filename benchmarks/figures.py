@@ -94,9 +94,11 @@ def _missed(entry: dict[str, Any]) -> list[str]:
         if "auto" in row and lost > row["auto"]["metric"]["bound"]:
             chosen = next(c for c in row["auto"]["candidates"] if c["name"] == row["auto"]["chosen"])
             part = 100 / entry["pictures"]
+            expected = f" ({chosen['expected']:.2f} expected)" if chosen.get("expected") is not None else ""
+            verified = f"{max(chosen['drop'], chosen['verified']):.2f}{expected}"
             found.append(
                 f"{entry['network']}, {config}: {lost:.2f} points ({round(lost / part)} pictures of {entry['pictures']}), after "
-                f"{max(chosen['drop'], chosen['verified']):.2f} on the {row['auto']['samples']['verification']} that verified it, "
+                f"{verified} on the {row['auto']['samples']['verification']} that verified it, "
                 f"which cannot tell so fine a bound: none lost of them still means up to "
                 f"{300 / row['auto']['samples']['verification']:.2f} points"
             )

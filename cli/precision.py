@@ -12,9 +12,9 @@ def show_auto(auto: Mapping[str, Any], *, nodes: bool) -> None:
     """The plans, the front as a plot, what was asked and measured, and (``nodes``) every node with its reason."""
     from optdnn.report import precision as told
 
-    stdout.print(
-        table("\nprecision: the plans that were tried", list(told.COLUMNS), told.rows(auto), right=[2, 3, 4, 5])
-    )
+    heads = told.columns(auto)
+    right = list(range(2, len(heads) - 1))
+    stdout.print(table("\nprecision: the plans that were tried", heads, told.rows(auto), right=right))
     stdout.print()
     for line in told.text_plot(auto):
         stdout.print(line)

@@ -302,9 +302,10 @@ def _not_met(account: Outcome) -> NotMet:
     """No engine is within the bound: say which is closest."""
     c = account.candidate()
     verified = "" if c.verified is None else f", {c.verified:.3g} on unseen data"
+    expected = "" if c.expected is None else f", {c.expected:.3g} expected from margins"
     return NotMet(
         f"no engine loses less than {account.bound:g} {account.unit}; the closest is {c.name}: {c.drop:.3g} on the data that the "
-        f"search saw{verified}",
+        f"search saw{verified}{expected}",
         hint=f"nothing was written; --max-drop {c.worst:.3g} would take it, and so might fewer --pin options",
     )
 

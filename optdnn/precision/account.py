@@ -11,6 +11,7 @@ from typing import Any
 from optdnn.config import PRECISIONS
 from optdnn.passes.precision import PrecisionPlan
 from optdnn.precision.latency import Timed
+from optdnn.precision.margins import Margins, merged
 from optdnn.precision.search import Problem
 from optdnn.precision.sensitivity import Sensitivity
 
@@ -23,7 +24,8 @@ class Candidate:
     """One plan with what is known of it.
 
     ``assignment``: op key -> precision, as asked. ``drop`` is the metric's on the calibration part, ``verified`` on the other part,
-    by the built engine; ``ms`` is measured in turns; ``predicted_us`` and ``noise`` are the search's estimates.
+    by the built engine; ``margins`` and ``margins_unseen`` say on the same parts how near predictions came to being lost, where
+    the metric counts predictions. ``ms`` is measured in turns; ``predicted_us`` and ``noise`` are the search's estimates.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Candidate:
     noise: float | None = None
     drop: float = math.inf
     verified: float | None = None
+    margins: Margins | None = None
+    margins_unseen: Margins | None = None
     ms: float | None = None
     bytes: int | None = None
     tactic: str = ""
@@ -43,9 +47,23 @@ class Candidate:
     """``ms`` and ``verified`` are those after its tactics were tuned."""
 
     @property
+    def expected(self) -> float | None:
+        """The drop that margins let expect, on all samples that it was judged on; None where the metric has none."""
+        known = [m for m in (self.margins, self.margins_unseen) if m is not None]
+        return merged(known, sum(m.part for m in known)).expected() if known else None
+
+    @property
+    def searched(self) -> float:
+        """What the search holds against its bound: the drop on the calibration part, or what margins there let expect."""
+        return max(self.drop, -math.inf if self.margins is None else self.margins.expected())
+
+    @property
     def worst(self) -> float:
-        """The larger of the two drops."""
-        return max(self.drop, math.inf if self.verified is None else self.verified)
+        """The largest of the two drops and the expected one."""
+        expected = self.expected
+        return max(
+            self.drop, math.inf if self.verified is None else self.verified, -math.inf if expected is None else expected
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -93,7 +111,8 @@ class NodeFacts:
 
 @dataclass
 class Account:
-    """All of it. ``notes``: precisions that the target lacks altogether, with the reason."""
+    """All of it. ``right``: percent of all samples that fp32 has right, where they have labels and the metric counts predictions.
+    ``notes``: precisions that the target lacks altogether, with the reason."""
 
     metric: str
     unit: str
@@ -107,6 +126,7 @@ class Account:
     nodes: Sequence[NodeFacts]
     latency: str
     measured: bool
+    right: float | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def front(self) -> list[Candidate]:
@@ -126,6 +146,7 @@ class Account:
                 "single": c.single,
                 "drop": finite(c.drop),
                 "verified": None if c.verified is None else finite(c.verified),
+                **({} if (expected := c.expected) is None else {"expected": finite(expected)}),
                 "ms": c.ms,
                 "predicted_us": None if c.predicted_us is None else round(c.predicted_us, 2),
                 "weights_bytes": c.bytes,
@@ -143,6 +164,7 @@ class Account:
                 "calibration": self.calibration_samples,
                 "verification": self.verification_samples,
                 "labelled": self.labelled,
+                **({} if self.right is None else {"right": finite(self.right)}),
             },
             "latency": {"source": self.latency, "measured": self.measured},
             "candidates": rows,
@@ -161,7 +183,7 @@ def front(candidates: Sequence[Candidate]) -> list[Candidate]:
 
     measured = any(c.ms is not None for c in candidates)
     known = [
-        (t, c.worst if c.verified is not None else c.drop, c)
+        (t, c.worst if c.verified is not None else c.searched, c)
         for c in candidates
         if c.error is None and (t := (c.ms if measured else cost(c))) is not None and math.isfinite(c.drop)
     ]
@@ -259,8 +281,9 @@ def _against_other(
         if problem.time(changed) >= problem.time(chosen.assignment) - NOTHING_US:
             return f"{q}{saves.removesuffix(' it')} the casts around it would cost more"
         for c in candidates:
-            if c.assignment == changed and c.drop > bound:
-                return f"{q}{saves.removesuffix(' it')} with it the drop is {c.drop:.3g} {unit}, beyond {bound:g}"
+            if c.assignment == changed and c.searched > bound:
+                what = "the drop is" if c.drop > bound else "margins let expect a drop of"
+                return f"{q}{saves.removesuffix(' it')} with it {what} {c.searched:.3g} {unit}, beyond {bound:g}"
     alone = f" (in {q} alone, {s.drop:.3g} {unit})" if math.isfinite(s.drop) and s.drop > bound else ""
     return f"{q}{saves} puts {_share(s.noise)} of the output's variation on it{alone}"
 

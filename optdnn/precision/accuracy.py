@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from optdnn.errors import OptdnnError, RunError, UsageError
+from optdnn.precision.margins import Margins, merged
 from optdnn.precision.metrics import Metric
 from optdnn.precision.samples import HELD_BYTES, Samples
 from optdnn.runtime.engine import Engine
@@ -19,6 +21,14 @@ RUN_BATCH = 32
 
 class DoesNotRun(RunError):
     """An engine failed on the samples; ``__cause__`` is what it raised."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What an engine loses on one part of the data: the metric's drop, and where it counts predictions, how near these came."""
+
+    drop: float
+    margins: Margins | None = None
 
 
 class Judge:
@@ -39,19 +49,25 @@ class Judge:
         except DoesNotRun as error:
             raise error.__cause__ or error from None
 
-    def drop(self, engine: Engine, *, unseen: bool = False) -> float:
+    def loss(self, engine: Engine, *, unseen: bool = False) -> Loss:
         """The loss of an engine on one part of the data. Raises DoesNotRun, and what the metric raises."""
         assert self._reference is not None
         samples, reference = self.unseen if unseen else self.seen, self._reference[unseen]
         if not self.metric.by_batch:
             found, wanted = joined(outputs(engine, samples)), joined(reference)
-            return float(self.metric.drop(found, wanted, _labels(samples, 0, len(next(iter(wanted.values()))))))
+            return Loss(float(self.metric.drop(found, wanted, _labels(samples, 0, len(next(iter(wanted.values())))))))
         lost, start, size = 0.0, 0, batch_of(engine)
+        near: list[Margins] = []
         for part, wanted in zip(outputs(engine, samples), reference, strict=True):
             end = min(start + size, len(samples))
-            lost += self.metric.drop(part, wanted, _labels(samples, start, end)) * (end - start)
+            labels = _labels(samples, start, end)
+            lost += self.metric.drop(part, wanted, labels) * (end - start)
+            if self.metric.margins is not None:
+                near.append(self.metric.margins(part, wanted, labels))
             start = end
-        return float(f"{lost / start:.12g}")  # what rounding makes of a sum is no loss beyond a bound
+        share = len(samples) / (len(self.seen) + len(self.unseen))
+        # What rounding makes of a sum is no loss beyond a bound.
+        return Loss(float(f"{lost / start:.12g}"), merged(near, share) if near else None)
 
 
 def _labels(samples: Samples, start: int, end: int) -> Array | None:

@@ -3,7 +3,8 @@
 Calibrate and measure on one part of the data; order the plans by predicted time and damage (:mod:`optdnn.precision.search`);
 measure the real accuracy of those that matter; build the best and every single precision within the bound, time them side by
 side; accept by the accuracy on the other part of the data, which none of this has seen. Where that fails, the bound for the
-search is tightened by what was missed, and the search repeated.
+search is tightened by what was missed, and the search repeated. Of accuracy, a bound may be finer than samples can be counted: what
+:mod:`optdnn.precision.margins` expects to be lost is held against it as well, in the search and in the decision.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class _Auto:
                 break
             if chosen is not None:
                 continue
-            missed = [c.verified - c.drop for c in self.candidates if c.verified is not None and math.isfinite(c.drop)]
+            missed = [c.worst - c.searched for c in self.candidates if c.verified is not None and math.isfinite(c.drop)]
             tighter = max(0.0, min(self.explorer.bound, self.bound - max([0.0, *missed])) * 0.75)
             self.explorer.bound = tighter
             self.say(f"beyond the bound on unseen data: search again within {tighter:.3g}")
@@ -231,7 +232,7 @@ class _Auto:
                 c.error = error.message
                 continue
             try:
-                c.verified = self.judge.drop(engine, unseen=True)
+                self._verify(c, engine)
             except DoesNotRun as error:
                 c.error = error.message
                 continue
@@ -242,14 +243,19 @@ class _Auto:
             if measured is not None:
                 c.ms = measured.get(c.name)
 
+    def _verify(self, c: Candidate, engine: Engine) -> None:
+        """What the engine loses on the data that had no part in choosing. Raises DoesNotRun, and what the metric raises."""
+        loss = self.judge.loss(engine, unseen=True)
+        c.verified, c.margins_unseen = loss.drop, loss.margins
+
     def _judged(self) -> list[Candidate]:
         return [c for c in self.candidates if c.name in self.built and c.verified is not None]
 
     def _verified(self) -> Candidate | None:
-        """The fastest that is within the bound on both parts of the data; None where no mixture that could win is, and the
-        search may still find one."""
+        """The fastest that is within the bound on both parts of the data, and is expected to be on others; None where no mixture
+        that could win is, and the search may still find one."""
         good = [c for c in self._judged() if c.worst <= self.bound]
-        wrong = [c for c in self._judged() if not c.single and c.drop <= self.bound < (c.verified or 0.0)]
+        wrong = [c for c in self._judged() if not c.single and c.searched <= self.bound < c.worst]
         if not good or (wrong and all(c.single for c in good) and time.perf_counter() < self.explorer.deadline):
             return None
         return _fastest(good)
@@ -270,7 +276,8 @@ class _Auto:
             engine = self.driver.tuned(self.explorer.assigned(c.plan), len(close), self.say)
             if engine is None:
                 return chosen
-            c.verified, c.tuned = self.judge.drop(engine, unseen=True), True
+            self._verify(c, engine)
+            c.tuned = True
             engines[c.name] = engine
         measured = self.driver.race(engines, self.say) or {}
         for c in close:
@@ -295,10 +302,19 @@ class _Auto:
             nodes=facts,
             latency=way.latency.source if way is not None else "",
             measured=any(c.ms is not None for c in self.candidates),
+            right=self._right(),
             notes=dict(self.driver.notes),
         )
         plan = replace(chosen.plan, reasons={f.key: f.reason for f in facts})
         return Found(plan, chosen.label, account, self.calibration, met, self.passes)
+
+    def _right(self) -> float | None:
+        """Percent of the samples that fp32 has right."""
+        first = self.candidates[0]
+        known = [m for m in (first.margins, first.margins_unseen) if m is not None]
+        if not known or self.seen.labels is None:
+            return None
+        return 100 * sum(m.right.count for m in known) / sum(m.count for m in known)
 
     def _facts(self, chosen: Candidate, way: Way | None) -> list[NodeFacts]:
         found = []

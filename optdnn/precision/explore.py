@@ -160,7 +160,7 @@ class Explorer:
         return self.judged(candidate, way.name)
 
     def within(self, candidate: Candidate) -> bool:
-        return candidate.error is None and candidate.drop <= self.bound
+        return candidate.error is None and candidate.searched <= self.bound
 
     # ------------------------------------------------------------------ accuracy
 
@@ -179,7 +179,8 @@ class Explorer:
             candidate.error = error.message
             return candidate
         try:
-            candidate.drop = self.judge.drop(engine)
+            loss = self.judge.loss(engine)
+            candidate.drop, candidate.margins = loss.drop, loss.margins
         except DoesNotRun as error:
             candidate.error = error.message
         return candidate

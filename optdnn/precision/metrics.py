@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from optdnn.errors import RunError, UsageError
+from optdnn.precision.margins import Margins, margins
 from optdnn.types import Array, is_float
 
 Outputs: TypeAlias = Mapping[str, Array]
@@ -33,7 +34,8 @@ class Metric:
     """One metric. ``name`` is as the user gave it; ``labelled`` metrics cannot do without labels.
 
     ``score`` gives the score of outputs (for the report), ``drop`` the loss of ``outputs`` against fp32's. ``by_batch``: the drop
-    over all samples is the mean of those over batches, each counted as often as it has samples.
+    over all samples is the mean of those over batches, each counted as often as it has samples. ``margins``, of a metric that
+    counts predictions, tells how near they came to being lost: what a drop of whole samples is too coarse for.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Metric:
     score: Callable[[Outputs, Outputs, Any], float]
     drop: Callable[[Outputs, Outputs, Any], float]
     by_batch: bool = True
+    margins: Callable[[Outputs, Outputs, Any], Margins] | None = None
 
     def bound(self, given: float | None) -> float:
         """The bound: the one given, else the metric's own. Raises UsageError where it has none."""
@@ -79,40 +82,66 @@ def metric_of(given: str | Score, labels: Any) -> Metric:
 
 def _accuracy() -> Metric:
     def score(y: Outputs, ref: Outputs, labels: Any) -> float:
-        return 100.0 * float(np.mean(_classes(y) == _class_labels(labels, len(_classes(y)))))
+        found = _classes(y)
+        return 100.0 * float(np.mean(found == _class_labels(labels, found.shape)))
 
-    return Metric("top1", "points of top-1 accuracy", score, lambda y, ref, la: score(ref, ref, la) - score(y, ref, la))
+    def near(y: Outputs, ref: Outputs, labels: Any) -> Margins:
+        found, wanted = _classes(y), _classes(ref)
+        return margins(_scores(y), _scores(ref), _class_labels(labels, found.shape), found, wanted)
+
+    return Metric(
+        "top1",
+        "points of top-1 accuracy",
+        score,
+        lambda y, ref, labels: score(ref, ref, labels) - score(y, ref, labels),
+        margins=near,
+    )
 
 
 def _agreement() -> Metric:
     def score(y: Outputs, ref: Outputs, labels: Any) -> float:
         return 100.0 * float(np.mean(_classes(y) == _classes(ref)))
 
+    def near(y: Outputs, ref: Outputs, labels: Any) -> Margins:
+        found, wanted = _classes(y), _classes(ref)
+        return margins(_scores(y), _scores(ref), wanted, found, wanted)
+
     return Metric(
         "top1",
         "points of agreement with fp32's first class (no labels were given)",
         score,
-        lambda y, ref, la: 100.0 - score(y, ref, la),
+        lambda y, ref, labels: 100.0 - score(y, ref, labels),
+        margins=near,
     )
 
 
-def _classes(outputs: Outputs) -> Array:
-    """The index of the largest entry along axis 1 (segmentation included) of the first floating-point output."""
+def _scores(outputs: Outputs) -> Array:
+    """The first floating-point output, (samples, classes, …)."""
     for name, y in outputs.items():
         if is_float(y.dtype):
             if y.ndim < 2:
                 raise UsageError(f"metric top1 wants scores of shape (samples, classes, …); {name!r} is {y.shape}")
-            # A sample with a NaN has no class: it is never right.
-            y = y.astype(np.float32, copy=False)
-            return np.where(np.isnan(y).any(axis=1), -1, np.argmax(y, axis=1))
+            return y.astype(np.float32, copy=False)
     raise UsageError("metric top1 wants a floating-point output", hint="give a function: --metric PKG.MODULE:F")
 
 
-def _class_labels(labels: Any, n: int) -> Array:
+def _classes(outputs: Outputs) -> Array:
+    """The index of the largest score along axis 1 (segmentation included)."""
+    y = _scores(outputs)
+    # A sample with a NaN has no class: it is never right.
+    return np.where(np.isnan(y).any(axis=1), -1, np.argmax(y, axis=1))
+
+
+def _class_labels(labels: Any, shape: tuple[int, ...]) -> Array:
+    """Labels in the shape of what is said of the samples: a class for each, or for each place of each."""
     found = np.asarray(labels)
     if found.dtype.kind not in "iu":
-        raise UsageError(f"metric top1 wants integer labels, one for each of the {n} samples, not {found.dtype}")
-    return found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
+        raise UsageError(f"metric top1 wants integer labels, one for each of the {shape[0]} samples, not {found.dtype}")
+    if [n for n in found.shape[1:] if n > 1] != [n for n in shape[1:] if n > 1] or len(found) != shape[0]:
+        raise UsageError(
+            f"metric top1 wants a label for each of {list(shape)} predictions; here labels are {list(found.shape)}"
+        )
+    return found.reshape(shape)
 
 
 # ---------------------------------------------------------------- distances

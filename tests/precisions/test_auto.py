@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from precisions.nets import CLASSES, WIDTH, data, perceptron
 
+from optdnn.calibration import calibrate
+from optdnn.compiler import _not_met
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError, UsageError
 from optdnn.ir.evaluate import evaluate
@@ -26,7 +28,7 @@ from optdnn.precision.account import Account
 from optdnn.precision.cpu_target import CpuTarget
 from optdnn.precision.latency import Table, Timed
 from optdnn.precision.targets import Way, assigned
-from optdnn.report.precision import declined, sentences
+from optdnn.report.precision import columns, declined, rows, sentences
 from optdnn.runtime.engine import Engine
 from optdnn.tactics.timing_cache import TimingCache
 
@@ -274,6 +276,63 @@ def test_a_bound_that_the_samples_are_too_few_for_is_told(monkeypatch: pytest.Mo
     assert "; 300 samples that training has not seen can" in told
     for changed in ({"bound": 10.0}, {"name": "mse"}):
         assert not [t for t in sentences({**account, "metric": {**account["metric"], **changed}}) if "cannot tell" in t]
+
+
+def test_what_margins_let_expect_declines_where_no_sample_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """int8 loses none of 64 samples, and brings some near the border: half a point, of which one sample would be three."""
+    loose = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).account
+    assert "int8" in loose.candidate().counts
+    account = find(perceptron(), Numpy(), monkeypatch, max_drop=0.5).account
+    assert account.met
+    assert "int8" not in account.candidate().counts
+    single = next(c for c in account.candidates if c.name == "int8")
+    assert single.drop == single.verified == 0.0
+    assert single.expected is not None
+    assert 0.5 < single.expected == single.worst < 1.0
+    # The search held its plans to it before any was built: the one that the loose bound took is not among those.
+    same = next(c for c in account.candidates if c.assignment == loose.candidate().assignment)
+    assert same.drop == 0.0
+    assert same.searched > 0.5
+    assert same.verified is None
+    plain = account.to_plain()
+    (told,) = [text for text in declined(plain) if text.startswith("int8 declined")]
+    assert f"0 points of top-1 accuracy lost of 64 samples, {single.expected:.3g} expected from margins" in told
+    assert "the bound is 0.5" in told
+    (cells,) = [row for row in rows(plain) if row[0] == "int8"]
+    assert dict(zip(columns(plain), cells, strict=True))["expected from margins"] == f"{single.expected:.3g}"
+    assert (
+        cells[-1] == "on the front, expected to be beyond the bound" or cells[-1] == "expected to be beyond the bound"
+    )
+    assert any(
+        "fp32 has 100 % of these samples right: where it was trained on them" in text for text in sentences(plain)
+    )
+
+
+def test_other_metrics_expect_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    account = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=0.05).account
+    assert all(c.expected is None for c in account.candidates)
+    plain = account.to_plain()
+    assert "expected from margins" not in columns(plain)
+    assert not any("margins" in text for text in sentences(plain))
+
+
+def test_what_no_engine_is_expected_to_keep_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked for, the built engine is another one's int8: nothing lost, and every plan expected to lose too much."""
+
+    class Narrow(Numpy):
+        def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Any) -> Engine:
+            return super().built(narrow, plan, label, say)
+
+    narrow, _ = assigned(
+        perceptron(), PrecisionPlan.of_option("int8"), "cpu", calibrate(perceptron(), {"x": DATA["x"]}, "mse")
+    )
+    found = find(perceptron(), Narrow(offers=("fp32",)), monkeypatch, max_drop=0.2, candidates=())
+    assert not found.met
+    closest = found.account.candidate()
+    assert closest.drop == closest.verified == 0.0
+    error = _not_met(found.account)
+    assert f"{closest.expected:.3g} expected from margins" in str(error)
+    assert f"--max-drop {closest.worst:.3g}" in (error.hint or "")
 
 
 def test_close_ones_are_tuned_and_raced_once_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,14 @@ def test_top1_with_labels_is_accuracy_in_points() -> None:
     assert metric.bound(None) == 0.5
 
 
+def test_labels_and_scores_may_have_axes_of_one() -> None:
+    """A classifier that ends in a convolution gives (samples, classes, 1, 1); labels of (samples, 1) are one each."""
+    right = {"y": scores(0, 1, 2, 1)["y"][:, :, None, None]}
+    wrong = {"y": scores(0, 1, 2, 0)["y"][:, :, None, None]}
+    for labels in (LABELS, LABELS[:, None]):
+        assert metric_of("top1", labels).drop(wrong, right, labels) == 25.0
+
+
 def test_top1_without_labels_is_agreement_with_fp32() -> None:
     metric = metric_of("top1", None)
     assert metric.drop(scores(0, 1, 2, 0), scores(0, 1, 2, 1), None) == 25.0
@@ -110,6 +118,8 @@ def test_metrics_that_fail(given: object, kind: type[OptdnnError], message: str)
 def test_labels_and_outputs_that_top1_cannot_read() -> None:
     with pytest.raises(UsageError, match="integer labels"):
         metric_of("top1", np.ones(3)).drop(scores(0, 1, 2), scores(0, 1, 2), np.ones(3))
+    with pytest.raises(UsageError, match=r"a label for each of \[3\] predictions; here labels are \[3, 2\]"):
+        metric_of("top1", LABELS).drop(scores(0, 1, 2), scores(0, 1, 2), np.zeros((3, 2), int))
     with pytest.raises(UsageError, match="shape"):
         metric_of("top1", None).drop({"y": np.ones(3)}, {"y": np.ones(3)}, None)
     with pytest.raises(UsageError, match="floating-point output"):

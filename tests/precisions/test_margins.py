@@ -1,0 +1,210 @@
+"""The drop that margins let expect: right where the truth is known, and never less than what no sample has shown yet."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from optdnn.precision.margins import KEPT, Margins, Side, merged
+from optdnn.precision.metrics import metric_of
+from optdnn.types import Array
+
+CLASSES = 10
+POPULATION = 200_000
+
+
+def near(y: Array, ref: Array, labels: Array | None) -> Margins:
+    found = metric_of("top1", labels).margins
+    assert found is not None
+    return found({"y": y}, {"y": ref}, labels)
+
+
+def logits(rng: np.random.Generator, n: int, kind: str) -> Array:
+    """Scores of class 0 against nine others. ``kind`` says how margins lie: "spread" down to zero, or "apart" from it."""
+    z = rng.standard_normal((n, CLASSES)).astype(np.float32)
+    margin = rng.exponential(5.0, n) if kind == "spread" else 5 + 0.25 * rng.standard_normal(n)
+    z[:, 0] = z[:, 1:].max(axis=1) + np.abs(margin)
+    return z
+
+
+def changes(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> Array:
+    """Heavy tails, or another size for each sample: what a Gaussian of one spread is not."""
+    if kind == "heavy":
+        return rng.standard_t(4, shape) / np.sqrt(2)
+    sizes = np.exp(0.7 * rng.standard_normal((shape[0], *[1] * (len(shape) - 1))))
+    return rng.standard_normal(shape) * (sizes if kind == "uneven" else 1.0)
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "heavy", "uneven"])
+@pytest.mark.parametrize(("size", "least"), [(0.05, 0.1), (0.2, 1.0), (1.0, 3.0)])
+def test_it_is_what_is_really_lost_where_margins_reach_zero(noise: str, size: float, least: float) -> None:
+    rng = np.random.default_rng(1)
+    ref = logits(rng, POPULATION, "spread")
+    y = (ref + size * changes(rng, ref.shape, noise)).astype(np.float32)
+    labels = np.zeros(POPULATION, int)
+    truth = metric_of("top1", labels).drop({"y": y}, {"y": ref}, labels)
+    assert truth > least  # the case says something
+    draws = [rng.integers(0, POPULATION, 1000) for _ in range(100)]
+    expected = [near(y[i], ref[i], labels[i]).expected() for i in draws]
+    counted = [metric_of("top1", labels).drop({"y": y[i]}, {"y": ref[i]}, labels[i]) for i in draws]
+    assert 0.9 * truth < np.mean(expected) < 1.35 * truth
+    assert np.std(expected) <= np.std(counted) * 1.02
+    if truth < 0.6:  # a few samples of a thousand: the tail knows more than their count
+        assert np.std(expected) < 0.85 * np.std(counted)
+
+
+def test_it_warns_where_samples_are_too_few_to_lose_one() -> None:
+    """Of 200 samples a loss of 0.12 points shows in one draw of five; the expected one is there in all."""
+    rng = np.random.default_rng(2)
+    ref = logits(rng, POPULATION, "spread")
+    y = (ref + 0.005 * changes(rng, ref.shape, "heavy")).astype(np.float32)
+    labels = np.zeros(POPULATION, int)
+    truth = metric_of("top1", labels).drop({"y": y}, {"y": ref}, labels)
+    assert 0.02 < truth < 0.2
+    draws = [rng.integers(0, POPULATION, 200) for _ in range(50)]
+    none_lost = [i for i in draws if metric_of("top1", labels).drop({"y": y[i]}, {"y": ref[i]}, labels[i]) == 0]
+    assert len(none_lost) > 25
+    found = [near(y[i], ref[i], labels[i]).expected() for i in none_lost]
+    assert min(found) > 0.1 * truth
+    assert np.mean(found) > 0.5 * truth
+
+
+def test_samples_that_lie_apart_from_the_border_do_not_end_the_tail() -> None:
+    """Margins of 5 +- 0.25, as of samples that a network was trained on: changes of 1 reach none of them, and those of new ones."""
+    rng = np.random.default_rng(3)
+    ref = logits(rng, 1000, "apart")
+    y = (ref + 0.7 * changes(rng, ref.shape, "gaussian")).astype(np.float32)
+    found = near(y, ref, np.zeros(1000, int))
+    assert found.right.crossed == 0
+    shares = found.right.shares
+    fitted = dataclasses.replace(found.right).crossing(1.0, 0.0) / 10  # by the index that these samples show
+    assert fitted < 0.02
+    assert found.expected() == pytest.approx(100 * 10 / 1000 * shares[10])
+    few = near(y[:100], ref[:100], np.zeros(100, int)).expected()
+    assert few > 2 * found.expected()  # the fewer samples, the less is promised
+
+
+def test_nothing_is_expected_of_what_changes_nothing() -> None:
+    rng = np.random.default_rng(4)
+    ref = logits(rng, 500, "spread")
+    ref[:20, 3] = 100.0  # some that fp32 has wrong
+    labels = np.zeros(500, int)
+    assert near(ref, ref, labels).expected() == 0.0
+    assert near(2 * ref, ref, labels).expected() == 0.0  # margins that grow
+    for size, nothing in ((3e-6, True), (1e-3, False)):  # as two libraries differ in fp32; as fp16 does
+        rounded = ref * (1 + size * rng.standard_normal(ref.shape)).astype(np.float32)
+        assert (near(rounded, ref, labels).expected() == 0.0) == nothing
+    assert near(ref[:0], ref[:0], labels[:0]).expected() == 0.0
+    assert near(ref, ref, None).expected() == 0.0
+
+
+def test_the_scale_of_scores_is_nothing() -> None:
+    rng = np.random.default_rng(5)
+    ref = logits(rng, 800, "spread")
+    y = (ref + 0.05 * changes(rng, ref.shape, "heavy")).astype(np.float32)
+    labels = np.zeros(800, int)
+    want = near(y, ref, labels).expected()
+    assert want > 0
+    assert near(64 * y, 64 * ref, labels).expected() == pytest.approx(want, rel=1e-5)
+
+
+def test_probabilities_tell_what_their_logits_tell() -> None:
+    """Near 1 a probability hardly moves: its own margins would make int8 look harmless."""
+    rng = np.random.default_rng(6)
+    ref = logits(rng, 1000, "apart")
+    y = (ref + 0.5 * changes(rng, ref.shape, "gaussian")).astype(np.float32)
+    labels = np.zeros(1000, int)
+    want = near(y, ref, labels).expected()
+    assert want > 0.2
+    assert near(_softmax(y), _softmax(ref), labels).expected() == pytest.approx(want, rel=1e-3)
+    # Not a softmax's: taken as they are.
+    assert near(2 * _softmax(y), 2 * _softmax(ref), labels).expected() < 0.6 * want
+
+
+def _softmax(z: Array) -> Array:
+    e = np.exp(z - z.max(axis=1, keepdims=True))
+    found: Array = (e / e.sum(axis=1, keepdims=True)).astype(np.float32)
+    return found
+
+
+def test_where_there_is_something_to_count_it_is_the_count() -> None:
+    """Losses and gains by the hundred: the drop itself, which is net."""
+    rng = np.random.default_rng(7)
+    n = 4000
+    ref = rng.standard_normal((n, CLASSES)).astype(np.float32)
+    labels = np.where(rng.random(n) < 0.7, ref.argmax(axis=1), rng.integers(0, CLASSES, n))
+    y = (ref + 0.3 * changes(rng, ref.shape, "gaussian")).astype(np.float32)
+    found, metric = near(y, ref, labels), metric_of("top1", labels)
+    assert found.right.crossed > 100
+    assert found.wrong.crossed > 20
+    assert found.expected() == pytest.approx(metric.drop({"y": y}, {"y": ref}, labels))
+    agreement = metric_of("top1", None)
+    assert near(y, ref, None).expected() == pytest.approx(agreement.drop({"y": y}, {"y": ref}, None))
+
+
+def test_gains_are_taken_off_and_none_is_promised() -> None:
+    """Half of the samples wrong by a hair, which the candidate's noise sets right as often as it spoils as many: no drop."""
+    rng = np.random.default_rng(8)
+    margin = rng.uniform(-0.1, 0.1, 20_000)
+    ref = np.stack([margin, np.zeros_like(margin)], axis=1).astype(np.float32)
+    y = (ref + 0.02 * rng.standard_normal(ref.shape)).astype(np.float32)
+    labels = np.zeros(len(ref), int)
+    found = near(y, ref, labels)
+    assert found.right.crossed > 100
+    assert abs(found.expected()) < 1.0 < 100 * found.right.crossed / found.count
+    # One sample fp32 has wrong, near the border and still wrong: nothing gained is expected of it.
+    one = Margins(Side(99, 0, np.full(20, 0.3)), Side(1, 0, np.array([0.99])))
+    assert one.expected() == pytest.approx(Margins(one.right, Side(0, 0, np.empty(0))).expected() * 99 / 100)
+
+
+def test_what_is_not_finite_is_lost_and_what_has_no_margin_does_not_count() -> None:
+    rng = np.random.default_rng(9)
+    ref = logits(rng, 300, "apart")
+    labels = np.zeros(300, int)
+    y = ref.copy()
+    y[:30, 4] = np.nan
+    found = near(y, ref, labels)
+    assert found.right.crossed == 30
+    assert found.expected() == pytest.approx(10.0)
+    assert near(np.full_like(ref, np.nan), ref, labels).expected() == 100.0
+    tied = np.zeros_like(ref)  # argmax says class 0, by no margin
+    assert near(tied, tied, labels).expected() == 0.0
+    small = (ref + 0.1 * rng.standard_normal(ref.shape)).astype(np.float32)
+    want = near(small, ref, labels).expected()
+    for mask in (-np.inf, -1e30):  # a class that is never to be said
+        out = (np.concatenate([a, np.full((300, 1), mask, np.float32)], axis=1) for a in (small, ref))
+        assert near(*out, labels).expected() == want > 0
+    masked = ref.copy()
+    masked[:, 1:] = -np.inf
+    assert near(masked, masked, labels).expected() == 0.0
+
+
+def test_labels_of_what_does_not_count_are_never_right() -> None:
+    rng = np.random.default_rng(10)
+    ref = rng.standard_normal((4, CLASSES, 6, 6)).astype(np.float32)
+    labels = ref.argmax(axis=1)
+    labels[:, 0] = 255
+    found = near(ref, ref, labels)
+    assert (found.right.count, found.wrong.count) == (4 * 30, 4 * 6)
+    assert found.wrong.crossed == 0
+
+
+def test_parts_and_batches_together_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(11)
+    ref = logits(rng, 3000, "apart")
+    y = (ref + 0.5 * changes(rng, ref.shape, "heavy")).astype(np.float32)
+    labels = np.zeros(3000, int)
+    whole = near(y, ref, labels)
+    assert len(whole.right.shares) == KEPT
+    parts = [near(y[k : k + 700], ref[k : k + 700], labels[k : k + 700]) for k in range(0, 3000, 700)]
+    assert merged(parts, 1.0).expected() == whole.expected()
+    monkeypatch.setattr("optdnn.precision.margins.TOGETHER", 50)  # five samples at a time
+    assert near(y, ref, labels).expected() == whole.expected()
+    # A half is judged by the tail that the whole will have, not by one that begins earlier as for so few samples.
+    halves = [near(y[k::2], ref[k::2], labels[k::2]) for k in (0, 1)]
+    told = [merged([h], 0.5).expected() for h in halves]
+    assert np.mean(told) == pytest.approx(whole.expected(), rel=0.1)
+    assert np.mean([h.expected() for h in halves]) > 1.2 * whole.expected()
+    assert merged([merged([h], 0.5) for h in halves], 1.0).expected() == whole.expected()
