@@ -61,7 +61,7 @@ def poison(context: CudaContext) -> None:
     """Fill the arena with NaN."""
     size = context.runner.program.arena_bytes
     if size:
-        fill(context._arena.pointer, 0xFF, size)
+        fill(context.memory.arena.pointer, 0xFF, size)
 
 
 def results(context: CudaContext, feeds: dict[str, Any]) -> list[bytes]:
@@ -76,10 +76,10 @@ def without_graph(context: CudaContext, feeds: dict[str, Any]) -> list[bytes]:
     poison(context)
     for launch in context.launches({}):
         launch.enqueue(context.stream.handle)
-    context.copy_out(context.stream.handle)
+    context.memory.copy_out(context.stream.handle)
     context.stream.synchronize()
     p = context.runner.program
-    return [context._host[i].bytes[: p.buffers[i].nbytes or 0].tobytes() for _, i in p.outputs]
+    return [context.memory.host[i].bytes[: p.buffers[i].nbytes or 0].tobytes() for _, i in p.outputs]
 
 
 def one(name: str, lanes: list[str], precision: str, tactics: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from optdnn.runtime.cuda.plan import CudaStep, Meaning
 from optdnn.runtime.cuda.render import INEXACT
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.cuda.shared import Arena
+from optdnn.runtime.cuda.stepwise import do
 from optdnn.runtime.program import Program
 from optdnn.runtime.simulate.runner import evaluator, strided
 from optdnn.types import Array, is_float
@@ -50,18 +51,18 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
     found: list[StepError] = []
     for k, (step, parsed, launch) in enumerate(zip(program.steps, runner.steps, context.items({}), strict=True)):
         if not isinstance(parsed, CudaStep) or not isinstance(launch, (Launch, Called)):
-            context.do(launch)  # steps on the host, and copies, feed the launches behind them
+            do(launch, context.stream)  # steps on the host, and copies, feed the launches behind them
             stream.synchronize()
             continue
         operands = (*step.inputs, *step.outputs)
         before = [_download(context, i) for i in operands]
         meaning = parsed.meaning
-        read = {context.address(i, {}) for i in step.inputs}  # a result may lie over an operand
+        read = {context.memory.address(i, {}) for i in step.inputs}  # a result may lie over an operand
         for v in meaning.writes:
-            if v is not None and context.address(operands[v.operand], {}) not in read:
+            if v is not None and context.memory.address(operands[v.operand], {}) not in read:
                 poisoned = before[v.operand].copy()
                 strided(poisoned, v)[...] = np.nan if is_float(poisoned.dtype) else 0
-                upload(context.address(operands[v.operand], {}), poisoned)
+                upload(context.memory.address(operands[v.operand], {}), poisoned)
         launch.enqueue(stream.handle)
         stream.synchronize()
         with np.errstate(all="ignore"):
@@ -85,13 +86,13 @@ def run_singly(context: CudaContext, feeds: Mapping[str, Any]) -> dict[str, Arra
     given = {i for _, i in p.inputs}
     for _, i in p.outputs:
         if i not in runner.on_host and i not in given:
-            _fill(context.address(i, {}), p.buffers[i].nbytes or 0, 0xFF)
+            _fill(context.memory.address(i, {}), p.buffers[i].nbytes or 0, 0xFF)
     for item in context.items({}):
-        context.do(item)
+        do(item, context.stream)
         context.stream.synchronize()
-    context.copy_out(context.stream.handle)
+    context.memory.copy_out(context.stream.handle)
     context.stream.synchronize()
-    return {s.name: context._pinned(i).copy() for s, i in p.outputs if i not in runner.on_host}
+    return {s.name: context.memory.pinned(i).copy() for s, i in p.outputs if i not in runner.on_host}
 
 
 FENCE = 4096
@@ -141,7 +142,7 @@ def check_arena(runner: CudaRunner, feeds: Mapping[str, Any]) -> list[str]:
         arena.fill(byte)
         for i in fresh:
             if p.buffers[i].blob is None:
-                _fill(context.address(i, {}), p.buffers[i].nbytes or 0, byte)
+                _fill(context.memory.address(i, {}), p.buffers[i].nbytes or 0, byte)
         found.append(context.run(feeds))
         if not arena.intact(byte):
             faults.append("something is written outside of the arena")
@@ -166,7 +167,7 @@ def _download(context: CudaContext, buffer: int) -> Array:
     b = context.runner.program.buffers[buffer]
     flat = np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype)
     if flat.nbytes:
-        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(flat.ctypes.data, context.address(buffer, {}), flat.nbytes))
+        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(flat.ctypes.data, context.memory.address(buffer, {}), flat.nbytes))
     return flat
 
 

@@ -14,8 +14,9 @@ from optdnn.runtime.cuda.memory import DeviceMemory
 from optdnn.runtime.cuda.nvrtc import version
 from optdnn.runtime.cuda.plan import CudaStep, TensorMap
 from optdnn.runtime.cuda.shared import Pool
+from optdnn.runtime.cuda.steps import ParsedStep
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.host import HOST, CopyPlan, HostPlan
+from optdnn.runtime.host import HOST
 from optdnn.runtime.program import Program
 
 ALIGN = 256
@@ -24,7 +25,7 @@ ALIGN = 256
 class Loaded:
     """Kernels and constants on the GPU."""
 
-    def __init__(self, program: Program, steps: Sequence[CudaStep | HostPlan | CopyPlan], options: LoadOptions):
+    def __init__(self, program: Program, steps: Sequence[ParsedStep], options: LoadOptions):
         if gpu_count() == 0:
             raise RunError(
                 "there is no usable NVIDIA GPU on this machine",

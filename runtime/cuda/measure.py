@@ -161,19 +161,19 @@ def _single_runs(
     events, stream, clock = Events(4), context.stream, time.perf_counter_ns
     end = time.perf_counter() + (duration or 0)
     for _ in range(3):
-        context.copy_in(stream.handle)
+        context.memory.copy_in(stream.handle)
         graph.replay(stream)
-        context.copy_out(stream.handle)
+        context.memory.copy_out(stream.handle)
         stream.synchronize()
     with quiet():
         while not h2d or (len(h2d) < iterations if iterations is not None else time.perf_counter() < end):
             start = clock()
             events.record(0, stream)
-            context.copy_in(stream.handle)
+            context.memory.copy_in(stream.handle)
             events.record(1, stream)
             graph.replay(stream)
             events.record(2, stream)
-            context.copy_out(stream.handle)
+            context.memory.copy_out(stream.handle)
             events.record(3, stream)
             stream.synchronize()
             host.append(clock() - start)

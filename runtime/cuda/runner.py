@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -21,36 +20,25 @@ from optdnn.runtime.bounds import bounds_of, check_bounds
 from optdnn.runtime.cuda.arrays import check_pointer, check_stream, import_cupy, on_gpu, pointer_of, stream_handle
 from optdnn.runtime.cuda.caller import Called, Caller
 from optdnn.runtime.cuda.calls import LibraryCall
-from optdnn.runtime.cuda.chain import ENQUEUED, Chain, Item, Transfer
+from optdnn.runtime.cuda.chain import Chain, Item, Transfer
+from optdnn.runtime.cuda.context_memory import ContextMemory
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.graphs import Graph, Stream
 from optdnn.runtime.cuda.in_place import check_overlap, kept_in_place, stays
 from optdnn.runtime.cuda.loaded import Loaded, encode
-from optdnn.runtime.cuda.memory import DeviceMemory, PinnedMemory
 from optdnn.runtime.cuda.nvtx import marked
-from optdnn.runtime.cuda.plan import Ahead, CudaStep, TensorMap, parse
+from optdnn.runtime.cuda.plan import Ahead, CudaStep, TensorMap
 from optdnn.runtime.cuda.shared import Arena
 from optdnn.runtime.cuda.state import Streaming
+from optdnn.runtime.cuda.steps import other_executors, parse_steps
+from optdnn.runtime.cuda.stepwise import do, timed
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.host import (
-    COPY,
-    HOST,
-    TO_HOST,
-    CopyPlan,
-    HostPlan,
-    facts,
-    hand_over,
-    host_buffers,
-    parse_copy,
-    parse_host,
-    run_host,
-)  # fmt: skip
+from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, hand_over, host_buffers
 from optdnn.runtime.lanes import check_lanes, waits_of
-from optdnn.runtime.program import Plain, Program, Step
+from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.signature import Signature
 from optdnn.types import Array
 
-ALIGN = 256
 GRAPHS = 8
 """Graphs that a context keeps: one per set of input and output addresses, the least recently used goes first."""
 
@@ -59,14 +47,13 @@ class CudaRunner:
     """A program made ready; shared by threads."""
 
     def __init__(self, program: Program, options: LoadOptions):
-        others = sorted({s.executor for s in program.steps} - {"cuda", HOST, COPY})
-        if others:
+        if others := other_executors(program):
             raise EngineError(f"a cuda engine holds steps for {', '.join(others)}")
         self.program, self._options = program, options
         self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
         self.names_in, self.names_out = {s.name for s, _ in program.inputs}, {s.name for s, _ in program.outputs}
         self.on_host = host_buffers(program)
-        self.steps = [_parsed(step, program, self.on_host) for step in program.steps]
+        self.steps = parse_steps(program, self.on_host)
         check_lanes(program)
         self.waits = waits_of(program.lanes)
         fact: dict[str, Plain] = {"executor": "cuda", "arch": program.target.partition(":")[2]}
@@ -89,17 +76,6 @@ class CudaRunner:
         return CudaContext(self, self._loaded, arena)
 
 
-def _parsed(step: Step, program: Program, on_host: frozenset[int]) -> CudaStep | HostPlan | CopyPlan:
-    if step.executor == HOST:
-        return parse_host(step, program, on_host)
-    if step.executor == COPY:
-        return parse_copy(step, program, on_host)
-    found = parse(step, program)
-    if any(i in on_host for i in (*step.inputs, *step.outputs)):
-        raise EngineError(f"a kernel of {found.label} reads or writes the host's memory")
-    return found
-
-
 def kernel_of(step: CudaStep, program: Program) -> str:
     """The name of what a step launches: a kernel's function, or a library."""
     launch = step.launch
@@ -112,21 +88,7 @@ class CudaContext:
     def __init__(self, runner: CudaRunner, loaded: Loaded, arena: Arena | None = None):
         loaded.activate()
         self.runner, self._loaded = runner, loaded
-        p = runner.program
-        size = p.arena_bytes
-        self._arena = DeviceMemory(size, "the arena of activations") if arena is None else arena.at_least(size)
-        self._own: dict[int, DeviceMemory] = {}
-        outside = {i for _, i in (*p.inputs, *p.outputs)}
-        for i, b in enumerate(p.buffers):
-            if b.blob is None and i not in runner.on_host and (i in outside or b.offset is None):
-                self._own[i] = DeviceMemory(b.nbytes or 0, f"buffer {b.name!r}")
-        for i in p.retained:
-            self._own[i].clear()
-        moved = {s.host for s in runner.steps if isinstance(s, CopyPlan)}
-        self._host = {
-            i: PinnedMemory(p.buffers[i].nbytes or 0) for i in sorted(outside | moved) if p.buffers[i].blob is None
-        }
-        self._values = self._host_values()
+        self.memory = ContextMemory(runner.program, runner.steps, runner.on_host, loaded.constants, arena)
         self._caller = Caller(
             (s.launch.operation, self._lane(k))
             for k, s in enumerate(runner.steps)
@@ -145,28 +107,19 @@ class CudaContext:
 
     # ---------------------------------------------------------------- launches
 
-    def address(self, buffer: int, given: Mapping[int, int]) -> int:
-        """Where a buffer lies; ``given``: addresses of inputs and outputs that are the caller's."""
-        b = self.runner.program.buffers[buffer]
-        if buffer in given:
-            return given[buffer]
-        if b.blob is not None:
-            return self._loaded.constants[buffer]
-        return self._own[buffer].pointer if buffer in self._own else self._arena.pointer + (b.offset or 0)
-
     def launches(self, given: Mapping[int, int]) -> list[Launch | Called]:
-        """Every launch of a program without host steps, its parameters filled in (``given`` as for :meth:`address`)."""
+        """Every launch of a program without host steps, its parameters filled in; ``given`` as in :meth:`items`."""
         return [item for item in self.items(given) if isinstance(item, (Launch, Called))]
 
     def items(self, given: Mapping[int, int]) -> list[Item]:
-        """What each step of the program does (``given`` as for :meth:`address`)."""
+        """What each step of the program does. ``given``: addresses of inputs and outputs that are the caller's, by buffer."""
         launches: list[Item] = []
         for k, parsed in enumerate(self.runner.steps):
             if isinstance(parsed, HostPlan):
-                launches.append(partial(self._run_on_host, parsed))
+                launches.append(partial(self.memory.run_on_host, parsed))
                 continue
             if isinstance(parsed, CopyPlan):
-                launches.append(self._transfer(parsed, given))
+                launches.append(self.memory.transfer(parsed, given))
                 continue
             if stays(self.runner.program.steps[k], given, self.runner.in_place):
                 launches.append(Transfer(0, 0, 0, False, parsed.label))
@@ -180,15 +133,17 @@ class CudaContext:
         step, launch = self.runner.program.steps[k], parsed.launch
         operands = (*step.inputs, *step.outputs)
         if isinstance(launch, LibraryCall):
-            at = {name: self.address(operands[i], given) + offset for name, (i, offset) in launch.operands.items()}
+            at = {
+                name: self.memory.address(operands[i], given) + offset for name, (i, offset) in launch.operands.items()
+            }
             return self._caller.call(launch.operation, at, parsed.label, self._lane(k))
         block = bytearray(launch.parameters)
         for r in launch.relocations:
             if isinstance(r, Ahead):
-                value = struct.pack("<QI", self.address(r.buffer, {}) + r.offset, r.bytes)
+                value = struct.pack("<QI", self.memory.address(r.buffer, {}) + r.offset, r.bytes)
                 block[r.at : r.at + len(value)] = value
                 continue
-            pointer = self.address(operands[r.operand], given) + r.offset
+            pointer = self.memory.address(operands[r.operand], given) + r.offset
             value = encode(r, pointer) if isinstance(r, TensorMap) else pointer.to_bytes(8, "little")
             block[r.at : r.at + len(value)] = value
         return Launch(
@@ -205,62 +160,29 @@ class CudaContext:
         """The graph over the context's own input and output memory, for whoever stages inputs there (``run`` does)."""
         return self._graph({})
 
-    # ---------------------------------------------------------------- on the host
-
-    def _host_values(self) -> list[Array | None]:
-        """What lies on the host, by buffer: constants, and pinned memory that copies fill; the last entry stays None."""
-        p = self.runner.program
-        values: list[Array | None] = [None if b.blob is None else p.blobs[b.blob] for b in p.buffers]
-        for i in self._host:
-            if i in self.runner.on_host and p.buffers[i].nbytes is not None:
-                values[i] = self._pinned(i)
-        values.append(None)
-        return values
-
-    def _pinned(self, buffer: int) -> Array:
-        """The staging memory of a buffer, as an array of its shape."""
-        b = self.runner.program.buffers[buffer]
-        return self._host[buffer].bytes.view(b.dtype).reshape([n for n in b.shape or () if isinstance(n, int)])
-
-    def _run_on_host(self, plan: HostPlan) -> None:
-        run_host(plan, self._values)
-        for i in plan.outputs:
-            value = self._values[i]
-            if i in self._host and value is not None and self.runner.program.buffers[i].nbytes is not None:
-                np.copyto(self._pinned(i), value)
-
-    def _use(self, buffer: int, value: Array) -> None:
-        self._values[buffer] = value
-
-    def _transfer(self, plan: CopyPlan, given: Mapping[int, int]) -> Transfer:
-        device = self.address(plan.device, given) + plan.offset * plan.dtype.itemsize
-        here = self._host[plan.host].pointer
-        back = plan.to == TO_HOST
-        return Transfer(*((here, device) if back else (device, here)), plan.nbytes, back, plan.label)
-
     def _chain(self, given: Mapping[int, int]) -> Chain:
-        """The run of a program with host steps. ``given``: as for :meth:`address`; empty where NumPy arrays come and go."""
+        """The run of a program with host steps. ``given`` as in :meth:`items`: empty where NumPy arrays come and go."""
         p, on_host = self.runner.program, self.runner.on_host
         items: list[Item] = []
         for _, i in p.inputs:
             if i in on_host and i in given:
                 items.append(
-                    Transfer(self._host[i].pointer, given[i], p.buffers[i].nbytes or 0, True, p.buffers[i].name)
+                    Transfer(self.memory.host[i].pointer, given[i], p.buffers[i].nbytes or 0, True, p.buffers[i].name)
                 )
         fed = {i for _, i in p.inputs}
         for plan, item in zip(self.runner.steps, self.items(given), strict=True):
             if isinstance(plan, CopyPlan) and plan.to == TO_HOST and plan.device in fed:
                 # What the caller gave as a NumPy array is here already.
-                flat = self._pinned(plan.device).reshape(-1)[plan.offset : plan.offset + plan.size]
-                here = self._pinned(plan.host) if given else flat.reshape(plan.shape)
-                items.insert(0, partial(self._use, plan.host, here))
+                flat = self.memory.pinned(plan.device).reshape(-1)[plan.offset : plan.offset + plan.size]
+                here = self.memory.pinned(plan.host) if given else flat.reshape(plan.shape)
+                items.insert(0, partial(self.memory.use, plan.host, here))
                 if not given:
                     continue
             items.append(item)
         for _, i in p.outputs:
             if i in on_host and i in given:
                 items.append(
-                    Transfer(given[i], self._host[i].pointer, p.buffers[i].nbytes or 0, False, p.buffers[i].name)
+                    Transfer(given[i], self.memory.host[i].pointer, p.buffers[i].nbytes or 0, False, p.buffers[i].name)
                 )
         return Chain(items, self.stream)
 
@@ -336,7 +258,7 @@ class CudaContext:
         with self._lock:
             for k, (item, step) in enumerate(zip(self.items({}), self.runner.steps, strict=True)):
                 with marked(f"{k}: {step.label}"):
-                    self.do(item)
+                    do(item, self.stream)
                     self.stream.synchronize()
         return results
 
@@ -348,21 +270,21 @@ class CudaContext:
         given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
         handle = self.stream.handle if stream is None else self.stream_of(stream)
         for (_, i), a in zip(p.inputs, arrays, strict=True):
-            self._host[i].bytes[:] = a.reshape(-1).view(np.uint8)
-        self.copy_in(handle)
+            self.memory.host[i].bytes[:] = a.reshape(-1).view(np.uint8)
+        self.memory.copy_in(handle)
         self._launch_graph(self.graph(), handle)
-        self.copy_out(handle)
+        self.memory.copy_out(handle)
         check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))
         results: dict[str, Array] = {}
         for (spec, i), buffer in zip(p.outputs, given, strict=True):
             if i in self.runner.on_host:
-                results[spec.name] = hand_over(spec, self._values[i], buffer)
+                results[spec.name] = hand_over(spec, self.memory.value(i), buffer)
                 continue
             shape = [d for d in spec.shape if isinstance(d, int)]
             if 0 in shape:
                 results[spec.name] = buffer if buffer is not None else np.empty(shape, spec.dtype)
                 continue
-            value = self._host[i].bytes.view(spec.dtype).reshape(shape)
+            value = self.memory.host[i].bytes.view(spec.dtype).reshape(shape)
             if buffer is None:
                 results[spec.name] = value.copy()
             else:
@@ -370,30 +292,11 @@ class CudaContext:
                 results[spec.name] = buffer
         return results
 
-    def copy_in(self, stream: int) -> None:
-        """Enqueue the copies of the staged inputs to the GPU."""
-        for _, i in self.runner.program.inputs:
-            if i not in self.runner.on_host and (size := self._host[i].bytes.nbytes):
-                result = driver().cuMemcpyHtoDAsync(self._own[i].pointer, self._host[i].pointer, size, stream)
-                check("cuMemcpyHtoDAsync", result)
-
-    def copy_out(self, stream: int) -> None:
-        """Enqueue the copies of the results to their staging memory."""
-        for _, i in self.runner.program.outputs:
-            if i not in self.runner.on_host and (size := self.runner.program.buffers[i].nbytes):
-                result = driver().cuMemcpyDtoHAsync(self._host[i].pointer, self.address(i, {}), size, stream)
-                check("cuMemcpyDtoHAsync", result)
-
     def _run_device(self, feeds: Mapping[str, Any], out: Mapping[str, Any], stream: object) -> dict[str, Any]:
         given, outputs = self._placed(feeds, out)
         self._launch_graph(self._graph(given), self.stream_of(stream))
-        outputs.update(self.sized_by_data())
+        outputs.update(self.memory.sized_by_data())
         return outputs
-
-    def sized_by_data(self) -> dict[str, Array]:
-        """The last run's results whose size depends on data: NumPy arrays, wherever the inputs were."""
-        p = self.runner.program
-        return {s.name: hand_over(s, self._values[i], None) for s, i in p.outputs if p.buffers[i].nbytes is None}
 
     def bind(
         self,
@@ -458,46 +361,10 @@ class CudaContext:
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
         """Run once by single launches, timed by events: (outputs, GPU nanoseconds per step). Launches do not overlap."""
-        cu = driver()
         self.run(feeds)  # inputs are on the device now
         with self._lock:
-            items = self.items({})
-            handle = self.stream.handle
-            for item in items:  # once without marks: modules are loaded, clocks are up
-                self.do(item)
-            marks: list[tuple[Any, Any] | int] = []
-            for item in items:
-                if isinstance(item, ENQUEUED):
-                    begin, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
-                    check("cuEventRecord", cu.cuEventRecord(begin, handle))
-                    item.enqueue(handle)
-                    check("cuEventRecord", cu.cuEventRecord(end, handle))
-                    marks.append((begin, end))
-                    continue
-                self.stream.synchronize()
-                start = time.perf_counter_ns()
-                item()
-                marks.append(time.perf_counter_ns() - start)
-            self.stream.synchronize()
-            times = [m if isinstance(m, int) else _elapsed(*m) for m in marks]
+            times = timed(self.items({}), self.stream)
         return self.run(feeds), times
-
-    def do(self, item: Item) -> None:
-        """One step by itself, on the context's stream."""
-        if isinstance(item, ENQUEUED):
-            item.enqueue(self.stream.handle)
-            return
-        self.stream.synchronize()
-        item()
-
-
-def _elapsed(begin: Any, end: Any) -> int:
-    """GPU nanoseconds between two recorded events, which are given back."""
-    cu = driver()
-    found = int(float(check("cuEventElapsedTime", cu.cuEventElapsedTime(begin, end))) * 1e6)
-    for mark in (begin, end):
-        cu.cuEventDestroy(mark)
-    return found
 
 
 class Bound:
@@ -512,7 +379,7 @@ class Bound:
         """Enqueue one run on ``stream`` (default: the null stream); does not wait (unless there are steps on the host)."""
         self._context._loaded.activate()
         self._context._launch_graph(self._graph, self._context.stream_of(stream))
-        self.outputs.update(self._context.sized_by_data())
+        self.outputs.update(self._context.memory.sized_by_data())
         return self.outputs
 
 

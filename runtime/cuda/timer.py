@@ -187,7 +187,7 @@ class GpuTimer:
         ends = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
         low, high = sum(min(0, e) for e in ends), sum(max(0, e) for e in ends)
         flat = np.empty(high - low + 1, dtype)
-        pointer = context.address(buffer, {}) + (offset + low) * dtype.itemsize
+        pointer = context.memory.address(buffer, {}) + (offset + low) * dtype.itemsize
         check("cuMemcpyDtoH", driver().cuMemcpyDtoH(flat.ctypes.data, pointer, flat.nbytes))
         return as_strided(flat[-low:], shape, [s * dtype.itemsize for s in strides]).copy()
 
@@ -199,7 +199,7 @@ class GpuTimer:
             b = program.buffers[i]
             if i in context.runner.on_host:
                 continue
-            name, pointer = dtype_name(b.dtype), context.address(i, {})
+            name, pointer = dtype_name(b.dtype), context.memory.address(i, {})
             if name in _CPP:
                 count = (b.nbytes or 0) // b.dtype.itemsize
                 values = struct.pack("<QQI4x", pointer, count, zlib.crc32(b.name.encode()))
@@ -211,7 +211,7 @@ class GpuTimer:
     def _poison(self, context: CudaContext, buffer: int) -> None:
         b = context.runner.program.buffers[buffer]
         if b.nbytes:
-            address, handle = context.address(buffer, {}), self.stream.handle
+            address, handle = context.memory.address(buffer, {}), self.stream.handle
             check(
                 "cuMemsetD8Async", driver().cuMemsetD8Async(address, 0xFF if is_float(b.dtype) else 0, b.nbytes, handle)
             )
@@ -221,7 +221,7 @@ class GpuTimer:
         size = program.buffers[buffer].nbytes or 0
         copy = DeviceMemory(size, "a result to compare with")
         if size:
-            check("cuMemcpyDtoD", driver().cuMemcpyDtoD(copy.pointer, context.address(buffer, {}), size))
+            check("cuMemcpyDtoD", driver().cuMemcpyDtoD(copy.pointer, context.memory.address(buffer, {}), size))
         return copy
 
     def _like(self, program: Program, context: CudaContext, buffer: int, golden: tuple[DeviceMemory, int]) -> bool:
@@ -233,7 +233,7 @@ class GpuTimer:
         cu = driver()
         check("cuMemsetD8Async", cu.cuMemsetD8Async(self._found.pointer, 0, 16, self.stream.handle))
         count = memory.size // b.dtype.itemsize
-        values = struct.pack("<QQQQ", context.address(buffer, {}), memory.pointer, count, self._found.pointer)
+        values = struct.pack("<QQQQ", context.memory.address(buffer, {}), memory.pointer, count, self._found.pointer)
         self._run(name, "compare", values, count)
         self.stream.synchronize()
         found = np.zeros(4, np.float32)

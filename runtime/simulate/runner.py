@@ -19,23 +19,12 @@ import numpy as np
 from optdnn.errors import EngineError, InputError, InternalError, OptdnnError, RunError
 from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.bounds import bounds_of, check_bounds
-from optdnn.runtime.cuda.plan import TF32, CudaStep, View, parse
+from optdnn.runtime.cuda.plan import TF32, CudaStep, View
+from optdnn.runtime.cuda.steps import other_executors, parse_steps
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.host import (
-    COPY,
-    HOST,
-    TO_HOST,
-    CopyPlan,
-    HostPlan,
-    facts,
-    hand_over,
-    host_buffers,
-    parse_copy,
-    parse_host,
-    run_host,
-)  # fmt: skip
+from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, hand_over, host_buffers, run_host
 from optdnn.runtime.lanes import check_lanes, waits_of
-from optdnn.runtime.program import Plain, Program, Step
+from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KERNELS
@@ -62,14 +51,18 @@ class SimulateRunner:
     """A program made ready; immutable, shared by threads."""
 
     def __init__(self, program: Program):
-        others = sorted({s.executor for s in program.steps} - {"cuda", HOST, COPY})
-        if others:
+        if others := other_executors(program):
             raise EngineError(f"simulate runs the steps of a GPU's program, not those of {', '.join(others)}")
         self.program = program
         self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
         self.bounds = bounds_of(program.meta.get("bounds", {}))
         self.on_host = host_buffers(program)
-        self.actions = [_action(step, program, self.on_host) for step in program.steps]
+        self.actions = [
+            _Action(parsed, (*step.inputs, *step.outputs), evaluator(parsed))
+            if isinstance(parsed, CudaStep)
+            else parsed
+            for step, parsed in zip(program.steps, parse_steps(program, self.on_host), strict=True)
+        ]
         check_lanes(program)
         fact: dict[str, Plain] = {"executor": "simulate", "library": "numpy", "version": np.__version__}
         self.facts: tuple[Mapping[str, Plain], ...] = tuple(
@@ -78,17 +71,6 @@ class SimulateRunner:
 
     def context(self) -> SimulateContext:
         return SimulateContext(self)
-
-
-def _action(step: Step, program: Program, on_host: frozenset[int]) -> _Action | HostPlan | CopyPlan:
-    if step.executor == HOST:
-        return parse_host(step, program, on_host)
-    if step.executor == COPY:
-        return parse_copy(step, program, on_host)
-    parsed = parse(step, program)
-    if any(i in on_host for i in (*step.inputs, *step.outputs)):
-        raise EngineError(f"a kernel of {parsed.label} reads or writes the host's memory")
-    return _Action(parsed, (*step.inputs, *step.outputs), evaluator(parsed))
 
 
 def evaluator(step: CudaStep) -> Callable[[Sequence[Array | None]], Sequence[Array]]:

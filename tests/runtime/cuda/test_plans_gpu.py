@@ -33,7 +33,7 @@ def test_any_batch_in_range(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(ready) == 5
     same = [set(r._loaded.constants.values()) for r in ready]
     assert set.intersection(*same)  # uploaded once
-    assert len({c._arena.pointer for c in context._contexts.values()}) == 1
+    assert len({c.memory.arena.pointer for c in context._contexts.values()}) == 1
     with pytest.raises(InputError, match="n is 10"):
         context.run(_image(10))
 

@@ -34,7 +34,7 @@ def program(streams: int, **options: Any) -> Program:
 
 
 def poison(context: Any) -> None:
-    fill(context._arena.pointer, 0xFF, context.runner.program.arena_bytes)
+    fill(context.memory.arena.pointer, 0xFF, context.runner.program.arena_bytes)
 
 
 def test_the_graph_has_the_edges_of_the_program() -> None:
