@@ -8,33 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from optdnn.dim import Dim, DimLike, bounds
+from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError
+from optdnn.ops.attention_export import export_attention, export_rotary, export_tensor_scatter
 from optdnn.ops.base import (
     EXACT,
     Attrs,
     Call,
     Cost,
     Emit,
-    Export,
     NodeSpec,
     OpDef,
     Ref,
     Result,
     Tol,
     Traits,
-    Unsupported,
     onnx_dtype,
     promote_types,
 )
 from optdnn.ops.checks import agree, elements, emit, extent, per_element, require_rank, required
 from optdnn.runtime.reference.attention import KERNELS
-from optdnn.types import INT64, DType, TensorType, broadcast_dims, is_float, normalize_axis
+from optdnn.types import DType, TensorType, broadcast_dims, is_float, normalize_axis
 
 
 @dataclass(frozen=True)
@@ -230,198 +227,6 @@ def _import_tensor_scatter(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op("TensorScatter", node.inputs, attrs)
 
 
-# ---------------------------------------------------------------- export
-
-
-def _since(a: AttentionAttrs, inputs: Sequence[str]) -> int:
-    """The first opset whose Attention can say this."""
-    if a.left_window_size != -1 or a.right_window_size != -1:
-        return 25
-    return 24 if len(inputs) > 6 and inputs[6] else 23
-
-
-class _Writer:
-    """Short forms of the nodes that decompositions are made of."""
-
-    def __init__(self, e: Export):
-        self.e = e
-
-    def __call__(self, op_type: str, *inputs: str, **attrs: Any) -> str:
-        return self.e.node(op_type, inputs, **attrs)[0]
-
-    def const(self, value: Any, dtype: Any = INT64) -> str:
-        return self.e.const(np.asarray(value, dtype), "c")
-
-    def axis_size(self, x: str, axis: int, dim: DimLike) -> str:
-        """A size as a 1-D tensor."""
-        if isinstance(dim, int):
-            return self.const([dim])
-        return self("Gather", self("Shape", x), self.const([axis]), axis=0)
-
-    def unsqueeze(self, x: str, *axes: int) -> str:
-        if self.e.opset < 13:
-            return self("Unsqueeze", x, axes=axes)
-        return self("Unsqueeze", x, self.const(list(axes)))
-
-    def range(self, stop: str) -> str:
-        """0 … stop - 1 for a 1-D size."""
-        value = self.e.value(stop)
-        if value is not None:
-            return self.const(np.arange(int(value[0])))
-        scalar = self("Reshape", stop, self.e.const(np.zeros(0, np.int64), "c"))
-        return self("Range", self.const(0), scalar, self.const(1))
-
-
-def _export_attention(a: AttentionAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    if e.opset >= _since(a, inputs):
-        fields: dict[str, Any] = {"is_causal": int(a.is_causal), "scale": a.scale}
-        if a.softcap:
-            fields["softcap"] = a.softcap
-        if a.softmax_precision is not None:
-            fields["softmax_precision"] = a.softmax_precision
-        if a.qk_matmul_output_mode:
-            fields["qk_matmul_output_mode"] = a.qk_matmul_output_mode
-        if _since(a, inputs) >= 25:
-            fields |= {"left_window_size": a.left_window_size, "right_window_size": a.right_window_size}
-        return e.node("Attention", inputs, n_outputs, **fields)
-    q, k, v, mask, past_key, past_value, lengths = [*inputs, *[""] * (7 - len(inputs))]
-    w, dtype = _Writer(e), e.type(q).dtype
-    _, heads, rows, size = e.type(q).dims
-    shared, cols = e.type(k).dims[1:3]
-    if not isinstance(size, int) or not isinstance(heads, int) or not isinstance(shared, int):
-        raise Unsupported("Attention with symbolic heads or head size below opset 23")
-    offset = w.const([0])
-    n_rows, n_cols = w.axis_size(q, 2, rows), w.axis_size(k, 2, cols)
-    if past_key:
-        offset = w.axis_size(past_key, 2, e.type(past_key).dims[2])
-        n_cols = w("Add", offset, n_cols)
-        k, v = w("Concat", past_key, k, axis=2), w("Concat", past_value, v, axis=2)
-    elif lengths:
-        offset = w("Sub", lengths, n_rows)
-    bias = _export_bias(a, mask, lengths, offset, n_rows, n_cols, w, e, dtype)
-    full_k, full_v = k, v
-    if heads != shared:
-        k, v = (_export_repeat(x, heads, shared, w) for x in (k, v))
-    root = w.const(np.sqrt(size**-0.5 if a.scale is None else a.scale), dtype)
-    shown = scores = w("MatMul", w("Mul", q, root), w("Transpose", w("Mul", k, root), perm=(0, 1, 3, 2)))
-    if a.softcap > 0:
-        cap = w.const(a.softcap, dtype)
-        scores = w("Mul", w("Tanh", w("Div", scores, cap)), cap)
-    shown = scores if a.qk_matmul_output_mode == 1 else shown
-    scores = w("Add", scores, bias) if bias else scores
-    shown = scores if a.qk_matmul_output_mode == 2 else shown
-    wide = a.softmax_precision is not None and a.softmax_precision != dtype
-    p = w("Softmax", w("Cast", scores, to=a.softmax_precision) if wide else scores, axis=-1 if e.opset >= 13 else 3)
-    p = w("Cast", p, to=dtype) if wide else p
-    if bias:  # a query without keys
-        axes: tuple[str, ...] = (w.const([-1]),) if e.opset >= 18 else ()
-        top = w("ReduceMax", bias, *axes, axes=None if axes else (-1,), keepdims=1)
-        dead = w("Less", top, w.const(ml_dtypes.finfo(dtype).min, dtype))  # type: ignore[no-untyped-call]
-        p = w("Where", dead, w.const(0, dtype), p)
-    shown = p if a.qk_matmul_output_mode == 3 else shown
-    return [w("MatMul", p, v), full_k, full_v, shown][:n_outputs]
-
-
-def _export_bias(
-    a: AttentionAttrs,
-    mask: str,
-    lengths: str,
-    offset: str,
-    n_rows: str,
-    n_cols: str,
-    w: _Writer,
-    e: Export,
-    dtype: DType,
-) -> str:
-    """What is added to the scores: -inf where a key is out of sight, and the mask. "" for nothing."""
-    zero, low = w.const(0, dtype), w.const(-np.inf, dtype)
-    sight = []
-    if a.is_causal or a.left_window_size >= 0 or a.right_window_size >= 0:
-        at = w("Add", w("Reshape", offset, w.const([-1, 1, 1, 1])), w.unsqueeze(w.range(n_rows), 1))
-        behind = w("Sub", at, w.range(n_cols))
-        if a.is_causal:
-            sight.append(w("Less", w.const(-1), behind))
-        if a.left_window_size >= 0:
-            sight.append(w("Less", behind, w.const(a.left_window_size + 1)))
-        if a.right_window_size >= 0:
-            sight.append(w("Less", w.const(-a.right_window_size - 1), behind))
-    if lengths:
-        sight.append(w("Less", w.range(n_cols), w("Reshape", lengths, w.const([-1, 1, 1, 1]))))
-    bias = ""
-    for allowed in sight:
-        part = w("Where", allowed, zero, low)
-        bias = w("Add", bias, part) if bias else part
-    if not mask:
-        return bias
-    t = e.type(mask)
-    added = w("Where", mask, zero, low) if t.dtype.kind == "b" else mask
-    present = t.dims[-1]
-    known = e.value(n_cols)
-    if known is None or isinstance(present, Dim) or int(known[0]) != present:
-        missing = w("Sub", n_cols, w.axis_size(mask, len(t.dims) - 1, present))
-        before = w.const([0] * (2 * len(t.dims) - 1))
-        added = w("Pad", added, w("Concat", before, missing, axis=0), low)
-    return w("Add", bias, added) if bias else added
-
-
-def _export_repeat(x: str, heads: int, shared: int, w: _Writer) -> str:
-    """(B, G, S, D) to (B, H, S, D), each head repeated H / G times."""
-    parts = w("Concat", *[w.unsqueeze(x, 2)] * (heads // shared), axis=2)
-    shape = w("Shape", x)
-    ends = [w("Gather", shape, w.const([i]), axis=0) for i in (0, 2, 3)]
-    return w("Reshape", parts, w("Concat", ends[0], w.const([heads]), *ends[1:], axis=0))
-
-
-def _export_rotary(a: RotaryAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    x, cos, sin = inputs
-    if e.opset >= 23:
-        fields: dict[str, Any] = {"interleaved": int(a.interleaved)}
-        if a.rotary_embedding_dim:
-            fields["rotary_embedding_dim"] = a.rotary_embedding_dim
-        return e.node("RotaryEmbedding", inputs, **fields)
-    w, head = _Writer(e), e.type(x).dims[3]
-    size = a.rotary_embedding_dim or head
-    if not isinstance(size, int) or not isinstance(head, int):
-        raise Unsupported("RotaryEmbedding of a symbolic head size below opset 23")
-
-    def part(start: int, stop: int, step: int = 1) -> str:
-        return w("Slice", x, *(w.const([v]) for v in (start, stop, 3, step)))
-
-    c, s = (w.unsqueeze(v, 1) for v in (cos, sin))
-    if a.interleaved:
-        first, second = part(0, size, 2), part(1, size, 2)
-    else:
-        first, second = part(0, size // 2), part(size // 2, size)
-    real = w("Sub", w("Mul", c, first), w("Mul", s, second))
-    imag = w("Add", w("Mul", s, first), w("Mul", c, second))
-    if a.interleaved:
-        pairs = w("Concat", w.unsqueeze(real, 4), w.unsqueeze(imag, 4), axis=4)
-        turned = [w("Reshape", pairs, w.const([0, 0, 0, size]))]
-    else:
-        turned = [real, imag]
-    rest = [part(size, head)] if size < head else []
-    return [w("Concat", *turned, *rest, axis=3)]
-
-
-def _export_tensor_scatter(a: TensorScatterAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    if e.opset >= 24:
-        return e.node("TensorScatter", inputs, axis=a.axis, mode=a.mode)
-    if e.opset < 11:
-        raise Unsupported("TensorScatter below opset 11")
-    cache, update = inputs[:2]
-    w, t = _Writer(e), e.type(update)
-    rank = len(t.dims)
-    axis = a.axis % rank
-    at = w.unsqueeze(w.range(w.axis_size(update, axis, t.dims[axis])), 0)
-    if len(inputs) > 2 and inputs[2]:
-        start = inputs[2] if e.type(inputs[2]).dtype == INT64 else w("Cast", inputs[2], to=INT64)
-        at = w("Add", w.unsqueeze(start, 1), at)
-    if a.mode == "circular":
-        at = w("Mod", at, w.axis_size(cache, axis, e.type(cache).dims[axis]))
-    at = w.unsqueeze(at, *(i for i in range(1, rank) if i != axis))
-    return [w("ScatterElements", cache, w("Expand", at, w("Shape", update)), update, axis=axis)]
-
-
 # ---------------------------------------------------------------- definitions
 
 
@@ -439,7 +244,7 @@ DEFS: tuple[OpDef, ...] = (
         kernel=KERNELS["Attention"],
         attrs=AttentionAttrs,
         onnx={"Attention": _import_attention},
-        to_onnx=_export_attention,
+        to_onnx=export_attention,
         cost=_cost_attention,
         tol=Tol(rtol=1e-5, atol=3e-6),
         traits=Traits(fp16_risky=True),
@@ -450,7 +255,7 @@ DEFS: tuple[OpDef, ...] = (
         kernel=KERNELS["RotaryEmbedding"],
         attrs=RotaryAttrs,
         onnx={"RotaryEmbedding": _import_rotary},
-        to_onnx=_export_rotary,
+        to_onnx=export_rotary,
         cost=per_element(3),
     ),
     OpDef(
@@ -459,7 +264,7 @@ DEFS: tuple[OpDef, ...] = (
         kernel=KERNELS["TensorScatter"],
         attrs=TensorScatterAttrs,
         onnx={"TensorScatter": _import_tensor_scatter},
-        to_onnx=_export_tensor_scatter,
+        to_onnx=export_tensor_scatter,
         cost=lambda call, result: Cost(elements(call.type(1))),
         tol=EXACT,
         traits=Traits(movement=True),
