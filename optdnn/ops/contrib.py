@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,29 +12,9 @@ from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, merge_heads, split
 from optdnn.ops.base import Emit, FromOnnx, NodeSpec, Ref, Unsupported
 from optdnn.ops.checks import emit, require_rank, required
 from optdnn.ops.contrib_cache import group_query_attention, unpacked
-from optdnn.types import FP32, INT64, UINT8
-
-_MODERN = 21
-"""The ONNX opset in whose terms nodes of this domain are restated."""
-
-
-def _needs(node: NodeSpec, *slots: int) -> list[Ref]:
-    missing = [i for i in slots if node.input(i) is None]
-    if missing:
-        raise ShapeError(f"{node.op_type} needs operand {missing[0]}")
-    return [node.inputs[i] for i in slots]
-
-
-def _refuse_operands(node: NodeSpec, **names: int) -> None:
-    for name, i in names.items():
-        if node.input(i) is not None:
-            raise Unsupported(f"the operand {name}")
-
-
-def _refuse_attributes(node: NodeSpec, *names: str) -> None:
-    for name in names:
-        if node.get(name, 0):
-            raise Unsupported(f"{name}={node.get(name)}")
+from optdnn.ops.contrib_quantized import QUANTIZED
+from optdnn.ops.restate import MICROSOFT, as_standard, needs, refuse_attributes, refuse_operands
+from optdnn.types import INT64
 
 
 def _scalar(e: Emit, like: Ref, value: float) -> Any:
@@ -46,9 +25,9 @@ def _scalar(e: Emit, like: Ref, value: float) -> Any:
 
 
 def _fused_matmul(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    _refuse_attributes(node, "transBatchA", "transBatchB")
+    refuse_attributes(node, "transBatchA", "transBatchB")
     operands = []
-    for ref, flag in zip(_needs(node, 0, 1), ("transA", "transB"), strict=True):
+    for ref, flag in zip(needs(node, 0, 1), ("transA", "transB"), strict=True):
         rank = len(e.type(ref).dims)
         if node.get(flag, 0) and rank > 1:
             ref = emit(e, "Transpose", ref, perm=(*range(rank - 2), rank - 1, rank - 2))
@@ -60,7 +39,7 @@ def _fused_matmul(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 def _bias_gelu(approximate: str) -> FromOnnx:
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        (x,) = _needs(node, 0)
+        (x,) = needs(node, 0)
         bias = node.input(1)
         return (emit(e, "Gelu", x if bias is None else emit(e, "Add", x, bias), approximate=approximate),)
 
@@ -68,21 +47,18 @@ def _bias_gelu(approximate: str) -> FromOnnx:
 
 
 def _quick_gelu(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    return (emit(e, "Swish", *_needs(node, 0), alpha=float(node.get("alpha", 1.702))),)
+    return (emit(e, "Swish", *needs(node, 0), alpha=float(node.get("alpha", 1.702))),)
 
 
 def _activated(base: str) -> FromOnnx:
     """FusedConv and FusedGemm: the operator, an added tensor (FusedConv), and an activation."""
 
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        from optdnn.ops.table import IMPORTERS
-
         params = [float(v) for v in node.get("activation_params") or ()]
         names = ("activation_alpha", "activation_beta", "activation_gamma")
         params += [float(node.attrs[n]) for n in names if n in node.attrs]
         own = {k: v for k, v in node.attrs.items() if not k.startswith("activation")}
-        plain = replace(node, op_type=base, domain="", opset=_MODERN, inputs=node.inputs[:3], attrs=own)
-        (y,) = IMPORTERS[base](plain, e)
+        (y,) = as_standard(base, node, e, inputs=node.inputs[:3], attrs=own)
         if node.input(3) is not None:
             y = emit(e, "Add", y, node.inputs[3])
         return (_activation(e, y, str(node.get("activation", "")), params),)
@@ -111,14 +87,14 @@ def _rms(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if len(node.outputs) > 1 and any(node.outputs[1:]):
         raise Unsupported("the output inv_std_var")
     axis, epsilon = int(node.get("axis", -1)), float(node.get("epsilon", 1e-5))
-    return (emit(e, "RMSNormalization", *_needs(node, 0, 1), axis=axis, epsilon=epsilon),)
+    return (emit(e, "RMSNormalization", *needs(node, 0, 1), axis=axis, epsilon=epsilon),)
 
 
 def _skip_norm(kind: str) -> FromOnnx:
     """Skip(Simplified)LayerNormalization: of x + skip (+ bias); output 3 is that sum."""
 
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        x, skip, scale = _needs(node, 0, 1, 2)
+        x, skip, scale = needs(node, 0, 1, 2)
         layer = kind == "LayerNormalization"
         shift, bias = (node.input(3), node.input(4)) if layer else (None, node.input(3))
         total = emit(e, "Add", x, skip)
@@ -170,11 +146,11 @@ def _attend(node: NodeSpec, e: Emit, q: Ref, k: Ref, v: Ref, mask: Ref | None, o
 
 
 def _attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    _refuse_operands(node, past=4, past_sequence_length=6)
-    _refuse_attributes(node, "do_rotary")
+    refuse_operands(node, past=4, past_sequence_length=6)
+    refuse_attributes(node, "do_rotary")
     if any(node.outputs[1:]):
         raise Unsupported("the output present")
-    x, weights = _needs(node, 0, 1)
+    x, weights = needs(node, 0, 1)
     heads = int(required(node, "num_heads"))
     packed = emit(e, "MatMul", x, weights)
     if node.input(2) is not None:
@@ -211,7 +187,7 @@ def _multi_head_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         if len(e.type(operands[0]).dims) == 3:
             operands[0] = split_heads(e, operands[0], heads)
     else:
-        operands = _needs(node, 0, 1, 2)
+        operands = needs(node, 0, 1, 2)
     if node.input(3) is not None:
         operands = _biased(node, e, operands)
     for i, name in enumerate(("query", "key", "value")):
@@ -242,10 +218,10 @@ def _biased(node: NodeSpec, e: Emit, operands: list[Ref]) -> list[Ref]:
 
 
 def _rotary(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    _refuse_attributes(node, "is_packed_batching")
+    refuse_attributes(node, "is_packed_batching")
     if float(node.get("scale", 1.0)) != 1.0:
         raise Unsupported(f"scale={node.get('scale')}")
-    x, ids, cos, sin = _needs(node, 0, 1, 2, 3)
+    x, ids, cos, sin = needs(node, 0, 1, 2, 3)
     flat = len(e.type(x).dims) == 3
     size = int(node.get("rotary_embedding_dim", 0))
     if flat:
@@ -266,193 +242,21 @@ def _rotary(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return (merge_heads(e, y) if flat else y,)
 
 
-# ---------------------------------------------------------------- quantized
-
-
-def _standard(name: str) -> FromOnnx:
-    """The ONNX operator of the same name."""
-
-    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        from optdnn.ops.table import IMPORTERS
-
-        return IMPORTERS[name](replace(node, domain="", opset=_MODERN), e)
-
-    return from_onnx
-
-
-def _dequantized(e: Emit, x: Ref, scale: Ref, zero: Ref | None) -> Ref:
-    return emit(e, "DequantizeLinear", x, scale, zero, axis=0)
-
-
-def _quantized(e: Emit, y: Ref, scale: Ref, zero: Ref | None, like: Ref) -> Ref:
-    dtype = e.type(like).dtype if zero is None else e.type(zero).dtype
-    return emit(e, "QuantizeLinear", y, scale, zero, axis=0, output_dtype=dtype)
-
-
-def _qlinear(count: int, write: Callable[[NodeSpec, Emit, list[Ref]], Ref]) -> FromOnnx:
-    """Operands come as (value, scale, zero point); the operator runs on floats between dequantization and quantization."""
-
-    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        floats = []
-        for i in range(count):
-            x, scale = _needs(node, 3 * i, 3 * i + 1)
-            floats.append(_dequantized(e, x, scale, node.input(3 * i + 2)))
-        (scale,) = _needs(node, 3 * count)
-        y = write(node, e, floats)
-        return (_quantized(e, y, scale, node.input(3 * count + 1), node.inputs[0]),)
-
-    return from_onnx
-
-
-def _binary(kind: str) -> FromOnnx:
-    return _qlinear(2, lambda node, e, xs: emit(e, kind, *xs))
-
-
-def _pooled(node: NodeSpec, e: Emit, xs: list[Ref]) -> Ref:
-    _refuse_attributes(node, "channels_last")
-    return emit(e, "GlobalAveragePool", *xs)
-
-
-def _average_pooled(node: NodeSpec, e: Emit, xs: list[Ref]) -> Ref:
-    from optdnn.ops.table import IMPORTERS
-
-    _refuse_attributes(node, "channels_last")
-    own = {k: v for k, v in node.attrs.items() if k != "channels_last"}
-    plain = replace(node, op_type="AveragePool", domain="", opset=_MODERN, inputs=tuple(xs), attrs=own)
-    return IMPORTERS["AveragePool"](plain, e)[0]
-
-
-def _softmaxed(node: NodeSpec, e: Emit, xs: list[Ref]) -> Ref:
-    from optdnn.ops.table import IMPORTERS
-
-    plain = replace(node, op_type="Softmax", domain="", opset=int(required(node, "opset")), inputs=tuple(xs), attrs={
-        k: v for k, v in node.attrs.items() if k == "axis"})  # fmt: skip
-    return IMPORTERS["Softmax"](plain, e)[0]
-
-
-def _quantized_gemm(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """``alpha * a_scale * b_scale * (A' B' + C)`` with int32 C, quantized where there is a scale for that."""
-    a, a_scale, b, b_scale = _needs(node, 0, 1, 3, 4)
-    trans_a, trans_b = bool(node.get("transA", 0)), bool(node.get("transB", 0))
-    alpha, c = float(node.get("alpha", 1.0)), node.input(6)
-    left = _dequantized(e, a, a_scale, node.input(2))
-    rank_axis = 0 if trans_b else 1
-    per_column = e.type(b_scale).dims not in ((), (1,))
-    right = emit(e, "DequantizeLinear", b, b_scale, node.input(5), axis=rank_axis if per_column else 0)
-    bias = None
-    if c is not None:
-        one = emit(e, "Reshape", a_scale, np.array([], np.int64)) if e.type(a_scale).dims else a_scale
-        other = (
-            b_scale if per_column or not e.type(b_scale).dims else emit(e, "Reshape", b_scale, np.array([], np.int64))
-        )
-        step = emit(e, "Mul", emit(e, "Mul", one, other), np.asarray(alpha, np.float32))
-        bias = emit(e, "DequantizeLinear", c, step, None, axis=max(len(e.type(c).dims) - 1, 0))
-    y = emit(e, "Gemm", left, right, bias, alpha=alpha, transA=trans_a, transB=trans_b)
-    y_scale = node.input(7)
-    return (y if y_scale is None else _quantized(e, y, y_scale, node.input(8), a),)
-
-
-def _qlinear_concat(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    scale, zero, *rest = node.inputs
-    if len(rest) % 3 or not rest:
-        raise ShapeError(f"QLinearConcat has {len(rest)} operands after its scale and zero point")
-    floats = [_dequantized(e, *rest[i : i + 3]) for i in range(0, len(rest), 3)]
-    y = emit(e, "Concat", *floats, axis=int(required(node, "axis")))
-    return (_quantized(e, y, scale, zero, rest[0]),)
-
-
-def _scaled_product(e: Emit, a: Ref, b: Ref, zeros: Sequence[Ref | None], scale: Ref, bias: Ref | None) -> Ref:
-    y = emit(e, "Mul", emit(e, "Cast", emit(e, "MatMulInteger", a, b, *zeros), to=FP32), scale)
-    return y if bias is None else emit(e, "Add", y, bias)
-
-
-def _dynamic_quantize_matmul(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    x, b, b_scale = _needs(node, 0, 1, 2)
-    a, a_scale, a_zero = e.op("DynamicQuantizeLinear", [x], None, outputs=3)
-    return (_scaled_product(e, a, b, [a_zero, node.input(3)], emit(e, "Mul", a_scale, b_scale), node.input(4)),)
-
-
-def _matmul_integer_to_float(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    a, b, a_scale, b_scale = _needs(node, 0, 1, 2, 3)
-    scale = emit(e, "Mul", a_scale, b_scale)
-    return (_scaled_product(e, a, b, [node.input(4), node.input(5)], scale, node.input(6)),)
-
-
-def _unpacked(packed: Any, bits: int, count: int) -> Any:
-    """The last axis of bytes as numbers of ``bits`` bits, the low ones first, cut to ``count``."""
-    each = 8 // bits
-    shifts = np.arange(each, dtype=np.uint8) * np.uint8(bits)
-    numbers = (packed[..., None] >> shifts) & np.uint8((1 << bits) - 1)
-    return numbers.reshape(*packed.shape[:-1], -1)[..., :count]
-
-
-def _matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """Weights of 2, 4 or 8 bits in blocks of K, each with a scale: one byte each, dequantized by blocks."""
-    _refuse_operands(node, g_idx=4)
-    x, packed, scales = _needs(node, 0, 1, 2)
-    k, n, block = (int(required(node, name)) for name in ("K", "N", "block_size"))
-    bits = int(node.get("bits", 4))
-    if bits not in (2, 4, 8):
-        raise Unsupported(f"weights of {bits} bits")
-    raw, zero = e.value(packed), node.input(3)
-    if raw is None:
-        raise Unsupported("weights that are not constant")
-    blocks = -(-k // block)
-    weights = _unpacked(raw.reshape(n, -1), bits, blocks * block)[:, :k]
-    zeros: Any = np.full((n, blocks), 1 << (bits - 1), np.uint8)
-    shape = np.array([n, blocks])
-    scales = emit(e, "Reshape", scales, shape)
-    if zero is not None and e.type(zero).dtype == UINT8:
-        given = e.value(zero)
-        if given is None:
-            raise Unsupported("zero points that are not constant")
-        zeros = _unpacked(given.reshape(n, -1), bits, blocks)
-    elif zero is not None:
-        raise Unsupported("zero points that are not packed")
-    w = emit(
-        e,
-        "DequantizeLinear",
-        np.ascontiguousarray(weights),
-        scales,
-        np.ascontiguousarray(zeros),
-        axis=1,
-        block_size=block,
-    )
-    y = emit(e, "MatMul", x, emit(e, "Transpose", w, perm=(1, 0)))
-    return (y if node.input(5) is None else emit(e, "Add", y, node.inputs[5]),)
-
-
-_M = "com.microsoft."
 IMPORTERS: dict[str, FromOnnx] = {
-    _M + "FusedMatMul": _fused_matmul,
-    _M + "FusedConv": _activated("Conv"),
-    _M + "FusedGemm": _activated("Gemm"),
-    _M + "BiasGelu": _bias_gelu("none"),
-    _M + "FastGelu": _bias_gelu("tanh"),
-    _M + "QuickGelu": _quick_gelu,
+    MICROSOFT + "FusedMatMul": _fused_matmul,
+    MICROSOFT + "FusedConv": _activated("Conv"),
+    MICROSOFT + "FusedGemm": _activated("Gemm"),
+    MICROSOFT + "BiasGelu": _bias_gelu("none"),
+    MICROSOFT + "FastGelu": _bias_gelu("tanh"),
+    MICROSOFT + "QuickGelu": _quick_gelu,
     "SimplifiedLayerNormalization": _rms,
-    _M + "SimplifiedLayerNormalization": _rms,
-    _M + "SkipLayerNormalization": _skip_norm("LayerNormalization"),
-    _M + "SkipSimplifiedLayerNormalization": _skip_norm("RMSNormalization"),
-    _M + "Attention": _attention,
-    _M + "MultiHeadAttention": _multi_head_attention,
-    _M + "GroupQueryAttention": group_query_attention,
-    _M + "RotaryEmbedding": _rotary,
-    _M + "QuantizeLinear": _standard("QuantizeLinear"),
-    _M + "DequantizeLinear": _standard("DequantizeLinear"),
-    _M + "QLinearAdd": _binary("Add"),
-    _M + "QLinearMul": _binary("Mul"),
-    _M + "QLinearSigmoid": _qlinear(1, lambda node, e, xs: emit(e, "Sigmoid", *xs)),
-    _M + "QLinearSoftmax": _qlinear(1, _softmaxed),
-    _M + "QGemm": _quantized_gemm,
-    _M + "QLinearLeakyRelu": _qlinear(
-        1, lambda node, e, xs: emit(e, "LeakyRelu", *xs, alpha=float(node.get("alpha", 0.01)))
-    ),
-    _M + "QLinearGlobalAveragePool": _qlinear(1, _pooled),
-    _M + "QLinearAveragePool": _qlinear(1, _average_pooled),
-    _M + "QLinearConcat": _qlinear_concat,
-    _M + "DynamicQuantizeMatMul": _dynamic_quantize_matmul,
-    _M + "MatMulIntegerToFloat": _matmul_integer_to_float,
-    _M + "MatMulNBits": _matmul_n_bits,
+    MICROSOFT + "SimplifiedLayerNormalization": _rms,
+    MICROSOFT + "SkipLayerNormalization": _skip_norm("LayerNormalization"),
+    MICROSOFT + "SkipSimplifiedLayerNormalization": _skip_norm("RMSNormalization"),
+    MICROSOFT + "Attention": _attention,
+    MICROSOFT + "MultiHeadAttention": _multi_head_attention,
+    MICROSOFT + "GroupQueryAttention": group_query_attention,
+    MICROSOFT + "RotaryEmbedding": _rotary,
+    **QUANTIZED,
 }
 """ONNX Runtime's operators, by name. (SimplifiedLayerNormalization stands in ONNX's own domain in the files it writes.)"""

@@ -1,0 +1,180 @@
+"""ONNX Runtime's quantized operators (QLinear…, MatMulNBits and others) as ONNX's own between dequantization and quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Emit, FromOnnx, NodeSpec, Ref, Unsupported
+from optdnn.ops.checks import emit, required
+from optdnn.ops.restate import MICROSOFT, as_standard, needs, refuse_attributes, refuse_operands
+from optdnn.types import FP32, UINT8
+
+
+def _standard(name: str) -> FromOnnx:
+    """The ONNX operator of the same name."""
+
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        return as_standard(name, node, e)
+
+    return from_onnx
+
+
+def _dequantized(e: Emit, x: Ref, scale: Ref, zero: Ref | None) -> Ref:
+    return emit(e, "DequantizeLinear", x, scale, zero, axis=0)
+
+
+def _quantized(e: Emit, y: Ref, scale: Ref, zero: Ref | None, like: Ref) -> Ref:
+    dtype = e.type(like).dtype if zero is None else e.type(zero).dtype
+    return emit(e, "QuantizeLinear", y, scale, zero, axis=0, output_dtype=dtype)
+
+
+def _qlinear(count: int, write: Callable[[NodeSpec, Emit, list[Ref]], Ref]) -> FromOnnx:
+    """Operands come as (value, scale, zero point); the operator runs on floats between dequantization and quantization."""
+
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        floats = []
+        for i in range(count):
+            x, scale = needs(node, 3 * i, 3 * i + 1)
+            floats.append(_dequantized(e, x, scale, node.input(3 * i + 2)))
+        (scale,) = needs(node, 3 * count)
+        y = write(node, e, floats)
+        return (_quantized(e, y, scale, node.input(3 * count + 1), node.inputs[0]),)
+
+    return from_onnx
+
+
+def _binary(kind: str) -> FromOnnx:
+    return _qlinear(2, lambda node, e, xs: emit(e, kind, *xs))
+
+
+def _pooled(node: NodeSpec, e: Emit, xs: list[Ref]) -> Ref:
+    refuse_attributes(node, "channels_last")
+    return emit(e, "GlobalAveragePool", *xs)
+
+
+def _average_pooled(node: NodeSpec, e: Emit, xs: list[Ref]) -> Ref:
+    refuse_attributes(node, "channels_last")
+    own = {k: v for k, v in node.attrs.items() if k != "channels_last"}
+    return as_standard("AveragePool", node, e, inputs=tuple(xs), attrs=own)[0]
+
+
+def _softmaxed(node: NodeSpec, e: Emit, xs: list[Ref]) -> Ref:
+    own = {k: v for k, v in node.attrs.items() if k == "axis"}
+    return as_standard("Softmax", node, e, opset=int(required(node, "opset")), inputs=tuple(xs), attrs=own)[0]
+
+
+def _quantized_gemm(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """``alpha * a_scale * b_scale * (A' B' + C)`` with int32 C, quantized where there is a scale for that."""
+    a, a_scale, b, b_scale = needs(node, 0, 1, 3, 4)
+    trans_a, trans_b = bool(node.get("transA", 0)), bool(node.get("transB", 0))
+    alpha, c = float(node.get("alpha", 1.0)), node.input(6)
+    left = _dequantized(e, a, a_scale, node.input(2))
+    rank_axis = 0 if trans_b else 1
+    per_column = e.type(b_scale).dims not in ((), (1,))
+    right = emit(e, "DequantizeLinear", b, b_scale, node.input(5), axis=rank_axis if per_column else 0)
+    bias = None
+    if c is not None:
+        one = emit(e, "Reshape", a_scale, np.array([], np.int64)) if e.type(a_scale).dims else a_scale
+        other = (
+            b_scale if per_column or not e.type(b_scale).dims else emit(e, "Reshape", b_scale, np.array([], np.int64))
+        )
+        step = emit(e, "Mul", emit(e, "Mul", one, other), np.asarray(alpha, np.float32))
+        bias = emit(e, "DequantizeLinear", c, step, None, axis=max(len(e.type(c).dims) - 1, 0))
+    y = emit(e, "Gemm", left, right, bias, alpha=alpha, transA=trans_a, transB=trans_b)
+    y_scale = node.input(7)
+    return (y if y_scale is None else _quantized(e, y, y_scale, node.input(8), a),)
+
+
+def _qlinear_concat(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    scale, zero, *rest = node.inputs
+    if len(rest) % 3 or not rest:
+        raise ShapeError(f"QLinearConcat has {len(rest)} operands after its scale and zero point")
+    floats = [_dequantized(e, *rest[i : i + 3]) for i in range(0, len(rest), 3)]
+    y = emit(e, "Concat", *floats, axis=int(required(node, "axis")))
+    return (_quantized(e, y, scale, zero, rest[0]),)
+
+
+def _scaled_product(e: Emit, a: Ref, b: Ref, zeros: Sequence[Ref | None], scale: Ref, bias: Ref | None) -> Ref:
+    y = emit(e, "Mul", emit(e, "Cast", emit(e, "MatMulInteger", a, b, *zeros), to=FP32), scale)
+    return y if bias is None else emit(e, "Add", y, bias)
+
+
+def _dynamic_quantize_matmul(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    x, b, b_scale = needs(node, 0, 1, 2)
+    a, a_scale, a_zero = e.op("DynamicQuantizeLinear", [x], None, outputs=3)
+    return (_scaled_product(e, a, b, [a_zero, node.input(3)], emit(e, "Mul", a_scale, b_scale), node.input(4)),)
+
+
+def _matmul_integer_to_float(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    a, b, a_scale, b_scale = needs(node, 0, 1, 2, 3)
+    scale = emit(e, "Mul", a_scale, b_scale)
+    return (_scaled_product(e, a, b, [node.input(4), node.input(5)], scale, node.input(6)),)
+
+
+def _unpacked(packed: Any, bits: int, count: int) -> Any:
+    """The last axis of bytes as numbers of ``bits`` bits, the low ones first, cut to ``count``."""
+    each = 8 // bits
+    shifts = np.arange(each, dtype=np.uint8) * np.uint8(bits)
+    numbers = (packed[..., None] >> shifts) & np.uint8((1 << bits) - 1)
+    return numbers.reshape(*packed.shape[:-1], -1)[..., :count]
+
+
+def _matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """Weights of 2, 4 or 8 bits in blocks of K, each with a scale: one byte each, dequantized by blocks."""
+    refuse_operands(node, g_idx=4)
+    x, packed, scales = needs(node, 0, 1, 2)
+    k, n, block = (int(required(node, name)) for name in ("K", "N", "block_size"))
+    bits = int(node.get("bits", 4))
+    if bits not in (2, 4, 8):
+        raise Unsupported(f"weights of {bits} bits")
+    raw, zero = e.value(packed), node.input(3)
+    if raw is None:
+        raise Unsupported("weights that are not constant")
+    blocks = -(-k // block)
+    weights = _unpacked(raw.reshape(n, -1), bits, blocks * block)[:, :k]
+    zeros: Any = np.full((n, blocks), 1 << (bits - 1), np.uint8)
+    shape = np.array([n, blocks])
+    scales = emit(e, "Reshape", scales, shape)
+    if zero is not None and e.type(zero).dtype == UINT8:
+        given = e.value(zero)
+        if given is None:
+            raise Unsupported("zero points that are not constant")
+        zeros = _unpacked(given.reshape(n, -1), bits, blocks)
+    elif zero is not None:
+        raise Unsupported("zero points that are not packed")
+    w = emit(
+        e,
+        "DequantizeLinear",
+        np.ascontiguousarray(weights),
+        scales,
+        np.ascontiguousarray(zeros),
+        axis=1,
+        block_size=block,
+    )
+    y = emit(e, "MatMul", x, emit(e, "Transpose", w, perm=(1, 0)))
+    return (y if node.input(5) is None else emit(e, "Add", y, node.inputs[5]),)
+
+
+QUANTIZED: dict[str, FromOnnx] = {
+    MICROSOFT + "QuantizeLinear": _standard("QuantizeLinear"),
+    MICROSOFT + "DequantizeLinear": _standard("DequantizeLinear"),
+    MICROSOFT + "QLinearAdd": _binary("Add"),
+    MICROSOFT + "QLinearMul": _binary("Mul"),
+    MICROSOFT + "QLinearSigmoid": _qlinear(1, lambda node, e, xs: emit(e, "Sigmoid", *xs)),
+    MICROSOFT + "QLinearSoftmax": _qlinear(1, _softmaxed),
+    MICROSOFT + "QGemm": _quantized_gemm,
+    MICROSOFT + "QLinearLeakyRelu": _qlinear(
+        1, lambda node, e, xs: emit(e, "LeakyRelu", *xs, alpha=float(node.get("alpha", 0.01)))
+    ),
+    MICROSOFT + "QLinearGlobalAveragePool": _qlinear(1, _pooled),
+    MICROSOFT + "QLinearAveragePool": _qlinear(1, _average_pooled),
+    MICROSOFT + "QLinearConcat": _qlinear_concat,
+    MICROSOFT + "DynamicQuantizeMatMul": _dynamic_quantize_matmul,
+    MICROSOFT + "MatMulIntegerToFloat": _matmul_integer_to_float,
+    MICROSOFT + "MatMulNBits": _matmul_n_bits,
+}
+"""Operator -> import function."""

@@ -1,0 +1,43 @@
+"""What import functions need that restate another domain's operators in the terms of ONNX's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Emit, NodeSpec, Ref, Unsupported
+
+MICROSOFT = "com.microsoft."
+MODERN = 21
+"""The ONNX opset in whose terms they are restated."""
+
+
+def as_standard(kind: str, node: NodeSpec, e: Emit, **changes: Any) -> Sequence[Ref]:
+    """Import a node as ONNX's own operator ``kind``, with these fields changed."""
+    from optdnn.ops.table import IMPORTERS
+
+    return IMPORTERS[kind](replace(node, **{"op_type": kind, "domain": "", "opset": MODERN, **changes}), e)
+
+
+def needs(node: NodeSpec, *slots: int) -> list[Ref]:
+    """The operands in these slots. Raises ShapeError where one is absent."""
+    missing = [i for i in slots if node.input(i) is None]
+    if missing:
+        raise ShapeError(f"{node.op_type} needs operand {missing[0]}")
+    return [node.inputs[i] for i in slots]
+
+
+def refuse_operands(node: NodeSpec, **names: int) -> None:
+    """Raises Unsupported where one of these operands (name and slot) is given."""
+    for name, i in names.items():
+        if node.input(i) is not None:
+            raise Unsupported(f"the operand {name}")
+
+
+def refuse_attributes(node: NodeSpec, *names: str) -> None:
+    """Raises Unsupported where one of these attributes is set."""
+    for name in names:
+        if node.get(name, 0):
+            raise Unsupported(f"{name}={node.get(name)}")
