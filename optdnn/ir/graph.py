@@ -1,97 +1,27 @@
 """The graph: operators as nodes of a networkx multigraph, one edge per use of a value.
 
-Ops are immutable; rewriting replaces them (see :mod:`optdnn.ir.patch`). A value is one output of one op. Inputs, outputs
-and constants are ops too (kinds "Input", "Output", "Constant"), so "who uses this value?" has one answer.
+Ops (:mod:`optdnn.ir.op`) are immutable; rewriting replaces them (see :mod:`optdnn.ir.patch`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import numpy as np
 
 from optdnn.dim import Dim, DimLike, symbol
 from optdnn.errors import InternalError, ShapeError
-from optdnn.ops.base import KNOWN_LIMIT, Attrs, Call, Known, OpDef, Result
+from optdnn.ir.op import STRUCTURAL, ConstantAttrs, Op, Output, Use, Value
+from optdnn.ops.base import KNOWN_LIMIT, Attrs, Call, Known, Result
 from optdnn.ops.table import OPDEFS
 from optdnn.ranges import Profile
 from optdnn.types import Array, Shape, TensorType
 
-STRUCTURAL = frozenset({"Input", "Output", "Constant"})
-"""Kinds that the graph itself defines; all others are in ``OPDEFS``."""
-
-
-class Value(NamedTuple):
-    """Output ``port`` of op ``op``."""
-
-    op: int
-    port: int = 0
-
-
-class Use(NamedTuple):
-    """Operand ``slot`` of op ``op``."""
-
-    op: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One output of an op: the ONNX value name, its type, and its value where it is known (see ``ops.base.Known``)."""
-
-    name: str
-    type: TensorType
-    known: Known | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, eq=False)
-class ConstantAttrs(Attrs):
-    """A constant's array; compared by identity, because comparing weights element by element is never wanted."""
-
-    value: Array
-
-    # Not inherited: the base class compares its own (no) fields, so any two constants would be equal.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operator.
-
-    ``src`` is the set of names of the ONNX nodes it came from; passes hand it on. ``attrs`` is the kind's dataclass.
-    """
-
-    id: int
-    kind: str
-    attrs: Any
-    inputs: tuple[Value | None, ...]
-    outputs: tuple[Output, ...]
-    src: frozenset[str] = frozenset()
-
-    @property
-    def value(self) -> Value:
-        """The first (usually only) output."""
-        return Value(self.id, 0)
-
-    @property
-    def name(self) -> str:
-        """How a message names this op: its ONNX nodes, else its first output."""
-        return " + ".join(sorted(self.src)) if self.src else self.outputs[0].name
-
-    def input(self, i: int) -> Value | None:
-        return self.inputs[i] if i < len(self.inputs) else None
-
-    @property
-    def definition(self) -> OpDef:
-        try:
-            return OPDEFS[self.kind]
-        except KeyError:
-            raise InternalError(f"{self.kind} is not a computing kind") from None
+__all__ = ["STRUCTURAL", "ConstantAttrs", "Graph", "Op", "Output", "Use", "Value", "infer", "known_shape", "sharper"]
 
 
 class Graph:
