@@ -7,8 +7,7 @@ not supported is collected and reported in one :class:`~optdnn.errors.Unsupporte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ from onnx import AttributeProto
 
 from optdnn.custom import CustomOp
 from optdnn.errors import ModelError, ShapeError, UnsupportedError, UnsupportedNode, UsageError
+from optdnn.importers.emitter import Emitter, Weight
 from optdnn.importers.functions import default_attributes, definition, resolved, schema_defaults
 from optdnn.importers.inputs import graph_inputs, known_type, profiles_of, refusal
 from optdnn.importers.model import Model, Source, domain_of, open_model, read_opsets
@@ -34,10 +34,10 @@ from optdnn.importers.nodes import (
     unique_names,
     variadic_outputs,
 )
-from optdnn.importers.subgraphs import Consequence, Subgraph, fits
-from optdnn.importers.tensors import MAX_TENSOR_BYTES, element_type, sparse_to_array, to_array
+from optdnn.importers.subgraphs import Consequence, Subgraph
+from optdnn.importers.tensors import element_type, sparse_to_array, to_array
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import Attrs, FromOnnx, Known, NodeSpec, Unsupported
+from optdnn.ops.base import FromOnnx, NodeSpec, Unsupported
 from optdnn.ops.custom import importer_of
 from optdnn.ops.legacy import FIRST_MODERN, modernize
 from optdnn.ops.table import IMPORTERS
@@ -47,16 +47,6 @@ from optdnn.types import Array, TensorType, dtype_name
 MAX_FUNCTION_DEPTH = 64
 MAX_NODES = 1_000_000
 """Bound on the nodes of a model after inlining: functions that call one another twice grow exponentially."""
-
-
-class Weight:
-    """A constant that enters the graph when the first op uses it, so that unused ones never do."""
-
-    __slots__ = ("array", "name", "src", "value")
-
-    def __init__(self, array: Array, name: str, src: frozenset[str] = frozenset()):
-        self.array, self.name, self.src = array, name, src
-        self.value: Value | None = None
 
 
 class Unknown:
@@ -100,77 +90,27 @@ def custom_importers(custom_ops: Sequence[CustomOp]) -> dict[str, FromOnnx]:
     return {op.name: importer_of(op) for op in custom_ops}
 
 
-class Importer:
-    """Implements ``ops.base.Emit`` for one graph: the model's, or that of a body inside of it."""
+class Importer(Emitter):
+    """Imports one graph: the model's, or that of a body inside of it."""
 
     def __init__(self, model: Model, notes: list[str]):
+        super().__init__(Graph(model.proto.graph.name or "graph"))
         self.model = model
-        self.graph = Graph(model.proto.graph.name or "graph")
         self.notes = notes
         self.unsupported: list[UnsupportedNode] = []
         self.taken: set[str] = set()
-        self._outputs: tuple[str, ...] = ()
-        self._src: frozenset[str] = frozenset()
-        self._made: dict[str, Value] = {}
         self._hints: dict[str, onnx.TypeProto] | None = None
         self._live: set[int] | None = None
         self.count = 0
         self._alive = True
-        self._lift: Callable[[Weight], Value] | None = None
-        self._lifted: dict[int, Value] = {}
         self.custom: Mapping[str, FromOnnx] = {}
-
-    # ------------------------------------------------------------------ ops.base.Emit
-
-    def op(self, kind: str, inputs: Sequence[Any], attrs: Attrs | None = None, outputs: int = 1) -> tuple[Value, ...]:
-        operands = [None if r is None else self._enter(r, kind) for r in inputs]
-        while operands and operands[-1] is None:
-            operands.pop()
-        base = self._outputs[0] if self._outputs else kind
-        names = [base + "." + kind] if self._made else self._outputs
-        op = self.graph.add(kind, operands, attrs, names=names, outputs=outputs, src=self._src)
-        for i, out in enumerate(op.outputs):
-            extent = out.type.dtype.itemsize
-            for d in out.type.shape or ():
-                if type(d) is int:
-                    extent *= d
-            if extent > MAX_TENSOR_BYTES:
-                raise ShapeError(f"the output would be {out.type}, more than {MAX_TENSOR_BYTES >> 30} GiB")
-            self._made[out.name] = Value(op.id, i)
-        return tuple(Value(op.id, i) for i in range(len(op.outputs)))
-
-    def const(self, value: Array) -> Weight:
-        return Weight(value, self._outputs[0] if self._outputs else "const", self._src)
-
-    def type(self, ref: Any) -> TensorType:
-        if isinstance(ref, Weight):
-            return TensorType(ref.array.dtype, ref.array.shape)
-        return self.graph.type(ref)
-
-    def value(self, ref: Any) -> Known | None:
-        return ref.array if isinstance(ref, Weight) else self.graph.known(ref)
-
-    def _enter(self, ref: Any, kind: str = "") -> Value:
-        if isinstance(ref, Value):
-            return ref
-        if self._lift is not None and not fits(ref.array if isinstance(ref, Weight) else ref):
-            weight = ref if isinstance(ref, Weight) else self.const(ref)
-            if id(weight) not in self._lifted:
-                self._lifted[id(weight)] = self._lift(weight)
-            return self._lifted[id(weight)]
-        if isinstance(ref, Weight):
-            if ref.value is None:
-                ref.value = self.graph.add_constant(ref.array, ref.name, ref.src)
-            return ref.value
-        name = f"{self._outputs[0]}.{kind}.const" if self._outputs else "const"
-        return self.graph.add_constant(ref, name)
 
     # ------------------------------------------------------------------ the model
 
     def run(self, shapes: Mapping[str, ShapeSpec]) -> Graph:
         proto, name = self.model.proto.graph, self.model.name
         scope: Scope = {}
-        self._weights(proto, scope)
+        self.weights(proto, scope)
         free = []
         for v in proto.input:
             if v.name in scope:
@@ -201,12 +141,13 @@ class Importer:
             if ref is None or v.name in seen:
                 raise ModelError(f"{name}: output {v.name!r} is {'listed twice' if ref else 'produced by no node'}")
             seen.add(v.name)
-            self._check_output(v, self.graph.add_output(self._enter(ref), v.name).outputs[0].type)
+            self._check_output(v, self.graph.add_output(self.enter(ref), v.name).outputs[0].type)
         if not proto.output:
             raise ModelError(f"{name} has no outputs", hint="the file is truncated or corrupt")
         return self.graph
 
-    def _weights(self, proto: onnx.GraphProto, scope: Scope) -> None:
+    def weights(self, proto: onnx.GraphProto, scope: Scope) -> None:
+        """Take the initializers of a graph, or of a body, into ``scope``."""
         for t in proto.initializer:
             self._weight(scope, t.name, partial(self._tensor, t))
         for s in proto.sparse_initializer:
@@ -409,29 +350,11 @@ class Importer:
         inner.graph.share_symbols(self.graph)
         inner.unsupported, inner.taken, inner.count = self.unsupported, self.taken, self.count
         inner._hints, inner._live, inner._alive = self._hints, self._live, self._alive
-        inner._lift, inner.custom = lift, self.custom
+        inner.lift, inner.custom = lift, self.custom
         return inner
-
-    @property
-    def outputs_at_hand(self) -> tuple[str, ...]:
-        """Names of the outputs of the node at hand."""
-        return self._outputs
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Import other nodes in the middle of one."""
-        outputs, src = self._outputs, self._src
-        yield
-        self._outputs, self._src, self._made = outputs, src, {}
-
-    def enter(self, ref: Any) -> Value:
-        return self._enter(ref)
 
     def is_unknown(self, ref: Any) -> bool:
         return ref is UNKNOWN
-
-    def weights(self, proto: onnx.GraphProto, scope: Scope) -> None:
-        self._weights(proto, scope)
 
     # ------------------------------------------------------------------ functions
 

@@ -1,0 +1,93 @@
+"""What import functions write their ops through: results get the names, and the ONNX nodes, of the node at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from optdnn.errors import ShapeError
+from optdnn.importers.subgraphs import fits
+from optdnn.importers.tensors import MAX_TENSOR_BYTES
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.base import Attrs, Known
+from optdnn.types import Array, TensorType
+
+
+class Weight:
+    """A constant that enters the graph when the first op uses it, so that unused ones never do."""
+
+    __slots__ = ("array", "name", "src", "value")
+
+    def __init__(self, array: Array, name: str, src: frozenset[str] = frozenset()):
+        self.array, self.name, self.src = array, name, src
+        self.value: Value | None = None
+
+
+class Emitter:
+    """Implements ``ops.base.Emit`` for one graph."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.lift: Callable[[Weight], Value] | None = None
+        """Makes an input of a constant that is too large for the graph: a body's."""
+        self._lifted: dict[int, Value] = {}
+        self._outputs: tuple[str, ...] = ()
+        self._src: frozenset[str] = frozenset()
+        self._made: dict[str, Value] = {}
+
+    @property
+    def outputs_at_hand(self) -> tuple[str, ...]:
+        """Names of the outputs of the node at hand."""
+        return self._outputs
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Import other nodes in the middle of one."""
+        outputs, src = self._outputs, self._src
+        yield
+        self._outputs, self._src, self._made = outputs, src, {}
+
+    def op(self, kind: str, inputs: Sequence[Any], attrs: Attrs | None = None, outputs: int = 1) -> tuple[Value, ...]:
+        operands = [None if r is None else self.enter(r, kind) for r in inputs]
+        while operands and operands[-1] is None:
+            operands.pop()
+        base = self._outputs[0] if self._outputs else kind
+        names = [base + "." + kind] if self._made else self._outputs
+        op = self.graph.add(kind, operands, attrs, names=names, outputs=outputs, src=self._src)
+        for i, out in enumerate(op.outputs):
+            extent = out.type.dtype.itemsize
+            for d in out.type.shape or ():
+                if type(d) is int:
+                    extent *= d
+            if extent > MAX_TENSOR_BYTES:
+                raise ShapeError(f"the output would be {out.type}, more than {MAX_TENSOR_BYTES >> 30} GiB")
+            self._made[out.name] = Value(op.id, i)
+        return tuple(Value(op.id, i) for i in range(len(op.outputs)))
+
+    def const(self, value: Array) -> Weight:
+        return Weight(value, self._outputs[0] if self._outputs else "const", self._src)
+
+    def type(self, ref: Any) -> TensorType:
+        if isinstance(ref, Weight):
+            return TensorType(ref.array.dtype, ref.array.shape)
+        return self.graph.type(ref)
+
+    def value(self, ref: Any) -> Known | None:
+        return ref.array if isinstance(ref, Weight) else self.graph.known(ref)
+
+    def enter(self, ref: Any, kind: str = "") -> Value:
+        """The value that a ref stands for: a constant enters the graph where it is first used (``kind``: as an operand of what)."""
+        if isinstance(ref, Value):
+            return ref
+        if self.lift is not None and not fits(ref.array if isinstance(ref, Weight) else ref):
+            weight = ref if isinstance(ref, Weight) else self.const(ref)
+            if id(weight) not in self._lifted:
+                self._lifted[id(weight)] = self.lift(weight)
+            return self._lifted[id(weight)]
+        if isinstance(ref, Weight):
+            if ref.value is None:
+                ref.value = self.graph.add_constant(ref.array, ref.name, ref.src)
+            return ref.value
+        name = f"{self._outputs[0]}.{kind}.const" if self._outputs else "const"
+        return self.graph.add_constant(ref, name)
