@@ -12,7 +12,7 @@ from optdnn.ir.graph import Op
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.runtime.cuda import conv_problem
-from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda import conv_maps, conv_sm90
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, products, up
 from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
 from optdnn.tactics.cuda.pointwise import copy, emit_pointwise
@@ -77,7 +77,7 @@ def finish(b: Builder, op: Op, ep: Epilogue, between: Placed, target: Placed) ->
 def with_pitch(b: Builder, op: Op, x: Placed, *, added: bool = False) -> Placed:
     """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask). ``added``: it is
     a residual, read as results are written."""
-    if conv_sm90.storable(b, x) if added else conv_sm90.pitch_of(x) is not None:
+    if conv_maps.storable(b, x) if added else conv_maps.pitch_of(x) is not None:
         return x
     key = (x, ())
     if key not in b._copies:
@@ -140,7 +140,7 @@ class HopperConv(Rehearsed):
             op = replace(op, src=op.src | joined[2])
         residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
         between = target
-        if ep.rest or not conv_sm90.storable(b, out):
+        if ep.rest or not conv_maps.storable(b, out):
             padded = channels_last(target.shape, up(out.shape[1], 8))
             between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, padded)
         used = conv_sm90.emit_conv(b, op, feeds, bias, ep, residual, image(between), config, before)
@@ -150,18 +150,18 @@ class HopperConv(Rehearsed):
     @staticmethod
     def _feed(
         b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
-    ) -> tuple[conv_sm90.Feed, Prologue | None]:
+    ) -> tuple[conv_maps.Feed, Prologue | None]:
         """What is multiplied, and what the launch does to it before: the prologue where each pixel is read once, by channels."""
         assert op.inputs[0] is not None
         if op.attrs.prologue and is_half(op):
-            feed = conv_sm90.Feed(image(b.operand(op.inputs[0])), weight, strides, pads, dilations)
-            if feed.source.mode == conv_problem.ROWS and conv_sm90.pitch_of(feed.x) is not None:
+            feed = conv_maps.Feed(image(b.operand(op.inputs[0])), weight, strides, pads, dilations)
+            if feed.source.mode == conv_problem.ROWS and conv_maps.pitch_of(feed.x) is not None:
                 before = plan_prologue(b, op, feed.x)
                 if before is not None:
                     return feed, before
-        return conv_sm90.Feed(with_pitch(b, op, image(entering(b, op))), weight, strides, pads, dilations), None
+        return conv_maps.Feed(with_pitch(b, op, image(entering(b, op))), weight, strides, pads, dilations), None
 
-    def second(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_sm90.Feed, Array | None, frozenset[str]] | None:
+    def second(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_maps.Feed, Array | None, frozenset[str]] | None:
         """The convolution whose result is added first, as a second source of this one: one sum over both, nothing stored between.
 
         It must have no other user and no stages of its own. Its launch, emitted before, is then read by nobody and dropped.
@@ -185,7 +185,7 @@ class HopperConv(Rehearsed):
         a = other.attrs
         ep.drop_residual()
         x = with_pitch(b, other, b.operand(other.inputs[0]))
-        return conv_sm90.Feed(x, weight, a.strides, a.pads, a.dilations), bias_of(b, other), other.src
+        return conv_maps.Feed(x, weight, a.strides, a.pads, a.dilations), bias_of(b, other), other.src
 
     @staticmethod
     def stem(
@@ -195,7 +195,7 @@ class HopperConv(Rehearsed):
         strides: tuple[int, ...],
         pads: tuple[int, ...],
         dilations: tuple[int, ...],
-    ) -> conv_sm90.Feed | None:
+    ) -> conv_maps.Feed | None:
         """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast and the image's
         normalization folded in."""
         few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
@@ -212,7 +212,7 @@ class HopperConv(Rehearsed):
             f"{op.outputs[0].name}.blocks", op.outputs[0].type.dtype, shape, channels_last(shape, made.channels)
         )
         emit_space_to_depth(b, op, raw, blocks, strides[0], normalization)
-        return conv_sm90.Feed(
+        return conv_maps.Feed(
             blocks, conv_problem.space_to_depth_weights(source, weight), made.stride, made.padding, made.dilation
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda import conv_maps, conv_sm90
 from optdnn.tactics.cuda.builder import Builder, channels_last, products, up
 from optdnn.tactics.cuda.conv import bias_of, entering, finish, with_pitch
 from optdnn.tactics.cuda.epilogue import plan_epilogue
@@ -67,10 +67,10 @@ class BlockConv(Rehearsed):
         bias = ep.added_to(bias_of(b, op))
         residual = with_pitch(b, op, b.operand(ep.residual), added=True) if ep.residual is not None else None
         between = target
-        if ep.rest or not conv_sm90.storable(b, target):
+        if ep.rest or not conv_maps.storable(b, target):
             strides = channels_last(target.shape, up(filters, 8))
             between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)
-        feed = conv_sm90.Feed(rows, matrix, (1, 1), (0, 0, 0, 0), (1, 1))
+        feed = conv_maps.Feed(rows, matrix, (1, 1), (0, 0, 0, 0), (1, 1))
         used = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, between, config)
         finish(b, op, ep, between, target)
         return used

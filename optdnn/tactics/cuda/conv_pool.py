@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from optdnn.ir.graph import Graph, Op
 from optdnn.runtime.cuda import conv_problem
 from optdnn.runtime.reference.window import resolve_pads
-from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda import conv_maps, conv_sm90
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, products, up
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, is_half, planar
 from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
@@ -44,7 +44,7 @@ class PooledConv(HopperConv):
             return "it is for images of 16-bit floats"
         if (why := super().refuse(b, op)) is not None:
             return why
-        if op.attrs.prologue or x is None or conv_sm90.pitch_of(b.operand(x)) is None:
+        if op.attrs.prologue or x is None or conv_maps.pitch_of(b.operand(x)) is None:
             return "its operand is made ready by a launch before it"
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         if ep.rest or ep.residual is not None:
@@ -95,12 +95,12 @@ class PooledConv(HopperConv):
         return conv_sm90.emit_conv(b, joint, [_feed(b, op)], bias, ep, None, b.target(pool.value), config, pooled=True)
 
 
-def _feed(b: Builder, op: Op) -> conv_sm90.Feed:
+def _feed(b: Builder, op: Op) -> conv_maps.Feed:
     weight = b.graph.constant_value(op.inputs[1])
     assert weight is not None
     assert op.inputs[0] is not None
     weight, strides, pads, dilations = planar(weight, op.attrs)
-    return conv_sm90.Feed(b.operand(op.inputs[0]), weight, strides, pads, dilations)
+    return conv_maps.Feed(b.operand(op.inputs[0]), weight, strides, pads, dilations)
 
 
 def _other_windows(b: Builder, pool: Op) -> str | None:

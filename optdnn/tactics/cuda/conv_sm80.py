@@ -14,7 +14,7 @@ from optdnn.ir.graph import Op
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_general as general
 from optdnn.runtime.cuda import conv_problem
-from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda import conv_maps
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed, channels_last, map_dtype, up
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, entering, finish, image, planar
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue, plan_epilogue
@@ -58,10 +58,10 @@ def emit_general(
     b.offer(offers)
     config = config or offers[0].config
     assert config is not None
-    pitch, own = conv_sm90.pitch_of(x), conv_sm90.pitch_of(out)
+    pitch, own = conv_maps.pitch_of(x), conv_maps.pitch_of(out)
     assert pitch is not None
     assert own is not None
-    if residual is not None and conv_sm90.pitch_of(residual) != own:
+    if residual is not None and conv_maps.pitch_of(residual) != own:
         made = b.new(
             f"{op.outputs[0].name}.residual", residual.dtype, residual.shape, channels_last(residual.shape, own)
         )
@@ -139,7 +139,7 @@ class GeneralConv(Rehearsed):
         out = image(target)
         residual = self._aligned(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
         between = target
-        if ep.rest or conv_sm90.pitch_of(out) is None:
+        if ep.rest or conv_maps.pitch_of(out) is None:
             between = b.new(
                 f"{op.outputs[0].name}.conv",
                 target.dtype,
@@ -153,7 +153,7 @@ class GeneralConv(Rehearsed):
 
     @staticmethod
     def _aligned(b: Builder, op: Op, x: Placed) -> Placed:
-        if conv_sm90.pitch_of(x) is not None:
+        if conv_maps.pitch_of(x) is not None:
             return x
         made = b.new(f"{op.outputs[0].name}.nhwc", x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], 8)))
         copy(b, op, x, made)

@@ -6,7 +6,6 @@ becomes data: the parameter block with relocations that :func:`optdnn.runtime.cu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,18 +22,18 @@ from optdnn.runtime.cuda import conv_params, conv_problem, render
 from optdnn.runtime.cuda import conv_patch as patch
 from optdnn.runtime.cuda.conv_cost import CLOCK, LATENCY, MEMORY, candidates, estimate, h200
 from optdnn.runtime.cuda.plan import TF32
+from optdnn.tactics.cuda import conv_maps
 from optdnn.tactics.cuda.builder import (
-    CHANNEL_ALIGN,
     Block,
     Builder,
     KernelSpec,
     MapSpec,
     Placed,
-    channels_last,
     map_dtype,
     products,
     up,
 )  # fmt: skip
+from optdnn.tactics.cuda.conv_maps import Feed, pitch_of
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue
 from optdnn.tactics.cuda.prologue import Prologue
 from optdnn.tactics.cuda.tactic import Offer
@@ -42,64 +41,6 @@ from optdnn.types import FP32, INT32, Array, to_tf32
 
 POINTERS = 5 * 128
 """Offset of bias, output and residual in the parameter block, behind five tensor maps."""
-
-
-@dataclass(frozen=True)
-class Feed:
-    """One source of the implicit GEMM: a channels-last tensor (logical NCHW), its OIHW weights, and how they meet."""
-
-    x: Placed
-    weight: Array
-    strides: tuple[int, int]
-    pads: tuple[int, int, int, int]
-    dilations: tuple[int, int]
-    overlapped: conv_problem.Source | None = None
-    """Where neighbouring pixels are read as one (see :func:`optdnn.runtime.cuda.quantized.overlapped`): that source."""
-
-    @property
-    def source(self) -> conv_problem.Source:
-        if self.overlapped is not None:
-            return self.overlapped
-        _, c, h, w = self.x.shape
-        return conv_problem.Source(
-            h, w, up(c, aligned(self.x)), self.weight.shape[2:], self.strides, self.pads, self.dilations
-        )
-
-
-def aligned(x: Placed) -> int:
-    """Elements in 16 bytes, which TMA addresses."""
-    return 16 // x.dtype.itemsize
-
-
-def pitch_of(x: Placed) -> int | None:
-    """Elements between neighbouring pixels of a channels-last NCHW tensor that TMA can read; None for any other."""
-    n, c, h, w = x.shape
-    pitch = (
-        x.strides[3]
-        if w > 1
-        else x.strides[2]
-        if h > 1
-        else x.strides[0]
-        if n > 1
-        else up(c, max(aligned(x), CHANNEL_ALIGN))
-    )
-    pitch = max(pitch, c)
-    fits = pitch % aligned(x) == 0 and x.offset % aligned(x) == 0 and x.is_like(channels_last(x.shape, pitch))
-    return pitch if fits else None
-
-
-def storable(b: Builder, x: Placed) -> bool:
-    """Whether a launch can write this channels-last NCHW tensor, or add it.
-
-    Where pixels follow one another without gaps, all channels up to the next multiple of CHANNEL_ALIGN are touched, of the last
-    pixel, too; fp32, which goes to and from registers, has to lie so.
-    """
-    pitch, wide = pitch_of(x), up(x.shape[1], CHANNEL_ALIGN)
-    if pitch is None or (x.dtype == FP32 and pitch != wide):
-        return False
-    elements = math.prod(n for n in b.buffers[x.buffer].shape or () if isinstance(n, int))
-    last = (x.size // x.shape[1] - 1) * pitch
-    return pitch != wide or x.offset + last + wide <= elements
 
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
@@ -254,7 +195,7 @@ def emit_conv(
     weights = b.constant(packed, f"{op.outputs[0].name}.weights")
     stages = plain_stages(ep.stages)
     constants = [b.constant(c, "scalar") for c in ep.constants]
-    views = [(f.x, w) for f, w in zip(feeds, _weight_views(weights, problem, feeds), strict=True)]
+    views = [(f.x, w) for f, w in zip(feeds, conv_maps.weight_views(weights, problem, feeds), strict=True)]
     bias_view = bias_at.view((channels,), (1,))
     more = before.operands if before is not None else []
     tail = [residual, *constants, *more] if residual is not None or constants or more else []
@@ -315,15 +256,18 @@ def launch(
     assert second_pitch is not None
     rows = out.shape[1] if pitch != wide else wide
     if isinstance(config, hopper.Config):
-        maps = _gemm_maps(problem, config, feeds, operands.weights)
+        maps = conv_maps.gemm_maps(problem, config, feeds, operands.weights)
         results = [
-            _rows_map(384, out, pitch, rows, problem, config),
-            _rows_map(512, second, second_pitch, rows, problem, config),
+            conv_maps.rows_map(384, out, pitch, rows, problem, config),
+            conv_maps.rows_map(512, second, second_pitch, rows, problem, config),
         ]
     else:
-        maps = _patch_maps(problem, config, feeds[0], operands.weights)
+        maps = conv_maps.patch_maps(problem, config, feeds[0], operands.weights)
         box, span = (64, config.tile_w, config.tile_h), problem.out_span  # of what is pooled, no box is stored
-        results = [_image_map(384, out, rows, pitch, box, span), _image_map(512, second, rows, second_pitch, box, span)]
+        results = [
+            conv_maps.image_map(384, out, rows, pitch, box, span),
+            conv_maps.image_map(512, second, rows, second_pitch, box, span),
+        ]
     if operands.scatter is not None:  # nothing is stored by TMA: that these are maps of anything is enough
         results = [replace(maps[0], at=384), replace(maps[0], at=512)]
     launch_on(b, op, problem, config, [*maps, *results], operands, meaning, requantize)
@@ -384,81 +328,3 @@ def _shift(arg: int | None, by: int) -> int | None:
     if arg is None:
         return None
     return arg - by if arg < 0 else arg - RESIDUAL + 2
-
-
-def _weights_map(problem: conv_problem.Problem, weights: Placed, rows: int) -> MapSpec:
-    depth = problem.k_steps * problem.block
-    return MapSpec(0, weights, (depth, weights.shape[0]), (depth * problem.item,), (problem.block, rows), problem.span)
-
-
-def _gemm_maps(
-    problem: conv_problem.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: Placed
-) -> list[MapSpec]:
-    """Weights and sources, as the implicit GEMM's own host code makes them but for pitches and odd channel counts."""
-    maps = [_weights_map(problem, weights, config.tile[0] // config.share[1])]
-    maps += [_source_map(128 * (1 + i), f, problem, config) for i, f in enumerate(feeds)]
-    return maps if len(maps) == 3 else [*maps, replace(maps[1], at=256)]
-
-
-def _patch_maps(problem: conv_problem.Problem, config: patch.PatchConfig, feed: Feed, weights: Placed) -> list[MapSpec]:
-    """The same for the patch kernel, whose source is an image."""
-    height, width = patch.patch_size(problem, config)
-    box = (problem.block, width, height)
-    if feed.overlapped is not None:
-        n, _, h, _ = feed.x.shape
-        pitch, row = feed.overlapped.pitch * problem.item, feed.x.strides[2] * problem.item
-        shape = (feed.overlapped.channels, feed.overlapped.width, h, n)
-        source = MapSpec(128, feed.x, shape, (pitch, row, h * row), (*box, 1), problem.span)
-    else:
-        at = pitch_of(feed.x)
-        assert at is not None
-        source = replace(_image_map(128, feed.x, feed.x.shape[1], at, box, problem.span), dtype=_read_as(problem))
-    return [_weights_map(problem, weights, config.wgm * 64), source, replace(source, at=256)]
-
-
-def _rows_map(
-    at: int, x: Placed, pitch: int, channels: int, problem: conv_problem.Problem, config: hopper.Config
-) -> MapSpec:
-    """A result (or residual) as rows of channels, one per pixel."""
-    item = x.dtype.itemsize
-    return MapSpec(at, x, (channels, problem.pixels), (pitch * item,), (64, config.bn), problem.out_span)
-
-
-def _image_map(at: int, x: Placed, channels: int, pitch: int, box: tuple[int, int, int], span: int) -> MapSpec:
-    """A channels-last feature map as it is."""
-    n, _, h, w = x.shape
-    step = pitch * x.dtype.itemsize
-    return MapSpec(at, x, (channels, w, h, n), (step, w * step, h * w * step), (*box, 1), span)
-
-
-def _source_map(at: int, feed: Feed, problem: conv_problem.Problem, config: hopper.Config) -> MapSpec:
-    """A source of the implicit GEMM: rows of a matrix, or im2col."""
-    n, c, h, w = feed.x.shape
-    pitch = pitch_of(feed.x)
-    assert pitch is not None
-    step, span, dtype = pitch * problem.item, problem.span, _read_as(problem)
-    box = (problem.block, config.bn // config.share[0])
-    if feed.source.mode == conv_problem.ROWS:
-        return MapSpec(at, feed.x, (c, n * h * w), (step,), box, span, dtype=dtype)
-    kernel, (top, left, bottom, right) = feed.weight.shape[2:], feed.pads
-    reach = [(k - 1) * d for k, d in zip(kernel, feed.dilations, strict=True)]
-    corners = (-left, -top, right - reach[1], bottom - reach[0])
-    strides = (step, w * step, h * w * step)
-    steps = (1, feed.strides[1], feed.strides[0], 1)
-    return MapSpec(at, feed.x, (c, w, h, n), strides, box, span, corners, steps, dtype)
-
-
-def _read_as(problem: conv_problem.Problem) -> str:
-    """How TMA reads a source: fp32 is rounded to tf32 on its way, all else comes as it is."""
-    return problem.dtype if problem.dtype == "tfloat32" else ""
-
-
-def _weight_views(packed: Placed, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> list[Placed]:
-    """The logical OIHW weights of each source inside the packed ones."""
-    depth, at, views = problem.k_steps * problem.block, 0, []
-    for source, feed in zip(problem.sources, feeds, strict=True):
-        o, i, r, s = feed.weight.shape
-        lane = up(source.channels, problem.block)
-        views.append(packed.view((o, i, r, s), (depth, 1, s * lane, lane), at))
-        at += math.prod(source.kernel) * lane
-    return views

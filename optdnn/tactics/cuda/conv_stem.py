@@ -13,7 +13,7 @@ from optdnn.runtime.cuda import conv_stem as stem
 from optdnn.runtime.cuda import conv_stem_cost
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.conv_problem import Source
-from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda import conv_maps
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, up
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, finish, image, planar, with_pitch
 from optdnn.tactics.cuda.conv_sm80 import ARCHS
@@ -127,8 +127,8 @@ class StemConv(Rehearsed):
             "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
         }  # fmt: skip
         found = stem.describe(
-            problem, config, h200(), conv_sm90.pitch_of(out) or wide,
-            (conv_sm90.pitch_of(residual) or 0) if residual is not None else 0, (affine.factors, affine.shifts),
+            problem, config, h200(), conv_maps.pitch_of(out) or wide,
+            (conv_maps.pitch_of(residual) or 0) if residual is not None else 0, (affine.factors, affine.shifts),
         )  # fmt: skip
         reads = [x, packed.view(weight.shape, steps, at), bias.view((channels,), (1,)), *tail]
         emit_description(
@@ -141,4 +141,4 @@ class StemConv(Rehearsed):
 
 def _storable(b: Builder, x: Placed) -> bool:
     """Whether results can go to this place: whole pixels, or channels in eights among others."""
-    return conv_sm90.storable(b, x) and (x.shape[1] % 8 == 0 or conv_sm90.pitch_of(x) == up(x.shape[1], 8))
+    return conv_maps.storable(b, x) and (x.shape[1] % 8 == 0 or conv_maps.pitch_of(x) == up(x.shape[1], 8))

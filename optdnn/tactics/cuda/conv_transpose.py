@@ -14,7 +14,7 @@ from optdnn.runtime.cuda import conv_fp32 as fp32
 from optdnn.runtime.cuda.conv_cost import LATENCY, MEMORY
 from optdnn.runtime.cuda.conv_params import Scatter
 from optdnn.runtime.reference.conv import transpose_pads
-from optdnn.tactics.cuda import conv_fp32, conv_sm80, conv_sm90
+from optdnn.tactics.cuda import conv_fp32, conv_maps, conv_sm80, conv_sm90
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, products, up
 from optdnn.tactics.cuda.conv import bias_of, entering, finish, image, with_pitch
 from optdnn.tactics.cuda.epilogue import Epilogue, plan_epilogue
@@ -97,7 +97,7 @@ class Subpixel(Rehearsed):
 
     def stored(self, b: Builder, x: Placed) -> bool:
         """Whether the kernel writes the NCHW tensor, or adds it, where it lies."""
-        return conv_sm90.storable(b, x)
+        return conv_maps.storable(b, x)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
@@ -153,7 +153,7 @@ class HopperConvTranspose(Subpixel):
         self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
         residual: Placed | None, out: Placed, config: Any,
     ) -> str:  # fmt: skip
-        feed = conv_sm90.Feed(with_pitch(b, op, x), weight, *geometry)
+        feed = conv_maps.Feed(with_pitch(b, op, x), weight, *geometry)
         return conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
 
     def upscaled(
@@ -163,11 +163,11 @@ class HopperConvTranspose(Subpixel):
         """In one launch, which puts the blocks in their places itself, in configurations that store through shared memory."""
         out = image(target)
         scatter = None
-        if not ep.rest and out.dtype in (FP16, BF16) and conv_sm90.pitch_of(out) is not None:
+        if not ep.rest and out.dtype in (FP16, BF16) and conv_maps.pitch_of(out) is not None:
             scatter = _scatter(out, axes, 8)
         if scatter is None:
             return super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, config)
-        feed = conv_sm90.Feed(with_pitch(b, op, x), weight, *geometry)
+        feed = conv_maps.Feed(with_pitch(b, op, x), weight, *geometry)
         offers: list[Offer] = []
         if config is None:
             with b.rehearsal():

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda import conv_maps, conv_sm90
 from optdnn.tactics.cuda.builder import Builder, Placed, products, row_major, up
 from optdnn.tactics.cuda.conv import bias_of, finish
 from optdnn.tactics.cuda.epilogue import Epilogue, channel_vector, plan_epilogue
@@ -27,7 +27,7 @@ def rows_of(x: Placed, *, aligned: bool = True) -> Placed | None:
     if k > 1 and step != 1:
         return None
     found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, 8), 1, pitch, pitch))
-    return found if not aligned or conv_sm90.pitch_of(found) is not None else None
+    return found if not aligned or conv_maps.pitch_of(found) is not None else None
 
 
 def rows_in_memory(x: Placed, *, aligned: bool = True) -> tuple[int, ...]:
@@ -146,13 +146,13 @@ class HopperGemm(Rehearsed):
         config: Any,
     ) -> str:  # fmt: skip
         """The product as a 1x1 convolution of 1x1 images."""
-        feed = conv_sm90.Feed(x, weight, (1, 1), (0, 0, 0, 0), (1, 1))
+        feed = conv_maps.Feed(x, weight, (1, 1), (0, 0, 0, 0), (1, 1))
         return conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
 
     @staticmethod
     def _storable(b: Builder, x: Placed) -> bool:
         """Whether a launch can write these rows, or add them."""
-        return conv_sm90.storable(b, x)
+        return conv_maps.storable(b, x)
 
     def _target(self, b: Builder, op: Op, order: tuple[int, ...]) -> Placed:
         """The place of the result: rows in this order at a pitch that the kernel can write, unless it is reserved."""

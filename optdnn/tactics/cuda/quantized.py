@@ -14,7 +14,7 @@ from optdnn.runtime.cuda import conv_patch as patch
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.describe import Description
 from optdnn.runtime.reference.window import resolve_pads
-from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda import conv_maps, conv_sm90
 from optdnn.tactics.cuda.builder import EIGHT_BITS, Builder, Placed, channels_last, map_dtype, row_major, up
 from optdnn.tactics.cuda.conv import image, planar
 from optdnn.tactics.cuda.described import emit_description
@@ -32,7 +32,7 @@ def _pixels(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
 
 def _with_pitch(b: Builder, op: Op, x: Placed) -> Placed:
     """``x`` (NCHW) in an order that TMA can read: itself, or a copy (one for all who ask)."""
-    if conv_sm90.pitch_of(x) is not None:
+    if conv_maps.pitch_of(x) is not None:
         return x
     key = (x, ())
     if key not in b._copies:
@@ -49,7 +49,7 @@ def _padded_image(b: Builder, op: Op, x: Placed, pads: tuple[int, ...], zero: in
         (n, c, h, w), (top, left, bottom, right) = x.shape, pads
         shape = (n, c, h + top + bottom, w + left + right)
         made = b.new(f"{op.outputs[0].name}.padded", x.dtype, shape, _pixels(shape, x.dtype))
-        pitch = conv_sm90.pitch_of(x)
+        pitch = conv_maps.pitch_of(x)
         assert pitch is not None
         reads = [
             x,
@@ -103,7 +103,7 @@ def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | Non
 
 def _stem(
     b: Builder, op: Op, weight: Array, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...]
-) -> tuple[conv_sm90.Feed, Placed] | None:
+) -> tuple[conv_maps.Feed, Placed] | None:
     """A strided convolution of a quantized few-channel image: blocks of pixels as channels, neighbouring blocks read together
     (see :func:`optdnn.runtime.cuda.quantized.overlapped`), the quantization folded in. Also what the convolution reads, as NCHW."""
     channels, stride = weight.shape[1], strides[0]
@@ -146,7 +146,7 @@ def _stem(
         reads=[raw],
         writes=[blocks],
     )
-    feed = conv_sm90.Feed(
+    feed = conv_maps.Feed(
         blocks, quantized.overlapped_weights(source, weight, TOGETHER), seen.stride, seen.padding, seen.dilation, seen
     )
     reads = blocks.view((n, seen.channels, seen.height, seen.width), (seen.height * row, 1, row, quantized.LANES))
@@ -158,7 +158,7 @@ TOGETHER = 2
 
 
 def _emit(
-    b: Builder, op: Op, feed: conv_sm90.Feed, residual: Placed | None, out: Placed, reads: Placed, config: Any
+    b: Builder, op: Op, feed: conv_maps.Feed, residual: Placed | None, out: Placed, reads: Placed, config: Any
 ) -> str:
     """The launch; ``out`` and ``residual`` are NCHW, ``reads`` is operand 0 as the meaning reads it (its logical shape)."""
     a, channel = op.attrs, b.graph.constant_value(op.inputs[2])
@@ -170,7 +170,7 @@ def _emit(
     problem = conv_problem.Problem(
         out.shape[0], up(channels, 16 // item), (feed.source,), tuple(a.stages), dtype, result, second, a.zero != 0
     )
-    pitches = [conv_sm90.pitch_of(p) for p in (out, residual) if p is not None]
+    pitches = [conv_maps.pitch_of(p) for p in (out, residual) if p is not None]
     dense = all(p == problem.channels for p in pitches)
     offers = conv_sm90.ranked(problem, dense) if config is None else (conv_sm90.offered(problem, config, dense),)
     b.offer(offers)
@@ -191,7 +191,7 @@ def _emit(
     return str(config)
 
 
-def _weight_view(packed: Placed, problem: conv_problem.Problem, feed: conv_sm90.Feed) -> Placed:
+def _weight_view(packed: Placed, problem: conv_problem.Problem, feed: conv_maps.Feed) -> Placed:
     """The logical weights inside the packed ones: OIHW, or ``[sixteens, 8, 2, i, h, w]`` where rows are permuted."""
     o, i, r, s = feed.weight.shape
     depth, lane = problem.k_steps * problem.block, up(problem.sources[0].channels, problem.block)
@@ -234,10 +234,10 @@ class HopperQuantizedConv(Rehearsed):
             x = _with_pitch(b, op, image(b.operand(op.inputs[0])))
             if a.input_zero and any(pads):
                 x, pads = _padded_image(b, op, x, pads, a.input_zero), (0, 0, 0, 0)
-            feed = conv_sm90.Feed(x, weight, strides, pads, dilations)
+            feed = conv_maps.Feed(x, weight, strides, pads, dilations)
         residual = _with_pitch(b, op, image(b.operand(op.inputs[3]))) if op.input(3) is not None else None  # type: ignore[arg-type]
         between = out
-        if conv_sm90.pitch_of(out) is None:
+        if conv_maps.pitch_of(out) is None:
             between = b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
         used = _emit(b, op, feed, residual, between, x, config)
         if between is not out:
@@ -263,7 +263,7 @@ class HopperQuantizedMatMul(Rehearsed):
         assert op.inputs[0] is not None
         x = self._rows(b, op, b.operand(op.inputs[0]))
         residual = self._rows(b, op, b.operand(op.inputs[3])) if op.input(3) is not None else None  # type: ignore[arg-type]
-        feed = conv_sm90.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
+        feed = conv_maps.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
         unit = 16 // op.outputs[0].type.dtype.itemsize
         if op.value not in b.reserved and op.outputs[0].type.static_shape[-1] % unit:
             t = op.outputs[0].type
@@ -303,8 +303,8 @@ def _rows_of(x: Placed) -> Placed | None:
     (n, k), (pitch, step) = flat.shape, flat.strides
     if k > 1 and step != 1:
         return None
-    found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, conv_sm90.aligned(x)), 1, pitch, pitch))
-    return found if conv_sm90.pitch_of(found) is not None else None
+    found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, conv_maps.aligned(x)), 1, pitch, pitch))
+    return found if conv_maps.pitch_of(found) is not None else None
 
 
 class MaxPoolOfIntegers(OwnTactic):

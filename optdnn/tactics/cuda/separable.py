@@ -18,7 +18,7 @@ from optdnn.runtime.cuda import conv_problem, depthwise, separable
 from optdnn.runtime.cuda import separable_cost as cost
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.conv_problem import Source
-from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda import conv_maps, conv_sm90
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, up
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, finish, with_pitch
 from optdnn.tactics.cuda.depthwise import ranked as depthwise_ranked
@@ -181,7 +181,7 @@ class Separable(Rehearsed):
             out = b.new(
                 f"{op.outputs[0].name}.conv", target.dtype, target.shape, channels_last(target.shape, up(channels, 8))
             )
-        pitches = [conv_sm90.pitch_of(t) if t is not None else 0 for t in (x, out, residual)]
+        pitches = [conv_maps.pitch_of(t) if t is not None else 0 for t in (x, out, residual)]
         problem = replace(problem, pitches=(pitches[0] or 0, pitches[1] or 0, pitches[2] or 0))
         operands, reads = self._operands(b, op, pair, problem, x)
         operands |= {"output": out} | ({"residual": residual} if residual is not None else {})
@@ -240,7 +240,7 @@ def _packed(b: Builder, weight: Array) -> Array:
 
 def _storable(b: Builder, x: Placed) -> bool:
     """Whether the kernel can write this channels-last tensor: channels in eights, or their padding is its own."""
-    return conv_sm90.storable(b, x) and (x.shape[1] % 8 == 0 or conv_sm90.pitch_of(x) == up(x.shape[1], 8))
+    return conv_maps.storable(b, x) and (x.shape[1] % 8 == 0 or conv_maps.pitch_of(x) == up(x.shape[1], 8))
 
 
 def _slower(problem: separable.Problem, invariant: bool = False) -> str | None:
