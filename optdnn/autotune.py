@@ -11,7 +11,6 @@ Every time comes from a :class:`Timer`, so all else (what is tried, when it stop
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +21,12 @@ from typing import Any
 
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import InternalError, RunError
-from optdnn.ir.digest import structure_digest
 from optdnn.ir.graph import Graph, Op
 from optdnn.ir.kept import Kept
 from optdnn.lane_race import race_lanes
 from optdnn.lower_cuda import Emitted, emit_program
 from optdnn.runtime.cuda.alone import alone
 from optdnn.runtime.cuda.kernels_of import recipe_of
-from optdnn.runtime.cuda.nvrtc import KERNELS
 from optdnn.runtime.cuda.timer import TrialFailed
 from optdnn.runtime.program import Program
 from optdnn.streams import Streams, on_lanes
@@ -42,6 +39,7 @@ from optdnn.tactics.cuda.tactic import PROVIDERS
 from optdnn.tactics.cuda.trials import Problem, Trial, trials_of
 from optdnn.tactics.cuda.tuned import Timer, Tuned
 from optdnn.tactics.timing_cache import TimingCache
+from optdnn.timing_keys import candidate_key, network_key, signatures_digest, versions_of
 
 ALONE = 0.6
 """At most this part of a budget goes to candidates alone; the rest is for the network."""
@@ -258,25 +256,24 @@ class Tuner:
 
     def _note(self, problem: Problem, trial: Trial) -> None:
         """Keep a candidate's outcome in the timing cache."""
-        outcome = problem.times.get(trial.choice), self._versions(trial.provider), problem.failed.get(trial.choice)
-        self.cache.note(self._key(problem, trial), *outcome)
-
-    def _versions(self, *providers: str) -> dict[str, str]:
-        """The versions that the times of these providers' kernels were measured under."""
-        wanted = {"driver", "nvrtc", *providers}
-        return {k: v for k, v in self.timer.machine.versions.items() if k in wanted}
+        outcome = (
+            problem.times.get(trial.choice),
+            versions_of(self.timer.machine, trial.provider),
+            problem.failed.get(trial.choice),
+        )
+        self.cache.note(candidate_key(self.timer.machine, problem.key, trial, cold=self.cold), *outcome)
 
     def _recall(self, problem: Problem, trials: list[Trial]) -> None:
         """Take what the timing cache knows; times under another driver only say what to try first."""
         ranked: list[tuple[float, Trial]] = []
         for trial in list(trials):
-            known = self.cache.measured(self._key(problem, trial))
+            known = self.cache.measured(candidate_key(self.timer.machine, problem.key, trial, cold=self.cold))
             if known is None:
                 continue
             if known.failed is not None:
                 problem.failed[trial.choice] = known.failed
                 trials.remove(trial)
-            elif known.seconds is not None and known.versions == self._versions(trial.provider):
+            elif known.seconds is not None and known.versions == versions_of(self.timer.machine, trial.provider):
                 problem.times[trial.choice] = known.seconds
                 trials.remove(trial)
             elif known.seconds is not None:
@@ -373,30 +370,9 @@ class Tuner:
 
     # ---------------------------------------------------------------- the timing cache
 
-    def _key(self, problem: Problem, trial: Trial) -> str:
-        """Names everything but soft versions: the device, the problem, the candidate, its kernels' sources or its library."""
-        sources = ",".join(sorted({k.source[:16] for k in trial.program.kernels}))
-        library = (
-            ""
-            if trial.provider == "own"
-            else f" {trial.provider} {self.timer.machine.versions.get(trial.provider, '')}"
-        )
-        regime = "cold" if self.cold else "warm"
-        return f"{self.timer.machine.device} | {problem.key} | {trial.choice} | {regime} | {sources}{library}"
-
-    def _network_key(self) -> str:
-        """Names the whole network: its graph, what may be chosen, and this version's kernels."""
-        digest = hashlib.sha256()
-        selection = Selection.of(self.options)
-        facts: list[Any] = [sorted(selection.providers), selection.workspace, selection.row_invariant]
-        facts += [str(self.options.streams), self.options.strict, self.target, structure_digest(self.graph)]
-        facts += [(p.name, p.read_bytes()) for p in sorted(KERNELS.glob("*.cu*"))]
-        digest.update(repr(facts).encode())
-        return f"{self.timer.machine.device} | {digest.hexdigest()[:32]}"
-
     def _known(self) -> Tuned | None:
         """What an earlier build chose for this very network, where all versions are the same and it had as much time."""
-        self._network = self._network_key()
+        self._network = network_key(self.timer.machine, self.graph, self.options, self.target)
         known = self.cache.network(self._network)
         if known is None:
             return None
@@ -405,9 +381,11 @@ class Tuner:
             emitted = emit_program(self.graph, self.options, self.target, {}, choices, kept=self._kept)
         except InternalError:
             return None
-        if known.problems != _problems(emitted):  # of another version, which would make something else of this network
+        if known.problems != signatures_digest(
+            emitted
+        ):  # of another version, which would make something else of this network
             return None
-        same = known.versions == self._versions(*Selection.of(self.options).providers)
+        same = known.versions == versions_of(self.timer.machine, *Selection.of(self.options).providers)
         budget = self.options.budget
         if same and (known.seconds is None or (budget is not None and budget <= known.seconds)):
             streams = Streams.of_plain(known.streams)
@@ -421,19 +399,14 @@ class Tuner:
         if found.after_ms is None or found.failed:
             return
         spent = None if found.stopped is None else max(self.clock() - self.begin, self.options.budget or 0.0)
-        versions = self._versions(*Selection.of(self.options).providers)
+        versions = versions_of(self.timer.machine, *Selection.of(self.options).providers)
         lanes = None if found.streams is None else found.streams.to_plain()
         # What the cost model chose is kept as well: the next build need not ask it.
         made = emit_program(self.graph, self.options, self.target, {}, found.choices, kept=self._kept)
         found.choices |= {d.signature: d.choice for d in made.decisions if d.choice.config}
         found.emitted = emit_program(self.graph, self.options, self.target, {}, found.choices, kept=self._kept)
-        problems = _problems(found.emitted)
+        problems = signatures_digest(found.emitted)
         self.cache.note_network(self._network, found.choices, found.after_ms, versions, spent, lanes, problems)
-
-
-def _problems(emitted: Emitted) -> str:
-    """A digest of the signatures that a network is made of."""
-    return hashlib.sha256("\n".join(d.signature for d in emitted.decisions).encode()).hexdigest()[:32]
 
 
 def tune(

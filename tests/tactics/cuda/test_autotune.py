@@ -13,6 +13,7 @@ from support.net import Net
 from support.timer import FakeTimer, hashed
 
 import optdnn.autotune
+import optdnn.timing_keys
 from optdnn.autotune import Tuner
 from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
@@ -332,7 +333,7 @@ def test_what_must_agree(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = FakeTimer(hashed, device="other GPU" if change == "device" else "GPU")
     if change == "kernels":
         monkeypatch.setattr("optdnn.tactics.cuda.builder.source_digest", lambda recipe: "0" * 64)
-        monkeypatch.setattr(optdnn.autotune, "KERNELS", optdnn.autotune.KERNELS / "nowhere")
+        monkeypatch.setattr(optdnn.timing_keys, "KERNELS", optdnn.timing_keys.KERNELS / "nowhere")
     if change == "workspace":
         options["workspace"] = 1 << 30
     again, _ = tuned(timer, cache, **options)
