@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from figures_checks import correctness
-from figures_gpu import compiled, growth, layers, side_by_side, targets, waits
+from figures_gpu import compiled, growth, side_by_side, targets, waits
 
 from optdnn.report.precision import declined
 
@@ -37,8 +37,6 @@ def figures() -> str:
         if (file := RESULTS / f"{name}.json").exists():
             parts.append(_precision(title, file))
     parts += [text for text in [correctness(RESULTS)] if text]
-    if (file := RESULTS / "resnet50-own-h200.json").exists():
-        parts.append(layers(file))
     if (file := RESULTS / "targets-h200.json").exists():
         parts.append(targets(file))
     if (file := RESULTS / "compile-h200.json").exists():

@@ -235,22 +235,3 @@ def _compared(runs: Sequence[Mapping[str, Any]]) -> list[str]:
             rows.append([f"`{run['command']}`", f"{subject['median_ms']:.3f}", *(ms.get(n, "") for n in names)])
     about = "GPU time; each candidate in a process of its own, in turns, held against the model in float64."
     return [table("`optdnn compare` on the GPU", rows, about)] if len(rows) > 1 else []
-
-
-def layers(file: Path) -> str:
-    """ResNet-50's convolutions by hand, kernel by kernel."""
-    data = json.loads(file.read_text(encoding="utf-8"))
-    rows = [["batch", "our kernels ms", "cuDNN, fused ms", "PyTorch eager ms"]]
-    for batch, entry in data["batches"].items():
-        ours = min(c["median_ms"] for c in entry["chain"])
-        torch: dict[str, Any] = {t["torch"]: t["median_ms"] for t in entry["torch"]}
-        fused = torch.pop("cudnn_fused")
-        (eager,) = torch.values()
-        rows.append([batch, f"{ours:.3f}", f"{fused:.3f}", f"{eager:.3f}"])
-    machine = data["machine"]
-    about = (
-        f"{machine['device']['name']}; torch {machine['torch']}, cuDNN {machine['cudnn']}; `{machine['command']}`. Median GPU time "
-        "of one inference in a CUDA graph, inputs on the device; ours in the faster of two tile orders. "
-        "This measures the kernels in a chain of the network's layers that the benchmark builds, each checked against float64."
-    )
-    return table("ResNet-50, fp16, on the GPU: our convolution kernels", rows, about)

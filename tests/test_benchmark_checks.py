@@ -17,7 +17,7 @@ def test_every_kernel_of_engines_is_run_under_the_sanitizers() -> None:
     from optdnn.runtime.cuda.nvrtc import KERNELS
 
     cases = module("gpu/sanitize_cases.py")
-    left = {p.name for p in KERNELS.glob("*.cu")} - {"timer.cu", "pool.cu"}  # of the tuner; of a benchmark alone
+    left = {p.name for p in KERNELS.glob("*.cu")} - {"timer.cu"}  # of the tuner
     for name, (build, precision) in cases.graphs().items():
         if left and name not in cases.GENERAL and precision != "bf16":
             with cases.forced(name):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-import resnet_layers
+import conv_bench
 
 from optdnn.runtime.cuda import conv, conv_patch, conv_problem, graphs
 from optdnn.tactics.cuda.conv_sm90 import ranked
@@ -43,7 +43,7 @@ def problem_of(shape: str) -> conv_problem.Problem:
     return conv_problem.Problem(1, out, (source,), (("bias",), ("relu",)), "float16", "float16")
 
 
-def time_all(bench: resnet_layers.Bench, launches: list[Any], count: int) -> float:
+def time_all(bench: conv_bench.Bench, launches: list[Any], count: int) -> float:
     """Microseconds of a launch, in a graph of ``count`` that goes round the launches."""
     graph = graphs.Graph([launches[i % len(launches)] for i in range(count)], bench.stream)
     times = graphs.time_runs(lambda: graph.replay(bench.stream), bench.stream, warmup=2, repeats=7)
@@ -57,15 +57,15 @@ def chosen_for(problem: conv_problem.Problem, limit: int) -> list[Any]:
     return [o for kind in kinds for o in [o for o in ranked(problem, True) if isinstance(o.config, kind)][:limit]]
 
 
-def row_of(bench: resnet_layers.Bench, shape: str, limit: int) -> dict[str, Any]:
+def row_of(bench: conv_bench.Bench, shape: str, limit: int) -> dict[str, Any]:
     problem = problem_of(shape)
     chosen = chosen_for(problem, limit)
-    layer = resnet_layers.Layer(problem)
+    layer = conv_bench.Layer(problem)
     reference = layer.reference()
     copies = [layer.packed.clone() for _ in range(min(64, -(-COLD // layer.packed.nbytes)))]
     found: list[list[Any]] = []
     for offer in chosen:
-        error = resnet_layers.compare(bench, layer, offer.config, reference)
+        error = conv_bench.compare(bench, layer, offer.config, reference)
         if not error < 1e-3:
             found.append([None, None, str(offer.config), error])
             continue
@@ -88,10 +88,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=24, help="candidates of each kernel")
     options = parser.parse_args()
-    bench = resnet_layers.Bench(Path("/tmp/kernels-conv-tiles"))
+    bench = conv_bench.Bench(Path("/tmp/kernels-conv-tiles"))
     problems = [problem_of(shape) for shape in options.shapes]
     recipes = [
-        resnet_layers.family_of(o.config).recipe(p, o.config) for p in problems for o in chosen_for(p, options.limit)
+        conv_bench.family_of(o.config).recipe(p, o.config) for p in problems for o in chosen_for(p, options.limit)
     ]
     bench.cache.get_many(recipes, os.cpu_count() or 1)
     print(f"{len(recipes)} candidates compiled", flush=True)

@@ -27,7 +27,7 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests")]
-from resnet_layers import Bench, Layer, compare, time_layer  # noqa: E402
+from conv_bench import Bench, Layer, compare, time_layer  # noqa: E402
 
 from optdnn.runtime.cuda import conv, conv_cost, graphs  # noqa: E402
 from optdnn.runtime.cuda.conv import Config  # noqa: E402

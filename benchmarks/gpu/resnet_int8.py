@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from resnet_layers import Bench, family_of, machine, time_layer, timing
+from conv_bench import Bench, family_of, machine, time_layer, timing
 
 from optdnn.runtime.cuda import conv_cost, conv_params, conv_patch, describe, graphs, pool_int8, quantized
 from optdnn.runtime.cuda.conv_problem import Problem, Source

@@ -41,10 +41,7 @@ def resnet(batch: int) -> dict[str, Problem]:
     """ResNet-50's distinct layers, by the first one's name and how many there are."""
     import resnet50
 
-    found: dict[Problem, list[str]] = {}
-    for step in resnet50.steps(batch):
-        found.setdefault(step.problem, []).append(step.name)
-    return {f"{names[0]} x{len(names)}": problem for problem, names in found.items()}
+    return {f"{names[0]} x{len(names)}": problem for problem, names in resnet50.distinct(batch).items()}
 
 
 def networks() -> dict[str, dict[str, Problem]]:
@@ -96,7 +93,7 @@ def compile_all(problems: list[Problem], options: argparse.Namespace) -> None:
 
 def cases(out: Path) -> None:
     """The cases of stream-K, in checked builds: a fault in the protocol traps. Each runs three times and repeats to the bit."""
-    from resnet_layers import Bench, Layer, compare
+    from conv_bench import Bench, Layer, compare
 
     bench, rows = Bench(None, checked=True), []
     chosen = {name: case for name, case in CASES.items() if getattr(case[1], "stream", False)}
@@ -127,7 +124,7 @@ def torch_bits(tensor: Any) -> Any:
 
 def timed(names: list[str], options: argparse.Namespace) -> None:
     """Both kinds of configurations of every layer."""
-    from resnet_layers import Bench, Layer, compare, time_layer
+    from conv_bench import Bench, Layer, compare, time_layer
 
     bench, rows = Bench(None), []
     known = networks()

@@ -10,7 +10,7 @@ from support.needs import needs_nvrtc
 from support.net import Net
 from support.simulated import lowered
 
-from optdnn.runtime.cuda import conv, conv_cost, conv_general, conv_patch, nvrtc, pool
+from optdnn.runtime.cuda import conv, conv_cost, conv_general, conv_patch, nvrtc
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.conv_problem import Problem, Source
 
@@ -71,13 +71,6 @@ def test_the_general_convolution_compiles(arch: str, name: str) -> None:
     for config in conv_general.CONFIGS[::3]:
         (kernel,) = nvrtc.resources(conv_general.recipe(GENERAL[name][0], config, arch)).values()
         assert kernel.spill_bytes == kernel.stack_bytes == 0, config
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_pooling_compiles(arch: str, dtype: str) -> None:
-    for kernel in nvrtc.resources(pool.recipe(dtype, arch)).values():
-        assert kernel.spill_bytes == kernel.stack_bytes == 0
 
 
 def test_too_many_accumulators_do_not_fit_and_are_refused() -> None:

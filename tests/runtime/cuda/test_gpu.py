@@ -12,7 +12,7 @@ from support.conv_cases import CASES, GENERAL, convolve
 from support.device_memory import Memory
 from support.needs import why_no_hopper
 
-from optdnn.runtime.cuda import conv, conv_general, conv_params, conv_patch, conv_problem, graphs, pool
+from optdnn.runtime.cuda import conv, conv_general, conv_params, conv_patch, graphs
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.device import Launch
 from optdnn.runtime.cuda.memory import fill
@@ -135,48 +135,6 @@ def test_general_convolution(name: str, config: conv_general.GeneralConfig, memo
     memory.run(conv_general.bind(problem, config, memory.device, function, pointers, groups=groups))
     error = np.linalg.norm(memory.get(output, shape, dtype).astype(np.float64) - expected) / np.linalg.norm(expected)
     assert error < TOLERANCE[problem.dtype], error
-
-
-def test_max_pool(memory: Memory, cache: KernelCache) -> None:
-    image = np.random.default_rng(1).standard_normal((2, 13, 11, 24)).astype(np.float16)
-    padded = np.pad(image, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
-    expected = np.stack([padded[:, r : r + 12 + 1 : 2, s : s + 10 + 1 : 2] for r in range(3) for s in range(3)]).max(0)
-    target = memory.put(np.full(expected.shape, np.nan, np.float16))
-    memory.run(
-        pool.max_pool(
-            cache, memory.device.arch, "float16", image.shape, (3, 3), (2, 2), (1, 1, 1, 1), memory.put(image), target
-        )
-    )
-    np.testing.assert_array_equal(memory.get(target, expected.shape, expected.dtype), expected)
-
-
-def test_global_average_pool(memory: Memory, cache: KernelCache) -> None:
-    image = np.random.default_rng(2).standard_normal((3, 7, 7, 200)).astype(np.float16)
-    target = memory.put(np.full((3, 200), np.nan, np.float16))
-    memory.run(pool.global_average_pool(cache, memory.device.arch, "float16", image.shape, memory.put(image), target))
-    expected = image.astype(np.float64).mean((1, 2))
-    np.testing.assert_allclose(memory.get(target, (3, 200), np.dtype(np.float16)), expected, atol=2e-4)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        conv_problem.Source(13, 10, 3, (7, 7), (2, 2), (3, 3, 3, 3)),
-        conv_problem.Source(9, 8, 3, (3, 3), (1, 1), (1, 1, 1, 1)),
-    ],
-)
-def test_image_to_depth(source: conv_problem.Source, memory: Memory, cache: KernelCache) -> None:
-    image = np.random.default_rng(3).standard_normal((2, 3, source.height, source.width)).astype(np.float16)
-    made, block = conv_problem.space_to_depth(source), source.stride[0]
-    moved = np.zeros((2, made.height, block, made.width, block, 3), np.float16)
-    moved.reshape(2, made.height * block, made.width * block, 3)[:, : source.height, : source.width] = image.transpose(
-        0, 2, 3, 1
-    )
-    expected = np.zeros((2, made.height, made.width, made.channels), np.float16)
-    expected[..., : block * block * 3] = moved.transpose(0, 1, 3, 2, 4, 5).reshape(2, made.height, made.width, -1)
-    target = memory.put(np.full(expected.shape, np.nan, np.float16))
-    memory.run(pool.image_to_depth(cache, memory.device.arch, "float16", 2, source, memory.put(image), target))
-    np.testing.assert_array_equal(memory.get(target, expected.shape, expected.dtype), expected)
 
 
 def test_a_graph_of_dependent_launches_replays_the_same(memory: Memory, cache: KernelCache) -> None:

@@ -15,13 +15,22 @@ from optdnn.errors import MissingDependency
 from optdnn.runtime.cuda import nvrtc
 from optdnn.runtime.cuda.nvrtc import CacheWarning, KernelCache, KernelError, Recipe
 
-RECIPE = Recipe(
-    "pool.cu",
-    "sm_80",
-    {
-        "generated.cuh": "#define KERNEL_H 3\n#define KERNEL_W 3\n#define CHANNELS 3\n#define BLOCK 2\n#define LANES 16\n"
-    },
-)
+SOURCE = """
+extern "C" __global__ void sum(const float* x, float* y) {
+    __shared__ float partial[512];
+    partial[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        float sum = 0;
+        for (int i = 0; i < 512; i++)
+            sum += partial[i];
+        *y = sum;
+    }
+}
+
+extern "C" __global__ void twice(const float* x, float* y) { y[threadIdx.x] = 2 * x[threadIdx.x]; }
+"""
+RECIPE = Recipe("general.cu", "sm_80", {"generated.cuh": SOURCE})
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +53,7 @@ def test_a_cubin_is_an_elf_file_and_repeats_bit_for_bit() -> None:
 
 def test_a_kernel_that_does_not_compile_gives_the_log() -> None:
     broken = replace(RECIPE, generated={"generated.cuh": "this is no C++;"})
-    with pytest.raises(KernelError, match=r"pool\.cu does not compile for sm_80[\s\S]*generated\.cuh"):
+    with pytest.raises(KernelError, match=r"general\.cu does not compile for sm_80[\s\S]*generated\.cuh"):
         nvrtc.compile_recipe(broken)
 
 
@@ -67,10 +76,10 @@ def test_the_key_depends_on_everything_that_decides_the_bytes(monkeypatch: pytes
         (tmp_path / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr(nvrtc, "KERNELS", tmp_path)
     assert RECIPE.key() in keys
-    with (tmp_path / "ptx.cuh").open("a") as header:  # a header that the main file includes
+    with (tmp_path / "general.cuh").open("a") as header:  # a header that the main file includes
         header.write("// changed\n")
     assert RECIPE.key() not in keys
-    (tmp_path / "ptx.cuh").write_bytes((Path(nvrtc.__file__).parent / "kernels" / "ptx.cuh").read_bytes())
+    (tmp_path / "general.cuh").write_bytes((Path(nvrtc.__file__).parent / "kernels" / "general.cuh").read_bytes())
     monkeypatch.setattr(nvrtc, "version", lambda: (99, 0))
     assert RECIPE.key() not in keys
     monkeypatch.undo()
@@ -131,21 +140,21 @@ def test_few_kernels_take_few_processes(
     monkeypatch.setattr(KernelCache, "_compile", lambda self, jobs, others: asked.append(others))
     monkeypatch.setattr(KernelCache, "get", lambda self, recipe: b"")
     KernelCache(tmp_path).get_many(
-        [Recipe("pool.cu", "sm_80", {"generated.cuh": f"// {i}\n"}) for i in range(count)], 4
+        [Recipe("general.cu", "sm_80", {"generated.cuh": f"// {i}\n"}) for i in range(count)], 4
     )
     assert sum(asked) == others
 
 
 def test_an_error_in_a_compiling_process_is_raised_here(tmp_path: Path) -> None:
-    bad = [Recipe("pool.cu", "sm_80", {"generated.cuh": f"broken {i};"}) for i in range(8)]
-    with pytest.raises(KernelError, match=r"pool\.cu does not compile"):
+    bad = [Recipe("general.cu", "sm_80", {"generated.cuh": f"broken {i};"}) for i in range(8)]
+    with pytest.raises(KernelError, match=r"general\.cu does not compile"):
         KernelCache(tmp_path).get_many(bad, workers=2)
 
 
 def test_resources_report_registers_and_shared_memory() -> None:
     found = nvrtc.resources(RECIPE)
-    assert set(found) == {"max_pool", "global_average_pool", "space_to_depth"}
-    assert found["global_average_pool"].shared_bytes == 2048
+    assert set(found) == {"sum", "twice"}
+    assert found["sum"].shared_bytes == 2048
     assert all(0 < kernel.registers <= 255 for kernel in found.values())
 
 
@@ -164,7 +173,7 @@ def test_without_the_packages_the_error_names_the_pip_command() -> None:
 import sys
 sys.modules["cuda.bindings"] = None
 from optdnn.errors import MissingDependency
-from optdnn.runtime.cuda import conv, conv_cost, conv_patch, device, graphs, nvrtc, pool, render
+from optdnn.runtime.cuda import conv, conv_cost, conv_patch, device, graphs, nvrtc, render
 for call in (nvrtc.version, device.driver):
     try:
         call()
