@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,13 +20,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from steps import prepared_aside
+from targets import facts
 
 import optdnn
 from optdnn.precision.gpu_target import gpu_rounds
 from optdnn.precision.turns import paired
-from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.feeds import random_feeds
-from optdnn.runtime.machine import machine, versions
 from optdnn.runtime.race import Versus
 
 WORKERS = 10
@@ -78,20 +75,6 @@ def main() -> None:
             rows.append({"row": row, **beside(labels, options.rounds)})
             print(row, rows[-1]["ms"], rows[-1]["over"], flush=True)
             options.out.write_text(json.dumps({**facts(), "rows": rows}, indent=1) + "\n")
-
-
-def facts() -> dict[str, Any]:
-    """The command and where it ran."""
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "command": "python benchmarks/gpu/beside.py " + " ".join(sys.argv[1:]),
-        "commit": commit.stdout.strip(),
-        "date": time.strftime("%F"),
-        "machine": {**machine(), "device": str(Device.open().name)},
-        "versions": versions(),
-    }
 
 
 if __name__ == "__main__":
