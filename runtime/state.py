@@ -41,6 +41,14 @@ def check_state(signature: Signature, state: Mapping[str, str], outputs: Mapping
     return dict(state)
 
 
+def checked_values(initial: Mapping[str, Any], values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``values`` that are to be initial state from now on. Raises InputError for a name that is not in ``initial``."""
+    values = dict(values or {})
+    if unknown := sorted(values.keys() - initial.keys()):
+        raise InputError(f"{unknown[0]!r} is no state; there are {', '.join(initial)}")
+    return values
+
+
 def _may_agree(a: TensorSpec, b: TensorSpec) -> bool:
     sizes = zip(a.shape, b.shape, strict=False)
     return len(a.shape) == len(b.shape) and all(x == y or isinstance(x, str) or isinstance(y, str) for x, y in sizes)
@@ -99,9 +107,5 @@ class Bound:
 
     def reset(self, values: Mapping[str, Array] | None = None) -> None:
         """Begin again from the initial state; ``values`` (by input name) are the initial state from now on."""
-        values = dict(values or {})
-        unknown = sorted(values.keys() - set(self._pairs.values()))
-        if unknown:
-            raise InputError(f"{unknown[0]!r} is no state; there are {', '.join(self._pairs.values())}")
-        self._initial.update(values)
+        self._initial.update(checked_values(self._initial, values))
         self._inputs.update(self._initial)

@@ -10,7 +10,7 @@ from optdnn.errors import InputError
 from optdnn.ranges import Profile
 from optdnn.runtime.cuda.arrays import import_cupy
 from optdnn.runtime.signature import Signature
-from optdnn.runtime.state import check_state
+from optdnn.runtime.state import check_state, checked_values
 from optdnn.types import TensorSpec
 
 
@@ -86,10 +86,7 @@ class Growing:
     def reset(self, values: Mapping[str, Any] | None = None) -> None:
         """Begin again from the initial state; ``values`` (by input name) are the initial state from now on."""
         cupy = import_cupy("to hold state on the GPU")
-        values = dict(values or {})
-        if unknown := sorted(values.keys() - self._initial.keys()):
-            raise InputError(f"{unknown[0]!r} is no state; there are {', '.join(self._initial)}")
-        self._initial.update({t: cupy.asarray(a) for t, a in values.items()})
+        self._initial.update({t: cupy.asarray(a) for t, a in checked_values(self._initial, values).items()})
         specs = {s.name: s for s in self._signature.inputs}
         for target, array in self._initial.items():
             spec = TensorSpec(target, specs[target].dtype, tuple(array.shape))

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from optdnn.errors import InputError
 from optdnn.runtime.cuda.arrays import import_cupy
 from optdnn.runtime.signature import Signature
-from optdnn.runtime.state import check_state
+from optdnn.runtime.state import check_state, checked_values
 
 
 class Binds(Protocol):
@@ -50,15 +50,12 @@ class Streaming:
         writes = {t: a if t in alone else cupy.empty_like(a) for t, a in reads.items()}
         self._buffers = (reads, writes)
         first = context.bind({**inputs, **reads}, {**(outputs or {}), **self._named(writes)})
-        if len(alone) == len(reads):
-            self._calls, self._turn = (first, first), 0
-            self.outputs: dict[str, Any] = {}
-            self.reset()
-            return
-        rest = {n: a for n, a in first.outputs.items() if n not in self._pairs and a is not None}
-        second = context.bind({**inputs, **writes}, {**rest, **self._named(reads)})
+        second = first
+        if len(alone) < len(reads):
+            rest = {n: a for n, a in first.outputs.items() if n not in self._pairs and a is not None}
+            second = context.bind({**inputs, **writes}, {**rest, **self._named(reads)})
         self._calls, self._turn = (first, second), 0
-        self.outputs = {}
+        self.outputs: dict[str, Any] = {}
         self.reset()
 
     def _named(self, buffers: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,11 +74,8 @@ class Streaming:
 
     def reset(self, values: Mapping[str, Any] | None = None) -> None:
         """Begin again from the initial state; ``values`` (by input name) are the initial state from now on."""
-        values = dict(values or {})
         cupy = import_cupy("to hold state on the GPU")
-        if unknown := sorted(values.keys() - self._initial.keys()):
-            raise InputError(f"{unknown[0]!r} is no state; there are {', '.join(self._initial)}")
-        self._initial.update({t: cupy.asarray(a) for t, a in values.items()})
+        self._initial.update({t: cupy.asarray(a) for t, a in checked_values(self._initial, values).items()})
         for target, array in self._initial.items():
             cupy.copyto(self._buffers[self._turn][target], array)
         cupy.cuda.get_current_stream().synchronize()
