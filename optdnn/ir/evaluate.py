@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import TypeVar
 
@@ -21,8 +21,13 @@ from optdnn.types import FP64, Array, DType, is_float, random_array
 T = TypeVar("T")
 
 
-def evaluate(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """Outputs by name, in order. ``feeds`` maps each input's name to an array of its dtype and shape.
+Read = Callable[[Op, list[Array | None]], list[Array | None]]
+"""What an op is to read in place of its operands."""
+
+
+def evaluate(graph: Graph, feeds: Mapping[str, Array], read: Read | None = None) -> dict[str, Array]:
+    """Outputs by name, in order. ``feeds`` maps each input's name to an array of its dtype and shape; ``read`` may change what
+    an op reads.
 
     Raises InputError for an input that is missing, unknown, or of another dtype or shape (equal symbols must have equal
     sizes), and RunError where a kernel refuses its operands' values.
@@ -33,11 +38,11 @@ def evaluate(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
             f"there is no input {unknown[0]!r}", hint=f"the inputs are {', '.join(sorted(map(repr, names)))}"
         )
     sources = [graph.op(i).inputs[0] for i in graph.outputs]
-    arrays = values(graph, feeds, [v for v in sources if v is not None])
+    arrays = values(graph, feeds, [v for v in sources if v is not None], read)
     return {graph.op(i).outputs[0].name: array for i, array in zip(graph.outputs, arrays, strict=True)}
 
 
-def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[Value]) -> list[Array]:
+def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[Value], read: Read | None = None) -> list[Array]:
     """Any values of the graph; only what they depend on is computed, and each array is dropped after its last use."""
     needed, uses = _needed(graph, wanted)
     results: dict[Value, Array] = {}
@@ -51,6 +56,8 @@ def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[Value]) ->
             results[op.value] = op.attrs.value
         else:
             operands = [None if v is None else results[v] for v in op.inputs]
+            if read is not None:
+                operands = read(op, operands)
             dtypes = [o.type.dtype for o in op.outputs]
             for i, array in enumerate(run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), dtypes)):
                 if uses.get(Value(op.id, i)):

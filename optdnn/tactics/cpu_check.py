@@ -8,7 +8,8 @@ import numpy as np
 
 from optdnn.errors import RunError
 from optdnn.ir.evaluate import evaluate
-from optdnn.ir.graph import Graph
+from optdnn.ir.graph import Graph, Op
+from optdnn.passes.decisions import DECIDES
 from optdnn.runtime.engine import Engine
 from optdnn.types import BF16, FP16, Array, is_float
 
@@ -19,7 +20,7 @@ def check(
     """Tactics whose results are wrong, and those whose results cannot be judged, with the reasons.
 
     The oracle is asked when no two libraries vouch for each other. A network that selects (a detector on made-up inputs)
-    may itself turn a roundoff into another result: what differs no more than that is not called wrong.
+    may itself turn a roundoff into another result, or rank what is equal: what differs no more than that is not called wrong.
     """
     limit = {"fp32": 1e-3, "bf16": 0.25}[precision]
     quantized = bool(graph.of_kind(*_ROUNDS))
@@ -54,9 +55,10 @@ def check(
         if distance <= limit:
             continue
         if limit < own and distance <= _MARGIN * own:
+            step = _STEP if quantized else _NUDGE
             doubts[name] = (
-                f"its result differs from the reference by {distance:.2g} of the largest output, and the network's own "
-                f"by {own:.2g} when its input changes by {_STEP if quantized else _NUDGE:.1g}: no made-up input can judge it"
+                f"its result differs from the reference by {distance:.2g} of the largest output, and the network's own by "
+                f"{own:.2g} when its input, or what it ranks, changes by {step:.1g}: no made-up input can judge it"
             )
         else:
             wrong[name] = f"its result differs from the reference by {distance:.2g} of the largest output"
@@ -71,13 +73,20 @@ _MARGIN = 4
 
 
 def _own_error(graph: Graph, feeds: Mapping[str, Array], oracle: Mapping[str, Array], nudge: float = _NUDGE) -> float:
-    """How far the reference's own results move when each floating-point input changes by ``nudge`` of itself."""
+    """How far the reference's own results move when each floating-point input changes by ``nudge`` of itself, or what is ranked
+    does: scores that the last layer rounded to the same number are in another order in every library."""
     signs = np.random.default_rng(0)
-    nudged = {
-        name: (x * (1 + nudge * signs.choice((-1, 1), x.shape))).astype(x.dtype) if is_float(x.dtype) else x
-        for name, x in feeds.items()
-    }
-    return _distance(evaluate(graph, nudged), oracle)
+
+    def nudged(x: Array) -> Array:
+        return (x * (1 + nudge * signs.choice((-1, 1), x.shape))).astype(x.dtype) if is_float(x.dtype) else x
+
+    def ranked(op: Op, operands: list[Array | None]) -> list[Array | None]:
+        return [None if x is None else nudged(x) for x in operands] if op.kind in DECIDES else operands
+
+    moved = [evaluate(graph, {name: nudged(x) for name, x in feeds.items()})]
+    if graph.of_kind(*DECIDES):
+        moved.append(evaluate(graph, feeds, ranked))
+    return max(_distance(m, oracle) for m in moved)
 
 
 def _distance(a: Mapping[str, Array], b: Mapping[str, Array]) -> float:
