@@ -5,14 +5,17 @@ Needs jinja2 (extra ``report``). Every text is escaped by the template engine: n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optdnn.errors import MissingDependency, printable
 from optdnn.report import charts, words
 from optdnn.runtime.program import Plain
+
+if TYPE_CHECKING:
+    import jinja2
 
 SHOWN_NODES = 200
 SHOWN_LAYERS = 50
@@ -24,8 +27,13 @@ def require_jinja() -> None:
         raise MissingDependency("jinja2", "report", "to write an HTML report")
 
 
-def to_html(report: Mapping[str, Plain]) -> str:
-    """The whole report, every section that the report has data for."""
+def source_of(name: str) -> str:
+    """The text of a template of this package."""
+    return files("optdnn.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def template(name: str, **filters: Callable[..., str]) -> jinja2.Template:
+    """A template of this package, with these filters. Raises MissingDependency."""
     require_jinja()
     import jinja2
 
@@ -36,11 +44,17 @@ def to_html(report: Mapping[str, Plain]) -> str:
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    environment.filters.update(
-        ms=words.milliseconds, err=words.error_text, times=words.times, size=words.bytes_text, joined=_joined
-    )
-    source = files("optdnn.report").joinpath("report.html.j2").read_text(encoding="utf-8")
-    return environment.from_string(source).render(**_view(report))
+    environment.filters.update(filters)
+    return environment.from_string(source_of(name))
+
+
+def to_html(report: Mapping[str, Plain]) -> str:
+    """The whole report, every section that the report has data for."""
+    made = template(
+        "report.html.j2",
+        ms=words.milliseconds, err=words.error_text, times=words.times, size=words.bytes_text, joined=_joined,
+    )  # fmt: skip
+    return made.render(**_view(report))
 
 
 def _view(report: Mapping[str, Plain]) -> dict[str, Any]:

@@ -6,13 +6,12 @@ Everything is drawn from the plain account that an engine keeps (``meta["auto"]`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from optdnn.errors import UsageError, printable
+from optdnn.errors import UsageError
 from optdnn.report.charts import Axis, axis_over
-from optdnn.report.html import require_jinja
+from optdnn.report.html import require_jinja, source_of, template
 from optdnn.report.markdown import escape
 from optdnn.report.words import bytes_text, milliseconds
 from optdnn.runtime.atomic import check_writable, write_atomic
@@ -268,20 +267,9 @@ def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 def to_html(auto: Mapping[str, Any], title: str) -> str:
     """The account as one self-contained HTML file, without scripts. Needs jinja2 (extra ``report``)."""
-    require_jinja()
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: printable(value) if type(value) is str else value,
-    )
-    source = files("optdnn.report").joinpath("precision.html.j2").read_text(encoding="utf-8")
-    style = files("optdnn.report").joinpath("report.html.j2").read_text(encoding="utf-8")
+    style = source_of("report.html.j2")
     style = style[style.index("<style>") + len("<style>") : style.index("</style>")]
-    return environment.from_string(source).render(
+    return template("precision.html.j2").render(
         title=title,
         style=style,
         columns=columns(auto),
