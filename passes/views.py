@@ -122,10 +122,6 @@ def keeps_last_two(before: Shape | None, after: Shape | None) -> bool:
     )
 
 
-def is_reshape(kind: str) -> bool:
-    return kind in RESHAPES
-
-
 def groups(fine: Shape, coarse: Shape) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
     """The axes of two shapes in groups of equal products, in order; None where they do not line up so.
 

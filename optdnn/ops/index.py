@@ -34,8 +34,6 @@ from optdnn.ops.values import Symbolic, ceil_div, concrete_ints, moved, require,
 from optdnn.runtime.reference.index import KERNELS
 from optdnn.types import TensorType, is_float, is_int, normalize_axis, show_shape
 
-_INT64_MAX = int(np.iinfo(np.int64).max)
-
 
 @dataclass(frozen=True)
 class ConcatAttrs(Attrs):

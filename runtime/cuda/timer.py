@@ -340,12 +340,3 @@ def _sample(step: CudaStep, constants: set[int]) -> dict[int, list[int]]:
     rows = sorted({int(r) for r in np.linspace(0, n - 1, count)} | {n - 1})
     numbers = {v.operand for v in (*m.reads, *m.writes) if v is not None} - constants
     return {-1: [n], **dict.fromkeys(numbers, rows)}
-
-
-def open_timer() -> GpuTimer:
-    """Raises RunError where there is no GPU to measure on."""
-    from optdnn.runtime.cuda.device import gpu_count
-
-    if gpu_count() == 0:
-        raise RunError("there is no usable NVIDIA GPU here to measure on")
-    return GpuTimer()

@@ -67,11 +67,6 @@ Config = hopper.Config | patch.PatchConfig
 """A tile of one of the two kernels: implicit GEMM, or patches loaded once (stride 1, filters larger than 1 x 1)."""
 
 
-def best_config(problem: conv_problem.Problem, dense: bool) -> Config | None:
-    """The configuration that the cost models rank first, over both kernels."""
-    return next((offer.config for offer in ranked(problem, dense)), None)
-
-
 @lru_cache(maxsize=1024)
 def ranked(problem: conv_problem.Problem, dense: bool) -> tuple[Offer, ...]:
     """Every sensible configuration of both kernels, the best predicted first.

@@ -164,9 +164,7 @@ def test_a_wrong_stride_is_noticed() -> None:
 def test_split_kernels_do_not_write_into_joint_buffers() -> None:
     """A cluster stores at the pitch of its own channels: in a wider buffer only unsplit configurations do."""
     problem = conv_problem.Problem(1, 64, (conv_problem.Source(7, 7, 512, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",),))
-    dense, joint = conv_sm90.best_config(problem, True), conv_sm90.best_config(problem, False)
-    assert dense is not None
-    assert joint is not None
+    dense, joint = (conv_sm90.ranked(problem, dense)[0].config for dense in (True, False))
     assert dense.split > 1
     assert joint.split == 1
 
@@ -193,8 +191,8 @@ def test_patches_are_chosen_where_they_win_and_can() -> None:
     wide = conv_problem.Problem(
         8, 64, (conv_problem.Source(56, 56, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",), ("relu",))
     )
-    assert isinstance(conv_sm90.best_config(wide, True), conv_patch.PatchConfig)
+    assert isinstance(conv_sm90.ranked(wide, True)[0].config, conv_patch.PatchConfig)
     strided = conv_problem.Problem(
         8, 64, (conv_problem.Source(56, 56, 64, (3, 3), (2, 2), (1, 1, 1, 1)),), (("bias",), ("relu",))
     )
-    assert isinstance(conv_sm90.best_config(strided, True), conv.Config)
+    assert isinstance(conv_sm90.ranked(strided, True)[0].config, conv.Config)
