@@ -16,12 +16,11 @@ def random_feeds(
     *,
     seed: int = 0,
     sizes: Mapping[str, int] | None = None,
-    default: int = 1,
     profiles: Sequence[Profile] = (),
 ) -> dict[str, Array]:
     """An array per input (:func:`optdnn.types.random_array`); the same for the same seed.
 
-    A symbolic dimension takes its size from ``sizes``, else the first profile's optimum, else ``default``.
+    A symbolic dimension takes its size from ``sizes``, else the first profile's optimum, else it is 1.
     Raises UsageError for a size of no symbol.
     """
     rng = np.random.default_rng(seed)
@@ -34,6 +33,6 @@ def random_feeds(
     sizes = {**{n: r.opt for p in profiles[:1] for n, r in p.items()}, **sizes}
     feeds: dict[str, Array] = {}
     for spec in inputs:
-        shape = tuple(d if isinstance(d, int) else sizes.get(d, default) for d in spec.shape)
+        shape = tuple(d if isinstance(d, int) else sizes.get(d, 1) for d in spec.shape)
         feeds[spec.name] = random_array(rng, spec.dtype, shape)
     return feeds

@@ -325,12 +325,12 @@ def onnx_number(dtype: DType) -> int:
     return next(n for n, d in ONNX_TYPES.items() if d == dtype)
 
 
-def normalized_axis(node: NodeSpec, e: Emit, default: int | None = None, operand: int = 0) -> int:
-    """The attribute ``axis``, counted from the front where the rank of the operand is known."""
+def normalized_axis(node: NodeSpec, e: Emit, default: int | None = None) -> int:
+    """The attribute ``axis``, counted from the front where the rank of operand 0 is known."""
     axis = node.get("axis", default)
     if axis is None:
         raise ShapeError(f"{node.op_type} needs the attribute axis")
-    ref = node.input(operand)
+    ref = node.input(0)
     rank = None if ref is None else e.type(ref).rank
     return int(axis) if rank is None else normalize_axis(int(axis), rank)
 
@@ -348,10 +348,10 @@ def promote_types(types: Sequence[TensorType], kind: str) -> DType:
     return dtypes.pop()
 
 
-def known_array(values: Sequence[DimLike], dtype: Any = np.int64) -> Known:
+def known_array(values: Sequence[DimLike]) -> Known:
     """A known 1-D value: an int64 array where all are integers, else an object array."""
     if any(isinstance(v, Dim) for v in values):
         out = np.empty(len(values), dtype=object)
         out[:] = list(values)
         return out
-    return np.asarray(values, dtype=dtype)
+    return np.asarray(values, dtype=np.int64)

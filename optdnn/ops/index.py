@@ -345,14 +345,13 @@ def _define(
     )
 
 
-def _define_cumulative(kind: str, to_onnx: ToOnnx | None = None) -> OpDef:
+def _define_cumulative(kind: str) -> OpDef:
     return OpDef(
         kind,
         with_values(_infer_cumulative, moved(0)),
         KERNELS[kind],
         CumulativeAttrs,
         onnx={kind: simple_import(kind, read_attrs(CumulativeAttrs))},
-        to_onnx=to_onnx,
         traits=Traits(fp16_risky=True),
     )
 

@@ -38,14 +38,13 @@ class Axis:
         return round(100 * min(1.0, max(0.0, where)), 3)
 
 
-def axis_over(values: Sequence[float], *, from_zero: bool = False) -> Axis:
+def axis_over(values: Sequence[float]) -> Axis:
     """An axis that holds positive values with a margin; logarithmic where they are far apart."""
     low, high = min(values), max(values)
-    if not from_zero and high / low >= WIDE:
+    if high / low >= WIDE:
         return _log_axis(low / 1.15, high * 1.15)
     margin = 0.06 * (high - low) or 0.1 * high or 1.0
-    low, high = (0.0, high + margin) if from_zero else (max(0.0, low - margin), high + margin)
-    return _linear_axis(low, high)
+    return _linear_axis(max(0.0, low - margin), high + margin)
 
 
 def _linear_axis(low: float, high: float) -> Axis:

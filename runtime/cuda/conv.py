@@ -162,13 +162,17 @@ def deepest(problem: Problem, config: Config, limit: int) -> int:
     return ((limit - beside) // 1024 * 1024 - kept) // stage
 
 
-def register_limit(threads: int, blocks: int, registers: int = 65536) -> int:
+REGISTERS = 65536
+"""Of a multiprocessor."""
+
+
+def register_limit(threads: int, blocks: int) -> int:
     """Registers per thread when that many blocks share a multiprocessor: its four schedulers divide the warps."""
     warps = -(-blocks * -(-threads // 32) // 4)
-    return min(248, registers // 128 // warps // 8 * 8)
+    return min(248, REGISTERS // 128 // warps // 8 * 8)
 
 
-def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers: int = 65536) -> str | None:
+def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if config.bn % 8 or not 8 <= config.bn <= 256 or config.mt not in (1, 2) or config.wgm * config.wgn not in (1, 2):
         return "not a tile of this kernel"
@@ -197,7 +201,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448, registers:
     if problem.prologue and (config.alternate or config.sharers > 1 or config.wide):
         return "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 sums a thread"
     threads = config.threads + problem.helpers
-    limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks, registers)
+    limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks)
     needed = (
         config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
     )  # two sets of sums when they are short

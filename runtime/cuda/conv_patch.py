@@ -121,7 +121,7 @@ def shared_bytes(problem: Problem, config: PatchConfig) -> int:
     return _BARRIER_BYTES + weights + patches + out
 
 
-def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448, registers: int = 65536) -> str | None:
+def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if len(problem.sources) != 1 or problem.prologue:
         return "it reads one source, as it is"
@@ -147,7 +147,7 @@ def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448, regis
     needed = shared_bytes(problem, config)
     if needed > shared or config.blocks * (needed + 1024) > shared + 1024:
         return f"{needed} bytes of shared memory exceed what {config.blocks} blocks can have"
-    if n // 2 + 40 > register_limit(config.threads, config.blocks, registers):
+    if n // 2 + 40 > register_limit(config.threads, config.blocks):
         return "accumulators and addresses exceed the registers"
     if config.direct and n > 128:
         return "direct stores are for small tiles"

@@ -100,7 +100,7 @@ def pad_channels(channel: Array) -> Array:
 def overlapped(source: Source, together: int) -> Source:
     """A strided few-channel source as one over blocks of pixels of which ``together`` neighbours in a row are one pixel's channels.
 
-    The blocks of :func:`optdnn.runtime.cuda.conv.space_to_depth` have 16 channels, half of what 8-bit wgmma takes in one step. As
+    The blocks of :func:`.conv_problem.space_to_depth` have 16 channels, half of what 8-bit wgmma takes in one step. As
     neighbouring pixels are neighbours in memory, a pixel ``together`` x 16 channels wide that begins every 16 bytes makes one tap
     of ``together``. Padding to the left and right is then part of the image: :func:`row_padding`.
     """

@@ -25,10 +25,9 @@ FEW_CHANNELS = 4
 """A strided convolution of up to this many channels reads blocks of pixels as channels instead."""
 
 
-def bias_of(b: Builder, op: Op, slot: int = 2) -> Array | None:
+def bias_of(b: Builder, op: Op) -> Array | None:
     """The constant bias operand in fp32, or None where it is absent."""
-    value = op.input(slot)
-    array = b.graph.constant_value(value)
+    array = b.graph.constant_value(op.input(2))
     return None if array is None else array.astype(np.float32)
 
 

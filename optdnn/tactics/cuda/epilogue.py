@@ -67,7 +67,6 @@ def plan_epilogue(
     *,
     channel_axis: int,
     allow_residual: bool = True,
-    allow: bool = True,
     accepts: Callable[[Sequence[render.Stage]], bool] = lambda stages: True,
     allow_bias: bool = True,
 ) -> Epilogue:
@@ -88,7 +87,7 @@ def plan_epilogue(
         linear = last_use.get(k) == k and len(others) == len(stage.args) - 1 and not any(
             r < k and last_use[r] >= k for r in last_use
         )  # fmt: skip
-        if not allow or not linear:
+        if not linear:
             break
         trial = replace(
             found, stages=[*found.stages], rendered=[*found.rendered], constants=[*found.constants], bias=found.bias
