@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -70,8 +71,20 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(run(argv))
 
 
+def show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """A warning in the form of an error: a line of what it says, not of the code that says so."""
+    click.echo(f"{click.style('warning:', fg='yellow', bold=True)} {printable(str(message))}", err=True)
+
+
 def run(argv: list[str]) -> int:
     """Run a command line; returns its exit code."""
+    with warnings.catch_warnings():  # also of the hook below, for who calls this from a program of their own
+        if "--debug" not in argv:
+            warnings.showwarning = show_warning
+        return _run(argv)
+
+
+def _run(argv: list[str]) -> int:
     # --debug belongs to the group, and is taken wherever it stands.
     end = argv.index("--") if "--" in argv else len(argv)
     debug = "--debug" in argv[:end]

@@ -191,7 +191,8 @@ def checked(feeds: Any, inputs: Sequence[TensorSpec], where: str) -> dict[str, A
         if not array.size:
             raise InputError(f"{what}, the array is empty")
         if is_float(s.dtype) and (is_float(array.dtype) or is_int(array.dtype)):
-            array = array.astype(s.dtype, copy=False)
+            with np.errstate(over="ignore"):  # what is too large for the type is refused below
+                array = array.astype(s.dtype, copy=False)
             wide = array if array.dtype.kind == "f" else array.astype(np.float32)
             if not np.isfinite(wide).all():
                 raise InputError(f"{what}: the data holds NaN or infinity", hint="calibrate with finite data")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,19 @@ class ImageSpec:
             raise UsageError(f"color {self.color!r} is not RGB, BGR or L")
         if self.layout not in ("chw", "hwc"):
             raise UsageError(f"layout {self.layout!r} is not chw or hwc")
+        for name in ("resize", "crop"):
+            _check_size(name, getattr(self, name))
+        if not _is_number(self.scale) or self.scale == 0:
+            raise UsageError(f"scale {self.scale!r} is not a finite number other than zero")
         channels = 1 if self.color == "L" else 3
         for name in ("mean", "std"):
-            if len(getattr(self, name)) not in (1, channels):
-                raise UsageError(f"{name} {getattr(self, name)} does not fit {channels} channels")
+            given = getattr(self, name)
+            values = (given,) if _is_number(given) else given
+            if not isinstance(values, (tuple, list)) or not all(_is_number(v) for v in values):
+                raise UsageError(f"{name} {given!r} is not a finite number, or one for each channel")
+            if len(values) not in (1, channels):
+                raise UsageError(f"{name} {given} does not fit {channels} channels")
+            object.__setattr__(self, name, tuple(values))
         if any(s == 0 for s in self.std):
             raise UsageError("std must not be zero")
 
@@ -68,6 +78,22 @@ class ImageSpec:
             raise UsageError(f"image preprocessing: {error}") from None
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_size(name: str, size: Any) -> None:
+    """Raises UsageError where ``size`` is neither a positive integer, nor two of them, nor None."""
+    sides = () if size is None else size if isinstance(size, (tuple, list)) else (size,)
+    pair = isinstance(size, (tuple, list))
+    whole = all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides)
+    if not whole or (pair and len(sides) != 2):
+        raise UsageError(
+            f"{name} {size!r} is not a positive whole number of pixels, nor two of them",
+            hint="give N, or [HEIGHT, WIDTH], or null for none",
+        )
+
+
 def is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
@@ -81,8 +107,8 @@ def read_image(path: Path, spec: ImageSpec) -> Array:
     try:
         with Image.open(path) as opened:
             picture = opened.convert("L" if spec.color == "L" else "RGB")
-    except OSError as error:
-        raise InputError(f"{path} is not a picture: {error}") from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's, of damaged files
+        raise InputError(f"{path} cannot be read as a picture: {error}") from None
     if spec.resize is not None:
         width, height = picture.size
         if isinstance(spec.resize, int):

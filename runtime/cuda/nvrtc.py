@@ -7,17 +7,20 @@ file, then rename in the same folder), so that concurrent processes and crashes 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -210,11 +213,23 @@ EACH = 2
 """Kernels that are worth a process: it takes about as long to start as one takes to compile."""
 
 
+@cache
+def _spare(folder: Path) -> Path:
+    """Where this process keeps its cubins when ``folder`` cannot be written: gone when it ends."""
+    spare = Path(tempfile.mkdtemp(prefix="optdnn-kernels-"))
+    atexit.register(shutil.rmtree, spare, ignore_errors=True)
+    return spare
+
+
 class KernelCache:
-    """Cubins on disk. Safe under concurrent processes; a damaged entry is reported, recompiled and replaced."""
+    """Cubins on disk. Safe under concurrent processes; a damaged entry is reported, recompiled and replaced.
+
+    From a folder that cannot be written entries are read, and new ones lie in a temporary folder until the process ends.
+    """
 
     def __init__(self, folder: Path | None = None):
         self.folder = folder or default_folder()
+        self.spare: Path | None = None
         self.hits = 0
         self.misses = 0
 
@@ -239,17 +254,46 @@ class KernelCache:
 
         Processes, since NVRTC serializes the threads of one. Raises KernelError with the first log of those that failed.
         """
-        missing = {key: recipe for recipe in recipes if not self.path(key := recipe.key()).is_file()}
+        missing = {key: recipe for recipe in recipes if not self._holds(key := recipe.key())}
         others = min(workers, len(missing) // EACH) - 1
         if others > 0:
+            self._check_folder()  # the workers write where this process will read
             self._compile(list(missing.items()), others)
             self.misses += len(missing)
         return [self.get(recipe) for recipe in recipes]
 
+    def _holds(self, key: str) -> bool:
+        try:
+            return any((folder / f"{key}.cubin").is_file() for folder in self._folders())
+        except OSError:  # a folder that may not be looked into
+            return False
+
+    def _folders(self) -> list[Path]:
+        return [self.folder] if self.spare is None else [self.spare, self.folder]
+
+    def _check_folder(self) -> None:
+        """Turn to the spare folder where no file can be made in the right one."""
+        if self.spare is None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                handle, name = tempfile.mkstemp(dir=self.folder, prefix=".writable-", suffix=".tmp")
+                os.close(handle)
+                os.unlink(name)
+            except OSError as error:
+                self._use_spare(error)
+
+    def _use_spare(self, error: OSError) -> None:
+        warnings.warn(
+            f"cannot write the kernel cache {self.folder}: {error.strerror or error}; kernels are kept for this process alone",
+            CacheWarning,
+            stacklevel=4,
+        )
+        self.spare = _spare(self.folder)
+
     def _compile(self, jobs: Sequence[tuple[str, Recipe]], others: int) -> None:
         """Bring what ``jobs`` make into the cache, with the help of so many other processes."""
         # -P: a folder named optdnn in the current one is not it
-        command = [sys.executable, "-P", "-m", __name__, str(self.folder)]
+        command = [sys.executable, "-P", "-m", __name__, str(self.spare or self.folder)]
         running: list[subprocess.Popen[str]] = []
         failed: list[str] = []
         try:
@@ -277,36 +321,53 @@ class KernelCache:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
         if failed:
             raise KernelError(f"a compiling process failed: {failed[0]}")
 
     def _read(self, key: str) -> bytes | None:
-        try:
-            blob = self.path(key).read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            warnings.warn(f"cannot read the kernel cache: {error}", CacheWarning, stacklevel=3)
-            return None
-        head = len(_MAGIC) + 32
-        payload = blob[head:]
-        if blob[: len(_MAGIC)] == _MAGIC and blob[len(_MAGIC) : head] == hashlib.sha256(payload).digest():
-            return payload
-        warnings.warn(f"{self.path(key)} is damaged; it is compiled anew", CacheWarning, stacklevel=3)
+        for folder in self._folders():
+            path = folder / f"{key}.cubin"
+            try:
+                blob = path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                warnings.warn(
+                    f"cannot read the kernel cache {folder}: {error.strerror or error}", CacheWarning, stacklevel=3
+                )
+                continue
+            head = len(_MAGIC) + 32
+            payload = blob[head:]
+            if blob[: len(_MAGIC)] == _MAGIC and blob[len(_MAGIC) : head] == hashlib.sha256(payload).digest():
+                return payload
+            warnings.warn(f"{path} is damaged; it is compiled anew", CacheWarning, stacklevel=3)
         return None
 
     def _write(self, key: str, cubin: bytes) -> None:
-        temporary = None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{key[:16]}-", suffix=".tmp")
-            with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(cubin).digest() + cubin)
-            os.replace(temporary, self.path(key))
-        except OSError as error:
-            warnings.warn(f"cannot write the kernel cache {self.folder}: {error}", CacheWarning, stacklevel=3)
-            if temporary is not None and os.path.exists(temporary):
-                os.unlink(temporary)
+        if self.spare is None:
+            try:
+                return _put(self.folder, key, cubin)
+            except OSError as error:
+                self._use_spare(error)
+        assert self.spare is not None
+        with suppress(OSError):  # has been warned of; what needs it again compiles it again
+            _put(self.spare, key, cubin)
+
+
+def _put(folder: Path, key: str, cubin: bytes) -> None:
+    """Write an entry as a whole or not at all. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{key[:16]}-", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(_MAGIC + hashlib.sha256(cubin).digest() + cubin)
+        os.replace(temporary, folder / f"{key}.cubin")
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _compile_jobs() -> int:

@@ -134,7 +134,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
     assert -2 <= found.ranges["x"].low < -1
     assert 1 < found.ranges["x"].high <= 2
     (tmp_path / "9.png").write_bytes(b"no picture")
-    with pytest.raises(InputError, match=r"9\.png is not a picture"):
+    with pytest.raises(InputError, match=r"9\.png cannot be read as a picture"):
         list(open_data(tmp_path, [TensorSpec("x", np.dtype(np.float32), (5, 3, 6, 6))], spec).batches())
     with pytest.raises(InputError, match=r"the array has shape \[2, 3, 8, 8\]"):
         calibrate(net(), tmp_path, "minmax", images=ImageSpec(resize=(8, 8), crop=None))
@@ -159,12 +159,52 @@ def test_one_pixel_is_prepared_as_the_spec_says(tmp_path: Path) -> None:
         ('{"std": [0]}', "std must not be zero"),
         ('{"mean": [1, 2]}', "does not fit 3 channels"),
         ('{"color": "CMYK"}', "is not RGB"),
+        ('{"layout": "nchw"}', "is not chw or hwc"),
         ("nowhere.json", "neither JSON nor a file"),
+        ('{"resize": "abc"}', "resize 'abc' is not a positive whole number"),
+        ('{"resize": 17.0}', "resize 17.0 is not"),
+        ('{"resize": -4}', "resize -4 is not"),
+        ('{"resize": true}', "resize True is not"),
+        ('{"crop": 0}', "crop 0 is not"),
+        ('{"crop": [1, 2, 3]}', r"crop \(1, 2, 3\) is not"),
+        ('{"scale": "x"}', "scale 'x' is not a finite number"),
+        ('{"scale": 0}', "scale 0 is not"),
+        ('{"std": ["a"]}', "is not a finite number, or one for each channel"),
+        ('{"std": NaN}', "std nan is not"),
+        ('{"mean": []}', "does not fit 3 channels"),
     ],
 )
 def test_preprocessing_that_makes_no_sense(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         ImageSpec.read(text)
+
+
+def test_one_number_is_for_all_channels() -> None:
+    spec = ImageSpec.read('{"mean": 0.5, "std": 2, "scale": 1}')
+    assert (spec.mean, spec.std, spec.scale) == ((0.5,), (2,), 1)
+
+
+def test_a_damaged_picture_is_named(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the images extra is not installed")
+    from optdnn.calibration.images import read_image
+
+    rng = np.random.default_rng(0)
+    refused = 0
+    for kind in ("png", "jpeg", "gif", "bmp", "tiff", "webp"):
+        path = tmp_path / f"p.{kind}"
+        image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8)).save(path)
+        whole = path.read_bytes()
+        for end in range(0, len(whole), 23):
+            changed = bytearray(whole)
+            changed[end] ^= 0xFF
+            for blob in (whole[:end], bytes(changed)):
+                path.write_bytes(blob)
+                try:
+                    read_image(path, ImageSpec(resize=8, crop=6))
+                except InputError as error:
+                    refused += 1
+                    assert str(path) in str(error)
+    assert refused > 50
 
 
 # ---------------------------------------------------------------- the cache
@@ -230,6 +270,7 @@ def test_bad_data(tmp_path: Path) -> None:
     cases: list[tuple[Any, type[Exception], str]] = [
         (holes, InputError, "batch 1: input x.*holds NaN or infinity"),
         (holes * np.inf, InputError, "holds NaN or infinity"),
+        (x.astype(np.float64) * 1e300, InputError, "holds NaN or infinity"),
         (x[:0], UsageError, "is empty"),
         ([], UsageError, "is empty"),
         (iter([]), UsageError, "is empty"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from support.cli import Cli
 
 import optdnn
@@ -31,6 +32,23 @@ def test_an_engine_for_another_machine_runs_simulated(cli: Cli, model: Path, tmp
     options = ("--target", "cuda:sm_90a", "--no-cubins", "--tactics", "heuristic", "--precision", "bf16")
     built = cli("build", model, "-o", out, *options, "--shape", f"{name}={'x'.join(map(str, dims))}")
     assert built.code == 0, built.err
+    assert cli("run", out, "--simulate").code == 0
+
+
+def test_a_kernel_cache_that_cannot_be_written_is_one_line(
+    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "file"))
+    out = tmp_path / "net.engine"
+    name = optdnn.build(model, target="reference").inputs[0].name
+    dims = [d if isinstance(d, int) else 1 for d in optdnn.build(model, target="reference").inputs[0].shape]
+    shape = ("--shape", f"{name}={'x'.join(map(str, dims))}")
+    built = cli("build", model, "-o", out, "--target", "cuda:sm_90a", "--precision", "fp16", *shape)
+    assert built.code == 0, built.err
+    assert built.err.startswith(f"warning: cannot write the kernel cache {tmp_path / 'file' / 'kernels'}: Not a directory")
+    assert built.err.count("\n") == 1, "not a line for each kernel, nor Python's source lines"
     assert cli("run", out, "--simulate").code == 0
 
 

@@ -117,8 +117,48 @@ def test_a_folder_that_cannot_be_written_warns_and_still_compiles(tmp_path: Path
     blocker = tmp_path / "file"
     blocker.write_text("not a folder")
     cache = KernelCache(blocker / "kernels")
-    with pytest.warns(CacheWarning, match="cannot"):
+    with pytest.warns(CacheWarning, match="cannot write the kernel cache"):
         assert cache.get(RECIPE)[:4] == b"\x7fELF"
+
+
+def test_a_folder_that_cannot_be_written_is_told_once_and_nothing_is_compiled_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("not a folder")
+    recipes = [
+        replace(RECIPE, generated={"generated.cuh": RECIPE.generated["generated.cuh"] + f"// {i}\n"}) for i in range(6)
+    ]
+    compiled: list[str] = []
+    compile_recipe = nvrtc.compile_recipe
+    monkeypatch.setattr(nvrtc, "compile_recipe", lambda r: compiled.append(r.key()) or compile_recipe(r))
+    cache = KernelCache(blocker / "kernels")
+    with pytest.warns(CacheWarning) as told:
+        cubins = cache.get_many(recipes, workers=2)
+    assert [cubin[:4] for cubin in cubins] == [b"\x7fELF"] * 6
+    assert len(told) == 1
+    assert "kept for this process alone" in str(told[0].message)
+    assert capfd.readouterr().err == "", "the other process has no warnings of its own"
+    assert len(compiled) == 3, "this process's share"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.get_many(recipes, workers=2) == cubins
+    assert len(compiled) == 3
+
+
+def test_entries_of_a_folder_that_cannot_be_written_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = KernelCache(tmp_path).get(RECIPE)
+
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(nvrtc.tempfile, "mkstemp", full)
+    cache = KernelCache(tmp_path)
+    assert cache.get(RECIPE) == good
+    assert cache.hits == 1
+    with pytest.warns(CacheWarning, match="No space left on device"):
+        cache.get(replace(RECIPE, generated={"generated.cuh": RECIPE.generated["generated.cuh"] + "// new\n"}))
+    assert [file.name for file in tmp_path.iterdir()] == [f"{RECIPE.key()}.cubin"]
 
 
 def test_concurrent_processes_share_the_cache(tmp_path: Path) -> None:
@@ -198,12 +238,17 @@ def test_an_interruption_ends_the_compiling_processes(tmp_path: Path, monkeypatc
         def read(self) -> str:
             raise KeyboardInterrupt
 
+        def close(self) -> None:
+            closed.append(self)
+
+    closed: list[Any] = []
     monkeypatch.setattr(nvrtc.subprocess, "Popen", Interrupted)
     recipes = [Recipe("general.cu", "sm_90a", {"generated.cuh": f"// {i}\n"}) for i in range(8)]
     with pytest.raises(KeyboardInterrupt):
         KernelCache(tmp_path).get_many(recipes, 3)
     assert len(started) == 2  # and this one
     assert all(p.returncode is not None and p.returncode < 0 for p in started)
+    assert closed == started
 
 
 def test_processes_that_want_the_same_kernel_at_once_all_get_it_whole(tmp_path: Path) -> None:
