@@ -348,7 +348,8 @@ class KernelCache:
     def _write(self, key: str, cubin: bytes) -> None:
         if self.spare is None:
             try:
-                return _put(self.folder, key, cubin)
+                _put(self.folder, key, cubin)
+                return
             except OSError as error:
                 self._use_spare(error)
         assert self.spare is not None

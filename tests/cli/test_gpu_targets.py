@@ -47,7 +47,9 @@ def test_a_kernel_cache_that_cannot_be_written_is_one_line(
     shape = ("--shape", f"{name}={'x'.join(map(str, dims))}")
     built = cli("build", model, "-o", out, "--target", "cuda:sm_90a", "--precision", "fp16", *shape)
     assert built.code == 0, built.err
-    assert built.err.startswith(f"warning: cannot write the kernel cache {tmp_path / 'file' / 'kernels'}: Not a directory")
+    assert built.err.startswith(
+        f"warning: cannot write the kernel cache {tmp_path / 'file' / 'kernels'}: Not a directory"
+    )
     assert built.err.count("\n") == 1, "not a line for each kernel, nor Python's source lines"
     assert cli("run", out, "--simulate").code == 0
 
