@@ -193,6 +193,36 @@ def test_a_network_of_unknown_length_is_timed_at_one_that_leaves_something_of_ev
     assert (got["y"].shape, got["z"].shape) == ((2, 4, 2), (2, 1))
 
 
+CACHE = """<ir_version: 8, opset_import: ["" : 17]> cache
+(float[batch, length, 4] x, float[batch, past, 4] k, float[batch, length, total] mask) => (float[batch, length, total] y)
+{
+    keys = Concat<axis=1>(k, x)
+    turned = Transpose<perm=[0, 2, 1]>(keys)
+    scores = MatMul(x, turned)
+    y = Add(scores, mask)
+}"""
+
+
+def test_sizes_that_broadcast_with_one_another_are_made_up_together() -> None:
+    """The mask of a cache is as long as the past and what is new."""
+    model = onnx.parser.parse_model(CACHE)
+    assert typical_sizes(import_model(model)) == {"batch": 1, "length": 32, "past": 32, "total": 64}
+    feeds = {
+        "x": np.ones((2, 3, 4), np.float32),
+        "k": np.ones((2, 5, 4), np.float32),
+        "mask": np.zeros((2, 3, 8), np.float32),
+    }
+    for given in ({}, {"x": "1..2..4x3x4", "k": "1..2..4x5x4", "mask": "1..2..4x3x8"}):
+        got = optdnn.build(model, target="cpu", threads=1, shapes=given).run(feeds)
+        np.testing.assert_array_equal(got["y"], np.full((2, 3, 8), 4, np.float32))
+
+
+def test_ranges_that_contradict_name_the_node() -> None:
+    ranges = {"x": "1x3x4", "k": "1x4..5..6x4", "mask": "1x3x20..21..22"}
+    with pytest.raises(ShapeError, match=r"Add_3 \(Add\): shapes \[1, 3, 8\] and \[1, 3, 21\] do not broadcast"):
+        optdnn.build(onnx.parser.parse_model(CACHE), target="simulate", shapes=ranges)
+
+
 def test_where_no_length_leaves_something_the_usual_one_is_tried() -> None:
     empty = """<ir_version: 8, opset_import: ["" : 17]> n (float[2, n] x) => (float[2, m] y)
     <int64[1] end = {0}, int64[1] axis = {1}>

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 
-from optdnn.errors import InternalError
+from optdnn.errors import InternalError, ShapeError
 from optdnn.ir.graph import Graph, Op, Output, infer
 from optdnn.ops.base import KNOWN_LIMIT, Body
 
@@ -20,7 +20,10 @@ def bound(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> Graph:
     made.profiles = ()
     for op in made.order():
         if op.kind != "Constant":
-            made.set_op(replace(op, outputs=_outputs(made, op, shapes)))
+            try:
+                made.set_op(replace(op, outputs=_outputs(made, op, shapes)))
+            except ShapeError as error:
+                raise ShapeError(f"{op.name} ({op.kind}): {error.message}", hint=error.hint) from error
     return made
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from optdnn.dim import Dim, Symbol, evaluate
+from optdnn.dim import Dim, Function, Symbol, evaluate
 from optdnn.errors import RunError, ShapeError, UnsupportedError
 from optdnn.ir.export_onnx import ExportedModel, export_model
 from optdnn.ir.extract import Region, extract, regions, single, whole
@@ -208,8 +208,9 @@ def _signature(graph: Graph, op: Op) -> str:
 
 
 def typical_sizes(graph: Graph) -> dict[str, int]:
-    """A size per symbol for timing: the first profile's optimum, else 1 for a leading (batch) dimension, 32 for any other, or
-    as much more (doubled) as leaves something of every tensor: a second of sound is more than 32 samples."""
+    """A size per symbol for timing: the first profile's optimum, else 1 for a leading (batch) dimension, 32 for any other, or as
+    much more (doubled) as leaves something of every tensor: a second of sound is more than 32 samples. A symbol that meets another
+    size where tensors broadcast takes that size: a mask over a cache and what follows it is as long as both."""
     fixed: dict[str, int] = {name: r.opt for p in graph.profiles[:1] for name, r in p.items()}
     free: dict[str, Symbol] = {}
     for i in graph.inputs:
@@ -220,15 +221,39 @@ def typical_sizes(graph: Graph) -> dict[str, int]:
                 elif s.name not in fixed:
                     free[s.name] = s
     wanted = _sizes_of_all(graph, {*fixed, *free}) if free else {}
+    met = _met(wanted, free)
+    tried: list[dict[str, int]] = []
     for size in _SIZES:
         sizes = {**{n: max(s.lo, min(s.hi, size)) for n, s in free.items()}, **fixed}
+        for name, other in met.items():
+            if _positive(other, sizes):
+                sizes[name] = max(free[name].lo, min(free[name].hi, evaluate(other, sizes)))
+        tried.append(sizes)
         if all(_positive(d, sizes) for d in wanted):
             return sizes
-    return {**{n: max(s.lo, min(s.hi, _SIZES[0])) for n, s in free.items()}, **fixed}
+    return tried[0]
 
 
 _SIZES = tuple(32 << k for k in range(12))
 """What dimensions that nothing is known of are tried with: 32 to 65,536."""
+
+
+def _met(dims: Collection[Dim], free: Mapping[str, Symbol]) -> dict[str, Dim]:
+    """Each free symbol that broadcasts with another size (the result's is ``max(symbol, size)``) and is in no such size itself."""
+    met: dict[str, Dim] = {}
+    used: set[str] = set()
+    for d in dims:
+        for atom in (a for monomial, _ in d.terms for a in monomial if isinstance(a, Function) and a.op == "max"):
+            for own, other in ((atom.a, atom.b), (atom.b, atom.a)):
+                name = next((n for n, s in free.items() if own == Dim((((s,), 1),))), None)
+                if name is None or name in met or name in used or not isinstance(other, Dim):
+                    continue
+                names = {s.name for s in other.symbols()}
+                if name not in names and not names & met.keys():
+                    met[name] = other
+                    used |= names
+                    break
+    return met
 
 
 def _positive(d: Dim, sizes: Mapping[str, int]) -> bool:
