@@ -56,6 +56,8 @@ def attention(
     elif lengths is not None:
         offset = lengths.astype(np.int64) - rows
     cols = k.shape[2]
+    if lengths is not None and lengths.size and (int(lengths.min()) < 0 or int(lengths.max()) > cols):
+        raise ValueError(f"nonpad_kv_seqlen holds {lengths.min()} to {lengths.max()} for {cols} keys")
     allowed = visible(rows, cols, offset, is_causal, left_window_size, right_window_size)
     if lengths is not None:
         allowed = allowed & (np.arange(cols) < lengths.reshape(-1, 1, 1, 1))

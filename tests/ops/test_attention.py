@@ -205,6 +205,15 @@ def test_tensor_scatter(mode: str, shape: tuple[int, ...], axis: int, start: Any
     check_export(given, 24, by="reference")
 
 
+@pytest.mark.parametrize("wrong", [S + 1, -1])
+def test_more_keys_than_there_are(wrong: int) -> None:
+    from optdnn.errors import RunError
+
+    given = case(lengths=[1, wrong])
+    with pytest.raises(RunError, match=rf"nonpad_kv_seqlen holds .* for {S} keys"):
+        run(import_case(given), given.fed)
+
+
 def test_tensor_scatter_beyond_the_end() -> None:
     from optdnn.errors import RunError
 
