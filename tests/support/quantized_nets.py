@@ -178,6 +178,10 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
             16,
         ),
     ),
+    "float results, joined": lambda n: (
+        n.op("Relu", n.op("Concat", *(n.qconv(x, c) for x in [n.fake(n.input(2, 16, 6, 6), 0.03)] for c in (16, 24)),
+                          attrs=ConcatAttrs(1))),
+    ),
     "a stem": lambda n: (n.fake(n.pool(n.fake(n.qconv(n.fake(n.input(2, 3, 34, 30), 0.03), 16, 7, stride=2), 0.04)), 0.04),),
     "depthwise": lambda n: (
         n.fake(n.qconv(n.fake(n.qconv(n.fake(n.input(2, 32, 9, 7), 0.03), 32, group=32), 0.04), 32, 5, stride=2, group=32), 0.04),

@@ -30,6 +30,13 @@ def _pixels(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
     return channels_last(shape, up(shape[1], 16 // dtype.itemsize))
 
 
+def _stored_at(out: Placed) -> bool:
+    """Whether the kernel stores at an image's pitch: what it stores from registers (fp32) is at that of its own channels, and so not
+    in a wider image's part."""
+    pitch = conv_maps.pitch_of(out)
+    return pitch is not None and (out.dtype.itemsize < 4 or pitch == up(out.shape[1], 16 // out.dtype.itemsize))
+
+
 def _with_pitch(b: Builder, op: Op, x: Placed) -> Placed:
     """``x`` (NCHW) in an order that TMA can read: itself, or a copy (one for all who ask)."""
     if conv_maps.pitch_of(x) is not None:
@@ -237,7 +244,7 @@ class HopperQuantizedConv(Rehearsed):
             feed = conv_maps.Feed(x, weight, strides, pads, dilations)
         residual = _with_pitch(b, op, image(b.operand(op.inputs[3]))) if op.input(3) is not None else None  # type: ignore[arg-type]
         between = out
-        if conv_maps.pitch_of(out) is None:
+        if not _stored_at(out):
             between = b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
         used = _emit(b, op, feed, residual, between, x, config)
         if between is not out:
