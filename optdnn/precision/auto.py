@@ -314,7 +314,7 @@ class _Auto:
         known = [m for m in (first.margins, first.margins_unseen) if m is not None]
         if not known or self.seen.labels is None:
             return None
-        return 100 * sum(m.right.count for m in known) / sum(m.count for m in known)
+        return 100 * sum(m.right for m in known) / sum(m.count for m in known)
 
     def _facts(self, chosen: Candidate, way: Way | None) -> list[NodeFacts]:
         found = []

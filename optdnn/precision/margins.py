@@ -12,13 +12,13 @@ Why not the mean of Phi(-margin / s), with s the spread of the changes? Changes 
 int8 took 0.7 of margins of 5 on average, with a standard deviation of 0.8, and 4.2 of some. Changes grow with the scores, differ
 from sample to sample, and have a mean (saturation lowers what is large). A share has no unit; its tail holds all of that as it is.
 
-The index is held to 1 or more for losses. Margins of new samples reach down to zero with some density, and a ratio whose
-denominator does that has a tail of index 1, whatever the changes are. Samples that a network was trained on do not show it (all
-their margins are large) and would let the tail end too early. What this costs: where margins really end above zero, too much is
-expected, less the more samples there are (k/n falls).
+The index is held to 1 or more. Margins of new samples reach down to zero with some density, and a ratio whose denominator does that
+has a tail of index 1, whatever the changes are. Samples that a network was trained on do not show it (all their margins are large)
+and would let the tail end too early. What this costs: where margins really end above zero, too much is expected, less the more
+samples there are (k/n falls). Even so, what is expected from samples that training has seen is often too low.
 
-A drop is what is lost less what is gained. Gains are read off in the same way from the samples that fp32 has wrong (u > 1: the
-candidate has them right), but by the index that these show, since nothing is promised to be gained.
+A drop is what is lost less what is gained. Gains (fp32 wrong, the candidate right) are counted and not extrapolated: of the few
+samples that fp32 has wrong no tail can be told, and a bound promises nothing that might be gained.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import numpy as np
 from optdnn.types import Array
 
 KEPT = 1024
-"""The largest shares that are kept of each side: the tail of up to a billion samples."""
+"""The largest shares, that are kept: the tail of up to a billion samples."""
 LIGHTEST = 1.0
-"""The tail's index for losses, at least."""
+"""The tail's index, at least."""
 TAIL = 1 / 3
 """Of n samples, n to this power are the tail: more and more of them, and an ever smaller part."""
 ROUNDING = 2e-5
@@ -44,59 +44,45 @@ TOGETHER = 1 << 22
 
 
 @dataclass(frozen=True)
-class Side:
-    """The samples that fp32 has right, or those that it has wrong.
+class Margins:
+    """What became of margins on ``count`` samples, of which fp32 has ``right`` right; the candidate has ``lost`` of these wrong,
+    and ``gained`` of the others right.
 
-    ``crossed``: those of which the candidate says otherwise (right to wrong, wrong to right). ``shares``: the largest
-    shares of their margins that it takes, falling, at most KEPT, 1 for all that crossed.
+    ``shares``: of the samples that fp32 has right, the largest shares of their margins that the candidate takes, falling, at most
+    KEPT, 1 for all that are lost. ``part``: how much of all samples that will decide these are, so that one part's tail begins
+    where that of all will.
     """
 
     count: int
-    crossed: int
+    right: int
+    lost: int
+    gained: int
     shares: Array
+    part: float = 1.0
 
-    def crossing(self, part: float, lightest: float) -> float:
-        """How many are expected to cross, by a tail of index ``lightest`` or more; ``part`` as in :class:`Margins`."""
+    def expected(self) -> float:
+        """The drop to be expected, in points: losses less gains."""
+        return float(f"{100 * (self.losses() - self.gained) / max(1, self.count):.12g}")
+
+    def losses(self, lightest: float = LIGHTEST) -> float:
+        """How many of the samples that fp32 has right are expected to be lost, by a tail of index ``lightest`` or more."""
         shares = self.shares[self.shares > 0]
-        wanted = round(self.count * (self.count / part) ** (TAIL - 1)) if self.count else 0
+        wanted = round(self.right * (self.right / self.part) ** (TAIL - 1)) if self.right else 0
         k = min(max(1, wanted), len(shares) - 1)
         if k < 1 or shares[k] >= 1:
-            return float(self.crossed)
+            return float(self.lost)
         start, above = float(shares[k]), shares[:k]
         below = int(np.count_nonzero(above < 1))
         index = max(lightest, float(np.log(above / start).sum()) / below) if below else math.inf
         return k * start ** (1 / index) if index > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class Margins:
-    """What became of margins on some samples. ``part``: how much of all samples that will decide these are, so that one part's
-    tail begins where that of all will."""
-
-    right: Side
-    wrong: Side
-    part: float = 1.0
-
-    @property
-    def count(self) -> int:
-        return self.right.count + self.wrong.count
-
-    def expected(self) -> float:
-        """The drop to be expected, in points: losses less gains."""
-        lost = self.right.crossing(self.part, LIGHTEST)
-        gained = self.wrong.crossing(self.part, 0.0)
-        return float(f"{100 * (lost - gained) / max(1, self.count):.12g}")
-
-
 def merged(found: Iterable[Margins], part: float) -> Margins:
     """Of all these samples together, which are ``part`` of those that will decide."""
     every = list(found)
-    return Margins(_joined([m.right for m in every]), _joined([m.wrong for m in every]), part)
-
-
-def _joined(sides: list[Side]) -> Side:
-    shares = np.concatenate([np.empty(0), *(s.shares for s in sides)])
-    return Side(sum(s.count for s in sides), sum(s.crossed for s in sides), _largest(shares))
+    shares = _largest(np.concatenate([np.empty(0), *(m.shares for m in every)]))
+    count, right = sum(m.count for m in every), sum(m.right for m in every)
+    return Margins(count, right, sum(m.lost for m in every), sum(m.gained for m in every), shares, part)
 
 
 def _largest(shares: Array) -> Array:
@@ -114,28 +100,23 @@ def margins(scores: Array, reference: Array, classes: Array, found: Array, wante
     """
     likely = _probabilities(reference)
     step = max(1, TOGETHER // max(1, reference[:1].size))
-    sides: tuple[list[Array], list[Array]] = ([], [])
-    crossed = [0, 0]
+    largest: list[Array] = [np.empty(0)]
+    sure, lost, gained = wanted == classes, 0, 0
     for start in range(0, len(reference), step):
         here = slice(start, start + step)
         a, b = (_logarithms(y[here]) if likely else y[here] for y in (scores, reference))
-        right, kept = (y[here] == classes[here] for y in (wanted, found))
+        right, kept = sure[here], found[here] == classes[here]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             (own, best), (own_y, best_y) = _pair(b, classes[here]), _pair(a, classes[here])
             before, after = own - best, own_y - best_y
             told = np.abs(before - after) > ROUNDING * np.maximum(np.abs(own), np.abs(best))
             shares = np.where(told, 1 - after / before, 0.0)
-        over = right != kept
         # No share can be told where a margin is 0 or not finite: all or nothing of it went.
-        shares = np.where(over, 1.0, np.where(np.isfinite(shares), np.minimum(shares, 1.0), 0.0))
-        for k, side in enumerate((right, ~right)):
-            sides[k].append(_largest(shares[side]))
-            crossed[k] += int(np.count_nonzero(over & side))
-    counts = (int(np.count_nonzero(wanted == classes)), int(np.count_nonzero(wanted != classes)))
-    right_side, wrong_side = (
-        Side(n, c, _largest(np.concatenate([np.empty(0), *s]))) for n, c, s in zip(counts, crossed, sides, strict=True)
-    )
-    return Margins(right_side, wrong_side)
+        shares = np.where(kept, np.where(np.isfinite(shares), np.minimum(shares, 1.0), 0.0), 1.0)
+        largest.append(_largest(shares[right]))
+        lost += int(np.count_nonzero(right & ~kept))
+        gained += int(np.count_nonzero(kept & ~right))
+    return Margins(wanted.size, int(np.count_nonzero(sure)), lost, gained, _largest(np.concatenate(largest)))
 
 
 def _pair(scores: Array, classes: Array) -> tuple[Array, Array]:

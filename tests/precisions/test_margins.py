@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from optdnn.precision.margins import KEPT, Margins, Side, merged
+from optdnn.precision.margins import KEPT, Margins, merged
 from optdnn.precision.metrics import metric_of
 from optdnn.types import Array
 
@@ -77,10 +75,9 @@ def test_samples_that_lie_apart_from_the_border_do_not_end_the_tail() -> None:
     ref = logits(rng, 1000, "apart")
     y = (ref + 0.7 * changes(rng, ref.shape, "gaussian")).astype(np.float32)
     found = near(y, ref, np.zeros(1000, int))
-    assert found.right.crossed == 0
-    shares = found.right.shares
-    fitted = dataclasses.replace(found.right).crossing(1.0, 0.0) / 10  # by the index that these samples show
-    assert fitted < 0.02
+    assert found.lost == 0
+    shares = found.shares
+    assert found.losses(lightest=0.0) / 10 < 0.02  # points, by the index that these samples show
     assert found.expected() == pytest.approx(100 * 10 / 1000 * shares[10])
     few = near(y[:100], ref[:100], np.zeros(100, int)).expected()
     assert few > 2 * found.expected()  # the fewer samples, the less is promised
@@ -137,8 +134,8 @@ def test_where_there_is_something_to_count_it_is_the_count() -> None:
     labels = np.where(rng.random(n) < 0.7, ref.argmax(axis=1), rng.integers(0, CLASSES, n))
     y = (ref + 0.3 * changes(rng, ref.shape, "gaussian")).astype(np.float32)
     found, metric = near(y, ref, labels), metric_of("top1", labels)
-    assert found.right.crossed > 100
-    assert found.wrong.crossed > 20
+    assert found.lost > 100
+    assert found.gained > 20
     assert found.expected() == pytest.approx(metric.drop({"y": y}, {"y": ref}, labels))
     agreement = metric_of("top1", None)
     assert near(y, ref, None).expected() == pytest.approx(agreement.drop({"y": y}, {"y": ref}, None))
@@ -152,11 +149,14 @@ def test_gains_are_taken_off_and_none_is_promised() -> None:
     y = (ref + 0.02 * rng.standard_normal(ref.shape)).astype(np.float32)
     labels = np.zeros(len(ref), int)
     found = near(y, ref, labels)
-    assert found.right.crossed > 100
-    assert abs(found.expected()) < 1.0 < 100 * found.right.crossed / found.count
-    # One sample fp32 has wrong, near the border and still wrong: nothing gained is expected of it.
-    one = Margins(Side(99, 0, np.full(20, 0.3)), Side(1, 0, np.array([0.99])))
-    assert one.expected() == pytest.approx(Margins(one.right, Side(0, 0, np.empty(0))).expected() * 99 / 100)
+    assert found.lost > 100
+    assert abs(found.expected()) < 1.0 < 100 * found.lost / found.count
+    # Few that fp32 has wrong come near the border, and none across: nothing is expected of them.
+    few = near(
+        np.float32([[3.0, 2.5], [0.99, 1.0]] * 50), np.float32([[3.0, 2.0], [0.0, 1.0]] * 50), np.zeros(100, int)
+    )
+    assert (few.right, few.lost, few.gained) == (50, 0, 0)
+    assert few.expected() == pytest.approx(100 * 4 / 100 * 0.5)  # of 50, the 4 largest shares are a half
 
 
 def test_what_is_not_finite_is_lost_and_what_has_no_margin_does_not_count() -> None:
@@ -166,7 +166,7 @@ def test_what_is_not_finite_is_lost_and_what_has_no_margin_does_not_count() -> N
     y = ref.copy()
     y[:30, 4] = np.nan
     found = near(y, ref, labels)
-    assert found.right.crossed == 30
+    assert found.lost == 30
     assert found.expected() == pytest.approx(10.0)
     assert near(np.full_like(ref, np.nan), ref, labels).expected() == 100.0
     tied = np.zeros_like(ref)  # argmax says class 0, by no margin
@@ -187,8 +187,8 @@ def test_labels_of_what_does_not_count_are_never_right() -> None:
     labels = ref.argmax(axis=1)
     labels[:, 0] = 255
     found = near(ref, ref, labels)
-    assert (found.right.count, found.wrong.count) == (4 * 30, 4 * 6)
-    assert found.wrong.crossed == 0
+    assert (found.right, found.count) == (4 * 30, 4 * 36)
+    assert found.gained == 0
 
 
 def test_parts_and_batches_together_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_parts_and_batches_together_are_the_whole(monkeypatch: pytest.MonkeyPatc
     y = (ref + 0.5 * changes(rng, ref.shape, "heavy")).astype(np.float32)
     labels = np.zeros(3000, int)
     whole = near(y, ref, labels)
-    assert len(whole.right.shares) == KEPT
+    assert len(whole.shares) == KEPT
     parts = [near(y[k : k + 700], ref[k : k + 700], labels[k : k + 700]) for k in range(0, 3000, 700)]
     assert merged(parts, 1.0).expected() == whole.expected()
     monkeypatch.setattr("optdnn.precision.margins.TOGETHER", 50)  # five samples at a time
