@@ -15,7 +15,7 @@ from sample to sample, and have a mean (saturation lowers what is large). A shar
 The index is held to 1 or more. Margins of new samples reach down to zero with some density, and a ratio whose denominator does that
 has a tail of index 1, whatever the changes are. Samples that a network was trained on do not show it (all their margins are large)
 and would let the tail end too early. What this costs: where margins really end above zero, too much is expected, less the more
-samples there are (k/n falls). Even so, what is expected from samples that training has seen is often too low.
+samples there are (k/n falls). Even so, what samples that training has seen let expect may be too low.
 
 A drop is what is lost less what is gained. Gains (fp32 wrong, the candidate right) are counted and not extrapolated: of the few
 samples that fp32 has wrong no tail can be told, and a bound promises nothing that might be gained.
