@@ -79,12 +79,12 @@ def _way(graph: Graph, value: Value, factor: float, depth: int) -> Scores | None
                 return _softcap(graph, op, graph.op(inner), number, factor, depth)
             return behind(inner, number if op.kind == "Mul" else 1.0 / number)
         return _scaled_rows(graph, op, shape, behind)
-    if op.kind == "Add":
-        for i in (0, 1):
+    if op.kind in ("Add", "Sub"):
+        for i in (0, 1) if op.kind == "Add" else (0,):
             inner, other = op.inputs[i], op.inputs[1 - i]
             if inner is None or other is None or graph.type(inner).shape != shape:
                 continue
-            found = behind(inner, 1.0, Bias(other, lead, factor))
+            found = behind(inner, 1.0, Bias(other, lead, factor if op.kind == "Add" else -factor))
             if found is not None:
                 return found
         return None

@@ -49,6 +49,9 @@ POSITIONS = (
 TEXTS = {
     # HuggingFace: scores divided, padding mask added
     "bert": "kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) r = Div(s, one) m = Add(r, pad) p = Softmax(m) y = MatMul(p, v)",
+    # XLNet, Transformer-XL: what hides is subtracted, from scaled scores or before they are scaled
+    "subtracted": """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) m = Sub(s, pad) r = Mul(m, scale) p = Softmax(r)
+        y = MatMul(p, v)""",
     # torch.nn.functional.scaled_dot_product_attention: the root of the scale on both
     "sdpa": """kt = Transpose<perm=[0,1,3,2]>(k) qs = Mul(q, root) ks = Mul(kt, root) s = MatMul(qs, ks) p = Softmax(s)
         y = MatMul(p, v)""",
@@ -284,9 +287,13 @@ def refused() -> dict[str, tuple[Graph, str]]:
     def capped(n: Net, s: Value) -> Value:
         return n.op("Mul", n.op("Tanh", scaled(n, s)), 1.0)
 
+    def from_mask(n: Net, s: Value) -> Value:
+        return n.op("Sub", n.input(B, 1, 1, L, name="m"), s)
+
     no_product = "no product of queries and keys with scales and masks alone"
     cases = {
         "bias scaled by heads": (net(mask=biased), no_product),
+        "taken from the mask": (net(mask=from_mask), no_product),
         "heads scaled in a softcap": (net(mask=capped), no_product),
         "used twice": (net(extra=True), "is an output of the network"),
         "negative": (net(mask=lambda n, s: n.op("Mul", s, -2.0)), "a scale is positive"),
