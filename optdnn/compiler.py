@@ -23,7 +23,7 @@ from optdnn.ir.kept import Kept
 from optdnn.lower import lower_reference
 from optdnn.passes.assign_precision import AssignPrecision, is_mixture
 from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
-from optdnn.passes.contract import Account, Ran, hazards, outcome
+from optdnn.passes.contract import Account, Ran, hazards, on_gpu, outcome
 from optdnn.passes.contract import to_plain as contract
 from optdnn.passes.io_dtype import convert_borders
 from optdnn.passes.pipelines import PIPELINE
@@ -34,6 +34,7 @@ from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned, base_of
 from optdnn.ranges import input_shapes
 from optdnn.runtime.atomic import check_writable, write_atomic
+from optdnn.runtime.cuda.plan import tf32_nodes
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.tactics.base import Measured
@@ -241,6 +242,11 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             engine, measured, fallbacks = choice.engine, choice.rows, choice.fallbacks
     cache.save()
     said, library = (choice.ran, choice.library) if choice is not None else (None, "")
+    if target.partition(":")[0] in ("cuda", "simulate"):
+        said, library = (
+            on_gpu(graph, tf32_nodes(engine.program)),
+            f"no kernel of {target} has that precision for it: another",
+        )
     ran = outcome(graph, account, said, library, base_of(plan) if choice is not None else "fp32", passes)
     dangers = hazards(graph) if account.hazards is None else account.hazards
     engine.program.meta["precision"] = contract(plan, ran, dangers, account)

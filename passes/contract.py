@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,7 +157,8 @@ def outcome(
             runs = hint
         told = (ran or {}).get(one.key)
         if told is not None and told != runs:
-            runs, reason = told, reason or f"{who} runs it in {told}"
+            runs = told
+            reason = reason or next((why[n] for n in one.nodes if n in why), None) or f"{who} runs it in {told}"
         if runs == one.precision:
             reason = None
         elif reason is None:
@@ -172,6 +173,23 @@ def _on_eight_bits(graph: Graph, op: Op) -> str | None:
     if op.kind in STRUCTURAL or op.kind in _CONVERT or op.input(0) is None:
         return None
     return _EIGHT.get(graph.type(op.inputs[0]).dtype)  # type: ignore[arg-type]
+
+
+def on_gpu(graph: Graph, rounded: Collection[str]) -> dict[str, str]:
+    """Key -> what a GPU's kernels compute an op of the optimized graph in, where its Q and DQ or allowed factors say otherwise.
+
+    No library folds Q and DQ there: what the passes left between them is computed on floats. ``rounded``: the ONNX nodes whose
+    kernels round factors to tf32.
+    """
+    found = {}
+    for op in graph.ops():
+        if op.kind in STRUCTURAL or op.kind in _CONVERT or not op.outputs:
+            continue
+        said = structural(graph, op)
+        emulated = said in QUANTIZED and _on_eight_bits(graph, op) is None
+        if emulated or (said == "tf32" and not op.src & set(rounded)):
+            found[key(op)] = _FLOATS.get(op.outputs[0].type.dtype, "fp32")
+    return found
 
 
 def structural(graph: Graph, op: Op) -> str | None:

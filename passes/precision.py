@@ -13,7 +13,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.types import is_float
 
 HOPPER = ("sm_90a", "")
-"""Architectures with tf32 kernels ("": what simulate runs)."""
+"""Architectures with kernels of tf32, int8 and fp8 ("": what simulate runs)."""
 
 ANCHORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """Kinds with a quantized form of their own; what stands between them follows (see ``passes.quantize``)."""
@@ -160,8 +160,6 @@ def choices(graph: Graph, target: str) -> list[Choice]:
             refused["int8"] = reason
         if family not in ("cuda", "simulate"):
             refused["fp8"] = "fp8 is for GPUs"
-        elif arch == "sm_80":
-            refused["fp8"] = "sm_80 has no fp8 arithmetic"
         elif (reason := no_fp8(graph, op, target)) is not None:
             refused["fp8"] = reason
         else:
@@ -174,6 +172,8 @@ def no_fp8(graph: Graph, op: Op, target: str = "") -> str | None:
     """Why an op has no fp8 form, or None."""
     if op.kind not in ANCHORS:
         return f"{op.kind} has no fp8 form"
+    if (reason := _no_eight_bits(target)) is not None:
+        return reason
     if op.kind == "Conv" and op.attrs.group > 1:
         return "there is no kernel for groups in fp8"
     return no_integers(graph, op, target)
@@ -181,6 +181,8 @@ def no_fp8(graph: Graph, op: Op, target: str = "") -> str | None:
 
 def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
     """Why an op has no quantized form (on a target, where that is given), or None."""
+    if (reason := _no_eight_bits(target)) is not None:
+        return reason
     if op.kind == "ConvTranspose" and target.partition(":")[0] in ("cuda", "simulate"):
         return "there is no kernel for it on integers"
     if op.kind == "Conv" and op.attrs.group > 1 and target.partition(":")[0] in ("cuda", "simulate"):
@@ -213,6 +215,12 @@ def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
         if weights is not None and not is_float(weights.dtype):
             return "its weights are integers already"
     return None
+
+
+def _no_eight_bits(target: str) -> str | None:
+    """Why a target computes nothing on 8-bit numbers, or None. Between Q and DQ it would compute on floats, slower than without."""
+    family, _, arch = target.partition(":")
+    return f"there are no kernels on 8-bit numbers for {arch}" if family == "cuda" and arch not in HOPPER else None
 
 
 def _operand(op: Op, slot: int) -> Value:

@@ -22,7 +22,7 @@ from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport, Refused
 from optdnn.passes.contract import Account, half_risks, hazards, outcome
-from optdnn.passes.precision import PrecisionPlan
+from optdnn.passes.precision import PrecisionPlan, choices
 from optdnn.passes.ranges import Calibration, Range
 from optdnn.types import FP16
 
@@ -257,3 +257,70 @@ def test_the_command_line_tells(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run([*arguments, "--strict-precision", "-o", f"{tmp_path}/s.engine"]) == 7
     assert not (tmp_path / "s.engine").exists()
     assert run([*arguments, "--pin", "nonsense"]) == 2
+
+
+# ---------------------------------------------------------------- GPUs: what the kernels do, not what the graph allows
+
+
+def rows_on(
+    target: str, graph: Graph, precision: str = "fp32", **options: Any
+) -> dict[str, tuple[str, str, str | None]]:
+    """Kind of an op -> what was asked of it, what it runs in, and why."""
+    rng = np.random.default_rng(0)
+    (x,) = (graph.op(i).outputs[0] for i in graph.inputs)
+    data = rng.standard_normal((4, *x.type.static_shape), np.float32) if precision in ("int8", "fp8") else None
+    build = build_verbose(
+        export_model(graph, 19).proto,
+        BuildOptions(
+            target=target, precision=precision, tactics="auto" if target == "simulate" else "heuristic", no_cubins=True,
+            calib=None if data is None else [{"x": a} for a in data], **options,
+        ),
+    )  # fmt: skip
+    return {
+        r.asked.kind: (r.asked.precision, r.runs, r.reason)
+        for r in build.precisions
+        if r.asked.kind in ("Conv", "MatMul", "Gemm")
+    }
+
+
+def product() -> Graph:
+    n = Net()
+    return n.done(n.conv(n.input(2, 16, 8, 8), 32))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_an_architecture_without_kernels_on_8_bit_numbers_is_told(arch: str, precision: str) -> None:
+    target = f"cuda:{arch}"
+    why = f"there are no kernels on 8-bit numbers for {arch}"
+    assert rows_on(target, product(), precision) == {"Conv": (precision, "fp32", why)}
+    assert rows_on("simulate", product(), precision) == {"Conv": (precision, precision, None)}
+    (choice,) = (c for c in choices(product(), target) if c.kind == "Conv")
+    assert choice.refused[precision] == why, "and precision auto is not offered it"
+    with pytest.raises(NotMet, match=why):
+        rows_on(target, product(), precision, strict_precision=True)
+
+
+def test_tf32_that_no_kernel_of_the_machine_has_is_told() -> None:
+    (row,) = rows_on("cuda:sm_86", product(), "tf32").values()
+    assert row[:2] == ("tf32", "fp32")
+    assert row[2] == "no kernel of cuda:sm_86 has that precision for it: another runs it in fp32"
+    assert rows_on("simulate", product(), "tf32") == {"Conv": ("tf32", "tf32", None)}
+    n = Net()
+    depthwise = n.done(n.conv(n.input(2, 16, 8, 8), 16, group=16))
+    assert rows_on("simulate", depthwise, "tf32")["Conv"][:2] == ("tf32", "fp32"), "its kernel multiplies in fp32"
+
+
+def test_a_model_of_integers_that_a_gpu_computes_on_floats_is_told() -> None:
+    n = QNet()
+    graph = n.done(n.fake(n.qconv(n.fake(n.input(2, 16, 8, 8), 0.03), 32), 0.05))
+    assert rows_on("simulate", graph)["Conv"][:2] == ("int8", "int8")
+    assert rows_on("cuda:sm_80", graph)["Conv"] == (
+        "int8", "fp32", "no kernel of cuda:sm_80 has that precision for it: another runs it in fp32"
+    )  # fmt: skip
+    n = QNet()
+    a = n.fake(n.input(2, 4, 16, 16), 0.03)
+    graph = n.done(n.fake(n.op("MatMul", a, a), 0.05))
+    asked, runs, why = rows_on("simulate", graph)["MatMul"]
+    assert (asked, runs) == ("int8", "fp32")
+    assert why

@@ -280,3 +280,8 @@ def _signed(value: Any) -> int:
 def _need(condition: bool, message: str) -> None:
     if not condition:
         raise EngineError(f"a cuda step {message}")
+
+
+def tf32_nodes(program: Program) -> frozenset[str]:
+    """The ONNX nodes whose kernels round factors to tf32, as the steps' meanings say."""
+    return frozenset(n for s in program.steps if TF32 in s.params.get("op", {}).get("attrs", {}) for n in s.src)  # type: ignore[union-attr, operator, call-overload]
