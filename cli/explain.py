@@ -87,7 +87,7 @@ def explain(engine: Path, name: str) -> dict[str, Any]:
         "refused": _entries(meta.get("passes", ()), "refused", name),
         "precision": {
             "engine": program.precision,
-            **({"node": auto["precision"], "reason": auto["reason"], "account": auto} if auto else {}),
+            **({"node": auto["precision"], "reason": auto["reason"], "account": auto} if auto else _runs(meta, name)),
             "differs": [r for r in meta.get("precision", {}).get("differs", ()) if name in r["nodes"]],
             "remarks": [
                 r
@@ -100,6 +100,25 @@ def explain(engine: Path, name: str) -> dict[str, Any]:
         "whole": _whole(meta, report),
         "on_cpu": [o for o in meta.get("host", {}).get("operators", ()) if name in o["nodes"]],
     }
+
+
+def _runs(meta: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The precision that a node runs in, where the engine keeps it: it has several, or but one."""
+    found = meta.get("precision", {})
+    nodes = found.get("nodes")
+    runs = list(found.get("runs", ())) if nodes is None else [p for p, names in nodes.items() if name in names]
+    if not runs:
+        return {} if nodes is None else {"node": "its neighbours'", "reason": "it computes nothing of its own"}
+    if nodes is None:
+        return {}
+    plan = found.get("plan", {})
+    pin = next((p for p in plan.get("nodes", {}) if name == p or fnmatchcase(name, p)), None)
+    asked = plan["nodes"][pin] if pin is not None else plan.get("default", "")
+    if runs == [asked]:
+        reason = "pinned" if pin is not None else "as asked of the whole network"
+    else:
+        reason = f"asked for {asked}" + (", pinned" if pin is not None else "")
+    return {"node": " and ".join(runs), "reason": reason}
 
 
 def _rows(found: Any) -> Sequence[Mapping[str, Any]]:

@@ -192,10 +192,13 @@ def _need_static(graph: Graph) -> None:
         out = graph.op(i).outputs[0]
         names = [str(d) for d in out.type.shape or () if isinstance(d, Dim)]
         if out.type.shape is None or names:
-            dims = "x".join(str(d) if not isinstance(d, Dim) else "N" for d in out.type.shape or ())
+            one, some = (
+                "x".join(n if isinstance(d, Dim) else str(d) for d in out.type.shape or ()) for n in ("1", "1..8..32")
+            )
+            example = f"--shape {out.name}={one}, or {some} for a range" if names else f"--shape {out.name}=1x3x224x224"
             raise UsageError(
                 f"input {out.name!r} has dimensions that are not fixed ({', '.join(names) or 'unknown rank'})",
-                hint=f"a cuda engine is for fixed sizes; give them: --shape {out.name}={dims}",
+                hint=f"an engine for a GPU is for sizes, or ranges of them (least..likely..most), that are given: {example}",
             )
 
 

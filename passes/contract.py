@@ -294,14 +294,18 @@ def _transposed(op: Op) -> bool:
 
 
 def to_plain(plan: PrecisionPlan, rows: list[Ran], dangers: list[Remark], account: Account) -> dict[str, Any]:
-    """What an engine keeps of it: the plan, how many ops run in what, every difference, hazard and risk."""
+    """What an engine keeps of it: the plan, how many ops run in what (where that is more than one precision: which ONNX nodes),
+    every difference, hazard and risk."""
     counts: dict[str, int] = {}
+    where: dict[str, dict[str, None]] = {}
     for r in rows:
         counts[r.runs] = counts.get(r.runs, 0) + 1
+        where.setdefault(r.runs, {}).update(dict.fromkeys(r.asked.nodes))
     return {
         "plan": plan.to_json(),
         **({"calibration": account.calibrated} if account.calibrated else {}),
         "runs": dict(sorted(counts.items())),
+        **({"nodes": {p: list(nodes) for p, nodes in sorted(where.items())}} if len(where) > 1 else {}),
         "differs": [r.to_json() for r in rows if r.differs],
         "hazards": [h.to_json() for h in dangers],
         "risks": [r.to_json() for r in account.risks],

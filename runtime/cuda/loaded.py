@@ -29,7 +29,7 @@ class Loaded:
         if gpu_count() == 0:
             raise RunError(
                 "there is no usable NVIDIA GPU on this machine",
-                hint="load the engine with simulate=True to run it in NumPy",
+                hint="simulate=True of optdnn.load, --simulate of optdnn run, runs it in NumPy",
             )
         self.device = Device.open()
         for arch in sorted({k.arch for k in program.kernels}):

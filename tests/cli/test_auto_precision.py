@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from support.cli import Cli
 
@@ -175,3 +176,15 @@ def test_explain_of_what_is_no_node_or_no_engine(cli: Cli, model: Path, engine: 
 
 def test_inspect_lists_names_of_nodes(cli: Cli, model: Path) -> None:
     assert "conv2" in cli("inspect", model, "--nodes").out
+
+
+def test_explain_tells_each_nodes_precision_without_auto(cli: Cli, model: Path, calib: Path, tmp_path: Path) -> None:
+    names = [n.name for n in onnx.load(model).graph.node if n.op_type in ("Conv", "Gemm")]
+    out = tmp_path / "mixed.engine"
+    options = ("--target", "simulate", "--precision", "int8+fp16", "--calib", calib, "--shape", "x=4x3x8x8")
+    built = cli("build", model, "-o", out, *options, "--pin", f"{names[0]}=fp32")
+    assert built.code == 0, built.err
+    assert "\n  precision fp32: pinned\n" in cli("explain", out, names[0]).out
+    assert "\n  precision int8: as asked of the whole network\n" in cli("explain", out, names[-1]).out
+    plain = json.loads(cli("explain", out, names[0], "--json").out)
+    assert (plain[0]["precision"]["node"], plain[0]["precision"]["reason"]) == ("fp32", "pinned")

@@ -221,7 +221,9 @@ def test_unknown_sizes_are_refused_with_the_option_that_helps() -> None:
 
     n = Net()
     graph = n.done(n.op("Relu", n.input(symbol("batch"), 8)))
-    with pytest.raises(UsageError, match=r"'x' has dimensions that are not fixed \(batch\)\n.*--shape x=Nx8"):
+    with pytest.raises(
+        UsageError, match=r"'x' has dimensions that are not fixed \(batch\)\n.*--shape x=1x8, or 1..8..32x8 for a range"
+    ):
         lowered(graph)
 
 
