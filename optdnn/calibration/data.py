@@ -59,7 +59,8 @@ def open_data(source: Any, inputs: Sequence[TensorSpec], images: ImageSpec | Non
     if isinstance(source, np.ndarray):
         return _of_arrays("the calibration array", {_only(inputs): source}, inputs)
     if isinstance(source, Mapping):
-        return _of_arrays("the calibration arrays", {str(k): np.asarray(v) for k, v in source.items()}, inputs)
+        arrays = {str(k): _array(v, f"the calibration arrays: {k!r}") for k, v in source.items()}
+        return _of_arrays("the calibration arrays", arrays, inputs)
     if callable(source):
         return _of_iterable(source, inputs)
     if isinstance(source, Iterator):
@@ -154,6 +155,13 @@ def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpe
     return Data(name, batches, _digest(used), len(starts), samples)
 
 
+def _array(given: Any, what: str) -> Array:
+    try:
+        return np.asarray(given)
+    except (TypeError, ValueError) as error:  # rows of different lengths, for one
+        raise InputError(f"{what}, what is given is no array: {error}") from None
+
+
 def _is_fixed(inputs: Sequence[TensorSpec]) -> bool:
     return any(isinstance(s.shape[0], int) for s in inputs)
 
@@ -181,8 +189,8 @@ def checked(feeds: Any, inputs: Sequence[TensorSpec], where: str) -> dict[str, A
     sizes: dict[str, int] = {}
     found = {}
     for s in inputs:
-        array = np.asarray(feeds[s.name])
         what = f"{where}: input {s}"
+        array = _array(feeds[s.name], what)
         if array.ndim != len(s.shape):
             raise InputError(f"{what}, the array has shape {list(array.shape)}")
         for d, n in zip(s.shape, array.shape, strict=True):
@@ -237,7 +245,13 @@ def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | Non
 
 def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> Data:
     def batches() -> Iterator[dict[str, Array]]:
-        for k, feeds in enumerate(make()):
+        found = make()
+        if not isinstance(found, Iterable):
+            raise UsageError(
+                f"the function that makes calibration data gave {type(found).__name__}",
+                hint="it must give an iterable of feeds",
+            )
+        for k, feeds in enumerate(found):
             yield checked(feeds, inputs, f"calibration batch {k}")
 
     digest, count, samples = hashlib.sha256(), 0, 0
