@@ -22,6 +22,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.attention_mask import Bias, added, constant_sum, is_causal, refuse, rounded
 from optdnn.passes.attention_scores import DEPTH, Scores, find_scores, one_number, staged
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
@@ -93,6 +94,43 @@ class Attention(Rule):
         wanted = graph.type(found.root.value).dims
         patch.replace(found.root.value, reshaped_to(patch, y, wanted))
         return patch
+
+
+class ValuesFirst(Rule):
+    """``v p^T``, the weights transposed behind the values (EfficientViT), is ``(p v^T)^T``: what :class:`Attention` looks for."""
+
+    name = "values_first"
+    kinds = frozenset({"MatMul"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        values, turned = op.inputs[:2]
+        assert values is not None
+        assert turned is not None
+        transpose = graph.op(turned)
+        weights = transpose.input(0)
+        rank = graph.type(turned).rank
+        if transpose.kind != "Transpose" or weights is None or rank is None or rank < 2 or staged(op):
+            return None
+        softmax = graph.op(weights)
+        if graph.type(values).rank != rank or transpose.attrs.perm != _exchange(rank) or softmax.kind != "Softmax":
+            return None
+        if len(graph.uses(turned)) > 1 or len(graph.uses(weights)) > 1:
+            return Miss(f"an inner value is used elsewhere: {softmax.outputs[0].name}")
+        if isinstance(find_scores(graph, softmax.inputs[0], graph.type(op.value).dtype), Miss):
+            return None
+        return Match((transpose, op), (values, weights, rank))
+
+    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
+        values, weights, rank = match.data
+        patch, exchange = Patch(graph, match.ops), TransposeAttrs(_exchange(rank))
+        product = patch.add("MatMul", [weights, patch.add("Transpose", [values], exchange)], match.ops[-1].attrs)
+        patch.replace(match.ops[-1].value, patch.add("Transpose", [product], exchange))
+        return patch
+
+
+def _exchange(rank: int) -> tuple[int, ...]:
+    """The permutation that exchanges the last two axes."""
+    return (*range(rank - 2), rank - 1, rank - 2)
 
 
 # ---------------------------------------------------------------- from the root to the softmax
@@ -324,4 +362,4 @@ class FuseAttention(RulePass):
     """Roots are visited from the inputs on, so that an attention's operands have been fused before it."""
 
     name = "fuse_attention"
-    rules = (Attention(),)
+    rules = (ValuesFirst(), Attention())

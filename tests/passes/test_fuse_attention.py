@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.check import check_pass, check_refused, check_untouched
+from support.check import check_pass, check_refused, check_untouched, from_text
 from support.net import Net
 from support.shared import needs_shared_graphs, shared_network
 
@@ -98,6 +98,23 @@ def test_exported_forms(name: str) -> None:
     assert graph.kinds()["Attention"] == 1
     assert "Softmax" not in graph.kinds()
     assert graph.kinds().get("MatMul", 0) == (name == "disentangled")  # the product with positions
+
+
+VALUES_FIRST = """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) r = Mul(s, scale) p = Softmax(r)
+    pt = Transpose<perm=[0,1,3,2]>(p) vt = Transpose<perm=[0,1,3,2]>(v) t = MatMul(vt, pt) y = Transpose<perm=[0,1,3,2]>(t)"""
+
+
+def test_weights_behind_the_values() -> None:
+    graph, _ = check_pass(FuseAttention(), exported(VALUES_FIRST, keys=7), changes=2)
+    assert graph.kinds()["Attention"] == 1
+    assert not {"Softmax", "MatMul"} & graph.kinds().keys()
+
+
+def test_weights_behind_the_values_that_are_used_elsewhere_stay() -> None:
+    body = VALUES_FIRST.replace(
+        "y = Transpose<perm=[0,1,3,2]>(t)", "u = Transpose<perm=[0,1,3,2]>(t) w = ReduceSum(p) y = Add(u, w)"
+    )
+    check_refused(FuseAttention(), from_text(exported(body)), because="an inner value is used elsewhere")
 
 
 def test_cross_attention_of_other_lengths() -> None:
@@ -253,8 +270,6 @@ def test_half_precision_with_a_softmax_in_single() -> None:
     text = """<ir_version: 10, opset_import: ["" : 21]>
     attention (float16[2,3,5,4] q, float16[2,3,4,5] kt, float16[2,3,5,4] v) => (float16[2,3,5,4] y)
     { s = MatMul(q, kt) w = Cast<to=1>(s) p = Softmax(w) h = Cast<to=10>(p) y = MatMul(h, v) }"""
-    from support.check import from_text
-
     graph = from_text(text)
     report = FuseAttention()(graph, CUDA)
     assert report.changes == 1
