@@ -42,6 +42,11 @@ class Judge:
         self.metric, self.seen, self.unseen = metric, seen, unseen
         self._reference: tuple[Outputs, Outputs] | None = None
 
+    @property
+    def refers(self) -> bool:
+        """Whether there is one."""
+        return self._reference is not None
+
     def refer(self, engine: Engine) -> None:
         """Raises what the engine raises, UsageError where a part of the data does not fill its batch."""
         try:

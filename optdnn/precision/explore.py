@@ -44,7 +44,11 @@ class Explorer:
         self._problems: dict[str, Problem] = {}
 
     def singles(self) -> None:
-        """fp32 first: what all else is held against. Pins hold in each."""
+        """fp32 first: what all else is held against. Pins hold in each, and what pins below fp32 lose is within the bound, too."""
+        if any(p != "fp32" for p, _ in self.space.pins.values()):
+            plan = PrecisionPlan.of_option("fp32")
+            self.say("outputs of fp32")
+            self.judge.refer(self.driver.quick(self.assigned(plan), plan, ""))
         for text in self.driver.offers:
             plan = PrecisionPlan.of_option(text, {k: p for k, (p, _) in self.space.pins.items()})
             assignment = {k: self.space.runs(plan, k) for k in self.space.choices}
@@ -165,13 +169,14 @@ class Explorer:
     # ------------------------------------------------------------------ accuracy
 
     def judged(self, candidate: Candidate, way: str) -> Candidate:
-        """Measure the candidate's drop on the data that the search may see; the first is what all others are held against."""
+        """Measure the candidate's drop on the data that the search may see; what they are held against is the first's, unless
+        it is there already."""
         self.say(f"accuracy of {candidate.name}")
         first = not self.candidates
         self.candidates.append(candidate)
         try:
             engine = self.driver.quick(self.assigned(candidate.plan), candidate.plan, way)
-            if first:
+            if not self.judge.refers:
                 self.judge.refer(engine)
         except OptdnnError as error:
             if first:

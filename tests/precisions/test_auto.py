@@ -130,6 +130,16 @@ def test_a_bound_of_nothing_gives_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.account.chosen == "fp32"
 
 
+def test_what_pins_lose_counts_against_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"metric": "mse", "precision_map": {"first": "int8"}}
+    found = find(perceptron(), Numpy(offers=("fp32", "int8")), monkeypatch, max_drop=1.0, **options)
+    assert found.met
+    assert found.account.candidate().worst > 0, "held against fp32, not against fp32 with the pins"
+    found = find(perceptron(), Numpy(offers=("fp32", "int8")), monkeypatch, max_drop=0.0, **options)
+    assert not found.met
+    assert found.account.candidate().worst > 0
+
+
 def test_a_single_precision_that_is_as_fast_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {k: {"fp32": 10.0, "bf16": 5.0, "int8": 9.0} for k in TIMES}
     found = find(perceptron(), Numpy(times=times), monkeypatch, metric="cosine", max_drop=0.05)
