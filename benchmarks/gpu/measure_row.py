@@ -194,11 +194,13 @@ def torch_graph(
     module: torch.nn.Module, feeds: Sequence[torch.Tensor], stream: Any, *, compiled: bool
 ) -> tuple[Replay, Callable[[], list[torch.Tensor]]]:
     """The module at fp16, channels last, captured into a CUDA graph: (replay, outputs)."""
-    run: Any = copy.deepcopy(module).half().to(memory_format=torch.channels_last)
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    ranks = {p.dim() for p in module.parameters()} & layouts.keys()
+    run: Any = copy.deepcopy(module).half().to(memory_format=layouts[max(ranks, default=4)])
     for part in run.modules():
         if isinstance(part, torch.nn.RNNBase):
             part.flatten_parameters()  # else cuDNN gathers the weights in every run
-    feeds = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in feeds]
+    feeds = [t.contiguous(memory_format=layouts[t.dim()]) if t.dim() in layouts else t for t in feeds]
     if compiled:
         import torch._inductor.config as inductor
 

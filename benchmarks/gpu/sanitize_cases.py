@@ -109,6 +109,8 @@ def forced(name: str) -> Iterator[None]:
             test_stream_k.prefer_stream_k(patch)
         if name == "pool behind a convolution":
             patch.setattr("optdnn.tactics.cuda.conv_pool.OVERLAP", -1.0)
+        if name.startswith("bands"):
+            patch.setattr("optdnn.tactics.cuda.conv_bands.BandedConv.unable", lambda *given: None)
         if name.startswith("stem"):
             from optdnn.tactics.cuda.conv_stem import StemConv
             from optdnn.tactics.cuda.table import TACTICS
@@ -128,6 +130,7 @@ def stream_k() -> Any:
 ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "softcap")
 RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
 
+import test_conv_bands  # type: ignore[import-not-found]  # noqa: E402
 import test_conv_pool  # type: ignore[import-not-found]  # noqa: E402
 from test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]  # noqa: E402
 from test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]  # noqa: E402
@@ -163,6 +166,8 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         **{f"stacks: {name}": (net(Net, STACKS[name]), "fp16") for name in ("with_epilogue", "transposed")},
         **{f"stacks fp32: {name}": (net(Net, build), "fp32") for name, build in TILED.items()},
         "pool behind a convolution": (test_conv_pool.net, "fp16"),
+        "bands": (lambda: test_conv_bands.net(128, 128, 32, size=(14, 15), residual=True), "fp16"),
+        "bands, strided": (lambda: test_conv_bands.net(256, 256, 32, size=(14, 15), strides=2), "fp16"),
         "patch embedding": (net(Net, lambda n: n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16)), "fp16"),
         **{
             f"8 bits: {name}": (net(QNet, NETS[name]), "fp16")

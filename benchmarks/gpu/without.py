@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,10 +24,15 @@ from optdnn.runtime.cuda.check import check_steps
 from optdnn.tactics.cuda import table
 
 
+def forbidden(tactic: str) -> AbstractContextManager[Any]:
+    """Within this, builds do not use the tactic."""
+    kept = {kind: tuple(t for t in tactics if t.name != tactic) for kind, tactics in table.TACTICS.items()}
+    return patch.dict(table.TACTICS, kept)
+
+
 def engine_of(model: Any, without: str) -> Any:
     """An engine by the cost model; ``without``: the tactic that it must not use ("": it may use all)."""
-    kept = {kind: tuple(t for t in tactics if t.name != without) for kind, tactics in table.TACTICS.items()}
-    with patch.dict(table.TACTICS, kept):
+    with forbidden(without):
         return optdnn.build(model, target="cuda:sm_90a", precision="fp16", io_dtype="fp16", tactics="heuristic")
 
 

@@ -217,6 +217,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "weights of a stack are another tensor, and results are stored by TMA"
     if config.stream and (reason := _refuse_streaming(problem, config)):
         return reason
+    if problem.bands > 1 and (problem.band_channels % config.tile[0] or config.share[0] > 1):
+        return f"blocks of {config.tile[0]} channels that load the same pixels do not divide a band of {problem.band_channels}"
     if config.wide and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
         return "more than 128 accumulators a thread are for two warpgroups of a block alone on its multiprocessor"
     if config.mt * config.bn > 320:
@@ -282,7 +284,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "ALTERNATE": int(config.alternate), "SHARE_CHANNELS": config.share[0], "SHARE_PIXELS": config.share[1],
         "STREAM": int(config.stream), "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
         "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated),
-        "BATCHED": int(problem.stack is not None), "ACROSS": int(problem.across),
+        "BATCHED": int(problem.stack is not None), "ACROSS": int(problem.across), "BANDED": int(problem.bands > 1),
     }  # fmt: skip
     return Recipe(
         "conv_sm90.cu", arch, {"generated.cuh": generated(problem, defines, config.bn)}, options(problem, checked)

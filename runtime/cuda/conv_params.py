@@ -103,6 +103,7 @@ class _Params(ctypes.Structure):
         ("partial", ctypes.c_void_p), ("arrived", ctypes.c_void_p),
         ("ahead", _Ahead * 2),
         ("batch_tiles", ctypes.c_int), ("inner_batches", ctypes.c_int),
+        ("band_channels", ctypes.c_int), ("band_inputs", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -148,6 +149,7 @@ def parameters(
     params.channels, params.pixel_count = problem.channels, problem.pixels
     params.out_h, params.out_w = problem.out_size
     params.k_steps = problem.k_steps
+    params.band_channels, params.band_inputs = problem.band_channels, problem.sources[0].channels
     params.before, params.gate = pointers.before or None, pointers.gate or None
     params.partial, params.arrived = pointers.partial or None, pointers.arrived or None
     params.gate_pitch = params.gate_channels = problem.sources[0].channels

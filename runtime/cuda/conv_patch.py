@@ -136,6 +136,8 @@ def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448) -> st
         return "its tiles would cut windows of the pool"
     if source.stride != (1, 1):
         return "it needs stride 1"
+    if problem.bands > 1 and problem.band_channels % (config.wgm * 64):
+        return f"tiles of {config.wgm * 64} channels do not divide a band of {problem.band_channels}"
     if config.wgm * config.wgn not in (1, 2) or config.stages < 1 or not 1 <= config.out_buffers <= 4:
         return "not a tile of this kernel"
     height, width = patch_size(problem, config)
@@ -171,6 +173,7 @@ def recipe(problem: Problem, config: PatchConfig, arch: str = "sm_90a", *, check
         "BN": columns(problem, config), "BK": problem.block, "STAGES": config.stages, "SPLIT": config.split,
         "DIRECT": int(config.stores_directly), "WEIGHT_STAGES": config.weight_stages,
         "OUT_BUFFERS": config.out_buffers, "MIN_CTAS": config.blocks, "POOLED": int(problem.pooled),
+        "BANDED": int(problem.bands > 1),
     }  # fmt: skip
     text = generated(problem, defines, columns(problem, config))
     return Recipe("conv_patch_sm90.cu", arch, {"generated.cuh": text}, options(problem, checked))

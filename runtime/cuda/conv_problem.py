@@ -125,6 +125,8 @@ class Problem:
     """A stack of products, inner times outer of them, each of ``batch`` rows and with weights of its own, another tensor."""
     across: bool = False
     """Whether rows of those weights are K, not channels."""
+    bands: int = 1
+    """Equal parts of the channels, each a sum over its own part of the source's: ``channels`` of a source are those of one band."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
@@ -141,6 +143,8 @@ class Problem:
             raise InternalError("a stack is of products of 16-bit matrices")
         if self.across and not self.stack:
             raise InternalError("packed weights lie along K")
+        if self.bands > 1 and (self.channels % self.bands or len(self.sources) > 1 or self.stack or self.prologue):
+            raise InternalError("bands are equal parts of the channels, of one source as it is")
         if self.prologue and (self.item != 2 or [s.mode for s in self.sources] != [ROWS]):
             raise InternalError("a prologue is for 16-bit pixels that are read once each")
 
@@ -158,6 +162,11 @@ class Problem:
     def helpers(self) -> int:
         """Threads of a block besides the configuration's: those that apply the prologue."""
         return 128 if self.prologue else 0
+
+    @property
+    def band_channels(self) -> int:
+        """Channels of the result that read the same ones of the source."""
+        return self.channels // self.bands
 
     @cached_property
     def out_dtype(self) -> str:
@@ -233,7 +242,7 @@ class Problem:
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         read = sum(s.height * s.width * (s.pitch or s.channels) // math.prod(s.stride if s.kernel == (1, 1) else (1, 1))
-                   for s in self.sources) * self.batch  # fmt: skip
+                   for s in self.sources) * self.batch * self.bands  # fmt: skip
         weights = self.k_steps * self.block * self.channels
         written = self.batch * math.prod(self.stored_size) * self.channels * self.out_item
         written += self.pixels * self.channels * self.out_item if self.residual else 0

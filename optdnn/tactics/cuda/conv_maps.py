@@ -24,6 +24,8 @@ class Feed:
     dilations: tuple[int, int]
     overlapped: conv_problem.Source | None = None
     """Where neighbouring pixels are read as one (see :func:`optdnn.runtime.cuda.quantized.overlapped`): that source."""
+    bands: int = 1
+    """Equal parts of the result's channels, each a sum over its own part of the tensor's (see ``Problem.bands``)."""
 
     @property
     def source(self) -> conv_problem.Source:
@@ -31,7 +33,7 @@ class Feed:
             return self.overlapped
         _, c, h, w = self.x.shape
         return conv_problem.Source(
-            h, w, up(c, aligned(self.x)), self.weight.shape[2:], self.strides, self.pads, self.dilations
+            h, w, up(c // self.bands, aligned(self.x)), self.weight.shape[2:], self.strides, self.pads, self.dilations
         )
 
 

@@ -1,6 +1,6 @@
 """Convolutions and matrix products on the general tensor-core kernel (mma.sync fed by cp.async): every GPU from sm_80 on, and groups.
 
-On Hopper it runs what Hopper's own kernel does not: convolutions of several groups.
+On Hopper it runs convolutions of many narrow groups.
 """
 
 from __future__ import annotations

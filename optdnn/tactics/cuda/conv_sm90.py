@@ -172,6 +172,7 @@ def emit_conv(
     problem = conv_problem.Problem(
         out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), factors, map_dtype(out.dtype),
         prologue=tuple(before.rendered) if before is not None else (), scatter=scatter is not None, pooled=pooled,
+        bands=feeds[0].bands,
     )  # fmt: skip
     offers = ranked(problem, dense) if config is None else (offered(problem, config, dense),)
     b.offer(offers)
@@ -197,7 +198,7 @@ def emit_conv(
     geometry = [(f.strides, f.pads, f.dilations) for f in feeds]
     if len(feeds) == 1:
         strides, pads, dilations = geometry[0]
-        attrs = {"strides": strides, "pads": pads, "dilations": dilations, "group": 1, "auto_pad": "NOTSET",
+        attrs = {"strides": strides, "pads": pads, "dilations": dilations, "group": feeds[0].bands, "auto_pad": "NOTSET",
                  "prologue": plain_stages(before.moved(RESIDUAL + len(constants))) if before is not None else (), "epilogue": stages, "arity": RESIDUAL}  # fmt: skip
         kind, reads = "PooledConv" if pooled else "Conv", [*views[0], bias_view, *tail]
     else:

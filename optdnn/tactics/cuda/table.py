@@ -7,6 +7,7 @@ from optdnn.tactics.cuda.add_norm import AddNorm, PlainAdd
 from optdnn.tactics.cuda.arg import ArgExtreme
 from optdnn.tactics.cuda.attention import AttentionSteps, HopperAttention
 from optdnn.tactics.cuda.conv import HopperConv
+from optdnn.tactics.cuda.conv_bands import BandedConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.tactics.cuda.conv_fp32 import TiledConv, TiledGemm
@@ -53,6 +54,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         HopperConv(),
         HalfDepthwise(),
         Depthwise(),
+        BandedConv(),
         GeneralConv(),
         TiledConv(),
         DirectConv(),

@@ -28,6 +28,7 @@ struct Params {
     u32* arrived;
     Ahead ahead[2];
     int batch_tiles, inner_batches;                // of a stack of products
+    int band_channels, band_inputs;                // of bands: channels of the result, and of the pixels that they read
 };
 
 constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile, and (but of fp32) its swizzle's span

@@ -2,7 +2,7 @@
 #pragma once
 
 struct Cursor {                                    // where in K the producer is
-    int source, block, tap_w, tap_h;
+    int source, block, tap_w, tap_h, band;         // band: the first channel of those that the tile reads
 };
 
 DEVICE void seek(Cursor& at, const Params& p, int k) {
@@ -50,7 +50,7 @@ DEVICE void load_rows(u32 target, const TensorMap* map, u32 barrier, int x, int 
 template <int MODE>
 DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Source& s, const Cursor& at, int sharer, int first, int n, int h,
                         int w, const Batch& batch) {
-    const int c = at.block * BK, x = w * s.stride_w - s.pad_w, y = h * s.stride_h - s.pad_h;
+    const int c = at.block * BK + (BANDED ? at.band : 0), x = w * s.stride_w - s.pad_w, y = h * s.stride_h - s.pad_h;
     const u16 tap_w = u16(at.tap_w * s.dilation_w), tap_h = u16(at.tap_h * s.dilation_h);
     if (SHARE_CHANNELS > 1) {                      // the blocks of the other channels multiply the same pixels
         const u16 to = u16(((1 << SHARE_CHANNELS) - 1) << (pixel_rank(sharer) * SHARE_CHANNELS));
@@ -106,6 +106,7 @@ DEVICE Place place(const Params& p, int tile, int sharer, int k_begin) {
         to.h[i] = first / p.out_w % p.out_h;
         to.n[i] = first / p.out_w / p.out_h;
     }
+    to.at.band = BANDED ? to.channel / p.band_channels * p.band_inputs : 0;
     seek(to.at, p, k_begin);
     return to;
 }

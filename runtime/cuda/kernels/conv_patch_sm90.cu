@@ -47,6 +47,9 @@ DEVICE Tile tile_at(const Params& p, int tile, int group) {
     return at;
 }
 
+// The first channel of those that the tile reads.
+DEVICE int band_of(const Params& p, const Tile& at) { return BANDED ? at.channel / p.band_channels * p.band_inputs : 0; }
+
 #if POOLED
 DEVICE u32 larger(u32 a, u32 b) {
     u32 best;
@@ -142,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                         const int slot = g * STAGES + stage;
                         if (issued >= STAGES) barrier_wait(empty + 8 * slot, parity);
                         barrier_expect(full + 8 * slot, PATCH_LOAD);
-                        tma_load_4d(patches + slot * PATCH_BYTES, &p.pixels0, full + 8 * slot, (first_block + b) * BK, at[g].w - p.source[0].pad_w,
+                        tma_load_4d(patches + slot * PATCH_BYTES, &p.pixels0, full + 8 * slot, band_of(p, at[g]) + (first_block + b) * BK, at[g].w - p.source[0].pad_w,
                                     at[g].h - p.source[0].pad_h, at[g].n);
                     }
                     issued++;

@@ -21,10 +21,12 @@
 // BATCHED: a stack of products, each with weights of its own, which are another tensor: tensor maps have two more axes, and a tile is one of
 // one product. ACROSS: its rows are K (wgmma's MN-major operand).
 //
+// BANDED: channels come in bands, each a sum over the pixels' channels of its own band alone (of a grouped convolution: several groups).
+//
 // PROLOGUE: one more warpgroup applies stages to the pixels of each K step where TMA has left them, before they are multiplied.
 //
 // generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS, ALTERNATE,
-// SHARE_CHANNELS, SHARE_PIXELS, STREAM), BATCHED, ACROSS, the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL,
+// SHARE_CHANNELS, SHARE_PIXELS, STREAM), BATCHED, ACROSS, BANDED, the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, -1 none), HAS_RESIDUAL,
 // PROLOGUE, GATED, prologue(), wgmma_step() and epilogue().
 #include "conv_common.cuh"
 

@@ -1,0 +1,90 @@
+"""Grouped convolutions on Hopper's kernels: groups of a few channels are multiplied in bands of 64, between groups with zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.tactics.cuda import conv_maps, conv_sm90
+from optdnn.tactics.cuda.builder import Builder, channels_last, products, up
+from optdnn.tactics.cuda.conv import HopperConv, bias_of, entering, finish, image, planar, with_pitch
+from optdnn.tactics.cuda.conv_sm80 import GeneralConv
+from optdnn.tactics.cuda.epilogue import plan_epilogue
+from optdnn.types import Array
+
+TILE = 64
+"""Channels of wgmma's M, and of a step of K."""
+
+MARGIN = 1.5
+"""How much faster the kernel that computes no zeros must be predicted to be: its model is an older GPU's."""
+
+
+def groups_together(groups: int, channels: int) -> int:
+    """How many neighbouring groups, of ``channels`` results each, make a band: the fewest that fill tiles, or all of them."""
+    whole = [n for n in range(1, groups) if groups % n == 0 and n * channels % TILE == 0]
+    return whole[0] if whole else groups
+
+
+def banded(weight: Array, groups: int, together: int) -> Array:
+    """OIHW weights of a grouped convolution -> those of ``groups / together`` bands: ``[O, together * I, H, W]``, zero between
+    groups. Keeps the dtype."""
+    channels, inside = weight.shape[0] // groups, weight.shape[1]
+    made = np.zeros((weight.shape[0], together * inside, *weight.shape[2:]), weight.dtype)
+    for group in range(groups):
+        rows = slice(group * channels, (group + 1) * channels)
+        at = group % together * inside
+        made[rows, at : at + inside] = weight[rows]
+    return made
+
+
+class BandedConv(HopperConv):
+    """Convolutions of several groups over one or two spatial axes. Neighbouring groups are one band with zeros between them: tensor
+    cores multiply those faster than others leave them out. An Inf or NaN of one group reaches the others of its band."""
+
+    name = "conv_bands_sm90"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        if weight is None or weight.ndim not in (3, 4) or 0 in weight.shape or 0 in op.outputs[0].type.static_shape:
+            return "its weights are not constant, or not of one or two spatial axes"
+        if a.group == 1:
+            return "it has one group"
+        if op.input(2) is not None and bias_of(b, op) is None:
+            return "its bias is not constant"
+        together = groups_together(a.group, weight.shape[0] // a.group)
+        read, aligned = together * weight.shape[1], 16 // op.outputs[0].type.dtype.itemsize
+        if together < a.group and read % aligned:
+            return f"TMA addresses 16 bytes: a band of {read} channels is none of these"
+        return conv_sm90.refuse(b.arch, products(b, op), [(weight.shape[2:], a.strides, a.pads, a.dilations)])
+
+    def unable(self, b: Builder, op: Op) -> str | None:
+        """Where the zeros are predicted to cost more than a kernel that has none, that goes first until both are measured."""
+        other = GeneralConv()
+        if b.row_invariant or other.refuse(b, op) is not None:
+            return None
+        own, theirs = (min((o.seconds or 0.0 for o in t.configs(b, op)), default=0.0) for t in (self, other))
+        if own <= MARGIN * theirs:
+            return None
+        return f"it is predicted to take {own * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        together = groups_together(a.group, weight.shape[0] // a.group)
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        bias = ep.added_to(bias_of(b, op))
+        weight, strides, pads, dilations = planar(banded(weight, a.group, together), a)
+        x = with_pitch(b, op, image(entering(b, op)))
+        feed = conv_maps.Feed(x, weight, strides, pads, dilations, bands=a.group // together)
+        target = b.target(op.value)
+        out = image(target)
+        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
+        between = target
+        if ep.rest or not conv_maps.storable(b, out):
+            padded = channels_last(target.shape, up(out.shape[1], 8))
+            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, padded)
+        used = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, image(between), config)
+        finish(b, op, ep, between, target)
+        return used
