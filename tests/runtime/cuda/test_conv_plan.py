@@ -76,7 +76,7 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
     assert conv_params._Params.bias.offset == 640
     assert conv_params._Params.source.offset == 696
     assert conv_params._Params.before.offset == 5 * 128 + 3 * 8 + 8 * 4 + 2 * 9 * 4 + 10 * 4 + 13 * 4 + 4 == 864
-    assert ctypes.sizeof(conv_params._Params) == 864 + 2 * 8 + 4 * 4 + 2 * 8 + 2 * 16 + 2 * 4
+    assert ctypes.sizeof(conv_params._Params) == 864 + 2 * 8 + 4 * 4 + 2 * 8 + 2 * 16 + 2 * 4 + 2 * 4
     assert conv_params.PARTIAL == 896
     assert conv_params.AHEAD == (912, 928)
 
