@@ -12,6 +12,7 @@ from support.simulated import TOLERANCE, feeds_of, lowered, simulate
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
 from optdnn.runtime.program import Program
+from optdnn.tactics.cuda import conv_bands
 
 
 def residual_block(n: Net) -> Value:
