@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from figures_checks import correctness
-from figures_gpu import compiled, growth, side_by_side, targets, waits
+from figures_gpu import compiled, growth, others, side_by_side, targets, waits
 
 from optdnn.report.precision import declined
 
@@ -41,6 +41,8 @@ def figures() -> str:
         parts.append(targets(file))
     if (file := RESULTS / "compile-h200.json").exists():
         parts.append(compiled(file))
+    if (file := RESULTS / "others-h200.json").exists():
+        parts.append(others(file))
     if (file := RESULTS / "streams-h200.json").exists():
         parts.append(side_by_side(file))
     if (file := RESULTS / "waits-h200.json").exists():

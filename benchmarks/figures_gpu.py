@@ -166,6 +166,38 @@ def side_by_side(file: Path) -> str:
     return table("Independent steps side by side", rows, about)
 
 
+def others(file: Path) -> str:
+    """Architectures that nothing was tuned for, a row each, beside eager."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in data["rows"]:
+        name, batch = row["name"].split(":")
+        found.setdefault(name, {})[batch] = row["candidates"]
+    batches = ("1", "16")
+    rows = [["network", *(f"{what}, batch {b}" for b in batches for what in ("optdnn ms", "eager ms", "faster"))]]
+    ratios, wrong = [], []
+    for name, of in found.items():
+        cells = []
+        for batch in batches:
+            ours, eager = (of.get(batch, {}).get(n, {}).get("median_ms") for n in ("ours", "eager"))
+            cells += [f"{t:.3f}" if t else "–" for t in (ours, eager)]
+            cells.append(f"{eager / ours:.1f}×" if ours and eager else "–")
+            ratios += [eager / ours] if ours and eager else []
+            if ours and not of[batch]["ours"]["error_rel"] <= max(0.03, 2 * of[batch]["eager"].get("error_rel", 0.0)):
+                wrong.append(f"{name}, {batch}")
+        rows.append([name, *cells])
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    about = (
+        f"{_machine(data)}. Modules of torchvision and transformers with seeded weights through `optdnn.from_torch`, fp16, by the "
+        "cost model, untuned; eager: fp16, channels last, in a CUDA graph. Each result was held against the module in fp32 (within "
+        f"0.03 of the largest output, or twice eager's error). {mean:.1f} times as fast in geometric mean of {len(ratios)} pairs, "
+        f"{min(ratios):.2f} at least."
+        + (f" Further off, or not finite: {'; '.join(wrong)}." if wrong else "")
+        + _note(data)
+    )
+    return table("Architectures beyond these, untuned", rows, about)
+
+
 def growth(file: Path) -> str:
     """The drawing that lies beside the series, and which of them were not measured."""
     data = json.loads(file.read_text(encoding="utf-8"))

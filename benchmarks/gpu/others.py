@@ -283,7 +283,7 @@ def main() -> None:
         futures = {pool.submit(build, *one, folder, options.without): one for one in wanted}
         for future in as_completed(futures):
             name, batch = futures[future]
-            row: dict[str, Any] = {"name": name, "batch": batch}
+            row: dict[str, Any] = {"name": f"{name}:{batch}"}
             try:
                 row |= future.result()
                 if time.time() > begin + options.seconds:
@@ -303,7 +303,7 @@ def main() -> None:
                 f"{time.time() - begin:6.1f} s {name}:{batch} {row.get('export_and_build_s')} {found} {row.get('error', '')}",
                 flush=True,
             )
-            options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            options.out.write_text(json.dumps({**about, "l2": "warm", "rows": rows}, indent=1) + "\n")
             torch.cuda.empty_cache()
 
 
