@@ -109,6 +109,8 @@ def forced(name: str) -> Iterator[None]:
             test_stream_k.prefer_stream_k(patch)
         if name == "pool behind a convolution":
             patch.setattr("optdnn.tactics.cuda.conv_pool.OVERLAP", -1.0)
+        if name == "narrow groups":
+            patch.setattr("optdnn.tactics.cuda.conv_bands.MARGIN", 0.0)
         if name.startswith("bands"):
             patch.setattr("optdnn.tactics.cuda.conv_bands.BandedConv.unable", lambda *given: None)
         if name.startswith("stem"):
@@ -167,6 +169,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         **{f"stacks fp32: {name}": (net(Net, build), "fp32") for name, build in TILED.items()},
         "pool behind a convolution": (test_conv_pool.net, "fp16"),
         "bands": (lambda: test_conv_bands.net(128, 128, 32, size=(14, 15), residual=True), "fp16"),
+        "narrow groups": (lambda: test_conv_bands.net(64, 64, 8, size=(14, 15), residual=True), "fp16"),
         "bands, strided": (lambda: test_conv_bands.net(256, 256, 32, size=(14, 15), strides=2), "fp16"),
         "patch embedding": (net(Net, lambda n: n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16)), "fp16"),
         **{
