@@ -30,10 +30,17 @@ def _pixels(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
     return channels_last(shape, up(shape[1], 16 // dtype.itemsize))
 
 
+def _pitch(x: Placed) -> int | None:
+    """Elements between pixels of ``x`` (NCHW); those of one pixel have the pitch that is asked for: that of its channels."""
+    n, c, h, w = x.shape
+    pitch = conv_maps.pitch_of(x)
+    return up(c, conv_maps.aligned(x)) if pitch is not None and n * h * w == 1 else pitch
+
+
 def _stored_at(out: Placed) -> bool:
     """Whether the kernel stores at an image's pitch: what it stores from registers (fp32) is at that of its own channels, and so not
     in a wider image's part."""
-    pitch = conv_maps.pitch_of(out)
+    pitch = _pitch(out)
     return pitch is not None and (out.dtype.itemsize < 4 or pitch == up(out.shape[1], 16 // out.dtype.itemsize))
 
 
@@ -177,8 +184,7 @@ def _emit(
     problem = conv_problem.Problem(
         out.shape[0], up(channels, 16 // item), (feed.source,), tuple(a.stages), dtype, result, second, a.zero != 0
     )
-    pitches = [conv_maps.pitch_of(p) for p in (out, residual) if p is not None]
-    dense = all(p == problem.channels for p in pitches)
+    dense = all(_pitch(p) == problem.channels for p in (out, residual) if p is not None)
     offers = conv_sm90.ranked(problem, dense) if config is None else (conv_sm90.offered(problem, config, dense),)
     b.offer(offers)
     config = offers[0].config
@@ -196,6 +202,27 @@ def _emit(
     meaning = ("QuantizedConv", attrs, [reads, weight, pairs.view((channels, 2), (2, 1)), *tail])
     conv_sm90.launch(b, op, problem, config, [feed], operands, meaning, requantize)
     return str(config)
+
+
+def _has_room(b: Builder, x: Placed, *, alone: bool) -> bool:
+    """Whether there is room behind the last channel of ``x`` (NCHW) for all that a kernel reads or writes: whole 16 bytes.
+
+    Between pixels their pitch leaves it; of one pixel the buffer must, which another tensor shares where ``x`` is not ``alone``.
+    """
+    n, c, h, w = x.shape
+    channels = up(c, conv_maps.aligned(x))
+    if n * h * w != 1 or c == channels:
+        return True
+    return alone and x.offset + channels <= int(np.prod(b.buffers[x.buffer].shape))
+
+
+def _roomy(b: Builder, op: Op, x: Placed) -> Placed:
+    """The residual ``x`` (NCHW), or a copy with room for what is read behind its last channel."""
+    if _has_room(b, x, alone=True):
+        return x
+    wide = b.new(f"{op.outputs[0].name}.residual", x.dtype, x.shape, _pixels(x.shape, x.dtype))
+    copy(b, op, x, wide)
+    return wide
 
 
 def _weight_view(packed: Placed, problem: conv_problem.Problem, feed: conv_maps.Feed) -> Placed:
@@ -242,9 +269,11 @@ class HopperQuantizedConv(Rehearsed):
             if a.input_zero and any(pads):
                 x, pads = _padded_image(b, op, x, pads, a.input_zero), (0, 0, 0, 0)
             feed = conv_maps.Feed(x, weight, strides, pads, dilations)
-        residual = _with_pitch(b, op, image(b.operand(op.inputs[3]))) if op.input(3) is not None else None  # type: ignore[arg-type]
+        residual = None
+        if op.input(3) is not None:
+            residual = _roomy(b, op, _with_pitch(b, op, image(b.operand(op.inputs[3]))))  # type: ignore[arg-type]
         between = out
-        if not _stored_at(out):
+        if not _stored_at(out) or not _has_room(b, out, alone=op.value not in b.reserved):
             between = b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
         used = _emit(b, op, feed, residual, between, x, config)
         if between is not out:
@@ -269,7 +298,9 @@ class HopperQuantizedMatMul(Rehearsed):
         assert weight is not None
         assert op.inputs[0] is not None
         x = self._rows(b, op, b.operand(op.inputs[0]))
-        residual = self._rows(b, op, b.operand(op.inputs[3])) if op.input(3) is not None else None  # type: ignore[arg-type]
+        residual = None
+        if op.input(3) is not None:
+            residual = _roomy(b, op, self._rows(b, op, b.operand(op.inputs[3])))  # type: ignore[arg-type]
         feed = conv_maps.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
         unit = 16 // op.outputs[0].type.dtype.itemsize
         if op.value not in b.reserved and op.outputs[0].type.static_shape[-1] % unit:
@@ -277,7 +308,7 @@ class HopperQuantizedMatMul(Rehearsed):
             b.place[op.value] = b.new(op.outputs[0].name, t.dtype, t.static_shape, _padded(t.static_shape, unit))
         target = b.target(op.value)
         between, out = target, _rows_of(target)
-        if out is None:
+        if out is None or not _stored_at(out) or not _has_room(b, out, alone=op.value not in b.reserved):
             between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, _padded(target.shape, unit))
             out = _rows_of(between)
             assert out is not None

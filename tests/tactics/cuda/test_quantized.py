@@ -11,6 +11,8 @@ from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
@@ -91,3 +93,25 @@ def test_a_stem_quantizes_its_image_and_reads_pixels_together() -> None:
     kinds = [s.params["op"]["kind"] for s in program.steps]
     assert kinds == ["QuantizedBlocks", "QuantizedConv", "MaxPool", "Copy", "Pointwise"]
     assert "max_pool_8bit" in tactics(program)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("widths", [(1,), (10,), (5, 3), (4, 60), (16, 16)])
+@pytest.mark.parametrize("kind", ["rows", "pixels", "integers"])
+def test_narrow_heads_of_one_row(rows: int, widths: tuple[int, ...], kind: str) -> None:
+    """One row, or one pixel, has no neighbor whose distance is a pitch: kernels still write whole 16 bytes."""
+    n = QNet()
+    shape = (rows, 16, 1, 1) if kind == "pixels" else (rows, 16)
+    x = n.fake(n.input(*shape), 0.03)
+    parts = []
+    for width in widths:
+        product = [x, n.weights(16, width, axis=1)]
+        y = n.qconv(x, width, 1) if kind == "pixels" else n.op("MatMul", *product, attrs=MatMulAttrs())
+        parts.append(n.fake(y, 0.05) if kind == "integers" else y)
+    y = parts[0] if len(parts) == 1 else n.op("Concat", *parts, attrs=ConcatAttrs(1))
+    graph, program = built(n.done(y))
+    feeds = feeds_of(graph)
+    got = simulate(program, feeds)
+    for output, want in evaluate(graph, feeds).items():
+        np.testing.assert_array_equal(got[output], want)
+    assert sum("8bit" in name for name in tactics(program)) >= len(widths)
