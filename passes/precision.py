@@ -185,6 +185,12 @@ def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
         return reason
     if op.kind == "ConvTranspose" and target.partition(":")[0] in ("cuda", "simulate"):
         return "there is no kernel for it on integers"
+    if op.kind in ("Conv", "MatMul") and target.partition(":")[0] in ("cuda", "simulate"):
+        factor = _operand(op, 1)
+        if op.kind == "MatMul" and graph.constant_value(factor) is None:
+            return "there is no kernel on integers for two computed factors"
+        if op.kind == "Conv" and (axes := (graph.type(factor).rank or 4) - 2) > 2:
+            return f"there is no kernel on integers for {axes} spatial axes"
     if op.kind == "Conv" and op.attrs.group > 1 and target.partition(":")[0] in ("cuda", "simulate"):
         filters = graph.type(_operand(op, 1)).dims
         if len(filters) != 4 or filters[1] != 1 or filters[0] != op.attrs.group or op.attrs.group % 16:
