@@ -9,6 +9,7 @@ from optdnn.passes.base import Pass
 from optdnn.passes.bodies import OptimizeBodies
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
+from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.einsum_to_matmul import EinsumProducts
@@ -84,7 +85,10 @@ O2_GPU: tuple[Pass, ...] = (
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
-    *O2[len(FOLDED) :],
+    FuseEpilogue(),  # as above; a convolution over three axes takes its stages along when it becomes one over two, so
+    Conv3dAsImages(),  # after epilogues, which views would stop, and before what is measured in convolutions over two axes
+    FusePrologue(),  # as above
+    CommonSubexpressions(),  # as above, and the views of volumes that several convolutions read
 )
 
 O2_CPU: tuple[Pass, ...] = (

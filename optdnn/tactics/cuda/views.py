@@ -195,13 +195,42 @@ def _concat(b: Builder, op: Op) -> None:
             return
     out = b.target(op.value)
     axis, at = normalize_axis(op.attrs.axis, len(out.shape)), 0
+    pending: list[tuple[Placed, Placed]] = []
     for value in op.inputs:
         assert value is not None
         x = b.operand(value)
         part = out.view(x.shape, out.strides, at * out.strides[axis])
         at += x.shape[axis]
         if x.buffer != part.buffer or x.offset != part.offset or not x.is_like(part.strides):
-            copy(b, op, x, part)
+            pending.append((x, part))
+    for run in _runs([x for x, _ in pending]):
+        first, part = pending[run.start]
+        if len(run) == 1:
+            copy(b, op, first, part)
+        else:
+            distances = [pending[run.start + 1][k].offset - pending[run.start][k].offset for k in (0, 1)]
+            copy(b, op, *(_repeated(p, len(run), d, axis) for p, d in zip((first, part), distances, strict=True)))
+
+
+def _runs(parts: Sequence[Placed]) -> list[range]:
+    """Neighbours that are one view at equal distances (frames under the taps of a filter): they are copied at once."""
+    found: list[range] = []
+    for i, p in enumerate(parts):
+        if found:
+            run = found[-1]
+            first, distance = parts[run.start], p.offset - parts[i - 1].offset
+            alike = (p.buffer, p.shape, p.strides) == (first.buffer, first.shape, first.strides)
+            if alike and (len(run) == 1 or distance == parts[run.start + 1].offset - first.offset):
+                found[-1] = range(run.start, i + 1)
+                continue
+        found.append(range(i, i + 1))
+    return found
+
+
+def _repeated(x: Placed, count: int, distance: int, axis: int) -> Placed:
+    """``count`` such views at a distance, along an axis of their own before ``axis``."""
+    shape = (*x.shape[:axis], count, *x.shape[axis:])
+    return x.view(shape, (*x.strides[:axis], distance, *x.strides[axis:]))
 
 
 def _constant_of_shape(b: Builder, op: Op) -> None:

@@ -16,6 +16,7 @@ from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
 from optdnn.lower_cuda import lower_cuda
+from optdnn.ops.conv import ConvAttrs
 from optdnn.runtime.cuda import conv_cost, nvrtc
 from optdnn.runtime.cuda import conv_fp32 as fp32
 from optdnn.runtime.cuda.check import check_steps
@@ -56,6 +57,11 @@ def test_programs_compute_the_network(name: str) -> None:
     assert not {"conv_direct", "matmul_tiled"} & set(tactics(program))
 
 
+def weights_over_three_axes(n: Net) -> Value:
+    attrs = ConvAttrs((1, 1, 1), (0,) * 6, (1, 1, 1))
+    return n.op("Conv", n.input(1, 2, 4, 5, 6), n.input(8, 2, 3, 3, 3, name="w"), attrs=attrs)  # type: ignore[no-any-return]
+
+
 def refusals(program: Program) -> list[str]:
     return [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"].endswith("fp32")]
 
@@ -66,7 +72,7 @@ def refusals(program: Program) -> list[str]:
         (lambda n: n.conv(n.input(2, 16, 9, 7), 16), "fp16", "its operands are fp32, not float16"),
         (lambda n: n.conv(n.input(2, 16, 9, 7), 16, group=4), "fp32", "a group of 4 filters"),
         (lambda n: n.conv(n.input(2, 4, 9, 7), 20, group=2), "fp32", "do not come in fours, but are 10"),
-        (lambda n: n.conv(n.input(1, 2, 4, 5, 6), 8), "fp32", "not of one or two spatial axes"),
+        (weights_over_three_axes, "fp32", "not of one or two spatial axes"),
         (lambda n: n.conv(n.input(1, 2, 3, 16400), 8, pads=1), "fp32", "larger than 16384"),
         (lambda n: n.matmul(n.input(1 << 22, 1024), 8), "fp32", "more elements than 32-bit offsets"),
         (lambda n: n.conv(n.input(1 << 12, 8, 256, 256), 8), "fp32", "more elements than 32-bit offsets"),

@@ -1,0 +1,227 @@
+"""conv3d_to_conv2d: convolutions over three axes become convolutions over two, with their epilogues and without their views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.dim import DimLike, symbol
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.base import Stage
+from optdnn.ops.conv import ConvAttrs
+from optdnn.passes.base import PassContext
+from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
+from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.passes.pipelines import PIPELINE
+
+PASS = Conv3dAsImages()
+VIEWS = {"Conv": 1, "Reshape": 2, "Transpose": 4}
+"""Of one convolution between the network's borders."""
+
+
+def conv(
+    n: Net, x: Value, filters: int, kernel: Sequence[int], *, strides: Sequence[int] = (1, 1, 1), pads: Sequence[int] = (0,) * 6,
+    dilations: Sequence[int] = (1, 1, 1), group: int = 1, bias: bool = False, auto_pad: str = "NOTSET",
+) -> Value:  # fmt: skip
+    channels = n.dims(x)[1]
+    assert isinstance(channels, int)
+    w = n.random(filters, channels // group, *kernel, scale=0.3)
+    more = [n.random(filters)] if bias else []
+    attrs = ConvAttrs(tuple(strides), tuple(pads), tuple(dilations), group, auto_pad)
+    return n.op("Conv", x, w, *more, attrs=attrs)  # type: ignore[no-any-return]
+
+
+def alone(
+    filters: int, kernel: Sequence[int], *, shape: Sequence[DimLike] = (2, 4, 7, 9, 8), **more: Any
+) -> Graph:  # fmt: skip
+    n = Net(np.float64)
+    return n.done(conv(n, n.input(*shape), filters, kernel, **more))
+
+
+def fused(graph: Graph) -> Graph:
+    """With epilogues, as the pass finds it."""
+    FuseEpilogue()(graph)
+    return graph
+
+
+FRAMES = {
+    "frames alone": alone(6, (1, 3, 3), pads=(0, 1, 1, 0, 1, 1), bias=True),
+    "pixels": alone(6, (1, 1, 1), bias=True),
+    "strided images": alone(6, (1, 7, 5), strides=(1, 2, 3), pads=(0, 3, 1, 0, 2, 2), dilations=(1, 1, 2)),
+    "groups": alone(6, (1, 3, 3), group=2),
+    "one filter a channel": alone(4, (1, 3, 3), group=4),
+    "one volume": alone(5, (1, 2, 3), shape=(1, 3, 4, 5, 6)),
+    "a symbolic batch": alone(6, (1, 3, 3), shape=(symbol("N", 1), 4, 3, 5, 6)),
+    "columns of depth": alone(6, (3, 1, 1), pads=(1, 0, 0, 1, 0, 0), bias=True),
+    "strided depth": alone(6, (4, 1, 1), strides=(2, 1, 1), pads=(2, 0, 0, 0, 0, 0)),
+    "dilated depth": alone(6, (3, 1, 1), dilations=(2, 1, 1), group=2),
+    "all of the depth": alone(6, (7, 1, 1)),
+    "one filter a channel, along depth": alone(4, (3, 1, 1), group=4, pads=(1, 0, 0, 1, 0, 0)),
+    "depth of a symbolic batch": alone(6, (3, 1, 1), shape=(symbol("N", 1), 4, 5, 3, 6)),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_filters_of_one_frame_or_one_pixel_need_views_alone(name: str) -> None:
+    sizes = {"N": 3} if "symbolic" in name else None
+    check_pass(PASS, FRAMES[name], changes=1, kinds=VIEWS, rules={"conv3d_to_conv2d": 1}, sizes=sizes)
+
+
+PAD, SLICE = {"Pad": 1}, {"Slice": 1}
+TAPS: dict[str, tuple[Graph, dict[str, int]]] = {
+    "three axes": (alone(6, (3, 3, 3), pads=(1,) * 6, bias=True), PAD | {"Slice": 3, "Concat": 1}),
+    "without padding": (alone(6, (3, 3, 3)), {"Slice": 3, "Concat": 1}),
+    "all of the volume": (alone(6, (7, 9, 8)), {"Slice": 7, "Concat": 1}),
+    "all of the depth": (alone(6, (7, 3, 3), pads=(0, 1, 1, 0, 1, 1)), {"Slice": 7, "Concat": 1}),
+    "strides": (alone(6, (3, 3, 3), strides=(2, 2, 2), pads=(1,) * 6), PAD | {"Slice": 3, "Concat": 1}),
+    "odd strides": (alone(5, (2, 3, 3), strides=(3, 1, 2), pads=(0, 1, 0, 1, 1, 2)), PAD | {"Slice": 2, "Concat": 1}),
+    "padding at one end": (alone(6, (3, 3, 3), pads=(2, 0, 1, 0, 2, 0)), PAD | {"Slice": 3, "Concat": 1}),
+    "dilations": (alone(6, (3, 2, 2), dilations=(2, 3, 1), pads=(2, 0, 0, 2, 0, 0)), PAD | {"Slice": 3, "Concat": 1}),
+    "groups": (
+        alone(6, (3, 3, 3), group=2, pads=(1,) * 6),
+        PAD | {"Slice": 3, "Concat": 1, "Reshape": 3},
+    ),
+    "one volume": (alone(5, (2, 2, 3), shape=(1, 3, 4, 5, 6)), {"Slice": 2, "Concat": 1}),
+    "a symbolic batch": (
+        alone(6, (3, 3, 3), shape=(symbol("N", 1), 4, 5, 5, 6), group=2),
+        {"Slice": 3, "Concat": 1, "Reshape": 3},
+    ),
+    "auto_pad": (alone(6, (3, 4, 3), strides=(2, 1, 1), auto_pad="SAME_UPPER"), PAD | {"Slice": 3, "Concat": 1}),
+    "every other frame": (alone(6, (1, 1, 1), strides=(2, 2, 2)), SLICE),
+    "frames of nothing": (alone(6, (1, 3, 3), pads=(1, 0, 0, 2, 0, 0), strides=(2, 1, 1), bias=True), PAD | SLICE),
+    "every other pixel along depth": (alone(6, (3, 1, 1), strides=(1, 2, 3)), {"Slice": 2}),
+    "a border around one pixel": (alone(6, (3, 1, 1), pads=(0, 1, 0, 0, 0, 1), bias=True), {"Slice": 3, "Concat": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAPS)
+def test_frames_under_the_taps_are_channels(name: str) -> None:
+    graph, more = TAPS[name]
+    check_pass(PASS, graph, changes=1, kinds=VIEWS | more, sizes={"N": 3} if "symbolic" in name else None)
+
+
+def test_a_convolution_of_a_promoted_graph_is_as_exact_as_float64() -> None:
+    result, _ = check_pass(PASS, TAPS["three axes"][0], changes=1)
+    (op,) = (o for o in result.ops() if o.kind == "Conv")
+    assert result.type(op.inputs[1]).shape == (6, 12, 3, 3)  # type: ignore[arg-type]
+    assert (op.attrs.strides, op.attrs.pads, op.attrs.dilations) == ((1, 1), (1, 1, 1, 1), (1, 1))
+
+
+def test_stages_and_their_operands_come_along() -> None:
+    n = Net(np.float64)
+    x = n.input(2, 4, 5, 6, 3)
+    y = n.op("Relu", n.op("Add", conv(n, x, 4, (3, 3, 3), pads=(1,) * 6, bias=True), x))
+    kinds = {"Concat": 1, "Conv": 1, "Pad": 1, "Reshape": 3, "Slice": 3, "Transpose": 6}
+    result, _ = check_pass(PASS, fused(n.done(y)), changes=1, kinds=kinds)
+    (op,) = (o for o in result.ops() if o.kind == "Conv")
+    assert [s.kind for s in op.attrs.epilogue] == ["Add", "Relu"]
+
+
+@pytest.mark.parametrize("kernel", [(3, 3, 3), (3, 1, 1), (1, 3, 3)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (), (1,), (4, 1, 1, 1), (1, 4, 1, 1, 1), (2, 4, 1, 1, 1), (2, 1, 5, 1, 1), (5, 1, 1), (1, 3), (6, 1), (6, 3),
+        (2, 4, 5, 6, 3), (1, 1, 1, 1, 1), (2, 1, 1, 6, 3), (4, 5, 6, 3),
+    ],
+)  # fmt: skip
+def test_operands_that_are_repeated(kernel: tuple[int, int, int], shape: tuple[int, ...]) -> None:
+    """Constants, and values that are computed."""
+    pads = tuple(k // 2 for k in kernel) * 2
+    for computed in (False, True):
+        n = Net(np.float64)
+        y = conv(n, n.input(2, 4, 5, 6, 3), 4, kernel, pads=pads)
+        other = n.input(*shape, name="other") if computed else n.random(*shape)
+        graph = fused(n.done(n.op("Tanh", n.op("Mul", y, other))))
+        assert graph.kinds()["Conv"] == 1
+        result, report = check_pass(PASS, graph, changes=1)
+        assert report.fired[0].nodes == ("Conv_1", "Mul_2", "Tanh_3")
+        assert not {"Mul", "Tanh"} & set(result.kinds())
+
+
+def test_nothing_is_left_between_two() -> None:
+    n = Net(np.float64)
+    x = n.input(2, 4, 5, 6, 7)
+    y = n.op("Relu", conv(n, x, 8, (1, 3, 3), pads=(0, 1, 1, 0, 1, 1), bias=True))
+    z = n.op("Relu", conv(n, y, 4, (1, 1, 1), bias=True))
+    kinds = {"Conv": 2, "Reshape": 2, "Transpose": 4}
+    rules = {"conv3d_to_conv2d": 2, "transpose_chain": 2, "reshape_chain": 1, "no_op": 1}
+    result, _ = check_pass(PASS, fused(n.done(z)), changes=6, kinds=kinds, rules=rules)
+    first, second = (o for o in result.order() if o.kind == "Conv")
+    assert (first.src, second.src) == ({"Conv_1", "Relu_2"}, {"Conv_3", "Relu_4"}), "names stay with what they name"
+
+
+def test_a_residual_block() -> None:
+    """Between the first convolution and the others views are left that take depth apart; the residual has none."""
+    n = Net(np.float64)
+    x = n.op("Relu", conv(n, n.input(2, 3, 5, 6, 7), 4, (1, 3, 3), pads=(0, 1, 1, 0, 1, 1)))
+    y = n.op("Relu", conv(n, x, 4, (3, 3, 3), pads=(1,) * 6, bias=True))
+    z = n.op("Relu", n.op("Add", conv(n, y, 4, (3, 3, 3), pads=(1,) * 6, bias=True), x))
+    graph = fused(n.done(z))
+    result, _ = check_pass(PASS, graph, changes=PASS(graph.copy()).changes)
+    last = [o for o in result.order() if o.kind == "Conv"][-1]
+    assert last.inputs[3] is not None
+    assert result.op(last.inputs[3]).kind == "Conv"
+
+
+@pytest.mark.parametrize(
+    ("graph", "reason"),
+    [
+        (alone(4, (3, 3, 3), group=4), "one filter for each channel"),
+        (alone(6, (3, 3, 3), shape=(2, 4, symbol("D", 3), 8, 8)), "sizes of its volumes are not known"),
+        (alone(6, (3, 3, 3), shape=(2, 4, 8, symbol("H", 3), 8), auto_pad="SAME_UPPER"), "sizes of its volumes"),
+        (alone(6, (3, 3, 3), shape=(0, 4, 8, 8, 8)), "it is empty"),
+    ],
+)
+def test_refused(graph: Graph, reason: str) -> None:
+    check_refused(PASS, graph, because=reason)
+
+
+def test_weights_that_are_computed_are_refused() -> None:
+    n = Net(np.float64)
+    attrs = ConvAttrs((1, 1, 1), (0,) * 6, (1, 1, 1))
+    graph = n.done(n.op("Conv", n.input(1, 2, 3, 4, 5), n.input(4, 2, 3, 3, 3, name="w"), attrs=attrs))
+    check_refused(PASS, graph, because="weights are not constant")
+
+
+def test_a_prologue_is_refused() -> None:
+    n = Net(np.float64)
+    attrs = ConvAttrs((1, 1, 1), (1,) * 6, (1, 1, 1), prologue=(Stage("Relu", (0,)),))
+    graph = n.done(n.op("Conv", n.input(1, 2, 3, 4, 5), n.random(4, 2, 3, 3, 3), attrs=attrs))
+    check_refused(PASS, graph, because="stages of its own")
+
+
+def test_an_operand_that_no_constant_target_repeats_is_refused() -> None:
+    n = Net(np.float64)
+    y = conv(n, n.input(symbol("N", 1), 2, 4, 4, 5), 3, (3, 3, 3))
+    graph = fused(n.done(n.op("Mul", y, n.random(1, 3, 2, 1, 1))))
+    check_refused(PASS, graph, because="operand of its epilogue is repeated")
+
+
+def test_others_are_no_candidates() -> None:
+    n = Net(np.float64)
+    x = n.input(2, 4, 8, 8)
+    check_untouched(PASS, n.done(n.conv(x, 4), n.conv(n.input(2, 4, 9, name="line"), 4)))
+    n = Net(np.float64)
+    check_untouched(
+        PASS, n.done(n.conv_transpose(n.input(2, 4, 3, 4, 5), 4), n.max_pool(n.input(2, 4, 5, 6, 7, name="z")))
+    )
+
+
+def test_views_of_networks_without_volumes_are_left_alone() -> None:
+    n = Net(np.float64)
+    twice = n.op("Reshape", n.op("Reshape", n.input(2, 12), n.ints(2, 3, 4)), n.ints(4, 6))
+    check_untouched(PASS, n.done(n.op("Relu", twice)))
+
+
+def test_gpus_alone_run_it() -> None:
+    context = PassContext("cuda:sm_90a")
+    assert sum(p.name == PASS.name for p in PIPELINE(3, context.target)) == 1
+    assert not any(
+        p.name == PASS.name for p in (*PIPELINE(3, "cpu"), *PIPELINE(3, "reference"), *PIPELINE(1, "cuda:sm_90a"))
+    )
