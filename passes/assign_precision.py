@@ -4,9 +4,10 @@ First integers: Q and DQ around what is to run in int8 or fp8 (:mod:`optdnn.pass
 point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16, with casts where ops of different precision
 meet, one per value and type. (On the CPU that is for mixtures of float precisions alone: one for the whole network is asked of
 the library, which rounds by itself.) Constants are rounded once, a finite one never becomes infinite: masks of -1e9 or -3.4e38
-saturate. What a kernel reads as a parameter in fp32 anyway stays so: biases of convolutions, statistics of batch
-normalization, scales. Sums, statistics and exponentials are fp32 inside of the kernels. What indices are decided by stays
-fp32 (:mod:`optdnn.passes.decisions`).
+saturate. Nor does one number become zero. What a kernel reads as a parameter in fp32 anyway stays so: biases of convolutions,
+statistics of batch normalization, scales. Sums, statistics and exponentials are fp32 inside of the kernels. What indices are
+decided by stays fp32 (:mod:`optdnn.passes.decisions`), and so does what depends on a constant that fp16 cannot hold
+(:mod:`optdnn.passes.guards`): pointwise ops of that kind read and store fp16 where they can, and convert in registers.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
-from optdnn.passes.contract import Account, ask, half_risks, hazards
+from optdnn.passes.contract import FP16_LEAST, Account, ask, half_risks, hazards, vanishes
 from optdnn.passes.decisions import decisions
+from optdnn.passes.guards import Guards, guards
+from optdnn.passes.in_registers import in_registers
 from optdnn.passes.precision import ANCHORS, PrecisionPlan, key
 from optdnn.passes.quantize import quantize
 from optdnn.passes.ranges import Calibration
@@ -75,25 +78,41 @@ class AssignPrecision(Pass):
             found = context.calibration(graph) if callable(context.calibration) else context.calibration
         elif isinstance(context.calibration, Calibration):
             found = context.calibration
-        if (
-            "fp16" in plan.floats and context.account is not None
-        ):  # a look at every weight, for those who will read of it
-            account.risks = half_risks(graph, plan, found)
-        if found is not None and plan.quantizes:
-            account.calibrated = {"method": found.method, "batches": found.samples}
-            for op_id, reason in quantize(graph, plan, found, context.target, report).items():
-                account.refused[keys[op_id]] = reason
         if context.target.startswith("cuda") and any(p in NARROW for p in plan.floats):
             keeps: Mapping[str, frozenset[int]] | None = KEEPS_FP32
         else:
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and is_mixture(plan) else None
+        guarded = Guards({}) if keeps is None else _guarded(graph, plan)
+        if (
+            "fp16" in plan.floats and context.account is not None
+        ):  # a look at every weight, for those who will read of it
+            account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})
+        if found is not None and plan.quantizes:
+            account.calibrated = {"method": found.method, "batches": found.samples}
+            for op_id, reason in quantize(graph, plan, found, context.target, report).items():
+                account.refused[keys[op_id]] = reason
         if keeps is not None:
-            assignment = _Assignment(graph, plan, report, keeps, context.kept)
+            assignment = _Assignment(graph, plan, report, keeps, guarded, context.kept)
             assignment.run()
             account.refused.update({keys[i]: reason for i, reason in assignment.refused.items()})
+            account.converted |= {keys[i] for i in assignment.converted}
         if context.target.startswith("cuda") and "tf32" in plan.floats:
             _allow_tf32(graph, plan)
         account.hazards = hazards(graph)
+
+
+def _guarded(graph: Graph, plan: PrecisionPlan) -> Guards:
+    """The ops asked for in fp16, though not by name, that stay fp32 for the sake of a constant."""
+    found = guards(graph) if "fp16" in plan.floats else Guards({})
+    ops = {i: graph.op(i) for i in found.reasons}
+    stay = {i: found.reasons[i] for i, op in ops.items() if not plan.named(op) and _float(plan, op) == "fp16"}
+    return Guards(stay, found.saturates & stay.keys())
+
+
+def _float(plan: PrecisionPlan, op: Op) -> str:
+    """The float precision asked of an op, or of what remains of it between integers."""
+    precision = plan.of(op)
+    return plan.base if precision in QUANTIZED or (op.kind == "DequantizeLinear" and not plan.named(op)) else precision
 
 
 def _allow_tf32(graph: Graph, plan: PrecisionPlan) -> None:
@@ -115,6 +134,7 @@ class _Assignment:
         plan: PrecisionPlan,
         report: PassReport,
         keeps_fp32: Mapping[str, frozenset[int]],
+        guarded: Guards,
         kept: Kept,
     ):
         self.graph, self.plan, self.report, self.keeps_fp32, self.kept = graph, plan, report, keeps_fp32, kept
@@ -123,7 +143,10 @@ class _Assignment:
         self.narrowed: dict[tuple[Value, DType], Value] = {}
         """A value in another type than its own."""
         self.decisions = decisions(graph)
+        self.guarded = guarded
         self.refused: dict[int, str] = {}
+        self.converted: set[int] = set()
+        """Ops that compute in fp32 what they store in 16 bits."""
         self.coming: dict[tuple[int, DType], Future[tuple[Array, Array]]] = {}
         """Large constants that threads are rounding (NumPy lets others run meanwhile), by identity."""
 
@@ -151,11 +174,15 @@ class _Assignment:
             else:
                 self._op(op)
         self._drop_idle_casts()
+        self.converted = in_registers(self.graph, self.guarded)
         self.graph.remove_dead([op.id for op in self.graph.order() if op.kind == "Constant"])
 
     def _drop_idle_casts(self) -> None:
         """Casts whose operand has their type by now, as those of inputs that come in the network's own precision."""
-        for op in self.graph.of_kind("Cast"):
+        for one in self.graph.of_kind("Cast"):
+            if one.id not in self.graph:
+                continue
+            op = self.graph.op(one.id)  # as it is by now: an idle cast may have stood before it
             value = op.inputs[0]
             if value is not None and self.graph.type(value).dtype == op.outputs[0].type.dtype:
                 self.graph.replace_uses(op.value, value)
@@ -163,10 +190,7 @@ class _Assignment:
 
     def _wanted(self, op: Op) -> DType:
         """The floating type that an op computes in."""
-        precision = self.plan.of(op)
-        if precision in QUANTIZED or (op.kind == "DequantizeLinear" and not self.plan.named(op)):
-            precision = self.plan.base
-        return NARROW.get(precision, FP32)
+        return NARROW.get(_float(self.plan, op), FP32)
 
     def _output(self, op: Op) -> None:
         value = op.inputs[0]
@@ -183,6 +207,9 @@ class _Assignment:
         dtype = self._wanted(op)
         if dtype != FP32 and op.id in self.decisions and not self.plan.named(op):
             self._keep(op)
+            return
+        if op.id in self.guarded.reasons:
+            self._stay(op, self.guarded.reasons[op.id])
             return
         keep = self.keeps_fp32.get(op.kind, frozenset({0}) if op.kind == "Cast" else frozenset())
         if op.kind == "QuantizeLinear":
@@ -258,8 +285,10 @@ class _Assignment:
 
 def _narrowed(array: Array, dtype: DType) -> tuple[Array, Array]:
     """Which elements are finite and would become infinite in ``dtype`` (one False where none would), and the array in it, these
-    saturated."""
+    saturated. One number that is not zero stays so."""
     top = np.float32(LARGEST[dtype])
+    if dtype == FP16 and vanishes(array):  # an epsilon in an epilogue, say
+        return np.zeros((), np.bool_), np.copysign(np.float32(2 * FP16_LEAST), array).astype(dtype)
     if array.size and -top <= array.min() and array.max() <= top:  # nearly always, and NaN is not
         return np.zeros((), np.bool_), array.astype(dtype)
     beyond = np.isfinite(array) & (np.abs(array) > top)

@@ -14,7 +14,7 @@ from optdnn.passes.base import PassReport
 from optdnn.passes.integers import is_dequantized
 from optdnn.passes.precision import ANCHORS, PrecisionPlan, key, no_integers
 from optdnn.passes.ranges import Calibration
-from optdnn.types import BF16, DTYPES, FP16, FP32, DType, is_float
+from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType, is_float
 
 FP16_LARGEST, FP16_NORMAL, FP16_LEAST = 65504.0, 2.0**-14, 2.0**-25
 """Largest value, smallest normal one, and what is rounded to zero from there down."""
@@ -80,6 +80,8 @@ class Account:
     asked: list[Asked] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     """Key -> why the op does not run in what was asked for."""
+    converted: set[str] = field(default_factory=set)
+    """Keys of ops that compute in fp32 what they store in 16 bits."""
     risks: list[Remark] = field(default_factory=list)
     calibrated: dict[str, Any] = field(default_factory=dict)
     """How ranges were found: method, and the batches that were run."""
@@ -150,6 +152,8 @@ def outcome(
             runs = next(integer[n] for n in one.nodes if n in integer)
         elif op is not None:
             runs = _on_eight_bits(graph, op) or structural(graph, op)
+        if runs in ("fp16", "bf16") and one.key in account.converted:
+            runs = "fp32"
         if runs is None:
             continue  # another op does its work: merged, or folded away
         reason = account.refused.get(one.key)
@@ -236,15 +240,21 @@ def hazards(graph: Graph) -> list[Remark]:
 # ---------------------------------------------------------------- fp16
 
 
-def half_risks(graph: Graph, plan: PrecisionPlan, calibration: Calibration | None) -> list[Remark]:
-    """Ops asked for in fp16 whose values overflow or vanish there: by calibration, and by weights alone where there is none."""
+def half_risks(
+    graph: Graph, plan: PrecisionPlan, calibration: Calibration | None, kept: Collection[str] = ()
+) -> list[Remark]:
+    """Ops asked for in fp16 whose values overflow or vanish there: by calibration, and by weights alone where there is none.
+
+    ``kept``: keys of ops that stay fp32 with their constants.
+    """
     found = []
     for op in graph.order():
         if op.kind in STRUCTURAL or plan.of(op) not in ("fp16", *(QUANTIZED if plan.base == "fp16" else ())):
             continue
         if not any(o.type.dtype == FP32 for o in op.outputs):
             continue
-        for what in (*_by_weights(graph, op, calibration is None), *_by_ranges(op, calibration)):
+        constants = () if key(op) in kept else _by_weights(graph, op, calibration is None)
+        for what in (*constants, *_by_ranges(op, calibration)):
             found.append(Remark(key(op), op.kind, tuple(sorted(op.src)), what))
     return found
 
@@ -275,7 +285,11 @@ def _by_weights(graph: Graph, op: Op, alone: bool) -> list[str]:
         lost = np.count_nonzero(size <= FP16_LEAST) / array.size  # with those that are zero already
         if lost > FLUSHED:
             lost = np.count_nonzero((size > 0) & (size <= FP16_LEAST)) / array.size
-        if lost > FLUSHED:
+        if vanishes(array):
+            found.append(
+                f"underflow: the constant {name!r} is {array.flat[0]:.3g}, fp16 has nothing below {2 * FP16_LEAST:.2g}"
+            )
+        elif lost > FLUSHED:
             found.append(f"underflow: {lost:.0%} of the constant {name!r} are zero in fp16")
     weights = graph.constant_value(op.input(1)) if op.kind in ("Conv", "Gemm", "MatMul") else None
     if alone and weights is not None and weights.ndim >= 2 and weights.dtype == FP32:
@@ -287,6 +301,13 @@ def _by_weights(graph: Graph, op: Op, alone: bool) -> list[str]:
         if reach > FP16_LARGEST:
             found.append(f"overflow: its weights sum to {reach:.3g}, so that operands of 1 may give more than 65504")
     return found
+
+
+def vanishes(array: Array) -> bool:
+    """Whether a constant is one number (or a vector of one) that fp16 rounds to zero. The least that it has stands for it."""
+    return bool(
+        array.ndim <= 1 and array.size and 0 < abs(array.flat[0]) <= FP16_LEAST and (array == array.flat[0]).all()
+    )
 
 
 def _transposed(op: Op) -> bool:

@@ -21,7 +21,7 @@ from optdnn.runtime.candidates import Candidate
 from optdnn.runtime.machine import machine, usable_cores, versions
 from optdnn.runtime.process import WorkerFailure, WorkerProcess
 from optdnn.runtime.program import Plain
-from optdnn.types import Array
+from optdnn.types import Array, is_float
 
 CLOSE = 0.02
 """Speedups within this of 1 are called equal when the measurement is good enough to tell."""
@@ -198,7 +198,7 @@ def _compare_outputs(
     feeds: Mapping[str, Array],
     other_feeds: Mapping[str, Array] | None,
 ) -> float | None:
-    """Fill in the errors; returns the difference that other inputs make on the reference."""
+    """Fill in the errors; returns the difference that other inputs make on the reference, None where it gives nothing finite."""
     if reference is None or rows[reference].outputs is None:
         return None
     want = list((rows[reference].outputs or {}).values())
@@ -209,8 +209,8 @@ def _compare_outputs(
                 row.error = f"it has {len(got)} outputs, {reference} has {len(want)}"
             else:
                 row.max_abs_err, row.max_rel_err = errors_between(got, want)
-    if other_feeds is None:
-        return None
+    if other_feeds is None or all(is_float(a.dtype) and a.size and not np.isfinite(a).any() for a in want):
+        return None  # NaN is as NaN, which says nothing of inputs
     try:
         _, other = workers[reference].ask({"command": "feeds"}, other_feeds)
         workers[reference].ask({"command": "feeds"}, feeds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -124,6 +125,13 @@ def test_outputs_are_compared_with_the_reference() -> None:
     assert got.input_difference == 2  # |-6 - 6| / 6
     assert got.speedup_reference is None
     assert got.row("off").stats is None
+
+
+def test_a_reference_of_nan_alone_says_nothing_of_other_inputs() -> None:
+    broken = [contender("broken", "off_by", float("nan")), contender("exact", "off_by", 0)]
+    got = race(broken, {"x": X}, **QUICK, other_feeds={"x": -X}, error_reference="broken", timing=False)
+    assert got.input_difference is None
+    assert got.row("exact").max_rel_err == math.inf
 
 
 def test_they_take_turns_and_never_run_at_once(tmp_path: Path) -> None:
