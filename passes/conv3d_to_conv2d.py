@@ -92,7 +92,9 @@ class Conv3dToConv2d(Rule):
                 a, strides=(a.strides[0], 1), pads=(a.pads[0], 0, a.pads[3], 0), dilations=(a.dilations[0], 1)
             )
         else:
-            x = _frames(patch, x, found, after[2])
+            depth = after[2]
+            assert isinstance(depth, int)
+            x = _frames(patch, x, found, depth)
             # As the frames: the channels of a group under the first tap, then those under the next.
             weight = np.moveaxis(weight, 2, 1).reshape(len(weight), -1, *weight.shape[3:])
             geometry = replace(a, strides=a.strides[1:], pads=(*a.pads[1:3], *a.pads[4:]), dilations=a.dilations[1:])
@@ -145,13 +147,14 @@ def _frames(patch: Patch, x: Value, found: Volume, depth: int) -> Value:
     """(N, D, H, W, C) -> (N, ``depth``, H, W, taps * C), or C in groups: what frames of the result are made of."""
     a, taps = found.attrs, found.weight.shape[2]
     begin, end = a.pads[0], a.pads[3]
-    if begin or end:
-        x = patch.add("Pad", [x, _ints(patch, [0, begin, 0, 0, 0, 0, end, 0, 0, 0], "pads")], PadAttrs())
-    if taps == 1:
-        return _every(patch, x, {1: a.strides[0]})
-    if a.group > 1:  # a group's channels stay together
+    if taps > 1 and a.group > 1:  # a group's channels stay together
         *outer, channels = patch.type(x).dims
         x = _shaped(patch, x, (*outer, a.group, channels // a.group))
+    if begin or end:
+        rest = (0,) * (len(patch.type(x).dims) - 2)
+        x = patch.add("Pad", [x, _ints(patch, [0, begin, *rest, 0, end, *rest], "pads")], PadAttrs())
+    if taps == 1:
+        return _every(patch, x, {1: a.strides[0]})
     reach = (depth - 1) * a.strides[0] + 1
     starts = [tap * a.dilations[0] for tap in range(taps)]
     parts = [_sliced(patch, x, 1, start, start + reach, a.strides[0]) for start in starts]
@@ -195,8 +198,7 @@ def _operand(patch: Patch, graph: Graph, value: Value, result: Shape, rows: bool
     if target is None and all(dims[i] == 1 for i in ((3, 4) if rows else (0, 2))):
         n, c, d, h, w = dims
         shape = (n, c, d, 1) if rows else (1, c, h, w)
-        array = graph.constant_value(value)
-        return _shaped(patch, value, shape) if array is None else patch.constant(array.reshape(shape), "operand")
+        return _shaped(patch, value, shape)
     x = value if len(own) == 5 else _shaped(patch, value, dims if target is None else (*(1,) * (5 - len(own)), *own))
     if target is not None:
         x = patch.add("Expand", [x, _ints(patch, target, "shape")])

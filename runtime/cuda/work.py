@@ -94,8 +94,14 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
         return Work(product, moved, True, kind)
     stages = max(1, len(m.attrs.get("epilogue") or ()))
     size = max((math.prod(v.shape) for v in seen.values()), default=0)
-    copies = m.kind in ("Copy", "SpaceToDepthImage", "BlocksToSpace", "Gather", "GatherElements", "GatherND", "Pad")
+    copies = m.kind in _COPIES
     return Work(0 if copies else size * stages, moved, False, kind)
+
+
+_COPIES = frozenset(
+    {"Copy", "Frames", "SpaceToDepthImage", "BlocksToSpace", "Gather", "GatherElements", "GatherND", "Pad"}
+)
+"""Kinds that compute nothing."""
 
 
 def _distinct(v: View) -> int:

@@ -58,6 +58,21 @@ def _image_conv(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> S
     return run_kernel("Conv", wide, own)
 
 
+def _frames(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
+    """Slice t of ``taps`` takes places ``first + t * distance + i * step`` along ``axis``, for i in 0 .. ``count``; beyond the
+    operand there are zeros. The slices are an axis of the result, before axis ``along``."""
+    (x,), axis = operands, attrs["axis"]
+    assert x is not None
+    parts = []
+    for tap in range(attrs["taps"]):
+        at = attrs["first"] + tap * attrs["distance"] + attrs["step"] * np.arange(attrs["count"])
+        inside = (at >= 0) & (at < x.shape[axis])
+        part = np.take(x, np.where(inside, at, 0), axis)
+        part[(*(slice(None),) * axis, ~inside)] = 0
+        parts.append(part)
+    return (np.stack(parts, attrs["along"]),)
+
+
 def _quantized_blocks(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
     """NCHW image, quantized -> blocks of pixels as channels (as "SpaceToDepthImage"), in rows of ``width`` blocks that begin with
     ``before`` of zeros."""
@@ -290,6 +305,7 @@ def _quantized(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Se
 OWN: dict[str, Callable[[Sequence[Array | None], Mapping[str, Any]], Sequence[Array]]] = {
     "AddNorm": _add_norm,
     "Copy": _copy,
+    "Frames": _frames,
     "DynamicScale": _dynamic_scale,
     "SpaceToDepthImage": _space_to_depth,
     "BlocksToSpace": _blocks_to_space,

@@ -10,8 +10,8 @@ from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, merge
-from optdnn.tactics.cuda.reduce import walk
 from optdnn.tactics.cuda.tactic import OwnTactic
+from optdnn.tactics.cuda.walks import walk
 from optdnn.types import normalize_axis
 
 THREADS = 128

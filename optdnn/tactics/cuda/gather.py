@@ -15,9 +15,9 @@ from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.reference import resize
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, literal, merge
-from optdnn.tactics.cuda.reduce import walk
 from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.tactics.cuda.views import ints, settle
+from optdnn.tactics.cuda.walks import pieces, walk
 from optdnn.types import Array, is_float, normalize_axis
 
 THREADS = 256
@@ -241,7 +241,7 @@ class GatherBy(OwnTactic):
             return ""
         dims, (sy, sx, si) = merge(out.shape, [out.strides, data, rows])
         t, rank = CPP[x.dtype], len(dims)
-        vec = _pieces(x, out, dims, sy, sx, si, [step for _, step, _ in components])
+        vec = pieces(x, out, dims, sy, sx, si, [step for _, step, _ in components])
         move = f"Pack<{t}, {vec}>(p.x + from).store(p.y + to);" if vec > 1 else "p.y[to] = p.x[from];"
         steps = " ".join(
             f"{{ i64 k = i64(p.index[n + {at}LL]); k += k < 0 ? {size}LL : 0; ok = ok && k >= 0 && k < {size}LL; from += k * {step}LL; }}"
@@ -269,24 +269,3 @@ extern "C" __global__ void __launch_bounds__({THREADS}) gather(const __grid_cons
         grid = (-(-math.prod(dims) // THREADS), 1, 1)
         b.emit(op, spec, grid, THREADS, block, op.kind, attrs_dict(op.attrs), [x, index], [out])
         return ""
-
-
-def _pieces(
-    x: Placed,
-    out: Placed,
-    dims: Sequence[int],
-    sy: Sequence[int],
-    sx: Sequence[int],
-    si: Sequence[int],
-    steps: Sequence[int],
-) -> int:
-    """Consecutive elements that one thread moves at once: up to 16 bytes that share an index and lie aligned in both tensors."""
-    best = 1
-    for count in (2, 4, 8, 16):
-        if count * x.dtype.itemsize > 16 or dims[-1] % count or (sy[-1], sx[-1], si[-1]) != (1, 1, 0):
-            break
-        distances = (*sy[:-1], *sx[:-1], *steps, x.offset, out.offset)
-        if any(d % count for d in distances):
-            break
-        best = count
-    return best

@@ -14,8 +14,8 @@ from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
 from optdnn.tactics.cuda.conv import only_used
 from optdnn.tactics.cuda.matmul_tiles import tile_of, tiled
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, body, broadcast, emit_pointwise, literal, merge
-from optdnn.tactics.cuda.reduce import walk
 from optdnn.tactics.cuda.tactic import OwnTactic
+from optdnn.tactics.cuda.walks import walk
 from optdnn.types import TensorType, is_float
 
 TILE, DEPTH = 64, 16

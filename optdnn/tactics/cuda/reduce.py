@@ -15,6 +15,7 @@ from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, copy, literal, merge
 from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.tactics.cuda.views import ints
+from optdnn.tactics.cuda.walks import walk
 from optdnn.types import is_float
 
 THREADS = 256
@@ -49,16 +50,6 @@ def limits(t: str) -> tuple[str, str]:
     bits = int(t[1:])
     low, high = (0, (1 << bits) - 1) if t.startswith("u") else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
     return f"{t}({low}ULL)" if low >= 0 else f"{t}({t}({low + 1}LL) - 1)", f"{t}({high}ULL)"
-
-
-def walk(name: str, index: str, dims: str, rank: int, offsets: Sequence[tuple[str, str]]) -> str:
-    """C++ that splits ``index`` over ``dims`` and adds up offsets: (variable, strides array) pairs."""
-    lines = [f"u32 {name} = {index};"]
-    for d in reversed(range(rank)):
-        part = f"{name} % p.{dims}[{d}]" if d else name
-        adds = " ".join(f"{variable} += k * p.{strides}[{d}];" for variable, strides in offsets)
-        lines.append(f"{{ const i64 k = {part}; {adds} }}" + (f" {name} /= p.{dims}[{d}];" if d else ""))
-    return " ".join(lines)
 
 
 def emit_reduce(

@@ -14,9 +14,10 @@ from optdnn.ops.base import Stage, attrs_dict
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, arithmetic, broadcast, copy, emit_pointwise, literal, merge
-from optdnn.tactics.cuda.reduce import limits, walk
+from optdnn.tactics.cuda.reduce import limits
 from optdnn.tactics.cuda.tactic import OwnTactic
 from optdnn.tactics.cuda.views import reshaped
+from optdnn.tactics.cuda.walks import walk
 from optdnn.tactics.cuda.window import Rendered, Window, emit_window
 from optdnn.types import FP64, is_float, normalize_axis
 

@@ -9,7 +9,8 @@ import numpy as np
 from optdnn.errors import UnsupportedError
 from optdnn.ir.graph import Op, Value
 from optdnn.tactics.cuda.builder import Builder, Placed, row_major
-from optdnn.tactics.cuda.pointwise import copy
+from optdnn.tactics.cuda.frames import emit_frames, frames
+from optdnn.tactics.cuda.pointwise import STRIDES_LIMIT, copy
 from optdnn.types import normalize_axis
 
 
@@ -194,6 +195,9 @@ def _concat(b: Builder, op: Op) -> None:
             b.place[op.value] = first.view(op.outputs[0].type.static_shape, first.strides)
             return
     out = b.target(op.value)
+    sliding = frames(b.graph, op)
+    if sliding is not None and sliding.x in b.place and emit_frames(b, op, sliding, out):
+        return  # the padded tensor, made before, is then read by nobody and dropped
     axis, at = normalize_axis(op.attrs.axis, len(out.shape)), 0
     pending: list[tuple[Placed, Placed]] = []
     for value in op.inputs:
@@ -205,8 +209,9 @@ def _concat(b: Builder, op: Op) -> None:
             pending.append((x, part))
     for run in _runs([x for x, _ in pending]):
         first, part = pending[run.start]
-        if len(run) == 1:
-            copy(b, op, first, part)
+        if len(run) == 1 or len(first.shape) == STRIDES_LIMIT:
+            for k in run:
+                copy(b, op, *pending[k])
         else:
             distances = [pending[run.start + 1][k].offset - pending[run.start][k].offset for k in (0, 1)]
             copy(b, op, *(_repeated(p, len(run), d, axis) for p, d in zip((first, part), distances, strict=True)))

@@ -1,0 +1,137 @@
+"""What slides over a padded axis, in one launch: the slices of a padded tensor side by side, without the padded tensor.
+
+A convolution over three axes takes the frames under its taps as channels: Pad, one Slice for each tap, Concat. Where the slices are
+taken is counted along the padded axis, and what lies beyond the operand is 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
+from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, STRIDES_LIMIT, merge
+from optdnn.tactics.cuda.walks import pieces, walk
+from optdnn.types import DTYPES, normalize_axis
+
+THREADS = 256
+_WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Slice ``t`` takes places ``first + t * distance + i * step`` along ``axis`` of ``x``, for i in 0 .. ``count``."""
+
+    x: Value
+    axis: int
+    first: int
+    distance: int
+    step: int
+    count: int
+
+
+def frames(graph: Graph, op: Op) -> Frames | None:
+    """What a Concat puts side by side, where that is slices at equal distances of one tensor padded with zeros along one axis."""
+    slices = [graph.op(v) for v in op.inputs if v is not None]
+    if len(slices) < 2 or any(s.kind != "Slice" or s.inputs[0] != slices[0].inputs[0] for s in slices):
+        return None
+    source = slices[0].inputs[0]
+    pad = graph.op(source) if source is not None else op
+    if pad.kind != "Pad" or pad.attrs.mode != "constant" or pad.inputs[0] is None or pad.input(3) is not None:
+        return None
+    pads, value = _known(graph, pad.input(1)), pad.input(2)
+    if pads is None or (value is not None and not _is_zero(graph, value)):
+        return None
+    if not graph.type(pad.inputs[0]).is_static or not all(o.type.is_static for s in (op, *slices) for o in s.outputs):
+        return None
+    size = graph.type(pad.inputs[0]).static_shape
+    padded = [i for i in range(len(size)) if pads[i] or pads[i + len(size)]]
+    if len(padded) != 1 or min(pads) < 0 or padded[0] == normalize_axis(op.attrs.axis, len(size)):
+        return None
+    (axis,) = padded
+    taken = [_along(graph, s, axis) for s in slices]
+    first = taken[0]
+    if first is None or any(t is None or (len(t), t.step) != (len(first), first.step) for t in taken) or not first:
+        return None
+    starts = [t.start for t in taken if t is not None]
+    distance = starts[1] - starts[0]
+    if any(b - a != distance for a, b in itertools.pairwise(starts)):
+        return None
+    return Frames(pad.inputs[0], axis, starts[0] - pads[axis], distance, first.step, len(first))
+
+
+def _known(graph: Graph, value: Value | None) -> list[int] | None:
+    known = None if value is None else graph.known(value)
+    return None if known is None or known.dtype == object else [int(n) for n in known.reshape(-1)]
+
+
+def _is_zero(graph: Graph, value: Value) -> bool:
+    """Whether its bits are all 0, as those of -0.0 are not."""
+    known = graph.known(value)
+    return known is not None and known.dtype != object and not any(np.ascontiguousarray(known).tobytes())
+
+
+def _along(graph: Graph, op: Op, axis: int) -> range | None:
+    """The places that a Slice takes of an axis, where it cuts no other one."""
+    parts = [_known(graph, op.input(i)) for i in range(1, 5)]
+    (starts, ends, axes, steps), size = parts, graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
+    if starts is None or ends is None or len(starts) != 1 or (op.input(3) is not None and axes is None):
+        return None
+    if (op.input(4) is not None and steps is None) or normalize_axis((axes or [0])[0], len(size)) != axis:
+        return None
+    return range(*slice(starts[0], ends[0], (steps or [1])[0]).indices(size[axis]))
+
+
+def emit_frames(b: Builder, op: Op, found: Frames, out: Placed) -> bool:
+    """Add the launch that writes a Concat's result to ``out``; False where there is nothing to write, or too many axes that do not merge."""
+    if not out.size:
+        return False
+    x, along, taps = b.operand(found.x), normalize_axis(op.attrs.axis, len(out.shape)), len(op.inputs)
+    part = out.shape[along] // taps
+    # The slices are an axis of their own, before the one that they are put side by side along.
+    shape = (*out.shape[:along], taps, part, *out.shape[along + 1 :])
+    to = out.view(shape, (*out.strides[:along], part * out.strides[along], *out.strides[along:]))
+    pitch = x.strides[found.axis]
+    steps = [s * (found.step if i == found.axis else 1) for i, s in enumerate(x.strides)]
+    places = [found.step if i == found.axis else 0 for i in range(len(x.shape))]
+    steps.insert(along, found.distance * pitch)
+    places.insert(along, found.distance)
+    dims, (sy, sx, sn) = merge(shape, [to.strides, steps, places])
+    if len(dims) > STRIDES_LIMIT or math.prod(dims) >= 1 << 31:
+        return False
+    vec = pieces(x, out, dims, sy, sx, sn, [found.first * pitch])
+    t, rank = CPP[DTYPES[_WORDS[x.dtype.itemsize]]], len(dims)  # elements are only moved
+    text = f"""struct Params {{ const {t}* x; {t}* y; u32 count, dims[{rank}]; i64 sx[{rank}], sn[{rank}], sy[{rank}], from, n; }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) frames(const __grid_constant__ Params p) {{
+    launch_dependents();
+    wait_for_predecessor();
+    const u32 i = blockIdx.x * {THREADS} + threadIdx.x;
+    if (i >= p.count) return;
+    i64 from = p.from, n = p.n, to = 0;
+    {walk("r", "i", "dims", rank, [("from", "sx"), ("n", "sn"), ("to", "sy")])}
+    Pack<{t}, {vec}> v;
+    #pragma unroll
+    for (int j = 0; j < {vec}; j++) v.lane[j] = 0;
+    if (n >= 0 && n < {x.shape[found.axis]}) v = Pack<{t}, {vec}>(p.x + from);
+    v.store(p.y + to);
+}}
+"""
+    dims[-1] //= vec
+    for strides in (sx, sn, sy):
+        strides[-1] *= vec
+    count = math.prod(dims)
+    block = Block().pointer(x).pointer(out).u32(count, *dims).i64(*sx).i64(*sn).i64(*sy)
+    block.i64(found.first * pitch, found.first)
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "frames")
+    attrs = {
+        "axis": found.axis, "first": found.first, "distance": found.distance, "step": found.step, "count": found.count,
+        "taps": taps, "along": along,
+    }  # fmt: skip
+    b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, "Frames", attrs, [x], [to])
+    return True
