@@ -28,6 +28,7 @@ from optdnn.passes.fuse_rotary import FuseRotary
 from optdnn.passes.fuse_siblings import FuseSiblings
 from optdnn.passes.fuse_softmax import FuseSoftmax
 from optdnn.passes.hoist_views import HoistViews
+from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.stages import ANCHORS
@@ -83,6 +84,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseAttention(),  # before epilogues: scales and masks would become stages. On the GPU alone, which has a kernel for it
     FoldConstants(),  # sums of constant masks and biases
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
+    ImageTokens(),  # what is left of images and tokens; before transposes sink to epilogues, and layouts are chosen
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
     FuseEpilogue(),  # as above; a convolution over three axes takes its stages along when it becomes one over two, so

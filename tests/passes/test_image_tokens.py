@@ -1,0 +1,96 @@
+"""image_tokens: images written as tokens, and back, by a transposition on the image's side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.image_tokens import ImageTokens
+
+SWAP = TransposeAttrs((0, 2, 1))
+
+
+def to_tokens(n: Net, image: Value, channels: int) -> Value:
+    return n.op("Transpose", n.op("Reshape", image, n.ints(0, channels, -1)), attrs=SWAP)
+
+
+def to_image(n: Net, tokens: Value, *shape: int) -> Value:
+    return n.op("Reshape", n.op("Transpose", tokens, attrs=SWAP), n.ints(*shape))
+
+
+def mixed(n: Net, batch: Any = 2, activation: str = "Gelu") -> Graph:
+    """A layer of SegFormer's kind: tokens, a depthwise convolution of their image, its activation as tokens, a product."""
+    x = n.op("MatMul", n.input(batch, 20, 8), n.random(8, 16))
+    y = to_tokens(n, n.conv(to_image(n, x, 0, 16, 4, 5), 16, group=16, bias=True), 16)
+    return n.done(n.op("MatMul", n.op(activation, y), n.random(16, 8)))
+
+
+def kinds(graph: Graph) -> list[str]:
+    return [op.kind for op in graph.order() if op.kind not in ("Constant", "Input", "Output")]
+
+
+@pytest.mark.parametrize("batch", [2, symbol("N", 1)])
+def test_the_transposes_are_on_the_images_side_and_the_activation_behind_the_convolution(batch: Any) -> None:
+    graph = mixed(Net(np.float64), batch)
+    rules = {"tokens_to_image": 1, "image_to_tokens": 1, "activate_image": 1}
+    done, _ = check_pass(ImageTokens(), graph, changes=3, rules=rules, sizes={"N": 3} if batch != 2 else None)
+    assert kinds(done) == ["MatMul", "Reshape", "Transpose", "Conv", "Transpose", "Gelu", "Reshape", "MatMul"]
+
+
+def test_a_pooled_image_that_becomes_tokens() -> None:
+    n = Net(np.float64)
+    y = n.max_pool(n.conv(n.input(2, 3, 8, 12), 6), 2)
+    left = {"Conv": 1, "MaxPool": 1, "Relu": 1, "Transpose": 1, "Reshape": 1}
+    check_pass(ImageTokens(), n.done(to_tokens(n, n.op("Relu", y), 6)), changes=1, kinds=left)
+
+
+def test_tokens_of_an_image_of_tokens() -> None:
+    n = Net(np.float64)
+    image = n.op(
+        "Transpose", n.op("Reshape", n.input(2, 20, 8), n.ints(0, 4, 5, 8)), attrs=TransposeAttrs((0, 3, 1, 2))
+    )
+    check_pass(ImageTokens(), n.done(to_tokens(n, image, 8)), changes=1, kinds={"Transpose": 2, "Reshape": 2})
+
+
+def test_refused() -> None:
+    n = Net(np.float64)
+    image = to_image(n, n.input(2, 20, 8), 0, 8, 4, 5)
+    check_refused(ImageTokens(), n.done(n.op("Relu", image)), because="nothing that works on images reads it")
+    n = Net(np.float64)
+    y = n.op("Transpose", n.conv(n.input(2, 3, 4, 5), 6), attrs=TransposeAttrs((0, 2, 3, 1)))
+    slopes = n.op("PRelu", n.op("Reshape", y, n.ints(0, -1, 6)), n.random(6))
+    check_refused(ImageTokens(), n.done(slopes), because="more than the tokens and numbers")
+    n = Net(np.float64)
+    x = n.input(2, 20, 8)
+    image = n.op("Reshape", n.op("Transpose", x, attrs=SWAP), n.ints(0, 8, 4, 5))
+    check_untouched(
+        ImageTokens(), n.done(n.conv(image, 4), n.op("Relu", n.graph.op(image).inputs[0]))
+    )  # read as it is, too
+
+
+def test_others_are_no_candidates() -> None:
+    n = Net(np.float64)
+    check_untouched(
+        ImageTokens(), n.done(to_tokens(n, n.op("Relu", n.input(2, 6, 4, 5)), 6))
+    )  # not made by a convolution
+    n = Net(np.float64)
+    flat = n.op("Reshape", n.conv(n.input(2, 3, 4, 5), 6), n.ints(0, 6, -1))
+    check_untouched(ImageTokens(), n.done(n.op("Transpose", flat, attrs=SWAP), flat))  # read in the other order, too
+    n = Net(np.float64)
+    heads = n.op("Reshape", n.conv(n.input(2, 3, 4, 5), 6), n.ints(0, 3, -1))  # splits the channels
+    check_untouched(ImageTokens(), n.done(n.op("Transpose", heads, attrs=SWAP)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_on_a_gpu_nothing_moves_between_tokens_and_image(precision: str) -> None:
+    program = check_simulated(mixed(Net()), precision)
+    casts = ["Pointwise"] if precision == "fp16" else []  # of what the network is given, and gives
+    assert [s.params["op"]["kind"] for s in program.steps] == [*casts, *["Conv"] * 3, *casts]
