@@ -328,8 +328,8 @@ def test_a_model_of_integers_that_a_gpu_computes_on_floats_is_told() -> None:
 
 def test_what_a_gpu_has_no_integer_kernel_for_is_not_quantized() -> None:
     n = Net()
-    x = n.input(1, 4, 6, 6, 6)
-    assert rows_on("simulate", n.done(n.conv(x, 8)), "int8") == {
+    x = n.input(1, 16, 6, 6, 6)
+    assert rows_on("simulate", n.done(n.conv(x, 16, group=16)), "int8") == {
         "Conv": ("int8", "fp32", "there is no kernel on integers for 3 spatial axes")
     }
     n = Net()
