@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from importlib import import_module
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -71,7 +71,14 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(run(argv))
 
 
-def show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """A warning in the form of an error: a line of what it says, not of the code that says so."""
     click.echo(f"{click.style('warning:', fg='yellow', bold=True)} {printable(str(message))}", err=True)
 

@@ -284,4 +284,5 @@ def _need(condition: bool, message: str) -> None:
 
 def tf32_nodes(program: Program) -> frozenset[str]:
     """The ONNX nodes whose kernels round factors to tf32, as the steps' meanings say."""
-    return frozenset(n for s in program.steps if TF32 in s.params.get("op", {}).get("attrs", {}) for n in s.src)  # type: ignore[union-attr, operator, call-overload]
+    meanings: list[tuple[Any, Step]] = [(s.params.get("op", {}), s) for s in program.steps]
+    return frozenset(n for op, s in meanings if TF32 in op.get("attrs", {}) for n in s.src)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -213,7 +214,8 @@ def _has_room(b: Builder, x: Placed, *, alone: bool) -> bool:
     channels = up(c, conv_maps.aligned(x))
     if n * h * w != 1 or c == channels:
         return True
-    return alone and x.offset + channels <= int(np.prod(b.buffers[x.buffer].shape))
+    elements = math.prod(d for d in b.buffers[x.buffer].shape or () if isinstance(d, int))
+    return alone and x.offset + channels <= elements
 
 
 def _roomy(b: Builder, op: Op, x: Placed) -> Placed:
