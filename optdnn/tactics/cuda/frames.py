@@ -14,10 +14,10 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.runtime.cuda.nvrtc import Recipe
-from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
+from optdnn.tactics.cuda.builder import CHANNEL_ALIGN, Block, Builder, KernelSpec, Placed, row_major, up
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, STRIDES_LIMIT, merge
 from optdnn.tactics.cuda.walks import pieces, walk
-from optdnn.types import DTYPES, normalize_axis
+from optdnn.types import BF16, DTYPES, FP16, normalize_axis
 
 THREADS = 256
 _WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
@@ -85,6 +85,19 @@ def _along(graph: Graph, op: Op, axis: int) -> range | None:
     if (op.input(4) is not None and steps is None) or normalize_axis((axes or [0])[0], len(size)) != axis:
         return None
     return range(*slice(starts[0], ends[0], (steps or [1])[0]).indices(size[axis]))
+
+
+def whole_pixels(b: Builder, op: Op) -> Placed:
+    """Where the result goes: side by side along the last axis slices are channels, of which pixels have a whole number of 16 bytes
+    where tensor cores read them."""
+    out = op.outputs[0].type
+    *outer, channels = out.static_shape
+    last = normalize_axis(op.attrs.axis, len(outer) + 1) == len(outer)
+    if last and not out.layout and out.dtype in (FP16, BF16) and op.value not in b.reserved:
+        pitch = up(channels, CHANNEL_ALIGN)
+        strides = (*(n * pitch for n in row_major(outer)), 1)
+        b.reserved[op.value] = b.new(op.outputs[0].name, out.dtype, out.static_shape, strides)
+    return b.target(op.value)
 
 
 def emit_frames(b: Builder, op: Op, found: Frames, out: Placed) -> bool:

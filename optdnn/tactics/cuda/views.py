@@ -9,7 +9,7 @@ import numpy as np
 from optdnn.errors import UnsupportedError
 from optdnn.ir.graph import Op, Value
 from optdnn.tactics.cuda.builder import Builder, Placed, row_major
-from optdnn.tactics.cuda.frames import emit_frames, frames
+from optdnn.tactics.cuda.frames import emit_frames, frames, whole_pixels
 from optdnn.tactics.cuda.pointwise import STRIDES_LIMIT, copy
 from optdnn.types import normalize_axis
 
@@ -194,10 +194,10 @@ def _concat(b: Builder, op: Op) -> None:
         if len(parts) > 1 and _consecutive(parts, along):  # as the states of stacked recurrent layers are
             b.place[op.value] = first.view(op.outputs[0].type.static_shape, first.strides)
             return
-    out = b.target(op.value)
     sliding = frames(b.graph, op)
-    if sliding is not None and sliding.x in b.place and emit_frames(b, op, sliding, out):
+    if sliding is not None and sliding.x in b.place and emit_frames(b, op, sliding, whole_pixels(b, op)):
         return  # the padded tensor, made before, is then read by nobody and dropped
+    out = b.target(op.value)
     axis, at = normalize_axis(op.attrs.axis, len(out.shape)), 0
     pending: list[tuple[Placed, Placed]] = []
     for value in op.inputs:

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support.host import WHY_NOT
+from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 from test_generated import compare_steps  # type: ignore[import-not-found]
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.runtime.cuda.check import check_steps
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.executor import LoadOptions
 
 
 def cut(n: Net, x: Value, start: int, end: int, axis: int, step: int = 1) -> Value:
@@ -118,3 +122,14 @@ def test_sixteen_bytes_are_moved_at_once() -> None:
     program = lowered(sliding((2, 5, 3, 7)), "fp16")
     (kernel,) = (k for k in program.kernels if k.function == "frames")
     assert "Pack<u16, 1>" in kernel.generated["generated.cuh"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:
+    graph = sliding(**CASES[name])
+    context: Any = CudaRunner(lowered(graph, precision, "cuda:sm_90a"), LoadOptions()).context()
+    errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Frames"]
+    assert errors == [0.0]

@@ -85,7 +85,7 @@ def test_launches_of_a_network() -> None:
     """For each convolution over three axes one copy of the frames under its taps, and itself. The downsampling convolution is a
     second source of another one, for which frames are chosen; no padding, no view and no residual costs a launch."""
     n = Net()
-    first, one = ["Pointwise", "Frames", "Copy", "Conv"], ["Frames", "Conv"]
+    first, one = ["Pointwise", "Frames", "Conv"], ["Frames", "Conv"]
     assert kinds(lowered(n.done(r3d(n)), "fp16")) == [
         *first, *one, *one, "Frames", "Copy", "Conv", "Frames", "ConvSum", "Pointwise",
     ]  # fmt: skip
