@@ -52,7 +52,8 @@ def command(
     missing = [s for s in loaded.inputs if s.name not in feeds]
     if missing:
         stderr.print(f"random inputs: {', '.join(map(str, missing))}")
-        feeds = {**random_feeds(missing, sizes=parse_sizes(sizes), profiles=loaded.profiles), **feeds}
+        made = random_feeds(loaded.inputs, sizes=parse_sizes(sizes), profiles=loaded.profiles, given=feeds)
+        feeds = {**made, **feeds}
     if trace:
         _trace(loaded, feeds)
         return

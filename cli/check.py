@@ -41,6 +41,7 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
     chosen = replace(chosen, target=target)
     source = with_values(model, chosen.values)
     graph = import_model(source, shapes=chosen.shapes)
+    inputs = [f"{out.name}: {out.type}" for out in (graph.op(i).outputs[0] for i in graph.inputs)]
     if graph.profiles and target.partition(":")[0] in ("cuda", "simulate"):
         from optdnn.plans import optimum
 
@@ -52,6 +53,7 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
         "model": str(model),
         "target": target,
         "supported": True,
+        "inputs": inputs,
         "operators_before": before,
         "operators_after": graph.kinds(),
         "passes": [r.to_json() for r in reports],
@@ -66,6 +68,7 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
     if as_json:
         print_json(facts)
         return
+    stdout.print(f"inputs: {', '.join(inputs)}\n")
     kinds = sorted({*before, *graph.kinds()})
     rows = [[k, before.get(k, 0), graph.kinds().get(k, 0)] for k in kinds]
     stdout.print(table(None, ["operator", "in the model", "after the passes"], rows, right=[1, 2]))

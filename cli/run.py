@@ -46,7 +46,8 @@ def command(
     missing = [s for s in loaded.inputs if s.name not in feeds]
     if missing:
         stderr.print(f"random inputs (seed {seed}): {', '.join(map(str, missing))}")
-        feeds = {**random_feeds(missing, seed=seed, sizes=parse_sizes(sizes), profiles=loaded.profiles), **feeds}
+        made = random_feeds(loaded.inputs, seed=seed, sizes=parse_sizes(sizes), profiles=loaded.profiles, given=feeds)
+        feeds = {**made, **feeds}
     results = loaded.run(feeds)
     rows = [[name, dtype_name(a.dtype), list(a.shape), *_summary(a)] for name, a in results.items()]
     stdout.print(table(None, ["output", "dtype", "shape", "min", "mean", "max"], rows, right=[3, 4, 5]))

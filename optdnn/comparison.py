@@ -276,10 +276,10 @@ def compare(
     feeds = dict(given or {})
     missing = [s for s in subject.inputs if s.name not in feeds]
     profiles = () if subject.original is None else subject.original.profiles
-    feeds = {**random_feeds(missing, seed=seed, sizes=sizes, profiles=profiles), **feeds}
+    feeds = {**random_feeds(subject.inputs, seed=seed, sizes=sizes, profiles=profiles, given=feeds), **feeds}
     signature = Signature(subject.inputs, ())
-    signature.sizes(signature.arrays(feeds))
-    other = random_feeds(subject.inputs, seed=seed + 1, sizes=_sizes_of(subject.inputs, feeds))
+    found = signature.sizes(signature.arrays(feeds))
+    other = random_feeds(subject.inputs, seed=seed + 1, sizes=found)
     feeds_from = "files" if not missing else f"random, seed {seed}" + (", and files" if given else "")
     if look_inside:
         _check_look(subject)
@@ -319,11 +319,6 @@ def _engine_rival(against: Sequence[str]) -> Path | None:
 def _check_look(subject: Subject) -> None:
     if subject.original is None:
         raise UsageError("to look inside, the ONNX model that the engine was built from is needed", hint="--model FILE")
-
-
-def _sizes_of(inputs: Sequence[TensorSpec], feeds: Mapping[str, Array]) -> dict[str, int]:
-    """What each symbolic dimension is in ``feeds``."""
-    return {d: n for s in inputs for d, n in zip(s.shape, feeds[s.name].shape, strict=False) if isinstance(d, str)}
 
 
 def oracle(original: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:

@@ -243,9 +243,9 @@ def _exact_quotient(a: DimLike, b: DimLike) -> DimLike | None:
 
 def mod(a: DimLike, b: DimLike) -> DimLike:
     """``a % b`` (non-negative for positive ``b``, as Python's)."""
+    if b == 0:
+        raise ShapeError("modulo of a dimension by zero")
     if isinstance(a, int) and isinstance(b, int):
-        if b == 0:
-            raise ShapeError("modulo of a dimension by zero")
         return a % b
     if isinstance(b, int) and b > 0:
         a = _build({m: c % b for m, c in _terms(a)})

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from optdnn.config import BuildOptions
-from optdnn.dim import Dim
+from optdnn.dim import DimLike
+from optdnn.dim_text import lone
 from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.kept import Kept
@@ -190,16 +191,20 @@ def _lower(b: Builder, host: HostSide, op: Op, selection: Selection, visit: Visi
 def _need_static(graph: Graph) -> None:
     for i in graph.inputs:
         out = graph.op(i).outputs[0]
-        names = [str(d) for d in out.type.shape or () if isinstance(d, Dim)]
+        # what follows from symbols is fixed with them: each of these is another dimension by itself
+        names = [name for d in out.type.shape or () if (name := lone(d)) is not None]
         if out.type.shape is None or names:
-            one, some = (
-                "x".join(n if isinstance(d, Dim) else str(d) for d in out.type.shape or ()) for n in ("1", "1..8..32")
-            )
-            example = f"--shape {out.name}={one}, or {some} for a range" if names else f"--shape {out.name}=1x3x224x224"
+            one, some = (example(out.type.shape or (), n) for n in ("1", "1..8..32"))
+            shape = f"--shape {out.name}={one}, or {some} for a range" if names else f"--shape {out.name}=1x3x224x224"
             raise UsageError(
                 f"input {out.name!r} has dimensions that are not fixed ({', '.join(names) or 'unknown rank'})",
-                hint=f"an engine for a GPU is for sizes, or ranges of them (least..likely..most), that are given: {example}",
+                hint=f"an engine for a GPU is for sizes, or ranges of them (least..likely..most), that are given: {shape}",
             )
+
+
+def example(shape: Sequence[DimLike], symbolic: str) -> str:
+    """A shape as ``--shape`` takes it: ``symbolic`` for each symbol, ? where symbols say it all."""
+    return "x".join(str(d) if isinstance(d, int) else "?" if lone(d) is None else symbolic for d in shape)
 
 
 def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[TensorSpec, int]]]:

@@ -17,13 +17,14 @@ import numpy as np
 from optdnn.config import BuildOptions
 from optdnn.custom import PREFIX, known
 from optdnn.dim import Dim, evaluate
+from optdnn.dim_text import lone
 from optdnn.errors import EngineError, OptdnnError, UsageError
 from optdnn.importers.held import put_together, take_apart
 from optdnn.importers.model import Model, Source
 from optdnn.importers.values import with_values
 from optdnn.ir.graph import Graph
 from optdnn.ir.kept import Kept
-from optdnn.lower_cuda import Made, lower_cuda
+from optdnn.lower_cuda import Made, example, lower_cuda
 from optdnn.passes.base import PassReport
 from optdnn.passes.contract import Account
 from optdnn.plan_base import Base, Blobs, Common, Optimize
@@ -280,8 +281,9 @@ def _need_ranges(graph: Graph) -> None:
     for i in graph.inputs:
         out = graph.op(i).outputs[0]
         for d in out.type.shape or ():
-            if isinstance(d, Dim) and not all(s.name in p for p in graph.profiles for s in d.symbols()):
-                dims = "x".join("1..8..32" if isinstance(x, Dim) else str(x) for x in out.type.shape or ())
+            name = lone(d)  # what follows from symbols needs no range: each of these is another dimension by itself
+            if name is not None and not all(name in p for p in graph.profiles):
+                dims = example(out.type.dims, "1..8..32")
                 raise UsageError(
                     f"dimension {d} of input {out.name!r} has no range in every profile",
                     hint=f"plans for GPUs need one: --shape {out.name}={dims}",

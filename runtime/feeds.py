@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from optdnn.dim import evaluate
+from optdnn.dim_text import expressions
 from optdnn.errors import UsageError
 from optdnn.ranges import Profile
 from optdnn.types import Array, TensorSpec, random_array
@@ -17,22 +19,29 @@ def random_feeds(
     seed: int = 0,
     sizes: Mapping[str, int] | None = None,
     profiles: Sequence[Profile] = (),
+    given: Mapping[str, Array] | None = None,
 ) -> dict[str, Array]:
-    """An array per input (:func:`optdnn.types.random_array`); the same for the same seed.
+    """An array per input that is not ``given`` (:func:`optdnn.types.random_array`); the same for the same seed.
 
-    A symbolic dimension takes its size from ``sizes``, else the first profile's optimum, else it is 1.
-    Raises UsageError for a size of no symbol.
+    A symbol takes its size from ``sizes``, else from the arrays that are given, else it is the first profile's optimum, else
+    1; what follows from symbols follows from these. Raises UsageError for a size of no symbol.
     """
     rng = np.random.default_rng(seed)
-    sizes = dict(sizes or {})
-    symbols = {d for s in inputs for d in s.shape if isinstance(d, str)}
+    sizes, given = dict(sizes or {}), given or {}
+    derived = expressions((d for s in inputs for d in s.shape), {n for p in profiles for n in p})
+    symbols = {d for s in inputs for d in s.shape if isinstance(d, str) and d not in derived}
     if unknown := sorted(sizes.keys() - symbols):
         raise UsageError(
             f"no input has a dimension {', '.join(unknown)}; there are {', '.join(sorted(symbols)) or 'none'}"
         )
-    sizes = {**{n: r.opt for p in profiles[:1] for n, r in p.items()}, **sizes}
+    pairs = ((d, n) for s in inputs if s.name in given for d, n in zip(s.shape, given[s.name].shape, strict=False))
+    held = {d: n for d, n in pairs if isinstance(d, str) and d in symbols}
+    sizes = {**dict.fromkeys(symbols, 1), **{n: r.opt for p in profiles[:1] for n, r in p.items()}, **held, **sizes}
+    sizes |= {text: evaluate(expression, sizes) for text, expression in derived.items()}
     feeds: dict[str, Array] = {}
-    for spec in inputs:
-        shape = tuple(d if isinstance(d, int) else sizes.get(d, 1) for d in spec.shape)
+    for spec in (s for s in inputs if s.name not in given):
+        shape = tuple(d if isinstance(d, int) else sizes[d] for d in spec.shape)
+        if any(d < 0 for d in shape):
+            raise UsageError(f"input {spec} has a negative dimension at these sizes: {list(shape)}")
         feeds[spec.name] = random_array(rng, spec.dtype, shape)
     return feeds

@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from optdnn.errors import InputError
+from optdnn.dim import Dim, evaluate
+from optdnn.dim_text import expressions
+from optdnn.errors import InputError, ShapeError
 from optdnn.ranges import Profile
 from optdnn.runtime.dlpack import from_dlpack, offers
 from optdnn.types import Array, DType, TensorSpec, dtype_name
@@ -28,6 +30,10 @@ class Signature:
         self.outputs = tuple(outputs)
         self.profiles = tuple(profiles)
         """Sizes of symbols that the engine takes: those inside of any of these (all, where there are none)."""
+        self.derived: dict[str, Dim] = expressions(
+            (d for s in inputs for d in s.shape), {n for p in profiles for n in p}
+        )
+        """Dimensions of inputs that follow from symbols, which are other dimensions of inputs."""
         self._in = tuple((s.name, s.dtype) for s in inputs)
 
     def arrays(self, feeds: Mapping[str, Any]) -> list[Array]:
@@ -60,11 +66,14 @@ class Signature:
         return [feeds[s.name] for s in self.inputs]
 
     def sizes(self, arrays: Sequence[Array]) -> Sizes:
-        """The size of every symbolic dimension.
+        """The size of every symbol.
 
-        Raises InputError where ranks or sizes do not fit, symbols disagree, or no profile allows the sizes.
+        Raises InputError where ranks or sizes do not fit, symbols disagree, a dimension is not what follows from them, or no
+        profile allows the sizes.
         """
         sizes: Sizes = {}
+        derived = self.derived
+        later: list[tuple[TensorSpec, Array, int]] = []
         origin: dict[str, str] = {}
         for spec, a in zip(self.inputs, arrays, strict=True):
             if a.ndim != len(spec.shape):
@@ -73,14 +82,30 @@ class Signature:
                 if isinstance(want, int):
                     if want != got:
                         self._refuse_shape(spec, a, f"axis {axis} is {got} instead of {want}")
+                elif want in derived:
+                    later.append((spec, a, axis))
                 elif sizes.setdefault(want, got) != got:
                     before = origin[want]
                     self._refuse_shape(spec, a, f"{want} is {got} on axis {axis}, but {sizes[want]} {before}")
                 else:
                     origin.setdefault(want, f"on axis {axis} of input {spec.name!r}")
+        for spec, a, axis in later:
+            self._check_derived(spec, a, axis, sizes, origin)
         if self.profiles and not any(_inside(p, sizes) for p in self.profiles):
             self._refuse_sizes(sizes, origin)
         return sizes
+
+    def _check_derived(self, spec: TensorSpec, a: Array, axis: int, sizes: Sizes, origin: Mapping[str, str]) -> None:
+        text = str(spec.shape[axis])
+        expression = self.derived[text]
+        try:
+            want: object = evaluate(expression, sizes)
+        except ShapeError as error:
+            want = error.message  # no size at all: a division by zero
+        if want != a.shape[axis]:
+            names = sorted(s.name for s in expression.symbols())
+            known = " and ".join(f"{n} is {sizes[n]} {origin[n]}" for n in names)
+            self._refuse_shape(spec, a, f"axis {axis} is {a.shape[axis]}, but {text} is {want}: {known}")
 
     def out_buffers(
         self, out: Mapping[str, Any], sizes: Mapping[str, int], arrays: Sequence[Array]

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 import onnx
 
-from optdnn.dim import DimLike, symbol
+from optdnn.dim import Dim, DimLike, evaluate, substitute, symbol
+from optdnn.dim_text import expressions, lone, parse_dim
 from optdnn.errors import ModelError, ShapeError, UsageError
 from optdnn.importers.tensors import element_count, element_type
 from optdnn.ops.base import Unsupported
@@ -22,7 +23,8 @@ def graph_inputs(
 ) -> Iterator[tuple[onnx.ValueInfoProto, TensorType | str]]:
     """Each input with its type, or with the reason why its type is not supported.
 
-    A symbol that ``shapes`` gives a range has it; one that it binds is replaced by its size. Raises UsageError when
+    A symbol that ``shapes`` gives a range has it; one that it binds is replaced by its size. A dimension that the model declares
+    as arithmetic on other inputs' symbols (:mod:`optdnn.dim_text`) follows from theirs and needs none. Raises UsageError when
     ``shapes`` names no input, ShapeError where a given shape contradicts the declared one or two shapes of one profile
     bind one symbol differently, and where the rank is unknown and not given.
     """
@@ -41,27 +43,33 @@ def graph_inputs(
             reasons[v.name] = reason
             continue
         declared[v.name] = _declared(v, shapes.get(v.name), where)
+    derived = expressions(d for dims in declared.values() for d in dims)
     for profile in getattr(shapes, "profiles", ()) or (shapes,):
-        _bind(declared, profile, model)
-    bound = _bind(declared, shapes, model)
+        _check_derived(declared, derived, profile, _bind(declared, derived, profile, model), model)
+    bound = _bind(declared, derived, shapes, model)
     for v in inputs:
         if v.name in reasons:
             yield v, reasons[v.name]
             continue
-        shape = [d if isinstance(d, int) else _symbol(d, bound.get(d)) for d in declared[v.name]]
+        shape = [d if isinstance(d, int) else _dimension(d, derived, bound) for d in declared[v.name]]
         dtype = element_type(v.type.tensor_type.elem_type)
         element_count([d for d in shape if isinstance(d, int)], dtype.itemsize, f"{model}: input {v.name!r}")
         yield v, TensorType(dtype, tuple(shape))
 
 
-def _bind(declared: Mapping[str, Sequence[int | str]], shapes: Mapping[str, ShapeSpec], model: str) -> dict[str, Size]:
-    """What the given shapes bind each symbol to."""
+def _bind(
+    declared: Mapping[str, Sequence[int | str]],
+    derived: Mapping[str, Dim],
+    shapes: Mapping[str, ShapeSpec],
+    model: str,
+) -> dict[str, Size]:
+    """What the given shapes bind each symbol to; those that are ``derived`` are left out."""
     bound: dict[str, tuple[Size, str]] = {}
     for name, dims in declared.items():
         given = shapes.get(name)
         where = f"{model}: input {name!r}"
         for axis, (d, size) in enumerate(zip(dims, given or (), strict=False)):
-            if size is None:
+            if size is None or d in derived:
                 continue
             if isinstance(d, str):
                 value, other = bound.setdefault(d, (size, name))
@@ -78,6 +86,63 @@ def _bind(declared: Mapping[str, Sequence[int | str]], shapes: Mapping[str, Shap
     return {d: size for d, (size, _) in bound.items()}
 
 
+def _check_derived(
+    declared: Mapping[str, Sequence[int | str]],
+    derived: Mapping[str, Dim],
+    shapes: Mapping[str, ShapeSpec],
+    bound: Mapping[str, Size],
+    model: str,
+) -> None:
+    """Raises ShapeError where a dimension that follows from others' symbols is given otherwise, or cannot be."""
+    for name, dims in declared.items():
+        given = shapes.get(name) or (None,) * len(dims)
+        for axis, (d, size) in enumerate(zip(dims, given, strict=True)):
+            expression = derived.get(d) if isinstance(d, str) else None
+            if expression is None:
+                continue
+            where = f"{model}: axis {axis} of input {name!r} is {expression}"
+            names = sorted(s.name for s in expression.symbols())
+            free = [n for n in names if n not in bound]
+            if free and size is not None:
+                raise ShapeError(
+                    f"{where}, the shape given has {size} there, and none gives {', '.join(free)}",
+                    hint=f"give {', '.join(free)} where it is a dimension of its own; what follows needs no size",
+                )
+            if free:
+                continue
+            sizes = ", ".join(f"{n} = {bound[n]}" for n in names)
+            try:
+                ends = {w: evaluate(expression, {n: _end(bound[n], w) for n in names}) for w in _ENDS}
+            except ShapeError as error:
+                raise ShapeError(f"{where}, which does not go with {sizes}: {error.message}") from error
+            least = next((n for n in ends.values() if n < 0), None)
+            if least is not None:
+                raise ShapeError(f"{where}, which is {least} with {sizes}")
+            wrong = None if size is None else next((w for w in _ENDS if _end(size, w) != ends[w]), None)
+            if size is not None and wrong is not None:
+                which = (
+                    f" at the {_ENDS[wrong]}" if any(isinstance(x, DimRange) for x in (size, *bound.values())) else ""
+                )
+                raise ShapeError(
+                    f"{where}: the shape given makes it {_end(size, wrong)}{which}, but it is {ends[wrong]} with {sizes}",
+                    hint="leave it out (?): it follows from the others",
+                )
+
+
+_ENDS = {"min": "minimum", "opt": "optimum", "max": "maximum"}
+
+
+def _end(size: Size, which: str) -> int:
+    return size if isinstance(size, int) else int(getattr(size, which))
+
+
+def _dimension(text: str, derived: Mapping[str, Dim], bound: Mapping[str, Size]) -> DimLike:
+    if text not in derived:
+        return _symbol(text, bound.get(text))
+    symbols = derived[text].symbols()
+    return substitute(derived[text], {s.name: _symbol(s.name, bound.get(s.name)) for s in symbols})
+
+
 def _symbol(name: str, size: Size | None) -> DimLike:
     if isinstance(size, int):
         return size
@@ -87,15 +152,16 @@ def _symbol(name: str, size: Size | None) -> DimLike:
 def profiles_of(inputs: Mapping[str, Sequence[DimLike]], shapes: Mapping[str, ShapeSpec]) -> tuple[Profile, ...]:
     """The profiles of ``shapes`` as ranges of symbols: what the imported inputs' symbolic dimensions are there.
 
-    A symbol that a profile does not speak of may have any size in it.
+    A symbol that a profile does not speak of may have any size in it; dimensions that follow from symbols are not told.
     """
     found = []
     for profile in getattr(shapes, "profiles", ()):
         ranges: dict[str, DimRange] = {}
         for name, dims in inputs.items():
             for d, size in zip(dims, profile.get(name, ()), strict=False):
-                if not isinstance(d, int) and size is not None:
-                    ranges[str(d)] = size if isinstance(size, DimRange) else DimRange(size, size, size)
+                symbol_name = lone(d)
+                if symbol_name is not None and size is not None:
+                    ranges[symbol_name] = size if isinstance(size, DimRange) else DimRange(size, size, size)
         found.append(ranges)
     return tuple(found)
 
@@ -146,11 +212,17 @@ def known_type(t: onnx.TypeProto, name: str, symbols: Mapping[str, DimLike]) -> 
     if refusal(t) is not None or not t.tensor_type.HasField("shape"):
         return None
     dims: list[DimLike] = [
-        d.dim_value
-        if d.HasField("dim_value") and d.dim_value >= 0
-        else symbols[d.dim_param]
-        if d.dim_param in symbols
-        else symbol(d.dim_param or f"{name}.{i}")
+        d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else _named(d.dim_param or f"{name}.{i}", symbols)
         for i, d in enumerate(t.tensor_type.shape.dim)
     ]
     return TensorType(element_type(t.tensor_type.elem_type), tuple(dims))
+
+
+def _named(text: str, symbols: Mapping[str, DimLike]) -> DimLike:
+    """A dimension of a value that is no input: arithmetic where all symbols of it are inputs', else a symbol."""
+    if text in symbols:
+        return symbols[text]
+    expression = parse_dim(text)
+    if expression is None or not all(s.name in symbols for s in expression.symbols()):
+        return symbol(text)
+    return substitute(expression, symbols)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from optdnn.dim import bounds, substitute, symbol
 from optdnn.errors import InputError
-from optdnn.ranges import Profile
 from optdnn.runtime.cuda.arrays import import_cupy
 from optdnn.runtime.signature import Signature
 from optdnn.runtime.state import check_state, checked_values
@@ -54,7 +54,7 @@ class Growing:
         self._inputs = {n: a for n, a in inputs.items() if n not in targets}
         self._initial = {t: cupy.asarray(inputs[t]) for t in targets}
         specs = {s.name: s for s in signature.inputs}
-        room = {t: _largest(specs[t], signature.profiles) for t in targets}
+        room = {t: _largest(specs[t], signature) for t in targets}
         self._room = [{t: cupy.empty(n, cupy.uint8) for t, n in room.items()} for _ in range(2)]
         self._given, self._made = dict(outputs or {}), dict[Any, Any]()
         self._turn = 0
@@ -114,7 +114,10 @@ class Growing:
         return self._made[key]
 
 
-def _largest(spec: TensorSpec, profiles: Sequence[Profile]) -> int:
+def _largest(spec: TensorSpec, signature: Signature) -> int:
     """Bytes of an input where its symbolic dimensions are as large as any profile allows."""
+    profiles = signature.profiles
     most = {name: max(p[name].max for p in profiles if name in p) for p in profiles for name in p}
+    ranged = {name: symbol(name, 0, n) for name, n in most.items()}
+    most |= {text: bounds(substitute(d, ranged))[1] for text, d in signature.derived.items()}
     return math.prod(n if isinstance(n, int) else most[n] for n in spec.shape) * spec.dtype.itemsize
