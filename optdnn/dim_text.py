@@ -113,10 +113,8 @@ class _Parser:
         total = self._factor()
         while operator := self._take("*", "//", "%"):
             right = self._factor()
-            if operator == "*":
-                total = _times(total, right)
-            else:
-                total = _bounded((floordiv if operator == "//" else mod)(total, right))
+            rounded = floordiv if operator == "//" else mod
+            total = _times(total, right) if operator == "*" else _bounded(rounded(total, right))
         return total
 
     def _factor(self) -> DimLike:

@@ -23,9 +23,9 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.kept import Kept
 from optdnn.runtime.program import Kernel, Program, Step
 from optdnn.streams import Streams, on_lanes
+from optdnn.tactics.bounds import input_bounds
 from optdnn.tactics.cuda.ahead import with_ahead
 from optdnn.tactics.cuda.assemble import compact, placed, pruned
-from optdnn.tactics.cuda.bounds import input_bounds
 from optdnn.tactics.cuda.builder import Builder, Placed, has_tf32, row_major
 from optdnn.tactics.cuda.host import CHEAPER, HostSide, plain_shape, summary
 from optdnn.tactics.cuda.lanes import LATENCY

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optdnn.errors import InputError, InternalError, OptdnnError, RunError
+from optdnn.runtime.bounds import bounds_of, check_bounds
 from optdnn.runtime.executor import Executor
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.signature import Signature
@@ -43,6 +44,7 @@ class Schedule:
         self.program = program
         self.executors = tuple(executors)
         self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs], program.profiles)
+        self.bounds = bounds_of(program.meta.get("bounds", {}))
         self.inputs = tuple(i for _, i in program.inputs)
         self.outputs = tuple(i for _, i in program.outputs)
         self.initial: list[Array | None] = [None if b.blob is None else program.blobs[b.blob] for b in program.buffers]
@@ -202,12 +204,15 @@ class Context:
             )
 
     def _inputs(self, feeds: Mapping[str, Any]) -> list[Array]:
-        """The checked arrays of ``feeds``; sizes are looked at when they differ from the last call's."""
+        """The checked arrays of ``feeds``; sizes are looked at when they differ from the last call's, the elements of those that
+        say positions or lengths in each."""
         arrays = self._signature.arrays(feeds)
         shapes = [a.shape for a in arrays]
         if shapes != self._shapes:
             self._sizes = self._signature.sizes(arrays)
             self._shapes = shapes
+        if self._schedule.bounds:
+            check_bounds(self._schedule.bounds, self._signature.inputs, arrays, self._sizes)
         return arrays
 
     def _run_steps(

@@ -23,6 +23,7 @@ from optdnn.runtime.cpu.library import Settings
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import machine
 from optdnn.runtime.program import Program
+from optdnn.tactics.bounds import input_bounds
 from optdnn.tactics.loops import bound_loops
 from optdnn.tactics.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.types import Array
@@ -129,7 +130,10 @@ class Contender:
             return self._engine(threads)
 
     def _engine(self, threads: int) -> Engine:
-        return Engine(self.library.lower(self.graph, self._cuts, Settings(threads, self.base), {}, self.precision))
+        # The libraries take any position and any length: what is outside gives some number, and no error.
+        bounds = input_bounds(self.graph)
+        meta: dict[str, Any] = {"bounds": bounds} if bounds else {}
+        return Engine(self.library.lower(self.graph, self._cuts, Settings(threads, self.base), meta, self.precision))
 
     def ran(self, engine: Engine, feeds: Mapping[str, Array] | None) -> dict[str, str]:
         """What the library says of the ops that anchor kernels: key -> precision. ONNX Runtime computes in the types of operands,

@@ -1,0 +1,79 @@
+"""What integers an input may hold: positions and lengths that kernels cannot refuse, they only keep from reading elsewhere, and
+that CPU libraries take without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from optdnn.dim import Dim, DimLike, dim_max, dim_min
+from optdnn.dim_text import parse_dim
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.types import Shape, normalize_axis
+
+_SAME = frozenset({"Cast", "Expand", "Flatten", "Identity", "Layout", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+"""Kinds whose first operand has their elements."""
+
+
+def input_bounds(graph: Graph) -> dict[str, list[Any]]:
+    """Name of an input -> [lowest, highest, whose positions or lengths they are].
+
+    A bound that depends on the symbols of the inputs is the text of it (:func:`optdnn.dim_text.parse_dim`). What depends on
+    other sizes, or on symbols without plain names, is not told.
+    """
+    found: dict[str, tuple[DimLike, DimLike, str]] = {}
+    symbols = graph.symbols().keys()
+    for op in graph.order():
+        limits = _limits(graph, op)
+        if limits is None:
+            continue
+        slot, *ends = limits
+        if not all(_is_plain(d, symbols) for d in ends):
+            continue
+        value = op.input(slot)
+        while value is not None and graph.op(value).kind in _SAME:
+            value = graph.op(value).inputs[0]
+        if value is None or graph.op(value).kind != "Input" or graph.type(value).dtype.kind not in "iu":
+            continue
+        name = graph.output(value).name
+        low, high = ends
+        before = found.get(name)
+        if before is not None:
+            low, high = dim_max(low, before[0]), dim_min(high, before[1])
+        if before is None or (low, high) != before[:2]:
+            found[name] = (low, high, f"{op.kind} {' + '.join(sorted(op.src)[:2]) or op.name}")
+    return {n: [*(str(d) if isinstance(d, Dim) else d for d in ends), whose] for n, (*ends, whose) in found.items()}
+
+
+def _is_plain(d: DimLike, symbols: Set[str]) -> bool:
+    """Whether a bound can be told: an integer, or what ``symbols`` alone say and a text can hold."""
+    if isinstance(d, int):
+        return True
+    names = {s.name for s in d.symbols()}
+    read = parse_dim(str(d))  # "a + b" may be the name of one symbol
+    return names <= symbols and read is not None and names == {s.name for s in read.symbols()}
+
+
+def _limits(graph: Graph, op: Op) -> tuple[int, DimLike, DimLike] | None:
+    """The operand that says where, or how many, and what it may hold."""
+
+    def shape(value: Value | None) -> Shape:
+        return () if value is None else graph.type(value).dims
+
+    first = op.input(0)
+    if first is None or any(v is not None and graph.type(v).shape is None for v in op.inputs):
+        return None
+    if op.kind in ("LSTM", "GRU", "RNN") and op.input(4) is not None:
+        return 4, 0, shape(first)[0]
+    if op.kind == "ReverseSequence":
+        return 1, 0, shape(first)[op.attrs.time_axis]
+    if op.kind in ("Gather", "GatherElements"):
+        size = shape(first)[normalize_axis(op.attrs.axis, len(shape(first)))]
+        return 1, -size, size - 1
+    if op.kind == "TensorScatter" and op.attrs.mode == "linear":
+        axis = normalize_axis(op.attrs.axis, len(shape(first)))
+        return 2, 0, shape(first)[axis] - shape(op.input(1))[axis]
+    if op.kind == "Attention" and op.input(6) is not None:
+        return 6, 0, shape(op.input(1))[2]
+    return None
