@@ -275,16 +275,24 @@ def _built(model: Any, sizes: Mapping[str, int], options: dict[str, Any]) -> Eng
 
 
 def _shapes(model: Any, sizes: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
-    """The shapes of the inputs with some symbols replaced. Raises UsageError for a name that is no symbol."""
+    """The shapes of the inputs with some symbols, or what the model writes of them, replaced.
+
+    Raises UsageError for a name that is no dimension.
+    """
     from optdnn.dim import Dim
+    from optdnn.dim_text import parse_dim
     from optdnn.importers.onnx import import_model
 
     graph = import_model(model)
-    if unknown := sorted(sizes.keys() - graph.symbols().keys()):
-        raise UsageError(f"no input has a dimension {unknown[0]!r}", hint=f"there are {', '.join(graph.symbols())}")
     ports = [graph.op(i).outputs[0] for i in graph.inputs]
+    dims = {d for p in ports for d in p.type.shape or () if isinstance(d, Dim)}
+    symbols = graph.symbols()
+    named = {name: symbols[name] if name in symbols else parse_dim(name) for name in sizes}
+    if unknown := sorted(name for name, d in named.items() if d not in dims):
+        raise UsageError(f"no input has a dimension {unknown[0]!r}", hint=f"there are {', '.join(symbols)}")
+    size = {named[name]: n for name, n in sizes.items()}
     return {
-        p.name: tuple(sizes.get(str(d)) if isinstance(d, Dim) else d for d in p.type.dims)
+        p.name: tuple(size.get(d) if isinstance(d, Dim) else d for d in p.type.dims)
         for p in ports
         if p.type.shape is not None
     }

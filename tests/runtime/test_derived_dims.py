@@ -11,12 +11,13 @@ import onnx
 import onnx.parser
 import onnxruntime
 import pytest
-from support.derived import RANGES, decoder, feeds
+from support.derived import RANGES, TOTAL, decoder, feeds
 
 import optdnn
 from optdnn.errors import InputError, ShapeError, UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.ranges import input_shapes
+from optdnn.runtime.cuda.growing import _largest
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.signature import Signature
 from optdnn.types import FP32, TensorSpec
@@ -162,3 +163,22 @@ def test_random_inputs_follow_from_what_is_given() -> None:
         random_feeds(SPECS, sizes={"(n + 1)*2": 3})
     with pytest.raises(UsageError, match="negative dimension at these sizes"):
         random_feeds([SPECS[1], TensorSpec("y", FP32, ("n - 5",))])
+
+
+def test_a_session_takes_overrides_by_what_the_model_writes() -> None:
+    model = decoder().SerializeToString()
+    sizes = {"batch": 1, "length": 2, "past_length": 3, TOTAL: 5}
+    session = optdnn.InferenceSession(model, optdnn.SessionOptions(free_dimensions=sizes), target="reference")
+    assert [i.shape for i in session.get_inputs()] == [[1, 5], [1, 2], [1, 2, 3, 4]]
+    with pytest.raises(ShapeError, match="makes it 6, but it is 5 with length = 2, past_length = 3"):
+        optdnn.InferenceSession(model, optdnn.SessionOptions(free_dimensions={**sizes, TOTAL: 6}))
+    with pytest.raises(UsageError, match="no input has a dimension 'length \\+ 1'"):
+        optdnn.InferenceSession(model, optdnn.SessionOptions(free_dimensions={"length + 1": 6}))
+
+
+def test_state_grows_with_what_is_said_of_its_size() -> None:
+    """The room that a state on a GPU gets: the most that its symbols come to."""
+    spec = TensorSpec("m", FP32, ("length + past_length", 4))
+    others = (TensorSpec("a", FP32, ("length",)), TensorSpec("b", FP32, ("past_length",)))
+    ranges = [{"length": optdnn.DimRange(1, 2, 6), "past_length": optdnn.DimRange(0, 3, 8)}]
+    assert _largest(spec, Signature((spec, *others), (), ranges)) == 14 * 4 * 4
