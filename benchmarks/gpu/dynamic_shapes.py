@@ -227,6 +227,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further length after this")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + args.seconds
     device = Device.open()
     report: dict[str, Any] = {
