@@ -142,10 +142,12 @@ def chain(n: int) -> onnx.ModelProto:
 def test_import_is_linear_and_quick():
     seconds = {}
     for n in (1000, 4000):
-        model = chain(n)
-        start = time.process_time()
-        graph = import_model(model)
-        seconds[n] = time.process_time() - start
+        model, times = chain(n), []
+        for _ in range(3):  # the quickest: collecting the garbage of other tests counts as ours
+            start = time.process_time()
+            graph = import_model(model)
+            times.append(time.process_time() - start)
+        seconds[n] = min(times)
         assert len(graph) == n
     assert seconds[4000] < 4.0
     assert seconds[4000] < 8 * seconds[1000] + 0.1  # quadratic would be 16 times
