@@ -117,9 +117,7 @@ def measure(order: Mapping[str, Any]) -> dict[str, Any]:
             start = time.perf_counter()
             engine = optdnn.load(folder / f"{name}.{which}.engine")
             context: Any = engine.context()
-            dtypes = {"float16": torch.float16, "float32": torch.float32, "int64": torch.int64}
-            out = {s.name: torch.empty(s.shape, dtype=dtypes[s.dtype.name], device="cuda") for s in engine.outputs}
-            bound = context.bind(inputs, out)
+            bound, out = bind(engine, context, inputs)
             bound.run(stream)
             stream.synchronize()
             load = time.perf_counter() - start
@@ -223,6 +221,15 @@ def torch_graph(
         return outputs
 
     return graph.replay, found
+
+
+def bind(
+    engine: optdnn.Engine, context: Any, inputs: Mapping[str, torch.Tensor]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """An engine's context bound to arrays on the GPU, and those that it writes."""
+    dtypes = {"float16": torch.float16, "float32": torch.float32, "int64": torch.int64}
+    out = {s.name: torch.empty(s.shape, dtype=dtypes[s.dtype.name], device="cuda") for s in engine.outputs}
+    return context.bind(inputs, out), out
 
 
 def flat(result: Any) -> list[torch.Tensor]:

@@ -170,13 +170,12 @@ def made(name: str, batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     else:
         side = PIXELS.get(name, 224)
         module, inputs = _vision(name), _normal(3, side, side)
-    for part in module.modules():  # norms as training leaves them: signals stay of one size through the depth
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_var is not None:
-            part.momentum = 1.0
     x, other = inputs(batch, 1), inputs(batch, 2)
-    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
-        for part in module.modules():
-            part.training = isinstance(part, nn.modules.batchnorm._BatchNorm)
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    if norms:  # as training leaves them: signals stay of one size through the depth
+        module.eval()
+        for part in norms:
+            part.momentum, part.training = 1.0, True
         module(inputs(2, 3))
     return module.eval(), x, other
 
@@ -199,7 +198,7 @@ def build(name: str, batch: int, folder: Path, without: str) -> dict[str, Any]:
 
 def measured(name: str, batch: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One row: is it right, and the race."""
-    from measure_row import errors, flat, race, torch_graph
+    from measure_row import bind, errors, flat, race, torch_graph
 
     from optdnn.runtime.bench import cuda_context
     from optdnn.runtime.cuda.graphs import Stream
@@ -225,9 +224,7 @@ def measured(name: str, batch: int, folder: Path, options: argparse.Namespace) -
     for which in ("ours", "without") if options.without else ("ours",):
         engine = optdnn.load(folder / f"{name}.{batch}.{which}.engine")
         context: Any = engine.context()
-        dtypes = {"float16": torch.float16, "float32": torch.float32, "int64": torch.int64}
-        out = {s.name: torch.empty(s.shape, dtype=dtypes[s.dtype.name], device="cuda") for s in engine.outputs}
-        bound = context.bind({engine.inputs[0].name: half}, out)
+        bound, out = bind(engine, context, {engine.inputs[0].name: half})
         bound.run(stream)
         stream.synchronize()
         candidates[which] = {
