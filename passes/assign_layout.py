@@ -21,6 +21,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Use, Value
 from optdnn.ops.checks import elements
 from optdnn.ops.layout import LayoutAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused
+from optdnn.passes.facts import channels_from_last, channels_to_last
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
 
 CHANNELS_LAST = {3: "nwc", 4: "nhwc", 5: "ndhwc"}
@@ -164,7 +165,7 @@ def _permutations(op: Op) -> tuple[bool, bool]:
     perm, rank = tuple(op.attrs.perm or ()), op.outputs[0].type.rank
     if rank not in CHANNELS_LAST or len(perm) != rank:
         return False, False
-    return perm == (0, *range(2, rank), 1), perm == (0, rank - 1, *range(1, rank - 1))
+    return perm == channels_to_last(rank), perm == channels_from_last(rank)
 
 
 def _follows(graph: Graph, op: Op, slot: int) -> bool:

@@ -17,9 +17,10 @@ RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 """Kinds that keep the elements in row-major order."""
 
 
-def reshaped(patch: Patch, x: Value, target: tuple[int, ...]) -> Value:
+def reshaped(patch: Patch, x: Value, target: tuple[int, ...], src: frozenset[str] | None = None) -> Value:
     """Add a Reshape to a constant target."""
-    return patch.add("Reshape", [x, patch.constant(np.asarray(target, dtype=np.int64), "shape")], ReshapeAttrs())
+    shape = patch.constant(np.asarray(target, dtype=np.int64), "shape")
+    return patch.add("Reshape", [x, shape], ReshapeAttrs(), src=src)
 
 
 class ReshapeChain(Rewrite):

@@ -20,16 +20,16 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.index import ConcatAttrs, PadAttrs
-from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.canonicalize_noop import NoOp
-from optdnn.passes.canonicalize_shape import ReshapeChain, TransposeChain
-from optdnn.passes.facts import reshape_target
+from optdnn.passes.canonicalize_shape import ReshapeChain, TransposeChain, reshaped
+from optdnn.passes.facts import channels_from_last, channels_to_last, reshape_target
 from optdnn.types import Array, Shape
 
-LAST, FIRST = (0, 2, 3, 4, 1), (0, 4, 1, 2, 3)
+LAST, FIRST = channels_to_last(5), channels_from_last(5)
 """Channels of a volume innermost, and back to the second axis."""
-_LAST_2D, _FIRST_2D = (0, 2, 3, 1), (0, 3, 1, 2)
+_LAST_2D, _FIRST_2D = channels_to_last(4), channels_from_last(4)
 _ARITY = 3
 
 
@@ -111,7 +111,7 @@ class Conv3dToConv2d(Rule):
 def _shaped(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = None) -> Value:
     target = reshape_target(patch.type(x).dims, shape)
     assert target is not None, "of its dimensions the batch alone is symbolic"
-    return patch.add("Reshape", [x, _ints(patch, target, "shape")], ReshapeAttrs(), src=src)
+    return reshaped(patch, x, target, src)
 
 
 def _names(graph: Graph, x: Value) -> frozenset[str] | None:

@@ -106,6 +106,16 @@ def non_negative(graph: Graph, value: Value, depth: int = _DEPTH) -> bool:
     return all(v is not None and non_negative(graph, v, depth - 1) for v in behind)
 
 
+def channels_to_last(rank: int) -> tuple[int, ...]:
+    """The permutation that puts the second axis last: (N, C, ...) -> (N, ..., C)."""
+    return (0, *range(2, rank), 1)
+
+
+def channels_from_last(rank: int) -> tuple[int, ...]:
+    """The permutation back: (N, ..., C) -> (N, C, ...)."""
+    return (0, rank - 1, *range(1, rank - 1))
+
+
 def reshape_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
     """A constant target with which ONNX Reshape (``allowzero`` off) turns ``before`` into ``after``.
 

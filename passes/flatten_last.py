@@ -16,7 +16,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.canonicalize_shape import RESHAPES, reshaped
-from optdnn.passes.facts import reshape_target
+from optdnn.passes.facts import channels_to_last, reshape_target
 from optdnn.types import Array
 
 DENSE = 8
@@ -71,7 +71,7 @@ class FlattenLast(Rule):
         found: Flattened = match.data
         patch = Patch(graph, match.ops)
         (channels, *positions), product = found.image, found.product
-        x = patch.add("Transpose", [found.x], TransposeAttrs((0, *range(2, 2 + len(positions)), 1)))
+        x = patch.add("Transpose", [found.x], TransposeAttrs(channels_to_last(2 + len(positions))))
         columns = getattr(product.attrs, "transB", 0)
         matrix = found.weight.T if columns else found.weight
         size = matrix.shape[1]

@@ -14,7 +14,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.canonicalize_shape import RESHAPES, reshaped
-from optdnn.passes.facts import reshape_target
+from optdnn.passes.facts import channels_from_last, channels_to_last, reshape_target
 from optdnn.passes.stages import ACTIVATIONS
 
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
@@ -54,8 +54,7 @@ class ImageToTokens(Rule):
         target = reshape_target((before[0], *before[2:], before[1]), (after[0], after[2], after[1]))
         if target is None:
             return Miss("no constant target can express its shape")
-        perm = (0, *range(2, len(before)), 1)
-        return Match((flat, op), _Moved(image, target, perm, op.value))
+        return Match((flat, op), _Moved(image, target, channels_to_last(len(before)), op.value))
 
     def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
         found: _Moved = match.data
@@ -86,8 +85,7 @@ class TokensToImage(Rule):
         target = reshape_target((before[0], before[2], before[1]), (after[0], *after[2:], after[1]))
         if target is None:
             return Miss("no constant target can express its shape")
-        perm = (0, len(after) - 1, *range(1, len(after) - 1))
-        return Match((swap, op), _Moved(swap.inputs[0], target, perm, op.value))
+        return Match((swap, op), _Moved(swap.inputs[0], target, channels_from_last(len(after)), op.value))
 
     def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
         found: _Moved = match.data
@@ -130,7 +128,7 @@ def _turns(op: Op) -> bool:
     if op.kind != "Transpose" or op.attrs.perm is None or len(op.attrs.perm) < 4:
         return False
     rank = len(op.attrs.perm)
-    return op.attrs.perm in ((0, rank - 1, *range(1, rank - 1)), (0, *range(2, rank), 1))
+    return op.attrs.perm in (channels_from_last(rank), channels_to_last(rank))
 
 
 def _is_image(graph: Graph, value: Value) -> bool:

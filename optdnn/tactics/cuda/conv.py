@@ -129,7 +129,6 @@ class HopperConv(Rehearsed):
         if feed is None:
             feed, before = self._feed(b, op, weight, strides, pads, dilations)
         target = b.target(op.value)
-        out = image(target)
         feeds = [feed]
         joined = self.second(b, op, ep) if before is None else None
         if joined is not None:
@@ -137,6 +136,15 @@ class HopperConv(Rehearsed):
             if joined[1] is not None:
                 bias = joined[1] if bias is None else bias + joined[1]
             op = replace(op, src=op.src | joined[2])
+        return self.emit_feeds(b, op, feeds, bias, ep, target, config, before)
+
+    @staticmethod
+    def emit_feeds(
+        b: Builder, op: Op, feeds: Sequence[conv_maps.Feed], bias: Array | None, ep: Epilogue, target: Placed, config: Any,
+        before: Prologue | None = None,
+    ) -> str:  # fmt: skip
+        """The launch, and what it leaves of the epilogue. Returns the configuration's name."""
+        out = image(target)
         residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
         between = target
         if ep.rest or not conv_maps.storable(b, out):

@@ -8,8 +8,8 @@ import numpy as np
 
 from optdnn.ir.graph import Op
 from optdnn.tactics.cuda import conv_maps, conv_sm90
-from optdnn.tactics.cuda.builder import Builder, channels_last, products, up
-from optdnn.tactics.cuda.conv import HopperConv, bias_of, entering, finish, image, planar, with_pitch
+from optdnn.tactics.cuda.builder import Builder, products
+from optdnn.tactics.cuda.conv import HopperConv, bias_of, entering, image, planar, with_pitch
 from optdnn.tactics.cuda.conv_sm80 import GeneralConv
 from optdnn.tactics.cuda.epilogue import plan_epilogue
 from optdnn.types import Array
@@ -78,13 +78,4 @@ class BandedConv(HopperConv):
         weight, strides, pads, dilations = planar(banded(weight, a.group, together), a)
         x = with_pitch(b, op, image(entering(b, op)))
         feed = conv_maps.Feed(x, weight, strides, pads, dilations, bands=a.group // together)
-        target = b.target(op.value)
-        out = image(target)
-        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
-        between = target
-        if ep.rest or not conv_maps.storable(b, out):
-            padded = channels_last(target.shape, up(out.shape[1], 8))
-            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, padded)
-        used = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, image(between), config)
-        finish(b, op, ep, between, target)
-        return used
+        return self.emit_feeds(b, op, [feed], bias, ep, b.target(op.value), config)

@@ -59,6 +59,11 @@ def pitch_of(x: Placed) -> int | None:
     return pitch if fits else None
 
 
+def elements_around(b: Builder, x: Placed) -> int:
+    """Elements of the buffer that the tensor lies in."""
+    return math.prod(n for n in b.buffers[x.buffer].shape or () if isinstance(n, int))
+
+
 def storable(b: Builder, x: Placed) -> bool:
     """Whether a launch can write this channels-last NCHW tensor, or add it.
 
@@ -68,9 +73,8 @@ def storable(b: Builder, x: Placed) -> bool:
     pitch, wide = pitch_of(x), up(x.shape[1], CHANNEL_ALIGN)
     if pitch is None or (x.dtype == FP32 and pitch != wide):
         return False
-    elements = math.prod(n for n in b.buffers[x.buffer].shape or () if isinstance(n, int))
     last = (x.size // x.shape[1] - 1) * pitch
-    return pitch != wide or x.offset + last + wide <= elements
+    return pitch != wide or x.offset + last + wide <= elements_around(b, x)
 
 
 def _weights_map(problem: conv_problem.Problem, weights: Placed, rows: int) -> MapSpec:

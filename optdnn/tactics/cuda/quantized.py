@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -214,8 +213,7 @@ def _has_room(b: Builder, x: Placed, *, alone: bool) -> bool:
     channels = up(c, conv_maps.aligned(x))
     if n * h * w != 1 or c == channels:
         return True
-    elements = math.prod(d for d in b.buffers[x.buffer].shape or () if isinstance(d, int))
-    return alone and x.offset + channels <= elements
+    return alone and x.offset + channels <= conv_maps.elements_around(b, x)
 
 
 def _roomy(b: Builder, op: Op, x: Placed) -> Placed:
