@@ -170,14 +170,6 @@ class QuantizedProduct(Rule):
         rows = 0 if op.kind == "Conv" or (op.kind == "Gemm" and op.attrs.transB) else 1
         if scale.size != 1 and axis != rows:
             return f"its weights have scales along axis {axis}, not per output channel"
-        if op.kind == "Conv" and op.attrs.group != 1 and (array.shape[1] != 1 or op.attrs.group != array.shape[0]):
-            return f"it has {op.attrs.group} groups of {array.shape[1]} channels"
-        if (
-            op.kind == "Conv"
-            and op.attrs.group != 1
-            and (array.dtype.name != "int8" or len(array) % 16 or array.ndim != 4)
-        ):
-            return f"depthwise kernels take int8 images of sixteens of channels, not {array.dtype.name} of {len(array)}"
         if not op.outputs[0].type.is_static or (op.kind != "Conv" and (graph.type(op.inputs[0]).rank or 0) < 2):  # type: ignore[arg-type]
             return "its size is not fixed"
         if op.input(2) is not None and op.kind != "MatMul":

@@ -174,8 +174,6 @@ def no_fp8(graph: Graph, op: Op, target: str = "") -> str | None:
         return f"{op.kind} has no fp8 form"
     if (reason := _no_eight_bits(target)) is not None:
         return reason
-    if op.kind == "Conv" and op.attrs.group > 1:
-        return "there is no kernel for groups in fp8"
     return no_integers(graph, op, target)
 
 
@@ -191,10 +189,6 @@ def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
             return "there is no kernel on integers for two computed factors"
         if op.kind == "Conv" and (axes := (graph.type(factor).rank or 4) - 2) > 2:
             return f"there is no kernel on integers for {axes} spatial axes"
-    if op.kind == "Conv" and op.attrs.group > 1 and target.partition(":")[0] in ("cuda", "simulate"):
-        filters = graph.type(_operand(op, 1)).dims
-        if len(filters) != 4 or filters[1] != 1 or filters[0] != op.attrs.group or op.attrs.group % 16:
-            return "of groups, integers have a kernel for depthwise convolutions of multiples of 16 channels alone"
     if op.kind not in ANCHORS | SHARES_SCALE | OWN_SCALE:
         return f"{op.kind} has no int8 form"
     if not is_float(op.outputs[0].type.dtype):

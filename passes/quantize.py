@@ -181,8 +181,9 @@ class _Quantizer:
         for user in self.graph.users(value):
             if user.kind == "Conv" and user.id in self.chosen and user.inputs[0] == value:
                 weights = self.graph.constant_value(user.inputs[1])
-                depthwise = weights is not None and user.attrs.group > 1 and weights.shape[1] == 1
-                if not depthwise and (any(user.attrs.pads) or user.attrs.auto_pad.startswith("SAME")):
+                if not _pads_with_anything(user, weights) and (
+                    any(user.attrs.pads) or user.attrs.auto_pad.startswith("SAME")
+                ):
                     return True
         return False
 
@@ -302,6 +303,17 @@ class _Quantizer:
         return graph.add(
             "DequantizeLinear", operands, DequantizeAttrs(axis=axis or 0), names=[f"{name}/dq"], src=op.src
         ).value
+
+
+def _pads_with_anything(op: Op, weights: Array | None) -> bool:
+    """True for what depthwise kernels of integers take: images whose channels come in sixteens."""
+    return (
+        weights is not None
+        and weights.ndim == 4
+        and weights.shape[1] == 1
+        and op.attrs.group == len(weights) > 1
+        and len(weights) % 16 == 0
+    )
 
 
 def is_quantized(graph: Graph, op: Op) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.quantized_cases import CASES, DTYPES, Case, arrays, compare, family
-from support.quantized_nets import NARROWED, NETS, QNet, launches
+from support.quantized_nets import FP8_GROUPS, NARROWED, NETS, QNet, launches
 
 from optdnn.errors import OptdnnError
 from optdnn.runtime.cuda import conv_params, graphs, nvrtc
@@ -64,19 +64,23 @@ def run(case: Case, cache: nvrtc.KernelCache, at: Device, stream: graphs.Stream)
 
 
 def networks() -> list[dict[str, Any]]:
-    """A row for each network: its steps, and the worst error of its 8-bit results (see ``StepError``)."""
+    """A row for each network: its steps, and the worst error of its 8-bit results, or of the floats that are sums of fp8 (see
+    ``StepError``)."""
     from support.simulated import feeds_of
 
     from optdnn.runtime.cuda.check import check_steps
 
     rows: list[dict[str, Any]] = []
-    for name, build in [*NETS.items(), *NARROWED.items()]:
+    sums_of_fp8 = {f"fp8: {name}": build for name, build in FP8_GROUPS.items()}
+    for name, build in [*NETS.items(), *NARROWED.items(), *sums_of_fp8.items()]:
         n = QNet()
         graph = n.done(*build(n)) if name in NETS else build()  # type: ignore[call-arg, operator]
         context, program = launches(graph)
         steps = check_steps(context, feeds_of(graph))
         narrow = [
-            e for e in steps if any(program.buffers[i].dtype.itemsize == 1 for i in program.steps[e.step].outputs)
+            e
+            for e in steps
+            if name in sums_of_fp8 or any(program.buffers[i].dtype.itemsize == 1 for i in program.steps[e.step].outputs)
         ]
         worst = max((e.error for e in narrow), default=0.0)
         rows.append({"network": name, "kinds": [e.kind for e in steps], "worst": worst})

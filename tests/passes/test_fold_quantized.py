@@ -147,21 +147,31 @@ def test_uint8_and_zero_points() -> None:
     within(n.graph, graph, 0.0401)
 
 
-def test_depthwise_is_folded_other_groups_are_not() -> None:
+@pytest.mark.parametrize(("channels", "group"), [(16, 16), (16, 4), (24, 24), (24, 3)])
+def test_groups_are_folded(channels: int, group: int) -> None:
     n = QNet()
-    graph, _ = folded(chain(n, lambda x: n.qconv(x, 16, group=16), 2, 16, 9, 7))
-    assert graph.of_kind("QuantizedConv")[0].attrs.group == 16
-    m = QNet()
-    _, report = folded(chain(m, lambda x: m.qconv(x, 16, group=4), 2, 16, 9, 7))
-    assert any("4 groups of 4 channels" in r.reason for r in report.refused)
+    graph, report = folded(
+        chain(n, lambda x: n.qconv(x, 2 * channels, group=group), 2, channels, 9, 7, dtype=np.uint8, zero=90)
+    )
+    assert graph.of_kind("QuantizedConv")[0].attrs.group == group
+    assert not report.refused
+    within(n.graph, graph, 0.0401)
 
 
-@pytest.mark.parametrize("layer", ["3x3", "1x1", "depthwise", "gemm", "gemm, not transposed", "matmul"])
+def test_groups_of_fp8_are_folded() -> None:
+    n, e4m3 = QNet(), DTYPES["fp8_e4m3"]
+    graph, _ = folded(chain(n, lambda x: n.qconv(x, 16, group=4, dtype=e4m3), 2, 16, 9, 7, dtype=e4m3))
+    assert graph.of_kind("QuantizedConv")[0].attrs.group == 4
+    within(n.graph, graph, 0.0401)
+
+
+@pytest.mark.parametrize("layer", ["3x3", "1x1", "depthwise", "groups", "gemm", "gemm, not transposed", "matmul"])
 @pytest.mark.parametrize(("dtype", "zero"), [(np.uint8, 100), (np.int8, -37)])
 def test_a_zero_point_of_the_operand_is_part_of_the_bias(layer: str, dtype: Any, zero: int) -> None:
     n = QNet()
     made: dict[str, Callable[[Value], Value]] = {
         "3x3": lambda x: n.qconv(x, 16), "1x1": lambda x: n.qconv(x, 16, 1), "depthwise": lambda x: n.qconv(x, 16, group=16),
+        "groups": lambda x: n.qconv(x, 32, group=4),
         "gemm": lambda x: n.qgemm(x, 24, alpha=0.5), "gemm, not transposed": lambda x: n.qgemm(x, 24, trans_b=False),
         "matmul": lambda x: n.qmatmul(x, 24),
     }  # fmt: skip
@@ -182,14 +192,6 @@ def test_weights_around_128_are_int8() -> None:
     conv = n.op("Conv", x, weights, attrs=ConvAttrs((1, 1), (1, 1, 1, 1), (1, 1), 1))
     graph, _ = folded(n.done(n.fake(conv, 0.04)))
     assert graph.kinds()["QuantizedConv"] == 1
-    within(n.graph, graph, 0.0401)
-
-
-def test_depthwise_that_no_kernel_takes_stays_float() -> None:
-    n = QNet()
-    graph, report = folded(chain(n, lambda x: n.qconv(x, 24, group=24), 2, 24, 9, 7))
-    assert any("sixteens of channels" in r.reason for r in report.refused)
-    assert graph.kinds()["Conv"] == 1
     within(n.graph, graph, 0.0401)
 
 

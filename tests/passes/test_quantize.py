@@ -86,13 +86,17 @@ def test_a_chain_is_in_integers_from_end_to_end() -> None:
         ("padded", False, UINT8),
         ("1x1", True, UINT8),
         ("depthwise", True, UINT8),
+        ("groups", True, INT8),
+        ("depthwise, 24 channels", True, INT8),
     ],
 )
 def test_gpus_give_zero_points_to_what_is_not_padded_with_zeros(layer: str, negative: bool, dtype: object) -> None:
     n = Net()
-    x = n.input(2, 16, 6, 6)
+    channels = 24 if "24" in layer else 16
+    x = n.input(2, channels, 6, 6)
     x = x if negative else n.op("Relu", x)
-    y = n.conv(x, 16, 1 if layer == "1x1" else 3, pads=int(layer != "1x1"), group=16 if layer == "depthwise" else 1)
+    group = 4 if layer == "groups" else channels if "depthwise" in layer else 1
+    y = n.conv(x, channels, 1 if layer == "1x1" else 3, pads=int(layer != "1x1"), group=group)
     graph = n.done(y)
     assign(graph, target="cuda:sm_90a")
     q = producer(graph, producer(graph, graph.of_kind("Conv")[0], 0), 0)
@@ -102,18 +106,20 @@ def test_gpus_give_zero_points_to_what_is_not_padded_with_zeros(layer: str, nega
 
 
 @pytest.mark.parametrize(
-    ("asked", "channels", "group", "because"),
+    ("asked", "channels", "group", "axes", "because"),
     [
-        ("int8", 32, 32, ""),
-        ("int8", 24, 24, "multiples of 16 channels alone"),
-        ("int8", 32, 4, "multiples of 16 channels alone"),
-        ("fp8", 32, 32, "no kernel for groups in fp8"),
-        ("fp8", 32, 1, ""),
+        ("int8", 32, 32, 2, ""),
+        ("int8", 24, 24, 2, ""),
+        ("int8", 32, 4, 2, ""),
+        ("int8", 32, 4, 1, ""),
+        ("fp8", 32, 32, 2, ""),
+        ("fp8", 32, 1, 2, ""),
+        ("int8", 32, 4, 3, "3 spatial axes"),
     ],
 )
-def test_gpus_have_kernels_for_some_groups(asked: str, channels: int, group: int, because: str) -> None:
+def test_gpus_have_kernels_for_groups(asked: str, channels: int, group: int, axes: int, because: str) -> None:
     n = Net()
-    graph = n.done(n.conv(n.input(2, channels, 6, 6), channels, group=group))
+    graph = n.done(n.conv(n.input(2, channels, *[6] * axes), channels, group=group))
     (choice,) = choices(graph, "cuda:sm_90a")
     assert (asked in choice.precisions) == (not because)
     assert because in choice.refused.get(asked, "")

@@ -48,12 +48,15 @@ class QNet(Net):
         """Quantized and back."""
         return self.dq(self.q(x, scale, zero, dtype), scale, zero)
 
-    def weights(self, *shape: int, axis: int = 0) -> Value:
-        """Dequantized int8 weights with a scale per entry of an axis, such that products keep the variance."""
-        array = self.rng.integers(-127, 128, shape).astype(np.int8)
+    def weights(self, *shape: int, axis: int = 0, dtype: Any = np.int8) -> Value:
+        """Dequantized int8 (or fp8) weights with a scale per entry of an axis, such that products keep the variance."""
+        if dtype == np.int8:
+            array, spread = self.rng.integers(-127, 128, shape).astype(np.int8), 73.0
+        else:
+            array, spread = (100 * self.rng.standard_normal(shape)).astype(dtype), 100.0
         fan_in = int(np.prod(shape)) // shape[axis]
-        scales = (self.rng.uniform(0.5, 1.5, shape[axis]) / (73.0 * fan_in**0.5)).astype(np.float32)
-        operands = [self.const(array, np.int8), self.const(scales, np.float32)]
+        scales = (self.rng.uniform(0.5, 1.5, shape[axis]) / (spread * fan_in**0.5)).astype(np.float32)
+        operands = [self.const(array, dtype), self.const(scales, np.float32)]
         return self.op("DequantizeLinear", *operands, attrs=DequantizeAttrs(axis))
 
     def qconv(
@@ -65,16 +68,19 @@ class QNet(Net):
         stride: int = 1,
         group: int = 1,
         bias: bool = True,
+        dtype: Any = np.int8,
         **stages: Any,
     ) -> Value:
         """A float Conv of dequantized weights; ``stages``: attributes such as ``epilogue``, and ``more`` operands for them."""
-        c = self.dims(x)[1]
+        c, axes = self.dims(x)[1], len(self.dims(x)) - 2
         assert isinstance(c, int)
-        w = self.weights(channels, c // group, kernel, kernel)
+        w = self.weights(channels, c // group, *[kernel] * axes, dtype=dtype)
         operands: list[Any] = [x, w, self.random(channels) if bias else None, *stages.pop("more", ())]
         while operands[-1] is None:
             operands.pop()
-        attrs = ConvAttrs((stride, stride), (kernel // 2,) * 4, (1, 1), group, **stages)
+        dilations = stages.pop("dilations", (1,) * axes)
+        pads = tuple(kernel // 2 * d for d in dilations) * 2
+        attrs = ConvAttrs((stride,) * axes, pads, dilations, group, **stages)
         return self.op("Conv", *operands, attrs=attrs)
 
     def qgemm(self, x: Value, units: int, *, trans_b: bool = True, alpha: float = 1.0) -> Value:
@@ -100,6 +106,7 @@ class QNet(Net):
 
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+ADDED = (Stage("Add", (-1, 3)), Stage("Relu", (-2,)))
 
 
 def norm_network(
@@ -134,9 +141,40 @@ NARROWED: dict[str, Callable[[], Graph]] = {
 """Networks whose float kernels give results in 8 bits."""
 
 
+def grouped_fp8(channels: int, group: int, *, narrow: bool = False, **geometry: Any) -> Graph:
+    """A grouped convolution of fp8 with a residual; ``narrow``: its result is in fp8, too."""
+    n = QNet()
+    x = n.fake(n.input(2, channels, 9, 7), 0.01, None, FP8)
+    y = n.qconv(x, channels, group=group, dtype=FP8, epilogue=ADDED, more=[x], **geometry)
+    return n.done(n.op("Tanh", n.fake(y, 0.01, None, FP8) if narrow else y))
+
+
+FP8_GROUPS: dict[str, Callable[[], Graph]] = {
+    "32 groups of 4": lambda: grouped_fp8(128, 32),
+    "8 groups of 24, dilated": lambda: grouped_fp8(192, 8, dilations=(2, 1)),
+    "5 groups of 8": lambda: grouped_fp8(40, 5),
+    "depthwise": lambda: grouped_fp8(72, 72),
+}
+"""Grouped convolutions of fp8 with float results, which a GPU's sums are near to."""
+
+
 def residual_block(n: QNet, x: Value) -> Value:
     a = n.fake(n.qconv(x, 24, epilogue=(Stage("Relu", (-1,)),)), 0.03)
-    return n.fake(n.qconv(a, 16, 1, epilogue=(Stage("Add", (-1, 3)), Stage("Relu", (-2,))), more=[x]), 0.04)
+    return n.fake(n.qconv(a, 16, 1, epilogue=ADDED, more=[x]), 0.04)
+
+
+def grouped(n: QNet, x: Value, channels: int, group: int, **geometry: Any) -> Value:
+    """A block of ResNeXt: a grouped convolution between two others, the last with a residual."""
+    x = n.fake(n.qconv(x, channels, 1), 0.03, *geometry.pop("zero", ()))
+    y = n.qconv(x, geometry.pop("filters", channels), group=group, epilogue=(Stage("Relu", (-1,)),), **geometry)
+    y = n.fake(y, 0.03)
+    return n.fake(n.qconv(y, 16, 1), 0.05)
+
+
+def added_in_groups(n: QNet, x: Value, channels: int, group: int, *zero: Any) -> Value:
+    """The residual is added by the grouped convolution."""
+    x = n.fake(n.qconv(x, channels, 1), 0.03, *zero)
+    return n.fake(n.qconv(x, channels, group=group, epilogue=ADDED, more=[x]), 0.05, *zero)
 
 
 def shifted_depthwise(n: QNet, x: Value) -> Value:
@@ -212,6 +250,28 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
         n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03, 80, np.uint8), 40)), 0.03, -128), 10),
     ),
     "zero points, a residual block and pools": lambda n: (shifted_block(n, n.fake(n.input(2, 16, 9, 9), 0.03, 125, np.uint8)),),
+    "32 groups of 4": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 128, 32),),
+    "32 groups of 8, strided": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 256, 32, stride=2),),
+    "3 groups": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 240, 3, kernel=1),),
+    "13 groups of 8": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 104, 13),),
+    "8 groups of 24": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 192, 8),),
+    "8 groups of 16, dilated": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 128, 8, dilations=(2, 1)),),
+    "8 groups of 4, 16 filters each": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 32, 8, filters=128),),
+    "groups over one axis": lambda n: (grouped(n, n.fake(n.input(3, 16, 21), 0.03), 128, 8),),
+    "groups over one axis, zero points": lambda n: (grouped(n, n.fake(n.input(3, 16, 21), 0.03), 24, 6, zero=(99, np.uint8)),),
+    "groups, zero points": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 128, 16, zero=(117, np.uint8)),),
+    "groups with a residual": lambda n: (added_in_groups(n, n.fake(n.input(2, 16, 9, 7), 0.03), 192, 48),),
+    "groups with a residual, zero points": lambda n: (
+        added_in_groups(n, n.fake(n.input(2, 16, 9, 7), 0.03), 40, 5, 131, np.uint8),
+    ),
+    "groups, float result": lambda n: (n.qconv(n.fake(n.qconv(n.fake(n.input(2, 16, 9, 7), 0.03), 128, 1), 0.03), 128, group=4),),
+    "groups of an image": lambda n: (n.fake(n.qconv(n.fake(n.input(2, 3, 34, 30), 0.03), 48, 7, stride=2, group=3), 0.04),),
+    "depthwise, odd channels": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 24, 24),),
+    "depthwise, odd channels, zero points": lambda n: (
+        grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 72, 72, zero=(117, np.uint8)),
+    ),
+    "depthwise over one axis": lambda n: (grouped(n, n.fake(n.input(2, 16, 30), 0.03), 64, 64),),
+    "depthwise, four filters each": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 32, 32, filters=128),),
 }  # fmt: skip
 """8-bit networks of convolutions, products, pools and additions, exact to the bit: what makes their last values."""
 

@@ -12,6 +12,7 @@ from optdnn.tactics.cuda.builder import Builder, products
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, entering, image, planar, with_pitch
 from optdnn.tactics.cuda.conv_sm80 import GeneralConv
 from optdnn.tactics.cuda.epilogue import plan_epilogue
+from optdnn.tactics.cuda.quantized import HopperQuantizedConv, refusal
 from optdnn.types import Array
 
 TILE = 64
@@ -21,10 +22,11 @@ MARGIN = 1.5
 """How much faster the kernel that computes no zeros must be predicted to be: its model is an older GPU's."""
 
 
-def groups_together(groups: int, channels: int) -> int:
-    """How many neighbouring groups, of ``channels`` results each, make a band: the fewest that fill tiles, or all of them."""
-    whole = [n for n in range(1, groups) if groups % n == 0 and n * channels % TILE == 0]
-    return whole[0] if whole else groups
+def groups_together(groups: int, channels: int, inside: int = 0, aligned: int = 1) -> int:
+    """How many neighbouring groups, of ``channels`` results each, make a band: the fewest that fill tiles, and read a multiple of
+    ``aligned`` where each reads ``inside``; or all of them."""
+    whole = (n for n in range(1, groups) if groups % n == 0 and n * channels % TILE == n * inside % aligned == 0)
+    return next(whole, groups)
 
 
 def banded(weight: Array, groups: int, together: int) -> Array:
@@ -79,3 +81,29 @@ class BandedConv(HopperConv):
         x = with_pitch(b, op, image(entering(b, op)))
         feed = conv_maps.Feed(x, weight, strides, pads, dilations, bands=a.group // together)
         return self.emit_feeds(b, op, [feed], bias, ep, b.target(op.value), config)
+
+
+class BandedQuantizedConv(HopperQuantizedConv):
+    """Convolutions of several groups on int8, uint8 or fp8, over one or two spatial axes: the same bands. Zeros add nothing to sums
+    of integers; of fp8, a NaN of one group reaches the others of its band."""
+
+    name = "conv_bands_sm90_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        why = refusal(b, op)
+        if why is not None:
+            return why
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        if a.group == 1 or weight.ndim not in (3, 4):
+            return f"it has {a.group} groups and {weight.ndim - 2} spatial axes"
+        geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
+        return conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        weight, groups = b.graph.constant_value(op.inputs[1]), op.attrs.group
+        assert weight is not None
+        aligned = 16 // weight.dtype.itemsize
+        together = groups_together(groups, weight.shape[0] // groups, weight.shape[1], aligned)
+        feed = self.feed(b, op, banded(weight, groups, together), groups // together)
+        return self.emit_feed(b, op, feed, feed.x, config)

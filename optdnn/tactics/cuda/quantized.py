@@ -182,8 +182,9 @@ def _emit(
     dtype, result = map_dtype(reads.dtype), map_dtype(out.dtype)
     second = map_dtype(residual.dtype) if residual is not None else ""
     problem = conv_problem.Problem(
-        out.shape[0], up(channels, 16 // item), (feed.source,), tuple(a.stages), dtype, result, second, a.zero != 0
-    )
+        out.shape[0], up(channels, 16 // item), (feed.source,), tuple(a.stages), dtype, result, second, a.zero != 0,
+        bands=feed.bands,
+    )  # fmt: skip
     dense = all(_pitch(p) == problem.channels for p in (out, residual) if p is not None)
     offers = conv_sm90.ranked(problem, dense) if config is None else (conv_sm90.offered(problem, config, dense),)
     b.offer(offers)
@@ -197,7 +198,13 @@ def _emit(
     operands = conv_sm90.Operands(packed, pairs, out, residual)
     weight = _weight_view(packed, problem, feed)
     attrs = {k: v for k, v in attrs_dict(a).items() if k not in ("strides", "pads", "dilations", "group")}
-    attrs |= {"strides": feed.strides, "pads": feed.pads, "dilations": feed.dilations, "group": 1, "input_zero": 0}
+    attrs |= {
+        "strides": feed.strides,
+        "pads": feed.pads,
+        "dilations": feed.dilations,
+        "group": feed.bands,
+        "input_zero": 0,
+    }
     tail = [residual] if residual is not None else []
     meaning = ("QuantizedConv", attrs, [reads, weight, pairs.view((channels, 2), (2, 1)), *tail])
     conv_sm90.launch(b, op, problem, config, [feed], operands, meaning, requantize)
@@ -255,20 +262,29 @@ class HopperQuantizedConv(Rehearsed):
         return conv_sm90.read(name)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
+        stem = _stem(b, op, *planar(weight, op.attrs))
+        if stem is not None:
+            return self.emit_feed(b, op, *stem, config)
+        feed = self.feed(b, op, weight)
+        return self.emit_feed(b, op, feed, feed.x, config)
+
+    @staticmethod
+    def feed(b: Builder, op: Op, weight: Array, bands: int = 1) -> conv_maps.Feed:
+        """The image as it is read, a zero point around it where there is one, and these weights."""
         assert op.inputs[0] is not None
-        weight, strides, pads, dilations = planar(weight, a)
+        x = _with_pitch(b, op, image(b.operand(op.inputs[0])))
+        weight, strides, pads, dilations = planar(weight, op.attrs)
+        if op.attrs.input_zero and any(pads):
+            x, pads = _padded_image(b, op, x, pads, op.attrs.input_zero), (0, 0, 0, 0)
+        return conv_maps.Feed(x, weight, strides, pads, dilations, bands=bands)
+
+    @staticmethod
+    def emit_feed(b: Builder, op: Op, feed: conv_maps.Feed, x: Placed, config: Any) -> str:
+        """The launch and what it needs around it; ``x`` as in :func:`_emit`. Returns the configuration's name."""
         target = b.target(op.value)
         out = image(target)
-        stem = _stem(b, op, weight, strides, pads, dilations)
-        if stem is not None:
-            feed, x = stem
-        else:
-            x = _with_pitch(b, op, image(b.operand(op.inputs[0])))
-            if a.input_zero and any(pads):
-                x, pads = _padded_image(b, op, x, pads, a.input_zero), (0, 0, 0, 0)
-            feed = conv_maps.Feed(x, weight, strides, pads, dilations)
         residual = None
         if op.input(3) is not None:
             residual = _roomy(b, op, _with_pitch(b, op, image(b.operand(op.inputs[3]))))  # type: ignore[arg-type]

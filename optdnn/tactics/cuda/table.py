@@ -7,7 +7,7 @@ from optdnn.tactics.cuda.add_norm import AddNorm, PlainAdd
 from optdnn.tactics.cuda.arg import ArgExtreme
 from optdnn.tactics.cuda.attention import AttentionSteps, HopperAttention
 from optdnn.tactics.cuda.conv import HopperConv
-from optdnn.tactics.cuda.conv_bands import BandedConv
+from optdnn.tactics.cuda.conv_bands import BandedConv, BandedQuantizedConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.tactics.cuda.conv_fp32 import TiledConv, TiledGemm
@@ -81,7 +81,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CublasLtGemm(),
         CublasLtBatched(),
     ),
-    "QuantizedConv": (HopperQuantizedConv(), DepthwiseOfIntegers()),
+    "QuantizedConv": (HopperQuantizedConv(), DepthwiseOfIntegers(), BandedQuantizedConv()),
     "QuantizedMatMul": (HopperQuantizedMatMul(),),
     "QuantizedMean": (MeanOfIntegers(),),
     "MaxPool": (MaxPoolOfIntegers(), TiledMaxPool(), WindowPool()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.needs import why_no_hopper
-from support.quantized_nets import NARROWED, NETS, QNet, launches
+from support.quantized_nets import FP8_GROUPS, NARROWED, NETS, QNet, launches
 from support.simulated import feeds_of
 
 from optdnn.ir.graph import Graph
@@ -28,3 +28,8 @@ def test_integers_are_exact(name: str) -> None:
 @pytest.mark.parametrize("name", NARROWED)
 def test_narrowed_floats_are_within_a_step(name: str) -> None:
     assert not [e for e in errors(NARROWED[name]()) if not e.error < 4e-3]
+
+
+@pytest.mark.parametrize("name", FP8_GROUPS)
+def test_groups_of_fp8_are_near(name: str) -> None:
+    assert not [e for e in errors(FP8_GROUPS[name]()) if not e.error < 4e-3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.quantized_nets import NETS, QNet, residual_block
+from support.quantized_nets import FP8_GROUPS, NETS, QNet, grouped_fp8, residual_block
 from support.simulated import feeds_of, simulate
 
 from optdnn.config import BuildOptions
@@ -44,6 +44,17 @@ def test_simulate_computes_what_the_graph_says(name: str) -> None:
         np.testing.assert_array_equal(got[output], want)
         assert (got[output] != different[output]).mean() > 0.2
     assert all(s.executor == "cuda" for s in program.steps)
+
+
+@pytest.mark.parametrize("name", [*FP8_GROUPS, "fp8 results"])
+def test_groups_of_fp8(name: str) -> None:
+    graph, program = built(grouped_fp8(128, 16, narrow=True) if name == "fp8 results" else FP8_GROUPS[name]())
+    assert tactics(program).count("conv_bands_sm90_8bit") == 1
+    feeds, other = feeds_of(graph), feeds_of(graph, 2)
+    got = simulate(program, feeds)
+    for output, want in evaluate(graph, feeds).items():
+        np.testing.assert_array_equal(got[output], want)
+        assert (got[output] != evaluate(graph, other)[output]).mean() > 0.2
 
 
 def tactics(program: Program) -> list[str]:

@@ -1,0 +1,132 @@
+"""Grouped convolutions on 8-bit numbers as bands of Hopper's implicit GEMM: which groups are taken together, by which tactic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.needs import needs_nvrtc, why_no_hopper
+from support.quantized_nets import ADDED, NETS, QNet
+from support.simulated import feeds_of
+from test_quantized import built  # type: ignore[import-not-found]
+
+from optdnn.config import BuildOptions
+from optdnn.ir.graph import Graph
+from optdnn.lower_cuda import lower_cuda
+from optdnn.passes.assign_layout import AssignLayout
+from optdnn.passes.base import PassContext
+from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.runtime.cuda import conv, conv_cost, conv_params, conv_patch, nvrtc
+from optdnn.runtime.cuda.check import check_steps
+from optdnn.runtime.cuda.conv_problem import Problem, Source
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.executor import LoadOptions
+from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda.conv_bands import banded, groups_together
+from optdnn.tactics.cuda.select import Choice
+
+
+@pytest.mark.parametrize(
+    ("groups", "channels", "inside", "together"),
+    [(32, 4, 4, 16), (32, 8, 8, 8), (3, 80, 80, 3), (8, 24, 24, 8), (2, 64, 10, 2), (4, 64, 8, 2), (16, 64, 4, 4), (2, 64, 16, 1)],
+)  # fmt: skip
+def test_bands_read_whole_16_bytes(groups: int, channels: int, inside: int, together: int) -> None:
+    assert groups_together(groups, channels, inside, 16) == together
+
+
+@pytest.mark.parametrize(
+    ("name", "tactic", "bands"),
+    [
+        ("32 groups of 4", "conv_bands_sm90_8bit", 2),
+        ("32 groups of 8, strided", "conv_bands_sm90_8bit", 4),
+        ("3 groups", "conv_bands_sm90_8bit", 1),
+        ("8 groups of 24", "conv_bands_sm90_8bit", 1),
+        ("8 groups of 4, 16 filters each", "conv_bands_sm90_8bit", 2),
+        ("groups over one axis", "conv_bands_sm90_8bit", 2),
+        ("depthwise, odd channels", "conv_bands_sm90_8bit", 1),
+        ("groups of an image", "conv_bands_sm90_8bit", 1),
+        ("depthwise", "depthwise_8bit", None),
+        ("a residual block", "conv_sm90_8bit", None),
+    ],
+)
+def test_what_runs_groups(name: str, tactic: str, bands: int | None) -> None:
+    n = QNet()
+    _, program = built(n.done(*NETS[name](n)))
+    assert tactic in [t["tactic"] for t in program.meta["tactics"]]
+    found = [s.params["op"]["attrs"]["group"] for s in program.steps if s.params["op"]["kind"] == "QuantizedConv"]
+    assert bands is None or max(found) == bands
+
+
+def test_zeros_between_groups_keep_sums_and_rows_of_weights_their_places() -> None:
+    """Packed rows are permuted in sixteens, of which bands are whole numbers."""
+    problem = Problem(1, 128, (Source(8, 8, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), dtype="int8", bands=2)
+    weight = np.random.default_rng(0).integers(-127, 128, (128, 4, 3, 3)).astype(np.int8)
+    wide = banded(weight, 32, 16)
+    packed = conv_params.pack_weights(problem, [wide])
+    assert packed.shape == (128, 9 * 64)
+    for channel in (0, 1, 17, 64, 127):
+        row = channel // 16 * 16 + channel % 16 // 2 + channel % 2 * 8
+        taps = packed[row].reshape(3, 3, 64)
+        at = channel // 4 % 16 * 4
+        np.testing.assert_array_equal(taps[:, :, at : at + 4], weight[channel].transpose(1, 2, 0))
+        assert not np.delete(taps, range(at, at + 4), axis=2).any()
+
+
+@pytest.mark.parametrize(("group", "why"), [(1, "it has 1 groups"), (4, "steps of at most 8, not 9")])
+def test_what_is_refused(group: int, why: str) -> None:
+    n = QNet()
+    _, program = built(n.done(n.fake(n.qconv(n.fake(n.input(2, 16, 30, 30), 0.03), 64, stride=9, group=group), 0.04)))
+    (row,) = program.meta["host"]["operators"]
+    assert f"conv_bands_sm90_8bit: {why}" in row["why"].replace("TMA walks in ", ""), row["why"]
+
+
+PROBLEM = Problem(4, 256, (Source(14, 14, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), dtype="int8", bands=4)
+
+
+def test_blocks_take_channels_of_one_band_alone() -> None:
+    found = [*conv_cost.candidates(PROBLEM, conv_cost.h200()), *conv_patch.candidates(PROBLEM, conv_cost.h200())]
+    assert {type(c) for c in found} == {conv.Config, conv_patch.PatchConfig}
+    for config in found:
+        tile = config.tile[0] if isinstance(config, conv.Config) else config.wgm * 64
+        assert PROBLEM.band_channels % tile == 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("module", [conv, conv_patch])
+def test_kernels_compile_without_spills(module: Any, dtype: str) -> None:
+    needs_nvrtc()
+    problem = Problem(4, 256, PROBLEM.sources, dtype=dtype, bands=4)
+    config = (conv_cost.candidates if module is conv else conv_patch.candidates)(problem, conv_cost.h200())[0]
+    (kernel,) = nvrtc.resources(module.recipe(problem, config)).values()
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+def net(kernel: int, stride: int, *, residual: bool) -> Graph:
+    n = QNet()
+    x = n.fake(n.input(3, 256, 14, 15), 0.03)
+    more = {"epilogue": ADDED, "more": [n.fake(n.input(3, 256, 14, 15, name="r"), 0.04)]} if residual else {}
+    return n.done(n.fake(n.qconv(x, 256, kernel, stride=stride, group=32, **more), 0.05))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize(("kernel", "stride", "residual"), [(3, 1, True), (3, 1, False), (3, 2, False), (1, 1, True)])
+def test_every_kind_of_configuration_on_a_gpu_is_exact(kernel: int, stride: int, residual: bool) -> None:
+    options, graph = BuildOptions(target="cuda:sm_90a"), net(kernel, stride, residual=residual)
+    for one in (FoldQuantized(), AssignLayout()):
+        one(graph, PassContext(target=options.target))
+    plain = lower_cuda(graph, options, options.target, {})
+    (row,) = [t for t in plain.meta["tactics"] if t["kind"] == "QuantizedConv"]
+    (op,) = graph.of_kind("QuantizedConv")
+    source = Source(14, 15, 64, (kernel, kernel), (stride, stride), (kernel // 2,) * 4)
+    problem = Problem(3, 256, (source,), tuple(op.attrs.stages), "int8", residual_dtype="int8" * residual, bands=4)
+    offers = conv_sm90.ranked(problem, dense=True)
+    for offer in [*offers[:3], *offers[3 :: max(1, len(offers) // 12)]]:
+        choices = {row["signature"]: Choice("conv_bands_sm90_8bit", offer.name)}
+        program = lower_cuda(graph, options, options.target, {}, choices=choices)
+        assert [t["config"] for t in program.meta["tactics"] if t["kind"] == "QuantizedConv"] == [offer.name]
+        context: Any = CudaRunner(program, LoadOptions()).context()
+        assert [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "QuantizedConv"] == [0.0], (
+            offer.name
+        )
