@@ -70,10 +70,15 @@ class Machine:
 
 
 MACHINES: Mapping[str, Machine] = {
-    # NVIDIA's data sheets, dense; half of the peaks, which is what well-tuned kernels reach on networks.
+    # NVIDIA's data sheets, dense; half of the peaks, which is what well-tuned kernels reach on networks, and two thirds of the
+    # bandwidth. One card stands for its architecture, of which others differ (an L4 has a third of an L40S).
     "sm_90a": Machine(
         "H200", {"fp32": 33e6, "tf32": 247e6, "fp16": 495e6, "bf16": 495e6, "int8": 990e6, "fp8": 990e6}, 3.3e6, 2.0
     ),
+    "sm_89": Machine(
+        "L40S", {"fp32": 45e6, "tf32": 91e6, "fp16": 181e6, "bf16": 181e6, "int8": 366e6, "fp8": 366e6}, 0.56e6, 2.5
+    ),
+    "sm_86": Machine("A40", {"fp32": 18e6, "tf32": 37e6, "fp16": 74e6, "bf16": 74e6, "int8": 149e6}, 0.45e6, 2.5),
     "sm_80": Machine("A100", {"fp32": 9.7e6, "tf32": 78e6, "fp16": 156e6, "bf16": 156e6, "int8": 312e6}, 1.0e6, 2.5),
 }
 CPU = Machine("a CPU", {"fp32": 0.1e6, "bf16": 0.2e6, "int8": 0.4e6}, 1e4, 1.0)

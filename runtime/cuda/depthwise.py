@@ -116,8 +116,8 @@ def tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
     )
 
 
-def refuse(problem: Problem, config: Config) -> str | None:
-    """Why the configuration cannot run the problem, or None."""
+def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
     s = problem.source
     if config.lanes not in (4, 8) or problem.channels % config.lanes:
         return f"{problem.channels} channels are not a multiple of {config.lanes}"
@@ -131,6 +131,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return f"{config.threads} threads are not a block of this kernel"
     if config.tile_h * config.tile_w * config.lanes > 64:
         return "more than 64 accumulators a thread"
+    if (needed := shared_bytes(problem, config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
     if columns > 16:
         return f"a row of {columns} input vectors does not fit the registers"
@@ -299,6 +301,6 @@ def candidates(problem: Problem, device: Device, limit: int = 8) -> list[Config]
                             continue
                         strips_y = max(1, min(strips // strips_x, -(-out_h // tile_h)))
                         config = Config(tile_h, tile_w, v, strips_x, strips_y, lanes)
-                        if refuse(problem, config) is None:
+                        if refuse(problem, config, shared=device.shared_per_block) is None:
                             found.append((estimate(problem, config, device), config))
     return varied(set(found), lambda c: (c.tile_h, c.tile_w, c.lanes), limit)

@@ -78,9 +78,13 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return _HEAD_BYTES + ring + (taps * channels * 2 if taps > 9 else 0) + sums
 
 
-def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+def refuse(
+    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
+) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     s = problem.source
+    if capability < (9, 0):
+        return f"TMA feeds it, which GPUs of capability {capability[0]}.{capability[1]} have not"
     if problem.channels % 8 or config.lanes not in (4, 8):
         return f"{problem.channels} channels are not a multiple of 8"
     if (why := depthwise.no_kernel(problem)) is not None:
@@ -203,7 +207,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
 
 def candidates(problem: Problem, device: Device, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first; at most two of one thread tile."""
-    if problem.channels % 8:
+    if problem.channels % 8 or device.capability < (9, 0):
         return []
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []
@@ -217,6 +221,7 @@ def candidates(problem: Problem, device: Device, limit: int = 8) -> list[Config]
                     for strips_y in sorted({min(high, n) for n in (1, 2, 4, 7, 8, 16)}):
                         for stages, blocks in ((2, 2), (3, 2), (3, 1), (4, 1), (2, 3), (3, 3)):
                             config = Config(tile_h, tile_w, v, strips_x, strips_y, lanes, stages, blocks)
-                            if refuse(problem, config, shared=device.shared_per_block) is None and config.threads >= 96:
+                            why = refuse(problem, config, shared=device.shared_per_block, capability=device.capability)
+                            if why is None and config.threads >= 96:
                                 found.append((estimate(problem, config, device), config))
     return varied(found, lambda c: (c.tile_h, c.tile_w, c.lanes), limit)

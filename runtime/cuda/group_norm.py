@@ -1,6 +1,7 @@
 """Plans of GroupNorm and InstanceNorm (``kernels/group_norm.cu``): NHWC, 16-bit, fp32 statistics, one read of the input.
 
-A cluster keeps a slab of whole groups of one image in its shared memory, so an image may have up to 16 x 200 KB per slab.
+A cluster keeps a slab of whole groups of one image in its shared memory, so an image may have up to 16 x 200 KB per slab. Before
+Hopper, which brought clusters, a block does (99 to 163 KB).
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return _head(config, problem.group) + -(-problem.pixels // config.cluster) * config.slab * 2
 
 
-def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+def refuse(
+    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
+) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if problem.groups < 1 or problem.channels % problem.groups:
         return f"{problem.channels} channels are not {problem.groups} equal groups"
@@ -77,6 +80,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return f"a slab of {config.slab} channels is not made of whole groups"
     if not 1 <= config.cluster <= min(16, problem.pixels):
         return f"{problem.pixels} pixels for {config.cluster} blocks"
+    if config.cluster > 1 and capability < (9, 0):
+        return f"GPUs of capability {capability[0]}.{capability[1]} have no clusters"
     if not 32 <= config.threads <= 1024 or config.threads % 32 or config.slab // config.lanes > config.threads:
         return f"{config.threads} threads are too few for {config.slab} channels, or no block"
     if (needed := shared_bytes(problem, config)) > shared:
@@ -129,7 +134,8 @@ def candidates(problem: Problem, device: Device, limit: int = 4) -> list[Config]
         for cluster in (1, 2, 4, 8, 16):
             for threads in (128, 256, 512):
                 config = Config(slab, cluster, threads, lanes)
-                if refuse(problem, config, shared=device.shared_per_block) is None:
+                why = refuse(problem, config, shared=device.shared_per_block, capability=device.capability)
+                if why is None:
                     found.append((estimate(problem, config, device), config))
     found.sort(key=lambda item: (item[0], item[1]))
     return [config for _, config in found[:limit]]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.runtime.cuda.describe import ParameterBlock
+from optdnn.runtime.cuda.nominal import gpu_of
 from optdnn.runtime.cuda.quantized import BOUNDS, Affine
 
 
@@ -33,3 +34,11 @@ class Narrow:
 def narrow_kind(dtype: str) -> int:
     """NARROW of the kernels: 0 for no 8-bit result, 1 for integers, 2 for fp8."""
     return 0 if not dtype else 2 if dtype.startswith("float8") else 1
+
+
+def no_conversion(dtype: str, arch: str) -> str | None:
+    """Why there is no instruction that rounds to an 8-bit type on an architecture of :data:`optdnn.runtime.cuda.nominal.ARCHS`, or
+    None."""
+    if dtype.startswith("float8") and gpu_of(arch).capability < (8, 9):
+        return f"instructions that round to fp8 begin with sm_89: {arch} has none"
+    return None

@@ -49,9 +49,11 @@ def simulate(program: Program, feeds: dict[str, Array]) -> dict[str, Array]:
     return results
 
 
-def check_simulated(graph: Graph, precision: str = "fp16", *, tolerance: float | None = None) -> Program:
+def check_simulated(
+    graph: Graph, precision: str = "fp16", *, tolerance: float | None = None, target: str = "simulate"
+) -> Program:
     """Lower, run and compare every output; the bound must be far below what another input changes. Returns the program."""
-    program = lowered(graph, precision)
+    program = lowered(graph, precision, target, no_cubins=True)
     feeds, other = feeds_of(graph), feeds_of(graph, seed=2)
     expected, different = evaluate(graph, feeds), evaluate(graph, other)
     got = simulate(program, feeds)

@@ -20,6 +20,7 @@ from optdnn.ir.kept import Kept
 from optdnn.runtime.attrs import attrs_to_plain
 from optdnn.runtime.cuda.calls import LibraryCall, Operation
 from optdnn.runtime.cuda.kernels_of import source_digest
+from optdnn.runtime.cuda.nominal import launches_early
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.plan import CudaStep, LaunchPlan, Meaning, Pointer, Relocation, TensorMap, View
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
@@ -315,8 +316,9 @@ class Builder:
                 )
             )  # fmt: skip
         launch = LaunchPlan(
-            self.kernel(spec), grid, threads, bytes(block.data), tuple(relocations), shared, cluster, dependent=True
-        )
+            self.kernel(spec), grid, threads, bytes(block.data), tuple(relocations), shared, cluster,
+            dependent=launches_early(self.arch),
+        )  # fmt: skip
         order = {b: i for i, b in enumerate(inputs)}
         meaning = Meaning(
             kind,

@@ -15,11 +15,11 @@ from optdnn.ops.base import attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import depthwise, quantized
 from optdnn.runtime.cuda import depthwise_tma as tma
-from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.conv_params import Requantize
 from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.runtime.cuda.describe import Description
 from optdnn.runtime.cuda.narrow import Narrow
+from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype
 from optdnn.tactics.cuda.conv import bias_of, entering, finish
@@ -35,28 +35,30 @@ Config = depthwise.Config | tma.Config
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: depthwise.Problem) -> tuple[Offer, ...]:
+def _offers(problem: depthwise.Problem, arch: str) -> tuple[Offer, ...]:
     """Both kernels' configurations, the best predicted first. A result is summed tap after tap in every one of them; a squeeze
     sums a tile first, so its order follows from the configuration."""
     if not problem.squeeze:
-        return tuple(Offer(c, seconds) for seconds, c in ranked(problem))
-    ((_, many),) = ranked(replace(problem, batch=MANY))[:1] or ((0.0, None),)
-    found = ranked(problem)
+        return tuple(Offer(c, seconds) for seconds, c in ranked(problem, arch))
+    ((_, many),) = ranked(replace(problem, batch=MANY), arch)[:1] or ((0.0, None),)
+    found = ranked(problem, arch)
     if many is not None and all(c != many for _, c in found):
-        found = sorted([*found, (_seconds(problem, many), many)], key=lambda item: item[0])
+        found = sorted([*found, (_seconds(problem, many, arch), many)], key=lambda item: item[0])
     return tuple(Offer(c, seconds, c == many) for seconds, c in found)
 
 
-def _seconds(problem: depthwise.Problem, config: Config) -> float:
+def _seconds(problem: depthwise.Problem, config: Config, arch: str) -> float:
     if isinstance(config, tma.Config):
-        return tma.estimate(problem, config, h200())
-    return depthwise.estimate(problem, config, h200())
+        return tma.estimate(problem, config, gpu_of(arch))
+    return depthwise.estimate(problem, config, gpu_of(arch))
 
 
-def ranked(problem: depthwise.Problem) -> list[tuple[float, Config]]:
-    """Both kernels' configurations with their predicted seconds, the best first."""
-    configs: list[Config] = [*depthwise.candidates(problem, h200()), *tma.candidates(problem, h200())]
-    return sorted(((_seconds(problem, c), c) for c in configs), key=lambda item: item[0])
+def ranked(problem: depthwise.Problem, arch: str = "sm_90a") -> list[tuple[float, Config]]:
+    """Both kernels' configurations (before Hopper, which has no TMA, those of the first) with their predicted seconds, the best
+    first."""
+    gpu = gpu_of(arch)
+    configs: list[Config] = [*depthwise.candidates(problem, gpu), *tma.candidates(problem, gpu)]
+    return sorted(((_seconds(problem, c, arch), c) for c in configs), key=lambda item: item[0])
 
 
 def _described(
@@ -99,8 +101,8 @@ class HalfDepthwise(Rehearsed):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
-        if not b.arch.startswith("sm_90"):
-            return f"it is tried on sm_90a, not {b.arch}"
+        if (why := no_gpu(b.arch)) is not None:
+            return why
         if weight is None or weight.ndim != 4 or weight.shape[1] != 1 or a.group != weight.shape[0]:
             return "it is not a depthwise convolution of images with constant weights"
         if op.outputs[0].type.dtype not in (FP16, BF16) or weight.shape[0] % 8:
@@ -111,7 +113,7 @@ class HalfDepthwise(Rehearsed):
             return "it has a prologue, or nothing to do"
         if (why := _gaps(b, op)) is not None:
             return why
-        return None if _offers(self._problem(b, op)) else "no tile of the kernel fits it"
+        return None if _offers(self._problem(b, op), b.arch) else "no tile of the kernel fits it"
 
     def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
@@ -126,7 +128,7 @@ class HalfDepthwise(Rehearsed):
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
         assert weight is not None
         problem = self._problem(b, op)
-        offers = _offers(problem)
+        offers = _offers(problem, b.arch)
         b.offer(offers)
         config = config or offers[0].config
         ep = plan_epilogue(b.graph, op, channel_axis=1)
@@ -217,7 +219,7 @@ class DepthwiseOfIntegers(Rehearsed):
     name = "depthwise_8bit"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := refusal(b, op)) is not None:
+        if (why := refusal(b, op) or no_gpu(b.arch)) is not None:
             return why
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
@@ -227,7 +229,7 @@ class DepthwiseOfIntegers(Rehearsed):
             return f"it is for int8 weights, not {weight.dtype.name}"
         if weight.shape[0] % 16:
             return "its channels do not come in sixteens"
-        return None if _offers(self._problem(b, op)) else "no tile of the kernel fits it"
+        return None if _offers(self._problem(b, op), b.arch) else "no tile of the kernel fits it"
 
     def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
@@ -255,7 +257,7 @@ class DepthwiseOfIntegers(Rehearsed):
         assert weight is not None
         assert channel is not None
         assert op.inputs[0] is not None
-        offers = _offers(problem)
+        offers = _offers(problem, b.arch)
         b.offer(offers)
         config = config or offers[0].config
         x, out = _dense(b, op, b.operand(op.inputs[0]), "image"), b.target(op.value)

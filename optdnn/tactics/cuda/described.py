@@ -12,9 +12,9 @@ import numpy as np
 from optdnn.ir.graph import Op, Value
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda import rows
-from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.describe import Description
-from optdnn.runtime.cuda.narrow import Narrow
+from optdnn.runtime.cuda.narrow import Narrow, no_conversion
+from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, MapSpec, Placed, map_dtype
 from optdnn.tactics.cuda.quantizer import meaning, quantizer_of
@@ -44,10 +44,11 @@ def emit_description(
 
 
 @lru_cache(maxsize=1024)
-def rows_offers(problem: rows.Problem) -> tuple[Offer, ...]:
+def rows_offers(problem: rows.Problem, arch: str) -> tuple[Offer, ...]:
     """The order of a row's sum follows from the configuration: the same for all counts of rows is the one that many ask for."""
-    found, many = rows.candidates(problem, h200()), rows.candidates(replace(problem, rows=4096), h200(), limit=1)
-    return tuple(Offer(c, rows.estimate(problem, c, h200()), c in many) for c in dict.fromkeys((*found, *many)))
+    gpu = gpu_of(arch)
+    found, many = rows.candidates(problem, gpu), rows.candidates(replace(problem, rows=4096), gpu, limit=1)
+    return tuple(Offer(c, rows.estimate(problem, c, gpu), c in many) for c in dict.fromkeys((*found, *many)))
 
 
 OPERATIONS = {
@@ -73,8 +74,8 @@ class HalfRows(Rehearsed):
     def refuse_rows(self, b: Builder, op: Op) -> str | None:
         """Why it cannot run the operator wherever its rows lie."""
         t = op.outputs[0].type
-        if not b.arch.startswith("sm_90"):
-            return f"it is tried on sm_90a, not {b.arch}"
+        if (why := no_gpu(b.arch)) is not None:
+            return why
         if t.dtype not in (FP16, BF16) or not t.static_shape:
             return "it is for rows of 16-bit floats"
         if normalize_axis(op.attrs.axis, len(t.static_shape)) != len(t.static_shape) - 1:
@@ -86,7 +87,7 @@ class HalfRows(Rehearsed):
         shape = t.static_shape
         if any(v is not None and b.graph.type(v).static_shape != shape[-1:] for v in op.inputs[1:]):
             return "its scale and bias are not those of a row"
-        if not rows_offers(self.problem(op)):
+        if not rows_offers(self.problem(op), b.arch):
             return f"rows of {shape[-1]} elements do not fit the registers of a block"
         return None
 
@@ -102,7 +103,7 @@ class HalfRows(Rehearsed):
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         problem = self.problem(op)
-        offers = rows_offers(problem)
+        offers = rows_offers(problem, b.arch)
         b.offer(offers)
         config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
@@ -134,6 +135,8 @@ class QuantizedRows(HalfRows):
             return "nothing quantizes its result"
         if to.op.outputs[0].type.layout:
             return "its 8-bit result does not lie in rows"
+        if (why := no_conversion(to.to.dtype, b.arch)) is not None:
+            return why
         return super().refuse(b, op)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
@@ -141,7 +144,7 @@ class QuantizedRows(HalfRows):
         assert to is not None
         kept = op.value in b.reserved or len(b.graph.uses(op.value)) > 1
         problem = replace(self.problem(op), narrow=to.to.dtype, wide=kept)
-        offers = rows_offers(problem)
+        offers = rows_offers(problem, b.arch)
         b.offer(offers)
         config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}  # type: ignore[arg-type]

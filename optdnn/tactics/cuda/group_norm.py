@@ -12,7 +12,7 @@ import numpy as np
 from optdnn.ir.graph import Op, Value
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda import group_norm
-from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
 from optdnn.tactics.cuda.builder import Builder, channels_last, map_dtype
 from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.tactic import MANY, Offer, Rehearsed
@@ -20,24 +20,25 @@ from optdnn.types import BF16, FP16
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: group_norm.Problem) -> tuple[Offer, ...]:
+def _offers(problem: group_norm.Problem, arch: str) -> tuple[Offer, ...]:
     """The order of an image's sums follows from the configuration."""
-    many = group_norm.candidates(replace(problem, batch=MANY), h200(), limit=1)
-    found = dict.fromkeys((*group_norm.candidates(problem, h200()), *many))
-    offers = [Offer(c, group_norm.estimate(problem, c, h200()), c in many) for c in found]
+    gpu = gpu_of(arch)
+    many = group_norm.candidates(replace(problem, batch=MANY), gpu, limit=1)
+    found = dict.fromkeys((*group_norm.candidates(problem, gpu), *many))
+    offers = [Offer(c, group_norm.estimate(problem, c, gpu), c in many) for c in found]
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
 class HalfGroupNorm(Rehearsed):
-    """Statistics in fp32 over a cluster that keeps a slab of channels in shared memory."""
+    """Statistics in fp32 over a cluster (before Hopper, a block) that keeps a slab of channels in shared memory."""
 
     name = "group_norm_half"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         t = op.outputs[0].type
         shape = t.static_shape
-        if not b.arch.startswith("sm_90"):
-            return f"it is tried on sm_90a, not {b.arch}"
+        if (why := no_gpu(b.arch)) is not None:
+            return why
         if t.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
         if len(shape) < 3 or 0 in shape:
@@ -53,7 +54,10 @@ class HalfGroupNorm(Rehearsed):
             return "its result is not channels-last"
         if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 8 for p in places) or shape[1] % 8:
             return "its images have gaps or another order"
-        return None if _offers(self._problem(op)) else "an image does not fit the shared memory of a cluster"
+        if _offers(self._problem(op), b.arch):
+            return None
+        where = "a cluster" if b.arch.startswith("sm_90") else f"a block on {b.arch}"
+        return f"an image does not fit the shared memory of {where}"
 
     @staticmethod
     def _problem(op: Op) -> group_norm.Problem:
@@ -64,7 +68,7 @@ class HalfGroupNorm(Rehearsed):
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         problem = self._problem(op)
-        offers = _offers(problem)
+        offers = _offers(problem, b.arch)
         b.offer(offers)
         config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 // GroupNorm and InstanceNorm, NHWC, 16-bit storage, fp32 statistics; the input is read once.
 //
-// A cluster of CLUSTER blocks takes a slab of channels (whole groups, whole vectors) of one image; each block keeps its share of the
-// pixels in shared memory. Sums over a block are added in a fixed order, those of a cluster's blocks in rank order: mean first, then
-// the squared deviations from it.
+// A cluster of CLUSTER blocks (one before Hopper) takes a slab of channels (whole groups, whole vectors) of one image; each block
+// keeps its share of the pixels in shared memory. Sums over a block are added in a fixed order, those of a cluster's blocks in rank
+// order: mean first, then the squared deviations from it.
 //
 // generated.cuh defines LANES (channels per access), THREADS, CLUSTER and epilogue().
 #include "vectors.cuh"
@@ -17,14 +17,20 @@ struct Params {
     float inverse_count, epsilon;
 };
 
+#if CLUSTER > 1
 DEVICE void cluster_put(u32 address, float v) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const Params p) {
     extern __shared__ __align__(16) u8 shared[];
     grid_launch_dependents();
-    const int rank = CLUSTER > 1 ? int(cluster_rank()) : 0;
+#if CLUSTER > 1
+    const int rank = int(cluster_rank());
+#else
+    const int rank = 0;
+#endif
     const int slab = blockIdx.x / CLUSTER, n = blockIdx.y, first_channel = slab * p.slab;
     const int vectors = p.slab / LANES, lines = THREADS / vectors, groups = p.slab / p.group;
     const int vector = threadIdx.x % vectors, line = threadIdx.x / vectors;      // threads past lines * vectors only help to reduce
@@ -40,9 +46,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const Params p)
         load_floats<LANES>(scale, p.scale + first_channel + vector * LANES);
         load_floats<LANES>(bias, p.bias + first_channel + vector * LANES);
     }
-    if (CLUSTER > 1) cluster_arrive();
+#if CLUSTER > 1
+    cluster_arrive();
+#endif
     grid_dependency_wait();
-    if (CLUSTER > 1) cluster_wait();               // the peers run: their shared memory may be written
+#if CLUSTER > 1
+    cluster_wait();                                // the peers run: their shared memory may be written
+#endif
 
     float sum[LANES], mean[LANES], factor[LANES];
     #pragma unroll
@@ -85,18 +95,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const Params p)
             #pragma unroll
             for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(0xffffffffu, total, distance);
             float* slot = totals + (moment * CLUSTER + rank) * groups + g;
-            if (CLUSTER == 1) {
-                if (threadIdx.x % 32 == 0) *slot = total;
-            } else if (threadIdx.x % 32 < CLUSTER) {
-                cluster_put(cluster_map(smem_address(slot), threadIdx.x % 32), total);
-            }
+#if CLUSTER > 1
+            if (threadIdx.x % 32 < CLUSTER) cluster_put(cluster_map(smem_address(slot), threadIdx.x % 32), total);
+#else
+            if (threadIdx.x % 32 == 0) *slot = total;
+#endif
         }
-        if (CLUSTER > 1) {
-            cluster_arrive();
-            cluster_wait();
-        } else {
-            __syncthreads();
-        }
+#if CLUSTER > 1
+        cluster_arrive();
+        cluster_wait();
+#else
+        __syncthreads();
+#endif
         for (int g = threadIdx.x; g < groups; g += THREADS) {
             float total = 0.0f;
             for (int r = 0; r < CLUSTER; r++) total += totals[(moment * CLUSTER + r) * groups + g];

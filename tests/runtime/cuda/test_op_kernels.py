@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from support.needs import needs_nvrtc
 
-from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, group_norm, nvrtc, rnn, rows
+from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, group_norm, nominal, nvrtc, rnn, rows
 from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.runtime.cuda.describe import Description
+from optdnn.runtime.cuda.narrow import no_conversion
 
 DEVICE = conv_cost.h200()
 
@@ -65,11 +66,58 @@ def test_the_first_candidate_compiles_without_spills(name: str) -> None:
     assert kernel.registers * description.block <= 65536
 
 
-@pytest.mark.parametrize("name", ["depthwise 3x3", "depthwise 5x5, squeeze", "layer norm", "softmax of odd rows"])
-def test_what_needs_no_hopper_compiles_for_ampere(name: str) -> None:
-    module, problem = PROBLEMS[name]
-    config = module.candidates(problem, DEVICE)[0]
-    nvrtc.compile_recipe(module.recipe(problem, config, "sm_80"))
+S3, S5 = Source(28, 28, 96, (3, 3), (1, 1), (1, 1, 1, 1)), Source(14, 14, 80, (5, 5), (2, 2), (2, 2, 2, 2))
+NO_HOPPER: dict[str, tuple[Any, Any]] = {
+    **{name: PROBLEMS[name] for name in ("depthwise 3x3", "depthwise 5x5, squeeze", "layer norm", "rms norm")},
+    "depthwise, residual, sums of tiles": (
+        depthwise,
+        depthwise.Problem(2, S3, (("bias",), ("add",), ("relu",)), squeeze=True),
+    ),
+    "depthwise of bytes": (
+        depthwise,
+        depthwise.Problem(2, S3, (("add",), ("relu",)), "int8", False, "int8", "int8", True, 3),
+    ),
+    "depthwise of bytes, means": (depthwise, depthwise.Problem(2, S5, (), "uint8", True, "uint8")),
+    "depthwise of bytes to floats": (depthwise, depthwise.Problem(2, S5, (), "int8", False, "bfloat16")),
+    "softmax of odd rows": PROBLEMS["softmax of odd rows"],
+    "log-softmax": (rows, rows.Problem("log_softmax", 5, 1000, "bfloat16")),
+    "layer norm to bytes": (rows, rows.Problem("layer_norm", 64, 768, narrow="uint8")),
+    "groups": (group_norm, group_norm.Problem(2, 256, 320, 32, (("silu",),))),
+    "instances": (group_norm, group_norm.Problem(2, 100, 24, 24, (), "bfloat16")),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+@pytest.mark.parametrize("name", NO_HOPPER)
+def test_what_needs_no_hopper_compiles_before_it_without_spills(name: str, arch: str) -> None:
+    module, problem = NO_HOPPER[name]
+    gpu = nominal.gpu_of(arch)
+    config = module.candidates(problem, gpu)[0]
+    description = module.describe(problem, config)
+    kernel = nvrtc.resources(module.recipe(problem, config, arch))[description.entry]
+    assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+    assert kernel.registers * description.block <= 65536
+    assert description.shared + kernel.shared_bytes <= gpu.shared_per_block
+    assert description.cluster == 1
+    assert not description.maps
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+def test_what_follows_a_squeeze_compiles_before_hopper(arch: str) -> None:
+    for problem in (SQUEEZED, NO_HOPPER["depthwise of bytes, means"][1]):
+        nvrtc.compile_recipe(depthwise.squeeze_recipe(problem, arch))
+
+
+def test_fp8_begins_with_sm_89() -> None:
+    """The guard behind the refusal: NVRTC has no such conversion before it."""
+    problem = rows.Problem("layer_norm", 64, 768, narrow="float8_e4m3fn", wide=False)
+    config = rows.candidates(problem, DEVICE)[0]
+    for arch in ("sm_80", "sm_86"):
+        assert no_conversion("float8_e4m3fn", arch) is not None
+        with pytest.raises(nvrtc.KernelError, match="sm_89"):
+            nvrtc.compile_recipe(rows.recipe(problem, config, arch))
+    assert no_conversion("float8_e4m3fn", "sm_89") is None
+    nvrtc.compile_recipe(rows.recipe(problem, config, "sm_89"))
 
 
 def compile_with(recipe: nvrtc.Recipe, text: str) -> None:

@@ -11,10 +11,11 @@ import pytest
 from support.conv_cases import same
 
 from optdnn.errors import InternalError
-from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, describe, group_norm, rnn, rows
+from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, describe, group_norm, nominal, rnn, rows
 from optdnn.runtime.cuda.conv_problem import Source
 
 DEVICE = conv_cost.h200()
+BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
 
 
 # ---- depthwise ----------------------------------------------------------------------------------------------------------------
@@ -136,6 +137,32 @@ T = depthwise_tma.Config(2, 4, 8, 4, 4, 8, 2)
 def test_depthwise_by_tma_refuses(problem: depthwise.Problem, config: depthwise_tma.Config, reason: str) -> None:
     assert depthwise_tma.refuse(D, T) is None
     assert reason in (depthwise_tma.refuse(problem, config) or "")
+
+
+@pytest.mark.parametrize("arch", BEFORE_HOPPER)
+def test_what_is_proposed_before_hopper_fits_a_block_and_needs_neither_tma_nor_clusters(arch: str) -> None:
+    gpu = nominal.gpu_of(arch)
+    assert "capability 8.0 have not" in (depthwise_tma.refuse(D, T, capability=(8, 0)) or "")
+    assert depthwise_tma.candidates(D, DEVICE)
+    assert depthwise_tma.candidates(D, gpu) == []
+    wide = depthwise.Problem(2, same(8, 8, 2048, (7, 7)))
+    config = depthwise.Config(1, 1, 160, 1, 1)
+    assert "exceed 101376" in (depthwise.refuse(wide, config, shared=101376) or "")
+    assert depthwise.refuse(wide, config) is None
+    for problem in (D, wide, replace(wide, squeeze=True)):
+        found = depthwise.candidates(problem, gpu)
+        assert found
+        assert all(depthwise.shared_bytes(problem, c) <= gpu.shared_per_block for c in found)
+
+    config = group_norm.Config(40, 2, 256, 8)
+    assert "capability 8.6 have no clusters" in (group_norm.refuse(G, config, capability=(8, 6)) or "")
+    large = replace(G, pixels=1100)  # 88 KB of 40 channels, beside sums of 11 to 42 KB
+    for problem in (G, large):
+        proposed = group_norm.candidates(problem, gpu, 99)
+        assert proposed
+        assert all(c.cluster == 1 and group_norm.shared_bytes(problem, c) <= gpu.shared_per_block for c in proposed)
+    assert any(c.cluster > 1 for c in group_norm.candidates(large, DEVICE, 99))
+    assert group_norm.candidates(replace(G, pixels=4096), gpu) == []
 
 
 @pytest.mark.parametrize("source", [same(56, 56, 144), Source(57, 30, 96, (5, 3), (2, 1), (2, 1, 2, 1), (1, 2))])

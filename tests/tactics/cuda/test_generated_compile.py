@@ -36,10 +36,10 @@ def test_families_compile_for_hopper(family: str, tmp_path: Path, monkeypatch: p
 
 
 def test_the_general_kernels_compile_for_ampere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without wgmma and TMA everything runs on the general kernels."""
+    """Without wgmma and TMA everything runs on kernels that need neither."""
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
     program = lowered(graph_of("convolutions"), "bf16", target="cuda:sm_80")
-    assert {k.template for k in program.kernels} == {"general.cu", "conv_sm80.cu"}
+    assert {k.template for k in program.kernels} == {"general.cu", "conv_sm80.cu", "depthwise.cu"}
     assert all(k.arch == "sm_80" for k in program.kernels)
     assert "Conv" in kinds(program)
 
