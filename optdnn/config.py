@@ -13,6 +13,11 @@ from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import UsageError
 from optdnn.ranges import InputShapes, input_shapes
 
+GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("sm_90a", "sm_90", "sm_89"), frozenset({"tf32", "int8", "fp8"})),
+    **dict.fromkeys(("sm_87", "sm_86", "sm_80"), frozenset({"tf32", "int8"})),
+}
+"""Architectures, and what their tensor cores multiply besides 16-bit floats."""
 TARGETS = (
     "auto",
     "cpu",

@@ -20,6 +20,7 @@ from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.quantized import QuantizedConvAttrs, QuantizedMeanAttrs, RequantizeAttrs
 from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rewrite, Rule, RulePass
+from optdnn.passes.precision import multiplies
 from optdnn.passes.quantized_stages import DequantizeStages, QuantizeStages
 from optdnn.runtime.cuda import quantized
 from optdnn.runtime.cuda.quantized import Affine, Scaling
@@ -148,7 +149,8 @@ class QuantizedProduct(Rule):
         if x is None or w is None:
             what = "its weights are, its operand is not" if x is None else "its operand is, its weights are not"
             return Miss(f"only one of them is dequantized by constants: {what}")
-        reason = self._refusal(graph, op, x[1], w)
+        fp8 = "float8" in x[1].dtype and not multiplies(context.target, "fp8")
+        reason = f"there are no kernels of fp8 for {context.target}" if fp8 else self._refusal(graph, op, x[1], w)
         if reason is not None:
             return Miss(reason)
         ops = [op]
@@ -290,7 +292,7 @@ class _Sweep(RulePass):
 
 
 class FoldQuantized(Pass):
-    """Products first; conversions become stages only when nothing else can take them any more. Hopper alone has the kernels."""
+    """Products first; conversions become stages only when nothing else can take them any more. For GPUs alone."""
 
     name = "fold_quantized"
     sweeps = (
@@ -300,6 +302,10 @@ class FoldQuantized(Pass):
     )
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
-        if context.target.startswith("cuda:sm_90") and graph.kinds().keys() & {"DequantizeLinear", "QuantizeLinear"}:
+        if (
+            context.target.startswith("cuda:")
+            and multiplies(context.target, "int8")
+            and graph.kinds().keys() & {"DequantizeLinear", "QuantizeLinear"}
+        ):
             for sweep in self.sweeps:
                 sweep.run(graph, context, report)

@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from optdnn.config import PRECISIONS, QUANTIZED
+from optdnn.config import GPU_PRECISIONS, PRECISIONS, QUANTIZED
 from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.types import is_float
-
-HOPPER = ("sm_90a", "")
-"""Architectures with kernels of tf32, int8 and fp8 ("": what simulate runs)."""
 
 ANCHORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """Kinds with a quantized form of their own; what stands between them follows (see ``passes.quantize``)."""
@@ -146,7 +143,7 @@ def choices(graph: Graph, target: str) -> list[Choice]:
             offered += ["fp16", "bf16"]
             if op.kind not in ANCHORS:
                 refused["tf32"] = f"{op.kind} makes no products on tensor cores"
-            elif arch in HOPPER:
+            elif multiplies(target, "tf32"):
                 offered.append("tf32")
             else:
                 refused["tf32"] = f"there are no tf32 kernels for {arch}"
@@ -172,14 +169,14 @@ def no_fp8(graph: Graph, op: Op, target: str = "") -> str | None:
     """Why an op has no fp8 form, or None."""
     if op.kind not in ANCHORS:
         return f"{op.kind} has no fp8 form"
-    if (reason := _no_eight_bits(target)) is not None:
+    if (reason := _no_eight_bits(target, "fp8")) is not None:
         return reason
     return no_integers(graph, op, target)
 
 
 def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
     """Why an op has no quantized form (on a target, where that is given), or None."""
-    if (reason := _no_eight_bits(target)) is not None:
+    if (reason := _no_eight_bits(target, "int8")) is not None:
         return reason
     if op.kind == "ConvTranspose" and target.partition(":")[0] in ("cuda", "simulate"):
         return "there is no kernel for it on integers"
@@ -217,10 +214,18 @@ def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
     return None
 
 
-def _no_eight_bits(target: str) -> str | None:
+def multiplies(target: str, precision: str) -> bool:
+    """Whether a GPU target has kernels that multiply numbers of tf32, int8 or fp8 ("cuda" alone and simulate: Hopper's)."""
+    family, _, arch = target.partition(":")
+    return family in ("cuda", "simulate") and precision in GPU_PRECISIONS.get(arch or "sm_90a", ())
+
+
+def _no_eight_bits(target: str, precision: str) -> str | None:
     """Why a target computes nothing on 8-bit numbers, or None. Between Q and DQ it would compute on floats, slower than without."""
     family, _, arch = target.partition(":")
-    return f"there are no kernels on 8-bit numbers for {arch}" if family == "cuda" and arch not in HOPPER else None
+    if family != "cuda" or multiplies(target, precision):
+        return None
+    return f"there are no kernels of {precision} for {arch}"
 
 
 def _operand(op: Op, slot: int) -> Value:

@@ -288,36 +288,40 @@ def product() -> Graph:
     return n.done(n.conv(n.input(2, 16, 8, 8), 32))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_an_architecture_without_kernels_on_8_bit_numbers_is_told(arch: str, precision: str) -> None:
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+def test_an_architecture_without_kernels_of_fp8_is_told(arch: str) -> None:
     target = f"cuda:{arch}"
-    why = f"there are no kernels on 8-bit numbers for {arch}"
-    assert rows_on(target, product(), precision) == {"Conv": (precision, "fp32", why)}
-    assert rows_on("simulate", product(), precision) == {"Conv": (precision, precision, None)}
+    why = f"there are no kernels of fp8 for {arch}"
+    assert rows_on(target, product(), "fp8") == {"Conv": ("fp8", "fp32", why)}
+    assert rows_on("simulate", product(), "fp8") == {"Conv": ("fp8", "fp8", None)}
     (choice,) = (c for c in choices(product(), target) if c.kind == "Conv")
-    assert choice.refused[precision] == why, "and precision auto is not offered it"
+    assert choice.refused["fp8"] == why, "and precision auto is not offered it"
     with pytest.raises(NotMet, match=why):
-        rows_on(target, product(), precision, strict_precision=True)
+        rows_on(target, product(), "fp8", strict_precision=True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "precision"),
+    [("sm_80", "int8"), ("sm_86", "int8"), ("sm_89", "int8"), ("sm_89", "fp8"), ("sm_80", "tf32"), ("sm_86", "tf32")],
+)
+def test_what_is_asked_for_before_hopper_is_run(arch: str, precision: str) -> None:
+    assert rows_on(f"cuda:{arch}", product(), precision) == {"Conv": (precision, precision, None)}
 
 
 def test_tf32_that_no_kernel_of_the_machine_has_is_told() -> None:
-    (row,) = rows_on("cuda:sm_86", product(), "tf32").values()
-    assert row[:2] == ("tf32", "fp32")
-    assert row[2] == "no kernel of cuda:sm_86 has that precision for it: another runs it in fp32"
-    assert rows_on("simulate", product(), "tf32") == {"Conv": ("tf32", "tf32", None)}
     n = Net()
     depthwise = n.done(n.conv(n.input(2, 16, 8, 8), 16, group=16))
-    assert rows_on("simulate", depthwise, "tf32")["Conv"][:2] == ("tf32", "fp32"), "its kernel multiplies in fp32"
+    for target in ("simulate", "cuda:sm_86"):
+        (row,) = rows_on(target, depthwise, "tf32").values()
+        assert row[:2] == ("tf32", "fp32"), "its kernel multiplies in fp32"
+        assert row[2] == f"no kernel of {target} has that precision for it: another runs it in fp32"
 
 
 def test_a_model_of_integers_that_a_gpu_computes_on_floats_is_told() -> None:
     n = QNet()
     graph = n.done(n.fake(n.qconv(n.fake(n.input(2, 16, 8, 8), 0.03), 32), 0.05))
-    assert rows_on("simulate", graph)["Conv"][:2] == ("int8", "int8")
-    assert rows_on("cuda:sm_80", graph)["Conv"] == (
-        "int8", "fp32", "no kernel of cuda:sm_80 has that precision for it: another runs it in fp32"
-    )  # fmt: skip
+    for target in ("simulate", "cuda:sm_80"):
+        assert rows_on(target, graph)["Conv"][:2] == ("int8", "int8")
     n = QNet()
     a = n.fake(n.input(2, 4, 16, 16), 0.03)
     graph = n.done(n.fake(n.op("MatMul", a, a), 0.05))

@@ -5,6 +5,9 @@
 Builds each network of ``optdnn.models.zoo`` (NAME:BATCH) with heuristic tactics, in parallel and without the GPU. Then, one process
 each, holds every kernel against its step's meaning in NumPy (8-bit results to the bit), the network against the reference, GPU
 arrays against host arrays, and times the CUDA graph. A network that fails is a row with its error; the others go on.
+
+``--arch sm_80 --compile-for sm_90a``: the program of an older GPU, its kernels compiled for this one, which runs their source as
+that GPU would (mma.sync and cp.async, nothing of Hopper's own).
 """
 
 from __future__ import annotations
@@ -18,29 +21,48 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from targets import facts
 
 import optdnn
 from optdnn.models import zoo
+from optdnn.runtime.cuda.kernels_of import recipe_of, source_digest
+from optdnn.runtime.cuda.nvrtc import KernelCache
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.program import Program
 
 DEEP = 8
 """Largest batch whose results are compared with NumPy's."""
 
 
-def prepare(name: str, batch: int, precision: str, arch: str, folder: Path) -> None:
-    """Build, save, and compute what must come out."""
+def compiled_for(program: Program, arch: str) -> Program:
+    """The same program, its kernels to be compiled for another architecture."""
+    recipes = [replace(recipe_of(k), arch=arch) for k in program.kernels]
+    made = zip(program.kernels, recipes, strict=True)
+    kernels = tuple(replace(k, arch=arch, source=source_digest(r), cubin=None) for k, r in made)
+    KernelCache().get_many(recipes, workers=4)
+    return replace(program, kernels=kernels, meta={**program.meta, "arch": arch})
+
+
+def prepare(name: str, batch: int, precision: str, archs: tuple[str, str], folder: Path) -> None:
+    """Build, save, and compute what must come out. ``archs``: what it is for, and what its kernels are compiled for."""
     model = zoo.build(name, batch=batch)
     start = time.perf_counter()
     # Ranges of made-up inputs serve: kernels are held against their own meaning, and time does not depend on ranges.
     ranges: dict[str, Any] = (
         {"calib": zoo.example_inputs(model, seed=5), "calibrator": "minmax"} if "8" in precision else {}
     )
-    engine = optdnn.build(model, target=f"cuda:{arch}", precision=precision, tactics="heuristic", **ranges)
-    row: dict[str, Any] = {"name": name, "batch": batch, "precision": precision, "build_s": time.perf_counter() - start}
+    options = {"precision": precision, "tactics": "heuristic", "no_cubins": archs[0] != archs[1], **ranges}
+    engine = optdnn.build(model, target=f"cuda:{archs[0]}", **options)
+    if archs[0] != archs[1]:
+        engine = Engine(compiled_for(engine.program, archs[1]), options=LoadOptions(simulate=True))
+    row: dict[str, Any] = {"name": name, "batch": batch, "precision": precision, "arch": archs[0]}
+    row["build_s"] = time.perf_counter() - start
     p = engine.program
     row |= {"steps": len(p.steps), "kernels": len(p.kernels), "arena_bytes": p.arena_bytes}
     engine.save(folder / f"{name}-{batch}.engine")
@@ -119,6 +141,7 @@ def main() -> None:
     parser.add_argument("networks", nargs="+", metavar="NAME:BATCH")
     parser.add_argument("--precision", default="fp16")
     parser.add_argument("--arch", default="sm_90a")
+    parser.add_argument("--compile-for", help="compile the kernels for this architecture (default: that of --arch)")
     parser.add_argument("--out", type=Path, default=Path("engines.json"))
     parser.add_argument("--seconds", type=float, default=120, help="start no further network after this many")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -126,7 +149,8 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     pairs = [(n, int(b or 1)) for n, _, b in (t.partition(":") for t in options.networks)]
     if options.only == "prepare":
-        prepare(*pairs[0], options.precision, options.arch, options.folder)
+        archs = (options.arch, options.compile_for or options.arch)
+        prepare(*pairs[0], options.precision, archs, options.folder)
         return
     if options.only == "run":
         print("ROW " + json.dumps(run(*pairs[0], options.folder)))
@@ -134,6 +158,7 @@ def main() -> None:
     begin, rows = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
         common = ["--folder", folder, "--precision", options.precision, "--arch", options.arch]
+        common += ["--compile-for", options.compile_for] if options.compile_for else []
 
         def child(what: str, pair: tuple[str, int], limit: float) -> subprocess.CompletedProcess[str]:
             command = [sys.executable, __file__, "--only", what, f"{pair[0]}:{pair[1]}", *common]
@@ -157,7 +182,7 @@ def main() -> None:
                 rows.append({**row, "failed": str(error)})
             shown = {k: v for k, v in rows[-1].items() if k not in ("slowest_us", "another_input")}
             print(f"{time.perf_counter() - begin:6.1f} s", json.dumps(shown)[:1800], flush=True)
-            options.out.write_text(json.dumps({"rows": rows}, indent=1))
+            options.out.write_text(json.dumps({**facts(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from support.quantized_cases import CASES, DTYPES, Case, arrays, compare, family
+from support import general_kernel
+from support.quantized_cases import CASES, DTYPES, GENERAL, Case, arrays, compare, family
 from support.quantized_nets import FP8_GROUPS, NARROWED, NETS, QNet, launches
 
 from optdnn.errors import OptdnnError
@@ -46,7 +47,8 @@ def run(case: Case, cache: nvrtc.KernelCache, at: Device, stream: graphs.Stream)
         0 if residual is None else residual.data_ptr(),
     )  # fmt: skip
     function = module.load(problem, case.config, cache, checked=True)
-    launch = module.bind(problem, case.config, at, function, pointers, requantize=case.scaling().requantize)
+    row = {"row": data.image[0, 0].size} if module is general_kernel else {}
+    launch = module.bind(problem, case.config, at, function, pointers, requantize=case.scaling().requantize, **row)
     runs = []
     for poison in (0xA5, 0x5A):
         out[FENCE:-FENCE] = poison
@@ -99,7 +101,7 @@ def main() -> int:
     names = options.names
     torch.zeros(1, device="cuda")
     at, stream, cache = Device.open(0), graphs.Stream(), nvrtc.KernelCache(Path("/tmp/kernels-int8"))
-    chosen = {n: c for n, c in CASES.items() if not names or n in names}
+    chosen = {n: c for n, c in (CASES | GENERAL).items() if not names or n in names}
     begin = time.time()
     cache.get_many([family(c).recipe(c.problem, c.config, checked=True) for c in chosen.values()], 16)
     print(f"{len(chosen)} kernels in {time.time() - begin:.1f} s", flush=True)

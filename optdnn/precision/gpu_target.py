@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from optdnn.autotune import tune
-from optdnn.config import QUANTIZED, BuildOptions
+from optdnn.config import GPU_PRECISIONS, QUANTIZED, BuildOptions
 from optdnn.errors import OptdnnError, RunError
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
@@ -41,10 +41,10 @@ class GpuTarget:
 
     def __post_init__(self) -> None:
         arch = self.target.partition(":")[2] or "sm_90a"
-        hopper = arch == "sm_90a"
-        floats = ["fp32", *(["tf32"] if hopper else []), "fp16", "bf16"]
-        integers = ["int8", "int8+fp16"] if self.calibrated else []
-        integers += ["fp8+fp16"] if self.calibrated and hopper else []
+        more = GPU_PRECISIONS.get(arch, frozenset())
+        floats = ["fp32", *(["tf32"] if "tf32" in more else []), "fp16", "bf16"]
+        integers = ["int8", "int8+fp16"] if self.calibrated and "int8" in more else []
+        integers += ["fp8+fp16"] if self.calibrated and "fp8" in more else []
         self.offers = permitted((*floats, *integers), self.options.candidates)
         self._gpu = None if self.target == "simulate" else _gpu(arch)
         self.notes: dict[str, str] = {}

@@ -286,13 +286,14 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated),
         "BATCHED": int(problem.stack is not None), "ACROSS": int(problem.across), "BANDED": int(problem.bands > 1),
     }  # fmt: skip
+    instruction = render.wgmma(config.bn, problem.dtype, across=problem.across)
     return Recipe(
-        "conv_sm90.cu", arch, {"generated.cuh": generated(problem, defines, config.bn)}, options(problem, checked)
+        "conv_sm90.cu", arch, {"generated.cuh": generated(problem, defines, instruction)}, options(problem, checked)
     )
 
 
-def generated(problem: Problem, tile: Mapping[str, int], columns: int) -> str:
-    """The header of a Hopper convolution kernel: its ``tile``, the element types, the epilogue and wgmma of ``columns`` columns."""
+def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> str:
+    """The header of a convolution kernel: its ``tile``, the element types, the epilogue and the source of its ``instruction``."""
     types = {
         "HAS_RESIDUAL": int(problem.residual), "OPERAND_ITEM": problem.item, "OUT_ITEM": problem.out_item,
         "SCATTER": int(problem.scatter),
@@ -307,7 +308,7 @@ def generated(problem: Problem, tile: Mapping[str, int], columns: int) -> str:
         render.constants({**tile, **types}),
         *before,
         stages,
-        render.wgmma(columns, problem.dtype, across=problem.across),
+        instruction,
         "",
     ]
     return "\n".join(parts)

@@ -1,22 +1,24 @@
-"""Plans of the general convolution kernel (``kernels/conv_sm80.cu``): mma.sync from sm_80 on, groups, any stride and dilation."""
+"""Plans of the general convolution kernel (``kernels/conv_sm80.cu``): mma.sync from sm_80 on, groups, any stride and dilation.
+
+A :class:`Problem`'s bands are its groups. Its channels are filled up to 16 bytes; those of the result are told apart.
+"""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.conv_params import Pointers
+from optdnn.runtime.cuda import conv, render
+from optdnn.runtime.cuda.conv_params import Requantize, put_requantize
 from optdnn.runtime.cuda.conv_problem import Problem
-from optdnn.runtime.cuda.device import Device, Function, Launch
-from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
+from optdnn.runtime.cuda.describe import Description, ParameterBlock
+from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.types import Array
 
-BLOCK = 32
-"""Channels per K step."""
+ROW = 64
+"""Bytes of a K step."""
 
 
 @dataclass(frozen=True, order=True)
@@ -41,38 +43,30 @@ CONFIGS = tuple(GeneralConfig(bm, bn, stages) for bm in (64, 128) for bn in (64,
 
 def shared_bytes(config: GeneralConfig) -> int:
     """Dynamic shared memory of a block."""
-    return config.stages * (config.bm + config.bn) * BLOCK * 2
+    return config.stages * (config.bm + config.bn) * ROW
 
 
-def refuse(problem: Problem, config: GeneralConfig, groups: int = 1, *, shared: int = 101376) -> str | None:
+def refuse(problem: Problem, config: GeneralConfig, *, shared: int = 101376) -> str | None:
     """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
-    source = problem.sources[0]
-    if len(problem.sources) != 1:
-        return "it reads one source"
+    if len(problem.sources) != 1 or problem.stack or problem.prologue or problem.scatter or problem.pooled:
+        return "it reads one source as it is, and stores results where they belong"
     if config.bm not in (64, 128) or config.bn not in (64, 128) or config.stages < 2:
         return "not a tile of this kernel"
-    if problem.channels % groups or source.channels % groups:
-        return f"{groups} groups do not divide the channels"
-    if source.channels // groups % 8 or problem.channels // groups % 2:
-        return (
-            "16-byte copies need multiples of 8 input channels a group, paired stores an even number of output channels"
-        )
     if (needed := shared_bytes(config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     return None
 
 
-def estimate(problem: Problem, config: GeneralConfig, groups: int = 1, multiprocessors: int = 108) -> float:
+def estimate(problem: Problem, config: GeneralConfig, multiprocessors: int = 108) -> float:
     """Predicted seconds of one launch on a GPU of the sm_80 family (an A100 has 108 multiprocessors): ranks tiles, no more.
 
-    A multiprocessor multiplies 1024 pairs a cycle and shares the copies of its blocks; what a tile has beyond the problem is
-    computed for nothing."""
-    channels = problem.channels // groups
-    tiles = -(-problem.pixels // config.bm) * -(-channels // config.bn) * groups
-    depth = problem.sources[0].channels // groups
-    steps = problem.sources[0].kernel[0] * problem.sources[0].kernel[1] * -(-depth // BLOCK)
-    multiply = config.bm * config.bn * BLOCK / 1024
-    copy = (config.bm + config.bn) * BLOCK * 2 / 40
+    A multiprocessor multiplies 1024 pairs of 16-bit numbers a cycle and shares the copies of its blocks; what a tile has beyond the
+    problem is computed for nothing."""
+    tiles = -(-problem.pixels // config.bm) * -(-problem.band_channels // config.bn) * problem.bands
+    source = problem.sources[0]
+    steps = source.kernel[0] * source.kernel[1] * -(-source.channels * problem.item // ROW)
+    multiply = config.bm * config.bn * ROW / 2048
+    copy = (config.bm + config.bn) * ROW / 40
     resident = max(1, min(tiles // multiprocessors, 101376 // shared_bytes(config), 4))
     waves = -(-tiles // (multiprocessors * resident))
     return (waves * (steps * max(resident * max(multiply, copy), 350.0 / config.stages) + 1500)) / 1.4e9
@@ -80,49 +74,48 @@ def estimate(problem: Problem, config: GeneralConfig, groups: int = 1, multiproc
 
 def recipe(problem: Problem, config: GeneralConfig, arch: str) -> Recipe:
     """What to compile; all shapes are parameters."""
-    defines = {"BM": config.bm, "BN": config.bn, "STAGES": config.stages, "HAS_RESIDUAL": int(problem.residual)}
-    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
-    return Recipe("conv_sm80.cu", arch, {"generated.cuh": text}, options)
+    tile = {"BM": config.bm, "BN": config.bn, "STAGES": config.stages}
+    text = conv.generated(problem, tile, render.mma(problem.dtype))
+    return Recipe("conv_sm80.cu", arch, {"generated.cuh": text}, conv.options(problem, checked=False))
 
 
 def pack_weights(weight: Array) -> Array:
-    """OIHW (I: input channels of one group) -> ``[O, taps, I filled up to a multiple of 32]``. Keeps the dtype."""
+    """OIHW (I: input channels of one group) -> ``[O, taps, I filled up to whole K steps]``. Keeps the dtype."""
     out, channels, taps_h, taps_w = weight.shape
-    packed = np.zeros((out, taps_h * taps_w, -(-channels // BLOCK) * BLOCK), weight.dtype)
+    block = ROW // weight.dtype.itemsize
+    packed = np.zeros((out, taps_h * taps_w, -(-channels // block) * block), weight.dtype)
     packed[..., :channels] = weight.transpose(0, 2, 3, 1).reshape(out, taps_h * taps_w, channels)
     return packed
 
 
-def bind(
+def describe(
     problem: Problem,
     config: GeneralConfig,
-    device: Device,
-    function: Function,
-    pointers: Pointers,
     *,
-    groups: int = 1,
-    dependent: bool = True,
-    label: str = "",
-) -> Launch:
-    """The launch of the problem on these buffers (weights from :func:`pack_weights`)."""
-    if reason := refuse(problem, config, groups):
+    channels: int = 0,
+    inside: int = 0,
+    pitch: int = 0,
+    row: int = 0,
+    requantize: Requantize | None = None,
+) -> Description:
+    """The launch. Operands: ``pixels``, ``weights`` (:func:`pack_weights`), ``channel`` (fp32 biases, of 8-bit operands pairs of
+    scale and bias), ``output``, and ``residual`` where there is one. Raises InternalError.
+
+    ``channels``: of the result, and ``inside``: of a group's source, where the problem's are filled up; ``pitch``: elements between
+    the result's (and residual's) pixels; ``row``: between the source's rows."""
+    if reason := refuse(problem, config):
         raise InternalError(f"conv_sm80: {reason}")
-    source, (out_h, out_w) = problem.sources[0], problem.out_size
-    channels = problem.channels // groups
-    params = struct.pack(
-        "5Q17i", pointers.sources[0], pointers.weights, pointers.residual, pointers.bias, pointers.output,
-        problem.channels, source.channels, channels, source.channels // groups,
-        source.height, source.width, out_h, out_w, problem.pixels,
-        *source.kernel, *source.stride, *source.padding[:2], *source.dilation,
-    )  # fmt: skip
-    grid = (-(-problem.pixels // config.bm), -(-channels // config.bn), groups)
-    return Launch(
-        function, grid, config.threads, [params.ljust(-(-len(params) // 8) * 8, b"\0")], shared=shared_bytes(config),
-        dependent=dependent and device.capability >= (9, 0), label=label or str(config),
-    )  # fmt: skip
-
-
-def load(problem: Problem, config: GeneralConfig, cache: KernelCache, arch: str) -> Function:
-    """The compiled kernel on the current device."""
-    return Function(cache.get(recipe(problem, config, arch)), "conv_sm80", shared=shared_bytes(config))
+    source = problem.sources[0]
+    channels, inside = channels or problem.channels, inside or source.channels
+    if problem.bands > 1 and inside * problem.item % 16:
+        raise InternalError(f"conv_sm80: groups of {inside} channels do not begin at multiples of 16 bytes")
+    block = ParameterBlock()
+    block.pointer("pixels").pointer("weights").pointer("residual" if problem.residual else None)
+    block.pointer("channel").pointer("output")
+    read = source.pitch or source.channels * problem.bands
+    block.i32(pitch or channels, read, row or source.width * read, channels // problem.bands, inside)
+    block.i32(source.height, source.width, *problem.out_size, problem.pixels)
+    block.i32(*source.kernel, *source.stride, *source.padding[:2], *source.dilation)
+    put_requantize(block, problem.epilogue, requantize)
+    grid = (-(-problem.pixels // config.bm), -(-(channels // problem.bands) // config.bn), problem.bands)
+    return block.describe("conv_sm80", grid, config.threads, shared=shared_bytes(config))

@@ -175,7 +175,7 @@ def recipe(problem: Problem, config: PatchConfig, arch: str = "sm_90a", *, check
         "OUT_BUFFERS": config.out_buffers, "MIN_CTAS": config.blocks, "POOLED": int(problem.pooled),
         "BANDED": int(problem.bands > 1),
     }  # fmt: skip
-    text = generated(problem, defines, columns(problem, config))
+    text = generated(problem, defines, render.wgmma(columns(problem, config), problem.dtype))
     return Recipe("conv_patch_sm90.cu", arch, {"generated.cuh": text}, options(problem, checked))
 
 

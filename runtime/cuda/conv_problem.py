@@ -99,6 +99,18 @@ def space_to_depth_weights(source: Source, weight: Array) -> Array:
     return packed
 
 
+def banded(weight: Array, groups: int, together: int) -> Array:
+    """OIHW weights of a grouped convolution -> those of ``groups / together`` bands: ``[O, together * I, H, W]``, zero between
+    groups. Keeps the dtype."""
+    channels, inside = weight.shape[0] // groups, weight.shape[1]
+    made = np.zeros((weight.shape[0], together * inside, *weight.shape[2:]), weight.dtype)
+    for group in range(groups):
+        rows = slice(group * channels, (group + 1) * channels)
+        at = group % together * inside
+        made[rows, at : at + inside] = weight[rows]
+    return made
+
+
 @dataclass(frozen=True)
 class Problem:
     """A convolution: ``batch`` images, ``channels`` output channels, one or two sources of equal output size, and the stages of

@@ -164,6 +164,25 @@ def wgmma(columns: int, dtype: str, *, across: bool = False) -> str:
 }}"""
 
 
+_MMA = {  # depth in elements, types of pixels and weights
+    "float16": ("16", "f16.f16"), "bfloat16": ("16", "bf16.bf16"), "tfloat32": ("8", "tf32.tf32"),
+    "int8": ("32", "s8.s8"), "uint8": ("32", "u8.s8"), "float8_e4m3fn": ("32", "e4m3.e4m3"),
+}  # fmt: skip
+
+
+def mma(dtype: str) -> str:
+    """CUDA source of ``multiply(Acc (&d)[4], const u32 (&a)[4], u32 b0, u32 b1)``: m16 n8, 32 bytes of k, pixels of this type on
+    m and weights on n (PTX ISA, "mma"); Acc as of :func:`wgmma`."""
+    (depth, kinds), sums = _MMA[dtype], WGMMA_KINDS[dtype][1]
+    acc, letter = ("int", "r") if sums == "s32" else ("float", "f")
+    outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(4))
+    return f"""DEVICE void multiply({acc} (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {{
+    asm volatile("mma.sync.aligned.m16n8k{depth}.row.col.{sums}.{kinds}.{sums} "
+                 "{{%0,%1,%2,%3}}, {{%4,%5,%6,%7}}, {{%8,%9}}, {{%0,%1,%2,%3}};"
+                 : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}}"""
+
+
 def constants(values: Mapping[str, int]) -> str:
     """``#define NAME value`` lines."""
     return "\n".join(f"#define {name} {value}" for name, value in values.items())

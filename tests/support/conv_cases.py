@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from optdnn.runtime.cuda.conv import Config
@@ -173,13 +175,30 @@ CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {
 }
 
 
-GENERAL: dict[str, tuple[Problem, int]] = {  # problem, groups: for the sm_80 kernel, in each of its tiles
-    "1x1": (Problem(2, 64, (Source(9, 7, 128),), ADD), 1),
-    "3x3": (Problem(2, 72, (same(11, 13, 40),), RELU), 1),
-    "3x3 stride 2, asymmetric": (Problem(2, 64, (Source(12, 10, 64, (3, 3), (2, 2), (0, 0, 1, 1)),), RELU), 1),
-    "5x3 dilated": (Problem(2, 64, (same(16, 14, 64, (5, 3), 1, (2, 3)),), ADD), 1),
-    "groups": (Problem(2, 96, (same(9, 9, 64),), RELU), 4),
-    "groups of many channels": (Problem(2, 256, (same(9, 9, 128),), ADD), 2),
-    "one pixel": (Problem(3, 1000, (Source(1, 1, 512),), (("bias",),)), 1),
-    "bf16": (Problem(2, 72, (same(11, 13, 40),), RELU, "bfloat16"), 1),
+@dataclass(frozen=True)
+class General:
+    """A convolution for the sm_80 kernel, in each of its tiles; ``channels`` of the result and ``inside`` a group's source where
+    the problem's are filled up."""
+
+    problem: Problem
+    channels: int = 0
+    inside: int = 0
+
+
+GENERAL: dict[str, General] = {
+    "1x1": General(Problem(2, 64, (Source(9, 7, 128),), ADD)),
+    "3x3": General(Problem(2, 72, (same(11, 13, 40),), RELU)),
+    "3x3 stride 2, asymmetric": General(Problem(2, 64, (Source(12, 10, 64, (3, 3), (2, 2), (0, 0, 1, 1)),), RELU)),
+    "5x3 dilated": General(Problem(2, 64, (same(16, 14, 64, (5, 3), 1, (2, 3)),), ADD)),
+    "stride 9": General(Problem(2, 64, (Source(30, 40, 16, (3, 3), (9, 11)),), RELU)),
+    "groups": General(Problem(2, 96, (same(9, 9, 16),), RELU, bands=4)),
+    "groups of an odd number of channels": General(Problem(2, 96, (same(9, 9, 16),), ADD, bands=4), channels=68),
+    "groups of many channels": General(Problem(2, 256, (same(9, 9, 64),), ADD, bands=2)),
+    "odd channels": General(Problem(2, 72, (same(11, 13, 40),), RELU), channels=67, inside=37),
+    "one pixel": General(Problem(3, 1000, (Source(1, 1, 512),), (("bias",),))),
+    "bf16": General(Problem(2, 72, (same(11, 13, 40),), RELU, "bfloat16")),
+    "tf32": General(Problem(2, 72, (same(11, 13, 40),), ADD, "tfloat32", "float32")),
+    "tf32, groups, odd channels": General(
+        Problem(2, 96, (same(9, 9, 20),), ADD, "tfloat32", "float32", bands=4), channels=76
+    ),
 }

@@ -8,13 +8,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from optdnn.runtime.cuda import conv, conv_params, conv_patch, quantized
+from optdnn.runtime.cuda import conv, conv_general, conv_params, conv_patch, quantized
 from optdnn.runtime.cuda.conv import Config
+from optdnn.runtime.cuda.conv_general import GeneralConfig
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.conv_problem import Problem, Source
 from optdnn.runtime.cuda.quantized import Affine
 from optdnn.runtime.cuda.render import Stage
 from optdnn.runtime.reference import quantized as meaning
+from support import general_kernel
 from support.conv_cases import same
 
 DTYPES = {
@@ -34,11 +36,13 @@ class Case:
     channels: int
     source: Source
     stages: tuple[Stage, ...]
-    config: Config | PatchConfig
+    config: Config | PatchConfig | GeneralConfig
     dtype: str = "int8"
     out: Affine | None = field(default_factory=lambda: Affine("int8", 0.037))
     float_out: str = "float16"
     residual: Affine | None = None
+    groups: int = 1
+    """``source`` has the channels of one."""
 
     @property
     def problem(self) -> Problem:
@@ -50,7 +54,9 @@ class Case:
         out = self.out.dtype if self.out else self.float_out
         residual = self.residual.dtype if self.residual else ""
         zero = self.out is not None and self.out.zero != 0
-        return Problem(self.batch, self.channels, (self.source,), (("bias",),), self.dtype, out, residual, zero)
+        return Problem(
+            self.batch, self.channels, (self.source,), (("bias",),), self.dtype, out, residual, zero, bands=self.groups
+        )
 
     def scaling(self) -> quantized.Scaling:
         """Scales such that results fill their range."""
@@ -161,8 +167,37 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+_FULL = same(11, 13, 80)
+GENERAL: dict[str, Case] = {
+    f"{name}, {config}": replace(case, config=config)
+    for config in conv_general.CONFIGS
+    for name, case in {
+        "mma": Case(2, 80, _FULL, ADD, config, residual=_R),
+        "mma 1x1, one pixel": Case(3, 1008, Source(1, 1, 512), (), config, out=None),
+        "mma stride 9": Case(2, 64, Source(30, 40, 16, (3, 3), (9, 11)), RELU, config),
+        "mma 5x3 dilated": Case(2, 64, same(16, 14, 64, (5, 3), 1, (2, 3)), (("silu",),), config),
+        "mma groups": Case(2, 192, same(9, 9, 32), ADD, config, residual=_R, groups=4),
+        "mma stem": Case(2, 64, quantized.overlapped(IMAGE, 4), RELU, config),
+        "mma uint8, zero points": Case(
+            2, 128, _FULL, (("add",),), config, "uint8", Affine("uint8", 0.03, 117), residual=Affine("int8", 0.02, -3)
+        ),
+        "mma, fp32 out": Case(2, 72, _FULL, RELU, config, out=None, float_out="float32"),
+        "mma, bf16 out, residual": Case(
+            2, 72, _FULL, ADD, config, out=None, float_out="bfloat16", residual=Affine("bfloat16", 1.0)
+        ),
+        "mma fp8": Case(
+            2, 80, _FULL, ADD, config, "float8_e4m3fn", Affine("float8_e4m3fn", 0.01), residual=Affine("float8_e4m3fn", 0.5)
+        ),
+        "mma fp8, fp16 out": Case(37, 80, Source(1, 1, 272), (("gelu",),), config, "float8_e4m3fn", None),
+    }.items()
+}  # fmt: skip
+"""For the general kernel, each in each of its tiles."""
+
+
 def family(case: Case) -> Any:
     """The module that plans the case's kernel."""
+    if isinstance(case.config, GeneralConfig):
+        return general_kernel
     return conv_patch if isinstance(case.config, PatchConfig) else conv
 
 
@@ -172,7 +207,8 @@ def attrs_of(case: Case) -> dict[str, Any]:
     r = scaled.requantize
     out = case.out.dtype if case.out else case.float_out
     return {
-        "strides": source.stride, "pads": source.padding, "dilations": source.dilation, "group": 1, "stages": scaled.stages,
+        "strides": source.stride, "pads": source.padding, "dilations": source.dilation, "group": case.groups,
+        "stages": scaled.stages,
         "residual_scale": r.residual_scale, "residual_zero": case.residual.zero if case.residual else 0,
         "low": r.low, "high": r.high, "zero": r.zero, "output_dtype": DTYPES[out],
     }  # fmt: skip
@@ -194,8 +230,8 @@ def arrays(case: Case) -> Arrays:
     """Random operands and the exact result, NHWC."""
     source, problem = case.source, case.problem
     n, (h, w) = case.batch, problem.out_size
-    pitch = source.pitch or source.channels
-    extra = source.channels // pitch - 1
+    pitch = source.pitch or source.channels * case.groups
+    extra = source.channels // source.pitch - 1 if source.pitch else 0
     image = case.data(case.dtype, (n, source.height, source.width + extra, pitch), 1)
     seen = image
     if extra:
@@ -215,9 +251,9 @@ def arrays(case: Case) -> Arrays:
     ]
     (expected,) = meaning.conv(*operands, **attrs_of(case))
     expected = np.ascontiguousarray(expected.transpose(0, 2, 3, 1)).astype(DTYPES[out])
-    return Arrays(
-        image, weight, conv_params.pack_weights(problem, [weight]), quantized.pad_channels(channel), residual, expected
-    )
+    general = isinstance(case.config, GeneralConfig)
+    packed = conv_general.pack_weights(weight) if general else conv_params.pack_weights(problem, [weight])
+    return Arrays(image, weight, packed, quantized.pad_channels(channel), residual, expected)
 
 
 def compare(case: Case, found: np.ndarray, expected: np.ndarray) -> str:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from optdnn.ir.graph import Op
+from optdnn.runtime.cuda.conv_problem import banded
 from optdnn.tactics.cuda import conv_maps, conv_sm90
 from optdnn.tactics.cuda.builder import Builder, products
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, entering, image, planar, with_pitch
 from optdnn.tactics.cuda.conv_sm80 import GeneralConv
 from optdnn.tactics.cuda.epilogue import plan_epilogue
 from optdnn.tactics.cuda.quantized import HopperQuantizedConv, refusal
-from optdnn.types import Array
 
 TILE = 64
 """Channels of wgmma's M, and of a step of K."""
@@ -27,18 +25,6 @@ def groups_together(groups: int, channels: int, inside: int = 0, aligned: int = 
     ``aligned`` where each reads ``inside``; or all of them."""
     whole = (n for n in range(1, groups) if groups % n == 0 and n * channels % TILE == n * inside % aligned == 0)
     return next(whole, groups)
-
-
-def banded(weight: Array, groups: int, together: int) -> Array:
-    """OIHW weights of a grouped convolution -> those of ``groups / together`` bands: ``[O, together * I, H, W]``, zero between
-    groups. Keeps the dtype."""
-    channels, inside = weight.shape[0] // groups, weight.shape[1]
-    made = np.zeros((weight.shape[0], together * inside, *weight.shape[2:]), weight.dtype)
-    for group in range(groups):
-        rows = slice(group * channels, (group + 1) * channels)
-        at = group % together * inside
-        made[rows, at : at + inside] = weight[rows]
-    return made
 
 
 class BandedConv(HopperConv):

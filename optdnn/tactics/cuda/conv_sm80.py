@@ -1,38 +1,91 @@
 """Convolutions and matrix products on the general tensor-core kernel (mma.sync fed by cp.async): every GPU from sm_80 on, and groups.
 
-On Hopper it runs convolutions of many narrow groups.
+On Hopper it runs what Hopper's own kernel does not: convolutions of many narrow groups, strides beyond eight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from optdnn.config import GPU_PRECISIONS
 from optdnn.ir.graph import Op
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_general as general
-from optdnn.runtime.cuda import conv_problem
+from optdnn.runtime.cuda.conv_params import Requantize
+from optdnn.runtime.cuda.conv_problem import Problem, banded
+from optdnn.runtime.cuda.plan import TF32
 from optdnn.tactics.cuda import conv_maps
-from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed, channels_last, map_dtype, up
-from optdnn.tactics.cuda.conv import HopperConv, bias_of, entering, finish, image, planar
+from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, products, up
+from optdnn.tactics.cuda.conv import HopperConv, bias_of, entering, finish, image, planar, with_pitch
+from optdnn.tactics.cuda.conv_maps import Feed
+from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.tactics.cuda.gemm import HopperGemm
 from optdnn.tactics.cuda.pointwise import copy
-from optdnn.tactics.cuda.stem import emit_space_to_depth
 from optdnn.tactics.cuda.tactic import Offer, Rehearsed
-from optdnn.types import BF16, FP16, Array
+from optdnn.types import Array, to_tf32
 
-ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_90")
+ARCHS = tuple(GPU_PRECISIONS)
 """Architectures that the kernel is compiled for in tests."""
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: conv_problem.Problem, groups: int) -> tuple[Offer, ...]:
-    found = [c for c in general.CONFIGS if general.refuse(problem, c, groups) is None]
-    offers = [Offer(c, general.estimate(problem, c, groups)) for c in found]
-    return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
+def _offers(problem: Problem) -> tuple[Offer, ...]:
+    found = [c for c in general.CONFIGS if general.refuse(problem, c) is None]
+    return tuple(sorted((Offer(c, general.estimate(problem, c)) for c in found), key=lambda o: o.seconds or 0.0))
+
+
+def launch(
+    b: Builder,
+    op: Op,
+    problem: Problem,
+    feed: Feed,
+    channel: Placed,
+    out: Placed,
+    residual: Placed | None,
+    meaning: tuple[str, dict[str, Any], Sequence[Placed | None]],
+    config: general.GeneralConfig | None,
+    requantize: Requantize | None = None,
+    reads: Placed | None = None,
+) -> str:
+    """One launch on channels-last NCHW tensors. ``channel``: what each output channel brings to the epilogue; ``meaning``: kind,
+    attributes, and the operands after those; ``reads``: what it takes ``feed``'s image for, where that is not the image itself.
+    Returns the configuration's name."""
+    offers, channels = _offers(problem), out.shape[1]
+    b.offer(offers)
+    config = config or offers[0].config
+    assert config is not None
+    own = conv_maps.pitch_of(out)
+    assert own is not None
+    operands = {"pixels": feed.x, "channel": channel, "output": out}
+    kind, attrs, tail = meaning
+    if residual is not None:
+        if conv_maps.pitch_of(residual) != own:
+            strides = channels_last(residual.shape, own)
+            made = b.new(f"{op.outputs[0].name}.residual", residual.dtype, residual.shape, strides)
+            copy(b, op, residual, made)
+            tail = [made if p is residual else p for p in tail]
+            residual = made
+        operands["residual"] = residual
+    weight = feed.weight
+    if problem.dtype == "tfloat32":
+        weight, attrs = to_tf32(weight), {**attrs, TF32: (0, 1)}
+    packed = operands["weights"] = b.constant(general.pack_weights(weight), f"{op.outputs[0].name}.weights")
+    lanes, (o, i, r, s) = packed.shape[2], weight.shape
+    logical = packed.view((o, i, r, s), (r * s * lanes, 1, s * lanes, lanes))
+    row = feed.x.strides[2] if feed.x.shape[2] > 1 else 0
+    found = general.describe(problem, config, channels=channels, inside=i, pitch=own, row=row, requantize=requantize)
+    constants = channel.view((channels, *channel.shape[1:]), channel.strides)
+    emit_description(
+        b, op, general.recipe(problem, config, b.arch), found, operands,
+        kind=kind, attrs=attrs, reads=[feed.x if reads is None else reads, logical, constants, *tail], writes=[out],
+    )  # fmt: skip
+    return str(config)
 
 
 def emit_general(
@@ -48,61 +101,59 @@ def emit_general(
     out: Placed,
     config: general.GeneralConfig | None,
 ) -> str:
-    """One launch on channels-last NCHW tensors; ``geometry``: strides, pads, dilations. Returns the configuration's name."""
+    """A convolution of floats; ``geometry``: strides, pads, dilations. Returns the configuration's name."""
     strides, pads, dilations = geometry
-    (n, c, h, w), channels = x.shape, out.shape[1]
-    source = conv_problem.Source(h, w, c, weight.shape[2:], strides, pads, dilations)  # type: ignore[arg-type]
-    stages = (("bias",), *ep.rendered)
-    problem = conv_problem.Problem(n, up(channels, 8 * groups), (source,), stages, map_dtype(x.dtype))
-    offers = _offers(problem, groups)
-    b.offer(offers)
-    config = config or offers[0].config
-    assert config is not None
-    pitch, own = conv_maps.pitch_of(x), conv_maps.pitch_of(out)
-    assert pitch is not None
-    assert own is not None
-    if residual is not None and conv_maps.pitch_of(residual) != own:
-        made = b.new(
-            f"{op.outputs[0].name}.residual", residual.dtype, residual.shape, channels_last(residual.shape, own)
-        )
-        copy(b, op, residual, made)
-        residual = made
-    vector = np.zeros(up(channels, 2), np.float32)
+    feed = Feed(x, weight, strides, pads, dilations, bands=groups)  # type: ignore[arg-type]
+    channels, factors = out.shape[1], products(b, op)
+    wide = up(channels, 8 * groups)
+    source = replace(feed.source, pitch=_pitch(x))
+    problem = Problem(
+        out.shape[0], wide, (source,), (("bias",), *ep.rendered), factors, map_dtype(out.dtype), bands=groups
+    )
+    vector = np.zeros(up(channels, 4), np.float32)
     if bias is not None:
         vector[:channels] = bias
-    packed = b.constant(general.pack_weights(weight), f"{op.outputs[0].name}.weights")
-    vector_at = b.constant(vector, f"{op.outputs[0].name}.bias")
-    out_h, out_w = out.shape[2:]
-    block = Block().pointer(x).pointer(packed).pointer(residual).pointer(vector_at).pointer(out)
-    block.i32(own, pitch, channels // groups, c // groups, h, w, out_h, out_w, n * out_h * out_w)
-    block.i32(*weight.shape[2:], *strides, *pads[:2], *dilations)
-    block.data.extend(bytes(-len(block.data) % 8))
-    lanes, (o, i, r, s) = packed.shape[2], weight.shape
-    logical = packed.view((o, i, r, s), (r * s * lanes, 1, s * lanes, lanes))
     constants = [b.constant(a, "scalar") for a in ep.constants]
     tail = [residual, *constants] if residual is not None or constants else []
     attrs = {
         "strides": strides, "pads": pads, "dilations": dilations, "group": groups, "auto_pad": "NOTSET",
         "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
     }  # fmt: skip
-    grid = (-(-(n * out_h * out_w) // config.bm), -(-(channels // groups) // config.bn), groups)
-    spec = KernelSpec(general.recipe(problem, config, b.arch), "conv_sm80")
-    reads = [x, logical, vector_at.view((channels,), (1,)), *tail]
-    b.emit(op, spec, grid, config.threads, block, "Conv", attrs, reads, [out], shared=general.shared_bytes(config))
-    return str(config)
+    channel = b.constant(vector, f"{op.outputs[0].name}.bias")
+    return launch(b, op, problem, feed, channel, out, residual, ("Conv", attrs, tail), config)
+
+
+def _pitch(x: Placed) -> int:
+    pitch = conv_maps.pitch_of(x)
+    assert pitch is not None
+    return pitch
 
 
 def refusal(b: Builder, op: Op) -> str | None:
     """Why the kernel is not for this architecture, or this element type."""
     if b.arch not in ARCHS:
         return f"it is compiled for {', '.join(ARCHS)}, not {b.arch}"
-    if op.outputs[0].type.dtype not in (FP16, BF16):
-        return f"its operands are 16-bit floats, not {op.outputs[0].type.dtype.name}"
+    if products(b, op) not in ("float16", "bfloat16", "tfloat32"):
+        return f"its operands are 16-bit floats, or of fp32, tf32 where that was asked for, not {products(b, op)}"
     return None
 
 
+def together(arch: str, groups: int, weight: Array) -> int:
+    """How many neighbouring groups are best multiplied as one, with zeros between them: what fills tiles and begins at multiples of
+    16 bytes. On Hopper, whose own kernel does that better, none where that can be."""
+    (channels, inside), item = weight.shape[:2], weight.dtype.itemsize
+    fit = [n for n in range(1, groups + 1) if groups % n == 0 and (n == groups or n * inside * item % 16 == 0)]
+    if arch.startswith("sm_90") and fit[0] == 1:
+        return 1
+
+    def steps(n: int) -> int:
+        return groups // n * -(-n * channels // groups // 64) * -(-n * inside * item // general.ROW)
+
+    return int(min(fit, key=steps))
+
+
 class GeneralConv(Rehearsed):
-    """Convolutions of 16-bit floats over one or two spatial axes, grouped or not."""
+    """Convolutions of 16-bit floats and of tf32 over one or two spatial axes, grouped or not."""
 
     name = "conv_sm80"
 
@@ -114,30 +165,28 @@ class GeneralConv(Rehearsed):
             return "its weights are not constant, or not of one or two spatial axes"
         if op.input(2) is not None and bias_of(b, op) is None:
             return "its bias is not constant"
-        if a.group == 1 and b.arch.startswith("sm_90"):
+        if a.group == 1 and HopperConv().refuse(b, op) is None:
             return "Hopper's own kernel runs it"
-        if a.group > 1 and (weight.shape[1] % 8 or weight.shape[0] // a.group % 2):
-            return f"16-byte copies need multiples of 8 channels a group, not {weight.shape[1]}"
-        return "it has an odd number of channels" if weight.shape[0] % 2 else None
+        if a.group > 1 and b.arch.startswith("sm_90") and together(b.arch, a.group, weight) > 1:
+            return f"groups of {weight.shape[1]} channels do not begin at multiples of 16 bytes: Hopper's own kernel takes several"
+        return None
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
         assert weight is not None
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        bias = ep.added_to(bias_of(b, op))
-        weight, strides, pads, dilations = planar(weight, a)
-        stem = HopperConv.stem(b, op, weight, strides, pads, dilations) if a.group == 1 else None
+        bias, groups, whole = ep.added_to(bias_of(b, op)), a.group, weight
+        if groups > 1 and (n := together(b.arch, groups, weight)) > 1:
+            whole, groups = banded(weight, groups, n), groups // n
+        weight, strides, pads, dilations = planar(whole, a)
+        stem = HopperConv.stem(b, op, weight, strides, pads, dilations) if groups == 1 else None
         if stem is not None:
             x, weight, strides, pads, dilations = stem.x, stem.weight, stem.strides, stem.pads, stem.dilations
         else:
-            x = self._sixteens(b, op, image(entering(b, op)), a.group)
-            if x.shape[1] > weight.shape[1] * a.group:
-                wide = np.zeros((weight.shape[0], x.shape[1], *weight.shape[2:]), weight.dtype)
-                wide[:, : weight.shape[1]] = weight
-                weight = wide
+            x = with_pitch(b, op, image(entering(b, op)))
         target = b.target(op.value)
         out = image(target)
-        residual = self._aligned(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
+        residual = with_pitch(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
         between = target
         if ep.rest or conv_maps.pitch_of(out) is None:
             between = b.new(
@@ -147,32 +196,13 @@ class GeneralConv(Rehearsed):
                 channels_last(target.shape, up(out.shape[1], 8)),
             )
         geometry = (tuple(strides), tuple(pads), tuple(dilations))
-        used = emit_general(b, op, x, weight, geometry, a.group, bias, ep, residual, image(between), config)
+        used = emit_general(b, op, x, weight, geometry, groups, bias, ep, residual, image(between), config)
         finish(b, op, ep, between, target)
         return used
 
-    @staticmethod
-    def _aligned(b: Builder, op: Op, x: Placed) -> Placed:
-        if conv_maps.pitch_of(x) is not None:
-            return x
-        made = b.new(f"{op.outputs[0].name}.nhwc", x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], 8)))
-        copy(b, op, x, made)
-        return made
-
-    def _sixteens(self, b: Builder, op: Op, x: Placed, groups: int) -> Placed:
-        """The image with pixels that begin at 16 bytes; channels that do not come in eights are filled up with zeros, since the
-        kernel reads them."""
-        if x.shape[1] % 8 == 0:
-            return self._aligned(b, op, x)
-        n, c, h, w = x.shape
-        shape = (n, up(c, 16), h, w)
-        made = b.new(f"{op.outputs[0].name}.blocks", x.dtype, shape, channels_last(shape, shape[1]))
-        emit_space_to_depth(b, op, x, made, 1)
-        return made
-
 
 class GeneralGemm(HopperGemm):
-    """MatMul and Gemm of 16-bit floats whose second operand is a constant matrix, before Hopper."""
+    """MatMul and Gemm of 16-bit floats and of tf32 whose second operand is a constant matrix, before Hopper."""
 
     name = "gemm_sm80"
 
@@ -181,12 +211,11 @@ class GeneralGemm(HopperGemm):
             return why
         if b.arch.startswith("sm_90"):
             return "Hopper's own kernel runs it"
-        if (why := self._unsuitable(b, op)) is not None:
-            return why
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        columns, depth = weight.shape if op.kind == "Gemm" and op.attrs.transB else weight.shape[::-1]
-        return "its rows do not come in eights, or its columns are odd" if depth % 8 or columns % 2 else None
+        return self._unsuitable(b, op)
+
+    def read(self, name: str) -> Any:
+        """Names do not tell."""
+        return None
 
     @staticmethod
     def _launch(

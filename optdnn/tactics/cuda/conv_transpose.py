@@ -199,7 +199,7 @@ def _scatter(out: Placed, axes: tuple[Axis, Axis], together: int) -> Scatter | N
 
 
 class GeneralConvTranspose(Subpixel):
-    """Of 16-bit floats, before Hopper."""
+    """Of 16-bit floats and of tf32, before Hopper."""
 
     name = "subpixel_sm80"
 
@@ -208,10 +208,7 @@ class GeneralConvTranspose(Subpixel):
             return why
         if b.arch.startswith("sm_90"):
             return "Hopper's own kernel runs it"
-        if weight.shape[0] % 8:
-            return f"16-byte copies need multiples of 8 channels, not {weight.shape[0]}"
-        odd = weight.shape[1] * axes[0].stride * axes[1].stride % 2
-        return "it has an odd number of channels" if odd else None
+        return None
 
     def launch(
         self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,

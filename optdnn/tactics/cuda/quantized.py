@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 
+from optdnn.config import GPU_PRECISIONS
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Op, Value
 from optdnn.ops.base import attrs_dict
@@ -80,8 +82,9 @@ def _padded_image(b: Builder, op: Op, x: Placed, pads: tuple[int, ...], zero: in
 
 def refusal(b: Builder, op: Op) -> str | None:
     """Why no kernel has the types, stages or constants of an 8-bit product."""
-    if not b.arch.startswith("sm_90"):
-        return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
+    x = b.graph.type(op.inputs[0]).dtype.name  # type: ignore[arg-type]
+    if (needed := "fp8" if "float8" in x else "int8") not in GPU_PRECISIONS.get(b.arch, ()):
+        return f"the tensor cores of {b.arch} do not multiply {needed}"
     if b.graph.constant_value(op.inputs[1]) is None or b.graph.constant_value(op.inputs[2]) is None:
         return "its weights and scales are not constant"
     out = op.outputs[0].type
@@ -89,7 +92,6 @@ def refusal(b: Builder, op: Op) -> str | None:
         return f"its results are not {out.dtype.name}"
     if 0 in out.static_shape:
         return "it is empty"
-    x = b.graph.type(op.inputs[0]).dtype.name  # type: ignore[arg-type]
     if x not in EIGHT_BITS or (out.dtype.name in EIGHT_BITS and ("float8" in x) != ("float8" in out.dtype.name)):
         return f"no kernel turns {x} into {out.dtype.name}"
     names = [str(s[0]) for s in op.attrs.stages]
@@ -116,10 +118,12 @@ def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | Non
 
 
 def _stem(
-    b: Builder, op: Op, weight: Array, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...]
-) -> tuple[conv_maps.Feed, Placed] | None:
-    """A strided convolution of a quantized few-channel image: blocks of pixels as channels, neighbouring blocks read together
-    (see :func:`optdnn.runtime.cuda.quantized.overlapped`), the quantization folded in. Also what the convolution reads, as NCHW."""
+    b: Builder, op: Op, weight: Array, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...],
+    together: int, suits: Callable[[conv_problem.Problem], bool],
+) -> tuple[conv_maps.Feed, Placed] | None:  # fmt: skip
+    """A strided convolution of a quantized few-channel image: blocks of pixels as channels, so many neighbouring blocks read
+    ``together`` (see :func:`optdnn.runtime.cuda.quantized.overlapped`), the quantization folded in. Also what the convolution reads,
+    as NCHW. ``suits``: whether there is a kernel for the problem that it becomes."""
     channels, stride = weight.shape[1], strides[0]
     few = channels * stride * stride <= quantized.LANES and strides == (stride, stride) and stride > 1
     found = _quantized_image(b, op.inputs[0]) if few and set(dilations) == {1} else None  # type: ignore[arg-type]
@@ -131,15 +135,15 @@ def _stem(
     source = conv_problem.Source(h, w, channels, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
     if not raw.dense or conv_problem.space_to_depth(source).channels != quantized.LANES:
         return None
-    seen, (before, _, width) = quantized.overlapped(source, TOGETHER), quantized.row_padding(source, TOGETHER)
-    if not patch.candidates(conv_problem.Problem(n, 16, (seen,), dtype=dtype), h200()):
+    seen, (before, _, width) = quantized.overlapped(source, together), quantized.row_padding(source, together)
+    if not suits(conv_problem.Problem(n, 16, (seen,), dtype=dtype)):
         return None
     row = width * quantized.LANES
     blocks = b.new(
         f"{op.outputs[0].name}.blocks", DTYPES[dtype], (n, quantized.LANES, seen.height, width),
         (seen.height * row, 1, row, quantized.LANES),
     )  # fmt: skip
-    made = pool_int8.pack_image(n, source, TOGETHER, quantized.Affine(dtype, scale))
+    made = pool_int8.pack_image(n, source, together, quantized.Affine(dtype, scale))
     recipe = pool_int8.recipe(dtype, b.arch, channels=channels, block=stride, image=raw.dtype.name)
     attrs = {
         "block": stride,
@@ -161,53 +165,59 @@ def _stem(
         writes=[blocks],
     )
     feed = conv_maps.Feed(
-        blocks, quantized.overlapped_weights(source, weight, TOGETHER), seen.stride, seen.padding, seen.dilation, seen
+        blocks, quantized.overlapped_weights(source, weight, together), seen.stride, seen.padding, seen.dilation, seen
     )
     reads = blocks.view((n, seen.channels, seen.height, seen.width), (seen.height * row, 1, row, quantized.LANES))
     return feed, reads
 
 
-TOGETHER = 2
-"""Blocks of pixels of a stem's image that are read as one pixel: two fill the 32 bytes of one product's depth."""
+def problem_of(
+    op: Op, feed: conv_maps.Feed, residual: Placed | None, out: Placed, reads: Placed
+) -> conv_problem.Problem:
+    """What the launch computes; its arguments are :func:`_emit`'s."""
+    a, second = op.attrs, map_dtype(residual.dtype) if residual is not None else ""
+    return conv_problem.Problem(
+        out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize), (feed.source,), tuple(a.stages), map_dtype(reads.dtype),
+        map_dtype(out.dtype), second, a.zero != 0, bands=feed.bands,
+    )  # fmt: skip
+
+
+def numbers_of(op: Op, residual: Placed | None) -> conv_params.Requantize:
+    """The numbers of its epilogue that are the whole tensor's."""
+    a, second = op.attrs, map_dtype(residual.dtype) if residual is not None else ""
+    return conv_params.Requantize(
+        a.residual_scale, quantized.byte_bias(second) + a.residual_zero, a.low, a.high, a.zero
+    )
+
+
+def meaning_of(op: Op, feed: conv_maps.Feed) -> dict[str, Any]:
+    """The attributes of what the launch computes."""
+    attrs = {k: v for k, v in attrs_dict(op.attrs).items() if k not in ("strides", "pads", "dilations", "group")}
+    geometry = {"strides": feed.strides, "pads": feed.pads, "dilations": feed.dilations, "group": feed.bands}
+    return attrs | geometry | {"input_zero": 0}
 
 
 def _emit(
     b: Builder, op: Op, feed: conv_maps.Feed, residual: Placed | None, out: Placed, reads: Placed, config: Any
 ) -> str:
     """The launch; ``out`` and ``residual`` are NCHW, ``reads`` is operand 0 as the meaning reads it (its logical shape)."""
-    a, channel = op.attrs, b.graph.constant_value(op.inputs[2])
+    channel = b.graph.constant_value(op.inputs[2])
     assert channel is not None
     channels = out.shape[1]
-    item = out.dtype.itemsize
-    dtype, result = map_dtype(reads.dtype), map_dtype(out.dtype)
-    second = map_dtype(residual.dtype) if residual is not None else ""
-    problem = conv_problem.Problem(
-        out.shape[0], up(channels, 16 // item), (feed.source,), tuple(a.stages), dtype, result, second, a.zero != 0,
-        bands=feed.bands,
-    )  # fmt: skip
+    problem = problem_of(op, feed, residual, out, reads)
     dense = all(_pitch(p) == problem.channels for p in (out, residual) if p is not None)
     offers = conv_sm90.ranked(problem, dense) if config is None else (conv_sm90.offered(problem, config, dense),)
     b.offer(offers)
     config = offers[0].config
-    way = ("conv_sm90", problem.block, problem.out_item, dtype)
+    way = ("conv_sm90", problem.block, problem.out_item, problem.dtype)
     made = b.kept.once(way, [feed.weight], lambda: conv_params.pack_weights(problem, [feed.weight]), final=True)
     packed = b.constant(made, f"{op.outputs[0].name}.weights")
     pairs = b.constant(quantized.pad_channels(channel), f"{op.outputs[0].name}.scales")
-    bias = quantized.byte_bias(second) + a.residual_zero
-    requantize = conv_params.Requantize(a.residual_scale, bias, a.low, a.high, a.zero)
     operands = conv_sm90.Operands(packed, pairs, out, residual)
     weight = _weight_view(packed, problem, feed)
-    attrs = {k: v for k, v in attrs_dict(a).items() if k not in ("strides", "pads", "dilations", "group")}
-    attrs |= {
-        "strides": feed.strides,
-        "pads": feed.pads,
-        "dilations": feed.dilations,
-        "group": feed.bands,
-        "input_zero": 0,
-    }
     tail = [residual] if residual is not None else []
-    meaning = ("QuantizedConv", attrs, [reads, weight, pairs.view((channels, 2), (2, 1)), *tail])
-    conv_sm90.launch(b, op, problem, config, [feed], operands, meaning, requantize)
+    meaning = ("QuantizedConv", meaning_of(op, feed), [reads, weight, pairs.view((channels, 2), (2, 1)), *tail])
+    conv_sm90.launch(b, op, problem, config, [feed], operands, meaning, numbers_of(op, residual))
     return str(config)
 
 
@@ -245,6 +255,8 @@ class HopperQuantizedConv(Rehearsed):
     """Ungrouped convolutions of int8, uint8 or fp8 over one or two spatial axes."""
 
     name = "conv_sm90_8bit"
+    together: ClassVar[int] = 2
+    """Blocks of pixels of a stem's image that are read as one pixel: two fill the 32 bytes of one product's depth."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         why = refusal(b, op)
@@ -257,14 +269,14 @@ class HopperQuantizedConv(Rehearsed):
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
         return conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
 
-    def read(self, name: str) -> conv_sm90.Config | None:
+    def read(self, name: str) -> Any:
         """See :class:`optdnn.tactics.cuda.tactic.Tactic`."""
         return conv_sm90.read(name)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
-        stem = _stem(b, op, *planar(weight, op.attrs))
+        stem = _stem(b, op, *planar(weight, op.attrs), self.together, self._suits)
         if stem is not None:
             return self.emit_feed(b, op, *stem, config)
         feed = self.feed(b, op, weight)
@@ -280,32 +292,54 @@ class HopperQuantizedConv(Rehearsed):
             x, pads = _padded_image(b, op, x, pads, op.attrs.input_zero), (0, 0, 0, 0)
         return conv_maps.Feed(x, weight, strides, pads, dilations, bands=bands)
 
-    @staticmethod
-    def emit_feed(b: Builder, op: Op, feed: conv_maps.Feed, x: Placed, config: Any) -> str:
+    def emit_feed(self, b: Builder, op: Op, feed: conv_maps.Feed, x: Placed, config: Any) -> str:
         """The launch and what it needs around it; ``x`` as in :func:`_emit`. Returns the configuration's name."""
         target = b.target(op.value)
         out = image(target)
         residual = None
         if op.input(3) is not None:
-            residual = _roomy(b, op, _with_pitch(b, op, image(b.operand(op.inputs[3]))))  # type: ignore[arg-type]
+            residual = self._added(b, op, _with_pitch(b, op, image(b.operand(op.inputs[3]))))  # type: ignore[arg-type]
         between = out
-        if not _stored_at(out) or not _has_room(b, out, alone=op.value not in b.reserved):
+        if not self._stored(b, op, out):
             between = b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
-        used = _emit(b, op, feed, residual, between, x, config)
+        used = self._launch(b, op, feed, residual, between, x, config)
         if between is not out:
             copy(b, op, between, out)
         return used
+
+    @staticmethod
+    def _suits(problem: conv_problem.Problem) -> bool:
+        """Whether a stem of overlapping pixels can run."""
+        return bool(patch.candidates(problem, h200()))
+
+    @staticmethod
+    def _added(b: Builder, op: Op, residual: Placed) -> Placed:
+        """The residual as the launch reads it."""
+        return _roomy(b, op, residual)
+
+    @staticmethod
+    def _stored(b: Builder, op: Op, out: Placed) -> bool:
+        """Whether the launch can write there."""
+        return _stored_at(out) and _has_room(b, out, alone=op.value not in b.reserved)
+
+    @staticmethod
+    def _launch(
+        b: Builder, op: Op, feed: conv_maps.Feed, residual: Placed | None, out: Placed, reads: Placed, config: Any
+    ) -> str:
+        return _emit(b, op, feed, residual, out, reads, config)
 
 
 class HopperQuantizedMatMul(Rehearsed):
     """Products of rows of int8, uint8 or fp8 with a constant matrix: a 1 x 1 convolution over rows."""
 
     name = "gemm_sm90_8bit"
+    conv: ClassVar[type[HopperQuantizedConv]] = HopperQuantizedConv
+    """Whose launches are made."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        return refusal(b, op)
+        return refusal(b, op) or conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [])  # type: ignore[arg-type]
 
-    def read(self, name: str) -> conv_sm90.Config | None:
+    def read(self, name: str) -> Any:
         """See :class:`optdnn.tactics.cuda.tactic.Tactic`."""
         return conv_sm90.read(name)
 
@@ -316,7 +350,7 @@ class HopperQuantizedMatMul(Rehearsed):
         x = self._rows(b, op, b.operand(op.inputs[0]))
         residual = None
         if op.input(3) is not None:
-            residual = _roomy(b, op, self._rows(b, op, b.operand(op.inputs[3])))  # type: ignore[arg-type]
+            residual = self.conv._added(b, op, self._rows(b, op, b.operand(op.inputs[3])))  # type: ignore[arg-type]
         feed = conv_maps.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
         unit = 16 // op.outputs[0].type.dtype.itemsize
         if op.value not in b.reserved and op.outputs[0].type.static_shape[-1] % unit:
@@ -324,11 +358,11 @@ class HopperQuantizedMatMul(Rehearsed):
             b.place[op.value] = b.new(op.outputs[0].name, t.dtype, t.static_shape, _padded(t.static_shape, unit))
         target = b.target(op.value)
         between, out = target, _rows_of(target)
-        if out is None or not _stored_at(out) or not _has_room(b, out, alone=op.value not in b.reserved):
+        if out is None or not self.conv._stored(b, op, out):
             between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, _padded(target.shape, unit))
             out = _rows_of(between)
             assert out is not None
-        used = _emit(b, op, feed, residual, out, x, config)
+        used = self.conv._launch(b, op, feed, residual, out, x, config)
         if between is not target:
             copy(b, op, between, target)
         return used

@@ -37,6 +37,7 @@ from optdnn.tactics.cuda.quantized import (
     MaxPoolOfIntegers,
     MeanOfIntegers,
 )
+from optdnn.tactics.cuda.quantized_sm80 import GeneralQuantizedConv, GeneralQuantizedMatMul
 from optdnn.tactics.cuda.reduce import REDUCTIONS, Reduction
 from optdnn.tactics.cuda.regions import REGIONS, Regions
 from optdnn.tactics.cuda.rnn import HopperRNN
@@ -81,8 +82,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CublasLtGemm(),
         CublasLtBatched(),
     ),
-    "QuantizedConv": (HopperQuantizedConv(), DepthwiseOfIntegers(), BandedQuantizedConv()),
-    "QuantizedMatMul": (HopperQuantizedMatMul(),),
+    "QuantizedConv": (HopperQuantizedConv(), DepthwiseOfIntegers(), BandedQuantizedConv(), GeneralQuantizedConv()),
+    "QuantizedMatMul": (HopperQuantizedMatMul(), GeneralQuantizedMatMul()),
     "QuantizedMean": (MeanOfIntegers(),),
     "MaxPool": (MaxPoolOfIntegers(), TiledMaxPool(), WindowPool()),
     "AveragePool": (WindowPool(),),

@@ -1,41 +1,52 @@
-// Implicit-GEMM convolution for any tensor-core GPU from sm_80 on: NHWC, 16-bit operands, fp32 accumulation, mma.sync fed by a
-// cp.async ring. One source, groups, any stride, padding and dilation; channels per group in multiples of 8 (16-byte copies).
+// Implicit-GEMM convolution for any tensor-core GPU from sm_80 on: NHWC, operands of 32 (tf32), 16 or 8 bits (fp8: from sm_89 on),
+// fp32 (of integers int32) accumulation, mma.sync fed by a cp.async ring. One source, groups, any stride, padding and dilation; pixels
+// and groups begin at multiples of 16 bytes.
 //
-// Block: 128 threads, BM output pixels x BN output channels, K in steps of 32 channels of one filter tap; 2 x 2 warps.
-// generated.cuh defines BM, BN (64 or 128), STAGES, HAS_RESIDUAL and epilogue().
+// Block: 128 threads, BM output pixels x BN output channels, K in steps of 64 bytes of one filter tap; 2 x 2 warps. What a fragment of
+// mma.sync holds is the same bytes of a row whatever the element: products of 32 bytes of K, all fed by the same ldmatrix.
+// generated.cuh defines BM, BN (64 or 128), STAGES, the element types (see conv_element.cuh), multiply() and epilogue().
 #include "ptx.cuh"
 #include "generated.cuh"
+#include "conv_element.cuh"
 
 struct Params {
-    const u16 *pixels, *weights, *residual;        // weights: [channels][tap][channel blocks * 32]
-    const float* bias;
-    u16* output;
-    int channels, in_channels, group_channels, group_in;   // group_*: of one group
+    const u8 *pixels, *weights, *residual;         // weights: [channels][tap][channel blocks * BK]
+    const Channel* channel;                        // bias, or scale and bias, of every output channel
+    u8* output;
+    int channels, in_channels, in_row;             // elements between pixels of the result, of the source, and between the source's rows
+    int group_channels, group_in;
     int height, width, out_h, out_w, pixel_count;
     int taps_h, taps_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    Requantize requantize;
 };
 
-constexpr int THREADS = 128, BK = 32, ROW_BYTES = BK * 2;
+constexpr int THREADS = 128, ROW_BYTES = 64, BK = ROW_BYTES / OPERAND_ITEM;
 constexpr int WARP_M = BM / 2, WARP_N = BN / 2, TILES_M = WARP_M / 16, TILES_N = WARP_N / 8;
 constexpr u32 STAGE_BYTES = (BM + BN) * ROW_BYTES;
 
 // Four 16-byte chunks a row; the swizzle makes the eight rows of an ldmatrix hit all banks.
 DEVICE u32 chunk_at(int row, int chunk) { return row * ROW_BYTES + ((chunk ^ ((row >> 1) & 3)) << 4); }
 
-DEVICE void copy_16(u32 target, const void* source, bool valid) {      // zeros where not valid
-    const int bytes = valid ? 16 : 0;
+DEVICE void copy_16(u32 target, const void* source, int bytes) {      // zeros behind so many bytes
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
 }
 
-DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if defined(DTYPE_BF16)
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+// Of each 16 rows of weights, row 8 h + 2 t + i is channel 4 t + 2 h + i: lane t of four then holds four neighbouring channels.
+DEVICE int channel_of(int row) { return (row & ~15) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1); }
+
+#if OUT_ITEM == 4
+typedef float Element;
+#elif OUT_ITEM == 2
+typedef u16 Element;
 #else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+typedef u8 Element;
 #endif
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+
+// Four neighbouring channels of a pixel, for where they end or lie unaligned.
+union Pieces {
+    Four four;
+    Element element[4];
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) {
     extern __shared__ __align__(128) u8 shared[];
@@ -50,32 +61,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
     // Copies: thread t moves chunk t % 4 of rows t / 4 + 32 i.
     const int chunk = threadIdx.x % 4;
     int row_h[BM / 32], row_w[BM / 32];
-    const u16* row_image[BM / 32];
+    const u8* row_image[BM / 32];
     #pragma unroll
     for (int i = 0; i < BM / 32; i++) {
         const int pixel = first_pixel + threadIdx.x / 4 + 32 * i;
         const bool live = pixel < p.pixel_count;
         row_w[i] = pixel % p.out_w * p.stride_w - p.pad_w;
         row_h[i] = live ? pixel / p.out_w % p.out_h * p.stride_h - p.pad_h : -(1 << 28);   // never inside
-        row_image[i] = p.pixels + (long long)(live ? pixel / p.out_w / p.out_h : 0) * p.height * p.width * p.in_channels + group * p.group_in + chunk * 8;
+        const long long image = (long long)(live ? pixel / p.out_w / p.out_h : 0) * p.height * p.in_row;
+        row_image[i] = p.pixels + (image + group * p.group_in) * OPERAND_ITEM + chunk * 16;
     }
     int block = 0, tap_w = 0, tap_h = 0;           // where in K the next copy is
     auto load = [&](int stage, int step) {
         const u32 target = base + stage * STAGE_BYTES;
-        const bool inside = block * BK + chunk * 8 < p.group_in;
+        const int left = (p.group_in - block * BK) * OPERAND_ITEM - chunk * 16, bytes = left < 0 ? 0 : left < 16 ? left : 16;
         #pragma unroll
         for (int i = 0; i < BM / 32; i++) {
             const int h = row_h[i] + tap_h * p.dilation_h, w = row_w[i] + tap_w * p.dilation_w;
-            const bool valid = inside && h >= 0 && h < p.height && w >= 0 && w < p.width;
-            const u16* source = valid ? row_image[i] + ((long long)h * p.width + w) * p.in_channels + block * BK : p.pixels;
-            copy_16(target + chunk_at(threadIdx.x / 4 + 32 * i, chunk), source, valid);
+            const bool valid = bytes > 0 && h >= 0 && h < p.height && w >= 0 && w < p.width;
+            const u8* source = valid ? row_image[i] + ((long long)h * p.in_row + w * p.in_channels + block * BK) * OPERAND_ITEM : p.pixels;
+            copy_16(target + chunk_at(threadIdx.x / 4 + 32 * i, chunk), source, valid ? bytes : 0);
         }
         #pragma unroll
         for (int i = 0; i < BN / 32; i++) {
-            const int row = threadIdx.x / 4 + 32 * i, channel = first_channel + row;
+            const int row = threadIdx.x / 4 + 32 * i, channel = first_channel + channel_of(row);
             const bool valid = channel < p.group_channels;
-            const u16* source = p.weights + ((long long)(group * p.group_channels + (valid ? channel : 0)) * steps + step) * BK + chunk * 8;
-            copy_16(target + BM * ROW_BYTES + chunk_at(row, chunk), source, valid);
+            const u8* source = p.weights + ((long long)(group * p.group_channels + (valid ? channel : 0)) * steps + step) * ROW_BYTES + chunk * 16;
+            copy_16(target + BM * ROW_BYTES + chunk_at(row, chunk), source, valid ? 16 : 0);
         }
         if (++block == blocks) {
             block = 0;
@@ -83,13 +95,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
         }
     };
 
-    float acc[TILES_M][TILES_N][4];
+    Acc acc[TILES_M][TILES_N][4];
     #pragma unroll
     for (int m = 0; m < TILES_M; m++)
         #pragma unroll
         for (int n = 0; n < TILES_N; n++)
             #pragma unroll
-            for (int i = 0; i < 4; i++) acc[m][n][i] = 0.0f;
+            for (int i = 0; i < 4; i++) acc[m][n][i] = 0;
 
     grid_dependency_wait();
     #pragma unroll
@@ -104,13 +116,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
         asm volatile("cp.async.commit_group;" ::: "memory");
         const u32 a_tile = base + step % STAGES * STAGE_BYTES, b_tile = a_tile + BM * ROW_BYTES;
         #pragma unroll
-        for (int k = 0; k < BK / 16; k++) {
+        for (int k = 0; k < ROW_BYTES / 32; k++) {
             u32 a[TILES_M][4], b[TILES_N][2];
             #pragma unroll
             for (int m = 0; m < TILES_M; m++)
                 ldmatrix_x4(a_tile + chunk_at(warp_m + m * 16 + lane % 16, k * 2 + lane / 16), a[m][0], a[m][1], a[m][2], a[m][3]);
+#if OPERAND_ITEM == 4                              // weights were rounded when they were packed
             #pragma unroll
-            for (int n = 0; n < TILES_N; n += 2)   // matrices: channels 0-7 at k 0-7 and 8-15, then channels 8-15
+            for (int m = 0; m < TILES_M; m++)
+                #pragma unroll
+                for (int i = 0; i < 4; i++) asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(a[m][i]) : "f"(__uint_as_float(a[m][i])));
+#endif
+            #pragma unroll
+            for (int n = 0; n < TILES_N; n += 2)   // matrices: rows 0-7 at both halves of the 32 bytes, then rows 8-15
                 ldmatrix_x4(b_tile + chunk_at(warp_n + n * 8 + lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2), b[n][0], b[n][1], b[n + 1][0], b[n + 1][1]);
             #pragma unroll
             for (int m = 0; m < TILES_M; m++)
@@ -119,23 +137,42 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
         }
     }
 
-    // Lane l holds channels 2 (l % 4) and + 1 of pixels l / 4 and + 8 of each 16 x 8 tile.
+    // Of each pair of 16 x 8 tiles, lane l holds channels 4 (l % 4) and the three after it, of pixels l / 4 and + 8.
     #pragma unroll
-    for (int n = 0; n < TILES_N; n++) {
-        const int in_group = first_channel + warp_n + n * 8 + lane % 4 * 2;
-        if (in_group >= p.group_channels) continue;
+    for (int n = 0; n < TILES_N; n += 2) {
+        const int in_group = first_channel + warp_n + n * 8 + lane % 4 * 4, left = p.group_channels - in_group;
+        if (left <= 0) continue;
         const int channel = group * p.group_channels + in_group;
-        const float2 c = __ldg(reinterpret_cast<const float2*>(p.bias + channel));
+        const bool whole = left >= 4 && channel % 4 == 0;
+        Channel c[4];
+        if (whole) {
+            load_four(p.channel, channel, channel + 4, c);
+        } else {
+            #pragma unroll
+            for (int e = 0; e < 4; e++) c[e] = e < left ? p.channel[channel + e] : no_channel();
+        }
         #pragma unroll
         for (int m = 0; m < TILES_M; m++) {
             #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int pixel = first_pixel + warp_m + m * 16 + i * 8 + lane / 4;
                 if (pixel >= p.pixel_count) continue;
-                const long long at = (long long)pixel * p.channels + channel;
-                const u32 r = HAS_RESIDUAL ? *reinterpret_cast<const u32*>(p.residual + at) : 0u;
-                *reinterpret_cast<u32*>(p.output + at) =
-                    pack2(epilogue(acc[m][n][i * 2], c.x, low_float(r)), epilogue(acc[m][n][i * 2 + 1], c.y, high_float(r)));
+                const long long at = ((long long)pixel * p.channels + channel) * OUT_ITEM;
+                const Acc4 sums = {acc[m][n][i * 2], acc[m][n][i * 2 + 1], acc[m][n + 1][i * 2], acc[m][n + 1][i * 2 + 1]};
+                Pieces r;
+                r.four = Four();
+                if (whole) {
+                    if (HAS_RESIDUAL) r.four = *reinterpret_cast<const Four*>(p.residual + at);
+                    *reinterpret_cast<Four*>(p.output + at) = finish_four(p.requantize, sums, c, r.four);
+                    continue;
+                }
+                #pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (HAS_RESIDUAL && e < left) r.element[e] = reinterpret_cast<const Element*>(p.residual + at)[e];
+                r.four = finish_four(p.requantize, sums, c, r.four);
+                #pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (e < left) reinterpret_cast<Element*>(p.output + at)[e] = r.element[e];
             }
         }
     }

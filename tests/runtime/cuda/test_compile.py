@@ -8,8 +8,10 @@ import pytest
 from support.conv_cases import ADD, CASES, GENERAL, RELU, same
 from support.needs import needs_nvrtc
 from support.net import Net
+from support.quantized_cases import GENERAL as QUANTIZED
 from support.simulated import lowered
 
+from optdnn.config import GPU_PRECISIONS
 from optdnn.runtime.cuda import conv, conv_cost, conv_general, conv_patch, nvrtc
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.conv_problem import Problem, Source
@@ -66,11 +68,20 @@ def test_the_first_candidates_of_resnet50_do_not_spill(batch: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
-@pytest.mark.parametrize("name", ["3x3", "bf16", "5x3 dilated"])
+@pytest.mark.parametrize("name", ["3x3", "bf16", "tf32", "5x3 dilated", "mma", "mma uint8, zero points", "mma fp8"])
 def test_the_general_convolution_compiles(arch: str, name: str) -> None:
     for config in conv_general.CONFIGS[::3]:
-        (kernel,) = nvrtc.resources(conv_general.recipe(GENERAL[name][0], config, arch)).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0, config
+        problem = GENERAL[name].problem if name in GENERAL else QUANTIZED[f"{name}, {config}"].problem
+        recipe = conv_general.recipe(problem, config, arch)
+        if "fp8" in name and "fp8" not in GPU_PRECISIONS[arch]:
+            with pytest.raises(nvrtc.KernelError, match="e4m3"):
+                nvrtc.compile_recipe(recipe)
+            continue
+        (kernel,) = nvrtc.resources(recipe).values()
+        if (
+            "fp8" not in name or arch != "sm_90a"
+        ):  # Hopper has fp8 in wgmma alone: this is made of 16-bit products there
+            assert kernel.spill_bytes == kernel.stack_bytes == 0, config
 
 
 def test_too_many_accumulators_do_not_fit_and_are_refused() -> None:

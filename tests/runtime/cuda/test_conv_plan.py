@@ -154,22 +154,28 @@ def test_patch_refusals(problem: Problem, config: PatchConfig, reason: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("problem", "config", "groups", "reason"),
+    ("problem", "config", "reason"),
     [
-        (replace(P, sources=(Source(14, 14, 64), Source(14, 14, 64))), GeneralConfig(64, 64, 3), 1, "one source"),
-        (P, GeneralConfig(96, 64, 3), 1, "not a tile"),
-        (P, GeneralConfig(64, 64, 3), 3, "do not divide"),
-        (P, GeneralConfig(64, 64, 3), 32, "multiples of 8"),
-        (P, GeneralConfig(128, 128, 7), 1, "bytes of shared memory"),
+        (replace(P, sources=(Source(14, 14, 64), Source(14, 14, 64))), GeneralConfig(64, 64, 3), "one source"),
+        (replace(P, pooled=True), GeneralConfig(64, 64, 3), "where they belong"),
+        (P, GeneralConfig(96, 64, 3), "not a tile"),
+        (P, GeneralConfig(128, 128, 7), "bytes of shared memory"),
     ],
 )
-def test_general_refusals(problem: Problem, config: GeneralConfig, groups: int, reason: str) -> None:
+def test_general_refusals(problem: Problem, config: GeneralConfig, reason: str) -> None:
     with pytest.raises(AssertionError, match=reason):
-        assert (found := conv_general.refuse(problem, config, groups)) is None, found
+        assert (found := conv_general.refuse(problem, config)) is None, found
+    with pytest.raises(InternalError, match=reason):
+        conv_general.describe(problem, config)
+
+
+def test_groups_of_the_general_kernel_begin_at_sixteen_bytes() -> None:
+    with pytest.raises(InternalError, match="groups of 12 channels do not begin"):
+        conv_general.describe(replace(P, bands=2), GeneralConfig(64, 64, 3), inside=12)
 
 
 def test_general_weights_are_tap_by_tap() -> None:
-    weight = np.random.default_rng(5).standard_normal((6, 40, 3, 2))
+    weight = np.random.default_rng(5).standard_normal((6, 40, 3, 2)).astype(np.float16)
     packed = conv_general.pack_weights(weight)
     assert packed.shape == (6, 6, 64)
     np.testing.assert_array_equal(packed[:, 3, :40], weight[:, :, 1, 1])

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support import general_kernel
 from support.conv_cases import CASES, GENERAL, convolve
 from support.device_memory import Memory
 from support.needs import why_no_hopper
@@ -17,10 +18,15 @@ from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.device import Launch
 from optdnn.runtime.cuda.memory import fill
 from optdnn.runtime.cuda.nvrtc import KernelCache
+from optdnn.types import to_tf32
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
-DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-TOLERANCE = {"float16": 4e-4, "bfloat16": 3e-3}  # of the norm; rounding the result once costs half of it
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+TOLERANCE = {
+    "float16": 4e-4,
+    "bfloat16": 3e-3,
+    "float32": 2e-6,
+}  # of the norm; rounding the result once costs half of it
 
 
 @pytest.fixture
@@ -110,31 +116,36 @@ def test_convolution(name: str, memory: Memory, cache: KernelCache) -> None:
 @pytest.mark.parametrize("name", GENERAL)
 @pytest.mark.parametrize("config", conv_general.CONFIGS, ids=str)
 def test_general_convolution(name: str, config: conv_general.GeneralConfig, memory: Memory, cache: KernelCache) -> None:
-    problem, groups = GENERAL[name]
-    rng = np.random.default_rng(6)
-    source, dtype = problem.sources[0], DTYPES[problem.dtype]
-    shape = (problem.batch, *problem.out_size, problem.channels)
-    fan_in = source.channels // groups * source.kernel[0] * source.kernel[1]
-    image = rng.standard_normal((problem.batch, source.height, source.width, source.channels)).astype(dtype)
-    weight = (rng.standard_normal((problem.channels, source.channels // groups, *source.kernel)) / fan_in**0.5).astype(
-        dtype
-    )
-    bias = rng.standard_normal(problem.channels).astype(np.float32)
-    residual = rng.standard_normal(shape).astype(dtype)
-    total = convolve(image.astype(np.float64), weight.astype(np.float64), source)
-    expected = apply_stages(total, problem.epilogue, bias.astype(np.float64), residual.astype(np.float64))
-    output = memory.put(np.full(shape, np.nan, dtype))
-    pointers = conv_params.Pointers(
-        (memory.put(image),),
-        memory.put(conv_general.pack_weights(weight)),
-        memory.put(bias),
-        output,
-        memory.put(residual),
-    )
-    function = conv_general.load(problem, config, cache, memory.device.arch)
-    memory.run(conv_general.bind(problem, config, memory.device, function, pointers, groups=groups))
-    error = np.linalg.norm(memory.get(output, shape, dtype).astype(np.float64) - expected) / np.linalg.norm(expected)
-    assert error < TOLERANCE[problem.dtype], error
+    case, rng = GENERAL[name], np.random.default_rng(6)
+    problem, source = case.problem, case.problem.sources[0]
+    dtype = DTYPES[problem.out_dtype]
+    channels, inside = case.channels or problem.channels, case.inside or source.channels
+    shape = (problem.batch, *problem.out_size, channels)
+    pitched = (*shape[:3], -(-channels // 8) * 8)
+    fan_in = inside * source.kernel[0] * source.kernel[1]
+    image = rng.standard_normal((problem.batch, source.height, source.width, source.channels * problem.bands))
+    weight = rng.standard_normal((channels, inside, *source.kernel)) / fan_in**0.5
+    image, weight = image.astype(dtype), weight.astype(dtype)
+    image[..., inside * problem.bands :] = np.nan  # behind the channels
+    bias = rng.standard_normal(channels).astype(np.float32)
+    residual = rng.standard_normal(pitched).astype(dtype)
+    read = image[..., : inside * problem.bands]
+    factors = [to_tf32(f) if problem.dtype == "tfloat32" else f for f in (read, weight)]
+    total = convolve(factors[0].astype(np.float64), factors[1].astype(np.float64), source)
+    added = residual[..., :channels].astype(np.float64)
+    expected = apply_stages(total, problem.epilogue, bias.astype(np.float64), added)
+    output = memory.put(np.full(pitched, 7.0, dtype))
+    packed = memory.put(general_kernel.pack_weights(factors[1]))
+    padded = np.zeros(-(-channels // 4) * 4, np.float32)
+    padded[:channels] = bias
+    pointers = conv_params.Pointers((memory.put(image),), packed, memory.put(padded), output, memory.put(residual))
+    function = general_kernel.load(problem, config, cache)
+    sizes = {"channels": channels, "inside": inside, "pitch": pitched[3]}
+    memory.run(general_kernel.bind(problem, config, memory.device, function, pointers, **sizes))
+    found = memory.get(output, pitched, dtype).astype(np.float64)
+    assert (found[..., channels:] == 7.0).all(), "nothing is written behind the channels"
+    error = np.linalg.norm(found[..., :channels] - expected) / np.linalg.norm(expected)
+    assert error < TOLERANCE[problem.out_dtype], error
 
 
 def test_a_graph_of_dependent_launches_replays_the_same(memory: Memory, cache: KernelCache) -> None:

@@ -19,24 +19,21 @@ from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.integers import MoveIntegers, RecentreIntegers
 from optdnn.runtime.program import Program, validate
 
-HOPPER = PassContext(target="cuda:sm_90a")
 
-
-def built(graph: Graph) -> tuple[Graph, Program]:
-    copy = graph.copy()
-    RecentreIntegers()(copy, HOPPER)
-    MoveIntegers()(copy, HOPPER)
-    FoldQuantized()(copy, HOPPER)
-    AssignLayout()(copy, HOPPER)
-    program = lower_cuda(copy, BuildOptions(target="simulate"), "simulate", {})
+def built(graph: Graph, target: str = "simulate") -> tuple[Graph, Program]:
+    copy, context = graph.copy(), PassContext(target="cuda:sm_90a" if target == "simulate" else target)
+    for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
+        one(copy, context)
+    program = lower_cuda(copy, BuildOptions(target=target, no_cubins=True), target, {})
     validate(program)
     return copy, program
 
 
+@pytest.mark.parametrize("target", ["simulate", "cuda:sm_89"])
 @pytest.mark.parametrize("name", NETS)
-def test_simulate_computes_what_the_graph_says(name: str) -> None:
+def test_simulate_computes_what_the_graph_says(name: str, target: str) -> None:
     n = QNet()
-    graph, program = built(n.done(*NETS[name](n)))
+    graph, program = built(n.done(*NETS[name](n)), target)
     feeds, other = feeds_of(graph), feeds_of(graph, 2)
     got = simulate(program, feeds)
     different = evaluate(graph, other)

@@ -1,0 +1,94 @@
+"""8-bit convolutions and matrix products on the general tensor-core kernel: int8 from sm_80 on, fp8 from sm_89 on, and groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from optdnn.ir.graph import Op
+from optdnn.runtime.cuda import conv_problem, quantized
+from optdnn.tactics.cuda import conv_maps, conv_sm80
+from optdnn.tactics.cuda.builder import Builder, Placed
+from optdnn.tactics.cuda.conv_bands import BandedQuantizedConv
+from optdnn.tactics.cuda.quantized import (
+    HopperQuantizedConv,
+    HopperQuantizedMatMul,
+    meaning_of,
+    numbers_of,
+    problem_of,
+    refusal,
+)
+
+
+class GeneralQuantizedConv(HopperQuantizedConv):
+    """Convolutions of int8, uint8 or fp8 over one or two spatial axes, grouped or not; on Hopper those that its own kernel refuses."""
+
+    name = "conv_sm80_8bit"
+    together = 4  # the 64 bytes of a K step
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := refusal(b, op)) is not None:
+            return why
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        if weight.ndim not in (3, 4):
+            return f"it has {weight.ndim - 2} spatial axes"
+        own = (HopperQuantizedConv(), BandedQuantizedConv())
+        return "Hopper's own kernel runs it" if any(tactic.refuse(b, op) is None for tactic in own) else None
+
+    def read(self, name: str) -> Any:
+        """Names do not tell."""
+        return None
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        weight, groups = b.graph.constant_value(op.inputs[1]), op.attrs.group
+        assert weight is not None
+        if groups == 1:
+            return super().emit(b, op, config)
+        n = conv_sm80.together(b.arch, groups, weight)
+        feed = self.feed(b, op, conv_problem.banded(weight, groups, n), groups // n)
+        return self.emit_feed(b, op, feed, feed.x, config)
+
+    @staticmethod
+    def _suits(problem: conv_problem.Problem) -> bool:
+        return True
+
+    @staticmethod
+    def _added(b: Builder, op: Op, residual: Placed) -> Placed:
+        return residual  # no more than its own channels is read
+
+    @staticmethod
+    def _stored(b: Builder, op: Op, out: Placed) -> bool:
+        return conv_maps.pitch_of(out) is not None
+
+    @staticmethod
+    def _launch(
+        b: Builder, op: Op, feed: conv_maps.Feed, residual: Placed | None, out: Placed, reads: Placed, config: Any
+    ) -> str:
+        channel = b.graph.constant_value(op.inputs[2])
+        assert channel is not None
+        problem = problem_of(op, feed, residual, out, reads)
+        if feed.overlapped is None:
+            pitch = conv_maps.pitch_of(feed.x)
+            assert pitch is not None
+            problem = replace(problem, sources=(replace(feed.source, pitch=pitch),))
+        pairs = b.constant(quantized.pad_channels(channel), f"{op.outputs[0].name}.scales")
+        meaning = ("QuantizedConv", meaning_of(op, feed), [residual] if residual is not None else [])
+        numbers = numbers_of(op, residual)
+        return conv_sm80.launch(b, op, problem, feed, pairs, out, residual, meaning, config, numbers, reads)
+
+
+class GeneralQuantizedMatMul(HopperQuantizedMatMul):
+    """Products of rows of int8, uint8 or fp8 with a constant matrix, before Hopper."""
+
+    name = "gemm_sm80_8bit"
+    conv = GeneralQuantizedConv
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := refusal(b, op)) is not None:
+            return why
+        return "Hopper's own kernel runs it" if b.arch.startswith("sm_90") else None
+
+    def read(self, name: str) -> Any:
+        """Names do not tell."""
+        return None

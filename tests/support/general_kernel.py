@@ -1,0 +1,39 @@
+"""The general convolution kernel in the form in which tests and benchmarks run Hopper's: a recipe, a function, a launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optdnn.runtime.cuda import conv_general, describe
+from optdnn.runtime.cuda.conv_general import GeneralConfig, pack_weights
+from optdnn.runtime.cuda.conv_params import Pointers, Requantize
+from optdnn.runtime.cuda.conv_problem import Problem
+from optdnn.runtime.cuda.device import Function, Launch
+from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
+
+__all__ = ["bind", "load", "pack_weights", "recipe"]
+
+
+def recipe(problem: Problem, config: GeneralConfig, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+    """Compiled for Hopper, where it is tried; it has no waits to check."""
+    return conv_general.recipe(problem, config, arch)
+
+
+def load(problem: Problem, config: GeneralConfig, cache: KernelCache, *, checked: bool = False) -> Function:
+    """The compiled kernel on the current device."""
+    return describe.load(recipe(problem, config), conv_general.describe(problem, config), cache)
+
+
+def bind(
+    problem: Problem, config: GeneralConfig, device: Any, function: Function, pointers: Pointers, *,
+    requantize: Requantize | None = None, channels: int = 0, inside: int = 0, pitch: int = 0, row: int = 0,
+) -> Launch:  # fmt: skip
+    """The launch on these buffers (weights of :func:`pack_weights`)."""
+    found = conv_general.describe(
+        problem, config, channels=channels, inside=inside, pitch=pitch, row=row, requantize=requantize
+    )
+    addresses = {
+        "pixels": pointers.sources[0], "weights": pointers.weights, "residual": pointers.residual, "channel": pointers.bias,
+        "output": pointers.output,
+    }  # fmt: skip
+    return describe.bind(found, function, addresses)
