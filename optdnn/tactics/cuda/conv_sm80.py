@@ -147,9 +147,9 @@ def together(arch: str, groups: int, weight: Array) -> int:
         return 1
 
     def steps(n: int) -> int:
-        return groups // n * -(-n * channels // groups // 64) * -(-n * inside * item // general.ROW)
+        return int(groups // n * -(-n * channels // groups // 64) * -(-n * inside * item // general.ROW))
 
-    return int(min(fit, key=steps))
+    return min(fit, key=steps)
 
 
 class GeneralConv(Rehearsed):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
+from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, simulate
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
@@ -103,13 +103,16 @@ def test_what_they_do_not_run_they_refuse(build: Callable[[Net], Value], reason:
     assert any(reason in r for r in refused), refused
 
 
-def test_odd_channels_are_refused_before_hopper() -> None:
-    for channels, filters, reason in ((12, 8, "multiples of 8 channels, not 12"), (8, 7, "odd number of channels")):
+@pytest.mark.parametrize("precision", ["fp16", "tf32"])
+def test_odd_channels_before_hopper(precision: str) -> None:
+    for channels, filters in ((12, 8), (8, 7)):
         n = Net()
-        y = transposed(n, n.input(1, channels, 5, 4), filters, (3, 3), (1, 1))
-        program = lowered(n.done(y), "fp16", target="cuda:sm_80", no_cubins=True)
-        refused: list[Any] = [r for t in program.meta["tactics"] for r in t.get("refused", ())]
-        assert any(r["tactic"] == "subpixel_sm80" and reason in r["reason"] for r in refused)
+        graph = n.done(transposed(n, n.input(1, channels, 5, 4), filters, (3, 3), (1, 1)))
+        program = lowered(graph, precision, target="cuda:sm_80", no_cubins=True)
+        assert tactics(program) == ["subpixel_sm80"]
+        feeds = feeds_of(graph)
+        for output, want in evaluate(graph, feeds).items():
+            assert np.abs(simulate(program, feeds)[output] - want).max() <= TOLERANCE[precision] * np.abs(want).max()
 
 
 def test_tensors_too_large_for_the_fp32_kernel_are_refused() -> None:
