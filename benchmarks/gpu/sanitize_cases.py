@@ -26,6 +26,18 @@ def quantized(n: Any) -> Any:
     return n.qconv(pooled, 16, 1)
 
 
+def far_strides(n: Any) -> Any:
+    """Strides that TMA has not: the general tensor-core kernel, odd channels, a residual."""
+    y = n.conv(n.input(2, 21, 60, 50), 37, 3, strides=9, bias=True)
+    return n.op("Relu", n.op("Add", y, n.conv(n.input(2, 16, 60, 50, name="w"), 37, 3, strides=9)))
+
+
+def far_strides_8bit(n: Any) -> Any:
+    """The same on integers, with a zero point, in groups, too."""
+    x = n.fake(n.qconv(n.fake(n.input(2, 21, 60, 50), 0.03, 3), 36, stride=9), 0.04)
+    return n.fake(n.qconv(x, 72, stride=9, group=6), 0.04)
+
+
 def convolutional(n: Any) -> Any:
     """A stem, both kernels, a split, depthwise by both kernels, groups, a pool, a product."""
     x = n.op("Relu", n.conv(n.input(2, 3, 64, 64), 32, 7, pads=3, strides=2, bias=True))
@@ -147,7 +159,7 @@ GENERAL = tuple(FAMILIES)
 def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
     """Family -> what builds its graph, and the precision."""
     from support.net import Net
-    from support.quantized_nets import NARROWED, NETS, QNet
+    from support.quantized_nets import FP8, NARROWED, NETS, QNet
     from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
 
     def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
@@ -171,6 +183,12 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "bands": (lambda: test_conv_bands.net(128, 128, 32, size=(14, 15), residual=True), "fp16"),
         "narrow groups": (lambda: test_conv_bands.net(64, 64, 8, size=(14, 15), residual=True), "fp16"),
         "bands, strided": (lambda: test_conv_bands.net(256, 256, 32, size=(14, 15), strides=2), "fp16"),
+        **{f"far strides {precision}": (net(Net, far_strides), precision) for precision in ("fp16", "tf32")},
+        "far strides int8": (net(QNet, far_strides_8bit), "fp16"),
+        "far strides fp8": (
+            net(QNet, lambda n: n.qconv(n.fake(n.input(2, 21, 60, 50), 0.01, None, FP8), 37, stride=9, dtype=FP8)),
+            "fp16",
+        ),
         "patch embedding": (net(Net, lambda n: n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16)), "fp16"),
         **{
             f"8 bits: {name}": (net(QNet, NETS[name]), "fp16")

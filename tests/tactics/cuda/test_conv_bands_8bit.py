@@ -77,8 +77,9 @@ def test_zeros_between_groups_keep_sums_and_rows_of_weights_their_places() -> No
 def test_what_is_refused(group: int, why: str) -> None:
     n = QNet()
     _, program = built(n.done(n.fake(n.qconv(n.fake(n.input(2, 16, 30, 30), 0.03), 64, stride=9, group=group), 0.04)))
-    (row,) = program.meta["host"]["operators"]
-    assert f"conv_bands_sm90_8bit: {why}" in row["why"].replace("TMA walks in ", ""), row["why"]
+    (row,) = [t for t in program.meta["tactics"] if t["tactic"] == "conv_sm80_8bit"]  # which walks in any steps
+    (reason,) = [r["reason"] for r in row["refused"] if r["tactic"] == "conv_bands_sm90_8bit"]
+    assert why in reason
 
 
 PROBLEM = Problem(4, 256, (Source(14, 14, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), dtype="int8", bands=4)

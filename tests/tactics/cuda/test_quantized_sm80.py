@@ -74,6 +74,17 @@ def test_a_stem_reads_four_blocks_of_pixels_together() -> None:
     exact(graph, program)
 
 
+@pytest.mark.parametrize(("channels", "group", "bands"), [(64, 16, 2), (64, 2, 2), (12, 3, 1), (96, 4, 2)])
+def test_groups_are_multiplied_together_where_that_is_less_work(channels: int, group: int, bands: int) -> None:
+    n = QNet()
+    graph = n.done(n.fake(n.qconv(n.fake(n.input(2, channels, 9, 7), 0.03, 4), 2 * channels, group=group), 0.05))
+    program = built(graph, "cuda:sm_80")
+    assert tactics(program).count("conv_sm80_8bit") == 1
+    found = [s.params["op"]["attrs"]["group"] for s in program.steps if s.params["op"]["kind"] == "QuantizedConv"]
+    assert found == [bands]
+    exact(graph, program)
+
+
 def test_hopper_runs_strides_on_it_that_tma_has_not() -> None:
     n = QNet()
     graph = n.done(n.fake(n.qconv(n.fake(n.input(2, 16, 40, 30), 0.03), 32, stride=9), 0.05))
