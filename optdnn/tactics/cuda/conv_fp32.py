@@ -14,8 +14,8 @@ from optdnn.ir.graph import Op, Value
 from optdnn.ops.conv import resolved
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_fp32 as fp32
-from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.conv_params import Scatter
+from optdnn.runtime.cuda.nominal import gpu_of
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last
 from optdnn.tactics.cuda.conv import FEW_CHANNELS, bias_of, entering, finish, image, planar
 from optdnn.tactics.cuda.conv_sm80 import ARCHS
@@ -37,15 +37,15 @@ POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
 @lru_cache(maxsize=1024)
 def _offers(problem: fp32.Problem, arch: str) -> tuple[Offer, ...]:
     """A result is summed in the order of K by every tile; where blocks share K, in as many parts."""
-    found = fp32.candidates(problem, h200(), arch)
-    return tuple(Offer(c, fp32.estimate(problem, c, h200()), c.split == 1) for c in found)
+    found = fp32.candidates(problem, gpu_of(arch), arch)
+    return tuple(Offer(c, fp32.estimate(problem, c, gpu_of(arch)), c.split == 1) for c in found)
 
 
 def _offered(problem: fp32.Problem, config: fp32.Config, arch: str) -> Offer:
     """A configuration that was chosen before, without a look at the others. Raises InternalError where it cannot run this."""
     if (why := fp32.refuse(problem, config, arch)) is not None:
         raise InternalError(f"the chosen configuration {config} cannot run it: {why}")
-    return Offer(config, fp32.estimate(problem, config, h200()), config.split == 1)
+    return Offer(config, fp32.estimate(problem, config, gpu_of(arch)), config.split == 1)
 
 
 def _strides(x: Placed) -> fp32.Strides:

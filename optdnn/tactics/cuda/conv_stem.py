@@ -11,8 +11,8 @@ from optdnn.ir.graph import Op
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_stem as stem
 from optdnn.runtime.cuda import conv_stem_cost
-from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.conv_problem import Source
+from optdnn.runtime.cuda.nominal import gpu_of
 from optdnn.tactics.cuda import conv_maps
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, up
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, finish, image, planar, with_pitch
@@ -25,11 +25,10 @@ from optdnn.types import BF16, FP16, Array
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: stem.Problem) -> tuple[Offer, ...]:
+def _offers(problem: stem.Problem, arch: str) -> tuple[Offer, ...]:
     """Each configuration sums in the same order."""
-    return tuple(
-        Offer(c, conv_stem_cost.estimate(problem, c, h200())) for c in conv_stem_cost.candidates(problem, h200())
-    )
+    gpu = gpu_of(arch)
+    return tuple(Offer(c, conv_stem_cost.estimate(problem, c, gpu)) for c in conv_stem_cost.candidates(problem, gpu))
 
 
 class StemConv(Rehearsed):
@@ -56,7 +55,7 @@ class StemConv(Rehearsed):
         problem = self._problem(b, op)
         if (why := stem.no_kernel(problem)) is not None:
             return why
-        return None if _offers(problem) else "no tile of the kernel fits it"
+        return None if _offers(problem, b.arch) else "no tile of the kernel fits it"
 
     def unable(self, b: Builder, op: Op) -> str | None:
         """Where Hopper's own kernel behind a change of layout is predicted to be faster, it goes first until both are measured."""
@@ -64,7 +63,7 @@ class StemConv(Rehearsed):
         if other.refuse(b, op) is not None:
             return None
         offers = other.configs(b, op)
-        own = _offers(self._problem(b, op))[0].seconds or 0.0
+        own = _offers(self._problem(b, op), b.arch)[0].seconds or 0.0
         if not offers or (theirs := offers[0].seconds) is None:
             return None
         theirs += conv_stem_cost.layout_seconds(self._problem(b, op))
@@ -97,7 +96,7 @@ class StemConv(Rehearsed):
         assert affine is not None
         weight, strides, pads, dilations = planar(weight, op.attrs)
         problem = self._problem(b, op)
-        offers = _offers(problem)
+        offers = _offers(problem, b.arch)
         b.offer(offers)
         config = config or offers[0].config
         ep = plan_epilogue(b.graph, op, channel_axis=1)
@@ -127,7 +126,7 @@ class StemConv(Rehearsed):
             "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
         }  # fmt: skip
         found = stem.describe(
-            problem, config, h200(), conv_maps.pitch_of(out) or wide,
+            problem, config, gpu_of(b.arch), conv_maps.pitch_of(out) or wide,
             (conv_maps.pitch_of(residual) or 0) if residual is not None else 0, (affine.factors, affine.shifts),
         )  # fmt: skip
         reads = [x, packed.view(weight.shape, steps, at), bias.view((channels,), (1,)), *tail]

@@ -26,7 +26,8 @@ from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.runtime.cuda.depthwise import Problem
 from optdnn.runtime.cuda.plan import parse
 from optdnn.runtime.program import Program, validate
-from optdnn.tactics.cuda import depthwise, quantized
+from optdnn.tactics.cuda import depthwise
+from optdnn.tactics.cuda.table import TACTICS
 
 ARCHS = ("sm_80", "sm_86", "sm_89")
 
@@ -161,8 +162,8 @@ def test_norms_give_fp8_from_sm_89_on() -> None:
 @pytest.fixture
 def depthwise_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lets 8-bit products through on an architecture: the depthwise kernel goes by its own needs."""
-    monkeypatch.setattr(depthwise, "refusal", lambda *given: None)
-    monkeypatch.setattr(quantized, "refusal", lambda *given: "it is for the depthwise convolution alone")
+    monkeypatch.setattr(depthwise, "refusal", lambda *given, **more: None)
+    monkeypatch.setitem(TACTICS, "QuantizedConv", (depthwise.DepthwiseOfIntegers(),))
 
 
 @pytest.mark.usefixtures("depthwise_alone")
@@ -189,3 +190,16 @@ def test_8_bit_depthwise_convolutions_compute_the_network(arch: str) -> None:
     for output, want in evaluate(graph, feeds).items():
         np.testing.assert_array_equal(got[output], want)
         assert (got[output] != other[output]).mean() > 0.2
+
+
+def test_grids_that_go_round_are_as_large_as_the_gpu() -> None:
+    """A first convolution's blocks go from tile to tile: as many as the architecture's GPU holds."""
+    n = Net()
+    graph = n.done(n.op("Relu", n.conv(n.input(16, 3, 224, 224), 64, 7, pads=3, strides=2, bias=True)))
+    blocks = {}
+    for arch in (*ARCHS, "sm_90a"):
+        program = lowered(graph, target=f"cuda:{arch}", no_cubins=True)
+        (launch,) = [ln for ln in launches_of(program) if program.kernels[ln.kernel].template == "conv_stem.cu"]
+        blocks[arch] = launch.grid[0]
+        assert launch.grid[0] % nominal.gpu_of(arch).multiprocessors == 0
+    assert blocks["sm_86"] < blocks["sm_80"] < blocks["sm_90a"]
