@@ -211,7 +211,8 @@ class _OnIntegers(Rule):
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         assert op.inputs[0] is not None
         moved = graph.op(op.inputs[0])
-        data = [v for v in moved.inputs if v is not None and graph.type(v).dtype == moved.outputs[0].type.dtype]
+        operands = moved.inputs[:1] if moved.kind == "Pad" else moved.inputs
+        data = [v for v in operands if v is not None and graph.type(v).dtype == moved.outputs[0].type.dtype]
         if moved.kind not in SHARES_SCALE or not data or not all(is_dequantized(graph, v) for v in data):
             return None
         if len(moved.outputs) > 1 or no_integers(graph, moved) is not None:
@@ -222,12 +223,19 @@ class _OnIntegers(Rule):
         assert scale is not None
         if graph.type(scale).dims not in ((), (1,)) or op.attrs.block_size:
             return Miss("it has a scale per channel")
+        if moved.kind == "Pad" and _zeros(graph, op) is None:
+            return Miss("it pads with a zero point that is not constant")
         return Match((op, moved), data)
 
     def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
         op, moved = match.ops
         patch = Patch(graph, match.ops)
         inputs = [v if v is None or v not in match.data else self._stored(graph, patch, op, v) for v in moved.inputs]
+        if moved.kind == "Pad" and moved.attrs.mode == "constant":
+            (zero,) = _zeros(graph, op) or {0}
+            filler = np.asarray(zero, op.outputs[0].type.dtype)
+            value = patch.constant(filler, f"{moved.outputs[0].name}/zero_point") if zero else None
+            inputs = [*inputs[:2], value, *inputs[3:]]
         patch.replace(op.value, patch.add(moved.kind, inputs, moved.attrs, name=moved.outputs[0].name))
         return patch
 

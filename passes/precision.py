@@ -18,10 +18,10 @@ ANCHORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 SHARES_SCALE = frozenset(
     {
         *("MaxPool", "GlobalMaxPool", "Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice"),
-        *("Concat", "Split", "DepthToSpace", "SpaceToDepth", "Gather", "Expand", "Tile"),
+        *("Concat", "Split", "DepthToSpace", "SpaceToDepth", "Gather", "Expand", "Tile", "Pad"),
     }
 )
-"""Kinds whose result consists of elements of their operands: one scale serves both sides, and no rounding is added."""
+"""Kinds whose result consists of elements of their operands (and zeros): one scale serves both sides, and no rounding is added."""
 
 OWN_SCALE = frozenset({"Add", "AveragePool", "GlobalAveragePool", "Mul"})
 """Kinds that compute something new of quantized operands, and requantize."""
@@ -190,6 +190,8 @@ def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
         return f"{op.kind} has no int8 form"
     if not is_float(op.outputs[0].type.dtype):
         return f"it computes {op.outputs[0].type}, not floating point"
+    if op.kind == "Pad" and (reason := _no_zeros(graph, op, target)) is not None:
+        return reason
     if op.kind == "MaxPool" and op.attrs.indices:
         return "it gives positions besides the largest elements"
     if op.kind == "Gemm" and (op.attrs.alpha != 1.0 or op.attrs.beta != 1.0 or op.attrs.transA):
@@ -226,6 +228,17 @@ def _no_eight_bits(target: str, precision: str) -> str | None:
     if family != "cuda" or multiplies(target, precision):
         return None
     return f"there are no kernels of {precision} for {arch}"
+
+
+def _no_zeros(graph: Graph, op: Op, target: str) -> str | None:
+    """Why what a Pad puts around its operand is not the zero point, or another element."""
+    if target == "cpu":
+        return "the libraries pad floats"
+    value = op.input(2) if op.attrs.mode == "constant" else None
+    if value is None:
+        return None
+    number = graph.constant_value(value)
+    return "it pads with what is not known to be 0" if number is None or number.any() else None
 
 
 def _operand(op: Op, slot: int) -> Value:

@@ -76,9 +76,11 @@ class _Quantizer:
         for op in self.graph.order():
             if op.kind in STRUCTURAL or (asked := self.plan.of(op)) not in QUANTIZED:
                 continue
-            if op.kind not in ANCHORS | SHARES_SCALE | OWN_SCALE and self.plan.named(op):
-                self.refused[op.id] = no_integers(self.graph, op) or ""
-                self.report.refused.append(Refused(asked, node_names([op]), self.refused[op.id]))
+            if op.kind not in ANCHORS and self.plan.named(op):
+                reason = no_integers(self.graph, op, self.target)
+                if reason is not None:
+                    self.refused[op.id] = reason
+                    self.report.refused.append(Refused(asked, node_names([op]), reason))
             if op.kind in ANCHORS and not is_quantized(self.graph, op):
                 why = no_fp8 if asked == "fp8" else no_integers
                 reason = why(self.graph, op, self.target)
@@ -112,12 +114,12 @@ class _Quantizer:
                 continue
             outputs = [Value(op.id, i) for i in range(len(op.outputs))]
             asked = next((p for v in outputs for p in sorted(QUANTIZED) if (v, p) in self.wanted), None)
-            if asked is None or no_integers(self.graph, op) is not None:
+            if asked is None or no_integers(self.graph, op, self.target) is not None:
                 continue
             data = self._data(op)
             constant = any(
                 v is not None and self.graph.constant_value(v) is not None and self.graph.type(v).dtype == FP32
-                for v in op.inputs
+                for v in (op.inputs[:1] if op.kind == "Pad" else op.inputs)  # what it pads with is 0 at any scale
             )
             if not data or constant or (op.kind in OWN_SCALE and not all(map(self._from_integers, data))):
                 continue

@@ -60,7 +60,7 @@ def _image_conv(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> S
 
 def _frames(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Sequence[Array]:
     """Slice t of ``taps`` takes places ``first + t * distance + i * step`` along ``axis``, for i in 0 .. ``count``; beyond the
-    operand there are zeros. The slices are an axis of the result, before axis ``along``."""
+    operand there is ``fill`` (or zeros). The slices are an axis of the result, before axis ``along``."""
     (x,), axis = operands, attrs["axis"]
     assert x is not None
     parts = []
@@ -68,7 +68,7 @@ def _frames(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> Seque
         at = attrs["first"] + tap * attrs["distance"] + attrs["step"] * np.arange(attrs["count"])
         inside = (at >= 0) & (at < x.shape[axis])
         part = np.take(x, np.where(inside, at, 0), axis)
-        part[(*(slice(None),) * axis, ~inside)] = 0
+        part[(*(slice(None),) * axis, ~inside)] = attrs.get("fill", 0)
         parts.append(part)
     return (np.stack(parts, attrs["along"]),)
 

@@ -11,7 +11,7 @@ from support.net import Net
 
 from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.quant import DequantizeAttrs, IntegerConvAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.fold_constants import FoldConstants
@@ -191,3 +191,43 @@ def test_integers_around_the_end_of_their_type_are_recentred(dtype: Any, zero: i
 
 def test_float_readers_keep_the_float_form() -> None:
     check_refused(MOVE, pooled(twice=True), because="is read as well")
+
+
+def padded(zero: int, dtype: Any, *value: float, mode: str = "constant", computed: bool = False) -> Graph:
+    n = Net()
+    point = n.op("Neg", n.input(name="z", dtype=INT8)) if computed else n.const(zero, dtype)
+    x = dq(n, q(n, n.input(2, 3, 5), 0.05, zero, dtype), 0.05, zero)
+    y = n.op("Pad", x, n.ints(0, 0, 2, 0, 0, 1), *(n.const(v) for v in value), attrs=PadAttrs(mode))
+    y = n.op("QuantizeLinear", y, n.const(0.05), point, attrs=QuantizeAttrs(dtype, axis=0))
+    return n.done(dq(n, y, 0.05, zero))
+
+
+@pytest.mark.parametrize("value", [(), (0.0,)])
+@pytest.mark.parametrize(("zero", "dtype"), [(0, INT8), (-9, INT8), (117, UINT8), (0, UINT8)])
+def test_integers_are_padded_with_their_zero_point(zero: int, dtype: Any, value: tuple[float, ...]) -> None:
+    before = padded(zero, dtype, *value)
+    done, _ = check_pass(MOVE, before, changes=1,
+                         kinds={"DequantizeLinear": 1, "Pad": 1, "QuantizeLinear": 1}, promoted_changes=0)  # fmt: skip
+    (pad,) = done.of_kind("Pad")
+    assert pad.outputs[0].type.dtype == dtype
+    filler = done.constant_value(pad.input(2))
+    assert (0 if filler is None else int(filler)) == zero
+    assert filler is None or filler.dtype == dtype
+    for seed in range(3):
+        feeds = random_feeds(before, seed)
+        for a, b in zip(evaluate(before, feeds).values(), evaluate(done, feeds).values(), strict=True):
+            np.testing.assert_array_equal(a, b)
+            assert not a[..., :2].any()
+
+
+def test_integers_are_padded_with_their_own_elements() -> None:
+    before = padded(117, UINT8, mode="reflect")
+    done, _ = check_pass(MOVE, before, changes=1,
+                         kinds={"DequantizeLinear": 1, "Pad": 1, "QuantizeLinear": 1}, promoted_changes=0)  # fmt: skip
+    assert done.of_kind("Pad")[0].input(2) is None
+    same_integers(before, done)
+
+
+def test_what_is_padded_with_another_number_stays_float() -> None:
+    check_refused(MOVE, padded(0, INT8, 1.5), because="no form on integers")
+    check_refused(MOVE, padded(0, INT8, computed=True), because="zero point that is not constant")

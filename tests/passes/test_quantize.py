@@ -10,7 +10,7 @@ from optdnn.errors import UsageError
 from optdnn.ir.evaluate import evaluate, random_feeds, values
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.verify import verify
-from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fuse_epilogue import FuseEpilogue
@@ -237,6 +237,43 @@ def test_concat_has_one_scale() -> None:
     parameters = {producer(graph, concat, i).inputs[1:] for i in (0, 1)}
     (user,) = graph.users(graph.of_kind("QuantizeLinear")[-1].value)
     assert parameters == {user.inputs[1:]}
+
+
+def around(*value: float, mode: str = "constant") -> Graph:
+    """conv -> pad -> conv."""
+    n = Net()
+    x = n.conv(n.input(2, 16, 8, 8), 16)
+    y = n.op("Pad", x, n.ints(0, 0, 1, 1, 0, 0, 2, 2), *(n.const(v) for v in value), attrs=PadAttrs(mode))
+    return n.done(n.conv(y, 16, pads=0))
+
+
+@pytest.mark.parametrize(
+    ("graph", "target", "because"),
+    [
+        (around(), "cuda:sm_90a", None),
+        (around(0.0), "cuda:sm_90a", None),
+        (around(mode="reflect"), "cuda:sm_90a", None),
+        (around(1.5), "cuda:sm_90a", "it pads with what is not known to be 0"),
+        (around(), "cpu", "the libraries pad floats"),
+    ],
+)
+def test_padding_with_zeros_keeps_the_scale(graph: Graph, target: str, because: str | None) -> None:
+    refused = {c.kind: c.refused.get("int8") for c in choices(graph, target)}
+    assert refused["Pad"] == because
+    graph = graph.copy()
+    assign(graph, target=target)
+    (pad,) = graph.of_kind("Pad")
+    before, behind = producer(graph, pad, 0), producer(graph, graph.of_kind("Conv")[1], 0)
+    assert behind.kind == "DequantizeLinear"
+    assert (before.kind == "DequantizeLinear") == (because is None)
+    assert because is not None or before.inputs[1:] == behind.inputs[1:]
+
+
+def test_a_named_op_that_has_no_integer_form_is_told() -> None:
+    graph = around(1.5)
+    name = key(graph.of_kind("Pad")[0])
+    report = assign(graph, PrecisionPlan("int8", {name: "int8"}), "cuda:sm_90a")
+    assert [r.reason for r in report.refused] == ["it pads with what is not known to be 0"]
 
 
 def test_a_plan_names_single_ops_by_value_or_by_node() -> None:

@@ -16,7 +16,7 @@ from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
-from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -177,6 +177,21 @@ def added_in_groups(n: QNet, x: Value, channels: int, group: int, *zero: Any) ->
     return n.fake(n.qconv(x, channels, group=group, epilogue=ADDED, more=[x]), 0.05, *zero)
 
 
+def padded(n: QNet, x: Value, dtype: Any, zero: int | None = None, mode: str = "constant") -> Value:
+    """Between two values of one scale."""
+    x = n.fake(n.op("Relu", x) if zero is None else n.qconv(x, 16), 0.04, zero, dtype)
+    y = n.op("Pad", x, n.ints(0, 0, 1, 2, 0, 0, 3, 0), attrs=PadAttrs(mode))
+    return n.fake(n.op("Tanh", n.fake(y, 0.04, zero, dtype)), 0.01)
+
+
+def frames(n: QNet, x: Value, *numbers: Any) -> Value:
+    """What a filter of three frames sees of padded ones, side by side."""
+    y = n.fake(n.op("Pad", x, n.ints(0, 1, 0, 0, 0, 1, 0, 0), attrs=PadAttrs()), *numbers)
+    parts = [n.fake(n.op("Slice", y, n.ints(t), n.ints(t + 5), n.ints(1), n.ints(1)), *numbers) for t in range(3)]
+    y = n.op("Reshape", n.fake(n.op("Concat", *parts, attrs=ConcatAttrs(3)), *numbers), n.ints(10, 6, 72))
+    return n.fake(n.qmatmul(n.fake(y, *numbers), 32), 0.04)
+
+
 def shifted_depthwise(n: QNet, x: Value) -> Value:
     y = n.fake(n.qconv(x, 32, group=32), 0.04, -9)
     return n.fake(n.qconv(y, 32, 5, stride=2, group=32), 0.04)
@@ -250,6 +265,12 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
         n.qgemm(n.fake(n.op("Relu", n.qgemm(n.fake(n.input(5, 33), 0.03, 80, np.uint8), 40)), 0.03, -128), 10),
     ),
     "zero points, a residual block and pools": lambda n: (shifted_block(n, n.fake(n.input(2, 16, 9, 9), 0.03, 125, np.uint8)),),
+    "padding": lambda n: (padded(n, n.fake(n.input(2, 16, 9, 7), 0.03), np.int8),),
+    "padding with a zero point": lambda n: (padded(n, n.fake(n.input(2, 16, 9, 7), 0.03), np.uint8, 117),),
+    "padding by reflection": lambda n: (padded(n, n.fake(n.input(2, 16, 9, 7), 0.03), np.uint8, 117, mode="reflect"),),
+    "padding in fp8": lambda n: (padded(n, n.fake(n.input(2, 16, 9, 7), 0.03, None, FP8), FP8),),
+    "frames under taps": lambda n: (frames(n, n.fake(n.input(2, 5, 6, 24), 0.03), 0.03, None, np.int8),),
+    "frames under taps, zero point": lambda n: (frames(n, n.fake(n.input(2, 5, 6, 24), 0.03, 99, np.uint8), 0.03, 99, np.uint8),),
     "32 groups of 4": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 128, 32),),
     "32 groups of 8, strided": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 256, 32, stride=2),),
     "3 groups": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 240, 3, kernel=1),),

@@ -1,7 +1,7 @@
 """What slides over a padded axis, in one launch: the slices of a padded tensor side by side, without the padded tensor.
 
 A convolution over three axes takes the frames under its taps as channels: Pad, one Slice for each tap, Concat. Where the slices are
-taken is counted along the padded axis, and what lies beyond the operand is 0.
+taken is counted along the padded axis, and what lies beyond the operand is 0, or the zero point of integers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.runtime.cuda.nvrtc import Recipe
-from optdnn.tactics.cuda.builder import CHANNEL_ALIGN, Block, Builder, KernelSpec, Placed, row_major, up
+from optdnn.tactics.cuda.builder import CHANNEL_ALIGN, EIGHT_BITS, Block, Builder, KernelSpec, Placed, row_major, up
 from optdnn.tactics.cuda.pointwise import CPP, OPTIONS, STRIDES_LIMIT, merge
 from optdnn.tactics.cuda.walks import pieces, walk
 from optdnn.types import BF16, DTYPES, FP16, normalize_axis
@@ -33,6 +33,8 @@ class Frames:
     distance: int
     step: int
     count: int
+    fill: float | int = 0
+    """What lies beyond ``x``."""
 
 
 def frames(graph: Graph, op: Op) -> Frames | None:
@@ -44,8 +46,8 @@ def frames(graph: Graph, op: Op) -> Frames | None:
     pad = graph.op(source) if source is not None else op
     if pad.kind != "Pad" or pad.attrs.mode != "constant" or pad.inputs[0] is None or pad.input(3) is not None:
         return None
-    pads, value = _known(graph, pad.input(1)), pad.input(2)
-    if pads is None or (value is not None and not _is_zero(graph, value)):
+    pads, fill = _known(graph, pad.input(1)), _fill(graph, pad.input(2))
+    if pads is None or fill is None:
         return None
     if not graph.type(pad.inputs[0]).is_static or not all(o.type.is_static for s in (op, *slices) for o in s.outputs):
         return None
@@ -62,7 +64,7 @@ def frames(graph: Graph, op: Op) -> Frames | None:
     distance = starts[1] - starts[0]
     if any(b - a != distance for a, b in itertools.pairwise(starts)):
         return None
-    return Frames(pad.inputs[0], axis, starts[0] - pads[axis], distance, first.step, len(first))
+    return Frames(pad.inputs[0], axis, starts[0] - pads[axis], distance, first.step, len(first), fill)
 
 
 def _known(graph: Graph, value: Value | None) -> list[int] | None:
@@ -70,10 +72,15 @@ def _known(graph: Graph, value: Value | None) -> list[int] | None:
     return None if known is None or known.dtype == object else [int(n) for n in known.reshape(-1)]
 
 
-def _is_zero(graph: Graph, value: Value) -> bool:
-    """Whether its bits are all 0, as those of -0.0 are not."""
+def _fill(graph: Graph, value: Value | None) -> float | int | None:
+    """The number that a Pad puts around its operand; None where it is not known, or not finite."""
+    if value is None:
+        return 0
     known = graph.known(value)
-    return known is not None and known.dtype != object and not any(np.ascontiguousarray(known).tobytes())
+    if known is None or known.dtype == object or known.size != 1 or known.dtype.kind == "c":
+        return None
+    number: float | int = known.reshape(-1)[0].item()
+    return number if math.isfinite(number) else None
 
 
 def _along(graph: Graph, op: Op, axis: int) -> range | None:
@@ -93,8 +100,13 @@ def whole_pixels(b: Builder, op: Op) -> Placed:
     out = op.outputs[0].type
     *outer, channels = out.static_shape
     last = normalize_axis(op.attrs.axis, len(outer) + 1) == len(outer)
-    if last and not out.layout and out.dtype in (FP16, BF16) and op.value not in b.reserved:
-        pitch = up(channels, CHANNEL_ALIGN)
+    if (
+        last
+        and not out.layout
+        and (out.dtype in (FP16, BF16) or out.dtype.name in EIGHT_BITS)
+        and op.value not in b.reserved
+    ):
+        pitch = up(channels, max(CHANNEL_ALIGN, 16 // out.dtype.itemsize))
         strides = (*(n * pitch for n in row_major(outer)), 1)
         b.reserved[op.value] = b.new(op.outputs[0].name, out.dtype, out.static_shape, strides)
     return b.target(op.value)
@@ -118,7 +130,8 @@ def emit_frames(b: Builder, op: Op, found: Frames, out: Placed) -> bool:
     if len(dims) > STRIDES_LIMIT or math.prod(dims) >= 1 << 31:
         return False
     vec = pieces(x, out, dims, sy, sx, sn, [found.first * pitch])
-    t, rank = CPP[DTYPES[_WORDS[x.dtype.itemsize]]], len(dims)  # elements are only moved
+    word = DTYPES[_WORDS[x.dtype.itemsize]]  # elements are only moved
+    t, rank, fill = CPP[word], len(dims), int(np.asarray(found.fill, x.dtype).reshape(1).view(word)[0])
     text = f"""struct Params {{ const {t}* x; {t}* y; u32 count, dims[{rank}]; i64 sx[{rank}], sn[{rank}], sy[{rank}], from, n; }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) frames(const __grid_constant__ Params p) {{
@@ -130,7 +143,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) frames(const __grid_cons
     {walk("r", "i", "dims", rank, [("from", "sx"), ("n", "sn"), ("to", "sy")])}
     Pack<{t}, {vec}> v;
     #pragma unroll
-    for (int j = 0; j < {vec}; j++) v.lane[j] = 0;
+    for (int j = 0; j < {vec}; j++) v.lane[j] = {fill}{"ull" * (fill > 0)};
     if (n >= 0 && n < {x.shape[found.axis]}) v = Pack<{t}, {vec}>(p.x + from);
     v.store(p.y + to);
 }}
@@ -144,7 +157,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) frames(const __grid_cons
     spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "frames")
     attrs = {
         "axis": found.axis, "first": found.first, "distance": found.distance, "step": found.step, "count": found.count,
-        "taps": taps, "along": along,
+        "taps": taps, "along": along, **({"fill": found.fill} if fill else {}),
     }  # fmt: skip
     b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, "Frames", attrs, [x], [to])
     return True

@@ -55,6 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
     "before the axis": {"axis": 2, "along": 1, "shape": (2, 3, 6, 8), "count": 6},
     "in groups": {"shape": (2, 4, 3, 2, 4), "along": 4, "count": 4},
     "zeros given": {"value": 0.0},
+    "a number": {"value": 1.5},
+    "minus zero": {"value": -0.0, "pads": (0, 2)},
 }
 
 
@@ -77,8 +79,7 @@ def test_what_others_read_is_padded_for_them() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"value": 1.5},
-        {"value": -0.0},
+        {"value": np.inf},
         {"mode": "edge"},
         {"padded": (0, 0, 1, 0, 0, 0, 0, 0)},
         {"starts": (0, 1, 3), "count": 4, "shape": (2, 6, 3, 8)},
@@ -105,10 +106,20 @@ def test_slices_that_cut_another_axis_are_copied() -> None:
     assert "Frames" not in kinds(check_simulated(n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2))), "fp32"))
 
 
-def test_integers_move_as_they_are() -> None:
+def test_a_number_that_is_not_known_is_padded_with() -> None:
+    n = Net()
+    p = n.op("Pad", n.op("Exp", n.input(2, 5, 4)), n.ints(0, 1, 0, 0, 1, 0), n.input(name="v"), attrs=PadAttrs())
+    parts = [cut(n, p, s, s + 5, 1) for s in (0, 1)]
+    program = check_simulated(n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2))), "fp32")
+    assert not [s for s in program.steps if s.params.get("op", {}).get("kind") == "Frames"]
+
+
+@pytest.mark.parametrize("value", [None, 0, -7])
+def test_integers_move_as_they_are(value: int | None) -> None:
     n = Net()
     x = n.op("Neg", n.input(2, 5, 3, dtype=np.int32))
-    p = n.op("Pad", x, n.ints(0, 1, 0, 0, 1, 0), attrs=PadAttrs())
+    given = [] if value is None else [n.const(value, np.int32)]
+    p = n.op("Pad", x, n.ints(0, 1, 0, 0, 1, 0), *given, attrs=PadAttrs())
     parts = [cut(n, p, s, s + 5, 1) for s in range(3)]
     graph = n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2)))
     assert "Frames" in kinds(check_simulated(graph, "fp32"))
