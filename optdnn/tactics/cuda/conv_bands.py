@@ -11,7 +11,7 @@ from optdnn.tactics.cuda.builder import Builder, products
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, entering, image, planar, with_pitch
 from optdnn.tactics.cuda.conv_sm80 import GeneralConv
 from optdnn.tactics.cuda.epilogue import plan_epilogue
-from optdnn.tactics.cuda.quantized import HopperQuantizedConv, refusal
+from optdnn.tactics.cuda.tactic import Tactic
 
 TILE = 64
 """Channels of wgmma's M, and of a step of K."""
@@ -25,6 +25,14 @@ def groups_together(groups: int, channels: int, inside: int = 0, aligned: int = 
     ``aligned`` where each reads ``inside``; or all of them."""
     whole = (n for n in range(1, groups) if groups % n == 0 and n * channels % TILE == n * inside % aligned == 0)
     return next(whole, groups)
+
+
+def costlier(b: Builder, op: Op, bands: Tactic, other: Tactic) -> str | None:
+    """What is predicted, where ``bands`` take much longer than a kernel with fewer zeros."""
+    own, theirs = (min((o.seconds or 0.0 for o in t.configs(b, op)), default=0.0) for t in (bands, other))
+    if own <= MARGIN * theirs:
+        return None
+    return f"it is predicted to take {own * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
 
 
 class BandedConv(HopperConv):
@@ -50,12 +58,7 @@ class BandedConv(HopperConv):
     def unable(self, b: Builder, op: Op) -> str | None:
         """Where the zeros are predicted to cost more than a kernel that has none, that goes first until both are measured."""
         other = GeneralConv()
-        if b.row_invariant or other.refuse(b, op) is not None:
-            return None
-        own, theirs = (min((o.seconds or 0.0 for o in t.configs(b, op)), default=0.0) for t in (self, other))
-        if own <= MARGIN * theirs:
-            return None
-        return f"it is predicted to take {own * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
+        return None if b.row_invariant or other.refuse(b, op) is not None else costlier(b, op, self, other)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
@@ -67,29 +70,3 @@ class BandedConv(HopperConv):
         x = with_pitch(b, op, image(entering(b, op)))
         feed = conv_maps.Feed(x, weight, strides, pads, dilations, bands=a.group // together)
         return self.emit_feeds(b, op, [feed], bias, ep, b.target(op.value), config)
-
-
-class BandedQuantizedConv(HopperQuantizedConv):
-    """Convolutions of several groups on int8, uint8 or fp8, over one or two spatial axes: the same bands. Zeros add nothing to sums
-    of integers; of fp8, a NaN of one group reaches the others of its band."""
-
-    name = "conv_bands_sm90_8bit"
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        why = refusal(b, op)
-        if why is not None:
-            return why
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        if a.group == 1 or weight.ndim not in (3, 4):
-            return f"it has {a.group} groups and {weight.ndim - 2} spatial axes"
-        geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
-        return conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        weight, groups = b.graph.constant_value(op.inputs[1]), op.attrs.group
-        assert weight is not None
-        aligned = 16 // weight.dtype.itemsize
-        together = groups_together(groups, weight.shape[0] // groups, weight.shape[1], aligned)
-        feed = self.feed(b, op, banded(weight, groups, together), groups // together)
-        return self.emit_feed(b, op, feed, feed.x, config)

@@ -7,9 +7,9 @@ from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.runtime.cuda import conv_problem, quantized
-from optdnn.tactics.cuda import conv_maps, conv_sm80
+from optdnn.tactics.cuda import conv_maps, conv_sm80, conv_sm90
 from optdnn.tactics.cuda.builder import Builder, Placed
-from optdnn.tactics.cuda.conv_bands import BandedQuantizedConv
+from optdnn.tactics.cuda.conv_bands import groups_together
 from optdnn.tactics.cuda.quantized import (
     HopperQuantizedConv,
     HopperQuantizedMatMul,
@@ -21,7 +21,8 @@ from optdnn.tactics.cuda.quantized import (
 
 
 class GeneralQuantizedConv(HopperQuantizedConv):
-    """Convolutions of int8, uint8 or fp8 over one or two spatial axes, grouped or not; on Hopper those that its own kernel refuses."""
+    """Convolutions of int8, uint8 or fp8 over one or two spatial axes, grouped or not; on Hopper those that its own kernel refuses,
+    and groups of which that takes more together."""
 
     name = "conv_sm80_8bit"
     together = 4  # the 64 bytes of a K step
@@ -33,8 +34,14 @@ class GeneralQuantizedConv(HopperQuantizedConv):
         assert weight is not None
         if weight.ndim not in (3, 4):
             return f"it has {weight.ndim - 2} spatial axes"
-        own = (HopperQuantizedConv(), BandedQuantizedConv())
-        return "Hopper's own kernel runs it" if any(tactic.refuse(b, op) is None for tactic in own) else None
+        a, dtype = op.attrs, b.graph.type(op.inputs[0]).dtype.name  # type: ignore[arg-type]
+        if conv_sm90.refuse(b.arch, dtype, [(weight.shape[2:], a.strides, a.pads, a.dilations)]) is not None:
+            return None
+        if a.group == 1:
+            return "Hopper's own kernel runs it"
+        own = groups_together(a.group, weight.shape[0] // a.group, weight.shape[1], 16)
+        fewer = conv_sm80.together(b.arch, a.group, weight) < own
+        return None if fewer else f"Hopper's own kernel takes no more than {own} groups together, either"
 
     def read(self, name: str) -> Any:
         """Names do not tell."""

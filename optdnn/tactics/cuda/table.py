@@ -7,7 +7,7 @@ from optdnn.tactics.cuda.add_norm import AddNorm, PlainAdd
 from optdnn.tactics.cuda.arg import ArgExtreme
 from optdnn.tactics.cuda.attention import AttentionSteps, HopperAttention
 from optdnn.tactics.cuda.conv import HopperConv
-from optdnn.tactics.cuda.conv_bands import BandedConv, BandedQuantizedConv
+from optdnn.tactics.cuda.conv_bands import BandedConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv
 from optdnn.tactics.cuda.conv_direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.tactics.cuda.conv_fp32 import TiledConv, TiledGemm
@@ -37,6 +37,7 @@ from optdnn.tactics.cuda.quantized import (
     MaxPoolOfIntegers,
     MeanOfIntegers,
 )
+from optdnn.tactics.cuda.quantized_bands import BandedQuantizedConv
 from optdnn.tactics.cuda.quantized_sm80 import GeneralQuantizedConv, GeneralQuantizedMatMul
 from optdnn.tactics.cuda.reduce import REDUCTIONS, Reduction
 from optdnn.tactics.cuda.regions import REGIONS, Regions

@@ -24,6 +24,7 @@ from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.conv_bands import banded, groups_together
+from optdnn.tactics.cuda.quantized_bands import BandedQuantizedConv
 from optdnn.tactics.cuda.select import Choice
 
 
@@ -50,7 +51,8 @@ def test_bands_read_whole_16_bytes(groups: int, channels: int, inside: int, toge
         ("a residual block", "conv_sm90_8bit", None),
     ],
 )
-def test_what_runs_groups(name: str, tactic: str, bands: int | None) -> None:
+def test_what_runs_groups(name: str, tactic: str, bands: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BandedQuantizedConv, "unable", lambda *given: None)
     n = QNet()
     _, program = built(n.done(*NETS[name](n)))
     assert tactic in [t["tactic"] for t in program.meta["tactics"]]
@@ -80,6 +82,21 @@ def test_what_is_refused(group: int, why: str) -> None:
     (row,) = [t for t in program.meta["tactics"] if t["tactic"] == "conv_sm80_8bit"]  # which walks in any steps
     (reason,) = [r["reason"] for r in row["refused"] if r["tactic"] == "conv_bands_sm90_8bit"]
     assert why in reason
+
+
+def test_zeros_that_cost_more_than_they_save_are_left_to_the_kernel_without_them() -> None:
+    n = QNet()
+    x = n.fake(n.input(32, 912, 14, 14), 0.03)
+    _, program = built(n.done(n.fake(n.qconv(x, 912, group=38), 0.04)))
+    (row,) = [t for t in program.meta["tactics"] if t["kind"] == "QuantizedConv"]
+    assert row["tactic"] == "conv_sm80_8bit"
+    assert any(r["tactic"] == "conv_bands_sm90_8bit" and "predicted" in r["reason"] for r in row["refused"]), row
+    assert max(s.params["op"]["attrs"].get("group", 0) for s in program.steps) == 19  # pairs begin at 16 bytes
+    n = QNet()
+    graph = n.done(n.fake(n.qconv(n.fake(n.input(32, 256, 7, 7), 0.03), 256, group=64), 0.04))
+    (row,) = [t for t in built(graph, "cuda:sm_90a")[1].meta["tactics"] if t["kind"] == "QuantizedConv"]
+    assert row["tactic"] == "conv_bands_sm90_8bit"
+    assert "Hopper's own kernel takes no more than 16 groups together, either" in [r["reason"] for r in row["refused"]]
 
 
 PROBLEM = Problem(4, 256, (Source(14, 14, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), dtype="int8", bands=4)

@@ -1,0 +1,44 @@
+"""Grouped convolutions on 8-bit numbers on Hopper's kernels: the bands of :mod:`.conv_bands`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optdnn.ir.graph import Op
+from optdnn.runtime.cuda.conv_problem import banded
+from optdnn.tactics.cuda import conv_sm90
+from optdnn.tactics.cuda.builder import Builder
+from optdnn.tactics.cuda.conv_bands import costlier, groups_together
+from optdnn.tactics.cuda.quantized import HopperQuantizedConv, refusal
+from optdnn.tactics.cuda.quantized_sm80 import GeneralQuantizedConv
+
+
+class BandedQuantizedConv(HopperQuantizedConv):
+    """Convolutions of several groups over one or two spatial axes. Zeros add nothing to sums of integers; of fp8, a NaN of one group
+    reaches the others of its band."""
+
+    name = "conv_bands_sm90_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        why = refusal(b, op)
+        if why is not None:
+            return why
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        if a.group == 1 or weight.ndim not in (3, 4):
+            return f"it has {a.group} groups and {weight.ndim - 2} spatial axes"
+        geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
+        return conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
+
+    def unable(self, b: Builder, op: Op) -> str | None:
+        """As :meth:`.conv_bands.BandedConv.unable`."""
+        other = GeneralQuantizedConv()
+        return None if other.refuse(b, op) is not None else costlier(b, op, self, other)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        weight, groups = b.graph.constant_value(op.inputs[1]), op.attrs.group
+        assert weight is not None
+        aligned = 16 // weight.dtype.itemsize
+        together = groups_together(groups, weight.shape[0] // groups, weight.shape[1], aligned)
+        feed = self.feed(b, op, banded(weight, groups, together), groups // together)
+        return self.emit_feed(b, op, feed, feed.x, config)
