@@ -192,7 +192,10 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "patch embedding": (net(Net, lambda n: n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16)), "fp16"),
         **{
             f"8 bits: {name}": (net(QNet, NETS[name]), "fp16")
-            for name in ("zero points, a perceptron", "rows of three axes")
+            for name in (
+                *("zero points, a perceptron", "rows of three axes", "groups, zero points", "32 groups of 8, strided"),
+                *("frames under taps, zero point", "padding with a zero point"),
+            )
         },
         **{f"8 bits: {name}": (build, "fp16") for name, build in NARROWED.items()},
         **{f"stem: {name}": (net(Net, STEMS[name][0]), STEMS[name][1]) for name in STEMS},

@@ -274,6 +274,9 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
     "32 groups of 4": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 128, 32),),
     "32 groups of 8, strided": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 256, 32, stride=2),),
     "3 groups": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 240, 3, kernel=1),),
+    "3 groups of 80, 20 filters each": lambda n: (
+        grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 240, 3, filters=60, kernel=1),
+    ),
     "13 groups of 8": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 104, 13),),
     "8 groups of 24": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 192, 8),),
     "8 groups of 16, dilated": lambda n: (grouped(n, n.fake(n.input(2, 16, 9, 7), 0.03), 128, 8, dilations=(2, 1)),),

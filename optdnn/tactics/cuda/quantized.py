@@ -177,7 +177,7 @@ def problem_of(
     """What the launch computes; its arguments are :func:`_emit`'s."""
     a, second = op.attrs, map_dtype(residual.dtype) if residual is not None else ""
     return conv_problem.Problem(
-        out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize), (feed.source,), tuple(a.stages), map_dtype(reads.dtype),
+        out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize * feed.bands), (feed.source,), tuple(a.stages), map_dtype(reads.dtype),
         map_dtype(out.dtype), second, a.zero != 0, bands=feed.bands,
     )  # fmt: skip
 
