@@ -64,7 +64,7 @@ def pad_image(
         ParameterBlock()
         .pointer("input")
         .pointer("output")
-        .i32(n, h, w, pitch // 16, vectors, out_h, out_w, *padding[:2])
+        .i32(n, h, w, pitch // 16, vectors, out_h, out_w, *padding[:2], c)
     )
     block.i32(four_bytes(zero))
     return block.describe("pad_image", (-(-n * out_h * out_w * vectors // 256), 1, 1), 256)

@@ -53,7 +53,7 @@ class QNet(Net):
         if dtype == np.int8:
             array, spread = self.rng.integers(-127, 128, shape).astype(np.int8), 73.0
         else:
-            array, spread = (100 * self.rng.standard_normal(shape)).astype(dtype), 100.0
+            array, spread = (100 * self.rng.standard_normal(shape)).clip(-448, 448).astype(dtype), 100.0
         fan_in = int(np.prod(shape)) // shape[axis]
         scales = (self.rng.uniform(0.5, 1.5, shape[axis]) / (spread * fan_in**0.5)).astype(np.float32)
         operands = [self.const(array, dtype), self.const(scales, np.float32)]

@@ -19,7 +19,7 @@ from optdnn.tactics.cuda.walks import walk
 from optdnn.types import is_float
 
 THREADS = 256
-"""Threads of a block where an output has few terms; with many it has four times as many."""
+"""Threads of a block where an output has few terms (then several outputs share it); with many it has four times as many."""
 
 # kind -> (start, element v -> term, how terms combine, total s -> result); {T} is the arithmetic type, {N} the count.
 RULES: dict[str, tuple[str, str, str, str]] = {
@@ -71,18 +71,26 @@ def emit_reduce(
         s.format(T=t, N=count, LOW=low, HIGH=high, F="double" if t != "float" else "float") for s in RULES[how]
     )
     # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce.
-    lanes = 32 if sx[-1] == 1 and dims[-1] >= 8 and rx[-1] != 1 else 1
     threads = 1024 if count >= 1024 else THREADS
-    runs = threads // lanes
+    across = sx[-1] == 1 and dims[-1] >= 8 and rx[-1] != 1
+    # Else neighbouring terms are neighbouring threads', and outputs of few terms share a block.
+    runs = threads // 32 if across else min(threads, 1 << max((count - 1).bit_length() - 2, 0))
+    lanes = threads // runs
+    fast, slow = f"threadIdx.x % {lanes if across else runs}", f"threadIdx.x / {lanes if across else runs}"
+    lane, run = (fast, slow) if across else (slow, fast)
+
+    def sum_of(run: Any, lane: Any = "lane") -> str:
+        return f"partial[{run}][{lane}]" if across else f"partial[{lane}][{run}]"
+
     tx, ty = CPP[x.dtype], CPP[out.dtype]
     loop = f"for (u32 i = run; i < {count}u; i += {runs}) {{ i64 o = base; {walk('r', 'i', 'inner', len(inner), [('o', 'rx')])} const {t} v = widen(p.x[o]);"
-    tree = f"""partial[run][lane] = s;
+    tree = f"""{sum_of("run")} = s;
     __syncthreads();
     for (int half = {runs // 2}; half; half /= 2) {{
-        if (run < half) {{ const {t} a = partial[run][lane], b = partial[run + half][lane]; partial[run][lane] = COMBINE; }}
+        if (run < half) {{ const {t} a = {sum_of("run")}, b = {sum_of("run + half")}; {sum_of("run")} = COMBINE; }}
         __syncthreads();
     }}
-    s = partial[0][lane];"""
+    s = {sum_of(0)};"""
     top, tree = tree.replace("COMBINE", "max_nan(a, b)"), tree.replace("COMBINE", combine)
     if how == "ReduceLogSumExp":
         first = f"{t} s = {low}; if (live) {loop} s = max_nan(s, v); }}\n    {top}\n    const {t} top = s;\n    __syncthreads();\n    s = {start};"
@@ -91,10 +99,10 @@ def emit_reduce(
     text = f"""struct Params {{ const {tx}* x; {ty}* y; u32 count, dims[{len(dims)}], inner[{len(inner)}]; i64 so[{len(dims)}], sx[{len(dims)}], rx[{len(inner)}]; }};
 
 extern "C" __global__ void __launch_bounds__({threads}) reduce(const __grid_constant__ Params p) {{
-    __shared__ {t} partial[{runs}][{lanes}];
+    __shared__ {t} {sum_of(runs, lanes)};
     launch_dependents();
     wait_for_predecessor();
-    const u32 lane = threadIdx.x % {lanes}, run = threadIdx.x / {lanes}, index = blockIdx.x * {lanes} + lane;
+    const u32 lane = {lane}, run = {run}, index = blockIdx.x * {lanes} + lane;
     const bool live = index < p.count;
     i64 base = 0, to = 0;
     if (live) {{ {walk("q", "index", "dims", len(dims), [("base", "sx"), ("to", "so")])} }}

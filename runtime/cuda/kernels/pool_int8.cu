@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __gr
 struct PadParams {
     const uint4* input;                            // pixels of ``pitch`` vectors of sixteen channels
     uint4* output;                                 // pixels of ``vectors``
-    int images, height, width, pitch, vectors, out_h, out_w, top, left;
+    int images, height, width, pitch, vectors, out_h, out_w, top, left, channels;
     u32 word;                                      // four times the zero point
 };
 
@@ -83,8 +83,18 @@ extern "C" __global__ void __launch_bounds__(256) pad_image(const __grid_constan
     const int x = pixel % p.out_w - p.left, y = pixel / p.out_w % p.out_h - p.top, n = pixel / p.out_w / p.out_h;
     if (n >= p.images) return;
     uint4 v = make_uint4(p.word, p.word, p.word, p.word);
-    if (unsigned(y) < unsigned(p.height) && unsigned(x) < unsigned(p.width))
-        v = p.input[((long long)(n * p.height + y) * p.width + x) * p.pitch + vector];
+    if (unsigned(y) < unsigned(p.height) && unsigned(x) < unsigned(p.width)) {
+        const uint4* from = p.input + ((long long)(n * p.height + y) * p.width + x) * p.pitch + vector;
+#ifdef INITCHECK                                   // which counts what lies behind a pixel's channels, and is written behind them again
+        if (p.channels - vector * 16 < 16) {
+            alignas(16) u8 bytes[16] = {};
+            for (int i = 0; i < p.channels - vector * 16; i++) bytes[i] = reinterpret_cast<const u8*>(from)[i];
+            p.output[index] = *reinterpret_cast<const uint4*>(bytes);
+            return;
+        }
+#endif
+        v = *from;
+    }
     p.output[index] = v;
 }
 

@@ -24,6 +24,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.runtime.cuda.plan import parse
 from optdnn.runtime.program import Program
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner, strided
 from optdnn.types import DTYPES, FP16, FP32, INT64, is_float
@@ -419,3 +420,17 @@ def test_the_layout_of_a_stem(size: int, strides: int, tmp_path: Path) -> None:
 def feeds_of_program(program: Program) -> dict[str, Any]:
     rng = np.random.default_rng(4)
     return {s.name: rng.standard_normal(s.shape).astype(s.dtype) for s, _ in program.inputs}
+
+
+@pytest.mark.parametrize("kind", ["ReduceL2", "ReduceLogSumExp", "ReduceMax"])
+@pytest.mark.parametrize(("terms", "blocks"), [(3, 1), (32, 2), (50, 3), (300, 21), (1100, 21), (5000, 41)])
+def test_outputs_of_few_terms_share_a_block(kind: str, terms: int, blocks: int, tmp_path: Path) -> None:
+    n = Net()
+    rows, columns = (
+        n.op(kind, x, n.ints(1), attrs=reduce.ReduceAttrs())
+        for x in (n.input(41, terms), n.input(2, terms, 9, name="w"))
+    )
+    program = lowered(n.done(rows, columns), "fp32", no_cubins=True)
+    compare_steps(program, feeds_of(n.graph), 3e-6, tmp_path)
+    (step,) = [s for s in (parse(s, program) for s in program.steps) if s.meaning.reads[0].shape == (41, terms)]
+    assert step.launch.grid == (blocks, 1, 1)
