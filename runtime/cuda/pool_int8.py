@@ -71,14 +71,20 @@ def pad_image(
 
 
 def global_average_pool(
-    nhwc: tuple[int, int, int, int], input_zero: int, factor: float, bounds: tuple[float, float], zero: int
-) -> Description:
-    """Mean over height and width: dense NHWC "input" -> ``[n, c]`` "output": sums less zero points, times ``factor`` (see
-    :func:`mean_factor`), bounded, rounded, shifted by ``zero``. Channels are a multiple of 4."""
+    nhwc: tuple[int, int, int, int], input_zero: int, factor: float, bounds: tuple[float, float], zero: int,
+    pitches: tuple[int, int] | None = None,
+) -> Description:  # fmt: skip
+    """Mean over height and width: NHWC "input" -> ``[n, c]`` "output": sums less zero points, times ``factor`` (see
+    :func:`mean_factor`), bounded, rounded, shifted by ``zero``. Channels are a multiple of 4. ``pitches``: bytes from a pixel of
+    the input to the next, and from a row of the output (None: ``c``)."""
     n, h, w, c = nhwc
-    if c % 4:
-        raise InternalError(f"global_average_pool: {c} channels are not a multiple of 4")
-    block = ParameterBlock().pointer("input").pointer("output").i32(h * w, c // 4, -h * w * input_zero)
+    read, written = pitches or (c, c)
+    if c % 4 or read % 4 or written % 4 or min(read, written) < c:
+        raise InternalError(
+            f"global_average_pool: {c} channels, {read} and {written} bytes apart, do not come in fours"
+        )
+    block = ParameterBlock().pointer("input").pointer("output")
+    block.i32(h * w, c // 4, read // 4, written // 4, -h * w * input_zero)
     block.f32(factor, *bounds).i32(zero)
     return block.describe("global_average_pool", (-(-c // 128), n, 1), 256)
 

@@ -240,6 +240,14 @@ NETS: dict[str, Callable[[QNet], tuple[Value, ...]]] = {
         n.fake(n.qconv(n.fake(n.qconv(n.fake(n.input(2, 32, 9, 7), 0.03), 32, group=32), 0.04), 32, 5, stride=2, group=32), 0.04),
     ),
     "a mean alone": lambda n: (n.fake(n.op("GlobalAveragePool", n.fake(n.input(2, 12, 5, 7), 0.03, 9)), 0.02, -3),),
+    "a mean between convolutions of 24 channels": lambda n: (
+        n.fake(
+            n.qconv(
+                n.fake(n.op("GlobalAveragePool", n.fake(n.qconv(n.fake(n.input(3, 16, 9, 7), 0.03), 24), 0.04)), 0.02), 20, 1
+            ),
+            0.03,
+        ),
+    ),
     "depthwise with its mean": lambda n: squeezed(n, 200, 5, None, np.int8),
     "depthwise with its mean, zero points": lambda n: squeezed(n, 2, 40, 30, np.uint8),
     "depthwise, float result": lambda n: (

@@ -454,7 +454,8 @@ class MaxPoolOfIntegers(OwnTactic):
 
 
 class MeanOfIntegers(OwnTactic):
-    """Global average pooling of int8 or uint8 images; those that do not lie channels-last without gaps are copied."""
+    """Global average pooling of int8 or uint8 images; those that do not lie channels-last, at most filled up to sixteens of channels,
+    are copied."""
 
     name = "mean_8bit"
 
@@ -464,18 +465,27 @@ class MeanOfIntegers(OwnTactic):
             return "it is for int8 or uint8, in and out"
         return "its channels do not come in fours" if x.static_shape[1] % 4 else None
 
+    @staticmethod
+    def _pitch(x: Placed) -> int | None:
+        """Channels from a pixel to the next, where the kernel can read or write them so."""
+        c = x.shape[1]
+        found = (p for p in (c, up(c, 16)) if x.is_like(channels_last(x.shape, p)) and x.offset % 4 == 0)
+        return next(found, None)
+
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[0] is not None
         a, x, target = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
         n, c, *spatial = x.shape
-        if not x.is_like(channels_last(x.shape, c)) or x.offset % 4:
+        if (pitch := self._pitch(x)) is None:
             given, x = x, b.new(f"{op.outputs[0].name}.image", x.dtype, x.shape, channels_last(x.shape, c))
             copy(b, op, given, x)
-        out, dense = target, (c, 1, *(1 for _ in spatial))
-        if not target.is_like(dense) or target.offset % 4:
-            out = b.new(f"{op.outputs[0].name}.mean", target.dtype, target.shape, dense)
+            pitch = c
+        out = target
+        if (wide := self._pitch(target)) is None:
+            out = b.new(f"{op.outputs[0].name}.mean", target.dtype, target.shape, channels_last(target.shape, c))
+            wide = c
         found = pool_int8.global_average_pool(
-            (n, int(np.prod(spatial)), 1, c), a.input_zero, a.factor, (a.low, a.high), a.zero
+            (n, int(np.prod(spatial)), 1, c), a.input_zero, a.factor, (a.low, a.high), a.zero, (pitch, wide)
         )
         emit_description(
             b, op, pool_int8.recipe(x.dtype.name, b.arch), found, {"input": x, "output": out},

@@ -18,6 +18,7 @@ struct MeanParams {
     const u32* input;
     u32* output;
     int pixels, words;                             // words of four channels
+    int pitch, row;                                // words from a pixel of the input to the next, from a row of the output
     int shift;                                     // what all pixels of the window add: - pixels * zero point
     float scale, low, high;
     int zero;
@@ -31,10 +32,10 @@ extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __gr
     const int word = blockIdx.x * 32 + threadIdx.x % 32, run = threadIdx.x / 32;
     int4 sum = make_int4(0, 0, 0, 0);
     if (word < p.words) {
-        const u32* image = p.input + (long long)blockIdx.y * p.pixels * p.words + word;
+        const u32* image = p.input + (long long)blockIdx.y * p.pixels * p.pitch + word;
         #pragma unroll 8
         for (int i = run; i < p.pixels; i += 8) {
-            const u32 v = image[(long long)i * p.words];
+            const u32 v = image[(long long)i * p.pitch];
             sum.x += UNSIGNED ? int(v & 255) : int(v << 24) >> 24;
             sum.y += UNSIGNED ? int(v >> 8 & 255) : int(v << 16) >> 24;
             sum.z += UNSIGNED ? int(v >> 16 & 255) : int(v << 8) >> 24;
@@ -42,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __gr
         }
     }
 #if SEEDED_FAULT == 3  // benchmarks/gpu/sanitize.py: a read of what nothing has written
-    if (word < p.words && p.output[(long long)blockIdx.y * p.words + word] == 0x01234567u) sum.x++;
+    if (word < p.words && p.output[(long long)blockIdx.y * p.row + word] == 0x01234567u) sum.x++;
 #endif
 #if SEEDED_FAULT == 4  // a barrier of half a warp, which the other half is named to be at
     if (threadIdx.x % 32 < 16) __syncwarp(0xffff0000u);
@@ -61,9 +62,9 @@ extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __gr
         u32 out = 0;
         #pragma unroll
         for (int i = 0; i < 4; i++) out |= narrow(__fmul_rn(float(all[i] + p.shift), p.scale), p.low, p.high, p.zero) << 8 * i;
-        p.output[(long long)blockIdx.y * p.words + word] = out;
+        p.output[(long long)blockIdx.y * p.row + word] = out;
 #if SEEDED_FAULT == 1  // a write past the end
-        p.output[(long long)(blockIdx.y + 1) * p.words + word] = out;
+        p.output[(long long)(blockIdx.y + 1) * p.row + word] = out;
 #endif
     }
 }

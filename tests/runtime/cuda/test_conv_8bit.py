@@ -10,7 +10,7 @@ from support.conv_cases import same
 from support.quantized_cases import CASES, IMAGE, arrays, compare, family
 
 from optdnn.errors import InternalError, MissingDependency
-from optdnn.runtime.cuda import conv, conv_cost, conv_params, nvrtc, quantized, render
+from optdnn.runtime.cuda import conv, conv_cost, conv_params, nvrtc, pool_int8, quantized, render
 from optdnn.runtime.cuda.conv import Config
 from optdnn.runtime.cuda.conv_problem import Problem, Source
 from optdnn.runtime.cuda.quantized import Affine
@@ -152,3 +152,9 @@ def test_a_comparison_sees_one_wrong_step() -> None:
     wrong.reshape(-1)[5] ^= 1
     assert compare(case, data.expected, data.expected) == ""
     assert "differ" in compare(case, wrong, data.expected)
+
+
+@pytest.mark.parametrize(("channels", "pitches"), [(18, None), (16, (18, 16)), (16, (16, 18)), (16, (12, 16))])
+def test_a_mean_is_of_words_of_four_channels(channels: int, pitches: tuple[int, int] | None) -> None:
+    with pytest.raises(InternalError, match="do not come in fours"):
+        pool_int8.global_average_pool((2, 7, 7, channels), 0, 0.1, (-128.0, 127.0), 0, pitches)

@@ -88,6 +88,13 @@ def test_a_depthwise_convolution_sums_its_integers_on_its_way(name: str, steps: 
     assert kinds.count("ConvSqueeze") + kinds.count("SqueezeFinish") == steps
 
 
+def test_a_mean_reads_and_writes_pixels_that_are_filled_up() -> None:
+    n = QNet()
+    _, program = built(n.done(*NETS["a mean between convolutions of 24 channels"](n)))
+    found = [s.params["op"]["kind"] for s in program.steps]
+    assert found == ["Pointwise", "Copy", "QuantizedConv", "QuantizedMean", "QuantizedConv", "Copy", "Pointwise"]
+
+
 @pytest.mark.parametrize("zero", [0, 5])
 def test_large_images_come_by_tma_where_padding_is_zero(zero: int) -> None:
     n = QNet()
