@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from support.quantized_cases import CASES, DTYPES, GENERAL, Case, arrays, compar
 from support.quantized_nets import FP8_GROUPS, NARROWED, NETS, QNet, launches
 
 from optdnn.errors import OptdnnError
-from optdnn.runtime.cuda import conv_params, graphs, nvrtc
+from optdnn.runtime.cuda import conv_general, conv_params, graphs, nvrtc
 from optdnn.runtime.cuda.device import Device
 
 FENCE = 4096
@@ -47,8 +48,13 @@ def run(case: Case, cache: nvrtc.KernelCache, at: Device, stream: graphs.Stream)
         0 if residual is None else residual.data_ptr(),
     )  # fmt: skip
     function = module.load(problem, case.config, cache, checked=True)
-    row = {"row": data.image[0, 0].size} if module is general_kernel else {}
-    launch = module.bind(problem, case.config, at, function, pointers, requantize=case.scaling().requantize, **row)
+    more = {}
+    if module is general_kernel:
+        more["row"] = data.image[0, 0].size
+        for name, size in zip(("partial", "arrived"), conv_general.workspace(problem, case.config), strict=True):
+            kept[name] = torch.zeros(max(size, 1), dtype=torch.uint8, device="cuda")
+        pointers = replace(pointers, partial=kept["partial"].data_ptr(), arrived=kept["arrived"].data_ptr())
+    launch = module.bind(problem, case.config, at, function, pointers, requantize=case.scaling().requantize, **more)
     runs = []
     for poison in (0xA5, 0x5A):
         out[FENCE:-FENCE] = poison

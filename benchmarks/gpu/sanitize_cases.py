@@ -123,6 +123,10 @@ def forced(name: str) -> Iterator[None]:
             patch.setattr("optdnn.tactics.cuda.conv_pool.OVERLAP", -1.0)
         if name == "narrow groups":
             patch.setattr("optdnn.tactics.cuda.conv_bands.MARGIN", 0.0)
+        if name.startswith("K shared"):
+            from optdnn.tactics.cuda import conv_sm80
+
+            patch.setattr(conv_sm80, "_offers", shared_k(conv_sm80._offers))
         if name.startswith("bands"):
             patch.setattr("optdnn.tactics.cuda.conv_bands.BandedConv.unable", lambda *given: None)
         if name.startswith("stem"):
@@ -132,6 +136,19 @@ def forced(name: str) -> Iterator[None]:
             patch.setattr(StemConv, "unable", lambda *given: None)
             patch.setitem(TACTICS, "Conv", (StemConv(), *TACTICS["Conv"]))
         yield
+
+
+def shared_k(offers: Callable[..., Any]) -> Callable[..., Any]:
+    """The mma.sync kernel's configurations in which blocks share K, which Hopper is not offered."""
+    from optdnn.runtime.cuda import conv_general as general
+
+    def those(problem: Any, arch: str) -> Any:
+        config = next(c for c in general.CONFIGS if c.split > 1 and general.refuse(problem, c) is None)
+        return (Offer(config, 0.0), *offers(problem, arch))
+
+    from optdnn.tactics.cuda.tactic import Offer
+
+    return those
 
 
 def stream_k() -> Any:
@@ -184,6 +201,11 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "narrow groups": (lambda: test_conv_bands.net(64, 64, 8, size=(14, 15), residual=True), "fp16"),
         "bands, strided": (lambda: test_conv_bands.net(256, 256, 32, size=(14, 15), strides=2), "fp16"),
         **{f"far strides {precision}": (net(Net, far_strides), precision) for precision in ("fp16", "tf32")},
+        "K shared fp16": (net(Net, lambda n: n.conv(n.input(2, 128, 90, 70), 96, 3, strides=9, bias=True)), "fp16"),
+        "K shared int8": (
+            net(QNet, lambda n: n.fake(n.qconv(n.fake(n.input(2, 128, 90, 70), 0.03), 96, stride=9), 0.04)),
+            "fp16",
+        ),
         "far strides int8": (net(QNet, far_strides_8bit), "fp16"),
         "far strides fp8": (
             net(QNet, lambda n: n.qconv(n.fake(n.input(2, 21, 60, 50), 0.01, None, FP8), 37, stride=9, dtype=FP8)),

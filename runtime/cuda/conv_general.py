@@ -5,6 +5,7 @@ A :class:`Problem`'s bands are its groups. Its channels are filled up to 16 byte
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,20 +15,26 @@ from optdnn.runtime.cuda import conv, render
 from optdnn.runtime.cuda.conv_params import Requantize, put_requantize
 from optdnn.runtime.cuda.conv_problem import Problem
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
+from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.types import Array
 
 ROW = 64
 """Bytes of a K step."""
+SHARED = 101376
+"""Bytes of shared memory that a block can have on every GPU from sm_80 on (99 KB on sm_86); where a multiprocessor has more,
+registers let no more blocks run on it."""
 
 
 @dataclass(frozen=True, order=True)
 class GeneralConfig:
-    """A tile: ``bm`` pixels x ``bn`` channels (64 or 128 each) of 128 threads, ``stages`` K steps in flight."""
+    """A tile: ``bm`` pixels x ``bn`` channels (64 or 128 each) of 128 threads, ``stages`` K steps in flight, K shared by ``split``
+    blocks."""
 
     bm: int
     bn: int
     stages: int
+    split: int = 1
 
     @property
     def threads(self) -> int:
@@ -35,10 +42,16 @@ class GeneralConfig:
         return 128
 
     def __str__(self) -> str:
-        return f"mma{self.bm}x{self.bn}s{self.stages}"
+        return f"mma{self.bm}x{self.bn}s{self.stages}{f'k{self.split}' if self.split > 1 else ''}"
 
 
-CONFIGS = tuple(GeneralConfig(bm, bn, stages) for bm in (64, 128) for bn in (64, 128) for stages in (3, 4))
+_TILES = tuple((bm, bn) for bm in (64, 128) for bn in (64, 128))
+CONFIGS = (
+    *(GeneralConfig(*tile, stages) for tile in _TILES for stages in (3, 4)),
+    *(GeneralConfig(*tile, 4, split) for tile in _TILES[:3] for split in (2, 4, 8)),
+)
+LEAST_STEPS = 4
+"""K steps of a part that is worth a block of its own."""
 
 
 def shared_bytes(config: GeneralConfig) -> int:
@@ -46,35 +59,57 @@ def shared_bytes(config: GeneralConfig) -> int:
     return config.stages * (config.bm + config.bn) * ROW
 
 
-def refuse(problem: Problem, config: GeneralConfig, *, shared: int = 101376) -> str | None:
-    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
+def refuse(problem: Problem, config: GeneralConfig, *, shared: int = SHARED) -> str | None:
+    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have."""
     if len(problem.sources) != 1 or problem.stack or problem.prologue or problem.scatter or problem.pooled:
         return "it reads one source as it is, and stores results where they belong"
     if config.bm not in (64, 128) or config.bn not in (64, 128) or config.stages < 2:
         return "not a tile of this kernel"
     if (needed := shared_bytes(config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
+    if config.split > 1 and (steps := k_steps(problem)) < LEAST_STEPS * config.split:
+        return f"{steps} K steps are not shared {config.split} ways"
     return None
 
 
-def estimate(problem: Problem, config: GeneralConfig, multiprocessors: int = 108) -> float:
-    """Predicted seconds of one launch on a GPU of the sm_80 family (an A100 has 108 multiprocessors): ranks tiles, no more.
+def k_steps(problem: Problem) -> int:
+    """Steps of K of a tile."""
+    source = problem.sources[0]
+    return source.kernel[0] * source.kernel[1] * -(-source.channels * problem.item // ROW)
+
+
+def grid(problem: Problem, config: GeneralConfig, channels: int = 0) -> tuple[int, int, int]:
+    """Blocks: tiles of pixels, tiles of a group's channels, parts of K of each group. ``channels`` as of :func:`describe`."""
+    of_group = (channels or problem.channels) // problem.bands
+    return -(-problem.pixels // config.bm), -(-of_group // config.bn), problem.bands * config.split
+
+
+def workspace(problem: Problem, config: GeneralConfig, channels: int = 0) -> tuple[int, int]:
+    """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared."""
+    if config.split == 1:
+        return 0, 0
+    blocks = math.prod(grid(problem, config, channels))
+    return blocks * config.bm * config.bn * 4, blocks // config.split * 4
+
+
+def estimate(problem: Problem, config: GeneralConfig, gpu: Device) -> float:
+    """Predicted seconds of one launch on a GPU of the sm_80 family: ranks tiles, no more.
 
     A multiprocessor multiplies 1024 pairs of 16-bit numbers a cycle and shares the copies of its blocks; what a tile has beyond the
     problem is computed for nothing."""
-    tiles = -(-problem.pixels // config.bm) * -(-problem.band_channels // config.bn) * problem.bands
-    source = problem.sources[0]
-    steps = source.kernel[0] * source.kernel[1] * -(-source.channels * problem.item // ROW)
+    blocks = math.prod(grid(problem, config))
+    steps = -(-k_steps(problem) // config.split)
     multiply = config.bm * config.bn * ROW / 2048
     copy = (config.bm + config.bn) * ROW / 40
-    resident = max(1, min(tiles // multiprocessors, 101376 // shared_bytes(config), 4))
-    waves = -(-tiles // (multiprocessors * resident))
-    return (waves * (steps * max(resident * max(multiply, copy), 350.0 / config.stages) + 1500)) / 1.4e9
+    resident = max(1, min(blocks // gpu.multiprocessors, SHARED // shared_bytes(config), 4))
+    waves = -(-blocks // (gpu.multiprocessors * resident))
+    shared = 2000 + config.split * config.bm * config.bn * 4 / 40 if config.split > 1 else 0
+    return (waves * (steps * max(resident * max(multiply, copy), 350.0 / config.stages) + 1500) + shared) / 1.4e9
 
 
 def recipe(problem: Problem, config: GeneralConfig, arch: str) -> Recipe:
     """What to compile; all shapes are parameters."""
-    tile = {"BM": config.bm, "BN": config.bn, "STAGES": config.stages}
+    tile = {"BM": config.bm, "BN": config.bn, "STAGES": config.stages, "SPLIT": config.split}
     text = conv.generated(problem, tile, render.mma(problem.dtype))
     return Recipe("conv_sm80.cu", arch, {"generated.cuh": text}, conv.options(problem, checked=False))
 
@@ -99,7 +134,8 @@ def describe(
     requantize: Requantize | None = None,
 ) -> Description:
     """The launch. Operands: ``pixels``, ``weights`` (:func:`pack_weights`), ``channel`` (fp32 biases, of 8-bit operands pairs of
-    scale and bias), ``output``, and ``residual`` where there is one. Raises InternalError.
+    scale and bias), ``output``, ``residual`` where there is one, and where K is
+    shared ``partial`` and ``arrived`` (:func:`workspace`). Raises InternalError.
 
     ``channels``: of the result, and ``inside``: of a group's source, where the problem's are filled up; ``pitch``: elements between
     the result's (and residual's) pixels; ``row``: between the source's rows."""
@@ -112,10 +148,12 @@ def describe(
     block = ParameterBlock()
     block.pointer("pixels").pointer("weights").pointer("residual" if problem.residual else None)
     block.pointer("channel").pointer("output")
+    for operand in ("partial", "arrived"):
+        block.pointer(operand if config.split > 1 else None)
     read = source.pitch or source.channels * problem.bands
     block.i32(pitch or channels, read, row or source.width * read, channels // problem.bands, inside)
     block.i32(source.height, source.width, *problem.out_size, problem.pixels)
     block.i32(*source.kernel, *source.stride, *source.padding[:2], *source.dilation)
     put_requantize(block, problem.epilogue, requantize)
-    grid = (-(-problem.pixels // config.bm), -(-(channels // problem.bands) // config.bn), problem.bands)
-    return block.describe("conv_sm80", grid, config.threads, shared=shared_bytes(config))
+    blocks = grid(problem, config, channels)
+    return block.describe("conv_sm80", blocks, config.threads, shared=shared_bytes(config))

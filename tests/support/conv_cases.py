@@ -195,6 +195,7 @@ GENERAL: dict[str, General] = {
     "groups of an odd number of channels": General(Problem(2, 96, (same(9, 9, 16),), ADD, bands=4), channels=68),
     "groups of many channels": General(Problem(2, 256, (same(9, 9, 64),), ADD, bands=2)),
     "odd channels": General(Problem(2, 72, (same(11, 13, 40),), RELU), channels=67, inside=37),
+    "deep": General(Problem(2, 80, (same(7, 7, 512),), ADD)),
     "one pixel": General(Problem(3, 1000, (Source(1, 1, 512),), (("bias",),))),
     "bf16": General(Problem(2, 72, (same(11, 13, 40),), RELU, "bfloat16")),
     "tf32": General(Problem(2, 72, (same(11, 13, 40),), ADD, "tfloat32", "float32")),

@@ -34,6 +34,6 @@ def bind(
     )
     addresses = {
         "pixels": pointers.sources[0], "weights": pointers.weights, "residual": pointers.residual, "channel": pointers.bias,
-        "output": pointers.output,
+        "output": pointers.output, "partial": pointers.partial, "arrived": pointers.arrived,
     }  # fmt: skip
     return describe.bind(found, function, addresses)

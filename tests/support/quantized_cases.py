@@ -173,6 +173,7 @@ GENERAL: dict[str, Case] = {
     for config in conv_general.CONFIGS
     for name, case in {
         "mma": Case(2, 80, _FULL, ADD, config, residual=_R),
+        "mma deep": Case(2, 96, same(7, 7, 512), ADD, config, residual=_R),
         "mma 1x1, one pixel": Case(3, 1008, Source(1, 1, 512), (), config, out=None),
         "mma stride 9": Case(2, 64, Source(30, 40, 16, (3, 3), (9, 11)), RELU, config),
         "mma 5x3 dilated": Case(2, 64, same(16, 14, 64, (5, 3), 1, (2, 3)), (("silu",),), config),
@@ -190,8 +191,9 @@ GENERAL: dict[str, Case] = {
         ),
         "mma fp8, fp16 out": Case(37, 80, Source(1, 1, 272), (("gelu",),), config, "float8_e4m3fn", None),
     }.items()
+    if conv_general.refuse(case.problem, config) is None
 }  # fmt: skip
-"""For the general kernel, each in each of its tiles."""
+"""For the general kernel, each in each of its tiles that can run it."""
 
 
 def family(case: Case) -> Any:

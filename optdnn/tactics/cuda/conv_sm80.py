@@ -18,6 +18,7 @@ from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_general as general
 from optdnn.runtime.cuda.conv_params import Requantize
 from optdnn.runtime.cuda.conv_problem import Problem, banded
+from optdnn.runtime.cuda.nominal import gpu_of
 from optdnn.runtime.cuda.plan import TF32
 from optdnn.tactics.cuda import conv_maps
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, products, up
@@ -28,16 +29,21 @@ from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.tactics.cuda.gemm import HopperGemm
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.tactic import Offer, Rehearsed
-from optdnn.types import Array, to_tf32
+from optdnn.types import FP32, INT32, Array, to_tf32
 
 ARCHS = tuple(GPU_PRECISIONS)
 """Architectures that the kernel is compiled for in tests."""
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: Problem) -> tuple[Offer, ...]:
-    found = [c for c in general.CONFIGS if general.refuse(problem, c) is None]
-    return tuple(sorted((Offer(c, general.estimate(problem, c)) for c in found), key=lambda o: o.seconds or 0.0))
+def _offers(problem: Problem, arch: str) -> tuple[Offer, ...]:
+    """Every configuration, the best predicted first. Where K is shared, sums of floats depend on how. Hopper has clusters for that;
+    there the model stays the older GPU's, which ``conv_bands.MARGIN`` was set by."""
+    hopper, exact = arch.startswith("sm_90"), problem.dtype in ("int8", "uint8")
+    gpu = gpu_of("sm_80" if hopper else arch)
+    found = [c for c in general.CONFIGS if general.refuse(problem, c) is None and not (hopper and c.split > 1)]
+    offers = [Offer(c, general.estimate(problem, c, gpu), exact or c.split == 1) for c in found]
+    return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
 def launch(
@@ -56,7 +62,7 @@ def launch(
     """One launch on channels-last NCHW tensors. ``channel``: what each output channel brings to the epilogue; ``meaning``: kind,
     attributes, and the operands after those; ``reads``: what it takes ``feed``'s image for, where that is not the image itself.
     Returns the configuration's name."""
-    offers, channels = _offers(problem), out.shape[1]
+    offers, channels = _offers(problem, b.arch), out.shape[1]
     b.offer(offers)
     config = config or offers[0].config
     assert config is not None
@@ -78,12 +84,20 @@ def launch(
     packed = operands["weights"] = b.constant(general.pack_weights(weight), f"{op.outputs[0].name}.weights")
     lanes, (o, i, r, s) = packed.shape[2], weight.shape
     logical = packed.view((o, i, r, s), (r * s * lanes, 1, s * lanes, lanes))
+    scratch: list[Placed] = []
+    kept: list[Placed] = []
+    if config.split > 1:
+        partial, arrived = general.workspace(problem, config, channels)
+        scratch.append(b.new(f"{op.outputs[0].name}.partial", FP32, (partial // 4,)))
+        kept.append(b.new(f"{op.outputs[0].name}.arrived", INT32, (arrived // 4,)))
+        operands |= {"partial": scratch[0], "arrived": kept[0]}
     row = feed.x.strides[2] if feed.x.shape[2] > 1 else 0
     found = general.describe(problem, config, channels=channels, inside=i, pitch=own, row=row, requantize=requantize)
     constants = channel.view((channels, *channel.shape[1:]), channel.strides)
     emit_description(
         b, op, general.recipe(problem, config, b.arch), found, operands,
         kind=kind, attrs=attrs, reads=[feed.x if reads is None else reads, logical, constants, *tail], writes=[out],
+        scratch=scratch, kept=kept,
     )  # fmt: skip
     return str(config)
 

@@ -24,9 +24,10 @@ from optdnn.types import BF16, FP16, normalize_axis
 
 def emit_description(
     b: Builder, op: Op, recipe: Recipe, found: Description, operands: Mapping[str, Placed], *, kind: str, attrs: dict[str, Any],
-    reads: Sequence[Placed | None], writes: Sequence[Placed],
+    reads: Sequence[Placed | None], writes: Sequence[Placed], scratch: Sequence[Placed] = (), kept: Sequence[Placed] = (),
 ) -> None:  # fmt: skip
-    """Add a described launch; ``operands`` places its operands by name."""
+    """Add a described launch; ``operands`` places its operands by name, ``scratch`` and ``kept`` (see :meth:`Builder.emit`) among
+    them."""
     block = Block()
     block.data[:] = found.parameters
     for p in found.pointers:
@@ -39,7 +40,7 @@ def emit_description(
         maps.append(MapSpec(m.at, shifted, m.shape, m.strides, m.box, m.swizzle))
     b.emit(
         op, KernelSpec(recipe, found.entry), found.grid, found.block, block, kind, attrs, reads, writes,
-        maps=maps, shared=found.shared, cluster=found.cluster,
+        maps=maps, shared=found.shared, cluster=found.cluster, scratch=scratch, kept=kept,
     )  # fmt: skip
 
 

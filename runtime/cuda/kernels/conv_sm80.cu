@@ -4,7 +4,10 @@
 //
 // Block: 128 threads, BM output pixels x BN output channels, K in steps of 64 bytes of one filter tap; 2 x 2 warps. What a fragment of
 // mma.sync holds is the same bytes of a row whatever the element: products of 32 bytes of K, all fed by the same ldmatrix.
-// generated.cuh defines BM, BN (64 or 128), STAGES, the element types (see conv_element.cuh), multiply() and epilogue().
+// SPLIT blocks share the K steps of a tile where tiles are few: each writes its sums as they lie in its registers, and the one that
+// comes last adds all of them in the order of K, so results repeat to the bit. p.arrived counts those of a tile that have written; it is
+// zero between launches, since the last resets it.
+// generated.cuh defines BM, BN (64 or 128), STAGES, SPLIT, the element types (see conv_element.cuh), multiply() and epilogue().
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "conv_element.cuh"
@@ -13,6 +16,8 @@ struct Params {
     const u8 *pixels, *weights, *residual;         // weights: [channels][tap][channel blocks * BK]
     const Channel* channel;                        // bias, or scale and bias, of every output channel
     u8* output;
+    Acc4* partial;
+    u32* arrived;
     int channels, in_channels, in_row;             // elements between pixels of the result, of the source, and between the source's rows
     int group_channels, group_in;
     int height, width, out_h, out_w, pixel_count;
@@ -62,9 +67,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
     const u32 base = smem_address(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int warp_m = (warp % 2) * WARP_M, warp_n = (warp / 2) * WARP_N;
-    const int group = blockIdx.z;
+    const int group = blockIdx.z / SPLIT, part = blockIdx.z % SPLIT;
     const int first_pixel = blockIdx.x * BM, first_channel = blockIdx.y * BN;      // the channel within the group
     const int blocks = (p.group_in + BK - 1) / BK, steps = p.taps_h * p.taps_w * blocks;
+    const int begin = steps * part / SPLIT, end = steps * (part + 1) / SPLIT;
     grid_launch_dependents();
 
     // Copies: thread t moves chunk t % 4 of rows t / 4 + 32 i.
@@ -80,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
         const long long image = (long long)(live ? pixel / p.out_w / p.out_h : 0) * p.height * p.in_row;
         row_image[i] = p.pixels + (image + group * p.group_in) * OPERAND_ITEM + chunk * 16;
     }
-    int block = 0, tap_w = 0, tap_h = 0;           // where in K the next copy is
+    int block = begin % blocks, tap_w = begin / blocks % p.taps_w, tap_h = begin / blocks / p.taps_w;   // where in K the next copy is
     auto load = [&](int stage, int step) {
         const u32 target = base + stage * STAGE_BYTES;
         const int left = (p.group_in - block * BK) * OPERAND_ITEM - chunk * 16, bytes = left < 0 ? 0 : left < 16 ? left : 16;
@@ -115,15 +121,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
     grid_dependency_wait();
     #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-        if (s < steps) load(s, s);
+        if (begin + s < end) load(s, begin + s);
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
-    for (int step = 0; step < steps; step++) {
+    for (int step = begin, stage = 0; step < end; step++) {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
         __syncthreads();                           // this step has landed for all; the stage read last step is free for all
-        if (step + STAGES - 1 < steps) load((step + STAGES - 1) % STAGES, step + STAGES - 1);
+        if (step + STAGES - 1 < end) load(stage ? stage - 1 : STAGES - 1, step + STAGES - 1);
         asm volatile("cp.async.commit_group;" ::: "memory");
-        const u32 a_tile = base + step % STAGES * STAGE_BYTES, b_tile = a_tile + BM * ROW_BYTES;
+        const u32 a_tile = base + stage * STAGE_BYTES, b_tile = a_tile + BM * ROW_BYTES;
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
         #pragma unroll
         for (int k = 0; k < ROW_BYTES / 32; k++) {
             u32 a[TILES_M][4], b[TILES_N][2];
@@ -143,6 +150,40 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
             for (int m = 0; m < TILES_M; m++)
                 #pragma unroll
                 for (int n = 0; n < TILES_N; n++) multiply(acc[m][n], a[m], b[n][0], b[n][1]);
+        }
+    }
+
+    if (SPLIT > 1) {
+        constexpr int PIECES = TILES_M * TILES_N;  // of 16 bytes, of a thread
+        const u32 tile = (group * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+        Acc4* sums = p.partial + (u64(tile) * SPLIT + part) * PIECES * THREADS + threadIdx.x;
+        #pragma unroll
+        for (int m = 0; m < TILES_M; m++)
+            #pragma unroll
+            for (int n = 0; n < TILES_N; n++)
+                sums[(m * TILES_N + n) * THREADS] = {acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]};
+        __threadfence();
+        __syncthreads();                           // the ring is read no more: its first word tells who was last
+        u32* last = reinterpret_cast<u32*>(shared);
+        if (threadIdx.x == 0) {
+            *last = atomicAdd(p.arrived + tile, 1u) == SPLIT - 1;
+            if (*last) p.arrived[tile] = 0;
+        }
+        __syncthreads();
+        if (!*last) return;
+        __threadfence();
+        const Acc4* all = p.partial + u64(tile) * SPLIT * PIECES * THREADS + threadIdx.x;
+        #pragma unroll 1
+        for (int r = 0; r < SPLIT; r++) {
+            #pragma unroll
+            for (int m = 0; m < TILES_M; m++) {
+                #pragma unroll
+                for (int n = 0; n < TILES_N; n++) {
+                    const Acc4 v = __ldcg(all + (r * PIECES + m * TILES_N + n) * THREADS);
+                    const Acc4 old = r ? Acc4{acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]} : Acc4{0, 0, 0, 0};
+                    acc[m][n][0] = old.x + v.x, acc[m][n][1] = old.y + v.y, acc[m][n][2] = old.z + v.z, acc[m][n][3] = old.w + v.w;
+                }
+            }
         }
     }
 

@@ -15,6 +15,7 @@ from optdnn.runtime.cuda.conv import Config
 from optdnn.runtime.cuda.conv_general import GeneralConfig
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.conv_problem import Problem, Source
+from optdnn.runtime.cuda.nominal import gpu_of
 
 DEVICE = conv_cost.h200()
 
@@ -160,6 +161,7 @@ def test_patch_refusals(problem: Problem, config: PatchConfig, reason: str) -> N
         (replace(P, pooled=True), GeneralConfig(64, 64, 3), "where they belong"),
         (P, GeneralConfig(96, 64, 3), "not a tile"),
         (P, GeneralConfig(128, 128, 7), "bytes of shared memory"),
+        (P, GeneralConfig(64, 64, 3, 10), "36 K steps are not shared 10 ways"),
     ],
 )
 def test_general_refusals(problem: Problem, config: GeneralConfig, reason: str) -> None:
@@ -172,6 +174,30 @@ def test_general_refusals(problem: Problem, config: GeneralConfig, reason: str) 
 def test_groups_of_the_general_kernel_begin_at_sixteen_bytes() -> None:
     with pytest.raises(InternalError, match="groups of 12 channels do not begin"):
         conv_general.describe(replace(P, bands=2), GeneralConfig(64, 64, 3), inside=12)
+
+
+def test_parts_of_k_have_a_workspace_each() -> None:
+    problem, config = replace(P, channels=136), GeneralConfig(64, 128, 4, 4)
+    assert conv_general.grid(problem, config) == (-(-problem.pixels // 64), 2, 4)
+    blocks = -(-problem.pixels // 64) * 2 * 4
+    assert conv_general.workspace(problem, config) == (blocks * 64 * 128 * 4, blocks // 4 * 4)
+    assert conv_general.workspace(problem, GeneralConfig(64, 128, 4)) == (0, 0)
+    assert conv_general.describe(problem, config).operands == (
+        "pixels",
+        "weights",
+        "channel",
+        "output",
+        "partial",
+        "arrived",
+    )
+
+
+def test_small_batches_share_k_and_large_ones_do_not() -> None:
+    for batch, shared in ((1, True), (128, False)):
+        problem = Problem(batch, 512, (same(7, 7, 512),), RELU)
+        found = [c for c in conv_general.CONFIGS if conv_general.refuse(problem, c) is None]
+        best = min(found, key=lambda c: conv_general.estimate(problem, c, gpu_of("sm_80")))
+        assert (best.split > 1) == shared, best
 
 
 def test_general_weights_are_tap_by_tap() -> None:
