@@ -17,6 +17,7 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.lower_cuda import lower_cuda
 from optdnn.runtime.cuda.check import check_steps
+from optdnn.runtime.cuda.render import INEXACT
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program, validate
@@ -131,7 +132,8 @@ def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> Non
     context: Any = CudaRunner(program, LoadOptions()).context()
     for e in check_steps(context, feeds_of(graph)):
         narrow = {program.buffers[i].dtype.name for i in program.steps[e.step].outputs} & {"int8", "uint8"}
+        stages = {stage[0] for stage in program.steps[e.step].params["op"]["attrs"].get("stages", ())}
         if (precision.startswith("int8") and narrow) or e.kind in ("Frames", "Copy"):
-            assert e.error == 0, e
+            assert e.error <= (1e-2 if stages & INEXACT else 0), e  # behind a hyperbolic tangent, a share one step off
         elif program.buffers[program.steps[e.step].outputs[0]].dtype.itemsize > 1:
             assert e.error < 4e-3, e
