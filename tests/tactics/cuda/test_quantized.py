@@ -92,7 +92,19 @@ def test_a_mean_reads_and_writes_pixels_that_are_filled_up() -> None:
     n = QNet()
     _, program = built(n.done(*NETS["a mean between convolutions of 24 channels"](n)))
     found = [s.params["op"]["kind"] for s in program.steps]
-    assert found == ["Pointwise", "Copy", "QuantizedConv", "QuantizedMean", "QuantizedConv", "Copy", "Pointwise"]
+    assert found == ["Pointwise", "Copy", "QuantizedConv", "QuantizedMean", "QuantizedConv", "Pointwise"]
+
+
+def test_pixels_alone_are_rows_as_they_lie() -> None:
+    n = QNet()
+    x = n.fake(n.op("GlobalAveragePool", n.fake(n.qconv(n.fake(n.input(3, 16, 9, 7), 0.03), 24), 0.04)), 0.02)
+    rows = n.fake(n.op("Reshape", x, n.ints(3, 24)), 0.02)
+    graph, program = built(n.done(n.qgemm(rows, 10)))
+    found = [s.params["op"]["kind"] for s in program.steps]
+    assert found == ["Pointwise", "Copy", "QuantizedConv", "QuantizedMean", "QuantizedConv", "Copy"]  # of borders alone
+    feeds = feeds_of(graph)
+    for output, want in evaluate(graph, feeds).items():
+        np.testing.assert_array_equal(simulate(program, feeds)[output], want)
 
 
 @pytest.mark.parametrize("zero", [0, 5])
