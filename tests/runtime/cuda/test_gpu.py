@@ -25,7 +25,7 @@ DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat
 TOLERANCE = {
     "float16": 4e-4,
     "bfloat16": 3e-3,
-    "float32": 2e-6,
+    "float32": 2e-5,  # of tf32: the kernel rounds ties away from zero, NumPy to even
 }  # of the norm; rounding the result once costs half of it
 
 
