@@ -1,4 +1,4 @@
-"""Tactics of 8-bit convolutions, matrix products and means."""
+"""Tactics of 8-bit convolutions and matrix products."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from optdnn.config import GPU_PRECISIONS
-from optdnn.errors import InternalError
 from optdnn.ir.graph import Op, Value
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda import conv_params, conv_problem, pool_int8, quantized, render
 from optdnn.runtime.cuda import conv_patch as patch
 from optdnn.runtime.cuda.conv_cost import h200
-from optdnn.runtime.cuda.describe import Description
-from optdnn.runtime.reference.window import resolve_pads
 from optdnn.tactics.cuda import conv_maps, conv_sm90
 from optdnn.tactics.cuda.builder import EIGHT_BITS, Builder, Placed, channels_last, map_dtype, row_major, up
 from optdnn.tactics.cuda.conv import image, planar
 from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.quantizer import quantization
-from optdnn.tactics.cuda.tactic import OwnTactic, Rehearsed
+from optdnn.tactics.cuda.tactic import Rehearsed
 from optdnn.tactics.cuda.views import reshaped
 from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType
 
@@ -251,6 +248,21 @@ def _weight_view(packed: Placed, problem: conv_problem.Problem, feed: conv_maps.
     return packed.view((up(o, 16) // 16, 8, 2, i, r, s), (16 * depth, depth, 8 * depth, 1, s * lane, lane))
 
 
+def geometry_refusal(b: Builder, op: Op) -> str | None:
+    """Why Hopper's kernels do not walk as the convolution does."""
+    a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+    assert weight is not None
+    geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
+    return conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
+
+
+def axes_of(b: Builder, op: Op) -> int:
+    """Spatial axes of a convolution."""
+    weight = b.graph.constant_value(op.inputs[1])
+    assert weight is not None
+    return weight.ndim - 2
+
+
 class HopperQuantizedConv(Rehearsed):
     """Ungrouped convolutions of int8, uint8 or fp8 over one or two spatial axes."""
 
@@ -259,15 +271,11 @@ class HopperQuantizedConv(Rehearsed):
     """Blocks of pixels of a stem's image that are read as one pixel: two fill the 32 bytes of one product's depth."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        why = refusal(b, op)
-        if why is not None:
+        if (why := refusal(b, op)) is not None:
             return why
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        if a.group != 1 or weight.ndim not in (3, 4):
-            return f"it has {a.group} groups and {weight.ndim - 2} spatial axes"
-        geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
-        return conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
+        if op.attrs.group != 1 or axes_of(b, op) not in (1, 2):
+            return f"it has {op.attrs.group} groups and {axes_of(b, op)} spatial axes"
+        return geometry_refusal(b, op)
 
     def read(self, name: str) -> Any:
         """See :class:`optdnn.tactics.cuda.tactic.Tactic`."""
@@ -393,104 +401,3 @@ def _rows_of(x: Placed) -> Placed | None:
         return None
     found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, conv_maps.aligned(x)), 1, pitch, pitch))
     return found if conv_maps.pitch_of(found) is not None else None
-
-
-class MaxPoolOfIntegers(OwnTactic):
-    """Max pooling of int8 or uint8 images that lie channels-last without gaps: sixteen channels a thread."""
-
-    name = "max_pool_8bit"
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        assert op.inputs[0] is not None
-        x = b.graph.type(op.inputs[0])
-        if x.dtype.name not in ("int8", "uint8") or len(op.outputs) != 1 or x.rank != 4:
-            return "it is for int8 or uint8 images"
-        if any(d != 1 for d in op.attrs.dilations) or x.static_shape[1] % 16:
-            return "its windows have holes, or its channels do not come in sixteens"
-        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
-        if op.value not in b.reserved and op.outputs[0].type.layout != "nhwc":
-            return "its result is not channels-last"
-        if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 16 for p in places):
-            return "its images have gaps or another order"
-        try:
-            self._describe(b, op)
-        except InternalError as error:
-            return error.message
-        return None
-
-    def _describe(self, b: Builder, op: Op) -> Description:
-        assert op.inputs[0] is not None
-        a, (n, c, h, w) = op.attrs, b.graph.type(op.inputs[0]).static_shape
-        out = op.outputs[0].type.static_shape
-        pads = resolve_pads(a.auto_pad, a.pads, (h, w), a.kernel_shape, a.strides, a.dilations)
-        assert pads is not None
-        ends = [
-            (o - 1) * s + k - p - i
-            for o, s, k, p, i in zip(out[2:], a.strides, a.kernel_shape, pads[:2], (h, w), strict=True)
-        ]
-        return pool_int8.max_pool((n, h, w, c), a.kernel_shape, a.strides, (pads[0], pads[1], ends[0], ends[1]))
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        assert op.inputs[0] is not None
-        a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
-        pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], a.kernel_shape, a.strides, a.dilations)
-        attrs = {
-            "kernel_shape": a.kernel_shape, "strides": a.strides, "pads": pads, "dilations": a.dilations,
-            "ceil_mode": a.ceil_mode and a.auto_pad == "NOTSET", "auto_pad": "NOTSET",
-        }  # fmt: skip
-        recipe = pool_int8.recipe(x.dtype.name, b.arch, kernel=a.kernel_shape)
-        emit_description(
-            b,
-            op,
-            recipe,
-            self._describe(b, op),
-            {"input": x, "output": out},
-            kind="MaxPool",
-            attrs=attrs,
-            reads=[x],
-            writes=[out],
-        )
-        return ""
-
-
-class MeanOfIntegers(OwnTactic):
-    """Global average pooling of int8 or uint8 images; those that do not lie channels-last, at most filled up to sixteens of channels,
-    are copied."""
-
-    name = "mean_8bit"
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
-        if x.dtype.name not in ("int8", "uint8") or op.outputs[0].type.dtype != x.dtype:
-            return "it is for int8 or uint8, in and out"
-        return "its channels do not come in fours" if x.static_shape[1] % 4 else None
-
-    @staticmethod
-    def _pitch(x: Placed) -> int | None:
-        """Channels from a pixel to the next, where the kernel can read or write them so."""
-        c = x.shape[1]
-        found = (p for p in (c, up(c, 16)) if x.is_like(channels_last(x.shape, p)) and x.offset % 4 == 0)
-        return next(found, None)
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        assert op.inputs[0] is not None
-        a, x, target = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
-        n, c, *spatial = x.shape
-        if (pitch := self._pitch(x)) is None:
-            given, x = x, b.new(f"{op.outputs[0].name}.image", x.dtype, x.shape, channels_last(x.shape, c))
-            copy(b, op, given, x)
-            pitch = c
-        out = target
-        if (wide := self._pitch(target)) is None:
-            out = b.new(f"{op.outputs[0].name}.mean", target.dtype, target.shape, channels_last(target.shape, c))
-            wide = c
-        found = pool_int8.global_average_pool(
-            (n, int(np.prod(spatial)), 1, c), a.input_zero, a.factor, (a.low, a.high), a.zero, (pitch, wide)
-        )
-        emit_description(
-            b, op, pool_int8.recipe(x.dtype.name, b.arch), found, {"input": x, "output": out},
-            kind=op.kind, attrs=attrs_dict(a), reads=[x], writes=[out],
-        )  # fmt: skip
-        if out is not target:
-            copy(b, op, out, target)
-        return ""

@@ -6,10 +6,9 @@ from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.runtime.cuda.conv_problem import banded
-from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv_bands import costlier, groups_together
-from optdnn.tactics.cuda.quantized import HopperQuantizedConv, refusal
+from optdnn.tactics.cuda.quantized import HopperQuantizedConv, axes_of, geometry_refusal, refusal
 from optdnn.tactics.cuda.quantized_sm80 import GeneralQuantizedConv
 
 
@@ -20,15 +19,11 @@ class BandedQuantizedConv(HopperQuantizedConv):
     name = "conv_bands_sm90_8bit"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        why = refusal(b, op)
-        if why is not None:
+        if (why := refusal(b, op)) is not None:
             return why
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        if a.group == 1 or weight.ndim not in (3, 4):
-            return f"it has {a.group} groups and {weight.ndim - 2} spatial axes"
-        geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
-        return conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
+        if op.attrs.group == 1 or axes_of(b, op) not in (1, 2):
+            return f"it has {op.attrs.group} groups and {axes_of(b, op)} spatial axes"
+        return geometry_refusal(b, op)
 
     def unable(self, b: Builder, op: Op) -> str | None:
         """As :meth:`.conv_bands.BandedConv.unable`."""

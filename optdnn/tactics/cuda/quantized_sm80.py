@@ -7,12 +7,14 @@ from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.runtime.cuda import conv_problem, quantized
-from optdnn.tactics.cuda import conv_maps, conv_sm80, conv_sm90
+from optdnn.tactics.cuda import conv_maps, conv_sm80
 from optdnn.tactics.cuda.builder import Builder, Placed
 from optdnn.tactics.cuda.conv_bands import groups_together
 from optdnn.tactics.cuda.quantized import (
     HopperQuantizedConv,
     HopperQuantizedMatMul,
+    axes_of,
+    geometry_refusal,
     meaning_of,
     numbers_of,
     problem_of,
@@ -30,17 +32,16 @@ class GeneralQuantizedConv(HopperQuantizedConv):
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := refusal(b, op)) is not None:
             return why
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        if weight.ndim not in (3, 4):
-            return f"it has {weight.ndim - 2} spatial axes"
-        a, dtype = op.attrs, b.graph.type(op.inputs[0]).dtype.name  # type: ignore[arg-type]
-        if conv_sm90.refuse(b.arch, dtype, [(weight.shape[2:], a.strides, a.pads, a.dilations)]) is not None:
+        if axes_of(b, op) not in (1, 2):
+            return f"it has {axes_of(b, op)} spatial axes"
+        if geometry_refusal(b, op) is not None:
             return None
-        if a.group == 1:
+        weight, groups = b.graph.constant_value(op.inputs[1]), op.attrs.group
+        assert weight is not None
+        if groups == 1:
             return "Hopper's own kernel runs it"
-        own = groups_together(a.group, weight.shape[0] // a.group, weight.shape[1], 16)
-        fewer = conv_sm80.together(b.arch, a.group, weight) < own
+        own = groups_together(groups, weight.shape[0] // groups, weight.shape[1], 16)
+        fewer = conv_sm80.together(b.arch, groups, weight) < own
         return None if fewer else f"Hopper's own kernel takes no more than {own} groups together, either"
 
     def read(self, name: str) -> Any:

@@ -34,10 +34,9 @@ from optdnn.tactics.cuda.positions import POSITIONS, Positions
 from optdnn.tactics.cuda.quantized import (
     HopperQuantizedConv,
     HopperQuantizedMatMul,
-    MaxPoolOfIntegers,
-    MeanOfIntegers,
 )
 from optdnn.tactics.cuda.quantized_bands import BandedQuantizedConv
+from optdnn.tactics.cuda.quantized_pools import MaxPoolOfIntegers, MeanOfIntegers
 from optdnn.tactics.cuda.quantized_sm80 import GeneralQuantizedConv, GeneralQuantizedMatMul
 from optdnn.tactics.cuda.reduce import REDUCTIONS, Reduction
 from optdnn.tactics.cuda.regions import REGIONS, Regions
