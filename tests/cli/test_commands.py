@@ -221,6 +221,22 @@ def test_run_says_where_inputs_are_random(cli: Cli, engine: Path, tmp_path: Path
     assert not np.array_equal(results[0], results[2])
 
 
+def test_run_tells_scripts_what_came_out(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    x = np.random.default_rng(1).standard_normal((4, 3, 8, 8)).astype(np.float32)
+    for given, finite in ((x, True), (np.full_like(x, np.nan), False)):
+        np.save(tmp_path / "x.npy", given)
+        code, out, err = cli("run", engine, "--input", f"x={tmp_path / 'x.npy'}", "--json")
+        assert (code, err) == (0, "")
+        found, want = strict(out), optdnn.load(engine)(given)
+        assert found["random_inputs"] == []
+        y = found["outputs"]["y"]
+        assert (y["dtype"], y["shape"]) == ("fp32", [4, 5])
+        assert y["mean"] == (pytest.approx(float(want.mean()), rel=1e-5) if finite else None)
+    code, out, err = cli("run", engine, "--json", "--size", "N=2")
+    assert strict(out)["random_inputs"] == ["x"]
+    assert "random inputs" in err
+
+
 def test_bfloat16_arrays_survive_files(cli: Cli, model: Path, tmp_path: Path) -> None:
     assert cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--io-dtype", "bf16").code == 0
     x = np.ones((1, 3, 8, 8), ml_dtypes.bfloat16)

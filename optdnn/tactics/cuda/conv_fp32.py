@@ -15,10 +15,9 @@ from optdnn.ops.conv import resolved
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_fp32 as fp32
 from optdnn.runtime.cuda.conv_params import Scatter
-from optdnn.runtime.cuda.nominal import gpu_of
+from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last
 from optdnn.tactics.cuda.conv import FEW_CHANNELS, bias_of, entering, finish, image, planar
-from optdnn.tactics.cuda.conv_sm80 import ARCHS
 from optdnn.tactics.cuda.conv_sm90 import blocks
 from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue, plan_epilogue
@@ -128,8 +127,8 @@ def emit_fp32(
 
 def refusal(b: Builder, op: Op) -> str | None:
     """Why the kernel is not for this architecture, or this element type."""
-    if b.arch not in ARCHS:
-        return f"it is compiled for {', '.join(ARCHS)}, not {b.arch}"
+    if (why := no_gpu(b.arch)) is not None:
+        return why
     if op.outputs[0].type.dtype != FP32:
         return f"its operands are fp32, not {op.outputs[0].type.dtype.name}"
     return None

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.config import GPU_PRECISIONS
 from optdnn.ir.graph import Op
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_general as general
 from optdnn.runtime.cuda.conv_params import Requantize
 from optdnn.runtime.cuda.conv_problem import Problem, banded
-from optdnn.runtime.cuda.nominal import gpu_of
+from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
 from optdnn.runtime.cuda.plan import TF32
 from optdnn.tactics.cuda import conv_maps
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, products, up
@@ -30,9 +29,6 @@ from optdnn.tactics.cuda.gemm import HopperGemm
 from optdnn.tactics.cuda.pointwise import copy
 from optdnn.tactics.cuda.tactic import Offer, Rehearsed
 from optdnn.types import FP32, INT32, Array, to_tf32
-
-ARCHS = tuple(GPU_PRECISIONS)
-"""Architectures that the kernel is compiled for in tests."""
 
 
 @lru_cache(maxsize=1024)
@@ -145,8 +141,8 @@ def _pitch(x: Placed) -> int:
 
 def refusal(b: Builder, op: Op) -> str | None:
     """Why the kernel is not for this architecture, or this element type."""
-    if b.arch not in ARCHS:
-        return f"it is compiled for {', '.join(ARCHS)}, not {b.arch}"
+    if (why := no_gpu(b.arch)) is not None:
+        return why
     if products(b, op) not in ("float16", "bfloat16", "tfloat32"):
         return f"its operands are 16-bit floats, or of fp32, tf32 where that was asked for, not {products(b, op)}"
     return None

@@ -12,11 +12,10 @@ from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_stem as stem
 from optdnn.runtime.cuda import conv_stem_cost
 from optdnn.runtime.cuda.conv_problem import Source
-from optdnn.runtime.cuda.nominal import gpu_of
+from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
 from optdnn.tactics.cuda import conv_maps
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, up
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, finish, image, planar, with_pitch
-from optdnn.tactics.cuda.conv_sm80 import ARCHS
 from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.epilogue import RESIDUAL, plan_epilogue
 from optdnn.tactics.cuda.stem import channel_affine, pixel_source
@@ -37,8 +36,8 @@ class StemConv(Rehearsed):
     name = "conv_stem"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if b.arch not in ARCHS:
-            return f"it is compiled for {', '.join(ARCHS)}, not {b.arch}"
+        if (why := no_gpu(b.arch)) is not None:
+            return why
         weight = b.graph.constant_value(op.inputs[1])
         if weight is None or weight.ndim not in (3, 4) or op.attrs.group != 1:
             return "it is not an ungrouped convolution over one or two axes with constant weights"
