@@ -37,6 +37,7 @@ HOT = frozenset(
             "depthwise_sm90.cu",
             "separable_sm90.cu",
             "attention_sm90.cu",
+            "attention_sm80.cu",
         ),
         *("rows.cu", "group_norm.cu", "rnn_sm90.cu", "pool_int8.cu", "gemv.cu", "squeeze_finish.cu"),
     }

@@ -158,7 +158,7 @@ def stream_k() -> Any:
     return test_stream_k.network()
 
 
-ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "softcap")
+ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "wide heads", "softcap")
 RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
 
 import test_conv_bands  # type: ignore[import-not-found]  # noqa: E402

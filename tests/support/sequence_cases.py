@@ -91,7 +91,8 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "weights": (lambda: attention(outputs=4, mask="bool", qk_matmul_output_mode=3), "attention_steps"),
     "raw scores": (lambda: attention(outputs=4, count=4, shared=2, softcap=1.0), "attention_steps"),
     "wide values": (lambda: attention(value_size=24, size=16), "attention_steps"),
-    "wide heads": (lambda: attention(size=136, count=2), "attention_steps"),
+    "wide heads": (lambda: attention(size=136, count=2), "attention_sm80"),
+    "widest heads": (lambda: attention(size=264, count=1), "attention_steps"),
 }
 """Name -> how to build it, and the tactic that runs it in half precision on Hopper."""
 

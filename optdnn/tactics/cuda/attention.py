@@ -1,4 +1,5 @@
-"""Tactics of attention: Hopper's fused kernel, and three launches (product, softmax, product) that run anything.
+"""Tactics of attention: Hopper's fused kernel (that of other GPUs: :mod:`optdnn.tactics.cuda.attention_sm80`), and three launches
+(product, softmax, product) that run anything.
 
 Heads are axes of views: q, k and v may lie in the output of one joint projection in any order of axes, and the result is written
 in the order that its reader wants, so that no transposition of heads is ever copied.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,8 +18,8 @@ from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import attention
-from optdnn.runtime.cuda.conv_cost import h200
-from optdnn.runtime.cuda.narrow import Narrow
+from optdnn.runtime.cuda.narrow import Narrow, no_conversion
+from optdnn.runtime.cuda.nominal import gpu_of
 from optdnn.runtime.reference.attention import visible
 from optdnn.tactics.cuda.builder import Builder, Placed, map_dtype, row_major, up
 from optdnn.tactics.cuda.described import emit_description
@@ -36,12 +37,14 @@ KEYS, VALUES, WEIGHTS = 1, 2, 3
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: attention.Problem) -> tuple[Offer, ...]:
-    """The number of keys in a tile decides in which order a row is summed, and nothing else of a configuration does."""
-    many = attention.candidates(replace(problem, batch=MANY), h200(), limit=1)
-    found = dict.fromkeys((*attention.candidates(problem, h200()), *many))
+def offers_of(plans: Any, problem: attention.Problem, arch: str) -> tuple[Offer, ...]:
+    """Of the kernel that the module ``plans`` plans. The number of keys in a tile decides in which order a row is summed, and nothing
+    else of a configuration does."""
+    gpu = gpu_of(arch)
+    many = plans.candidates(replace(problem, batch=MANY), gpu, limit=1)
+    found = dict.fromkeys((*plans.candidates(problem, gpu), *many))
     keys = {c.keys for c in many}
-    offers = [Offer(c, attention.estimate(problem, c, h200()), c.keys in keys) for c in found]
+    offers = [Offer(c, plans.estimate(problem, c, gpu), c.keys in keys) for c in found]
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
@@ -84,12 +87,18 @@ class HopperAttention(Rehearsed):
     """Attention of 16-bit floats in one launch: wgmma and TMA, online softmax in fp32."""
 
     name = "attention_sm90"
+    plans: ClassVar[Any] = attention
+    """The module that plans its launches."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        a: AttentionAttrs = op.attrs
-        q, k, v = (b.graph.type(x) for x in op.inputs[:3] if x is not None)
         if not b.arch.startswith("sm_90"):
             return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
+        return self._unsuitable(b, op, attention.Config(1, 16, 1))
+
+    def _unsuitable(self, b: Builder, op: Op, least: Any) -> str | None:
+        """Why the kernel does not compute the operator, on whatever architecture; ``least``: its smallest tile."""
+        a: AttentionAttrs = op.attrs
+        q, k, v = (b.graph.type(x) for x in op.inputs[:3] if x is not None)
         if q.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
         if a.softcap or a.left_window_size >= 0 or a.right_window_size >= 0:
@@ -110,8 +119,8 @@ class HopperAttention(Rehearsed):
         if any(0 in t.static_shape for t in (q, k, v)):
             return "it has nothing to do"
         problem = self._problem(op, past, q.static_shape, k.static_shape, _assumed(q.static_shape), map_dtype(q.dtype))
-        reason = attention.refuse(problem, attention.Config(1, 16, 1))
-        if reason is None and not _offers(problem):
+        reason: str | None = self.plans.refuse(problem, least)
+        if reason is None and not offers_of(self.plans, problem, b.arch):
             reason = "no tile of the kernel fits it"
         return reason
 
@@ -145,7 +154,7 @@ class HopperAttention(Rehearsed):
         own = (*k.shape[:2], k.shape[2] - past, k.shape[3])
         problem = self._problem(op, past, q.shape, own, views, map_dtype(q.dtype), strides, period)  # type: ignore[arg-type]
         problem = replace(problem, narrow="" if to is None else to.to.dtype)
-        offers = _offers(problem)
+        offers = offers_of(self.plans, problem, b.arch)
         b.offer(offers)
         config = config or offers[0].config
         operands = {"q": q, "k": k, "v": v, "out": out}
@@ -165,8 +174,8 @@ class HopperAttention(Rehearsed):
         if to is not None:
             kind, attrs = "Quantized", meaning(op, to, False, attrs, kind)
         emit_description(
-            b, op if to is None else replace(op, src=op.src | to.op.src), attention.recipe(problem, config, b.arch),
-            attention.describe(problem, config, None if to is None else Narrow.of(to.to)), operands,
+            b, op if to is None else replace(op, src=op.src | to.op.src), self.plans.recipe(problem, config, b.arch),
+            self.plans.describe(problem, config, None if to is None else Narrow.of(to.to)), operands,
             kind=kind, attrs=attrs, reads=reads, writes=[out],
         )  # fmt: skip
         if out is not target:
@@ -175,9 +184,10 @@ class HopperAttention(Rehearsed):
 
     @staticmethod
     def _quantizer(b: Builder, op: Op) -> Quantizer | None:
-        """The quantization of the result, where nothing else reads it and TMA can store its rows."""
+        """The quantization of the result, where nothing else reads it, TMA can store its rows, and the GPU rounds to its type."""
         size = op.outputs[0].type.static_shape[3]
-        return quantizer_of(b, op.value) if b.graph.sole_user(op.value) is not None and size % 16 == 0 else None
+        to = quantizer_of(b, op.value) if b.graph.sole_user(op.value) is not None and size % 16 == 0 else None
+        return None if to is None or no_conversion(to.to.dtype, b.arch) is not None else to
 
     @staticmethod
     def _mask(b: Builder, op: Op, q: Placed) -> Placed | None:

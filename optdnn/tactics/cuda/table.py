@@ -6,6 +6,7 @@ from optdnn.ops.table import OPDEFS
 from optdnn.tactics.cuda.add_norm import AddNorm, PlainAdd
 from optdnn.tactics.cuda.arg import ArgExtreme
 from optdnn.tactics.cuda.attention import AttentionSteps, HopperAttention
+from optdnn.tactics.cuda.attention_sm80 import GeneralAttention
 from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.conv_bands import BandedConv
 from optdnn.tactics.cuda.conv_blocks import BlockConv
@@ -95,7 +96,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "RNN": (GeneralRNN(),),
     "GRU": (HopperRNN(), GeneralRNN()),
     "LSTM": (HopperRNN(), GeneralRNN()),
-    "Attention": (HopperAttention(), AttentionSteps(), CudnnAttention()),
+    "Attention": (HopperAttention(), GeneralAttention(), AttentionSteps(), CudnnAttention()),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),

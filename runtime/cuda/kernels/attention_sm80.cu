@@ -1,0 +1,293 @@
+// Fused attention for any tensor-core GPU from sm_80 on: out = softmax(scale * q k^T + mask) v per batch and head, mma.sync fed by a
+// cp.async ring, 16-bit operands. It computes what attention_sm90.cu does, in the same order of keys.
+//
+// A block takes WARPS x TILES x 16 queries of one head, whose tile stays in shared memory (KEEP: in registers). Tiles of BLOCK_KEYS
+// keys and of their values come by turns into a ring of SLOTS. Each warp multiplies its queries with a tile of keys, keeps the scores in
+// registers, turns them into exp2(score - running maximum), and multiplies these with the values: the accumulators of two products of
+// eight keys are, packed, what mma.sync takes for sixteen of K (the online softmax of FlashAttention; statistics and sums are fp32).
+// Operands are strided views [batch][position][head][feature], so q, k and v may lie in the output of one joint projection.
+//
+// A head of HEAD features (a multiple of 16; what the tensor lacks is zeros) is a row of 16-byte chunks in shared memory, swizzled so
+// that the eight rows of an ldmatrix hit all banks. A warp's results go through the place of its own queries, and out as whole chunks.
+//
+// generated.cuh defines WARPS, TILES, BLOCK_KEYS, SLOTS, HEAD, KEEP, MIN_BLOCKS, CAUSAL, HAS_LENGTHS, MASK (0 none; else elements per
+// load: 1 or 2), NARROW (1: the result goes out in 8-bit integers, 2: in fp8) and multiply().
+#include "ptx.cuh"
+#include "mma.cuh"
+#include "generated.cuh"
+#include "narrow.cuh"
+
+constexpr int THREADS = WARPS * 32, ROWS = TILES * 16, QUERIES = WARPS * ROWS;
+constexpr int CHUNKS = HEAD / 8, ROW_BYTES = HEAD * 2;
+constexpr int SWIZZLE = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;         // chunks that change places
+constexpr u32 SLOT_BYTES = BLOCK_KEYS * ROW_BYTES;
+constexpr float LOG2_E = 1.4426950408889634f;
+
+struct View {                                      // strides in elements
+    long long batch, head;
+    int position;
+};
+
+struct Params {
+    const u16 *queries, *keys, *values;
+    u8* output;
+    const u16* mask;
+    const int* lengths;                            // keys of each batch
+    View of_queries, of_keys, of_values, of_output;
+    long long mask_batch, mask_head, mask_query;   // strides in elements
+    int query_count, key_count, features, group;   // group: query heads per key head
+    int causal_offset;                             // query i sees keys <= i + causal_offset
+    int mask_period;                               // batch entry n has mask n % mask_period
+    float scale_log2;                              // the scale times log2(e)
+    Narrow narrow;
+};
+
+// What the chunks of a row are XORed with: a row of CHUNKS begins at bank group row * CHUNKS % 8.
+DEVICE int swizzle_of(int row) { return row / (8 / SWIZZLE) % SWIZZLE; }
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
+// COUNT rows of a head from ``first`` on; zeros from row ``end`` on, and behind the features. A thread copies every STEP-th row's chunks
+// of one place in the swizzle.
+template <int COUNT> DEVICE void load_rows(u32 target, const u16* source, int position, int features, int first, int end) {
+    constexpr int STEP = THREADS / SWIZZLE;
+    const int column = threadIdx.x % SWIZZLE, row = threadIdx.x / SWIZZLE;
+    const u16* from = source + (long long)(first + row) * position + column * 8;
+    #pragma unroll
+    for (int i = 0; i < (COUNT + STEP - 1) / STEP; i++, from += STEP * position) {
+        if (COUNT % STEP != 0 && i * STEP + row >= COUNT) break;
+        const bool inside = first + i * STEP + row < end;
+        const u32 to = target + (i * STEP + row) * ROW_BYTES + ((column ^ swizzle_of(STEP % 8 ? i * STEP + row : row)) << 4);
+        #pragma unroll
+        for (int j = 0; j < CHUNKS; j += SWIZZLE) {
+            const bool live = inside && (j + column) * 8 < features;
+            copy_16_or_zeros(to + j * 16, live ? from + j * 8 : source, live);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) u8 shared[];
+    const u32 base = smem_address(shared), ring = base + QUERIES * ROW_BYTES;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // Of causal order the last queries see the most keys: they begin first.
+    const int first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * QUERIES, own = first + warp * ROWS;
+    const int head = blockIdx.y, batch = blockIdx.z;
+    const float factor = MASK ? 1.0f : p.scale_log2;
+    grid_launch_dependents();
+    grid_dependency_wait();
+
+    int key_count = p.key_count;
+    if (HAS_LENGTHS) key_count = min(key_count, max(p.lengths[batch], 0));
+    int last = key_count, own_last = own < p.query_count ? key_count : 0;      // keys that the block, and the warp, sees
+    if (CAUSAL) {
+        last = max(0, min(last, first + QUERIES + p.causal_offset));
+        own_last = min(own_last, own + ROWS + p.causal_offset);
+    }
+    const int tiles = (last + BLOCK_KEYS - 1) / BLOCK_KEYS;
+
+    const u16* keys = p.keys + batch * p.of_keys.batch + head / p.group * p.of_keys.head;
+    const u16* values = p.values + batch * p.of_values.batch + head / p.group * p.of_values.head;
+    // Part 2 t is tile t of the keys, part 2 t + 1 that of the values.
+    auto load_part = [&](int part, int slot) {
+        const u16* source = part % 2 ? values : keys;
+        const int position = part % 2 ? p.of_values.position : p.of_keys.position;
+        load_rows<BLOCK_KEYS>(ring + slot * SLOT_BYTES, source, position, p.features, part / 2 * BLOCK_KEYS, key_count);
+    };
+    if (tiles > 0)
+        load_rows<QUERIES>(base, p.queries + batch * p.of_queries.batch + head * p.of_queries.head, p.of_queries.position, p.features,
+                           first, p.query_count);
+    #pragma unroll
+    for (int part = 0; part < SLOTS - 1; part++) {
+        if (part < 2 * tiles) load_part(part, part);
+        copies_commit();
+    }
+    int slot = 0;                                  // of the part whose turn it is
+    auto next_part = [&](int part) {
+        copies_wait_but<SLOTS - 2>();
+        __syncthreads();                           // this part has landed for all; the slot of the one before is free for all
+        if (part + SLOTS - 1 < 2 * tiles) load_part(part + SLOTS - 1, slot == 0 ? SLOTS - 1 : slot - 1);
+        copies_commit();
+        const u32 found = ring + slot * SLOT_BYTES;
+        slot = slot + 1 == SLOTS ? 0 : slot + 1;
+        return found;
+    };
+
+    // Where a lane's row of an ldmatrix is: of queries and values rows 0-15 at both chunks of a pair, of keys rows 0-7 at both, then rows 8-15.
+    const u32 own_queries = base + warp * ROWS * ROW_BYTES, lane_swizzle = swizzle_of(lane % 8);
+    const u32 down = lane % 16 * ROW_BYTES, down_chunk = (lane / 16 ^ lane_swizzle) << 4;
+    const u32 across = (lane % 8 + lane / 16 * 8) * ROW_BYTES, across_chunk = (lane / 8 % 2 ^ lane_swizzle) << 4;
+    u32 kept[KEEP ? HEAD / 16 : 1][TILES][4];
+
+    const u16* mask[TILES][2];
+    float out[TILES][HEAD / 8][4], maximum[TILES][2], sum[TILES][2];
+    #pragma unroll
+    for (int m = 0; m < TILES; m++) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {              // this thread's queries: own + 16 m + lane / 4, and 8 further
+            maximum[m][i] = -infinity(), sum[m][i] = 0.0f;
+            mask[m][i] = MASK ? p.mask + batch % p.mask_period * p.mask_batch + head * p.mask_head +
+                                    min(own + m * 16 + lane / 4 + 8 * i, p.query_count - 1) * p.mask_query
+                              : nullptr;
+        }
+        #pragma unroll
+        for (int n = 0; n < HEAD / 8; n++)
+            #pragma unroll
+            for (int i = 0; i < 4; i++) out[m][n][i] = 0.0f;
+    }
+
+    for (int tile = 0; tile < tiles; tile++) {
+        const bool sees = tile * BLOCK_KEYS < own_last;
+        const u32 key_tile = next_part(2 * tile);
+        float s[TILES][BLOCK_KEYS / 8][4];         // s[m][j][i]: query row 16 m + 8 (i / 2), key column + 8 j + i % 2
+        if (sees) {
+            #pragma unroll
+            for (int m = 0; m < TILES; m++)
+                #pragma unroll
+                for (int j = 0; j < BLOCK_KEYS / 8; j++)
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) s[m][j][i] = 0.0f;
+            #pragma unroll
+            for (int k = 0; k < HEAD / 16; k++) {
+                u32 a[TILES][4];
+                #pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    u32 (&q)[4] = KEEP ? kept[k * KEEP][m] : a[m];
+                    if (!KEEP || tile == 0)
+                        ldmatrix_x4(own_queries + m * 16 * ROW_BYTES + down + ((k * 32) ^ down_chunk), q[0], q[1], q[2], q[3]);
+                }
+                #pragma unroll
+                for (int j = 0; j < BLOCK_KEYS / 8; j += 2) {
+                    u32 b[4];
+                    ldmatrix_x4(key_tile + j * 8 * ROW_BYTES + across + ((k * 32) ^ across_chunk), b[0], b[1], b[2], b[3]);
+                    #pragma unroll
+                    for (int m = 0; m < TILES; m++) {
+                        multiply(s[m][j], KEEP ? kept[k * KEEP][m] : a[m], b[0], b[1]);
+                        multiply(s[m][j + 1], KEEP ? kept[k * KEEP][m] : a[m], b[2], b[3]);
+                    }
+                }
+            }
+            const int column = tile * BLOCK_KEYS + lane % 4 * 2;
+            #pragma unroll
+            for (int m = 0; m < TILES; m++) {
+                const int row = own + m * 16 + lane / 4;
+                if (MASK) {
+                    #pragma unroll
+                    for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+                        #pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            const int at = column + 8 * j;
+                            float low = 0.0f, high = 0.0f;
+                            if (MASK == 2) {
+                                if (at < p.key_count) {
+                                    const u32 pair = *reinterpret_cast<const u32*>(mask[m][i] + at);
+                                    low = low_float(pair), high = high_float(pair);
+                                }
+                            } else {
+                                if (at < p.key_count) low = unpack1(mask[m][i][at]);
+                                if (at + 1 < p.key_count) high = unpack1(mask[m][i][at + 1]);
+                            }
+                            s[m][j][2 * i] = fmaf(s[m][j][2 * i], p.scale_log2, low * LOG2_E);
+                            s[m][j][2 * i + 1] = fmaf(s[m][j][2 * i + 1], p.scale_log2, high * LOG2_E);
+                        }
+                    }
+                }
+                const bool cut = (tile + 1) * BLOCK_KEYS > key_count ||
+                                 (CAUSAL && (tile + 1) * BLOCK_KEYS > own + m * 16 + p.causal_offset + 1);
+                if (cut) {
+                    #pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const int limit = (CAUSAL ? min(key_count, row + 8 * i + p.causal_offset + 1) : key_count) - column;
+                        #pragma unroll
+                        for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+                            if (8 * j >= limit) s[m][j][2 * i] = -infinity();
+                            if (8 * j + 1 >= limit) s[m][j][2 * i + 1] = -infinity();
+                        }
+                    }
+                }
+                #pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float most = maximum[m][i];
+                    #pragma unroll
+                    for (int j = 0; j < BLOCK_KEYS / 8; j++) most = fmaxf(most, fmaxf(s[m][j][2 * i], s[m][j][2 * i + 1]));
+                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+                    // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
+                    const float shift = most == -infinity() ? 0.0f : most * factor;
+                    const float rescale = exp2_fast(maximum[m][i] * factor - shift);
+                    maximum[m][i] = most;
+                    float total = 0.0f;
+                    #pragma unroll
+                    for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+                        s[m][j][2 * i] = exp2_fast(fmaf(s[m][j][2 * i], factor, -shift));
+                        s[m][j][2 * i + 1] = exp2_fast(fmaf(s[m][j][2 * i + 1], factor, -shift));
+                        total += s[m][j][2 * i] + s[m][j][2 * i + 1];
+                    }
+                    sum[m][i] = fmaf(sum[m][i], rescale, total);
+                    if (tile > 0) {
+                        #pragma unroll
+                        for (int n = 0; n < HEAD / 8; n++) {
+                            out[m][n][2 * i] *= rescale;
+                            out[m][n][2 * i + 1] *= rescale;
+                        }
+                    }
+                }
+            }
+        }
+        const u32 value_tile = next_part(2 * tile + 1);
+        if (!sees) continue;
+        #pragma unroll
+        for (int k = 0; k < BLOCK_KEYS / 16; k++) {
+            u32 a[TILES][4];                       // rows 0-7 and 8-15 of keys 0-7, then of keys 8-15
+            #pragma unroll
+            for (int m = 0; m < TILES; m++)
+                #pragma unroll
+                for (int i = 0; i < 4; i++) a[m][i] = pack2(s[m][2 * k + i / 2][i % 2 * 2], s[m][2 * k + i / 2][i % 2 * 2 + 1]);
+            #pragma unroll
+            for (int n = 0; n < HEAD / 8; n += 2) {
+                u32 b[4];
+                ldmatrix_x4_trans(value_tile + k * 16 * ROW_BYTES + down + ((n * 16) ^ down_chunk), b[0], b[1], b[2], b[3]);
+                #pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    multiply(out[m][n], a[m], b[0], b[1]);
+                    multiply(out[m][n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    // No other warp reads this one's queries, and it has read them all: their place takes the result.
+    __syncwarp();
+    u8* place = shared + warp * ROWS * ROW_BYTES;
+    #pragma unroll
+    for (int m = 0; m < TILES; m++) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float whole = sum[m][i];
+            whole += __shfl_xor_sync(0xffffffffu, whole, 1);
+            whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+            whole = whole == 0.0f ? 0.0f : __fdividef(1.0f, whole);    // no key at all: zeros, as ONNX's Attention has it
+            const int row = m * 16 + 8 * i + lane / 4;
+            #pragma unroll
+            for (int n = 0; n < HEAD / 8; n++)
+                *reinterpret_cast<u32*>(place + row * ROW_BYTES + ((n ^ swizzle_of(row)) << 4) + lane % 4 * 4) =
+                    pack2(out[m][n][2 * i] * whole, out[m][n][2 * i + 1] * whole);
+        }
+    }
+    __syncwarp();
+    const long long origin = batch * p.of_output.batch + head * p.of_output.head;
+    #pragma unroll
+    for (int i = 0; i < ROWS * CHUNKS / 32; i++) {
+        const int at = i * 32 + lane, row = at / CHUNKS, chunk = at % CHUNKS;
+        if (own + row >= p.query_count || chunk * 8 >= p.features) continue;
+        const uint4 v = *reinterpret_cast<const uint4*>(place + row * ROW_BYTES + ((chunk ^ swizzle_of(row)) << 4));
+        const long long target = origin + (long long)(own + row) * p.of_output.position + chunk * 8;
+#if NARROW                                         // of what was rounded to 16 bits, as a reader of that result would see it
+        const uint2 words = {
+            narrow_four<NARROW == 2>(p.narrow, low_float(v.x), high_float(v.x), low_float(v.y), high_float(v.y)),
+            narrow_four<NARROW == 2>(p.narrow, low_float(v.z), high_float(v.z), low_float(v.w), high_float(v.w))};
+        *reinterpret_cast<uint2*>(p.output + target) = words;
+#else
+        *reinterpret_cast<uint4*>(p.output + 2 * target) = v;
+#endif
+    }
+}
