@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, group_norm, nvrtc, rnn, rows
+from optdnn.runtime.cuda import (
+    attention,
+    attention_general,
+    conv_cost,
+    depthwise,
+    depthwise_tma,
+    group_norm,
+    nvrtc,
+    rnn,
+    rows,
+)
 from optdnn.runtime.cuda.conv_problem import Source
 
-FAMILIES = ("depthwise", "rows", "group_norm", "attention", "rnn")
+FAMILIES = ("depthwise", "rows", "group_norm", "attention", "attention_general", "rnn")
 SILU, RELU6 = (("bias",), ("silu",)), (("bias",), ("clip", 0.0, 6.0))
 
 
@@ -132,6 +142,18 @@ def attention_timed() -> list[tuple[str, attention.Problem]]:
     ]
 
 
+def general_attention_checks() -> list[attention.Problem]:
+    return [
+        *attention_checks(),
+        merged(2, 3, 150, 200),
+        apart(2, 4, 70, 333, 256, kv=2, causal=True, causal_offset=263),
+    ]
+
+
+def general_attention_timed() -> list[tuple[str, attention.Problem]]:
+    return [*attention_timed(), ("1024x256 b4", merged(4, 16, 1024, 256))]
+
+
 def rnn_checks() -> list[rnn.Problem]:
     p = rnn.Problem
     return [
@@ -164,17 +186,20 @@ def module_of(family: str, config: Any) -> Any:
 
 
 MODULES: dict[str, Any] = {
-    "depthwise": depthwise, "rows": rows, "group_norm": group_norm, "attention": attention, "rnn": rnn,
+    "depthwise": depthwise, "rows": rows, "group_norm": group_norm, "attention": attention,
+    "attention_general": attention_general, "rnn": rnn,
 }  # fmt: skip
 CHECKS: dict[str, Callable[[], list[Any]]] = {
     "depthwise": depthwise_checks, "rows": rows_checks, "group_norm": group_norm_checks,
-    "attention": attention_checks, "rnn": rnn_checks,
+    "attention": attention_checks, "attention_general": general_attention_checks, "rnn": rnn_checks,
 }  # fmt: skip
 TIMED: dict[str, Callable[[], list[tuple[str, Any]]]] = {
     "depthwise": depthwise_timed, "rows": rows_timed, "group_norm": group_norm_timed,
-    "attention": attention_timed, "rnn": rnn_timed,
+    "attention": attention_timed, "attention_general": general_attention_timed, "rnn": rnn_timed,
 }  # fmt: skip
-LIMITS = {"depthwise": (4, 7), "rows": (8, 12), "group_norm": (4, 4), "attention": (8, 14), "rnn": (4, 4)}
+LIMITS = {
+    "depthwise": (4, 7), "rows": (8, 12), "group_norm": (4, 4), "attention": (8, 14), "attention_general": (8, 14), "rnn": (4, 4),
+}  # fmt: skip
 
 
 def recipe_of(family: str, problem: Any, config: Any) -> nvrtc.Recipe:

@@ -199,7 +199,7 @@ def group_norm_case(bench: Bench, p: group_norm.Problem, config: group_norm.Conf
     return tensors, ["output"], reference, own
 
 
-def attention_case(bench: Bench, p: attention.Problem, config: attention.Config) -> Case:
+def attention_case(bench: Bench, p: attention.Problem, config: Any) -> Case:
     torch = bench.torch
     key_heads = p.key_heads or p.heads
     joint = p.k.offset > 0
@@ -312,5 +312,5 @@ def rnn_case(bench: Bench, p: rnn.Problem, config: rnn.Config) -> Case:
 
 CASES: dict[str, Callable[..., Case]] = {
     "depthwise": depthwise_case, "rows": rows_case, "group_norm": group_norm_case,
-    "attention": attention_case, "rnn": rnn_case,
+    "attention": attention_case, "attention_general": attention_case, "rnn": rnn_case,
 }  # fmt: skip

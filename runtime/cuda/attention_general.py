@@ -120,7 +120,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
     return None
 
 
-def recipe(problem: Problem, config: Config, arch: str) -> Recipe:
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. Lengths, strides and counts are parameters."""
     mask = 0
     if problem.mask is not None:  # pairs of elements when every row of the mask starts at an even one
