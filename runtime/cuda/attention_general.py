@@ -63,17 +63,17 @@ def registers(problem: Problem, config: Config) -> int:
     """What a thread needs: scores, results, queries, what is read of a mask ahead, and the rest; fitted to where the compiler
     begins to spill."""
     two, kept = config.tiles == 2, keeps(problem, config)
-    own = problem.head * (7 / 16 if two else 1 / 4) if kept else 12 + 28 * max(0, problem.head - 128) / 128
-    needed = config.tiles * (config.keys / 2 + problem.head / 2 + own) + 40
+    own = problem.head * (7 / 16 if two else 1 / 4) if kept else 44 if problem.head > 128 else 12
+    needed = config.tiles * (config.keys * (0.6 if two and not kept else 0.5) + problem.head / 2 + own) + 40
     if problem.head % 32:  # chunks of a row that change places in pairs
-        needed += 6
+        needed += 30 if two and problem.mask is not None else 6
     if problem.mask is not None:
         needed += (
             max(22, 0.92 * config.keys - 28) + (0 if kept else 16)
             if two
             else max(44 if kept else 0, 0.6 * config.keys + 6)
         )
-    elif problem.causal or problem.lengths:
+    elif problem.causal or problem.lengths or problem.head > 128:
         needed += 16 + (problem.head // 16 if kept else 0)
     return int(needed)
 
