@@ -63,7 +63,7 @@ def sanitizer(kept: Mapping[str, Any] | None, run: Mapping[str, Any]) -> dict[st
             "seeded fault": ("caught" if all(seeded) else "not caught") if seeded else "not tried",
         }  # fmt: skip
     what = "compute-sanitizer over small networks of every kernel template; racecheck with -DRACECHECK (kernels/rnn_sm90.cu), "
-    what += "initcheck with -DINITCHECK (kernels/conv_sm80.cu)"
+    what += "initcheck with -DINITCHECK (kernels/mma.cuh, pool_int8.cu)"
     made = {"what": what, **_machine(run), **{k: run[k] for k in ABOUT}, "tools": tools, "families": run["engines"]}
     if kept is None or any(found["seeded fault"] != "not tried" for found in tools.values()):
         return made

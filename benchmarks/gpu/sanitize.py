@@ -41,7 +41,7 @@ TMA_STORES = frozenset({"conv_sm90.cu", "conv_patch_sm90.cu", "attention_sm90.cu
 AND, TOGETHER, GENERAL_TOGETHER = " + ", 2, 6
 """How many families share a process, whose start takes longer than they do; those of generated kernels are small."""
 FOLLOWED = {"racecheck": ("-DRACECHECK",), "initcheck": ("-DINITCHECK",)}
-"""Options for what a tool cannot follow otherwise: kernels/rnn_sm90.cu and conv_sm90.cu say what it is."""
+"""Options for what a tool cannot follow otherwise: kernels/rnn_sm90.cu, conv_sm90.cu and mma.cuh say what it is."""
 LINES = "-lineinfo"
 """So that reports name lines of the source; the code is the same."""
 

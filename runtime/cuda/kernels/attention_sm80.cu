@@ -60,7 +60,7 @@ template <int COUNT> DEVICE void load_rows(u32 target, const u16* source, int po
         #pragma unroll
         for (int j = 0; j < CHUNKS; j += SWIZZLE) {
             const bool live = inside && (j + column) * 8 < features;
-            copy_16_or_zeros(to + j * 16, live ? from + j * 8 : source, live);
+            copy_16_or_zeros(to + j * 16, live ? from + j * 8 : source, live ? 16 : 0);
         }
     }
 }

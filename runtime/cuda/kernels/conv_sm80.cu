@@ -9,6 +9,7 @@
 // zero between launches, since the last resets it.
 // generated.cuh defines BM, BN (64 or 128), STAGES, SPLIT, the element types (see conv_element.cuh), multiply() and epilogue().
 #include "ptx.cuh"
+#include "mma.cuh"
 #include "generated.cuh"
 #include "conv_element.cuh"
 
@@ -31,19 +32,6 @@ constexpr u32 STAGE_BYTES = (BM + BN) * ROW_BYTES;
 
 // Four 16-byte chunks a row; the swizzle makes the eight rows of an ldmatrix hit all banks.
 DEVICE u32 chunk_at(int row, int chunk) { return row * ROW_BYTES + ((chunk ^ ((row >> 1) & 3)) << 4); }
-
-DEVICE void copy_16(u32 target, const void* source, int bytes) {      // zeros behind so many bytes
-#ifdef INITCHECK                                   // which takes every copy for a read of 16 bytes (benchmarks/gpu/sanitize.py)
-    if (bytes < 16) {
-        for (int i = 0; i < 16; i++) {
-            const u32 value = i < bytes ? static_cast<const u8*>(source)[i] : 0;
-            asm volatile("st.shared.u8 [%0], %1;" ::"r"(target + i), "r"(value) : "memory");
-        }
-        return;
-    }
-#endif
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
-}
 
 // Of each 16 rows of weights, row 8 h + 2 t + i is channel 4 t + 2 h + i: lane t of four then holds four neighbouring channels.
 DEVICE int channel_of(int row) { return (row & ~15) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1); }
@@ -95,14 +83,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
             const int h = row_h[i] + tap_h * p.dilation_h, w = row_w[i] + tap_w * p.dilation_w;
             const bool valid = bytes > 0 && h >= 0 && h < p.height && w >= 0 && w < p.width;
             const u8* source = valid ? row_image[i] + ((long long)h * p.in_row + w * p.in_channels + block * BK) * OPERAND_ITEM : p.pixels;
-            copy_16(target + chunk_at(threadIdx.x / 4 + 32 * i, chunk), source, valid ? bytes : 0);
+            copy_16_or_zeros(target + chunk_at(threadIdx.x / 4 + 32 * i, chunk), source, valid ? bytes : 0);
         }
         #pragma unroll
         for (int i = 0; i < BN / 32; i++) {
             const int row = threadIdx.x / 4 + 32 * i, channel = first_channel + channel_of(row);
             const bool valid = channel < p.group_channels;
             const u8* source = p.weights + ((long long)(group * p.group_channels + (valid ? channel : 0)) * steps + step) * ROW_BYTES + chunk * 16;
-            copy_16(target + BM * ROW_BYTES + chunk_at(row, chunk), source, valid ? 16 : 0);
+            copy_16_or_zeros(target + BM * ROW_BYTES + chunk_at(row, chunk), source, valid ? 16 : 0);
         }
         if (++block == blocks) {
             block = 0;
@@ -122,13 +110,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
     #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
         if (begin + s < end) load(s, begin + s);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        copies_commit();
     }
     for (int step = begin, stage = 0; step < end; step++) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        copies_wait_but<STAGES - 2>();
         __syncthreads();                           // this step has landed for all; the stage read last step is free for all
         if (step + STAGES - 1 < end) load(stage ? stage - 1 : STAGES - 1, step + STAGES - 1);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        copies_commit();
         const u32 a_tile = base + stage * STAGE_BYTES, b_tile = a_tile + BM * ROW_BYTES;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         #pragma unroll
@@ -166,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
         __syncthreads();                           // the ring is read no more: its first word tells who was last
         u32* last = reinterpret_cast<u32*>(shared);
         if (threadIdx.x == 0) {
-            *last = atomicAdd(p.arrived + tile, 1u) == SPLIT - 1;
+            *last = count_arrival(p.arrived + tile) == SPLIT - 1;
             if (*last) p.arrived[tile] = 0;
         }
         __syncthreads();

@@ -1,14 +1,30 @@
 // What kernels on mma.sync fed by cp.async need beside ptx.cuh: every GPU from sm_80 on.
 #pragma once
 
-// 16 bytes from global to shared memory, or as many zeros (the source is an address all the same).
-DEVICE void copy_16_or_zeros(u32 target, const void* source, bool live) {
+// The first ``bytes`` of 16 from global to shared memory, zeros behind them (of none, the source is an address all the same).
+DEVICE void copy_16_or_zeros(u32 target, const void* source, int bytes) {
+#ifdef INITCHECK                                   // which takes every copy for a read of 16 bytes (benchmarks/gpu/sanitize.py)
+    if (bytes < 16) {
+        for (int i = 0; i < 16; i++) {
+            const u32 value = i < bytes ? static_cast<const u8*>(source)[i] : 0;
+            asm volatile("st.shared.u8 [%0], %1;" ::"r"(target + i), "r"(value) : "memory");
+        }
+        return;
+    }
+#endif
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 ::"r"(target), "l"(__cvta_generic_to_global(source)), "r"(live ? 16 : 0) : "memory");
+                 ::"r"(target), "l"(__cvta_generic_to_global(source)), "r"(bytes) : "memory");
 }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all of the thread's groups of copies but the last so many.
 template <int PENDING> DEVICE void copies_wait_but() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// One more has come: how many had before. What it wrote is seen by who comes later.
+DEVICE u32 count_arrival(u32* count) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+    return before;
+}
 
 DEVICE float exp2_fast(float x) {
     float y;

@@ -284,10 +284,9 @@ def test_no_result_depends_on_the_order_of_threads() -> None:
     assert {tactic.name for tactic in own if not tactic.deterministic} == {"custom"}
     sources = [*nvrtc.KERNELS.iterdir(), *Path(table.__file__).parent.glob("*.py")]
     found = {path.name: atomics(path.read_text()) for path in sources if path.is_file()}
-    counts = found.pop(
-        "ptx.cuh"
-    )  # warps that have sent their sums: integers, and nobody adds up in the order of their coming
-    assert counts == ["red.release.gpu.global.add.u32"]
+    # Warps and blocks that have written their sums: integers, and nobody adds up in the order of their coming.
+    assert found.pop("ptx.cuh") == ["red.release.gpu.global.add.u32"]
+    assert found.pop("mma.cuh") == ["atom.acq_rel.gpu.global.add.u32"]
     assert {name for name, calls in found.items() if calls} == {"timer.cu"}, (
         "which measures, and whose maxima are of integers"
     )
