@@ -70,6 +70,8 @@ def attention(
         bias = bias + np.pad(mask.astype(q.dtype, copy=False), pad, constant_values=-np.inf)
     root = q.dtype.type(np.sqrt(q.shape[-1] ** -0.5 if scale is None else scale))
     groups = q.shape[1] // k.shape[1]
+    if cols == 0:  # as of rows whose keys are all masked
+        return np.zeros((*q.shape[:3], v.shape[3]), q.dtype), k, v, np.zeros((*q.shape[:3], 0), q.dtype)
     # The heads that share keys side by side, as one product each.
     stacked = (q * root).reshape(q.shape[0], k.shape[1], groups * rows, q.shape[3])
     scores = np.matmul(stacked, (k * root).swapaxes(2, 3)).reshape(*q.shape[:3], cols)

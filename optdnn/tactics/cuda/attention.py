@@ -294,6 +294,10 @@ class AttentionSteps(OwnTactic):
         wide = FP64 if q.dtype == FP64 else FP32
         batch, heads, rows, _ = q.shape
         shared, keys = k.shape[1:3]
+        if keys == 0:  # weights of nothing: as of rows whose keys are all masked
+            zero = b.constant(np.zeros(1, target.dtype), "zero")
+            copy(b, op, zero.view(target.shape, (0, 0, 0, 0)), target)
+            return ""
         shape = (batch, shared, heads // shared, rows, keys)
         stages, extra, marks = self._stages(b, op, past, shape, q)
         left = _split_heads(q, shared)

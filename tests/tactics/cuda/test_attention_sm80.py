@@ -148,3 +148,16 @@ def test_it_compiles_as_part_of_a_program() -> None:
     program = lowered(attention(mask="bool"), "fp16", target="cuda:sm_86")
     assert "attention_sm80.cu" in {k.template for k in program.kernels}
     assert all(k.arch == "sm_86" and k.cubin is not None for k in program.kernels)
+
+
+@pytest.mark.parametrize("target", ["simulate", "cuda:sm_80"])
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_attention_to_no_keys_is_zero(precision: str, target: str) -> None:
+    """As of rows whose keys are all masked."""
+    n = Net()
+    q, k, v = (n.input(2, 4, size, 32, name=name) for name, size in (("q", 5), ("k", 0), ("v", 0)))
+    graph = n.done(n.op("Attention", q, k, v, attrs=AttentionAttrs()))
+    program = lowered(graph, precision, target=target, no_cubins=True)
+    feeds = feeds_of(graph)
+    for got in (*simulate(program, feeds).values(), *evaluate(graph, feeds).values()):
+        np.testing.assert_array_equal(got, np.zeros((2, 4, 5, 32)))
