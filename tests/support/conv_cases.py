@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,28 @@ def convolve(image: np.ndarray, weight: np.ndarray, source: Source) -> np.ndarra
             rows = padded[:, h0 : h0 + (out_h - 1) * source.stride[0] + 1 : source.stride[0]]
             total += rows[:, :, w0 : w0 + (out_w - 1) * source.stride[1] + 1 : source.stride[1]] @ weight[:, :, r, s].T
     return total
+
+
+def apply_stages(x: np.ndarray, stages: Sequence[Stage], bias: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    """The epilogue by its definition, in the arrays' own precision."""
+    for name, *values in stages:
+        if name == "bias":
+            x = x + bias
+        elif name == "add":
+            x = x + residual
+        elif name == "mul":
+            x = x * residual
+        elif name == "clip":
+            x = np.clip(x, *values)
+        elif name == "relu":
+            x = np.maximum(x, 0)
+        elif name == "silu":
+            x = x / (1 + np.exp(-x))
+        elif name == "hard_swish":
+            x = x * np.clip(x / 6 + 0.5, 0, 1)
+        else:
+            raise KeyError(name)
+    return x
 
 
 CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {

@@ -1,5 +1,5 @@
 // Warps on a processor, enough for kernels on mma.sync: the 32 lanes of a warp are fibers that meet at every instruction of the whole
-// warp, warps meet at __syncthreads(). What an instruction does to fragments is written down from the PTX ISA ("mma.m16n8k16",
+// warp, warps meet at __syncthreads(). What an instruction does to fragments is written down from the PTX ISA ("mma",
 // "ldmatrix"); copies to shared memory land when they are waited for, no sooner.
 #pragma once
 #include <algorithm>
@@ -25,6 +25,14 @@ typedef unsigned long long u64;
 #define __shared__
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+template <class T> static inline T __ldg(const T* p) { return *p; }
+template <class T> static inline T __ldcg(const T* p) { return *p; }
 struct Index { unsigned x, y, z; };
 static Index threadIdx, blockIdx, gridDim;
 
@@ -43,9 +51,11 @@ static void meet(Meeting where) {
 }
 static void __syncthreads() { meet(BLOCK); }
 static void __syncwarp() { meet(WARP); }
+static void __threadfence() {}
+static u32 count_arrival(u32* count) { return (*count)++; }
 
-// Copies of each thread that are under way: groups of (target, source or null).
-struct Copy { u32 target; const void* source; };
+// Copies of each thread that are under way, in groups.
+struct Copy { u32 target; const void* source; int bytes; };
 static std::vector<std::vector<Copy>> copies[MOST];
 
 static bool run_block(unsigned threads) {              // false where threads of a warp or a block miss one another
@@ -93,6 +103,16 @@ static const u32* shown(unsigned lane) { return passed[threadIdx.x / 32 * 32 + l
 static inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 static inline float __int_as_float(int v) { float f; memcpy(&f, &v, 4); return f; }
 static inline u32 __float_as_uint(float v) { u32 u; memcpy(&u, &v, 4); return u; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
+    const u64 bytes = low | u64(high) << 32;
+    u32 word = 0;
+    for (int i = 0; i < 4; i++) word |= u32(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return word;
+}
+static inline u32 rounded_to_tf32(u32 bits) { return (bits + 0x1000) & 0xffffe000u; }   // of finite numbers
 static inline float __fdividef(float a, float b) { return a / b; }
 static float __shfl_xor_sync(u32, float value, unsigned mask) {
     const u32 bits = __float_as_uint(value);
@@ -100,6 +120,7 @@ static float __shfl_xor_sync(u32, float value, unsigned mask) {
     return __uint_as_float(shown(threadIdx.x % 32 ^ mask)[0]);
 }
 static inline float exp2_fast(float x) { return exp2f(x); }
+static inline float tanh_fast(float x) { return tanhf(x); }
 
 #ifdef DTYPE_BF16
 static inline float unpack1(u16 bits) { return __uint_as_float(u32(bits) << 16); }
@@ -118,17 +139,17 @@ static inline float high_float(u32 packed) { return unpack1(u16(packed >> 16)); 
 static inline u32 smem_address(const void* pointer) { return u32(static_cast<const u8*>(pointer) - memory); }
 static inline void grid_dependency_wait() {}
 static inline void grid_launch_dependents() {}
-static inline void copy_16_or_zeros(u32 target, const void* source, bool live) {
+static inline void copy_16_or_zeros(u32 target, const void* source, int bytes) {
     if (target % 16 || reinterpret_cast<u64>(source) % 16 || target + 16 > SHARED) abort();
-    copies[threadIdx.x].back().push_back({target, live ? source : nullptr});
+    copies[threadIdx.x].back().push_back({target, source, bytes});
 }
 static inline void copies_commit() { copies[threadIdx.x].push_back({}); }
 template <int PENDING> static void copies_wait_but() {
     auto& own = copies[threadIdx.x];                   // the last entry is the group that is not committed yet
     while (own.size() > PENDING + 1) {
         for (const Copy& c : own.front()) {
-            if (c.source) memcpy(memory + c.target, c.source, 16);
-            else memset(memory + c.target, 0, 16);
+            memset(memory + c.target, 0, 16);
+            memcpy(memory + c.target, c.source, c.bytes);
         }
         own.erase(own.begin());
     }
@@ -159,19 +180,40 @@ static void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
     a = r[0], b = r[1], c = r[2], d = r[3];
 }
 
-static float half_of(u32 packed, unsigned high) { return high ? high_float(packed) : low_float(packed); }
-static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// Elements of a fragment's register: of 32, 16 or 8 bits. Pixels may be unsigned.
+#ifndef OPERAND_ITEM
+#define OPERAND_ITEM 2
+#endif
+#if OPERAND_ITEM == 4
+typedef float Sum;
+static float element_of(u32 word, unsigned, bool) { return __uint_as_float(word); }
+#elif OPERAND_ITEM == 2
+typedef float Sum;
+static float element_of(u32 packed, unsigned i, bool) { return i ? high_float(packed) : low_float(packed); }
+#else
+typedef int Sum;
+static int element_of(u32 word, unsigned i, bool pixels) {
+    const u8 byte = word >> 8 * i;
+#ifdef PIXELS_UNSIGNED
+    if (pixels) return byte;
+#endif
+    return static_cast<signed char>(byte);
+}
+#endif
+
+static void multiply(Sum (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
     show(own, 6);
+    constexpr unsigned EACH = 4 / OPERAND_ITEM, HALF = 4 * EACH;   // elements of a register, and of four lanes'
     const unsigned lane = threadIdx.x % 32;
     for (unsigned i = 0; i < 4; i++) {
         const unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        float total = 0;
-        for (unsigned k = 0; k < 16; k++) {
-            // A: row g + 8 (r % 2), columns 2 t + (0, 1) + 8 (r / 2) in register r of lane 4 g + t; B: rows likewise, column g.
-            const float x = half_of(shown(row % 8 * 4 + k % 8 / 2)[row / 8 + k / 8 * 2], k % 2);
-            const float y = half_of(shown(column * 4 + k % 8 / 2)[4 + k / 8], k % 2);
-            total += x * y;
+        Sum total = 0;
+        for (unsigned k = 0; k < 2 * HALF; k++) {
+            // A: row g + 8 (r % 2), elements t EACH + (0, 1, ...) + HALF (r / 2) in register r of lane 4 g + t; B: rows likewise, column g.
+            const unsigned at = k % HALF / EACH;
+            total += element_of(shown(row % 8 * 4 + at)[row / 8 + k / HALF * 2], k % EACH, true) *
+                     element_of(shown(column * 4 + at)[4 + k / HALF], k % EACH, false);
         }
         d[i] += total;
     }
@@ -184,4 +226,7 @@ template <bool FLOAT8> static u32 narrow_four(const Narrow& n, float a, float b,
     u32 word = 0;
     for (int i = 0; i < 4; i++) word |= u32(u8(int(nearbyintf(min(max(v[i] * n.factor, n.low), n.high))) + n.zero)) << (8 * i);
     return word;
+}
+template <bool FLOAT8> static u32 narrow_four(float a, float b, float c, float d, float low, float high, int zero) {
+    return narrow_four<FLOAT8>(Narrow{1.0f, low, high, zero}, a, b, c, d);
 }

@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
             #pragma unroll
             for (int m = 0; m < TILES_M; m++)
                 #pragma unroll
-                for (int i = 0; i < 4; i++) asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(a[m][i]) : "f"(__uint_as_float(a[m][i])));
+                for (int i = 0; i < 4; i++) a[m][i] = rounded_to_tf32(a[m][i]);
 #endif
             #pragma unroll
             for (int n = 0; n < TILES_N; n += 2)   // matrices: rows 0-7 at both halves of the 32 bytes, then rows 8-15

@@ -26,6 +26,12 @@ DEVICE u32 count_arrival(u32* count) {
     return before;
 }
 
+DEVICE u32 rounded_to_tf32(u32 bits) {             // ties away from zero
+    u32 rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));
+    return rounded;
+}
+
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support import emulated
 from support.host import COMPILER, WHY_NOT
 from support.needs import needs_nvrtc, why_no_hopper
 
@@ -22,8 +21,6 @@ from optdnn.runtime.cuda.attention_general import Config
 from optdnn.runtime.cuda.describe import bind, load
 from optdnn.runtime.cuda.narrow import Narrow
 from optdnn.runtime.cuda.quantized import Affine
-
-SUPPORT = Path(__file__).parents[2] / "support"
 
 
 def merged(batch: int, heads: int, positions: int, features: int, **options: Any) -> Problem:
@@ -160,46 +157,6 @@ class Case:
 # ---------------------------------------------------------------- the very kernel, warps emulated
 
 
-def host_library(problem: Problem, config: Config, folder: Path) -> ctypes.CDLL:
-    recipe = general.recipe(problem, config, "sm_80")
-    texts = recipe.sources()
-    defines = "\n".join(line for line in texts["generated.cuh"].splitlines() if line.startswith("#define"))
-    kernel = texts["attention_sm80.cu"].replace('extern "C" ', "static ").replace("#pragma unroll", "")
-    kernel = kernel.replace("extern __shared__ __align__(128) u8 shared[];", "u8* const shared = memory;")
-    kernel = "\n".join(line for line in kernel.splitlines() if not line.startswith("#include"))
-    shim = (SUPPORT / "host_warps.hpp").read_text(encoding="utf-8")
-    run = """
-static Params parameters;
-extern "C" unsigned parameter_bytes() { return sizeof(Params); }
-extern "C" int run(const void* block, unsigned gx, unsigned gy, unsigned gz, unsigned threads) {
-    gridDim = {gx, gy, gz};
-    memcpy(&parameters, block, sizeof(Params));
-    entry = [] { attention_sm80(parameters); };
-    for (unsigned z = 0; z < gz; z++) for (unsigned y = 0; y < gy; y++) for (unsigned x = 0; x < gx; x++) {
-        blockIdx = {x, y, z};
-        if (!run_block(threads)) return 1;
-    }
-    return 0;
-}
-"""
-    code, library = folder / "kernel.cpp", folder / "kernel.so"
-    code.write_text("\n".join([shim, defines, kernel, run]), encoding="utf-8")
-    options = [o for o in recipe.options if o.startswith("-D")]
-    command = [str(COMPILER), "-std=c++17", "-O1", "-w", *options, "-shared", "-fPIC", str(code), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:6000]
-    return ctypes.CDLL(str(library))
-
-
-def aligned(array: np.ndarray) -> np.ndarray:
-    """A copy at a multiple of 16 bytes, as device memory is."""
-    raw = np.empty(array.nbytes + 16, np.uint8)
-    start = -raw.ctypes.data % 16
-    made = raw[start : start + array.nbytes].view(array.dtype)
-    made[...] = array
-    return made
-
-
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
@@ -209,23 +166,12 @@ def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_p
         Case(problem),
         general.describe(problem, config, Narrow.of(TO[problem.narrow]) if problem.narrow else None),
     )
-    library = host_library(problem, config, tmp_path)
-    assert library.parameter_bytes() == len(made.parameters)
-    raw = aligned(case.poisoned())
-    held = {name: aligned(a) for name, a in case.operands.items()}
+    library = emulated.compiled(general.recipe(problem, config, "sm_80"), "attention_sm80", tmp_path)
+    raw = emulated.aligned(case.poisoned())
+    held = {name: emulated.aligned(a) for name, a in case.operands.items()}
     held |= dict.fromkeys("qkv", held["q"]) if problem.k.offset else {}
-    block = bytearray(made.parameters)
-    for place in made.pointers:
-        address = (
-            raw.ctypes.data + 32 * case.out_dtype.itemsize
-            if place.operand == "out"
-            else held[place.operand].ctypes.data
-        )
-        block[place.at : place.at + 8] = (address + place.offset).to_bytes(8, "little")
-    failed = library.run(
-        (ctypes.c_char * len(block)).from_buffer(block), *(ctypes.c_uint(n) for n in (*made.grid, made.block))
-    )
-    assert not failed, "threads missed one another, or a copy was never waited for"
+    addresses = {name: a.ctypes.data for name, a in held.items()}
+    emulated.run(library, made, {**addresses, "out": raw.ctypes.data + 32 * case.out_dtype.itemsize})
     case.check(raw)
 
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import general_kernel
-from support.conv_cases import CASES, GENERAL, convolve
+from support.conv_cases import CASES, GENERAL, apply_stages, convolve
 from support.device_memory import Memory
 from support.needs import why_no_hopper
 
@@ -39,27 +39,6 @@ def memory() -> Any:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> KernelCache:
     return KernelCache(tmp_path_factory.mktemp("kernels"))
-
-
-def apply_stages(x: np.ndarray, stages: Any, bias: np.ndarray, residual: np.ndarray) -> np.ndarray:
-    for name, *values in stages:
-        if name == "bias":
-            x = x + bias
-        elif name == "add":
-            x = x + residual
-        elif name == "mul":
-            x = x * residual
-        elif name == "clip":
-            x = np.clip(x, *values)
-        elif name == "relu":
-            x = np.maximum(x, 0)
-        elif name == "silu":
-            x = x / (1 + np.exp(-x))
-        elif name == "hard_swish":
-            x = x * np.clip(x / 6 + 0.5, 0, 1)
-        else:
-            raise KeyError(name)
-    return x
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,75 @@
+"""Runs kernels on mma.sync on the processor: the very source, parameter block and grid, warps emulated (``host_warps.hpp``)."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from optdnn.runtime.cuda.describe import Description
+from optdnn.runtime.cuda.nvrtc import Recipe
+from support.host import COMPILER, HERE
+
+_RUN = """
+static Params parameters;
+extern "C" unsigned parameter_bytes() { return sizeof(Params); }
+extern "C" int run(const void* block, unsigned gx, unsigned gy, unsigned gz, unsigned threads) {
+    gridDim = {gx, gy, gz};
+    memcpy(&parameters, block, sizeof(Params));
+    entry = [] { ENTRY(parameters); };
+    for (unsigned z = 0; z < gz; z++) for (unsigned y = 0; y < gy; y++) for (unsigned x = 0; x < gx; x++) {
+        blockIdx = {x, y, z};
+        if (!run_block(threads)) return 1;
+    }
+    return 0;
+}
+"""
+
+
+def _text(source: str) -> str:
+    kept = (line for line in source.splitlines() if not line.startswith(("#include", "#pragma once")))
+    return "\n".join(kept).replace("#pragma unroll 1", "").replace("#pragma unroll", "")
+
+
+def compiled(
+    recipe: Recipe, entry: str, folder: Path, *, headers: Sequence[str] = (), rendered: str = "", options: Sequence[str] = ()
+) -> ctypes.CDLL:  # fmt: skip
+    """The kernel ``entry`` of a recipe as a library. ``headers``: which of its headers are taken besides, ``rendered``: what of the
+    generated one besides its constants (its instructions are the shim's)."""
+    texts = recipe.sources()
+    defines = "\n".join(line for line in texts["generated.cuh"].splitlines() if line.startswith("#define"))
+    kernel = _text(texts[recipe.name]).replace('extern "C" ', "static ")
+    kernel = kernel.replace("extern __shared__ __align__(128) u8 shared[];", "u8* const shared = memory;")
+    shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")
+    parts = [defines, shim, rendered, *(_text(texts[name]) for name in headers), kernel, _RUN.replace("ENTRY", entry)]
+    code, library = folder / "kernel.cpp", folder / "kernel.so"
+    code.write_text("\n".join(parts), encoding="utf-8")
+    flags = [*(o for o in recipe.options if o.startswith("-D")), *options]
+    command = [str(COMPILER), "-std=c++17", "-O2", "-w", *flags, "-shared", "-fPIC", str(code), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:6000]
+    return ctypes.CDLL(str(library))
+
+
+def run(library: ctypes.CDLL, made: Description, addresses: Mapping[str, int]) -> None:
+    """The launch on these operands, which begin at multiples of 16 bytes."""
+    size = library.parameter_bytes()
+    assert size - len(made.parameters) in range(8), "the parameter block and the kernel's struct differ in size"
+    block = bytearray(made.parameters.ljust(size, b"\0"))
+    for place in made.pointers:
+        block[place.at : place.at + 8] = (addresses[place.operand] + place.offset).to_bytes(8, "little")
+    numbers = (ctypes.c_uint(n) for n in (*made.grid, made.block))
+    failed = library.run((ctypes.c_char * len(block)).from_buffer(block), *numbers)
+    assert not failed, "threads missed one another, or a copy was never waited for"
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy at a multiple of 16 bytes, as device memory is."""
+    raw = np.empty(array.nbytes + 16, np.uint8)
+    start = -raw.ctypes.data % 16
+    made = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    made[...] = array
+    return made
