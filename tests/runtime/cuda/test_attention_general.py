@@ -157,6 +157,7 @@ class Case:
 # ---------------------------------------------------------------- the very kernel, warps emulated
 
 
+@pytest.mark.on_processor
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
