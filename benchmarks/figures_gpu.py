@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,12 +98,13 @@ def _machine(data: Mapping[str, Any]) -> str:
     rows = data.get("rows", [])
     parts = [p for r in rows for p in (r, *r.get("candidates", {}).values()) if "commit" in p]
     parts = parts or list(data.get("runs", {}).values()) or [data]
-    commands = dict.fromkeys(r["command"] for r in [*data.get("runs", {}).values(), data])
+    of_rows = [r["command"] for r in rows if "command" in r]  # the one that made most rows first
+    commands = Counter(of_rows or [r["command"] for r in [*data.get("runs", {}).values(), data]]).most_common()
     commits = list(dict.fromkeys(p.get("commit", "")[:8] for p in parts))
     return (
         f"{data['gpu']}, driver {data['driver']}; torch {versions['torch']}, cuDNN {versions['nvidia-cudnn-cu13']}, cuBLAS "
         f"{versions['nvidia-cublas']}; {data['date']}, commit {', '.join(c for c in commits if c)}; "
-        f"{', '.join(f'`{c}`' for c in commands)}"
+        f"{', '.join(f'`{command}`' for command, _ in commands)}"
     )
 
 
