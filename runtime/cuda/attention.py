@@ -179,16 +179,20 @@ def _values(features: int, dtype: str) -> str:
 }}"""
 
 
+def mask_width(problem: Problem) -> int:
+    """Elements of a mask that are read at a time: pairs where every row of it starts at an even one; 0 where there is none."""
+    if problem.mask is None:
+        return 0
+    return 2 if problem.keys % 2 == 0 and all(x % 2 == 0 for x in problem.mask) else 1
+
+
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
     """What to compile. Lengths, strides and counts are parameters. ``checked``: a wait that never ends traps."""
-    mask = 0
-    if problem.mask is not None:  # pairs of elements when every row of the mask starts at an even one
-        mask = 2 if problem.keys % 2 == 0 and all(x % 2 == 0 for x in problem.mask) else 1
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
         "LOADER": loader(problem, config), "HEAD": problem.head,
         "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "HAS_LENGTHS": int(problem.lengths),
-        "MASK": mask, "NARROW": narrow_kind(problem.narrow),
+        "MASK": mask_width(problem), "NARROW": narrow_kind(problem.narrow),
     }  # fmt: skip
     scores = render.wgmma(config.keys, problem.dtype).replace("wgmma_step", "wgmma_scores")
     text = "\n".join([render.constants(defines), scores, _values(problem.head, problem.dtype), ""])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
-from optdnn.runtime.cuda.attention import Problem
+from optdnn.runtime.cuda.attention import Problem, mask_width
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.narrow import Narrow, narrow_kind
@@ -122,13 +122,10 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. Lengths, strides and counts are parameters."""
-    mask = 0
-    if problem.mask is not None:  # pairs of elements when every row of the mask starts at an even one
-        mask = 2 if problem.keys % 2 == 0 and all(x % 2 == 0 for x in problem.mask) else 1
     defines = {
         "WARPS": config.warps, "TILES": config.tiles, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": problem.head,
         "KEEP": int(keeps(problem, config)), "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal),
-        "HAS_LENGTHS": int(problem.lengths), "MASK": mask, "NARROW": narrow_kind(problem.narrow),
+        "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "NARROW": narrow_kind(problem.narrow),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
     options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))

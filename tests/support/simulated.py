@@ -21,12 +21,23 @@ TOLERANCE = {"fp16": 4e-3, "tf32": 4e-3, "bf16": 3e-2, "fp32": 2e-5}
 
 def lowered(graph: Graph, precision: str = "fp16", target: str = "simulate", **options: Any) -> Program:
     """The program of a copy of the graph, after every pass; checked."""
+    return passed(graph, precision, target, **options)[1]
+
+
+def passed(graph: Graph, precision: str, target: str = "simulate", **options: Any) -> tuple[Graph, Program]:
+    """What the passes make of a copy of the graph, and its program; checked."""
     chosen = BuildOptions(target=target, precision=precision, **options)
     copy = graph.copy()
     optimize(copy, chosen, target)
     program = lower_cuda(copy, chosen, target, {})
     validate(program)
-    return program
+    return copy, program
+
+
+def calibrated(graph: Graph, precision: str, target: str = "simulate", **options: Any) -> tuple[Graph, Program]:
+    """The same; where there are 8 bits, two made-up inputs give the ranges."""
+    data = [feeds_of(graph, seed) for seed in (3, 4)] if "8" in precision else None
+    return passed(graph, precision, target, calib=data, **options)
 
 
 def feeds_of(graph: Graph, seed: int = 1) -> dict[str, Array]:

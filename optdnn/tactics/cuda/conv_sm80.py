@@ -16,7 +16,7 @@ from optdnn.ir.graph import Op
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_general as general
 from optdnn.runtime.cuda.conv_params import Requantize
-from optdnn.runtime.cuda.conv_problem import Problem, banded
+from optdnn.runtime.cuda.conv_problem import Problem, Source, banded
 from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
 from optdnn.runtime.cuda.plan import TF32
 from optdnn.tactics.cuda import conv_maps
@@ -116,9 +116,8 @@ def emit_general(
     feed = Feed(x, weight, strides, pads, dilations, bands=groups)  # type: ignore[arg-type]
     channels, factors = out.shape[1], products(b, op)
     wide = up(channels, 8 * groups)
-    source = replace(feed.source, pitch=_pitch(x))
     problem = Problem(
-        out.shape[0], wide, (source,), (("bias",), *ep.rendered), factors, map_dtype(out.dtype), bands=groups
+        out.shape[0], wide, (source_of(feed),), (("bias",), *ep.rendered), factors, map_dtype(out.dtype), bands=groups
     )
     vector = np.zeros(up(channels, 4), np.float32)
     if bias is not None:
@@ -133,10 +132,13 @@ def emit_general(
     return launch(b, op, problem, feed, channel, out, residual, ("Conv", attrs, tail), config)
 
 
-def _pitch(x: Placed) -> int:
-    pitch = conv_maps.pitch_of(x)
+def source_of(feed: Feed) -> Source:
+    """What the kernel walks: the feed's pixels, at the distance at which they lie."""
+    if feed.overlapped is not None:
+        return feed.overlapped
+    pitch = conv_maps.pitch_of(feed.x)
     assert pitch is not None
-    return pitch
+    return replace(feed.source, pitch=pitch)
 
 
 def refusal(b: Builder, op: Op) -> str | None:

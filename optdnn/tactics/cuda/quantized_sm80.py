@@ -75,11 +75,7 @@ class GeneralQuantizedConv(HopperQuantizedConv):
     ) -> str:
         channel = b.graph.constant_value(op.inputs[2])
         assert channel is not None
-        problem = problem_of(op, feed, residual, out, reads)
-        if feed.overlapped is None:
-            pitch = conv_maps.pitch_of(feed.x)
-            assert pitch is not None
-            problem = replace(problem, sources=(replace(feed.source, pitch=pitch),))
+        problem = replace(problem_of(op, feed, residual, out, reads), sources=(conv_sm80.source_of(feed),))
         pairs = b.constant(quantized.pad_channels(channel), f"{op.outputs[0].name}.scales")
         meaning = ("QuantizedConv", meaning_of(op, feed), [residual] if residual is not None else [])
         numbers = numbers_of(op, residual)

@@ -9,18 +9,15 @@ import numpy as np
 import pytest
 from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import feeds_of, kinds, simulate
+from support.simulated import calibrated, feeds_of, kinds, simulate
 
-from optdnn.compiler import optimize
-from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
-from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.check import check_steps
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.program import Program, validate
+from optdnn.runtime.program import Program
 
 
 def layer(n: Net, x: Value, filters: int, kernel: int, group: int = 1, strides: int = 1, *, relu: bool = True) -> Value:
@@ -84,13 +81,7 @@ def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Gr
     """The network, what the passes made of it, and its program."""
     n = Net()
     graph = n.done(NETS[name][0](n))
-    data = [feeds_of(graph, seed) for seed in (3, 4)] if "8" in precision else None
-    options = BuildOptions(target=target, precision=precision, calib=data)
-    copy = graph.copy()
-    optimize(copy, options, target)
-    program = lower_cuda(copy, options, target, {})
-    validate(program)
-    return graph, copy, program
+    return graph, *calibrated(graph, precision, target)
 
 
 @pytest.mark.parametrize("precision", ["int8+fp16", "fp8+fp16"])

@@ -8,19 +8,16 @@ import numpy as np
 import pytest
 from support.needs import needs_nvrtc, why_no_hopper
 from support.net import Net
-from support.simulated import feeds_of, kinds, simulate
+from support.simulated import calibrated, feeds_of, kinds, simulate
 from test_volumes import NETS, block, volume  # type: ignore[import-not-found]
 
-from optdnn.compiler import optimize
-from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
-from optdnn.lower_cuda import lower_cuda
 from optdnn.runtime.cuda.check import check_steps
 from optdnn.runtime.cuda.render import INEXACT
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.program import Program, validate
+from optdnn.runtime.program import Program
 
 
 def classifier(n: Net) -> Value:
@@ -57,14 +54,7 @@ def made(name: str, precision: str, target: str = "simulate", **options: Any) ->
     """The network, what the passes made of it, and its program."""
     n = Net()
     graph = n.done(CASES[name](n))
-    chosen = BuildOptions(
-        target=target, precision=precision, calib=[feeds_of(graph, seed) for seed in (3, 4)] if "8" in precision else None, **options,
-    )  # fmt: skip
-    copy = graph.copy()
-    optimize(copy, chosen, target)
-    program = lower_cuda(copy, chosen, target, {})
-    validate(program)
-    return graph, copy, program
+    return graph, *calibrated(graph, precision, target, **options)
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
