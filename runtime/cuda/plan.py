@@ -5,7 +5,8 @@ A step's params are a table with
 ``launch``
     ``kernel`` (number in the program's table), ``grid`` and ``block`` (three and one numbers), ``shared`` (dynamic shared
     bytes), ``cluster`` (blocks per cluster along x), ``dependent`` (programmatic dependent launch), ``parameters`` (the kernel's
-    one parameter block, in hexadecimal) and ``relocations``: what the runner writes into the block once addresses are known.
+    one parameter block, in hexadecimal), ``relocations``: what the runner writes into the block once addresses are known, and
+    ``waits``: what its blocks wait for (:data:`WAITS`; files before version 1.6 leave it out).
 ``call`` (in place of ``launch``)
     A call of a vendor's library: see :mod:`optdnn.runtime.cuda.calls`.
 ``tactic`` (may be absent)
@@ -19,6 +20,7 @@ So an engine holds no host code, and both ways of running it read the same offse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +33,9 @@ MAP_BYTES = 128
 """Size of a tensor map in a parameter block."""
 TF32 = "tf32"
 """Key of a meaning's attributes: numbers of the operands whose elements are rounded to tf32 before they are multiplied."""
+NOTHING, CLUSTER, LOWER, GRID = "nothing", "cluster", "lower", "grid"
+WAITS = (NOTHING, CLUSTER, LOWER, GRID)
+"""What the blocks of a launch wait for, beside earlier launches: :mod:`optdnn.runtime.cuda.waits` defines them."""
 MAP_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "tfloat32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 """Element type of a tensor map -> its bytes."""
 
@@ -104,7 +109,11 @@ Relocation = Pointer | TensorMap | Ahead
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One kernel launch, but for addresses."""
+    """One kernel launch, but for addresses.
+
+    ``dependent``: it may begin before the launches that it depends on have ended, and waits for them itself. ``waits``: what its
+    blocks wait for beside that (one of :data:`WAITS`).
+    """
 
     kernel: int
     grid: tuple[int, int, int]
@@ -114,6 +123,12 @@ class LaunchPlan:
     shared: int = 0
     cluster: int = 1
     dependent: bool = True
+    waits: str = NOTHING
+
+    @property
+    def resident(self) -> int:
+        """How many of its blocks must be on the GPU at once for its waits to end."""
+        return {CLUSTER: self.cluster, GRID: math.prod(self.grid)}.get(self.waits, 1)
 
     def to_plain(self) -> Plain:
         return {
@@ -125,6 +140,7 @@ class LaunchPlan:
             "shared": self.shared,
             "cluster": self.cluster,
             "dependent": self.dependent,
+            "waits": self.waits,
         }
 
 
@@ -223,7 +239,7 @@ def _view(value: Plain, sizes: Sequence[tuple[int, int]]) -> View | None:
 
 def _launch(p: Any, program: Program, operands: Sequence[int]) -> LaunchPlan:
     keys = {"kernel", "grid", "block", "parameters", "relocations", "shared", "cluster", "dependent"}
-    _need(isinstance(p, dict) and set(p) == keys, "has a malformed launch")
+    _need(isinstance(p, dict) and set(p) - {"waits"} == keys, "has a malformed launch")
     block = bytes.fromhex(p["parameters"])
     relocations = tuple(_relocation(r, program, operands, len(block)) for r in p["relocations"])
     x, y, z = map(_int, p["grid"])
@@ -232,7 +248,9 @@ def _launch(p: Any, program: Program, operands: Sequence[int]) -> LaunchPlan:
     _need(isinstance(p["dependent"], bool) and len(block) <= 4096, "has a malformed launch")
     numbers = (_int(p["block"]), _int(p["shared"]), _int(p["cluster"]))
     _need(1 <= numbers[0] <= 1024 and 1 <= numbers[2] <= 16 and min(x, y, z) >= 1, "has an impossible launch")
-    return LaunchPlan(kernel, (x, y, z), numbers[0], block, relocations, numbers[1], numbers[2], p["dependent"])
+    waits = p.get("waits", CLUSTER if numbers[2] > 1 else NOTHING)
+    _need(waits in WAITS, f"waits for {waits!r}, which is none of {', '.join(WAITS)}")
+    return LaunchPlan(kernel, (x, y, z), numbers[0], block, relocations, numbers[1], numbers[2], p["dependent"], waits)
 
 
 def _relocation(p: Any, program: Program, operands: Sequence[int], size: int) -> Relocation:

@@ -32,6 +32,7 @@ from optdnn.runtime.cuda.shared import Arena
 from optdnn.runtime.cuda.state import Streaming
 from optdnn.runtime.cuda.steps import other_executors, parse_steps
 from optdnn.runtime.cuda.stepwise import do, timed
+from optdnn.runtime.cuda.waits import check_waits
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, hand_over, host_buffers
 from optdnn.runtime.lanes import check_lanes, waits_of
@@ -54,6 +55,7 @@ class CudaRunner:
         self.names_in, self.names_out = {s.name for s, _ in program.inputs}, {s.name for s, _ in program.outputs}
         self.on_host = host_buffers(program)
         self.steps = parse_steps(program, self.on_host)
+        check_waits(program, self.steps)
         check_lanes(program)
         self.waits = waits_of(program.lanes)
         fact: dict[str, Plain] = {"executor": "cuda", "arch": program.target.partition(":")[2]}

@@ -21,6 +21,7 @@ from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.bounds import bounds_of, check_bounds
 from optdnn.runtime.cuda.plan import TF32, CudaStep, View
 from optdnn.runtime.cuda.steps import other_executors, parse_steps
+from optdnn.runtime.cuda.waits import check_waits
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, hand_over, host_buffers, run_host
 from optdnn.runtime.lanes import check_lanes, waits_of
@@ -57,11 +58,13 @@ class SimulateRunner:
         self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
         self.bounds = bounds_of(program.meta.get("bounds", {}))
         self.on_host = host_buffers(program)
+        steps = parse_steps(program, self.on_host)
+        check_waits(program, steps)
         self.actions = [
             _Action(parsed, (*step.inputs, *step.outputs), evaluator(parsed))
             if isinstance(parsed, CudaStep)
             else parsed
-            for step, parsed in zip(program.steps, parse_steps(program, self.on_host), strict=True)
+            for step, parsed in zip(program.steps, steps, strict=True)
         ]
         check_lanes(program)
         fact: dict[str, Plain] = {"executor": "simulate", "library": "numpy", "version": np.__version__}

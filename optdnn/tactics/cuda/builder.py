@@ -22,7 +22,17 @@ from optdnn.runtime.cuda.calls import LibraryCall, Operation
 from optdnn.runtime.cuda.kernels_of import source_digest
 from optdnn.runtime.cuda.nominal import launches_early
 from optdnn.runtime.cuda.nvrtc import Recipe
-from optdnn.runtime.cuda.plan import CudaStep, LaunchPlan, Meaning, Pointer, Relocation, TensorMap, View
+from optdnn.runtime.cuda.plan import (
+    CLUSTER,
+    NOTHING,
+    CudaStep,
+    LaunchPlan,
+    Meaning,
+    Pointer,
+    Relocation,
+    TensorMap,
+    View,
+)
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
 from optdnn.types import BF16, FP16, FP32, Array, DType, TensorType
 
@@ -129,10 +139,14 @@ class Block:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A kernel: what to compile, and which function of it."""
+    """A kernel: what to compile, and which function of it.
+
+    ``waits``: what its blocks wait for (:data:`optdnn.runtime.cuda.plan.WAITS`); None: the peers of their cluster, if they have any.
+    """
 
     recipe: Recipe
     function: str
+    waits: str | None = None
 
 
 @dataclass(frozen=True)
@@ -317,7 +331,7 @@ class Builder:
             )  # fmt: skip
         launch = LaunchPlan(
             self.kernel(spec), grid, threads, bytes(block.data), tuple(relocations), shared, cluster,
-            dependent=launches_early(self.arch),
+            dependent=launches_early(self.arch), waits=spec.waits or (CLUSTER if cluster > 1 else NOTHING),
         )  # fmt: skip
         order = {b: i for i, b in enumerate(inputs)}
         meaning = Meaning(

@@ -21,7 +21,7 @@ from optdnn.runtime.cuda import conv as hopper
 from optdnn.runtime.cuda import conv_params, conv_problem, render
 from optdnn.runtime.cuda import conv_patch as patch
 from optdnn.runtime.cuda.conv_cost import CLOCK, LATENCY, MEMORY, candidates, estimate, h200
-from optdnn.runtime.cuda.plan import TF32
+from optdnn.runtime.cuda.plan import LOWER, TF32
 from optdnn.tactics.cuda import conv_maps
 from optdnn.tactics.cuda.builder import (
     Block,
@@ -308,14 +308,17 @@ def launch_on(
             block.addresses.append((conv_params.BEFORE + 8, before.gate))
     scratch: list[Placed] = []
     kept: list[Placed] = []
+    waits = None
     if isinstance(config, hopper.Config) and config.stream:
         partial, arrived = hopper.workspace(problem, config, h200())
         name = b.buffers[out.buffer].name
         scratch.append(b.new(f"{name}.partial", FP32, (partial // 4,)))
         kept.append(b.new(f"{name}.arrived", INT32, (arrived // 4,)))
         block.addresses += [(conv_params.PARTIAL, scratch[0]), (conv_params.PARTIAL + 8, kept[0])]
+        waits = LOWER
     kind, attrs, reads = meaning
-    b.emit(op, KernelSpec(recipe, function), (blocks, 1, 1), config.threads + problem.helpers, block, kind, attrs, reads, [out],
+    spec = KernelSpec(recipe, function, waits)
+    b.emit(op, spec, (blocks, 1, 1), config.threads + problem.helpers, block, kind, attrs, reads, [out],
            maps=maps, shared=shared, cluster=cluster, scratch=scratch, kept=kept)  # fmt: skip
 
 

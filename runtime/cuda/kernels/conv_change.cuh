@@ -7,9 +7,15 @@ DEVICE u32 change_pair(u32 pair, const float2* c, u32 gate) {
 }
 
 // Applies the prologue between the copy engine, which fills stages, and the warpgroups that multiply what is ``changed``. Each warp
-// takes whole stages, so that several are on their way at a time; a warp has seen its last one filled before it waits for the next, so
-// no more warps than stages may take part. A lane keeps to one group of eight channels of the swizzled rows.
+// takes every CHANGERS-th fill, so several fills are in work at a time. A lane keeps to one group of eight channels of the swizzled rows.
+//
+// A wait names a phase by its parity alone, so a waiting warp must know that the phase before it has ended. Where the warps take turns
+// at a stage, a warp has not seen the stage's last fill. Fills end in any order: this warp's last fill may have ended while that one
+// is still on its way, and then the wait would return for the fill before both. So the warp first waits until the stage's last fill was
+// changed. That wait is safe: its own last fill was issued after fill k - CHANGERS - STAGES was consumed, and so was all before it.
+// tests/runtime/cuda/test_barrier_protocol.py runs this protocol, with and without that wait.
 constexpr int CHANGERS = STAGES < 4 ? STAGES : 4;
+constexpr bool TURNS_AT_STAGES = STAGES % CHANGERS != 0;
 
 DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int first_tile, int tile_step, int sharer, int k_begin, int k_count, int warp,
                           int lane) {
@@ -52,6 +58,7 @@ DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int 
         k += CHANGERS;
         settle();
         if (tile < p.tiles) fetch(true);
+        if (TURNS_AT_STAGES) barrier_wait(changed + 8 * stage, parity ^ 1);   // passes at once at a stage's first fill
         barrier_wait(full + 8 * stage, parity);
         #pragma unroll 4
         for (int row = first_row; row < ROWS; row += STEP) {

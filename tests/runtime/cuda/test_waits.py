@@ -1,0 +1,143 @@
+"""Programs that may wait for ever are refused, and every kernel of ours declares what its blocks wait for."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.net import Net
+from support.simulated import lowered
+
+from optdnn.errors import EngineError
+from optdnn.ir.graph import Graph
+from optdnn.runtime import cuda
+from optdnn.runtime.cuda.plan import CLUSTER, GRID, LOWER, NOTHING, LaunchPlan, parse
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.waits import may_not_end
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.program import Program, Slot, validate
+from optdnn.runtime.simulate.runner import SimulateRunner
+
+sys.path.append(str(Path(__file__).parents[2] / "tactics" / "cuda"))
+from test_stream_k import network, prefer_stream_k, streamed
+
+KERNELS = Path(cuda.__file__).parent / "kernels"
+
+
+def branches() -> Graph:
+    """Two products of one input, and their sum."""
+    n = Net()
+    x = n.input(64, 256)
+    return n.done(n.op("Add", n.matmul(x, 128), n.matmul(x, 128)))
+
+
+def changed(program: Program, step: int, **launch: Any) -> Program:
+    """The program with other values in the launch of one step."""
+    steps = list(program.steps)
+    plain = {**steps[step].params["launch"], **launch}
+    steps[step] = replace(steps[step], params={**steps[step].params, "launch": plain})
+    return replace(program, steps=tuple(steps))
+
+
+def refused(program: Program, because: str) -> None:
+    """Both runners refuse it when they are made: at the end of a build, and when an engine is loaded."""
+    with pytest.raises(EngineError, match=because):
+        SimulateRunner(program)
+    with pytest.raises(EngineError, match=because):
+        CudaRunner(program, LoadOptions())
+
+
+def test_a_grid_that_waits_for_itself_is_refused() -> None:
+    refused(changed(lowered(branches()), 0, grid=[1000, 1, 1], waits=GRID), "nothing starts all 1000 blocks")
+
+
+def test_grids_on_two_lanes_that_wait_for_themselves_are_refused() -> None:
+    """Each fits the GPU alone; together each can keep the other's last blocks out."""
+    program = lowered(branches())
+    program = changed(changed(program, 0, grid=[100, 1, 1], waits=GRID), 1, grid=[100, 1, 1], waits=GRID)
+    lanes = (Slot(0), Slot(1), *[Slot(0, (1,))] * (len(program.steps) - 2))
+    refused(replace(program, lanes=lanes), "nothing starts all 100 blocks")
+
+
+def test_an_early_grid_that_waits_for_itself_is_refused() -> None:
+    """It may begin in the room that the launch before it leaves, which is less than it needs."""
+    last = len(lowered(branches()).steps) - 1
+    refused(changed(lowered(branches()), last, grid=[132, 1, 1], dependent=True, waits=GRID), "may never end")
+
+
+@pytest.mark.parametrize(
+    ("launch", "because"),
+    [
+        ({"waits": CLUSTER, "cluster": 1}, "it has no clusters"),
+        ({"grid": [9, 1, 1], "cluster": 2}, "9 blocks are not whole clusters of 2"),
+        ({"grid": [64, 1, 1], "cluster": 32}, "impossible launch"),
+        ({"waits": "somebody"}, "waits for 'somebody'"),
+    ],
+)
+def test_waits_that_cannot_end_are_refused(launch: dict[str, Any], because: str) -> None:
+    refused(changed(lowered(branches()), 0, **launch), because)
+
+
+def test_clusters_before_hopper_are_refused() -> None:
+    launch = LaunchPlan(0, (4, 1, 1), 128, b"", (), cluster=2, waits=CLUSTER)
+    assert may_not_end(launch, "sm_89") == "it has clusters, and sm_89 does not"
+    assert may_not_end(launch, "sm_90a") is None
+
+
+def test_a_lane_that_waits_for_a_later_step_is_refused() -> None:
+    program = lowered(branches())
+    lanes = (Slot(0, (1,)), Slot(1), *[Slot(0, (1,))] * (len(program.steps) - 2))
+    with pytest.raises(EngineError, match="not earlier ones"):
+        validate(replace(program, lanes=lanes))
+
+
+def test_a_build_ends_with_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import onnx
+
+    import optdnn
+    from optdnn.models import zoo
+    from optdnn.tactics.cuda import builder
+
+    onnx.save(zoo.build("mlp"), tmp_path / "m.onnx")
+    monkeypatch.setattr(builder, "NOTHING", GRID)
+    monkeypatch.setattr(builder, "CLUSTER", GRID)
+    for target in ("simulate", "cuda:sm_90a"):
+        with pytest.raises(EngineError, match="may never end"):
+            optdnn.build(tmp_path / "m.onnx", target=target, no_cubins=True)
+
+
+def test_launches_declare_their_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = lowered(network())
+    launches = [parse(s, program).launch for s in program.steps]
+    assert all(x.waits == (CLUSTER if x.cluster > 1 else NOTHING) for x in launches if isinstance(x, LaunchPlan))
+    prefer_stream_k(monkeypatch)
+    program = lowered(network())
+    waits = {k: parse(s, program).launch.waits for k, s in enumerate(program.steps)}  # type: ignore[union-attr]
+    assert {k for k, w in waits.items() if w == LOWER} == set(streamed(program))
+
+
+def test_what_must_be_resident_follows_from_the_waits() -> None:
+    launch = LaunchPlan(0, (12, 2, 1), 128, b"", (), cluster=4)
+    assert [replace(launch, waits=w).resident for w in (NOTHING, CLUSTER, LOWER, GRID)] == [1, 4, 1, 24]
+
+
+def test_files_without_the_declaration_are_read() -> None:
+    program = lowered(branches())
+    step = program.steps[0]
+    launch = {k: v for k, v in step.params["launch"].items() if k != "waits"}
+    for cluster, waits in ((1, NOTHING), (2, CLUSTER)):
+        plain = {**step.params, "launch": {**launch, "cluster": cluster}}
+        assert parse(replace(step, params=plain), program).launch.waits == waits  # type: ignore[union-attr]
+
+
+def test_only_stream_k_waits_for_a_count_in_global_memory() -> None:
+    """A kernel with another such loop has to declare it, and the checker has to know it."""
+    waiting = re.compile(
+        r"load_acquire\(p\.|atomicCAS\(|ld\.(acquire|volatile|relaxed)\.[a-z.]*global|__nanosleep|volatile\s*\w+\s*\*"
+    )
+    found = {path.name for path in KERNELS.iterdir() if waiting.search(path.read_text(encoding="utf-8"))}
+    assert found == {"conv_stream.cuh", "ptx.cuh"}  # ptx.cuh defines load_acquire
