@@ -16,24 +16,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 REPLAYS = 1000
-LIMIT_S = 100.0
-"""Seconds that a network may take on the GPU."""
+BUILD_LIMIT_S, LIMIT_S = 240.0, 100.0
+"""Seconds that a network's build, and its replays, may take."""
+ON_HOST_S = 15.0
+"""Seconds after which a network with operators on the CPU stops early: its runs are slow, and the row says how many it had."""
 PROCESSES = 4
 """That replay at a time: while one loads, others run."""
+DETECTORS = ("rcnn", "ssd")
+"""Parts of names of networks that run at batch 1 alone."""
 BATCHES = {"fp16": (1, 16, 2, 64, 1, 8, 4, 32), "fp32": (1, 2, 4, 1, 8), "int8": (8, 1, 32, 2, 16, 1, 64, 4)}
 """Batches that networks get in turn. True fp32 is slow, so its batches are small."""
 TIMM = (
@@ -146,22 +149,20 @@ def model_of(network: str, batch: int, shared: Path | None, scratch: Path) -> tu
     return model, {k: v for k, v in feeds.items() if k in given}
 
 
-def build(network: str, precision: str, batch: int, shared: Path | None, folder: Path) -> str:
-    """Export and build without a GPU; returns the stem of the engine and its inputs."""
+def build(network: str, precision: str, batch: int, shared: Path | None, stem: str) -> None:
+    """Export and build without a GPU: ``stem`` is that of the engine's file and of its inputs'."""
     import torch
 
     import optdnn
 
     torch.set_num_threads(1)
-    model, feeds = model_of(network, batch, shared, folder)
+    model, feeds = model_of(network, batch, shared, Path(stem).parent)
     options: dict[str, Any] = {"target": "cuda:sm_90a", "precision": precision, "tactics": "heuristic"}
     if precision == "int8":
         options["calib"] = calibration(feeds)
-    stem = folder / f"{network.replace('/', '-')}-{precision}"
     engine = optdnn.build(model, shapes={k: v.shape for k, v in feeds.items()}, **options)
     engine.save(f"{stem}.engine")
     np.savez(f"{stem}.npz", **feeds)
-    return str(stem)
 
 
 def calibration(feeds: dict[str, Any]) -> dict[str, Any]:
@@ -214,26 +215,28 @@ def replay(stem: str, replays: int) -> dict[str, Any]:
     inputs = {s.name: feeds[s.name].astype(s.dtype) for s in engine.inputs}
     bound, stream = engine.context().bind(inputs), cupy.cuda.Stream(non_blocking=True)
     off = cupy.ReductionKernel("T a, T b", "uint64 n", "a != b", "a + b", "n = a", "0", "count_differences")
-    differing = cupy.zeros((), cupy.uint64)
     found: dict[str, Any] = {"steps": len(engine.program.steps)}
+    on_host = any(s.executor != "cuda" for s in engine.program.steps)
+    cupy.cuda.Device().synchronize()  # the inputs are there: the stream does not wait for the default one
     with stream:
         first = {k: bits(v).copy() for k, v in bound.run(stream).items()}
         stream.synchronize()
         neighbour = Neighbour()
         for mode in ("alone", "beside"):
-            begin = time.perf_counter()
-            for _ in range(replays):
+            differing, count, begin = cupy.zeros((), cupy.uint64), 0, time.perf_counter()
+            while count < replays and not (on_host and time.perf_counter() - begin > ON_HOST_S):
                 if mode == "beside":
                     neighbour.start()
                 outputs = bound.run(stream)
+                count += 1
                 for k, v in outputs.items():
                     if isinstance(v, np.ndarray):  # its size depends on data: it came by way of the host
                         differing += int(not np.array_equal(bits(v), first[k]))
                     elif v.size:
                         differing += off(bits(v), first[k])
             stream.synchronize()
-            found[f"{mode}_ms"] = round((time.perf_counter() - begin) * 1e3 / replays, 3)
-            found[f"{mode}_differing"] = int(differing)
+            ms = (time.perf_counter() - begin) * 1e3 / count
+            found[mode] = {"replays": count, "ms": round(ms, 3), "differing": int(differing)}
     finite = all(np.isfinite(cupy.asnumpy(v).astype(np.float32)).all() for v in outputs.values() if v.dtype.kind == "f")
     return {**found, "finite": bool(finite)}
 
@@ -243,23 +246,39 @@ def bits(array: Any) -> Any:
     return array.reshape(-1).view(np.uint8)
 
 
-def soak(stem: str, replays: int) -> dict[str, Any]:
-    """:func:`replay` in a process of its own, ended after ``LIMIT_S``."""
-    command = [sys.executable, __file__, "--replay", stem, "--replays", str(replays)]
+def child(*words: str, limit_s: float) -> dict[str, Any]:
+    """This script in a process of its own, ended after ``limit_s``: what it prints last, or a verdict of why it did not end well."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(
+            [sys.executable, __file__, *words], capture_output=True, text=True, timeout=limit_s, check=False
+        )
     except subprocess.TimeoutExpired:
-        return {"verdict": "hang"}
-    finally:
-        for file in (f"{stem}.engine", f"{stem}.npz"):
-            Path(file).unlink(missing_ok=True)
+        return {"verdict": "hang", "why": f"no end in {limit_s:g} s"}
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         return {"verdict": "crash", "why": f"exit code {done.returncode}: {said}"[:300]}
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    differing = found.pop("alone_differing") or found.pop("beside_differing")
-    found.pop("beside_differing", None)
-    return {"verdict": "differs" if differing else "ok", **found}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def row_of(
+    network: str, precision: str, batch: int, options: argparse.Namespace, folder: Path, gpu: Any
+) -> dict[str, Any]:
+    """Build and replay one network. ``gpu`` admits a few processes at a time."""
+    row: dict[str, Any] = {"network": network, "precision": precision, "batch": batch}
+    stem = str(folder / f"{network.replace('/', '-')}-{precision}")
+    shared = [] if options.shared is None else ["--shared", str(options.shared)]
+    made = child("--build", network, precision, str(batch), stem, *shared, limit_s=BUILD_LIMIT_S)
+    if "verdict" in made:
+        return {**row, "verdict": "not built", "why": made["why"]}
+    with gpu:
+        found = child("--replay", stem, "--replays", str(options.replays), limit_s=LIMIT_S)
+    for file in (f"{stem}.engine", f"{stem}.npz"):
+        Path(file).unlink(missing_ok=True)
+    if "verdict" not in found:
+        differs = found["alone"]["differing"] or found["beside"]["differing"]
+        found = {"verdict": "differs" if differs else "ok", **found}
+    return {**row, **found}
 
 
 # ---------------------------------------------------------------- the command
@@ -273,20 +292,27 @@ def main() -> None:
     parser.add_argument("--precisions", default="fp16,fp32,int8")
     parser.add_argument("--replays", type=int, default=REPLAYS)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after this")
+    parser.add_argument("--build", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--replay", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.replay:
         print(json.dumps(replay(options.replay, options.replays)))
         return
+    if options.build:
+        network, precision, batch, stem = options.build
+        build(network, precision, int(batch), options.shared, stem)
+        print("{}")
+        return
     begin = time.time()
     done = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.is_file() else []
     finished = {(r["network"], r["precision"]) for r in done}
     jobs = []
-    for precision in options.precisions.split(","):
-        turn = BATCHES[precision]
-        for k, network in enumerate(names(options.shared)):
+    for k, network in enumerate(names(options.shared)):
+        for precision in options.precisions.split(","):
+            turn = BATCHES[precision]
+            batch = 1 if any(part in network for part in DETECTORS) else turn[k % len(turn)]
             if any(part in network for part in options.only.split(",")) and (network, precision) not in finished:
-                jobs.append((network, precision, turn[k % len(turn)]))
+                jobs.append((network, precision, batch))
     rows = run_all(jobs, options, begin)
     counts: dict[str, int] = {}
     for row in (*done, *rows):
@@ -297,40 +323,21 @@ def main() -> None:
 def run_all(jobs: list[tuple[str, str, int]], options: argparse.Namespace, begin: float) -> list[dict[str, Any]]:
     """Build in many processes, replay in a few."""
     rows: list[dict[str, Any]] = []
-    context = multiprocessing.get_context("spawn")
-    workers = max(1, (os.cpu_count() or 2) - PROCESSES)
-    late = begin + options.seconds
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        ProcessPoolExecutor(workers, context) as builders,
-        ThreadPoolExecutor(PROCESSES) as runners,
-    ):
-        building: dict[Future[str], tuple[str, str, int]] = {
-            builders.submit(build, n, p, b, options.shared, Path(scratch)): (n, p, b) for n, p, b in jobs
-        }
-        replaying: dict[Future[dict[str, Any]], tuple[str, str, int]] = {}
+    gpu = threading.Semaphore(PROCESSES)
 
-        def write(job: tuple[str, str, int], found: dict[str, Any]) -> None:
-            row = {"network": job[0], "precision": job[1], "batch": job[2], **found}
+    def one(job: tuple[str, str, int]) -> dict[str, Any] | None:
+        late = time.time() > begin + options.seconds
+        return None if late else row_of(*job, options, Path(scratch), gpu)
+
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        for future in as_completed([pool.submit(one, job) for job in jobs]):
+            row = future.result()
+            if row is None:
+                continue
             rows.append(row)
             with options.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(f"{time.time() - begin:6.1f} s {row}", flush=True)
-
-        act: Callable[[str], dict[str, Any]] = lambda stem: soak(stem, options.replays)  # noqa: E731
-        for built in as_completed(building):
-            job = building[built]
-            if time.time() > late:
-                builders.shutdown(wait=False, cancel_futures=True)
-                break
-            try:
-                replaying[runners.submit(act, built.result())] = job
-            except Exception as error:
-                write(job, {"verdict": "not built", "why": f"{type(error).__name__}: {error}"[:300]})
-            for future in [f for f in replaying if f.done()]:
-                write(replaying.pop(future), future.result())
-        for future in as_completed(list(replaying)):
-            write(replaying[future], future.result())
     return rows
 
 
