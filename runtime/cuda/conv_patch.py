@@ -287,10 +287,9 @@ def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
                     if split > channel_blocks or (split > 1 and count * split > 2 * device.multiprocessors):
                         continue
                     for blocks in (1, 2):
+                        few = count <= 2 * device.multiprocessors
                         for direct in (
-                            (False, True)
-                            if n <= narrow and count <= 2 * device.multiprocessors and split == 1
-                            else (False,)
+                            (False, True) if n <= narrow and split == 1 and (few or problem.out_item == 4) else (False,)
                         ):
                             for buffers in (1,) if split > 1 or direct else (1, 2):
                                 found += _deepest(

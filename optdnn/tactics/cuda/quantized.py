@@ -11,8 +11,6 @@ from optdnn.config import GPU_PRECISIONS
 from optdnn.ir.graph import Op, Value
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda import conv_params, conv_problem, pool_int8, quantized, render
-from optdnn.runtime.cuda import conv_patch as patch
-from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.tactics.cuda import conv_maps, conv_sm90
 from optdnn.tactics.cuda.builder import EIGHT_BITS, Builder, Placed, channels_last, map_dtype, row_major, up
 from optdnn.tactics.cuda.conv import image, planar
@@ -133,7 +131,12 @@ def _stem(
     if not raw.dense or conv_problem.space_to_depth(source).channels != quantized.LANES:
         return None
     seen, (before, _, width) = quantized.overlapped(source, together), quantized.row_padding(source, together)
-    if not suits(conv_problem.Problem(n, 16, (seen,), dtype=dtype)):
+    out, added = op.outputs[0].type, op.input(3)
+    residual = "" if added is None else map_dtype(b.graph.type(added).dtype)
+    channels_out = up(out.static_shape[1], 16 // out.dtype.itemsize)
+    if not suits(
+        conv_problem.Problem(n, channels_out, (seen,), tuple(op.attrs.stages), dtype, map_dtype(out.dtype), residual)
+    ):
         return None
     row = width * quantized.LANES
     blocks = b.new(
@@ -318,7 +321,7 @@ class HopperQuantizedConv(Rehearsed):
     @staticmethod
     def _suits(problem: conv_problem.Problem) -> bool:
         """Whether a stem of overlapping pixels can run."""
-        return bool(patch.candidates(problem, h200()))
+        return bool(conv_sm90.ranked(problem, dense=True))
 
     @staticmethod
     def _added(b: Builder, op: Op, residual: Placed) -> Placed:

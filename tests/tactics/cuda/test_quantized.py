@@ -122,6 +122,18 @@ def test_a_stem_quantizes_its_image_and_reads_pixels_together() -> None:
     assert "max_pool_8bit" in tactics(program)
 
 
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_stem_with_a_float_result_has_a_configuration_at_every_batch(batch: int) -> None:
+    """fp32 results are stored from registers, so the stem must offer that for many tiles, too."""
+    n = QNet()
+    graph, program = built(n.done(n.qconv(n.fake(n.input(batch, 3, 64, 64), 0.03), 64, 7, stride=2)))
+    assert [s.params["op"]["kind"] for s in program.steps][:2] == ["QuantizedBlocks", "QuantizedConv"]
+    if batch == 1:
+        feeds = feeds_of(graph)
+        for output, want in evaluate(graph, feeds).items():
+            np.testing.assert_allclose(simulate(program, feeds)[output], want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("widths", [(1,), (10,), (5, 3), (4, 60), (16, 16)])
 @pytest.mark.parametrize("kind", ["rows", "pixels", "integers"])
