@@ -40,6 +40,9 @@ def _rotary(d: Draw, x: Value, cos: Value, sin: Value) -> Value:
     size = x.dims[-1]
     assert isinstance(size, int)
     half = size // 2
+    if d.opset >= 23 and x.static and d.random.chance(0.4):
+        at = d.random.array(np.float32, (x.shape[0], x.shape[2], half), -1, 1)
+        return d.op("RotaryEmbedding", x, d.const(np.cos(at)), d.const(np.sin(at)))
     if d.random.chance(0.5):
         low, high = cut(d, x, -1, 0, half), cut(d, x, -1, half, 2**31 - 1)
     else:

@@ -35,7 +35,9 @@ def _windows(d: Draw, x: Value, kernels: tuple[int, ...] = KERNELS) -> dict[str,
     reach = [(a - 1) * b + 1 for a, b in zip(k, dilations, strict=True)]
     style = r.below(10)
     attrs: dict[str, Any] = {"kernel_shape": k, "strides": strides, "dilations": dilations}
-    if style == 0:
+    if any(isinstance(n, str) for n in size):  # whatever the symbol's size: the result is not empty
+        pads = [n // 2 for n in reach] * 2
+    elif style == 0 and dilations == [1] * axes:
         attrs["auto_pad"] = r.choice(["VALID", "SAME_UPPER", "SAME_LOWER"])
         if attrs["auto_pad"] == "VALID":
             pads = [0] * (2 * axes)
@@ -88,7 +90,7 @@ def conv_transpose(d: Draw, x: Value) -> Value | None:
     w = d.weights(c, per_group, *k, fan_in=max(1, c // group * math.prod(k) // math.prod(strides)))
     bias = [d.weights(group * per_group, fan_in=4)] if r.chance(0.5) else []
     attrs = {"strides": strides, "output_padding": more, "dilations": dilations, "group": group, "kernel_shape": k}
-    if r.chance(0.15):
+    if r.chance(0.15) and k >= strides:  # of narrower kernels ONNX Runtime gives another size than the specification
         return d.op("ConvTranspose", x, w, *bias, auto_pad=r.choice(["SAME_UPPER", "SAME_LOWER", "VALID"]), **attrs)
     return d.op("ConvTranspose", x, w, *bias, pads=pads, **attrs)
 
@@ -102,20 +104,23 @@ def pool(d: Draw, x: Value) -> Value | None:
     attrs = _windows(d, x, (2, 2, 3, 3, 4))
     if attrs is None:
         return None
-    if kind == "LpPool":
-        if d.opset < 18:
-            del attrs["dilations"]
-            return d.op(kind, x, **attrs) if "pads" in attrs else None
-        return d.op(kind, x, p=r.choice([1, 2]), **attrs)
-    if kind == "AveragePool" and d.opset < 19:
-        if any(n > 1 for n in attrs.pop("dilations")):
-            return None
+    if (kind == "LpPool" and d.opset < 18) or (kind == "AveragePool" and d.opset < 19):
+        del attrs["dilations"]
     if "pads" in attrs:
         attrs["pads"] = [min(p, k - 1) for p, k in zip(attrs["pads"], attrs["kernel_shape"] * 2, strict=True)]
-        attrs["ceil_mode"] = int(r.chance(0.3))
+        if kind != "LpPool" or d.opset >= 18:
+            attrs["ceil_mode"] = int(r.chance(0.3) and _ends_inside(d, attrs))
+    if kind == "LpPool":
+        attrs["p"] = r.choice([1, 2])
     if kind == "AveragePool":
         attrs["count_include_pad"] = r.below(2)
     return d.op(kind, x, **attrs)
+
+
+def _ends_inside(d: Draw, attrs: dict[str, Any]) -> bool:
+    """No window of ceil_mode begins behind the input: until opset 22 ONNX's inference counts those, and nothing else does."""
+    k = attrs["kernel_shape"]
+    return d.opset >= 22 or (not any(attrs["pads"][len(k) :]) and all(a >= b for a, b in zip(k, attrs["strides"], strict=True)))
 
 
 def norm(d: Draw, x: Value) -> Value | None:
@@ -246,6 +251,18 @@ def resized(d: Draw, x: Value) -> Value | None:
     return d.op("Resize", x, None, None, d.ints(*sizes), **attrs)
 
 
+def sampled(d: Draw, x: Value) -> Value | None:
+    """GridSample at drawn places, some of them outside."""
+    if x.rank != 4 or not x.static or d.opset < 16:
+        return None
+    r = d.random
+    grid = d.const(r.array(np.float32, (x.shape[0], r.between(1, 6), r.between(1, 6), 2), -1.2, 1.2))
+    mode = r.choice(["bilinear", "nearest", "bicubic"] if d.opset < 20 else ["linear", "nearest", "cubic"])
+    return d.op(
+        "GridSample", x, grid, mode=mode, padding_mode=r.choice(["zeros", "border", "reflection"]), align_corners=r.below(2)
+    )
+
+
 def head(d: Draw, x: Value) -> Value:
     """From pictures to rows: pooled or flattened, a product, perhaps a softmax."""
     y = d.op("Flatten", x, axis=1) if x.static and x.size < 2000 and d.random.chance(0.4) else pooled_row(d, x)
@@ -259,7 +276,7 @@ def head(d: Draw, x: Value) -> Value:
 
 STEPS = (
     conv, conv, conv, conv, conv, conv, norm, norm, norm, activation, activation, activation, pool, pool, residual,
-    residual, joined, joined, gate, moved, conv_transpose, arithmetic, combined, combined,
+    residual, joined, joined, gate, moved, moved, moved, conv_transpose, arithmetic, combined, combined, sampled,
 )  # fmt: skip
 
 

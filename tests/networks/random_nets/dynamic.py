@@ -107,8 +107,9 @@ def _pictures(d: Draw) -> None:
     )  # fmt: skip
     for _ in range(r.between(2, 7)):
         x = d.pick(lambda v: v.rank == axes + 2 and fits(v) and isinstance(v.dims[1], int))
-        if x is not None:
-            d.keep(r.choice(steps)(d, x))
+        y = None if x is None else r.choice(steps)(d, x)
+        if y is not None and y.size <= 3000:
+            d.keep(y)
     if r.chance(0.4):
         d.keep(convolution.head(d, d.values[-1]))
 
