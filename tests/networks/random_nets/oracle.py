@@ -135,6 +135,9 @@ def promoted(model: onnx.ModelProto) -> onnx.ModelProto:
             _widen(t)
         for node in graph.node:
             for a in node.attribute:
+                if a.name in ("value_float", "value_floats"):
+                    values = np.asarray(a.f if a.name == "value_float" else list(a.floats), np.float64)
+                    a.CopyFrom(helper.make_attribute("value", numpy_helper.from_array(values)))
                 if a.name in ("to", "dtype") and a.i == TensorProto.FLOAT:
                     a.i = TensorProto.DOUBLE
                 if a.type == onnx.AttributeProto.TENSOR:

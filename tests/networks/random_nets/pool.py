@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ HERE = Path(__file__).parents[1]
 Task = Mapping[str, Any]
 """``setting``: [target, precision, tactics], and ``family`` with ``seed``, or ``file``."""
 Row = dict[str, Any]
+COMMAND = (sys.executable, "-m", "random_nets.pool")
 START_SECONDS = 120.0
 """A worker imports its libraries within this time."""
 
@@ -25,8 +26,8 @@ START_SECONDS = 120.0
 class Worker:
     """One process that takes task after task. It starts with the first, and again after a death or ``most`` tasks."""
 
-    def __init__(self, timeout: float, most: int = 300):
-        self.timeout, self.most = timeout, most
+    def __init__(self, timeout: float, most: int = 300, command: Sequence[str] = COMMAND):
+        self.timeout, self.most, self.command = timeout, most, command
         self._process: subprocess.Popen[bytes] | None = None
         self._done, self._buffer = 0, b""
 
@@ -62,7 +63,7 @@ class Worker:
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             environment.setdefault(name, "1")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "random_nets.pool"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
         )  # fmt: skip
         self._done, self._buffer = 0, b""
@@ -120,13 +121,15 @@ def _row(task: Task, verdict: str, detail: str) -> Row:
     return {**_named(task), "verdict": verdict, "detail": detail}
 
 
-def tried(tasks: Iterable[Task], jobs: int, timeout: float, most: int = 300) -> Iterator[Row]:
+def tried(
+    tasks: Iterable[Task], jobs: int, timeout: float, most: int = 300, command: Sequence[str] = COMMAND
+) -> Iterator[Row]:
     """The rows of tasks as they end, from ``jobs`` processes at once."""
     source, rows = iter(tasks), _Rows()
     lock = threading.Lock()
 
     def work() -> None:
-        worker = Worker(timeout, most)
+        worker = Worker(timeout, most, command)
         try:
             while True:
                 with lock:
