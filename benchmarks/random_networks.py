@@ -155,7 +155,10 @@ def main() -> int:
         os.environ["OPTDNN_CACHE"] = str(args.cache.resolve())
     rows = done_before(args.out)
     tasks = list(planned(args, {(r["name"], r["setting"]) for r in rows}))
-    by_name = {(Path(t["file"]).stem if "file" in t else f"{t['family']}-{t['seed']}", " ".join(filter(None, t["setting"]))): t for t in tasks}
+    by_name = {
+        (Path(t["file"]).stem if "file" in t else f"{t['family']}-{t['seed']}", " ".join(filter(None, t["setting"]))): t
+        for t in tasks
+    }
     start, failing = time.monotonic(), []
     with args.out.open("a") as out:
         for k, row in enumerate(tried(tasks, args.jobs, args.timeout, args.fresh), 1):

@@ -6,7 +6,20 @@ import math
 
 import numpy as np
 
-from random_nets.blocks import activation, arithmetic, combined, cut, fits, linear, reduce, reshape, row_norm, softmax, split
+from random_nets.blocks import (
+    activation,
+    arithmetic,
+    breadth,
+    combined,
+    cut,
+    fits,
+    linear,
+    reduce,
+    reshape,
+    row_norm,
+    softmax,
+    split,
+)
 from random_nets.draw import BOOL, I64, Draw, Value
 
 HEAD_SIZES = (2, 3, 4, 5, 6, 8, 8, 12, 16, 16, 20, 32)
@@ -146,7 +159,7 @@ def feed_forward(d: Draw, x: Value) -> Value:
     """Two products with an activation between, gated now and then."""
     width = x.dims[-1]
     assert isinstance(width, int)
-    units = d.random.choice([width, 2 * width, 4 * width, 24, 17])
+    units = breadth(d, [width, 2 * width, 4 * width, 24, 17])
     y = activation(d, linear(d, x, units))
     if d.random.chance(0.3):
         y = d.op("Mul", y, d.op("Tanh", linear(d, x, units)))
@@ -195,7 +208,7 @@ def draw(d: Draw, batch: int | str | None = None, length: int | str | None = Non
     r = d.random
     batch = batch or r.choice([1, 1, 2, 3])
     length = length or r.choice([1, 2, 3, 5, 7, 8, 12, 16, 17, 24])
-    width = r.choice([4, 6, 8, 12, 16, 17, 20, 24, 32])
+    width = breadth(d, [4, 6, 8, 12, 16, 17, 20, 24, 32])
     x = _embedded(d, (batch, length), width) if r.chance(0.4) else d.input((batch, length, width))
     d.keep(x)
     if r.chance(0.3):

@@ -13,6 +13,9 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 8, 10, 12, 16, 16, 17, 20, 24, 32, 33)
 """Channels and units: odd ones, and ones that kernels like."""
 
 
+WIDE = (48, 64, 64, 96, 128, 130, 256)
+
+
 # ---------------------------------------------------------------- forms by opset
 
 
@@ -58,7 +61,17 @@ def activation(d: Draw, x: Value) -> Value:
     """An activation, as one operator or written out."""
     if d.random.chance(0.35):
         return written_out(d, x)
-    kinds = ["Relu"] * 4 + ["Sigmoid", "Tanh", "LeakyRelu", "Elu", "Selu", "Softplus", "Softsign", "HardSigmoid", "Celu"]
+    kinds = ["Relu"] * 4 + [
+        "Sigmoid",
+        "Tanh",
+        "LeakyRelu",
+        "Elu",
+        "Selu",
+        "Softplus",
+        "Softsign",
+        "HardSigmoid",
+        "Celu",
+    ]
     kinds += ["Clip", "PRelu", "Abs", "Neg", "Erf", "Identity"]
     kinds += ["HardSwish"] * (d.opset >= 14) + ["Mish"] * (d.opset >= 18) + ["Gelu"] * 2 * (d.opset >= 20)
     kind = d.random.choice(kinds)
@@ -113,8 +126,15 @@ def channelwise(d: Draw, x: Value, low: float, high: float) -> Value:
     return d.const(d.random.array(np.float32, d.random.choice(forms), low, high))
 
 
+def breadth(d: Draw, usual: Sequence[int] = WIDTHS) -> int:
+    """Channels or units; now and then many, so that products are cut into tiles and along their depth."""
+    return d.random.choice(WIDE if d.random.chance(0.06) else usual)
+
+
 def arithmetic(d: Draw, x: Value) -> Value:
-    """x with a constant."""
+    """x with a constant, and sometimes the result with another one."""
+    if d.random.chance(0.25):
+        x = arithmetic(d, x)
     kind = d.random.choice(["Add", "Sub", "Mul", "Div", "Max", "Min", "Mul", "Add"])
     c = channelwise(d, x, 0.5, 1.5)
     return d.op(kind, *([x, c] if kind == "Div" or d.random.chance(0.6) else [c, x]))
@@ -204,5 +224,3 @@ def pooled_row(d: Draw, x: Value) -> Value:
 
 def fits(v: Value) -> bool:
     return v.size <= MAX_ELEMENTS and all(n != 0 for n in v.dims)
-
-

@@ -114,7 +114,9 @@ def scan(d: Draw, x: Value) -> Value | None:
 
 def _chosen_rows(d: Draw, x: Value) -> Value:
     """A bool for each row of x."""
-    score = reduce(d, d.random.choice(["ReduceMean", "ReduceMax"]), x, list(range(1, x.rank)), False) if x.rank > 1 else x
+    score = (
+        reduce(d, d.random.choice(["ReduceMean", "ReduceMax"]), x, list(range(1, x.rank)), False) if x.rank > 1 else x
+    )
     return d.op("Greater", score, d.input((), turns=SOME_NONE) if d.random.chance(0.75) else d.scalar(0.1))
 
 

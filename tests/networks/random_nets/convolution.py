@@ -7,7 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from random_nets.blocks import WIDTHS, activation, arithmetic, combined, cut, fits, linear, pooled_row, reduce, softmax, split
+from random_nets.blocks import (
+    WIDTHS,
+    activation,
+    arithmetic,
+    breadth,
+    combined,
+    cut,
+    fits,
+    linear,
+    pooled_row,
+    reduce,
+    softmax,
+    split,
+)
 from random_nets.draw import Draw, Value
 
 KERNELS = (1, 1, 2, 3, 3, 3, 3, 4, 5, 7)
@@ -39,10 +52,7 @@ def _windows(d: Draw, x: Value, kernels: tuple[int, ...] = KERNELS) -> dict[str,
         pads = [n // 2 for n in reach] * 2
     elif style == 0 and dilations == [1] * axes:
         attrs["auto_pad"] = r.choice(["VALID", "SAME_UPPER", "SAME_LOWER"])
-        if attrs["auto_pad"] == "VALID":
-            pads = [0] * (2 * axes)
-        else:
-            pads = [s // 2 for s in reach] * 2
+        pads = [0 if attrs["auto_pad"] == "VALID" else s // 2 for s in reach] * 2
     elif style < 4:
         pads = [r.below(min(a, 3) + 1) if a > 1 else 0 for a in k * 2]
     else:
@@ -60,7 +70,7 @@ def conv(d: Draw, x: Value, out: int | None = None) -> Value | None:
     c, attrs, r = x.dims[1], _windows(d, x), d.random
     if attrs is None or not isinstance(c, int):
         return None
-    out = out or r.choice(WIDTHS)
+    out = out or breadth(d)
     group = 1
     if r.chance(0.3):
         group = r.choice([g for g in range(1, c + 1) if c % g == 0] + [c] * 2)
@@ -120,14 +130,18 @@ def pool(d: Draw, x: Value) -> Value | None:
 def _ends_inside(d: Draw, attrs: dict[str, Any]) -> bool:
     """No window of ceil_mode begins behind the input: until opset 22 ONNX's inference counts those, and nothing else does."""
     k = attrs["kernel_shape"]
-    return d.opset >= 22 or (not any(attrs["pads"][len(k) :]) and all(a >= b for a, b in zip(k, attrs["strides"], strict=True)))
+    return d.opset >= 22 or (
+        not any(attrs["pads"][len(k) :]) and all(a >= b for a, b in zip(k, attrs["strides"], strict=True))
+    )
 
 
 def norm(d: Draw, x: Value) -> Value | None:
     c, r = x.dims[1], d.random
     if not isinstance(c, int):
         return None
-    kind = r.choice(["BatchNormalization"] * 5 + ["InstanceNormalization", "LRN", "group", "LpNormalization", "channels"])
+    kind = r.choice(
+        ["BatchNormalization"] * 5 + ["InstanceNormalization", "LRN", "group", "LpNormalization", "channels"]
+    )
     if kind == "BatchNormalization":
         stats = (d.weights(c, fan_in=3, offset=1.0), d.weights(c, fan_in=3), d.weights(c, fan_in=3), d.positive(c))
         return d.op(kind, x, *stats, epsilon=r.choice([1e-5, 1e-3]))
@@ -143,7 +157,13 @@ def norm(d: Draw, x: Value) -> Value | None:
         return d.typed("GroupNormalization", operands, [(x.dtype, x.dims)], num_groups=groups, epsilon=1e-3)[0]
     if kind == "group" and x.static:
         y = d.op("Reshape", x, d.ints(0, groups, -1))
-        y = d.op("InstanceNormalization", y, d.const(np.ones(groups, np.float32)), d.const(np.zeros(groups, np.float32)), epsilon=1e-3)
+        y = d.op(
+            "InstanceNormalization",
+            y,
+            d.const(np.ones(groups, np.float32)),
+            d.const(np.zeros(groups, np.float32)),
+            epsilon=1e-3,
+        )
         y = d.typed("Reshape", [y, d.op("Shape", x)], [(x.dtype, x.dims)])[0]
         y = d.op("Mul", y, d.positive(c, *(1,) * (x.rank - 2)))
         return d.op("Add", y, d.weights(c, *(1,) * (x.rank - 2), fan_in=4))
@@ -205,7 +225,7 @@ def moved(d: Draw, x: Value) -> Value | None:
     c = x.dims[1]
     form = r.choice(["pad", "resize", "shuffle", "blocks", "cut", "transpose"])
     if form == "pad":
-        pads = [0, 0, *(r.below(3) for _ in range(axes))] + [0, 0, *(r.below(3) for _ in range(axes))]
+        pads = [0, 0, *(r.below(3) for _ in range(axes)), 0, 0, *(r.below(3) for _ in range(axes))]
         mode = r.choice(["constant", "constant", "reflect", "edge"])
         value = [d.scalar(-0.5)] if mode == "constant" and r.chance(0.4) else []
         if mode == "reflect" and any(isinstance(n, int) and n < 4 for n in x.dims[2:]):
@@ -259,7 +279,12 @@ def sampled(d: Draw, x: Value) -> Value | None:
     grid = d.const(r.array(np.float32, (x.shape[0], r.between(1, 6), r.between(1, 6), 2), -1.2, 1.2))
     mode = r.choice(["bilinear", "nearest", "bicubic"] if d.opset < 20 else ["linear", "nearest", "cubic"])
     return d.op(
-        "GridSample", x, grid, mode=mode, padding_mode=r.choice(["zeros", "border", "reflection"]), align_corners=r.below(2)
+        "GridSample",
+        x,
+        grid,
+        mode=mode,
+        padding_mode=r.choice(["zeros", "border", "reflection"]),
+        align_corners=r.below(2),
     )
 
 
@@ -270,7 +295,7 @@ def head(d: Draw, x: Value) -> Value:
         y = d.op("Flatten", y, axis=1)
     if not isinstance(y.dims[1], int):
         return y
-    y = linear(d, y, d.random.choice(WIDTHS))
+    y = linear(d, y, breadth(d))
     return softmax(d, y) if d.random.chance(0.5) else activation(d, y)
 
 

@@ -199,11 +199,15 @@ class Draw:
         """Add a node with one result."""
         return self.ops(kind, *inputs, outputs=1, **attrs)[0]
 
-    def ops(self, kind: str, *inputs: Value | None, outputs: int, absent: Sequence[int] = (), **attrs: Any) -> list[Value]:
+    def ops(
+        self, kind: str, *inputs: Value | None, outputs: int, absent: Sequence[int] = (), **attrs: Any
+    ) -> list[Value]:
         """Add a node with several results; those in ``absent`` have no name. Attributes that are None are left out."""
         names = ["" if i in absent else self.fresh() for i in range(outputs)]
         given = {k: a for k, a in attrs.items() if a is not None}
-        node = helper.make_node(kind, ["" if v is None else v.name for v in inputs], names, name=f"{kind}_{self.count}", **given)
+        node = helper.make_node(
+            kind, ["" if v is None else v.name for v in inputs], names, name=f"{kind}_{self.count}", **given
+        )
         schema = defs.get_schema(kind, self.opset, "")
         read = [v.name for v in inputs if v is not None]
         types = {n: self._types[n] for n in read}
@@ -214,7 +218,9 @@ class Draw:
         self.nodes.append(node)
         return [self._result(n, found.get(n)) for n in names if n]
 
-    def typed(self, kind: str, inputs: Sequence[Value | None], types: Sequence[tuple[Any, Sequence[int | str]]], **attrs: Any) -> list[Value]:
+    def typed(
+        self, kind: str, inputs: Sequence[Value | None], types: Sequence[tuple[Any, Sequence[int | str]]], **attrs: Any
+    ) -> list[Value]:
         """Add a node whose results' types are given: those that inference cannot tell (control flow, data-dependent sizes)."""
         made = [Value(self.fresh(), np.dtype(t), tuple(dims)) for t, dims in types]
         read = ["" if v is None else v.name for v in inputs]
@@ -300,7 +306,9 @@ class Draw:
             [t for t in self.constants if t.name in used],
         )
         ir = 8 if self.opset < 19 else 9 if self.opset < 21 else 10
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=ir, producer_name="random_nets")
+        return helper.make_model(
+            graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=ir, producer_name="random_nets"
+        )
 
     def feeds(self, sizes: dict[str, int], index: int = 0) -> dict[str, Array]:
         """Random data for every input at these sizes of the symbols. Each ``index`` has data of its own."""

@@ -31,7 +31,10 @@ def _shaped(d: Draw, x: Value) -> Value | None:
         n = d.op("Gather", d.op("Shape", x), d.scalar(1, np.int64), axis=0)
         steps = d.known_as(d.op("Range", d.scalar(0, np.int64), n, d.scalar(1, np.int64)), (x.dims[1],))
         at = d.op("Mul", d.op("Cast", steps, to=1), d.scalar(0.05))
-        at = d.known_as(d.op("Unsqueeze", at, d.ints(*range(1, x.rank - 1))) if x.rank > 2 else at, (x.dims[1], *(1,) * (x.rank - 2)))
+        at = d.known_as(
+            d.op("Unsqueeze", at, d.ints(*range(1, x.rank - 1))) if x.rank > 2 else at,
+            (x.dims[1], *(1,) * (x.rank - 2)),
+        )
         return d.known_as(d.op("Add", x, at), x.dims)
     if form == 3:
         (ones,) = d.typed("ConstantOfShape", [d.op("Shape", x)], [(x.dtype, x.dims)], value=ONE)
@@ -50,7 +53,9 @@ def _rows(d: Draw) -> None:
     """Pointwise steps, products, norms, softmax and reductions over [N, S, width] and [N, width]."""
     r = d.random
     width = r.choice([3, 4, 5, 8, 12, 16])
-    first = r.choice([("N", "S", width), ("N", width), ("S", width), ("N", r.choice([3, 5]), "S"), (r.choice([1, 2]), "S", width)])
+    first = r.choice(
+        [("N", "S", width), ("N", width), ("S", width), ("N", r.choice([3, 5]), "S"), (r.choice([1, 2]), "S", width)]
+    )
     d.keep(d.input(first))
     if r.chance(0.4):
         d.keep(d.input(first if r.chance(0.5) else (width,) if first[-1] == width else (1,)))
@@ -66,7 +71,15 @@ def _rows(d: Draw) -> None:
         elif form == 2:
             d.keep(softmax(d, x, r.below(x.rank)))
         elif form == 3:
-            d.keep(reduce(d, r.choice(["ReduceMean", "ReduceMax", "ReduceMin", "ReduceL2"]), x, [r.below(x.rank)], r.chance(0.7)))
+            d.keep(
+                reduce(
+                    d,
+                    r.choice(["ReduceMean", "ReduceMax", "ReduceMin", "ReduceL2"]),
+                    x,
+                    [r.below(x.rank)],
+                    r.chance(0.7),
+                )
+            )
         elif form in (4, 5):
             d.keep(combined(d, x) if form == 4 else arithmetic(d, x))
         elif form == 6 and x.rank > 1:

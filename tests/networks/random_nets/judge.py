@@ -47,7 +47,9 @@ class Distance:
         return not self.why and self.most <= floor and self.mean <= mean and self.share == 0.0
 
     def __str__(self) -> str:
-        return self.why or (f"{self.share:.2%} of integers" if self.share else f"{self.most:.2g} (mean {self.mean:.2g})")
+        return self.why or (
+            f"{self.share:.2%} of integers" if self.share else f"{self.most:.2g} (mean {self.mean:.2g})"
+        )
 
 
 def distance(got: Array, want: Array) -> Distance:
@@ -77,7 +79,9 @@ class Verdict:
     detail: str = ""
 
 
-def judged(oracle: Oracle, feeds: Sequence[Feeds], got: Sequence[Results], want: Sequence[Results], precision: str) -> Verdict:
+def judged(
+    oracle: Oracle, feeds: Sequence[Feeds], got: Sequence[Results], want: Sequence[Results], precision: str
+) -> Verdict:
     """The verdict on all runs of one network."""
     tolerance = TOLERANCES[precision]
     off = [(k, n) for k in range(len(feeds)) for n in want[k] if not _close(got[k].get(n), want[k][n], tolerance)]
@@ -117,7 +121,9 @@ def _explained(got: Array, want: Array, moved: Sequence[Array], tolerance: Toler
     if error.share > 3 * share:
         return False
     most, mean = (max(getattr(n, k) for n in noise) for k in ("most", "mean"))
-    return error.most <= tolerance.floor + tolerance.times * most and error.mean <= tolerance.mean + tolerance.times * mean
+    return (
+        error.most <= tolerance.floor + tolerance.times * most and error.mean <= tolerance.mean + tolerance.times * mean
+    )
 
 
 def _by_float64(

@@ -114,7 +114,9 @@ class Worker:
 
 def _named(task: Task) -> Row:
     name = task.get("name") or (Path(task["file"]).stem if "file" in task else f"{task['family']}-{task['seed']}")
-    return {"name": name, "setting": " ".join(filter(None, task["setting"]))} | {k: task[k] for k in ("family", "seed") if k in task}
+    return {"name": name, "setting": " ".join(filter(None, task["setting"]))} | {
+        k: task[k] for k in ("family", "seed") if k in task
+    }
 
 
 def _row(task: Task, verdict: str, detail: str) -> Row:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from random_nets.blocks import activation, arithmetic, combined, fits, linear, reduce, softmax
+from random_nets.blocks import activation, arithmetic, breadth, combined, fits, linear, reduce, softmax
 from random_nets.convolution import conv as float_conv
 from random_nets.convolution import image, pool
 from random_nets.draw import Array, Draw, Value
@@ -47,7 +47,9 @@ def _weights(d: Draw, w: Array, axis: int) -> Value:
         shape = [-1 if i == axis else 1 for i in range(w.ndim)]
         q = np.clip(np.rint(w / scale.reshape(shape)), -127, 127).astype(np.int8)
         zero = d.const(np.zeros(len(scale), np.int8))
-        return d.op("DequantizeLinear", d.const(q), d.const(scale), *([zero] if d.random.chance(0.7) else []), axis=axis)
+        return d.op(
+            "DequantizeLinear", d.const(q), d.const(scale), *([zero] if d.random.chance(0.7) else []), axis=axis
+        )
     scale = np.float32(np.abs(w).max() / 127 + 1e-6)
     if d.random.chance(0.2):
         zero = d.random.between(100, 150)
@@ -70,7 +72,7 @@ def conv(d: Draw, x: Value) -> Value | None:
     k = r.choice([1, 1, 2, 3, 3, 5])
     if any(isinstance(n, int) and n < k for n in x.dims[2:]):
         return None
-    out = r.choice([1, 3, 4, 5, 8, 8, 12, 16, 17, 32])
+    out = breadth(d, [1, 3, 4, 5, 8, 8, 12, 16, 17, 32])
     group = 1
     if r.chance(0.25):
         group = r.choice([g for g in range(1, c + 1) if c % g == 0])
@@ -98,7 +100,7 @@ def product(d: Draw, x: Value) -> Value | None:
     k = x.dims[-1]
     if not isinstance(k, int):
         return None
-    units = d.random.choice([1, 3, 5, 8, 12, 16, 17])
+    units = breadth(d, [1, 3, 5, 8, 12, 16, 17])
     if x.rank == 2 and d.random.chance(0.5):
         trans = d.random.below(2)
         w = _uniform(d, *((units, k) if trans else (k, units)), fan_in=k)
@@ -197,8 +199,36 @@ def averaged(d: Draw, x: Value) -> Value | None:
     return chain(d, y)
 
 
-WINDOWED = (conv, conv, conv, conv, conv, pool, activation, added, added, joined, integer_conv, requantized, averaged, arithmetic)
-ROWS = (product, product, product, product, pair, activation, added, joined, integer_product, integer_product, requantized, softmax)
+WINDOWED = (
+    conv,
+    conv,
+    conv,
+    conv,
+    conv,
+    pool,
+    activation,
+    added,
+    added,
+    joined,
+    integer_conv,
+    requantized,
+    averaged,
+    arithmetic,
+)
+ROWS = (
+    product,
+    product,
+    product,
+    product,
+    pair,
+    activation,
+    added,
+    joined,
+    integer_product,
+    integer_product,
+    requantized,
+    softmax,
+)
 
 
 def draw(d: Draw) -> None:
@@ -214,8 +244,9 @@ def draw(d: Draw) -> None:
         x, steps = d.input((*dims, r.choice([3, 5, 8, 16, 17, 32]))), ROWS
     x = chain(d, x) if r.chance(0.9) else x
     d.keep(x)
+    rank = x.rank
     for _ in range(r.between(2, 8)):
-        x = d.pick(lambda v: v.is_float and v.rank == x.rank and fits(v)) or x
+        x = d.pick(lambda v: v.is_float and v.rank == rank and fits(v)) or x
         y = r.choice(steps)(d, x)
         if y is None or y.size > 30000:
             continue

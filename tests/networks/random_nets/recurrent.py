@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from random_nets.blocks import activation, arithmetic, cut, linear, reduce, reshape, row_norm, softmax, split
+from random_nets.blocks import activation, arithmetic, breadth, cut, linear, reduce, reshape, row_norm, softmax, split
 from random_nets.draw import I32, Draw, Value
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
@@ -16,7 +16,7 @@ def cell(d: Draw, x: Value, kind: str | None = None) -> list[Value]:
     kind = kind or r.choice(["RNN", "GRU", "GRU", "LSTM", "LSTM", "LSTM"])
     length, batch, width = x.dims
     assert isinstance(width, int)
-    hidden, gates = r.choice([1, 2, 3, 5, 8, 8, 12, 16, 17, 24]), GATES[kind]
+    hidden, gates = breadth(d, [1, 2, 3, 5, 8, 8, 12, 16, 17, 24]), GATES[kind]
     direction = r.choice(["forward", "forward", "reverse", "bidirectional", "bidirectional"])
     n = 2 if direction == "bidirectional" else 1
     w = d.weights(n, gates * hidden, width, fan_in=width)

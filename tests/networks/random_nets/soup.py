@@ -38,7 +38,9 @@ def unary(d: Draw, x: Value) -> Value | None:
         return d.op(kind, d.op("Clip", x, d.scalar(-2), d.scalar(2)))
     if kind in ("Log", "Sqrt", "Reciprocal", "Pow"):
         y = d.op("Add", d.op("Abs", x), d.scalar(0.3))
-        return d.op("Pow", y, d.scalar(d.random.choice([0.5, -1.0, 1.5, 2.0, -0.5]))) if kind == "Pow" else d.op(kind, y)
+        return (
+            d.op("Pow", y, d.scalar(d.random.choice([0.5, -1.0, 1.5, 2.0, -0.5]))) if kind == "Pow" else d.op(kind, y)
+        )
     if kind in ("Tan", "Asin", "Acos", "Atanh"):
         return d.op(kind, d.op("Mul", d.op("Tanh", x), d.scalar(0.9)))
     if kind == "Acosh":
@@ -49,7 +51,7 @@ def unary(d: Draw, x: Value) -> Value | None:
 def compared(d: Draw, x: Value) -> Value | None:
     """A comparison with a constant or another value: bool."""
     kind = d.random.choice(["Greater", "Less", "GreaterOrEqual", "LessOrEqual", "Equal"])
-    if kind in ("GreaterOrEqual", "LessOrEqual") and d.opset < 16 or x.dtype == BOOL:
+    if (kind in ("GreaterOrEqual", "LessOrEqual") and d.opset < 16) or x.dtype == BOOL:
         kind = "Equal"
     if kind == "Equal" and x.is_float:
         x = d.op("Sign", x)
@@ -230,7 +232,9 @@ def scattered(d: Draw, x: Value) -> Value | None:
 
 def moved(d: Draw, x: Value) -> Value | None:
     r = d.random
-    form = r.choice(["transpose", "transpose", "reshape", "reshape", "unsqueeze", "squeeze", "tile", "expand", "flatten", "trilu"])
+    form = r.choice(
+        ["transpose", "transpose", "reshape", "reshape", "unsqueeze", "squeeze", "tile", "expand", "flatten", "trilu"]
+    )
     if form == "transpose":
         return d.op("Transpose", x, perm=r.shuffled(range(x.rank)))
     if form == "reshape":
@@ -312,14 +316,16 @@ def padded(d: Draw, x: Value) -> Value | None:
 
 def einsum(d: Draw, x: Value) -> Value | None:
     if x.rank == 2:
-        m, k = x.shape
-        w = d.weights(*d.random.choice([(k, 5), (k,), (5, k)]), fan_in=k)
-        equation = {(k, 5): "ij,jk->ik", (k,): "ij,j->i", (5, k): "ij,kj->ki"}[w.shape]
-        if w.shape == (k, 5) and k == 5:
-            equation = "ij,jk->ik"
-        return d.op("Einsum", x, w, equation=equation)
+        k = x.shape[1]
+        shape, equation = d.random.choice([((k, 5), "ij,jk->ik"), ((k,), "ij,j->i"), ((5, k), "ij,kj->ki")])
+        return d.op("Einsum", x, d.weights(*shape, fan_in=k), equation=equation)
     if x.rank == 3:
-        return d.op("Einsum", x, d.weights(x.shape[2], 4, fan_in=x.shape[2]), equation=d.random.choice(["bij,jk->bik", "bij,jk->bki", "bij,jk->ibk"]))
+        return d.op(
+            "Einsum",
+            x,
+            d.weights(x.shape[2], 4, fan_in=x.shape[2]),
+            equation=d.random.choice(["bij,jk->bik", "bij,jk->bki", "bij,jk->ibk"]),
+        )
     return None
 
 
@@ -334,9 +340,9 @@ def counted(d: Draw, x: Value) -> Value | None:
 
 
 FLOATS: tuple[Step, ...] = (
-    unary, unary, activation, activation, arithmetic, arithmetic, combined, combined, combined, compared, chosen, cast, cast, reduced,
-    reduced, extreme, top, scan, row, row, gathered, gathered, scattered, moved, moved, moved, pieces, pieces, joined, sliced, padded,
-    einsum,
+    unary, unary, activation, activation, arithmetic, arithmetic, combined, combined, combined, compared, chosen, cast,
+    cast, reduced, reduced, extreme, top, scan, row, row, gathered, gathered, scattered, moved, moved, moved, pieces,
+    pieces, joined, sliced, padded, einsum,
 )  # fmt: skip
 WHOLE: tuple[Step, ...] = (
     integers, integers, integers, compared, chosen, cast, cast, reduced, gathered, scattered, moved, moved, pieces, joined, sliced,

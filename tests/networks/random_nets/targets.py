@@ -63,7 +63,9 @@ def judged_as(setting: Setting, net: Network) -> str:
 
 def holds_quantization(model: onnx.ModelProto) -> bool:
     kinds = {n.op_type for n in model.graph.node}
-    return bool(kinds & {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"})
+    return bool(
+        kinds & {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"}
+    )
 
 
 def _ranges(net: Network) -> dict[str, Any]:
