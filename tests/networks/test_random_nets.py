@@ -182,6 +182,14 @@ def test_an_error_is_seen(change: Callable[[Array], Array], kind: str) -> None:
     assert verdict(small(TANH), change) == kind
 
 
+def test_empty_results_have_a_rank_and_a_type() -> None:
+    empty = np.zeros((0, 3), np.float32)
+    assert distance(empty, np.zeros((0, 0), np.float32)).within(0, 0)
+    assert distance(empty, np.zeros((0,), np.float32)).why
+    assert distance(empty, np.zeros((1, 3), np.float32)).why
+    assert distance(empty, empty.astype(np.int64)).why
+
+
 def test_fp16_has_a_wider_tolerance_and_an_end() -> None:
     assert verdict(small(TANH), lambda a: a.astype(np.float16).astype(np.float32), "fp16") == "right"
     assert verdict(small(TANH), lambda a: a * np.float32(1.2), "fp16") == "wrong"

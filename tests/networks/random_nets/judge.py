@@ -54,6 +54,8 @@ class Distance:
 
 def distance(got: Array, want: Array) -> Distance:
     """The distance of one output."""
+    if got.size == want.size == 0 and got.ndim == want.ndim and got.dtype == want.dtype:
+        return Distance()  # the specification leaves open how wide the rows are that a loop without trips does not give
     if got.shape != want.shape or (got.dtype != want.dtype and not (got.dtype.kind == want.dtype.kind == "f")):
         return Distance(np.inf, np.inf, 1.0, f"{got.dtype}{list(got.shape)} for {want.dtype}{list(want.shape)}")
     if got.dtype.kind != "f":
