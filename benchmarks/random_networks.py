@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -108,6 +109,12 @@ def summary(rows: Sequence[Row], seconds: float, trials: int) -> dict[str, Any]:
     }
 
 
+def cause(row: Row) -> str:
+    """What two failures have in common: the verdict, and of an error its class and the place that raised it."""
+    found = re.search(r"(\w+): .*\[([\w/.]+:\d+)\]$", row.get("detail", "").partition(": ")[2])
+    return " ".join([row["verdict"], *(found.groups() if found else ())])
+
+
 def shrink(row: Row, task: Task, folder: Path, timeout: float) -> str:
     """Keep the network of a failing row in ``folder``, as small as it still fails; says what is left of it."""
     net = opened(Path(task["file"])) if "file" in task else network(row["family"], row["seed"])
@@ -117,7 +124,7 @@ def shrink(row: Row, task: Task, folder: Path, timeout: float) -> str:
 
         def fails(candidate: Any) -> bool:
             saved(candidate, file)
-            return worker.ask({"file": str(file), "setting": task["setting"]})["verdict"] == row["verdict"]
+            return cause(worker.ask({"file": str(file), "setting": task["setting"]})) == cause(row)
 
         try:
             small = shrunk(net, fails) if fails(net) else net
@@ -143,6 +150,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--cache", type=Path, help="folder of compiled kernels that the workers share")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--shrink", type=Path, metavar="FOLDER", help="make failing networks small and keep them here")
+    p.add_argument("--refused", action="store_true", help="print and shrink networks that are refused, too")
     p.add_argument("--shrink-most", type=int, default=40, help="how many failing networks to shrink")
     return p
 
@@ -165,7 +173,7 @@ def main() -> int:
             rows.append(row)
             out.write(json.dumps(row) + "\n")
             out.flush()
-            if row["verdict"] in FAILED:
+            if row["verdict"] in FAILED or (args.refused and row["verdict"] == "refused"):
                 failing.append(row)
                 print(f"{row['setting']} {row['name']}: {row['verdict']}: {row['detail']}", flush=True)
             if k % 500 == 0:

@@ -59,10 +59,14 @@ def _windows(d: Draw, x: Value, kernels: tuple[int, ...] = KERNELS) -> dict[str,
         pads = [n // 2 for n in reach] * 2 if style < 9 else [0] * (2 * axes)
     if "auto_pad" not in attrs:
         attrs["pads"] = pads
-    for i, n in enumerate(size):
-        if isinstance(n, int) and n + pads[i] + pads[i + axes] < reach[i]:
-            return None
-    return attrs
+    return attrs if _fits(x, {**attrs, "pads": pads}) else None
+
+
+def _fits(x: Value, attrs: dict[str, Any]) -> bool:
+    """At least one window lies inside of the padded input."""
+    k, pads = attrs["kernel_shape"], attrs["pads"]
+    reach = [(a - 1) * b + 1 for a, b in zip(k, attrs.get("dilations", [1] * len(k)), strict=True)]
+    return all(not isinstance(n, int) or n + pads[i] + pads[i + len(k)] >= reach[i] for i, n in enumerate(x.dims[2:]))
 
 
 def conv(d: Draw, x: Value, out: int | None = None) -> Value | None:
@@ -118,6 +122,8 @@ def pool(d: Draw, x: Value) -> Value | None:
         del attrs["dilations"]
     if "pads" in attrs:
         attrs["pads"] = [min(p, k - 1) for p, k in zip(attrs["pads"], attrs["kernel_shape"] * 2, strict=True)]
+        if not _fits(x, attrs):
+            return None
         if kind != "LpPool" or d.opset >= 18:
             attrs["ceil_mode"] = int(r.chance(0.3) and _ends_inside(d, attrs))
     if kind == "LpPool":

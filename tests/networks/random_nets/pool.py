@@ -54,6 +54,8 @@ class Worker:
                 return self._died(task, stage)
             answer = json.loads(line)
             if isinstance(answer, dict):
+                if answer["verdict"] != "right" and task["setting"][0] == "cuda":
+                    self.close()  # a GPU context that saw a fault fails in all that follows
                 return {**_named(task), **answer}
             stage = answer
 
