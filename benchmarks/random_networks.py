@@ -39,7 +39,7 @@ from random_nets.pool import Row, Task, Worker, tried  # noqa: E402
 from random_nets.shrink import shrunk  # noqa: E402
 from random_nets.trial import FAILED, opened, saved  # noqa: E402
 
-NOTED = (*FAILED, "refused")
+NOTED = (*FAILED, "refused", "beyond_fp16")
 """Verdicts whose rows keep their detail in the summary."""
 
 

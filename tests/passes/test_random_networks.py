@@ -16,7 +16,7 @@ from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.types import FP64, Array
 
-SEEDS = {"conv": range(20), "attention": range(10), "recurrent": range(6), "soup": range(14), "dynamic": range(14)}
+SEEDS = {"conv": range(16), "attention": range(6), "recurrent": range(4), "soup": range(12), "dynamic": range(8)}
 """Of each family; quantized networks and control flow compute in types of their own."""
 
 

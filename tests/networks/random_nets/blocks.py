@@ -29,8 +29,8 @@ def reduce(d: Draw, kind: str, x: Value, axes: Sequence[int], keep: bool = True)
 def split(d: Draw, x: Value, axis: int, sizes: Sequence[int]) -> list[Value]:
     """Split with the sizes as an input, or by count where they are equal and the opset allows it."""
     if len(set(sizes)) == 1 and d.random.chance(0.5):
-        count = {"num_outputs": len(sizes)} if d.opset >= 18 else {}
-        return d.ops("Split", x, outputs=len(sizes), axis=axis, **count)
+        count = len(sizes) if d.opset >= 18 else None
+        return d.ops("Split", x, outputs=len(sizes), axis=axis, num_outputs=count)
     return d.ops("Split", x, d.ints(*sizes), outputs=len(sizes), axis=axis)
 
 

@@ -52,9 +52,9 @@ def _weights(d: Draw, w: Array, axis: int) -> Value:
         )
     scale = np.float32(np.abs(w).max() / 127 + 1e-6)
     if d.random.chance(0.2):
-        zero = d.random.between(100, 150)
-        q = np.clip(np.rint(w / scale) + zero, 0, 255).astype(np.uint8)
-        return d.op("DequantizeLinear", d.const(q), d.const(scale), d.const(zero, np.uint8))
+        middle = d.random.between(100, 150)
+        q = np.clip(np.rint(w / scale) + middle, 0, 255).astype(np.uint8)
+        return d.op("DequantizeLinear", d.const(q), d.const(scale), d.const(middle, np.uint8))
     q = np.clip(np.rint(w / scale), -127, 127).astype(np.int8)
     return d.op("DequantizeLinear", d.const(q), d.const(scale), d.const(np.int8(0)))
 
@@ -236,12 +236,12 @@ def draw(d: Draw) -> None:
     r = d.random
     if r.chance(0.6):
         axes = r.choice([1, 2, 2, 2, 2, 3])
-        x, steps = image(d, axes), WINDOWED
+        x, steps = image(d, axes), list(WINDOWED)
         if r.chance(0.2):
             d.keep(float_conv(d, x))
     else:
         dims = [r.choice([1, 2, 3, 5, 8, 13]) for _ in range(r.choice([1, 1, 2]))]
-        x, steps = d.input((*dims, r.choice([3, 5, 8, 16, 17, 32]))), ROWS
+        x, steps = d.input((*dims, r.choice([3, 5, 8, 16, 17, 32]))), list(ROWS)
     x = chain(d, x) if r.chance(0.9) else x
     d.keep(x)
     rank = x.rank

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from random_nets.blocks import activation, arithmetic, breadth, cut, linear, reduce, reshape, row_norm, softmax, split
@@ -24,7 +26,7 @@ def cell(d: Draw, x: Value, kind: str | None = None) -> list[Value]:
     bias = d.weights(n, 2 * gates * hidden, fan_in=6) if r.chance(0.7) else None
     lengths = _lengths(d, length, batch) if r.chance(0.3) else None
     states = [_state(d, n, batch, hidden) if r.chance(0.4) else None for _ in range(2 if kind == "LSTM" else 1)]
-    attrs: dict[str, object] = {"hidden_size": hidden, "direction": direction}
+    attrs: dict[str, Any] = {"hidden_size": hidden, "direction": direction}
     inputs = [x, w, h, bias, lengths, *states]
     if kind == "LSTM" and r.chance(0.2):
         inputs.append(d.weights(n, 3 * hidden, fan_in=3))

@@ -198,9 +198,9 @@ def gathered(d: Draw, x: Value) -> Value | None:
         shape = r.choice([(), (1,), (3,), (2, 3), (n,)])
         return d.op("Gather", x, _indices(d, n, shape), axis=axis)
     if form == 1:
-        shape = list(x.shape)
-        shape[axis] = r.between(1, n + 2)
-        return d.op("GatherElements", x, _indices(d, n, tuple(shape)), axis=axis)
+        count = r.between(1, n + 2)
+        places = tuple(count if i == axis % x.rank else s for i, s in enumerate(x.shape))
+        return d.op("GatherElements", x, _indices(d, n, places), axis=axis)
     depth = r.between(1, x.rank)
     rows = r.between(1, 5)
     ids = np.stack([r.array(np.int64, (rows,), 0, x.shape[i] - 1) for i in range(depth)], -1)

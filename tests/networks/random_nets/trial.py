@@ -88,7 +88,7 @@ def saved(net: Network, path: Path) -> None:
     """Write ``path`` (.onnx) and beside it an .npz of the inputs: "NAME" of the first run, "NAME@k" of later ones."""
     path.write_bytes(net.model.SerializeToString())
     arrays = {n if k == 0 else f"{n}@{k}": a for k, feed in enumerate(net.feeds) for n, a in feed.items()}
-    np.savez_compressed(path.with_suffix(".npz"), **arrays)
+    np.savez_compressed(path.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]
 
 
 def opened(path: Path) -> Network:
