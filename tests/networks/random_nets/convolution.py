@@ -217,10 +217,11 @@ def joined(d: Draw, x: Value) -> Value | None:
         first = r.between(1, c - 2)
         second = r.between(1, c - first - 1)
         parts = split(d, x, 1, [first, second, c - first - second])
-        parts[r.below(3)] = activation(d, parts[r.below(3)])
         if r.chance(0.4):
-            parts.append(activation(d, r.choice(parts)))
-        return d.op("Concat", *(r.shuffled(parts) if r.chance(0.4) else parts), axis=1)
+            parts[r.below(3)] = activation(d, r.choice(parts))
+        for _ in range(r.below(3)):
+            parts.insert(r.below(len(parts) + 1), activation(d, r.choice(parts)))
+        return d.op("Concat", *(r.shuffled(parts) if r.chance(0.3) else parts), axis=1)
     other = d.pick(lambda v: v.rank == x.rank and v.is_float and v.dims[:1] + v.dims[2:] == x.dims[:1] + x.dims[2:])
     return None if other is None else d.op("Concat", x, other, *([x] if r.chance(0.15) else []), axis=1)
 

@@ -268,15 +268,16 @@ def pieces(d: Draw, x: Value) -> Value | None:
     n = _size(x, axis)
     if n < 2:
         return None
-    first = r.between(1, n - 1)
-    parts = split(d, x, axis, [first, n - first])
-    form = r.below(3)
+    sizes = [1] * r.between(2, min(n, 4))
+    for _ in range(n - len(sizes)):
+        sizes[r.below(len(sizes))] += 1
+    parts = split(d, x, axis, sizes)
+    form = r.below(4)
     if form == 0:
-        d.keep(parts[0])
-        return parts[1]
-    if x.is_float:
-        i = r.below(2)
-        parts[i] = activation(d, parts[i])
+        d.keep(*parts[1:])
+        return parts[0]
+    for _ in range(r.below(3) if x.is_float else 0):
+        parts.insert(r.below(len(parts) + 1), activation(d, r.choice(parts)))
     if form == 1:
         parts = r.shuffled([*parts, r.choice(parts)])
     return d.op("Concat", *parts, axis=axis)
