@@ -1,0 +1,190 @@
+"""What a network should give: ONNX Runtime without optimizations, and float64 where something disagrees with that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from random_nets.draw import Array
+
+Feeds = Mapping[str, Array]
+Results = dict[str, Array]
+
+
+class NoOracleError(Exception):
+    """ONNX Runtime does not take the network: nothing can be compared with."""
+
+
+def session(model: onnx.ModelProto, threads: int = 1) -> Any:
+    """An ONNX Runtime session on the CPU without graph optimizations."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = options.inter_op_num_threads = threads
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+class Oracle:
+    """ONNX Runtime's results for one network, and how much they move when its numbers do."""
+
+    def __init__(self, model: onnx.ModelProto):
+        self.model = model
+        self.names = [o.name for o in model.graph.output]
+        try:
+            self._session = session(model)
+        except Exception as error:  # ONNX Runtime's exceptions have no common base
+            raise NoOracleError(f"{type(error).__name__}: {error}"[:400]) from error
+
+    def run(self, feeds: Feeds) -> Results:
+        return self._run(self._session, feeds)
+
+    def _run(self, ready: Any, feeds: Feeds) -> Results:
+        try:
+            return dict(zip(self.names, ready.run(None, dict(feeds)), strict=True))
+        except Exception as error:
+            raise NoOracleError(f"{type(error).__name__}: {error}"[:400]) from error
+
+    def nudged(self, feeds: Sequence[Feeds], by: float, times: int) -> list[list[Results]]:
+        """Results after every float, of the inputs and of the model, is moved by up to ``by`` of its size: [time][feed]."""
+        found = []
+        for k in range(times):
+            rng = np.random.Generator(np.random.PCG64(k))
+            ready = session(_nudged_model(self.model, by, rng))
+            found.append([self._run(ready, {n: _nudged(a, by, rng) for n, a in f.items()}) for f in feeds])
+        return found
+
+    def largest(self, feeds: Feeds) -> float:
+        """The largest magnitude of any float value on the way, those inside of subgraphs left out."""
+        model = copy.deepcopy(self.model)
+        known = {o.name for o in model.graph.output}
+        inner = [n for node in model.graph.node for n in node.output if n and n not in known]
+        model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in inner)
+        try:
+            results = session(model).run(None, dict(feeds))
+        except Exception as error:
+            raise NoOracleError(str(error)[:400]) from error
+        floats = [a for a in results if isinstance(a, np.ndarray) and a.dtype.kind == "f" and a.size]
+        return max([float(np.abs(a).max()) for a in floats] or [0.0])
+
+
+def _nudged(a: Array, by: float, rng: np.random.Generator) -> Array:
+    return np.asarray(a * (1 + by * rng.uniform(-1, 1, a.shape))).astype(a.dtype) if a.dtype.kind == "f" else a
+
+
+def _nudged_model(model: onnx.ModelProto, by: float, rng: np.random.Generator) -> onnx.ModelProto:
+    moved = copy.deepcopy(model)
+    for t in moved.graph.initializer:
+        if t.data_type == TensorProto.FLOAT:
+            t.CopyFrom(numpy_helper.from_array(_nudged(numpy_helper.to_array(t), by, rng), t.name))
+    return moved
+
+
+# ---------------------------------------------------------------- float64
+
+
+def in_float64(model: onnx.ModelProto, feeds: Feeds) -> tuple[Results, str] | None:
+    """The results in float64 and who computed them: ONNX Runtime, ONNX's reference evaluator, or optdnn's own evaluation
+    (which is no independent judge). None where none of them can."""
+    names = [o.name for o in model.graph.output]
+    wide = {n: a.astype(np.float64) if a.dtype == np.float32 else a for n, a in feeds.items()}
+    doubled = promoted(model)
+    for source in (_by_onnxruntime, _by_onnx, _by_optdnn):
+        try:
+            arrays = source(doubled if source is not _by_optdnn else model, wide)
+        except Exception:  # kernels that are missing end in all kinds of exceptions; the next source is asked
+            continue
+        if all(isinstance(a, np.ndarray) for a in arrays):
+            return dict(zip(names, arrays, strict=True)), source.__name__.removeprefix("_by_")
+    return None
+
+
+def _by_onnxruntime(model: onnx.ModelProto, feeds: Feeds) -> Sequence[Any]:
+    return list(session(model).run(None, dict(feeds)))
+
+
+def _by_onnx(model: onnx.ModelProto, feeds: Feeds) -> Sequence[Any]:
+    from onnx.reference import ReferenceEvaluator
+
+    with np.errstate(all="ignore"):
+        return list(ReferenceEvaluator(model).run(None, dict(feeds)))
+
+
+def _by_optdnn(model: onnx.ModelProto, feeds: Feeds) -> Sequence[Any]:
+    from optdnn.importers.onnx import import_model
+    from optdnn.ir.evaluate import evaluate, promote
+
+    with np.errstate(all="ignore"):
+        return list(evaluate(promote(import_model(model)), feeds).values())
+
+
+def promoted(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy whose float32 tensors, casts and inputs are float64. QuantizeLinear and the like read float32 as before."""
+    wide = copy.deepcopy(model)
+    for graph in _graphs(wide.graph):
+        for info in (*graph.input, *graph.output, *graph.value_info):
+            if info.type.tensor_type.elem_type == TensorProto.FLOAT:
+                info.type.tensor_type.elem_type = TensorProto.DOUBLE
+        for t in graph.initializer:
+            _widen(t)
+        for node in graph.node:
+            for a in node.attribute:
+                if a.name in ("value_float", "value_floats"):
+                    values = np.asarray(a.f if a.name == "value_float" else list(a.floats), np.float64)
+                    a.CopyFrom(helper.make_attribute("value", numpy_helper.from_array(values)))
+                if a.name in ("to", "dtype") and a.i == TensorProto.FLOAT:
+                    a.i = TensorProto.DOUBLE
+                if a.type == onnx.AttributeProto.TENSOR:
+                    _widen(a.t)
+        _around_quantization(graph)
+    return wide
+
+
+def _widen(t: TensorProto) -> None:
+    if t.data_type == TensorProto.FLOAT:
+        t.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(t).astype(np.float64), t.name))
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    yield graph
+    for node in graph.node:
+        for a in node.attribute:
+            if a.type == onnx.AttributeProto.GRAPH:
+                yield from _graphs(a.g)
+
+
+FLOAT32_ONLY = {
+    "QuantizeLinear": ((0, 1), ()),
+    "DequantizeLinear": ((1,), (0,)),
+    "DynamicQuantizeLinear": ((0,), (1,)),
+    "QLinearConv": ((1, 4, 6), ()),
+    "QLinearMatMul": ((1, 4, 6), ()),
+    "Resize": ((2,), ()),
+    "NonMaxSuppression": ((0, 1, 3, 4), ()),
+}
+"""Operators of float32 alone -> their operands of that type, and their results that become float64 again."""
+
+
+def _around_quantization(graph: onnx.GraphProto) -> None:
+    made = []
+    for k, node in enumerate(graph.node):
+        reads, writes = FLOAT32_ONLY.get(node.op_type, ((), ()))
+        for i in reads:
+            if i < len(node.input) and node.input[i]:
+                narrow = f"{node.input[i]}_narrow{k}_{i}"
+                made.append(helper.make_node("Cast", [node.input[i]], [narrow], to=TensorProto.FLOAT))
+                node.input[i] = narrow
+        made.append(node)
+        for i in writes:
+            narrow = f"{node.output[i]}_narrow{k}"
+            made.append(helper.make_node("Cast", [narrow], [node.output[i]], to=TensorProto.DOUBLE))
+            node.output[i] = narrow
+    copied = [copy.deepcopy(n) for n in made]
+    del graph.node[:]
+    graph.node.extend(copied)

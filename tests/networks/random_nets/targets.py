@@ -1,0 +1,123 @@
+"""Builds a network by optdnn for a target and runs it on all of its feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+import optdnn
+from optdnn.config import BuildOptions
+from random_nets.draw import Network
+from random_nets.oracle import Feeds, Results
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is tried: a target, a precision, and whose tactics."""
+
+    target: str
+    precision: str = "fp32"
+    tactics: str = ""
+
+    @property
+    def gpu(self) -> bool:
+        return self.target.partition(":")[0] in ("simulate", "cuda")
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.target, self.precision, self.tactics)))
+
+
+class UnsteadyError(Exception):
+    """The same run gave other bits the second time."""
+
+
+def options(setting: Setting, net: Network) -> dict[str, Any]:
+    """What ``optdnn.build`` is asked for. "int8" means: Q/DQ networks as they are (their floats in fp32 or fp16 by turns),
+    and other networks quantized by calibration with their own inputs."""
+    given: dict[str, Any] = {"target": setting.target, "precision": setting.precision}
+    if setting.precision == "int8":
+        if holds_quantization(net.model):
+            odd = len(net.model.graph.node) % 2
+            given["precision"] = "fp16" if setting.gpu and odd else "fp32"
+        else:
+            given["calib"] = [dict(f) for f in (net.feeds[:1] if net.sizes else net.feeds)]
+    if setting.gpu:
+        given["tactics"] = setting.tactics or "heuristic"
+        if net.sizes:
+            given["shapes"] = _ranges(net)
+    elif setting.target == "cpu":
+        given.update(tactics=setting.tactics or "auto", threads=1)
+    return given
+
+
+def judged_as(setting: Setting, net: Network) -> str:
+    """The precision by whose tolerance the results are judged."""
+    if setting.precision == "int8" and holds_quantization(net.model):
+        return str(options(setting, net)["precision"])
+    return setting.precision
+
+
+def holds_quantization(model: onnx.ModelProto) -> bool:
+    kinds = {n.op_type for n in model.graph.node}
+    return bool(
+        kinds & {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"}
+    )
+
+
+def _ranges(net: Network) -> dict[str, Any]:
+    """The range of each input's sizes over all feeds; the first feed is the one to be fastest at."""
+    ranges: dict[str, Any] = {}
+    for name in net.feeds[0]:
+        shapes = np.array([f[name].shape for f in net.feeds]).reshape(len(net.feeds), -1)
+        if shapes.shape[1]:
+            ranges[name] = [tuple(map(int, s)) for s in (shapes.min(0), shapes[0], shapes.max(0))]
+    return ranges
+
+
+def build(setting: Setting, net: Network) -> optdnn.Engine:
+    from optdnn.compiler import build_verbose
+
+    return build_verbose(net.model, BuildOptions(**options(setting, net))).engine
+
+
+def run(setting: Setting, engine: optdnn.Engine, feeds: Sequence[Feeds], say: Callable[[str], None]) -> list[Results]:
+    """The results of each feed, in turns through one engine. On a GPU every run is repeated (captured, then replayed).
+
+    Raises UnsteadyError where a repeated run gives other bits.
+    """
+    twice = setting.target.startswith("cuda") or setting.target == "cpu"
+    found = []
+    for k, feed in enumerate(feeds):
+        say(f"run {k}")
+        found.append({n: np.array(a) for n, a in engine.run(feed).items()})
+    if twice:
+        for k, feed in enumerate(feeds):
+            say(f"run {k} again")
+            for n, a in engine.run(feed).items():
+                if a.shape != found[k][n].shape or a.tobytes() != found[k][n].tobytes():
+                    raise UnsteadyError(f"{n} in run {k}: {_changed(a, found[k][n])}")
+    return found
+
+
+def _changed(a: Any, b: Any) -> str:
+    if a.shape != b.shape:
+        return f"shape {a.shape}, before {b.shape}"
+    with np.errstate(all="ignore"):
+        return f"{(a != b).mean():.2%} of the elements differ"
+
+
+def culprits(engine: optdnn.Engine, feeds: Feeds) -> str:
+    """The launches of a GPU engine that do not do what they mean, the worst first."""
+    from optdnn.runtime.cuda.check import check_steps
+    from optdnn.runtime.cuda.runner import CudaRunner
+    from optdnn.runtime.executor import LoadOptions
+
+    if not engine.program.steps:
+        return ""
+    checked = check_steps(CudaRunner(engine.program, LoadOptions()).context(), feeds)
+    worst = sorted((e for e in checked if not e.error < 0.01), key=lambda e: -e.error)[:3]
+    return "; ".join(f"{e.kind} by {e.kernel}: {e.error:.1e}" for e in worst) or "each launch does what it means"
