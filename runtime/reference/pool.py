@@ -13,6 +13,7 @@ import numpy as np
 
 from optdnn.errors import InternalError, RunError
 from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.reduce import mean
 from optdnn.runtime.reference.window import resolve_pads, static_sizes
 from optdnn.types import Array, is_float
 
@@ -183,7 +184,7 @@ def global_max_pool(x: Array) -> tuple[Array, ...]:
 
 def global_average_pool(x: Array) -> tuple[Array, ...]:
     """GlobalAveragePool (ONNX opset 22)."""
-    return (x.mean(axis=_spatial(x), keepdims=True),)
+    return (mean(x, _spatial(x)),)
 
 
 def global_lp_pool(x: Array, *, p: int = 2) -> tuple[Array, ...]:

@@ -154,6 +154,8 @@ def _layer(
         raise ValueError(f"sequence_lens holds {lens.min()} to {lens.max()} for sequences of {len(x)}")
     if lens is not None and bool((lens >= len(x)).all()):
         lens = None
+    if not len(x):  # no last state either: zeros, as ONNX Runtime has them
+        initial = [None] * len(initial)
     for d, cell in enumerate(cells):
         backwards = direction == "reverse" or d == 1
         zero = np.zeros((x.shape[1], cell.hidden), x.dtype)

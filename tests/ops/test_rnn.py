@@ -143,11 +143,41 @@ def test_export(op: str, direction: str, opset: int) -> None:
 def test_export_of_flags_and_activation_parameters() -> None:
     names = ["HardSigmoid", "LeakyRelu"]
     case = layer("GRU", activations=names, activation_alpha=[0.3, 0.1], linear_before_reset=1, clip=1.5)
-    (node,) = check_export(case, 21).graph.node
+    (node,) = (n for n in check_export(case, 21).graph.node if n.op_type == "GRU")
     attrs = {a.name: a for a in node.attribute}
     assert list(attrs["activation_alpha"].floats) == pytest.approx([0.3, 0.1])
     assert list(attrs["activation_beta"].floats) == pytest.approx([0.5])
     assert (attrs["linear_before_reset"].i, attrs["clip"].f) == (1, 1.5)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("op", GATES)
+@pytest.mark.parametrize("lens", [[0, 2, T], [0, 0, 0]])
+@pytest.mark.parametrize("constant", [False, True])
+def test_the_last_states_of_no_steps_are_zeros(op: str, direction: str, lens: list[int], constant: bool) -> None:
+    case = layer(op, direction, use="blhc")
+    case.inputs = [*case.inputs[:4], np.array(lens, np.int32), *case.inputs[5:]]
+    case.constants = (1, 2, 4) if constant else (1, 2)
+    graph = check_case(case, symbolic={0: (0,)})
+    assert not any(y[:, 0].any() for y in run(graph, case.fed)[1:])
+
+
+def test_lengths_that_are_known_to_be_positive_cost_nothing() -> None:
+    case = layer("GRU", use="blh")
+    assert set(import_case(case).kinds()) - {"GRU"}, "the lengths are an operand"
+    case.constants = (1, 2, 4)
+    assert set(import_case(case).kinds()) == {"GRU"}
+    case = layer("GRU", use="blh")
+    case.outputs = 1
+    assert set(import_case(case).kinds()) == {"GRU"}, "nobody reads the last state"
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_the_last_states_of_sequences_without_steps_are_zeros(op: str) -> None:
+    case = layer(op, use="bhc")
+    case.inputs = [np.zeros((0, N, WIDTH), np.float32), *case.inputs[1:]]
+    for y in run(import_case(case), case.fed):
+        assert not y.any()
 
 
 def test_cost_counts_the_products() -> None:
