@@ -106,7 +106,8 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:
             found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), given))
             continue
         if own != FP32:  # the model's own type, which stays
-            found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), _FLOATS.get(own, "fp8")))
+            asked = precision if precision in QUANTIZED and op.kind in ANCHORS else _FLOATS.get(own, "fp8")
+            found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), asked))
             continue
         if precision == "tf32" and not plan.named(op) and op.kind not in ANCHORS:
             precision = "fp32"  # what makes no products rounds no factors

@@ -178,7 +178,7 @@ def _spatial(x: Array) -> tuple[int, ...]:
 
 
 def global_max_pool(x: Array) -> tuple[Array, ...]:
-    """GlobalMaxPool (ONNX opset 22)."""
+    """GlobalMaxPool (ONNX opset 22); of 8-bit integers, too."""
     return (x.max(axis=_spatial(x), keepdims=True),)
 
 
