@@ -33,6 +33,7 @@ from optdnn.passes.contract import FP16_LEAST, Account, ask, half_risks, hazards
 from optdnn.passes.decisions import decisions
 from optdnn.passes.guards import Guards, guards
 from optdnn.passes.in_registers import in_registers
+from optdnn.passes.overflows import growing, largest_values, overflows
 from optdnn.passes.precision import ANCHORS, PrecisionPlan, key
 from optdnn.passes.quantize import quantize, without_data
 from optdnn.passes.ranges import Calibration
@@ -83,7 +84,7 @@ class AssignPrecision(Pass):
             keeps: Mapping[str, frozenset[int]] | None = KEEPS_FP32
         else:
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and is_mixture(plan) else None
-        guarded = Guards({}) if keeps is None else _guarded(graph, plan)
+        guarded = Guards({}) if keeps is None else _guarded(graph, plan, account)
         if (
             "fp16" in plan.floats and context.account is not None
         ):  # a look at every weight, for those who will read of it
@@ -119,11 +120,15 @@ def _needs_none(graph: Graph, plan: PrecisionPlan) -> None:
         )
 
 
-def _guarded(graph: Graph, plan: PrecisionPlan) -> Guards:
-    """The ops asked for in fp16, though not by name, that stay fp32 for the sake of a constant."""
-    found = guards(graph) if "fp16" in plan.floats else Guards({})
-    ops = {i: graph.op(i) for i in found.reasons}
-    stay = {i: found.reasons[i] for i, op in ops.items() if not plan.named(op) and _float(plan, op) == "fp16"}
+def _guarded(graph: Graph, plan: PrecisionPlan, account: Account) -> Guards:
+    """The ops asked for in fp16, though not by name, that stay fp32 for the sake of a constant or of their values' size."""
+    if "fp16" not in plan.floats:
+        return Guards({})
+    found, largest = guards(graph), largest_values(graph)
+    account.tried = largest is not None
+    reasons = {**overflows(graph, largest or {}), **growing(graph), **found.reasons}
+    ops = {i: graph.op(i) for i in reasons}
+    stay = {i: reasons[i] for i, op in ops.items() if not plan.named(op) and _float(plan, op) == "fp16"}
     return Guards(stay, found.saturates & stay.keys())
 
 

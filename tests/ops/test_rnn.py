@@ -12,7 +12,9 @@ from onenode import Case, check_case, check_export, import_case, normal, op_flop
 from optdnn.errors import RunError, ShapeError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ops.base import OpDef
+from optdnn.ops.fused import plain_attrs
 from optdnn.ops.rnn import DEFS, LSTMAttrs
+from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import FP16, FP64
 
 T, N, WIDTH, H = 5, 3, 4, 6
@@ -236,3 +238,17 @@ def test_attributes_that_are_refused(attrs: dict[str, Any], message: str) -> Non
     case = layer("RNN", use="b")
     with pytest.raises(ShapeError, match=message):
         import_case(Case("RNN", case.inputs, {**case.attrs, **attrs}, outputs=2))
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_products_that_are_made_already(op: str) -> None:
+    """What a step of a GPU's program means: one infinite gate does not reach the others."""
+    case = layer(op, use="b")
+    x, w, r, b = (np.asarray(v) for v in case.inputs[:4])
+    attrs = plain_attrs(op, import_case(case).of_kind(op)[0].attrs)
+    want = run_kernel(op, [x, w, r, b], attrs)
+    made = (x.reshape(T * N, WIDTH) @ w[0].T).reshape(T, N, -1)
+    for got, expected in zip(run_kernel(op, [made, None, r, b], attrs), want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    made[0, 0, 0] = np.inf
+    assert np.isfinite(run_kernel(op, [made, None, r, b], attrs)[0]).all()
