@@ -48,7 +48,8 @@ def options(setting: Setting, net: Network) -> dict[str, Any]:
     if setting.gpu:
         given["tactics"] = setting.tactics or "heuristic"
         if net.sizes:
-            given["shapes"] = _ranges(net)
+            # A calibrated engine makes no plans for further sizes: it is given each feed's sizes as a profile.
+            given["shapes"] = _profiles(net) if "calib" in given else _ranges(net)
     elif setting.target == "cpu":
         given.update(tactics=setting.tactics or "auto", threads=1)
     return given
@@ -76,6 +77,11 @@ def _ranges(net: Network) -> dict[str, Any]:
         if shapes.shape[1]:
             ranges[name] = [tuple(map(int, s)) for s in (shapes.min(0), shapes[0], shapes.max(0))]
     return ranges
+
+
+def _profiles(net: Network) -> list[dict[str, Any]]:
+    """A profile for the sizes of each feed."""
+    return [{n: [a.shape] * 3 for n, a in feed.items() if a.ndim} for feed in net.feeds]
 
 
 def build(setting: Setting, net: Network) -> optdnn.Engine:
