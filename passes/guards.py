@@ -139,11 +139,10 @@ class _Walk:
         seen: list[int] = []
         while step in self.nodes:
             node = self.nodes[step]
-            data = {a for a in node.args if isinstance(a, tuple)}
+            steps = [a for a in node.args if isinstance(a, tuple)]  # without the constants, which are arrays
+            data = set(steps)
             seen.append(node.op.id)
-            if node.kind == "ReduceSumSquare" or (
-                node.kind == "Mul" and len(node.args) == 2 and node.args[0] == node.args[1]
-            ):
+            if node.kind == "ReduceSumSquare" or (node.kind == "Mul" and len(steps) == 2 and len(data) == 1):
                 return set(seen)
             if node.kind == "Pow" and isinstance(node.args[1], np.ndarray) and (node.args[1] == 2).all():
                 return set(seen)

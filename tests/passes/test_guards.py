@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.check import from_text
 from support.net import Net
-from support.simulated import lowered, simulate
+from support.simulated import check_simulated, lowered, simulate
 
 from optdnn.compiler import build_verbose, optimize
 from optdnn.config import BuildOptions
@@ -110,6 +110,26 @@ def test_small_constants_that_guard_nothing_are_left_alone(body: str) -> None:
         <int64[1] last = {{-1}}, float eps = {{1e-12}}, float two = {{2}}, float[8] ones = {{1,1,1,1,1,1,1,1}}> {{ {body} }}"""
     )
     assert kept(graph) == set()
+
+
+@pytest.mark.parametrize("weight", ["float w = {0.5}", "float[1] w = {0.5}", "float[6,1] w = {1, 2, 3, 4, 5, 6}"])
+def test_a_constant_factor_before_the_epsilon_is_no_square(weight: str) -> None:
+    graph = from_text(
+        f"""<ir_version: 9, opset_import: ["": 18]> g (float[6,8] x) => (float[6,8] y)
+        <int64[1] last = {{-1}}, float eps = {{1e-8}}, {weight}>
+        {{ n = ReduceL1(x, last) m = Mul(n, w) c = Add(m, eps) y = Div(x, c) }}"""
+    )
+    assert kept(graph) == {"c", "y"}
+
+
+def test_a_small_shift_behind_a_scale_per_channel_guards_nothing() -> None:
+    """BatchNormalization beside a convolution (a block of FastViT), its means being small."""
+    n = Net(seed=2)
+    x = n.input(1, 8, 6, 6)
+    y = n.op("Add", n.op("Mul", x, np.full((8, 1, 1), 0.9)), np.full((8, 1, 1), 1e-5))
+    graph = n.done(n.op("Relu", n.op("Sub", n.conv(x, 8, 3), y)))
+    assert kept(graph) == set()
+    check_simulated(graph)
 
 
 def test_casts_run_in_the_registers_of_what_computes_in_fp32() -> None:
