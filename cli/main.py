@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "run": "Run an engine once on given or random inputs.",
     "bench": "Measure an engine's latency and throughput.",
     "compare": "Race an engine or model against other runtimes: speed and accuracy.",
+    "verify": "Check an engine on this machine: its steps, memory, repeatability, and results.",
     "inspect": "Show what is in a model or an engine, and what the build did.",
     "explain": "Say what became of a node of the model in an engine, and why.",
     "check": "Say what a build would do with a model, without building.",

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from optdnn.runtime.engine import Engine, load
     from optdnn.session import InferenceSession, SessionOptions, get_available_providers
     from optdnn.types import TensorSpec
+    from optdnn.verification import Verification, verify
 
 _ERRORS = (
     "EngineError EngineStale InputError InternalError MissingDependency ModelError NotMet OptdnnError OutputError RunError "
@@ -64,6 +65,7 @@ _WHERE = {
     "from_torch": "optdnn.pytorch",
     **dict.fromkeys(("InferenceSession", "SessionOptions", "get_available_providers"), "optdnn.session"),
     "TensorSpec": "optdnn.types",
+    **dict.fromkeys(("Verification", "verify"), "optdnn.verification"),
     **dict.fromkeys(_ERRORS.split(), "optdnn.errors"),
 }
 """Public name -> the module that has it."""
@@ -91,12 +93,14 @@ __all__ = [  # noqa: PLE0604, RUF100
     "TensorSpec",
     "UnsupportedError",
     "UsageError",
+    "Verification",
     "build",
     "custom_op",
     "from_torch",
     "get_available_providers",
     "load",
     "retune",
+    "verify",
 ]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from optdnn.compiler import Build, build_verbose
 from optdnn.config import AUTO, BuildOptions
+from optdnn.custom import CustomOp
 from optdnn.divergence import Findings, find
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.gpu_rivals import (
@@ -28,11 +29,12 @@ from optdnn.gpu_rivals import (
     torch_candidates,
 )
 from optdnn.importers.onnx import import_model
+from optdnn.importers.values import with_values
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
 from optdnn.runtime.accuracy import errors_between
 from optdnn.runtime.candidates import Candidate
-from optdnn.runtime.engine import load
+from optdnn.runtime.engine import Engine, load
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.format import read
 from optdnn.runtime.machine import usable_cores
@@ -141,16 +143,25 @@ def load_subject(path: Path, model: Path | None, threads: int | None, **data: An
     )
     if model is None:
         return Subject(path.name, path, engine.meta, options, engine.inputs)
-    original = import_model(model, shapes=shapes)
+    original = original_of(engine, model, str(path))
+    return Subject(path.name, path, engine.meta, options, specs(original), model, original)
+
+
+def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: Sequence[CustomOp] = ()) -> Graph:
+    """The network that ``engine`` (a file of this ``name``) was built from, as imported, for its shapes. Raises UsageError where
+    inputs or outputs of the model are not the engine's."""
+    shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
+    values = engine.meta.get("options", {}).get("values")
+    original = import_model(with_values(model, values) if values else model, shapes=shapes, custom_ops=custom_ops)
     original.profiles = engine.profiles
     wanted, got = [s.name for s in engine.inputs], [s.name for s in specs(original)]
     outputs = [original.op(i).outputs[0].name for i in original.outputs]
     if wanted != got or [s.name for s in engine.outputs] != outputs:
         raise UsageError(
-            f"{model} is not what {path} was built from: its inputs are {', '.join(got)} and its outputs "
+            f"{model} is not what {name or 'the engine'} was built from: its inputs are {', '.join(got)} and its outputs "
             f"{', '.join(outputs)}, the engine has {', '.join(wanted)} and {', '.join(s.name for s in engine.outputs)}"
         )
-    return Subject(path.name, path, engine.meta, options, specs(original), model, original)
+    return original
 
 
 def _asked(precision: str, data: Mapping[str, Any]) -> str:

@@ -110,6 +110,12 @@ class Dispatching:
     def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
         raise NotImplementedError
 
+    def innermost(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
+        """The context of the one plan that runs these inputs, and what of them it takes."""
+        with Alone(self._lock):
+            context, feeds = self._dispatch(feeds)
+        return context.innermost(feeds) if isinstance(context, Dispatching) else (context, feeds)
+
     def run(
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
     ) -> dict[str, Any]:

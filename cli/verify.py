@@ -1,0 +1,93 @@
+"""``optdnn verify``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from optdnn.cli.arrays import read_inputs, typed
+from optdnn.cli.common import load_options, parse_sizes, print_json, progress, stdout, table
+from optdnn.errors import NotMet
+
+
+@click.command("verify")
+@click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The model that ENGINE was built from: the whole is checked.",
+)
+@click.option(
+    "--inputs", "--input", "inputs", multiple=True, metavar="[NAME=]FILE",
+    help="As --input of run: an .npz of named arrays, or NAME=FILE.npy; random where not given.",
+)  # fmt: skip
+@click.option("--size", "sizes", multiple=True, metavar="NAME=N", help="Size of a symbolic dimension (1).")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of random inputs.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    help="Of the difference that another input makes, for --model.  [default: 1e-4; fp16 0.01, bf16 0.1, int8 0.25]",
+)
+@click.option("--threads", type=click.IntRange(min=1), default=None, help="Threads of an engine for cpu.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@load_options
+def command(
+    engine: Path,
+    model: Path | None,
+    inputs: tuple[str, ...],
+    sizes: tuple[str, ...],
+    seed: int,
+    tolerance: float | None,
+    threads: int | None,
+    as_json: bool,
+    simulate: bool,
+    recompile: bool,
+) -> None:
+    """Check ENGINE on this machine: its steps, its use of memory, its repeatability, and (--model) its results.
+
+    Ends with exit code 7 where a check fails. An engine for ranges of shapes is checked at the minimum, optimum and maximum of
+    each profile.
+    """
+    import optdnn
+    from optdnn.verification import verify
+
+    loaded = optdnn.load(engine, threads=threads, simulate=simulate, recompile=recompile)
+    given = typed(read_inputs(inputs), loaded.inputs)
+    with progress(f"verify {engine.name}") as say:
+        found = verify(loaded, model, given, sizes=parse_sizes(sizes), seed=seed, tolerance=tolerance, progress=say)
+    report = found.to_plain() | {"engine": str(engine)}
+    if as_json:
+        print_json(report)
+    else:
+        _show(report)
+    if not found.ok:
+        first = found.failed[0]
+        where = f" ({first.case})" if first.case else ""
+        raise NotMet(
+            f"{len(found.failed)} of {len(found.checks)} checks of {engine} failed; the first: {first.name}{where}: {first.text}"
+        )
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    several = len({c["case"] for c in report["checks"]}) > 1
+    rows = [
+        [c["check"], *([cases] if several else []), c["status"], c["text"]] for c, cases in _together(report["checks"])
+    ]
+    stdout.print(table(None, ["check", *(["inputs"] if several else []), "result", ""], rows))
+    stdout.print()
+    how = ", simulated in NumPy" if report["simulated"] else ""
+    stdout.print(f"{report['engine']}: {report['target']}, {report['precision']}{how}; inputs: {report['inputs_from']}")
+
+
+def _together(checks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Each check once where it ended alike on all inputs, told by the worst; else each of its outcomes. With the inputs' names."""
+    for name in dict.fromkeys(c["check"] for c in checks):
+        own = [c for c in checks if c["check"] == name]
+        if len({c["status"] for c in own}) > 1 or own[0]["status"] == "failed":
+            yield from ((c, c["case"]) for c in own)
+            continue
+        worst = max(own, key=lambda c: (c["error"] or 0.0) / (c["limit"] or 1.0))
+        yield worst, ", ".join(c["case"] for c in own)
