@@ -103,6 +103,10 @@ def command(
         rows = [[m.name, f"{m.median_ms:.3f}" if m.median_ms is not None else "-", _remark(m)] for m in build.tactics]
         stdout.print(table(None, ["tactic", "median ms", ""], rows, right=[1]))
     _precisions(build)
+    if "beside_fp32" in report and report["beside_fp32"]["slower"]:
+        from optdnn.report.words import slower_text
+
+        stdout.print(f"\n{slower_text(report['beside_fp32'])}; build with --precision fp32")
     tactic = build.engine.meta.get("tactic")
     for item in build.fallbacks.get(tactic["library"], []) if tactic else []:
         stdout.print(f"from its NumPy kernel: {item['operator']} {item['node']}: {item['reason']}")

@@ -42,6 +42,7 @@ from optdnn.tactics.timing_cache import TimingCache
 
 if TYPE_CHECKING:
     from optdnn.precision.auto import Found
+    from optdnn.tactics.counterpart import Counterpart
 
 Progress = Callable[[str], None]
 ONE_FILE = 1 << 30
@@ -65,11 +66,13 @@ class Build:
     tuning: dict[str, Any] | None = None
     precisions: list[Ran] = field(default_factory=list)
     """For each op that computes, what it was asked to run in and what it does."""
+    beside_fp32: Counterpart | None = None
+    """On the target cpu, for another precision: its time and that of fp32."""
 
     def __post_init__(self) -> None:
         self.engine.account = partial(
             _account, passes=self.passes, tactics=self.tactics, fallbacks=self.fallbacks, seconds=self.seconds,
-            tuning=self.tuning, precisions=self.precisions,
+            tuning=self.tuning, precisions=self.precisions, beside_fp32=self.beside_fp32,
         )  # fmt: skip
 
     def report(self) -> dict[str, Any]:
@@ -86,6 +89,7 @@ def _account(
     seconds: Mapping[str, float],
     tuning: Mapping[str, Any] | None,
     precisions: Sequence[Ran],
+    beside_fp32: Counterpart | None,
 ) -> dict[str, Any]:
     from optdnn.runtime.machine import machine, versions
 
@@ -94,6 +98,7 @@ def _account(
         "tactics": [m.to_json() for m in tactics],
         "fallbacks": fallbacks,
         **({"tuning": dict(tuning)} if tuning else {}),
+        **({"beside_fp32": beside_fp32.to_json()} if beside_fp32 else {}),
         "precisions": [r.to_json() for r in precisions],
         "executed": [dict(f) for f in engine.facts],
         "seconds": {k: round(v, 4) for k, v in seconds.items()},
@@ -158,7 +163,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     with _timed(seconds, "import"):
         sizes = size_inputs(graph) if target.partition(":")[0] in ("cuda", "simulate") else []
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
-    dynamic, found, account, choice = None, None, Account(), None
+    dynamic, found, account, choice, beside = None, None, Account(), None, None
     if graph.profiles and target.partition(":")[0] in ("cuda", "simulate"):
         from optdnn.plans import plan_profiles, replan
 
@@ -241,6 +246,11 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             allowed = replace(options, tactics="openvino") if mixed else options
             choice = choose(graph, allowed, cache, meta, say, base=base_of(plan), label=label)
             engine, measured, fallbacks = choice.engine, choice.rows, choice.fallbacks
+            if label != "fp32":
+                from optdnn.tactics.counterpart import beside_fp32
+
+                in_fp32 = partial(_in_fp32, model, options=options, target=target)
+                beside = beside_fp32(in_fp32, choice, label, options, cache, say)
     cache.save()
     said, library = (choice.ran, choice.library) if choice is not None else (None, "")
     if target.partition(":")[0] in ("cuda", "simulate"):
@@ -255,7 +265,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         _as_asked(ran)
     needed = custom_digests(graph)
     engine.keep([op for op in options.custom_ops if op.digest in needed])
-    return Build(engine, graph, passes, measured, fallbacks, seconds, tuning, ran)
+    return Build(engine, graph, passes, measured, fallbacks, seconds, tuning, ran, beside)
 
 
 def _as_asked(ran: Sequence[Ran]) -> None:
@@ -303,6 +313,13 @@ def _found_precisions(graph: Graph, options: BuildOptions, target: str, cache: T
     if not found.met:
         raise _not_met(found.account)
     return found
+
+
+def _in_fp32(model: Any, *, options: BuildOptions, target: str) -> Graph:
+    """The network after the passes that fp32 has."""
+    graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
+    optimize(graph, replace(options, precision="fp32", precision_map={}, dump=None), target)
+    return graph
 
 
 def _not_met(account: Outcome) -> NotMet:

@@ -93,6 +93,9 @@ def inputs_text(report: Mapping[str, Plain]) -> str:
 def problems(report: Mapping[str, Plain]) -> list[str]:
     """What a reader must not miss."""
     found = []
+    beside = report["build"].get("beside_fp32")
+    if beside is not None and beside["slower"]:
+        found.append(slower_text(beside))
     difference = report["input_difference"]
     compared = [r for r in report["rows"] if r["error"] is None and report["error_reference"] is not None]
     if broken := [r["name"] for r in compared if r["max_rel_err"] is None]:
@@ -110,6 +113,15 @@ def problems(report: Mapping[str, Plain]) -> list[str]:
             f"note: latencies drifted or were few while measuring {', '.join(drifted)}; speedups compare the same rounds"
         )
     return found
+
+
+def slower_text(beside: Mapping[str, Any]) -> str:
+    """That a precision is slower than fp32, of a build's account ``beside_fp32``."""
+    own, fp32 = beside["own"], beside["fp32"]
+    return (
+        f"warning: {beside['precision']} is slower than fp32 on this machine: {own['median_ms']:.4g} ms ({own['tactic']}), "
+        f"fp32 {fp32['median_ms']:.4g} ms ({fp32['tactic']})"
+    )
 
 
 def _versus(subject: str, v: Mapping[str, Any]) -> str:
