@@ -341,9 +341,27 @@ def arena(context: Any, feeds: Mapping[str, Array]) -> Found:
     """Runs on an arena full of NaN and of something else, between fences."""
     from optdnn.runtime.cuda.check import check_arena
 
-    faults = check_arena(context.runner, feeds)
+    faults = [*check_arena(context.runner, feeds), *overwritten(context.runner.program)]
     ok = "results do not depend on what the memory held, and nothing is written outside of the arena"
     return failed("; ".join(faults)) if faults else passed(ok)
+
+
+def overwritten(program: Program) -> list[str]:
+    """Buffers of the arena that a step overwrites before their last reader, in words. (What lanes allow besides is checked when an
+    engine is loaded: :mod:`optdnn.runtime.lanes`.)"""
+    places = {i: b for i, b in enumerate(program.buffers) if b.offset is not None and b.nbytes}
+    writes = {i: [k for k, s in enumerate(program.steps) if i in s.outputs] for i in places}
+    reads = {i: [k for k, s in enumerate(program.steps) if i in s.inputs] for i in places}
+    found = []
+    for i, a in places.items():
+        if not writes[i] or not reads[i]:
+            continue
+        first, last, begin, end = writes[i][0], reads[i][-1], a.offset or 0, (a.offset or 0) + (a.nbytes or 0)
+        for j, b in places.items():
+            there = j != i and (b.offset or 0) < end and begin < (b.offset or 0) + (b.nbytes or 0)
+            if there and any(first < k < last for k in writes[j]):
+                found.append(f"{a.name!r} is overwritten by {b.name!r} before it is read")
+    return found
 
 
 # ---------------------------------------------------------------- rows of a batch

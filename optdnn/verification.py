@@ -124,16 +124,17 @@ def verify(
     given = set(inputs or {})
     missing = [s.name for s in loaded.inputs if s.name not in given]
     origin = f"random, seed {seed}" + (", and given" if given else "") if missing else "given"
-    return Verification(
-        name or "engine", loaded.target, loaded.precision, simulated, origin, tuple(found)
-    )
+    return Verification(name or "engine", loaded.target, loaded.precision, simulated, origin, tuple(found))
 
 
 # ---------------------------------------------------------------- inputs
 
 
 def cases(engine: Engine, given: Mapping[str, Array], sizes: Mapping[str, int] | None, seed: int) -> Iterator[Case]:
-    """The sets of inputs that an engine is checked on."""
+    """The sets of inputs that an engine is checked on. Raises InputError for a given one that it does not have."""
+    names = [s.name for s in engine.inputs]
+    if unknown := sorted(given.keys() - set(names)):
+        raise InputError(f"there is no input {unknown[0]!r}", hint=f"the inputs are {', '.join(names)}")
     if given or sizes or not engine.profiles:
         yield _case(engine, "", given, sizes, seed)
         return
@@ -148,11 +149,9 @@ def cases(engine: Engine, given: Mapping[str, Array], sizes: Mapping[str, int] |
 
 
 def _case(engine: Engine, label: str, given: Mapping[str, Array], sizes: Mapping[str, int] | None, seed: int) -> Case:
-    def made(seed: int) -> dict[str, Array]:
-        drawn = random_feeds(engine.inputs, seed=seed, sizes=sizes, profiles=engine.profiles, given=given)
-        return {s.name: given.get(s.name, drawn.get(s.name)) for s in engine.inputs}  # type: ignore[misc]
-
-    feeds = _taken(engine, made(seed), frozenset(given))
+    made = random_feeds(engine.inputs, seed=seed, sizes=sizes, profiles=engine.profiles, given=given)
+    first = {s.name: given[s.name] if s.name in given else made[s.name] for s in engine.inputs}
+    feeds = _taken(engine, first, frozenset(given))
     drawn = random_feeds(engine.inputs, seed=seed + 1, sizes=_sizes(engine, feeds), profiles=engine.profiles)
     other = {n: a if is_float(a.dtype) else feeds[n] for n, a in drawn.items()}
     if all(not is_float(a.dtype) for a in drawn.values()) and _runs(engine, drawn) is None:
@@ -174,13 +173,13 @@ def _taken(engine: Engine, feeds: dict[str, Array], given: frozenset[str]) -> di
 
     Raises InputError for given inputs that do not fit."""
     error = _runs(engine, feeds)
-    if isinstance(error, InputError) and given:
-        raise error
     made_up = [n for n, a in feeds.items() if is_int(a.dtype) and n not in given]
     for fill in (1, 0) if error is not None and made_up else ():
         tried = {n: np.full_like(a, fill) if n in made_up else a for n, a in feeds.items()}
         if _runs(engine, tried) is None:
             return tried
+    if isinstance(error, InputError) and given:
+        raise error
     return feeds
 
 
@@ -287,9 +286,7 @@ class _Case:
             return not_checked("the build did not promise it (--row-invariant)")
         if self.simulated:
             return not_checked("simulate sums in NumPy's order: the promise is of the kernels on a GPU")
-        symbol = self.engine.inputs[0].shape[0] if self.engine.inputs and self.engine.inputs[0].shape else None
-        ranges = [p[symbol] for p in self.engine.profiles if symbol in p]
-        sizes = sorted({n for r in ranges for n in (r.min, r.opt)})
+        sizes = _batches(self.engine, _sizes(self.engine, self.feeds))
         exact = None if self.original is None else partial(_exact, promote(self.original))
         tolerance = tolerance_of(self.engine.precision)
         return checks.rows(self.engine.run, self.feeds, self.want, sizes, exact, tolerance)
@@ -300,6 +297,19 @@ class _Case:
         precision = self.engine.precision
         results = checks.exact_results(self.original, self.feeds, self.other, precision)
         return checks.judge(self.want, *results, precision, self.tolerance)
+
+
+def _batches(engine: Engine, sizes: Mapping[str, int]) -> list[int]:
+    """Further sizes of the batch (axis 0 of the first input) that an engine takes, its other symbols being as they are."""
+    symbol = engine.inputs[0].shape[0] if engine.inputs and engine.inputs[0].shape else None
+    if not isinstance(symbol, str):
+        return []
+    fitting = [
+        p
+        for p in engine.profiles
+        if symbol in p and all(sizes[n] in r for n, r in p.items() if n in sizes and n != symbol)
+    ]
+    return sorted({n for p in fitting for n in (p[symbol].min, p[symbol].opt)})
 
 
 def _exact(promoted: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:

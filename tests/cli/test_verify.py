@@ -14,7 +14,6 @@ import pytest
 from support import faults, small_models
 from support.cli import Cli
 from support.faults import Fault, damage
-from support.needs import why_no_hopper
 
 import optdnn
 from optdnn.errors import EXIT_CODES
@@ -100,3 +99,55 @@ def test_an_engine_passes_and_one_with_a_fault_does_not(name: str, cli: Cli, tmp
 def test_there_are_ten_at_least() -> None:
     assert len(ENGINES) >= 10
     assert {e.target.partition(":")[0] for e in ENGINES.values()} == {"cpu", "reference", "simulate", "cuda"}
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_table_tells_each_check_once_where_all_inputs_agree(cli: Cli, tmp_path: Path) -> None:
+    model = small_models.save(small_models.mlp("n"), tmp_path)
+    optdnn.build(model, target="simulate", shapes=BATCHES).save(tmp_path / "net.engine")
+    code, out, err = cli("verify", tmp_path / "net.engine", "--model", model)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].split() == ["check", "inputs", "result"]
+    assert [line.split("  ")[0].strip() for line in lines[1:8]] == [
+        "runs", "steps", "one by one", "repeats", "memory", "rows", "model",
+    ]  # fmt: skip
+    assert "profile 0 min, profile 0 opt, profile 0 max, profile 1 min" in lines[1]
+    assert lines[-1].endswith("simulate, fp32, simulated in NumPy; inputs: random, seed 0")
+
+
+def test_one_fault_among_several_inputs_has_a_line_of_its_own(cli: Cli, tmp_path: Path) -> None:
+    model = small_models.save(small_models.mlp("n"), tmp_path)
+    optdnn.build(model, target="simulate", shapes=BATCHES).save(tmp_path / "net.engine")
+    bad = damage(tmp_path / "net.engine", faults.in_last_plan(faults.constant(0.125, 0.5)), tmp_path / "bad.engine")
+    code, out, err = cli("verify", bad, "--model", model)
+    assert code == 7
+    (line,) = [line for line in out.splitlines() if "failed" in line]
+    assert line.split()[:5] == ["model", "profile", "1", "opt", "failed"]
+    assert f"error: 1 of 42 checks of {bad} failed; the first: model (profile 1 opt): y is off by" in err
+
+
+def test_inputs_are_read_from_files(cli: Cli, tmp_path: Path) -> None:
+    model = small_models.save(small_models.mlp("n"), tmp_path)
+    optdnn.build(model, target="reference").save(tmp_path / "net.engine")
+    np.savez(tmp_path / "data.npz", x=np.ones((3, 24), np.float32))
+    code, out, _ = cli("verify", tmp_path / "net.engine", "--model", model, "--inputs", tmp_path / "data.npz")
+    assert code == 0
+    assert "y float32[3, 10]" in out
+    assert out.endswith("inputs: given\n")
+    np.savez(tmp_path / "data.npz", x=np.ones((3, 5), np.float32))
+    code, out, err = cli("verify", tmp_path / "net.engine", "--inputs", tmp_path / "data.npz")
+    assert (code, out) == (6, "")
+    assert "axis 1 is 5 instead of 24" in err
+    assert cli("verify", tmp_path / "net.engine", "--size", "q=3").code == 2
+
+
+def test_files_that_are_no_engine(cli: Cli, tmp_path: Path) -> None:
+    assert cli("verify", tmp_path / "none.engine").code == 5
+    (tmp_path / "short.engine").write_bytes(b"\x89OPTDNN\n\x01")
+    assert cli("verify", tmp_path / "short.engine").code == 5
+    optdnn.build(small_models.mlp(), target="reference").save(tmp_path / "net.engine")
+    assert cli("verify", tmp_path / "net.engine", "--model", tmp_path / "none.onnx").code in (2, 3)
+    assert "verify" in EXIT_CODES[7]

@@ -25,7 +25,9 @@ def weight(program: Program) -> Program:
     """Bits of the largest constant of floats or 8-bit integers are another (its digest is right)."""
     held = {s.params["model"] for s in program.steps if "model" in s.params}
     held |= {k.cubin for k in program.kernels if k.cubin is not None}
-    sizes = {i: a.nbytes for i, a in enumerate(program.blobs) if i not in held and a.dtype.kind != "i" or a.itemsize == 1}
+    sizes = {
+        i: a.nbytes for i, a in enumerate(program.blobs) if (i not in held and a.dtype.kind != "i") or a.itemsize == 1
+    }
     largest = max(sizes.keys() - held, key=lambda i: sizes[i])
     blobs = list(program.blobs)
     changed = np.array(blobs[largest])

@@ -65,13 +65,13 @@ def test_a_slower_precision_is_told_with_both_times(
 
 
 @pytest.mark.parametrize("own", [1.0, 2.0, 2.05])
-def test_one_that_is_not_slower_is_only_in_the_report(
-    model: Path, own: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_is_not_slower_is_only_in_the_report(model: Path, own: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, own, 2.0)
     found = build_verbose(model, int8(model)).report()["beside_fp32"]
     assert (found["own"]["median_ms"], found["fp32"]["median_ms"], found["slower"]) == (own, 2.0, False)
-    assert not problems({"build": {"beside_fp32": found}, "rows": [], "input_difference": None, "error_reference": None})
+    assert not problems(
+        {"build": {"beside_fp32": found}, "rows": [], "input_difference": None, "error_reference": None}
+    )
 
 
 def test_fp32_itself_is_held_beside_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
