@@ -317,8 +317,10 @@ def _found_precisions(graph: Graph, options: BuildOptions, target: str, cache: T
 
 def _in_fp32(model: Any, *, options: BuildOptions, target: str) -> Graph:
     """The network after the passes that fp32 has."""
+    from optdnn.tactics.counterpart import fp32_of
+
     graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
-    optimize(graph, replace(options, precision="fp32", precision_map={}, dump=None), target)
+    optimize(graph, fp32_of(options), target)
     return graph
 
 

@@ -47,6 +47,14 @@ class Counterpart:
         }
 
 
+def fp32_of(options: BuildOptions) -> BuildOptions:
+    """The options of the same build in fp32: without what belongs to other precisions, and without files that are written."""
+    return replace(
+        options, precision="fp32", precision_map={}, strict_precision=False, calib=None, calib_cache=None, images=None,
+        metric="top1", max_drop=None, labels=None, candidates=None, dump=None, emit_onnx=None,
+    )  # fmt: skip
+
+
 def beside_fp32(
     graph: Callable[[], Graph],
     choice: Choice,
@@ -61,7 +69,7 @@ def beside_fp32(
     own = next((r for r in choice.rows if r.name == tactic["name"]), None)
     if own is None or own.median_ms is None:
         return None
-    wanted = replace(options, precision="fp32", precision_map={}, threads=tactic["threads"])
+    wanted = replace(fp32_of(options), threads=tactic["threads"])
     in_fp32 = graph()
     try:
         other = choose(in_fp32, wanted, cache, {}, lambda text: progress(f"fp32: {text}"), base="fp32", label="fp32")

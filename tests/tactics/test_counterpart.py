@@ -15,8 +15,11 @@ from optdnn.cli.main import run
 from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
 from optdnn.errors import UnsupportedError
+from optdnn.importers.onnx import import_model
 from optdnn.report.words import problems
 from optdnn.tactics import counterpart
+from optdnn.tactics.cpu import choose
+from optdnn.tactics.timing_cache import TimingCache
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
 pytest.importorskip("openvino", reason="the cpu extra is not installed")
@@ -101,3 +104,29 @@ def test_a_network_that_no_library_runs_in_fp32_is_held_beside_nothing(
 
     monkeypatch.setattr(counterpart, "choose", refuse)
     assert "beside_fp32" not in build_verbose(model, int8(model)).report()
+
+
+def test_what_precision_auto_came_to_is_held_beside_fp32(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock(monkeypatch, 3.0, 2.0)
+    options = BuildOptions(
+        target="cpu",
+        precision="auto",
+        calib=model.parent / "data.npz",
+        metric="mse",
+        max_drop=10.0,
+        candidates=("bf16",),
+    )
+    graph, cache = import_model(model), TimingCache.open(None)
+    choice = choose(graph, counterpart.fp32_of(options), cache, {})
+    found = counterpart.beside_fp32(graph.copy, choice, "bf16+fp32", options, cache)
+    assert found is not None
+    assert found.slower
+    assert found.to_json()["precision"] == "bf16+fp32"
+
+
+def test_options_of_fp32_leave_out_what_belongs_to_other_precisions(tmp_path: Path) -> None:
+    given = BuildOptions(
+        target="cpu", precision="auto", calib={"x": np.ones((4, 3))}, metric="mse", max_drop=1.0, labels=np.ones(4),
+        candidates=("bf16",), precision_map={"a": "fp32"}, strict_precision=True, threads=2, dump=tmp_path, opt_level=2,
+    )  # fmt: skip
+    assert counterpart.fp32_of(given) == BuildOptions(target="cpu", threads=2, opt_level=2)
