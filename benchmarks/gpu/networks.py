@@ -37,9 +37,7 @@ from agreement import BOX, SCORE, error_of, fill_module, onnxruntime_results, sa
 from targets import facts
 
 import optdnn
-
-STEP = {"fp32": 2e-5, "tf32": 3e-4, "fp16": 4e-3, "bf16": 3e-2}
-"""Largest error of a launch, of the largest magnitude of its result: a few roundings of its element type, or of tf32's factors."""
+from optdnn.checks import STEP
 
 WHOLE = 5e-4
 """Of a whole network at fp32. Two right runs of yolox_s are 2e-4 apart (fp32_truth.py: and as far from float64)."""
