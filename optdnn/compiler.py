@@ -174,8 +174,9 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         share = replace(options, budget=options.budget and options.budget / len(graph.profiles))
 
         tuner = partial(tune, options=share, target=target, cache=cache, say=say)
+        sized = options if options.calib is None else replace(options, calib=_OneCalibration(options.calib))
         with _timed(seconds, "plans"):
-            dynamic = plan_profiles(model, graph, options, target, facts, optimize, say, tuner, account)
+            dynamic = plan_profiles(model, graph, sized, target, facts, optimize, say, tuner, account)
         graph, passes = dynamic.graph, dynamic.passes
     else:
         exact_only = AssignPrecision.name if options.precision == AUTO else None
@@ -356,19 +357,44 @@ def plan_of(options: BuildOptions) -> PrecisionPlan:
     return PrecisionPlan.of_option(options.precision, options.precision_map)
 
 
-def _calibrated(graph: Graph, *, options: BuildOptions, machine: str, say: Progress) -> Calibration:
-    """Ranges for the graph as ``assign_precision`` meets it."""
+@dataclass
+class _OneCalibration:
+    """Calibration data of a build for several sizes, and what the plan that was made first found by it. The data has the sizes
+    of that plan, the optimum of the first profile; the other plans take its ranges."""
+
+    data: Any
+    first: _Calibrate | None = None
+    """That of the plan that was made first."""
+    found: list[Calibration] = field(default_factory=list)
+    """In the order in which its passes asked for them."""
+
+
+class _Calibrate:
+    """The ranges that the passes of one plan ask for, of the graph as they meet it."""
+
+    def __init__(self, options: BuildOptions, say: Progress):
+        self.options, self.say, self.asked = options, say, 0
+
+    def __call__(self, graph: Graph) -> Calibration:
+        shared = self.options.calib
+        if not isinstance(shared, _OneCalibration):
+            return _calibrated(graph, shared, options=self.options, say=self.say)
+        shared.first = shared.first or self
+        if shared.first is self:
+            shared.found.append(_calibrated(graph, shared.data, options=self.options, say=self.say))
+            return shared.found[-1]
+        k, self.asked = self.asked, self.asked + 1
+        return replace(shared.found[min(k, len(shared.found) - 1)], other_sizes=True)
+
+
+def _calibrated(graph: Graph, data: Any, *, options: BuildOptions, say: Progress) -> Calibration:
+    """Ranges for the graph as a pass meets it."""
     from optdnn.calibration import calibrate
     from optdnn.calibration.images import ImageSpec
 
-    if options.calib is None:
-        raise UsageError(
-            f"precision {options.precision} needs calibration data",
-            hint="give --calib DATA (.npz, .npy or a folder of pictures)",
-        )
     return calibrate(
         graph,
-        options.calib,
+        data,
         options.calibrator,
         cache=options.calib_cache,
         images=None if options.images is None else ImageSpec.read(options.images),
@@ -401,7 +427,7 @@ def optimize(
         pipeline = pipeline[: before.index(stop_before) if stop_before in before else None]
     if options.io_dtype != "model":
         convert_borders(graph, options.io_dtype)
-    calibration = partial(_calibrated, options=options, machine=machine, say=say)
+    calibration = None if options.calib is None else _Calibrate(options, say)
     dump = _Dump(options.dump)
     dump(0, "import", graph)
 

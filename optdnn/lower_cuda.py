@@ -202,9 +202,16 @@ def _need_static(graph: Graph) -> None:
             )
 
 
-def example(shape: Sequence[DimLike], symbolic: str) -> str:
-    """A shape as ``--shape`` takes it: ``symbolic`` for each symbol, ? where symbols say it all."""
-    return "x".join(str(d) if isinstance(d, int) else "?" if lone(d) is None else symbolic for d in shape)
+def example(shape: Sequence[DimLike], symbolic: str | Callable[[str], str]) -> str:
+    """A shape as ``--shape`` takes it: ``symbolic`` (or what it gives for the name) for each symbol, ? where symbols say it all."""
+
+    def text(d: DimLike) -> str:
+        name = None if isinstance(d, int) else lone(d)
+        if name is None:
+            return str(d) if isinstance(d, int) else "?"
+        return symbolic if isinstance(symbolic, str) else symbolic(name)
+
+    return "x".join(map(text, shape)) or "scalar"
 
 
 def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[TensorSpec, int]]]:

@@ -8,7 +8,8 @@ which the plan for another shape is made when such an input is first seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -28,7 +29,8 @@ from optdnn.lower_cuda import Made, example, lower_cuda
 from optdnn.passes.base import PassReport
 from optdnn.passes.contract import Account
 from optdnn.plan_base import Base, Blobs, Common, Optimize
-from optdnn.ranges import Profile
+from optdnn.plan_sizes import working
+from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.program import ByValue, Dynamic, Program
 from optdnn.runtime.program import Source as HeldSource
 from optdnn.streams import Streams
@@ -90,23 +92,19 @@ def plan_profiles(
         if tuple(opt.items()) not in plans:
             say(f"plan {_show(opt)}")
             noted = account if first is None else None
-            graph, passes, program = _plan(
-                base, opt, options, target, meta, optimize, say, Kept(shared=common), choose, account=noted
-            )
+            with _located(symbolic, base, options, k, opt):
+                graph, passes, program = _plan(
+                    base, opt, options, target, meta, optimize, say, Kept(shared=common), choose, account=noted
+                )
             first = first or (graph, passes)
             plans[tuple(opt.items())] = blobs.take(program)
             arena = max(arena, program.arena_bytes)
         for shapes in extremes:  # what cannot be built is said now, not when such an input comes
             say(f"try {_show(shapes)}")
-            try:
-                tried = replace(options, no_cubins=True, dump=None)
-                arena = max(
-                    arena, _plan(base, shapes, tried, target, meta, optimize, say, Kept(shared=common))[2].arena_bytes
-                )
-            except OptdnnError as error:
-                error.args = (f"profile {k}, at {_show(shapes)}: {error.message}",)
-                error.message = error.args[0]
-                raise
+            tried = replace(options, no_cubins=True, dump=None)
+            with _located(symbolic, base, options, k, shapes):
+                plan = _plan(base, shapes, tried, target, meta, optimize, say, Kept(shared=common))[2]
+            arena = max(arena, plan.arena_bytes)
     source = None
     kept = plain_options(replace(options, target=target))
     if kept is not None:
@@ -124,6 +122,40 @@ def plan_profiles(
         plan.blobs = blobs.arrays
     assert first is not None
     return Planned(replace(main, profiles=symbolic.profiles, dynamic=dynamic), *first)
+
+
+@contextmanager
+def _located(symbolic: Graph, base: Base, options: BuildOptions, k: int, shapes: Shapes) -> Iterator[None]:
+    """An error in a ``with`` block of this names the profile and the sizes, and says which sizes the model takes."""
+    try:
+        yield
+    except OptdnnError as error:
+        error.message = f"profile {k}, at {_show(shapes)}: {error.message}"
+        error.hint = error.hint or _better_sizes(symbolic, base, options, symbolic.profiles[k])
+        error.args = (error.message,)
+        raise
+
+
+def _better_sizes(symbolic: Graph, base: Base, options: BuildOptions, profile: Profile) -> str | None:
+    """What to give instead of ranges that the model does not take; None where it takes all of them as far as shapes go."""
+    ports = [symbolic.op(i).outputs[0] for i in symbolic.inputs]
+
+    def fits(sizes: Mapping[str, int]) -> None:
+        base.at({p.name: tuple(evaluate(d, sizes) for d in p.type.dims) for p in ports}, options)
+
+    found = working(profile, fits)
+    if found is None or found == profile:
+        return (
+            None
+            if found
+            else "give sizes that the model takes: --shape NAME=MIN..OPT..MAX for each dimension that varies"
+        )
+    given = [f"--shape {p.name}={example(p.type.dims, lambda name: _range_text(found[name]))}" for p in ports]
+    return "the model takes " + " ".join(given)
+
+
+def _range_text(r: DimRange) -> str:
+    return str(r.opt) if r.min == r.max else str(r)
 
 
 def by_value(

@@ -33,8 +33,9 @@ from optdnn.passes.contract import FP16_LEAST, Account, ask, half_risks, hazards
 from optdnn.passes.decisions import decisions
 from optdnn.passes.guards import Guards, guards
 from optdnn.passes.in_registers import in_registers
+from optdnn.passes.overflows import growing, largest_values, overflows
 from optdnn.passes.precision import ANCHORS, PrecisionPlan, key
-from optdnn.passes.quantize import quantize
+from optdnn.passes.quantize import quantize, without_data
 from optdnn.passes.ranges import Calibration
 from optdnn.types import BF16, FP16, FP32, Array, DType
 
@@ -72,9 +73,10 @@ class AssignPrecision(Pass):
         account.asked = ask(graph, plan)
         keys = {op.id: key(op) for op in graph.ops() if op.outputs}
         found: Calibration | None = None
-        if plan.quantizes:
-            if context.calibration is None:
-                raise UsageError("int8 and fp8 need calibration data", hint="give --calib DATA")
+        own = plan.quantizes and context.calibration is None
+        if own:
+            _needs_none(graph, plan)
+        elif plan.quantizes:
             found = context.calibration(graph) if callable(context.calibration) else context.calibration
         elif isinstance(context.calibration, Calibration):
             found = context.calibration
@@ -82,12 +84,14 @@ class AssignPrecision(Pass):
             keeps: Mapping[str, frozenset[int]] | None = KEEPS_FP32
         else:
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and is_mixture(plan) else None
-        guarded = Guards({}) if keeps is None else _guarded(graph, plan)
+        guarded = Guards({}) if keeps is None else _guarded(graph, plan, account)
         if (
             "fp16" in plan.floats and context.account is not None
         ):  # a look at every weight, for those who will read of it
             account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})
-        if found is not None and plan.quantizes:
+        if own:
+            account.refused.update(without_data(graph, plan, context.target, report))
+        elif found is not None and plan.quantizes:
             account.calibrated = {"method": found.method, "batches": found.samples}
             for op_id, reason in quantize(graph, plan, found, context.target, report).items():
                 account.refused[keys[op_id]] = reason
@@ -101,11 +105,30 @@ class AssignPrecision(Pass):
         account.hazards = hazards(graph)
 
 
-def _guarded(graph: Graph, plan: PrecisionPlan) -> Guards:
-    """The ops asked for in fp16, though not by name, that stay fp32 for the sake of a constant."""
-    found = guards(graph) if "fp16" in plan.floats else Guards({})
-    ops = {i: graph.op(i) for i in found.reasons}
-    stay = {i: found.reasons[i] for i, op in ops.items() if not plan.named(op) and _float(plan, op) == "fp16"}
+_OWN_INTEGERS = frozenset(
+    {"ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul", "QuantizeLinear"}
+)
+
+
+def _needs_none(graph: Graph, plan: PrecisionPlan) -> None:
+    """Raise UsageError where ranges have to be found and there is nothing to find them by: the model does not have its own."""
+    if _OWN_INTEGERS.isdisjoint(graph.kinds()):
+        precision = next(p for p in (plan.default, *plan.nodes.values()) if p in QUANTIZED)
+        raise UsageError(
+            f"precision {precision} needs calibration data",
+            hint="give --calib DATA (.npz, .npy or a folder of pictures)",
+        )
+
+
+def _guarded(graph: Graph, plan: PrecisionPlan, account: Account) -> Guards:
+    """The ops asked for in fp16, though not by name, that stay fp32 for the sake of a constant or of their values' size."""
+    if "fp16" not in plan.floats:
+        return Guards({})
+    found, largest = guards(graph), largest_values(graph)
+    account.tried = largest is not None
+    reasons = {**overflows(graph, largest or {}), **growing(graph), **found.reasons}
+    ops = {i: graph.op(i) for i in reasons}
+    stay = {i: reasons[i] for i, op in ops.items() if not plan.named(op) and _float(plan, op) == "fp16"}
     return Guards(stay, found.saturates & stay.keys())
 
 

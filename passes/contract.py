@@ -85,6 +85,8 @@ class Account:
     risks: list[Remark] = field(default_factory=list)
     calibrated: dict[str, Any] = field(default_factory=dict)
     """How ranges were found: method, and the batches that were run."""
+    tried: bool | None = None
+    """Whether a run of the network showed which values fp16 cannot hold; None where nothing was asked for in fp16."""
     hazards: list[Remark] | None = None
     """Those of the graph with its Q and DQ, which later passes fold away; None where no pass looked."""
 
@@ -106,7 +108,8 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:
             found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), given))
             continue
         if own != FP32:  # the model's own type, which stays
-            found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), _FLOATS.get(own, "fp8")))
+            asked = precision if precision in QUANTIZED and op.kind in ANCHORS else _FLOATS.get(own, "fp8")
+            found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), asked))
             continue
         if precision == "tf32" and not plan.named(op) and op.kind not in ANCHORS:
             precision = "fp32"  # what makes no products rounds no factors
@@ -330,4 +333,5 @@ def to_plain(plan: PrecisionPlan, rows: list[Ran], dangers: list[Remark], accoun
         "differs": [r.to_json() for r in rows if r.differs],
         "hazards": [h.to_json() for h in dangers],
         "risks": [r.to_json() for r in account.risks],
+        **({} if account.tried is None else {"fp16_tried": account.tried}),
     }

@@ -9,6 +9,7 @@ the operands and the result. A constant mask that hides what lies ahead becomes 
 embeddings and projections are left to the operands.
 
 A query whose every key is masked by -inf gives zeros, as ONNX Attention has it; without the guard, its decomposition gives NaN.
+Where a constant mask does that, the decomposition stays; a mask that is computed is taken to leave every query a key.
 Scaled dot-product attention: Vaswani et al. (2017); grouped queries: Ainslie et al. (2023).
 """
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Op, Value
@@ -72,6 +75,9 @@ class Attention(Rule):
         found = _operands(graph, op, scores, (*leads, *scores.leads))
         if isinstance(found, Miss):
             return found
+        guarded = any(step.kind == "Where" for step in inner)
+        if found.constant is not None and not guarded and np.isneginf(found.constant).all(axis=-1).any():
+            return Miss("its mask hides every key of a query, which gives NaN; attention would give zeros")
         ops = (op, *inner, softmax, *scores.ops, scores.product)
         open_end = _used_elsewhere(graph, ops)
         if open_end is not None:

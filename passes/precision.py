@@ -10,7 +10,7 @@ from typing import Any
 from optdnn.config import GPU_PRECISIONS, PRECISIONS, QUANTIZED
 from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
-from optdnn.types import is_float
+from optdnn.types import BF16, FP16, FP64, DType, is_float
 
 ANCHORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """Kinds with a quantized form of their own; what stands between them follows (see ``passes.quantize``)."""
@@ -188,8 +188,11 @@ def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
             return f"there is no kernel on integers for {axes} spatial axes"
     if op.kind not in ANCHORS | SHARES_SCALE | OWN_SCALE:
         return f"{op.kind} has no int8 form"
-    if not is_float(op.outputs[0].type.dtype):
+    dtype = op.outputs[0].type.dtype
+    if not is_float(dtype):
         return f"it computes {op.outputs[0].type}, not floating point"
+    if dtype in (FP16, BF16, FP64):
+        return f"the model computes it in {_shown(dtype)}, ranges are found for fp32: export the model in fp32"
     if op.kind == "Pad" and (reason := _no_zeros(graph, op, target)) is not None:
         return reason
     if op.kind == "MaxPool" and op.attrs.indices:
@@ -214,6 +217,10 @@ def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
         if weights is not None and not is_float(weights.dtype):
             return "its weights are integers already"
     return None
+
+
+def _shown(dtype: DType) -> str:
+    return {FP16: "fp16", BF16: "bf16", FP64: "fp64"}[dtype]
 
 
 def multiplies(target: str, precision: str) -> bool:

@@ -21,7 +21,7 @@ from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Fired, PassReport, Refused, node_names
-from optdnn.passes.precision import ANCHORS, OWN_SCALE, SHARES_SCALE, PrecisionPlan, no_fp8, no_integers
+from optdnn.passes.precision import ANCHORS, OWN_SCALE, SHARES_SCALE, PrecisionPlan, key, no_fp8, no_integers
 from optdnn.passes.ranges import FP8_LARGEST, Calibration, Range, fp8_scale, integer_parameters
 from optdnn.passes.split_prologue import split_prologue
 from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
@@ -42,6 +42,19 @@ def quantize(
     quantizer = _Quantizer(graph, plan, calibration, target, report)
     quantizer.run()
     return quantizer.refused
+
+
+def without_data(graph: Graph, plan: PrecisionPlan, target: str, report: PassReport) -> dict[str, str]:
+    """What stays float in a network that brings Q and DQ of its own, where there is no calibration data: keys of ops, and why."""
+    found = {}
+    for op in graph.order():
+        if op.kind not in ANCHORS or (asked := plan.of(op)) not in QUANTIZED or is_quantized(graph, op):
+            continue
+        why = (no_fp8 if asked == "fp8" else no_integers)(graph, op, target)
+        reason = why or "the model does not quantize it, and there is no calibration data"
+        found[key(op)] = reason
+        report.refused.append(Refused(asked, node_names([op]), f"{op.kind} stays float: {reason}"))
+    return found
 
 
 class _Quantizer:
@@ -83,7 +96,7 @@ class _Quantizer:
                     self.report.refused.append(Refused(asked, node_names([op]), reason))
             if op.kind in ANCHORS and not is_quantized(self.graph, op):
                 why = no_fp8 if asked == "fp8" else no_integers
-                reason = why(self.graph, op, self.target)
+                reason = why(self.graph, op, self.target) or self._unseen(op)
                 if reason is None:
                     if op.attrs.prologue:
                         split_prologue(self.graph, op)
@@ -94,6 +107,15 @@ class _Quantizer:
                 else:
                     self.refused[op.id] = reason
                     self.report.refused.append(Refused(asked, node_names([op]), f"{op.kind} stays float: {reason}"))
+
+    def _unseen(self, op: Op) -> str | None:
+        """Why an op stays float where calibration saw the network at other sizes alone, or None."""
+        if self.calibration.other_sizes and not all(self._seen(v) for v in self._data(op)):
+            return "calibration saw the network at other sizes, where it does not have this operand"
+        return None
+
+    def _seen(self, value: Value) -> bool:
+        return self.calibration.range(self.graph.output(value).name) is not None
 
     def _data(self, op: Op) -> list[Value]:
         """The operands that carry data: not parameters, nor what broadcasts in a stage."""
@@ -123,8 +145,11 @@ class _Quantizer:
             )
             if not data or constant or (op.kind in OWN_SCALE and not all(map(self._from_integers, data))):
                 continue
+            around = [*data, *(v for v in outputs if self.graph.uses(v))]
+            if self.calibration.other_sizes and not all(map(self._seen, around)):
+                continue
             self.chosen[op.id] = asked
-            for v in (*data, *(v for v in outputs if self.graph.uses(v))):
+            for v in around:
                 self.wanted[v, asked] = None
                 if op.kind in SHARES_SCALE:
                     self._join((data[0], asked), (v, asked))

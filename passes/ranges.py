@@ -46,6 +46,8 @@ class Calibration:
     channels: Mapping[str, Array] = field(default_factory=dict)
     means: Mapping[str, Array] = field(default_factory=dict)
     samples: int = 0
+    other_sizes: bool = False
+    """Whether it was made of the same network at other sizes, where some values may have been others."""
 
     def range(self, name: str) -> Range | None:
         return self.ranges.get(name)

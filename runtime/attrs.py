@@ -2,7 +2,8 @@
 
 Attributes are frozen dataclass fields: None, bool, int, float, str, dtypes, small arrays, fused stages and tuples of
 these. In plain form a tuple is a list, and every dict is a tag: ``{"dtype": name}``, ``{"array": [dtype, shape, values]}``,
-``{"stage": [kind, args, attrs]}``, and ``{"graph": [inputs, constants, ops, outputs]}`` for a body of If, Loop or Scan.
+``{"stage": [kind, args, attrs]}``, and ``{"graph": [inputs, constants, ops, outputs, shapes]}`` for a body of If, Loop or Scan
+(without ``shapes`` in older engines).
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def _to_plain(value: Any, name: str) -> Plain:
             for op in value.ops
         ]
         constants = [_to_plain(c, name) for c in value.constants]
-        return {"graph": [value.inputs, constants, ops, list(value.outputs)]}
+        shapes = [None if shape is None else list(shape) for shape in value.shapes]
+        return {"graph": [value.inputs, constants, ops, list(value.outputs), shapes]}
     if isinstance(value, (tuple, list)):
         return [_to_plain(x, name) for x in value]
     raise InternalError(f"attribute {name!r} is a {type(value).__name__}, which an engine cannot hold")
@@ -84,15 +86,15 @@ def _from_plain(value: Plain, name: str) -> Any:
                     return np.array(values, DTYPES[dtype]).reshape(shape)
                 except (ValueError, OverflowError):
                     pass
-        case {"graph": [int(inputs), list(constants), list(ops), list(outputs)]} if len(value) == 1:
-            graph = _graph_from_plain(inputs, constants, ops, outputs, name)
+        case {"graph": [int(inputs), list(constants), list(ops), list(outputs), *rest]} if len(value) == 1:
+            graph = _graph_from_plain(inputs, constants, ops, outputs, rest, name)
             if graph is not None:
                 return graph
     raise EngineError(f"attribute {name!r} of a step is malformed")
 
 
 def _graph_from_plain(
-    inputs: int, constants: list[Any], ops: list[Any], outputs: list[Any], name: str
+    inputs: int, constants: list[Any], ops: list[Any], outputs: list[Any], rest: list[Any], name: str
 ) -> PlainGraph | None:
     """A nested graph, or None where the data does not make one."""
     arrays = [_from_plain(c, name) for c in constants]
@@ -107,5 +109,16 @@ def _graph_from_plain(
                 return None
     if not all(isinstance(a, np.ndarray) for a in arrays) or not all(type(i) is int for i in outputs):
         return None
-    graph = PlainGraph(inputs, tuple(arrays), tuple(made), tuple(outputs))
+    shapes = rest[0] if rest else []
+    if len(rest) > 1 or not isinstance(shapes, list) or not all(map(_is_shape, shapes)):
+        return None
+    typed = tuple(None if shape is None else tuple(shape) for shape in shapes)
+    graph = PlainGraph(inputs, tuple(arrays), tuple(made), tuple(outputs), typed)
     return graph if graph.valid() and all(op.kind in KERNELS or op.kind == "Pointwise" for op in made) else None
+
+
+def _is_shape(shape: Any) -> bool:
+    """True for a shape as plain data: sizes, and texts that say a size."""
+    if shape is None:
+        return True
+    return isinstance(shape, list) and all(type(d) is str or (type(d) is int and d >= 0) for d in shape)

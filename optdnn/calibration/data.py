@@ -53,6 +53,8 @@ def open_data(source: Any, inputs: Sequence[TensorSpec], images: ImageSpec | Non
 
     Raises UsageError for a source that cannot be read or is empty, InputError for one that does not fit the inputs.
     """
+    if not inputs:
+        raise UsageError("the network has no inputs: there is nothing to calibrate", hint="leave the precision out")
     if isinstance(source, (str, os.PathLike)):
         path = Path(os.fspath(source))
         return _of_folder(path, inputs, images) if path.is_dir() else _of_file(path, inputs)
@@ -127,7 +129,10 @@ def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpe
     used = {n: arrays[n] for n in specs}
     for n, a in used.items():
         if len(specs[n].shape) == 0 or a.ndim != len(specs[n].shape):
-            raise InputError(f"{name}: input {n!r} is {specs[n]}, the array has shape {list(a.shape)}")
+            raise InputError(
+                f"{name}: input {n!r} is {specs[n]}, the array has shape {list(a.shape)}",
+                hint="give an iterable of feeds: a number has no axis of samples" if not specs[n].shape else None,
+            )
     lengths = {len(a) for a in used.values()}
     if len(lengths) > 1:
         raise InputError(f"{name}: the arrays have different numbers of samples: {sorted(lengths)}")
@@ -163,14 +168,14 @@ def _array(given: Any, what: str) -> Array:
 
 
 def _is_fixed(inputs: Sequence[TensorSpec]) -> bool:
-    return any(isinstance(s.shape[0], int) for s in inputs)
+    return any(bool(s.shape) and isinstance(s.shape[0], int) for s in inputs)
 
 
 def _digest(arrays: Mapping[str, Rows]) -> str:
     digest = hashlib.sha256()
     for name, a in sorted(arrays.items()):
         digest.update(f"{name} {a.dtype} {a.shape}".encode())
-        for row in a:  # an array may be that of a file larger than memory
+        for row in a if a.ndim else [a]:  # an array may be that of a file larger than memory
             digest.update(np.ascontiguousarray(row).tobytes())
     return digest.hexdigest()
 
@@ -225,6 +230,8 @@ def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | Non
     name = _only(inputs)
     spec = images or ImageSpec()
     (declared,) = inputs
+    if not declared.shape:
+        raise InputError(f"{path}: input {declared} takes no pictures")
     size = declared.shape[0] if isinstance(declared.shape[0], int) else min(BATCH, len(files))
     if len(files) < size:
         raise InputError(f"{path} has {len(files)} pictures, a batch of the network is {size}")

@@ -10,7 +10,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ir.text import to_text
 from optdnn.ops.base import Body
 from optdnn.ops.fused import plain_attrs
-from optdnn.runtime.reference.nested import PlainGraph, PlainOp
+from optdnn.runtime.reference.nested import PlainGraph, PlainOp, TextShape
 from optdnn.types import Array, TensorType
 
 
@@ -40,7 +40,9 @@ class GraphBody(Body):
             for port in range(len(op.outputs)):
                 register[Value(op.id, port)] = len(register)
         sources = [graph.op(i).inputs[0] for i in graph.outputs]
-        return PlainGraph(len(graph.inputs), tuple(constants), tuple(ops), tuple(register[v] for v in sources if v))
+        outputs = tuple(register[v] for v in sources if v)
+        shapes = tuple(_text(t) for t in (*self.inputs, *self.outputs))
+        return PlainGraph(len(graph.inputs), tuple(constants), tuple(ops), outputs, shapes)
 
     @cached_property
     def digest(self) -> str:
@@ -49,6 +51,10 @@ class GraphBody(Body):
 
     def __repr__(self) -> str:
         return f"body of {len(self.graph)} ops, {self.digest}"
+
+
+def _text(t: TensorType) -> TextShape:
+    return None if t.shape is None else tuple(d if isinstance(d, int) else str(d) for d in t.shape)
 
 
 def custom_digests(graph: Graph) -> set[str]:

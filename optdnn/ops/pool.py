@@ -105,7 +105,7 @@ def _infer_pool(call: Call) -> Result:
 
 
 def _infer_global(call: Call) -> Result:
-    x = _input(call)
+    x = _input(call, integers=call.kind == "GlobalMaxPool")
     return Result((x.with_shape((*x.dims[:2], *(1,) * (len(x.dims) - 2))),))
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
 from optdnn.ops.base import (
@@ -173,12 +175,14 @@ def _import(kind: str, cls: type[RNNAttrs], flag: str | None) -> FromOnnx:
             None if clip is None else float(clip),
             *([] if flag is None else [bool(node.get(flag, 0))]),
         )
-        n = len(node.outputs)
-        if not node.get("layout", 0):
-            return e.op(kind, operands, attrs, outputs=n)
+        n, batch_first = len(node.outputs), bool(node.get("layout", 0))
         for i in (0, 5, 6):
-            if i < len(operands) and operands[i] is not None:
+            if batch_first and i < len(operands) and operands[i] is not None:
                 operands[i] = emit(e, "Transpose", operands[i], perm=(1, 0, 2))
+        if any(node.outputs[1:]):
+            _begin_nothing_with_zeros(kind, operands, e)
+        if not batch_first:
+            return e.op(kind, operands, attrs, outputs=n)
         y, *states = e.op(kind, operands, attrs, outputs=n)
         return (
             emit(e, "Transpose", y, perm=(2, 0, 1, 3)),
@@ -186,6 +190,29 @@ def _import(kind: str, cls: type[RNNAttrs], flag: str | None) -> FromOnnx:
         )
 
     return from_onnx
+
+
+def _begin_nothing_with_zeros(kind: str, operands: list[Ref | None], e: Emit) -> None:
+    """Where a sequence may have the length 0, its initial states become zeros.
+
+    ONNX does not say what the last states of such a sequence are. ONNX Runtime gives zeros, others give the initial states.
+    With this the graph itself says zeros, and every library gives the same.
+    """
+    lens = operands[4] if len(operands) > 4 else None
+    known = None if lens is None else e.value(lens)
+    if lens is None or (
+        known is not None and all(isinstance(n, (int, np.integer)) and n > 0 for n in known.reshape(-1))
+    ):
+        return
+    held = [i for i in (5, 6) if i < len(operands) and operands[i] is not None]
+    x = e.type(operands[0])
+    if not held or x.rank != 3 or not is_float(x.dtype):
+        return
+    _check(kind, "sequence_lens", e.type(lens), (x.dims[1],), None)
+    bounds = (np.zeros((), x.dtype), np.ones((), x.dtype))
+    some = emit(e, "Unsqueeze", emit(e, "Clip", emit(e, "Cast", lens, to=x.dtype), *bounds), np.array([1]))
+    for i in held:
+        operands[i] = emit(e, "Mul", operands[i], some)
 
 
 # ---------------------------------------------------------------- export and cost

@@ -8,7 +8,7 @@ import numpy as np
 
 from optdnn.runtime.reference.base import Kernel
 from optdnn.runtime.reference.nested import PlainGraph, run_graph
-from optdnn.types import Array
+from optdnn.types import FP32, Array, DType
 
 LOOP_LIMIT = 1_000_000
 """Most iterations of a Loop: one whose condition never turns false ends with an error instead of never."""
@@ -47,24 +47,32 @@ def loop(
             row.append(value)
         i += 1
     fed = [np.asarray(i, np.int64), np.asarray(going), *state, *captured]
-    scans = [np.stack(row) if row else _empty(body, 1 + carried + k, fed) for k, row in enumerate(rows)]
+    shapes = [None if x is None else x.shape for x in fed]
+    scans = [np.stack(row) if row else _no_rows(body, 1 + carried + k, fed, shapes) for k, row in enumerate(rows)]
     finals = [s if s is not None else np.zeros(0) for s in state]
     return (*finals, *scans)
 
 
-def _empty(body: PlainGraph, output: int, fed: Sequence[Array | None]) -> Array:
-    """A scan output of no iterations: its element type. Its rank is not known then; ONNX Runtime too gives what it can."""
+def _no_rows(
+    body: PlainGraph, output: int, fed: Sequence[Array | None], shapes: Sequence[Sequence[int] | None]
+) -> Array:
+    """A scan output of no iterations, [0, *shape of a row]. ``shapes`` are those of what an iteration would be fed."""
+    return np.zeros((0, *body.output_shape(output, shapes)), _dtype(body, output, fed))
+
+
+def _dtype(body: PlainGraph, output: int, fed: Sequence[Array | None]) -> DType:
+    """The element type of a body's output."""
     register = body.outputs[output]
     given = [*fed, *body.constants]
     if register < len(given):  # what goes into the body comes out of it
         source = given[register]
-        return np.zeros(0, np.float32 if source is None else source.dtype)
+        return FP32 if source is None else source.dtype
     register -= len(given)
     for op in body.ops:
         if 0 <= register < len(op.dtypes):
-            return np.zeros(0, op.dtypes[register])
+            return op.dtypes[register]
         register -= len(op.dtypes)
-    return np.zeros(0, np.float32)
+    return FP32
 
 
 def scan(
@@ -97,11 +105,11 @@ def scan(
         for row, value in zip(rows, results[states:], strict=True):
             row.append(value)
     outputs = []
+    given = [*state, *sequences, *captured]
+    row_shapes = [None if x is None else x.shape[int(states <= k < states + count) :] for k, x in enumerate(given)]
     for k, (row, axis, direction) in enumerate(zip(rows, scan_output_axes, scan_output_directions, strict=True)):
-        if not row:
-            outputs.append(_empty(body, states + k, [*state, *sequences, *captured]))
-            continue
-        stacked = np.stack(row[::-1] if direction else row)
+        rows_in_order = row[::-1] if direction else row
+        stacked = np.stack(rows_in_order) if row else _no_rows(body, states + k, given, row_shapes)
         outputs.append(np.moveaxis(stacked, 0, axis))
     return (*(s if s is not None else np.zeros(0) for s in state), *outputs)
 

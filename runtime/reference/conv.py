@@ -80,12 +80,12 @@ def conv(
 
 def _depthwise(x: Array, w: Array, y: Array, strides: Sequence[int], dilations: Sequence[int]) -> None:
     kernel, out = w.shape[2:], y.shape[2:]
-    channels = x.shape[1]
-    y5 = y.reshape(y.shape[0], channels, -1, *out)
+    channels, each = x.shape[1], w.shape[0] // x.shape[1]
+    y5 = y.reshape(y.shape[0], channels, each, *out)
     y5[...] = 0
     scratch = np.empty_like(y5)
     for at, where in taps(kernel, out, strides, dilations):
-        factor = w[at].reshape(channels, -1, *(1,) * len(out))
+        factor = w[at].reshape(channels, each, *(1,) * len(out))
         np.multiply(x[where][:, :, None], factor, out=scratch)
         y5 += scratch
 
@@ -94,13 +94,13 @@ def _im2col(x: Array, w: Array, y: Array, strides: Sequence[int], dilations: Seq
     kernel, out = w.shape[2:], y.shape[2:]
     n, channels = x.shape[:2]
     depth, points = w.shape[1] * math.prod(kernel), math.prod(out)
-    weights = w.reshape(group, -1, depth)
-    target = y.reshape(n, group, -1, points)
+    weights = w.reshape(group, len(w) // group, depth)
+    target = y.reshape(n, group, len(w) // group, points)
     if math.prod(kernel) == 1 and all(s == 1 for s in strides):
         np.matmul(weights, np.ascontiguousarray(x).reshape(n, group, depth, points), out=target)
         return
     # Bands of the first spatial axis bound the buffer when even one image's windows are too many.
-    row = channels * math.prod(kernel) * (points // out[0]) * x.itemsize
+    row = max(1, channels * math.prod(kernel) * (points // out[0]) * x.itemsize)
     rows = max(1, min(out[0], BUFFER_BYTES // row))
     images = max(1, min(n, BUFFER_BYTES // (row * rows)))
     for start in range(0, n, images):
@@ -111,8 +111,8 @@ def _im2col(x: Array, w: Array, y: Array, strides: Sequence[int], dilations: Seq
             columns = np.empty((len(part), channels, *kernel, *size), x.dtype)
             for at, where in taps(kernel, size, strides, dilations):
                 columns[at] = band[where]
-            result = np.matmul(weights, columns.reshape(len(part), group, depth, -1))
-            y[start : start + images, :, top : top + rows] = result.reshape(len(part), -1, *size)
+            result = np.matmul(weights, columns.reshape(len(part), group, depth, math.prod(size)))
+            y[start : start + images, :, top : top + rows] = result.reshape(len(part), len(w), *size)
 
 
 def conv_transpose(
@@ -136,7 +136,7 @@ def conv_transpose(
     if output_shape:
         both = [transpose_pads(full[i] + output_padding[i] - output_shape[i], auto_pad) for i in range(rank)]
         pads = [b for b, _ in both] + [e for _, e in both]
-    weights = w.reshape(group, w.shape[0] // group, -1).swapaxes(1, 2)
+    weights = w.reshape(group, w.shape[0] // group, per_group * math.prod(kernel)).swapaxes(1, 2)
     points = math.prod(spatial)
     y = np.zeros((n, group * per_group, *full), np.result_type(x, w))
     images = max(1, BUFFER_BYTES // max(1, weights.shape[0] * weights.shape[1] * points * y.itemsize))

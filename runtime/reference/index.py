@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -83,13 +84,13 @@ def _gather(x: Array, indices: Array, axis: int) -> tuple[Array, ...]:
 
 
 def _gather_nd(x: Array, indices: Array, batch_dims: int) -> tuple[Array, ...]:
-    batch = indices.shape[:batch_dims]
-    depth = indices.shape[-1]
-    flat = x.reshape(-1, *x.shape[batch_dims:])
-    index = indices.reshape(flat.shape[0], -1, depth)
-    rows = np.arange(flat.shape[0])[:, None]
+    batch, chosen, depth = indices.shape[:batch_dims], indices.shape[batch_dims:-1], indices.shape[-1]
+    count = math.prod(batch)
+    flat = x.reshape(count, *x.shape[batch_dims:])
+    index = indices.reshape(count, math.prod(chosen), depth)
+    rows = np.arange(count)[:, None]
     picked = flat[(rows, *(index[..., i] for i in range(depth)))]
-    return (picked.reshape(*batch, *indices.shape[batch_dims:-1], *x.shape[batch_dims + depth :]),)
+    return (picked.reshape(*batch, *chosen, *x.shape[batch_dims + depth :]),)
 
 
 def _along(indices: Array, axis: int) -> tuple[Any, ...]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+from optdnn.dim import evaluate
+from optdnn.dim_text import parse_dim
+from optdnn.errors import ShapeError
 from optdnn.types import Array, DType
 
 CONSTANT_LIMIT = 4096
 """Most elements of a constant inside of a nested graph; a larger one is an operand that the graph captures."""
+
+
+TextShape: TypeAlias = tuple[int | str, ...] | None
+"""A shape as plain data."""
 
 
 class PlainOp(NamedTuple):
@@ -24,13 +31,15 @@ class PlainGraph(NamedTuple):
     """Operators in the order in which they run.
 
     Registers are numbered from 0: the ``inputs`` operands, the constants, then each operator's results. ``outputs`` are
-    registers.
+    registers. ``shapes``: of the inputs, then of the outputs, as inferred; a size that varies is a text over symbols, and None
+    is an unknown rank. Engines that an older version wrote have none.
     """
 
     inputs: int
     constants: tuple[Array, ...]
     ops: tuple[PlainOp, ...]
     outputs: tuple[int, ...]
+    shapes: tuple[TextShape, ...] = ()
 
     def valid(self) -> bool:
         """True if every register is written before it is read."""
@@ -39,7 +48,28 @@ class PlainGraph(NamedTuple):
             if any(i is not None and not 0 <= i < written for i in op.inputs):
                 return False
             written += len(op.dtypes)
-        return self.inputs >= 0 and all(0 <= i < written for i in self.outputs)
+        typed = not self.shapes or len(self.shapes) == self.inputs + len(self.outputs)
+        return typed and self.inputs >= 0 and all(0 <= i < written for i in self.outputs)
+
+    def output_shape(self, output: int, fed: Sequence[Sequence[int] | None]) -> tuple[int, ...]:
+        """The shape of an output that is not computed, from the shapes of the operands. A size that only the computation
+        would tell is 0."""
+        shape = self.shapes[self.inputs + output] if self.shapes else ()
+        sizes: dict[str, int] = {}
+        for declared, given in zip(self.shapes[: self.inputs], fed, strict=False):
+            if declared is not None and given is not None and len(declared) == len(given):
+                sizes |= {d: n for d, n in zip(declared, given, strict=True) if isinstance(d, str)}
+        return tuple(_size(d, sizes) for d in shape or ())
+
+
+def _size(size: int | str, sizes: Mapping[str, int]) -> int:
+    if isinstance(size, int) or size in sizes:
+        return size if isinstance(size, int) else sizes[size]
+    dim = parse_dim(size)
+    try:
+        return 0 if dim is None else evaluate(dim, sizes)
+    except ShapeError:
+        return 0
 
 
 def run_graph(graph: PlainGraph, operands: Sequence[Array | None]) -> list[Array]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.reduce import mean
 from optdnn.types import FP32, FP64, Array, DType
 
 
@@ -34,10 +35,10 @@ def batch_normalization(
 def _standardize(x: Array, axes: Sequence[int], epsilon: float) -> tuple[Array, Array, Array]:
     """(x - mean) / sqrt(variance + epsilon), with the mean and the inverse deviation."""
     axes = tuple(axes)
-    mean = x.mean(axis=axes, keepdims=True)
-    centred = x - mean
-    inverse = 1 / np.sqrt(np.square(centred).mean(axis=axes, keepdims=True) + x.dtype.type(epsilon))
-    return centred * inverse, mean, inverse
+    center = mean(x, axes)
+    centred = x - center
+    inverse = 1 / np.sqrt(mean(np.square(centred), axes) + x.dtype.type(epsilon))
+    return centred * inverse, center, inverse
 
 
 def instance_normalization(x: Array, scale: Array, bias: Array, *, epsilon: float = 1e-5) -> tuple[Array, ...]:
@@ -70,11 +71,11 @@ def layer_normalization(
     The statistics have ``stash_type``; the computation never runs below fp32 or below x's type.
     """
     wide = _wide(x)
-    y, mean, inverse = _standardize(x.astype(wide, copy=False), range(axis % x.ndim, x.ndim), epsilon)
+    y, center, inverse = _standardize(x.astype(wide, copy=False), range(axis % x.ndim, x.ndim), epsilon)
     y = y * scale.astype(wide, copy=False)
     if bias is not None:
         y += bias.astype(wide, copy=False)
-    return y.astype(x.dtype, copy=False), mean.astype(stash_type, copy=False), inverse.astype(stash_type, copy=False)
+    return y.astype(x.dtype, copy=False), center.astype(stash_type, copy=False), inverse.astype(stash_type, copy=False)
 
 
 def rms_normalization(
@@ -84,7 +85,7 @@ def rms_normalization(
     wide = _wide(x, scale)
     x = x.astype(wide, copy=False)
     axes = tuple(range(axis % x.ndim, x.ndim))
-    y = x / np.sqrt(np.square(x).mean(axis=axes, keepdims=True) + wide.type(epsilon))
+    y = x / np.sqrt(mean(np.square(x), axes) + wide.type(epsilon))
     return ((y * scale.astype(wide, copy=False)).astype(scale.dtype, copy=False),)
 
 
@@ -112,8 +113,8 @@ def lp_normalization(x: Array, *, axis: int = -1, p: int = 2) -> tuple[Array, ..
 def mean_variance_normalization(x: Array, *, axes: Sequence[int] = (0, 2, 3)) -> tuple[Array, ...]:
     """MeanVarianceNormalization (ONNX opset 13): 1e-9 is added to the deviation, as in ONNX's function body."""
     axes = tuple(axes)
-    centred = x - x.mean(axis=axes, keepdims=True)
-    deviation = np.sqrt(np.square(centred).mean(axis=axes, keepdims=True))
+    centred = x - mean(x, axes)
+    deviation = np.sqrt(mean(np.square(centred), axes))
     return (centred / (deviation + x.dtype.type(1e-9)),)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from optdnn.errors import InternalError, RunError
 from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.reduce import mean
 from optdnn.runtime.reference.window import resolve_pads, static_sizes
 from optdnn.types import Array, is_float
 
@@ -177,13 +178,13 @@ def _spatial(x: Array) -> tuple[int, ...]:
 
 
 def global_max_pool(x: Array) -> tuple[Array, ...]:
-    """GlobalMaxPool (ONNX opset 22)."""
+    """GlobalMaxPool (ONNX opset 22); of 8-bit integers, too."""
     return (x.max(axis=_spatial(x), keepdims=True),)
 
 
 def global_average_pool(x: Array) -> tuple[Array, ...]:
     """GlobalAveragePool (ONNX opset 22)."""
-    return (x.mean(axis=_spatial(x), keepdims=True),)
+    return (mean(x, _spatial(x)),)
 
 
 def global_lp_pool(x: Array, *, p: int = 2) -> tuple[Array, ...]:

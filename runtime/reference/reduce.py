@@ -33,15 +33,16 @@ def _add(x: Array, axes: Axes) -> Array:
     return total
 
 
-def _mean(x: Array, axes: Axes) -> Array:
-    count = math.prod(x.shape[a] for a in axes)
+def mean(x: Array, axes: Axes) -> Array:
+    """The mean over ``axes``, which stay with size 1. The mean of no elements is 0: ONNX leaves it undefined, ONNX Runtime
+    gives 0."""
+    count = max(math.prod(x.shape[a] for a in axes), 1)
     total = _add(x, axes)
     if is_float(x.dtype):
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.asarray(total / x.dtype.type(count))
+        return np.asarray(total / x.dtype.type(count))
     if x.dtype.kind == "u":
-        return np.asarray(total // max(count, 1))
-    return np.asarray(np.sign(total) * (np.abs(total) // max(count, 1)))  # integers are truncated towards zero
+        return np.asarray(total // count)
+    return np.asarray(np.sign(total) * (np.abs(total) // count))  # integers are truncated towards zero
 
 
 def _extreme(ufunc: Any, highest: bool) -> Reducer:
@@ -63,7 +64,8 @@ def _prod(x: Array, axes: Axes) -> Array:
 
 
 def _l2(x: Array, axes: Axes) -> Array:
-    return np.asarray(np.sqrt(_add(np.square(x), axes)))
+    wide = x if is_float(x.dtype) else x.astype(np.float64)  # squares of integers overflow before their root does
+    return np.asarray(np.sqrt(_add(np.square(wide), axes)))
 
 
 def _log_sum(x: Array, axes: Axes) -> Array:
@@ -95,7 +97,7 @@ def _arg(find: Any) -> Kernel:
 
 KERNELS: dict[str, Kernel] = {
     "ReduceSum": _reduction(_add),
-    "ReduceMean": _reduction(_mean),
+    "ReduceMean": _reduction(mean),
     "ReduceMax": _reduction(_extreme(np.maximum, highest=False)),
     "ReduceMin": _reduction(_extreme(np.minimum, highest=True)),
     "ReduceProd": _reduction(_prod),

@@ -1,7 +1,8 @@
 """NumPy kernels. Recurrent layers: LSTM, GRU, RNN.
 
 x (T, N, I); w (D, G*H, I), r (D, G*H, H), b (D, 2*G*H) with D directions and G gates; sequence_lens (N); initial states
-(D, N, H). Results: y (T, D, N, H) and the last states (D, N, H). The input projection of all steps is one matrix product.
+(D, N, H). Results: y (T, D, N, H) and the last states (D, N, H). The input projection of all steps is one matrix product;
+without w, x is that product (T, N, G*H) already.
 """
 
 from __future__ import annotations
@@ -65,15 +66,17 @@ def _reverse(x: Array, lens: Array | None) -> Array:
 class _Cell:
     """One direction of a layer. ``state`` is a list of (N, H) arrays of which the first is the output."""
 
-    def __init__(self, w: Array, r: Array, b: Array | None, gates: int):
+    def __init__(self, w: Array | None, r: Array, b: Array | None, gates: int):
         self.hidden = r.shape[-1]
         self.r = r.T
-        self.w = w.T
+        self.w = None if w is None else w.T
         size = gates * self.hidden
-        self.wb = np.zeros(size, w.dtype) if b is None else b[:size]
-        self.rb = np.zeros(size, w.dtype) if b is None else b[size:]
+        self.wb = np.zeros(size, r.dtype) if b is None else b[:size]
+        self.rb = np.zeros(size, r.dtype) if b is None else b[size:]
 
     def project(self, x: Array) -> Array:
+        if self.w is None:  # the products are made already
+            return x + self.wb
         steps, batch, width = x.shape
         rows: Array = x.reshape(steps * batch, width) @ self.w + self.wb
         return rows.reshape(steps, batch, rows.shape[1])
@@ -97,7 +100,7 @@ class _Cell:
 
 
 class _Rnn(_Cell):
-    def __init__(self, w: Array, r: Array, b: Array | None, fns: Sequence[Activation]):
+    def __init__(self, w: Array | None, r: Array, b: Array | None, fns: Sequence[Activation]):
         super().__init__(w, r, b, 1)
         (self.f,) = fns
 
@@ -108,7 +111,9 @@ class _Rnn(_Cell):
 class _Gru(_Cell):
     """Gates z, r, h."""
 
-    def __init__(self, w: Array, r: Array, b: Array | None, fns: Sequence[Activation], linear_before_reset: bool):
+    def __init__(
+        self, w: Array | None, r: Array, b: Array | None, fns: Sequence[Activation], linear_before_reset: bool
+    ):
         super().__init__(w, r, b, 3)
         self.f, self.g = fns
         self.linear = linear_before_reset
@@ -127,12 +132,12 @@ class _Lstm(_Cell):
     """Gates i, o, f, c; peepholes of i, o, f."""
 
     def __init__(
-        self, w: Array, r: Array, b: Array | None, p: Array | None, fns: Sequence[Activation], input_forget: bool
+        self, w: Array | None, r: Array, b: Array | None, p: Array | None, fns: Sequence[Activation], input_forget: bool
     ):
         super().__init__(w, r, b, 4)
         self.f, self.g, self.h = fns
         n = self.hidden
-        self.p = [np.zeros(n, w.dtype)] * 3 if p is None else [p[:n], p[n : 2 * n], p[2 * n :]]
+        self.p = [np.zeros(n, r.dtype)] * 3 if p is None else [p[:n], p[n : 2 * n], p[2 * n :]]
         self.coupled = input_forget
 
     def step(self, gates: Array, state: list[Array]) -> list[Array]:
@@ -154,6 +159,8 @@ def _layer(
         raise ValueError(f"sequence_lens holds {lens.min()} to {lens.max()} for sequences of {len(x)}")
     if lens is not None and bool((lens >= len(x)).all()):
         lens = None
+    if not len(x):  # no last state either: zeros, as ONNX Runtime has them
+        initial = [None] * len(initial)
     for d, cell in enumerate(cells):
         backwards = direction == "reverse" or d == 1
         zero = np.zeros((x.shape[1], cell.hidden), x.dtype)
@@ -175,7 +182,7 @@ def _per_direction(
 
 def rnn(
     x: Array,
-    w: Array,
+    w: Array | None,
     r: Array,
     b: Array | None = None,
     sequence_lens: Array | None = None,
@@ -189,14 +196,14 @@ def rnn(
     clip: float | None = None,
 ) -> tuple[Array, ...]:
     """RNN (ONNX opset 22, layout 0): y and the last hidden state."""
-    fns = _per_direction(len(w), activations, alphas, betas, clip)
-    cells = [_Rnn(w[d], r[d], None if b is None else b[d], fns[d]) for d in range(len(w))]
+    fns = _per_direction(len(r), activations, alphas, betas, clip)
+    cells = [_Rnn(None if w is None else w[d], r[d], None if b is None else b[d], fns[d]) for d in range(len(r))]
     return _layer(cells, x, sequence_lens, [initial_h], direction)
 
 
 def gru(
     x: Array,
-    w: Array,
+    w: Array | None,
     r: Array,
     b: Array | None = None,
     sequence_lens: Array | None = None,
@@ -211,14 +218,17 @@ def gru(
     linear_before_reset: bool = False,
 ) -> tuple[Array, ...]:
     """GRU (ONNX opset 22, layout 0): y and the last hidden state."""
-    fns = _per_direction(len(w), activations, alphas, betas, clip)
-    cells = [_Gru(w[d], r[d], None if b is None else b[d], fns[d], linear_before_reset) for d in range(len(w))]
+    fns = _per_direction(len(r), activations, alphas, betas, clip)
+    cells = [
+        _Gru(None if w is None else w[d], r[d], None if b is None else b[d], fns[d], linear_before_reset)
+        for d in range(len(r))
+    ]
     return _layer(cells, x, sequence_lens, [initial_h], direction)
 
 
 def lstm(
     x: Array,
-    w: Array,
+    w: Array | None,
     r: Array,
     b: Array | None = None,
     sequence_lens: Array | None = None,
@@ -235,10 +245,17 @@ def lstm(
     input_forget: bool = False,
 ) -> tuple[Array, ...]:
     """LSTM (ONNX opset 22, layout 0): y, the last hidden state and the last cell state."""
-    fns = _per_direction(len(w), activations, alphas, betas, clip)
+    fns = _per_direction(len(r), activations, alphas, betas, clip)
     cells = [
-        _Lstm(w[d], r[d], None if b is None else b[d], None if p is None else p[d], fns[d], input_forget)
-        for d in range(len(w))
+        _Lstm(
+            None if w is None else w[d],
+            r[d],
+            None if b is None else b[d],
+            None if p is None else p[d],
+            fns[d],
+            input_forget,
+        )
+        for d in range(len(r))
     ]
     return _layer(cells, x, sequence_lens, [initial_h, initial_c], direction)
 

@@ -225,7 +225,7 @@ def _recurrence(operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> S
     cell = attrs["cell"]
     own = {k: v for k, v in attrs.items() if k != "cell"}
     begin = [None if s is None else s[None] for s in initial[: 2 if cell == "LSTM" else 1]]
-    stack = [gates, np.eye(size, dtype=gates.dtype)[None], r[None], both, lens, *begin]
+    stack = [gates, None, r[None], both, lens, *begin]
     if cell == "LSTM" and p is not None:
         stack.append(p[None])
     y, *states = run_kernel(cell, stack, own, [gates.dtype] * 3)

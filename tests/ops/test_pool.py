@@ -69,6 +69,25 @@ def test_max_pool_indices_of_equal_values_name_the_first() -> None:
     assert where.min() >= 0
 
 
+@pytest.mark.parametrize(("op", "opset"), [("MaxPool", 12), ("AveragePool", 19), ("LpPool", 18)])
+@pytest.mark.parametrize(
+    ("auto_pad", "sizes"),
+    [
+        # ONNX: ceil((7 - 2 + 1) / 2) and ceil((9 - 5 + 1) / 2); ONNX Runtime computes ceil((7 - 2) / 2) + 1
+        ("VALID", (3, 3)),
+        # ONNX: ceil(7 / 2) and ceil(9 / 2); ONNX Runtime's LpPool leaves out the dilation where it pads
+        ("SAME_UPPER", (4, 5)),
+        ("SAME_LOWER", (4, 5)),
+    ],
+)
+def test_sizes_under_auto_pad_are_those_of_onnx_when_rounded_up(
+    op: str, opset: int, auto_pad: str, sizes: tuple[int, int]
+) -> None:
+    attrs = {"kernel_shape": [2, 3], "strides": [2, 2], "dilations": [1, 2], "auto_pad": auto_pad, "ceil_mode": 1}
+    (y,) = run(import_case(case := Case(op, [normal(1, 2, 7, 9)], attrs, opset)), case.fed)
+    assert y.shape == (1, 2, *sizes)
+
+
 @pytest.mark.parametrize(("x", "attrs"), GEOMETRIES)
 @pytest.mark.parametrize("include", [0, 1])
 def test_average_pool(x: tuple[int, ...], attrs: Json, include: int) -> None:

@@ -79,6 +79,19 @@ def test_mean_of_unsigned() -> None:
     check_case(Case("ReduceMean", [x, np.array([1])], opset=18, constants=[1]), [np.array([[2]], np.uint32)])
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_the_norm_of_integers_does_not_overflow(dtype: Any) -> None:
+    x = np.array([[3 * 10**5, 4 * 10**5], [0, 7]], dtype)
+    case = Case("ReduceL2", [x, np.array([1])], {"keepdims": 0}, opset=18, constants=[1])
+    check_case(case, [np.array([5 * 10**5, 7], dtype)])
+
+
+def test_log_sum_exp_of_integers_is_truncated_once() -> None:
+    x = np.array([[9, 9, 8, 7]])  # ln(2 e^9 + e^8 + e^7) is 9.92; ONNX Runtime truncates every exponential
+    case = Case("ReduceLogSumExp", [x, np.array([1])], {"keepdims": 0}, opset=18, constants=[1])
+    check_case(case, [np.array([9])])
+
+
 @pytest.mark.parametrize("kind", ["ReduceMax", "ReduceMin"])
 def test_booleans(kind: str) -> None:
     x = np.random.default_rng(0).random((3, 4)) > 0.6

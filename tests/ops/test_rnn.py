@@ -12,7 +12,9 @@ from onenode import Case, check_case, check_export, import_case, normal, op_flop
 from optdnn.errors import RunError, ShapeError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ops.base import OpDef
+from optdnn.ops.fused import plain_attrs
 from optdnn.ops.rnn import DEFS, LSTMAttrs
+from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import FP16, FP64
 
 T, N, WIDTH, H = 5, 3, 4, 6
@@ -143,11 +145,41 @@ def test_export(op: str, direction: str, opset: int) -> None:
 def test_export_of_flags_and_activation_parameters() -> None:
     names = ["HardSigmoid", "LeakyRelu"]
     case = layer("GRU", activations=names, activation_alpha=[0.3, 0.1], linear_before_reset=1, clip=1.5)
-    (node,) = check_export(case, 21).graph.node
+    (node,) = (n for n in check_export(case, 21).graph.node if n.op_type == "GRU")
     attrs = {a.name: a for a in node.attribute}
     assert list(attrs["activation_alpha"].floats) == pytest.approx([0.3, 0.1])
     assert list(attrs["activation_beta"].floats) == pytest.approx([0.5])
     assert (attrs["linear_before_reset"].i, attrs["clip"].f) == (1, 1.5)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("op", GATES)
+@pytest.mark.parametrize("lens", [[0, 2, T], [0, 0, 0]])
+@pytest.mark.parametrize("constant", [False, True])
+def test_the_last_states_of_no_steps_are_zeros(op: str, direction: str, lens: list[int], constant: bool) -> None:
+    case = layer(op, direction, use="blhc")
+    case.inputs = [*case.inputs[:4], np.array(lens, np.int32), *case.inputs[5:]]
+    case.constants = (1, 2, 4) if constant else (1, 2)
+    graph = check_case(case, symbolic={0: (0,)})
+    assert not any(y[:, 0].any() for y in run(graph, case.fed)[1:])
+
+
+def test_lengths_that_are_known_to_be_positive_cost_nothing() -> None:
+    case = layer("GRU", use="blh")
+    assert set(import_case(case).kinds()) - {"GRU"}, "the lengths are an operand"
+    case.constants = (1, 2, 4)
+    assert set(import_case(case).kinds()) == {"GRU"}
+    case = layer("GRU", use="blh")
+    case.outputs = 1
+    assert set(import_case(case).kinds()) == {"GRU"}, "nobody reads the last state"
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_the_last_states_of_sequences_without_steps_are_zeros(op: str) -> None:
+    case = layer(op, use="bhc")
+    case.inputs = [np.zeros((0, N, WIDTH), np.float32), *case.inputs[1:]]
+    for y in run(import_case(case), case.fed):
+        assert not y.any()
 
 
 def test_cost_counts_the_products() -> None:
@@ -206,3 +238,17 @@ def test_attributes_that_are_refused(attrs: dict[str, Any], message: str) -> Non
     case = layer("RNN", use="b")
     with pytest.raises(ShapeError, match=message):
         import_case(Case("RNN", case.inputs, {**case.attrs, **attrs}, outputs=2))
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_products_that_are_made_already(op: str) -> None:
+    """What a step of a GPU's program means: one infinite gate does not reach the others."""
+    case = layer(op, use="b")
+    x, w, r, b = (np.asarray(v) for v in case.inputs[:4])
+    attrs = plain_attrs(op, import_case(case).of_kind(op)[0].attrs)
+    want = run_kernel(op, [x, w, r, b], attrs)
+    made = (x.reshape(T * N, WIDTH) @ w[0].T).reshape(T, N, -1)
+    for got, expected in zip(run_kernel(op, [made, None, r, b], attrs), want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    made[0, 0, 0] = np.inf
+    assert np.isfinite(run_kernel(op, [made, None, r, b], attrs)[0]).all()

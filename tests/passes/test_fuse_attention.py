@@ -391,3 +391,21 @@ def test_one_node_per_attention_in_exports(name: str, count: int, tmp_path: Path
     assert counted(graph) == {"Attention": count}
     if name.startswith("swin"):
         assert counted(import_model(model)) == {"Attention": count}, "with a symbolic batch"
+
+
+def blind(guarded: bool) -> Graph:
+    """Attention under a constant mask that hides every key of the second query, with or without PyTorch's guard."""
+    hidden = np.zeros((L, L))
+    hidden[1] = -np.inf
+    n = Net(np.float64)
+    q, k, v = (n.input(B, H, L, D, name=name) for name in "qkv")
+    s = n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2))))
+    p = n.op("Softmax", n.op("Add", s, n.const(hidden)))
+    if guarded:
+        p = n.op("Where", n.op("IsNaN", p), 0.0, p)
+    return n.done(n.op("MatMul", p, v))
+
+
+def test_a_query_that_a_constant_mask_leaves_no_key() -> None:
+    check_refused(FuseAttention(), blind(guarded=False), because="hides every key of a query, which gives NaN")
+    check_pass(FuseAttention(), blind(guarded=True), changes=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.net import Net
@@ -371,8 +373,19 @@ def test_calibration_of_another_graph_is_refused() -> None:
     context = PassContext(target="cpu", precision="int8", calibration=Calibration("minmax", {}))
     with pytest.raises(UsageError, match="calibration says nothing of"):
         AssignPrecision()(chain(), context)
-    with pytest.raises(UsageError, match="need calibration data"):
+    with pytest.raises(UsageError, match="needs calibration data"):
         AssignPrecision()(chain(), PassContext(target="cpu", precision="int8"))
+
+
+def test_values_that_calibration_saw_at_no_size_stay_float() -> None:
+    graph = chain()
+    found = replace(calibrated(graph), other_sizes=True)
+    assert AssignPrecision()(graph.copy(), PassContext(target="cpu", precision="int8", calibration=found)).refused == []
+    first = graph.of_kind("Conv")[0]
+    known = {n: r for n, r in found.ranges.items() if n != graph.output(first.inputs[0]).name}
+    context = PassContext(target="cpu", precision="int8", calibration=replace(found, ranges=known))
+    (refused,) = AssignPrecision()(graph, context).refused
+    assert "calibration saw the network at other sizes, where it does not have this operand" in refused.reason
 
 
 @pytest.mark.parametrize("text", ["int4", "fp16+int8", "int8+int8", "fp16+fp32"])

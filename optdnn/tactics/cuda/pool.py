@@ -86,7 +86,7 @@ class GlobalPool(OwnTactic):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         dtype = op.outputs[0].type.dtype
-        return None if is_float(dtype) else f"it does not pool {dtype.name}"
+        return None if is_float(dtype) or op.kind == "GlobalMaxPool" else f"it does not average {dtype.name}"
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[0] is not None

@@ -68,7 +68,7 @@ def emit_reduce(
     t = arithmetic(x.dtype)
     low, high = limits(t)
     start, term, combine, result = (
-        s.format(T=t, N=count, LOW=low, HIGH=high, F="double" if t != "float" else "float") for s in RULES[how]
+        s.format(T=t, N=max(count, 1), LOW=low, HIGH=high, F="double" if t != "float" else "float") for s in RULES[how]
     )
     # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce.
     threads = 1024 if count >= 1024 else THREADS
@@ -126,6 +126,8 @@ class Reduction(OwnTactic):
         dtype = op.outputs[0].type.dtype
         if op.kind == "ReduceLogSumExp" and not is_float(dtype):
             return f"it takes no exponentials of {dtype.name}"
+        if op.kind == "ReduceL2" and not is_float(dtype):
+            return f"it adds no squares of {dtype.name}, which overflow"
         return None
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:

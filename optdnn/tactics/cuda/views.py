@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -209,29 +210,43 @@ def _concat(b: Builder, op: Op) -> None:
         at += x.shape[axis]
         if x.buffer != part.buffer or x.offset != part.offset or not x.is_like(part.strides):
             pending.append((x, part))
-    for run in _runs([x for x, _ in pending]):
-        first, part = pending[run.start]
-        if len(run) == 1 or len(first.shape) == STRIDES_LIMIT:
-            for k in run:
-                copy(b, op, *pending[k])
+    for run in _runs(pending):
+        if len(run) == 1 or len(out.shape) == STRIDES_LIMIT:
+            for pair in run:
+                copy(b, op, *pair)
         else:
-            distances = [pending[run.start + 1][k].offset - pending[run.start][k].offset for k in (0, 1)]
-            copy(b, op, *(_repeated(p, len(run), d, axis) for p, d in zip((first, part), distances, strict=True)))
+            repeated = [_repeated(p, len(run), d, axis) for p, d in zip(run[0], _distances(*run[:2]), strict=True)]
+            copy(b, op, *repeated)
 
 
-def _runs(parts: Sequence[Placed]) -> list[range]:
-    """Neighbours that are one view at equal distances (frames under the taps of a filter): they are copied at once."""
-    found: list[range] = []
-    for i, p in enumerate(parts):
+Pair: TypeAlias = tuple[Placed, Placed]
+"""A part of a concatenation: where it lies, and where it belongs."""
+
+
+def _runs(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """Neighbors of one form whose sources lie at equal distances, and whose destinations do: one copy moves a run of them.
+
+    Frames under the taps of a filter are such a run. A part between two others that is in place already has no pair. The
+    destinations around it then lie further apart, and end the run.
+    """
+    found: list[list[Pair]] = []
+    for pair in pairs:
         if found:
             run = found[-1]
-            first, distance = parts[run.start], p.offset - parts[i - 1].offset
-            alike = (p.buffer, p.shape, p.strides) == (first.buffer, first.shape, first.strides)
-            if alike and (len(run) == 1 or distance == parts[run.start + 1].offset - first.offset):
-                found[-1] = range(run.start, i + 1)
+            alike = all(
+                (p.buffer, p.shape, p.strides) == (first.buffer, first.shape, first.strides)
+                for p, first in zip(pair, run[0], strict=True)
+            )
+            if alike and (len(run) == 1 or _distances(run[-1], pair) == _distances(run[0], run[1])):
+                run.append(pair)
                 continue
-        found.append(range(i, i + 1))
+        found.append([pair])
     return found
+
+
+def _distances(a: Pair, b: Pair) -> tuple[int, int]:
+    """How many elements the source and the destination of ``b`` lie behind those of ``a``."""
+    return b[0].offset - a[0].offset, b[1].offset - a[1].offset
 
 
 def _repeated(x: Placed, count: int, distance: int, axis: int) -> Placed:

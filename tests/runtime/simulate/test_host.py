@@ -216,6 +216,23 @@ def test_reports_tell_what_runs_on_the_cpu() -> None:
     assert _build({"fallbacks": {"simulate": []}}) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "because"),
+    [
+        ("ReduceL2", "it adds no squares of int32, which overflow"),
+        ("ReduceLogSumExp", "it takes no exponentials of int32"),
+    ],
+)
+def test_reductions_of_integers_that_would_overflow(kind: str, because: str) -> None:
+    made = model(
+        [node(kind, "x", "y", keepdims=0)], [("x", onnx.TensorProto.INT32, [2])], [("y", onnx.TensorProto.INT32, [])]
+    )
+    engine = optdnn.build(made, target="simulate")
+    assert [o["why"] for o in engine.meta["host"]["operators"]] == [f"no kernel runs it (reduce: {because})"]
+    x = np.array([3 * 10**5, 4 * 10**5], np.int32)
+    assert engine.run({"x": x})["y"] == (5 * 10**5 if kind == "ReduceL2" else 4 * 10**5)
+
+
 # ---------------------------------------------------------------- refusals
 
 

@@ -1,0 +1,149 @@
+"""Builds in int8 and fp8 of unusual models and data: other float types, numbers, no inputs, ranges of sizes, Q and DQ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import optdnn
+from optdnn.errors import InputError, UsageError
+from optdnn.types import Array
+
+RNG = np.random.default_rng(0)
+ON_GPU = [("simulate", "int8"), ("simulate", "fp8")]
+BUILDS = [("cpu", "int8"), *ON_GPU]
+
+
+def random(*shape: int, dtype: Any = np.float32) -> Array:
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def model(nodes: list[onnx.NodeProto], inputs: list[Any], constants: dict[str, Array]) -> onnx.ModelProto:
+    ins = [helper.make_tensor_value_info(*i) for i in inputs]
+    out = helper.make_empty_tensor_value_info("z")
+    graph = helper.make_graph(nodes, "g", ins, [out], [numpy_helper.from_array(v, k) for k, v in constants.items()])
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return onnx.shape_inference.infer_shapes(made)
+
+
+def conv(elements: int = TensorProto.FLOAT, dtype: Any = np.float32, shape: Any = (2, 3, 8, 8)) -> onnx.ModelProto:
+    nodes = [helper.make_node("Conv", ["x", "w", "b"], ["y"], pads=[1] * 4), helper.make_node("Relu", ["y"], ["z"])]
+    return model(nodes, [("x", elements, shape)], {"w": random(4, 3, 3, 3, dtype=dtype), "b": random(4, dtype=dtype)})
+
+
+def runs(engine: optdnn.Engine) -> Any:
+    return engine.meta["precision"]["runs"]
+
+
+@pytest.mark.parametrize(("target", "precision"), BUILDS)
+@pytest.mark.parametrize(("elements", "dtype"), [(TensorProto.FLOAT16, np.float16), (TensorProto.DOUBLE, np.float64)])
+def test_what_the_model_has_in_another_float_type_stays_so(
+    target: str, precision: str, elements: int, dtype: Any
+) -> None:
+    data = [{"x": random(2, 3, 8, 8)} for _ in range(2)]
+    engine = optdnn.build(conv(elements, dtype), target=target, precision=precision, calib=data)
+    (told,) = engine.meta["precision"]["differs"]
+    assert told["asked"] == precision
+    name = {np.float16: "fp16", np.float64: "fp64"}[dtype]
+    assert told["reason"] == f"the model computes it in {name}, ranges are found for fp32: export the model in fp32"
+    assert engine.run({"x": random(2, 3, 8, 8, dtype=dtype)})["z"].dtype == dtype
+
+
+@pytest.mark.parametrize(("target", "precision"), BUILDS)
+def test_an_input_that_is_one_number(target: str, precision: str) -> None:
+    nodes = [helper.make_node("Mul", ["x", "s"], ["k"]), helper.make_node("MatMul", ["k", "w"], ["z"])]
+    inputs = [("x", TensorProto.FLOAT, [2, 8]), ("s", TensorProto.FLOAT, [])]
+    scaled = model(nodes, inputs, {"w": random(8, 16)})
+    data: Any = [{"x": random(2, 8), "s": np.float32(k + 1)} for k in range(3)]
+    assert runs(optdnn.build(scaled, target=target, precision=precision, calib=data)).keys() >= {precision}
+    with pytest.raises(InputError, match="a number has no axis of samples"):
+        optdnn.build(scaled, target=target, precision=precision, calib={"x": random(2, 8), "s": random(2)})
+
+
+def test_pictures_are_not_for_a_number(tmp_path: Any) -> None:
+    (tmp_path / "one.png").write_bytes(b"")
+    nodes = [helper.make_node("Mul", ["s", "w"], ["k"]), helper.make_node("MatMul", ["k", "w"], ["z"])]
+    with pytest.raises(InputError, match="takes no pictures"):
+        optdnn.build(
+            model(nodes, [("s", TensorProto.FLOAT, [])], {"w": random(8, 8)}),
+            target="cpu",
+            precision="int8",
+            calib=tmp_path,
+        )
+
+
+@pytest.mark.parametrize(("target", "precision"), BUILDS)
+def test_the_largest_pixel_before_a_convolution(target: str, precision: str) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "v"], ["a"]),
+        helper.make_node("ReduceMax", ["a"], ["b"], axes=[2, 3], keepdims=1),
+        helper.make_node("Conv", ["b", "w"], ["z"]),
+    ]
+    made = model(nodes, [("x", TensorProto.FLOAT, [2, 3, 8, 8])], {"v": random(16, 3, 1, 1), "w": random(4, 16, 1, 1)})
+    data = [{"x": random(2, 3, 8, 8)} for _ in range(4)]
+    engine = optdnn.build(made, target=target, precision=precision, calib=data)
+    if target == "simulate":
+        assert runs(engine) == {precision: 2}
+    exact = optdnn.build(made, target="reference").run(data[0])["z"]
+    assert np.abs(engine.run(data[0])["z"] - exact).max() < 0.1 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(("target", "precision"), BUILDS)
+@pytest.mark.parametrize("data", [[{}], {}], ids=["feeds", "arrays"])
+def test_a_network_without_inputs_has_nothing_to_calibrate(target: str, precision: str, data: Any) -> None:
+    made = model([helper.make_node("Conv", ["x", "w"], ["z"])], [], {"x": random(1, 3, 8, 8), "w": random(4, 3, 1, 1)})
+    with pytest.raises(UsageError, match="the network has no inputs: there is nothing to calibrate"):
+        optdnn.build(made, target=target, precision=precision, calib=data)
+
+
+@pytest.mark.parametrize(("target", "precision"), ON_GPU)
+@pytest.mark.parametrize(
+    "data", [[{"x": random(4, 3, 16, 8)}] * 2, {"x": random(12, 3, 16, 8)}], ids=["feeds", "arrays"]
+)
+def test_ranges_of_sizes_are_calibrated_at_the_first_optimum(target: str, precision: str, data: Any) -> None:
+    shapes = [{"x": "1..4..8x3x8..16..32x8"}, {"x": "1x3x8x8"}]
+    engine = optdnn.build(conv(shape=("N", 3, "H", 8)), target=target, precision=precision, calib=data, shapes=shapes)
+    assert runs(engine) == {precision: 1}
+    for size in ((4, 3, 16, 8), (1, 3, 8, 8)):
+        assert engine.run({"x": random(*size)})["z"].shape == (size[0], 4, *size[2:])
+
+
+def explicit(own: bool = True, more: bool = False) -> onnx.ModelProto:
+    """A convolution between Q and DQ (``own``), and one without them behind it (``more``)."""
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "zero"], ["d"]),
+        helper.make_node("DequantizeLinear", ["w", "s"], ["v"]),
+        helper.make_node("Conv", ["d" if own else "x", "v"], ["y" if more else "z"]),
+    ]
+    nodes = nodes if own else nodes[2:]
+    if more:
+        nodes.append(helper.make_node("Conv", ["y", "u"], ["z"], name="last"))
+    constants = {
+        "w": RNG.integers(-9, 9, (16, 16, 1, 1)).astype(np.int8), "u": random(16, 16, 1, 1),
+        "s": np.array(0.05, np.float32), "zero": np.array(3, np.int8),
+    }  # fmt: skip
+    return model(nodes, [("x", TensorProto.FLOAT, [1, 16, 8, 8])], constants)
+
+
+@pytest.mark.parametrize("target", ["cpu", "simulate"])
+def test_a_network_with_q_and_dq_needs_no_data(target: str) -> None:
+    engine = optdnn.build(explicit(), target=target, precision="int8")
+    assert target == "cpu" or runs(engine) == {"int8": 1}  # there the faster library decides
+    engine = optdnn.build(explicit(more=True), target=target, precision="int8")
+    (told,) = (r for r in engine.meta["precision"]["differs"] if r["nodes"] == ["last"])
+    assert told["reason"] == "the model does not quantize it, and there is no calibration data"
+    x = random(1, 16, 8, 8)
+    assert np.isfinite(engine.run({"x": x})["z"]).all()
+
+
+@pytest.mark.parametrize("made", [conv(), explicit(own=False)], ids=["floats", "weights alone"])
+def test_any_other_network_needs_data(made: onnx.ModelProto) -> None:
+    with pytest.raises(UsageError, match="precision int8 needs calibration data"):
+        optdnn.build(made, target="cpu", precision="int8")
+    with pytest.raises(UsageError, match="precision int8 needs calibration data"):
+        optdnn.build(made, target="cpu", precision_map={"*": "int8"})

@@ -1,0 +1,144 @@
+"""What stays fp32 in an fp16 build since its values do not fit: layers that grow, and what a run on made-up inputs shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import feeds_of, lowered, simulate
+
+from optdnn.dim import symbol
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph
+from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
+from optdnn.passes import overflows
+from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.base import PassContext
+from optdnn.passes.contract import Account
+from optdnn.passes.overflows import growing, largest_values
+from optdnn.passes.precision import PrecisionPlan
+
+GATES = {"RNN": (1, RNNAttrs), "GRU": (3, GRUAttrs), "LSTM": (4, LSTMAttrs)}
+
+
+def layer(
+    kind: str, *activations: str, clip: float | None = None, scale: float = 0.3, steps: int = 6
+) -> tuple[Net, Any]:
+    n = Net()
+    gates, attrs = GATES[kind]
+    width = hidden = 4
+    operands = [n.random(1, gates * hidden, width, scale=scale), n.random(1, gates * hidden, hidden, scale=scale)]
+    alphas = tuple(1.0 for _ in activations)
+    made = attrs(hidden, "forward", activations, alphas, tuple(0.0 for _ in activations), clip)
+    return n, n.op(
+        kind, n.input(steps, 2, width), *operands, attrs=made, outputs=3 if kind == "LSTM" else 2, name="layer"
+    )
+
+
+def refused(graph: Graph, plan: PrecisionPlan | None = None, target: str = "cuda:sm_90a") -> dict[str, str]:
+    account = Account()
+    context = PassContext(
+        target=target, precision="fp16", plan=plan or PrecisionPlan("fp16", base="fp16"), account=account
+    )
+    AssignPrecision()(graph, context)
+    return account.refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "activations", "clip", "by"),
+    [
+        ("RNN", ("Tanh",), None, None),
+        ("RNN", ("Relu",), None, "Relu"),
+        ("RNN", ("Relu",), 3.0, None),
+        ("GRU", ("Sigmoid", "Tanh"), None, None),
+        ("GRU", ("HardSigmoid", "Softsign"), None, None),
+        ("GRU", ("Affine", "Tanh"), 0.5, "Affine"),
+        ("GRU", ("Sigmoid", "LeakyRelu"), None, "LeakyRelu"),
+        ("LSTM", ("Sigmoid", "Tanh", "Tanh"), None, None),
+        ("LSTM", ("Sigmoid", "Tanh", "Relu"), None, None),  # of a state that grows by one each step at most
+        ("LSTM", ("Sigmoid", "Relu", "Relu"), None, "Relu"),
+        ("LSTM", ("Tanh", "Tanh", "Tanh"), None, "Tanh"),  # coupled gates are between 0 and 2
+    ],
+)
+def test_layers_that_their_activations_do_not_bound(kind: str, activations: Any, clip: Any, by: str | None) -> None:
+    n, (y, *_) = layer(kind, *activations, clip=clip)
+    found = growing(n.done(y))
+    assert bool(found) == (by is not None)
+    for reason in found.values():
+        assert reason.startswith(f"its activation {by} does not bound its state")
+
+
+def test_what_reads_a_growing_layer_stays_fp32_until_it_is_bounded() -> None:
+    n, (y, _) = layer("RNN", "Relu")
+    scaled = n.op("Mul", y, 0.5, name="scaled")
+    graph = n.done(n.op("Exp", n.op("Tanh", scaled, name="bounded"), name="behind"))
+    kinds = {graph.op(i).kind for i in growing(graph)}
+    assert kinds == {"RNN", "Mul", "Tanh"}
+    found = refused(graph.copy())
+    assert "which may grow beyond 65504" in found["layer"]
+    assert found["scaled"] == "it reads RNN layer, whose state may grow beyond 65504"
+    assert "behind" not in found
+    pinned = PrecisionPlan("fp16", {"layer": "fp16"}, base="fp16")
+    assert "layer" not in refused(graph.copy(), pinned), "what is asked for by name is done"
+
+
+def powers(scale: float = 1.0) -> Graph:
+    """``LayerNorm((300 x)^2)``: beyond 65504 for about every x, and small again."""
+    n = Net()
+    x = n.op("Relu", n.input(3, 4, 64), name="first")
+    big = n.op("Mul", x, n.const(np.full(64, 300.0 * scale)), name="scaled")
+    square = n.op("Mul", big, big, name="square")
+    return n.done(n.op("LayerNormalization", square, n.random(64), n.random(64), attrs=LayerNormAttrs(), name="norm"))
+
+
+def test_values_beyond_fp16_stay_fp32() -> None:
+    graph = powers()
+    found = refused(graph.copy())
+    assert found.keys() == {"square", "norm"}
+    assert "its result reaches" in found["square"]
+    assert "its operand 'square' reaches" in found["norm"]
+    assert "for made-up inputs, fp16 ends at 65504" in found["norm"]
+    feeds = feeds_of(graph)
+    (want,), (got,) = evaluate(graph, feeds).values(), simulate(lowered(graph, "fp16", no_cubins=True), feeds).values()
+    np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want).max())
+    assert refused(powers(0.01)) == {}
+
+
+@pytest.mark.parametrize("fill", [-1e9, -np.inf, -3.4e38])
+def test_the_fill_of_a_mask_is_no_reason(fill: float) -> None:
+    n = Net()
+    x, mask = n.input(2, 8), n.input(2, 8, name="mask", dtype=np.bool_)
+    masked = n.op("Add", x, n.op("Where", mask, 0.0, n.const(fill)))
+    assert refused(n.done(n.op("Softmax", masked))) == {}
+
+
+def test_networks_that_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert largest_values(powers()) is not None
+    monkeypatch.setattr(overflows, "TRIAL_FLOPS", 10.0)
+    assert largest_values(powers()) is None
+    account = Account()
+    AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="fp16", account=account))
+    assert account.tried is False
+    assert account.refused == {}
+    monkeypatch.undo()
+    monkeypatch.setattr(overflows, "TRIAL_ELEMENTS", 10.0)
+    assert largest_values(powers()) is None
+    monkeypatch.undo()
+    n = Net()
+    assert largest_values(n.done(n.op("Relu", n.input(symbol("n"), 4)))) is None, "its sizes are not known"
+    n = Net()
+    index = n.input(2, name="index", dtype=np.int64)
+    graph = n.done(n.op("Gather", n.input(1, 4), index))  # 1 is out of range
+    assert largest_values(graph) is None, "made-up inputs are not valid"
+
+
+def test_what_is_tried_is_told() -> None:
+    account = Account()
+    AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="fp16", account=account))
+    assert account.tried is True
+    account = Account()
+    AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="bf16", account=account))
+    assert account.tried is None
