@@ -50,7 +50,8 @@ def trial(net: Network, setting: Setting, say: Say = lambda stage: None) -> dict
         with np.errstate(all="ignore"):
             got = targets.run(setting, engine, net.feeds, begin)
             begin("judge")
-            verdict = judged(oracle, net.feeds, got, want, targets.judged_as(setting, net))
+            rounds = len(got) // len(net.feeds)  # two where an engine has plans by value
+            verdict = judged(oracle, net.feeds * rounds, got, want * rounds, targets.judged_as(setting, net))
         row.update(verdict=verdict.kind, detail=verdict.detail)
         if verdict.kind == "wrong" and setting.target.startswith("cuda") and not net.sizes:
             begin("steps")
