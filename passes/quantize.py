@@ -262,6 +262,9 @@ class _Quantizer:
         x_scale = graph.constant_value(self.scales[entering, precision][0])
         assert x_scale is not None
         bias = graph.constant_value(op.input(2)) if op.kind != "MatMul" else None
+        if op.kind == "Gemm" and bias is not None and bias.size == 1:  # one number for all columns
+            assert axis is not None
+            bias = np.broadcast_to(bias.reshape(1), (weights.shape[axis],))
         inputs = list(op.inputs)
         name = graph.output(inputs[1]).name  # type: ignore[arg-type]
         integers, scale = quantized_weights(weights, axis, precision, bias, float(x_scale))

@@ -12,9 +12,9 @@ import numpy as np
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.base import Stage
+from optdnn.ops.base import Call, Stage
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.fused import PointwiseAttrs, plain_attrs
+from optdnn.ops.fused import PointwiseAttrs, plain_attrs, stage_calls
 from optdnn.passes.base import Match, Miss, PassContext, Rewrite
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import DTYPES, FP32, NARROW_INTEGERS, Array, DType, is_float
@@ -138,10 +138,12 @@ class QuantizeStages(Rewrite):
         else:
             given = [None if v is None else _entering(graph, dag, v) for v in middle.inputs]
             stages: Sequence[Stage] = middle.attrs.epilogue if middle.kind == "Pointwise" else _single(middle)
+            types = [None if v is None else graph.type(v) for v in middle.inputs]
+            assert types[0] is not None
             registers = [given[0]]
-            for stage in stages:
+            for stage, (call, _) in zip(stages, stage_calls(stages, types[0], types), strict=True):
                 args = tuple(None if a is None else registers[~a] if a < 0 else given[a] for a in stage.args)
-                registers.append(dag.add(replace(stage, args=args)))
+                registers.append(_copied(dag, replace(stage, args=args), call))
             last = registers[-1]
             assert last is not None
             at = last
@@ -182,6 +184,18 @@ def _evaluated(graph: Graph, op: Op) -> Array:
 def _single(op: Op) -> list[Stage]:
     args = tuple(-1 if i == 0 else None if v is None else i for i, v in enumerate(op.inputs))
     return [Stage(op.kind, args, op.attrs)]
+
+
+def _copied(dag: _Dag, stage: Stage, call: Call) -> int:
+    """The register of a stage whose float operands are fp32 here; its result is fp32, too, where it is a float.
+
+    ``call`` is its inference with the types of the graph. A Cast of floats to fp16 still rounds them.
+    """
+    if stage.kind != "Cast" or not is_float(stage.attrs.to) or stage.attrs.to == FP32:
+        return dag.add(stage)
+    if is_float(call.type(0).dtype):
+        return dag.add(Stage("Cast", (dag.add(stage),), CastAttrs(FP32)))
+    return dag.add(replace(stage, attrs=CastAttrs(FP32)))
 
 
 def _entering(graph: Graph, dag: _Dag, value: Value) -> int:

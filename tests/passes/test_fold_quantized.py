@@ -13,12 +13,14 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.verify import verify
 from optdnn.ops.base import Stage
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fold_quantized import FoldQuantized
-from optdnn.types import DTYPES
+from optdnn.types import DTYPES, FP16
 
 HOPPER = PassContext(target="cuda:sm_90a")
 
@@ -213,6 +215,23 @@ def test_an_addition_becomes_one_pointwise_of_integers() -> None:
         *("Cast", "Mul", "Cast", "Sub", "Mul", "Add", "Div", "Round", "Clip", "Cast")
     ]
     within(n.graph, graph, 0.0)
+
+
+@pytest.mark.parametrize("start", [np.int32, np.float32])
+def test_casts_to_fp16_between_stages_of_fp32(start: Any) -> None:
+    """The quantizer is in fp32: a Cast of integers gives fp32 at once, one of floats rounds and is widened."""
+    n = QNet(dtype=FP16)
+    x = n.input(4, 33, dtype=start)
+    stages = (Stage("Cast", (-1,), CastAttrs(FP16)), Stage("Mul", (-2, 1)))
+    y = n.op("Pointwise", x, n.const(np.float32(0.3), FP16), attrs=PointwiseAttrs(epilogue=stages))
+    graph, _ = folded(n.done(n.q(y, 0.06)))
+    (made,) = graph.of_kind("Pointwise")
+    casts = [s.attrs.to.name for s in made.attrs.epilogue if s.kind == "Cast"]
+    widened = [] if start == np.int32 else ["float16"]
+    assert casts == ["float32", *widened, "float32", "int8"]  # the first is of the factor
+    numbers = np.random.default_rng(0).integers(-99, 99, (4, 33)).astype(start) + start(start == np.float32) / start(3)
+    want, got = (np.concatenate(list(evaluate(g, {"x": numbers.astype(start)}).values())) for g in (n.graph, graph))
+    assert np.abs(want.astype(int) - got.astype(int)).max() <= 1 and len(np.unique(want)) > 20
 
 
 def test_other_targets_keep_q_and_dq() -> None:

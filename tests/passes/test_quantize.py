@@ -12,6 +12,7 @@ from optdnn.errors import UsageError
 from optdnn.ir.evaluate import evaluate, random_feeds, values
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.verify import verify
+from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
@@ -177,6 +178,21 @@ def test_results_stay_near_and_a_second_run_changes_nothing() -> None:
         kinds = graph.kinds()
         assert assign(graph, target=target).changes == 0
         assert graph.kinds() == kinds
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (5,), (1, 5)])
+@pytest.mark.parametrize("transposed", [0, 1])
+@pytest.mark.parametrize("asked", ["int8", "fp8"])
+def test_a_gemm_adds_a_row_or_one_number(shape: tuple[int, ...], transposed: int, asked: str) -> None:
+    n = Net()
+    weights = n.random(*((5, 16) if transposed else (16, 5)), scale=0.3)
+    attrs = GemmAttrs(transB=bool(transposed))
+    graph = n.done(n.op("Gemm", n.op("Relu", n.input(4, 16)), weights, n.random(*shape), attrs=attrs))
+    feeds = random_feeds(graph, 1)
+    (want,) = evaluate(graph, feeds).values()
+    assert assign(graph, asked, target="cuda:sm_90a").changes == 1
+    (got,) = evaluate(graph, feeds).values()
+    assert 0 < np.abs(got - want).max() < (0.05 if asked == "int8" else 0.2)
 
 
 def residual() -> Graph:

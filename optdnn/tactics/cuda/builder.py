@@ -226,8 +226,8 @@ class Builder:
     def new(self, name: str, dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None) -> Placed:
         """A new buffer for a tensor of this logical shape; its physical size is what the strides span."""
         strides = tuple(strides) if strides is not None else row_major(shape)
-        # A padded channels-last tensor is a whole number of images, its last pixel's padding included.
-        whole = shape[0] * strides[0] if shape else 1
+        # A tensor of padded rows or pixels holds the last one's padding, too, whichever axis is the outermost in memory.
+        whole = max((n * s for n, s in zip(shape, strides, strict=True)), default=1)
         span = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         physical = tuple(shape) if strides == row_major(shape) else (max(span, whole),)
         self.buffers.append(Buffer(name, dtype, physical))

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import lowered
+from support.simulated import check_simulated, lowered
 
 from optdnn.ir.graph import Graph
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda import conv, conv_params, conv_patch, conv_problem
 from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.plan import Pointer, TensorMap, parse
@@ -196,3 +197,15 @@ def test_patches_are_chosen_where_they_win_and_can() -> None:
         8, 64, (conv_problem.Source(56, 56, 64, (3, 3), (2, 2), (1, 1, 1, 1)),), (("bias",), ("relu",))
     )
     assert isinstance(conv_sm90.ranked(strided, True)[0].config, conv.Config)
+
+
+def test_rows_behind_a_transpose_hold_their_padding() -> None:
+    """The result lies in the operand's order: its second axis is the outermost, and the last row's padding is in the buffer."""
+    n = Net()
+    x = n.op("Transpose", n.op("Relu", n.input(2, 3, 32)), attrs=TransposeAttrs((1, 0, 2)))
+    graph = n.done(n.op("Sigmoid", n.op("MatMul", x, n.random(32, 2, scale=0.2))))
+    program = lowered(graph, "fp16", no_cubins=True)
+    assert any(s.params["tactic"].startswith("gemm_sm90") for s in program.steps)
+    for step in program.steps:
+        parse(step, program)  # refuses a tensor map outside of its buffer
+    check_simulated(graph, "fp16")
