@@ -247,7 +247,7 @@ def bits(array: Any) -> Any:
 
 
 def child(*words: str, limit_s: float) -> dict[str, Any]:
-    """Run this script in a process of its own for at most ``limit_s``. Returns what it prints last, or a verdict with its reason."""
+    """Run this script in a process of its own for at most ``limit_s``: what it prints last, or a verdict with its reason."""
     try:
         done = subprocess.run(
             [sys.executable, __file__, *words], capture_output=True, text=True, timeout=limit_s, check=False
