@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 
-REPLAYS = 1000
-BUILD_LIMIT_S, LIMIT_S = 240.0, 100.0
+REPLAYS = 500
+"""Of each kind: alone, and beside another stream."""
+BUILD_LIMIT_S, LIMIT_S = 240.0, 150.0
 """Seconds that a network's build, and its replays, may take."""
 ON_HOST_S = 15.0
 """Seconds after which a network with operators on the CPU stops early: its runs are slow, and the row says how many it had."""
@@ -289,7 +290,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("soak.jsonl"))
     parser.add_argument("--shared", type=Path)
     parser.add_argument("--only", default="", help="parts of names, with commas")
-    parser.add_argument("--precisions", default="fp16,fp32,int8")
+    parser.add_argument("--precisions", default="fp16,int8,fp32")
     parser.add_argument("--replays", type=int, default=REPLAYS)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after this")
     parser.add_argument("--build", nargs=4, help=argparse.SUPPRESS)
@@ -307,9 +308,9 @@ def main() -> None:
     done = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.is_file() else []
     finished = {(r["network"], r["precision"]) for r in done}
     jobs = []
-    for k, network in enumerate(names(options.shared)):
-        for precision in options.precisions.split(","):
-            turn = BATCHES[precision]
+    for precision in options.precisions.split(","):
+        turn = BATCHES[precision]
+        for k, network in enumerate(names(options.shared)):
             batch = 1 if any(part in network for part in DETECTORS) else turn[k % len(turn)]
             if any(part in network for part in options.only.split(",")) and (network, precision) not in finished:
                 jobs.append((network, precision, batch))
