@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from optdnn.errors import OptdnnError
 from optdnn.ranges import DimRange, Profile
@@ -43,12 +44,17 @@ def working(profile: Profile, fits: Fits, seconds: float = SEARCH_SECONDS) -> Pr
             return next((_fixed(sizes) for sizes in (*ends, *single) if does(sizes)), None)
         found = {}
         for name, r in profile.items():
-            low, high = (_furthest(r.opt, end, lambda n, s=name: does({**optimum, s: n})) for end in (r.min, r.max))
-            found[name] = DimRange(low, r.opt, high)
+            alone = partial(_with, does, optimum, name)
+            found[name] = DimRange(_furthest(r.opt, r.min, alone), r.opt, _furthest(r.opt, r.max, alone))
         together = all(does({n: getattr(r, end) for n, r in found.items()}) for end in ("min", "max"))
         return found if together else _fixed(optimum)
     except _Late:
         return None
+
+
+def _with(does: Callable[[Mapping[str, int]], bool], optimum: Mapping[str, int], name: str, size: int) -> bool:
+    """Whether the optimum with one dimension of another size fits."""
+    return does({**optimum, name: size})
 
 
 def _fixed(sizes: Mapping[str, int]) -> Profile:

@@ -14,6 +14,7 @@ What is large because of a constant that is (the fill of a mask) is no matter of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -74,7 +75,7 @@ def _is_small(graph: Graph) -> bool:
         known = tuple(graph.known(v) for v in op.inputs)
         call = Call(op.kind, op.attrs, operands, known, len(op.outputs), graph.fresh_symbol)
         work += flops(call, Result(tuple(types)))
-        elements += sum(int(t.size) for t in types)  # type: ignore[arg-type]
+        elements += sum(math.prod(t.static_shape) for t in types)
         if work > TRIAL_FLOPS or elements > TRIAL_ELEMENTS:
             return False
     return True
