@@ -147,3 +147,38 @@ def test_any_other_network_needs_data(made: onnx.ModelProto) -> None:
         optdnn.build(made, target="cpu", precision="int8")
     with pytest.raises(UsageError, match="precision int8 needs calibration data"):
         optdnn.build(made, target="cpu", precision_map={"*": "int8"})
+
+
+@pytest.mark.parametrize(("target", "precision"), BUILDS)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_bias_of_one_number_for_all_columns(target: str, precision: str, shape: Any) -> None:
+    constants = {"w": random(8, 16), "b": np.full(shape, 0.7, np.float32)}
+    made = model([helper.make_node("Gemm", ["x", "w", "b"], ["z"])], [("x", TensorProto.FLOAT, [4, 8])], constants)
+    data = [{"x": random(4, 8)} for _ in range(4)]
+    engine = optdnn.build(made, target=target, precision=precision, calib=data)
+    exact = optdnn.build(made, target="reference").run(data[0])["z"]
+    assert np.abs(engine.run(data[0])["z"] - exact).max() < 0.1 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("elements", [TensorProto.FLOAT16, TensorProto.DOUBLE])
+def test_what_is_quantized_is_computed_in_another_float_type(elements: int) -> None:
+    dtype = helper.tensor_dtype_to_np_dtype(elements)
+    nodes = [
+        helper.make_node("Cast", ["x"], ["c"], to=elements),
+        helper.make_node("Mul", ["c", "k"], ["m"]),
+        helper.make_node("Cast", ["m"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Add", ["f", "one"], ["g"]),
+        helper.make_node("QuantizeLinear", ["g", "s", "zero"], ["z"]),
+    ]
+    constants = {
+        "k": random(8, dtype=dtype),
+        "one": np.ones(8, np.float32),
+        "s": np.array(0.05, np.float32),
+        "zero": np.array(3, np.uint8),
+    }
+    made = model(nodes, [("x", TensorProto.FLOAT, [4, 8])], constants)
+    x = random(4, 8)
+    exact = optdnn.build(made, target="reference").run({"x": x})["z"]
+    for precision in ("fp32", "fp16"):
+        got = optdnn.build(made, target="simulate", precision=precision).run({"x": x})["z"]
+        assert np.abs(got.astype(int) - exact).max() <= 1
