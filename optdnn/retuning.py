@@ -56,8 +56,8 @@ def retune(
     The engine itself holds what is needed. ``budget`` bounds the tuning in seconds (Ctrl-C ends it as well, and keeps what was
     found); ``tactics`` is as for :func:`optdnn.build` (None: those of the build, measured); ``timing_cache`` is a file of measured
     times to use and to add to. An engine that is not made faster by it is left as it is.
-    Raises EngineError for a file that is no such engine or whose kernels :func:`optdnn.load` would refuse, UsageError where there is no GPU of its architecture, OutputError where
-    the file cannot be written.
+    Raises EngineError for a file that is no such engine, or whose kernels :func:`optdnn.load` refuses, UsageError where there
+    is no GPU of its architecture, OutputError where the file cannot be written.
     """
     say = progress or (lambda text: None)
     check_writable(path)

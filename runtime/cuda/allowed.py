@@ -58,7 +58,8 @@ def check_kernels(program: Program, custom_ops: Sequence[CustomOp] = ()) -> None
         check_names(kernel)
         if not (KERNELS / kernel.template).is_file():
             raise EngineStale(
-                f"the engine's kernel {kernel.function} was made from another version of {kernel.template}", hint=REBUILD
+                f"the engine's kernel {kernel.function} was made from another version of {kernel.template}",
+                hint=REBUILD,
             )
         text = kernel.generated.get(GENERATED, "")
         whole = kernel.template in WHOLE
@@ -68,7 +69,8 @@ def check_kernels(program: Program, custom_ops: Sequence[CustomOp] = ()) -> None
             check_text(text, kernel.template, kernel.function if whole else "")
         except TextRefused as error:
             raise EngineError(
-                f"the source of kernel {kernel.function} ({kernel.template}) is none that optdnn writes: {error}", hint=REBUILD
+                f"the source of kernel {kernel.function} ({kernel.template}) is none that optdnn writes: {error}",
+                hint=REBUILD,
             ) from error
 
 

@@ -166,7 +166,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
 
 
 def values_instruction(features: int, dtype: str) -> str:
-    """CUDA source of ``wgmma_values(float (&d)[features / 2], u32 a0..a3, u64 b)``: m64 n``features`` k16, A from registers, B MN-major."""
+    """CUDA source of ``wgmma_values(float (&d)[features / 2], u32 a0..a3, u64 b)``: m64 n``features`` k16, A from
+    registers, B MN-major."""
     kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
     count = features // 2
     registers = ", ".join(f"%{i}" for i in range(count))

@@ -7,6 +7,7 @@ f[c, r, s])))`` (Chollet, "Xception", 2017; MobileNetV2's pairs have no expansio
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -257,7 +258,7 @@ def _between(problem: Problem) -> str:
 
 
 def bounded_pair(bounds: Sequence[tuple[str, str, int]]) -> str:
-    """CUDA source of ``u32 between(float x, float y)``: both numbers rounded, then ("max" or "min", type of pairs, the bound twice)."""
+    """CUDA source of ``u32 between(float x, float y)``: a rounded pair, bounded by ("max" or "min", type of pairs, both bounds)."""
     lines = ["DEVICE u32 between(float x, float y) {", "    u32 pair = pack2(x, y);"]
     for name, kind, bits in bounds:
         lines.append(f'    asm("{name}.{kind} %0, %0, %1;" : "+r"(pair) : "r"({bits:#x}u));')
