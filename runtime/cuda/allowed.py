@@ -50,7 +50,8 @@ def check_names(kernel: Kernel) -> Kernel:
 def check_kernels(program: Program, custom_ops: Sequence[CustomOp] = ()) -> None:
     """Check the sources of a program's kernels, and of its plans': each is of the renderers' language
     (:mod:`optdnn.runtime.cuda.kernel_text`), or the kernel of one of ``custom_ops``. Compiles nothing. Raises EngineError."""
-    from optdnn.runtime.cuda.kernel_text import TextRefused, check_text
+    from optdnn.runtime.cuda.kernel_expressions import TextRefused
+    from optdnn.runtime.cuda.kernel_text import check_text
     from optdnn.runtime.cuda.nvrtc import KERNELS
 
     plans = (program, *(program.dynamic.plans if program.dynamic is not None else ()))

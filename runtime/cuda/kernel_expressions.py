@@ -47,7 +47,7 @@ _ASSIGN = frozenset(("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=",
 _BINARY = frozenset(("+", "-", "*", "/", "%", "<<", ">>", "<", ">", "<=", ">=", "==", "!=", "&", "|", "^", "&&", "||"))
 _TOKEN = re.compile(
     r"""(?:\s+|//[^\n]*)*(?P<token> "C" | [A-Za-z_]\w*
-    | (?:0x[0-9a-f]+ | \d+\.?\d*(?:e[+-]?\d+)?) (?:f|u|ull|LL|ULL)? (?![\w.])
+    | (?:0x[0-9a-f]+ | \d+(?:\.\d*)?(?:e[+-]?\d+)?) (?:f|u|ull|LL|ULL)? (?![\w.])
     | <<= | >>= | [-+*/%&|^=!<>]= | && | \|\| | << | >> | \+\+ | -- | -> | [-+*/%&|^=!<>~?:;,.(){}\[\]] | (?P<strange>.) | \Z )""",
     re.VERBOSE | re.DOTALL,
 )
@@ -73,19 +73,20 @@ class Expressions:
 
     def __init__(self, text: str):
         self.text = text
-        found = list(_TOKEN.finditer(text))
-        self.starts = [m.start("token") for m in found]
-        self.tokens = [m["token"] or "" for m in found]
+        self.tokens: list[str] = []
+        self.starts: list[int] = []
         self.at, self.depth = 0, 0
+        for found in _TOKEN.finditer(text):
+            self.tokens.append(found["token"])
+            self.starts.append(found.start("token"))
+            if found["strange"] is not None:
+                self.at = len(self.tokens) - 1
+                self.refuse(f"{found['strange']!r} is no part of the language")
         self.scopes: list[dict[str, int]] = []
         self.fields: dict[str, int] = {}
         self.types = TYPES
         self.functions: set[str] = set()
         self.lambdas: list[set[str]] = [set()]
-        for m in found:
-            if m["strange"] is not None:
-                self.at = found.index(m)
-                self.refuse(f"{m['strange']!r} is no part of the language")
 
     # ---------------------------------------------------------------- tokens
 
@@ -140,7 +141,7 @@ class Expressions:
 
     def number(self) -> int:
         token = self.take()
-        if not token.isdecimal():
+        if not token.isdecimal() or len(token) > 10:
             self.refuse(f"a whole number is expected, not {token!r}")
         return int(token)
 

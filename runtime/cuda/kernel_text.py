@@ -28,15 +28,15 @@ from optdnn.runtime.cuda.kernel_grammar import Source
 
 INCLUDES = {"matmul_fp32.cu": frozenset(("matmul_fp32.cuh",))}
 """Template -> what a text for it may include."""
-TEXT_LIMIT, INTEGER_LIMIT = 1 << 19, 1 << 24
-"""Longest text in characters, largest defined integer."""
+TEXT_LIMIT, FUNCTIONS_LIMIT, INTEGER_LIMIT = 1 << 19, 16, 1 << 24
+"""Longest text in characters, most functions in it, largest defined integer."""
 _ELSEWHERE = re.compile(r"[^ -~\n]|\\|/\*|\?\?")
 """What the compiler's lexer reads otherwise than :data:`_TOKEN`, or might: control characters, spliced lines, trigraphs."""
 _DEFINE = re.compile(r"#define ([A-Z][A-Z0-9_]*) (-?\d{1,10})")
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def check_text(text: str, template: str, function: str) -> None:
     """Check a generated text for ``template``. ``function``: the kernel that the text defines; "" where the template has it.
 
@@ -44,6 +44,8 @@ def check_text(text: str, template: str, function: str) -> None:
     """
     if len(text) > TEXT_LIMIT:
         raise TextRefused(f"it is longer than {TEXT_LIMIT} characters")
+    if text.count("DEVICE") > FUNCTIONS_LIMIT:
+        raise TextRefused(f"it has more than {FUNCTIONS_LIMIT} functions")
     if found := _ELSEWHERE.search(text):
         raise TextRefused(f"line {text.count(chr(10), 0, found.start()) + 1} has {found[0]!r}")
     rest = _preprocessed(text, template)

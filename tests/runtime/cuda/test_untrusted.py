@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -22,6 +23,7 @@ from optdnn.runtime import format as engine_format
 from optdnn.runtime import header
 from optdnn.runtime.cuda import allowed, device, kernel_text, kernels_of, nvrtc, start
 from optdnn.runtime.cuda.allowed import check_kernels, without_code
+from optdnn.runtime.cuda.kernel_expressions import TextRefused
 from optdnn.runtime.cuda.nvrtc import KernelCache, KernelError, Recipe
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Dynamic, Program
@@ -370,6 +372,42 @@ def test_rendered_parts_of_templates(old: str, new: str, tmp_path: Path, nothing
     if new == "#define BN -":
         text = re.sub(r"#define BN (\d+)", r"#define BN \1.0", honest)
     refused(resourced(made, text, "conv_sm90.cu"), tmp_path, "source of kernel conv_sm90")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n" * 500_000, " " * 500_000, "/ " * 250_000, "1" * 500_000 + "x", "a" * 500_000, "(" * 500_000, "#\n" * 250_000,
+        "{" * 500_000, "- " * 250_000, "DEVICE void wgmma_step(x {\n" * 17_000, "1.1" * 160_000, "float " * 80_000,
+        "struct Params { u32 x[" + "9" * 500_000 + "]; };",
+    ],
+    ids=lambda text: repr(text[:20]),
+)  # fmt: skip
+def test_long_texts_are_refused_at_once(text: str, nothing_runs: Path) -> None:
+    begun = time.process_time()
+    for template in ("general.cu", "conv_sm90.cu"):
+        if template == "general.cu" or text.strip():
+            with pytest.raises(TextRefused):
+                kernel_text.check_text(text, template, "pointwise" if template == "general.cu" else "")
+    Recipe("general.cu", "sm_90a", {"generated.cuh": text}).sources()
+    assert time.process_time() - begun < 5.0
+
+
+def test_broken_texts_are_refused_and_never_crash_the_checker() -> None:
+    """Tokens dropped, repeated, exchanged: most of it is refused, by the one error."""
+    rng = np.random.default_rng(3)
+    honest = re.findall(r"\w+|\s+|[^\w\s]", text_of(program()))
+    count = 0
+    for _ in range(300):
+        tokens = list(honest)
+        for _ in range(rng.integers(1, 4)):
+            i, j = rng.integers(0, len(tokens), 2)
+            tokens[i] = ("", tokens[i] + tokens[j], tokens[j])[rng.integers(0, 3)]
+        try:
+            kernel_text.check_text("".join(tokens), "general.cu", "pointwise")
+        except TextRefused:
+            count += 1
+    assert count > 150
 
 
 def test_kernels_of_further_plans(tmp_path: Path, nothing_runs: Path) -> None:
