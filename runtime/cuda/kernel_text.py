@@ -10,9 +10,9 @@ parses a text by the grammar of that subset and refuses everything else:
 - A pointer is a field of the kernel's parameters, shared memory, or one of these plus an offset. There are no addresses of
   variables, no casts of numbers to pointers and none of pointers to numbers.
 
-So a text reads no file, and code in it cannot call into anything. The checker does not bound indices and loops: a kernel may read
-and write memory of this process beside its buffers (on the GPU, and on machines where GPUs share the processor's page tables, on
-the host), and it may not end.
+So a text reads no file, and code in it cannot call into anything. The checker bounds neither indices and loops nor the numbers in a
+launch's parameters, which the file gives: a kernel may read and write memory of this process beside its buffers (on the GPU, and on
+machines where GPUs share the processor's page tables, on the host), it may not end, and it may keep the compiler busy for long.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ from optdnn import CudaKernel, CudaLaunch, custom_op
 from optdnn.errors import EngineError, EngineStale
 from optdnn.runtime import format as engine_format
 from optdnn.runtime import header
-from optdnn.runtime.cuda import allowed, device, kernel_text, kernels_of, nvrtc, start
+from optdnn.runtime.cuda import allowed, device, kernel_text, kernels_of, loaded, nvrtc, start
 from optdnn.runtime.cuda.allowed import check_kernels, without_code
+from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.kernel_expressions import TextRefused
 from optdnn.runtime.cuda.nvrtc import KernelCache, KernelError, Recipe
 from optdnn.runtime.executor import LoadOptions
@@ -430,6 +431,32 @@ def test_compiled_code_is_used_when_it_is_trusted(monkeypatch: pytest.MonkeyPatc
     assert kernels_of.cubins(made, trust=True, recompile=True) == [b"own"]
     assert kernels_of.cubins(made, trust=True) == [evil.tobytes()]
     assert all(k.cubin is None for k in without_code(made).kernels)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_what_reaches_the_driver(trust: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file's compiled code does where it is trusted, and the kernel cache's otherwise."""
+
+    class Reached(Exception):
+        pass
+
+    def function(cubin: bytes, name: str, **more: Any) -> Any:
+        raise Reached(cubin)
+
+    made = program()
+    made = replace(made, blobs=[*made.blobs, np.frombuffer(b"any code", np.uint8)])
+    made = replace(made, kernels=tuple(replace(k, cubin=len(made.blobs) - 1) for k in made.kernels))
+    engine_format.write(made, tmp_path / "e.engine")
+    monkeypatch.setattr(start, "begin", lambda: None)
+    monkeypatch.setattr(loaded, "gpu_count", lambda: 1)
+    monkeypatch.setattr(loaded, "version", lambda: (13, 0))
+    gpu = Device(0, "GPU", (9, 0), 132, 232448, 233472, 60 << 20, (13, 0))
+    monkeypatch.setattr(loaded.Device, "open", lambda: gpu)
+    monkeypatch.setattr(loaded, "Function", function)
+    monkeypatch.setattr(KernelCache, "get_many", lambda self, recipes, workers: [b"own"] * len(recipes))
+    with pytest.raises(Reached) as found:
+        optdnn.load(tmp_path / "e.engine", trust_cubins=trust)
+    assert found.value.args == (b"any code" if trust else b"own",)
 
 
 def test_nothing_is_trusted_by_default() -> None:
