@@ -121,9 +121,10 @@ def test_run_says_whether_the_code_in_a_file_is_trusted(
 
     monkeypatch.setattr(optdnn, "load", load)
     (tmp_path / "e.engine").write_bytes(b"")
-    for more in ((), ("--trust-cubins",)):
-        assert cli("run", str(tmp_path / "e.engine"), *more).code == EngineError.exit_code
-    assert seen == [False, True]
+    for command in ("run", "verify"):
+        for more in ((), ("--trust-cubins",)):
+            assert cli(command, str(tmp_path / "e.engine"), *more).code == EngineError.exit_code
+    assert seen == [False, True] * 2
 
 
 def test_the_engine_goes_beside_the_model(cli: Cli, tmp_path: Path) -> None:
