@@ -174,6 +174,9 @@ def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
     command = click.option(
         "--recompile", is_flag=True, help="Compile GPU kernels anew, from this version's templates."
     )(command)
+    command = click.option(
+        "--trust-cubins", is_flag=True, help="Run the GPU code in the file, whatever it is: you trust who made it."
+    )(command)
     return click.option("--simulate", is_flag=True, help="Run an engine for a GPU in NumPy, on any machine.")(command)
 
 

@@ -36,6 +36,7 @@ def command(
     as_json: bool,
     simulate: bool,
     recompile: bool,
+    trust_cubins: bool,
 ) -> None:
     """Run ENGINE once. Inputs that are not given are random, and that is said."""
     import optdnn
@@ -43,7 +44,7 @@ def command(
 
     if out is not None:
         check_writable(out)
-    loaded = optdnn.load(engine, simulate=simulate, recompile=recompile)
+    loaded = optdnn.load(engine, simulate=simulate, recompile=recompile, trust_cubins=trust_cubins)
     feeds = typed(read_inputs(inputs), loaded.inputs)
     missing = [s for s in loaded.inputs if s.name not in feeds]
     if missing:

@@ -45,6 +45,7 @@ def command(
     as_json: bool,
     simulate: bool,
     recompile: bool,
+    trust_cubins: bool,
 ) -> None:
     """Check ENGINE on this machine: its steps, its use of memory, its repeatability, and (--model) its results.
 
@@ -54,7 +55,7 @@ def command(
     import optdnn
     from optdnn.verification import verify
 
-    loaded = optdnn.load(engine, threads=threads, simulate=simulate, recompile=recompile)
+    loaded = optdnn.load(engine, threads=threads, simulate=simulate, recompile=recompile, trust_cubins=trust_cubins)
     given = typed(read_inputs(inputs), loaded.inputs)
     with progress(f"verify {engine.name}") as say:
         found = verify(loaded, model, given, sizes=parse_sizes(sizes), seed=seed, tolerance=tolerance, progress=say)

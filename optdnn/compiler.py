@@ -211,7 +211,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             from optdnn.plans import by_value
 
             program = by_value(graph, dynamic.program, sizes, model, options)
-            engine = Engine(program, options=LoadOptions(defer=True, planner=replan))
+            engine = Engine(program, options=LoadOptions(defer=True, trust_cubins=True, planner=replan))
         elif target == "reference":
             engine = Engine(lower_reference(graph, meta))
         elif target.partition(":")[0] in ("cuda", "simulate"):
@@ -231,7 +231,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
                 program = by_value(graph, program, sizes, model, options)
             if target != "simulate" and program.by_value is None:
                 program = hold(graph, program)
-            engine = Engine(program, options=LoadOptions(defer=True, planner=replan))
+            engine = Engine(program, options=LoadOptions(defer=True, trust_cubins=True, planner=replan))
             fallbacks = {
                 target: [
                     {"operator": o["kind"], "node": " + ".join(o["nodes"]), "reason": o["why"]}

@@ -16,6 +16,7 @@ from optdnn.errors import EngineError, EngineStale, UsageError
 from optdnn.ir.held import KEY, held, hold
 from optdnn.lower_cuda import lower_cuda
 from optdnn.runtime.atomic import check_writable
+from optdnn.runtime.cuda.allowed import without_code
 from optdnn.runtime.cuda.alone import alone
 from optdnn.runtime.engine import Engine, report_path
 from optdnn.runtime.executor import LoadOptions
@@ -55,12 +56,13 @@ def retune(
     The engine itself holds what is needed. ``budget`` bounds the tuning in seconds (Ctrl-C ends it as well, and keeps what was
     found); ``tactics`` is as for :func:`optdnn.build` (None: those of the build, measured); ``timing_cache`` is a file of measured
     times to use and to add to. An engine that is not made faster by it is left as it is.
-    Raises EngineError for a file that is no such engine, UsageError where there is no GPU of its architecture, OutputError where
-    the file cannot be written.
+    Raises EngineError for a file that is no such engine, or whose kernels :func:`optdnn.load` refuses, UsageError where there
+    is no GPU of its architecture, OutputError where the file cannot be written.
     """
     say = progress or (lambda text: None)
     check_writable(path)
     program = read(path, mmap=False)
+    old = without_code(program)
     options = options_of(program, tactics, budget)
     graph = held(program)
     cache = TimingCache.open(None if timing_cache is None else Path(os.fspath(timing_cache)))
@@ -74,7 +76,7 @@ def retune(
     new = lower_cuda(graph, options, program.target, meta, say, tuned.choices, tuned.streams)
     new = hold(graph, replace(new, precision=program.precision))
     with turn():
-        before, after = _race(timer, program, new, say)
+        before, after = _race(timer, old, new, say)
     better = before is None or after < before
     if better:
         _save(new, tuned, path)
@@ -150,7 +152,7 @@ def _race(timer: Timer, old: Program, new: Program, say: Callable[[str], None]) 
 
 def _save(program: Program, tuned: Tuned, path: str | os.PathLike[str]) -> None:
     """The engine, and its report with what was measured now."""
-    engine = Engine(program, options=LoadOptions(defer=True))
+    engine = Engine(program, options=LoadOptions(defer=True, trust_cubins=True))
     try:
         report = json.loads(Path(report_path(path)).read_text(encoding="utf-8"))
     except (OSError, ValueError):

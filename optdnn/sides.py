@@ -97,7 +97,7 @@ def _made(graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOpt
         here = family == "cuda" and not why_not()
         return Engine(
             lower_cuda(graph, replace(options, tactics="heuristic", no_cubins=not here), program.target, {}),
-            options=LoadOptions(simulate=not here),
+            options=LoadOptions(simulate=not here, trust_cubins=True),
         )
     from optdnn.tactics.cpu import compile_with
 

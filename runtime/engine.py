@@ -154,7 +154,7 @@ def load(
     verify: bool = True,
     mmap: bool = True,
     simulate: bool = False,
-    trust_cubins: bool = True,
+    trust_cubins: bool = False,
     recompile: bool = False,
     huge_pages: bool = True,
     planner: Planner | None = None,
@@ -166,15 +166,17 @@ def load(
     header's is always checked). ``mmap=False`` reads the file into memory, for files that may change underneath.
     ``huge_pages=False`` leaves the memory of an engine for cpu as the libraries allocate it; otherwise, on Linux where huge
     pages are given on request, a thread moves it onto them after the first run.
-    Engines for GPUs: ``simulate`` runs the program in NumPy, on any machine; ``trust_cubins=False`` compiles the kernels from
-    their recipes instead of loading the compiled code in the file; ``recompile`` does so even where this version's templates
-    differ from those of the build.
+    Engines for GPUs: ``simulate`` runs the program in NumPy, on any machine. The kernels are compiled from the sources in the file,
+    or come from this machine's cache of compiled kernels, which a build fills. A source is refused that is not of the language of
+    optdnn's generated kernels (:mod:`optdnn.runtime.cuda.kernel_text` says what that promises) and not that of one of
+    ``custom_ops``. ``trust_cubins=True`` takes the compiled code in the file, and any source, unchecked: for files whose author may
+    run code on this machine. ``recompile`` compiles even where this version's templates differ from those of the build.
     An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
     installed, by it, when such inputs are first seen; None: not at all). So does one with inputs that only say sizes, for
     their values; without a planner it runs them all by its own program.
     ``custom_ops`` are the operators of the user's own that the engine was built with (:func:`optdnn.custom_op`).
-    Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine (EngineStale: whose
-    kernels this version would make otherwise), and MissingDependency for an absent library.
+    Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, or whose kernels are
+    refused (EngineStale: whose kernels this version would make otherwise), and MissingDependency for an absent library.
     """
     from optdnn.runtime.format import read
 
@@ -182,7 +184,7 @@ def load(
         threads,
         huge_pages=huge_pages,
         simulate=simulate,
-        trust_cubins=trust_cubins and not recompile,
+        trust_cubins=trust_cubins,
         recompile=recompile,
         planner=planner,
         custom_ops=tuple(custom_ops),
@@ -190,8 +192,11 @@ def load(
 
     def seen(program: Program) -> None:
         if program.target.startswith("cuda") and not simulate:
+            from optdnn.runtime.cuda.allowed import check_kernels
             from optdnn.runtime.cuda.start import begin
 
+            if not trust_cubins:
+                check_kernels(program, check_custom(program.requires, custom_ops))
             begin()
 
     return Engine(read(path, verify=verify, mmap=mmap, seen=seen), options=options)

@@ -58,8 +58,9 @@ inputs in ``values``, which are constants in it; its blobs are the engine's own 
 class LoadOptions:
     """Choices made when an engine is loaded, for executors to honour. ``threads`` None keeps the number chosen by the build.
 
-    For engines of GPUs: ``simulate`` runs them in NumPy instead; ``trust_cubins=False`` compiles their kernels from the recipes
-    (which must be those of this version, unless ``recompile``), ``recompile`` does so with this version's templates.
+    For engines of GPUs: ``simulate`` runs them in NumPy instead. ``trust_cubins``: the program may bring code of any kind, as one
+    that was made in this process may; otherwise its kernels' sources are checked, and compiled (see
+    :func:`optdnn.runtime.cuda.kernels_of.cubins`). ``recompile`` compiles kernels with this version's templates.
     """
 
     threads: int | None = None
@@ -68,7 +69,7 @@ class LoadOptions:
     defer: bool = False
     """Look at the machine on first use only: an engine that was just built here may be for another one."""
     simulate: bool = False
-    trust_cubins: bool = True
+    trust_cubins: bool = False
     recompile: bool = False
     custom_ops: tuple[CustomOp, ...] = ()
     planner: Planner | None = None

@@ -14,6 +14,7 @@ from typing import Any
 
 from optdnn.errors import EngineError, InternalError
 from optdnn.ranges import DimRange, Profile
+from optdnn.runtime.cuda.allowed import check_names
 from optdnn.runtime.program import Buffer, ByValue, Dynamic, Kernel, Plain, Program, Slot, Source, Step
 from optdnn.types import DTYPES, DType, TensorSpec, dtype_name
 
@@ -315,7 +316,7 @@ def _kernel(value: Any) -> Kernel:
         isinstance(v, str) and len(v) <= SOURCE_LIMIT for v in generated.values()
     ):
         raise EngineError("a kernel's generated sources are not texts")
-    return Kernel(
+    kernel = Kernel(
         _text(k["template"], "a kernel's template"),
         _text(k["function"], "a kernel's function"),
         _text(k["arch"], "a kernel's architecture"),
@@ -324,6 +325,7 @@ def _kernel(value: Any) -> Kernel:
         _text(k["source"], "a kernel's digest"),
         None if k["cubin"] is None else _size(k["cubin"], "a kernel's cubin"),
     )
+    return check_names(kernel)
 
 
 def _slot(value: Any) -> Slot:

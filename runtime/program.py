@@ -73,7 +73,8 @@ WRITE_PARTS = ("cuda", "copy")
 
 @dataclass(frozen=True)
 class Kernel:
-    """How a GPU kernel is made: a template of this version of optdnn and what was rendered for it, never host code.
+    """How a GPU kernel is made: a template of this version of optdnn and what was rendered for it, never host code. What a file may
+    say here, :mod:`optdnn.runtime.cuda.allowed` checks.
 
     ``template`` is a file of ``runtime/cuda/kernels``; ``generated`` maps names of rendered headers to their text; ``source``
     is the SHA-256 over all text that goes into the compilation (a template that has changed since makes the engine stale).

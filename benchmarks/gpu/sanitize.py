@@ -64,11 +64,12 @@ def prepare(folder: Path, name: str) -> dict[str, Any]:
     with forced(name):
         program = lowered(graph, precision, target="cuda:sm_90a", no_cubins=True)
     for tool, more in {"": (), **FOLLOWED}.items():
-        kernels = tuple(replace(k, options=(*k.options, LINES, *more)) for k in program.kernels)
-        code = cubins(replace(program, kernels=kernels), recompile=True, cache=KernelCache(folder / "kernels"))
+        followed = tuple(replace(k, options=(*k.options, LINES, *more)) for k in program.kernels)
+        cache = KernelCache(folder / "kernels")
+        code = cubins(replace(program, kernels=followed), trust=True, recompile=True, cache=cache)
         first = len(program.blobs)
         blobs = [*program.blobs, *(np.frombuffer(c, np.uint8) for c in code)]
-        kernels = tuple(replace(k, cubin=first + i) for i, k in enumerate(kernels))
+        kernels = tuple(replace(k, cubin=first + i) for i, k in enumerate(program.kernels))
         engine_format.write(replace(program, blobs=blobs, kernels=kernels), folder / f"{file_of(name)}{tool}.engine")
     np.savez(folder / f"{file_of(name)}.npz", **feeds_of(graph))  # type: ignore[arg-type]
     tactics = sorted({str(s.params.get("tactic", "")) for s in program.steps})
@@ -90,7 +91,7 @@ def run(folder: Path, name: str, tool: str, fault: int) -> None:
                    for k in program.kernels]  # fmt: skip
         assert kernels != list(program.kernels), "no kernel to seed a fault in"
         program = replace(program, kernels=tuple(kernels))
-    context = CudaRunner(program, LoadOptions(recompile=bool(fault))).context()
+    context = CudaRunner(program, LoadOptions(trust_cubins=True, recompile=bool(fault))).context()
     feeds = dict(np.load(folder / f"{file_of(name)}.npz"))
     memory = {
         i: DeviceMemory(b.nbytes or 0, b.name) for i, b in enumerate(program.buffers) if b.blob is None and b.nbytes

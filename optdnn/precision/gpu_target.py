@@ -51,7 +51,7 @@ class GpuTarget:
 
     def _engine(self, graph: Graph) -> Engine:
         program = lower_cuda(graph, self.options, self.target, {})
-        options = LoadOptions() if self._gpu is not None else LoadOptions(simulate=True)
+        options = LoadOptions(simulate=self._gpu is None, trust_cubins=True)
         return Engine(program, options=options)
 
     def ways(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[Way]:
@@ -116,7 +116,8 @@ class GpuTarget:
         found = None if self._gpu is None else tune(graph, share, self.target, self.cache, say)
         if found is None:
             return None
-        return Engine(lower_cuda(graph, self.options, self.target, {}, say, found.choices))
+        program = lower_cuda(graph, self.options, self.target, {}, say, found.choices)
+        return Engine(program, options=LoadOptions(trust_cubins=True))
 
     def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float] | None:
         if self._gpu is None:

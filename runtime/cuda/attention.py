@@ -165,8 +165,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     return None
 
 
-def _values(features: int, dtype: str) -> str:
-    """``wgmma_values(float (&d)[features / 2], u32 a0..a3, u64 b)``: m64 n``features`` k16, A from registers, B MN-major."""
+def values_instruction(features: int, dtype: str) -> str:
+    """CUDA source of ``wgmma_values(float (&d)[features / 2], u32 a0..a3, u64 b)``: m64 n``features`` k16, A from
+    registers, B MN-major."""
     kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
     count = features // 2
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -195,7 +196,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "MASK": mask_width(problem), "NARROW": narrow_kind(problem.narrow),
     }  # fmt: skip
     scores = render.wgmma(config.keys, problem.dtype).replace("wgmma_step", "wgmma_scores")
-    text = "\n".join([render.constants(defines), scores, _values(problem.head, problem.dtype), ""])
+    text = "\n".join([render.constants(defines), scores, values_instruction(problem.head, problem.dtype), ""])
     options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
                *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
     return Recipe("attention_sm90.cu", arch, {"generated.cuh": text}, options)

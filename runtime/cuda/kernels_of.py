@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
+from optdnn.custom import CustomOp
 from optdnn.errors import EngineStale
+from optdnn.runtime.cuda.allowed import check_kernels
 from optdnn.runtime.cuda.nvrtc import KernelCache, KernelError, Recipe
 from optdnn.runtime.program import Kernel, Program
 
@@ -24,13 +27,21 @@ def source_digest(recipe: Recipe) -> str:
 
 
 def cubins(
-    program: Program, *, trust: bool = True, recompile: bool = False, cache: KernelCache | None = None
+    program: Program,
+    *,
+    trust: bool = False,
+    recompile: bool = False,
+    cache: KernelCache | None = None,
+    custom_ops: Sequence[CustomOp] = (),
 ) -> list[bytes]:
-    """The compiled code of every kernel: from the engine where it is there and trusted, else compiled from the recipes.
+    """The compiled code of every kernel. With ``trust`` it comes from the engine, where the engine has it; otherwise it is compiled
+    from the recipes (or comes from the cache of what was), once :func:`check_kernels` has let their sources pass.
 
-    Raises EngineStale for a recipe whose templates are not those of the build (unless ``recompile``), MissingDependency
-    where NVRTC is needed and absent.
+    Raises EngineError for a source that is refused, EngineStale for a recipe whose templates are not those of the build (unless
+    ``recompile``), MissingDependency where NVRTC is needed and absent.
     """
+    if not trust:
+        check_kernels(program, custom_ops)
     found: list[bytes | None] = [
         program.blobs[k.cubin].tobytes() if k.cubin is not None and trust and not recompile else None
         for k in program.kernels

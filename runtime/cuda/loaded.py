@@ -36,7 +36,7 @@ class Loaded:
             check_arch(arch, self.device)
         built = program.meta.get("nvrtc") if options.trust_cubins and not options.recompile else None
         check_driver(str(built) if built else ".".join(map(str, version())), self.device)
-        code = cubins(program, trust=options.trust_cubins, recompile=options.recompile)
+        code = cubins(program, trust=options.trust_cubins, recompile=options.recompile, custom_ops=options.custom_ops)
         shared, cluster = [0] * len(code), [1] * len(code)
         for s in steps:
             if not isinstance(s, CudaStep) or isinstance(s.launch, LibraryCall):

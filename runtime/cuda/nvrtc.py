@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,9 @@ ABI = 1
 """Changes whenever the host's view of a kernel (parameter struct, launch convention) changes without its source changing."""
 
 KERNELS = Path(__file__).parent / "kernels"
-_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+TEMPLATE = re.compile(r"\w+\.cuh?", re.ASCII)
+"""How the files in :data:`KERNELS`, and generated ones, are called: there are no folders."""
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"\n]+)"', re.MULTILINE)
 _MAGIC = b"optdnn-cubin-1\n"
 
 
@@ -80,11 +83,11 @@ class Recipe:
                 continue
             path = KERNELS / name
             try:
-                state = path.stat()
+                state = path.lstat() if TEMPLATE.fullmatch(name) else None
             except OSError:
-                raise KernelError(
-                    f"{self.name}: includes {name!r}, which is neither in {KERNELS} nor generated"
-                ) from None
+                state = None
+            if state is None or not stat.S_ISREG(state.st_mode):
+                raise KernelError(f"{self.name}: includes {name!r}, which is neither a file in {KERNELS} nor generated")
             texts[name], includes = _template(path, state.st_mtime_ns, state.st_size)
             pending += includes
         return texts

@@ -31,6 +31,10 @@ from optdnn.runtime.program import Plain, Program, Step
 
 MAP_BYTES = 128
 """Size of a tensor map in a parameter block."""
+GRID_LIMIT = (1 << 31, 1 << 16)
+"""A grid has fewer blocks along x, and along y and z."""
+SHARED_LIMIT = 227 << 10
+"""Most shared bytes of a block, on any architecture (CUDA C++ Programming Guide, "Compute Capabilities")."""
 TF32 = "tf32"
 """Key of a meaning's attributes: numbers of the operands whose elements are rounded to tf32 before they are multiplied."""
 NOTHING, CLUSTER, LOWER, GRID = "nothing", "cluster", "lower", "grid"
@@ -248,6 +252,7 @@ def _launch(p: Any, program: Program, operands: Sequence[int]) -> LaunchPlan:
     _need(isinstance(p["dependent"], bool) and len(block) <= 4096, "has a malformed launch")
     numbers = (_int(p["block"]), _int(p["shared"]), _int(p["cluster"]))
     _need(1 <= numbers[0] <= 1024 and 1 <= numbers[2] <= 16 and min(x, y, z) >= 1, "has an impossible launch")
+    _need(x < GRID_LIMIT[0] and max(y, z) < GRID_LIMIT[1] and numbers[1] <= SHARED_LIMIT, "has an impossible launch")
     waits = p.get("waits", CLUSTER if numbers[2] > 1 else NOTHING)
     _need(waits in WAITS, f"waits for {waits!r}, which is none of {', '.join(WAITS)}")
     return LaunchPlan(kernel, (x, y, z), numbers[0], block, relocations, numbers[1], numbers[2], p["dependent"], waits)

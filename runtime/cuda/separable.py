@@ -7,6 +7,7 @@ f[c, r, s])))`` (Chollet, "Xception", 2017; MobileNetV2's pairs have no expansio
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -236,7 +237,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "HAS_RESIDUAL": int(problem.residual), "BATCH": batch(problem, config),
     }  # fmt: skip
     parts = [render.constants(defines), _between(problem), render.epilogue(problem.epilogue)]
-    text = "\n".join([*parts, _multiply(config.columns, problem.dtype), ""])
+    text = "\n".join([*parts, pixels_instruction(config.columns, problem.dtype), ""])
     options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
                *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
     return Recipe("separable_sm90.cu", arch, {"generated.cuh": text}, options)
@@ -249,18 +250,22 @@ def _between(problem: Problem) -> str:
     bounds = {"relu": (0.0, math.inf)}.get(str(stages[0][0]), stages[0][1:]) if len(stages) == 1 else ()
     if len(stages) == 1 and stages[0][0] in ("relu", "clip") and all(float(dtype.type(v)) == v for v in bounds):
         kind = "bf16x2" if problem.dtype == "bfloat16" else "f16x2"
-        lines = ["DEVICE u32 between(float x, float y) {", "    u32 pair = pack2(x, y);"]
-        for name, bound in zip(("max", "min"), map(float, bounds), strict=True):
-            if math.isfinite(bound):
-                bits = int(dtype.type(bound).view(np.uint16)) * 0x10001
-                lines.append(f'    asm("{name}.{kind} %0, %0, %1;" : "+r"(pair) : "r"({bits:#x}u));')
-        return "\n".join([*lines, "    return pair;", "}"])
+        finite = [(name, v) for name, v in zip(("max", "min"), map(float, bounds), strict=True) if math.isfinite(v)]
+        return bounded_pair([(name, kind, int(dtype.type(v).view(np.uint16)) * 0x10001) for name, v in finite])
     one = render.epilogue(stages, "between_one")
     body = "return pack2(between_one(x, 0.0f, 0.0f), between_one(y, 0.0f, 0.0f));"
     return f"{one}\nDEVICE u32 between(float x, float y) {{ {body} }}"
 
 
-def _multiply(columns: int, dtype: str) -> str:
+def bounded_pair(bounds: Sequence[tuple[str, str, int]]) -> str:
+    """CUDA source of ``u32 between(float x, float y)``: a rounded pair, bounded by ("max" or "min", type of pairs, both bounds)."""
+    lines = ["DEVICE u32 between(float x, float y) {", "    u32 pair = pack2(x, y);"]
+    for name, kind, bits in bounds:
+        lines.append(f'    asm("{name}.{kind} %0, %0, %1;" : "+r"(pair) : "r"({bits:#x}u));')
+    return "\n".join([*lines, "    return pair;", "}"])
+
+
+def pixels_instruction(columns: int, dtype: str) -> str:
     """``wgmma_pixels(float (&d)[columns / 2], const u32 (&a)[4], u64 b, int accumulate)``: m64 n``columns`` k16, A from registers,
     B K-major (PTX ISA, "wgmma.mma_async")."""
     kind, count = {"float16": "f16", "bfloat16": "bf16"}[dtype], columns // 2

@@ -19,7 +19,7 @@ from support.onnxnet import convnet, save_convnet
 
 import optdnn
 from optdnn.cli.main import COMMANDS
-from optdnn.errors import EXIT_CODES
+from optdnn.errors import EXIT_CODES, EngineError
 
 ROOT = Path(__file__).parents[2]
 libraries = pytest.mark.usefixtures("_libraries")
@@ -108,6 +108,23 @@ def test_build_writes_an_engine_and_its_report(cli: Cli, model: Path, tmp_path: 
     assert [f["nodes"] for f in fused["fired"]] == [["bn1", "conv1"], ["bn2", "conv2"]]
     x = np.ones((2, 3, 8, 8), np.float32)
     np.testing.assert_allclose(optdnn.load(out)(x), optdnn.build(model, target="reference")(x), rtol=1e-4, atol=1e-5)
+
+
+def test_run_says_whether_the_code_in_a_file_is_trusted(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def load(path: Path, **options: Any) -> Any:
+        seen.append(options["trust_cubins"])
+        raise EngineError("seen")
+
+    monkeypatch.setattr(optdnn, "load", load)
+    (tmp_path / "e.engine").write_bytes(b"")
+    for command in ("run", "verify"):
+        for more in ((), ("--trust-cubins",)):
+            assert cli(command, str(tmp_path / "e.engine"), *more).code == EngineError.exit_code
+    assert seen == [False, True] * 2
 
 
 def test_the_engine_goes_beside_the_model(cli: Cli, tmp_path: Path) -> None:

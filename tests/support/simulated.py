@@ -11,6 +11,7 @@ from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
+from optdnn.runtime.cuda.allowed import check_kernels
 from optdnn.runtime.program import Program, validate
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
 from optdnn.types import Array, is_float
@@ -31,6 +32,7 @@ def passed(graph: Graph, precision: str, target: str = "simulate", **options: An
     optimize(copy, chosen, target)
     program = lower_cuda(copy, chosen, target, {})
     validate(program)
+    check_kernels(program)  # what is built is what an engine may hold
     return copy, program
 
 

@@ -15,6 +15,7 @@ import optdnn
 from optdnn.compiler import resolve_target
 from optdnn.errors import EngineError, EngineStale, InputError, MissingDependency, OptdnnError, RunError, UsageError
 from optdnn.ir.graph import Graph
+from optdnn.runtime import format as engine_format
 from optdnn.runtime.cuda import arrays, kernels_of, nvrtc
 from optdnn.runtime.cuda.arrays import on_gpu, pointer_of, stream_handle
 from optdnn.runtime.cuda.device import Device, gpu_count
@@ -116,11 +117,26 @@ def test_cubins_travel_in_the_engine_and_repeat(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "cache"))
     made = program()
     assert all(k.cubin is not None for k in made.kernels)
-    kept = kernels_of.cubins(made)
+    kept = kernels_of.cubins(made, trust=True)
     assert all(c.startswith(b"\x7fELF") for c in kept)
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "another"))
-    assert kernels_of.cubins(made, trust=False) == kept, "compiled from the recipe, the same bytes"
+    assert kernels_of.cubins(made) == kept, "compiled from the recipe, the same bytes"
     assert list((tmp_path / "another").rglob("*.cubin"))
+
+
+@with_nvrtc
+def test_loading_what_was_built_here_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "cache"))
+    engine_format.write(program(), tmp_path / "e.engine")
+    read = engine_format.read(tmp_path / "e.engine")
+
+    def compiles(*arguments: Any, **more: Any) -> Any:
+        raise AssertionError("a kernel is compiled")
+
+    monkeypatch.setattr(nvrtc, "compile_recipe", compiles)
+    cache = nvrtc.KernelCache()
+    assert kernels_of.cubins(read, cache=cache) == kernels_of.cubins(read, trust=True)
+    assert (cache.hits, cache.misses) == (len(read.kernels), 0)
 
 
 @with_nvrtc
@@ -137,7 +153,7 @@ def test_a_template_that_changed_is_stale(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(EngineStale, match=r"another version of general.cu\n.*recompile"):
         kernels_of.cubins(stale)
     gone = replace(made, kernels=(replace(made.kernels[0], template="gone.cu"),))
-    with pytest.raises(EngineStale, match=r"another version of gone.cu"):
+    with pytest.raises(EngineStale, match=r"another version of gone.cu\n.*rebuild"):
         kernels_of.cubins(gone)
 
 
