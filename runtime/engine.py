@@ -12,7 +12,7 @@ from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import InputError, UsageError
 from optdnn.ranges import Profile
 from optdnn.runtime.atomic import write_atomic
-from optdnn.runtime.executor import LoadOptions, Planner
+from optdnn.runtime.executor import Examine, LoadOptions, Planner
 from optdnn.runtime.program import Plain, Program, validate
 from optdnn.runtime.requires import check_requires
 from optdnn.runtime.runner import RunContext, open_runner
@@ -158,6 +158,7 @@ def load(
     recompile: bool = False,
     huge_pages: bool = True,
     planner: Planner | None = None,
+    examine: Examine | None = None,
     custom_ops: Sequence[CustomOp] = (),
 ) -> Engine:
     """Load an engine file.
@@ -172,6 +173,8 @@ def load(
     An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
     installed, by it, when such inputs are first seen; None: not at all). So does one with inputs that only say sizes, for
     their values; without a planner it runs them all by its own program.
+    ``examine`` judges what the engine hands to CPU libraries before they see it (default: :mod:`optdnn.tactics.examine`; None: an
+    engine that hands them anything is refused).
     ``custom_ops`` are the operators of the user's own that the engine was built with (:func:`optdnn.custom_op`).
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine (EngineStale: whose
     kernels this version would make otherwise), and MissingDependency for an absent library.
@@ -185,6 +188,7 @@ def load(
         trust_cubins=trust_cubins and not recompile,
         recompile=recompile,
         planner=planner,
+        examine=examine,
         custom_ops=tuple(custom_ops),
     )
 

@@ -165,6 +165,8 @@ class Program:
     retained: tuple[int, ...] = ()
     """Buffers outside of the arena, one step's alone, that keep what it leaves there from one run of a context to the next; zeros
     before the first."""
+    foreign: bool = field(default=False, repr=False)
+    """Read from a file: what it hands to CPU libraries is examined before they see it."""
     digests: tuple[tuple[Array, bytes], ...] = field(default=(), repr=False)
     """Arrays of a file that was read, with their SHA-256 as it was verified."""
 
