@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from optdnn.config import THREADS_LIMIT
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import InputError, UsageError
 from optdnn.ranges import Profile
@@ -30,8 +31,8 @@ class Engine:
         """
         options = options or LoadOptions(threads)
         n = options.threads
-        if n is not None and (not isinstance(n, int) or n < 1):
-            raise UsageError(f"threads must be a positive integer, not {n!r}")
+        if n is not None and (not isinstance(n, int) or not 1 <= n <= THREADS_LIMIT):
+            raise UsageError(f"threads must be 1 to {THREADS_LIMIT}, not {n!r}")
         self._custom = check_custom(program.requires, options.custom_ops)  # held as long as the engine lives
         if not options.simulate and not options.defer:
             check_requires(program.requires)

@@ -12,6 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
 
+from optdnn.config import THREADS_LIMIT
 from optdnn.dim_text import expressions
 from optdnn.errors import EngineError, MissingDependency, UsageError
 from optdnn.ranges import DimRange, Profile
@@ -21,8 +22,6 @@ from optdnn.runtime.program import Program, Step
 from optdnn.types import Array, TensorSpec
 
 
-THREADS_LIMIT = 1024
-"""Most threads that a library is asked for."""
 PRECISIONS = ("fp32", "bf16")
 
 

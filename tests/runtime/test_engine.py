@@ -352,7 +352,7 @@ def test_an_executor_that_gives_another_type_is_caught(fake: Any, wrong: Any) ->
     fake(lambda inputs, outs: [wrong])
     steps = [Step("fake", {}, (0,), (1,))]
     e = Engine(program([("x", F32, (1,))], [("y", 1)], steps, [(F32, (1,))]))
-    with pytest.raises(InternalError, match=r"output y: fp32\[1\] was computed as float"):
+    with pytest.raises(RunError, match=r"step 0 .* computed 't0' as float.*; it should be fp32\[1\]"):
         e(np.zeros(1, np.float32))
 
 
