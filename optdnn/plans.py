@@ -31,7 +31,7 @@ from optdnn.passes.contract import Account
 from optdnn.plan_base import Base, Blobs, Common, Optimize
 from optdnn.plan_sizes import working
 from optdnn.ranges import DimRange, Profile
-from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options
+from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
 from optdnn.runtime.program import ByValue, Dynamic, Program
 from optdnn.runtime.program import Source as HeldSource
 from optdnn.streams import Streams
@@ -193,9 +193,10 @@ def replan(
     source = None if held is None else held.source
     if source is None:
         raise EngineError("the engine does not hold its model: no further plans can be made")
+    check_plans(program.target)
     check_plan_options(source.options, program.target)
     named = [text.removeprefix(PREFIX).partition("@") for text in program.requires if text.startswith(PREFIX)]
-    options = BuildOptions(**source.options, custom_ops=tuple(known(digest, name) for name, _, digest in named))
+    options = BuildOptions(**{**source.options, "target": program.target}, custom_ops=tuple(known(digest, name) for name, _, digest in named))
     options = replace(options, no_cubins=options.no_cubins or not compiled)
     if options.tactics == "auto":  # what was measured against other libraries is of no use to plans that are not
         options = replace(options, tactics=",".join(sorted({"own", *_libraries(program)})))

@@ -57,6 +57,12 @@ PLAN_OPTIONS: Mapping[str, Callable[[Any], bool]] = {
 """Option of :class:`optdnn.config.BuildOptions` -> whether a value of it may come from a file."""
 
 
+def check_plans(target: str) -> None:
+    """Raises EngineError for a target whose engines hold all their plans."""
+    if _TARGET.fullmatch(target) is None:
+        raise EngineError(f"further plans are made for GPUs alone, not for target {target!r:.60}")
+
+
 def check_plan_options(options: Mapping[str, Any], target: str) -> None:
     """Raises EngineError for an option that an engine for ``target`` may not carry, or for a value outside of its range."""
     for name, value in options.items():
@@ -68,7 +74,5 @@ def check_plan_options(options: Mapping[str, Any], target: str) -> None:
             )
         if not allowed(value):
             raise EngineError(f"the engine sets the build option {name!r} to {value!r:.60}, which is out of its range")
-    if options.get("target") != target:
-        raise EngineError(
-            f"the engine is for target {target!r:.60}; plans would be made for {options.get('target')!r:.60}"
-        )
+    if options.get("target", target) != target:
+        raise EngineError(f"the engine is for target {target!r:.60}; plans would be made for {options['target']!r:.60}")

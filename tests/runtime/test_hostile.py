@@ -27,7 +27,7 @@ from optdnn.runtime import engine as runtime_engine
 from optdnn.runtime.cpu.library import Settings
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.format import decode, encode
-from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options
+from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
 from optdnn.runtime.reference_executor import reference_step
 from optdnn.types import FP32, INT64, TensorType, tensor
 
@@ -465,6 +465,9 @@ def test_values_of_options_have_a_type_and_a_range(option: str, value: Any) -> N
 
 def test_plans_are_made_for_the_engines_own_target() -> None:
     check_plan_options({"target": "cuda:sm_90a"}, "cuda:sm_90a")
-    for options in ({"target": "cuda:sm_90a"}, {}):
-        with pytest.raises(EngineError, match="the engine is for target 'simulate'; plans would be made for"):
-            check_plan_options(options, "simulate")
+    with pytest.raises(EngineError, match="the engine is for target 'simulate'; plans would be made for 'cuda:sm_90a'"):
+        check_plan_options({"target": "cuda:sm_90a"}, "simulate")
+    check_plans("simulate")
+    for target in ("cpu", "reference", "../x"):
+        with pytest.raises(EngineError, match="further plans are made for GPUs alone"):
+            check_plans(target)
