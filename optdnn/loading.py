@@ -1,5 +1,5 @@
-"""``optdnn.load``: the runtime's, with what it needs of the compiler: a way to plan further shapes, and the examination of what goes
-to CPU libraries."""
+"""``optdnn.load``: the runtime's, with what it needs of the compiler: plans for further shapes, and the examination of what
+goes to CPU libraries."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ def load(path: str | os.PathLike[str], **options: Any) -> engine.Engine:
 
 
 def examine_part(part: LibraryPart) -> None:
-    """:func:`optdnn.tactics.examine.examine`; imported for the first engine that has a part for a CPU library."""
+    """:func:`optdnn.tactics.examine.examine`, for what this machine has not seen yet: then the compiler is imported."""
+    from optdnn.tactics.examined import entry_of, is_known, remember
+
+    entry = entry_of(part)
+    if entry is not None and is_known(entry):
+        return
     from optdnn.tactics.examine import examine
 
     examine(part)
+    if entry is not None:
+        remember(entry)
 
 
 def plan_on_demand(

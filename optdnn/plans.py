@@ -196,7 +196,10 @@ def replan(
     check_plans(program.target)
     check_plan_options(source.options, program.target)
     named = [text.removeprefix(PREFIX).partition("@") for text in program.requires if text.startswith(PREFIX)]
-    options = BuildOptions(**{**source.options, "target": program.target}, custom_ops=tuple(known(digest, name) for name, _, digest in named))
+    options = BuildOptions(
+        **{**source.options, "target": program.target},
+        custom_ops=tuple(known(digest, name) for name, _, digest in named),
+    )
     options = replace(options, no_cubins=options.no_cubins or not compiled)
     if options.tactics == "auto":  # what was measured against other libraries is of no use to plans that are not
         options = replace(options, tactics=",".join(sorted({"own", *_libraries(program)})))

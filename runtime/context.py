@@ -270,7 +270,7 @@ class Context:
     ) -> None:
         k = 0
         try:
-            for k, (run, action) in enumerate(self._steps):  # noqa: B007 (the handlers below name the step)
+            for k, (run, action) in enumerate(self._steps):
                 start = time.perf_counter_ns() if times is not None else 0
                 inputs = [values[i] for i in action.inputs]
                 if offers is None:

@@ -62,7 +62,8 @@ Port: TypeAlias = tuple[str, DType, tuple[int | str, ...] | None]
 @dataclass(frozen=True)
 class LibraryPart:
     """A part of an engine that a CPU library is to run: serialized ONNX, its weights by name, and what the program says of its
-    inputs and outputs. ``symbols`` are the sizes that the network's inputs have in a call, with their ranges where known."""
+    inputs and outputs. ``symbols`` are the sizes that the network's inputs have in a call, with their ranges where known;
+    ``digest`` is one over all of this, where the checksums of the file's blobs were verified."""
 
     library: str
     model: bytes
@@ -70,6 +71,7 @@ class LibraryPart:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     symbols: Mapping[str, DimRange | None]
+    digest: str | None = None
 
 
 Examine: TypeAlias = Callable[[LibraryPart], None]

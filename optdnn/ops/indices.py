@@ -80,5 +80,7 @@ def _extremes(value: Known, columns: int) -> list[list[DimLike]]:
         return [[] for _ in range(columns)]
     rows = value.reshape(-1, columns)
     if rows.dtype == object:
-        return [list(dict.fromkeys(v if not isinstance(v, np.integer) else int(v) for v in column)) for column in rows.T]
+        return [
+            list(dict.fromkeys(v if not isinstance(v, np.integer) else int(v) for v in column)) for column in rows.T
+        ]
     return [[int(low), int(high)] for low, high in zip(rows.min(axis=0), rows.max(axis=0), strict=True)]

@@ -17,7 +17,7 @@ from optdnn.errors import OptdnnError, RunError, ShapeError, UnsupportedError
 from optdnn.ir.export_onnx import ExportedModel, export_model
 from optdnn.ir.extract import Region, extract, regions, single, whole
 from optdnn.ir.graph import Graph, Op
-from optdnn.lower import Lowering, port_spec, plain_shape
+from optdnn.lower import Lowering, plain_shape, port_spec
 from optdnn.runtime.cpu import onnxruntime, openvino
 from optdnn.runtime.cpu.library import Settings, symbols_of
 from optdnn.runtime.engine import Engine
@@ -173,7 +173,7 @@ class Contender:
     def _cut(self) -> list[Cut]:
         reasons = {**_refused_ops(self.graph, self.library, Settings(0, self.base)), **self._unsafe}
         while True:
-            found = regions(self.graph, lambda op: "reference" if op.id in reasons else self.library.name)
+            found = regions(self.graph, lambda op: "reference" if op.id in reasons else self.library.name)  # noqa: B023
             cuts = [(r, None if r.label == "reference" else self.library.export(extract(self.graph, r))) for r in found]
             more = {i: why for r, m in cuts if m is not None for i, why in self._refused_in(r, m).items()}
             if not more:

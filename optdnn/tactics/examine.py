@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
@@ -261,7 +262,7 @@ def _imported(proto: onnx.ModelProto, part: LibraryPart) -> Graph:
     ranges: dict[str, tuple[DimRange | None, ...]] = {}
     fresh = (name for k in itertools.count() if (name := f"?{k}") not in part.symbols)
     for v in graph.input:
-        dims = [d for d in v.type.tensor_type.shape.dim]
+        dims = list(v.type.tensor_type.shape.dim)
         for d in dims:
             if d.HasField("dim_param") and not _follows(d.dim_param, part.symbols):
                 d.dim_param = next(fresh)

@@ -6,8 +6,10 @@ copies them. It is immutable and may be shared by threads; each thread makes its
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
@@ -19,8 +21,7 @@ from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.cpu.huge_pages import NewMemory
 from optdnn.runtime.executor import LibraryPart, LoadOptions, Port, Session
 from optdnn.runtime.program import Program, Step
-from optdnn.types import Array, TensorSpec
-
+from optdnn.types import Array, TensorSpec, dtype_name
 
 PRECISIONS = ("fp32", "bf16")
 
@@ -101,7 +102,8 @@ def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOpt
             )
         ports = (_ports(program, numbers, names) for numbers, names in ((step.inputs, inputs), (step.outputs, outputs)))
         symbols = symbols_of([spec for spec, _ in program.inputs], program.profiles)
-        options.examine(LibraryPart(step.executor, model, weights, *ports, symbols))
+        part = LibraryPart(step.executor, model, weights, *ports, symbols)
+        options.examine(replace(part, digest=_digest(part, blobs[p["model"]], program)))
     memory = NewMemory(options.huge_pages)
     made = make(model, weights, inputs, outputs, settings)
     made.memory = memory
@@ -123,6 +125,18 @@ def _ports(program: Program, numbers: Sequence[int], names: Sequence[str]) -> tu
         raise EngineError("a step of a CPU library lacks a buffer")
     found = [program.buffers[i] for i in numbers]
     return tuple((name, b.dtype, b.shape) for name, b in zip(names, found, strict=True))
+
+
+def _digest(part: LibraryPart, model: Array, program: Program) -> str | None:
+    """A digest over a part, from those of its arrays as the file's reader verified them; None where it did not."""
+    known = {id(array): digest.hex() for array, digest in program.digests}
+    arrays = [known.get(id(a)) for a in (model, *part.weights.values())]
+    if None in arrays:
+        return None
+    types = [(name, dtype_name(a.dtype), a.shape) for name, a in part.weights.items()]
+    ports = [[(name, dtype_name(d), shape) for name, d, shape in side] for side in (part.inputs, part.outputs)]
+    ranges = {name: None if r is None else (r.min, r.max) for name, r in part.symbols.items()}
+    return hashlib.sha256(json.dumps([part.library, arrays, types, ports, ranges]).encode()).hexdigest()
 
 
 def symbols_of(inputs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> dict[str, DimRange | None]:

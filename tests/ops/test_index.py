@@ -14,8 +14,8 @@ from optdnn.errors import RunError, ShapeError
 from optdnn.ops import gather, index
 from optdnn.ops.base import Attrs
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs, OneHotAttrs, ScatterElementsAttrs, ScatterNDAttrs
-from optdnn.ops.indices import all_inside
 from optdnn.ops.index import BlockAttrs, ConcatAttrs, PadAttrs, SplitAttrs, sliced
+from optdnn.ops.indices import all_inside
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import FP16, FP32, INT64, TensorType, tensor
 

@@ -13,7 +13,7 @@ import pytest
 from programs import F32, mlp, mlp_expected, program
 
 from optdnn import Engine, load
-from optdnn.errors import EngineError, InputError, InternalError, MissingDependency, RunError
+from optdnn.errors import EngineError, InputError, MissingDependency, RunError
 from optdnn.runtime.program import Buffer, Step
 from optdnn.runtime.reference_executor import reference_step
 from optdnn.types import BF16

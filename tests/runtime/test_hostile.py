@@ -25,19 +25,29 @@ from optdnn.ir.graph import Graph
 from optdnn.ops.table import OPDEFS
 from optdnn.runtime import engine as runtime_engine
 from optdnn.runtime.cpu.library import Settings
+from optdnn.runtime.executor import LibraryPart
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.format import decode, encode
 from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
 from optdnn.runtime.reference_executor import reference_step
+from optdnn.tactics import examine
 from optdnn.types import FP32, INT64, TensorType, tensor
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("openvino")
 
-F, I, I32 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32
+F, I64, I32 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32
 X: Port = ("x", F, (1, 4))
 Y: Port = ("y", F, (1, 4))
 LIBRARIES = ("onnxruntime", "openvino")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing was examined before."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("OPTDNN_CACHE", str(folder))
+    return folder / "examined"
 
 
 def node(kind: str, inputs: str, outputs: str = "y", **attrs: Any) -> onnx.NodeProto:
@@ -66,7 +76,7 @@ def unchecked() -> dict[str, tuple[onnx.ModelProto, list[Port], list[Port], str]
             helper.make_node("Identity", ["more"], ["again"], name="go"),
         ],
         "body",
-        [helper.make_tensor_value_info("k", I, ()), helper.make_tensor_value_info("more", TensorProto.BOOL, ())],
+        [helper.make_tensor_value_info("k", I64, ()), helper.make_tensor_value_info("more", TensorProto.BOOL, ())],
         [helper.make_tensor_value_info("again", TensorProto.BOOL, ()), helper.make_tensor_value_info("part", F, (1,))],
     )
     branches = [
@@ -76,7 +86,7 @@ def unchecked() -> dict[str, tuple[onnx.ModelProto, list[Port], list[Port], str]
             (("GatherND", ["x", "fine"], ["good"]), "else", "good"),
         )
     ]
-    at: Port = ("at", I, (1, 2))
+    at: Port = ("at", I64, (1, 2))
     return {
         "a constant": (model_of([node("GatherND", "x,i")], [X], one, [far]), [X], one, "out of range"),
         "an input": (model_of([node("GatherND", "x,at")], [X, at], one), [X, at], one, "does not check 'at'"),
@@ -91,8 +101,8 @@ def unchecked() -> dict[str, tuple[onnx.ModelProto, list[Port], list[Port], str]
         ),
         "sizes that are not static": (
             model_of([node("Shape", "x", "s", end=1), node("Unsqueeze", "s,zero", "i"), node("Gather", "r,i")],
-                     [("x", F, ("n", 4)), ("r", I, (6,))], [("y", I, (1, 1))], [constant("zero", 0)]),
-            [("x", F, ("n", 4)), ("r", I, (6,))], [("y", I, (1, 1))], "does not check",
+                     [("x", F, ("n", 4)), ("r", I64, (6,))], [("y", I64, (1, 1))], [constant("zero", 0)]),
+            [("x", F, ("n", 4)), ("r", I64, (6,))], [("y", I64, (1, 1))], "does not check",
         ),
         "writing": (
             model_of([node("ScatterElements", "x,i,u", axis=1)], [X, ("u", F, (1, 2))], [Y],
@@ -105,8 +115,8 @@ def unchecked() -> dict[str, tuple[onnx.ModelProto, list[Port], list[Port], str]
             [X, ("u", F, (5000, 4))], [Y], "5000 indices along axis 0",
         ),
         "a row of integers": (
-            model_of([node("Gather", "x,at")], [("x", I32, (4,)), ("at", I, (3,))], [("y", I32, (3,))]),
-            [("x", I32, (4,)), ("at", I, (3,))], [("y", I32, (3,))], "does not check 'at'",
+            model_of([node("Gather", "x,at")], [("x", I32, (4,)), ("at", I64, (3,))], [("y", I32, (3,))]),
+            [("x", I32, (4,)), ("at", I64, (3,))], [("y", I32, (3,))], "does not check 'at'",
         ),
         "pads that take more than there is": (
             model_of([node("Pad", "x,p")], [X], [("y", F, (1, 3))], [constant("p", 0, 5, 0, -6)]),
@@ -200,7 +210,7 @@ def test_no_tensor_of_an_engine_lies_in_a_file(
                                   [helper.make_tensor_value_info("sum", F, (1, 4))], [model.graph.initializer.pop()])  # fmt: skip
         other = helper.make_graph([helper.make_node("Relu", ["x"], ["same"], name="relu")], "else", [],
                                   [helper.make_tensor_value_info("same", F, (1, 4))])  # fmt: skip
-        ins = [X, ("c", I, ())]
+        ins = [X, ("c", I64, ())]
         model = model_of(
             [helper.make_node("Cast", ["c"], ["b"], to=TensorProto.BOOL),
              helper.make_node("If", ["b"], ["y"], then_branch=inner, else_branch=other)], ins, [Y],
@@ -250,7 +260,7 @@ FORMS: dict[str, tuple[Callable[[onnx.ModelProto], object], str]] = {
     ),
     "another output": (lambda m: setattr(m.graph.output[0], "name", "z"), "its outputs are"),
     "another type": (
-        lambda m: setattr(m.graph.output[0].type.tensor_type, "elem_type", I),
+        lambda m: setattr(m.graph.output[0].type.tensor_type, "elem_type", I64),
         "'y' is declared otherwise than in the program",
     ),
     "another shape": (
@@ -287,15 +297,20 @@ def test_bytes_that_libraries_may_read_otherwise_are_refused(data: bytes, why: s
 @pytest.mark.parametrize("trips", ["", "data", "too many"])
 def test_a_loop_without_a_bound_is_refused(trips: str, tmp_path: Path) -> None:
     body = helper.make_graph(
-        [helper.make_node("Identity", ["more"], ["again"], name="go"), helper.make_node("Relu", ["z"], ["w"], name="r")],
+        [
+            helper.make_node("Identity", ["more"], ["again"], name="go"),
+            helper.make_node("Relu", ["z"], ["w"], name="r"),
+        ],
         "body",
-        [helper.make_tensor_value_info(*p) for p in (("k", I, ()), ("more", TensorProto.BOOL, ()), ("z", F, (1, 4)))],
+        [helper.make_tensor_value_info(*p) for p in (("k", I64, ()), ("more", TensorProto.BOOL, ()), ("z", F, (1, 4)))],
         [helper.make_tensor_value_info(*p) for p in (("again", TensorProto.BOOL, ()), ("w", F, (1, 4)))],
     )
-    ins = [X, ("n", I, ())] if trips == "data" else [X]
+    ins = [X, ("n", I64, ())] if trips == "data" else [X]
     trip = {"": "", "data": "n", "too many": "many"}[trips]
-    made = model_of([helper.make_node("Loop", [trip, "yes", "x"], ["y"], body=body)], ins, [Y],
-                    [numpy_helper.from_array(np.array(True), "yes"), constant("many", 1 << 60, shape=())][: 1 + (trip == "many")])  # fmt: skip
+    held = [numpy_helper.from_array(np.array(True), "yes")]
+    if trip == "many":
+        held.append(constant("many", 1 << 60, shape=()))
+    made = model_of([helper.make_node("Loop", [trip, "yes", "x"], ["y"], body=body)], ins, [Y], held)
     path = write(program_of("onnxruntime", made, ins, [Y]), tmp_path / "e")
     with pytest.raises(EngineError, match="the loop 'node0' has no bound"):
         optdnn.load(path)
@@ -379,6 +394,74 @@ def test_engines_of_our_own_builds_load(name: str, library: str, tmp_path: Path)
         np.testing.assert_array_equal(loaded.run(feeds)[key], value)
 
 
+# ---------------------------------------------------------------- what was examined before
+
+
+def count_examinations(monkeypatch: pytest.MonkeyPatch) -> list[LibraryPart]:
+    seen: list[LibraryPart] = []
+    monkeypatch.setattr(examine, "examine", seen.append)
+    return seen
+
+
+def test_a_part_is_examined_once_on_a_machine(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = count_examinations(monkeypatch)
+    path = write(program_of("onnxruntime", relu(), [X], [Y]), tmp_path / "e")
+    for _ in range(3):
+        optdnn.load(path)
+    assert len(seen) == 1
+    assert len(list(cache.iterdir())) == 1
+    wider: list[Port] = [("x", F, (1, 5)), ("y", F, (1, 5))]
+    optdnn.load(
+        write(
+            program_of("onnxruntime", model_of([node("Relu", "x")], wider[:1], wider[1:]), wider[:1], wider[1:]), path
+        )
+    )
+    assert len(seen) == 2
+
+
+def test_what_a_part_is_known_by_covers_its_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = count_examinations(monkeypatch)
+    declared: Port = ("w", F, (1, 4))
+    model = model_of([node("Add", "x,w")], [X, declared], [Y])
+    for value in (1, 2, 1):
+        weights = {"w": np.full((1, 4), value, np.float32)}
+        optdnn.load(write(program_of("openvino", model, [X], [Y], weights), tmp_path / "e"))
+    assert len(seen) == 2
+
+
+def test_what_is_not_verified_or_not_ours_is_examined_each_time(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = count_examinations(monkeypatch)
+    path = write(program_of("onnxruntime", relu(), [X], [Y]), tmp_path / "e")
+    for _ in range(2):
+        optdnn.load(path, verify=False)
+    assert len(seen) == 2
+    assert not cache.exists()
+    optdnn.load(path)
+    cache.chmod(0o777)
+    optdnn.load(path)
+    assert len(seen) == 4
+    cache.chmod(0o700)
+    optdnn.load(path)
+    assert len(seen) == 4
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(cache: Path, tmp_path: Path) -> None:
+    cache.write_bytes(b"")
+    path = write(program_of("onnxruntime", relu(), [X], [Y]), tmp_path / "e")
+    for _ in range(2):
+        optdnn.load(path)
+
+
+def test_a_refusal_is_not_remembered(cache: Path, tmp_path: Path) -> None:
+    path = write(program_of("onnxruntime", changed(twice), [X], [Y]), tmp_path / "e")
+    for _ in range(2):
+        with pytest.raises(EngineError, match="is not given once"):
+            optdnn.load(path)
+    assert not cache.exists()
+
+
 # ---------------------------------------------------------------- results
 
 
@@ -389,7 +472,9 @@ def test_a_result_of_another_size_is_not_used(library: str, tmp_path: Path) -> N
     outs: list[Port] = [("y", F, ("n", 4))]
     model = model_of([node("Concat", "x,x", axis=0)], ins, outs)
     engine = optdnn.load(write(program_of(library, model, ins, outs), tmp_path / "e"))
-    with pytest.raises(RunError, match=rf"step 0 \({library}\) computed 'y' as float32\[6, 4\]; it should be fp32\[3, 4\]"):
+    with pytest.raises(
+        RunError, match=rf"step 0 \({library}\) computed 'y' as float32\[6, 4\]; it should be fp32\[3, 4\]"
+    ):
         engine(np.ones((3, 4), np.float32))
 
 

@@ -81,7 +81,7 @@ def program_of(
 
 def write(program: Program, path: Path) -> Path:
     """The file, without the check that a build makes of its own program."""
-    with mock.patch.object(file_format, "validate", lambda program: None):
+    with mock.patch.object(file_format, "validate", return_value=None):
         file_format.write(program, path)
     return path
 
