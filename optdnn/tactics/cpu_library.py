@@ -188,14 +188,14 @@ class Contender:
     def _refused_in(self, region: Region, model: ExportedModel) -> dict[int, str]:
         """Op id -> why an engine file with this part would be refused (:mod:`optdnn.tactics.examine`)."""
         graph = self.graph
-        ports = (
+        read, made = (
             tuple((graph.output(v).name, graph.type(v).dtype, plain_shape(graph.type(v))) for v in values)
             for values in (region.inputs, region.outputs)
         )
-        inputs = [port_spec(graph.op(i)) for i in graph.inputs]
-        symbols = symbols_of(inputs, graph.profiles)
+        symbols = symbols_of([port_spec(graph.op(i)) for i in graph.inputs], graph.profiles)
+        part = LibraryPart(self.library.name, model.to_bytes(), model.weights, read, made, symbols)
         try:
-            nodes = refused_nodes(LibraryPart(self.library.name, model.to_bytes(), model.weights, *ports, symbols))
+            nodes = refused_nodes(part)
         except OptdnnError as error:
             return dict.fromkeys((op.id for op in region.ops), f"it cannot be examined: {error.message}")
         owners = {op.outputs[0].name: op.id for op in region.ops}

@@ -100,9 +100,9 @@ def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOpt
                 f"the engine has a network for {step.executor}, and nothing is here to examine it",
                 hint="load it by optdnn.load",
             )
-        ports = (_ports(program, numbers, names) for numbers, names in ((step.inputs, inputs), (step.outputs, outputs)))
+        read, given = _ports(program, step.inputs, inputs), _ports(program, step.outputs, outputs)
         symbols = symbols_of([spec for spec, _ in program.inputs], program.profiles)
-        part = LibraryPart(step.executor, model, weights, *ports, symbols)
+        part = LibraryPart(step.executor, model, weights, read, given, symbols)
         options.examine(replace(part, digest=_digest(part, blobs[p["model"]], program)))
     memory = NewMemory(options.huge_pages)
     made = make(model, weights, inputs, outputs, settings)
