@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, evaluate, symbol
 from optdnn.dim_text import parse_dim
-from optdnn.errors import InputError, InternalError, OptdnnError, RunError
+from optdnn.errors import InputError, InternalError, OptdnnError, RunError, ShapeError
 from optdnn.runtime.bounds import bounds_of, check_bounds
 from optdnn.runtime.executor import Executor
 from optdnn.runtime.program import Buffer, Plain, Program, Step
@@ -52,7 +52,7 @@ class _Expected:
     def of(cls, dtype: DType, dims: Sequence[DimLike | None] | None, sizes: Mapping[str, int]) -> _Expected:
         if dims is None:
             return cls(dtype, None, None)
-        found = tuple(evaluate(d, sizes) if isinstance(d, Dim) else d for d in dims)
+        found = tuple(_size(d, sizes) if isinstance(d, Dim) else d for d in dims)
         return cls(dtype, None if None in found else found, found)  # type: ignore[arg-type]
 
     def fits(self, a: Array) -> bool:
@@ -67,6 +67,15 @@ class _Expected:
     def __str__(self) -> str:
         shape = "?" if self.dims is None else ", ".join("?" if d is None else str(d) for d in self.dims)
         return f"{dtype_name(self.dtype)}[{shape}]"
+
+
+def _size(d: Dim, sizes: Mapping[str, int]) -> int | None:
+    """The size, or None where the expression has none: nothing can be divided by an empty dimension."""
+    try:
+        found = evaluate(d, sizes)
+    except ShapeError:
+        return None
+    return found if found >= 0 else None
 
 
 def _dims(b: Buffer, signature: Signature) -> tuple[DimLike | None, ...] | None:

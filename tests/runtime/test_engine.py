@@ -356,6 +356,24 @@ def test_an_executor_that_gives_another_type_is_caught(fake: Any, wrong: Any) ->
         e(np.zeros(1, np.float32))
 
 
+def test_a_result_is_held_against_sizes_that_follow_from_the_inputs(fake: Any) -> None:
+    """A size that has no value in a call (a division by an empty dimension), or depends on data, is not looked at."""
+    fake(lambda inputs, outs: [np.zeros((6, 2, 5), np.float32)])
+    steps = [Step("fake", {}, (0,), (1,))]
+    e = Engine(program([("x", F32, ("n", "m"))], [("y", 1)], steps, [(F32, ("2*n", "floor(n/m)", "k"))]))
+    assert e(np.zeros((3, 1), np.float32)[:, :0]).shape == (6, 2, 5)
+    for shape, why in (((3, 1), r"\[6, 3, \?\]"), ((2, 1), r"\[4, 2, \?\]")):
+        with pytest.raises(RunError, match=rf"computed 't0' as float32\[6, 2, 5\]; it should be fp32{why}"):
+            e(np.zeros(shape, np.float32))
+
+
+def test_an_executor_that_gives_too_few_results_is_caught(fake: Any) -> None:
+    fake(lambda inputs, outs: [])
+    e = Engine(program([("x", F32, (1,))], [("y", 1)], [Step("fake", {}, (0,), (1,))], [(F32, (1,))]))
+    with pytest.raises(RunError, match=r"step 0 .* gave 0 results, it has 1 outputs"):
+        e(np.zeros(1, np.float32))
+
+
 def test_buffers_are_dropped_after_their_last_use(fake: Any) -> None:
     import gc
     import weakref

@@ -172,6 +172,39 @@ def test_what_is_inside_loads(library: str, tmp_path: Path) -> None:
     assert engine(np.arange(4, dtype=np.float32)[None]).tolist() == [3, 0]
 
 
+TREE = {
+    "n_targets": 1, "aggregate_function": "SUM", "post_transform": "NONE", "nodes_treeids": [0, 0, 0],
+    "nodes_nodeids": [0, 1, 2], "nodes_featureids": [0, 0, 0], "nodes_modes": ["BRANCH_LEQ", "LEAF", "LEAF"],
+    "nodes_truenodeids": [1, 0, 0], "nodes_falsenodeids": [2, 0, 0], "nodes_missing_value_tracks_true": [0, 0, 0],
+    "nodes_values": [0.5, 0.0, 0.0], "target_treeids": [0, 0], "target_nodeids": [1, 2], "target_ids": [0, 0],
+    "target_weights": [1.0, 2.0],
+}  # fmt: skip
+TREES: list[tuple[dict[str, Any], str]] = [
+    ({"nodes_featureids": [1_000_000, 0, 0]}, "the trees read feature 1000000, the input has 4"),
+    ({"nodes_truenodeids": [1000, 0, 0]}, "a child that does not exist"),
+    ({"nodes_truenodeids": [0, 0, 0]}, "its nodes form a loop"),
+    ({"target_ids": [0, 100_000]}, "column 100000, which does not exist"),
+    ({"n_targets": 1 << 40}, "weights"),
+    ({"n_targets": -1}, "weights"),
+]
+
+
+def test_trees_that_onnxruntime_would_walk_out_of_are_refused(tmp_path: Path) -> None:
+    outs: list[Port] = [("y", F, (1, 1))]
+    files = []
+    for k, (change, _) in enumerate([({}, ""), *TREES]):
+        made = helper.make_node("TreeEnsembleRegressor", ["x"], ["y"], domain="ai.onnx.ml", **{**TREE, **change})
+        model = model_of([made], [X], outs)
+        model.opset_import.add(domain="ai.onnx.ml", version=3)
+        files.append(write(program_of("onnxruntime", model, [X], outs), tmp_path / f"{k}.engine"))
+    said = load_in_child(files, tmp_path)
+    assert said[0] == ("none", "")
+    assert len(said) == len(files)
+    for (_, why), (error, message) in zip(TREES, said[1:], strict=True):
+        assert error == "EngineError"
+        assert why in message
+
+
 # ---------------------------------------------------------------- the form of the ONNX
 
 
