@@ -32,9 +32,10 @@ from optdnn.importers.onnx import import_model
 from optdnn.importers.values import with_values
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
+from optdnn.loading import load
 from optdnn.runtime.accuracy import errors_between
 from optdnn.runtime.candidates import Candidate
-from optdnn.runtime.engine import Engine, load
+from optdnn.runtime.engine import Engine
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.format import read
 from optdnn.runtime.machine import usable_cores

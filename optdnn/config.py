@@ -29,6 +29,8 @@ TARGETS = (
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 """All that a node can be asked for, the most accurate first."""
 AUTO = "auto"
+THREADS_LIMIT = 1024
+"""Most threads that can be asked for."""
 STREAMS = 8
 """Most streams that can be asked for."""
 QUANTIZED = frozenset({"int8", "fp8"})
@@ -178,6 +180,8 @@ class BuildOptions:
         for name, value in (("threads", self.threads), ("workspace", self.workspace), ("budget", self.budget)):
             if value is not None and value <= 0:
                 raise UsageError(f"{name} must be positive, not {value}")
+        if self.threads is not None and self.threads > THREADS_LIMIT:
+            raise UsageError(f"threads must be at most {THREADS_LIMIT}, not {self.threads}")
 
 
 def _custom(given: Any) -> tuple[CustomOp, ...]:

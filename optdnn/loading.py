@@ -1,4 +1,5 @@
-"""``optdnn.load``: the runtime's, and a way to plan further shapes where the compiler is installed."""
+"""``optdnn.load``: the runtime's, with what it needs of the compiler: plans for further shapes, and the examination of what
+goes to CPU libraries."""
 
 from __future__ import annotations
 
@@ -9,13 +10,28 @@ from typing import Any
 
 from optdnn.errors import MissingDependency
 from optdnn.runtime import engine
+from optdnn.runtime.executor import LibraryPart
 from optdnn.runtime.program import Program
 from optdnn.types import Array
 
 
 @functools.wraps(engine.load)
 def load(path: str | os.PathLike[str], **options: Any) -> engine.Engine:
-    return engine.load(path, **{"planner": plan_on_demand, **options})
+    return engine.load(path, **{"planner": plan_on_demand, "examine": examine_part, **options})
+
+
+def examine_part(part: LibraryPart) -> None:
+    """:func:`optdnn.tactics.examine.examine`, for what this machine has not seen yet: then the compiler is imported."""
+    from optdnn.tactics.examined import entry_of, is_known, remember
+
+    entry = entry_of(part)
+    if entry is not None and is_known(entry):
+        return
+    from optdnn.tactics.examine import examine
+
+    examine(part)
+    if entry is not None:
+        remember(entry)
 
 
 def plan_on_demand(

@@ -58,7 +58,7 @@ class Lowering:
                 Buffer(
                     out.name,
                     out.type.dtype,
-                    _plain_shape(out.type),
+                    plain_shape(out.type),
                     blob=None if constant is None else self.blob(constant),
                 )
             )
@@ -94,9 +94,9 @@ class Lowering:
         return Program(
             target=self.target,
             precision=self.precision,
-            inputs=tuple((_spec(self.graph.op(i)), self.buffer(self.graph.op(i).value)) for i in self.graph.inputs),
+            inputs=tuple((port_spec(self.graph.op(i)), self.buffer(self.graph.op(i).value)) for i in self.graph.inputs),
             outputs=tuple(
-                (_spec(self.graph.op(i)), self.buffer(_source(self.graph.op(i)))) for i in self.graph.outputs
+                (port_spec(self.graph.op(i)), self.buffer(_source(self.graph.op(i)))) for i in self.graph.outputs
             ),
             buffers=tuple(self.buffers),
             steps=tuple(self.steps),
@@ -122,13 +122,15 @@ def _source(op: Op) -> Value:
     return value
 
 
-def _spec(op: Op) -> TensorSpec:
+def port_spec(op: Op) -> TensorSpec:
+    """What a program says of an input or output. Raises UnsupportedError where its rank is unknown."""
     t = op.outputs[0].type
-    shape = _plain_shape(t)
+    shape = plain_shape(t)
     if shape is None:
         raise UnsupportedError(f"output {op.outputs[0].name!r} has an unknown rank")
     return TensorSpec(op.outputs[0].name, t.dtype, shape)
 
 
-def _plain_shape(t: TensorType) -> tuple[int | str, ...] | None:
+def plain_shape(t: TensorType) -> tuple[int | str, ...] | None:
+    """A shape as programs hold it: text where a dimension is symbolic."""
     return None if t.shape is None else tuple(str(d) if isinstance(d, Dim) else d for d in t.shape)

@@ -31,6 +31,7 @@ from optdnn.passes.contract import Account
 from optdnn.plan_base import Base, Blobs, Common, Optimize
 from optdnn.plan_sizes import working
 from optdnn.ranges import DimRange, Profile
+from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
 from optdnn.runtime.program import ByValue, Dynamic, Program
 from optdnn.runtime.program import Source as HeldSource
 from optdnn.streams import Streams
@@ -46,8 +47,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 PLANNED, MEASURED = "planned", "measurement"
 """Key of a plan's meta that says how its tactics were chosen; and the value of one that was tuned."""
-NOT_KEPT = ("shapes", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget")
-"""Options that further plans do not need, or that name files of the machine that built."""
+NOT_KEPT = ("shapes", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget", "threads", "calibrator")
+"""Options that further plans do not need."""
 
 
 @dataclass
@@ -183,7 +184,8 @@ def replan(
     """The plan of an engine for further shapes, or for values of inputs: a ``runtime.executor.Planner``. What it has in common
     with the engine's own plans, it shares with them.
 
-    Raises EngineError where the engine's model is broken or its options are not this version's, and what a build raises.
+    Raises EngineError where the engine's model is broken or its options are none that an engine may carry, and what a build
+    raises.
     """
     from optdnn.compiler import optimize
 
@@ -191,14 +193,13 @@ def replan(
     source = None if held is None else held.source
     if source is None:
         raise EngineError("the engine does not hold its model: no further plans can be made")
-    names = {f.name for f in fields(BuildOptions)}
-    if unknown := sorted(source.options.keys() - names):
-        raise EngineError(
-            f"the engine was built with the option {unknown[0]!r}, which this version of optdnn does not have",
-            hint="rebuild the engine with this version",
-        )
+    check_plans(program.target)
+    check_plan_options(source.options, program.target)
     named = [text.removeprefix(PREFIX).partition("@") for text in program.requires if text.startswith(PREFIX)]
-    options = BuildOptions(**source.options, custom_ops=tuple(known(digest, name) for name, _, digest in named))
+    options = BuildOptions(
+        **{**source.options, "target": program.target},
+        custom_ops=tuple(known(digest, name) for name, _, digest in named),
+    )
     options = replace(options, no_cubins=options.no_cubins or not compiled)
     if options.tactics == "auto":  # what was measured against other libraries is of no use to plans that are not
         options = replace(options, tactics=",".join(sorted({"own", *_libraries(program)})))
@@ -296,11 +297,12 @@ def _plan(
 
 
 def plain_options(options: BuildOptions) -> dict[str, Any] | None:
-    """The options that are not at their defaults, as plain data; None where one of them cannot be kept in a file."""
+    """The options that are not at their defaults, as plain data; None where a file may not carry one of them
+    (:mod:`optdnn.runtime.plan_options`): calibration data or pins, for instance."""
     default = BuildOptions(target=options.target)
     kept = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in NOT_KEPT}
     kept = {n: v for n, v in kept.items() if n == "target" or hasattr(v, "__array__") or v != getattr(default, n)}
-    return kept if all(isinstance(v, (bool, int, float, str)) for v in kept.values()) else None
+    return kept if all(n in PLAN_OPTIONS and PLAN_OPTIONS[n](v) for n, v in kept.items()) else None
 
 
 def optimum(symbolic: Graph) -> Shapes:

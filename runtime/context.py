@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optdnn.errors import InputError, InternalError, OptdnnError, RunError
+from optdnn.dim import Dim, DimLike, evaluate, symbol
+from optdnn.dim_text import parse_dim
+from optdnn.errors import InputError, InternalError, OptdnnError, RunError, ShapeError
 from optdnn.runtime.bounds import bounds_of, check_bounds
 from optdnn.runtime.executor import Executor
-from optdnn.runtime.program import Plain, Program, Step
+from optdnn.runtime.program import Buffer, Plain, Program, Step
 from optdnn.runtime.signature import Signature
-from optdnn.types import Array
+from optdnn.types import Array, DType, dtype_name
 
 if TYPE_CHECKING:
     from optdnn.runtime.state import Bound
@@ -37,6 +39,58 @@ class _Action:
     aliases: bool
 
 
+@dataclass(frozen=True)
+class _Expected:
+    """What the program says of a buffer in one call. ``shape`` is exact where every size is known; ``dims`` holds None for a size
+    that depends on data, and is None where not even the rank is known."""
+
+    dtype: DType
+    shape: tuple[int, ...] | None
+    dims: tuple[int | None, ...] | None
+
+    @classmethod
+    def of(cls, dtype: DType, dims: Sequence[DimLike | None] | None, sizes: Mapping[str, int]) -> _Expected:
+        if dims is None:
+            return cls(dtype, None, None)
+        found = tuple(_size(d, sizes) if isinstance(d, Dim) else d for d in dims)
+        return cls(dtype, None if None in found else found, found)  # type: ignore[arg-type]
+
+    def fits(self, a: Array) -> bool:
+        if a.dtype != self.dtype:
+            return False
+        if self.shape is not None or self.dims is None:
+            return self.shape is None or a.shape == self.shape
+        return len(a.shape) == len(self.dims) and all(
+            d is None or d == n for d, n in zip(self.dims, a.shape, strict=True)
+        )
+
+    def __str__(self) -> str:
+        shape = "?" if self.dims is None else ", ".join("?" if d is None else str(d) for d in self.dims)
+        return f"{dtype_name(self.dtype)}[{shape}]"
+
+
+def _size(d: Dim, sizes: Mapping[str, int]) -> int | None:
+    """The size, or None where the expression has none: nothing can be divided by an empty dimension."""
+    try:
+        found = evaluate(d, sizes)
+    except ShapeError:
+        return None
+    return found if found >= 0 else None
+
+
+def _dims(b: Buffer, signature: Signature) -> tuple[DimLike | None, ...] | None:
+    """The dimensions of a buffer over the symbols of the inputs; None for one that depends on anything else."""
+    if b.shape is None:
+        return None
+    known = {d for s in signature.inputs for d in s.shape if isinstance(d, str)} - signature.derived.keys()
+    found: list[DimLike | None] = []
+    for d in b.shape:
+        read = d if isinstance(d, int) else symbol(d) if d in known else parse_dim(d)
+        names = {s.name for s in read.symbols()} if isinstance(read, Dim) else set()
+        found.append(read if names <= known else None)
+    return tuple(found)
+
+
 class Schedule:
     """Everything of a prepared program that contexts share. Immutable."""
 
@@ -56,6 +110,7 @@ class Schedule:
             if b.offset is not None and i not in wanted
         )
         """Buffers in the arena. Outputs of the network are never there: what run() returns is the caller's to keep."""
+        self._dims = [_dims(b, self.signature) for b in program.buffers]
         self.actions = _actions(program, wanted | {i for i, _, _ in self.planned}, [e.aliases for e in executors])
         self.may_alias = self._may_alias()
 
@@ -67,6 +122,10 @@ class Schedule:
     def context(self) -> Context:
         """One thread's own state."""
         return Context(self)
+
+    def expected(self, sizes: Mapping[str, int]) -> list[_Expected]:
+        """What each buffer holds in a call with these sizes."""
+        return [_Expected.of(b.dtype, d, sizes) for b, d in zip(self.program.buffers, self._dims, strict=True)]
 
     @property
     def whole(self) -> bool:
@@ -118,6 +177,7 @@ class Context:
         self._lock = threading.Lock()
         self._shapes: list[tuple[int, ...]] | None = None
         self._sizes: dict[str, int] = {}
+        self._expected: list[_Expected] = []
 
     def run(
         self, feeds: Mapping[str, Any], out: Mapping[str, Array] | None = None, stream: object = None
@@ -190,9 +250,7 @@ class Context:
                 raise
             except Exception as e:
                 raise self._failed(0, e) from e
-            for spec, a in zip(self._signature.outputs, results, strict=True):
-                if a.dtype != spec.dtype or a.ndim != len(spec.shape):
-                    raise InternalError(f"output {spec} was computed as {a.dtype}{list(a.shape)}")
+            self._check(0, self._schedule.outputs, results)
             return dict(zip(self._names, results, strict=True))
         finally:
             self._lock.release()
@@ -210,6 +268,7 @@ class Context:
         shapes = [a.shape for a in arrays]
         if shapes != self._shapes:
             self._sizes = self._signature.sizes(arrays)
+            self._expected = self._schedule.expected(self._sizes)
             self._shapes = shapes
         if self._schedule.bounds:
             check_bounds(self._schedule.bounds, self._signature.inputs, arrays, self._sizes)
@@ -220,17 +279,19 @@ class Context:
     ) -> None:
         k = 0
         try:
-            for k, (run, action) in enumerate(self._steps):  # noqa: B007 (the handlers below name the step)
+            for k, (run, action) in enumerate(self._steps):
                 start = time.perf_counter_ns() if times is not None else 0
                 inputs = [values[i] for i in action.inputs]
                 if offers is None:
                     results = run(inputs, [None] * len(action.outputs))
+                    self._check(k, action.outputs, results)
                 else:
                     outs = [
                         offers.get(i) if offered else None
                         for i, offered in zip(action.outputs, action.offers, strict=True)
                     ]
                     results = run(inputs, outs)
+                    self._check(k, action.outputs, results)
                     if self._arena is not None:
                         results = self._settle(action, results)
                 if times is not None:
@@ -244,6 +305,18 @@ class Context:
             raise
         except Exception as e:
             raise self._failed(k, e) from e
+
+    def _check(self, k: int, outputs: Sequence[int], results: Sequence[Array]) -> None:
+        """Raises RunError where a step gave something else than the program declares."""
+        if len(results) != len(outputs):
+            raise RunError(f"{self._where(k)} gave {len(results)} results, it has {len(outputs)} outputs")
+        for i, a in zip(outputs, results, strict=True):
+            if i >= 0 and not self._expected[i].fits(a):
+                name = self._schedule.program.buffers[i].name
+                raise RunError(
+                    f"{self._where(k)} computed {name!r} as {a.dtype}{list(a.shape)}; it should be {self._expected[i]}",
+                    hint="build the engine again; if that does not help, this is a defect of optdnn",
+                )
 
     def _settle(self, action: _Action, results: Sequence[Array]) -> list[Array]:
         """Results with planned ones moved to their place, and views of the arena, whose memory is reused, copied."""

@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from optdnn.config import THREADS_LIMIT
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import InputError, UsageError
 from optdnn.ranges import Profile
 from optdnn.runtime.atomic import write_atomic
-from optdnn.runtime.executor import LoadOptions, Planner
+from optdnn.runtime.executor import Examine, LoadOptions, Planner
 from optdnn.runtime.program import Plain, Program, validate
 from optdnn.runtime.requires import check_requires
 from optdnn.runtime.runner import RunContext, open_runner
@@ -30,8 +31,8 @@ class Engine:
         """
         options = options or LoadOptions(threads)
         n = options.threads
-        if n is not None and (not isinstance(n, int) or n < 1):
-            raise UsageError(f"threads must be a positive integer, not {n!r}")
+        if n is not None and (not isinstance(n, int) or not 1 <= n <= THREADS_LIMIT):
+            raise UsageError(f"threads must be 1 to {THREADS_LIMIT}, not {n!r}")
         self._custom = check_custom(program.requires, options.custom_ops)  # held as long as the engine lives
         if not options.simulate and not options.defer:
             check_requires(program.requires)
@@ -158,6 +159,7 @@ def load(
     recompile: bool = False,
     huge_pages: bool = True,
     planner: Planner | None = None,
+    examine: Examine | None = None,
     custom_ops: Sequence[CustomOp] = (),
 ) -> Engine:
     """Load an engine file.
@@ -174,6 +176,8 @@ def load(
     An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
     installed, by it, when such inputs are first seen; None: not at all). So does one with inputs that only say sizes, for
     their values; without a planner it runs them all by its own program.
+    ``examine`` judges what the engine hands to CPU libraries before they see it (default: :mod:`optdnn.tactics.examine`; None: an
+    engine that hands them anything is refused).
     ``custom_ops`` are the operators of the user's own that the engine was built with (:func:`optdnn.custom_op`).
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, or whose kernels are
     refused (EngineStale: whose kernels this version would make otherwise), and MissingDependency for an absent library.
@@ -187,6 +191,7 @@ def load(
         trust_cubins=trust_cubins,
         recompile=recompile,
         planner=planner,
+        examine=examine,
         custom_ops=tuple(custom_ops),
     )
 

@@ -15,8 +15,9 @@ from typing import Any, Protocol, TypeAlias
 
 from optdnn.custom import CustomOp
 from optdnn.errors import EngineError
+from optdnn.ranges import DimRange
 from optdnn.runtime.program import Plain, Program
-from optdnn.types import Array
+from optdnn.types import Array, DType
 
 
 class Session(Protocol):
@@ -54,6 +55,29 @@ Planner: TypeAlias = Callable[[Program, Mapping[str, tuple[int, ...]], bool, Map
 inputs in ``values``, which are constants in it; its blobs are the engine's own arrays where their contents agree."""
 
 
+Port: TypeAlias = tuple[str, DType, tuple[int | str, ...] | None]
+"""Name, element type and shape (text: a symbolic size; None: unknown) of what goes into a library's network or comes out."""
+
+
+@dataclass(frozen=True)
+class LibraryPart:
+    """A part of an engine that a CPU library is to run: serialized ONNX, its weights by name, and what the program says of its
+    inputs and outputs. ``symbols`` are the sizes that the network's inputs have in a call, with their ranges where known;
+    ``digest`` is one over all of this, where the checksums of the file's blobs were verified."""
+
+    library: str
+    model: bytes
+    weights: Mapping[str, Array]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    symbols: Mapping[str, DimRange | None]
+    digest: str | None = None
+
+
+Examine: TypeAlias = Callable[[LibraryPart], None]
+"""Raises EngineError for a part that its library must not be given."""
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """Choices made when an engine is loaded, for executors to honour. ``threads`` None keeps the number chosen by the build.
@@ -74,6 +98,8 @@ class LoadOptions:
     custom_ops: tuple[CustomOp, ...] = ()
     planner: Planner | None = None
     """Makes the program for shapes that an engine holds no plan for."""
+    examine: Examine | None = None
+    """Judges what a program from a file hands to CPU libraries; without it, such a program is refused."""
     pool: Any = None
     """Memory that the plans of one engine share, as the target's runner has it."""
 

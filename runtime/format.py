@@ -208,12 +208,12 @@ def decode(data: memoryview, *, verify: bool = True, seen: Callable[[Program], N
     text, data_at, minor = _checked_header(data)
     program, entries = parse_header(text, minor)
     seen(program)
-    program.blobs = _blobs(entries, data, data_at, verify)
+    program.blobs, program.foreign = _blobs(entries, data, data_at, verify), True
     if verify:
         known = (bytes.fromhex(e.sha256) for e in entries)
         program.digests = tuple(zip(program.blobs, known, strict=True))
     for plan in program.dynamic.plans if program.dynamic is not None else ():
-        plan.blobs = program.blobs
+        plan.blobs, plan.foreign = program.blobs, True
     validate(program)
     return program
 

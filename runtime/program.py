@@ -15,6 +15,7 @@ import numpy as np
 
 from optdnn.errors import EngineError
 from optdnn.ranges import Profile
+from optdnn.runtime.plan_options import check_plan_options
 from optdnn.types import Array, DType, TensorSpec
 
 Plain = Any
@@ -95,7 +96,8 @@ class Source:
     """The model that a program was made from, to make plans for further shapes: data, no code.
 
     ``model`` is the blob with the serialized ModelProto, in which initializers named in ``weights`` (name -> blob) are declared
-    without their elements; ``options`` are those of the build, as plain data.
+    without their elements; ``options`` are those of the build, as plain data: only those of
+    :data:`optdnn.runtime.plan_options.PLAN_OPTIONS`.
     """
 
     model: int
@@ -164,6 +166,8 @@ class Program:
     retained: tuple[int, ...] = ()
     """Buffers outside of the arena, one step's alone, that keep what it leaves there from one run of a context to the next; zeros
     before the first."""
+    foreign: bool = field(default=False, repr=False)
+    """Read from a file: what it hands to CPU libraries is examined before they see it."""
     digests: tuple[tuple[Array, bytes], ...] = field(default=(), repr=False)
     """Arrays of a file that was read, with their SHA-256 as it was verified."""
 
@@ -299,6 +303,7 @@ def _check_source(program: Program, s: Source) -> None:
     _require(all(0 <= b < n for b in (s.model, *s.weights.values())), "the model in the engine names a missing blob")
     model = program.blobs[s.model]
     _require(model.dtype == np.uint8 and model.ndim == 1, "the model in the engine is not a run of bytes")
+    check_plan_options(s.options, program.target)
 
 
 def _check_ports(what: str, ports: Sequence[tuple[TensorSpec, int]], buffers: Sequence[Buffer]) -> None:

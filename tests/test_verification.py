@@ -368,7 +368,7 @@ def test_a_fault_that_ends_in_an_error_is_a_failed_check(
     library(monkeypatch, lambda results, outs: [a.astype(np.float64) for a in results])
     found = optdnn.verify(optdnn.Engine(engine.program))
     assert statuses(found)["runs"] == FAILED
-    assert "InternalError: output y: fp32[4, 10] was computed as float64" in text(found, "runs")
+    assert "computed 'y' as float64[4, 10]; it should be fp32[4, 10]" in text(found, "runs")
 
 
 def test_the_report_is_strict_json(tmp_path: Path) -> None:

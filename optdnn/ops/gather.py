@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optdnn.dim import DimLike
+from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ops.base import (
     EXACT,
@@ -24,6 +24,7 @@ from optdnn.ops.base import (
     read_attrs,
     simple_import,
 )
+from optdnn.ops.indices import refuse_outside
 from optdnn.ops.shape import free
 from optdnn.ops.values import Values, concrete_ints, moved, require, require_ints, with_values
 from optdnn.runtime.reference.index import KERNELS
@@ -58,13 +59,6 @@ class OneHotAttrs(Attrs):
     axis: int = -1
 
 
-def _check_index(call: Call, dim: DimLike, axis: int) -> None:
-    """Raise ShapeError for a known index that is out of range."""
-    for v in concrete_ints(call, 1) or ():
-        if isinstance(dim, int) and not -dim <= v < dim:
-            raise ShapeError(f"{call.kind} index {v} is out of range for axis {axis} of {call.type(0)}")
-
-
 def _infer_gather(call: Call) -> Result:
     x, indices = call.type(0), call.type(1)
     require_ints(call, 1)
@@ -72,7 +66,7 @@ def _infer_gather(call: Call) -> Result:
         return Result((x.with_shape(None),))
     require(len(x.shape) > 0, call, "a tensor of rank 1 or more", x)
     axis = normalize_axis(call.attrs.axis, len(x.shape))
-    _check_index(call, x.shape[axis], axis)
+    refuse_outside(call)
     return Result((x.with_shape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]]),))
 
 
@@ -88,6 +82,7 @@ def _infer_gather_nd(call: Call) -> Result:
     if not 0 < depth <= len(x.shape) - batch:
         raise ShapeError(f"GatherND indexes {depth} axes of {x} after {batch} batch axes")
     _same_dims(call, x.shape[:batch], indices.shape[:batch])
+    refuse_outside(call)
     return Result((x.with_shape([*indices.shape[:-1], *x.shape[batch + depth :]]),))
 
 
@@ -97,9 +92,16 @@ def _infer_gather_elements(call: Call) -> Result:
     if x.shape is None or indices.shape is None:
         return Result((x.with_shape(indices.shape),))
     require(len(x.shape) == len(indices.shape) > 0, call, "indices of the operand's rank", x, indices)
-    axis = normalize_axis(call.attrs.axis, len(x.shape))
-    _check_index(call, x.shape[axis], axis)
+    _within(call, indices.shape, x.shape, normalize_axis(call.attrs.axis, len(x.shape)))
+    refuse_outside(call)
     return Result((x.with_shape(indices.shape),))
+
+
+def _within(call: Call, indices: Sequence[DimLike], x: Sequence[DimLike], axis: int) -> None:
+    """Raise ShapeError where there are more indices along another axis than the operand is long there."""
+    for k, (a, b) in enumerate(zip(indices, x, strict=True)):
+        if k != axis and bounds(a - b)[0] > 0:
+            raise ShapeError(f"{call.kind} has {a} indices along axis {k} of {call.type(0)}")
 
 
 def _same_dims(call: Call, a: Sequence[DimLike], b: Sequence[DimLike]) -> None:
@@ -124,6 +126,7 @@ def _infer_scatter_nd(call: Call) -> Result:
             if depth > len(x.shape):
                 raise ShapeError(f"ScatterND indexes {depth} axes of {x}")
             _same_dims(call, updates.shape, [*indices.shape[:-1], *x.shape[depth:]])
+            refuse_outside(call)
     return Result((x,))
 
 
@@ -133,8 +136,8 @@ def _infer_scatter_elements(call: Call) -> Result:
     if x.shape is not None and indices.shape is not None and updates.shape is not None:
         require(len(x.shape) == len(indices.shape) > 0, call, "indices of the operand's rank", x, indices)
         _same_dims(call, updates.shape, indices.shape)
-        axis = normalize_axis(call.attrs.axis, len(x.shape))
-        _check_index(call, x.shape[axis], axis)
+        _within(call, indices.shape, x.shape, normalize_axis(call.attrs.axis, len(x.shape)))
+        refuse_outside(call)
     return Result((x,))
 
 

@@ -229,6 +229,9 @@ def _infer_pad(call: Call) -> Result:
         dims[axis] = dims[axis] + before + after if call.value(1) is not None else call.fresh("pad")
         if bounds(dims[axis])[1] < 0:
             raise ShapeError(f"Pad by ({before}, {after}) leaves nothing of axis {axis} of {x}")
+        cropped = x.shape[axis] + dim_min(before, 0) + dim_min(after, 0)
+        if call.value(1) is not None and bounds(cropped)[1] < 0:
+            raise ShapeError(f"Pad by ({before}, {after}) takes more than there is of axis {axis} of {x}")
     return Result((x.with_shape(dims),))
 
 
@@ -271,6 +274,8 @@ def _infer_tile(call: Call) -> Result:
         return Result((x.with_shape([call.fresh("tile") for _ in x.shape]),))
     if len(repeats) != len(x.shape):
         raise ShapeError(f"Tile of {x} has {len(repeats)} repeats")
+    if any(bounds(r)[1] < 0 for r in repeats):
+        raise ShapeError(f"Tile of {x} has negative repeats, {show_shape(repeats)}")
     return Result((x.with_shape([d * r for d, r in zip(x.shape, repeats, strict=True)]),))
 
 

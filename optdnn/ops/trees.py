@@ -89,6 +89,7 @@ def _from_lists(node: NodeSpec, weight_prefix: str, n_columns: int, single: bool
     """The forest of a TreeEnsembleRegressor or -Classifier (versions 1 and 3). ``single``: all weights go to column 0."""
     trees, ids = (np.asarray(required(node, f"nodes_{n}"), np.int64) for n in ("treeids", "nodeids"))
     n = trees.size
+    _check_size(n, n_columns)
     number = {key: k for k, key in enumerate(zip(trees.tolist(), ids.tolist(), strict=True))}
     if len(number) != n:
         raise ShapeError("two nodes of a tree have one number")
@@ -147,6 +148,16 @@ def _ensemble(e: Emit, x: Ref, forest: Forest, aggregate: str) -> Ref:
     return emit(e, "TreeEnsemble", x, *forest.operands(), aggregate=aggregate)
 
 
+WEIGHTS_LIMIT = 1 << 30
+"""Most nodes times columns of a forest."""
+
+
+def _check_size(nodes: int, columns: int) -> None:
+    """Raise ShapeError before weights are made that no forest has: two numbers of a small file can ask for any memory."""
+    if columns < 0 or nodes * columns > WEIGHTS_LIMIT:
+        raise ShapeError(f"{nodes} nodes with {columns} columns each are more than {WEIGHTS_LIMIT} weights")
+
+
 def _aggregate(node: NodeSpec) -> str:
     name = str(node.get("aggregate_function", "SUM"))
     if name not in AGGREGATES:
@@ -189,6 +200,7 @@ def _version_5(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     targets = np.asarray(required(node, "leaf_targetids"), np.int64)
     leaf_weights = np.asarray(required(node, "leaf_weights")).reshape(-1)
     leaves, columns = targets.size, int(node.get("n_targets", 1))
+    _check_size(leaves, columns)
     if leaf_weights.size != leaves or (targets < 0).any() or (targets >= columns).any():
         raise ShapeError("the leaves' weights and targets do not fit")
 

@@ -13,17 +13,19 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from optdnn.dim import Dim, Function, Symbol, evaluate
-from optdnn.errors import RunError, ShapeError, UnsupportedError
+from optdnn.errors import OptdnnError, RunError, ShapeError, UnsupportedError
 from optdnn.ir.export_onnx import ExportedModel, export_model
 from optdnn.ir.extract import Region, extract, regions, single, whole
 from optdnn.ir.graph import Graph, Op
-from optdnn.lower import Lowering
+from optdnn.lower import Lowering, plain_shape, port_spec
 from optdnn.runtime.cpu import onnxruntime, openvino
-from optdnn.runtime.cpu.library import Settings
+from optdnn.runtime.cpu.library import Settings, symbols_of
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.executor import LibraryPart
 from optdnn.runtime.machine import machine
 from optdnn.runtime.program import Program
 from optdnn.tactics.bounds import input_bounds
+from optdnn.tactics.examine import refused_nodes
 from optdnn.tactics.loops import bound_loops
 from optdnn.tactics.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.types import Array
@@ -96,6 +98,9 @@ class Contender:
             if self._unsafe:
                 raise UnsupportedError(f"{library.name} must not run some operators")
             model = library.export(extract(graph, region))
+            if refused := self._refused_in(region, model):
+                self._unsafe = {**self._unsafe, **refused}
+                raise UnsupportedError(f"{library.name} must not run some operators")
         except UnsupportedError:  # an operator that its opset cannot express, or that it must not run: cut around it
             self._cuts = self._cut()
         else:
@@ -167,12 +172,37 @@ class Contender:
 
     def _cut(self) -> list[Cut]:
         reasons = {**_refused_ops(self.graph, self.library, Settings(0, self.base)), **self._unsafe}
+        while True:
+            found = regions(self.graph, lambda op: "reference" if op.id in reasons else self.library.name)  # noqa: B023
+            cuts = [(r, None if r.label == "reference" else self.library.export(extract(self.graph, r))) for r in found]
+            more = {i: why for r, m in cuts if m is not None for i, why in self._refused_in(r, m).items()}
+            if not more:
+                break
+            reasons |= more  # a part by itself shows less than the network: what proved a position may lie outside
         self.fallbacks = [
             {"node": self.graph.op(i).name, "operator": self.graph.op(i).kind, "reason": r}
             for i, r in sorted(reasons.items())
         ]
-        found = regions(self.graph, lambda op: "reference" if op.id in reasons else self.library.name)
-        return [(r, None if r.label == "reference" else self.library.export(extract(self.graph, r))) for r in found]
+        return cuts
+
+    def _refused_in(self, region: Region, model: ExportedModel) -> dict[int, str]:
+        """Op id -> why an engine file with this part would be refused (:mod:`optdnn.tactics.examine`)."""
+        graph = self.graph
+        read, made = (
+            tuple((graph.output(v).name, graph.type(v).dtype, plain_shape(graph.type(v))) for v in values)
+            for values in (region.inputs, region.outputs)
+        )
+        symbols = symbols_of([port_spec(graph.op(i)) for i in graph.inputs], graph.profiles)
+        part = LibraryPart(self.library.name, model.to_bytes(), model.weights, read, made, symbols)
+        try:
+            nodes = refused_nodes(part)
+        except OptdnnError as error:
+            return dict.fromkeys((op.id for op in region.ops), f"it cannot be examined: {error.message}")
+        owners = {op.outputs[0].name: op.id for op in region.ops}
+        found = {owners.get(model.owners.get(name, ("", ""))[1], -1): reason for name, reason in nodes.items()}
+        if -1 in found:  # a node that no op owns: the part as a whole
+            return dict.fromkeys((op.id for op in region.ops), found[-1])
+        return found
 
 
 _ANCHORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")

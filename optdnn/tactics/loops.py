@@ -3,7 +3,8 @@
 A Loop whose trip count is absent (its condition alone ends it) or comes from data gets the most iterations that the NumPy
 kernel allows, and a carried value that says whether it would have gone on. Where it would, a Gather after the loop reads
 outside of its operand: the one thing in ONNX that fails by data, under a name that says why. OpenVINO fails by nothing, so it
-does not get such loops (:mod:`optdnn.tactics.unsafe`).
+does not get such loops (:mod:`optdnn.tactics.unsafe`). What is read from a file has these bounds, or is refused
+(:func:`unbounded`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,34 @@ def bound_loops(model: onnx.ModelProto) -> None:
         nodes = [made for node in graph.node for made in _bounded(node, constants, fresh)]
         del graph.node[:]
         graph.node.extend(nodes)
+
+
+def unbounded(model: onnx.ModelProto) -> list[str]:
+    """The names of the Loops of a model that :func:`bound_loops` would have given a bound, and that have none."""
+    found = []
+    for graph in _graphs(model.graph):
+        limited = {t.name for t in graph.initializer if _limits(t)}
+        for node in graph.node:
+            values = [a.t for a in node.attribute if a.name == "value"]
+            if (node.op_type == "Constant" and values and _limits(values[0])) or (
+                node.op_type == "Min" and not limited.isdisjoint(node.input)
+            ):
+                limited.update(node.output)
+            if node.op_type == "Loop" and not (node.input and node.input[0] in limited):
+                found.append(node.name)
+    return found
+
+
+def _limits(t: onnx.TensorProto) -> bool:
+    """Whether a constant is a number of trips that is not too large."""
+    size = int(np.prod(t.dims, dtype=np.int64))
+    return (
+        t.data_type == onnx.TensorProto.INT64
+        and t.data_location != onnx.TensorProto.EXTERNAL
+        and size == 1
+        and len(t.raw_data) == 8
+        and int(numpy_helper.to_array(t).reshape(-1)[0]) <= control.LOOP_LIMIT
+    )
 
 
 def _graphs(graph: GraphProto) -> Iterator[GraphProto]:

@@ -1,7 +1,9 @@
 """Operators that a library takes and must not run; they run from their NumPy kernels, and the build says so.
 
-* OpenVINO trusts axes, sizes, pads and positions that come from the user: a wrong one makes it read or write outside of its
-  memory, and the process is gone (seen with CumSum, Pad, Slice and Resize). ONNX Runtime checks them and returns an error.
+* OpenVINO trusts axes, sizes, pads and positions: a wrong one makes it read or write outside of its memory, and the process is
+  gone (seen with CumSum, Pad, Slice, Resize, GatherND, ScatterElements, Tile; Gather of a row of integers gives what lies beside
+  it). Constants are no exception. It gets what is known, and positions and pads only where they are proven to be inside
+  (:mod:`optdnn.ops.indices`). ONNX Runtime checks them and returns an error.
 * OpenVINO's compiler crashes on a Reshape to a scalar behind a product (seen with MatMul, 2026.4); a Squeeze it takes.
 * OpenVINO's transposed convolution of signed integers leaves out the zero point of the weights (2026.4).
 * OpenVINO gives NaN for a row of an Attention whose boolean mask forbids everything, where ONNX asks for zeros.
@@ -14,10 +16,17 @@
 
 from __future__ import annotations
 
-from optdnn.ir.graph import STRUCTURAL, Graph
-from optdnn.tactics.loops import endless
-from optdnn.types import BF16, BOOL, NARROW_FLOATS, NARROW_INTEGERS, DType, dtype_name
+from collections.abc import Callable, Mapping
 
+from optdnn.dim import bounds, dim_min
+from optdnn.ir.body import GraphBody
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value, known_shape
+from optdnn.ops.base import attrs_dict
+from optdnn.ops.indices import ALONG_AXIS, TUPLES, all_inside
+from optdnn.tactics.loops import endless
+from optdnn.types import BF16, BOOL, NARROW_FLOATS, NARROW_INTEGERS, DType, dtype_name, is_float, normalize_axis
+
+INDEXED = ALONG_AXIS | TUPLES
 _NARROW = frozenset({*NARROW_FLOATS, *NARROW_INTEGERS})
 _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
 PARAMETERS: dict[str, tuple[int, ...]] = {
@@ -28,8 +37,6 @@ PARAMETERS: dict[str, tuple[int, ...]] = {
     "CumSum": (1,),
     "Expand": (1,),
     "GRU": (4,),
-    "GatherElements": (1,),
-    "GatherND": (1,),
     "LSTM": (4,),
     "NonMaxSuppression": (2,),
     "OneHot": (1,),
@@ -40,8 +47,6 @@ PARAMETERS: dict[str, tuple[int, ...]] = {
     "Resize": (1, 2, 3),
     "ReverseSequence": (1,),
     "RoiAlign": (2,),
-    "ScatterElements": (1,),
-    "ScatterND": (1,),
     "Slice": (1, 2, 3, 4),
     "Split": (1,),
     "Squeeze": (1,),
@@ -75,12 +80,63 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
         ):
             out[op.id] = "openvino's compiler may crash where a Reshape makes a scalar of a computed value"
     for op in graph.order():
-        for slot in PARAMETERS.get(op.kind, ()):
-            value = op.input(slot)
-            if value is not None and value.op in data and graph.known(value) is None:
-                name = graph.output(value).name
-                out[op.id] = f"openvino does not check {name!r}, which comes from an input: a wrong value may crash it"
-                break
+        if (name := _unchecked(graph, op)) is not None:
+            whence = "comes from an input" if name.op in data else "follows from sizes"
+            shown = graph.output(name).name
+            out[op.id] = f"openvino does not check {shown!r}, which {whence}: a wrong value may crash it"
+    return {**out, **_in_bodies(graph, openvino_must_not)}
+
+
+def _unchecked(graph: Graph, op: Op) -> Value | None:
+    """The operand that says where or how much and is not proven to be right, or None."""
+    for slot in PARAMETERS.get(op.kind, ()):
+        value = op.input(slot)
+        if value is not None and graph.known(value) is None:
+            return value
+    value = op.input(1)
+    if value is None:
+        return None
+    if op.kind in INDEXED and not (op.kind == "Gather" and _gives_zeros(graph, op)):
+        types = [None if v is None else graph.type(v) for v in op.inputs]
+        return None if all_inside(op.kind, op.attrs, types, graph.known(value)) else value
+    if op.kind == "Pad" and not _crops_inside(graph, op):
+        return value
+    if op.kind == "Tile" and any(bounds(n)[0] < 0 for n in known_shape(graph.known(value)) or ()):
+        return value
+    return None
+
+
+def _gives_zeros(graph: Graph, op: Op) -> bool:
+    """Whether OpenVINO's Gather gives zeros for positions outside: not for rows of integers, which it reads as they come."""
+    x = op.inputs[0]
+    assert x is not None
+    shape, dtype = graph.type(x).shape, graph.type(x).dtype
+    return is_float(dtype) or (shape is not None and len(shape) > 1)
+
+
+def _crops_inside(graph: Graph, op: Op) -> bool:
+    """Whether negative pads take no more than there is, whatever the sizes are."""
+    x, pads = op.inputs[0], known_shape(graph.known(op.input(1)))
+    assert x is not None
+    dims = graph.type(x).shape
+    if all(bounds(n)[0] >= 0 for n in pads or ()):
+        return True
+    axes = known_shape(graph.known(op.input(3)))
+    if dims is None or pads is None:
+        return False
+    which = range(len(dims)) if axes is None else [normalize_axis(int(a), len(dims)) for a in axes]  # type: ignore[arg-type]
+    ends = zip(pads, pads[len(pads) // 2 :], strict=False)
+    return all(bounds(dims[a] + dim_min(p, 0) + dim_min(q, 0))[0] >= 0 for a, (p, q) in zip(which, ends, strict=False))
+
+
+def _in_bodies(graph: Graph, must_not: Callable[[Graph], Mapping[int, str]]) -> dict[int, str]:
+    """Each op whose body (of If, Loop or Scan) holds one that must not run."""
+    out = {}
+    for op in graph.order():
+        bodies = [v.graph for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody)]
+        reason = next((r for body in bodies for r in must_not(body).values()), None)
+        if reason is not None:
+            out[op.id] = f"in its body, {reason}"
     return out
 
 
@@ -88,7 +144,8 @@ def onnxruntime_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for ONNX Runtime."""
     reason = "onnxruntime's MaxUnpool places values as if there were no output_shape"
     unpools = {op.id: reason for op in graph.of_kind("MaxUnpool") if op.input(2) is not None}
-    return {**_touching(graph, _NARROW | {BF16}), **unpools, **_transforms(graph)}
+    own = {**_touching(graph, _NARROW | {BF16}), **unpools, **_transforms(graph)}
+    return {**own, **_in_bodies(graph, onnxruntime_must_not)}
 
 
 def _transforms(graph: Graph) -> dict[int, str]:

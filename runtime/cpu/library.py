@@ -6,25 +6,41 @@ copies them. It is immutable and may be shared by threads; each thread makes its
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
 
-from optdnn.errors import EngineError, MissingDependency
+from optdnn.config import THREADS_LIMIT
+from optdnn.dim_text import expressions
+from optdnn.errors import EngineError, MissingDependency, UsageError
+from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.cpu.huge_pages import NewMemory
-from optdnn.runtime.executor import LoadOptions, Session
+from optdnn.runtime.executor import LibraryPart, LoadOptions, Port, Session
 from optdnn.runtime.program import Program, Step
-from optdnn.types import Array
+from optdnn.types import Array, TensorSpec, dtype_name
+
+PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a library compiles a model. ``threads`` 0 leaves the number to the library (all cores)."""
+    """How a library compiles a model. ``threads`` 0 leaves the number to the library (all cores).
+
+    Raises UsageError for a number of threads beyond any machine's, and for a precision that no library has.
+    """
 
     threads: int
     precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if type(self.threads) is not int or not 0 <= self.threads <= THREADS_LIMIT:
+            raise UsageError(f"threads must be 0 to {THREADS_LIMIT}, not {self.threads!r:.40}")
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"precision {self.precision!r:.40} is none of a CPU library ({', '.join(PRECISIONS)})")
 
     def to_plain(self) -> dict[str, Any]:
         return {"threads": self.threads, "precision": self.precision}
@@ -60,25 +76,82 @@ class MakeModel(Protocol):
 
 def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOptions) -> LibraryModel:
     """Make a library step of an engine ready: its parameters are the number of the blob that holds the ONNX bytes, the
-    blobs of the weights by name, the names of inputs and outputs, and the settings."""
-    p = step.params
+    blobs of the weights by name, the names of inputs and outputs, and the settings.
+
+    A program from a file is examined first, by ``options.examine``. Raises EngineError for parameters that are not of this form,
+    and for a network that the library must not be given."""
+    p, blobs = step.params, program.blobs
     try:
-        threads = int(p["threads"]) if options.threads is None else options.threads
-        settings = Settings(threads, str(p["precision"]))
-        blobs = program.blobs
-        weights = {str(name): blobs[number] for name, number in p["weights"].items()}
-        model = blobs[p["model"]].tobytes()
+        if set(p) != _PARAMS:
+            raise ValueError(f"its parameters are {sorted(map(str, p))}")
+        settings = Settings(p["threads"] if options.threads is None else options.threads, p["precision"])
+        weights = {str(name): blobs[_number(number, blobs)] for name, number in p["weights"].items()}
+        model = blobs[_number(p["model"], blobs)].tobytes()
         inputs, outputs = [str(n) for n in p["inputs"]], [str(n) for n in p["outputs"]]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise EngineError(f"a {step.executor} step of the engine is malformed: {error!r}") from None
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, UsageError) as error:
+        raise EngineError(f"a {step.executor} step of the engine is malformed: {error}") from None
     if len(inputs) != len(step.inputs) or len(outputs) != len(step.outputs):
         raise EngineError(
             f"a {step.executor} step of the engine names {len(inputs)} inputs for {len(step.inputs)} buffers"
         )
+    if program.foreign:
+        if options.examine is None:
+            raise EngineError(
+                f"the engine has a network for {step.executor}, and nothing is here to examine it",
+                hint="load it by optdnn.load",
+            )
+        read, given = _ports(program, step.inputs, inputs), _ports(program, step.outputs, outputs)
+        symbols = symbols_of([spec for spec, _ in program.inputs], program.profiles)
+        part = LibraryPart(step.executor, model, weights, read, given, symbols)
+        options.examine(replace(part, digest=_digest(part, blobs[p["model"]], program)))
     memory = NewMemory(options.huge_pages)
     made = make(model, weights, inputs, outputs, settings)
     made.memory = memory
     return made
+
+
+_PARAMS = frozenset({"inputs", "model", "outputs", "precision", "threads", "weights"})
+
+
+def _number(number: Any, blobs: Sequence[Array]) -> int:
+    """The number of a blob that exists."""
+    if type(number) is not int or not 0 <= number < len(blobs):
+        raise ValueError(f"there is no blob {number!r:.20}")
+    return number
+
+
+def _ports(program: Program, numbers: Sequence[int], names: Sequence[str]) -> tuple[Port, ...]:
+    if any(i < 0 for i in numbers):
+        raise EngineError("a step of a CPU library lacks a buffer")
+    found = [program.buffers[i] for i in numbers]
+    return tuple((name, b.dtype, b.shape) for name, b in zip(names, found, strict=True))
+
+
+def _digest(part: LibraryPart, model: Array, program: Program) -> str | None:
+    """A digest over a part, from those of its arrays as the file's reader verified them; None where it did not."""
+    known = {id(array): digest.hex() for array, digest in program.digests}
+    arrays = [known.get(id(a)) for a in (model, *part.weights.values())]
+    if None in arrays:
+        return None
+    types = [(name, dtype_name(a.dtype), a.shape) for name, a in part.weights.items()]
+    ports = [[(name, dtype_name(d), shape) for name, d, shape in side] for side in (part.inputs, part.outputs)]
+    ranges = {name: None if r is None else (r.min, r.max) for name, r in part.symbols.items()}
+    return hashlib.sha256(json.dumps([part.library, arrays, types, ports, ranges]).encode()).hexdigest()
+
+
+def symbols_of(inputs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> dict[str, DimRange | None]:
+    """The symbols that a network's inputs give sizes in each call, with the range that all profiles together allow."""
+    named = {name for p in profiles for name in p}
+    dims = dict.fromkeys(d for spec in inputs for d in spec.shape if isinstance(d, str))
+    derived = expressions(dims, named)
+    found: dict[str, DimRange | None] = {}
+    for name in dims:
+        if name not in derived:
+            given = [p[name] for p in profiles if name in p]
+            whole = len(given) == len(profiles) > 0
+            low, high = (min(r.min for r in given), max(r.max for r in given)) if whole else (0, 0)
+            found[name] = DimRange(low, low, high) if whole else None
+    return found
 
 
 def library_module(name: str) -> ModuleType:

@@ -15,8 +15,9 @@ from optdnn.ops import gather, index
 from optdnn.ops.base import Attrs
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs, OneHotAttrs, ScatterElementsAttrs, ScatterNDAttrs
 from optdnn.ops.index import BlockAttrs, ConcatAttrs, PadAttrs, SplitAttrs, sliced
+from optdnn.ops.indices import all_inside
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.types import FP16, FP32, INT64, tensor
+from optdnn.types import FP16, FP32, INT64, TensorType, tensor
 
 N, H = symbol("n", 1), symbol("h", 1)
 X = normal(2, 3, 4)
@@ -334,6 +335,18 @@ REFUSED = [
     ("ScatterElements", [T, [[0]], tensor(FP32, 1, 2)], None, "must equal"),
     ("ScatterElements", [T, [[9]], tensor(FP32, 1, 1)], ScatterElementsAttrs(1), "index 9 is out of range"),
     ("OneHot", [tensor(INT64, 2), [5], tensor(FP32, 2, 1)], None, "pair of values"),
+    ("Gather", [T, np.full(1000, 3)], GatherAttrs(1), "index 3 is out of range for axis 1"),
+    ("Gather", [T, [H + 3]], GatherAttrs(1), "is out of range for axis 1"),
+    ("GatherND", [tensor(FP32, 1, 4), [[1000000, 2]]], None, "index 1000000 is out of range for axis 0"),
+    ("GatherND", [T, [[0, 0], [1, -4]]], None, "index -4 is out of range for axis 1"),
+    ("GatherND", [T, [[3], [0]]], GatherNDAttrs(1), "index 3 is out of range for axis 1"),
+    ("GatherND", [TensorType(FP32, (N, 4)), [[0, 4]]], None, "index 4 is out of range for axis 1"),
+    ("GatherND", [TensorType(FP32, (N, 4)), [[N, 0]]], None, "index n is out of range for axis 0"),
+    ("GatherElements", [T, np.zeros((5, 3), int)], GatherAttrs(1), "has 5 indices along axis 0"),
+    ("ScatterND", [T, [[2, 0]], tensor(FP32, 1)], None, "index 2 is out of range for axis 0"),
+    ("ScatterElements", [T, np.zeros((5, 3), int), tensor(FP32, 5, 3)], ScatterElementsAttrs(1), "has 5 indices along"),
+    ("Pad", [T, [0, 4, 0, -5]], PadAttrs(), "takes more than there is of axis 1"),
+    ("Tile", [T, [1, -1]], None, "negative repeats"),
 ]
 
 
@@ -341,6 +354,42 @@ REFUSED = [
 def test_refused(kind: str, operands: list, attrs: Attrs | None, because: str) -> None:
     with pytest.raises(ShapeError, match=because):
         infer(kind, *operands, attrs=attrs)
+
+
+def test_indices_that_may_be_inside_are_taken() -> None:
+    """A size that is not known cannot contradict, and no index at all is inside of an empty tensor."""
+    infer("GatherND", TensorType(FP32, (N, 4)), [[9, 3]])
+    infer("Gather", TensorType(FP32, (N,)), [N - 1])
+    infer("Gather", tensor(FP32, 0, 3), np.zeros(0, np.int64))
+    infer("GatherND", tensor(FP32, 0, 3), np.zeros((0, 1), np.int64))
+
+
+@pytest.mark.parametrize(
+    ("kind", "attrs", "x", "indices", "value", "proven"),
+    [
+        ("Gather", GatherAttrs(0), (4,), (2,), ints(0, -4), True),
+        ("Gather", GatherAttrs(0), (4,), (2,), ints(0, 4), False),
+        ("Gather", GatherAttrs(0), (4,), (2,), None, False),
+        ("Gather", GatherAttrs(0), (N,), (1,), ints(0), True),  # n is 1 or more
+        ("Gather", GatherAttrs(0), (N,), (1,), ints(1), False),
+        ("Gather", GatherAttrs(0), (N + 2,), (1,), np.array([N], object), True),
+        ("Gather", GatherAttrs(0), (N,), (1,), np.array([H], object), False),
+        ("GatherND", GatherNDAttrs(), (N, 4), (1, 2), ints(0, 3).reshape(1, 2), True),
+        ("GatherND", GatherNDAttrs(1), (N, 4), (N, 1), None, False),
+        ("GatherND", GatherNDAttrs(1), (N, 4), (H, 1), np.array([[1]]), False),  # of batches that may differ
+        ("GatherND", GatherNDAttrs(), None, (1, 2), ints(0, 3), False),
+        ("GatherND", GatherNDAttrs(), (2, 4), (1, N), ints(0, 3), False),
+        ("GatherElements", GatherAttrs(1), (N, 4), (N, 1), ints(3), True),
+        ("GatherElements", GatherAttrs(1), (N, 4), (H, 1), ints(3), False),  # rows that may not be there
+        ("ScatterElements", ScatterElementsAttrs(0), (4, 4), (1, 3), ints(3, 0, 0).reshape(1, 3), True),
+        ("ScatterND", ScatterNDAttrs(), (4, 4), (0, 2), np.zeros((0, 2), np.int64), True),
+    ],
+)
+def test_positions_are_proven_to_be_inside(
+    kind: str, attrs: Attrs, x: Any, indices: Any, value: Any, proven: bool
+) -> None:
+    types = [TensorType(FP32, x), TensorType(INT64, indices)]
+    assert all_inside(kind, attrs, types, value) is proven
 
 
 def test_kernels_refuse_at_run_time() -> None:

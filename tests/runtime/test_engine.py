@@ -13,7 +13,7 @@ import pytest
 from programs import F32, mlp, mlp_expected, program
 
 from optdnn import Engine, load
-from optdnn.errors import EngineError, InputError, InternalError, MissingDependency, RunError
+from optdnn.errors import EngineError, InputError, MissingDependency, RunError
 from optdnn.runtime.program import Buffer, Step
 from optdnn.runtime.reference_executor import reference_step
 from optdnn.types import BF16
@@ -352,7 +352,25 @@ def test_an_executor_that_gives_another_type_is_caught(fake: Any, wrong: Any) ->
     fake(lambda inputs, outs: [wrong])
     steps = [Step("fake", {}, (0,), (1,))]
     e = Engine(program([("x", F32, (1,))], [("y", 1)], steps, [(F32, (1,))]))
-    with pytest.raises(InternalError, match=r"output y: fp32\[1\] was computed as float"):
+    with pytest.raises(RunError, match=r"step 0 .* computed 't0' as float.*; it should be fp32\[1\]"):
+        e(np.zeros(1, np.float32))
+
+
+def test_a_result_is_held_against_sizes_that_follow_from_the_inputs(fake: Any) -> None:
+    """A size that has no value in a call (a division by an empty dimension), or depends on data, is not looked at."""
+    fake(lambda inputs, outs: [np.zeros((6, 2, 5), np.float32)])
+    steps = [Step("fake", {}, (0,), (1,))]
+    e = Engine(program([("x", F32, ("n", "m"))], [("y", 1)], steps, [(F32, ("2*n", "floor(n/m)", "k"))]))
+    assert e(np.zeros((3, 1), np.float32)[:, :0]).shape == (6, 2, 5)
+    for shape, why in (((3, 1), r"\[6, 3, \?\]"), ((2, 1), r"\[4, 2, \?\]")):
+        with pytest.raises(RunError, match=rf"computed 't0' as float32\[6, 2, 5\]; it should be fp32{why}"):
+            e(np.zeros(shape, np.float32))
+
+
+def test_an_executor_that_gives_too_few_results_is_caught(fake: Any) -> None:
+    fake(lambda inputs, outs: [])
+    e = Engine(program([("x", F32, (1,))], [("y", 1)], [Step("fake", {}, (0,), (1,))], [(F32, (1,))]))
+    with pytest.raises(RunError, match=r"step 0 .* gave 0 results, it has 1 outputs"):
         e(np.zeros(1, np.float32))
 
 

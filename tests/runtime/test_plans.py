@@ -321,7 +321,7 @@ def test_options_of_another_version_are_refused(built: optdnn.Engine) -> None:
     assert dynamic.source is not None
     source = replace(dynamic.source, options={**dynamic.source.options, "turbo": True})
     program.dynamic = replace(dynamic, source=source)
-    with pytest.raises(EngineError, match="option 'turbo', which this version"):
+    with pytest.raises(EngineError, match="build option 'turbo', which no engine may set"):
         loading.plan_on_demand(program, {"x": (3, *IMAGE)}, False, {})
 
 

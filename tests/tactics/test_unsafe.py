@@ -10,12 +10,12 @@ from support.quantized_nets import QNet
 from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
 from optdnn.dim import symbol
-from optdnn.errors import RunError
+from optdnn.errors import RunError, ShapeError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.ops.table import OPDEFS
-from optdnn.tactics.cpu_library import LIBRARIES
+from optdnn.tactics.cpu_library import LIBRARIES, Contender
 from optdnn.tactics.unsafe import PARAMETERS, data_dependent, onnxruntime_must_not, openvino_must_not
 from optdnn.types import DTYPES, FP32, INT64, TensorType, tensor
 
@@ -47,6 +47,80 @@ def test_parameters_from_shapes_and_constants_are():
     assert openvino_must_not(graph) == {}
     assert shape.op not in data_dependent(graph)
     assert y.op in data_dependent(graph)
+
+
+def test_sizes_that_are_not_known_are_not_openvinos():
+    """Computed from a shape, by floats: nothing is known of it."""
+    graph = Graph()
+    x = graph.add_input("x", TensorType(FP32, (symbol("N"), 4)))
+    shape = graph.add("Shape", [x], OPDEFS["Shape"].attrs()).value
+    root = graph.add("Sqrt", [graph.add("Cast", [shape], OPDEFS["Cast"].attrs(to=FP32)).value]).value
+    size = graph.add("Cast", [root], OPDEFS["Cast"].attrs(to=INT64), names=["size"]).value
+    tile = graph.add("Tile", [x, size])
+    graph.add_output(tile.value, "y")
+    assert openvino_must_not(graph) == {
+        tile.id: "openvino does not check 'size', which follows from sizes: a wrong value may crash it"
+    }
+
+
+def pads(dims, *amounts):
+    graph = Graph()
+    x = graph.add_input("x", TensorType(FP32, dims))
+    op = graph.add("Pad", [x, graph.add_constant(np.array(amounts), "pads")], OPDEFS["Pad"].attrs())
+    graph.add_output(op.value, "y")
+    return graph
+
+
+def test_pads_may_take_no_more_than_there_is():
+    n = symbol("N")
+    for graph, refused in (
+        (pads((n,), 2, 3), False),
+        (pads((n + 1,), -1, 0), False),
+        (pads((n,), -1, 2), True),
+        (pads((4, 4), 0, -4, 0, 1), False),
+    ):
+        assert bool(openvino_must_not(graph)) is refused
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "refused"),
+    [(FP32, (4,), False), (FP32, (4, 3), False), (INT64, (4, 3), False), (INT64, (4,), True), (INT64, None, True)],
+)
+def test_a_gather_that_gives_zeros_outside_is_openvinos(dtype, shape, refused):
+    graph = Graph()
+    x, i = graph.add_input("x", TensorType(dtype, shape)), graph.add_input("i", tensor(INT64, 2))
+    op = graph.add("Gather", [x, i], OPDEFS["Gather"].attrs(0))
+    graph.add_output(op.value, "y")
+    assert list(openvino_must_not(graph)) == ([op.id] if refused else [])
+    assert onnxruntime_must_not(graph) == {}
+
+
+def test_a_constant_outside_is_an_error_of_the_build():
+    graph = Graph()
+    x = graph.add_input("x", tensor(FP32, 1, 4))
+    i = graph.add_constant(np.array([[0, 2]]), "i")
+    graph.add_output(graph.add("GatherND", [x, i], OPDEFS["GatherND"].attrs()).value, "y")
+    model = export_model(graph).proto
+    (held,) = model.graph.initializer
+    held.raw_data = np.array([[1_000_000, 2]]).tobytes()
+    for target in ("cpu", "reference", "simulate"):
+        with pytest.raises(ShapeError, match="GatherND index 1000000 is out of range for axis 0"):
+            build_verbose(model, BuildOptions(target=target))
+
+
+def test_what_the_exporter_writes_is_looked_at_too():
+    """An operator that is written as others: those must be allowed as well."""
+    graph = Graph()
+    x = graph.add_input("x", tensor(FP32, 2, 4))
+    slot = graph.add_input("i", tensor(INT64, 2))
+    op = graph.add("TensorScatter", [graph.add_input("cache", tensor(FP32, 2, 6, 4)),
+                                     graph.add("Unsqueeze", [x, graph.add_constant(np.array([1]), "a")]).value, slot],
+                   OPDEFS["TensorScatter"].attrs())  # fmt: skip
+    graph.add_output(op.value, "y")
+    assert openvino_must_not(graph) == {}
+    contender = Contender(graph, LIBRARIES["openvino"], "fp32")
+    assert [f["operator"] for f in contender.fallbacks] == ["TensorScatter"]
+    assert "does not check" in contender.fallbacks[0]["reason"]
 
 
 def test_the_table_names_kinds_and_slots_that_exist():

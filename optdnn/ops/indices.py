@@ -1,0 +1,86 @@
+"""Indices that are known before a run: do they lie inside of the operand that they address?
+
+Gather, GatherElements, GatherND, ScatterElements and ScatterND read or write at positions that operand 1 gives. Libraries do not
+always check these, so what is known to be outside is an error of the model on every target (:func:`refuse_outside`), and
+whoever hands such an operator to a library can ask whether all positions are proven to be inside (:func:`all_inside`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.dim import DimLike, bounds
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Call, Known
+from optdnn.types import TensorType, normalize_axis
+
+ALONG_AXIS = frozenset({"Gather", "GatherElements", "ScatterElements"})
+"""Kinds whose indices are positions on one axis."""
+TUPLES = frozenset({"GatherND", "ScatterND"})
+"""Kinds whose indices are tuples of positions, one for each of the leading axes."""
+
+
+def addressed(kind: str, attrs: Any, x: TensorType, indices: TensorType) -> tuple[DimLike, ...] | None:
+    """The sizes that a tuple of positions (or the one position) must stay below; None where they are not known."""
+    if x.shape is None or indices.shape is None:
+        return None
+    if kind in ALONG_AXIS:
+        return (x.shape[normalize_axis(attrs.axis, len(x.shape))],)
+    depth = indices.shape[-1] if indices.shape else None
+    if not isinstance(depth, int):
+        return None
+    batch = attrs.batch_dims if kind == "GatherND" else 0
+    return x.shape[batch : batch + depth]
+
+
+def refuse_outside(call: Call) -> None:
+    """Raise ShapeError for an index of ``call`` (one of the kinds above) that is outside whatever the sizes are."""
+    x, value = call.type(0), call.value(1)
+    sizes = addressed(call.kind, call.attrs, x, call.type(1))
+    if value is None or sizes is None:
+        return
+    first = call.attrs.axis if call.kind in ALONG_AXIS else getattr(call.attrs, "batch_dims", 0)
+    for axis, (size, positions) in enumerate(zip(sizes, _extremes(value, len(sizes)), strict=True), first):
+        for v in positions:
+            if bounds(v - size)[0] >= 0 or bounds(v + size)[1] < 0:
+                raise ShapeError(f"{call.kind} index {v} is out of range for axis {axis} of {x}")
+
+
+def all_inside(kind: str, attrs: Any, types: Sequence[TensorType | None], value: Known | None) -> bool:
+    """Whether every position of ``value`` (operand 1) is inside of operand 0, whatever the sizes of symbols are, and the shapes
+    of the operands fit each other."""
+    x, indices = types[0], types[1]
+    if value is None or x is None or indices is None:
+        return False
+    sizes = addressed(kind, attrs, x, indices)
+    if sizes is None or not _shapes_fit(kind, attrs, x, indices):
+        return False
+    return all(
+        bounds(v - size)[1] < 0 and bounds(v + size)[0] >= 0
+        for size, positions in zip(sizes, _extremes(value, len(sizes)), strict=True)
+        for v in positions
+    )
+
+
+def _shapes_fit(kind: str, attrs: Any, x: TensorType, indices: TensorType) -> bool:
+    if kind in ("GatherElements", "ScatterElements"):
+        axis = normalize_axis(attrs.axis, len(x.dims))
+        pairs = [(a, b) for k, (a, b) in enumerate(zip(indices.dims, x.dims, strict=True)) if k != axis]
+        return all(bounds(b - a)[0] >= 0 for a, b in pairs)
+    batch = attrs.batch_dims if kind == "GatherND" else 0
+    return all(bounds(a - b) == (0, 0) for a, b in zip(indices.dims[:batch], x.dims[:batch], strict=True))
+
+
+def _extremes(value: Known, columns: int) -> list[list[DimLike]]:
+    """Per position of a tuple: the smallest and the largest value where all are integers, else every value."""
+    if not value.size:
+        return [[] for _ in range(columns)]
+    rows = value.reshape(-1, columns)
+    if rows.dtype == object:
+        return [
+            list(dict.fromkeys(v if not isinstance(v, np.integer) else int(v) for v in column)) for column in rows.T
+        ]
+    return [[int(low), int(high)] for low, high in zip(rows.min(axis=0), rows.max(axis=0), strict=True)]
