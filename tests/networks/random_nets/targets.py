@@ -48,7 +48,7 @@ def options(setting: Setting, net: Network) -> dict[str, Any]:
     if setting.gpu:
         given["tactics"] = setting.tactics or "heuristic"
         if net.sizes:
-            given["shapes"] = _ranges(net)
+            given["shapes"] = _profiles(net) if "calib" in given else _ranges(net)
     elif setting.target == "cpu":
         given.update(tactics=setting.tactics or "auto", threads=1)
     return given
@@ -76,6 +76,11 @@ def _ranges(net: Network) -> dict[str, Any]:
         if shapes.shape[1]:
             ranges[name] = [tuple(map(int, s)) for s in (shapes.min(0), shapes[0], shapes.max(0))]
     return ranges
+
+
+def _profiles(net: Network) -> list[dict[str, Any]]:
+    """Each feed's sizes as a profile: an engine does not keep its calibration, and so makes no plans for further sizes."""
+    return [{n: f[n].shape for n in f if f[n].ndim} for f in net.feeds]
 
 
 def build(setting: Setting, net: Network) -> optdnn.Engine:
