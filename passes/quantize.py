@@ -23,6 +23,7 @@ from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Fired, PassReport, Refused, node_names
 from optdnn.passes.precision import ANCHORS, OWN_SCALE, SHARES_SCALE, PrecisionPlan, key, no_fp8, no_integers
 from optdnn.passes.ranges import FP8_LARGEST, Calibration, Range, fp8_scale, integer_parameters
+from optdnn.passes.rounding_shift import rounding_shift
 from optdnn.passes.split_prologue import split_prologue
 from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
 
@@ -288,31 +289,18 @@ class _Quantizer:
         graph.remove_dead(old)
 
     def _shift(self, op: Op, weights: Array, integers: Array, scale: Array, axis: int | None) -> Array | None:
-        """By how much rounding the weights moves the mean of each output channel (Nagel et al., 2019, section 4.2): the mean of
-        the operand times what was rounded. None where the means are not known or nothing moves."""
+        """By how much rounding the weights moves the mean of each output channel; None where the means are not known or
+        nothing moves."""
         entering = self.graph.op(self.graph.op(op.inputs[0]).inputs[0])  # type: ignore[arg-type]
         value = entering.inputs[0]
         assert value is not None
         means = self.calibration.means.get(self.graph.output(value).name)
-        rank = len(self.graph.type(value).dims)
-        if means is None or op.kind not in ("Conv", "Gemm", "MatMul") or (op.kind == "Conv" and rank not in (4, 5)):
+        if means is None:
             return None
         by_channel = scale if axis is None else scale.reshape([-1 if i == axis else 1 for i in range(weights.ndim)])
         error = integers.astype(np.float64) * by_channel - weights
-        if op.kind == "Conv":
-            group, per_group = op.attrs.group, weights.shape[1]
-            if len(means) != group * per_group:
-                return None
-            rows = error.reshape(group, len(weights) // group, per_group, -1).sum(axis=3)
-            shift = np.einsum("gmi,gi->gm", rows, means.reshape(group, per_group)).reshape(-1)
-        else:
-            if weights.ndim != 2:
-                return None
-            columns = error.T if op.kind == "Gemm" and op.attrs.transB else error
-            if len(means) != len(columns):
-                return None
-            shift = means @ columns
-        return shift if np.abs(shift).max(initial=0.0) > 0 else None
+        shift = rounding_shift(op, error, means, self.graph.type(value).dims)
+        return None if shift is None or not shift.any() else shift
 
     def _correct_stage(self, op: Op, inputs: list[Value | None], shift: Array) -> None:
         """The bias of a MatMul is its first stage, the addition of a constant vector."""

@@ -191,6 +191,12 @@ def test_empty_results_have_a_rank_and_a_type() -> None:
     assert distance(empty, empty.astype(np.int64)).why
 
 
+def test_terms_that_cancel_leave_their_rounding() -> None:
+    zeros = small(helper.make_node("Sub", ["x", "x"], ["y"]))
+    assert verdict(zeros, lambda a: a + np.float32(2.4e-7)) == "right"
+    assert verdict(zeros, lambda a: a + np.float32(1e-5)) == "wrong"
+
+
 def test_fp16_has_a_wider_tolerance_and_an_end() -> None:
     assert verdict(small(TANH), lambda a: a.astype(np.float16).astype(np.float32), "fp16") == "right"
     assert verdict(small(TANH), lambda a: a * np.float32(1.2), "fp16") == "wrong"

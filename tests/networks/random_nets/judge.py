@@ -36,6 +36,10 @@ TOLERANCES = {
 """Precision -> tolerance; "int8" is for float networks quantized by calibration, whose error nobody promises."""
 
 
+ZERO = 0.1
+"""What an error is relative to where all elements should be 0: terms that cancel leave the rounding of their own size."""
+
+
 @dataclass(frozen=True)
 class Distance:
     """How far two results are apart: of floats relative to the wanted ones, of integers the share that differs."""
@@ -71,8 +75,9 @@ def distance(got: Array, want: Array) -> Distance:
         return Distance()
     off, size = np.abs(a[finite] - b[finite]), np.abs(b[finite])
     root = float(np.sqrt((b[finite] ** 2).mean()))
-    most = float(off.max()) / max(float(size.max()), 1e-6)
-    return Distance(most, float(np.sqrt((off**2).mean())) / max(root, 1e-6))
+    least = 1e-6 if size.any() else ZERO  # nothing but zeros has no size of its own
+    most = float(off.max()) / max(float(size.max()), least)
+    return Distance(most, float(np.sqrt((off**2).mean())) / max(root, least))
 
 
 @dataclass(frozen=True)

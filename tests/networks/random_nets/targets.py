@@ -48,7 +48,6 @@ def options(setting: Setting, net: Network) -> dict[str, Any]:
     if setting.gpu:
         given["tactics"] = setting.tactics or "heuristic"
         if net.sizes:
-            # A calibrated engine makes no plans for further sizes: it is given each feed's sizes as a profile.
             given["shapes"] = _profiles(net) if "calib" in given else _ranges(net)
     elif setting.target == "cpu":
         given.update(tactics=setting.tactics or "auto", threads=1)
@@ -80,8 +79,8 @@ def _ranges(net: Network) -> dict[str, Any]:
 
 
 def _profiles(net: Network) -> list[dict[str, Any]]:
-    """A profile for the sizes of each feed."""
-    return [{n: [a.shape] * 3 for n, a in feed.items() if a.ndim} for feed in net.feeds]
+    """Each feed's sizes as a profile: an engine does not keep its calibration, and so makes no plans for further sizes."""
+    return [{n: f[n].shape for n in f if f[n].ndim} for f in net.feeds]
 
 
 def build(setting: Setting, net: Network) -> optdnn.Engine:

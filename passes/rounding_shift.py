@@ -1,0 +1,51 @@
+"""By how much rounded weights move the mean of a result (Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias
+Correction", 2019, section 4.2): a bias takes it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import numpy as np
+
+from optdnn.dim import DimLike
+from optdnn.ir.graph import Op
+from optdnn.runtime.reference.window import resolve_pads
+from optdnn.types import Array
+
+
+def rounding_shift(op: Op, error: Array, means: Array, dims: Sequence[DimLike]) -> Array | None:
+    """The shift of each output channel of a Conv, Gemm or MatMul: what was added to its weights (``error``, in their shape)
+    times the mean of each channel of its operand, whose dimensions are ``dims``.
+
+    Padding is zero: each tap of a convolution counts by the share of windows in which it lies in the image. None where the means
+    are of other channels, or a size is not known.
+    """
+    if op.kind == "Conv":
+        group, per_group = op.attrs.group, error.shape[1]
+        if len(dims) not in (4, 5) or len(means) != group * per_group:
+            return None
+        shares = _shares(op, error.shape[2:], dims[2:])
+        if shares is None:
+            return None
+        rows = (error * shares).reshape(group, len(error) // group, per_group, -1).sum(axis=3)
+        shift: Array = np.einsum("gmi,gi->gm", rows, means.reshape(group, per_group)).reshape(-1)
+        return shift
+    if op.kind not in ("Gemm", "MatMul") or error.ndim != 2:
+        return None
+    columns = error.T if op.kind == "Gemm" and op.attrs.transB else error
+    return means @ columns if len(means) == len(columns) else None
+
+
+def _shares(op: Op, kernel: Sequence[int], sizes: Sequence[DimLike]) -> Array | None:
+    """For each tap of a window, the share of a convolution's windows in which it lies in the image."""
+    pads = resolve_pads(op.attrs.auto_pad, op.attrs.pads, sizes, kernel, op.attrs.strides, op.attrs.dilations)
+    if pads is None:
+        return None
+    along: list[Array] = []
+    for k, (taps, size, out) in enumerate(zip(kernel, sizes, op.outputs[0].type.dims[2:], strict=True)):
+        if not isinstance(size, int) or not isinstance(out, int):
+            return None
+        at = np.arange(out)[:, None] * op.attrs.strides[k] - pads[k] + np.arange(taps) * op.attrs.dilations[k]
+        along.append(((at >= 0) & (at < size)).mean(axis=0) if out else np.zeros(taps))
+    return reduce(np.multiply.outer, along)
