@@ -191,7 +191,8 @@ def _copied(dag: _Dag, stage: Stage, call: Call) -> int:
 
     ``call`` is its inference with the types of the graph. A Cast of floats to fp16 still rounds them.
     """
-    if stage.kind != "Cast" or not is_float(stage.attrs.to) or stage.attrs.to == FP32:
+    cast = stage.attrs
+    if not isinstance(cast, CastAttrs) or not is_float(cast.to) or cast.to == FP32:
         return dag.add(stage)
     if is_float(call.type(0).dtype):
         return dag.add(Stage("Cast", (dag.add(stage),), CastAttrs(FP32)))
