@@ -27,11 +27,11 @@ class WorkerFailure(Exception):
 
 
 class WorkerGone(WorkerFailure):
-    """There is no answer: the process crashed, or took too long (``late``) and was killed."""
+    """There is no answer: the process crashed, or took longer than ``limit`` seconds and was killed (None: it crashed)."""
 
-    def __init__(self, message: str, *, late: bool):
+    def __init__(self, message: str, limit: float | None):
         super().__init__("", message)
-        self.late = late
+        self.limit = limit
 
 
 class WorkerProcess:
@@ -84,7 +84,7 @@ class WorkerProcess:
         finally:
             timer.cancel()
         if answer is None:
-            raise WorkerGone(self._epitaph(limit), late=self._expired)
+            raise WorkerGone(self._epitaph(limit), limit if self._expired else None)
         reply, results = answer
         if not reply.pop("ok"):
             raise WorkerFailure(reply["error"], reply["message"])

@@ -16,8 +16,7 @@ import optdnn
 from optdnn.cli.main import run
 from optdnn.errors import EngineError, UsageError
 from optdnn.ir.export_onnx import export_model
-from optdnn.runtime.cuda import timer as timer_module
-from optdnn.runtime.cuda import usable
+from optdnn.runtime.cuda import device, trial_process, usable
 from optdnn.runtime.format import read, write
 
 
@@ -41,7 +40,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
     timer = FakeTimer(hashed)
     monkeypatch.setattr(usable, "why_not", lambda: None)
-    monkeypatch.setattr(timer_module, "GpuTimer", lambda libraries: timer)
+    monkeypatch.setattr(device, "arch_here", lambda: timer.device.arch)
+    monkeypatch.setattr(trial_process.GpuProcess, "begin", lambda self: None)
+    monkeypatch.setattr(trial_process, "TrialTimer", lambda process, libraries=(): timer)
     return timer
 
 

@@ -31,6 +31,8 @@ MAIN = "optdnn.runtime.cuda.gpu_worker:main"
 ANSWERS_S, HOST_ANSWERS_S = 60.0, 600.0
 """Seconds after which a worker that does not answer is killed; where operators run on the CPU meanwhile. The worker itself finds a
 launch that does not end sooner than that: these are for what it cannot look away from."""
+STARTS_S = 120.0
+"""Seconds after which a worker that has not started is killed."""
 BYTES_S = 50e6
 """Bytes of a message that are waited for by the second, at least."""
 LOSSES = 20
@@ -42,8 +44,8 @@ NO_ROOM = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
 class CandidateLost(TrialFailed):
-    """A candidate that hung, crashed or wrote outside of its memory when it was tried. Its worker is gone. The GPU's state may have been
-    the cause: no timing cache is to remember it."""
+    """A candidate that hung, crashed or wrote outside of its memory when it was tried. The GPU's state may have been the cause: no
+    timing cache is to remember it."""
 
 
 class NetworkLost(RunError):
@@ -101,7 +103,7 @@ class GpuProcess:
         """Start the worker, and do not wait for it."""
         with self._lock:
             if self._worker is None and not self._closed:
-                self._worker = WorkerProcess(usable_cores(), ANSWERS_S, self._main, alone=True)
+                self._worker = WorkerProcess(usable_cores(), STARTS_S, self._main, alone=True)
                 self.sender = Sender(self.cache, self._cubins)
                 self.generation += 1
 
@@ -180,7 +182,7 @@ class GpuProcess:
 def fault(failure: WorkerFailure) -> str | None:
     """What a program did to the worker, in words; None where the worker goes on."""
     if isinstance(failure, WorkerGone):
-        return f"hung: no answer: {failure.message}" if failure.late else f"crashed: {failure.message}"
+        return f"crashed: {failure.message}" if failure.limit is None else f"hung: no answer in {failure.limit:.0f} s"
     return told(failure.error, failure.message) if failure.error in {f.__name__ for f in FAULTS} else None
 
 
