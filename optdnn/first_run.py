@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optdnn.config import BuildOptions
-from optdnn.errors import GpuFault
+from optdnn.errors import GpuFault, RunError
 from optdnn.ir.graph import Graph, Op
 from optdnn.ir.kept import Kept
 from optdnn.lower_cuda import lower_cuda
@@ -122,10 +122,12 @@ def finish(
         if key in refused:
             offered = alternatives(b, op, TACTICS[op.kind], Selection.of(options))
             named = (Choice(tactic.name, "" if offer is None else offer.name) for tactic, offer in offered)
-            choices.pop(key, None)
-            if (other := next((c for c in named if c not in refused[key]), None)) is not None:
-                choices[key] = other
+            other = next((c for c in named if c not in refused[key]), None)
+            if other is None:
+                raise failed[key]
+            choices[key] = other
 
+    failed: dict[str, GpuFault] = {}
     while True:
         program = lower_cuda(graph, options, target, dict(meta), say, choices, streams, visit, kept, emitted)
         if not runs_here(target):
@@ -137,9 +139,8 @@ def finish(
             if row is None or len(lost) >= REPLACED:
                 raise
             choice = Choice(row["tactic"], row.get("config", ""))
-            if choice in refused.setdefault(row["signature"], set()):
-                raise  # there is no other
-            refused[row["signature"]].add(choice)
+            refused.setdefault(row["signature"], set()).add(choice)
+            failed[row["signature"]] = fault
             lost.append({"kind": row["kind"], "nodes": row["nodes"], "candidate": str(choice), "why": fault.message})
             say(f"first run: another candidate for {_told(lost[-1])}")
             emitted = None
@@ -171,7 +172,11 @@ def first_run(program: Program, say: Callable[[str], None]) -> tuple[Program, Tr
 
     tried = Tried()
     with gpu_process() as process:
-        timer: Any = TrialTimer(process)
+        try:
+            timer: Any = TrialTimer(process)
+        except RunError as error:  # full of another process's work, say: the build itself does not need it
+            tried.skipped = error.message
+            return program, tried
         for form, candidate in forms(program):
             say(f"first run: {form}")
             try:

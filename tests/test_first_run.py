@@ -21,7 +21,7 @@ from optdnn.errors import GpuFault
 from optdnn.first_run import AS_BUILT, NOT_EARLY, ONE_LANE, forms
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
-from optdnn.runtime.cuda import device, usable
+from optdnn.runtime.cuda import usable
 from optdnn.runtime.format import read
 
 
@@ -106,7 +106,6 @@ def test_a_program_for_another_gpu_is_not_run(target: str, model: Path, monkeypa
 def test_without_a_gpu_nothing_is_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, ("open", "", "segfaults"))
     monkeypatch.setattr(usable, "why_not", lambda: "no NVIDIA GPU or no driver")
-    monkeypatch.setattr(device, "gpu_count", lambda: 0)
     assert "first_runs" not in build(model).report
 
 
@@ -131,7 +130,9 @@ def test_a_graph_that_does_not_run_falls_back(
 
 def test_a_graph_that_runs_in_no_form_is_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, ("graph", "any", "hangs"))
-    with pytest.raises(GpuFault, match=r"one by one on this GPU, but their graph does not: as built: hung.*one lane: hung.*no early"):
+    with pytest.raises(
+        GpuFault, match=r"one by one on this GPU, but their graph does not: as built: hung.*one lane: hung.*no early"
+    ):
         build(model)
 
 
@@ -158,7 +159,9 @@ def test_a_launch_without_an_alternative_is_an_error_that_names_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, ("step", "", "traps"))
-    with pytest.raises(GpuFault, match=r"does not run on this GPU: step \d+, .*crashed: an illegal instruction") as caught:
+    with pytest.raises(
+        GpuFault, match=r"does not run on this GPU: step \d+, .*crashed: an illegal instruction"
+    ) as caught:
         build(model)
     assert caught.value.step is not None
     assert caught.value.exit_code == 6
@@ -174,6 +177,12 @@ def test_what_could_not_be_run_is_told(model: Path, monkeypatch: pytest.MonkeyPa
         "the program was not run before it was kept: an operator on the CPU refuses its made-up inputs"
     ]
     assert "first_run" not in found.engine.meta
+
+
+def test_a_gpu_that_cannot_be_used_does_not_fail_the_build(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, ("open", "", "traps"))
+    (told,) = build(model).report["first_runs"]
+    assert "cannot use the GPU: RunError: an illegal instruction" in told["skipped"]
 
 
 def test_each_plan_of_a_range_of_shapes_is_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,8 @@ SLOWER = 30.0
 """and how many times the time that is expected of them where that is longer."""
 UNWRITTEN = 0xFF
 """What a candidate's arena is full of: NaN in every floating type."""
-DISTURBANCE = 1 << 24
-"""Elements that :meth:`GpuTimer.disturb` writes: some tens of microseconds on all multiprocessors."""
+DISTURBANCE = 1 << 22
+"""Elements that :meth:`GpuTimer.disturb` writes: some microseconds on all multiprocessors."""
 _CPP = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp64": "f64"}
 
 
@@ -142,6 +142,7 @@ class GpuTimer:
             raise
         except RunError as error:  # out of memory, say, or a library that has fewer plans than it ranks
             self.stream.synchronize()  # raises where the context is lost: nothing more can be measured in this process
+            need_intact(arena)
             raise TrialFailed(error.message) from error
 
     def _check(self, key: str, program: Program, context: CudaContext) -> None:

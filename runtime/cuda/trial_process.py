@@ -36,7 +36,7 @@ STARTS_S = 120.0
 BYTES_S = 50e6
 """Bytes of a message that are waited for by the second, at least."""
 LOSSES = 20
-"""So many workers may be lost to programs; then it is taken to be the GPU's fault."""
+"""So many workers may be lost to programs before candidates are no longer tried: it is taken to be the GPU's fault."""
 REPLAYS, REPLAYS_S, REPLAYED = 20, 3.0, 100.0
 """How often the graph of a finished program runs at first, and for how many seconds; and how many times the seconds of its launches
 one by one these runs may take."""
@@ -139,8 +139,6 @@ class GpuProcess:
         Raises WorkerFailure; where it is a :func:`fault`, the worker has been ended. Raises KernelError for a program whose kernels
         do not compile, RunError where there is no worker to be had.
         """
-        if len(self.losses) >= LOSSES:
-            raise RunError(f"{LOSSES} programs hung or crashed, which is the GPU's fault rather than theirs")
         worker = self._ready()
         parts, arrays = ({}, {}) if program is None else self.sender.pack(program)
         limit_s += sum(a.nbytes for a in arrays.values()) / BYTES_S
@@ -223,6 +221,8 @@ class TrialTimer:
     def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
         """As :meth:`~optdnn.runtime.cuda.timer.GpuTimer.trial`, but that a candidate never takes this process or the GPU with it:
         CandidateLost (a TrialFailed) says so. Raises RunError where there is no worker to be had."""
+        if len(self._process.losses) >= LOSSES:
+            raise RunError(f"{LOSSES} programs hung or crashed, which is the GPU's fault rather than theirs")
         finite = min(give_up, 1e9)
         try:
             message = {"key": key, "cold": cold, "give_up": finite}

@@ -7,7 +7,8 @@ where
 pattern
     a part of a tactic's name; for graphs "lanes", "early" or "" (any)
 how
-    "sleeps" (nobody answers), "hangs" (the worker finds it), "segfaults", "traps" (the context is lost), "corrupts", "wrong", "host"
+    "sleeps" (nobody answers), "hangs" (the worker finds it), "segfaults", "traps" (the context is lost), "corrupts", "wrong",
+    "host" (an operator on the CPU fails)
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.timer import hashed, tactics_of
 
 from optdnn.errors import RunError
 from optdnn.runtime.cuda import device, trial_process, usable
@@ -29,6 +29,7 @@ from optdnn.runtime.cuda.gpu_worker import GpuWorker, watch_parent
 from optdnn.runtime.cuda.timer import KernelHangs, Machine, MemoryCorrupted, TrialFailed
 from optdnn.runtime.program import Program
 from optdnn.runtime.worker import run
+from support.timer import hashed, tactics_of
 
 VARIABLE = "OPTDNN_TEST_FAKE_GPU"
 Fault = tuple[str, str, str]
@@ -39,7 +40,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *faults: Fault, answers_s: float = 
     monkeypatch.setenv(VARIABLE, json.dumps(faults))
     monkeypatch.setattr(usable, "why_not", lambda: None)
     monkeypatch.setattr(device, "arch_here", lambda: "sm_90a")
-    monkeypatch.setattr(device, "gpu_count", lambda: 1)
     monkeypatch.setattr(trial_process, "MAIN", "support.fake_gpu:main")
     monkeypatch.setattr(trial_process, "ANSWERS_S", answers_s)
 

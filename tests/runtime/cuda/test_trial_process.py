@@ -116,7 +116,9 @@ def test_a_candidate_that_hangs_crashes_or_corrupts_costs_one_worker(how: str, m
     bad, good = program(8), program(16)
     name = tactics_of(bad)[-1]
     assert name
-    good = replace(good, steps=(*good.steps[:-1], replace(good.steps[-1], params={**good.steps[-1].params, "tactic": "good"})))
+    good = replace(
+        good, steps=(*good.steps[:-1], replace(good.steps[-1], params={**good.steps[-1].params, "tactic": "good"}))
+    )
     pretend(monkeypatch, ("trial", name, how), answers_s=1.0)
     with gpu_process() as found:
         timer = TrialTimer(found)
@@ -178,7 +180,9 @@ def test_the_worker_itself_says_that_there_is_no_gpu() -> None:
 def test_networks_are_loaded_again_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, ("load", "lanes", "hangs"))
     net = program()
-    bad = replace(net, steps=(*net.steps[:-1], replace(net.steps[-1], params={**net.steps[-1].params, "tactic": "lanes"})))
+    bad = replace(
+        net, steps=(*net.steps[:-1], replace(net.steps[-1], params={**net.steps[-1].params, "tactic": "lanes"}))
+    )
     with gpu_process() as found:
         timer = TrialTimer(found)
         good, other = timer.load(net), timer.load(program(16))
