@@ -119,12 +119,13 @@ class FirstRuns:
         while done < most and (done < LEAST or time.monotonic() - begin < seconds):
             count = min(TOGETHER, most - done) if done else 1
             memory.copy_in(stream.handle)
-            for done in range(done + 1, done + count + 1):
-                if done > most // 2:
+            for k in range(done, done + count):
+                if k >= most // 2:
                     self.timer.disturb()
                 graph.replay(stream)
             memory.copy_out(stream.handle)
             wait(stream, limit_of(count * self.seconds))
+            done += count
             if same and self._results() != self.wanted:
                 raise ResultsDiffer("its results are not those of its launches one by one")
         wait(self.timer.stream)
