@@ -158,9 +158,11 @@ class FencedArena(Arena):
         return memory
 
     def fill(self, byte: int) -> None:
-        """Fill the arena with a byte, its fences with another."""
+        """Fill the arena with a byte, its fences with another; the other fences are made anew."""
         self._inside.guard(byte ^ 0x5A)
         _fill(self.pointer, self.size, byte)
+        for memory in self._others:
+            memory.guard(OWN)
 
     def intact(self, byte: int) -> bool:
         """Whether all fences are as they were made, those of the arena by :meth:`fill`."""

@@ -21,6 +21,7 @@ from optdnn.runtime.cuda.timer import (
     GpuTimer,
     KernelCrashes,
     KernelHangs,
+    MemoryCorrupted,
     limit_of,
     need_intact,
     wait,
@@ -52,7 +53,7 @@ class FirstRuns:
         self.context.stage(self._inputs())
         self.seconds = 0.0
         self.wanted: list[bytes] = []
-        self.at = 0
+        self.at: int | None = None
         """The step that is run alone."""
 
     def _inputs(self) -> list[Array]:
@@ -69,20 +70,29 @@ class FirstRuns:
     def singly(self) -> bool:
         """Run twice, launch by launch, each waited for: whether the results of both runs are the same to the bit.
 
-        Raises KernelHangs, KernelCrashes or MemoryCorrupted; :attr:`at` is then the step that did it.
+        Raises KernelHangs, KernelCrashes or MemoryCorrupted; :attr:`at` is then the step that did it (None: not known).
         """
         begin = time.monotonic()
         self.wanted = self._one_by_one()
         self.seconds = time.monotonic() - begin
-        return self._one_by_one() == self.wanted
+        same = self._one_by_one() == self.wanted
+        if not self.arena.intact(UNWRITTEN):
+            self.arena.fill(UNWRITTEN)
+            self._one_by_one(watched=True)
+            self.at = None
+            raise MemoryCorrupted("it writes outside of its buffers, but not in every run")
+        return same
 
-    def _one_by_one(self) -> list[bytes]:
+    def _one_by_one(self, *, watched: bool = False) -> list[bytes]:
+        """One run; ``watched``: the fences are looked at behind each launch."""
         memory, stream = self.context.memory, self.context.stream
         memory.copy_in(stream.handle)
         wait(stream)
         for k, item in enumerate(self.context.items({})):
             self.at = k
             self._alone(item)
+            if watched:
+                need_intact(self.arena)
         memory.copy_out(stream.handle)
         wait(stream)
         return self._results()
@@ -98,7 +108,6 @@ class FirstRuns:
             raise
         except RunError as error:  # one that cannot be launched here does not run for anybody
             raise KernelCrashes(error.message) from error
-        need_intact(self.arena)
 
     def _results(self) -> list[bytes]:
         p = self.program
@@ -132,8 +141,10 @@ class FirstRuns:
         need_intact(self.arena)
         return done
 
-    def step(self, k: int) -> dict[str, Any]:
+    def step(self, k: int | None) -> dict[str, Any]:
         """What a step is, for a message: its number, operator, ONNX nodes and tactic."""
+        if k is None:
+            return {"step": None, "kind": "", "nodes": [], "tactic": ""}
         parsed = self.runner.steps[k]
         kind = parsed.meaning.kind if isinstance(parsed, CudaStep) else self.program.steps[k].executor
         tactic = parsed.tactic if isinstance(parsed, CudaStep) else ""

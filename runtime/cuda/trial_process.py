@@ -35,6 +35,8 @@ STARTS_S = 120.0
 """Seconds after which a worker that has not started is killed."""
 BYTES_S = 50e6
 """Bytes of a message that are waited for by the second, at least."""
+CALL_S = 5.0
+"""Seconds that a library may take to plan each of its calls."""
 LOSSES = 20
 """So many workers may be lost to programs before candidates are no longer tried: it is taken to be the GPU's fault."""
 REPLAYS, REPLAYS_S, REPLAYED = 20, 3.0, 100.0
@@ -142,6 +144,7 @@ class GpuProcess:
         worker = self._ready()
         parts, arrays = ({}, {}) if program is None else self.sender.pack(program)
         limit_s += sum(a.nbytes for a in arrays.values()) / BYTES_S
+        limit_s += CALL_S * (0 if program is None else sum("call" in s.params for s in program.steps))
         try:
             reply, _ = worker.ask({"command": command, **parts, **(message or {})}, arrays, limit_s)
         except WorkerFailure as failure:
@@ -247,19 +250,17 @@ class TrialTimer:
 
     def first_run(self, program: Program) -> FirstRun:
         """Run a finished program: its launches one by one, then its graph. Raises StepFault, GraphFault."""
-        limit = ANSWERS_S if all(s.executor == "cuda" for s in program.steps) else HOST_ANSWERS_S
+        on_host = any(s.executor != "cuda" for s in program.steps)
         try:
-            found = self._process.ask("singly", {}, program, limit)
+            found = self._process.ask("singly", {}, program, HOST_ANSWERS_S if on_host else 2 * ANSWERS_S)
         except WorkerFailure as failure:
             why = fault(failure)
-            if why is None or limit > ANSWERS_S:
-                return FirstRun(skipped=why or failure.message)
+            if why is None or (on_host and isinstance(failure, WorkerGone) and failure.limit is not None):
+                return FirstRun(skipped=why or failure.message)  # the CPU's part may be slow
             raise StepFault(why, None) from failure
         if (why := found.get("fault")) is not None:
             self._process.lose(why)
-            named = " ".join([found["kind"], *(f"({' + '.join(found['nodes'])})" for _ in found["nodes"][:1])])
-            by = f", by {found['tactic']}" if found["tactic"] else ""
-            raise StepFault(f"step {found['step']}, {named}{by}, {why}", found["step"])
+            raise StepFault(f"{named(found)}, {why}", found["step"])
         try:
             message = {"most": REPLAYS, "seconds": REPLAYS_S, "same": found["same"]}
             limit = ANSWERS_S + REPLAYED * found["seconds"]
@@ -270,6 +271,14 @@ class TrialTimer:
             if why is None and not refused and failure.error != "ResultsDiffer":
                 return FirstRun(same=found["same"], skipped=failure.message)
             raise GraphFault(why or failure.message) from failure
+
+
+def named(step: Mapping[str, Any]) -> str:
+    """A step of the worker's answer in words."""
+    if step["step"] is None:
+        return "a launch"
+    nodes = f" ({' + '.join(step['nodes'])})" if step["nodes"] else ""
+    return f"step {step['step']}, {step['kind']}{nodes}" + (f", by {step['tactic']}" if step["tactic"] else "")
 
 
 class Network:

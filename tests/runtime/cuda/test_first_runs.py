@@ -79,7 +79,8 @@ class Gpu:
     def stage(self, arrays: Any) -> None:
         self.staged = list(arrays)
 
-    def fill(self, byte: int) -> None: ...
+    def fill(self, byte: int) -> None:
+        self.whole = True
 
     def intact(self, byte: int) -> bool:
         return self.whole
@@ -153,6 +154,17 @@ def test_what_is_written_elsewhere_is_found_behind_the_launch(gpu: Gpu) -> None:
     with pytest.raises(MemoryCorrupted):
         gpu.made.singly()
     assert gpu.made.at == 2
+
+
+def test_what_is_written_elsewhere_in_one_run_only_is_no_launchs_in_particular(gpu: Gpu) -> None:
+    def once() -> None:
+        del gpu.at[1]
+        gpu.whole = False
+
+    gpu.at[1] = once
+    with pytest.raises(MemoryCorrupted, match="not in every run"):
+        gpu.made.singly()
+    assert gpu.made.step(gpu.made.at)["step"] is None
 
 
 def test_what_a_graph_writes_elsewhere_is_found(gpu: Gpu) -> None:

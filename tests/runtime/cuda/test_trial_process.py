@@ -209,7 +209,7 @@ def test_the_first_runs_of_a_program(started: GpuProcess) -> None:
 def test_a_launch_that_does_not_run_alone_is_named(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net = program()
     name = net.steps[1].params["tactic"]
-    pretend(monkeypatch, ("step", name, how), answers_s=2.0)
+    pretend(monkeypatch, ("step", name, how), answers_s=1.0)
     with gpu_process() as found:
         with pytest.raises(StepFault, match=FAULTS[how].strip("^")) as caught:
             TrialTimer(found).first_run(net)
