@@ -7,7 +7,6 @@ recipes of its own build, and the worker loads them as they are.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.runtime.cuda.kernels_of import recipe_of
+from optdnn.runtime.cuda.kernels_of import cubins
 from optdnn.runtime.cuda.nvrtc import KernelCache
 from optdnn.runtime.header import header_text, minor_of, parse_header
 from optdnn.runtime.program import Kernel, Program
@@ -40,7 +39,7 @@ class Sender:
     def pack(self, program: Program) -> tuple[dict[str, Any], dict[str, Array]]:
         """The parts of a message, and its arrays, that :meth:`Receiver.unpack` makes the program of.
 
-        Raises KernelError where a kernel does not compile.
+        Raises KernelError where a kernel does not compile, EngineStale for one of other templates than this version's.
         """
         blobs, kernels = self._compiled(program)
         used = {b.blob for b in program.buffers if b.blob is not None} | {k.cubin for k in kernels}
@@ -63,8 +62,8 @@ class Sender:
 
     def _compiled(self, program: Program) -> tuple[list[Array], tuple[Kernel, ...]]:
         """The program's blobs and those of kernels that it holds as recipes alone; the kernels, each with its code."""
-        missing = {_name(k): recipe_of(k) for k in program.kernels if k.cubin is None and _name(k) not in self._cubins}
-        made = self._cache.get_many(list(missing.values()), min(16, os.cpu_count() or 1))
+        missing = {_name(k): k for k in program.kernels if k.cubin is None and _name(k) not in self._cubins}
+        made = cubins(replace(program, kernels=tuple(missing.values())), trust=True, cache=self._cache)
         self._cubins.update({name: np.frombuffer(c, np.uint8) for name, c in zip(missing, made, strict=True)})
         blobs, kernels = list(program.blobs), []
         for k in program.kernels:

@@ -138,8 +138,8 @@ class GpuProcess:
     ) -> Any:
         """The worker's answer. ``program`` goes with the question.
 
-        Raises WorkerFailure; where it is a :func:`fault`, the worker has been ended. Raises KernelError for a program whose kernels
-        do not compile, RunError where there is no worker to be had.
+        Raises WorkerFailure; where it is a :func:`fault`, the worker has ended. Raises KernelError or EngineStale for a program
+        whose kernels do not compile or are not this version's, RunError where there is no worker to be had.
         """
         worker = self._ready()
         parts, arrays = ({}, {}) if program is None else self.sender.pack(program)

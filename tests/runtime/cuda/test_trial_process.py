@@ -19,11 +19,12 @@ from support.net import Net
 from support.simulated import lowered
 from support.timer import hashed, tactics_of
 
-from optdnn.errors import RunError
+from optdnn.errors import EngineStale, RunError
 from optdnn.runtime import process
 from optdnn.runtime.cuda import trial_process
 from optdnn.runtime.cuda.device import gpu_count
 from optdnn.runtime.cuda.gpu_worker import told
+from optdnn.runtime.cuda.kernels_of import recipe_of, source_digest
 from optdnn.runtime.cuda.nvrtc import KernelCache
 from optdnn.runtime.cuda.sent import PROGRAM, Receiver, Sender
 from optdnn.runtime.cuda.timer import TrialFailed
@@ -143,10 +144,18 @@ def test_a_wrong_candidate_costs_no_worker(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_kernel_that_does_not_compile_is_a_failed_candidate(started: GpuProcess) -> None:
     good = program()
-    broken = replace(good.kernels[0], options=("--no-such-option",), source="0" * 64)
+    broken = replace(good.kernels[0], options=("--no-such-option",))
+    broken = replace(broken, source=source_digest(recipe_of(broken)))
     with pytest.raises(TrialFailed):
         TrialTimer(started).trial("a", replace(good, kernels=(broken, *good.kernels[1:])), cold=False, give_up=1.0)
     assert started.losses == []
+
+
+def test_kernels_of_other_templates_are_not_compiled_for_it(started: GpuProcess) -> None:
+    good = program()
+    stale = replace(good, kernels=(replace(good.kernels[0], source="0" * 64), *good.kernels[1:]))
+    with pytest.raises(EngineStale):
+        TrialTimer(started).load(stale)
 
 
 def test_a_gpu_that_loses_every_program_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from optdnn.importers.onnx import import_model
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
+from optdnn.runtime.cuda.kernels_of import recipe_of, source_digest
 from optdnn.runtime.cuda.trial_process import CandidateLost, TrialTimer, gpu_process
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda import trials
@@ -195,8 +195,8 @@ def sabotaged(program: Program, fault: str) -> Program:
     text = f"""struct Params {{ u64 words[{size // 8}]; }};
 extern "C" __global__ void {k.function}(const __grid_constant__ Params p) {{ {fault} }}
 """
-    generated, source = {"generated.cuh": text}, hashlib.sha256(text.encode()).hexdigest()
-    made = replace(k, template="general.cu", generated=generated, options=("--std=c++17",), source=source)
+    made = replace(k, template="general.cu", generated={"generated.cuh": text}, options=("--std=c++17",))
+    made = replace(made, source=source_digest(recipe_of(made)))
     return replace(program, kernels=tuple(made if i == number else x for i, x in enumerate(program.kernels)))
 
 
