@@ -119,6 +119,8 @@ def command(
             )
     if build.tuning is not None:
         print_tuning(build.tuning)
+    for line in dict.fromkeys(w for tried in build.first_runs for w in tried.warnings):
+        stderr.print(f"warning: {line}", markup=False)
     total = sum(build.seconds.values())
     stdout.print(
         f"\n{output}: target {build.engine.target}, precision {build.engine.precision}"

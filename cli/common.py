@@ -286,11 +286,15 @@ def print_tuning(tuning: Mapping[str, Any]) -> None:
     failed = [f"{c}: {why}" for p in tuning["problems"] for c, why in p.get("failed", {}).items()]
     if failed:
         stdout.print(f"{len(failed)} candidates were not usable, such as {failed[0]}")
+    for line in tuning.get("lost", ()):
+        stdout.print(f"refused {line}", markup=False)
     before, after = tuning["before_ms"], tuning["after_ms"]
     if tuning["cached"]:
         stdout.print(f"\ntuned: {after:.4f} ms when it was measured (from the timing cache)")
     elif before is not None:
         stdout.print(f"\ntuned: {before:.4f} -> {after:.4f} ms")
+    elif after is not None:
+        stdout.print(f"\ntuned: {after:.4f} ms")
     if tuning.get("stopped"):
         stdout.print(f"tuning ended early: {tuning['stopped']}")
 

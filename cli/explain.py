@@ -97,6 +97,7 @@ def explain(engine: Path, name: str) -> dict[str, Any]:
             ],
         },
         "tactics": [t for t in _rows(meta.get("tactics")) if name in (*t.get("nodes", ()), *t.get("with", ()))],
+        "unusable": _unusable(meta, report, name),
         "whole": _whole(meta, report),
         "on_cpu": [o for o in meta.get("host", {}).get("operators", ()) if name in o["nodes"]],
     }
@@ -134,6 +135,14 @@ def _entries(passes: Sequence[Mapping[str, Any]], what: str, name: str) -> list[
     ]
 
 
+def _unusable(meta: Mapping[str, Any], report: Mapping[str, Any], name: str) -> list[dict[str, str]]:
+    """The candidates that hung, crashed, wrote elsewhere or were wrong when the build tried them, each with why."""
+    problems = _rows(report.get("tuning", {}).get("problems"))
+    tried = {c: why for p in problems if name in p["nodes"] for c, why in p.get("failed", {}).items()}
+    tried |= {r["candidate"]: r["why"] for r in _rows(meta.get("first_run", {}).get("lost")) if name in r["nodes"]}
+    return [{"candidate": c, "why": why} for c, why in tried.items()]
+
+
 def _whole(meta: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any] | None:
     """The tactic that runs the network as a whole (cpu), and its rivals, where the report is at hand."""
     if "tactic" not in meta:
@@ -169,6 +178,8 @@ def _show(fact: Mapping[str, Any]) -> None:
         stdout.print(f"  {r['what']}")
     for t in fact["tactics"]:
         _show_tactic(t)
+    for u in fact["unusable"]:
+        stdout.print(f"  not usable: {u['candidate']}: {u['why']}", markup=False)
     for o in fact["on_cpu"]:
         stdout.print(f"  on the CPU: {o['why']}")
     if fact["whole"]:

@@ -153,5 +153,10 @@ def _show(facts: dict[str, Any]) -> None:
         predicted = f", {s['predicted_us']} us predicted, {s['one_lane_us']} in one" if "predicted_us" in s else ""
         why = f"; {s['why']}" if "why" in s else ""
         stdout.print(f"steps side by side: {s['lanes']} lane{'s' * (s['lanes'] > 1)}{predicted}{why}")
+    if facts.get("first_run"):
+        told = facts["first_run"]
+        reasons = [f"{form}: {why}" for form, why in told.get("refused", {}).items()]
+        reasons += [f"not by {lost['candidate']}: {lost['why']}" for lost in told.get("lost", ())]
+        stdout.print(f"on the GPU of its build it runs {told['form']}: {'; '.join(reasons)}", markup=False)
     if facts.get("host"):
         print_host(facts["host"], facts["target"])

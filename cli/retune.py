@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optdnn.cli.common import print_json, print_tuning, progress, stdout
+from optdnn.cli.common import print_json, print_tuning, progress, stderr, stdout
 
 
 @click.command("retune")
@@ -33,6 +33,8 @@ def command(engine: Path, budget: float | None, tactics: str | None, timing_cach
         print_json({"engine": str(engine), **asdict(found)})
         return
     print_tuning(found.tuning)
-    before = "its kernels did not load" if found.before_ms is None else f"{found.before_ms:.4f} ms"
+    for line in found.warnings:
+        stderr.print(f"warning: {line}", markup=False)
+    before = "it did not run" if found.before_ms is None else f"{found.before_ms:.4f} ms"
     outcome = "replaced" if found.replaced else "left as it was: nothing faster was found"
     stdout.print(f"\n{engine}: {before} -> {found.after_ms:.4f} ms, {outcome}")

@@ -28,6 +28,7 @@ from optdnn.lower_cuda import Emitted, emit_program
 from optdnn.runtime.cuda.alone import alone
 from optdnn.runtime.cuda.kernels_of import recipe_of
 from optdnn.runtime.cuda.timer import TrialFailed
+from optdnn.runtime.cuda.trial_process import CandidateLost, NetworkLost
 from optdnn.runtime.program import Program
 from optdnn.streams import Streams, on_lanes
 from optdnn.tactics.cuda.assemble import placed
@@ -208,7 +209,7 @@ class Tuner:
                     break
                 self._progress(wave, done, len(batch), started, problem, found)
                 if not self._hopeless(problem, trial):
-                    self._try(problem, trial)
+                    self._try(problem, trial, found)
         self._adopt(found)
 
     def _promising(self, problem: Problem, left: Sequence[Trial], problems: Sequence[Problem]) -> bool:
@@ -239,20 +240,25 @@ class Tuner:
         theirs = [s for c, s in problem.times.items() if c.tactic == trial.choice.tactic]
         return trial.provider != "own" and bool(theirs) and min(theirs) > ROUGH * problem.seconds
 
-    def _try(self, problem: Problem, trial: Trial) -> None:
+    def _try(self, problem: Problem, trial: Trial, found: Tuned) -> None:
         best = problem.seconds + problem.saved(trial.choice) if problem.times else float("inf")
         try:
             seconds = self.timer.trial(problem.key, trial.program, cold=self.cold, give_up=ROUGH * max(best, 1e-7))
+        except CandidateLost as lost:
+            problem.failed[trial.choice] = lost.message
+            name = " + ".join(sorted(problem.op.src)) or problem.op.name
+            self._lose(found, f"{problem.op.kind} {name} by {trial.choice}", lost.message)
+            return
         except TrialFailed as failure:
             problem.failed[trial.choice] = failure.message
-        except RunError as error:
-            # An illegal access ends the context: nothing more can be measured, but the next build must not fall into it.
-            problem.failed[trial.choice] = error.message
-            self._note(problem, trial)
-            raise
         else:
             problem.times[trial.choice] = seconds
         self._note(problem, trial)
+
+    def _lose(self, found: Tuned, what: str, why: str) -> None:
+        """Tell of something that hung, crashed or wrote outside of its memory. No cache remembers it."""
+        found.lost.append(f"{what}: {why}")
+        self.say(f"tune: refused {found.lost[-1]}")
 
     def _note(self, problem: Problem, trial: Trial) -> None:
         """Keep a candidate's outcome in the timing cache."""
@@ -286,6 +292,8 @@ class Tuner:
         for problem in found.problems:
             if problem.times:
                 found.choices[problem.key] = problem.best
+            elif problem.default in problem.failed and problem.untried is not None:
+                found.choices[problem.key] = problem.untried
 
     def _progress(self, wave: int, done: int, total: int, started: float, problem: Problem, found: Tuned) -> None:
         left = (self.clock() - started) / done * (total - done) if done else None
@@ -301,13 +309,8 @@ class Tuner:
         """Swap near-equals one problem at a time, and keep what makes the whole network faster."""
         nets: dict[str, Any] = {}
         try:
-            nets["plain"], nets["best"] = self._load(self._start, Streams()), self._load(found.choices, Streams())
-            found.before_ms, found.after_ms = self.timer.race([nets["plain"], nets["best"]], 3)
-            if found.before_ms < found.after_ms:  # the cost model's choices are the better ones to start from
-                found.choices = {**self._start, **{p.key: p.default for p in found.problems if p.times}}
-                nets.pop("best").close()  # what follows may fail, and whatever is in nets is closed then
-                nets["best"] = self._load(found.choices, Streams())
-                found.after_ms = found.before_ms
+            if not self._load_both(found, nets):
+                return
             self._choose_lanes(found, nets)
             total = sum(p.count * p.seconds for p in found.problems)
             large = [p for p in found.problems if p.weight > SHARE * total]
@@ -320,18 +323,63 @@ class Tuner:
                 eta = "" if left is None else f", {left:.0f} s left"
                 self.say(f"tune: in the network, {done}/{len(jobs)}{eta}; {found.after_ms:.4f} ms")
                 choices = {**found.choices, problem.key: choice}
-                nets["trial"] = self._load(choices, found.streams)
-                ours, now = self.timer.race([nets["trial"], nets["best"]], 1)
-                if ours < CLEAR * now:
-                    ours, now = self.timer.race([nets["trial"], nets["best"]], 3)
+                try:
+                    nets["trial"] = self._load(choices, found.streams)
+                    ours, now = self.timer.race([nets["trial"], nets["best"]], 1)
+                    if ours < CLEAR * now:
+                        ours, now = self.timer.race([nets["trial"], nets["best"]], 3)
+                except NetworkLost as lost:
+                    if lost.network is nets["best"]:
+                        raise
+                    self._lose(found, f"the network with {problem.op.kind} by {choice}", lost.message)
+                    if "trial" in nets:
+                        nets.pop("trial").close()
+                    continue
                 if ours < CLEAR * now:
                     nets["trial"], nets["best"] = nets["best"], nets["trial"]
                     found.choices, found.after_ms = choices, ours
                 nets.pop("trial").close()
-            found.before_ms, found.after_ms = self.timer.race([nets["plain"], nets["best"]], 3)
+            self._race_both(found, nets)
         finally:
             for net in nets.values():
                 net.close()
+
+    def _load_both(self, found: Tuned, nets: dict[str, Any]) -> bool:
+        """Load the network by the choices to begin with ("plain") and by the best of the candidates ("best"), and begin with the
+        faster one; False where neither runs."""
+        for name, choices, what in (
+            ("plain", self._start, "the choices to begin with"),
+            ("best", found.choices, "the fastest candidates"),
+        ):
+            try:
+                nets[name] = self._load(choices, Streams())
+                self.timer.race([nets[name]], 1)
+            except NetworkLost as lost:
+                self._lose(found, f"the network by {what}", lost.message)
+                if name in nets:
+                    nets.pop(name).close()
+        if not nets:
+            found.stopped = "the network does not run in one graph"
+            return False
+        if "best" in nets:
+            self._race_both(found, nets)
+        slower = found.before_ms is not None and found.after_ms is not None and found.before_ms < found.after_ms
+        if "best" not in nets or slower:  # the choices to begin with are the better ones
+            found.choices = {**self._start, **{p.key: p.default for p in found.problems if p.times}}
+            if "best" in nets:
+                nets.pop("best").close()  # what follows may fail, and whatever is in nets is closed then
+            nets["best"] = self._load(found.choices, Streams())
+            if not slower:
+                self._race_both(found, nets)
+            found.after_ms = found.before_ms
+        return True
+
+    def _race_both(self, found: Tuned, nets: Mapping[str, Any]) -> None:
+        """Measure the network as it was and as it is now."""
+        if "plain" in nets:
+            found.before_ms, found.after_ms = self.timer.race([nets["plain"], nets["best"]], 3)
+        else:
+            (found.after_ms,) = self.timer.race([nets["best"]], 3)
 
     def _near(self, problem: Problem, choices: Mapping[str, Choice]) -> list[Choice]:
         """The near-equals of what was chosen, the best first."""
@@ -423,17 +471,19 @@ def tune(
     if why := why_not():
         say(f"tactics by the cost model: {why}")
         return None
-    from optdnn.runtime.cuda.timer import GpuTimer
+    from optdnn.runtime.cuda.device import arch_here
+    from optdnn.runtime.cuda.trial_process import TrialTimer, gpu_process
 
-    selection = Selection.of(options)
-    timer = GpuTimer(selection.providers)
-    if timer.device.arch != arch:
-        say(f"tactics by the cost model: this GPU is {timer.device.arch}, not {arch}")
+    if (here := arch_here()) != arch:
+        say(f"tactics by the cost model: this GPU is {here}, not {arch}")
         return None
+    selection = Selection.of(options)
     if options.tactics == "auto" and (absent := [p for p in PROVIDERS if p not in selection.providers]):
         say(f"tune: no candidates of {' and '.join(absent)}: not installed (pip install 'optdnn[cuda-libs]')")
-    started = time.monotonic() - begin
-    found = Tuner(graph, options, target, timer, cache, say, alone=partial(alone, timer.machine.place, say)).run()
+    with gpu_process() as process:
+        timer = TrialTimer(process, selection.providers)
+        started = time.monotonic() - begin
+        found = Tuner(graph, options, target, timer, cache, say, alone=partial(alone, timer.machine.place, say)).run()
     found.seconds = {"start": started, **found.seconds}
     return found
 

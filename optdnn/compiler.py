@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from optdnn.tactics.base import Measured
 from optdnn.tactics.timing_cache import TimingCache
 
 if TYPE_CHECKING:
+    from optdnn.first_run import Tried
     from optdnn.precision.auto import Found
     from optdnn.tactics.counterpart import Counterpart
 
@@ -68,11 +70,14 @@ class Build:
     """For each op that computes, what it was asked to run in and what it does."""
     beside_fp32: Counterpart | None = None
     """On the target cpu, for another precision: its time and that of fp32."""
+    first_runs: list[Tried] = field(default_factory=list)
+    """How each plan ran on the GPU before it was kept; none where there is no GPU that the engine is for."""
 
     def __post_init__(self) -> None:
         self.engine.account = partial(
             _account, passes=self.passes, tactics=self.tactics, fallbacks=self.fallbacks, seconds=self.seconds,
             tuning=self.tuning, precisions=self.precisions, beside_fp32=self.beside_fp32,
+            first_runs=self.first_runs,
         )  # fmt: skip
 
     def report(self) -> dict[str, Any]:
@@ -90,6 +95,7 @@ def _account(
     tuning: Mapping[str, Any] | None,
     precisions: Sequence[Ran],
     beside_fp32: Counterpart | None,
+    first_runs: Sequence[Tried],
 ) -> dict[str, Any]:
     from optdnn.runtime.machine import machine, versions
 
@@ -99,6 +105,7 @@ def _account(
         "fallbacks": fallbacks,
         **({"tuning": dict(tuning)} if tuning else {}),
         **({"beside_fp32": beside_fp32.to_json()} if beside_fp32 else {}),
+        **({"first_runs": [t.to_plain() for t in first_runs]} if first_runs else {}),
         "precisions": [r.to_json() for r in precisions],
         "executed": [dict(f) for f in engine.facts],
         "seconds": {k: round(v, 4) for k, v in seconds.items()},
@@ -142,12 +149,16 @@ def _options(target: str, precision: str, shapes: Any, options: dict[str, Any]) 
 
 def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None = None) -> Build:
     """Like :func:`build`, with the account of the build."""
+    with _begun(options):
+        return _build(model, options, progress)
+
+
+def _build(model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None) -> Build:
     say = progress or (lambda text: None)
     seconds: dict[str, float] = {}
     cache = TimingCache.open(options.timing_cache)
     if options.emit_onnx is not None:
         check_writable(options.emit_onnx)
-    _begin(options)
     with _timed(seconds, "import"):
         say("import")
         try:
@@ -164,6 +175,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         sizes = size_inputs(graph) if target.partition(":")[0] in ("cuda", "simulate") else []
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
     dynamic, found, account, choice, beside = None, None, Account(), None, None
+    first_runs: list[Tried] = []
     if graph.profiles and target.partition(":")[0] in ("cuda", "simulate"):
         from optdnn.plans import plan_profiles, replan
 
@@ -181,7 +193,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         tuner = partial(tune, options=share, target=target, cache=cache, say=say)
         sized = options if options.calib is None else replace(options, calib=_OneCalibration(options.calib))
         with _timed(seconds, "plans"):
-            dynamic = plan_profiles(model, graph, sized, target, facts, optimize, say, tuner, account)
+            dynamic = plan_profiles(model, graph, sized, target, facts, optimize, say, tuner, account, first_runs)
         graph, passes = dynamic.graph, dynamic.passes
     else:
         exact_only = AssignPrecision.name if options.precision == AUTO else None
@@ -206,7 +218,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     measured: list[Measured] = []
     fallbacks: dict[str, list[dict[str, str]]] = {}
     tuning: dict[str, Any] | None = None
-    with _timed(seconds, "tactics"):
+    with _timed(seconds, "tactics"):  # on a GPU with the first runs
         if dynamic is not None:
             from optdnn.plans import by_value
 
@@ -216,16 +228,15 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
             engine = Engine(lower_reference(graph, meta))
         elif target.partition(":")[0] in ("cuda", "simulate"):
             from optdnn.autotune import tune
+            from optdnn.first_run import finish
             from optdnn.ir.held import hold
-            from optdnn.lower_cuda import lower_cuda
             from optdnn.plans import by_value, replan
 
             tuned = tune(graph, options, target, cache, say)
             tuning = None if tuned is None else tuned.to_plain()
-            choices, streams = (None, None) if tuned is None else (tuned.choices, tuned.streams)
             # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
-            made = None if tuned is None else tuned.emitted
-            program = lower_cuda(graph, options, target, meta, say, choices, streams, emitted=made)
+            program, tried = finish(graph, options, target, meta, say, tuned)
+            first_runs += [] if tried is None else [tried]
             program = replace(program, precision=label)
             if options.precision != AUTO:
                 program = by_value(graph, program, sizes, model, options)
@@ -265,7 +276,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         _as_asked(ran)
     needed = custom_digests(graph)
     engine.keep([op for op in options.custom_ops if op.digest in needed])
-    return Build(engine, graph, passes, measured, fallbacks, seconds, tuning, ran, beside)
+    return Build(engine, graph, passes, measured, fallbacks, seconds, tuning, ran, beside, first_runs)
 
 
 def _as_asked(ran: Sequence[Ran]) -> None:
@@ -336,17 +347,23 @@ def _not_met(account: Outcome) -> NotMet:
     )
 
 
-def _begin(options: BuildOptions) -> None:
-    """Start what takes its time without Python, where a build may measure on a GPU: CUDA, and the libraries that take part."""
+@contextmanager
+def _begun(options: BuildOptions) -> Iterator[None]:
+    """Has what takes its time begin beside the build, where it may use a GPU: the process that uses it, and the libraries that take
+    part. The process ends with the block."""
     if options.target not in ("auto", "cuda") and not options.target.startswith("cuda:"):
-        return
-    if "heuristic" in options.tactics.split(",") and options.target.startswith("cuda:"):
+        yield
         return
     from optdnn.runtime.cuda import start
+    from optdnn.runtime.cuda.trial_process import gpu_process
 
-    start.begin()
-    wanted = ("cudnn", "cublaslt") if options.tactics == "auto" else options.tactics.split(",")
-    start.load_libraries(*(name for name in wanted if name in ("cudnn", "cublaslt")))
+    with gpu_process() as process:
+        start.begin_trials(process, options.target)
+        measured = "heuristic" not in options.tactics.split(",") or not options.target.startswith("cuda:")
+        if measured:
+            wanted = ("cudnn", "cublaslt") if options.tactics == "auto" else options.tactics.split(",")
+            start.load_libraries(*(name for name in wanted if name in ("cudnn", "cublaslt")))
+        yield
 
 
 def resolve_target(target: str) -> str:
@@ -359,13 +376,13 @@ def resolve_target(target: str) -> str:
 
         target = "cpu" if why_not() else "cuda"
     if target == "cuda":
-        from optdnn.runtime.cuda.device import Device, gpu_count
+        from optdnn.runtime.cuda.device import arch_here, gpu_count
 
         if gpu_count() == 0:
             raise UsageError(
                 "there is no usable NVIDIA GPU here to build for", hint="name the architecture: --target cuda:sm_90a"
             )
-        return f"cuda:{Device.open().arch}"
+        return f"cuda:{arch_here()}"
     return target
 
 

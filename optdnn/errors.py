@@ -82,6 +82,15 @@ class RunError(OptdnnError):
     exit_code = 6
 
 
+class GpuFault(RunError):
+    """A program that was just built does not run on this machine's GPU: one of its kernels hangs, crashes or writes outside of its
+    memory (``step``: the number of the launch, where one is to blame), or its graph does not run in any form."""
+
+    def __init__(self, message: str, *, hint: str | None = None, step: int | None = None):
+        super().__init__(message, hint=hint)
+        self.step = step
+
+
 class InputError(RunError):
     """An input (or output buffer) given to ``run`` does not fit the engine."""
 

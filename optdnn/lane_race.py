@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from optdnn.config import BuildOptions
+from optdnn.runtime.cuda.trial_process import NetworkLost
 from optdnn.runtime.program import Program
 from optdnn.streams import CLEAR, WAYS, Streams, on_lanes
 from optdnn.tactics.cuda.assemble import placed
@@ -27,7 +28,8 @@ def race_lanes(
     ``nets["best"]``, and ``found`` says which it is.
 
     ``seconds`` of steps by number are what lanes are made by, ``measured`` the same by signature, as they are to be kept.
-    ``go_on`` raises where there is no time left: what was found so far stays.
+    ``go_on`` raises where there is no time left: what was found so far stays. Lanes with which the network hangs or crashes are
+    left out, with a line in ``found.lost``.
     """
     best = found.streams = Streams()
     tried: set[Any] = set()
@@ -39,10 +41,20 @@ def race_lanes(
         if not laned.lanes or made in tried:
             continue
         tried.add(made)
-        nets["lanes"] = timer.load(placed(laned))
-        ours, now = timer.race([nets["lanes"], nets["best"]], 1)
-        if ours < CLEAR * now:
-            ours, now = timer.race([nets["lanes"], nets["best"]], 3)
+        try:
+            nets["lanes"] = timer.load(placed(laned))
+            ours, now = timer.race([nets["lanes"], nets["best"]], 1)
+            if ours < CLEAR * now:
+                ours, now = timer.race([nets["lanes"], nets["best"]], 3)
+        except NetworkLost as lost:
+            if lost.network is nets["best"]:
+                raise
+            if "lanes" in nets:
+                nets.pop("lanes").close()
+            found.lost.append(
+                f"the network with its steps on {1 + max(s.lane for s in laned.lanes)} lanes: {lost.message}"
+            )
+            continue
         one = now if best.one_ms is None else best.one_ms
         if ours < CLEAR * now:
             nets["lanes"], nets["best"] = nets["best"], nets["lanes"]

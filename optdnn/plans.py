@@ -20,6 +20,7 @@ from optdnn.custom import PREFIX, known
 from optdnn.dim import Dim, evaluate
 from optdnn.dim_text import lone
 from optdnn.errors import EngineError, OptdnnError, UsageError
+from optdnn.first_run import Tried, finish
 from optdnn.importers.held import put_together, take_apart
 from optdnn.importers.model import Model, Source
 from optdnn.importers.values import with_values
@@ -70,10 +71,12 @@ def plan_profiles(
     say: Say,
     choose: Choose = lambda graph: None,
     account: Account | None = None,
+    first_runs: list[Tried] | None = None,
 ) -> Planned:
     """Plans for the optimum of each profile of ``symbolic`` (the model as imported for them), in one program.
 
-    ``choose`` tunes an optimum's graph (None: the cost model chooses); ``account`` is filled with the first plan's precisions.
+    ``choose`` tunes an optimum's graph (None: the cost model chooses); ``account`` is filled with the first plan's precisions,
+    ``first_runs`` with how the plans ran on a GPU.
     Raises UsageError where a dimension has no range, and whatever a build for one of the shapes raises.
     """
     _need_ranges(symbolic)
@@ -95,8 +98,9 @@ def plan_profiles(
             noted = account if first is None else None
             with _located(symbolic, base, options, k, opt):
                 graph, passes, program = _plan(
-                    base, opt, options, target, meta, optimize, say, Kept(shared=common), choose, account=noted
-                )
+                    base, opt, options, target, meta, optimize, say, Kept(shared=common), choose, account=noted,
+                    first_runs=[] if first_runs is None else first_runs,
+                )  # fmt: skip
             first = first or (graph, passes)
             plans[tuple(opt.items())] = blobs.take(program)
             arena = max(arena, program.arena_bytes)
@@ -269,8 +273,10 @@ def _plan(
     like: Sequence[Program] = (),
     ready: Mapping[Made, Array] | None = None,
     account: Account | None = None,
+    first_runs: list[Tried] | None = None,
 ) -> tuple[Graph, list[PassReport], Program]:
-    """``like``: plans whose tactics are to be taken where they still stand, the first first; ``ready``: see ``lower_cuda``."""
+    """``like``: plans whose tactics are to be taken where they still stand, the first first; ``ready``: see ``lower_cuda``.
+    ``first_runs``: where it is given, the plan runs first where it can, and how that went is added."""
     graph, left = base.at(shapes, options)
     done = {report.name for report in base.passes}
     # what is left to rewrite, now that sizes are known, and the rest of the pipeline
@@ -278,11 +284,10 @@ def _plan(
     passes = [*base.passes, *(report for report in again if report.changes or report.name not in done)]
     tuned = choose(graph)
     facts = meta(graph, passes)
-    if tuned is not None:
-        program = lower_cuda(
-            graph, options, target, facts, say, tuned.choices, tuned.streams, kept=kept, emitted=tuned.emitted
-        )
-        program.meta[PLANNED] = {"by": MEASURED}
+    if first_runs is not None:
+        program, tried = finish(graph, options, target, facts, say, tuned, kept)
+        first_runs += [] if tried is None else [tried]
+        program.meta[PLANNED] = {"by": "the cost model" if tuned is None else MEASURED}
     elif like:
         nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options))
         lanes = like[0].meta.get("streams", {}).get("lanes", 1)

@@ -13,11 +13,13 @@ from typing import Any
 from optdnn.autotune import Tuner
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import EngineError, EngineStale, UsageError
+from optdnn.first_run import KEY as FIRST_RUN
+from optdnn.first_run import Tried, finish
 from optdnn.ir.held import KEY, held, hold
-from optdnn.lower_cuda import lower_cuda
 from optdnn.runtime.atomic import check_writable
 from optdnn.runtime.cuda.allowed import without_code
 from optdnn.runtime.cuda.alone import alone
+from optdnn.runtime.cuda.trial_process import GpuProcess, NetworkLost, gpu_process
 from optdnn.runtime.engine import Engine, report_path
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.format import read
@@ -28,19 +30,20 @@ from optdnn.tactics.timing_cache import TimingCache
 
 ROUNDS = 5
 """In how many turns the old engine and the new one are measured."""
-MADE = ("arch", "bounds", "host", "memory", "nvrtc", "streams", "tactics", KEY)
+MADE = ("arch", "bounds", FIRST_RUN, "host", "memory", "nvrtc", "streams", "tactics", KEY)
 """What lowering writes into ``meta``."""
 
 
 @dataclass(frozen=True)
 class Retuned:
-    """What came of it: milliseconds of one inference before (None: the engine's kernels do not load) and after, measured side by
-    side; whether the file was replaced; and what was measured (as in a build's report)."""
+    """What came of it: milliseconds of one inference before (None: the engine does not run here) and after, measured side by
+    side; whether the file was replaced; and what was measured (as in a build's report). ``warnings``: what does not run."""
 
     before_ms: float | None
     after_ms: float
     replaced: bool
     tuning: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 def retune(
@@ -66,21 +69,22 @@ def retune(
     options = options_of(program, tactics, budget)
     graph = held(program)
     cache = TimingCache.open(None if timing_cache is None else Path(os.fspath(timing_cache)))
-    timer = _timer(program.target.partition(":")[2], options)
-    turn = partial(alone, timer.machine.place, say)
-    tuned = Tuner(graph, options, program.target, timer, cache, say, alone=turn).run(choices_of(program))
-    cache.save()
-    say("lower")
-    meta = {k: v for k, v in program.meta.items() if k not in MADE}
-    meta["options"] = {**meta.get("options", {}), "tactics": options.tactics}
-    new = lower_cuda(graph, options, program.target, meta, say, tuned.choices, tuned.streams)
-    new = hold(graph, replace(new, precision=program.precision))
-    with turn():
-        before, after = _race(timer, old, new, say)
+    with gpu_process() as process:
+        timer = _timer(process, program.target.partition(":")[2], options)
+        turn = partial(alone, timer.machine.place, say)
+        tuned = Tuner(graph, options, program.target, timer, cache, say, alone=turn).run(choices_of(program))
+        cache.save()
+        say("lower")
+        meta = {k: v for k, v in program.meta.items() if k not in MADE}
+        meta["options"] = {**meta.get("options", {}), "tactics": options.tactics}
+        new, tried = finish(graph, options, program.target, meta, say, replace(tuned, emitted=None))
+        new = hold(graph, replace(new, precision=program.precision))
+        with turn():
+            before, after = _race(timer, old, new, say)
     better = before is None or after < before
     if better:
-        _save(new, tuned, path)
-    return Retuned(before, after, better, tuned.to_plain())
+        _save(new, tuned, tried, path)
+    return Retuned(before, after, better, tuned.to_plain(), tuple(tried.warnings if tried is not None else ()))
 
 
 def options_of(program: Program, tactics: str | None, budget: float | None) -> BuildOptions:
@@ -116,20 +120,20 @@ def choices_of(program: Program) -> dict[str, Choice]:
     return {r["signature"]: Choice(r["tactic"], r.get("config", "")) for r in rows if "signature" in r}
 
 
-def _timer(arch: str, options: BuildOptions) -> Any:
+def _timer(process: GpuProcess, arch: str, options: BuildOptions) -> Any:
     from optdnn.runtime.cuda.usable import why_not
 
     if why := why_not():
         raise UsageError(f"tuning needs a GPU: {why}")
-    from optdnn.runtime.cuda.timer import GpuTimer
+    from optdnn.runtime.cuda.device import arch_here
+    from optdnn.runtime.cuda.trial_process import TrialTimer
 
-    timer = GpuTimer(Selection.of(options).providers)
-    if timer.device.arch != arch:
+    if (here := arch_here()) != arch:
         raise UsageError(
-            f"the engine is for {arch}; this GPU is {timer.device.arch}",
-            hint=f"build it again: optdnn build MODEL --target cuda:{timer.device.arch}",
+            f"the engine is for {arch}; this GPU is {here}",
+            hint=f"build it again: optdnn build MODEL --target cuda:{here}",
         )
-    return timer
+    return TrialTimer(process, Selection.of(options).providers)
 
 
 def _race(timer: Timer, old: Program, new: Program, say: Callable[[str], None]) -> tuple[float | None, float]:
@@ -139,8 +143,12 @@ def _race(timer: Timer, old: Program, new: Program, say: Callable[[str], None]) 
     try:
         try:
             nets.append(timer.load(old))
-        except EngineStale:
-            nets.append(timer.load(new))
+            timer.race(nets, 1)
+        except (EngineStale, NetworkLost) as error:
+            say(f"the engine as it was does not run: {error.message}")
+            for net in nets:
+                net.close()
+            nets[:] = [timer.load(new)]
             return None, timer.race(nets, ROUNDS)[0]
         nets.append(timer.load(new))
         before, after = timer.race(nets, ROUNDS)
@@ -150,7 +158,7 @@ def _race(timer: Timer, old: Program, new: Program, say: Callable[[str], None]) 
             net.close()
 
 
-def _save(program: Program, tuned: Tuned, path: str | os.PathLike[str]) -> None:
+def _save(program: Program, tuned: Tuned, tried: Tried | None, path: str | os.PathLike[str]) -> None:
     """The engine, and its report with what was measured now."""
     engine = Engine(program, options=LoadOptions(defer=True, trust_cubins=True))
     try:
@@ -159,5 +167,6 @@ def _save(program: Program, tuned: Tuned, path: str | os.PathLike[str]) -> None:
         report = {}
     meta = {k: v for k, v in program.meta.items() if k != KEY}
     known = report if isinstance(report, dict) else {}
-    engine.account = lambda e: {**known, **meta, "tuning": tuned.to_plain()}
+    ran = {} if tried is None else {"first_runs": [tried.to_plain()]}
+    engine.account = lambda e: {**known, **meta, "tuning": tuned.to_plain(), **ran}
     engine.save(path)

@@ -19,33 +19,57 @@ from optdnn.types import Array
 
 
 class WorkerFailure(Exception):
-    """The candidate failed, or its process crashed or took too long. The text says which."""
+    """The worker's answer is an error: ``error`` is its type, ``message`` its first line. The text has both."""
+
+    def __init__(self, error: str, message: str):
+        super().__init__(f"{error}: {message}" if error else message)
+        self.error, self.message = error, message
+
+
+class WorkerGone(WorkerFailure):
+    """There is no answer: the process crashed, or took longer than ``limit`` seconds and was killed (None: it crashed)."""
+
+    def __init__(self, message: str, limit: float | None):
+        super().__init__("", message)
+        self.limit = limit
 
 
 class WorkerProcess:
-    """A fresh Python with this one's import path, holding one candidate."""
+    """A fresh Python with this one's import path that runs ``main`` ("module:function"), a worker of
+    :mod:`optdnn.runtime.worker`. ``alone``: Ctrl-C in the terminal does not reach it."""
 
-    def __init__(self, threads: int, timeout_s: float):
+    def __init__(
+        self, threads: int, timeout_s: float, main: str = "optdnn.runtime.worker:main", *, alone: bool = False
+    ):
         self._timeout_s = timeout_s
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         pools = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
         # -P: a folder called optdnn where the user stands must not be taken for the package.
-        code = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from optdnn.runtime.worker import main; main()"
+        module, _, function = main.partition(":")
+        code = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import {function}; {function}()"
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", code, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env={**os.environ, **pools},
+            start_new_session=alone,
         )
 
     def ask(
-        self, message: Mapping[str, Any], arrays: Mapping[str, Array] | None = None
+        self,
+        message: Mapping[str, Any],
+        arrays: Mapping[str, Array] | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[Any, dict[str, Array]]:
-        """Send a command and wait for its answer. Raises WorkerFailure, after which the process is gone or useless."""
+        """Send a command and wait for its answer, for at most ``timeout_s`` seconds (default: those of the process).
+
+        Raises WorkerFailure; WorkerGone where no answer came: then the process has ended.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        timer = threading.Timer(self._timeout_s, self._expire)
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        timer = threading.Timer(limit, self._expire)
         timer.daemon = True
         self._expired = False
         timer.start()
@@ -54,22 +78,25 @@ class WorkerProcess:
             answer = receive(self._process.stdout)  # type: ignore[arg-type]
         except (OSError, ValueError, InternalError):
             answer = None
+        except BaseException:  # interrupted: an answer may still come, and would be taken for that of the next question
+            self._process.kill()
+            raise
         finally:
             timer.cancel()
         if answer is None:
-            raise WorkerFailure(self._epitaph())
+            raise WorkerGone(self._epitaph(limit), limit if self._expired else None)
         reply, results = answer
         if not reply.pop("ok"):
-            raise WorkerFailure(f"{reply['error']}: {reply['message']}")
+            raise WorkerFailure(reply["error"], reply["message"])
         return reply, results
 
     def _expire(self) -> None:
         self._expired = True
         self._process.kill()
 
-    def _epitaph(self) -> str:
+    def _epitaph(self, limit: float) -> str:
         if self._expired:
-            return f"took longer than {self._timeout_s:g} s and was stopped"
+            return f"took longer than {limit:g} s and was stopped"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         code = self._process.returncode
@@ -86,6 +113,11 @@ class WorkerProcess:
         self._errors.seek(max(0, os.fstat(self._errors.fileno()).st_size - 4000))
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else ""
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does, and wait for it."""
+        self._process.kill()
+        self.close()
 
     def close(self) -> None:
         """End the process and wait for it."""

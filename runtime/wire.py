@@ -7,7 +7,6 @@ Arrays travel in the payload, described in the header under "arrays". Both ends 
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -43,15 +42,27 @@ def receive(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Array]] | None:
     magic, header_length, payload_length = _FRAME.unpack(head)
     if magic != _MAGIC:
         raise InternalError("a worker wrote something that is no frame")
-    header, payload = stream.read(header_length), stream.read(payload_length)
-    if len(header) < header_length or len(payload) < payload_length:
+    header = stream.read(header_length)
+    if len(header) < header_length:
         return None
     message = json.loads(header)
     arrays: dict[str, Array] = {}
-    position = 0
     for name, dtype, shape in message.pop("arrays"):
-        size = math.prod(shape) * DTYPES[dtype].itemsize
-        raw = np.frombuffer(payload, np.uint8, size, position) if size else np.empty(0, np.uint8)
-        arrays[name] = raw.view(DTYPES[dtype]).reshape(shape).copy()
-        position += size
+        arrays[name] = array = np.empty(shape, DTYPES[dtype])
+        payload_length -= array.nbytes
+        if not _fill(stream, array):
+            return None
+    if payload_length:
+        raise InternalError("a worker's frame is not as long as its arrays")
     return message, arrays
+
+
+def _fill(stream: BinaryIO, array: Array) -> bool:
+    """Read an array's elements; False where the stream ends before."""
+    rest = memoryview(array.reshape(-1).view(np.uint8).data)
+    while rest:
+        count = stream.readinto(rest)  # type: ignore[attr-defined]
+        if not count:
+            return False
+        rest = rest[count:]
+    return True

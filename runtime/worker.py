@@ -29,14 +29,19 @@ from optdnn.types import Array
 
 def main() -> None:
     """Serve until the parent quits or is gone."""
+    run(_Worker())
+
+
+def run(worker: Any) -> None:
+    """Let ``worker`` answer the parent's commands until it quits or is gone. A command NAME is its method do_NAME."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not disturb the frames
-    serve(sys.stdin.buffer, answers)
+    serve(sys.stdin.buffer, answers, worker)
 
 
-def serve(commands: BinaryIO, answers: BinaryIO) -> None:
+def serve(commands: BinaryIO, answers: BinaryIO, worker: Any = None) -> None:
     """Answer every command; a failure is an answer too."""
-    worker = _Worker()
+    worker = worker or _Worker()
     while True:
         frame = receive(commands)
         if frame is None or frame[0]["command"] == "quit":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ def test_auto_is_the_gpu_where_it_is_usable(monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve_target("auto") == "cpu"
     monkeypatch.setattr(usable, "why_not", lambda: None)
     monkeypatch.setattr(device, "gpu_count", lambda: 1)
-    monkeypatch.setattr(device.Device, "open", lambda: SimpleNamespace(arch="sm_90a"))
+    monkeypatch.setattr(device, "arch_here", lambda: "sm_90a")
     assert resolve_target("auto") == "cuda:sm_90a"
 
 

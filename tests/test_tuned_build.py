@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from support.needs import needs_nvrtc
 from support.net import Net
-from support.timer import FakeTimer, hashed
+from support.timer import FakeTimer, hashed, tactics_of
 
 import optdnn
 from optdnn.cli.main import run
 from optdnn.errors import EngineError, UsageError
 from optdnn.ir.export_onnx import export_model
-from optdnn.runtime.cuda import timer as timer_module
-from optdnn.runtime.cuda import usable
+from optdnn.runtime.cuda import device, trial_process, usable
+from optdnn.runtime.cuda.trial_process import GraphFault, NetworkLost
 from optdnn.runtime.format import read, write
+from optdnn.runtime.program import Program
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
     timer = FakeTimer(hashed)
     monkeypatch.setattr(usable, "why_not", lambda: None)
-    monkeypatch.setattr(timer_module, "GpuTimer", lambda libraries: timer)
+    monkeypatch.setattr(device, "arch_here", lambda: timer.device.arch)
+    monkeypatch.setattr(trial_process.GpuProcess, "begin", lambda self: None)
+    monkeypatch.setattr(trial_process, "TrialTimer", lambda process, libraries=(): timer)
     return timer
 
 
@@ -183,6 +186,52 @@ def test_retune_leaves_what_it_cannot_improve(engine: Path, gpu: FakeTimer) -> N
     assert not found.replaced
     assert found.before_ms == found.after_ms == 1.0
     assert engine.read_bytes() == content
+
+
+def test_retune_replaces_an_engine_that_hangs(engine: Path, gpu: FakeTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.net = lambda tactics: 1.0  # nothing is faster: an engine that runs would be kept
+    old = [s.params["tactic"] for s in read(engine).steps]
+    load, race = gpu.load, gpu.race
+    alone: list[Any] = []
+
+    def loaded(program: Program) -> Any:
+        net = load(program)
+        alone.extend([net] if "graph" in program.meta and tactics_of(program) == old and not alone else [])
+        return net
+
+    def raced(networks: Any, rounds: int) -> list[float]:
+        if alone and networks == alone:
+            raise NetworkLost(networks[0], "hung: it has not ended after 20 s")
+        return race(networks, rounds)
+
+    monkeypatch.setattr(gpu, "load", loaded)
+    monkeypatch.setattr(gpu, "race", raced)
+    said: list[str] = []
+    found = optdnn.retune(engine, progress=said.append)
+    assert alone
+    assert found.before_ms is None
+    assert found.replaced
+    assert "the engine as it was does not run: hung: it has not ended after 20 s" in said
+    assert gpu.loaded == 0, "every network was closed"
+
+
+def test_retune_tells_what_it_fell_back_to(engine: Path, gpu: FakeTimer, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = gpu.first_run
+
+    def first_run(program: Program) -> Any:
+        if any(s.params["launch"]["dependent"] for s in program.steps):
+            raise GraphFault("hung: it has not ended after 10 s")
+        return runs(program)
+
+    gpu.first_run = first_run  # type: ignore[method-assign]
+    assert run(["retune", str(engine)]) == 0
+    told = capsys.readouterr().err.replace("\n", " ")
+    assert (
+        "warning: the program's graph does not run as it was built; it is kept with one lane, no early launches" in told
+    )
+    assert read(engine).meta["first_run"]["form"] == "one lane, no early launches"
+    report = json.loads(Path(f"{engine}.report.json").read_text())
+    assert report["first_runs"][0]["refused"] == {"as built": "hung: it has not ended after 10 s"}
 
 
 def test_retune_starts_from_what_the_engine_uses(model: Path, gpu: FakeTimer, tmp_path: Path) -> None:

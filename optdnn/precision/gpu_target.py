@@ -11,8 +11,8 @@ from typing import Any
 from optdnn.autotune import tune
 from optdnn.config import GPU_PRECISIONS, QUANTIZED, BuildOptions
 from optdnn.errors import OptdnnError, RunError
+from optdnn.first_run import finish
 from optdnn.ir.graph import Graph
-from optdnn.lower_cuda import lower_cuda
 from optdnn.passes.precision import PrecisionPlan, choices
 from optdnn.passes.ranges import Calibration
 from optdnn.precision.latency import Table, Timed, model
@@ -21,6 +21,8 @@ from optdnn.precision.turns import alternating, identity, in_turns, remembered, 
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.feeds import random_feeds
+from optdnn.runtime.program import Program
+from optdnn.tactics.cuda.tuned import Tuned
 from optdnn.tactics.timing_cache import TimingCache
 from optdnn.types import Array
 
@@ -50,9 +52,13 @@ class GpuTarget:
         self.notes: dict[str, str] = {}
 
     def _engine(self, graph: Graph) -> Engine:
-        program = lower_cuda(graph, self.options, self.target, {})
+        program = self._lowered(graph)
         options = LoadOptions(simulate=self._gpu is None, trust_cubins=True)
         return Engine(program, options=options)
+
+    def _lowered(self, graph: Graph, say: Say = lambda text: None, tuned: Tuned | None = None) -> Program:
+        """The program; on the GPU after its first runs in a process of their own, since this one runs it next."""
+        return finish(graph, self.options, self.target, {}, say, tuned)[0]
 
     def ways(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[Way]:
         single = list(dict.fromkeys(p for text in self.offers for p in text.split("+")))
@@ -116,7 +122,7 @@ class GpuTarget:
         found = None if self._gpu is None else tune(graph, share, self.target, self.cache, say)
         if found is None:
             return None
-        program = lower_cuda(graph, self.options, self.target, {}, say, found.choices)
+        program = self._lowered(graph, say, replace(found, streams=None, emitted=None))
         return Engine(program, options=LoadOptions(trust_cubins=True))
 
     def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float] | None:

@@ -100,38 +100,73 @@ def run_singly(context: CudaContext, feeds: Mapping[str, Any]) -> dict[str, Arra
 
 
 FENCE = 4096
-"""Bytes before and behind the arena."""
+"""Bytes before and behind the arena, and each buffer outside of it."""
+OWN = 0xA5
+"""What the fences of buffers outside of the arena are full of."""
 FILLS = (0xFF, 0x3C)
 """What the arena is full of before a run: NaN in every floating type and -1 in the integers; then 1 in fp16 and something odd."""
 
 
+class FencedMemory(DeviceMemory):
+    """Device memory between fences: ``pointer`` is where the ``size`` bytes between them begin."""
+
+    def __init__(self, size: int, what: str):
+        self._whole = DeviceMemory(size + 2 * FENCE, what)
+        self.size, self.pointer = size, self._whole.pointer + FENCE
+
+    def guard(self, byte: int) -> None:
+        """Fill the fences."""
+        for fence in self._fences():
+            _fill(fence, FENCE, byte)
+
+    def intact(self, byte: int) -> bool:
+        """Whether the fences are as :meth:`guard` left them."""
+        found = np.empty(FENCE, np.uint8)
+        for fence in self._fences():
+            check("cuMemcpyDtoH", driver().cuMemcpyDtoH(found.ctypes.data, fence, FENCE))
+            if (found != byte).any():
+                return False
+        return True
+
+    def _fences(self) -> tuple[int, int]:
+        return self._whole.pointer, self.pointer + self.size
+
+
 class FencedArena(Arena):
-    """An arena between fences."""
+    """An arena between fences. The buffers of its context that lie outside of it are between fences, too."""
 
     def __init__(self, size: int):
         super().__init__(size)
         self.size = size
-        self.memory = DeviceMemory(size + 2 * FENCE, "an arena between fences")
+        self._inside = FencedMemory(size, "an arena between fences")
+        self._others: list[FencedMemory] = []
 
     @property
     def pointer(self) -> int:
         """Where what is between the fences begins."""
-        return self.memory.pointer + FENCE
+        return self._inside.pointer
 
     def at_least(self, size: int) -> Any:
         """Itself."""
         return self
 
+    def own(self, size: int, what: str) -> FencedMemory:
+        """Memory between fences."""
+        memory = FencedMemory(size, what)
+        memory.guard(OWN)
+        self._others.append(memory)
+        return memory
+
     def fill(self, byte: int) -> None:
-        """Fill the arena with a byte, the fences with another."""
-        _fill(self.memory.pointer, self.memory.size, byte ^ 0x5A)
+        """Fill the arena with a byte, its fences with another; the other fences are made anew."""
+        self._inside.guard(byte ^ 0x5A)
         _fill(self.pointer, self.size, byte)
+        for memory in self._others:
+            memory.guard(OWN)
 
     def intact(self, byte: int) -> bool:
-        """Whether the fences are as :meth:`fill` left them."""
-        whole = np.empty(self.memory.size, np.uint8)
-        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(whole.ctypes.data, self.memory.pointer, whole.nbytes))
-        return bool((whole[:FENCE] == byte ^ 0x5A).all() and (whole[FENCE + self.size :] == byte ^ 0x5A).all())
+        """Whether all fences are as they were made, those of the arena by :meth:`fill`."""
+        return self._inside.intact(byte ^ 0x5A) and all(m.intact(OWN) for m in self._others)
 
 
 def check_arena(runner: CudaRunner, feeds: Mapping[str, Any]) -> list[str]:

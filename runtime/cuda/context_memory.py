@@ -35,11 +35,12 @@ class ContextMemory:
         self._program, self._on_host, self._constants = program, on_host, constants
         size = program.arena_bytes
         self.arena = DeviceMemory(size, "the arena of activations") if arena is None else arena.at_least(size)
+        own = DeviceMemory if arena is None else arena.own
         self._own: dict[int, DeviceMemory] = {}
         outside = {i for _, i in (*program.inputs, *program.outputs)}
         for i, b in enumerate(program.buffers):
             if b.blob is None and i not in on_host and (i in outside or b.offset is None):
-                self._own[i] = DeviceMemory(b.nbytes or 0, f"buffer {b.name!r}")
+                self._own[i] = own(b.nbytes or 0, f"buffer {b.name!r}")
         for i in program.retained:
             self._own[i].clear()
         moved = {s.host for s in steps if isinstance(s, CopyPlan)}

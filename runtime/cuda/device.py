@@ -111,8 +111,21 @@ class Device:
     @property
     def arch(self) -> str:
         """The NVRTC architecture of this GPU: ``sm_90a`` on Hopper, plain ``sm_XY`` below."""
-        major, minor = self.capability
-        return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+        return arch_of(*self.capability)
+
+
+def arch_of(major: int, minor: int) -> str:
+    """The NVRTC architecture of GPUs of a compute capability."""
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def arch_here(index: int = 0) -> str:
+    """The architecture of GPU ``index``. Makes no context, unlike :meth:`Device.open`. Raises CudaError, MissingDependency."""
+    cu = driver()
+    handle, attribute = check("cuDeviceGet", cu.cuDeviceGet(index)), cu.CUdevice_attribute
+    keys = [getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR")]
+    major, minor = (int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(key, handle))) for key in keys)
+    return arch_of(major, minor)
 
 
 class Function:

@@ -131,10 +131,12 @@ def time_runs(
     repeats: int = 30,
     inner: int = 1,
     between: Callable[[], Any] | None = None,
+    wait: Callable[[], Any] | None = None,
 ) -> list[float]:
     """GPU milliseconds of ``run()`` (which enqueues on ``stream``), one figure per repeat, each the mean of ``inner`` runs.
 
-    ``between`` is enqueued before each repeat, outside of the timed region: an L2 flush, say.
+    ``between`` is enqueued before each repeat, outside of the timed region: an L2 flush, say. ``wait`` waits for the stream where
+    that must not take for ever.
     """
     cu = driver()
     for _ in range(warmup):
@@ -149,7 +151,7 @@ def time_runs(
             run()
         check("cuEventRecord", cu.cuEventRecord(end, stream.handle))
         pairs.append((begin, end))
-    stream.synchronize()
+    (wait or stream.synchronize)()
     times = []
     for begin, end in pairs:
         times.append(float(check("cuEventElapsedTime", cu.cuEventElapsedTime(begin, end))) / inner)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -271,8 +271,7 @@ class CudaContext:
         check_bounds(self.runner.bounds, signature.inputs, arrays)
         given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
         handle = self.stream.handle if stream is None else self.stream_of(stream)
-        for (_, i), a in zip(p.inputs, arrays, strict=True):
-            self.memory.host[i].bytes[:] = a.reshape(-1).view(np.uint8)
+        self.stage(arrays)
         self.memory.copy_in(handle)
         self._launch_graph(self.graph(), handle)
         self.memory.copy_out(handle)
@@ -293,6 +292,11 @@ class CudaContext:
                 np.copyto(buffer, value)
                 results[spec.name] = buffer
         return results
+
+    def stage(self, arrays: Sequence[Array]) -> None:
+        """Put the inputs, in the program's order and types, into their staging memory."""
+        for (_, i), a in zip(self.runner.program.inputs, arrays, strict=True):
+            self.memory.host[i].bytes[:] = a.reshape(-1).view(np.uint8)
 
     def _run_device(self, feeds: Mapping[str, Any], out: Mapping[str, Any], stream: object) -> dict[str, Any]:
         given, outputs = self._placed(feeds, out)

@@ -28,6 +28,10 @@ class Arena:
             self._memory = DeviceMemory(max(size, self._size), "the arena of activations")
         return self._memory
 
+    def own(self, size: int, what: str) -> DeviceMemory:
+        """Memory for a buffer of the context that lies outside of the arena."""
+        return DeviceMemory(size, what)
+
 
 class Constant:
     """An array on the GPU; there as long as a plan holds this."""

@@ -10,13 +10,23 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from optdnn.errors import OptdnnError
+
+if TYPE_CHECKING:
+    from optdnn.runtime.cuda.trial_process import GpuProcess
 
 
 def begin() -> threading.Thread:
     """Start CUDA and the context that engines use, on a thread of its own."""
     return _aside("optdnn-cuda-start", _open)
+
+
+def begin_trials(process: GpuProcess, target: str) -> threading.Thread:
+    """Start the process that tries GPU programs, where ``target`` ("auto", "cuda" or "cuda:ARCH") is the GPU of this machine, on a
+    thread of its own."""
+    return _aside("optdnn-trials-start", lambda: _begin(process, target))
 
 
 def load_libraries(*names: str) -> threading.Thread:
@@ -36,6 +46,14 @@ def _open() -> None:
 
     with suppress(OptdnnError):  # whoever then uses the GPU meets it, too, and says so
         Device.open()
+
+
+def _begin(process: GpuProcess, target: str) -> None:
+    from optdnn.runtime.cuda.device import arch_here, gpu_count
+
+    with suppress(OptdnnError):  # whoever then uses the GPU meets it, too, and says so
+        if gpu_count() and target in ("auto", "cuda", f"cuda:{arch_here()}"):
+            process.begin()
 
 
 def _load(names: Sequence[str]) -> None:

@@ -13,13 +13,14 @@ import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from optdnn.errors import OptdnnError, RunError
-from optdnn.runtime.cuda.check import relative_error
+from optdnn.runtime.cuda.check import FencedArena, relative_error
 from optdnn.runtime.cuda.device import Device, Function, Launch, check, driver
 from optdnn.runtime.cuda.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.memory import DeviceMemory
@@ -47,7 +48,13 @@ SAMPLE = 500_000
 GRAPH_SECONDS, MOST_LAUNCHES = 300e-6, 40
 """How long a timed graph should run, and how many launches it has at most."""
 HANGS = 10.0
-"""Seconds after which a candidate's first run is taken to hang."""
+"""Seconds after which launches are taken to hang, where nothing is known of how long they take;"""
+SLOWER = 30.0
+"""and how many times the time that is expected of them where that is longer."""
+UNWRITTEN = 0xFF
+"""What a candidate's arena is full of: NaN in every floating type."""
+DISTURBANCE = 1 << 22
+"""Elements that :meth:`GpuTimer.disturb` writes: some microseconds on all multiprocessors."""
 _CPP = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp64": "f64"}
 
 
@@ -57,6 +64,14 @@ class TrialFailed(OptdnnError):
 
 class KernelHangs(RunError):
     """A kernel does not end. It cannot be ended either: nothing more can be measured in this process."""
+
+
+class KernelCrashes(RunError):
+    """A kernel has ended the process's use of the GPU: by an illegal address, say."""
+
+
+class MemoryCorrupted(RunError):
+    """A kernel has written outside of its buffers: what else lies in the process's memory may be wrong."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +102,11 @@ class GpuTimer:
         )  # fmt: skip
         self._tools: dict[tuple[str, str], Function] = {}
         self._golden: tuple[str, list[tuple[DeviceMemory, int]]] | None = None
-        self._pool = Pool()
+        self.pool = Pool()
+        """Constants and kernels of the networks that are loaded."""
         self._found = DeviceMemory(256, "the difference of two results")
+        self._disturbed: DeviceMemory | None = None
+        self._alone_s = 0.0
 
     # ---------------------------------------------------------------- candidates
 
@@ -103,18 +121,28 @@ class GpuTimer:
         """Seconds of one run of a candidate. ``key`` names the problem: all its candidates give the same results.
 
         ``cold``: weights come from memory, since the network's do not stay in L2. One that takes longer than ``give_up`` seconds
-        is timed roughly. Raises TrialFailed; CudaError or KernelHangs where the GPU cannot be used any more.
+        is timed roughly. Its memory lies between fences. Raises TrialFailed; CudaError, KernelHangs or MemoryCorrupted where this
+        process is not to measure any more.
         """
+        arena: FencedArena | None = None
         try:
-            context = CudaRunner(program, LoadOptions(trust_cubins=True)).context()
+            arena = FencedArena(program.arena_bytes)
+            context = CudaRunner(program, TRUSTED).context(arena)
+            arena.fill(UNWRITTEN)
             self._check(key, program, context)
-            return self._seconds(program, context, cold, give_up)
+            seconds = self._seconds(program, context, cold, give_up)
+            need_intact(arena)
+            return seconds
+        except TrialFailed:
+            need_intact(arena)
+            raise
         except KernelError as error:
             raise TrialFailed(error.message.splitlines()[0]) from error
-        except KernelHangs:
+        except (KernelHangs, MemoryCorrupted):
             raise
         except RunError as error:  # out of memory, say, or a library that has fewer plans than it ranks
             self.stream.synchronize()  # raises where the context is lost: nothing more can be measured in this process
+            need_intact(arena)
             raise TrialFailed(error.message) from error
 
     def _check(self, key: str, program: Program, context: CudaContext) -> None:
@@ -125,7 +153,7 @@ class GpuTimer:
         if self._golden is not None and self._golden[0] == key and len(self._golden[1]) == len(program.outputs):
             for launch in context.launches({}):
                 launch.enqueue(context.stream.handle)
-            wait(context.stream)
+            self._alone_s = wait(context.stream)
             if all(
                 self._like(program, context, i, g) for (_, i), g in zip(program.outputs, self._golden[1], strict=True)
             ):
@@ -135,6 +163,7 @@ class GpuTimer:
         self._golden = key, [(self._copy(program, context, i), i) for _, i in program.outputs]
 
     def _check_meaning(self, program: Program, context: CudaContext) -> None:
+        self._alone_s = 0.0
         for step, parsed, launch in zip(program.steps, context.runner.steps, context.launches({}), strict=True):
             if not isinstance(parsed, CudaStep):
                 raise TrialFailed(f"a step of {step.executor!r} is not a kernel")
@@ -147,7 +176,7 @@ class GpuTimer:
                 if i not in step.inputs:
                     self._poison(context, i)
             launch.enqueue(context.stream.handle)
-            wait(context.stream)
+            self._alone_s += wait(context.stream)
             with np.errstate(all="ignore"):
                 wanted = evaluator(parsed)(reads)
             for v, want in zip(parsed.meaning.writes, wanted, strict=False):
@@ -250,6 +279,17 @@ class GpuTimer:
         blocks = max(1, min(-(-count // 256), 8 * self.device.multiprocessors))
         Launch(self._tools[key], (blocks, 1, 1), 256, [values], dependent=False).enqueue(self.stream.handle)
 
+    def disturb(self) -> None:
+        """Keep all multiprocessors busy for a moment, on a stream of its own."""
+        self._disturbed = self._disturbed or DeviceMemory(4 * DISTURBANCE, "the disturbance of a network's runs")
+        values = struct.pack("<QQI4x", self._disturbed.pointer, DISTURBANCE, 1)
+        self._run("fp32", "fill", values, DISTURBANCE)
+
+    def usable(self) -> bool:
+        """Whether the process can still use the GPU."""
+        cu = driver()
+        return cu.cuStreamQuery(self.stream.handle)[0] in (cu.CUresult.CUDA_SUCCESS, cu.CUresult.CUDA_ERROR_NOT_READY)
+
     # ---------------------------------------------------------------- times
 
     def _seconds(self, program: Program, context: CudaContext, cold: bool, give_up: float) -> float:
@@ -266,7 +306,11 @@ class GpuTimer:
         made = {id(p): context.launches(p) for p in {id(p): p for p in places}.values()}
         launches = [x for p in places for x in made[id(p)]]
         graph = Graph(launches, context.stream)
-        times = time_runs(lambda: graph.replay(context.stream), context.stream, warmup=2, repeats=repeats)
+        expected = self._alone_s * len(places) * (2 + repeats)
+        times = time_runs(
+            lambda: graph.replay(context.stream), context.stream, warmup=2, repeats=repeats,
+            wait=partial(wait, context.stream, limit_of(expected)),
+        )  # fmt: skip
         graph.close()
         return statistics.median(times) / len(places) / 1e3
 
@@ -283,27 +327,51 @@ class GpuTimer:
     # ---------------------------------------------------------------- networks
 
     def load(self, program: Program) -> Network:
-        """A whole network, ready to be raced."""
-        context = CudaRunner(program, LoadOptions(trust_cubins=True, pool=self._pool)).context()
+        """A whole network, ready to be raced. Raises RunError; KernelHangs where it does not end."""
+        context = CudaRunner(program, LoadOptions(trust_cubins=True, pool=self.pool)).context()
         self._feed(program, context)
         return Network(context)
 
     def race(self, networks: Sequence[Network], rounds: int) -> list[float]:
         """Median milliseconds of one inference of each, measured in turns."""
-        times: list[list[float]] = [[] for _ in networks]
-        for _ in range(rounds):
-            for n, found in zip(networks, times, strict=True):
-                found += n.times()
-        return [statistics.median(t) for t in times]
+        return in_turns(networks, rounds)
 
 
-def wait(stream: Stream, limit: float = HANGS) -> None:
-    """Wait for a stream. Raises KernelHangs where it takes longer than ``limit`` seconds."""
-    cu, deadline = driver(), time.monotonic() + limit
+def in_turns(networks: Sequence[Any], rounds: int) -> list[float]:
+    """Median milliseconds of one inference of each network, from its ``times()`` in so many rounds."""
+    times: list[list[float]] = [[] for _ in networks]
+    for _ in range(rounds):
+        for n, found in zip(networks, times, strict=True):
+            found += n.times()
+    return [statistics.median(t) for t in times]
+
+
+TRUSTED = LoadOptions(trust_cubins=True)
+"""What is measured was made by this very build."""
+
+
+def need_intact(arena: FencedArena | None) -> None:
+    """Raise MemoryCorrupted where something was written outside of an arena and the buffers beside it."""
+    if arena is not None and not arena.intact(UNWRITTEN):
+        raise MemoryCorrupted("it writes outside of its buffers")
+
+
+def limit_of(expected: float) -> float:
+    """Seconds after which launches that should take ``expected`` seconds are taken to hang."""
+    return max(HANGS, SLOWER * expected)
+
+
+def wait(stream: Stream, limit: float = HANGS) -> float:
+    """Wait for a stream; returns the seconds that it took. Raises KernelHangs where it takes longer than ``limit`` seconds."""
+    cu, begin = driver(), time.monotonic()
     while (status := cu.cuStreamQuery(stream.handle)[0]) == cu.CUresult.CUDA_ERROR_NOT_READY:
-        if time.monotonic() > deadline:
-            raise KernelHangs(f"a kernel has not ended after {limit:.0f} s")
+        passed = time.monotonic() - begin
+        if passed > limit:
+            raise KernelHangs(f"it has not ended after {limit:.0f} s")
+        if passed > 0.01:
+            time.sleep(0.0005)
     check("cuStreamQuery", (status,))
+    return time.monotonic() - begin
 
 
 class Network:
@@ -312,11 +380,17 @@ class Network:
     def __init__(self, context: CudaContext):
         self.context = context
         self.graph = context.graph()
+        self.graph.replay(context.stream)
+        self._alone_s = wait(context.stream, 2 * HANGS)
         self.rough = min(self._run(3, 1))
 
     def _run(self, repeats: int, inner: int) -> list[float]:
         stream = self.context.stream
-        return time_runs(lambda: self.graph.replay(stream), stream, warmup=3, repeats=repeats, inner=inner)
+        limit = limit_of(self._alone_s * inner * (3 + repeats))
+        return time_runs(
+            lambda: self.graph.replay(stream), stream, warmup=3, repeats=repeats, inner=inner,
+            wait=partial(wait, stream, limit),
+        )  # fmt: skip
 
     def times(self) -> list[float]:
         """Milliseconds of one inference, several times; each the mean of some in a row."""

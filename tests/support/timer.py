@@ -8,6 +8,7 @@ from typing import Any
 
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.timer import Machine
+from optdnn.runtime.cuda.trial_process import FirstRun
 from optdnn.runtime.program import Program
 
 
@@ -61,6 +62,9 @@ class FakeTimer:
         self.now += 0.5
         assert rounds >= 1
         return [(self.net or self._sum)(n.tactics) * n.factor for n in networks]
+
+    def first_run(self, program: Program) -> FirstRun:
+        return FirstRun(20)
 
     def _sum(self, tactics: Sequence[str]) -> float:
         return sum(self.seconds(t) for t in tactics if t.startswith("conv")) * 1e3 + 0.001

@@ -67,6 +67,11 @@ class Problem:
         return min(self.times, key=self.adds) if self.times and known else self.default
 
     @property
+    def untried(self) -> Choice | None:
+        """The first candidate that did not fail; None where all did."""
+        return next((t.choice for t in self.trials if t.choice not in self.failed), None)
+
+    @property
     def seconds(self) -> float:
         """What the best adds to the network's time, or what is predicted of that."""
         if self.times:

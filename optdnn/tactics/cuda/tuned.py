@@ -24,7 +24,7 @@ class Net(Protocol):
 
 
 class Timer(Protocol):
-    """What the tuner knows of a GPU; see :class:`optdnn.runtime.cuda.timer.GpuTimer`."""
+    """What the tuner knows of a GPU; see :class:`optdnn.runtime.cuda.trial_process.TrialTimer`."""
 
     @property
     def machine(self) -> Machine: ...
@@ -57,6 +57,8 @@ class Tuned:
     """Whether independent steps run side by side (None: it did not come to that)."""
     emitted: Emitted | None = None
     """The launches of these choices, where they were made already."""
+    lost: list[str] = field(default_factory=list)
+    """A line for each candidate, and each form of the network, that hung, crashed or wrote outside of its memory."""
 
     def to_plain(self) -> dict[str, Any]:
         """For the build's report."""
@@ -76,4 +78,5 @@ class Tuned:
         if s is not None and s.lanes_ms is not None:
             facts |= {"streams": {"most": s.most, "one_ms": s.one_ms, "lanes_ms": s.lanes_ms}}
         facts |= {"stopped": self.stopped} if self.stopped else {}
+        facts |= {"lost": list(self.lost)} if self.lost else {}
         return {**facts, "seconds": {k: round(v, 2) for k, v in self.seconds.items()}, "problems": rows}

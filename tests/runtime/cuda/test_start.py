@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,21 @@ def test_the_device_is_opened_aside_and_its_failure_is_not_ours(monkeypatch: pyt
     monkeypatch.setattr(device.Device, "open", fails)
     start.begin().join(10)
     assert seen == ["optdnn-cuda-start"]
+
+
+@pytest.mark.parametrize(
+    ("target", "gpus", "begun"),
+    [("auto", 1, True), ("cuda", 1, True), ("cuda:sm_90a", 1, True), ("cuda:sm_80", 1, False), ("auto", 0, False)],
+)
+def test_the_process_that_tries_programs_is_begun_for_the_gpu_that_is_here(
+    target: str, gpus: int, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(device, "arch_here", lambda: "sm_90a")
+    process: Any = SimpleNamespace(begin=lambda: seen.append(threading.current_thread().name))
+    seen: list[str] = []
+    start.begin_trials(process, target).join(10)
+    assert seen == ["optdnn-trials-start"] * begun
 
 
 @pytest.mark.parametrize("gpus", [None, 0, 1])
