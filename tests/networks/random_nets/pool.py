@@ -187,17 +187,19 @@ class _Rows:
 
 def serve(answer: Callable[[Any], None]) -> None:
     """A worker's life: read tasks from stdin, answer stages and rows."""
+    from optdnn.tactics.cpu_trials import kept
     from random_nets.targets import Setting
     from random_nets.trial import drawn_trial, filed_trial
 
     answer("ready")
-    for line in sys.stdin:
-        task = json.loads(line)
-        setting = Setting(*task["setting"])
-        if "file" in task:
-            answer(filed_trial(Path(task["file"]), setting, answer))
-        else:
-            answer(drawn_trial(task["family"], task["seed"], setting, answer))
+    with kept():
+        for line in sys.stdin:
+            task = json.loads(line)
+            setting = Setting(*task["setting"])
+            if "file" in task:
+                answer(filed_trial(Path(task["file"]), setting, answer))
+            else:
+                answer(drawn_trial(task["family"], task["seed"], setting, answer))
 
 
 def main() -> None:
