@@ -109,7 +109,8 @@ def command(
         stdout.print(f"\n{slower_text(report['beside_fp32'])}; build with --precision fp32")
     tactic = build.engine.meta.get("tactic")
     for item in build.fallbacks.get(tactic["library"], []) if tactic else []:
-        stdout.print(f"from its NumPy kernel: {item['operator']} {item['node']}: {item['reason']}")
+        by = f"by {item['library']}" if "library" in item else "from its NumPy kernel"
+        stdout.print(f"{by}: {item['operator']} {item['node']}: {item['reason']}")
     if build.engine.meta.get("host", {}).get("operators"):
         print_host(build.engine.meta["host"], build.engine.target)
         by_value = build.engine.program.by_value

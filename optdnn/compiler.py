@@ -38,6 +38,7 @@ from optdnn.runtime.atomic import check_writable, write_atomic
 from optdnn.runtime.cuda.plan import tf32_nodes
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
+from optdnn.tactics import cpu_trials
 from optdnn.tactics.base import Measured
 from optdnn.tactics.timing_cache import TimingCache
 
@@ -147,6 +148,7 @@ def _options(target: str, precision: str, shapes: Any, options: dict[str, Any]) 
         raise UsageError(f"build: {error}".replace("BuildOptions.__init__() got an ", "")) from None
 
 
+@cpu_trials.kept()
 def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None = None) -> Build:
     """Like :func:`build`, with the account of the build."""
     with _begun(options):

@@ -71,14 +71,18 @@ class Lowering:
         attrs = plain_attrs(op.kind, op.attrs)
         self.steps.append(reference_step(op.kind, attrs, inputs, outputs, sorted(op.src)))
 
-    def library_step(self, library: str, region: Region, model: ExportedModel, settings: Settings) -> None:
-        """One region on a CPU library. The model's bytes and its weights become blobs."""
+    def library_step(
+        self, library: str, region: Region, model: ExportedModel, settings: Settings, empty: Sequence[str] | None = None
+    ) -> None:
+        """One region on a CPU library. The model's bytes and its weights become blobs; ``empty`` names the inputs that may have
+        no elements, where the library does not take any tensor without."""
         params: dict[str, Any] = {
             "model": self.blob(np.frombuffer(model.to_bytes(), np.uint8)),
             "weights": {name: self.blob(array) for name, array in sorted(model.weights.items())},
             "inputs": [self.graph.output(v).name for v in region.inputs],
             "outputs": [self.graph.output(v).name for v in region.outputs],
             **settings.to_plain(),
+            **({} if empty is None else {"empty": list(empty)}),
         }
         self.steps.append(
             Step(

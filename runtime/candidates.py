@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import MissingDependency, UsageError
+from optdnn.runtime.context import poison
 from optdnn.runtime.program import Plain
 from optdnn.runtime.runner import RunContext
 from optdnn.types import BF16, Array, TensorSpec, is_float
@@ -53,6 +54,8 @@ class Opened:
     """Where given, floating-point feeds are converted to these dtypes before the race (an engine built with --io-dtype)."""
     sampler: Callable[[Mapping[str, Array]], Sampler] | None = None
     """Where given, it times runs on these inputs itself: on a GPU, with the arrays there. Else ``run`` is timed."""
+    poisoned: Callable[[Mapping[str, Array]], Sequence[Array]] | None = None
+    """Where given, ``run`` with the memory of results overwritten before, so that nothing of an earlier run is left in it."""
     clock: str = "gpu"
     """Whose clock a sampler reads: "gpu" (events on the stream) or "host"."""
 
@@ -69,10 +72,31 @@ def open_engine(candidate: Candidate, threads: int) -> Opened:
     steps = [dict(f) for f in engine.facts]
     kept = [f for k, f in enumerate(steps) if f not in steps[:k]]
     facts = {"target": engine.target, "precision": engine.precision, "steps": kept}
-    sampler = partial(_on_gpu, context) if engine.target.startswith("cuda") else None
+    on_gpu = engine.target.startswith("cuda")
     return Opened(
-        lambda feeds: list(context.run(feeds).values()), [s.name for s in engine.outputs], facts, engine.inputs, sampler
+        lambda feeds: list(context.run(feeds).values()),
+        [s.name for s in engine.outputs],
+        facts,
+        engine.inputs,
+        partial(_on_gpu, context) if on_gpu else None,
+        None if on_gpu else partial(_poisoned, context, engine.outputs),
     )
+
+
+POISON = 0xA5
+"""The byte that memory of results is overwritten with: an implausible number in every type."""
+
+
+def _poisoned(context: Any, outputs: Sequence[TensorSpec], feeds: Mapping[str, Array]) -> Sequence[Array]:
+    """Run into memory that holds no result: the library's own is overwritten, and results of fixed shape get new arrays."""
+    context.poison(POISON)
+    out = {}
+    for spec in outputs:
+        shape = [d for d in spec.shape if isinstance(d, int)]
+        if len(shape) == len(spec.shape):
+            out[spec.name] = array = np.empty(shape, spec.dtype)
+            poison(array, POISON)
+    return list(context.run(feeds, out).values())
 
 
 def _on_gpu(context: RunContext, feeds: Mapping[str, Array]) -> Sampler:

@@ -167,10 +167,8 @@ class Context:
         self._schedule = schedule
         self._signature = schedule.signature
         self._names = [s.name for s in schedule.signature.outputs]
-        self._steps = [
-            (executor.session().run, action)
-            for executor, action in zip(schedule.executors, schedule.actions, strict=True)
-        ]
+        self._sessions = [executor.session() for executor in schedule.executors]
+        self._steps = [(session.run, action) for session, action in zip(self._sessions, schedule.actions, strict=True)]
         self._whole = self._steps[0][0] if schedule.whole else None
         self._no_outs: list[Array | None] = [None] * len(self._names)
         self._raw, self._arena = _arena(schedule)
@@ -212,6 +210,15 @@ class Context:
         """Run once and time each step: (outputs, nanoseconds per step of the program)."""
         times: list[int] = []
         return self._run(feeds, None, None, times), times
+
+    def poison(self, byte: int) -> None:
+        """Overwrite what earlier runs left in the arena and in results' memory that the libraries keep: for checks."""
+        if self._raw is not None:
+            poison(self._raw, byte)
+        for session in self._sessions:
+            own = getattr(session, "poison", None)
+            if own is not None:
+                own(byte)
 
     def _run(
         self, feeds: Mapping[str, Any], out: Mapping[str, Array] | None, stream: object, times: list[int] | None
@@ -375,6 +382,12 @@ class Context:
         step: Step = self._schedule.program.steps[k]
         src = ", ".join(step.src[:4]) + (f" and {len(step.src) - 4} more" if len(step.src) > 4 else "")
         return f"step {k} ({step.executor}{': ' + src if src else ''})"
+
+
+def poison(array: Array, byte: int) -> None:
+    """Overwrite every byte of a contiguous array."""
+    if array.size:
+        array.reshape(-1).view(np.uint8)[...] = byte
 
 
 def _arena(schedule: Schedule) -> tuple[Array | None, dict[int, Array] | None]:

@@ -4,8 +4,10 @@ Started as ``python -c "from optdnn.runtime.worker import main; main()"``; reads
 on what was its standard output (libraries that print reach the standard error instead):
 
 * ``open``: candidate, threads -> facts, outputs (their names; none where they are only known after a run), clock
-* ``feeds`` (with arrays) -> outputs as arrays, of one run on them
+* ``feeds`` (with arrays) -> outputs as arrays, of one run on them; with ``poison``, memory that results of earlier runs lie in, or
+  that they are to be written to, is overwritten first
 * ``turn``: warmup, seconds, most -> latencies of one turn, an int64 array "ns"
+* ``close``: the candidate is given up; another may be opened
 * ``quit``
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -26,6 +29,9 @@ from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.wire import receive, send
 from optdnn.types import Array
 
+PARENT_S = 1.0
+"""How often a worker looks whether its parent is still there."""
+
 
 def main() -> None:
     """Serve until the parent quits or is gone."""
@@ -36,7 +42,15 @@ def run(worker: Any) -> None:
     """Let ``worker`` answer the parent's commands until it quits or is gone. A command NAME is its method do_NAME."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not disturb the frames
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="optdnn-parent", daemon=True).start()
     serve(sys.stdin.buffer, answers, worker)
+
+
+def _end_with_parent(parent: int) -> None:
+    """End a worker whose parent is gone: one that hangs in a library does not see that nobody sends commands any more."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_S)
+    os._exit(1)
 
 
 def serve(commands: BinaryIO, answers: BinaryIO, worker: Any = None) -> None:
@@ -66,6 +80,7 @@ class _Worker:
     sampler: Sampler | None = None
 
     def do_open(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        self.do_close(message, arrays)
         start = time.perf_counter()
         self.opened = open_candidate(Candidate(**message["candidate"]), message["threads"])
         seconds = time.perf_counter() - start
@@ -76,10 +91,17 @@ class _Worker:
             **self._clock(),
         }, None
 
+    def do_close(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        self.__dict__.clear()
+        return {}, None
+
     def do_feeds(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         self.feeds, self.sampler = converted(arrays, self.opened.inputs), None
+        run = self.opened.run
+        if message.get("poison") and self.opened.poisoned is not None:
+            run = self.opened.poisoned
         start = time.perf_counter()
-        outputs = self.opened.run(self.feeds)
+        outputs = run(self.feeds)
         seconds = time.perf_counter() - start
         settle()
         return {"seconds": seconds}, {f"{i}": np.asarray(a) for i, a in enumerate(outputs)}

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 from support.whole_gpu import gpu_taken
 
+from optdnn.tactics.cpu_trials import kept
+
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
@@ -16,4 +18,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         yield
         return
     with gpu_taken(whole=item.get_closest_marker("whole_gpu") is not None):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_set_of_workers() -> Iterator[None]:
+    """Builds for the CPU try their candidates in the same worker processes: each would start its own."""
+    with kept():
         yield

@@ -109,12 +109,12 @@ def _build(build: Mapping[str, Any]) -> list[str]:
         rows = [[t["tactic"], milliseconds(t.get("median_ms")), t.get("refused", "")] for t in tactics]
         parts += ["## Tactics tried", grid(["tactic", "median ms", "refused"], rows, right=[1])]
     rows = [
-        [where, f["operator"], f["node"], f["reason"]]
+        [where, f.get("library", "NumPy, on the CPU"), f["operator"], f["node"], f["reason"]]
         for where, fs in (build.get("fallbacks") or {}).items()
         for f in fs
     ]
     if rows:
-        parts += ["## From NumPy kernels, on the CPU", grid(["instead of", "operator", "node", "because"], rows)]
+        parts += ["## Run by another", grid(["instead of", "by", "operator", "node", "because"], rows)]
     return parts
 
 

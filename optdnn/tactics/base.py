@@ -35,7 +35,7 @@ REST_SECONDS = 0.02
 
 
 def take_turns(
-    runners: Mapping[str, Callable[[], object]],
+    runners: Mapping[str, Callable[[float], Sequence[float]]],
     *,
     rounds: int = 4,
     turn_seconds: float = 0.08,
@@ -45,8 +45,9 @@ def take_turns(
 ) -> dict[str, float]:
     """Median milliseconds of each runner, measured in turns so that a noisy machine hits all alike.
 
-    A turn starts with a pause and two runs that are not counted: the rivals' threads spin for a while after their last
-    run, which slows a small network down, and caches have to warm. After each
+    A runner gets the seconds of its turn and gives the milliseconds of the runs in it; one that gives none has failed, and gets no
+    time. A turn starts with a pause:
+    the rivals' threads spin for a while after their last run, which slows a small network down. After each
     round, runners whose best time is ``give_up_ratio`` times the best of all are given up. ``budget_seconds`` bounds the
     whole; each runner is measured at least once.
     """
@@ -56,18 +57,15 @@ def take_turns(
     for _ in range(rounds):
         for name in active:
             tick(name)
-            run = runners[name]
             time.sleep(REST_SECONDS)
-            run()
-            run()
-            end = time.perf_counter() + turn_seconds
-            while True:
-                start = time.perf_counter()
-                run()
-                now = time.perf_counter()
-                times[name].append((now - start) * 1e3)
-                if now >= end:
-                    break
+            taken = runners[name](turn_seconds)
+            if not taken:
+                del times[name]
+            else:
+                times[name] += taken
+        active = [n for n in active if n in times]
+        if not active:
+            break
         best = min(min(times[n]) for n in active)
         active = [n for n in active if min(times[n]) <= best * give_up_ratio]
         if time.perf_counter() > deadline or len(active) == 1:

@@ -1,6 +1,7 @@
 """Tactics of the cpu target: OpenVINO and ONNX Runtime on the optimized graph, with several thread counts, by measurement.
 
-Neither library always wins, so both are tried on the very network.
+Neither library always wins, so both are tried on the very network, in processes of their own: a candidate that crashes or hangs
+is refused (:mod:`optdnn.tactics.cpu_trials`). This process opens the one that is kept.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import numpy as np
 
 from optdnn.config import BuildOptions
 from optdnn.errors import MissingDependency, RunError, UnsupportedError
+from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph
-from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import usable_cores
 from optdnn.tactics.base import Measured, fastest, take_turns
 from optdnn.tactics.cpu_check import check
 from optdnn.tactics.cpu_library import LIBRARIES, Contender, typical_sizes
-from optdnn.tactics.timing_cache import TimingCache
+from optdnn.tactics.cpu_trials import Trial, Trials
+from optdnn.tactics.timing_cache import Outcome, TimingCache
 from optdnn.types import Array, is_int
 
 Progress = Callable[[str], None]
@@ -35,7 +37,7 @@ class Choice:
     engine: Engine
     rows: list[Measured]
     fallbacks: dict[str, list[dict[str, str]]] = field(default_factory=dict)
-    """Per library, the operators that run from their NumPy kernels and why."""
+    """Per library, the operators that it does not run, why, and who does: another library, or (where none is named) NumPy."""
     ran: dict[str, str] = field(default_factory=dict)
     """The first output of an op -> the precision in which the chosen library says it runs; those it does not tell of are absent."""
     library: str = ""
@@ -57,25 +59,39 @@ def choose(
     says itself what computes in which, and wants "fp32". ``label`` is what the engine's precision is called.
     Raises MissingDependency when no library is installed, UnsupportedError when each one refuses the network.
     """
-    search = _Search(graph, options, cache, progress, base or options.base_precision, label or options.precision)
     cores = options.threads or usable_cores()
-    search.measure([(c, cores) for c in search.contenders])
-    if options.threads is None:
-        search.measure(
-            [(c, n) for c in search.near_best() for n in _fewer_threads(cores, search.times[c.tactic(cores)])]
+    with Trials(cores) as trials:
+        search = _Search(
+            graph, options, cache, progress, base or options.base_precision, label or options.precision, trials
         )
+        search.measure([(c, cores) for c in search.contenders])
+        if options.threads is None:
+            search.measure(
+                [(c, n) for c in search.near_best() for n in _fewer_threads(cores, search.times[c.tactic(cores)])]
+            )
+        if not search.times and not search.untimed_ones:
+            search.without_helper()
+            search.measure([(c, cores) for c in search.contenders])
     return search.conclude(meta)
 
 
 def compile_with(graph: Graph, library: str, precision: str, threads: int) -> Engine:
-    """``graph`` on one library, nothing measured; raises RunError or UnsupportedError where the library refuses it."""
-    return Contender(
-        graph, LIBRARIES[library], precision.partition("+")[2] or precision.replace("int8", "fp32"), precision
-    ).engine(threads)
+    """``graph`` on one library, nothing measured; compiled in a process of its own first.
+
+    Raises RunError or UnsupportedError where the library refuses it."""
+    base = precision.partition("+")[2] or precision.replace("int8", "fp32")
+    contender = Contender(graph, LIBRARIES[library], base, precision)
+    with Trials(threads or usable_cores()) as trials:
+        contender.tried(trials, threads).close()
+    return contender.engine(threads)
 
 
 SMALL_MS = 3.0
 """Networks quicker than this may lose more by waking threads than they gain."""
+HELPER = "onnxruntime"
+"""The library that runs what another must not or cannot run: it checks users' values, and takes tensors without elements."""
+CHECKED = 1
+"""To be raised when candidates are checked in another way: what earlier builds found is then found anew."""
 NEAR = 1.25
 """Libraries within this factor of the fastest are tried with other thread counts."""
 
@@ -90,19 +106,27 @@ class _Search:
     """The state of one search: who is in it, what has been measured, who was refused and why."""
 
     def __init__(
-        self, graph: Graph, options: BuildOptions, cache: TimingCache, progress: Progress, base: str, label: str
+        self,
+        graph: Graph,
+        options: BuildOptions,
+        cache: TimingCache,
+        progress: Progress,
+        base: str,
+        label: str,
+        trials: Trials,
     ):
-        self.graph, self.options, self.cache, self.progress = graph, options, cache, progress
+        self.graph, self.options, self.cache, self.progress, self.trials = graph, options, cache, progress, trials
         self.base, self.label = base, label
         self.times: dict[str, float] = {}
         self.cached: set[str] = set()
         self.refused: dict[str, tuple[dict[str, Any], str]] = {}
-        self.engines: dict[str, Engine] = {}
+        self.untimed_ones: list[str] = []
         self.owner: dict[str, tuple[Contender, int]] = {}
         self.contenders: list[Contender] = []
         self.untimed = ""
         self.doubts: dict[str, str] = {}
         wanted = list(LIBRARIES) if options.tactics == "auto" else [options.tactics]
+        helper = LIBRARIES[HELPER] if options.tactics == "auto" and LIBRARIES[HELPER].version() is not None else None
         for name in wanted:
             if LIBRARIES[name].version() is None:
                 self._refuse(name, {}, "not installed: pip install 'optdnn[cpu]'")
@@ -110,7 +134,9 @@ class _Search:
                 self._refuse(name, {}, reason)
             else:
                 try:
-                    self.contenders.append(Contender(graph, LIBRARIES[name], base, label))
+                    self.contenders.append(
+                        Contender(graph, LIBRARIES[name], base, label, None if name == HELPER else helper)
+                    )
                 except UnsupportedError as error:
                     self._refuse(name, {}, error.message)
         if len(self.refused) == len(wanted) and all("not installed" in reason for _, reason in self.refused.values()):
@@ -120,44 +146,103 @@ class _Search:
         self.refused[name] = ({"precision": self.label, **settings}, reason)
 
     def measure(self, wanted: Sequence[tuple[Contender, int]]) -> None:
-        """Find the time of each (library, threads): from the cache, else compiled, checked and timed in turns."""
-        fresh: dict[str, Engine] = {}
+        """Find the time of each (library, threads), of those that are right: both are known from the cache, or found in processes
+        of their own, where candidates are compiled, checked and timed in turns."""
+        fresh = []
         for contender, threads in wanted:
             name = contender.tactic(threads)
             self.owner[name] = (contender, threads)
-            known = self.cache.get(contender.key(threads))
-            if known is not None:
-                self.times[name] = known
-                self.cached.add(name)
-                continue
-            self.progress(f"compile {name}")
-            try:
-                fresh[name] = contender.engine(threads)
-            except RunError as error:
-                self._refuse(name, contender.settings(threads), error.message)
+            if not self._known(name):
+                fresh.append(name)
         if not fresh:
             return
-        self.engines.update(fresh)
-        self.progress("check results")
-        feeds = self._feeds
-        if feeds is None:
-            return
-        wrong, doubts = check(self.graph, fresh, feeds, self.base)
-        self.doubts.update(doubts)
-        for name, reason in wrong.items():
+        self.trials.start(len(fresh))
+        opened: dict[str, Trial] = {}
+        for name in fresh:
             contender, threads = self.owner[name]
-            self._refuse(name, contender.settings(threads), reason)
-            del fresh[name], self.engines[name]
-        runners = {name: _runner(engine.context(), feeds) for name, engine in fresh.items()}
+            self.progress(f"compile {name}")
+            try:
+                opened[name] = contender.tried(self.trials, threads)
+            except (RunError, UnsupportedError) as error:
+                self._found(name, error.message)
+        if opened and self._feeds is None:
+            self.untimed_ones += opened
+        elif opened:
+            self._check_and_time(opened)
+        for trial in opened.values():
+            trial.close()
+
+    def without_helper(self) -> None:
+        """No candidate was right: only those are left in which NumPy kernels run what a library cannot."""
+        self.contenders = [c.alone() for c in self.contenders if c.helped]
+
+    def _known(self, name: str) -> bool:
+        """Whether the cache tells that a candidate is right and how fast, or that it is not."""
+        contender, threads = self.owner[name]
+        key = contender.key(threads)
+        found = self.cache.outcome(self._trial_key(key)) if key in self.cache.entries or self.cache.tried else None
+        if found is None:
+            return False
+        if found.refused is not None:
+            self._refuse(name, contender.settings(threads), found.refused)
+            return True
+        known = self.cache.get(key)
+        if known is None:
+            return False
+        if found.cut:
+            contender.cut_again(found.cut)
+        self.times[name] = known
+        self.cached.add(name)
+        return True
+
+    def _trial_key(self, key: str) -> str:
+        """A time holds for a network with any weights, the outcome of a trial for these alone."""
+        return f"{CHECKED} {self._weights} {key}"
+
+    @functools.cached_property
+    def _weights(self) -> str:
+        return graph_digest(self.graph)[:32]
+
+    def _found(self, name: str, refused: str | None = None) -> None:
+        """Note how a candidate's trial ended."""
+        contender, threads = self.owner[name]
+        if refused is not None:
+            self._refuse(name, contender.settings(threads), refused)
+            if "SIGKILL" in refused:  # the system's memory ran out, it seems; another time it may not
+                return
+        self.cache.note_outcome(self._trial_key(contender.key(threads)), Outcome(refused, contender.cut))
+
+    def _check_and_time(self, opened: Mapping[str, Trial]) -> None:
+        self.progress("check results")
+        assert self._feeds is not None
+        wrong, doubts = check(self.graph, opened, self._feeds, self.base)
+        self.doubts.update(doubts)
+        runners = {}
+        for name, trial in opened.items():
+            self._found(name, wrong.get(name))
+            known = self.cache.get(self.owner[name][0].key(self.owner[name][1]))
+            if name in wrong:
+                continue
+            if known is not None:  # with other weights: these are right, too
+                self.times[name] = known
+                self.cached.add(name)
+            else:
+                runners[name] = functools.partial(self._turn, name, trial)
         if runners:
-            for run in runners.values():
-                run()
-            settle()
             times = take_turns(runners, tick=lambda name: self.progress(f"time {name}"))
             for name, ms in times.items():
                 contender, threads = self.owner[name]
+                self.refused.pop(name, None)  # it was, with another's help
                 self.times[name] = round(ms, 4)
                 self.cache.put(contender.key(threads), self.times[name])
+
+    def _turn(self, name: str, trial: Trial, seconds: float) -> list[float]:
+        """The times of one turn; none of a candidate that failed in it, which is refused."""
+        try:
+            return trial.turn(seconds)
+        except RunError as error:
+            self._found(name, error.message)
+            return []
 
     @functools.cached_property
     def _feeds(self) -> Mapping[str, Array] | None:
@@ -199,22 +284,18 @@ class _Search:
             rows.append(Measured(name, settings, ms, cached=name in self.cached, note=self.doubts.get(name)))
         rows += [Measured(name, settings, refused=reason) for name, (settings, reason) in sorted(self.refused.items())]
         best = fastest(rows)
-        if best is None and self.engines:  # no inputs to time with: the library that checks the user's comes first
-            name = min(self.engines, key=lambda n: (not n.startswith("onnxruntime"), n))
+        if best is None and self.untimed_ones:  # no inputs to time with: the library that checks the user's comes first
+            name = min(self.untimed_ones, key=lambda n: (not n.startswith("onnxruntime"), n))
             best = Measured(name, self.owner[name][0].settings(self.owner[name][1]), refused=self.untimed)
             rows.insert(0, best)
         if best is None:
             reasons = "; ".join(f"{r.name}: {r.refused}" for r in rows)
             raise UnsupportedError(f"no tactic of the cpu target runs this network in {self.label}: {reasons}")
         contender, threads = self.owner[best.name]
-        engine = self.engines.get(best.name) or contender.engine(threads)
+        engine = contender.engine(threads)
         engine.program.meta.update(
             meta, tactic={"name": best.name, "library": contender.library.name, "threads": threads}
         )
         fallbacks = {c.library.name: c.fallbacks for c in self.contenders if c.fallbacks}
         ran = contender.ran(engine, self._feeds if contender.library.name == "onnxruntime" else None)
         return Choice(engine, rows, fallbacks, ran, contender.library.name)
-
-
-def _runner(context: Any, feeds: Mapping[str, Array]) -> Callable[[], object]:
-    return lambda: context.run(feeds)

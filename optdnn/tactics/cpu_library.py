@@ -1,7 +1,8 @@
 """The libraries of the cpu target: how a graph is written for each, and what each does not take of it.
 
-What a library does not take runs from its NumPy kernel as a step of its own; which operators those are is found out by asking
-the library, not by a list.
+What a library does not take runs elsewhere: on the other library where that may help, else from its NumPy kernel as a step of its
+own. Which operators those are is found out by asking the library, in a process of its own; what it would take and must not is in
+:mod:`optdnn.tactics.unsafe`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import hashlib
 import importlib.metadata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from optdnn.dim import Dim, Function, Symbol, evaluate
 from optdnn.errors import OptdnnError, RunError, ShapeError, UnsupportedError
+from optdnn.ir.body import custom_digests
 from optdnn.ir.export_onnx import ExportedModel, export_model
 from optdnn.ir.extract import Region, extract, regions, single, whole
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.lower import Lowering, plain_shape, port_spec
 from optdnn.runtime.cpu import onnxruntime, openvino
 from optdnn.runtime.cpu.library import Settings, symbols_of
@@ -25,13 +27,23 @@ from optdnn.runtime.executor import LibraryPart
 from optdnn.runtime.machine import machine
 from optdnn.runtime.program import Program
 from optdnn.tactics.bounds import input_bounds
+from optdnn.tactics.cpu_trials import Trial, Trials
+from optdnn.tactics.empties import may_be_empty
 from optdnn.tactics.examine import refused_nodes
 from optdnn.tactics.loops import bound_loops
 from optdnn.tactics.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.types import Array
 
-Cut: TypeAlias = tuple[Region, ExportedModel | None]
-"""A region with its model; without one, its operators run from NumPy kernels."""
+
+@dataclass(frozen=True)
+class Cut:
+    """A region, and who runs it: a library, with its model; without them NumPy kernels do, operator by operator."""
+
+    region: Region
+    library: Library | None = None
+    model: ExportedModel | None = None
+    base: str = ""
+    """The float precision that is asked of the library, where it is not the program's."""
 
 
 @dataclass(frozen=True)
@@ -60,24 +72,23 @@ class Library:
         bound_loops(model.proto)
         return model
 
-    def lower(
-        self, graph: Graph, cuts: Sequence[Cut], settings: Settings, meta: dict[str, Any], precision: str = ""
-    ) -> Program:
-        """The program of a graph cut into regions: this library's, and (without a model) those of NumPy kernels.
 
-        ``precision`` is what the whole goes by; the library's own settings name the float precision alone.
-        """
-        out = Lowering(graph, "cpu", precision or settings.precision)
-        for region, model in cuts:
-            if model is None:
-                for op in region.ops:
-                    out.reference_step(op)
-            elif region.ops:
-                out.library_step(self.name, region, model, settings)
-        version = self.version()
-        used = any(model is not None for _, model in cuts)
-        needs = [f"package:{self.name}>={_minor(version)}"] if version and used else []
-        return out.program(needs, meta)
+def lower(
+    graph: Graph, cuts: Sequence[Cut], threads: int, base: str, meta: dict[str, Any], precision: str = ""
+) -> Program:
+    """The program of a graph cut into regions. ``base`` is the float precision that is asked of the libraries; ``precision`` is
+    what the whole goes by."""
+    out = Lowering(graph, "cpu", precision or base)
+    for cut in cuts:
+        if cut.library is None or cut.model is None:
+            for op in cut.region.ops:
+                out.reference_step(op)
+        elif cut.region.ops:
+            empty = may_be_empty(graph, cut.region) if cut.library.name == "openvino" else None
+            out.library_step(cut.library.name, cut.region, cut.model, Settings(threads, cut.base or base), empty)
+    used = {c.library.name: c.library.version() for c in cuts if c.library is not None}
+    needs = [f"package:{name}>={_minor(version)}" for name, version in sorted(used.items()) if version]
+    return out.program(needs, meta)
 
 
 LIBRARIES: dict[str, Library] = {
@@ -87,28 +98,24 @@ LIBRARIES: dict[str, Library] = {
 
 
 class Contender:
-    """One library on one graph: the graph as the library reads it, cut where the library does not take an operator."""
+    """One library on one graph: the graph as the library reads it, cut where the library does not take an operator.
 
-    def __init__(self, graph: Graph, library: Library, base: str, precision: str = ""):
+    Such operators run on ``helper``, where there is one and it takes them, else from their NumPy kernels. Which they are is known
+    of some beforehand (:mod:`optdnn.tactics.unsafe`, and what an opset cannot express); when the library refuses the network, or
+    crashes, each operator is tried alone.
+    """
+
+    def __init__(self, graph: Graph, library: Library, base: str, precision: str = "", helper: Library | None = None):
         self.graph, self.library, self.base, self.precision = graph, library, base, precision or base
-        self.fallbacks: list[dict[str, str]] = []
-        region = whole(graph)
-        self._unsafe = library.unsafe(graph)
-        try:
-            if self._unsafe:
-                raise UnsupportedError(f"{library.name} must not run some operators")
-            model = library.export(extract(graph, region))
-            if refused := self._refused_in(region, model):
-                self._unsafe = {**self._unsafe, **refused}
-                raise UnsupportedError(f"{library.name} must not run some operators")
-        except UnsupportedError:  # an operator that its opset cannot express, or that it must not run: cut around it
-            self._cuts = self._cut()
-        else:
-            self._cuts = [(region, model)]
+        self._helper = helper
+        self._reasons: dict[int, str] = dict(library.unsafe(graph))
+        self._unhelped: set[int] = set() if helper is None else set(helper.unsafe(graph))
+        self._probed: dict[int, str] | None = None
+        self._make_cuts()
         sizes = sorted(typical_sizes(graph).items()) if graph.profiles else ""
         digest = hashlib.sha256(repr((precision, library.name, library.version(), machine()["cpu"], sizes)).encode())
-        for _, part in self._cuts:
-            digest.update(part.to_bytes() if part is not None else b"")
+        for cut in self._cuts:
+            digest.update(cut.model.to_bytes() if cut.model is not None else b"")
         self._digest = digest.hexdigest()[:32]
 
     def tactic(self, threads: int) -> str:
@@ -121,37 +128,76 @@ class Contender:
     def settings(self, threads: int) -> dict[str, Any]:
         return {"library": self.library.name, "threads": threads, "precision": self.precision}
 
-    def engine(self, threads: int) -> Engine:
-        """Compile. When the library refuses the network, the operators it refuses are cut out and run from NumPy."""
-        try:
-            return self._engine(threads)
-        except RunError:
-            if self.fallbacks:
-                raise
-            cuts = self._cut()
-            if not self.fallbacks:  # each operator alone is taken: it is the network as a whole that is refused
-                raise
-            self._cuts = cuts
-            return self._engine(threads)
+    @property
+    def fallbacks(self) -> list[dict[str, str]]:
+        """The operators that the library does not run, with the reason and who runs them."""
+        return [
+            {
+                "node": self.graph.op(i).name,
+                "operator": self.graph.op(i).kind,
+                "reason": reason,
+                **({"library": self._helper.name} if self._helper is not None and i not in self._unhelped else {}),
+            }
+            for i, reason in sorted(self._reasons.items())
+        ]
 
-    def _engine(self, threads: int) -> Engine:
+    @property
+    def helped(self) -> bool:
+        """Whether another library runs a part of the network."""
+        return self._helper is not None and any(cut.library is self._helper for cut in self._cuts)
+
+    def alone(self) -> Contender:
+        """The same without another library's help."""
+        return Contender(self.graph, self.library, self.base, self.precision)
+
+    @property
+    def cut(self) -> dict[str, str]:
+        """The operators that the library did not take when it was tried: the first output's name -> the reason."""
+        return {self.graph.op(i).outputs[0].name: reason for i, reason in (self._probed or {}).items()}
+
+    def tried(self, trials: Trials, threads: int) -> Trial:
+        """The candidate, compiled in a process of its own; cut once more where the library does not take the network as it is.
+
+        Raises RunError where it takes every operator alone: then it is the network as a whole that is refused."""
+        custom = bool(custom_digests(self.graph))
+        try:
+            return trials.open(self.program(threads), threads, custom=custom)
+        except RunError:
+            if self._probed is not None or not self._probe(trials):
+                raise
+            return trials.open(self.program(threads), threads, custom=custom)
+
+    def cut_again(self, found: Mapping[str, str]) -> None:
+        """Cut where an earlier trial found that it must be (:attr:`cut`)."""
+        self._probed = {
+            op.id: found[op.outputs[0].name] for op in self.graph.ops() if op.outputs and op.outputs[0].name in found
+        }
+        self._reasons = {**self._probed, **self._reasons}
+        self._make_cuts()
+
+    def program(self, threads: int) -> Program:
         # The libraries take any position and any length: what is outside gives some number, and no error.
         bounds = input_bounds(self.graph)
         meta: dict[str, Any] = {"bounds": bounds} if bounds else {}
-        return Engine(self.library.lower(self.graph, self._cuts, Settings(threads, self.base), meta, self.precision))
+        return lower(self.graph, self._cuts, threads, self.base, meta, self.precision)
+
+    def engine(self, threads: int) -> Engine:
+        """The candidate in this process: to be called once it has been tried."""
+        return Engine(self.program(threads))
 
     def ran(self, engine: Engine, feeds: Mapping[str, Array] | None) -> dict[str, str]:
         """What the library says of the ops that anchor kernels: key -> precision. ONNX Runtime computes in the types of operands,
         so it is asked for quantized networks alone, and (needing inputs for that) where it has the whole network."""
         found: dict[str, str] = {}
         executors = iter(engine.executors)
-        for region, model in self._cuts:
+        for cut in self._cuts:
+            region, model = cut.region, cut.model
             if model is None:
                 for _ in region.ops:
                     next(executors, None)
                 continue
             executor = next(executors, None) if region.ops else None
-            if executor is None:
+            if executor is None or cut.library is not self.library:
                 continue
             if self.library.name == "openvino":
                 said = executor.layers()
@@ -170,22 +216,78 @@ class Contender:
                     found[key] = precision
         return found
 
-    def _cut(self) -> list[Cut]:
-        reasons = {**_refused_ops(self.graph, self.library, Settings(0, self.base)), **self._unsafe}
+    def _make_cuts(self) -> None:
+        """Cut around the operators that the library must not or cannot run."""
+        if not self._reasons:
+            region = whole(self.graph)
+            try:
+                model = self.library.export(extract(self.graph, region))
+                self._reasons = self._refused_in(self.library, region, model)
+                if not self._reasons:
+                    self._cuts = [Cut(region, self.library, model)]
+                    return
+            except UnsupportedError:  # an operator that its opset cannot express
+                pass
+        inexpressible = _inexpressible(self.graph, self.library, self._computing() - self._reasons.keys())
+        self._reasons = {**inexpressible, **self._reasons}
+        if self._helper is not None:
+            left = self._reasons.keys() - self._unhelped
+            self._unhelped |= _inexpressible(self.graph, self._helper, left).keys()
         while True:
-            found = regions(self.graph, lambda op: "reference" if op.id in reasons else self.library.name)  # noqa: B023
-            cuts = [(r, None if r.label == "reference" else self.library.export(extract(self.graph, r))) for r in found]
-            more = {i: why for r, m in cuts if m is not None for i, why in self._refused_in(r, m).items()}
+            made, more = self._regions()
             if not more:
                 break
-            reasons |= more  # a part by itself shows less than the network: what proved a position may lie outside
-        self.fallbacks = [
-            {"node": self.graph.op(i).name, "operator": self.graph.op(i).kind, "reason": r}
-            for i, r in sorted(reasons.items())
-        ]
-        return cuts
+            for i, (
+                library,
+                reason,
+            ) in more.items():  # a part shows less than the network: what proved a position may lie outside
+                if library is self.library:
+                    self._reasons.setdefault(i, reason)
+                else:
+                    self._unhelped.add(i)
+        if self._helper is not None and all(cut.library is not self.library for cut in made):
+            self._helper = None  # which tries the whole network itself: what is left here are the NumPy kernels
+            self._make_cuts()
+        else:
+            self._cuts = made
 
-    def _refused_in(self, region: Region, model: ExportedModel) -> dict[int, str]:
+    def _regions(self) -> tuple[list[Cut], dict[int, tuple[Library, str]]]:
+        """The regions as they are cut by now, and each op for which an engine file with its region would be refused."""
+        names = {op.id: self._by(op.id) for op in self.graph.ops()}
+        made: list[Cut] = []
+        more: dict[int, tuple[Library, str]] = {}
+        for region in regions(self.graph, lambda op: names[op.id]):
+            library = {c.name: c for c in (self.library, self._helper) if c is not None}.get(region.label)
+            model = None if library is None else library.export(extract(self.graph, region))
+            if library is not None and model is not None:
+                more |= {i: (library, why) for i, why in self._refused_in(library, region, model).items()}
+            made.append(Cut(region, library, model, "fp32" if library is self._helper else ""))
+        return made, more
+
+    def _by(self, op: int) -> str:
+        """Who runs an op."""
+        if op not in self._reasons:
+            return self.library.name
+        return "reference" if self._helper is None or op in self._unhelped else self._helper.name
+
+    def _computing(self) -> set[int]:
+        return {op.id for op in self.graph.ops() if op.kind not in STRUCTURAL}
+
+    def _probe(self, trials: Trials) -> bool:
+        """Try each operator alone, on the library that is to run it; True where one is refused that was not before."""
+        ids = self._computing() - self._reasons.keys()
+        self._probed = _refused_ops(self.graph, self.library, ids, self.base, trials)
+        self._reasons |= self._probed
+        unhelped: dict[int, str] = {}
+        if self._helper is not None:
+            ids = self._reasons.keys() - self._unhelped
+            unhelped = _refused_ops(self.graph, self._helper, ids, "fp32", trials)
+            self._unhelped |= unhelped.keys()
+        if self._probed or unhelped:
+            self._make_cuts()
+        return bool(self._probed or unhelped)
+
+    def _refused_in(self, library: Library, region: Region, model: ExportedModel) -> dict[int, str]:
         """Op id -> why an engine file with this part would be refused (:mod:`optdnn.tactics.examine`)."""
         graph = self.graph
         read, made = (
@@ -193,7 +295,7 @@ class Contender:
             for values in (region.inputs, region.outputs)
         )
         symbols = symbols_of([port_spec(graph.op(i)) for i in graph.inputs], graph.profiles)
-        part = LibraryPart(self.library.name, model.to_bytes(), model.weights, read, made, symbols)
+        part = LibraryPart(library.name, model.to_bytes(), model.weights, read, made, symbols)
         try:
             nodes = refused_nodes(part)
         except OptdnnError as error:
@@ -213,18 +315,37 @@ def _of_operator(name: str) -> str:
     return "int8" if name.startswith(("QLinear", "QGemm", "QAttention")) or "Integer" in name else "fp32"
 
 
-def _refused_ops(graph: Graph, library: Library, settings: Settings) -> dict[int, str]:
-    """Each op that the library does not take on its own, with the library's reason."""
+def _inexpressible(graph: Graph, library: Library, ids: Collection[int]) -> dict[int, str]:
+    """Those of the ops that the library's opset cannot express, with the reason."""
+    found: dict[int, str] = {}
+    known: dict[str, str | None] = {}
+    for op in graph.order():
+        if op.id in ids:
+            signature = _signature(graph, op)
+            if signature not in known:
+                try:
+                    library.export(single(graph, op))
+                    known[signature] = None
+                except UnsupportedError as error:
+                    known[signature] = error.message
+            if (reason := known[signature]) is not None:
+                found[op.id] = reason
+    return found
+
+
+def _refused_ops(graph: Graph, library: Library, ids: Collection[int], base: str, trials: Trials) -> dict[int, str]:
+    """Those of the ops that the library does not take on their own, with the library's reason."""
     known: dict[str, str | None] = {}
     refused: dict[int, str] = {}
     for op in graph.order():
-        if op.kind in ("Input", "Output", "Constant"):
+        if op.id not in ids or op.kind == "Custom":
             continue
         signature = _signature(graph, op)
         if signature not in known:
             try:
                 part = single(graph, op)
-                Engine(library.lower(part, [(whole(part), library.export(part))], settings, {}))
+                cut = Cut(whole(part), library, library.export(part))
+                trials.open(lower(part, [cut], 0, base, {}), 1).close()
                 known[signature] = None
             except (RunError, UnsupportedError) as error:
                 known[signature] = error.message

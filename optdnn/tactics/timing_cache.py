@@ -6,6 +6,9 @@ version, on which processor. A file of another format or one that is not ours is
 GPU candidates and whole networks have sections of their own. Their keys name what must agree (device, problem, candidate, kernel
 sources or library); beside each time stand the versions (driver, compiler) it was measured under. Under other versions a time
 still says what to try first, and no more.
+
+A candidate of the cpu target is tried in a process of its own before it is used. How that ended has a section, too, whose keys name
+the weights besides: a build of the same network on the same machine need not try again.
 """
 
 from __future__ import annotations
@@ -34,6 +37,15 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """How the trial of a candidate of the cpu target ended: why it is refused, or the operators that its library did not take
+    (the name of the first output -> the reason) when it was right."""
+
+    refused: str | None = None
+    cut: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class NetworkChoices:
     """The choices by signature ((tactic, configuration) each) that made a whole network fastest, and its milliseconds.
 
@@ -58,6 +70,7 @@ class TimingCache:
     changed: bool = False
     candidates: dict[str, Any] = field(default_factory=dict)
     networks: dict[str, Any] = field(default_factory=dict)
+    tried: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path | None) -> TimingCache:
@@ -82,18 +95,27 @@ class TimingCache:
             )
         if not isinstance(entries, dict) or not all(_is_time(v) for v in entries.values()):
             raise UsageError(f"{path} holds something that is not a time", hint="delete it, or name another file")
-        candidates, networks = data.get("candidates", {}), data.get("networks", {})
-        if not _all(candidates, _candidate) or not _all(networks, _network):
+        candidates, networks, tried = (data.get(name, {}) for name in ("candidates", "networks", "tried"))
+        if not _all(candidates, _candidate) or not _all(networks, _network) or not _all(tried, _outcome):
             raise UsageError(
                 f"{path} holds something that is not a measurement", hint="delete it, or name another file"
             )
-        return cls(path, {str(k): float(v) for k, v in entries.items()}, False, candidates, networks)
+        return cls(path, {str(k): float(v) for k, v in entries.items()}, False, candidates, networks, tried)
 
     def get(self, key: str) -> float | None:
         return self.entries.get(key)
 
     def put(self, key: str, median_ms: float) -> None:
         self.entries[key] = median_ms
+        self.changed = True
+
+    def outcome(self, key: str) -> Outcome | None:
+        """What became of a candidate of the cpu target, when it was tried with these very weights."""
+        return _outcome(self.tried.get(key))
+
+    def note_outcome(self, key: str, outcome: Outcome) -> None:
+        """Keep it."""
+        self.tried[key] = {"refused": outcome.refused} if outcome.refused is not None else {"cut": dict(outcome.cut)}
         self.changed = True
 
     def measured(self, key: str) -> Candidate | None:
@@ -137,9 +159,11 @@ class TimingCache:
             self.entries = other.entries | self.entries
             self.candidates = other.candidates | self.candidates
             self.networks = other.networks | self.networks
+            self.tried = other.tried | self.tried
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "entries": dict(sorted(self.entries.items()))}
         data |= {"candidates": dict(sorted(self.candidates.items()))} if self.candidates else {}
         data |= {"networks": dict(sorted(self.networks.items()))} if self.networks else {}
+        data |= {"tried": dict(sorted(self.tried.items()))} if self.tried else {}
         text = json.dumps(data, indent=1)
         write_atomic(self.path, [(text + "\n").encode()])
         self.changed = False
@@ -155,6 +179,15 @@ def _candidate(row: Any) -> Candidate | None:
             return Candidate(us / 1e6, None, versions)
         case {"failed": str(failed), "versions": dict(versions)} if _texts(versions):
             return Candidate(None, failed, versions)
+    return None
+
+
+def _outcome(row: Any) -> Outcome | None:
+    match row:
+        case {"refused": str(refused)}:
+            return Outcome(refused)
+        case {"cut": dict(cut)} if _texts(cut):
+            return Outcome(cut=cut)
     return None
 
 

@@ -1,9 +1,14 @@
-"""Operators that a library takes and must not run; they run from their NumPy kernels, and the build says so.
+"""Operators that a library takes and must not run; they run elsewhere, and the build says so.
+
+OpenVINO's plain faults are in :mod:`optdnn.tactics.openvino_faults`. Besides:
 
 * OpenVINO trusts axes, sizes, pads and positions: a wrong one makes it read or write outside of its memory, and the process is
   gone (seen with CumSum, Pad, Slice, Resize, GatherND, ScatterElements, Tile; Gather of a row of integers gives what lies beside
   it). Constants are no exception. It gets what is known, and positions and pads only where they are proven to be inside
   (:mod:`optdnn.ops.indices`). ONNX Runtime checks them and returns an error.
+* OpenVINO does not run operators that read a tensor without elements: their results keep the sizes and the elements of an earlier
+  run (seen with Unique), some raise an error (pooling: "Batch size is zero") and some crash (Gather, arithmetic trap). So it gets
+  nothing whose size depends on data, where no one can tell how often that is 0 (2026.4).
 * OpenVINO's compiler crashes on a Reshape to a scalar behind a product (seen with MatMul, 2026.4); a Squeeze it takes.
 * OpenVINO's transposed convolution of signed integers leaves out the zero point of the weights (2026.4).
 * OpenVINO gives NaN for a row of an Attention whose boolean mask forbids everything, where ONNX asks for zeros.
@@ -18,13 +23,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from optdnn.dim import bounds, dim_min
+from optdnn.dim import Dim, bounds, dim_min
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value, known_shape
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.indices import ALONG_AXIS, TUPLES, all_inside
 from optdnn.tactics.loops import endless
-from optdnn.types import BF16, BOOL, NARROW_FLOATS, NARROW_INTEGERS, DType, dtype_name, is_float, normalize_axis
+from optdnn.tactics.openvino_faults import known_faults
+from optdnn.types import (
+    BF16,
+    BOOL,
+    NARROW_FLOATS,
+    NARROW_INTEGERS,
+    DType,
+    TensorType,
+    dtype_name,
+    is_float,
+    normalize_axis,
+)
 
 INDEXED = ALONG_AXIS | TUPLES
 _NARROW = frozenset({*NARROW_FLOATS, *NARROW_INTEGERS})
@@ -61,7 +77,12 @@ PARAMETERS: dict[str, tuple[int, ...]] = {
 def openvino_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for OpenVINO."""
     data = data_dependent(graph)
-    out = {**_touching(graph, _NARROW), **_transforms(graph)}
+    out = {**known_faults(graph), **_touching(graph, _NARROW), **_transforms(graph)}
+    out |= dict.fromkeys(_without_elements(graph), "openvino may crash on a tensor without elements")
+    out |= {
+        i: f"the size of {name!r} depends on data; where it is 0, openvino fails, crashes or gives what another call computed"
+        for i, name in sized_by_data(graph).items()
+    }
     out |= {op.id: "openvino does not end a loop that its condition does not end" for op in endless(graph)}
     for op in graph.of_kind("Attention"):
         mask = op.input(3)
@@ -138,6 +159,69 @@ def _in_bodies(graph: Graph, must_not: Callable[[Graph], Mapping[int, str]]) -> 
         if reason is not None:
             out[op.id] = f"in its body, {reason}"
     return out
+
+
+def sized_by_data(graph: Graph) -> dict[int, str]:
+    """Each op that reads or gives a tensor whose size depends on data, and not on the sizes of the graph's inputs alone: op id ->
+    the tensor's name. An op with a body in which there is one is among them."""
+    data = data_dependent(graph)
+    known = {s for i in graph.inputs for s in _symbols(graph.op(i).outputs[0].type)}
+    from_data: set[str] = set()
+    found: dict[int, str] = {}
+
+    def varies(t: TensorType) -> bool:
+        """An unknown rank is taken for one that data decides."""
+        return t.shape is None or not from_data.isdisjoint(_symbols(t))
+
+    for op in graph.order():
+        if op.kind in ("Input", "Constant"):
+            continue
+        fresh = {s for o in op.outputs for s in _symbols(o.type)} - known
+        if op.id in data and _sizes_itself(graph, op, data):
+            from_data |= fresh
+        known |= fresh
+        read = [graph.output(v) for v in op.inputs if v is not None]
+        for o in (*op.outputs, *read):
+            if op.kind != "Output" and varies(o.type):
+                found[op.id] = o.name
+                break
+        for body in _bodies(op):
+            inside = sized_by_data(body.graph)
+            outer = {s for v in read for s in _symbols(v.type)}
+            changing = [
+                body.graph.op(i).outputs[0]
+                for i in body.graph.inputs
+                if not outer.issuperset(_symbols(body.graph.op(i).outputs[0].type))
+            ]
+            if inside or changing:
+                found.setdefault(op.id, changing[0].name if changing else next(iter(inside.values())))
+    return found
+
+
+def _sizes_itself(graph: Graph, op: Op, data: set[int]) -> bool:
+    """Whether new sizes of an op's results come from data: it counts something, or its operands that say sizes are computed."""
+    if op.kind not in PARAMETERS:
+        return True
+    slots = (op.input(slot) for slot in PARAMETERS[op.kind])
+    return any(v is not None and v.op in data and graph.known(v) is None for v in slots)
+
+
+def _bodies(op: Op) -> list[GraphBody]:
+    return [v for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody)]
+
+
+def _symbols(t: TensorType) -> set[str]:
+    return {s.name for d in t.shape or () if isinstance(d, Dim) for s in d.symbols()}
+
+
+def _without_elements(graph: Graph) -> set[int]:
+    """Each op that reads or gives a tensor that has no elements, whatever the inputs' sizes."""
+    found = set()
+    for op in graph.order():
+        types = [o.type for o in op.outputs] + [graph.type(v) for v in op.inputs if v is not None]
+        if op.kind not in STRUCTURAL and any(t.shape is not None and 0 in t.shape for t in types):
+            found.add(op.id)
+    return found
 
 
 def onnxruntime_must_not(graph: Graph) -> dict[int, str]:

@@ -51,6 +51,8 @@ class LibraryModel(Protocol):
 
     memory: NewMemory | None
     """What was allocated since the model's compilation began; its sessions say when they have run."""
+    empty: frozenset[str]
+    """Inputs that may have no elements, where the library does not take any tensor without."""
 
     @property
     def aliases(self) -> bool: ...
@@ -82,12 +84,13 @@ def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOpt
     and for a network that the library must not be given."""
     p, blobs = step.params, program.blobs
     try:
-        if set(p) != _PARAMS:
+        if set(p) - {"empty"} != _PARAMS:
             raise ValueError(f"its parameters are {sorted(map(str, p))}")
         settings = Settings(p["threads"] if options.threads is None else options.threads, p["precision"])
         weights = {str(name): blobs[_number(number, blobs)] for name, number in p["weights"].items()}
         model = blobs[_number(p["model"], blobs)].tobytes()
         inputs, outputs = [str(n) for n in p["inputs"]], [str(n) for n in p["outputs"]]
+        empty = frozenset(str(n) for n in p.get("empty", ()))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, UsageError) as error:
         raise EngineError(f"a {step.executor} step of the engine is malformed: {error}") from None
     if len(inputs) != len(step.inputs) or len(outputs) != len(step.outputs):
@@ -106,7 +109,7 @@ def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOpt
         options.examine(replace(part, digest=_digest(part, blobs[p["model"]], program)))
     memory = NewMemory(options.huge_pages)
     made = make(model, weights, inputs, outputs, settings)
-    made.memory = memory
+    made.memory, made.empty = memory, empty
     return made
 
 

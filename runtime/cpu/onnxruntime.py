@@ -21,11 +21,17 @@ from optdnn.types import Array
 
 _TOKEN = re.compile(r"(_token_\d+)?_kernel_time$")
 _KERNEL_TIME = "_kernel_time"
+_DISABLED = ("DoubleQDQPairsRemover",)
+"""Optimizers that change results: this one makes one rounding of two, with scales of which neither is the model's (1.31)."""
 
 
 def refuses(precision: str) -> str | None:
     """Why ONNX Runtime cannot run in ``precision``, or None."""
     return None if precision == "fp32" else f"onnxruntime has no {precision} arithmetic on the CPU"
+
+
+def _session(ort: Any, model: bytes, options: Any) -> Any:
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(_DISABLED))
 
 
 class OnnxRuntimeModel:
@@ -37,6 +43,7 @@ class OnnxRuntimeModel:
 
     name = "onnxruntime"
     memory: NewMemory | None = None
+    empty: frozenset[str] = frozenset()  # it takes any
 
     def __init__(
         self,
@@ -67,7 +74,7 @@ class OnnxRuntimeModel:
                 values = [ort.OrtValue.ortvalue_from_numpy(np.asarray(w)) for w in self._weights.values()]
                 options.add_external_initializers(list(self._weights), values)
                 self._values = values
-            self._session: Any = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+            self._session: Any = _session(ort, model, options)
         except Exception as error:  # the binding raises its own unrelated classes
             raise RunError(f"onnxruntime does not take this network: {_first_line(error)}") from None
 
@@ -91,7 +98,7 @@ class OnnxRuntimeModel:
             if self._weights:
                 options.add_external_initializers(list(self._weights), self._values)
             try:
-                session = ort.InferenceSession(self._model, options, providers=["CPUExecutionProvider"])
+                session = _session(ort, self._model, options)
                 session.run(self._outputs, dict(zip(self._inputs, feeds, strict=True)))
                 with open(session.end_profiling(), encoding="utf-8") as file:
                     events = json.load(file)

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from optdnn.errors import RunError
+from optdnn.errors import MissingDependency, RunError
 from optdnn.runtime.cpu.huge_pages import NewMemory
 from optdnn.runtime.cpu.library import Settings, library_module, prepare_step
+from optdnn.runtime.cpu.onnxruntime import OnnxRuntimeModel
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program, Step
 from optdnn.types import BF16, Array
@@ -23,6 +24,8 @@ _NOT_COMPUTING = ("Input", "Output", "Const", "Reorder")
 _RENAMED = ("/DequantizationMultiply", "/WithoutBiases")
 """What OpenVINO's rewrites append to the names of nodes."""
 _RUNTIME_FACTS = ("layerType", "originalLayersNames", "runtimePrecision", "primitiveType")
+_SAME = {"q": np.dtype(np.int64), "Q": np.dtype(np.uint64)}
+"""NumPy's "long long" by the name under which the binding knows these types (it may be "long" beside it)."""
 _core_lock = threading.Lock()
 _core: Any = None
 
@@ -53,6 +56,7 @@ class OpenVinoModel:
 
     name = "openvino"
     memory: NewMemory | None = None
+    empty: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -79,6 +83,9 @@ class OpenVinoModel:
             **({"PERF_COUNT": "YES"} if counters else {}),
         }
         self._weights = dict(weights)
+        self._names = (list(inputs), list(outputs))
+        self._other: OnnxRuntimeModel | None = None
+        self._making = threading.Lock()
         self._model = model  # small initializers are not copied out of it
         self._facts = {"library": self.name, "version": ov.get_version(), **settings.to_plain()}
         try:
@@ -142,6 +149,21 @@ class OpenVinoModel:
                 found[name] = ran
         return found
 
+    def elsewhere(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> list[Array]:
+        """Run the model on ONNX Runtime, which is compiled when first needed: for calls with tensors without elements, of which
+        OpenVINO would give what an earlier call computed. Raises RunError where it does not take the model, either."""
+        names, results = self._names
+        with self._making:
+            if self._other is None:
+                try:
+                    settings = Settings(int(self._facts["threads"]))
+                    self._other = OnnxRuntimeModel(self._model, {}, [*names, *self._weights], results, settings)
+                except (RunError, MissingDependency) as error:
+                    raise RunError(
+                        f"openvino takes no tensor without elements here, and onnxruntime cannot be asked: {error.message}"
+                    ) from None
+        return self._other.session().run([*inputs, *self._weights.values()], outs)
+
     def session(self) -> _OpenVinoSession:
         return _OpenVinoSession(self)
 
@@ -189,6 +211,7 @@ class _OpenVinoSession:
         self._model = model
         self._memory = NewMemory(model.memory is not None and model.memory.wanted)
         self._request = model._compiled.create_infer_request()
+        self._may_be_empty = [name in model.empty for name in model._names[0]]
         self._types = [model._compiled.outputs[i].get_element_type() for i in model._outputs]
         self._shapes = [
             tuple(model._compiled.outputs[i].get_shape()) if direct else None
@@ -200,7 +223,16 @@ class _OpenVinoSession:
         """Microseconds of each executed node, averaged by the library over all runs so far (a model with ``counters``)."""
         return {p.node_name: p.real_time.total_seconds() * 1e6 for p in self._request.get_profiling_info()}
 
+    def poison(self, byte: int) -> None:
+        """Overwrite the results of the last run that lie in the library's own memory."""
+        for index, shape in zip(self._model._outputs, self._shapes, strict=True):
+            if shape is None and (tensor := self._request.get_output_tensor(index)).get_size():
+                tensor.data.reshape(-1).view(np.uint8)[...] = byte
+
     def run(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> list[Array]:
+        for array, may in zip(inputs, self._may_be_empty, strict=True):
+            if array is not None and not array.size and not may:
+                return self._model.elsewhere(inputs, outs)
         try:
             request, ov = self._request, self._ov
             for index, array in zip(self._model._inputs, inputs, strict=True):
@@ -239,6 +271,7 @@ def _tensor(ov: Any, array: Array) -> Any:
     """An OpenVINO tensor over the array's memory (the caller keeps the array alive)."""
     if array.dtype == BF16:  # not a dtype that the binding knows: pass the bits with the type beside them
         return ov.Tensor(_writable(array.view(np.uint16)), list(array.shape), ov.Type.bf16)
+    array = array.view(_SAME.get(array.dtype.char, array.dtype))
     return ov.Tensor(_writable(array), shared_memory=True)
 
 

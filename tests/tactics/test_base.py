@@ -11,11 +11,12 @@ def test_the_fastest_is_found_and_slow_ones_are_given_up() -> None:
     order: list[str] = []
 
     def runner(name: str, seconds: float):  # type: ignore[no-untyped-def]
-        def run() -> None:
+        def turn(_: float) -> list[float]:
             order.append(name)
             time.sleep(seconds)
+            return [seconds * 1e3]
 
-        return run
+        return turn
 
     times = take_turns({"slow": runner("slow", 0.02), "quick": runner("quick", 0.002)}, rounds=3, turn_seconds=0.02)
     assert times["quick"] < times["slow"]
@@ -25,8 +26,14 @@ def test_the_fastest_is_found_and_slow_ones_are_given_up() -> None:
 
 
 def test_every_runner_is_measured_even_past_the_budget() -> None:
-    times = take_turns({"a": lambda: time.sleep(0.01), "b": lambda: time.sleep(0.01)}, budget_seconds=0.0)
+    times = take_turns({"a": lambda s: [10.0], "b": lambda s: [10.0]}, budget_seconds=0.0)
     assert set(times) == {"a", "b"}
+
+
+def test_a_runner_that_fails_gets_no_time() -> None:
+    left = [[2.0], []]
+    assert take_turns({"a": lambda s: left.pop(0), "b": lambda s: [2.1]}, rounds=3, turn_seconds=0.0) == {"b": 2.1}
+    assert take_turns({"a": lambda s: []}) == {}
 
 
 def test_refused_candidates_never_win() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.table import OPDEFS
+from optdnn.runtime.bench import sample
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.program import Program
 from optdnn.tactics import cpu
 from optdnn.tactics.cpu import choose
 from optdnn.tactics.cpu_library import LIBRARIES, Contender, Library
+from optdnn.tactics.cpu_trials import Trial, Trials
 from optdnn.tactics.timing_cache import TimingCache
 from optdnn.types import Array, tensor
 
@@ -80,8 +83,31 @@ def test_a_pinned_library_is_the_only_one(library: str) -> None:
     assert_right(choice.engine, graph)
 
 
+class HereTrial(Trial):
+    """A candidate that is tried in this process, where the tests can spoil its library."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    def run(self, feeds: Mapping[str, Array], *, poison: bool = False) -> dict[str, Array]:
+        self.feeds = feeds
+        return self.engine.run(feeds)
+
+    def turn(self, seconds: float) -> list[float]:
+        return [ns / 1e6 for ns in sample(lambda: self.engine.run(self.feeds), warmup=1, duration=0.01)]
+
+
+class Here(Trials):
+    def open(self, program: Program, threads: int, *, custom: bool = False) -> Trial:
+        return HereTrial(Engine(program, threads=threads))
+
+    def start(self, workers: int) -> None:
+        pass
+
+
 def wrap_prepare(monkeypatch: pytest.MonkeyPatch, library: str, wrapper: Any) -> None:
     """Let ``wrapper(real, step, program, options)`` make the library's steps ready."""
+    monkeypatch.setattr(cpu, "Trials", Here)
     module = importlib.import_module(f"optdnn.runtime.cpu.{library}")
     real = module.prepare
     monkeypatch.setattr(module, "prepare", lambda step, program, options: wrapper(real, step, program, options))
@@ -220,6 +246,21 @@ def test_constants_and_inputs_as_outputs_are_copied_out_by_openvino() -> None:
         got = choice.engine.run(feeds)
         for name, want in evaluate(g, feeds).items():
             np.testing.assert_array_equal(got[name], want)
+
+
+def test_onnxruntime_rounds_as_often_as_the_network_says() -> None:
+    """Two quantizations, one after the other, are not made one with another scale."""
+    g = Graph()
+    x = g.add_input("x", tensor(np.float32, 64))
+    for scale, zero in ((0.021, 120), (0.034, 131), (0.027, 7)):
+        s, z = g.add_constant(np.array(scale, np.float32)), g.add_constant(np.array(zero, np.uint8))
+        attrs = OPDEFS["QuantizeLinear"].attrs(output_dtype=np.dtype(np.uint8))
+        q = g.add("QuantizeLinear", [x, s, z], attrs)
+        x = g.add("DequantizeLinear", [q.value, s, z], OPDEFS["DequantizeLinear"].attrs()).value
+    g.add_output(x, "y")
+    engine = choose(g, options(tactics="onnxruntime"), TimingCache(), {}).engine
+    feeds = random_feeds(g, seed=5)
+    np.testing.assert_allclose(engine.run(feeds)["y"], evaluate(g, feeds)["y"], atol=1e-6)
 
 
 def test_a_build_leaves_nothing_behind() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 from support.quantized_nets import QNet
 
@@ -11,12 +13,13 @@ from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
 from optdnn.dim import symbol
 from optdnn.errors import RunError, ShapeError
+from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.ops.table import OPDEFS
 from optdnn.tactics.cpu_library import LIBRARIES, Contender
-from optdnn.tactics.unsafe import PARAMETERS, data_dependent, onnxruntime_must_not, openvino_must_not
+from optdnn.tactics.unsafe import PARAMETERS, data_dependent, onnxruntime_must_not, openvino_must_not, sized_by_data
 from optdnn.types import DTYPES, FP32, INT64, TensorType, tensor
 
 
@@ -237,3 +240,124 @@ def test_attention_with_a_boolean_mask_is_not_openvinos():
         op = graph.add("Attention", [q, k, v, mask], OPDEFS["Attention"].attrs(), src=["attention"])
         graph.add_output(op.value, "y")
         assert len(openvino_must_not(graph)) == found
+
+
+def selecting(batch: object = 4) -> Graph:
+    """Rows of x (after Relu) that are positive, and their sum."""
+    graph = Graph()
+    x = graph.add_input("x", TensorType(FP32, (batch, 3)))  # type: ignore[arg-type]
+    relu = graph.add("Relu", [x], src=["relu"])
+    flags = graph.add(
+        "ReduceMax", [relu.value, graph.add_constant(np.array([1]))], OPDEFS["ReduceMax"].attrs(keepdims=False)
+    )
+    chosen = graph.add("Greater", [flags.value, graph.add_constant(np.array(0, np.float32))])
+    rows = graph.add(
+        "Compress", [relu.value, chosen.value], OPDEFS["Compress"].attrs(axis=0), names=["rows"], src=["rows"]
+    )
+    total = graph.add(
+        "ReduceSum", [rows.value, graph.add_constant(np.array([0]))], OPDEFS["ReduceSum"].attrs(keepdims=False)
+    )
+    graph.add_output(graph.add("Exp", [total.value]).value, "y")
+    return graph
+
+
+@pytest.mark.parametrize("batch", [4, symbol("N")])
+def test_what_reads_or_gives_a_size_that_depends_on_data_is_not_openvinos(batch):
+    """And what follows with known sizes is."""
+    graph = selecting(batch)
+    found = sized_by_data(graph)
+    assert [graph.op(i).kind for i in found] == ["Compress", "ReduceSum"]
+    assert set(openvino_must_not(graph)) == set(found)
+    assert "the size of 'rows' depends on data" in openvino_must_not(graph)[next(iter(found))]
+
+
+def test_sizes_that_follow_from_shapes_are_openvinos():
+    graph = Graph()
+    x = graph.add_input("x", TensorType(FP32, (symbol("N"), symbol("C"))))
+    ones = graph.add(
+        "ConstantOfShape", [graph.add("Shape", [x], OPDEFS["Shape"].attrs()).value], OPDEFS["ConstantOfShape"].attrs()
+    )
+    both = graph.add("Concat", [x, ones.value], OPDEFS["Concat"].attrs(axis=0))
+    graph.add_output(both.value, "y")
+    assert sized_by_data(graph) == {}
+    assert openvino_must_not(graph) == {}
+
+
+def test_a_tensor_without_elements_is_not_openvinos():
+    graph = Graph()
+    x = graph.add_input("x", tensor(np.int64, 0, 3))
+    gather = graph.add("Gather", [x, graph.add_constant(np.array([0, 2]))], OPDEFS["Gather"].attrs(axis=1))
+    graph.add_output(gather.value, "y")
+    assert openvino_must_not(graph) == {gather.id: "openvino may crash on a tensor without elements"}
+
+
+def test_bodies_are_looked_into():
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 21]> g (bool c, float[4] x) => (float[n] y) {
+            y = If<then_branch = a () => (float[n] t) { k = Greater(x, x) t = Compress(x, k) },
+                   else_branch = b () => (float[n] e) { e = Relu(x) }>(c)
+        }""")
+    graph = import_model(model)
+    (op,) = graph.of_kind("If")
+    assert op.id in sized_by_data(graph)
+    assert op.id in openvino_must_not(graph)
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 21]> g (bool c, float[4] x, int64[4] i) => (float[4] y) {
+            y = If<then_branch = a () => (float[4] t) { t = GatherElements(x, i) },
+                   else_branch = b () => (float[4] e) { e = Relu(x) }>(c)
+        }""")
+    graph = import_model(model)
+    (reason,) = openvino_must_not(graph).values()
+    assert reason.startswith("in its body, openvino does not check 'i")
+
+
+@pytest.mark.parametrize("tactics", ["auto", "openvino"])
+@pytest.mark.parametrize("batch", [40, symbol("N")])
+def test_selections_of_all_sizes_are_right_in_any_order(tactics, batch):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("openvino")
+    graph = selecting(batch)
+    built = build_verbose(export_model(graph).proto, BuildOptions(target="cpu", threads=1, tactics=tactics))
+    x = np.random.default_rng(0).standard_normal((40, 3)).astype(np.float32) * 0.1
+    for feed in (x, -np.abs(x), np.abs(x), 0 * x, x[::-1].copy(), -np.abs(x)):
+        want = evaluate(graph, {"x": feed})["y"]
+        np.testing.assert_allclose(built.engine.run({"x": feed})["y"], want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tactics", ["auto", "openvino"])
+def test_a_detector_without_a_detection_gives_no_box(tactics):
+    """Scores and boxes, NonMaxSuppression, the boxes' rows, the best of them by TopK of a number that depends on the data."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("openvino")
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[1, 30, 4] boxes, float[1, 2, 30] scores) => (float[d, 4] best, float[d] s, int64[d] label)
+        <int64 most = {20}, float overlap = {0.5}, float least = {0.5}, int64 one = {1}, int64 two = {2}, int64[1] five = {5},
+         int64[1] first = {0}, int64[1] second = {1}>
+        {
+            corner = Sigmoid(boxes)
+            chosen = NonMaxSuppression(corner, scores, most, overlap, least)
+            place = Gather<axis = 1>(chosen, two)
+            kind = Gather<axis = 1>(chosen, one)
+            table = Squeeze(corner, first)
+            rows = Gather<axis = 0>(table, place)
+            k1 = Unsqueeze(kind, second)
+            p1 = Unsqueeze(place, second)
+            at = Concat<axis = 1>(k1, p1)
+            flat = Squeeze(scores, first)
+            kept = GatherND(flat, at)
+            count = Shape(kept)
+            both = Concat<axis = 0>(count, five)
+            k = ReduceMin<keepdims = 1>(both)
+            s, order = TopK(kept, k)
+            best = Gather<axis = 0>(rows, order)
+            label = Gather<axis = 0>(kind, order)
+        }""")
+    engine = build_verbose(model, BuildOptions(target="cpu", threads=1, tactics=tactics)).engine
+    rng = np.random.default_rng(0)
+    boxes, scores = rng.standard_normal((1, 30, 4)).astype(np.float32), rng.random((1, 2, 30)).astype(np.float32)
+    for scale, rows in ((1, 5), (0, 0), (1, 5), (0.4, 0)):
+        got = engine.run({"boxes": boxes, "scores": scores * np.float32(scale)})
+        assert [a.shape for a in got.values()] == [(rows, 4), (rows,), (rows,)]
+        if rows:
+            assert (got["s"] > 0.5).all()

@@ -188,11 +188,12 @@ class _Rows:
 def serve(answer: Callable[[Any], None]) -> None:
     """A worker's life: read tasks from stdin, answer stages and rows."""
     from optdnn.runtime.cuda.trial_process import gpu_process
+    from optdnn.tactics.cpu_trials import kept
     from random_nets.targets import Setting
     from random_nets.trial import drawn_trial, filed_trial
 
     answer("ready")
-    with gpu_process():  # one process tries what all builds of this worker make for a GPU
+    with gpu_process(), kept():  # the builds of this worker share the processes that try their candidates
         for line in sys.stdin:
             task = json.loads(line)
             setting = Setting(*task["setting"])

@@ -19,6 +19,7 @@ from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
+from optdnn.runtime.cuda.plan import SHARED_LIMIT
 from optdnn.runtime.cuda.timer import GpuTimer, TrialFailed
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.conv_sm90 import POINTERS
@@ -113,7 +114,10 @@ def test_what_cannot_be_launched_fails_alone(tuner: Tuner, timer: GpuTimer) -> N
     key, program = plain_product(tuner)
     with pytest.raises(TrialFailed, match=r"cuLaunchKernelEx|INVALID|cuFuncSetAttribute"):
         timer.trial(
-            key, changed(program, lambda launch: launch.update(block=1024, shared=1 << 20)), cold=False, give_up=1.0
+            key,
+            changed(program, lambda launch: launch.update(block=1024, shared=SHARED_LIMIT)),
+            cold=False,
+            give_up=1.0,
         )
     assert timer.trial(key, program, cold=False, give_up=1.0) > 0
 

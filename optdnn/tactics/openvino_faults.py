@@ -1,0 +1,140 @@
+"""Operators that OpenVINO takes and runs wrongly, or crashes on: what is known of them, each as a rule on the graph.
+
+All were seen with OpenVINO 2026.4 on x86-64; the tests hold each in a small network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ops.base import FusedAttrs
+from optdnn.types import INT8, UINT8
+
+_WRAPPING = frozenset({"Add", "BitShift", "Div", "Mul", "Neg", "Pow", "Sub", "Sum"})
+_EIGHT = (INT8, UINT8)
+
+
+def known_faults(graph: Graph) -> dict[int, str]:
+    """Op id -> what OpenVINO does wrongly there."""
+    found: dict[int, str] = {}
+    for op in graph.order():
+        if op.kind not in STRUCTURAL:
+            reason = next(filter(None, (fault(graph, op) for fault in _FAULTS)), None)
+            if reason is not None:
+                found[op.id] = reason
+    return found
+
+
+def _saturates(graph: Graph, op: Op) -> str | None:
+    """Sums, differences and products of 8-bit integers wrap around; OpenVINO saturates them."""
+    if op.outputs[0].type.dtype in _EIGHT and not _WRAPPING.isdisjoint(_kinds(op)):
+        return "openvino saturates arithmetic on 8-bit integers that should wrap around"
+    return None
+
+
+def _remainder(graph: Graph, op: Op) -> str | None:
+    """Remainders of integers are computed in floating point, exact up to 24 bits."""
+    if "Mod" in _kinds(op) and op.outputs[0].type.dtype.kind in "iu":
+        return "openvino computes the remainder of integers in floating point"
+    return None
+
+
+def _ranks_equals(graph: Graph, op: Op) -> str | None:
+    """Of equal elements ONNX ranks the one with the lower index first."""
+    if op.kind == "TopK" and len(op.outputs) > 1 and graph.uses(Value(op.id, 1)):
+        return "openvino ranks equal elements in another order"
+    return None
+
+
+def _window_in_padding(graph: Graph, op: Op) -> str | None:
+    """With ceil_mode ONNX leaves out a window that would begin in the padding at the end; OpenVINO has it in its sizes."""
+    if op.kind != "MaxPool" or not op.attrs.ceil_mode:
+        return None
+    x = op.inputs[0]
+    dims = None if x is None else graph.type(x).shape
+    rank = len(op.attrs.kernel_shape)
+    for axis in range(rank):
+        begin, end = op.attrs.pads[axis], op.attrs.pads[rank + axis]
+        stride, reach = op.attrs.strides[axis], (op.attrs.kernel_shape[axis] - 1) * op.attrs.dilations[axis] + 1
+        if op.attrs.auto_pad == "NOTSET" and end + stride <= reach:
+            continue  # no window begins in the padding, whatever the size
+        size = None if dims is None else dims[2 + axis]
+        if not isinstance(size, int) or -(-(size + begin + end - reach) // stride) * stride >= size + begin:
+            return "openvino counts a window of ceil_mode that begins in the padding"
+    return None
+
+
+def _strides_over_padding(graph: Graph, op: Op) -> str | None:
+    """A quantized convolution by a kernel of one element with strides and pads gets another shape."""
+    if op.kind != "Conv" or not any(v is not None and graph.op(v).kind == "DequantizeLinear" for v in op.inputs[:2]):
+        return None
+    w = op.inputs[1]
+    kernel = None if w is None else graph.type(w).shape
+    if kernel is not None and all(k == 1 for k in kernel[2:]) and max(op.attrs.strides) > 1 and any(op.attrs.pads):
+        return "openvino gives a quantized convolution of one element with strides and pads another shape"
+    return None
+
+
+def _requantizes(graph: Graph, op: Op) -> str | None:
+    """QuantizeLinear with a zero point, DequantizeLinear, QuantizeLinear: the compiler crashes where a Concat is before them, and
+    integers are wrong behind a chain of products in one thread."""
+    back = _maker(graph, op, 0) if op.kind == "QuantizeLinear" else None
+    first = _maker(graph, back, 0) if back is not None and back.kind == "DequantizeLinear" else None
+    if first is None or first.kind != "QuantizeLinear" or first.input(2) is None:
+        return None
+    zero = graph.constant_value(first.input(2))
+    if zero is None or np.any(zero):
+        return "openvino may crash, or give wrong integers, where what was quantized with a zero point is quantized once more"
+    return None
+
+
+def _meets_its_norm(graph: Graph, op: Op) -> str | None:
+    """The compiler crashes where a GroupNormalization is added to, or multiplied by, its own operand or a function of that."""
+    if not op.definition.traits.pointwise or len(op.inputs) < 2:
+        return None
+    for v in op.inputs:
+        norm = None if v is None else graph.op(v)
+        if norm is not None and norm.kind == "GroupNormalization":
+            others = [o for o in op.inputs if o is not None and o != v]
+            if any(source == norm.inputs[0] for o in others for source in _elementwise_sources(graph, o)):
+                return "openvino's compiler crashes where a GroupNormalization meets its own operand"
+    return None
+
+
+_FAULTS = (
+    _saturates,
+    _remainder,
+    _ranks_equals,
+    _window_in_padding,
+    _strides_over_padding,
+    _requantizes,
+    _meets_its_norm,
+)
+
+
+def _maker(graph: Graph, op: Op, slot: int) -> Op | None:
+    value = op.input(slot)
+    return None if value is None else graph.op(value)
+
+
+def _kinds(op: Op) -> set[str]:
+    """The op's kind and those of the stages that are fused into it."""
+    stages = (*op.attrs.prologue, *op.attrs.epilogue) if isinstance(op.attrs, FusedAttrs) else ()
+    return {op.kind, *(stage.kind for stage in stages)}
+
+
+def _elementwise_sources(graph: Graph, value: Value) -> Iterator[Value]:
+    """A value, and all that it is computed from elementwise."""
+    stack, seen = [value], set[Value]()
+    while stack:
+        v = stack.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        yield v
+        op = graph.op(v)
+        if op.kind not in STRUCTURAL and op.definition.traits.pointwise:
+            stack += [o for o in op.inputs if o is not None]
