@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,11 +11,13 @@ from optdnn.config import BuildOptions
 from optdnn.errors import RunError, UnsupportedError
 from optdnn.ir.evaluate import random_feeds
 from optdnn.ir.graph import Graph
+from optdnn.runtime.bench import sample
+from optdnn.runtime.runner import RunContext
 from optdnn.tactics.base import Measured, fastest, take_turns
 from optdnn.tactics.cpu import Choice, choose
 from optdnn.tactics.cpu_library import typical_sizes
 from optdnn.tactics.timing_cache import TimingCache
-from optdnn.types import is_int
+from optdnn.types import Array, is_int
 
 SLOWER = 1.05
 """Beyond this factor of fp32's time an engine is called slower: what two measurements of one engine differ by is less."""
@@ -93,6 +95,11 @@ def _in_turns(
         return own, best
     progress("time it beside fp32")
     engines = {"own": choice.engine, "fp32": other.engine}
-    runners = {name: partial(engine.context().run, feeds) for name, engine in engines.items()}
+    runners = {name: partial(_turn, engine.context(), feeds) for name, engine in engines.items()}
     times = take_turns(runners, give_up_ratio=float("inf"), budget_seconds=2.0)
     return replace(own, median_ms=round(times["own"], 4)), replace(best, median_ms=round(times["fp32"], 4))
+
+
+def _turn(context: RunContext, feeds: Mapping[str, Array], seconds: float) -> list[float]:
+    """Milliseconds of the runs of one turn."""
+    return [ns / 1e6 for ns in sample(lambda: context.run(feeds), warmup=1, duration=seconds)]

@@ -35,9 +35,9 @@ def clock(monkeypatch: pytest.MonkeyPatch, own: float, fp32: float) -> list[list
     """Let the last measurement come to these milliseconds; returns what was measured."""
     measured: list[list[str]] = []
 
-    def turns(runners: Mapping[str, Callable[[], object]], **_: Any) -> dict[str, float]:
+    def turns(runners: Mapping[str, Callable[[float], object]], **_: Any) -> dict[str, float]:
         for go in runners.values():
-            go()
+            go(0.001)
         measured.append(list(runners))
         return {"own": own, "fp32": fp32}
 
