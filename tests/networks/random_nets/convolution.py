@@ -126,11 +126,25 @@ def pool(d: Draw, x: Value) -> Value | None:
             return None
         if kind != "LpPool" or d.opset >= 18:
             attrs["ceil_mode"] = int(r.chance(0.3) and _ends_inside(d, attrs))
+        if kind == "MaxPool" and not _sees_elements(x, attrs):
+            return None
     if kind == "LpPool":
         attrs["p"] = r.choice([1, 2])
     if kind == "AveragePool":
         attrs["count_include_pad"] = r.below(2)
     return d.op(kind, x, **attrs)
+
+
+def _sees_elements(x: Value, attrs: dict[str, Any]) -> bool:
+    """Every window holds an element: the largest of none is minus infinity, or ONNX Runtime's lowest number."""
+    for i, (k, n) in enumerate(zip(attrs["kernel_shape"], x.dims[2:], strict=True)):
+        step, dilation = attrs["strides"][i], attrs.get("dilations", [1] * (i + 1))[i]
+        first, past = -attrs["pads"][i], attrs["pads"][i + len(attrs["kernel_shape"])]
+        if isinstance(n, int):
+            starts = range(first, n + past - (k - 1) * dilation, step)
+            if not all(any(0 <= at + tap * dilation < n for tap in range(k)) for at in starts):
+                return False
+    return True
 
 
 def _ends_inside(d: Draw, attrs: dict[str, Any]) -> bool:
