@@ -110,10 +110,18 @@ class _Quantizer:
                     self.report.refused.append(Refused(asked, node_names([op]), f"{op.kind} stays float: {reason}"))
 
     def _unseen(self, op: Op) -> str | None:
-        """Why an op stays float where calibration saw the network at other sizes alone, or None."""
-        if self.calibration.other_sizes and not all(self._seen(v) for v in self._data(op)):
+        """Why an op stays float whose operand has no range, or None."""
+        lacking = [v for v in self._data(op) if not self._seen(v)]
+        if lacking and self.calibration.other_sizes:
             return "calibration saw the network at other sizes, where it does not have this operand"
+        if any(map(self._may_be_empty, lacking)):
+            return "the calibration data leaves its operand empty"
         return None
+
+    def _may_be_empty(self, value: Value) -> bool:
+        """True for a value that need not have any element: its size depends on data, or is 0."""
+        type_ = self.graph.type(value)
+        return not type_.is_static or 0 in type_.static_shape
 
     def _seen(self, value: Value) -> bool:
         return self.calibration.range(self.graph.output(value).name) is not None
@@ -147,7 +155,8 @@ class _Quantizer:
             if not data or constant or (op.kind in OWN_SCALE and not all(map(self._from_integers, data))):
                 continue
             around = [*data, *(v for v in outputs if self.graph.uses(v))]
-            if self.calibration.other_sizes and not all(map(self._seen, around)):
+            lacking = [v for v in around if not self._seen(v)]
+            if lacking and (self.calibration.other_sizes or any(map(self._may_be_empty, lacking))):
                 continue
             self.chosen[op.id] = asked
             for v in around:

@@ -218,6 +218,13 @@ def test_a_jump_at_a_rounding_edge_is_no_error() -> None:
     assert verdict(replace(floor, feeds=({"x": on_edge + np.float32(0.5)},)), lambda a: a - (a == 5)) == "wrong"
 
 
+def test_sizes_are_not_nudged() -> None:
+    net = small(helper.make_node("Resize", ["x", "", "s"], ["y"]), shape=(1, 1, 16, 4))
+    scales = np.array([1, 1, 1.5, 1], np.float32)
+    net.model.graph.initializer.append(onnx.numpy_helper.from_array(scales, "s"))
+    assert verdict(net, lambda a: a * np.float32(1.01)) == "wrong"
+
+
 def test_float64_decides_where_the_two_disagree() -> None:
     """ONNX Runtime's float32 loses all digits here; a better result is not wrong."""
     c = helper.make_node("Constant", [], ["c"], value_float=1e7)

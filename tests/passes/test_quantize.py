@@ -14,6 +14,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.verify import verify
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fuse_epilogue import FuseEpilogue
@@ -402,6 +403,25 @@ def test_values_that_calibration_saw_at_no_size_stay_float() -> None:
     context = PassContext(target="cpu", precision="int8", calibration=replace(found, ranges=known))
     (refused,) = AssignPrecision()(graph, context).refused
     assert "calibration saw the network at other sizes, where it does not have this operand" in refused.reason
+
+
+@pytest.mark.parametrize("rows", ["n", 0])
+@pytest.mark.parametrize(("lacks", "refused"), [("MatMul", True), ("Transpose", False)])
+def test_values_that_calibration_saw_empty_stay_float(rows: int | str, lacks: str, refused: bool) -> None:
+    """Of what a MatMul reads, the op is told; what would be drawn in before one is left out."""
+    n = Net()
+    x = n.matmul(n.op("Relu", n.input(3, rows, 16)), 8)
+    graph = n.done(n.matmul(n.op("Transpose", x, attrs=TransposeAttrs((1, 0, 2))), 5))
+    last = next(op for op in reversed(graph.order()) if op.kind == lacks)
+    names = {graph.output(Value(op.id, i)).name for op in graph.order() for i in range(len(op.outputs))}
+    ranges = {name: Range(-3.0, 3.0) for name in names - {graph.output(last.inputs[0]).name}}
+    context = PassContext(target="cpu", precision="int8", calibration=Calibration("minmax", ranges))
+    report = AssignPrecision()(graph, context)
+    verify(graph)
+    assert [r.reason for r in report.refused] == (
+        ["MatMul stays float: the calibration data leaves its operand empty"] if refused else []
+    )
+    assert graph.kinds()["QuantizeLinear"] == (1 if refused else 2)
 
 
 @pytest.mark.parametrize("text", ["int4", "fp16+int8", "int8+int8", "fp16+fp32"])

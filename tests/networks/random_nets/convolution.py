@@ -126,11 +126,25 @@ def pool(d: Draw, x: Value) -> Value | None:
             return None
         if kind != "LpPool" or d.opset >= 18:
             attrs["ceil_mode"] = int(r.chance(0.3) and _ends_inside(d, attrs))
+        if kind == "MaxPool" and not _sees_elements(x, attrs):
+            return None
     if kind == "LpPool":
         attrs["p"] = r.choice([1, 2])
     if kind == "AveragePool":
         attrs["count_include_pad"] = r.below(2)
     return d.op(kind, x, **attrs)
+
+
+def _sees_elements(x: Value, attrs: dict[str, Any]) -> bool:
+    """Every window holds an element: the largest of none is minus infinity, or ONNX Runtime's lowest number."""
+    for i, (k, n) in enumerate(zip(attrs["kernel_shape"], x.dims[2:], strict=True)):
+        step, dilation = attrs["strides"][i], attrs.get("dilations", [1] * (i + 1))[i]
+        first, past = -attrs["pads"][i], attrs["pads"][i + len(attrs["kernel_shape"])]
+        if isinstance(n, int):
+            starts = range(first, n + past - (k - 1) * dilation, step)
+            if not all(any(0 <= at + tap * dilation < n for tap in range(k)) for at in starts):
+                return False
+    return True
 
 
 def _ends_inside(d: Draw, attrs: dict[str, Any]) -> bool:
@@ -273,6 +287,8 @@ def resized(d: Draw, x: Value) -> Value | None:
         attrs["nearest_mode"] = r.choice(["floor", "round_prefer_floor", "round_prefer_ceil", "ceil"])
     if r.chance(0.5):
         factor = [1.0, 1.0, *(r.choice([1.0, 2.0, 1.5, 0.5]) for _ in range(axes))]
+        if way == "align_corners":  # ONNX and ONNX Runtime disagree about corners at a fraction of an element
+            factor = [f if f * n % 1 == 0 else 2.0 for f, n in zip(factor, x.shape, strict=True)]
         return d.op("Resize", x, None, d.const(factor, np.float32), **attrs)
     sizes = [*x.shape[:2], *(max(1, n + r.between(-2, 5)) for n in x.shape[2:])]
     return d.op("Resize", x, None, None, d.ints(*sizes), **attrs)

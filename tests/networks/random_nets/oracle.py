@@ -80,8 +80,9 @@ def _nudged(a: Array, by: float, rng: np.random.Generator) -> Array:
 
 def _nudged_model(model: onnx.ModelProto, by: float, rng: np.random.Generator) -> onnx.ModelProto:
     moved = copy.deepcopy(model)
+    sizes = {n.input[2] for n in model.graph.node if n.op_type == "Resize" and len(n.input) > 2}
     for t in moved.graph.initializer:
-        if t.data_type == TensorProto.FLOAT:
+        if t.data_type == TensorProto.FLOAT and t.name not in sizes:
             t.CopyFrom(numpy_helper.from_array(_nudged(numpy_helper.to_array(t), by, rng), t.name))
     return moved
 

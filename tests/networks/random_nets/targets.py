@@ -11,7 +11,7 @@ import onnx
 
 import optdnn
 from optdnn.config import BuildOptions
-from random_nets.draw import Network
+from random_nets.draw import Array, Network
 from random_nets.oracle import Feeds, Results
 
 
@@ -44,7 +44,7 @@ def options(setting: Setting, net: Network) -> dict[str, Any]:
             odd = len(net.model.graph.node) % 2
             given["precision"] = "fp16" if setting.gpu and odd else "fp32"
         else:
-            given["calib"] = [dict(f) for f in (net.feeds[:1] if net.sizes else net.feeds)]
+            given["calib"] = [_resized(f, net.feeds[0]) for f in net.feeds]
     if setting.gpu:
         given["tactics"] = setting.tactics or "heuristic"
         if net.sizes:
@@ -76,6 +76,13 @@ def _ranges(net: Network) -> dict[str, Any]:
         if shapes.shape[1]:
             ranges[name] = [tuple(map(int, s)) for s in (shapes.min(0), shapes[0], shapes.max(0))]
     return ranges
+
+
+def _resized(feed: Feeds, first: Feeds) -> dict[str, Array]:
+    """A feed's floats in the sizes of the first feed, at which calibration runs; integers are the first feed's, for they may be
+    positions."""
+    same = all(feed[n].shape == a.shape for n, a in first.items())
+    return {n: feed[n] if same else np.resize(feed[n], a.shape) if a.dtype.kind == "f" else a for n, a in first.items()}
 
 
 def _profiles(net: Network) -> list[dict[str, Any]]:
