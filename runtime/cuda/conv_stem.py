@@ -198,7 +198,7 @@ def _words(problem: Problem, rows: int, pitch: int) -> list[int]:
     s, layout = problem.source, problem.layout
     if layout.planes:
         found = [
-            ((c * rows + r) * pitch) // 2 + j
+            (c * rows + r * s.dilation[0]) * pitch // 2 + j
             for c in range(s.channels)
             for r in range(s.kernel[0])
             for j in range(layout.columns // 2)

@@ -62,6 +62,10 @@ CASES: dict[str, tuple[stem.Problem, stem.Config]] = {
         problem(2, Source(19, 23, 2, (5, 3), (1, 2), (4, 1, 3, 2), (2, 3)), 24),
         stem.Config(2, 8, 1, 3, 3),
     ),
+    "rows dilated, planes": (
+        problem(2, Source(30, 20, 4, (3, 3), (2, 2), (3, 0, 2, 1), (3, 1)), 24),
+        stem.Config(2, 8, 1, 1, 3, True),
+    ),
     "one axis": (
         problem(2, Source(1, 400, 1, (1, 10), (1, 5), (0, 0, 0, 0)), 16, "float16"),
         stem.Config(1, 80, 5, 2, 2),
