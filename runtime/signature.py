@@ -50,7 +50,7 @@ class Signature:
                 if type(a) is not np.ndarray or a.dtype != dtype:
                     a = self._as_array(name, a, dtype)
                 flags = a.flags
-                if not flags.c_contiguous or not flags.aligned:
+                if not flags.carray and not (flags.c_contiguous and flags.aligned):  # carray: writeable, too
                     a = a.copy(order="C")
                 found.append(a)
         except KeyError:

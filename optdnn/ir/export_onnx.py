@@ -22,6 +22,7 @@ from optdnn.errors import InternalError, UnsupportedError, UnsupportedNode, Usag
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Op, Value, infer
 from optdnn.ir.onnx_protos import little_endian, node_attributes, schema, tensor_proto
+from optdnn.ir.tree_classifiers import with_classifiers
 from optdnn.ops.base import Body, FusedAttrs, Unsupported, onnx_number
 from optdnn.ops.fused import export_op, export_stages, infer_stages
 from optdnn.runtime.atomic import write_atomic
@@ -237,6 +238,12 @@ class _Exporter:
         if self.refused:
             raise UnsupportedError(
                 f"{len(self.refused)} ops cannot be written in ONNX opset {self.opset}:", self.refused
+            )
+        self.nodes, gone = with_classifiers(self.nodes)
+        for name, kept in gone.items():
+            del self.owners[name]
+            self.provenance[kept] = tuple(
+                dict.fromkeys((*self.provenance.get(kept, ()), *self.provenance.pop(name, ())))
             )
         return self._model(external_weights, weights_as_inputs)
 

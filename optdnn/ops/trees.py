@@ -241,8 +241,12 @@ def class_labels(node: NodeSpec) -> Array:
 
 def labelled(e: Emit, scores: Ref, labels: Array) -> Ref:
     """int64 [n]: the label of the largest score of each row."""
-    best = emit(e, "ArgMax", scores, axis=1, keepdims=False)
-    return emit(e, "Gather", labels, best)
+    return _named(e, emit(e, "ArgMax", scores, axis=1, keepdims=False), labels)
+
+
+def _named(e: Emit, best: Ref, labels: Array) -> Ref:
+    """The labels at the places ``best``, which are the labels themselves where these count from 0."""
+    return best if np.array_equal(labels, np.arange(labels.size)) else emit(e, "Gather", labels, best)
 
 
 def binary_outcome(e: Emit, score: Ref, labels: Array, transform: str, *, probability: bool) -> tuple[Ref, Ref]:
@@ -256,11 +260,12 @@ def binary_outcome(e: Emit, score: Ref, labels: Array, transform: str, *, probab
         both = emit(e, "Sigmoid", emit(e, "Concat", emit(e, "Neg", score), score, axis=1))
     elif transform == "NONE":
         both = emit(e, "Concat", first, score, axis=1)
+        return labelled(e, both, labels), both  # the larger of 1 - s and s, or of -s and s, is that of the threshold
     else:
         raise Unsupported(f"post_transform={transform} of a single score")
     threshold = np.float32(0.5) if probability else zero
     chosen = emit(e, "Cast", emit(e, "Greater", score, threshold), to=INT64)
-    return emit(e, "Gather", labels, emit(e, "Squeeze", chosen, np.array([1], np.int64))), both
+    return _named(e, emit(e, "Squeeze", chosen, np.array([1], np.int64)), labels), both
 
 
 def post_transform(e: Emit, y: Ref, name: str) -> Ref:

@@ -46,7 +46,7 @@ RULES: Mapping[str, Callable[[Graph], Mapping[int, str]]] = {
     "openvino": openvino_must_not,
 }
 """CPU library -> the operators of a graph that it must not run, with reasons."""
-FOREIGN_OPERATORS = {"ai.onnx.ml": frozenset({"TreeEnsembleRegressor"})}
+FOREIGN_OPERATORS = {"ai.onnx.ml": frozenset({"TreeEnsembleRegressor", "TreeEnsembleClassifier"})}
 """Operators of other domains that the exporter writes."""
 WEIGHTS = "weights"
 """What the exporter calls the place of weights that are handed over by name."""

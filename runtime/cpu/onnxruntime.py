@@ -134,19 +134,27 @@ class _OnnxRuntimeSession:
         self._run = getattr(model._session, "_sess", model._session).run
         self._names, self._outputs = model._inputs, model._outputs
         self._ort = library_module("onnxruntime")
+        self._first = True
 
     def run(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> list[Array]:
         try:
-            feeds = dict(zip(self._names, inputs, strict=True))
+            feeds: dict[str, Array | None] = {}
+            for name, array in zip(self._names, inputs):  # noqa: B905 - strict costs a small network a twentieth
+                feeds[name] = array
             for out in outs:
                 if out is not None:
                     return self._run_bound(feeds, outs)
             results: list[Array] = self._run(self._outputs, feeds, None)
-            if self._model.memory is not None:
-                self._model.memory.after_run()
+            if self._first:
+                self._after_run()
             return results
         except Exception as error:
             raise RunError(f"onnxruntime failed: {_first_line(error)}") from None
+
+    def _after_run(self) -> None:
+        self._first = False
+        if self._model.memory is not None:
+            self._model.memory.after_run()
 
     def _run_bound(self, feeds: Mapping[str, Array | None], outs: Sequence[Array | None]) -> list[Array]:
         binding = self._session.io_binding()
@@ -158,8 +166,8 @@ class _OnnxRuntimeSession:
             else:
                 binding.bind_output(name, "cpu", 0, out.dtype, out.shape, out.ctypes.data)
         self._session.run_with_iobinding(binding)
-        if self._model.memory is not None:
-            self._model.memory.after_run()
+        if self._first:
+            self._after_run()
         values = binding.get_outputs()
         return [v.numpy() if out is None else out for v, out in zip(values, outs, strict=True)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,45 @@ def test_every_comparison(mode: str) -> None:
 def test_tree_classifiers(transform: str) -> None:
     attrs = forest("class", [0, 1, 2, 0, 1], [0.3, 0.9, 0.5, 0.2, 0.4], classlabels_int64s=[5, 7, 9])
     same(node("TreeEnsembleClassifier", X, 2, post_transform=transform, **attrs), X)
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2], [5, 7, 9]])
+@pytest.mark.parametrize(
+    "weights", [[0.3, 0.9, 0.5, 0.2, 0.4], [-0.3, -0.9, -0.5, -0.2, -0.4], [0.5, 0.5, 0.5, 0.5, 0.5]]
+)
+def test_classifiers_are_written_as_such(labels: list[int], weights: list[float], tmp_path: Path) -> None:
+    """Of three classes: one node for scores and places. A build for the CPU, its file and a file's examination take it."""
+    attrs = forest("class", [0, 1, 2, 0, 1], weights, classlabels_int64s=labels)
+    model = node("TreeEnsembleClassifier", X, 2, **attrs)
+    graph = import_model(model)
+    proto = export_model(graph).proto
+    onnx.checker.check_model(proto)
+    kinds = [n.op_type for n in proto.graph.node]
+    assert kinds == ["TreeEnsembleClassifier"] + ["Gather"] * (labels[0] != 0)
+    optdnn.build(model, target="cpu", tactics="onnxruntime", shapes={"x": X.shape}).save(tmp_path / "e")
+    engine = optdnn.load(tmp_path / "e")
+    (step,), outputs = engine.program.steps, tuple(i for _, i in engine.program.outputs)
+    if labels[0] == 0:  # the short way through a context takes results in any order
+        assert step.outputs == outputs[::-1]
+        assert engine.context()._whole is not None
+    got, want = engine.run({"x": X}), evaluate(graph, {"x": X})
+    assert list(got) == list(want) == ["y0", "y1"]
+    for name, a in got.items():
+        np.testing.assert_array_equal(a, want[name])
+
+
+def test_two_classes_and_maxima_stay_regressors() -> None:
+    """ONNX Runtime's classifier of two columns compares with a threshold, and knows sums alone."""
+    for ids, labels in (([0, 1, 0, 1, 0], [0, 1]), ([0, 0, 0, 0, 0], [0, 1])):
+        attrs = forest("class", ids, [0.3, 0.9, 0.5, 0.2, 0.4], classlabels_int64s=labels)
+        graph = import_model(node("TreeEnsembleClassifier", X, 2, **attrs))
+        assert "TreeEnsembleRegressor" in {n.op_type for n in export_model(graph).proto.graph.node}
+    attrs = forest("target", [0, 1, 2, 0, 1], [0.3, 0.9, 0.5, 0.2, 0.4], aggregate_function="MAX", n_targets=3)
+    model = node("TreeEnsembleRegressor", X, **attrs)
+    model.graph.node.append(helper.make_node("ArgMax", ["y0"], ["best"], axis=1, keepdims=0))
+    model.graph.output[0].name = "best"
+    graph = same(model, X)
+    assert [n.op_type for n in export_model(graph).proto.graph.node] == ["TreeEnsembleRegressor", "ArgMax"]
 
 
 @pytest.mark.parametrize("transform", ["NONE", "LOGISTIC"])
