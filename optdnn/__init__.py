@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from optdnn.errors import (
         EngineError,
         EngineStale,
+        GpuFault,
         InputError,
         InternalError,
         MissingDependency,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from optdnn.verification import Verification, verify
 
 _ERRORS = (
-    "EngineError EngineStale InputError InternalError MissingDependency ModelError NotMet OptdnnError OutputError RunError "
+    "EngineError EngineStale GpuFault InputError InternalError MissingDependency ModelError NotMet OptdnnError OutputError RunError "
     "ShapeError UnsupportedError UsageError"
 )
 _WHERE = {
@@ -79,6 +80,7 @@ __all__ = [  # noqa: PLE0604, RUF100
     "Engine",
     "EngineError",
     "EngineStale",
+    "GpuFault",
     "InferenceSession",
     "InputError",
     "InternalError",

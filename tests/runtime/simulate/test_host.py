@@ -212,7 +212,7 @@ def test_reports_tell_what_runs_on_the_cpu() -> None:
     told = engine.report["fallbacks"]["simulate"]
     assert {"operator": "Det", "node": "det", "reason": "there is no kernel for Det"} in told
     text = "\n".join(_build({"fallbacks": engine.report["fallbacks"]}))
-    assert "| simulate | Det | det | there is no kernel for Det |" in text
+    assert "| simulate | NumPy, on the CPU | Det | det | there is no kernel for Det |" in text
     assert _build({"fallbacks": {"simulate": []}}) == []
 
 
