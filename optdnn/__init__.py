@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from optdnn.verification import Verification, verify
 
 _ERRORS = (
-    "EngineError EngineStale GpuFault InputError InternalError MissingDependency ModelError NotMet OptdnnError OutputError RunError "
-    "ShapeError UnsupportedError UsageError"
+    "EngineError EngineStale GpuFault InputError InternalError MissingDependency ModelError NotMet OptdnnError OutputError "
+    "RunError ShapeError UnsupportedError UsageError"
 )
 _WHERE = {
     "build": "optdnn.compiler",
