@@ -31,6 +31,7 @@ from optdnn.tactics.cpu_trials import Trial, Trials
 from optdnn.tactics.empties import may_be_empty
 from optdnn.tactics.examine import refused_nodes
 from optdnn.tactics.loops import bound_loops
+from optdnn.tactics.onnxruntime_faults import keep_softmax
 from optdnn.tactics.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.types import Array
 
@@ -70,6 +71,8 @@ class Library:
         inputs = self.weights == "inputs"
         model = export_model(graph, self.opset, external_weights=not inputs, weights_as_inputs=inputs)
         bound_loops(model.proto)
+        if self.name == "onnxruntime":
+            keep_softmax(model.proto)
         return model
 
 

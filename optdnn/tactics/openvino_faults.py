@@ -5,7 +5,7 @@ All were seen with OpenVINO 2026.4 on x86-64; the tests hold each in a small net
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -15,6 +15,16 @@ from optdnn.types import INT8, UINT8
 
 _WRAPPING = frozenset({"Add", "BitShift", "Div", "Mul", "Neg", "Pow", "Sub", "Sum"})
 _EIGHT = (INT8, UINT8)
+_MOVING = frozenset(
+    {"Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GlobalMaxPool", "Identity", "MaxPool", "Pad"}
+    | {"ReduceMax", "ReduceMin", "Relu", "Reshape", "Resize", "Slice", "SpaceToDepth", "Split", "Squeeze"}
+    | {"Tile", "Transpose", "Unsqueeze"}
+)
+"""Kinds that OpenVINO runs on quantized integers: it moves DequantizeLinear behind them."""
+_SCALING = frozenset({"Add", "AveragePool", "Clip", "Div", "Mul", "Neg", "Sub"})
+"""Further kinds that OpenVINO moves a DequantizeLinear behind, with another scale or zero point."""
+_AVERAGED = frozenset({"GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"})
+_CHANNELWISE = frozenset({"Add", "Div", "Mul", "Sub"})
 
 
 def known_faults(graph: Graph) -> dict[int, str]:
@@ -91,6 +101,58 @@ def _requantizes(graph: Graph, op: Op) -> str | None:
     return None
 
 
+def _truncates(graph: Graph, op: Op) -> str | None:
+    """Between two int8 scales, both without a zero point, the quotient is truncated rather than rounded."""
+    if op.kind != "QuantizeLinear" or op.outputs[0].type.dtype != INT8 or not _is_zero(graph, op.input(2)):
+        return None
+    for back in _dequantized(graph, op.inputs[0], _MOVING):
+        data = back.inputs[0]
+        same = _same_constant(graph, back.input(1), op.input(1))
+        if data is not None and graph.type(data).dtype == INT8 and _is_zero(graph, back.input(2)) and not same:
+            return "openvino truncates where int8 is quantized again with another scale"
+    return None
+
+
+def _rounds_bounds(graph: Graph, op: Op) -> str | None:
+    """A Clip of what is dequantized is moved before the DequantizeLinear; its bounds are then rounded to integers."""
+    if "Clip" not in _kinds(op) or op.kind not in _MOVING | _SCALING | {"Pointwise"}:
+        return None
+    if any(_dequantized(graph, v, _MOVING | _SCALING) for v in op.inputs):
+        return "openvino rounds the bounds of a Clip of quantized values"
+    return None
+
+
+def _rounds_averages(graph: Graph, op: Op) -> str | None:
+    """An AveragePool of what is dequantized rounds its averages to integers, unless they are results or quantized at once."""
+    if op.kind != "AveragePool" or not _dequantized(graph, op.inputs[0], _MOVING | _SCALING):
+        return None
+    readers = {graph.op(Value(use.op, 0)).kind for use in graph.uses(Value(op.id, 0))}
+    if not readers <= {"QuantizeLinear", "Output"}:
+        return "openvino rounds the averages of quantized values to integers"
+    return None
+
+
+def _norm_of_little(graph: Graph, op: Op) -> str | None:
+    """OpenVINO adds a constant to the norm that LpNormalization divides by."""
+    return "openvino adds a constant to the norm of LpNormalization" if op.kind == "LpNormalization" else None
+
+
+def _channels_of_reduced(graph: Graph, op: Op) -> str | None:
+    """A constant per channel ([1, C, 1]) after a reduction that leaves three axes is read at wrong places in later rows."""
+    if op.outputs[0].type.rank != 3 or _CHANNELWISE.isdisjoint(_kinds(op)) or not op.definition.traits.pointwise:
+        return None
+    for v in op.inputs:
+        if v is None or graph.op(v).kind != "Constant":
+            continue
+        shape = graph.type(v).shape or ()
+        dims = (*(1,) * (3 - len(shape)), *shape)
+        if dims[0] == dims[2] == 1 and dims[1] != 1:
+            others = [o for o in op.inputs if o is not None and o != v]
+            if any(_reduces(graph.op(s)) for o in others for s in _elementwise_sources(graph, o)):
+                return "openvino reads constants per channel at wrong places after a reduction that leaves three axes"
+    return None
+
+
 def _meets_its_norm(graph: Graph, op: Op) -> str | None:
     """The compiler crashes where a GroupNormalization is added to, or multiplied by, its own operand or a function of that."""
     if not op.definition.traits.pointwise or len(op.inputs) < 2:
@@ -111,8 +173,46 @@ _FAULTS = (
     _window_in_padding,
     _strides_over_padding,
     _requantizes,
+    _truncates,
+    _rounds_bounds,
+    _rounds_averages,
+    _norm_of_little,
+    _channels_of_reduced,
     _meets_its_norm,
 )
+
+
+def _reduces(op: Op) -> bool:
+    return op.kind in _AVERAGED or op.kind.startswith("Reduce")
+
+
+def _is_zero(graph: Graph, value: Value | None) -> bool:
+    """Whether a zero point is absent, or known to be 0."""
+    known = None if value is None else graph.constant_value(value)
+    return value is None or (known is not None and not np.any(known))
+
+
+def _same_constant(graph: Graph, a: Value | None, b: Value | None) -> bool:
+    if a is None or b is None:
+        return a == b
+    x, y = graph.constant_value(a), graph.constant_value(b)
+    return a == b or (x is not None and y is not None and np.array_equal(x, y))
+
+
+def _dequantized(graph: Graph, value: Value | None, through: Collection[str]) -> list[Op]:
+    """The DequantizeLinear of data that a value comes from, through ops of these kinds (fused ones: through all their stages)."""
+    stack, seen, found = [value], set[int](), list[Op]()
+    while stack:
+        v = stack.pop()
+        op = None if v is None else graph.op(v)
+        if op is None or op.id in seen:
+            continue
+        seen.add(op.id)
+        if op.kind == "DequantizeLinear" and graph.op(op.inputs[0]).kind != "Constant":  # type: ignore[arg-type]
+            found.append(op)
+        elif op.kind not in STRUCTURAL and _kinds(op) - {"Pointwise"} <= set(through):
+            stack += op.inputs
+    return found
 
 
 def _maker(graph: Graph, op: Op, slot: int) -> Op | None:

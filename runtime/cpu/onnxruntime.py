@@ -21,8 +21,9 @@ from optdnn.types import Array
 
 _TOKEN = re.compile(r"(_token_\d+)?_kernel_time$")
 _KERNEL_TIME = "_kernel_time"
-_DISABLED = ("DoubleQDQPairsRemover",)
-"""Optimizers that change results: this one makes one rounding of two, with scales of which neither is the model's (1.31)."""
+_DISABLED = ("DoubleQDQPairsRemover", "WeightBiasQuantization")
+"""Optimizers that change results (1.31): the first makes one rounding of two, with scales of which neither is the model's; the
+second rounds float weights to int8, and float biases to int32, between DequantizeLinear and QuantizeLinear."""
 
 
 def refuses(precision: str) -> str | None:

@@ -208,6 +208,36 @@ def test_fp16_has_a_wider_tolerance_and_an_end() -> None:
     assert verdict(big, lambda a: a * np.float32(1.2), "fp16") == "beyond_fp16"
 
 
+def dynamically_quantized(last: float) -> Network:
+    """Numbers from -1 to ``last`` as 8-bit integers: the zero point is 255 / (1 + last) before it is rounded."""
+    net = small(
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "s", "z"]), outputs=(("y", 2), ("s", 1), ("z", 2))
+    )
+    return replace(net, feeds=({"x": np.linspace(-1, last, 64).astype(np.float32)},))
+
+
+def test_a_zero_point_between_two_integers_may_be_either() -> None:
+    tied, other = dynamically_quantized(1.0), dynamically_quantized(1.01)
+    assert verdict(tied, lambda a: a - 1 if a.dtype == np.uint8 and a.ndim == 0 else a) == "right"
+    assert verdict(other, lambda a: a - 1 if a.dtype == np.uint8 and a.ndim == 0 else a) == "wrong"
+
+
+def test_scales_of_sizes_are_not_nudged() -> None:
+    """A scale of 3 that is moved would give another size."""
+    net = small(helper.make_node("Resize", ["x", "", "sizes"], ["y"], mode="nearest"))
+    net.model.graph.initializer.append(numpy_helper.from_array(np.array([3], np.float32), "sizes"))
+    moved = Oracle(net.model).nudged(net.feeds, 1e-3, 6)
+    assert {m[0]["y"].shape for m in moved} == {(192,)}
+
+
+def test_a_moved_network_that_is_refused_is_no_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = small(TANH)
+    oracle = Oracle(net.model)
+    monkeypatch.setattr("random_nets.oracle._nudged_model", lambda *_: onnx.ModelProto())
+    with pytest.raises(NoOracleError, match="nudged"):
+        oracle.nudged(net.feeds, 1e-6, 1)
+
+
 def test_a_jump_at_a_rounding_edge_is_no_error() -> None:
     """An integer that lies on an edge may fall either way; one that does not may not."""
     floor = small(

@@ -38,6 +38,14 @@ def quantized_conv(kernel: int, stride: int, pad: int) -> str:
     y = Conv<kernel_shape = [{kernel}], strides = [{stride}], pads = [{pad}, {pad}]>(d, dw)"""
 
 
+DEQUANTIZED = "q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z)"
+INT8 = "float s = {0.02405719}, int8 z = {0}, float s2 = {0.023881}, int8 z2 = {1}"
+BOUNDS = "float low = {-0.61}, float high = {0.505}"
+WEIGHTS = "float sw = {0.02}, int8[2, 2, 1, 1] w = {50, -27, 13, 44}"
+PICTURE = "float[3, 2, 8, 8] x"
+CHANNELS = "float[1, 5, 1] c = {1, 2, 3, 4, 5}"
+
+
 # name: inputs, outputs, constants, nodes, the faulty operator or None
 CASES: dict[str, tuple[str, str, str, str, str | None]] = {
     "a quantized concatenation, quantized again": (
@@ -87,6 +95,54 @@ CASES: dict[str, tuple[str, str, str, str, str | None]] = {
         "float[1, 2, 16] x", "float[1, 2, n] y",
         "float s = {0.02}, int8 z = {3}, int8[2, 2, 3] w = {1, -2, 3, -4, 5, 6, 7, 8, 9, 1, 2, 3}, int8 zw = {0}",
         quantized_conv(3, 3, 1), None,
+    ),
+    "int8 with another scale": (
+        PICTURE, "int8[3, 2, 8, 8] y", INT8, f"{DEQUANTIZED} y = QuantizeLinear(d, s2, z)", "QuantizeLinear",
+    ),
+    "int8 with another scale, transposed": (
+        PICTURE, "int8[2, 3, 8, 8] y", INT8,
+        f"{DEQUANTIZED} t = Transpose<perm = [1, 0, 2, 3]>(d) y = QuantizeLinear(t, s2, z)", "QuantizeLinear",
+    ),
+    "int8 with the same scale": (
+        PICTURE, "int8[3, 2, 7, 7] y", INT8,
+        f"{DEQUANTIZED} t = MaxPool<kernel_shape = [2, 2]>(d) y = QuantizeLinear(t, s, z)", None,
+    ),
+    "int8 with a zero point": (PICTURE, "int8[3, 2, 8, 8] y", INT8, f"{DEQUANTIZED} y = QuantizeLinear(d, s2, z2)", None),
+    "bounds of quantized values": (
+        PICTURE, "float[3, 2, 8, 8] y", f"{INT8}, {BOUNDS}", f"{DEQUANTIZED} y = Clip(d, low, high)", "Clip",
+    ),
+    "a bound of shifted values": (
+        PICTURE, "float[3, 2, 8, 8] y", f"{INT8}, {BOUNDS}", f"{DEQUANTIZED} a = Add(d, s) t = MaxPool<kernel_shape = [1, 1]>(a) "
+        "y = Clip(t, low, high)", "Clip",
+    ),
+    "bounds of a quantized convolution": (
+        PICTURE, "float[3, 2, 8, 8] y", f"{INT8}, {BOUNDS}, {WEIGHTS}",
+        f"{DEQUANTIZED} v = DequantizeLinear(w, sw, z) a = Conv(d, v) y = Clip(a, low, high)", None,
+    ),
+    "averages of averages": (
+        PICTURE, "float[3, 2, 1, 1] y", INT8,
+        f"{DEQUANTIZED} a = AveragePool<kernel_shape = [2, 2], strides = [2, 2]>(d) y = GlobalAveragePool(a)", "AveragePool",
+    ),
+    "averages that are quantized": (
+        PICTURE, "int8[3, 2, 4, 4] y", INT8,
+        f"{DEQUANTIZED} a = AveragePool<kernel_shape = [2, 2], strides = [2, 2]>(d) y = QuantizeLinear(a, s2, z2)", None,
+    ),
+    "a small norm": (
+        "float[4, 6] x", "float[4, 6] y", "float k = {0.0001}", "a = Mul(x, k) y = LpNormalization<axis = 1>(a)", "LpNormalization",
+    ),
+    "channels of averages": (
+        "float[3, 5, 7] x", "float[3, 5, 1] y", CHANNELS, "a = GlobalAveragePool(x) y = Add(a, c)", "Add",
+    ),
+    "channels of a maximum": (
+        "float[N, 5, 7] x", "float[N, 5, 1] y", f"{CHANNELS}, int64[1] axes = {{2}}",
+        "a = ReduceMax<keepdims = 1>(x, axes) r = Sqrt(a) y = Mul(c, r)", "Mul",
+    ),
+    "channels of a window": (
+        "float[3, 5, 7] x", "float[3, 5, 1] y", CHANNELS, "a = MaxPool<kernel_shape = [7]>(x) y = Add(a, c)", None,
+    ),
+    "channels of an average picture": (
+        "float[3, 5, 7, 7] x", "float[3, 5, 1, 1] y", "float[1, 5, 1, 1] c = {1, 2, 3, 4, 5}",
+        "a = GlobalAveragePool(x) y = Add(a, c)", None,
     ),
 }  # fmt: skip
 

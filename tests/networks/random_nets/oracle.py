@@ -52,11 +52,17 @@ class Oracle:
             raise NoOracleError(f"{type(error).__name__}: {error}"[:400]) from error
 
     def nudged(self, feeds: Sequence[Feeds], by: float, times: int) -> list[list[Results]]:
-        """Results after every float, of the inputs and of the model, is moved by up to ``by`` of its size: [time][feed]."""
+        """Results after every float, of the inputs and of the model, is moved by up to ``by`` of its size: [time][feed].
+
+        So is each operand of DynamicQuantizeLinear: its zero point is a ratio of elements, which a common scale does not move.
+        Raises NoOracleError where ONNX Runtime does not take the moved network."""
         found = []
         for k in range(times):
             rng = np.random.Generator(np.random.PCG64(k))
-            ready = session(_nudged_model(self.model, by, rng))
+            try:
+                ready = session(_nudged_model(self.model, by, rng))
+            except Exception as error:
+                raise NoOracleError(f"nudged: {type(error).__name__}: {error}"[:400]) from error
             found.append([self._run(ready, {n: _nudged(a, by, rng) for n, a in f.items()}) for f in feeds])
         return found
 
@@ -80,10 +86,17 @@ def _nudged(a: Array, by: float, rng: np.random.Generator) -> Array:
 
 def _nudged_model(model: onnx.ModelProto, by: float, rng: np.random.Generator) -> onnx.ModelProto:
     moved = copy.deepcopy(model)
-    sizes = {n.input[2] for n in model.graph.node if n.op_type == "Resize" and len(n.input) > 2}
+    sizes = {n for g in _graphs(moved.graph) for node in g.node for n in node.input[1:3] if node.op_type == "Resize"}
+    sizes |= {n for g in _graphs(moved.graph) for node in g.node for n in node.input if node.op_type == "Range"}
     for t in moved.graph.initializer:
         if t.data_type == TensorProto.FLOAT and t.name not in sizes:
             t.CopyFrom(numpy_helper.from_array(_nudged(numpy_helper.to_array(t), by, rng), t.name))
+    for k in reversed([k for k, n in enumerate(moved.graph.node) if n.op_type == "DynamicQuantizeLinear"]):
+        source, factor, product = moved.graph.node[k].input[0], f"factor{k}_of_nudge", f"nudged{k}_operand"
+        drawn = {"low": 1 - by, "high": 1 + by, "seed": float(rng.integers(1 << 20))}
+        moved.graph.node[k].input[0] = product
+        moved.graph.node.insert(k, helper.make_node("Mul", [source, factor], [product]))
+        moved.graph.node.insert(k, helper.make_node("RandomUniformLike", [source], [factor], **drawn))
     return moved
 
 
