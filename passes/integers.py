@@ -215,7 +215,7 @@ class _OnIntegers(Rule):
         data = [v for v in operands if v is not None and graph.type(v).dtype == moved.outputs[0].type.dtype]
         if moved.kind not in SHARES_SCALE or not data or not all(is_dequantized(graph, v) for v in data):
             return None
-        if len(moved.outputs) > 1 or no_integers(graph, moved) is not None:
+        if len(moved.outputs) > 1 or no_integers(graph, moved, ranged=True) is not None:
             return Miss(f"{moved.kind} {moved.name} has no form on integers")
         if graph.users(moved.value) != [op]:
             return Miss(f"the float result of {moved.name} is read as well")

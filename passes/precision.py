@@ -174,7 +174,7 @@ def no_fp8(graph: Graph, op: Op, target: str = "") -> str | None:
     return no_integers(graph, op, target)
 
 
-def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
+def no_integers(graph: Graph, op: Op, target: str = "", *, ranged: bool = False) -> str | None:
     """Why an op has no quantized form (on a target, where that is given), or None."""
     if (reason := _no_eight_bits(target, "int8")) is not None:
         return reason
@@ -191,7 +191,7 @@ def no_integers(graph: Graph, op: Op, target: str = "") -> str | None:
     dtype = op.outputs[0].type.dtype
     if not is_float(dtype):
         return f"it computes {op.outputs[0].type}, not floating point"
-    if dtype in (FP16, BF16, FP64):
+    if not ranged and dtype in (FP16, BF16, FP64):
         return f"the model computes it in {_shown(dtype)}, ranges are found for fp32: export the model in fp32"
     if op.kind == "Pad" and (reason := _no_zeros(graph, op, target)) is not None:
         return reason

@@ -17,7 +17,7 @@ from optdnn.config import BuildOptions
 from optdnn.errors import MissingDependency, RunError, UnsupportedError
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import evaluate, random_feeds
-from optdnn.ir.graph import Graph
+from optdnn.ir.graph import Graph, Op
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import usable_cores
 from optdnn.tactics.base import Measured, fastest, take_turns
@@ -263,11 +263,18 @@ class _Search:
                 if fill is not None and (integer or array.ndim < 2):
                     tried[name] = np.full_like(array, fill)
             try:
-                evaluate(self.graph, tried)
+                self._fits(evaluate(self.graph, tried, _no_zero_divisors))
                 return tried
             except RunError as error:
                 self.untimed = f"not timed: it takes none of the made-up inputs ({error.message})"
         return None
+
+    def _fits(self, outputs: Mapping[str, Array]) -> None:
+        """Raise RunError where outputs have other sizes than the model declares: the values of inputs decide them."""
+        for i in self.graph.outputs:
+            out = self.graph.op(i).outputs[0]
+            if out.type.is_static and outputs[out.name].shape != tuple(out.type.static_shape):
+                raise RunError(f"output {out.name!r} would be of another size, {list(outputs[out.name].shape)}")
 
     def near_best(self) -> list[Contender]:
         """Contenders whose best time is within NEAR of the best of all."""
@@ -299,3 +306,11 @@ class _Search:
         fallbacks = {c.library.name: c.fallbacks for c in self.contenders if c.fallbacks}
         ran = contender.ran(engine, self._feeds if contender.library.name == "onnxruntime" else None)
         return Choice(engine, rows, fallbacks, ran, contender.library.name)
+
+
+def _no_zero_divisors(op: Op, operands: list[Array | None]) -> list[Array | None]:
+    """Raise RunError where integers are divided by zero: ONNX says nothing of the result, and libraries may stop there."""
+    divisor = operands[1] if op.kind in ("Div", "Mod") else None
+    if divisor is not None and is_int(divisor.dtype) and not divisor.all():
+        raise RunError("integers are divided by zero")
+    return operands
