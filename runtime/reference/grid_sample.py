@@ -93,7 +93,9 @@ def grid_sample(
 
 def affine_grid(theta: Array, size: Array, *, align_corners: bool = False) -> tuple[Array, ...]:
     """AffineGrid (ONNX opset 20): theta (N, rank, rank + 1), size (N, C, *spatial); result (N, *spatial, rank)."""
-    spatial = size.reshape(-1)[2:].tolist()
+    batch, _, *spatial = size.reshape(-1).tolist()
+    if batch != len(theta):
+        raise ValueError(f"the size is for a batch of {batch}, theta for one of {len(theta)}")
     rank = len(spatial)
     lines = []
     for n in spatial:

@@ -208,3 +208,10 @@ def test_roi_align_below_opset_16() -> None:
     graph = import_case(Case("RoiAlign", [X, ROIS, ONES], {}, 16))
     with pytest.raises(UnsupportedError, match="half_pixel needs opset 16"):
         export_model(graph, 15)
+
+
+def test_affine_grid_of_another_batch_is_refused() -> None:
+    from optdnn.runtime.reference.grid_sample import affine_grid
+
+    with pytest.raises(ValueError, match="the size is for a batch of 1, theta for one of 2"):
+        affine_grid(np.zeros((2, 2, 3), np.float32), np.array([1, 1, 4, 4]))
