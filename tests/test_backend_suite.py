@@ -211,8 +211,18 @@ def test_the_table_of_operators_is_what_ran():
     assert operators.table(models, PASSING, LISTED) == written, "run: python benchmarks/operators.py"
 
 
+@pytest.fixture(scope="module")
+def one_gpu_process():
+    """The builds of this module try their programs in one worker process: each would start its own."""
+    from optdnn.runtime.cuda.trial_process import gpu_process
+
+    with gpu_process():
+        yield
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_gpu_process")
 @pytest.mark.parametrize("name", PASSING)
 def test_cuda(name):
     """On this machine's GPU: `pytest -m gpu -k test_cuda tests/test_backend_suite.py` (kernels are compiled: many minutes)."""
