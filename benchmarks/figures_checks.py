@@ -1,4 +1,4 @@
-"""The README's table of what was checked on a GPU; see ``figures.py``. Its files are put together by ``gpu/merge_checks.py``."""
+"""The table of the checks on a GPU; see ``figures.py``. ``gpu/merge_checks.py`` puts its files together."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ def correctness(results: Path) -> str:
         rows.append([precision, *cells, _of_cases(cases, precision)])
     if len(rows) == 1:
         return ""
-    said = [
-        f"{networks['machine']['gpu']}, driver {networks['machine']['driver']}; "
-        + "; ".join(f"{p}: {r['date']}, commit {r['commit'][:8]}" for p, r in networks["runs"].items())
-        + ". `python benchmarks/gpu/networks.py OUT.json --zoo --shared FOLDER --checks`. Networks of the zoo and of both PyTorch "
-        "exporters with seeded weights. Right: every launch by itself agrees with its step's meaning in NumPy on the GPU's own "
-        "operands (of the largest element, results poisoned with NaN before); runs repeat to the bit, in one CUDA graph and as "
-        "single launches, on arenas full of NaN between fences; and the whole result is ONNX Runtime's at fp32 (at other "
-        "precisions nearer to it than another input's; of detections, nine in ten of the boxes that rounding weights and inputs "
-        "alone leaves the same)."
-        + (f" Not right: {networks['note']}." if "note" in networks else "")
-        + _whole(networks["rows"]),
-        _sanitizer(found["sanitizer"]),
-        _rows(found["row-invariance"]),
-    ]
-    return table("Right on the GPU", rows, " ".join(s for s in said if s))
+    said = [_sanitizer(found["sanitizer"]), _rows(found["row-invariance"])]
+    runs = "; ".join(f"{p}: {r['date']}, commit {r['commit'][:8]}" for p, r in networks["runs"].items())
+    how = (
+        f"{networks['machine']['gpu']}, driver {networks['machine']['driver']}; {runs}. Networks of the zoo and of both PyTorch "
+        "exporters with seeded weights. A network is right where:\n\n"
+        "- every launch by itself agrees with its step's meaning in NumPy, on the GPU's own operands (the error is relative to the "
+        "largest element, and results hold NaN before);\n"
+        "- runs repeat to the bit, in one CUDA graph and as single launches, on arenas full of NaN between fences;\n"
+        "- the whole result is ONNX Runtime's at fp32; at other precisions it is nearer to it than the result of another input; of "
+        "detections, nine in ten of the boxes that rounding weights and inputs alone leaves the same.\n\n"
+        + (f"Not right: {networks['note']}. " if "note" in networks else "")
+        + _whole(networks["rows"])
+    )
+    command = "python benchmarks/gpu/networks.py OUT.json --zoo --shared FOLDER --checks"
+    return table(rows, " ".join(s for s in said if s), how=how, commands=[command])
 
 
 def _whole(rows: Sequence[Mapping[str, Any]]) -> str:
     """Networks whose whole result alone was looked at."""
     names = [r["network"] for r in rows if any("right" in r[p] and "steps" not in r[p] for p in PRECISIONS if p in r)]
-    return f" Not launch by launch: {', '.join(names)}." if names else ""
+    return f"Not launch by launch: {', '.join(names)}." if names else ""
 
 
 def _of_cases(cases: Mapping[str, Any] | None, precision: str) -> str:

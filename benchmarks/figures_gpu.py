@@ -1,4 +1,4 @@
-"""The README's figures that were measured on a GPU; see ``figures.py``."""
+"""The tables that were measured on a GPU; see ``figures.py``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,19 @@ NAMES = {
 """Candidate -> its column."""
 
 
-def table(title: str, rows: Sequence[Sequence[str]], about: str) -> str:
-    """A Markdown table: a title, rows (the first is the head, numbers to the right), and what there is to say."""
+def table(rows: Sequence[Sequence[str]], said: str = "", *, how: str = "", commands: Sequence[str] = ()) -> str:
+    """A Markdown table (the first row is the head, numbers to the right), what it says, and in a closed note how it was made."""
     lines = [rows[0], ["---", *["--:"] * (len(rows[0]) - 1)], *rows[1:]]
-    return "\n".join([f"**{title}**", "", *(f"| {' | '.join(r)} |" for r in lines), "", about])
+    parts = ["\n".join(f"| {' | '.join(r)} |" for r in lines), said.strip()]
+    return "\n\n".join([*(p for p in parts if p), *([note("How it was measured", how, commands)] if how else [])])
+
+
+def note(summary: str, text: str, commands: Sequence[str] = ()) -> str:
+    """A note that is closed until it is opened, on GitHub and in the built pages."""
+    block = ["```text", *commands, "```", ""] if commands else []
+    return "\n".join(
+        ['<details markdown="1">', f"<summary>{summary}</summary>", "", text.strip(), "", *block, "</details>"]
+    )
 
 
 def targets(file: Path) -> str:
@@ -43,26 +52,30 @@ def targets(file: Path) -> str:
             cells.append(said if wrong else f"**{text}**" if best else text)
         rows.append([row["name"].replace(":", ", "), *cells, f"{row['reach']:g}" if row.get("reach") else ""])
     tuned = data.get("tune_s")
-    how = (f"Engines were tuned, for at most {tuned:g} s each (not those of the column that says so); the times are kept in "
-           "benchmarks/results/timing-h200.json. The libraries alone were tuned among the first six of their own ranking."
-           if tuned else
-           "Configurations are the cost model's, but in the column that says tuned (14 s; ViT at 32, 16 s); the libraries run "
-           "what they rank first.")  # fmt: skip
-    wrong = ""
-    if any("(wrong)" in " ".join(r) for r in rows):
-        wrong = '"wrong": beyond the bound on the error against fp32. '
-    if any("(off by" in " ".join(r) for r in rows):
-        wrong += (
-            '"off by": 8 bits against fp32, over the largest output; the networks have seeded random weights, which amplify what '
-            "rounding does (fp16 is off by 0.01), and every launch of int8 equals its integer meaning to the bit. "
+    if tuned:
+        tactics = (
+            f"Engines were tuned for at most {tuned:g} s each, except in the column that says so. The libraries alone were tuned "
+            "among the first six of their own ranking."
         )
-    about = (
-        f"{_machine(data)}. Median GPU time of one inference: replays of a CUDA "
-        f"graph between events, arrays on the GPU, L2 {data['l2']}, the candidates of a row in turns; each was right first, "
-        f"against PyTorch in fp32. {how} Where the libraries have nothing, our kernels stand in. {_over_libraries(data)}"
-        f"{wrong}{_note(data)}Bold: reached."
+    else:
+        tactics = "The cost model chose all configurations. The libraries run what they rank first."
+    said = [f"Median milliseconds of one inference; **bold**: the goal is reached. {_over_libraries(data)}"]
+    cells = " ".join(text for row in rows for text in row)
+    if "(wrong)" in cells:
+        said.append('"wrong": the error against fp32 is beyond its bound.')
+    if "(off by" in cells:
+        said.append(
+            '"off by": the error of 8 bits against fp32, relative to the largest output. These networks have seeded random '
+            "weights, which amplify rounding errors (fp16 is off by 0.01). Every launch of int8 equals its integer "
+            "meaning to the bit."
+        )
+    how = (
+        f"{_machine(data)}. The GPU replays a CUDA graph between two events; all arrays are on the GPU, its L2 is {data['l2']}, "
+        f"and the candidates of a row take turns. Each result was first compared with PyTorch in fp32. {tactics} Our "
+        "kernels stand in "
+        f"where the libraries have none. {_note(data)}"
     )
-    return table("Whole networks on the GPU", rows, about)
+    return table(rows, " ".join(said), how=how, commands=_commands(data))
 
 
 def _over_libraries(data: Mapping[str, Any]) -> str:
@@ -84,28 +97,33 @@ def _over_libraries(data: Mapping[str, Any]) -> str:
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     return (
         f"Our kernels alone{', not tuned,' if own == 'untuned' else ''} are {mean:.2f} times as fast as the libraries alone in "
-        f"geometric mean over {len(ratios)} rows (the least: {min(ratios):.2f}). "
+        f"geometric mean over {len(ratios)} rows (the least: {min(ratios):.2f})."
     )
 
 
 def _note(data: Mapping[str, Any]) -> str:
-    """What a file has to say of itself."""
+    """The remark that a result file holds."""
     return f"{data['note'][:1].upper()}{data['note'][1:]}. " if data.get("note") else ""
 
 
 def _machine(data: Mapping[str, Any]) -> str:
+    """GPU, versions, date and the commits that were measured."""
     versions = data["versions"]
     rows = data.get("rows", [])
     parts = [p for r in rows for p in (r, *r.get("candidates", {}).values()) if "commit" in p]
     parts = parts or list(data.get("runs", {}).values()) or [data]
-    of_rows = [r["command"] for r in rows if "command" in r]  # the one that made most rows first
-    commands = Counter(of_rows or [r["command"] for r in [*data.get("runs", {}).values(), data]]).most_common()
     commits = list(dict.fromkeys(p.get("commit", "")[:8] for p in parts))
     return (
         f"{data['gpu']}, driver {data['driver']}; torch {versions['torch']}, cuDNN {versions['nvidia-cudnn-cu13']}, cuBLAS "
-        f"{versions['nvidia-cublas']}; {data['date']}, commit {', '.join(c for c in commits if c)}; "
-        f"{', '.join(f'`{command}`' for command, _ in commands)}"
+        f"{versions['nvidia-cublas']}; {data['date']}, commit {', '.join(c for c in commits if c)}"
     )
+
+
+def _commands(data: Mapping[str, Any]) -> list[str]:
+    """The commands that measured it; the one that made most rows first."""
+    of_rows = [r["command"] for r in data.get("rows", []) if "command" in r]
+    commands = of_rows or [r["command"] for r in [*data.get("runs", {}).values(), data]]
+    return [command for command, _ in Counter(commands).most_common()]
 
 
 def compiled(file: Path) -> str:
@@ -130,19 +148,18 @@ def compiled(file: Path) -> str:
                 f"{found['compile']['prepare_s']:.0f} s{' *' * bool(row.get('resumed'))}",
             ]
         )
-    about = (
-        f"{_machine(data)}. max-autotune, weights frozen, channels last, in a CUDA graph; measured once, eager beside it "
-        "(an nn.LSTM stays cuDNN's). "
-        f"{'*: went on from the cache of an attempt that was cut. ' if any(r.get('resumed') for r in data['rows']) else ''}"
-        f"Up to {data['at_once']} rows compiled at once on {data['cores']} cores, hence the long times; optdnn by the cost model. "
-        + _note(data)
-        + (
-            f"Not compiled and measured within the {data['seconds']:.0f} s of the call: {'; '.join(absent)}."
-            if absent
-            else ""
-        )
+    said = ["optdnn ran by the cost model, untuned."]
+    if any(r.get("resumed") for r in data["rows"]):
+        said.append("*: an attempt was cut off, and this one went on from its cache.")
+    if absent:
+        said.append(f"Not compiled and measured within the {data['seconds']:.0f} s of the call: {'; '.join(absent)}.")
+    how = (
+        f"{_machine(data)}. torch.compile: max-autotune, frozen weights, channels last, in a CUDA graph, measured once beside "
+        f"eager (an nn.LSTM stays cuDNN's). Several rows may have compiled at once on the {data['cores']} cores, "
+        "hence the long times. "
+        f"{_note(data)}"
     )
-    return table("Beside torch.compile", rows, about)
+    return table(rows, " ".join(said), how=how, commands=_commands(data))
 
 
 def side_by_side(file: Path) -> str:
@@ -158,14 +175,14 @@ def side_by_side(file: Path) -> str:
             continue
         gain = f"{one['us'] / found['us']:.2f}×"
         rows.append([name, f"{one['us']:.1f}", f"{found['us']:.1f}", gain, str(found["lanes"]), str(found["aside"])])
-    about = (
-        f"{data['device']}, driver {data['driver']}; {data['date']}, commit {data['commit'][:8]}; `{data['command']}`. fp16, batch "
-        "1 where nothing else is said; kernels of the cost model's choice, the same in both; medians of replays in turns. Each "
-        "result was the same bits in 50 runs over an arena full of NaN, and without a graph. "
-        + (f"Nothing to put side by side: {', '.join(alike)}. " if alike else "")
-        + data.get("note", "")
+    said = f"No independent steps worth a lane: {'; '.join(alike)}." if alike else ""
+    how = (
+        f"{data['device']}, driver {data['driver']}; {data['date']}, commit {data['commit'][:8]}. fp16, batch 1 unless a row "
+        "says otherwise; the cost model chose the kernels, the same ones in both columns; medians of replays in "
+        "turns. Each result was the "
+        f"same bits in 50 runs over an arena full of NaN, and without a graph. {data.get('note', '')}"
     )
-    return table("Independent steps side by side", rows, about)
+    return table(rows, said, how=how, commands=[data["command"]])
 
 
 def others(file: Path) -> str:
@@ -189,15 +206,17 @@ def others(file: Path) -> str:
                 wrong.append(f"{name}, {batch}")
         rows.append([name, *cells])
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    about = (
-        f"{_machine(data)}. Modules of torchvision and transformers with seeded weights through `optdnn.from_torch`, fp16, by the "
-        "cost model, untuned; eager: fp16, channels last, in a CUDA graph. Each result was held against the module in fp32 (within "
-        f"0.03 of the largest output, or twice eager's error). {mean:.1f} times as fast in geometric mean of {len(ratios)} pairs, "
-        f"{min(ratios):.2f} at least."
-        + (f" Further off, or not finite: {'; '.join(wrong)}." if wrong else "")
-        + _note(data)
+    said = f"{mean:.1f} times as fast as eager in geometric mean of {len(ratios)} pairs, {min(ratios):.2f} at least."
+    if wrong:
+        said += f" Further off, or not finite: {'; '.join(wrong)}."
+    how = (
+        f"{_machine(data)}. Modules of torchvision and transformers with seeded weights through `optdnn.from_torch`, "
+        "fp16, by the "
+        "cost model, untuned. Eager: fp16, channels last, in a CUDA graph. Each result was compared with the module "
+        "in fp32 (within 0.03 "
+        f"of the largest output, or twice eager's error). {_note(data)}"
     )
-    return table("Architectures beyond these, untuned", rows, about)
+    return table(rows, said, how=how, commands=_commands(data))
 
 
 def growth(file: Path) -> str:
@@ -208,12 +227,13 @@ def growth(file: Path) -> str:
     missing = [text for model, text in over.items() if model not in there]
     shown = " and ".join(text for model, text in over.items() if model in there)
     said = f" {' and '.join(missing)}: not measured yet." if missing else ""
-    drawing = f"![Latency of {shown}](benchmarks/results/{file.with_suffix('.svg').name})"
-    return f"{drawing}\n\nLatency of {shown}, fp16, by the cost model, beside PyTorch eager. {_machine(data)}.{said}"
+    drawing = f"![Latency of {shown}]({file.with_suffix('.svg').name})"
+    how = f"{_machine(data)}. fp16, by the cost model, beside PyTorch eager.{said}"
+    return f"{drawing}\n\n{note('How it was measured', how, _commands(data))}"
 
 
 def waits(file: Path) -> str:
-    """What a user waits for."""
+    """How long a user waits: builds, loads, the first run of a size, Python's part of a call."""
     data = json.loads(file.read_text(encoding="utf-8"))
     rows = [["what", "measured", "to reach"]]
     if "cold" in (build := data.get("build", {})):
@@ -235,9 +255,8 @@ def waits(file: Path) -> str:
         network = tuned["build"]["command"].split()[2].partition(".")[0]
         gained = f"{tuned['before_ms']:.4f} → {tuned['after_ms']:.4f} ms, {tuned['seconds']:.0f} s"
         rows.append([f"`optdnn retune` of {network}, built with the GPU hidden", gained, ""])
-    about = f"{_machine(data)}; seconds are those of the whole command. {_note(data)}".rstrip()
-    found = table("What one waits for on the GPU", rows, about)
-    return "\n\n".join([found, *_compared(data.get("compare", []))])
+    how = f"{_machine(data)}. Seconds are those of the whole command. {_note(data)}"
+    return table(rows, how=how, commands=_commands(data))
 
 
 def _plans(file: Path) -> list[list[str]]:
@@ -258,14 +277,17 @@ def _plans(file: Path) -> list[list[str]]:
     return rows
 
 
-def _compared(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What ``optdnn compare`` found, a row for each time that it was called."""
-    names = {"own": "own", "cudnn": "cudnn", "torch": "torch", "torch-compile": "torch-compile"}
-    rows = [["command", "optdnn ms", *(f"{n} ms" for n in names)]]
+def compared(file: Path) -> str:
+    """The results of ``optdnn compare``, a row for each call; "" where none was made."""
+    names = ("own", "cudnn", "torch", "torch-compile")
+    rows = [["network", "optdnn ms", *(f"{n} ms" for n in names)]]
+    runs = [r for r in json.loads(file.read_text(encoding="utf-8")).get("compare", []) if r["code"] == 0]
     for run in runs:
-        if run["code"] == 0:
-            subject, *others = run["rows"]
-            ms = {r["name"]: f"{r['median_ms']:.3f}" if r["median_ms"] is not None else r["error"] for r in others}
-            rows.append([f"`{run['command']}`", f"{subject['median_ms']:.3f}", *(ms.get(n, "") for n in names)])
-    about = "GPU time; each candidate in a process of its own, in turns, held against the model in float64."
-    return [table("`optdnn compare` on the GPU", rows, about)] if len(rows) > 1 else []
+        subject, *rivals = run["rows"]
+        ms = {r["name"]: f"{r['median_ms']:.3f}" if r["median_ms"] is not None else r["error"] for r in rivals}
+        network = run["command"].split()[2].partition(".")[0]
+        rows.append([network, f"{subject['median_ms']:.3f}", *(ms.get(n, "") for n in names)])
+    if not runs:
+        return ""
+    how = "GPU time. Each candidate runs in a process of its own, in turns, and is compared with the model in float64."
+    return table(rows, how=how, commands=[r["command"] for r in runs])

@@ -1,4 +1,4 @@
-"""Accuracy, latency and size of every precision, on the shipped trained networks: the README's table, by one command.
+"""Accuracy, latency and size of every precision, on the shipped trained networks, by one command.
 
     python benchmarks/precision.py --target cpu --out benchmarks/results/precision-cpu.json
     python benchmarks/precision.py --target cuda:sm_90a --out benchmarks/results/precision-h200.json      # where the GPU is

@@ -1,4 +1,4 @@
-"""Puts new runs of the checks on a GPU into the files that are kept, which the README's table is made from.
+"""Puts new runs of the checks on a GPU into the files that are kept, which a table of the docs is made from.
 
     python benchmarks/gpu/merge_checks.py networks NEW.json [NEW.json ...]     # of networks.py
     python benchmarks/gpu/merge_checks.py sanitizer NEW.json                   # of sanitize.py

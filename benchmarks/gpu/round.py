@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/round.py --out round                       # under ten minutes on one H200, most of them tuning
     python benchmarks/gpu/round.py --out round --only rows,growth --tune 0
-    python benchmarks/gpu/round.py --out round --keep                # and put the results into benchmarks/results and README.md
+    python benchmarks/gpu/round.py --out round --keep                # and put the results into benchmarks/results, README and docs
 
 Correctness comes first: the tests marked ``gpu``, then each candidate of a row before it is timed. Every step writes into the
 folder of ``--out``, has its own share of the time, and fails alone; ``round.json`` tells how each went. Tuning starts from the
@@ -85,7 +85,7 @@ def run(step: Step, out: Path) -> dict[str, Any]:
 
 
 def keep(out: Path) -> None:
-    """Put what was measured into benchmarks/results, draw growth, and write README's figures."""
+    """Put the results into benchmarks/results, draw growth, and write the tables of README and docs."""
     python = sys.executable
 
     def measured(name: str) -> bool:
@@ -97,13 +97,13 @@ def keep(out: Path) -> None:
             _do(python, HERE / "merge.py", TIMES, TIMES)
     if measured("growth"):
         _do(python, HERE / "merge.py", RESULTS / "growth-h200.json", out / "growth.json")
-        _do(python, HERE / "growth.py", RESULTS / "growth-h200.json", RESULTS / "growth-h200.svg")
+        _do(python, HERE / "growth.py", RESULTS / "growth-h200.json", ROOT / "docs" / "performance" / "growth-h200.svg")
     if measured("waits"):
         new = json.loads((out / "waits.json").read_text())
         path = RESULTS / "waits-h200.json"
         old = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(old | new, indent=1) + "\n")
-    _do(python, ROOT / "benchmarks" / "figures.py", ROOT / "README.md")
+    _do(python, ROOT / "docs" / "generate.py")
 
 
 def _do(*words: object) -> None:
@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("--tune", type=float, default=10, metavar="S", help="seconds of tuning for each row; 0: none")
     parser.add_argument("--seconds", type=float, default=590, help="for all")
     parser.add_argument("--timing-cache", type=Path, default=TIMES)
-    parser.add_argument("--keep", action="store_true", help="put the results into benchmarks/results and README.md")
+    parser.add_argument("--keep", action="store_true", help="put the results into benchmarks/results, README and docs")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     wanted = options.only.split(",") if options.only else None

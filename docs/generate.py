@@ -1,0 +1,265 @@
+"""Write the generated parts of README.md and of the pages under docs/: the reference, and the tables of measured results.
+
+    python docs/generate.py            # rewrites what is out of date and names it
+    python docs/generate.py --check    # only names it; exit code 1 where there is any
+
+A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``. :func:`parts` makes all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+import optdnn
+from optdnn import errors
+from optdnn.cli.main import COMMANDS, cli
+from optdnn.config import BuildOptions
+from optdnn.ops import support
+from optdnn.passes.pipelines import PIPELINE
+
+ROOT = Path(__file__).parents[1]
+PART = re.compile(r"<!-- generated: (?P<name>[\w-]+) -->\n.*?<!-- end of (?P=name) -->", re.S)
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Build, load and check": ("build", "load", "retune", "verify", "Verification"),
+    "Run": ("Engine", "Context", "optdnn.runtime.state.Bound"),
+    "Shapes and types": ("DimRange", "TensorSpec"),
+    "Operators of your own": ("custom_op", "CustomOp", "CudaKernel", "CudaLaunch"),
+    "PyTorch": ("from_torch", "optdnn.pytorch.compile_backend"),
+    "In place of onnxruntime": ("InferenceSession", "SessionOptions", "get_available_providers"),
+}
+"""Heading -> public names of ``optdnn``, or full names. Errors have a page of their own."""
+
+
+def parts() -> dict[str, str]:
+    """Name -> Markdown of every generated part."""
+    made = {
+        "cli": command_line(),
+        "python": python(),
+        "build-options": build_options(),
+        "errors": error_classes(),
+        "exit-codes": table(["code", "meaning"], [[str(c), text] for c, text in errors.EXIT_CODES.items()]),
+        "operators": support.table(),
+        "operator-cases": operator_cases(),
+        "engine-format": docstring("optdnn.runtime.format"),
+        "passes-cpu": passes("cpu"),
+        "passes-cuda": passes("cuda:sm_90a"),
+    }
+    return {**made, **measured()}
+
+
+def measured() -> dict[str, str]:
+    """The tables of measured results. All that is used of the benchmarks is ``tables(results_folder) -> {name: Markdown}``."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from figures import tables  # type: ignore[import-not-found]
+
+        found: dict[str, str] = tables(ROOT / "benchmarks" / "results")
+    finally:
+        sys.path.pop(0)
+    return found
+
+
+def pages() -> list[Path]:
+    """README.md and every page of the documentation."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def updated(text: str, made: dict[str, str]) -> str:
+    """``text`` with its generated parts as in ``made``. Raises ValueError for a part that nothing makes."""
+
+    def part(found: re.Match[str]) -> str:
+        name = found["name"]
+        if name not in made:
+            raise ValueError(f"there is no generated part {name!r}; there are {', '.join(made)}")
+        return f"<!-- generated: {name} -->\n{made[name].strip()}\n<!-- end of {name} -->"
+
+    return PART.sub(part, text)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table. Bars in cells are escaped."""
+    cells = [[c.replace("|", "\\|") for c in row] for row in rows]
+    return "\n".join(f"| {' | '.join(r)} |" for r in (head, ["---"] * len(head), *cells))
+
+
+# ---------------------------------------------------------------- command line
+
+
+def command_line() -> str:
+    """A section for each command: its help, arguments and options."""
+    context = click.Context(cli, info_name="optdnn")
+    found = []
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        usage = " ".join(["optdnn", name, "[OPTIONS]", *_arguments(command)])
+        rows = [[_option(p), _meaning(p)] for p in command.params if isinstance(p, click.Option)]
+        text = inspect.cleandoc(command.help or "").replace("\b\n", "")
+        found.append(f"## optdnn {name}\n\n```text\n{usage}\n```\n\n{text}\n\n{table(['option', 'meaning'], rows)}")
+    return "\n\n".join(found)
+
+
+def _arguments(command: click.Command) -> list[str]:
+    return [p.metavar or (p.name or "").upper() for p in command.params if isinstance(p, click.Argument)]
+
+
+def _option(option: click.Option) -> str:
+    names = ", ".join([*option.opts, *option.secondary_opts])
+    value = "" if option.is_flag or option.count else f" {option.metavar or option.type.name.upper()}"
+    return f"`{names}{value}`"
+
+
+def _meaning(option: click.Option) -> str:
+    text = " ".join((option.help or "").split())
+    shown = option.show_default
+    default = shown if isinstance(shown, str) else option.default if shown and not option.is_flag else None
+    again = " May be given several times." if option.multiple else ""
+    return f"{text}{again}" + (f" Default: `{default}`." if default is not None else "")
+
+
+# ---------------------------------------------------------------- Python
+
+
+def python() -> str:
+    """The public names with their signatures and docstrings."""
+    return "\n\n".join(
+        "\n\n".join([f"## {title}", *(_documented(name) for name in names)]) for title, names in GROUPS.items()
+    )
+
+
+def _documented(name: str) -> str:
+    module, _, last = name.rpartition(".")
+    value = getattr(import_module(module) if module else optdnn, last)
+    if not inspect.isclass(value):
+        return f"### {last}\n\n{_signature(last, value)}\n\n{prose(inspect.getdoc(value) or '')}"
+    blocks = [f"### {last}", prose(inspect.getdoc(value) or "")]
+    for member, found in _members(value):
+        if isinstance(found, property):
+            blocks.append(f"`{last}.{member}`: {prose(inspect.getdoc(found) or 'see above')}")
+        else:
+            blocks.append(f"{_signature(f'{last}.{member}', found)}\n\n{prose(inspect.getdoc(found) or '')}".strip())
+    return "\n\n".join(blocks)
+
+
+def _members(cls: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties that the class itself defines; properties without a docstring explain themselves."""
+    for name, value in vars(cls).items():
+        call = name == "__call__"
+        if (not name.startswith("_") or call) and (inspect.isfunction(value) or isinstance(value, property)):
+            if isinstance(value, property) and not value.__doc__:
+                continue
+            yield name, value
+
+
+def _signature(name: str, value: Any) -> str:
+    """The call as a block of Python, an argument per line where it is long."""
+    signature = inspect.signature(value)
+    arguments = _separated([p for p in signature.parameters.values() if p.name != "self"])
+    result = "" if signature.return_annotation is signature.empty else f" -> {_annotation(signature.return_annotation)}"
+    shown = f"{name}({', '.join(arguments)}){result}"
+    if len(shown) > 100:
+        shown = "\n".join([f"{name}(", *(f"    {a}," for a in arguments), f"){result}"])
+    return f"```python\n{shown}\n```"
+
+
+def _separated(given: Sequence[inspect.Parameter]) -> list[str]:
+    """The arguments as text, with the star before those that are given by keyword alone."""
+    found: list[str] = []
+    starred = False
+    for p in given:
+        if p.kind is p.KEYWORD_ONLY and not starred:
+            found.append("*")
+        starred = starred or p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
+        stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        of_type = "" if p.annotation is p.empty else f": {_annotation(p.annotation)}"
+        equal = " = " if of_type else "="
+        found.append(f"{stars}{p.name}{of_type}" + ("" if p.default is p.empty else f"{equal}{p.default!r}"))
+    return found
+
+
+def _annotation(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def build_options() -> str:
+    """The fields of ``BuildOptions``: name, type, default."""
+    rows = []
+    for f in fields(BuildOptions):
+        default = getattr(BuildOptions(), f.name)
+        rows.append([f"`{f.name}`", f"`{f.type}`", f"`{default!r}`"])
+    return f"{prose(inspect.getdoc(BuildOptions) or '')}\n\n{table(['option', 'type', 'default'], rows)}"
+
+
+def error_classes() -> str:
+    """Every public error: class, base, exit code, meaning."""
+    rows = []
+    for name in optdnn._ERRORS.split():
+        cls = getattr(errors, name)
+        rows.append(
+            [f"`{name}`", f"`{cls.__base__.__name__}`", str(cls.exit_code), prose(cls.__doc__ or "", fill=True)]
+        )
+    return table(["class", "is a", "exit code", "meaning"], sorted(rows, key=lambda r: int(r[2])))
+
+
+def prose(text: str, *, fill: bool = False) -> str:
+    """A docstring as Markdown: roles and double backquotes become code. ``fill`` puts it on one line."""
+    text = re.sub(r":\w+:`~(?:[\w.]*\.)?(\w+)`", r"`\1`", text)
+    text = re.sub(r":\w+:`([^`]*)`", r"`\1`", text)
+    text = re.sub(r"``(.*?)``", r"`\1`", text, flags=re.S)
+    return " ".join(text.split()) if fill else text.strip()
+
+
+def docstring(module: str) -> str:
+    """A module's docstring without its first line; blocks behind ``::`` are fenced."""
+    text = prose(inspect.cleandoc(import_module(module).__doc__ or "").partition("\n")[2])
+
+    def fenced(found: re.Match[str]) -> str:
+        return f"```text\n{textwrap.dedent(found[1]).strip()}\n```\n\n"
+
+    return re.sub(r"^::\n\n((?:    .*\n|\n)+)", fenced, text, flags=re.M)
+
+
+# ---------------------------------------------------------------- operators and passes
+
+
+def operator_cases() -> str:
+    """The list of operators as ONNX's backend tests of each ran, without its heading."""
+    text = (Path(support.__file__).with_name("OPERATORS.md")).read_text(encoding="utf-8")
+    return text.partition("\n")[2].partition("\nNot done:")[0]
+
+
+def passes(target: str) -> str:
+    """The passes of the highest level in order: name, and the first sentence of its module's docstring."""
+    rows = []
+    for number, one in enumerate(PIPELINE(3, target), start=1):
+        first = prose(import_module(type(one).__module__).__doc__ or "", fill=True).partition(". ")[0].rstrip(".")
+        rows.append([str(number), f"`{one.name}`", first])
+    return table(["", "pass", "meaning"], rows)
+
+
+def main() -> int:
+    made = parts()
+    stale = []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (new := updated(text, made)) != text:
+            stale.append(page)
+            if "--check" not in sys.argv:
+                page.write_text(new, encoding="utf-8")
+    for page in stale:
+        print(page.relative_to(ROOT))
+    return int("--check" in sys.argv and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

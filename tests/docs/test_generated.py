@@ -1,0 +1,52 @@
+"""What is generated in README.md and docs/ is up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    file = ROOT / "docs" / "generate.py"
+    if not file.exists():
+        pytest.skip("an installed copy has no docs")
+    spec = importlib.util.spec_from_file_location("docs_generate", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_up_to_date(generate: ModuleType) -> None:
+    made = generate.parts()
+    texts = {p: p.read_text(encoding="utf-8") for p in generate.pages()}
+    stale = [str(p.relative_to(ROOT)) for p, text in texts.items() if generate.updated(text, made) != text]
+    assert stale == [], "run: python docs/generate.py"
+    used = {m["name"] for text in texts.values() for m in generate.PART.finditer(text)}
+    assert used == set(made), "made, and on no page"
+
+
+def test_a_part_that_nothing_makes_is_refused(generate: ModuleType) -> None:
+    text = "<!-- generated: nothing -->\nold\n<!-- end of nothing -->"
+    with pytest.raises(ValueError, match="no generated part 'nothing'"):
+        generate.updated(text, {"cli": "x"})
+    assert generate.updated(text, {"nothing": "new"}).splitlines()[1] == "new"
+
+
+def test_every_public_name_has_its_place(generate: ModuleType) -> None:
+    import optdnn
+
+    listed = {name for names in generate.GROUPS.values() for name in names if "." not in name}
+    assert listed == set(optdnn.__all__) - set(optdnn._ERRORS.split())
+
+
+def test_docstrings_become_markdown(generate: ModuleType) -> None:
+    assert generate.prose("see :func:`~a.b.c` or ``d``", fill=True) == "see `c` or `d`"
+    assert generate.table(["a"], [["x | y"]]) == "| a |\n| --- |\n| x \\| y |"
