@@ -238,8 +238,10 @@ def test_the_tables_of_compiled_rows_and_of_waits(tmp_path: Path) -> None:
     assert "| the same, caches warm | 3.5 s, the same bytes | 5 s |" in lines
     assert "| Python's part of a call with bound buffers | 3.0 µs | 20 µs |" in lines
     assert not [line for line in lines if "first result" in line]
-    assert "| `optdnn compare a.onnx` | 0.100 | no room |  | 0.800 |  |" in lines
-    assert not [line for line in lines if "b.onnx" in line]
+    text = figures.compared(tmp_path / "w.json")
+    assert "| a | 0.100 | no room |  | 0.800 |  |" in text
+    assert "optdnn compare a.onnx" in text
+    assert "b.onnx" not in text
 
 
 def test_new_rows_take_the_place_of_old_ones() -> None:
@@ -317,8 +319,8 @@ def test_a_series_that_was_not_measured_is_named(tmp_path: Path) -> None:
     figures = module("figures_gpu.py")
     (tmp_path / "growth-h200.json").write_text(json.dumps(result()))
     text = figures.growth(tmp_path / "growth-h200.json")
-    assert text.startswith("![Latency of ResNet-50 over batch](benchmarks/results/growth-h200.svg)")
-    assert text.endswith("BERT over sequence: not measured yet.")
+    assert text.startswith("![Latency of ResNet-50 over batch](growth-h200.svg)")
+    assert "BERT over sequence: not measured yet." in text
 
 
 def test_growth_is_drawn_without_what_failed() -> None:
@@ -353,3 +355,23 @@ def test_a_round_goes_on_where_a_step_fails_or_takes_too_long(
     assert {n: found["code"] for n, found in report.items()} == {"a": 0, "b": 3, "c": None, "d": 0}
     assert report["d"]["tail"] == ["last"]
     assert "== c: code None" in capsys.readouterr().out
+
+
+def test_tables_are_made_of_the_results_that_are_there(tmp_path: Path) -> None:
+    figures = module("figures.py")
+    assert figures.tables(tmp_path) == {}
+    row = {"accuracy": 99.5, "ms": 0.25, "engine_bytes": 2000, "precision": "fp32"}
+    over = {"single": "bf16", "speedup": 1.5, "verdict": "faster"}
+    auto = {"metric": {"bound": 0.5}, "chosen": "fp32", "candidates": [{"name": "fp32", "single": True}], "samples": {}}
+    entry = {
+        "network": "n",
+        "pictures": 9,
+        "rows": {"fp32": row, "auto 0.5": {**row, "ms": 0.125, "over_best": over, "auto": auto}},
+    }
+    about = {"date": "today", "command": "python x", "batch": 1, "target": "cuda", "machine": {"device": "GPU"}}
+    (tmp_path / "precision-h200.json").write_text(json.dumps({**about, "networks": [entry]}))
+    made = figures.tables(tmp_path)
+    assert list(made) == ["precision-h200"]
+    assert "### n\n\n| precision | accuracy | latency ms |" in made["precision-h200"]
+    assert "| **auto 0.5** | 99.50 % | 0.125 | 2 | fp32 | 1.50× bf16 |" in made["precision-h200"]
+    assert "<br>" not in made["precision-h200"]
