@@ -98,14 +98,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def command_line() -> str:
     """A section for each command: its help, arguments and options."""
     context = click.Context(cli, info_name="optdnn")
+    commands = {f"optdnn {name}": cli.get_command(context, name) for name in COMMANDS}
+    commands["python -m optdnn.models"] = import_module("optdnn.models.__main__").main
     found = []
-    for name in COMMANDS:
-        command = cli.get_command(context, name)
+    for name, command in commands.items():
         assert command is not None
-        usage = " ".join(["optdnn", name, "[OPTIONS]", *_arguments(command)])
+        usage = " ".join([name, "[OPTIONS]", *_arguments(command)])
         rows = [[_option(p), _meaning(p)] for p in command.params if isinstance(p, click.Option)]
         text = inspect.cleandoc(command.help or "").replace("\b\n", "")
-        found.append(f"## optdnn {name}\n\n```text\n{usage}\n```\n\n{text}\n\n{table(['option', 'meaning'], rows)}")
+        found.append(f"## {name}\n\n```text\n{usage}\n```\n\n{text}\n\n{table(['option', 'meaning'], rows)}")
     return "\n\n".join(found)
 
 
