@@ -98,7 +98,7 @@ class NormalizedSoftmax(Rewrite):
         axes = reduced(graph, total)
         if isinstance(axes, Miss):
             return axes
-        axis = softmax.attrs.axis % (graph.type(total.inputs[0]).rank or 1)
+        axis = softmax.attrs.axis % (softmax.outputs[0].type.rank or 1)
         if axes != (axis,):
             return Miss(f"the softmax is along axis {axis}, the sum runs over {axes}")
         return Match((op,), lambda patch: x)

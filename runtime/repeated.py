@@ -56,4 +56,4 @@ class Repeated:
 
     def buffers(self) -> list[Array]:
         """The arrays that calls read and write."""
-        return [a for _, a, *_ in (*self._inputs, *self._outputs)]
+        return [*(a for _, a, _, _ in self._inputs), *(a for _, a, _ in self._outputs)]
