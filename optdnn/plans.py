@@ -113,8 +113,8 @@ def plan_profiles(
             arena = max(arena, plan.arena_bytes)
     source = None
     shared = options.calib if isinstance(options.calib, SharedCalibration) else None
-    calibrated = {} if shared is None else {"calib": None, "calib_cache": None, "images": None}
-    kept = plain_options(replace(options, target=target, **calibrated))
+    plain = options if shared is None else replace(options, calib=None, calib_cache=None, images=None)
+    kept = plain_options(replace(plain, target=target))
     if kept is not None:
         numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
         ranges = blobs.add(shared.to_bytes()) if shared is not None and shared.found else None

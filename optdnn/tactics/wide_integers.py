@@ -33,7 +33,7 @@ UNKNOWN: Interval = (-(1 << 63), 1 << 64)
 _INT32: Interval = (-(1 << 31), (1 << 31) - 1)
 _EXACT: Interval = (-EXACT_INTEGER, EXACT_INTEGER)
 _POSITION: Interval = (0, EXACT_INTEGER)
-"""Positions, sizes and counts: no dimension is longer, where nothing is known of it."""
+"""Positions, sizes and counts."""
 _IN_FLOATS = frozenset(
     {"Clip", "Div", "Gemm", "MatMul", "Pow", "Relu"}
     | {f"Reduce{r}" for r in ("L1", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")}
@@ -45,6 +45,8 @@ _DATA: dict[str, tuple[int, ...]] = {
 """Operand slots whose elements a result may have, where that is not the first alone."""
 _OF_FIRST = frozenset({"ReduceMax", "ReduceMean", "ReduceMin", "TopK", "Unique"})
 """Kinds whose results lie between elements of their first operand."""
+LONGEST = 1 << 20
+"""How long a dimension is taken to be at most that nothing bounds. A profile bounds it."""
 _FEW = 64
 """Constants of floats that are looked at have no more elements."""
 _FOUND = frozenset({"ArgMax", "ArgMin", "EyeLike", "MaxPool", "NonMaxSuppression", "NonZero", "Shape", "Size"})
@@ -191,7 +193,7 @@ class _Walk:
         over = range(len(dims))
         if axes is not None and axes.size and axes.dtype != object:
             over = [normalize_axis(int(a), len(dims)) for a in axes.reshape(-1)]  # type: ignore[assignment]
-        return min(EXACT_INTEGER, math.prod(max(1, _of_size(dims[a])[1]) for a in over))
+        return min(EXACT_INTEGER, math.prod(max(1, int(_of_size(dims[a])[1])) for a in over))
 
 
 def _values(op: Op) -> list[Value]:
@@ -345,11 +347,11 @@ def _of_known(known: Known) -> Interval | None:
 
 def _of_size(d: int | Dim) -> Interval:
     """What a size may be. Where a symbol has no bound: between that with all symbols at their least and that with all at
-    their most, or EXACT_INTEGER."""
+    their most, or LONGEST."""
     low, high = bounds(d)
     if not isinstance(d, Dim) or (low > -INF and high < INF):
         return low, high
-    ends = ({s.name: s.lo for s in d.symbols()}, {s.name: min(s.hi, EXACT_INTEGER) for s in d.symbols()})
+    ends = ({s.name: s.lo for s in d.symbols()}, {s.name: min(s.hi, LONGEST) for s in d.symbols()})
     try:
         low, high = sorted(evaluate(d, end) for end in ends)
     except ShapeError:  # a division by 0

@@ -77,6 +77,14 @@ CASES: dict[str, tuple[str, str, str, str, set[str]]] = {
     "a power": (X, Y, "int64 c = {2}", "y = Pow(x, c)", {"Pow"}),
     "uint64": ("uint64[6] x", "uint64[6] y", "", "y = Mul(x, x)", {"Mul"}),
     "the place of the largest": (X, "int64[1] y", "", "y = ArgMax<axis = 0>(x)", set()),
+    "where rows begin": (
+        "float[N, 3] x", "int64[K] y", "int64 o = {0}, int64 l = {1}, int64 c = {768}",
+        "s = Shape<start = 0, end = 1>(x) n = Squeeze(s) r = Range(o, n, l) y = Mul(r, c)", set(),
+    ),
+    "where long rows begin": (
+        "float[N, 3] x", "int64[K] y", "int64 o = {0}, int64 l = {1}, int64 c = {70000}",
+        "s = Shape<start = 0, end = 1>(x) n = Squeeze(s) r = Range(o, n, l) y = Mul(r, c)", {"Mul"},
+    ),
     "sizes": (
         "float[N, M] x", "float[K] y", AXIS,
         "s = Shape(x) n = ReduceProd<keepdims = 1>(s, a) y = Reshape(x, n)", set(),
@@ -98,6 +106,7 @@ VALUES: dict[str, Array] = {
     "a sum of int32, cast": np.array([1, 2**31 - 1, -(2**31), 5, 6, 7], np.int32),
     "the largest of int32": np.array([1, 2**30 + 1, 2**30 + 3, 5, 6, 7], np.int32),
     "uint64": np.abs(LIMITS).astype(np.uint64), "sizes": np.ones((3, 5), np.float32),
+    "where rows begin": np.ones((5, 3), np.float32), "where long rows begin": np.ones((40_000, 3), np.float32),
     "sizes as results": np.ones((300, 50), np.float32), "known sizes as results": np.ones((3, 4), np.float32),
 }  # fmt: skip
 
