@@ -21,6 +21,7 @@ from optdnn.cli.common import (
     table,
     value_option,
 )
+from optdnn.cli.inspect import later_plans
 from optdnn.cli.precision import show_auto
 from optdnn.errors import UsageError
 
@@ -118,6 +119,11 @@ def command(
             stdout.print(
                 f"plans for the values of {', '.join(by_value.inputs)}, made when first seen, leave less to the CPU"
             )
+    dynamic = build.engine.program.dynamic
+    if dynamic is not None and dynamic.source is None:
+        stdout.print(
+            f"plans for other sizes in range: {later_plans(build.engine.program)}; without --pin it runs at all"
+        )
     if build.tuning is not None:
         print_tuning(build.tuning)
     for line in dict.fromkeys(w for tried in build.first_runs for w in tried.warnings):

@@ -47,7 +47,7 @@ def _engine_facts(file: Path) -> dict[str, Any]:
             else {}
         ),
         **({"plans_by_value_of": list(program.by_value.inputs)} if program.by_value is not None else {}),
-        **({"plans": [*map(_plan, (program, *d.plans))], "later_plans": _later(program)} if d else {}),
+        **({"plans": [*map(_plan, (program, *d.plans))], "later_plans": later_plans(program)} if d else {}),
         "steps": [_step(program, k) for k in range(len(program.steps))],
         "weights_bytes": sum(b.nbytes for b in program.blobs),
         "arena_bytes": d.arena_bytes if d else program.arena_bytes,
@@ -61,11 +61,11 @@ def _plan(plan: Program) -> dict[str, Any]:
     return {"inputs": [str(s) for s, _ in plan.inputs], "chosen_by": plan.meta.get("planned", {}).get("by", "unknown")}
 
 
-def _later(program: Program) -> str:
-    """How plans for further shapes come about."""
+def later_plans(program: Program) -> str:
+    """How plans for further shapes of an engine for ranges come about."""
     assert program.dynamic is not None
     if program.dynamic.source is None:
-        return "none: the engine does not hold its model"
+        return "none: the engine does not hold its model, and runs at the sizes of its plans alone"
     if not program.dynamic.source.options.get("nearest_tactics", True):
         return "when first seen, by the cost model"
     tuned = any(_plan(p)["chosen_by"] == "measurement" for p in (program, *program.dynamic.plans))

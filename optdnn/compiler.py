@@ -30,6 +30,7 @@ from optdnn.passes.io_dtype import convert_borders
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.passes.precision import PrecisionPlan
 from optdnn.passes.ranges import Calibration
+from optdnn.plan_calibration import SharedCalibration
 from optdnn.precision.account import Account as Outcome
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned, base_of
@@ -193,7 +194,7 @@ def _build(model: str | Path | bytes | Any, options: BuildOptions, progress: Pro
         share = replace(options, budget=options.budget and options.budget / len(graph.profiles))
 
         tuner = partial(tune, options=share, target=target, cache=cache, say=say)
-        sized = options if options.calib is None else replace(options, calib=_OneCalibration(options.calib))
+        sized = options if options.calib is None else replace(options, calib=SharedCalibration(options.calib))
         with _timed(seconds, "plans"):
             dynamic = plan_profiles(model, graph, sized, target, facts, optimize, say, tuner, account, first_runs)
         graph, passes = dynamic.graph, dynamic.passes
@@ -395,18 +396,6 @@ def plan_of(options: BuildOptions) -> PrecisionPlan:
     return PrecisionPlan.of_option(options.precision, options.precision_map)
 
 
-@dataclass
-class _OneCalibration:
-    """Calibration data of a build for several sizes, and what the plan that was made first found by it. The data has the sizes
-    of that plan, the optimum of the first profile; the other plans take its ranges."""
-
-    data: Any
-    first: _Calibrate | None = None
-    """That of the plan that was made first."""
-    found: list[Calibration] = field(default_factory=list)
-    """In the order in which its passes asked for them."""
-
-
 class _Calibrate:
     """The ranges that the passes of one plan ask for, of the graph as they meet it."""
 
@@ -415,14 +404,14 @@ class _Calibrate:
 
     def __call__(self, graph: Graph) -> Calibration:
         shared = self.options.calib
-        if not isinstance(shared, _OneCalibration):
+        if not isinstance(shared, SharedCalibration):
             return _calibrated(graph, shared, options=self.options, say=self.say)
         shared.first = shared.first or self
         if shared.first is self:
             shared.found.append(_calibrated(graph, shared.data, options=self.options, say=self.say))
             return shared.found[-1]
-        k, self.asked = self.asked, self.asked + 1
-        return replace(shared.found[min(k, len(shared.found) - 1)], other_sizes=True)
+        self.asked += 1
+        return shared.for_other_sizes(self.asked - 1)
 
 
 def _calibrated(graph: Graph, data: Any, *, options: BuildOptions, say: Progress) -> Calibration:

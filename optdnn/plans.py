@@ -30,6 +30,7 @@ from optdnn.lower_cuda import Made, example, lower_cuda
 from optdnn.passes.base import PassReport
 from optdnn.passes.contract import Account
 from optdnn.plan_base import Base, Blobs, Common, Optimize
+from optdnn.plan_calibration import SharedCalibration
 from optdnn.plan_sizes import working
 from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
@@ -111,10 +112,13 @@ def plan_profiles(
                 plan = _plan(base, shapes, tried, target, meta, optimize, say, Kept(shared=common))[2]
             arena = max(arena, plan.arena_bytes)
     source = None
-    kept = plain_options(replace(options, target=target))
+    shared = options.calib if isinstance(options.calib, SharedCalibration) else None
+    plain = options if shared is None else replace(options, calib=None, calib_cache=None, images=None)
+    kept = plain_options(replace(plain, target=target))
     if kept is not None:
         numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
-        source = HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, kept)
+        ranges = blobs.add(shared.to_bytes()) if shared is not None and shared.found else None
+        source = HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, kept, ranges)
     main, *others = plans.values()
     dynamic = Dynamic(
         tuple(_spec(symbolic, i, s) for i, (s, _) in zip(symbolic.inputs, main.inputs, strict=True)),
@@ -205,6 +209,8 @@ def replan(
         custom_ops=tuple(known(digest, name) for name, _, digest in named),
     )
     options = replace(options, no_cubins=options.no_cubins or not compiled)
+    if source.calibration is not None:
+        options = replace(options, calib=SharedCalibration.from_bytes(program.blobs[source.calibration]))
     if options.tactics == "auto":  # what was measured against other libraries is of no use to plans that are not
         options = replace(options, tactics=",".join(sorted({"own", *_libraries(program)})))
     common = Common.of(program, source)
@@ -303,7 +309,7 @@ def _plan(
 
 def plain_options(options: BuildOptions) -> dict[str, Any] | None:
     """The options that are not at their defaults, as plain data; None where a file may not carry one of them
-    (:mod:`optdnn.runtime.plan_options`): calibration data or pins, for instance."""
+    (:mod:`optdnn.runtime.plan_options`): pins, for instance."""
     default = BuildOptions(target=options.target)
     kept = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in NOT_KEPT}
     kept = {n: v for n, v in kept.items() if n == "target" or hasattr(v, "__array__") or v != getattr(default, n)}

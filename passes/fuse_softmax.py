@@ -1,7 +1,8 @@
 """Softmax and log-softmax that exporters write out become one op.
 
 ``exp(x - max) / sum(exp(x - max))``, with or without the subtracted maximum (a shift that is constant along the axis changes
-nothing in exact arithmetic; the fused op subtracts it always), and ``x - log(sum(exp(x)))`` in its forms.
+nothing in exact arithmetic; the fused op subtracts it always), and ``x - log(sum(exp(x)))`` in its forms. A softmax that is divided
+by its own sum, which is 1, stays as it is.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.softmax import SoftmaxAttrs
-from optdnn.passes.base import Match, Miss, PassContext, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, Rewrite, RulePass
+from optdnn.passes.facts import is_filled
 from optdnn.passes.fuse_norm import reduced
 from optdnn.passes.pattern import Found, PatternRule, Power, Var, choice, closed, matched, node, product, total
 
@@ -77,8 +79,45 @@ class LogSoftmax(SoftmaxRule):
     )
 
 
+class NormalizedSoftmax(Rewrite):
+    """``s / sum(s)`` of a softmax along the same axis is ``s``.
+
+    The divisor may be ``where(sum(s) == 0, 1, sum(s))``, as Normalizer has it."""
+
+    name = "normalized_softmax"
+    kinds = frozenset({"Div"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        x, divisor = op.inputs
+        softmax = None if x is None else graph.op(x)
+        if softmax is None or divisor is None or softmax.kind != "Softmax":
+            return None
+        total = graph.op(_guarded(graph, divisor) or divisor)
+        if total.kind not in ("ReduceSum", "ReduceL1") or total.inputs[0] != x:
+            return None
+        axes = reduced(graph, total)
+        if isinstance(axes, Miss):
+            return axes
+        axis = softmax.attrs.axis % (softmax.outputs[0].type.rank or 1)
+        if axes != (axis,):
+            return Miss(f"the softmax is along axis {axis}, the sum runs over {axes}")
+        return Match((op,), lambda patch: x)
+
+
+def _guarded(graph: Graph, value: Value) -> Value | None:
+    """The value ``v`` of ``where(v == 0, 1, v)``."""
+    where = graph.op(value)
+    if where.kind != "Where" or not is_filled(graph.constant_value(where.inputs[1]), 1):
+        return None
+    test, _, found = where.inputs
+    equal = None if test is None else graph.op(test)
+    if equal is None or equal.kind != "Equal" or equal.inputs[0] != found:
+        return None
+    return found if is_filled(graph.constant_value(equal.inputs[1]), 0) else None
+
+
 class FuseSoftmax(RulePass):
     """A softmax is seen before the logarithm of it."""
 
     name = "fuse_softmax"
-    rules = (Softmax(), LogSoftmax())
+    rules = (Softmax(), LogSoftmax(), NormalizedSoftmax())

@@ -16,6 +16,7 @@ from optdnn.errors import InputError, InternalError, OptdnnError, RunError, Shap
 from optdnn.runtime.bounds import bounds_of, check_bounds
 from optdnn.runtime.executor import Executor
 from optdnn.runtime.program import Buffer, Plain, Program, Step
+from optdnn.runtime.repeated import REPEATS, Repeated, fits
 from optdnn.runtime.signature import Signature
 from optdnn.types import Array, DType, dtype_name
 
@@ -167,6 +168,7 @@ class Context:
         self._schedule = schedule
         self._signature = schedule.signature
         self._names = [s.name for s in schedule.signature.outputs]
+        self._in_names = [s.name for s in schedule.signature.inputs]
         self._sessions = [executor.session() for executor in schedule.executors]
         self._steps = [(session.run, action) for session, action in zip(self._sessions, schedule.actions, strict=True)]
         self._whole = self._steps[0][0] if schedule.whole else None
@@ -178,6 +180,9 @@ class Context:
         self._expected: list[_Expected] = []
         self._exact: list[tuple[str, int, DType, tuple[int, ...] | None]] = []
         """Of a program that is one step, for each output: its name, its place in the step's results, what it is."""
+        self._repeated: Repeated | None = None
+        self._alike = 0
+        """Ordinary calls since the shapes changed."""
 
     def run(
         self, feeds: Mapping[str, Any], out: Mapping[str, Array] | None = None, stream: object = None
@@ -221,6 +226,8 @@ class Context:
             own = getattr(session, "poison", None)
             if own is not None:
                 own(byte)
+        for a in [] if self._repeated is None else self._repeated.buffers():
+            poison(a, byte)
 
     def _run(
         self, feeds: Mapping[str, Any], out: Mapping[str, Array] | None, stream: object, times: list[int] | None
@@ -253,6 +260,8 @@ class Context:
         if not self._lock.acquire(False):
             self._enter()  # says why not
         try:
+            if self._repeated is not None and (known := self._repeated.run(feeds)) is not None:
+                return known
             arrays = self._inputs(feeds)
             try:
                 results = run(arrays, self._no_outs)
@@ -268,11 +277,24 @@ class Context:
                         break  # another size, or one that depends on data
                     found[name] = a
                 else:
+                    self._alike += 1
+                    if self._alike == REPEATS:
+                        self._repeated = self._prepare(arrays, found)
                     return found
             self._check(0, self._schedule.program.steps[0].outputs, results)
             return {name: results[k] for name, k, _, _ in self._exact}
         finally:
             self._lock.release()
+
+    def _prepare(self, arrays: Sequence[Array], results: Mapping[str, Array]) -> Repeated | None:
+        """The call for shapes that have come several times, where the session offers one; else the one there is."""
+        bound = getattr(self._sessions[0], "bound", None)
+        if bound is None or self._schedule.bounds or not fits([*arrays, *results.values()]):
+            return self._repeated
+        read = [np.empty_like(a) for a in arrays]
+        written = {name: np.empty_like(a) for name, a in results.items()}
+        in_order = [written[name] for name, *_ in sorted(self._exact, key=lambda e: e[1])]
+        return Repeated(bound(read, in_order), dict(zip(self._in_names, read, strict=True)), written)
 
     def _enter(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -291,7 +313,7 @@ class Context:
             self._sizes = self._signature.sizes(arrays)
             self._expected = self._schedule.expected(self._sizes)
             self._exact = self._exact_outputs() if self._whole is not None else []
-            self._shapes = shapes
+            self._shapes, self._alike = shapes, 0
         if self._schedule.bounds:
             check_bounds(self._schedule.bounds, self._signature.inputs, arrays, self._sizes)
         return arrays

@@ -26,9 +26,9 @@ protection against forgery, refuse every accidental change.
 Floats that JSON lacks are ``{"$float": "inf" | "-inf" | "nan"}``; a key of a user's table that starts with "$" is written
 with one more "$".
 
-Compatibility: a reader of version M.m reads every file of M.0 to M.m. A minor version may only add optional keys to the
-header (which older readers would refuse, hence the number); anything else needs a new major version, and the next optdnn
-after it still reads the one before. tests/golden keeps an engine of each version that must load and run for ever.
+Compatibility: a reader of version M.m reads every file of M.0 to M.m. A minor version may only add optional keys to the header,
+or to the parameters of steps (which older readers would refuse, hence the number); anything else needs a new major version, and
+the next optdnn after it still reads the one before. tests/golden keeps an engine of each version that must load and run for ever.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ from optdnn.runtime.program import Program, validate
 from optdnn.types import Array, dtype_name
 
 MAGIC = b"\x89OPTDNN\n"
-VERSION = (1, 5)
+VERSION = (1, 6)
 """The newest format. 1.1 added the table of GPU kernels, 1.2 profiles and plans for several shapes, 1.3 plans for
-values of inputs that say sizes, 1.4 lanes.
+values of inputs that say sizes, 1.4 lanes, 1.5 retained buffers. 1.6 added keys inside: what the blocks of a launch wait for
+(``waits``), the inputs of a CPU library's step that may be empty (``empty``), the shapes of the values of a body of If, Loop or
+Scan, and the calibration that plans for further sizes quantize by (``calibration`` of a source).
 
 A program is written in the oldest that holds it."""
 PREFIX = struct.Struct("<8sHHIQQ")

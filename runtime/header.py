@@ -26,6 +26,8 @@ RANK_LIMIT = 64
 """Most dimensions of a tensor (NumPy's own limit)."""
 SIZE_LIMIT = 1 << 62
 """Largest size."""
+CPU_LIBRARIES = frozenset({"onnxruntime", "openvino"})
+"""Executors whose steps hold a network for a CPU library."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def _source_to_plain(source: Source) -> dict[str, Plain]:
         "model": source.model,
         "options": to_json(source.options, "options"),
         "weights": to_json(source.weights, "weights"),
+        **({} if source.calibration is None else {"calibration": source.calibration}),
     }
 
 
@@ -190,7 +193,7 @@ def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
     """The program (its list of blobs still empty) and the table of its blobs. Raises EngineError.
 
     ``minor`` is the file's: 1.1 added "kernels", 1.2 "profiles" and "dynamic", 1.3 "by_value", 1.4 "lanes", 1.5
-    "retained"; a program is written in the oldest format that holds it.
+    "retained", 1.6 keys inside of steps and sources; a program is written in the oldest format that holds it.
     """
     try:
         parsed = json.loads(text)
@@ -254,12 +257,14 @@ def _by_value(value: Any, escaped: bool) -> ByValue:
 
 
 def _source(value: Any, escaped: bool) -> Source:
-    s = _table(value, _SOURCE_KEYS, "the model in the engine")
+    extra = {"calibration"} & set(value) if isinstance(value, dict) else set()
+    s = _table(value, _SOURCE_KEYS | extra, "the model in the engine")
     weights = _plain_table(s["weights"], "weights", escaped)
     return Source(
         _size(s["model"], "the blob of the model"),
         {_text(n, "a weight's name"): _size(b, f"the blob of {n!r}") for n, b in weights.items()},
         _plain_table(s["options"], "options", escaped),
+        _size(s["calibration"], "the blob of the calibration") if extra else None,
     )
 
 
@@ -354,7 +359,34 @@ OPTIONAL_KEYS = {"kernels": 1, "profiles": 2, "dynamic": 2, "by_value": 3, "lane
 def minor_of(program: Program) -> int:
     """The oldest minor version of the format that holds a program."""
     own = max((since for key, since in OPTIONAL_KEYS.items() if getattr(program, key)), default=0)
-    return max([own, *(minor_of(p) for p in (program.dynamic.plans if program.dynamic is not None else ()))])
+    plans = program.dynamic.plans if program.dynamic is not None else ()
+    return max([own, 6 if _has_additions_of_6(program) else 0, *map(minor_of, plans)])
+
+
+def _has_additions_of_6(program: Program) -> bool:
+    """Whether a program holds what 1.6 added inside of steps and sources: what a launch waits for, inputs of a library that may be
+    empty, shapes of the values of a body, calibration."""
+    holders = (program.dynamic, program.by_value)
+    sources = [h.source for h in holders if h is not None and h.source is not None]
+    if any(s.calibration is not None for s in sources):
+        return True
+    for step in program.steps:
+        launch = step.params.get("launch")
+        if isinstance(launch, Mapping) and "waits" in launch:
+            return True
+        if (step.executor in CPU_LIBRARIES and "empty" in step.params) or _has_typed_body(step.params):
+            return True
+    return False
+
+
+def _has_typed_body(value: Plain) -> bool:
+    """Whether plain attributes (:mod:`optdnn.runtime.attrs`) hold a body of If, Loop or Scan with the shapes of its values."""
+    if isinstance(value, Mapping):
+        body = value.get("graph")
+        if len(value) == 1 and isinstance(body, list) and len(body) > 4:
+            return True
+        return any(map(_has_typed_body, value.values()))
+    return isinstance(value, list) and any(map(_has_typed_body, value))
 
 
 _HEADER_KEYS = frozenset(

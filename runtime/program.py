@@ -97,12 +97,14 @@ class Source:
 
     ``model`` is the blob with the serialized ModelProto, in which initializers named in ``weights`` (name -> blob) are declared
     without their elements; ``options`` are those of the build, as plain data: only those of
-    :data:`optdnn.runtime.plan_options.PLAN_OPTIONS`.
+    :data:`optdnn.runtime.plan_options.PLAN_OPTIONS`. ``calibration`` is the blob with the ranges that further plans quantize by
+    (JSON text, :mod:`optdnn.plan_calibration`), where the build had calibration data.
     """
 
     model: int
     weights: Mapping[str, int]
     options: Mapping[str, Plain]
+    calibration: int | None = None
 
 
 @dataclass(frozen=True)
@@ -300,9 +302,10 @@ def _check_plans(program: Program, dynamic: Dynamic) -> None:
 
 def _check_source(program: Program, s: Source) -> None:
     n = len(program.blobs)
-    _require(all(0 <= b < n for b in (s.model, *s.weights.values())), "the model in the engine names a missing blob")
-    model = program.blobs[s.model]
-    _require(model.dtype == np.uint8 and model.ndim == 1, "the model in the engine is not a run of bytes")
+    texts = [s.model, *([] if s.calibration is None else [s.calibration])]
+    _require(all(0 <= b < n for b in (*texts, *s.weights.values())), "the model in the engine names a missing blob")
+    for text in (program.blobs[b] for b in texts):
+        _require(text.dtype == np.uint8 and text.ndim == 1, "the model in the engine is not a run of bytes")
     check_plan_options(s.options, program.target)
 
 

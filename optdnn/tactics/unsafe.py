@@ -1,6 +1,7 @@
 """Operators that a library takes and must not run; they run elsewhere, and the build says so.
 
-OpenVINO's plain faults are in :mod:`optdnn.tactics.openvino_faults`. Besides:
+OpenVINO's plain faults are in :mod:`optdnn.tactics.openvino_faults`, integers that it cannot hold in
+:mod:`optdnn.tactics.wide_integers`. Besides:
 
 * OpenVINO trusts axes, sizes, pads and positions: a wrong one makes it read or write outside of its memory, and the process is
   gone (seen with CumSum, Pad, Slice, Resize, GatherND, ScatterElements, Tile; Gather of a row of integers gives what lies beside
@@ -30,6 +31,7 @@ from optdnn.ops.base import attrs_dict
 from optdnn.ops.indices import ALONG_AXIS, TUPLES, all_inside
 from optdnn.tactics.loops import endless
 from optdnn.tactics.openvino_faults import known_faults
+from optdnn.tactics.wide_integers import beyond_32_bits
 from optdnn.types import (
     BF16,
     BOOL,
@@ -78,6 +80,7 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for OpenVINO."""
     data = data_dependent(graph)
     out = {**known_faults(graph), **_touching(graph, _NARROW), **_transforms(graph)}
+    out |= beyond_32_bits(graph, PARAMETERS)
     out |= dict.fromkeys(_without_elements(graph), "openvino may crash on a tensor without elements")
     out |= {
         i: f"the size of {name!r} depends on data; where it is 0, openvino fails, crashes or gives what another call computed"

@@ -24,6 +24,8 @@ from optdnn.runtime.program import Program, Step
 from optdnn.types import Array, TensorSpec, dtype_name
 
 PRECISIONS = ("fp32", "bf16")
+EXACT_INTEGER = 1 << 24
+"""The largest magnitude of integers that a library gets that keeps them in 32 bits, or computes with them in fp32 (OpenVINO)."""
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -132,7 +133,8 @@ class _OnnxRuntimeSession:
         self._session = model._session
         # The wrapper's run() checks names and owners once more, which costs small networks a tenth of their time; the
         # engine has checked them. Where the inner object is called otherwise one day, the wrapper does as well.
-        self._run = getattr(model._session, "_sess", model._session).run
+        self._inner = getattr(model._session, "_sess", model._session)
+        self._run = self._inner.run
         self._names, self._outputs = model._inputs, model._outputs
         self._ort = library_module("onnxruntime")
         self._first = True
@@ -156,6 +158,17 @@ class _OnnxRuntimeSession:
         self._first = False
         if self._model.memory is not None:
             self._model.memory.after_run()
+
+    def bound(self, inputs: Sequence[Array], outs: Sequence[Array]) -> Callable[[], object]:
+        """A call that reads ``inputs`` and writes ``outs``, arrays with elements of exactly the types and shapes of a call, which
+        must outlive it. It raises the library's own errors."""
+        binding = self._session.io_binding()
+        for name, a in zip(self._names, inputs, strict=True):
+            binding.bind_input(name, "cpu", 0, a.dtype, a.shape, a.ctypes.data)
+        for name, a in zip(self._outputs, outs, strict=True):
+            binding.bind_output(name, "cpu", 0, a.dtype, a.shape, a.ctypes.data)
+        own = self._inner is not self._session
+        return functools.partial(self._inner.run_with_iobinding, binding._iobinding if own else binding, None)
 
     def _run_bound(self, feeds: Mapping[str, Array | None], outs: Sequence[Array | None]) -> list[Array]:
         binding = self._session.io_binding()

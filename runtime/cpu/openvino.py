@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.errors import MissingDependency, RunError
 from optdnn.runtime.cpu.huge_pages import NewMemory
-from optdnn.runtime.cpu.library import Settings, library_module, prepare_step
+from optdnn.runtime.cpu.library import EXACT_INTEGER, Settings, library_module, prepare_step
 from optdnn.runtime.cpu.onnxruntime import OnnxRuntimeModel
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program, Step
@@ -26,6 +26,7 @@ _RENAMED = ("/DequantizationMultiply", "/WithoutBiases")
 _RUNTIME_FACTS = ("layerType", "originalLayersNames", "runtimePrecision", "primitiveType")
 _SAME = {"q": np.dtype(np.int64), "Q": np.dtype(np.uint64)}
 """NumPy's "long long" by the name under which the binding knows these types (it may be "long" beside it)."""
+_KEPT_AS_INT32 = frozenset(map(np.dtype, (np.int64, np.uint64, np.uint32)))
 _core_lock = threading.Lock()
 _core: Any = None
 
@@ -151,7 +152,8 @@ class OpenVinoModel:
 
     def elsewhere(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> list[Array]:
         """Run the model on ONNX Runtime, which is compiled when first needed: for calls with tensors without elements, of which
-        OpenVINO would give what an earlier call computed. Raises RunError where it does not take the model, either."""
+        OpenVINO would give what an earlier call computed, and with integers that it cannot hold. Raises RunError where ONNX
+        Runtime does not take the model, either."""
         names, results = self._names
         with self._making:
             if self._other is None:
@@ -160,7 +162,8 @@ class OpenVinoModel:
                     self._other = OnnxRuntimeModel(self._model, {}, [*names, *self._weights], results, settings)
                 except (RunError, MissingDependency) as error:
                     raise RunError(
-                        f"openvino takes no tensor without elements here, and onnxruntime cannot be asked: {error.message}"
+                        "openvino takes no tensor without elements and no such integers here, and onnxruntime cannot be "
+                        f"asked: {error.message}"
                     ) from None
         return self._other.session().run([*inputs, *self._weights.values()], outs)
 
@@ -231,7 +234,7 @@ class _OpenVinoSession:
 
     def run(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> list[Array]:
         for array, may in zip(inputs, self._may_be_empty, strict=True):
-            if array is not None and not array.size and not may:
+            if array is not None and ((not array.size and not may) or _is_wide(array)):
                 return self._model.elsewhere(inputs, outs)
         try:
             request, ov = self._request, self._ov
@@ -265,6 +268,13 @@ class _OpenVinoSession:
 def prepare(step: Step, program: Program, options: LoadOptions) -> OpenVinoModel:
     """Make an engine's step ready; see ``library.prepare_step``."""
     return cast(OpenVinoModel, prepare_step(OpenVinoModel, step, program, options))
+
+
+def _is_wide(array: Array) -> bool:
+    """Whether an array holds integers that are not exact in OpenVINO, which keeps those of 64 bits as int32."""
+    if array.dtype not in _KEPT_AS_INT32 or not array.size:
+        return False
+    return bool(array.max() > EXACT_INTEGER or array.min() < -EXACT_INTEGER)
 
 
 def _tensor(ov: Any, array: Array) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import optdnn
-from optdnn.errors import InputError, UsageError
+from optdnn.cli.main import run
+from optdnn.errors import EngineError, InputError, RunError, UsageError
+from optdnn.plan_calibration import SharedCalibration
 from optdnn.types import Array
 
 RNG = np.random.default_rng(0)
@@ -110,6 +113,56 @@ def test_ranges_of_sizes_are_calibrated_at_the_first_optimum(target: str, precis
     assert runs(engine) == {precision: 1}
     for size in ((4, 3, 16, 8), (1, 3, 8, 8)):
         assert engine.run({"x": random(*size)})["z"].shape == (size[0], 4, *size[2:])
+
+
+@pytest.mark.parametrize(("target", "precision"), ON_GPU)
+def test_other_sizes_run_by_the_same_ranges(target: str, precision: str, tmp_path: Path) -> None:
+    """Also of an engine that was loaded: what a plan of the build gives, a plan for a further size gives of the same rows."""
+    network = conv(shape=("N", 3, 8, 8))
+    data = [{"x": random(4, 3, 8, 8)} for _ in range(2)]
+    shapes = {"x": "1..4..8x3x8x8"}
+    built = optdnn.build(network, target=target, precision=precision, calib=data, calibrator="minmax", shapes=shapes)
+    built.save(tmp_path / "e")
+    x = random(8, 3, 8, 8)
+    wide = built.run({"x": x[:4]})["z"]
+    for engine in (built, optdnn.load(tmp_path / "e")):
+        for n in (1, 3):
+            got = engine.run({"x": x[:n]})["z"]
+            np.testing.assert_allclose(got, wide[:n], rtol=1e-5, atol=1e-6)
+        assert engine.run({"x": x})["z"].shape == (8, 4, 8, 8)
+    exact = optdnn.build(network, target="reference").run({"x": x[:3]})["z"]
+    assert 1e-4 < np.abs(built.run({"x": x[:3]})["z"] - exact).max() < 0.1 * exact.max()  # it is quantized
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"{}", b"[1]", b"\xff", b'[{"method": "mse"}]', b"[" * 100_000]
+    + [
+        b'[{"method":"m","samples":1,"ranges":%s,"seen":{},"channels":%s,"means":{}}]' % (ranges, channels)
+        for ranges, channels in (
+            (b'{"x": [0]}', b"{}"), (b'{"x": ["a", 1]}', b"{}"), (b"[]", b"{}"), (b"{}", b'{"x": 1}'),
+            (b"{}", b'{"x": [[1]]}'), (b"{}", b'{"x": [NaN]}'), (b"{}", b'{"x": ["a"]}'),
+        )
+    ],
+)  # fmt: skip
+def test_a_calibration_that_no_build_wrote_is_refused(text: bytes) -> None:
+    with pytest.raises(EngineError, match="the engine's calibration"):
+        SharedCalibration.from_bytes(np.frombuffer(text, np.uint8))
+
+
+def test_an_engine_that_makes_no_further_plans_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pins go by nodes, which an engine does not hold."""
+    onnx.save(conv(shape=("N", 3, 8, 8)), tmp_path / "m.onnx")
+    np.savez(tmp_path / "calib.npz", x=random(8, 3, 8, 8))
+    engine, told = tmp_path / "e", "none: the engine does not hold its model, and runs at the sizes of its plans alone"
+    options = ("--target", "simulate", "--precision", "int8", "--calib", str(tmp_path / "calib.npz"))
+    options = (*options, "--shape", "x=1..4..8x3x8x8", "-o", str(engine))
+    for pins, shown in (((), False), (("--pin", "*=fp32"), True)):
+        for command in (["build", str(tmp_path / "m.onnx"), *options, *pins], ["inspect", "--json", str(engine)]):
+            assert run(command) == 0
+            assert (told in " ".join(capsys.readouterr().out.split())) == shown
+    with pytest.raises(RunError, match="cannot make one: it does not hold its model"):
+        optdnn.load(engine).run({"x": random(3, 3, 8, 8)})
 
 
 def explicit(own: bool = True, more: bool = False) -> onnx.ModelProto:

@@ -15,18 +15,22 @@ import numpy as np
 from optdnn import Engine
 from optdnn.ranges import DimRange
 from optdnn.runtime.program import Buffer, ByValue, Kernel, Program, Slot, Source
+from optdnn.runtime.reference.nested import PlainGraph
 from optdnn.runtime.reference.run import PlainStage
 from optdnn.runtime.reference_executor import reference_step
 from optdnn.types import BF16, FP32, INT64, Array, TensorSpec
 
 LANES = (Slot(0), Slot(0), Slot(0), Slot(1, (2,)), Slot(0, (3,)), Slot(0), Slot(0))
 
+COUNTS = PlainGraph(2, (), (), (1, 0), ((), (), (), ()))
+"""The body of a loop that gives the numbers of its iterations."""
+
 
 def golden_program(minor: int) -> Program:
     """A small convolutional classifier: fused stages, bf16 weights, int64 constants, a symbolic batch, special floats.
 
     From 1.1 on, GPU kernels as well; from 1.2 on, profiles; from 1.3 on, an input that says sizes; from
-    1.4 on, lanes; from 1.5 on, a buffer that is retained.
+    1.4 on, lanes; from 1.5 on, a buffer that is retained; from 1.6 on, a loop of no iterations whose body tells its shapes.
     """
     rng = np.random.default_rng(2025)
 
@@ -80,6 +84,7 @@ def golden_program(minor: int) -> Program:
             *(Buffer(*entry) for entry in intermediates),
             *(Buffer(spec.name, spec.dtype, spec.shape) for spec, _ in sizes),
             *([Buffer("retained", BF16, (4,))] if minor >= 5 else []),
+            *([Buffer("rows", INT64, (0,))] if minor >= 6 else []),
         ),
         steps=(
             reference_step("Conv", conv, (0, 1, 2, 3), (6,), ("/stem/conv", "/stem/scale", "/stem/act")),
@@ -90,6 +95,7 @@ def golden_program(minor: int) -> Program:
             reference_step("Cast", {"to": FP32}, (10,), (11,)),
             reference_step("Softmax", {"axis": -1}, (11,), (12,), ("/softmax",)),
             *([reference_step("Cast", {"to": BF16}, (2,), (14,))] if minor >= 5 else []),
+            *([reference_step("Loop", {"body": COUNTS, "carried": 0}, (4, -1), (15,))] if minor >= 6 else []),
         ),
         blobs=blobs,
         requires=("package:numpy>=1.0",),
@@ -98,7 +104,7 @@ def golden_program(minor: int) -> Program:
         by_value=by_value,
         profiles=({"n": DimRange(1, 2, 4)}, {"n": DimRange(8, 8, 8)}) if minor >= 2 else (),
         # The features' way out beside nothing else: what an older reader would have to refuse.
-        lanes=(*LANES, Slot(0)) if minor >= 5 else LANES if minor >= 4 else (),
+        lanes=(*LANES, *[Slot(0)] * (minor - 4)) if minor >= 4 else (),
         retained=(14,) if minor >= 5 else (),
     )
 

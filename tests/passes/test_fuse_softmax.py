@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
@@ -135,3 +137,33 @@ def test_the_difference_to_another_sum_is_no_log_softmax() -> None:
     check_untouched(
         FuseSoftmax(), n.done(n.op("Sub", n.input(2, 3, name="z"), n.op("Log", summed(n, n.op("Exp", x), 1))))
     )
+
+
+def normalized(
+    n: Net, guarded: bool, axis: int = 1, kind: str = "ReduceL1", zero: float = 0.0, one: float = 1.0
+) -> Value:
+    """A softmax along the last axis, divided by its norm along ``axis``."""
+    s = n.op("Softmax", n.input(2, 3), attrs=SoftmaxAttrs(-1))
+    norm = n.op(kind, s, n.ints(axis), attrs=ReduceAttrs())
+    return n.op("Div", s, n.op("Where", n.op("Equal", norm, zero), one, norm) if guarded else norm)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("kind", ["ReduceSum", "ReduceL1"])
+def test_a_softmax_is_normalized_already(guarded: bool, kind: str) -> None:
+    n = Net(np.float64)
+    graph = n.done(normalized(n, guarded, kind=kind))
+    check_pass(FuseSoftmax(), graph, changes=1, kinds={"Softmax": 1}, rules={"normalized_softmax": 1})
+
+
+def test_a_softmax_along_another_axis_is_not() -> None:
+    n = Net(np.float64)
+    check_refused(
+        FuseSoftmax(), n.done(normalized(n, False, axis=0)), because=r"along axis 1, the sum runs over \(0,\)"
+    )
+
+
+@pytest.mark.parametrize("other", [{"kind": "ReduceL2"}, {"kind": "ReduceMax"}, {"zero": 1.0}, {"one": 2.0}])
+def test_other_divisors_of_a_softmax_stay(other: dict[str, Any]) -> None:
+    n = Net(np.float64)
+    check_untouched(FuseSoftmax(), n.done(normalized(n, "kind" not in other, **other)))

@@ -11,6 +11,7 @@ import random
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from optdnn import Engine, load
 from optdnn.errors import EngineError, InternalError, OptdnnError, OutputError
 from optdnn.runtime import format as fmt
 from optdnn.runtime import header
-from optdnn.runtime.program import Buffer, Program
+from optdnn.runtime.program import Buffer, ByValue, Dynamic, Program, Source, Step
+from optdnn.runtime.reference.nested import PlainGraph
 from optdnn.runtime.reference.run import PlainStage
 from optdnn.runtime.reference_executor import prepare, reference_step
 from optdnn.types import DTYPES
@@ -326,12 +328,59 @@ def test_other_versions() -> None:
         return data[:8] + struct.pack("<HH", major, minor) + data[12:]
 
     for v, message in (
-        ((2, 0), r"has format 2.0; this version of optdnn reads 1.0 to 1.5\n  hint: upgrade"),
-        ((1, 6), r"has format 1.6; .*\n  hint: upgrade"),
+        ((2, 0), r"has format 2.0; this version of optdnn reads 1.0 to 1.6\n  hint: upgrade"),
+        ((1, 7), r"has format 1.7; .*\n  hint: upgrade"),
         ((0, 9), r"has format 0.9; .*\n  hint: rebuild"),
     ):
         with pytest.raises(EngineError, match=message):
             decode(version(*v))
+
+
+BODY = {"graph": [0, [], [], [], []]}
+LOOP = Step("reference", {"kind": "Loop", "attrs": {"body": BODY}}, (), ())
+SOURCE = Source(0, {}, {})
+ADDED_IN_6 = {
+    "what a launch waits for": {"steps": (Step("cuda", {"launch": {"waits": "nothing"}}, (), ()),)},
+    "inputs that may be empty": {"steps": (Step("openvino", {"empty": ["x"]}, (), ()),)},
+    "shapes of a body": {"steps": (LOOP,)},
+    "calibration": {"dynamic": Dynamic((), (), (), replace(SOURCE, calibration=1), 0)},
+    "calibration of plans by value": {"by_value": ByValue(("x",), replace(SOURCE, calibration=1))},
+}
+BEFORE_6 = {
+    "no waits": ({"steps": (Step("cuda", {"launch": {"kernel": 0}}, (), ()),)}, 0),
+    "no empty inputs": ({"steps": (Step("openvino", {"weights": {}}, (), ()),)}, 0),
+    "a body without shapes": ({"steps": (replace(LOOP, params={"body": {"graph": [0, [], [], []]}}),)}, 0),
+    "no calibration": ({"dynamic": Dynamic((), (), (), SOURCE, 0)}, 2),
+}
+
+
+@pytest.mark.parametrize("parts", ADDED_IN_6.values(), ids=ADDED_IN_6.keys())
+def test_additions_raise_the_minor_version(parts: dict[str, Any]) -> None:
+    changed = replace(mlp(), **parts)
+    assert header.minor_of(changed) == 6
+    plans = Dynamic((), (), (replace(changed, dynamic=None, by_value=None),), None, 0)
+    assert header.minor_of(replace(mlp(), dynamic=plans)) == (6 if "steps" in parts else 2)
+    text = header.header_text(changed, [])
+    assert header.minor_of(header.parse_header(text, 6)[0]) == 6
+    for older in (0, 5):
+        with pytest.raises(EngineError):
+            header.parse_header(text, older)
+
+
+@pytest.mark.parametrize(("parts", "minor"), BEFORE_6.values(), ids=BEFORE_6.keys())
+def test_without_additions_the_minor_version_stays(parts: dict[str, Any], minor: int) -> None:
+    assert header.minor_of(replace(mlp(), **parts)) == minor
+
+
+def test_a_reader_of_the_version_before_refuses_additions(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = PlainGraph(2, (), (), (1, 0), ((), (), (), ()))
+    loop = reference_step("Loop", {"body": counts, "carried": 0}, (0, -1), (1,))
+    data = contents(program([("n", np.int64, ())], [("i", 1)], [loop], [(np.int64, ("n",))]))
+    assert struct.unpack_from("<HH", data, 8) == (1, 6)
+    assert Engine(decode(data)).run({"n": np.array(3)})["i"].tolist() == [0, 1, 2]
+    monkeypatch.setattr(fmt, "VERSION", (1, 5))
+    with pytest.raises(EngineError, match=r"has format 1.6; this version of optdnn reads 1.0 to 1.5\n  hint: upgrade"):
+        decode(data)
 
 
 def test_big_endian_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -527,6 +527,20 @@ def dynamic() -> optdnn.Engine:
     return optdnn.build(convnet(batch="n"), target="simulate", shapes={"x": "1..2..5x3x8x8"})
 
 
+@pytest.mark.parametrize(("blob", "message"), [(10_000, "names a missing blob"), (None, "not a run of bytes")])
+def test_a_calibration_that_is_no_text_is_refused(
+    dynamic: optdnn.Engine, blob: int | None, message: str, tmp_path: Path
+) -> None:
+    program = decode(memoryview(b"".join(encode(dynamic.program))))
+    assert program.dynamic is not None
+    assert program.dynamic.source is not None
+    other = next(i for i, b in enumerate(program.blobs) if b.dtype != np.uint8)
+    source = replace(program.dynamic.source, calibration=other if blob is None else blob)
+    program.dynamic = replace(program.dynamic, source=source)
+    with pytest.raises(EngineError, match=message):
+        optdnn.load(write(program, tmp_path / "e"))
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
