@@ -132,6 +132,56 @@ def _rounds_averages(graph: Graph, op: Op) -> str | None:
     return None
 
 
+def _averages_padding(graph: Graph, op: Op) -> str | None:
+    """DequantizeLinear is moved behind an AveragePool; padding that counts is then the integer 0 in place of the zero point."""
+    if op.kind != "AveragePool" or not op.attrs.count_include_pad:
+        return None
+    padded = any(op.attrs.pads) or op.attrs.auto_pad.startswith("SAME")
+    moved = _dequantized(graph, op.inputs[0], _MOVING | _SCALING) if padded else []
+    if any(not _is_zero(graph, back.input(2)) for back in moved):
+        return "openvino averages padding of quantized values as the integer 0, not as their zero point"
+    return None
+
+
+def _sums_three_axes(graph: Graph, op: Op) -> str | None:
+    """DequantizeLinear is moved behind sums and averages; those of three axes are then wrong in later rows."""
+    x = op.inputs[0] if op.kind in ("GlobalAveragePool", "ReduceMean", "ReduceSum") else None
+    if x is not None and graph.type(x).rank == 3 and _dequantized(graph, x, _MOVING | _SCALING):
+        return "openvino sums quantized values of three axes wrongly"
+    return None
+
+
+def _one_column(graph: Graph, op: Op) -> str | None:
+    """A convolution with a stride whose result is one column of several rows reads wrong columns (from a kernel width of 3)."""
+    w = op.inputs[1] if op.kind == "Conv" else None
+    kernel = None if w is None else graph.type(w).shape
+    made = op.outputs[0].type.shape
+    if kernel is None or made is None or len(made) < 4 or op.attrs.strides[-1] == 1:
+        return None
+    if made[-1] == 1 and any(n != 1 for n in made[2:-1]) and kernel[-1] not in (1, 2):
+        return "openvino computes a convolution with a stride wrongly where its result has one column"
+    return None
+
+
+def _without_peepholes(graph: Graph, op: Op) -> str | None:
+    """Peepholes of an LSTM are left out."""
+    if op.kind == "LSTM" and not _is_zero(graph, op.input(7)):
+        return "openvino leaves out the peepholes of an LSTM"
+    return None
+
+
+def _as_many_heads_as_tokens(graph: Graph, op: Op) -> str | None:
+    """An attention whose heads are moved behind its tokens is written with these axes in place, where both have one fixed size."""
+    if op.kind != "Transpose" or tuple(op.attrs.perm) != (0, 2, 1, 3):
+        return None
+    product = _maker(graph, op, 0)
+    weights = None if product is None or product.kind != "MatMul" else _maker(graph, product, 0)
+    dims = op.outputs[0].type.shape
+    if weights is not None and weights.kind == "Softmax" and dims is not None and dims[1] == dims[2] != 1:
+        return "openvino leaves heads and tokens of an attention in their places where there are as many of both"
+    return None
+
+
 def _norm_of_little(graph: Graph, op: Op) -> str | None:
     """OpenVINO adds a constant to the norm that LpNormalization divides by."""
     return "openvino adds a constant to the norm of LpNormalization" if op.kind == "LpNormalization" else None
@@ -176,6 +226,11 @@ _FAULTS = (
     _truncates,
     _rounds_bounds,
     _rounds_averages,
+    _averages_padding,
+    _sums_three_axes,
+    _one_column,
+    _without_peepholes,
+    _as_many_heads_as_tokens,
     _norm_of_little,
     _channels_of_reduced,
     _meets_its_norm,

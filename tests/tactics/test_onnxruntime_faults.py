@@ -134,3 +134,19 @@ def test_convolutions_with_integer_biases_keep_their_integer_kernels(tmp_path: P
     )  # fmt: skip
     written = LIBRARIES["onnxruntime"].export(import_model(model)).to_bytes()
     assert optimized(written, tmp_path, list(library._DISABLED)).count("QLinearConv") == 1
+
+
+@pytest.mark.parametrize("weights", [64, 1 << 18])
+def test_int8_behind_a_reshape_runs(weights: int) -> None:
+    """ONNX Runtime's own optimizers make an invalid network of this one; large weights are not in the model."""
+    model = parsed(
+        "int8[2, 3, 8] x", f"float[2, 3, {weights // 8}] y", "float s = {0.02}, int8 z = {4}",
+        "d = DequantizeLinear(x, s, z) m = MatMul(d, w) y = Add(m, c)", w=random(8, weights // 8), c=random(weights // 8),
+    )  # fmt: skip
+    feeds = {"x": drawn(model)["x"].view(np.int8)}
+    written = LIBRARIES["onnxruntime"].export(import_model(model)).to_bytes()
+    if weights == 64:
+        with pytest.raises(Exception, match=library._MISTYPED):
+            ort.InferenceSession(written, disabled_optimizers=list(library._DISABLED))
+    engine = build_verbose(model, BuildOptions(target="cpu", threads=1, tactics="onnxruntime")).engine
+    np.testing.assert_allclose(engine.run(feeds)["y"], exact(model, feeds), rtol=1e-5, atol=1e-5)

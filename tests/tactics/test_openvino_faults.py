@@ -43,6 +43,11 @@ INT8 = "float s = {0.02405719}, int8 z = {0}, float s2 = {0.023881}, int8 z2 = {
 BOUNDS = "float low = {-0.61}, float high = {0.505}"
 WEIGHTS = "float sw = {0.02}, int8[2, 2, 1, 1] w = {50, -27, 13, 44}"
 PICTURE = "float[3, 2, 8, 8] x"
+POOLED = "y = AveragePool<kernel_shape = [3], strides = [2], pads = [1, 1], count_include_pad = 1>(d)"
+ROWS = "float s = {0.025}, uint8 z = {100}, int64[1] axes = {2}"
+SMALL_LSTM = "float[1, 8, 3] w, float[1, 8, 2] r, float[1, 6] p"
+LSTM = "y, h, c = LSTM<hidden_size = 2>(x, w, r, , , , , p)"
+ATTENTION = "t = Transpose<perm = [0, 1, 3, 2]>(k) s = MatMul(q, t) w = Softmax(s) m = MatMul(w, v)"
 CHANNELS = "float[1, 5, 1] c = {1, 2, 3, 4, 5}"
 
 
@@ -126,6 +131,47 @@ CASES: dict[str, tuple[str, str, str, str, str | None]] = {
     "averages that are quantized": (
         PICTURE, "int8[3, 2, 4, 4] y", INT8,
         f"{DEQUANTIZED} a = AveragePool<kernel_shape = [2, 2], strides = [2, 2]>(d) y = QuantizeLinear(a, s2, z2)", None,
+    ),
+    "padding that counts, with a zero point": (
+        "float[3, 2, 8] x", "float[3, 2, 4] y", "float s = {0.025}, uint8 z = {100}", f"{DEQUANTIZED} {POOLED}", "AveragePool",
+    ),
+    "padding that counts, without a zero point": (
+        "float[3, 2, 8] x", "float[3, 2, 4] y", "float s = {0.025}, int8 z = {0}", f"{DEQUANTIZED} {POOLED}", None,
+    ),
+    "an average of three axes": (
+        "float[3, 2, 8] x", "float[3, 2, 1] y", ROWS, f"{DEQUANTIZED} y = GlobalAveragePool(d)", "GlobalAveragePool",
+    ),
+    "a sum of three axes": (
+        "float[3, 2, 8] x", "float[3, 2] y", ROWS, f"{DEQUANTIZED} y = ReduceSum<keepdims = 0>(d, axes)", "ReduceSum",
+    ),
+    "a maximum of three axes": (
+        "float[3, 2, 8] x", "float[3, 2, 1] y", ROWS, f"{DEQUANTIZED} y = ReduceMax<keepdims = 1>(d, axes)", None,
+    ),
+    "an average of four axes": (
+        "float[3, 2, 8, 8] x", "float[3, 2, 1, 1] y", ROWS, f"{DEQUANTIZED} y = GlobalAveragePool(d)", None,
+    ),
+    "a convolution that leaves one column": (
+        "float[1, 1, 5, 5] x, float[3, 1, 3, 5] w", "float[1, 3, 5, 1] y", "",
+        "y = Conv<kernel_shape = [3, 5], strides = [1, 3], pads = [1, 1, 1, 1]>(x, w)", "Conv",
+    ),
+    "a convolution that leaves two columns": (
+        "float[1, 1, 5, 6] x, float[3, 1, 3, 5] w", "float[1, 3, 5, 2] y", "",
+        "y = Conv<kernel_shape = [3, 5], strides = [1, 3], pads = [1, 1, 1, 1]>(x, w)", None,
+    ),
+    "an LSTM with peepholes": (
+        f"float[4, 2, 3] x, {SMALL_LSTM}", "float[4, 1, 2, 2] y", "", LSTM, "LSTM",
+    ),
+    "an LSTM without peepholes": (
+        f"float[4, 2, 3] x, {SMALL_LSTM}", "float[4, 1, 2, 2] y, float[1, 6] u", "",
+        f"{LSTM.replace(', , , , , p', '')} u = Neg(p)", None,
+    ),
+    "as many heads as tokens": (
+        "float[2, 3, 3, 8] q, float[2, 3, 5, 8] k, float[2, 3, 5, 8] v", "float[2, 3, 3, 8] y", "",
+        f"{ATTENTION} y = Transpose<perm = [0, 2, 1, 3]>(m)", "Transpose",
+    ),
+    "more tokens than heads": (
+        "float[2, 3, 4, 8] q, float[2, 3, 5, 8] k, float[2, 3, 5, 8] v", "float[2, 4, 3, 8] y", "",
+        f"{ATTENTION} y = Transpose<perm = [0, 2, 1, 3]>(m)", None,
     ),
     "a small norm": (
         "float[4, 6] x", "float[4, 6] y", "float k = {0.0001}", "a = Mul(x, k) y = LpNormalization<axis = 1>(a)", "LpNormalization",

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 
 from random_nets.draw import Array
+from random_nets.explanations import Case, explained
 from random_nets.oracle import Feeds, NoOracleError, Oracle, Results, in_float64
 
 
@@ -38,6 +39,9 @@ TOLERANCES = {
 
 ZERO = 0.1
 """What an error is relative to where all elements should be 0: terms that cancel leave the rounding of their own size."""
+
+CHANGED = 4.0
+"""How much larger an error may be than what the change does that explains it."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +86,18 @@ def distance(got: Array, want: Array) -> Distance:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``kind``: right, edge (the network jumps there), oracle (float64 agrees with us), beyond_fp16, disputed or wrong."""
+    """``kind``: right, edge (the network jumps there), oracle (float64 agrees with us), beyond_fp16, explained (by what
+    :mod:`random_nets.explanations` knows; the detail begins with its name), disputed or wrong."""
 
     kind: str
     detail: str = ""
 
 
 def judged(
-    oracle: Oracle, feeds: Sequence[Feeds], got: Sequence[Results], want: Sequence[Results], precision: str
-) -> Verdict:
-    """The verdict on all runs of one network."""
+    oracle: Oracle, feeds: Sequence[Feeds], got: Sequence[Results], want: Sequence[Results], precision: str,
+    calibration: Sequence[Feeds] = (),
+) -> Verdict:  # fmt: skip
+    """The verdict on all runs of one network; ``calibration`` are the feeds that its ranges come from."""
     tolerance = TOLERANCES[precision]
     off = [(k, n) for k in range(len(feeds)) for n in want[k] if not _close(got[k].get(n), want[k][n], tolerance)]
     if not off:
@@ -107,7 +113,15 @@ def judged(
         ]
         if not off:
             return Verdict(kind, detail)
-    return _by_float64(oracle.model, feeds, got, want, off, tolerance, detail)
+    verdict = _by_float64(oracle.model, feeds, got, want, off, tolerance, detail)
+    if verdict.kind != "wrong":
+        return verdict
+
+    def near(ours: Array, theirs: Array, moved: Sequence[Array]) -> bool:
+        return _explained(ours, theirs, moved, tolerance, CHANGED)
+
+    why = explained(Case(oracle, feeds, got, want, off, tolerance.nudge, near, calibration))
+    return verdict if why is None else Verdict("explained", f"{why}: {verdict.detail}")
 
 
 def _close(got: Array | None, want: Array, tolerance: Tolerance) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from random_nets.draw import Array
+from random_nets.instrument import graphs, sizing
 
 Feeds = Mapping[str, Array]
 Results = dict[str, Array]
@@ -86,8 +87,7 @@ def _nudged(a: Array, by: float, rng: np.random.Generator) -> Array:
 
 def _nudged_model(model: onnx.ModelProto, by: float, rng: np.random.Generator) -> onnx.ModelProto:
     moved = copy.deepcopy(model)
-    sizes = {n for g in _graphs(moved.graph) for node in g.node for n in node.input[1:3] if node.op_type == "Resize"}
-    sizes |= {n for g in _graphs(moved.graph) for node in g.node for n in node.input if node.op_type == "Range"}
+    sizes = sizing(moved.graph)
     for t in moved.graph.initializer:
         if t.data_type == TensorProto.FLOAT and t.name not in sizes:
             t.CopyFrom(numpy_helper.from_array(_nudged(numpy_helper.to_array(t), by, rng), t.name))
@@ -141,7 +141,7 @@ def _by_optdnn(model: onnx.ModelProto, feeds: Feeds) -> Sequence[Any]:
 def promoted(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy whose float32 tensors, casts and inputs are float64. QuantizeLinear and the like read float32 as before."""
     wide = copy.deepcopy(model)
-    for graph in _graphs(wide.graph):
+    for graph in graphs(wide.graph):
         for info in (*graph.input, *graph.output, *graph.value_info):
             if info.type.tensor_type.elem_type == TensorProto.FLOAT:
                 info.type.tensor_type.elem_type = TensorProto.DOUBLE
@@ -163,14 +163,6 @@ def promoted(model: onnx.ModelProto) -> onnx.ModelProto:
 def _widen(t: TensorProto) -> None:
     if t.data_type == TensorProto.FLOAT:
         t.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(t).astype(np.float64), t.name))
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    yield graph
-    for node in graph.node:
-        for a in node.attribute:
-            if a.type == onnx.AttributeProto.GRAPH:
-                yield from _graphs(a.g)
 
 
 FLOAT32_ONLY = {

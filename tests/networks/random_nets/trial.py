@@ -19,7 +19,7 @@ from random_nets.judge import judged
 from random_nets.oracle import NoOracleError, Oracle
 from random_nets.targets import Setting, UnsteadyError
 
-GOOD = ("right", "edge", "oracle", "beyond_fp16", "no_oracle", "refused")
+GOOD = ("right", "edge", "oracle", "beyond_fp16", "explained", "no_oracle", "refused")
 """Verdicts that are no failure. A refusal is an error of ours that says why; it is listed, too."""
 FAILED = ("wrong", "disputed", "unsteady", "run_error", "foreign", "crashed", "hung", "generator")
 """``run_error``: a RunError of ours on inputs that ONNX Runtime takes."""
@@ -51,7 +51,9 @@ def trial(net: Network, setting: Setting, say: Say = lambda stage: None) -> dict
             got = targets.run(setting, engine, net.feeds, begin)
             begin("judge")
             rounds = len(got) // len(net.feeds)  # two where an engine has plans by value
-            verdict = judged(oracle, net.feeds * rounds, got, want * rounds, targets.judged_as(setting, net))
+            calibration = targets.options(setting, net).get("calib", ())
+            precision = targets.judged_as(setting, net)
+            verdict = judged(oracle, net.feeds * rounds, got, want * rounds, precision, calibration)
         row.update(verdict=verdict.kind, detail=verdict.detail)
         if verdict.kind == "wrong" and setting.target.startswith("cuda") and not net.sizes:
             begin("steps")

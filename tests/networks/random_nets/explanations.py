@@ -1,0 +1,121 @@
+"""Known reasons for which a right engine differs from ONNX Runtime: the oracle's faults, and what the nudges of the judge miss.
+
+Each is a computation on the network at hand, not a list of seeds: it says which of the differing results it accounts for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from random_nets.draw import Array, reads_of
+from random_nets.instrument import clipping, instrumented, rounding
+from random_nets.oracle import Feeds, NoOracleError, Oracle, Results
+
+Off = list[tuple[int, str]]
+"""(run, output) of results that differ."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Results that differ: of the network, its runs, what was got and wanted. ``near(got, want, moved)``: the error is not larger
+    than what the change that gave ``moved`` does. ``nudge`` is the relative size of a rounding; ``calibration`` the feeds that an
+    int8 engine was calibrated with."""
+
+    oracle: Oracle
+    feeds: Sequence[Feeds]
+    got: Sequence[Results]
+    want: Sequence[Results]
+    off: Off
+    nudge: float
+    near: Callable[[Array, Array, Sequence[Array]], bool]
+    calibration: Sequence[Feeds] = ()
+
+
+def roundings(case: Case) -> Off:
+    """Every operator rounds, not only the network's inputs and constants: terms that cancel exactly in float32 (x + (1 - x)) leave
+    the rounding of fp16, and a normalization of what they leave magnifies that. Nudged inputs cancel likewise and show nothing."""
+    models = [instrumented(case.oracle.model, rounding(case.nudge, k + 1)) for k in range(4)]
+    return _as_far(case, models, case.off)
+
+
+def outside_calibration(case: Case) -> Off:
+    """Values of this run leave the ranges that were seen in calibration, and saturate. A build calibrates at the sizes of its first
+    profile: a sum over a longer axis may exceed what was seen. Clipped to those ranges the float network differs as much."""
+    if not case.calibration:
+        return []
+    ranges: dict[str, tuple[float, float]] = {}
+    for feed in case.calibration:
+        for name, a in values(case.oracle.model, feed).items():
+            if a.dtype == np.float32 and a.size and np.isfinite(a).all():
+                low, high = ranges.get(name, (0.0, 0.0))
+                ranges[name] = min(low, float(a.min())), max(high, float(a.max()))
+    return _as_far(case, [instrumented(case.oracle.model, clipping(ranges))], case.off)
+
+
+def no_trips(case: Case) -> Off:
+    """ONNX Runtime gives what a Loop without trips would have collected sizes of 0 where the model does not declare them; the sizes
+    that the rows would have had are as right. A reduction over the trips makes that a visible shape."""
+    found = []
+    for k, name in case.off:
+        got, want = case.got[k][name], case.want[k][name]
+        same = got.dtype == want.dtype and got.ndim == want.ndim and got.shape != want.shape
+        if not same or any(a != b and b != 0 for a, b in zip(got.shape, want.shape, strict=True)):
+            continue
+        seen = values(case.oracle.model, case.feeds[k])
+        marked = {
+            n
+            for node in case.oracle.model.graph.node
+            if node.op_type == "Loop"
+            for n in node.output[len(node.input) - 2 :]
+            if n and seen[n].shape[:1] == (0,)
+        }
+        for node in case.oracle.model.graph.node:
+            if marked & reads_of(node):
+                marked |= set(node.output)
+        if name in marked:
+            found.append((k, name))
+    return found
+
+
+EXPLANATIONS: tuple[Callable[[Case], Off], ...] = (no_trips, roundings, outside_calibration)
+
+
+def explained(case: Case) -> str | None:
+    """The names of the explanations that account for all that differs, or None."""
+    left, used = case.off, []
+    for explanation in EXPLANATIONS:
+        try:
+            found = explanation(_only(case, left))
+        except NoOracleError:
+            continue  # ONNX Runtime does not take the changed network: this explanation cannot be tried
+        if found:
+            used.append(explanation.__name__)
+            left = [o for o in left if o not in found]
+        if not left:
+            return " and ".join(used)
+    return None
+
+
+def _only(case: Case, off: Off) -> Case:
+    return Case(case.oracle, case.feeds, case.got, case.want, off, case.nudge, case.near, case.calibration)
+
+
+def _as_far(case: Case, models: Sequence[onnx.ModelProto], off: Off) -> Off:
+    """What of ``off`` these changed networks explain."""
+    oracles = [Oracle(m) for m in models]
+    moved = {k: [o.run(case.feeds[k]) for o in oracles] for k in sorted({k for k, _ in off})}
+    return [(k, n) for k, n in off if case.near(case.got[k][n], case.want[k][n], [m[n] for m in moved[k]])]
+
+
+def values(model: onnx.ModelProto, feeds: Feeds) -> Results:
+    """All values of the network that are not inside of subgraphs, its inputs included. Raises NoOracleError."""
+    shown = copy.deepcopy(model)
+    known = {o.name for o in shown.graph.output}
+    inner = [n for node in shown.graph.node for n in node.output if n and n not in known]
+    shown.graph.output.extend(onnx.ValueInfoProto(name=n) for n in inner)
+    return {**feeds, **Oracle(shown).run(feeds)}

@@ -1,0 +1,119 @@
+"""Changes the float values on the way through a network: each result of a node passes through nodes that a rule gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+
+import onnx
+from onnx import GraphProto, NodeProto, TensorProto, helper, shape_inference
+
+Rule = Callable[[NodeProto, str, str], Sequence[NodeProto]]
+"""(maker of a value, name that the value has now, name that the last node gives) -> nodes; none: the value stays."""
+
+EXACT = frozenset(
+    {
+        "Abs",
+        "BatchToSpace",
+        "Ceil",
+        "Clip",
+        "Compress",
+        "Concat",
+        "Constant",
+        "ConstantOfShape",
+        "DepthToSpace",
+        "Expand",
+    }
+    | {"EyeLike", "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "GlobalMaxPool", "Identity", "If", "Loop"}
+    | {
+        "Max",
+        "MaxPool",
+        "MaxUnpool",
+        "Min",
+        "Neg",
+        "OneHot",
+        "Pad",
+        "Range",
+        "ReduceMax",
+        "ReduceMin",
+        "Relu",
+        "Reshape",
+    }
+    | {"ReverseSequence", "Round", "Scan", "ScatterElements", "ScatterND", "Sign", "Slice", "SpaceToDepth", "Split"}
+    | {"Squeeze", "Tile", "TopK", "Transpose", "Trilu", "Unique", "Unsqueeze", "Where"}
+)
+"""Operators that choose or move elements: they round nothing."""
+
+
+def graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    """A graph and those inside of its nodes."""
+    yield graph
+    for node in graph.node:
+        for a in node.attribute:
+            if a.type == onnx.AttributeProto.GRAPH:
+                yield from graphs(a.g)
+
+
+def sizing(graph: GraphProto) -> set[str]:
+    """Names of values that say how large others are: operands of Resize and Range."""
+    every = [n for g in graphs(graph) for n in g.node]
+    return {i for n in every if n.op_type == "Resize" for i in n.input[1:3]} | {
+        i for n in every if n.op_type == "Range" for i in n.input
+    }
+
+
+def instrumented(model: onnx.ModelProto, rule: Rule) -> onnx.ModelProto:
+    """A copy in which every float32 result of a node, those inside of subgraphs included, passes through the rule's nodes."""
+    changed = shape_inference.infer_shapes(copy.deepcopy(model))
+    sizes = sizing(changed.graph)
+    for graph in reversed(list(graphs(changed.graph))):  # the inner ones first: nodes are copied
+        floats = {
+            v.name for v in (*graph.value_info, *graph.output) if v.type.tensor_type.elem_type == TensorProto.FLOAT
+        } - sizes
+        nodes: list[NodeProto] = []
+        for node in graph.node:
+            nodes.append(node)
+            for k, name in enumerate(node.output):
+                before = f"{name}/before"
+                added = rule(node, before, name) if name in floats else []
+                if added:
+                    node.output[k] = before
+                    nodes += added
+        copies = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
+        del graph.node[:]
+        graph.node.extend(copies)
+    return changed
+
+
+def rounding(by: float, seed: int) -> Rule:
+    """Each result of an operator that rounds is moved by up to ``by`` of its size."""
+    count = seed << 12
+
+    def rule(node: NodeProto, before: str, after: str) -> list[NodeProto]:
+        nonlocal count
+        if node.op_type in EXACT:
+            return []
+        count += 1
+        factor = f"{after}/factor"
+        drawn = {"low": 1 - by, "high": 1 + by, "seed": float(count)}
+        return [
+            helper.make_node("RandomUniformLike", [before], [factor], **drawn),
+            helper.make_node("Mul", [before, factor], [after]),
+        ]
+
+    return rule
+
+
+def clipping(ranges: dict[str, tuple[float, float]]) -> Rule:
+    """Each value of these names is clipped to its range."""
+
+    def rule(node: NodeProto, before: str, after: str) -> list[NodeProto]:
+        if after not in ranges:
+            return []
+        bounds = [f"{after}/low", f"{after}/high"]
+        made = [
+            helper.make_node("Constant", [], [b], value_float=v) for b, v in zip(bounds, ranges[after], strict=True)
+        ]
+        return [*made, helper.make_node("Clip", [before, *bounds], [after])]
+
+    return rule

@@ -1,0 +1,112 @@
+"""What the judge knows of ONNX Runtime's faults and of its own blind spots: each explains its case, and no other error."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from random_nets.explanations import EXPLANATIONS
+from random_nets.instrument import instrumented, rounding
+from random_nets.judge import Verdict, judged
+from random_nets.oracle import Feeds, NoOracleError, Oracle, Results
+
+pytest.importorskip("onnxruntime")
+
+
+def parsed(signature: str, nodes: str, constants: str = "") -> onnx.ModelProto:
+    return onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 17]> g {signature} <{constants}> {{ {nodes} }}'
+    )
+
+
+def verdict(
+    model: onnx.ModelProto, feeds: Feeds, change: Results, precision: str, calibration: tuple[Feeds, ...] = ()
+) -> Verdict:
+    """On the right results with those of ``change`` in their place."""
+    oracle = Oracle(model)
+    want = oracle.run(feeds)
+    return judged(oracle, [feeds], [{**want, **change}], [want], precision, calibration)
+
+
+def name(found: Verdict) -> str:
+    return found.detail.partition(":")[0] if found.kind == "explained" else found.kind
+
+
+@pytest.mark.parametrize(
+    ("size", "precision", "wanted"), [(0.05, "fp16", "roundings"), (1.0, "fp16", "wrong"), (0.05, "fp32", "wrong")]
+)
+def test_roundings_on_the_way(size: float, precision: str, wanted: str) -> None:
+    """(1.245 - x) + x is flat but for its rounding, which the normalization magnifies."""
+    model = parsed(
+        "(float[1, 1, 64] x) => (float[1, 1, 64] y)",
+        "d = Sub(c, x) f = Add(d, x) y = InstanceNormalization<epsilon = 0.001>(f, g, b)",
+        "float c = {1.245}, float[1] g = {1}, float[1] b = {-0.84}",
+    )
+    rng = np.random.default_rng(3)
+    feeds = {"x": rng.standard_normal((1, 1, 64)).astype(np.float32)}
+    got = -0.84 + size * rng.uniform(-1, 1, (1, 1, 64))
+    assert name(verdict(model, feeds, {"y": got.astype(np.float32)}, precision)) == wanted
+
+
+def test_values_outside_of_what_calibration_saw() -> None:
+    """A sum over 64 elements saturates at the sum over 8 that calibration saw."""
+    model = parsed(
+        "(float[2, S] x) => (float[2, 1] y)", "s = ReduceSum(x, a) y = Mul(s, c)", "int64[1] a = {1}, float c = {2}"
+    )
+    seen, run = ({"x": np.ones((2, n), np.float32)} for n in (8, 64))
+    saturated = {"y": np.full((2, 1), 16, np.float32)}
+    other = {"y": np.full((2, 1), -500, np.float32)}
+    assert name(verdict(model, run, saturated, "int8", (seen,))) == "outside_calibration"
+    assert name(verdict(model, run, other, "int8", (seen,))) == "wrong"
+    assert name(verdict(model, run, saturated, "int8", (run,))) == "wrong"
+    assert name(verdict(model, run, saturated, "int8")) == "wrong"
+
+
+LOOP = parsed(
+    "(float[N, 6] x, int64 trips) => (float[?, 6] y, float[?, 6] z)",
+    """l, rows = Loop (trips, go, x) <body = b (int64 i, bool c, float[?, 6] u) => (bool k, float[?, 6] v, float[?, 6] w)
+        { k = Identity(c) v = Tanh(u) w = Identity(v) }>
+    y = ReduceSum<keepdims = 0>(rows, a)
+    z = Relu(x)""",
+    "bool go = {1}, int64[1] a = {0}",
+)
+
+
+@pytest.mark.parametrize(
+    ("trips", "output", "rows", "wanted"),
+    [
+        (0, "y", 2, "no_trips"),
+        (1, "y", 3, "wrong"),  # the loop ran: its rows have a size
+        (0, "z", 3, "wrong"),  # comes from no loop
+    ],
+)  # fmt: skip
+def test_rows_of_a_loop_without_trips(trips: int, output: str, rows: int, wanted: str) -> None:
+    feeds = {"x": np.ones((2, 6), np.float32), "trips": np.array(trips)}
+    assert Oracle(LOOP).run(feeds)["y"].shape == ((0, 6) if trips == 0 else (2, 6))
+    assert name(verdict(LOOP, feeds, {output: np.zeros((rows, 6), np.float32)}, "fp32")) == wanted
+
+
+def test_an_explanation_that_cannot_be_tried_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise NoOracleError("no")
+
+    feeds = {"x": np.ones((2, 6), np.float32), "trips": np.array(0)}
+    monkeypatch.setattr("random_nets.explanations.values", refused)
+    assert name(verdict(LOOP, feeds, {"y": np.zeros((2, 6), np.float32)}, "fp32")) == "wrong"
+    assert len(EXPLANATIONS) == 3
+
+
+def test_values_in_branches_are_moved_and_sizes_are_not() -> None:
+    model = parsed(
+        "(float[4] x, bool c) => (float[4] y, float[?] r)",
+        """y = If (c) <then_branch = a () => (float[4] p) { p = Exp(x) }, else_branch = b () => (float[4] q) { q = Relu(x) }>
+        three = Sqrt(nine) r = Range(zero, three, one)""",
+        "float nine = {9}, float zero = {0}, float one = {1}",
+    )
+    feeds = {"x": np.arange(4, dtype=np.float32), "c": np.array(True)}
+    moved = Oracle(instrumented(model, rounding(0.5, 1)))
+    assert not np.allclose(moved.run(feeds)["y"], Oracle(model).run(feeds)["y"])
+    np.testing.assert_array_equal(moved.run(feeds)["r"], np.arange(3))
+    relu = {**feeds, "c": np.array(False)}
+    np.testing.assert_array_equal(moved.run(relu)["y"], Oracle(model).run(relu)["y"])
