@@ -26,6 +26,8 @@ _DISABLED = ("DoubleQDQPairsRemover", "WeightBiasQuantization")
 """Optimizers that change results (1.31): the first makes one rounding of two, with scales of which neither is the model's; the
 second rounds float weights to int8, and float biases to int32, between DequantizeLinear and QuantizeLinear."""
 
+_FLOAT_PRODUCTS = ("session.qdq_matmulnbits_accuracy_level", "1")
+"""Products of floats and dequantized constants are computed in fp32; by default the floats are rounded to 8 bits, too."""
 _MISTYPED = "does not match y_zero_point type"
 """An optimizer moves DequantizeLinear of int8 behind a Reshape or the like, and gives the QuantizeLinear before it a zero point of
 another type (1.31, from opset 21 on). Its own check then refuses the model; without this optimizer the model runs."""
@@ -37,6 +39,8 @@ def refuses(precision: str) -> str | None:
 
 
 def _session(ort: Any, model: bytes, options: Any) -> Any:
+    options.add_session_config_entry(*_FLOAT_PRODUCTS)
+
     def opened(*disabled: str) -> Any:
         return ort.InferenceSession(
             model, options, providers=["CPUExecutionProvider"], disabled_optimizers=[*_DISABLED, *disabled]

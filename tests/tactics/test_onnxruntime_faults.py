@@ -150,3 +150,21 @@ def test_int8_behind_a_reshape_runs(weights: int) -> None:
             ort.InferenceSession(written, disabled_optimizers=list(library._DISABLED))
     engine = build_verbose(model, BuildOptions(target="cpu", threads=1, tactics="onnxruntime")).engine
     np.testing.assert_allclose(engine.run(feeds)["y"], exact(model, feeds), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int4"])
+def test_floats_that_meet_quantized_weights_stay_floats(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime would round them to 8 bits."""
+    model = parsed(
+        "float[4, 32] x", "float[4, 16] y", "float s = {0.02}", "d = DequantizeLinear(w, s) y = MatMul(x, d)"
+    )
+    numbers = np.random.default_rng(1).integers(0, 8, (32, 16)).astype(np.float64)
+    kind = onnx.TensorProto.DataType.Value(dtype.upper())
+    model.graph.initializer.append(onnx.helper.make_tensor("w", kind, [32, 16], numbers.astype(int).ravel().tolist()))
+    feeds = {"x": random(4, 32)}
+    engine = build_verbose(model, BuildOptions(target="cpu", threads=1, tactics="onnxruntime")).engine
+    np.testing.assert_allclose(engine.run(feeds)["y"], feeds["x"] @ (numbers * 0.02), rtol=1e-5, atol=1e-5)
+    written = LIBRARIES["onnxruntime"].export(import_model(model)).to_bytes()
+    monkeypatch.setattr(library, "_FLOAT_PRODUCTS", ("session.qdq_matmulnbits_accuracy_level", "4"))
+    rounded = library._session(ort, written, ort.SessionOptions()).run(None, feeds)[0]
+    assert np.abs(rounded - feeds["x"] @ (numbers * 0.02)).max() > 1e-3
