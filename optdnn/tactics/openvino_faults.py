@@ -182,6 +182,33 @@ def _as_many_heads_as_tokens(graph: Graph, op: Op) -> str | None:
     return None
 
 
+def _one_activation(graph: Graph, op: Op) -> str | None:
+    """Both directions of a recurrent network get the activations of the first."""
+    if op.kind not in ("RNN", "GRU", "LSTM") or op.attrs.direction != "bidirectional":
+        return None
+    half = len(op.attrs.activations) // 2
+    if op.attrs.activations[:half] != op.attrs.activations[half:]:
+        return "openvino gives both directions of a recurrent network the activations of the first"
+    return None
+
+
+def _writes_over(graph: Graph, op: Op) -> str | None:
+    """Abs of a Concat of one axis is written over the Concat, also where something else reads that or it is a result."""
+    if "Abs" not in _kinds(op):
+        return None
+    for v in op.inputs:
+        made = None if v is None else graph.op(v)
+        if (
+            made is not None
+            and v is not None
+            and made.kind == "Concat"
+            and graph.type(v).rank == 1
+            and len(graph.uses(v)) > 1
+        ):
+            return "openvino writes Abs over the Concat that it reads"
+    return None
+
+
 def _norm_of_little(graph: Graph, op: Op) -> str | None:
     """OpenVINO adds a constant to the norm that LpNormalization divides by."""
     return "openvino adds a constant to the norm of LpNormalization" if op.kind == "LpNormalization" else None
@@ -231,6 +258,8 @@ _FAULTS = (
     _one_column,
     _without_peepholes,
     _as_many_heads_as_tokens,
+    _one_activation,
+    _writes_over,
     _norm_of_little,
     _channels_of_reduced,
     _meets_its_norm,

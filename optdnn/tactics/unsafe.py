@@ -203,7 +203,7 @@ def sized_by_data(graph: Graph) -> dict[int, str]:
 
 def _sizes_itself(graph: Graph, op: Op, data: set[int]) -> bool:
     """Whether new sizes of an op's results come from data: it counts something, or its operands that say sizes are computed."""
-    if op.kind not in PARAMETERS:
+    if op.kind not in PARAMETERS or op.kind == "NonMaxSuppression":  # its parameter is the most that it keeps
         return True
     slots = (op.input(slot) for slot in PARAMETERS[op.kind])
     return any(v is not None and v.op in data and graph.known(v) is None for v in slots)

@@ -47,6 +47,7 @@ POOLED = "y = AveragePool<kernel_shape = [3], strides = [2], pads = [1, 1], coun
 ROWS = "float s = {0.025}, uint8 z = {100}, int64[1] axes = {2}"
 SMALL_LSTM = "float[1, 8, 3] w, float[1, 8, 2] r, float[1, 6] p"
 LSTM = "y, h, c = LSTM<hidden_size = 2>(x, w, r, , , , , p)"
+RNN = "float[4, 2, 3] x, float[2, 2, 3] w, float[2, 2, 2] r"
 ATTENTION = "t = Transpose<perm = [0, 1, 3, 2]>(k) s = MatMul(q, t) w = Softmax(s) m = MatMul(w, v)"
 CHANNELS = "float[1, 5, 1] c = {1, 2, 3, 4, 5}"
 
@@ -172,6 +173,20 @@ CASES: dict[str, tuple[str, str, str, str, str | None]] = {
     "more tokens than heads": (
         "float[2, 3, 4, 8] q, float[2, 3, 5, 8] k, float[2, 3, 5, 8] v", "float[2, 4, 3, 8] y", "",
         f"{ATTENTION} y = Transpose<perm = [0, 2, 1, 3]>(m)", None,
+    ),
+    "activations of each direction": (
+        RNN, "float[4, 2, 2, 2] y", "",
+        'y = RNN<hidden_size = 2, direction = "bidirectional", activations = ["Sigmoid", "Relu"]>(x, w, r)', "RNN",
+    ),
+    "the same activations in both directions": (
+        RNN, "float[4, 2, 2, 2] y", "",
+        'y = RNN<hidden_size = 2, direction = "bidirectional", activations = ["Relu", "Relu"]>(x, w, r)', None,
+    ),
+    "Abs of a Concat that is a result": (
+        "float[4] x", "float[8] y, float[8] z", "", "n = Neg(x) y = Concat<axis = 0>(x, n) z = Abs(y)", "Abs",
+    ),
+    "Abs of a Concat that nothing else reads": (
+        "float[4] x", "float[8] z", "", "n = Neg(x) y = Concat<axis = 0>(x, n) z = Abs(y)", None,
     ),
     "a small norm": (
         "float[4, 6] x", "float[4, 6] y", "float k = {0.0001}", "a = Mul(x, k) y = LpNormalization<axis = 1>(a)", "LpNormalization",

@@ -271,6 +271,19 @@ def test_what_reads_or_gives_a_size_that_depends_on_data_is_not_openvinos(batch)
     assert "the size of 'rows' depends on data" in openvino_must_not(graph)[next(iter(found))]
 
 
+def test_what_a_suppression_keeps_depends_on_data():
+    """Its parameter says how many at most, not how many."""
+    graph = import_model(onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]> g (float[1, 30, 4] boxes, float[1, 2, 30] scores) => (float[k] y)
+        <int64 most = {20}, float overlap = {0.5}, float least = {0.5}>
+        {
+            kept = NonMaxSuppression(boxes, scores, most, overlap, least)
+            found = GatherND(scores, kept)
+            y = Relu(found)
+        }"""))  # fmt: skip
+    assert [graph.op(i).kind for i in sized_by_data(graph)] == ["NonMaxSuppression", "GatherND", "Relu"]
+
+
 def test_sizes_that_follow_from_shapes_are_openvinos():
     graph = Graph()
     x = graph.add_input("x", TensorType(FP32, (symbol("N"), symbol("C"))))
