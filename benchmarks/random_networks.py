@@ -4,13 +4,19 @@
     python benchmarks/random_networks.py --target cpu --tactics openvino,onnxruntime --seeds 0:500 --out alone.jsonl
     python benchmarks/random_networks.py --target cuda --precision fp32,fp16,int8 --seeds 0:250 --jobs 14 \
         --cache kernels --out gpu.jsonl --shrink failing
+    python benchmarks/random_networks.py --settings processor --seeds 30000:32858 --jobs 16 --budget 3000 --out all.jsonl
     python benchmarks/random_networks.py --files failing/*.onnx --target simulate --out again.jsonl
+    python benchmarks/random_networks.py --merge part1.jsonl part2.jsonl --seeds 0:0 --out whole.jsonl
 
 The generator is ``tests/networks/random_nets``. Each seed gives one network of each family (``--family``), tried at each setting
 (target, precision, tactics) in worker processes. One that dies or needs more than ``--timeout`` seconds costs its network alone.
-``--out`` gets one line of JSON per trial as it ends; trials that it holds already are not repeated. ``OUT.summary.json`` counts
-them. A line is printed for each failing trial, and ``--shrink FOLDER`` makes its network small and keeps it there as NAME.onnx
-with the inputs in NAME.npz. Exit code 7: something failed.
+``--out`` gets one line of JSON per trial as it ends; trials that it holds already are not repeated: a run that was stopped, or that
+``--budget`` ended, goes on with the same command. Parts (ranges of seeds, settings) can run on different machines; ``--merge``
+counts their rows with those of ``--out``. ``OUT.summary.json`` has the counts by setting and family, the failing trials, those
+that an explanation of ``tests/networks/random_nets/explanations.py`` accounts for, and why others were refused.
+
+A line is printed for each failing trial, and ``--shrink FOLDER`` makes its network small and keeps it there as NAME.onnx with the
+inputs in NAME.npz. Exit code 7: something failed.
 
 GPU networks are built by the cost model, and run twice (captured, then replayed), bit for bit the same. "int8" means Q/DQ networks
 as they are, and float networks calibrated with their own inputs.
@@ -19,6 +25,7 @@ as they are, and float networks calibrated with their own inputs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -27,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +46,20 @@ from random_nets.pool import Row, Task, Worker, tried  # noqa: E402
 from random_nets.shrink import shrunk  # noqa: E402
 from random_nets.trial import FAILED, opened, saved  # noqa: E402
 
-NOTED = (*FAILED, "refused", "beyond_fp16")
-"""Verdicts whose rows keep their detail in the summary."""
+PROCESSOR = (
+    "cpu fp32 auto", "cpu fp32 openvino", "cpu fp32 onnxruntime", "reference fp32",
+    "simulate fp32", "simulate fp16", "simulate int8",
+)  # fmt: skip
+"""The settings that need no GPU."""
+EXAMPLES = 8
+"""Names that the summary keeps of trials that were refused for the same reason."""
 
 
 def settings(args: argparse.Namespace) -> list[list[str]]:
-    """Every [target, precision, tactics] that is asked for; cpu and reference know fp32 (and cpu int8) alone."""
+    """Every [target, precision, tactics] that is asked for; reference knows fp32 alone."""
+    if args.settings:
+        asked = PROCESSOR if args.settings == "processor" else args.settings.split(",")
+        return [[*s.split(), "", ""][:3] for s in asked]
     found = []
     for target in args.target.split(","):
         for precision in args.precision.split(","):
@@ -105,8 +120,55 @@ def summary(rows: Sequence[Row], seconds: float, trials: int) -> dict[str, Any]:
         "trials_per_second": round(trials / max(seconds, 1e-9), 2),
         "stages": {k: round(v, 1) for k, v in spent.items()},
         "counts": table,
-        "noted": [{k: r[k] for k in ("name", "setting", "verdict", "detail")} for r in rows if r["verdict"] in NOTED],
+        "failing": [
+            {k: r[k] for k in ("name", "setting", "verdict", "detail")} for r in rows if r["verdict"] in FAILED
+        ],
+        "explained": explained(rows),
+        "refused": refused(rows),
     }
+
+
+def explained(rows: Iterable[Row]) -> dict[str, dict[str, list[str]]]:
+    """Explanation -> setting -> names: those of the judge, and "oracle" where float64 agrees with optdnn."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for r in rows:
+        if r["verdict"] in ("explained", "oracle"):
+            why = r["detail"].partition(":")[0] if r["verdict"] == "explained" else "oracle"
+            found.setdefault(why, {}).setdefault(r["setting"], []).append(r["name"])
+    return found
+
+
+def refused(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Setting and reason (without numbers and names) of refused trials, how many, and some of them; the most frequent first."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for r in rows:
+        if r["verdict"] in ("refused", "no_oracle"):
+            reason = re.sub(
+                r"'[^']*'",
+                "'…'",
+                re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", r["detail"].rpartition(" [")[0] or r["detail"]),
+            )
+            found.setdefault((r["setting"], f"{r['verdict']}: {reason}"[:240]), []).append(r["name"])
+    return [
+        {"setting": setting, "reason": reason, "trials": len(names), "first": names[:EXAMPLES]}
+        for (setting, reason), names in sorted(found.items(), key=lambda item: -len(item[1]))
+    ]
+
+
+def written(found: dict[str, Any]) -> str:
+    """JSON with one line for each family's counts and each trial."""
+
+    def lines(value: Any, depth: int) -> str:
+        flat = json.dumps(value, ensure_ascii=False)
+        if not isinstance(value, dict | list) or len(flat) + depth < 110 or depth > 2:
+            return flat
+        pad = "\n" + " " * (depth + 1)
+        if isinstance(value, dict):
+            inner = [f"{json.dumps(k)}: {lines(v, depth + 1)}" for k, v in value.items()]
+            return "{" + pad + f",{pad}".join(inner) + "}"
+        return "[" + pad + f",{pad}".join(lines(v, depth + 1) for v in value) + "]"
+
+    return lines(found, 0) + "\n"
 
 
 def cause(row: Row) -> str:
@@ -141,11 +203,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--target", default="cpu", help="cpu, reference, simulate, cuda (several: separated by commas)")
     p.add_argument("--precision", default="fp32", help="fp32, fp16, int8")
     p.add_argument("--tactics", default="", help="cpu: auto, openvino, onnxruntime; cuda: own and so on")
+    p.add_argument(
+        "--settings",
+        help='"cpu fp32 openvino,simulate fp16" and so on, or "processor": all that need no GPU '
+        "(in place of --target, --precision and --tactics)",
+    )
     p.add_argument("--family", default=",".join(FAMILIES))
     p.add_argument("--seeds", default="0:20", help="FIRST:LAST, the last not included")
     p.add_argument("--files", nargs="*", help="networks in files, in place of seeds; NAME.npz holds the inputs")
     p.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     p.add_argument("--timeout", type=float, default=120.0, help="seconds for one trial")
+    p.add_argument("--budget", type=float, help="seconds after which no further trial begins")
+    p.add_argument("--merge", nargs="*", type=Path, default=[], help="files of other runs whose rows are counted, too")
     p.add_argument("--fresh", type=int, default=300, help="trials that one worker process takes")
     p.add_argument("--cache", type=Path, help="folder of compiled kernels that the workers share")
     p.add_argument("--out", type=Path, required=True)
@@ -161,15 +230,18 @@ def main() -> int:
         parser().error(f"unknown family {sorted(unknown)[0]!r}: there are {', '.join(FAMILIES)}")
     if args.cache:
         os.environ["OPTDNN_CACHE"] = str(args.cache.resolve())
-    rows = done_before(args.out)
+    once = {(r["name"], r["setting"]): r for file in (args.out, *args.merge) for r in done_before(file)}
+    rows = list(once.values())
     tasks = list(planned(args, {(r["name"], r["setting"]) for r in rows}))
     by_name = {
         (Path(t["file"]).stem if "file" in t else f"{t['family']}-{t['seed']}", " ".join(filter(None, t["setting"]))): t
         for t in tasks
     }
     start, failing = time.monotonic(), []
+    end = start + args.budget if args.budget else float("inf")
+    due = itertools.takewhile(lambda task: time.monotonic() < end, tasks)
     with args.out.open("a") as out:
-        for k, row in enumerate(tried(tasks, args.jobs, args.timeout, args.fresh), 1):
+        for k, row in enumerate(tried(due, args.jobs, args.timeout, args.fresh), 1):
             rows.append(row)
             out.write(json.dumps(row) + "\n")
             out.flush()
@@ -179,9 +251,11 @@ def main() -> int:
             if k % 500 == 0:
                 print(f"{k} of {len(tasks)} in {time.monotonic() - start:.0f} s", flush=True)
     seconds = time.monotonic() - start
-    found = summary(rows, seconds, len(tasks))
-    Path(f"{args.out}.summary.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{len(tasks)} trials in {seconds:.0f} s: {found['verdicts']}")
+    made = len(rows) - len(once)
+    found = summary(rows, seconds, made)
+    found["left"] = len(tasks) - made
+    Path(f"{args.out}.summary.json").write_text(written(found))
+    print(f"{made} trials in {seconds:.0f} s, {found['left']} left; with earlier ones {found['verdicts']}")
     for row in failing[: args.shrink_most] if args.shrink else []:
         print(shrink(row, by_name[row["name"], row["setting"]], args.shrink, args.timeout), flush=True)
     return 7 if any(r["verdict"] in FAILED for r in rows) else 0
