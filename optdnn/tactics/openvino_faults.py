@@ -5,7 +5,7 @@ All were seen with OpenVINO 2026.4 on x86-64; the tests hold each in a small net
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
@@ -24,6 +24,7 @@ _MOVING = frozenset(
 _SCALING = frozenset({"Add", "AveragePool", "Clip", "Div", "Mul", "Neg", "Sub"})
 """Further kinds that OpenVINO moves a DequantizeLinear behind, with another scale or zero point."""
 _AVERAGED = frozenset({"GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"})
+_FEW_ROWS = 8
 _CHANNELWISE = frozenset({"Add", "Div", "Mul", "Sub"})
 
 
@@ -209,6 +210,52 @@ def _writes_over(graph: Graph, op: Op) -> str | None:
     return None
 
 
+def _few_rows(graph: Graph, op: Op) -> str | None:
+    """Products by constants, one behind the other, of up to eight rows are one kernel in one thread; it leaves out zero points."""
+    if not _multiplies_few_rows(graph, op):
+        return None
+    back = _maker(graph, op, 0)
+    zero = op.input(2) if op.kind == "QLinearMatMul" else None
+    if op.kind != "QLinearMatMul" and back is not None and back.kind == "DequantizeLinear":
+        zero = back.input(2)
+    if _is_zero(graph, zero):
+        return None
+    before = (v for v in op.inputs[:1] if v is not None)
+    if _meets_product(graph, before, forwards=False) or _meets_product(graph, [Value(op.id, 0)], forwards=True):
+        return "openvino leaves out zero points in products of few rows, one behind the other"
+    return None
+
+
+def _multiplies_few_rows(graph: Graph, op: Op) -> bool:
+    slot = {"MatMul": 1, "Gemm": 1, "QLinearMatMul": 3}.get(op.kind)
+    dims = op.outputs[0].type.shape
+    if slot is None or dims is None or len(dims) != 2 or not isinstance(dims[0], int) or dims[0] > _FEW_ROWS:
+        return False
+    w = _maker(graph, op, slot)
+    if w is not None and w.kind == "DequantizeLinear":
+        w = _maker(graph, w, 0)
+    return w is not None and w.kind == "Constant"
+
+
+def _meets_product(graph: Graph, values: Iterable[Value], *, forwards: bool) -> bool:
+    """Whether elementwise steps and quantization alone lie between one of these values and another such product."""
+    stack, seen = list(values), set[int]()
+    while stack:
+        v = stack.pop()
+        ops = [graph.op(Value(use.op, 0)) for use in graph.uses(v)] if forwards else [graph.op(v)]
+        for op in ops:
+            if op.id in seen:
+                continue
+            seen.add(op.id)
+            if _multiplies_few_rows(graph, op):
+                return True
+            if op.kind in ("QuantizeLinear", "DequantizeLinear") or (
+                op.kind not in STRUCTURAL and op.definition.traits.pointwise
+            ):
+                stack += [Value(op.id, 0)] if forwards else [i for i in op.inputs if i is not None]
+    return False
+
+
 def _norm_of_little(graph: Graph, op: Op) -> str | None:
     """OpenVINO adds a constant to the norm that LpNormalization divides by."""
     return "openvino adds a constant to the norm of LpNormalization" if op.kind == "LpNormalization" else None
@@ -260,6 +307,7 @@ _FAULTS = (
     _as_many_heads_as_tokens,
     _one_activation,
     _writes_over,
+    _few_rows,
     _norm_of_little,
     _channels_of_reduced,
     _meets_its_norm,

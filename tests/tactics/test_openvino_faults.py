@@ -49,6 +49,14 @@ SMALL_LSTM = "float[1, 8, 3] w, float[1, 8, 2] r, float[1, 6] p"
 LSTM = "y, h, c = LSTM<hidden_size = 2>(x, w, r, , , , , p)"
 RNN = "float[4, 2, 3] x, float[2, 2, 3] w, float[2, 2, 2] r"
 ATTENTION = "t = Transpose<perm = [0, 1, 3, 2]>(k) s = MatMul(q, t) w = Softmax(s) m = MatMul(w, v)"
+LAYERS = """
+    g = MatMul(x, v) q = QuantizeLinear(g, s, z) d = DequantizeLinear(q, s, z) r = Sigmoid(d)
+    b = QuantizeLinear(r, s, z) c = DequantizeLinear(b, s, z) e = DequantizeLinear(w, sw) m = MatMul(c, e)
+    y = QuantizeLinear(m, s, z)"""
+SMALL = (
+    "float[2, 4] v = {0.5, -1, 0.7, 0.1, 0.9, 0.3, -0.4, 1}, "
+    "int8[4, 2] w = {50, -27, 13, 44, 90, 3, -70, 11}, float sw = {0.01}"
+)
 CHANNELS = "float[1, 5, 1] c = {1, 2, 3, 4, 5}"
 
 
@@ -187,6 +195,15 @@ CASES: dict[str, tuple[str, str, str, str, str | None]] = {
     ),
     "Abs of a Concat that nothing else reads": (
         "float[4] x", "float[8] z", "", "n = Neg(x) y = Concat<axis = 0>(x, n) z = Abs(y)", None,
+    ),
+    "products of few rows": (
+        "float[5, 2] x", "int8[5, 2] y", f"float s = {{0.02}}, int8 z = {{-6}}, {SMALL}", LAYERS, "MatMul",
+    ),
+    "products of few rows without zero points": (
+        "float[5, 2] x", "int8[5, 2] y", f"float s = {{0.02}}, int8 z = {{0}}, {SMALL}", LAYERS, None,
+    ),
+    "products of more rows": (
+        "float[9, 2] x", "int8[9, 2] y", f"float s = {{0.02}}, int8 z = {{-6}}, {SMALL}", LAYERS, None,
     ),
     "a small norm": (
         "float[4, 6] x", "float[4, 6] y", "float k = {0.0001}", "a = Mul(x, k) y = LpNormalization<axis = 1>(a)", "LpNormalization",
