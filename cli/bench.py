@@ -3,153 +3,162 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from optdnn.cli.arrays import read_inputs, typed
-from optdnn.cli.common import parse_sizes, print_json, progress, stderr, stdout, table
+from optdnn.cli.bench_tables import show_gpu, show_layers, show_steps
+from optdnn.cli.common import give_json, parse_sizes, progress, remark, shape_text, stdout, table, warn
+from optdnn.cli.options import Command, config_option, input_option, json_option, option, size_option
+from optdnn.cli.words import precision_text
 from optdnn.errors import UsageError
 
+MEASURING, DETAIL = "Measuring", "Detail"
 
-@click.command("bench")
+
+@click.command("bench", cls=Command)
 @click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Runs that are not counted.")
-@click.option("--duration", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds to measure (3).")
-@click.option("--iterations", type=click.IntRange(min=1), metavar="N", help="Runs to measure, instead of a duration.")
-@click.option("--input", "inputs", multiple=True, metavar="[NAME=]FILE", help="As for run; random where not given.")
-@click.option("--size", "sizes", multiple=True, metavar="NAME=N", help="Size of a symbolic dimension (1).")
-@click.option("--threads", type=click.IntRange(min=1), help="Override the build's number of threads.")
-@click.option("--profile", is_flag=True, help="Also time each step.")
-@click.option("--flush-l2", is_flag=True, help="On a GPU: empty its L2 before each run.")
-@click.option("--trace", is_flag=True, help="On a GPU: run once, a kernel at a time in NVTX ranges, for nsys and ncu.")
-@click.option("--json", "as_json", is_flag=True, help="Print the full report as JSON.")
+@input_option
+@size_option
+@option(
+    "--warmup",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    group=MEASURING,
+    help="Runs that are not counted.",
+)
+@option(
+    "--duration",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    group=MEASURING,
+    help="Seconds to measure (3).",
+)
+@option("--iterations", type=click.IntRange(min=1), metavar="N", group=MEASURING,
+        help="Runs to measure (of each stream), instead of a duration.")  # fmt: skip
+@option("--percentile", "percentiles", type=click.FloatRange(0, 100), multiple=True, metavar="P", group=MEASURING,
+        help="Also this percentile of the latencies: --percentile 99.9. Repeat.")  # fmt: skip
+@option("--threads", type=click.IntRange(min=1), group=MEASURING,
+        help="Threads of each instance.  [default: the build's; with --instances, the cores shared out]")  # fmt: skip
+@option("--streams", type=click.IntRange(1, 256), default=1, show_default=True, group=MEASURING,
+        help="Threads that call each instance at once (not on GPUs).")  # fmt: skip
+@option("--instances", type=click.IntRange(1, 256), default=1, show_default=True, group=MEASURING,
+        help="Copies of the engine that run at once, each with its own threads (not on GPUs).")  # fmt: skip
+@option("--profile", is_flag=True, group=DETAIL, help="Also time each step, and each layer of a CPU library.")
+@option("--flush-l2", is_flag=True, gpu=True, group=DETAIL, help="Empty its L2 before each run.")
+@option("--trace", is_flag=True, gpu=True, group=DETAIL,
+        help="Run once, a kernel at a time in NVTX ranges, for nsys and ncu.")  # fmt: skip
+@json_option
+@config_option
 def command(
     engine: Path,
-    warmup: int,
-    duration: float | None,
-    iterations: int | None,
     inputs: tuple[str, ...],
     sizes: tuple[str, ...],
-    threads: int | None,
-    profile: bool,
-    flush_l2: bool,
     trace: bool,
-    as_json: bool,
+    json_file: Path | None,
+    instances: int,
+    threads: int | None,
+    **measuring: Any,
 ) -> None:
-    """Measure the latency and throughput of ENGINE, NumPy arrays in and out, one call at a time.
+    """Measure the latency and throughput of ENGINE, NumPy arrays in and out, one call at a time or (--streams) several.
 
-    On a GPU also what the GPU does: its time for an inference with all arrays there, the host's time to enqueue one, the
-    copies, and both together.
+    Random inputs have the sizes of the profile's optimum, else those that the build measured at. On a GPU also what the GPU does:
+    its time for an inference with all arrays there, the host's time to enqueue one, the copies, and both together.
     """
     import optdnn
+
+    threads = _threads_each(threads, instances)
+    loaded = [optdnn.load(engine, threads=threads) for _ in range(instances)]
+    feeds = _feeds(loaded[0], inputs, parse_sizes(sizes))
+    if trace:
+        _trace(loaded[0], feeds)
+        return
+    report = measured(loaded, feeds, engine.name, **measuring)
+    if not give_json(report, json_file):
+        show(report)
+
+
+def measured(
+    engines: Sequence[Any], feeds: Mapping[str, Any], name: str, *, profile: bool = False, **bounds: Any
+) -> Any:
+    """The report of :func:`optdnn.runtime.bench.bench`, with the precision in words."""
     from optdnn.runtime.bench import bench
+
+    with progress(f"bench {name}"):
+        report = bench(engines[0], feeds, further=engines[1:], with_profile=profile, **bounds)
+    return {**report, "precision_text": precision_text(engines[0].precision, engines[0].meta)}
+
+
+def _threads_each(threads: int | None, instances: int) -> int | None:
+    """Several instances share the cores, unless a number of threads is asked for."""
+    if threads is not None or instances == 1:
+        return threads
+    from optdnn.runtime.machine import usable_cores
+
+    return max(1, usable_cores() // instances)
+
+
+def _feeds(engine: Any, inputs: Sequence[str], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The given inputs, and random ones for the rest."""
     from optdnn.runtime.feeds import random_feeds
 
-    loaded = optdnn.load(engine, threads=threads)
-    feeds = typed(read_inputs(inputs), loaded.inputs)
-    missing = [s for s in loaded.inputs if s.name not in feeds]
-    if missing:
-        stderr.print(f"random inputs: {', '.join(map(str, missing))}")
-        made = random_feeds(loaded.inputs, sizes=parse_sizes(sizes), profiles=loaded.profiles, given=feeds)
-        feeds = {**made, **feeds}
-    if trace:
-        _trace(loaded, feeds)
-        return
-    with progress(f"bench {engine.name}"):
-        report = bench(
-            loaded,
-            feeds,
-            warmup=warmup,
-            duration=duration,
-            iterations=iterations,
-            with_profile=profile,
-            flush_l2=flush_l2,
-        )
-    if as_json:
-        print_json(report)
-        return
+    given = typed(read_inputs(inputs), engine.inputs)
+    missing = [s for s in engine.inputs if s.name not in given]
+    if not missing:
+        return given
+    typical = engine.meta.get("sizes")
+    made = random_feeds(engine.inputs, sizes=sizes, profiles=engine.profiles, given=given, typical=typical)
+    shown = (f"{s.name} {shape_text(s.dtype, made[s.name].shape)}" for s in missing)
+    remark(f"random inputs: {', '.join(shown)}")
+    return {**made, **given}
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """The report as text."""
     if "gpu" in report:
         show_gpu(report)
         return
-    latency = report["latency_ms"]
-    stdout.print(
-        table(None, [*latency, "per second", "runs"], [[*(f"{v:.3f}" for v in latency.values()), *_rates(report)]])
-    )
-    facts = _facts(report["facts"])
-    stdout.print(f"milliseconds; target {report['target']}, precision {report['precision']}; {facts}")
-    if profile:
-        rows = [
-            [p["step"], p["executor"], f"{p['median_ms']:.3f}", f"{p['share']:.0%}", _names(p["src"])]
-            for p in report["profile"]
-        ]
-        stdout.print(table("\nsteps", ["step", "executor", "median ms", "share", "ONNX nodes"], rows, right=[0, 2, 3]))
-    if not report["stable"]:
-        stderr.print("the machine was too unstable to trust these figures (or too few runs were taken)")
-
-
-GPU_ROWS = {
-    "gpu_compute_ms": "GPU compute",
-    "enqueue_ms": "enqueue (host)",
-    "h2d_ms": "copy to the GPU",
-    "d2h_ms": "copy from the GPU",
-    "latency_ms": "latency (copies and compute)",
-    "host_latency_ms": "latency by the host's clock",
-}
-"""Figures of the GPU, as the table shows them."""
-
-
-def show_gpu(report: dict[str, Any]) -> None:
-    gpu = report["gpu"]
-    columns = list(gpu["gpu_compute_ms"])
-    rows = [[title, *(f"{gpu[key][c]:.4f}" for c in columns)] for key, title in GPU_ROWS.items()]
-    rows.append(["NumPy in, NumPy out", *(f"{report['latency_ms'][c]:.4f}" for c in columns)])
-    stdout.print(table(None, ["milliseconds", *columns], rows, right=range(1, len(columns) + 1)))
-    rate, runs, l2 = gpu["throughput_per_s"], gpu["iterations"], gpu["l2"]
-    stdout.print(f"throughput {rate:.1f} inferences per second (calls, whatever their batch); {runs} runs, L2 {l2}")
-    kernels = Counter(str(f["kernel"]) for f in report["facts"] if "kernel" in f)
-    made_of = ", ".join(f"{n} {name}" for name, n in kernels.most_common(6))
-    stdout.print(f"{gpu['device']}; target {report['target']}, precision {report['precision']}; steps: {made_of}")
-    clocks = gpu["clocks"]
-    if clocks is not None:
-        sm = clocks["sm_mhz"]
-        stdout.print(
-            f"clocks: multiprocessors {sm['min']} to {sm['max']} MHz (possible: {clocks['sm_mhz_possible']}), memory "
-            f"{clocks['memory_mhz']} MHz; {clocks['temperature_c']} °C, {clocks['power_w_max']} W at most"
-        )
+    latency, parallel = report["latency_ms"], report["concurrency"]
+    cells = [*(f"{v:.3f}" for v in latency.values()), f"{report['throughput_per_s']:.1f}", report["iterations"]]
+    columns = [*latency, "calls/s", "calls"]
+    stdout.print(table(None, columns, [cells], right=range(len(columns))))
+    stdout.print(f"milliseconds a call; inputs {_shapes(report['inputs'])}{_sizes(report['sizes'])}")
+    if parallel["instances"] * parallel["streams"] > 1:
+        stdout.print(f"at once: {parallel['instances']} instances with {parallel['streams']} streams each")
+    stdout.print(f"target {report['target']}, precision {report['precision_text']}; {_facts(report['facts'])}")
     if "profile" in report:
         show_steps(report["profile"])
-    for remark in gpu["remarks"]:
-        stderr.print(f"warning: {remark}")
+    if "layers" in report:
+        show_layers(report["layers"])
+    if not report["stable"]:
+        warn(
+            "the machine was too unstable to trust these figures, or too few runs were taken: a longer --duration helps"
+        )
 
 
-def show_steps(steps: list[dict[str, Any]]) -> None:
-    rows = [
-        [
-            s["step"],
-            f"{s['us']:.2f}",
-            f"{s['share']:.1%}",
-            _rate(s["tflops"] if s["flops"] else None, 1),
-            _rate(s["gbs"], 0),
-            "–" if s["roofline"] is None else f"{s['roofline']:.0%}",
-            s["tactic"] or s["kind"],
-            _names(s["src"]),
-        ]
-        for s in steps
-    ]
-    columns = ["step", "µs", "%", "TFLOP/s", "GB/s", "of roofline", "tactic", "ONNX nodes"]
-    if any("lane" in s for s in steps):
-        columns.insert(1, "lane")
-        rows = [[row[0], s.get("lane", 0), *row[1:]] for row, s in zip(rows, steps, strict=True)]
-    stdout.print(table("\nwhat each step adds to a run", columns, rows, right=range(len(columns) - 2)))
+def _shapes(inputs: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in inputs.items())
 
 
-def _rate(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{n}={size}' for n, size in sizes.items())})" if sizes else ""
 
 
-def _trace(engine: Any, feeds: dict[str, Any]) -> None:
+def _facts(steps: Sequence[Mapping[str, Any]]) -> str:
+    """What ran, equal steps told once."""
+    counts = Counter(", ".join(f"{k} {_value(v)}" for k, v in step.items()) for step in steps)
+    return "; ".join(text + (f" ({n} steps)" if n > 1 else "") for text, n in counts.items())
+
+
+def _value(value: object) -> str:
+    return ", ".join(f"{n} in {k}" for k, n in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def _trace(engine: Any, feeds: Mapping[str, Any]) -> None:
     from optdnn.runtime.bench import cuda_context, plan_feeds
     from optdnn.runtime.cuda import nvtx
 
@@ -158,19 +167,5 @@ def _trace(engine: Any, feeds: dict[str, Any]) -> None:
     if context is None:
         raise UsageError("--trace is for engines of target cuda")
     if not nvtx.available():
-        stderr.print("neither the nvtx package nor CuPy is installed: the kernels run without ranges")
+        warn("neither the nvtx package nor CuPy is installed: the kernels run without ranges")
     context.trace(plan_feeds(made, feeds))
-
-
-def _rates(report: dict[str, Any]) -> tuple[str, str]:
-    return f"{report['throughput_per_s']:.1f}", str(report["iterations"])
-
-
-def _facts(steps: list[dict[str, Any]]) -> str:
-    """What ran, equal steps told once."""
-    counts = Counter(", ".join(f"{k} {v}" for k, v in step.items()) for step in steps)
-    return "; ".join(text + (f" ({n} steps)" if n > 1 else "") for text, n in counts.items())
-
-
-def _names(src: list[str]) -> str:
-    return ", ".join(src[:3]) + (f" and {len(src) - 3} more" if len(src) > 3 else "")

@@ -2,81 +2,145 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from optdnn.cli.common import (
-    build_options,
-    make_options,
-    print_host,
-    print_json,
-    refuse_engine,
-    stdout,
-    table,
-    value_option,
-)
+from optdnn.cli.build_options import CHECK_LACKS, build_options, make_options
+from optdnn.cli.common import give_json, print_host, refuse_engine, stdout, table
+from optdnn.cli.options import Command, json_option
+from optdnn.config import BuildOptions
+from optdnn.errors import UsageError
+
+if TYPE_CHECKING:
+    from optdnn.ir.graph import Graph
 
 
-@click.command("check")
+@click.command("check", cls=Command)
 @click.argument("model", type=click.Path(path_type=Path, dir_okay=False))
-@build_options
-@value_option
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@build_options(without=CHECK_LACKS, automatic=False)
+@json_option
 @click.pass_context
-def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -> None:
+def command(ctx: click.Context, /, model: Path, json_file: Path | None, **options: Any) -> None:
     """Import and optimize MODEL.onnx without building: whether it is supported, and what each pass would do.
 
     For a GPU also what it lacks: the operators that would run on the CPU, why, and what that costs. --strict refuses them.
+    Sizes that are not fixed get a suggestion for --shape.
     """
-    from optdnn.compiler import optimize, resolve_target
-    from optdnn.importers.onnx import import_model
-    from optdnn.importers.values import size_inputs, with_values
+    from optdnn.compiler import resolve_target
 
     refuse_engine(model)
     chosen = make_options(ctx, **options)
-    target = resolve_target(chosen.target)
-    chosen = replace(chosen, target=target)
-    source = with_values(model, chosen.values)
-    graph = import_model(source, shapes=chosen.shapes)
+    facts = findings(model, replace(chosen, target=resolve_target(chosen.target)))
+    if not give_json(facts, json_file):
+        _show(facts)
+
+
+def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
+    """What a build with these options (of a resolved target) would do. Raises as a build does."""
+    from optdnn.compiler import optimize
+    from optdnn.importers.onnx import import_model
+    from optdnn.importers.values import size_inputs, with_values
+
+    target = options.target
+    on_gpu = target.partition(":")[0] in ("cuda", "simulate")
+    source = with_values(model, options.values)
+    graph = import_model(source, shapes=options.shapes)
     inputs = [f"{out.name}: {out.type}" for out in (graph.op(i).outputs[0] for i in graph.inputs)]
-    if graph.profiles and target.partition(":")[0] in ("cuda", "simulate"):
+    suggested = suggest_shapes(graph)
+    if suggested and on_gpu and not graph.profiles:
+        raise UsageError(
+            f"an engine for {target} needs sizes, or ranges of them (least..likely..most); not fixed are {_symbols(graph)}",
+            hint=f"a range that may fit: {' '.join(f'--shape {s}' for s in suggested)}",
+        )
+    if graph.profiles and on_gpu:
         from optdnn.plans import optimum
 
         graph = import_model(source, shapes=optimum(graph))
     sizes = size_inputs(graph)
     before = graph.kinds()
-    reports = optimize(graph, chosen, target)
-    facts = {
+    reports = optimize(graph, options, target)
+    facts: dict[str, Any] = {
         "model": str(model),
         "target": target,
         "supported": True,
         "inputs": inputs,
+        **({"suggested_shapes": suggested} if suggested else {}),
         "operators_before": before,
         "operators_after": graph.kinds(),
         "passes": [r.to_json() for r in reports],
     }
-    host = None
-    if target.partition(":")[0] in ("cuda", "simulate"):
+    if on_gpu:
         from optdnn.lower_cuda import lower_cuda
 
-        host = lower_cuda(graph, replace(chosen, no_cubins=True), target, {}).meta["host"]
-        facts["host"] = host
+        facts["host"] = lower_cuda(graph, replace(options, no_cubins=True), target, {}).meta["host"]
         facts["size_inputs"] = sizes
-    if as_json:
-        print_json(facts)
-        return
-    stdout.print(f"inputs: {', '.join(inputs)}\n")
-    kinds = sorted({*before, *graph.kinds()})
-    rows = [[k, before.get(k, 0), graph.kinds().get(k, 0)] for k in kinds]
+    return facts
+
+
+LIKELY = ((1, 8, 32), (1, 128, 512))
+"""Ranges of a batch (the first axis), and of any other dimension: positions of a sequence."""
+
+
+def suggest_shapes(graph: Graph) -> list[str]:
+    """Values of --shape that give each free symbolic dimension a range that the network takes; none where all are known.
+
+    Of an image's height and width little is known: a range begins at the least size, doubled from 1, at which the network leaves
+    something of every tensor.
+    """
+    from optdnn.tactics.cpu_library import typical_sizes
+
+    if graph.profiles:
+        return []
+    typical = typical_sizes(graph)
+    found = []
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        dims = out.type.shape or ()
+        texts = [str(d) if isinstance(d, int) else _range(str(d), axis, dims, typical) for axis, d in enumerate(dims)]
+        if any(not isinstance(d, int) for d in dims):
+            found.append(f"{out.name}={'x'.join(texts)}")
+    return found
+
+
+def _range(name: str, axis: int, dims: Any, typical: Mapping[str, int]) -> str:
+    if name not in typical:
+        return "?"  # it follows from others
+    if axis == 0:
+        low, likely, high = LIKELY[0]
+    elif len(dims) >= 4 and axis >= 2:  # an image
+        least = typical[name]
+        low, likely, high = least, max(least, 224), max(2 * least, 512)
+    else:
+        low, likely, high = LIKELY[1]
+        if typical[name] > 32:  # 32 left nothing of some tensor
+            low, likely, high = typical[name], 2 * typical[name], 4 * typical[name]
+    return f"{low}..{likely}..{high}"
+
+
+def _symbols(graph: Graph) -> str:
+    dims = (d for i in graph.inputs for d in graph.op(i).outputs[0].type.shape or ())
+    return ", ".join(dict.fromkeys(str(d) for d in dims if not isinstance(d, int)))
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    before, after = facts["operators_before"], facts["operators_after"]
+    stdout.print(f"inputs: {', '.join(facts['inputs'])}\n")
+    rows = [[k, before.get(k, 0), after.get(k, 0)] for k in sorted({*before, *after})]
     stdout.print(table(None, ["operator", "in the model", "after the passes"], rows, right=[1, 2]))
+    host, sizes = facts.get("host"), facts.get("size_inputs")
     if host is not None:
-        print_host(host, target)
+        print_host(host, facts["target"])
         if sizes and host["operators"]:
             stdout.print(
                 f"inputs that only say sizes: {', '.join(sizes)}; their values get plans of their own, in which nothing runs on "
                 "the CPU because of them (what they always are can be given by --value)"
             )
-    stdout.print(f"\n{model}: supported on {target}; {sum(before.values())} operators become {len(graph)}")
+    if "suggested_shapes" in facts:
+        shapes = " ".join(f"--shape {s}" for s in facts["suggested_shapes"])
+        stdout.print(f"\nsizes that are not fixed: the CPU takes any; a GPU needs a range, such as {shapes}")
+    total, left = sum(before.values()), sum(n for k, n in after.items() if k != "Constant")
+    stdout.print(f"\n{facts['model']}: supported on {facts['target']}; {total} operators become {left}")

@@ -1,4 +1,4 @@
-"""Options, progress and tables that several commands share."""
+"""Consoles, progress, tables and JSON that several commands share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from rich.console import Console, ConsoleDimensions
 from rich.table import Table
 from rich.text import Text
 
-from optdnn.config import BuildOptions
 from optdnn.errors import UsageError, printable
-from optdnn.ranges import parse_shapes
 
 
 class PlainConsole(Console):
@@ -57,175 +55,11 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
-def build_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of every command that builds; they arrive as keyword arguments for :func:`make_options`."""
-    decorators = [
-        click.option(
-            "--target",
-            default="auto",
-            metavar="TARGET",
-            help="auto, cpu, reference, cuda, cuda:ARCH or simulate.",
-            show_default=True,
-        ),
-        click.option(
-            "--precision",
-            default="fp32",
-            metavar="P",
-            help="fp32, tf32, bf16, fp16, int8, fp8, int8+fp16 …, or auto: per node, within a bound on accuracy.",
-            show_default=True,
-        ),
-        click.option("--calib", metavar="DATA", help="Calibration data: .npz, .npy, or a folder of pictures."),
-        click.option(
-            "--calibrator",
-            default="mse",
-            metavar="C",
-            help="mse, entropy, percentile or minmax.",
-            show_default=True,
-        ),
-        click.option(
-            "--calib-cache", type=click.Path(path_type=Path, dir_okay=False), help="Keep the ranges here (JSON)."
-        ),
-        click.option(
-            "--metric",
-            default="top1",
-            metavar="M",
-            help="Of precision auto: top1, mse, cosine or PKG.MODULE:F.",
-            show_default=True,
-        ),
-        click.option(
-            "--max-drop",
-            type=click.FloatRange(min=0),
-            metavar="X",
-            help="Of precision auto: the largest loss, in the metric's unit.  [default: 0.5 points for top1]",
-        ),
-        click.option(
-            "--labels",
-            type=click.Path(path_type=Path, dir_okay=False),
-            metavar="FILE.npy",
-            help="Labels of --calib, where they are not in it.",
-        ),
-        click.option(
-            "--candidates",
-            metavar="P,P",
-            help="Of precision auto: what it may choose from besides fp32.  [default: all but tf32]",
-        ),
-        click.option("--images", metavar="SPEC", help="How pictures are prepared: JSON, or a file of it."),
-        click.option(
-            "--pin", multiple=True, metavar="NODES=P", help="Another precision for some nodes: --pin 'head*=fp32'."
-        ),
-        click.option("--strict-precision", is_flag=True, help="Fail where a node does not run in what was asked for."),
-        click.option(
-            "--shape",
-            "shape",
-            multiple=True,
-            metavar="NAME=1x3x224x224",
-            help="Fix an input's shape; ? leaves a dimension symbolic, MIN..OPT..MAX gives a range. Repeat for another profile.",
-        ),
-        click.option("--io-dtype", default="model", metavar="DTYPE", help="fp32, fp16, bf16, or the model's own."),
-        click.option(
-            "--opt-level", "-O", type=click.IntRange(0, 3), default=3, show_default=True, help="Passes to run."
-        ),
-        click.option(
-            "--tactics",
-            default="auto",
-            metavar="T",
-            help="auto, openvino, onnxruntime; on GPUs of heuristic,own,cudnn,cublaslt.",
-            show_default=True,
-        ),
-        click.option("--threads", type=click.IntRange(min=1), default=None, help="Pin the number of threads."),
-        click.option("--timing-cache", type=click.Path(path_type=Path), default=None, help="Keep measured times here."),
-        click.option("--no-cubins", is_flag=True, help="Keep the recipes of GPU kernels alone in the engine."),
-        click.option("--strict", is_flag=True, help="Refuse a network that would need steps on the CPU (for GPUs)."),
-        click.option(
-            "--workspace",
-            type=click.IntRange(min=1),
-            default=None,
-            metavar="BYTES",
-            help="Bound GPU kernels' scratch memory.",
-        ),
-        click.option(
-            "--budget",
-            type=click.FloatRange(min=0, min_open=True),
-            default=None,
-            metavar="SECONDS",
-            help="Bound tuning on a GPU, and the search of precision auto.",
-        ),
-        click.option(
-            "--streams",
-            default="auto",
-            metavar="N",
-            show_default=True,
-            help="On GPUs: streams for independent steps (auto: several where that is faster).",
-        ),
-        click.option("--row-invariant", is_flag=True, help="On GPUs: the same bits for a row, whatever the batch."),
-        click.option(
-            "--nearest-tactics/--no-nearest-tactics",
-            default=True,
-            help="On GPUs: later plans take tactics of the plan for the nearest size, or the cost model's alone.",
-        ),
-    ]
-    for decorate in reversed(decorators):
-        command = decorate(command)
-    return command
+def shape_text(dtype: Any, shape: Sequence[object]) -> str:
+    """An array's element type and sizes: fp32[1, 3, 224, 224]."""
+    from optdnn.types import dtype_name
 
-
-def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """How an engine for a GPU is loaded; the arguments are those of :func:`optdnn.load`."""
-    command = click.option(
-        "--recompile", is_flag=True, help="Compile GPU kernels anew, from this version's templates."
-    )(command)
-    command = click.option(
-        "--trust-cubins", is_flag=True, help="Run the GPU code in the file, whatever it is: you trust who made it."
-    )(command)
-    return click.option("--simulate", is_flag=True, help="Run an engine for a GPU in NumPy, on any machine.")(command)
-
-
-def value_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Inputs whose values are known when the network is built; an argument for :func:`make_options`."""
-    return click.option(
-        "--value", "value", multiple=True, metavar="NAME=1,2", help="What an input always is: sizes follow from it."
-    )(command)
-
-
-def parse_values(texts: Sequence[str]) -> dict[str, Any]:
-    """``("axes=0,2", "k=5")`` of ``--value`` as a mapping of names to a number or a list of numbers."""
-    values: dict[str, Any] = {}
-    for text in texts:
-        name, equals, given = text.partition("=")
-        try:
-            numbers = [float(n) if set(n) & set(".einf") else int(n) for n in given.split(",") if n]
-        except ValueError:
-            numbers, equals = [], ""
-        if not name or not equals or name in values:
-            raise UsageError(
-                f"--value {text!r} is not NAME=1,2,3", hint="each input has one value: numbers with commas"
-            )
-        values[name] = numbers if "," in given or not numbers else numbers[0]
-    return values
-
-
-def make_options(
-    ctx: click.Context, shape: Sequence[str], pin: Sequence[str] = (), value: Sequence[str] = (), **options: Any
-) -> BuildOptions:
-    """Build options from a command's arguments."""
-    return BuildOptions(
-        shapes=parse_shapes(shape),
-        values=parse_values(value),
-        precision_map=parse_pins(pin),
-        debug=bool(ctx.obj and ctx.obj.get("debug")),
-        **options,
-    )
-
-
-def parse_pins(texts: Sequence[str]) -> dict[str, str]:
-    """``("head*=fp32",)`` as a mapping from patterns of node names to precisions."""
-    pins = {}
-    for text in texts:
-        nodes, _, precision = text.rpartition("=")
-        if not nodes:
-            raise UsageError(f"--pin {text!r} is not NODES=PRECISION", hint="for instance --pin 'head*=fp32'")
-        pins[nodes] = precision
-    return pins
+    return f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]"
 
 
 def command_line(ctx: click.Context) -> str:
@@ -240,26 +74,65 @@ def now() -> str:
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[str], None]]:
-    """A status line on a terminal; nothing at all when stderr is piped."""
-    if not stderr.is_terminal:
+    """A status line on a terminal; nothing at all when stderr is piped, or with ``--quiet``."""
+    if not stderr.is_terminal or stderr.quiet:
         yield lambda text: None
         return
     with stderr.status(title) as status:
         yield lambda text: status.update(f"{title}: {text}")
 
 
+def remark(text: str) -> None:
+    """A line beside the result, on stderr: what was made up, what was written where. None with ``--quiet``."""
+    stderr.print(text)
+
+
+def warn(text: str) -> None:
+    """A line on stderr that ``--quiet`` leaves."""
+    stderr.quiet, quiet = False, stderr.quiet
+    stderr.print(f"warning: {text}")
+    stderr.quiet = quiet
+
+
 def print_json(data: Any) -> None:
     """Results for scripts, on stdout."""
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    click.echo(_json(data))
+
+
+def give_json(data: Any, file: Path | None) -> bool:
+    """Write what ``--json`` asked for; True where it went to stdout, which then holds nothing else. Raises OutputError."""
+    if file is None:
+        return False
+    if str(file) == "-":
+        print_json(data)
+        return True
+    from optdnn.runtime.atomic import write_atomic
+
+    write_atomic(file, [(_json(data) + "\n").encode()])
+    remark(f"written: {file}")
+    return False
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False)
 
 
 def table(
-    title: str | None, columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()
+    title: str | None,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    right: Sequence[int] = (),
+    clip: Sequence[int] = (),
 ) -> Table:
-    """A plain table; the columns numbered in ``right`` are right-aligned."""
-    out = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    """A plain table; the columns numbered in ``right`` are right-aligned, those in ``clip`` are cut to keep a row to a line."""
+    out = Table(
+        title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", show_header=any(columns)
+    )
     for i, name in enumerate(columns):
-        out.add_column(name, justify="right" if i in right else "left", overflow="fold")
+        fit: dict[str, Any] = {"overflow": "ellipsis", "no_wrap": True} if i in clip else {"overflow": "fold"}
+        if clip and i not in clip:
+            fit["no_wrap"] = True  # what is cut gives its place to the others
+        out.add_column(name, justify="right" if i in right else "left", **fit)
     for row in rows:
         out.add_row(*(Text(printable(str(cell))) for cell in row))
     return out

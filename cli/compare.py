@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,162 +12,181 @@ import click
 from click.core import ParameterSource
 
 from optdnn.cli.arrays import read_inputs, typed
-from optdnn.cli.common import (
-    build_options,
-    command_line,
-    is_engine,
-    make_options,
-    now,
-    parse_sizes,
-    print_json,
-    progress,
-    stderr,
-    stdout,
-    table,
-)
+from optdnn.cli.build_options import build_options, make_options
+from optdnn.cli.common import command_line, give_json, is_engine, now, parse_sizes, progress, remark, stdout, table
+from optdnn.cli.options import RESULTS, Command, input_option, json_option, option, seed_option, size_option
 from optdnn.errors import NotMet, RunError, UsageError
 
 SHOWN_LAYERS = 20
+RACE, ACCURACY, BOUNDS = "Race", "Accuracy", "Bounds (exit code 7 where one is missed)"
+_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-@click.command("compare")
+@dataclass(frozen=True)
+class Asked:
+    """The options of a comparison, without those of a build."""
+
+    against: tuple[str, ...]
+    torch: str | None
+    torch_compile: bool
+    model: Path | None
+    inputs: tuple[str, ...]
+    sizes: tuple[str, ...]
+    seed: int
+    rounds: int
+    duration: float
+    baseline: str | None
+    error_reference: str | None
+    layers: bool
+    bisect: bool
+    tolerance: float | None
+    max_error: float | None
+    min_speedup: float | None
+    html: Path | None
+    markdown: Path | None
+    json_file: Path | None
+
+
+@click.command("compare", cls=Command)
 @click.argument("file", metavar="MODEL|ENGINE", type=click.Path(path_type=Path, dir_okay=False))
-@click.option(
+@option(
     "--against",
+    group=RACE,
     multiple=True,
     metavar="A,B,…",
     help="onnxruntime, openvino[:bf16], reference, or engine files; on a GPU also own, cudnn (the same network on our kernels, "
     "or the libraries', alone) and onnxruntime-cuda.  [default: what is installed]",
 )
-@click.option(
-    "--torch", metavar="PKG.MODULE:FACTORY", help="On a GPU: a PyTorch module, in a CUDA graph, channels last."
+@option(
+    "--torch",
+    group=RACE,
+    gpu=True,
+    metavar="PKG.MODULE:FACTORY",
+    help="A PyTorch module, in a CUDA graph, channels last.",
 )
-@click.option("--torch-compile", is_flag=True, help="The same module by torch.compile, too. It compiles for minutes.")
-@click.option("--model", type=click.Path(path_type=Path, dir_okay=False), help="The model that ENGINE was built from.")
-@build_options
-@click.option("--input", "inputs", multiple=True, metavar="[NAME=]FILE", help="As for run; random where not given.")
-@click.option("--size", "sizes", multiple=True, metavar="NAME=N", help="Size of a symbolic dimension (1).")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of random inputs.")
-@click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True, help="Turns that each one gets.")
-@click.option(
+@option(
+    "--torch-compile", group=RACE, gpu=True, is_flag=True,
+    help="The same module by torch.compile, too. It compiles for minutes.",
+)  # fmt: skip
+@option("--model", group=RACE, metavar="FILE", type=_FILE, help="The model that ENGINE was built from.")
+@build_options(without=["--value"])
+@input_option
+@size_option
+@seed_option
+@option(
+    "--rounds", group=RACE, type=click.IntRange(min=1), default=10, show_default=True, help="Turns that each one gets."
+)
+@option(
     "--duration",
+    group=RACE,
     type=click.FloatRange(min=0, min_open=True),
     default=2.5,
     show_default=True,
     metavar="S",
     help="Seconds to measure each one, over all rounds.",
 )
-@click.option("--baseline", metavar="NAME", help="What speedups are over.  [default: the first of --against]")
-@click.option("--error-reference", metavar="NAME", help="What errors are against.  [default: NumPy in float64]")
-@click.option(
+@option("--baseline", group=RACE, metavar="NAME", help="What speedups are over.  [default: the first of --against]")
+@option(
+    "--error-reference", group=ACCURACY, metavar="NAME", help="What errors are against.  [default: NumPy in float64]"
+)
+@option(
     "--layers",
+    group=ACCURACY,
     is_flag=True,
     help="Show the divergence node by node, worst first: from the model, or from an engine of --against.",
 )
-@click.option("--bisect", is_flag=True, help="Find the first node whose output is beyond --tolerance.")
-@click.option(
-    "--tolerance", type=click.FloatRange(min=0), help="For --bisect.  [default: 1e-4; 0.1 at bf16, 0.25 at int8]"
+@option("--bisect", group=ACCURACY, is_flag=True, help="Find the first node whose output is beyond --tolerance.")
+@option(
+    "--tolerance", group=ACCURACY, type=click.FloatRange(min=0), metavar="X",
+    help="For --bisect.  [default: 1e-4; 0.1 at bf16, 0.25 at int8]",
+)  # fmt: skip
+@option("--max-error", group=BOUNDS, type=click.FloatRange(min=0), metavar="X", help="Fail beyond this relative error.")
+@option(
+    "--min-speedup", group=BOUNDS, type=click.FloatRange(min=0), metavar="X", help="Fail below this over the baseline."
 )
-@click.option("--max-error", type=click.FloatRange(min=0), help="Fail (exit code 7) beyond this relative error.")
-@click.option("--min-speedup", type=click.FloatRange(min=0), help="Fail (exit code 7) below this over the baseline.")
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a self-contained HTML report.")
-@click.option("--markdown", type=click.Path(path_type=Path, dir_okay=False), help="Write a Markdown report.")
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    help="Write the report as JSON; - prints it instead of the table.",
-)
+@option("--html", group=RESULTS, metavar="FILE", type=_FILE, help="Write a self-contained HTML report.")
+@option("--markdown", group=RESULTS, metavar="FILE", type=_FILE, help="Write a Markdown report.")
+@json_option
 @click.pass_context
-def command(
-    ctx: click.Context,
-    /,
-    file: Path,
-    against: tuple[str, ...],
-    torch: str | None,
-    torch_compile: bool,
-    model: Path | None,
-    inputs: tuple[str, ...],
-    sizes: tuple[str, ...],
-    seed: int,
-    rounds: int,
-    duration: float,
-    baseline: str | None,
-    error_reference: str | None,
-    layers: bool,
-    bisect: bool,
-    tolerance: float | None,
-    max_error: float | None,
-    min_speedup: float | None,
-    html: Path | None,
-    markdown: Path | None,
-    json_file: Path | None,
-    **options: Any,
-) -> None:
+def command(ctx: click.Context, /, file: Path, **given: Any) -> None:
     """Race an optdnn engine against other runtimes on the same model: speed and accuracy side by side.
 
     A MODEL is built first. Each candidate lives in a process of its own and they take turns, with the same number of
     threads. For an ENGINE the rivals need --model FILE.
     """
-    from optdnn.comparison import Subject, build_subject, check_rivals, compare, installed, load_subject
-    from optdnn.gpu_rivals import installed_gpu, is_gpu
     from optdnn.report import check_outputs, write_reports
 
+    asked = Asked(**{f.name: given.pop(f.name) for f in fields(Asked)})
     engine = is_engine(file)
-    target = _target(file, engine, options["target"])
-    default = installed_gpu if is_gpu(target) else installed
-    names = [n for text in against for n in text.split(",") if n] if against else default()
-    if torch is None and torch_compile:
-        raise UsageError("--torch-compile goes with --torch")
-    if torch is not None and not is_gpu(target):
-        raise UsageError(f"--torch is for comparisons on a GPU; the target is {target}", hint="--target cuda")
     if engine:
         _refuse_build_options(ctx)
-    elif model is not None:
+    elif asked.model is not None:
         raise UsageError("--model goes with an ENGINE; a MODEL is built from itself")
-    if engine and not against and model is None and is_gpu(target):
-        names = []  # the default rivals on a GPU are built from the model
-    if names or torch is None:
-        check_rivals(names, has_model=not engine or model is not None, target=target)
-    files = {"html": html, "markdown": markdown, "json": None if str(json_file) == "-" else json_file}
+    rivals = _rivals(asked, engine, _target(file, engine, given["target"]))
+    files = {"html": asked.html, "markdown": asked.markdown}
     check_outputs(files)
-    given = read_inputs(inputs)
+    report = _compared(ctx, file, engine, rivals, asked, given)
+    written = write_reports(report, files)
+    if not give_json(report, asked.json_file):
+        _show(report)
+        if asked.bisect:
+            _show_first(report)
+        if asked.layers:
+            _show_layers(report)
+    for path in written:
+        remark(f"written: {path}")
+    _judge(report, asked.max_error, asked.min_speedup)
+
+
+def _rivals(asked: Asked, engine: bool, target: str) -> list[str]:
+    """Who takes part besides the subject. Raises UsageError or MissingDependency, before any work, for who cannot."""
+    from optdnn.comparison import check_rivals, installed
+    from optdnn.gpu_rivals import installed_gpu, is_gpu
+
+    default = installed_gpu if is_gpu(target) else installed
+    names = [n for text in asked.against for n in text.split(",") if n] if asked.against else default()
+    if asked.torch is None and asked.torch_compile:
+        raise UsageError("--torch-compile goes with --torch")
+    if asked.torch is not None and not is_gpu(target):
+        raise UsageError(f"--torch is for comparisons on a GPU; the target is {target}", hint="--target cuda")
+    if engine and not asked.against and asked.model is None and is_gpu(target):
+        names = []  # the default rivals on a GPU are built from the model
+    if names or asked.torch is None:
+        check_rivals(names, has_model=not engine or asked.model is not None, target=target)
+    return names
+
+
+def _compared(
+    ctx: click.Context, file: Path, engine: bool, rivals: Sequence[str], asked: Asked, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The report of the comparison; ``options`` are those of the build."""
+    from optdnn.comparison import Subject, build_subject, compare, load_subject
+
+    given = read_inputs(asked.inputs)
     with tempfile.TemporaryDirectory(prefix="optdnn-") as folder, progress(f"compare {file.name}") as say:
         if engine:
             data = {k: options[k] for k in ("calib", "calibrator", "calib_cache", "labels", "images")}
-            subject: Subject = load_subject(file, model, options["threads"], **data)
+            subject: Subject = load_subject(file, asked.model, options["threads"], **data)
         else:
             subject = build_subject(file, make_options(ctx, **options), Path(folder), say)
         outcome = compare(
             subject,
-            names,
+            rivals,
             given=typed(given, subject.inputs),
-            sizes=parse_sizes(sizes),
-            seed=seed,
-            baseline=baseline,
-            error_reference=error_reference,
+            sizes=parse_sizes(asked.sizes),
+            seed=asked.seed,
+            baseline=asked.baseline,
+            error_reference=asked.error_reference,
             threads=options["threads"],
-            rounds=rounds,
-            duration=duration,
-            look_inside=layers or bisect,
-            tolerance=tolerance,
-            torch=torch,
-            torch_as=["torch", *(["torch-compile"] if torch_compile else [])],
+            rounds=asked.rounds,
+            duration=asked.duration,
+            look_inside=asked.layers or asked.bisect,
+            tolerance=asked.tolerance,
+            torch=asked.torch,
+            torch_as=["torch", *(["torch-compile"] if asked.torch_compile else [])],
             say=say,
         )
-        report = outcome.to_plain() | {"command": command_line(ctx), "time": now()}
-    written = write_reports(report, files)
-    if str(json_file) == "-":
-        print_json(report)
-    else:
-        _show(report)
-        if bisect:
-            _show_first(report)
-        if layers:
-            _show_layers(report)
-    for path in written:
-        stderr.print(f"written: {path}")
-    _judge(report, max_error, min_speedup)
+    return outcome.to_plain() | {"command": command_line(ctx), "time": now()}
 
 
 def _target(file: Path, engine: bool, asked: str) -> str:
@@ -261,7 +281,7 @@ def _show_layers(report: Mapping[str, Any]) -> None:
     ]
     title = "divergence, worst first" if against is None else f"divergence from {against}, worst first"
     columns = ["op", "operator", *columns, HISTOGRAM, "output", "ONNX nodes"]
-    stdout.print(table(f"\n{title}", columns, rows, right=[0, 2, 3, 4]))
+    stdout.print(table(f"\n{title}", columns, rows, right=[0, 2, 3, 4], clip=[6, 7]))
     if len(report["layers"]) > len(shown):
         stdout.print(f"and {len(report['layers']) - len(shown)} more (all of them: --json)")
 

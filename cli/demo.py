@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from optdnn.cli.common import print_json, progress, stdout, table
+from optdnn.cli import demo_text as text
+from optdnn.cli.common import give_json, now, progress
+from optdnn.cli.options import Command, json_option, option, output_option
 from optdnn.errors import NotMet, UnsupportedError
 
 MAX_ERROR = 1e-4
-"""Largest difference from ONNX Runtime in ResNet-50's outputs, over the largest output, that counts as right."""
-ROUNDS = 8
+"""Largest difference from ONNX Runtime's outputs, over the largest output, that counts as right."""
+ROUNDS = 10
+SECONDS, RESNET_SECONDS = 1.0, 3.0
+"""How long each candidate is measured, over all rounds: turns of a tenth of a second, and of a dozen calls of ResNet-50."""
 BATCH = 32
 """Pictures per call where latencies are taken: one alone takes microseconds, most of them Python's."""
+REPORT = Path("optdnn-demo.html")
 Say = Callable[[str], None]
 
 
-@click.command("demo")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of each candidate (all usable cores).")
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def command(threads: int | None, as_json: bool) -> None:
+@click.command("demo", cls=Command)
+@option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads of each candidate (all usable cores).")
+@output_option(f"The HTML report of the comparison (extra report).  [default: {REPORT}, in this folder]")
+@json_option
+def command(threads: int | None, output: Path | None, json_file: Path | None) -> None:
     """Build, save, load and run the shipped networks, and hold them against ONNX Runtime: a first look.
 
     Small networks that were really trained are judged by their accuracy on held-out data, a ResNet-50 by its outputs. Exit
@@ -33,28 +40,28 @@ def command(threads: int | None, as_json: bool) -> None:
     from optdnn import __version__
     from optdnn.comparison import check_rivals
     from optdnn.models import trained
+    from optdnn.report import check_outputs
     from optdnn.runtime.machine import machine, usable_cores, versions
 
     check_rivals(["onnxruntime"], has_model=True)
+    can_report = find_spec("jinja2") is not None
+    told = str(json_file) != "-"
+    report = output or (REPORT if told and can_report else None)
+    check_outputs({"html": report})
     threads = threads or usable_cores()
     facts: dict[str, Any] = {"networks": [], "threads": threads, "machine": machine(), "versions": versions()}
-    if not as_json:
-        stdout.print(f"optdnn {__version__} on {facts['machine']['cpu']}, {threads} threads each\n")
-        stdout.print(
-            f"1. Small networks, really trained: accuracy on held-out pictures of digits, latency of {BATCH} at once\n"
-        )
+    if told:
+        text.show_begin(facts, __version__, BATCH)
     with tempfile.TemporaryDirectory(prefix="optdnn-demo-") as folder, progress("demo") as say:
         for name in trained.NAMES:
             facts["networks"].append(_trained(name, Path(folder), threads, say))
-        if not as_json:
-            _show_trained(facts["networks"])
-            stdout.print("\n2. ResNet-50: 3 x 224 x 224 pictures, seeded weights, BatchNormalization still separate\n")
-        facts["resnet50"] = _resnet(Path(folder), threads, say)
-    if as_json:
-        print_json(facts)
-    else:
-        _show_resnet(facts["resnet50"])
-        _show_next()
+        if told:
+            text.show_trained(facts["networks"])
+        facts["resnet50"] = _resnet(Path(folder), threads, say, report)
+    if not give_json(facts, json_file):
+        text.show_resnet(facts["resnet50"])
+        text.show_chart([*facts["networks"], facts["resnet50"]])
+        text.show_next(None if report is None else str(report), can_report)
     _judge(facts)
 
 
@@ -72,7 +79,7 @@ def _trained(name: str, folder: Path, threads: int, say: Say) -> dict[str, Any]:
     say(name)
     try:
         subject = build_subject(
-            path, BuildOptions(target="cpu", threads=threads), folder, lambda text: say(f"{name}: {text}")
+            path, BuildOptions(target="cpu", threads=threads), folder, lambda line: say(f"{name}: {line}")
         )
     except UnsupportedError as error:
         kinds = sorted({n.op_type for n in error.nodes})
@@ -88,8 +95,8 @@ def _trained(name: str, folder: Path, threads: int, say: Say) -> dict[str, Any]:
         error_reference="onnxruntime",
         threads=threads,
         rounds=ROUNDS,
-        duration=0.4,
-        say=lambda text: say(f"{name}: {text}"),
+        duration=SECONDS,
+        say=lambda line: say(f"{name}: {line}"),
     ).to_plain()
     return {
         "name": name,
@@ -103,14 +110,15 @@ def _trained(name: str, folder: Path, threads: int, say: Say) -> dict[str, Any]:
     }
 
 
-def _resnet(folder: Path, threads: int, say: Say) -> dict[str, Any]:
-    """Build, save, load and run a ResNet-50 from ONNX; its outputs and latency beside ONNX Runtime's."""
+def _resnet(folder: Path, threads: int, say: Say, report: Path | None) -> dict[str, Any]:
+    """Build, save, load and run a ResNet-50 from ONNX; its outputs and latency beside ONNX Runtime's, and in an HTML ``report``."""
     import onnx
 
     import optdnn
     from optdnn.comparison import build_subject, compare
     from optdnn.config import BuildOptions
     from optdnn.models import zoo
+    from optdnn.report import write_reports
 
     say("ResNet-50: make the model")
     proto = zoo.build("resnet50", batch=1)
@@ -118,7 +126,7 @@ def _resnet(folder: Path, threads: int, say: Say) -> dict[str, Any]:
     onnx.save(proto, folder / "resnet50.onnx")
     say("ResNet-50")
     options = BuildOptions(target="cpu", threads=threads)
-    subject = build_subject(folder / "resnet50.onnx", options, folder, lambda text: say(f"ResNet-50: {text}"))
+    subject = build_subject(folder / "resnet50.onnx", options, folder, lambda line: say(f"ResNet-50: {line}"))
     loaded = optdnn.load(subject.engine, threads=threads)
     (logits,) = loaded.run(feeds).values()
     outcome = compare(
@@ -128,9 +136,10 @@ def _resnet(folder: Path, threads: int, say: Say) -> dict[str, Any]:
         error_reference="onnxruntime",
         threads=threads,
         rounds=ROUNDS,
-        duration=2.0,
-        say=lambda text: say(f"ResNet-50: {text}"),
+        duration=RESNET_SECONDS,
+        say=lambda line: say(f"ResNet-50: {line}"),
     ).to_plain()
+    write_reports(outcome | {"command": "optdnn demo", "time": now()}, {"html": report})
     passes = outcome["build"]["passes"]
     return {
         "name": "resnet50",
@@ -163,71 +172,6 @@ def _figures(outcome: Mapping[str, Any]) -> dict[str, Any]:
         "versus": outcome["versus"][0] if outcome["versus"] else None,
         "error": ours["error"] or other["error"],
     }
-
-
-# ---------------------------------------------------------------- what is said
-
-
-def _show_trained(networks: list[dict[str, Any]]) -> None:
-    rows = [
-        [
-            n["name"],
-            f"{n['right']} of {n['pictures']} ({n['accuracy']:.2%})",
-            f"{n['recorded_accuracy']:.2%}",
-            f"{n['operators_before']} → {n['operators_after']}",
-            _ms(n["median_ms"]),
-            _ms(n["onnxruntime_median_ms"]),
-            _speedup(n["versus"]),
-        ]
-        for n in networks
-        if "unsupported" not in n
-    ]
-    columns = ["network", "right", "when trained", "operators", "optdnn ms", "onnxruntime ms", "speedup"]
-    stdout.print(table(None, columns, rows, right=range(1, 6)))
-    for n in networks:
-        if "unsupported" in n:
-            stdout.print(f"{n['name']}: its {', '.join(n['unsupported'])} come in a later release")
-
-
-def _show_resnet(r: Mapping[str, Any]) -> None:
-    made = ", ".join(f"{p['pass']} {p['made']}" for p in r["passes"] if p["made"])
-    refused = sum(p["refused"] for p in r["passes"])
-    tried = ", ".join(f"{t['tactic']} {_ms(t.get('median_ms'))} ms" for t in r["tactics"] if "median_ms" in t)
-    folded = r["bn_before"] - r["bn_after"]
-    stdout.print(f"built in {r['build_seconds']:.1f} s, saved ({r['engine_bytes'] / 2**20:.0f} MiB), loaded, run")
-    stdout.print(
-        f"operators: {r['nodes']} → {r['operators_after']}; {folded} of {r['bn_before']} BatchNormalizations folded"
-    )
-    stdout.print(f"rewrites: {made}; {refused} candidates refused, each with its reason in the engine")
-    stdout.print(f"tactics tried: {tried}; kept {r['tactic']}")
-    stdout.print(
-        f"latency: optdnn {_ms(r['median_ms'])} ms, ONNX Runtime {_ms(r['onnxruntime_median_ms'])} ms: {_speedup(r['versus'])}"
-    )
-    if r["max_rel_err"] is not None and r["input_difference"] is not None:
-        stdout.print(
-            f"outputs: within {r['max_rel_err']:.1e} of ONNX Runtime's, relative to the largest "
-            f"(another picture changes them by {r['input_difference']:.1g})"
-        )
-
-
-def _show_next() -> None:
-    stdout.print("\nNext, with a model of your own:\n")
-    stdout.print("    optdnn build your.onnx                         # makes your.engine")
-    stdout.print("    optdnn run your.engine                         # on random inputs, or --input NAME=FILE.npy")
-    stdout.print("    optdnn compare your.onnx --html report.html    # speed and accuracy beside other runtimes")
-
-
-def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
-
-
-def _speedup(versus: Mapping[str, Any] | None) -> str:
-    if versus is None:
-        return "not measured"
-    low, high = versus["range"]
-    if versus["verdict"] == "unstable":
-        return f"too unstable to rank ({low:.2f} to {high:.2f}×)"
-    return f"{versus['speedup']:.2f}× ({low:.2f} to {high:.2f})"
 
 
 def _judge(facts: Mapping[str, Any]) -> None:

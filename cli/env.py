@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import click
 
-from optdnn.cli.common import print_json, stdout, table
+from optdnn.cli.common import give_json, stdout, table
+from optdnn.cli.options import Command, json_option
 
 
-@click.command("env")
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def command(as_json: bool) -> None:
+@click.command("env", cls=Command)
+@json_option
+def command(json_file: Path | None) -> None:
     """Show versions, the machine, and which targets are usable here."""
     from optdnn.runtime.machine import machine, versions
 
-    facts = {"machine": machine(), "versions": versions(), "targets": _targets()}
-    if as_json:
-        print_json(facts)
+    facts: dict[str, Mapping[str, Any]] = {"machine": machine(), "versions": versions(), "targets": _targets()}
+    if give_json(facts, json_file):
         return
     for title, group in facts.items():
-        stdout.print(table(title, ["", ""], [[k, v] for k, v in group.items()]))
+        stdout.print(table(title, ["", ""], [[k, _text(v)] for k, v in group.items() if v is not None]))
         stdout.print()
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _targets() -> dict[str, str]:

@@ -7,31 +7,39 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from optdnn.cli.common import is_engine, print_json, stdout, table
+from optdnn.cli.common import give_json, is_engine, stdout, table
+from optdnn.cli.options import Command, json_option
 from optdnn.errors import UsageError
+
+if TYPE_CHECKING:
+    from optdnn.runtime.program import Program
 
 SHOWN = 8
 
 
-@click.command("explain")
+@click.command("explain", cls=Command)
 @click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
 @click.argument("node")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(engine: Path, node: str, as_json: bool) -> None:
+@json_option
+def command(engine: Path, node: str, json_file: Path | None) -> None:
     """Say what became of a NODE of the ONNX model in an ENGINE, and why.
 
     In which step it runs, which rewrites it took part in and which were refused, its precision and the reason, the tactic that
-    runs it and what that beat. NODE is an ONNX node's name (* and ? stand for anything, up to 8 nodes).
+    runs it and what that beat. NODE is an ONNX node's name; * and ? stand for anything, and more than 8 nodes are listed.
     """
     if not is_engine(engine):
         raise UsageError(f"{engine} is not an engine", hint="optdnn build MODEL, then optdnn explain MODEL.engine NODE")
-    facts = [explain(engine, name) for name in _matches(engine, node)]
-    if as_json:
-        print_json(facts)
+    program = _read(engine)
+    names = _matches(program, node)
+    facts = [explain(program, _report(engine), name) for name in names]
+    if give_json(facts, json_file):
+        return
+    if len(facts) > SHOWN:
+        _list(facts, node)
         return
     for k, fact in enumerate(facts):
         if k:
@@ -39,10 +47,14 @@ def command(engine: Path, node: str, as_json: bool) -> None:
         _show(fact)
 
 
-def _matches(engine: Path, pattern: str) -> list[str]:
+def _read(engine: Path) -> Program:
     from optdnn.runtime.format import read
 
-    program = read(engine, verify=False)
+    return read(engine, verify=False)
+
+
+def _matches(program: Program, pattern: str) -> list[str]:
+    """The ONNX nodes that a name or pattern fits. Raises UsageError where there are none."""
     names = dict.fromkeys(n for s in program.steps for n in s.src)
     for p in program.meta.get("passes", ()):
         for entry in (*p["fired"], *p["refused"]):
@@ -55,25 +67,23 @@ def _matches(engine: Path, pattern: str) -> list[str]:
             + (f"; did you mean {', '.join(map(repr, close))}?" if close else ""),
             hint="names are those of the model that it was built from; * stands for anything",
         )
-    if len(found) > SHOWN:
-        raise UsageError(f"{pattern!r} fits {len(found)} nodes", hint=f"at most {SHOWN} are explained at once")
     return found
 
 
-def explain(engine: Path, name: str) -> dict[str, Any]:
-    """Everything that an engine file, and the report beside it, know of one ONNX node."""
+def _report(engine: Path) -> Mapping[str, Any]:
+    """The report beside an engine; empty where there is none that can be read."""
     from optdnn.runtime.engine import report_path
-    from optdnn.runtime.format import read
 
-    program = read(engine, verify=False)
+    try:
+        found = json.loads(Path(report_path(engine)).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def explain(program: Program, report: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Everything that an engine, and the report of its build, know of one ONNX node."""
     meta = program.meta
-    report: Mapping[str, Any] = {}
-    beside = Path(report_path(engine))
-    if beside.is_file():
-        try:
-            report = json.loads(beside.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            report = {}
     steps = [
         {"step": k, "executor": s.executor, "with": [n for n in s.src if n != name][:SHOWN], "nodes": len(s.src)}
         for k, s in enumerate(program.steps)
@@ -151,6 +161,24 @@ def _whole(meta: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]
 
 
 # ---------------------------------------------------------------- on the terminal
+
+
+def _list(facts: Sequence[Mapping[str, Any]], pattern: str) -> None:
+    """One line for each of many nodes."""
+    stdout.print(f"{pattern!r} fits {len(facts)} nodes; name one of them, or at most {SHOWN} by a narrower pattern\n")
+    rows = [
+        [
+            f["node"],
+            ", ".join(str(s["step"]) for s in f["steps"]) or "none",
+            len(f["made"]),
+            len(f["refused"]),
+            f["precision"].get("node", f["precision"]["engine"]),
+        ]
+        for f in facts
+    ]
+    stdout.print(
+        table(None, ["ONNX node", "step", "rewrites", "refused", "precision"], rows, right=[1, 2, 3], clip=[0])
+    )
 
 
 def _show(fact: Mapping[str, Any]) -> None:

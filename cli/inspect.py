@@ -7,24 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optdnn.cli.common import is_engine, print_host, print_json, stdout, table
+from optdnn.cli.common import give_json, is_engine, print_host, stdout, table
+from optdnn.cli.options import Command, json_option, option
 from optdnn.cli.precision import show_auto
 
 if TYPE_CHECKING:
     from optdnn.runtime.program import Program
 
 
-@click.command("inspect")
+@click.command("inspect", cls=Command)
 @click.argument("file", metavar="MODEL|ENGINE", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--nodes", is_flag=True, help="List a model's nodes by name: what --pin and explain speak of.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(file: Path, nodes: bool, as_json: bool) -> None:
+@option("--nodes", is_flag=True, help="List a model's nodes by name: what --pin and explain speak of.")
+@json_option
+def command(file: Path, nodes: bool, json_file: Path | None) -> None:
     """Show what is in a model (operators, shapes) or in an engine (options, passes with their refusals, precisions, steps)."""
     facts = _engine_facts(file) if is_engine(file) else _model_facts(file, nodes=nodes)
-    if as_json:
-        print_json(facts)
-        return
-    _show(facts)
+    if not give_json(facts, json_file):
+        _show(facts)
 
 
 def _engine_facts(file: Path) -> dict[str, Any]:

@@ -9,10 +9,12 @@ import os
 import sys
 import traceback
 import warnings
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, TextIO
 
 import click
+from click.shell_completion import CompletionItem
 
 from optdnn import __version__
 from optdnn.errors import EXIT_CODES, OptdnnError, RunError, printable
@@ -50,19 +52,54 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            meant = OTHER_WORDS.get(name) or next(iter(get_close_matches(name, COMMANDS, 1, 0.5)), None)
+            ctx.fail(f"there is no command {name!r}" + (f"; did you mean {meant!r}?" if meant else ""))
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands, without importing their modules, and the group's options."""
+        found = [CompletionItem(n, help=line) for n, line in COMMANDS.items() if n.startswith(incomplete)]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes"):
             formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
+        with formatter.section("Completion in a shell"):
+            formatter.write_dl([(shell, completion_line(shell)) for shell in ("bash", "zsh", "fish")])
+
+
+OTHER_WORDS = {"compile": "build", "convert": "build", "benchmark": "bench", "profile": "bench", "info": "inspect",
+               "show": "inspect", "infer": "run", "predict": "run", "validate": "verify", "tune": "retune"}  # fmt: skip
+"""What other programs call a command -> what it is called here."""
+
+
+def completion_line(shell: str) -> str:
+    """What makes a shell complete commands, options and their values."""
+    source = f"_OPTDNN_COMPLETE={shell}_source optdnn"
+    return f"{source} | source" if shell == "fish" else f'eval "$({source})"'
+
+
+def _quiet(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        from optdnn.cli.options import be_quiet
+
+        be_quiet(ctx, parameter, value)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="optdnn")
+@click.option(
+    "-q", "--quiet", is_flag=True, expose_value=False, callback=_quiet, help="Print results, warnings and errors alone."
+)
 @click.option("--debug", is_flag=True, help="Show tracebacks, and check the graph after every pass.")
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:
-    """Compile trained networks from ONNX into fast, verified inference engines."""
+    """Compile trained networks from ONNX into fast, verified inference engines.
+
+    A first look: optdnn demo. Then: optdnn build model.onnx, and optdnn COMMAND --help.
+    """
     ctx.obj = {**(ctx.obj or {}), "debug": debug}
 
 
@@ -86,6 +123,9 @@ def show_warning(
 
 def run(argv: list[str]) -> int:
     """Run a command line; returns its exit code."""
+    common = sys.modules.get("optdnn.cli.common")
+    if common is not None:
+        common.stderr.quiet = False  # of the command line before, in the same process
     with warnings.catch_warnings():  # also of the hook below, for who calls this from a program of their own
         if "--debug" not in argv:
             warnings.showwarning = show_warning

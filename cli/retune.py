@@ -6,18 +6,19 @@ from pathlib import Path
 
 import click
 
-from optdnn.cli.common import print_json, print_tuning, progress, stderr, stdout
+from optdnn.cli.common import give_json, print_tuning, progress, stdout, warn
+from optdnn.cli.options import Command, json_option, option
 
 
-@click.command("retune")
+@click.command("retune", cls=Command)
 @click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
-@click.option(
-    "--budget", type=click.FloatRange(min=0, min_open=True), default=None, metavar="SECONDS", help="Bound it."
-)
-@click.option("--tactics", default=None, metavar="T", help="auto, or of own,cudnn,cublaslt.  [default: the build's]")
-@click.option("--timing-cache", type=click.Path(path_type=Path), default=None, help="Keep measured times here.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
-def command(engine: Path, budget: float | None, tactics: str | None, timing_cache: Path | None, as_json: bool) -> None:
+@option("--budget", type=click.FloatRange(min=0, min_open=True), default=None, metavar="SECONDS", help="Bound it.")
+@option("--tactics", default=None, metavar="T", help="auto, or of own,cudnn,cublaslt.  [default: the build's]")
+@option("--timing-cache", type=click.Path(path_type=Path), default=None, help="Keep measured times here.")
+@json_option
+def command(
+    engine: Path, budget: float | None, tactics: str | None, timing_cache: Path | None, json_file: Path | None
+) -> None:
     """Tune ENGINE on this machine's GPU and improve it in place.
 
     For engines built with heuristic tactics, on a machine without a GPU, or for another driver. ENGINE is replaced, atomically,
@@ -29,12 +30,11 @@ def command(engine: Path, budget: float | None, tactics: str | None, timing_cach
 
     with progress(f"retune {engine.name}") as say:
         found = retune(engine, budget=budget, tactics=tactics, timing_cache=timing_cache, progress=say)
-    if as_json:
-        print_json({"engine": str(engine), **asdict(found)})
+    if give_json({"engine": str(engine), **asdict(found)}, json_file):
         return
     print_tuning(found.tuning)
     for line in found.warnings:
-        stderr.print(f"warning: {line}", markup=False)
+        warn(line)
     before = "it did not run" if found.before_ms is None else f"{found.before_ms:.4f} ms"
     outcome = "replaced" if found.replaced else "left as it was: nothing faster was found"
     stdout.print(f"\n{engine}: {before} -> {found.after_ms:.4f} ms, {outcome}")

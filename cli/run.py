@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 
 from optdnn.cli.arrays import read_inputs, typed, write_outputs
-from optdnn.cli.common import load_options, parse_sizes, print_json, stderr, stdout, table
+from optdnn.cli.build_options import load_options
+from optdnn.cli.common import give_json, parse_sizes, remark, stdout, table
+from optdnn.cli.options import Command, input_option, json_option, output_option, seed_option, size_option
 from optdnn.runtime.atomic import check_writable
 from optdnn.types import Array, dtype_name
 
 
-@click.command("run")
+@click.command("run", cls=Command)
 @click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
-@click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="[NAME=]FILE",
-    help="NAME=FILE.npy, or an .npz of named arrays; NAME=FILE.npz takes one.",
-)
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the outputs to this .npz.")
-@click.option("--size", "sizes", multiple=True, metavar="NAME=N", help="Size of a symbolic dimension (1).")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of random inputs.")
-@click.option("--json", "as_json", is_flag=True, help="Print the outputs' types, shapes and ranges as JSON.")
+@input_option
+@size_option
+@seed_option
 @load_options
+@output_option("Write the outputs to this .npz.")
+@json_option
 def command(
     engine: Path,
     inputs: tuple[str, ...],
-    out: Path | None,
+    output: Path | None,
     sizes: tuple[str, ...],
     seed: int,
-    as_json: bool,
+    json_file: Path | None,
     simulate: bool,
     recompile: bool,
     trust_cubins: bool,
@@ -42,29 +39,32 @@ def command(
     import optdnn
     from optdnn.runtime.feeds import random_feeds
 
-    if out is not None:
-        check_writable(out)
+    if output is not None:
+        check_writable(output)
     loaded = optdnn.load(engine, simulate=simulate, recompile=recompile, trust_cubins=trust_cubins)
     feeds = typed(read_inputs(inputs), loaded.inputs)
     missing = [s for s in loaded.inputs if s.name not in feeds]
     if missing:
-        stderr.print(f"random inputs (seed {seed}): {', '.join(map(str, missing))}")
-        made = random_feeds(loaded.inputs, seed=seed, sizes=parse_sizes(sizes), profiles=loaded.profiles, given=feeds)
+        remark(f"random inputs (seed {seed}): {', '.join(map(str, missing))}")
+        typical: Any = loaded.meta.get("sizes")
+        made = random_feeds(
+            loaded.inputs, seed=seed, sizes=parse_sizes(sizes), profiles=loaded.profiles, given=feeds, typical=typical
+        )
         feeds = {**made, **feeds}
     results = loaded.run(feeds)
-    if as_json:
-        facts = {
-            n: {"dtype": dtype_name(a.dtype), "shape": list(a.shape), **_finite(_range(a))} for n, a in results.items()
-        }
-        print_json({"outputs": facts, "random_inputs": [s.name for s in missing], "seed": seed})
-    else:
+    facts = {
+        n: {"dtype": dtype_name(a.dtype), "shape": list(a.shape), **_finite(_range(a))} for n, a in results.items()
+    }
+    report = {"outputs": facts, "random_inputs": [s.name for s in missing], "seed": seed}
+    if not give_json(report, json_file):
         rows = [
             [n, dtype_name(a.dtype), list(a.shape), *(f"{x:.5g}" for x in _range(a).values())]
             for n, a in results.items()
         ]
         stdout.print(table(None, ["output", "dtype", "shape", "min", "mean", "max"], rows, right=[3, 4, 5]))
-    if out is not None:
-        write_outputs(out, results)
+    if output is not None:
+        write_outputs(output, results)
+        remark(f"written: {output}")
 
 
 def _finite(numbers: dict[str, float]) -> dict[str, float | None]:

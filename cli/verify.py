@@ -9,31 +9,30 @@ from typing import Any
 import click
 
 from optdnn.cli.arrays import read_inputs, typed
-from optdnn.cli.common import load_options, parse_sizes, print_json, progress, stdout, table
+from optdnn.cli.build_options import load_options
+from optdnn.cli.common import give_json, parse_sizes, progress, stdout, table
+from optdnn.cli.options import Command, input_option, json_option, option, seed_option, size_option
 from optdnn.errors import NotMet
 
 
-@click.command("verify")
+@click.command("verify", cls=Command)
 @click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
-@click.option(
+@option(
     "--model",
     type=click.Path(path_type=Path, dir_okay=False),
     help="The model that ENGINE was built from: the whole is checked.",
 )
-@click.option(
-    "--inputs", "--input", "inputs", multiple=True, metavar="[NAME=]FILE",
-    help="As --input of run: an .npz of named arrays, or NAME=FILE.npy; random where not given.",
-)  # fmt: skip
-@click.option("--size", "sizes", multiple=True, metavar="NAME=N", help="Size of a symbolic dimension (1).")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of random inputs.")
-@click.option(
+@input_option
+@size_option
+@seed_option
+@option(
     "--tolerance",
     type=click.FloatRange(min=0),
     help="Of the difference that another input makes, for --model.  [default: 1e-4; fp16 0.01, bf16 0.1, int8 0.25]",
 )
-@click.option("--threads", type=click.IntRange(min=1), default=None, help="Threads of an engine for cpu.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@option("--threads", type=click.IntRange(min=1), default=None, help="Threads of an engine for cpu.")
 @load_options
+@json_option
 def command(
     engine: Path,
     model: Path | None,
@@ -42,10 +41,10 @@ def command(
     seed: int,
     tolerance: float | None,
     threads: int | None,
-    as_json: bool,
     simulate: bool,
     recompile: bool,
     trust_cubins: bool,
+    json_file: Path | None,
 ) -> None:
     """Check ENGINE on this machine: its steps, its use of memory, its repeatability, and (--model) its results.
 
@@ -60,9 +59,7 @@ def command(
     with progress(f"verify {engine.name}") as say:
         found = verify(loaded, model, given, sizes=parse_sizes(sizes), seed=seed, tolerance=tolerance, progress=say)
     report = found.to_plain() | {"engine": str(engine)}
-    if as_json:
-        print_json(report)
-    else:
+    if not give_json(report, json_file):
         _show(report)
     if not found.ok:
         first = found.failed[0]

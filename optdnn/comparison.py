@@ -288,7 +288,9 @@ def compare(
     feeds = dict(given or {})
     missing = [s for s in subject.inputs if s.name not in feeds]
     profiles = () if subject.original is None else subject.original.profiles
-    feeds = {**random_feeds(subject.inputs, seed=seed, sizes=sizes, profiles=profiles, given=feeds), **feeds}
+    typical: Any = subject.account.get("sizes")
+    made = random_feeds(subject.inputs, seed=seed, sizes=sizes, profiles=profiles, given=feeds, typical=typical)
+    feeds = {**made, **feeds}
     signature = Signature(subject.inputs, ())
     found = signature.sizes(signature.arrays(feeds))
     other = random_feeds(subject.inputs, seed=seed + 1, sizes=found)

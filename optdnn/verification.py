@@ -102,9 +102,10 @@ def verify(
     whole beside ``model`` in NumPy and float64, within ``tolerance`` (default: the precision's) of what other inputs change.
 
     ``inputs`` are arrays by name; those that are missing are random (``seed``). Without any, an engine for ranges of shapes is
-    checked at the minimum, optimum and maximum of each profile, another at ``sizes`` of its symbols (1). ``options`` are those of
-    :func:`optdnn.load`, for a file. Raises EngineError for a file that cannot be loaded, InputError for inputs that do not fit,
-    UsageError for a model that is not the engine's. What a check finds is in the result: nothing is raised for it.
+    checked at the minimum, optimum and maximum of each profile, another at ``sizes`` of its symbols (default: what the build
+    measured at, else 1). ``options`` are those of :func:`optdnn.load`, for a file. Raises EngineError for a file that cannot be
+    loaded, InputError for inputs that do not fit, UsageError for a model that is not the engine's. What a check finds is in the
+    result: nothing is raised for it.
     """
     say = progress or (lambda text: None)
     if isinstance(engine, Engine):
@@ -136,7 +137,7 @@ def cases(engine: Engine, given: Mapping[str, Array], sizes: Mapping[str, int] |
     if unknown := sorted(given.keys() - set(names)):
         raise InputError(f"there is no input {unknown[0]!r}", hint=f"the inputs are {', '.join(names)}")
     if given or sizes or not engine.profiles:
-        yield _case(engine, "", given, sizes, seed)
+        yield case_of(engine, given, sizes=sizes, seed=seed)
         return
     seen: list[dict[str, int]] = []
     for k, profile in enumerate(engine.profiles):
@@ -145,11 +146,19 @@ def cases(engine: Engine, given: Mapping[str, Array], sizes: Mapping[str, int] |
             if wanted not in seen:
                 seen.append(wanted)
                 label = which if len(engine.profiles) == 1 else f"profile {k} {which}"
-                yield _case(engine, label, {}, wanted, seed)
+                yield case_of(engine, {}, label, wanted, seed)
 
 
-def _case(engine: Engine, label: str, given: Mapping[str, Array], sizes: Mapping[str, int] | None, seed: int) -> Case:
-    made = random_feeds(engine.inputs, seed=seed, sizes=sizes, profiles=engine.profiles, given=given)
+def case_of(
+    engine: Engine,
+    given: Mapping[str, Array],
+    label: str = "",
+    sizes: Mapping[str, int] | None = None,
+    seed: int = 0,
+) -> Case:
+    """One set of inputs that the engine takes, of ``sizes`` (default: the optimum, or what the build measured at)."""
+    typical = engine.meta.get("sizes")
+    made = random_feeds(engine.inputs, seed=seed, sizes=sizes, profiles=engine.profiles, given=given, typical=typical)
     first = {s.name: given[s.name] if s.name in given else made[s.name] for s in engine.inputs}
     feeds = _taken(engine, first, frozenset(given))
     drawn = random_feeds(engine.inputs, seed=seed + 1, sizes=_sizes(engine, feeds), profiles=engine.profiles)

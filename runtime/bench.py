@@ -1,13 +1,14 @@
-"""Measuring: latencies of one engine, their statistics, and whether they can be trusted."""
+"""Measuring: latencies of one engine, calls one after another or many at once, and whether the figures can be trusted."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ UNSTABLE = 0.10
 @dataclass(frozen=True)
 class LatencyStats:
     """Latencies in milliseconds; percentiles interpolate linearly. ``throughput_per_s`` is calls per second of run time.
+    ``further`` holds percentiles that were asked for besides.
 
     ``spread`` is (largest - smallest) / middle of the medians of consecutive fifths of the measurement: a machine that
     changes its speed, or is shared, shows there. None where there are too few samples to tell.
@@ -45,10 +47,14 @@ class LatencyStats:
     throughput_per_s: float
     n: int
     spread: float | None
+    further: Mapping[float, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, nanoseconds: Sequence[int]) -> LatencyStats:
-        """Statistics of these latencies, in the order they were taken. Raises UsageError for none."""
+    def of(
+        cls, nanoseconds: Sequence[int], percentiles: Sequence[float] = (), wall_ns: int | None = None
+    ) -> LatencyStats:
+        """Statistics of these latencies, in the order they were taken. ``wall_ns`` is the time that all of them took together,
+        where that is not their sum: of calls that ran at once. Raises UsageError for none."""
         if not len(nanoseconds):
             raise UsageError("there are no latencies to summarize")
         ms = np.asarray(nanoseconds, np.float64) / 1e6
@@ -58,9 +64,9 @@ class LatencyStats:
             medians = sorted(float(np.median(part)) for part in np.array_split(ms, SEGMENTS))
             spread = (medians[-1] - medians[0]) / max(medians[SEGMENTS // 2], 1e-9)
         mean = float(ms.mean())
-        return cls(
-            float(ms.min()), mean, median, p90, p95, p99, float(ms.max()), 1e3 / max(mean, 1e-9), len(ms), spread
-        )
+        per_second = 1e3 / max(mean, 1e-9) if wall_ns is None else len(ms) / max(wall_ns * 1e-9, 1e-12)
+        further = {p: float(v) for p, v in zip(percentiles, np.percentile(ms, list(percentiles)), strict=True)}
+        return cls(float(ms.min()), mean, median, p90, p95, p99, float(ms.max()), per_second, len(ms), spread, further)
 
     @property
     def stable(self) -> bool:
@@ -68,8 +74,9 @@ class LatencyStats:
         return self.spread is not None and self.spread <= UNSTABLE
 
     def to_plain(self) -> dict[str, Plain]:
-        """The contract's ``latency_ms``: min, mean, median, p90, p95, p99, max."""
-        return {k: v for k, v in asdict(self).items() if k not in ("throughput_per_s", "n", "spread")}
+        """The contract's ``latency_ms``: min, mean, median, p90, p95, p99, max, then those that were asked for besides."""
+        own = {k: v for k, v in asdict(self).items() if k not in ("throughput_per_s", "n", "spread", "further")}
+        return own | {f"p{p:g}": v for p, v in self.further.items() if f"p{p:g}" not in own}
 
 
 def measure(
@@ -79,9 +86,11 @@ def measure(
     duration: float | None = None,
     iterations: int | None = None,
     clock: Callable[[], int] = time.perf_counter_ns,
+    percentiles: Sequence[float] = (),
 ) -> LatencyStats:
     """Call ``fn`` ``warmup`` times, then time it ``iterations`` times or for ``duration`` seconds (3 by default)."""
-    return LatencyStats.of(sample(fn, warmup=warmup, duration=duration, iterations=iterations, clock=clock))
+    taken = sample(fn, warmup=warmup, duration=duration, iterations=iterations, clock=clock)
+    return LatencyStats.of(taken, percentiles)
 
 
 def sample(
@@ -126,6 +135,79 @@ def quiet() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass
+class _Caller:
+    """One thread's calls: when each began, and how long it took, in nanoseconds."""
+
+    engine: Engine
+    starts: array[int] = field(default_factory=lambda: array("q"))
+    took: array[int] = field(default_factory=lambda: array("q"))
+    error: BaseException | None = None
+
+
+def concurrent(
+    engines: Sequence[Engine],
+    feeds: Mapping[str, Any],
+    streams: int,
+    *,
+    warmup: int = 10,
+    duration: float | None = None,
+    iterations: int | None = None,
+    percentiles: Sequence[float] = (),
+) -> LatencyStats:
+    """Latencies and throughput of ``streams`` threads on each engine, every one with a context of its own and all at once.
+
+    Each thread makes ``iterations`` calls, or calls for ``duration`` seconds (3 by default), after ``warmup`` that do not count.
+    ``throughput_per_s`` is the calls of all threads over the time from the first one's begin to the last one's end.
+    Raises UsageError where there is nothing to run, and what a call raises.
+    """
+    if streams < 1 or not engines:
+        raise UsageError(f"{streams} streams on {len(engines)} engines cannot be measured")
+    callers = [_Caller(engine) for engine in engines for _ in range(streams)]
+    barrier = threading.Barrier(len(callers))
+    seconds = duration if duration is not None else None if iterations is not None else 3.0
+    threads = [threading.Thread(target=_call, args=(c, feeds, barrier, warmup, seconds, iterations)) for c in callers]
+    with quiet():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    failed = [c.error for c in callers if c.error is not None and not isinstance(c.error, threading.BrokenBarrierError)]
+    if failed:
+        raise failed[0]
+    calls = sorted((start, took) for c in callers for start, took in zip(c.starts, c.took, strict=True))
+    wall = max(start + took for start, took in calls) - calls[0][0]
+    return LatencyStats.of([took for _, took in calls], percentiles, wall_ns=wall)
+
+
+def _call(
+    caller: _Caller,
+    feeds: Mapping[str, Any],
+    barrier: threading.Barrier,
+    warmup: int,
+    seconds: float | None,
+    iterations: int | None,
+) -> None:
+    clock = time.perf_counter_ns
+    try:
+        context = caller.engine.context()
+        for _ in range(max(1, warmup)):
+            context.run(feeds)
+        barrier.wait()
+        end = None if seconds is None else clock() + int(seconds * 1e9)
+        while True:
+            start = clock()
+            context.run(feeds)
+            stop = clock()
+            caller.starts.append(start)
+            caller.took.append(stop - start)
+            if stop >= end if end is not None else len(caller.took) == iterations:
+                return
+    except BaseException as error:  # raised again by the thread that waits
+        caller.error = error
+        barrier.abort()
+
+
 @dataclass(frozen=True)
 class StepProfile:
     """One step's share of a run: median time in milliseconds and fraction of the sum over steps."""
@@ -161,21 +243,33 @@ def bench(
     iterations: int | None = None,
     with_profile: bool = False,
     flush_l2: bool = False,
+    percentiles: Sequence[float] = (),
+    streams: int = 1,
+    further: Sequence[Engine] = (),
 ) -> dict[str, Plain]:
     """Measure an engine in its own context, NumPy arrays in and fresh ones out; the report of ``optdnn bench --json``.
 
-    Keys: target, precision, latency_ms, throughput_per_s, iterations, warmup, stable, spread, inputs (the shapes used),
-    facts (what each step really runs), machine, versions, and with ``with_profile`` also profile. On a GPU also gpu: the
-    times there (:func:`optdnn.runtime.cuda.measure.gpu_report`), with L2 flushed before each run if ``flush_l2``.
+    Keys: target, precision, latency_ms, throughput_per_s, iterations, warmup, stable, spread, concurrency, inputs (the shapes
+    used), sizes (those of symbolic dimensions), facts (what each step really runs), machine, versions, and with ``with_profile``
+    also profile (steps) and, on the target cpu, layers. On a GPU also gpu: the times there
+    (:func:`optdnn.runtime.cuda.measure.gpu_report`), with L2 flushed before each run if ``flush_l2``.
+    ``percentiles`` (0 to 100) are added to latency_ms. With ``streams`` threads, or ``further`` engines of the same network,
+    calls run at once (:func:`concurrent`). Raises UsageError for what the target has not.
     """
     context = engine.context()
     on_gpu = cuda_context(context, feeds)
-    own = plan_feeds(context, feeds)
     if flush_l2 and on_gpu is None:
         raise UsageError("there is no L2 of a GPU to flush", hint="this is for engines of target cuda")
-    context.run(feeds)
+    several = streams > 1 or bool(further)
+    if several and on_gpu is not None:
+        raise UsageError("--streams and --instances measure engines for a CPU", hint="on a GPU, raise the batch")
+    outputs = context.run(feeds)
     settle()
-    stats = measure(lambda: context.run(feeds), warmup=warmup, duration=duration, iterations=iterations)
+    bounds: dict[str, Any] = {
+        "warmup": warmup, "duration": duration, "iterations": iterations, "percentiles": percentiles
+    }  # fmt: skip
+    engines = [engine, *further]
+    stats = concurrent(engines, feeds, streams, **bounds) if several else measure(lambda: context.run(feeds), **bounds)
     report: dict[str, Plain] = {
         "target": engine.target,
         "precision": engine.precision,
@@ -185,7 +279,10 @@ def bench(
         "warmup": warmup,
         "stable": stats.stable,
         "spread": stats.spread,
+        "concurrency": {"instances": len(engines), "streams": streams},
         "inputs": {name: list(np.shape(a)) for name, a in feeds.items()},
+        "outputs": {name: list(a.shape) for name, a in outputs.items()},
+        "sizes": sizes_of(engine, feeds),
         "facts": [dict(f) for f in engine.facts],
         "machine": machine(),
         "versions": versions(),
@@ -193,14 +290,38 @@ def bench(
     if on_gpu is not None:
         from optdnn.runtime.cuda.measure import gpu_report, profile_gpu
 
+        own = plan_feeds(context, feeds)
         report["gpu"] = gpu_report(
             on_gpu, own, warmup=warmup, duration=duration, iterations=iterations, flush_l2=flush_l2
         )
         if with_profile:
             report["profile"] = [s.to_plain() for s in profile_gpu(on_gpu, own)]
     elif with_profile:
-        report["profile"] = [asdict(p) | {"src": list(p.src)} for p in profile(engine, feeds)]
+        report |= _profiled(engine, feeds)
     return report
+
+
+def _profiled(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, Plain]:
+    """The steps of a program that runs on the CPU, and what of them its libraries count."""
+    steps = profile(engine, feeds)
+    found: dict[str, Plain] = {"profile": [asdict(p) | {"src": list(p.src)} for p in steps]}
+    if engine.target == "cpu":
+        from optdnn.runtime.cpu.layers import layer_times
+
+        threads = next((int(str(f["threads"])) for f in engine.facts if "threads" in f), None)
+        times = [p.median_ms for p in steps]
+        runs = int(min(200, max(10, 1e3 / max(sum(times), 1e-3))))
+        layers = layer_times(engine.program, feeds, times, threads or None, runs)
+        found["layers"] = [asdict(layer) for layer in layers]
+    return found
+
+
+def sizes_of(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, int]:
+    """The size of each symbolic dimension of the inputs."""
+    found: dict[str, int] = {}
+    for spec in engine.inputs:
+        found |= {d: n for d, n in zip(spec.shape, np.shape(feeds[spec.name]), strict=True) if isinstance(d, str)}
+    return found
 
 
 def plan_feeds(context: object, feeds: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from optdnn.dim import Dim, DimLike, evaluate, symbol
 from optdnn.dim_text import parse_dim
 from optdnn.errors import InputError, InternalError, OptdnnError, RunError, ShapeError
 from optdnn.runtime.bounds import bounds_of, check_bounds
-from optdnn.runtime.executor import Executor
+from optdnn.runtime.executor import Executor, Session
 from optdnn.runtime.program import Buffer, Plain, Program, Step
 from optdnn.runtime.repeated import REPEATS, Repeated, fits
 from optdnn.runtime.signature import Signature
@@ -217,6 +217,11 @@ class Context:
         """Run once and time each step: (outputs, nanoseconds per step of the program)."""
         times: list[int] = []
         return self._run(feeds, None, None, times), times
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Each step's own state."""
+        return tuple(self._sessions)
 
     def poison(self, byte: int) -> None:
         """Overwrite what earlier runs left in the arena and in results' memory that the libraries keep: for checks."""

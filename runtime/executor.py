@@ -100,6 +100,8 @@ class LoadOptions:
     """Makes the program for shapes that an engine holds no plan for."""
     examine: Examine | None = None
     """Judges what a program from a file hands to CPU libraries; without it, such a program is refused."""
+    counters: str | None = None
+    """A folder: the CPU libraries count the time of each layer, by files in it where they need some."""
     pool: Any = None
     """Memory that the plans of one engine share, as the target's runner has it."""
 

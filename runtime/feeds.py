@@ -20,11 +20,13 @@ def random_feeds(
     sizes: Mapping[str, int] | None = None,
     profiles: Sequence[Profile] = (),
     given: Mapping[str, Array] | None = None,
+    typical: Mapping[str, int] | None = None,
 ) -> dict[str, Array]:
     """An array per input that is not ``given`` (:func:`optdnn.types.random_array`); the same for the same seed.
 
-    A symbol takes its size from ``sizes``, else from the arrays that are given, else it is the first profile's optimum, else
-    1; what follows from symbols follows from these. Raises UsageError for a size of no symbol.
+    A symbol takes its size from ``sizes``, else from the arrays that are given, else it is the first profile's optimum, else the
+    ``typical`` one (what a build measured at: ``engine.meta["sizes"]``), else 1; what follows from symbols follows from these.
+    Raises UsageError for a size of no symbol.
     """
     rng = np.random.default_rng(seed)
     sizes, given = dict(sizes or {}), given or {}
@@ -36,7 +38,9 @@ def random_feeds(
         )
     pairs = ((d, n) for s in inputs if s.name in given for d, n in zip(s.shape, given[s.name].shape, strict=False))
     held = {d: n for d, n in pairs if isinstance(d, str) and d in symbols}
-    sizes = {**dict.fromkeys(symbols, 1), **{n: r.opt for p in profiles[:1] for n, r in p.items()}, **held, **sizes}
+    usual = {n: size for n, size in (typical or {}).items() if n in symbols}
+    optimum = {n: r.opt for p in profiles[:1] for n, r in p.items()}
+    sizes = {**dict.fromkeys(symbols, 1), **usual, **optimum, **held, **sizes}
     sizes |= {text: evaluate(expression, sizes) for text, expression in derived.items()}
     feeds: dict[str, Array] = {}
     for spec in (s for s in inputs if s.name not in given):

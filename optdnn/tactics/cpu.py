@@ -301,7 +301,9 @@ class _Search:
         contender, threads = self.owner[best.name]
         engine = contender.engine(threads)
         engine.program.meta.update(
-            meta, tactic={"name": best.name, "library": contender.library.name, "threads": threads}
+            meta,
+            tactic={"name": best.name, "library": contender.library.name, "threads": threads},
+            sizes=typical_sizes(self.graph),
         )
         fallbacks = {c.library.name: c.fallbacks for c in self.contenders if c.fallbacks}
         ran = contender.ran(engine, self._feeds if contender.library.name == "onnxruntime" else None)

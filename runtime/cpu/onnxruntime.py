@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program, Step
 from optdnn.types import Array
 
-_TOKEN = re.compile(r"(_token_\d+)?_kernel_time$")
+TOKEN = re.compile(r"(_token_\d+)?_kernel_time$")
 _KERNEL_TIME = "_kernel_time"
 _DISABLED = ("DoubleQDQPairsRemover", "WeightBiasQuantization")
 """Optimizers that change results (1.31): the first makes one rounding of two, with scales of which neither is the model's; the
@@ -84,6 +85,8 @@ class OnnxRuntimeModel:
         options.log_severity_level = 4  # what goes wrong is raised, with its message; nothing is said twice
         if counters is not None:
             options.enable_profiling, options.profile_file_prefix = True, counters
+        self.kinds: dict[str, str] = {}
+        """Operator of each executed node, once :meth:`counted`."""
         self._inputs, self._outputs = list(inputs), list(outputs)
         self._facts = {"library": self.name, "version": ort.__version__, **settings.to_plain()}
         # ONNX Runtime reads the arrays in place and does not own them: they must outlive the session.
@@ -127,7 +130,7 @@ class OnnxRuntimeModel:
         found: dict[str, str] = {}
         for event in events:
             if event.get("cat") == "Node" and str(event["name"]).endswith("_kernel_time"):
-                found[_TOKEN.sub("", str(event["name"]))] = str(event["args"]["op_name"])
+                found[TOKEN.sub("", str(event["name"]))] = str(event["args"]["op_name"])
         return found
 
     def counted(self) -> dict[str, list[float]]:
@@ -141,7 +144,9 @@ class OnnxRuntimeModel:
         found: dict[str, list[float]] = {}
         for event in events:
             if event.get("cat") == "Node" and event["name"].endswith(_KERNEL_TIME):
-                found.setdefault(event["name"].removesuffix(_KERNEL_TIME), []).append(float(event["dur"]))
+                name = event["name"].removesuffix(_KERNEL_TIME)
+                found.setdefault(name, []).append(float(event["dur"]))
+                self.kinds[name] = str(event["args"].get("op_name", ""))
         return found
 
 
@@ -206,7 +211,8 @@ class _OnnxRuntimeSession:
 
 def prepare(step: Step, program: Program, options: LoadOptions) -> OnnxRuntimeModel:
     """Make an engine's step ready; see ``library.prepare_step``."""
-    return cast(OnnxRuntimeModel, prepare_step(OnnxRuntimeModel, step, program, options))
+    counters = None if options.counters is None else os.path.join(options.counters, f"{id(step)}")
+    return cast(OnnxRuntimeModel, prepare_step(partial(OnnxRuntimeModel, counters=counters), step, program, options))
 
 
 _TOLD = re.compile(r"Name:'([^']* has run \d+ times; its condition does not end it)'")

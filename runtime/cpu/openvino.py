@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +22,7 @@ from optdnn.types import BF16, Array
 _HINT = {"fp32": "f32", "bf16": "bf16"}
 _PRECISIONS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "u8": "int8", "i8": "int8"}
 _NOT_COMPUTING = ("Input", "Output", "Const", "Reorder")
-_RENAMED = ("/DequantizationMultiply", "/WithoutBiases")
+RENAMED = ("/DequantizationMultiply", "/WithoutBiases")
 """What OpenVINO's rewrites append to the names of nodes."""
 _RUNTIME_FACTS = ("layerType", "originalLayersNames", "runtimePrecision", "primitiveType")
 _SAME = {"q": np.dtype(np.int64), "Q": np.dtype(np.uint64)}
@@ -145,7 +146,7 @@ class OpenVinoModel:
             if ran is None:
                 continue
             for name in str(info["originalLayersNames"].astype(str)).split(","):
-                for ending in _RENAMED:
+                for ending in RENAMED:
                     name = name.removesuffix(ending)
                 found[name] = ran
         return found
@@ -267,7 +268,8 @@ class _OpenVinoSession:
 
 def prepare(step: Step, program: Program, options: LoadOptions) -> OpenVinoModel:
     """Make an engine's step ready; see ``library.prepare_step``."""
-    return cast(OpenVinoModel, prepare_step(OpenVinoModel, step, program, options))
+    make = partial(OpenVinoModel, counters=options.counters is not None)
+    return cast(OpenVinoModel, prepare_step(make, step, program, options))
 
 
 def _is_wide(array: Array) -> bool:

@@ -375,7 +375,7 @@ def test_an_unwritable_output_is_found_before_the_work(
     (tmp_path / "file").write_text("in the way")
     out = tmp_path / place
     before = sorted(p.name for p in tmp_path.rglob("*"))
-    code, text, err = cli("run", engine, "--out", out)
+    code, text, err = cli("run", engine, "--output", out)
     assert (code, text) == (OUTPUT, "")
     assert "random inputs" not in err
 

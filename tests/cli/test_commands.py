@@ -219,7 +219,7 @@ def test_run_on_given_inputs_writes_the_outputs(cli: Cli, engine: Path, tmp_path
     np.savez(tmp_path / "x.npz", x=x)
     want = optdnn.load(engine)(x)
     for given in (f"x={tmp_path / 'x.npy'}", tmp_path / "x.npz", f"x={tmp_path / 'x.npz'}"):
-        code, out, err = cli("run", engine, "--input", given, "--out", tmp_path / "result")
+        code, out, err = cli("run", engine, "--input", given, "--output", tmp_path / "result")
         assert (code, err) == (0, "")
         assert "[4, 5]" in out
         np.testing.assert_array_equal(np.load(tmp_path / "result")["y"], want)
@@ -229,7 +229,7 @@ def test_run_on_given_inputs_writes_the_outputs(cli: Cli, engine: Path, tmp_path
 def test_run_says_where_inputs_are_random(cli: Cli, engine: Path, tmp_path: Path) -> None:
     results = []
     for seed in (0, 0, 1):
-        code, _, err = cli("run", engine, "--seed", seed, "--size", "N=2", "--out", tmp_path / "y.npz")
+        code, _, err = cli("run", engine, "--seed", seed, "--size", "N=2", "--output", tmp_path / "y.npz")
         assert code == 0
         assert err == f"random inputs (seed {seed}): x: fp32[N, 3, 8, 8]\n"
         results.append(np.load(tmp_path / "y.npz")["y"])
@@ -258,7 +258,7 @@ def test_bfloat16_arrays_survive_files(cli: Cli, model: Path, tmp_path: Path) ->
     assert cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--io-dtype", "bf16").code == 0
     x = np.ones((1, 3, 8, 8), ml_dtypes.bfloat16)
     np.save(tmp_path / "x.npy", x)
-    assert cli("run", tmp_path / "e", "--input", f"x={tmp_path / 'x.npy'}", "--out", tmp_path / "y.npz").code == 0
+    assert cli("run", tmp_path / "e", "--input", f"x={tmp_path / 'x.npy'}", "--output", tmp_path / "y.npz").code == 0
     y = np.load(tmp_path / "y.npz")["y"].view(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(y, optdnn.load(tmp_path / "e")(x))
 
@@ -269,7 +269,7 @@ def test_an_output_may_have_any_name(cli: Cli, tmp_path: Path) -> None:
     graph = helper.make_graph(nodes, "g", ports[:1], ports[1:])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "m.onnx")
     assert cli("build", tmp_path / "m.onnx", "--target", "reference").code == 0
-    code, out, _ = cli("run", tmp_path / "m.engine", "--out", tmp_path / "y.npz")
+    code, out, _ = cli("run", tmp_path / "m.engine", "--output", tmp_path / "y.npz")
     assert code == 0
     assert "a/b [red]:c" in out
     assert np.load(tmp_path / "y.npz").files == ["file", "a/b [red]:c"]

@@ -28,7 +28,8 @@ def stand_ins(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """A quick ResNet-50, and networks "good" and "odd" in the place of the trained ones."""
     build = zoo.build
     patch.setattr(zoo, "build", lambda name, **o: build(name, **o, image_size=64, width=0.25, num_classes=10))
-    patch.setattr(demo, "ROUNDS", 2)
+    for name, quick in (("ROUNDS", 2), ("SECONDS", 0.1), ("RESNET_SECONDS", 0.2)):
+        patch.setattr(demo, name, quick)
     path = save_convnet(folder / "good.onnx", batch="N")
     ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", 4]) for n in "xy"]
     nodes = [helper.make_node("Frobnicate", ["x"], ["a"]), helper.make_node("Wobble", ["a"], ["y"])]
@@ -49,17 +50,18 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     """What one real run of the demo, on the stand-ins, found."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("openvino")
-    printed: list[Any] = []
+    pytest.importorskip("jinja2")
+    folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
-        stand_ins(patch, tmp_path_factory.mktemp("demo"))
-        patch.setattr(demo, "print_json", printed.append)
-        assert run(["demo", "--threads", "1", "--json"]) == 0
-    found: Facts = json.loads(json.dumps(printed[0], allow_nan=False))
-    return found
+        stand_ins(patch, folder)
+        argv = ["demo", "--threads", "1", "-q", "--json", folder / "facts.json", "-o", folder / "report.html"]
+        assert run([str(a) for a in argv]) == 0
+    found: Facts = json.loads((folder / "facts.json").read_text())
+    return found | {"report": (folder / "report.html").read_text()}
 
 
 @pytest.fixture
-def replay(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> Facts:
+def replay(facts: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Facts:
     """Let the demo find a copy of the same again; returns the copy, to be changed."""
     again: Facts = json.loads(json.dumps(facts))
     module: Any = ModuleType("optdnn.models.trained")
@@ -69,6 +71,7 @@ def replay(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> Facts:
     by_name = {n["name"]: n for n in again["networks"]}
     monkeypatch.setattr(demo, "_trained", lambda name, *rest: by_name[name])
     monkeypatch.setattr(demo, "_resnet", lambda *rest: again["resnet50"])
+    monkeypatch.chdir(tmp_path)
     return again
 
 
@@ -88,12 +91,46 @@ def test_what_the_demo_finds(facts: Facts) -> None:
 def test_what_the_demo_says(cli: Cli, replay: Facts) -> None:
     code, out, err = cli("demo")
     assert (code, err) == (0, "")
-    assert "30 of 40 (75.00%)        75.00%     10 → 5" in out
+    assert [line.split() for line in out.splitlines() if line.startswith("good ")][0][1:9] == [
+        *("30", "of", "40", "75.00%", "75.00%", "10", "→", "5")
+    ]
     assert "odd: its Frobnicate, Wobble come in a later release" in out
-    assert "operators: 175 → 57; 53 of 53 BatchNormalizations folded" in out
-    assert "fuse_conv_bn 53" in out
-    assert "of ONNX Runtime's, relative to the largest" in out
+    assert "operators 175 → 57: 53 of 53 BatchNormalizations folded" in out
+    assert "of ONNX Runtime's" in out
     assert "optdnn build your.onnx" in out
+    assert "optdnn compare your.onnx --html report.html" in out
+    assert "The whole comparison of ResNet-50, with charts: optdnn-demo.html" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_report_of_the_demo_is_written(facts: Facts) -> None:
+    assert "<svg" in facts["report"]
+    assert "resnet50" in facts["report"]
+
+
+def test_the_longest_bar_is_the_slowest(cli: Cli, replay: Facts) -> None:
+    replay["resnet50"] |= {"median_ms": 10.0, "onnxruntime_median_ms": 20.0}
+    replay["resnet50"]["versus"] = {"speedup": 2.0, "range": [1.9, 2.1], "verdict": "faster"}
+    lines = cli("demo").out.splitlines()
+    k = next(k for k, line in enumerate(lines) if line.startswith("resnet50"))
+    ours, other = (line.count("█") for line in lines[k : k + 2])
+    assert abs(2 * ours - other) <= 1
+    assert lines[k].endswith("2.00×")
+
+
+def test_without_the_extra_the_demo_names_it_and_recommends_what_works(
+    cli: Cli, replay: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    code, out, _ = cli("demo")
+    assert code == 0
+    assert "pip install 'optdnn[report]'" in out
+    assert "--html" not in out
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("optdnn.report.html.find_spec", lambda name: None)
+    code, _, err = cli("demo", "-o", tmp_path / "asked.html")
+    assert code == 8
+    assert "pip install 'optdnn[report]'" in err
 
 
 @pytest.mark.parametrize(
@@ -122,11 +159,13 @@ def test_one_picture_may_be_a_tie(cli: Cli, replay: Facts) -> None:
 
 def test_what_could_not_be_ranked_is_said(cli: Cli, replay: Facts) -> None:
     replay["resnet50"]["versus"] = {"speedup": 1.0, "range": [0.8, 1.3], "verdict": "unstable"}
-    assert "too unstable to rank (0.80 to 1.30×)" in cli("demo").out
+    out = cli("demo").out
+    assert "0.80–1.30×" in out
+    assert "the rounds differ too much to say which is faster" in out
     replay["resnet50"] |= {"versus": None, "median_ms": None, "error": "it crashed"}
     code, out, err = cli("demo")
     assert code == 7
-    assert "optdnn – ms" in out
+    assert "resnet50: optdnn – ms: it crashed" in out
     assert "resnet50: it crashed" in err
 
 

@@ -20,7 +20,7 @@ def test_build_and_run_simulated(cli: Cli, model: Path, tmp_path: Path) -> None:
     )
     assert built.code == 0, built.err
     assert "target simulate, precision fp16" in built.out
-    done = cli("run", out, "--out", tmp_path / "y.npz")
+    done = cli("run", out, "--output", tmp_path / "y.npz")
     assert done.code == 0, done.err
     assert all(np.isfinite(a).all() for a in np.load(tmp_path / "y.npz").values())
 

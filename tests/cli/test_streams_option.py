@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.net import Net
 
-from optdnn.cli.bench import show_steps
+from optdnn.cli.bench_tables import show_gpu_steps
 from optdnn.ir.export_onnx import export_model
 from optdnn.tactics.cuda import lanes
 
@@ -57,7 +57,7 @@ def test_a_profile_has_a_column_of_lanes_where_there_are_several(capsys: pytest.
         "tactic": "t",
         "src": [],
     }
-    show_steps([step])
+    show_gpu_steps([step])
     assert "lane" not in capsys.readouterr().out
-    show_steps([{**step, "lane": 3}, {**step, "lane": 0}])
+    show_gpu_steps([{**step, "lane": 3}, {**step, "lane": 0}])
     assert "lane" in capsys.readouterr().out

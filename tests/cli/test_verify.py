@@ -133,12 +133,12 @@ def test_inputs_are_read_from_files(cli: Cli, tmp_path: Path) -> None:
     model = small_models.save(small_models.mlp("n"), tmp_path)
     optdnn.build(model, target="reference").save(tmp_path / "net.engine")
     np.savez(tmp_path / "data.npz", x=np.ones((3, 24), np.float32))
-    code, out, _ = cli("verify", tmp_path / "net.engine", "--model", model, "--inputs", tmp_path / "data.npz")
+    code, out, _ = cli("verify", tmp_path / "net.engine", "--model", model, "--input", tmp_path / "data.npz")
     assert code == 0
     assert "y float32[3, 10]" in out
     assert out.endswith("inputs: given\n")
     np.savez(tmp_path / "data.npz", x=np.ones((3, 5), np.float32))
-    code, out, err = cli("verify", tmp_path / "net.engine", "--inputs", tmp_path / "data.npz")
+    code, out, err = cli("verify", tmp_path / "net.engine", "--input", tmp_path / "data.npz")
     assert (code, out) == (6, "")
     assert "axis 1 is 5 instead of 24" in err
     assert cli("verify", tmp_path / "net.engine", "--size", "q=3").code == 2

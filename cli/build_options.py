@@ -1,0 +1,166 @@
+"""The options of the commands that build, and the :class:`BuildOptions` that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from optdnn.cli.options import config_option, option, words
+from optdnn.config import CALIBRATORS, IO_DTYPES, PRECISIONS, TARGETS, BuildOptions
+from optdnn.errors import UsageError
+from optdnn.ranges import parse_shapes
+
+F = TypeVar("F", bound=Callable[..., Any])
+PRECISION, NETWORK, TUNING = "Precision", "Network", "Target and tuning"
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+def _network() -> list[Callable[[Any], Any]]:
+    return [
+        option("--shape", "shape", multiple=True, group=NETWORK, metavar="NAME=1x3x224x224",
+               help="Fix an input's shape; ? leaves a dimension symbolic, MIN..OPT..MAX gives a range. Repeat for another profile."),
+        option("--value", "value", multiple=True, group=NETWORK, metavar="NAME=1,2",
+               help="What an input always is: sizes follow from it."),
+        option("--io-dtype", default="model", group=NETWORK, metavar="DTYPE", shell_complete=words(*IO_DTYPES),
+               help="Element type of inputs and outputs: fp32, fp16, bf16, or the model's own."),
+        option("--opt-level", "-O", type=click.IntRange(0, 3), default=3, show_default=True, group=NETWORK,
+               help="Passes to run: 0 none, 3 all."),
+    ]  # fmt: skip
+
+
+def _target() -> list[Callable[[Any], Any]]:
+    return [
+        option("--target", default="auto", show_default=True, group=TUNING, metavar="TARGET", shell_complete=words(*TARGETS),
+               help="auto, cpu, reference, cuda, cuda:ARCH or simulate."),
+        option("--tactics", default="auto", show_default=True, group=TUNING, metavar="T",
+               help="auto, openvino, onnxruntime; on GPUs of heuristic,own,cudnn,cublaslt."),
+        option("--threads", type=click.IntRange(min=1), group=TUNING, metavar="N", help="Pin the number of threads."),
+        option("--timing-cache", type=click.Path(path_type=Path), group=TUNING, metavar="FILE",
+               help="Keep measured times here: the next build measures nothing again."),
+        option("--budget", type=click.FloatRange(min=0, min_open=True), group=TUNING, metavar="SECONDS",
+               help="Bound tuning on a GPU, and the search of precision auto."),
+        option("--strict", is_flag=True, gpu=True, group=TUNING, help="Refuse a network that would need steps on the CPU."),
+        option("--streams", default="auto", show_default=True, gpu=True, group=TUNING, metavar="N",
+               help="Streams for independent steps (auto: several where that is faster)."),
+        option("--row-invariant", is_flag=True, gpu=True, group=TUNING, help="The same bits for a row, whatever the batch."),
+        option("--workspace", type=click.IntRange(min=1), gpu=True, group=TUNING, metavar="BYTES",
+               help="Bound the scratch memory of kernels."),
+        option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Keep the recipes of kernels alone in the engine."),
+        option("--nearest-tactics/--no-nearest-tactics", default=True, gpu=True, group=TUNING,
+               help="Later plans take tactics of the plan for the nearest size, or the cost model's alone."),
+    ]  # fmt: skip
+
+
+def _precision() -> list[Callable[[Any], Any]]:
+    return [
+        option("--precision", default="fp32", show_default=True, group=PRECISION, metavar="P",
+               shell_complete=words(*PRECISIONS, "auto"),
+               help="fp32, tf32, bf16, fp16, int8, fp8, int8+fp16 …, or auto: per node, within a bound on accuracy."),
+        option("--pin", multiple=True, group=PRECISION, metavar="NODES=P",
+               help="Another precision for some nodes: --pin 'head*=fp32'."),
+        option("--strict-precision", is_flag=True, group=PRECISION, help="Fail where a node does not run in what was asked for."),
+    ]  # fmt: skip
+
+
+def _calibration() -> list[Callable[[Any], Any]]:
+    group = "Calibration (int8, fp8, auto)"
+    return [
+        option("--calib", group=group, metavar="DATA", help="Calibration data: .npz, .npy, or a folder of pictures."),
+        option("--calibrator", default="mse", show_default=True, group=group, metavar="C", shell_complete=words(*CALIBRATORS),
+               help="mse, entropy, percentile or minmax."),
+        option("--calib-cache", type=_FILE, group=group, metavar="FILE", help="Keep the ranges here (JSON)."),
+        option("--images", group=group, metavar="SPEC", help="How pictures are prepared: JSON, or a file of it."),
+    ]  # fmt: skip
+
+
+def _automatic() -> list[Callable[[Any], Any]]:
+    group = "Precision auto"
+    return [
+        option("--metric", default="top1", show_default=True, group=group, metavar="M",
+               help="top1, mse, cosine or PKG.MODULE:F."),
+        option("--max-drop", type=click.FloatRange(min=0), group=group, metavar="X",
+               help="The largest loss, in the metric's unit.  [default: 0.5 points for top1]"),
+        option("--labels", type=_FILE, group=group, metavar="FILE.npy", help="Labels of --calib, where they are not in it."),
+        option("--candidates", group=group, metavar="P,P",
+               help="What it may choose from besides fp32.  [default: all but tf32]"),
+    ]  # fmt: skip
+
+
+CHECK_LACKS = frozenset(
+    {"--threads", "--timing-cache", "--budget", "--no-cubins", "--nearest-tactics", "--strict-precision"}
+)
+"""Build options that change nothing in what ``check`` tells: how things are timed, and what is written."""
+
+
+def build_options(*, without: Collection[str] = (), automatic: bool = True) -> Callable[[F], F]:
+    """The options of a command that builds, but for ``without``; ``automatic``: with those of precision auto.
+
+    They arrive as keyword arguments for :func:`make_options`."""
+    decorators: list[Callable[[Any], Any]] = [*_network(), *_target(), *_precision(), *_calibration()]
+    decorators += [*(_automatic() if automatic else ()), config_option]
+
+    def decorate(command: F) -> F:
+        for one in reversed(decorators):
+            command = one(command)
+        parameters: list[click.Parameter] = command.__click_params__  # type: ignore[attr-defined]
+        parameters[:] = [p for p in parameters if not set(without) & set(p.opts)]
+        return command
+
+    return decorate
+
+
+def load_options(command: F) -> F:
+    """How an engine for a GPU is loaded; the arguments are those of :func:`optdnn.load`."""
+    for decorate in (
+        option("--simulate", is_flag=True, gpu=True, group="Loading", help="Run it in NumPy, on any machine."),
+        option("--trust-cubins", is_flag=True, gpu=True, group="Loading",
+               help="Run the GPU code in the file, whatever it is: you trust who made it."),
+        option("--recompile", is_flag=True, gpu=True, group="Loading",
+               help="Compile kernels anew, from this version's templates."),
+    ):  # fmt: skip
+        command = decorate(command)
+    return command
+
+
+def make_options(
+    ctx: click.Context, shape: Sequence[str], pin: Sequence[str] = (), value: Sequence[str] = (), **options: Any
+) -> BuildOptions:
+    """Build options from a command's arguments."""
+    return BuildOptions(
+        shapes=parse_shapes(shape),
+        values=parse_values(value),
+        precision_map=parse_pins(pin),
+        debug=bool(ctx.obj and ctx.obj.get("debug")),
+        **options,
+    )
+
+
+def parse_values(texts: Sequence[str]) -> dict[str, Any]:
+    """``("axes=0,2", "k=5")`` of ``--value`` as a mapping of names to a number or a list of numbers."""
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, equals, given = text.partition("=")
+        try:
+            numbers = [float(n) if set(n) & set(".einf") else int(n) for n in given.split(",") if n]
+        except ValueError:
+            numbers, equals = [], ""
+        if not name or not equals or name in values:
+            raise UsageError(
+                f"--value {text!r} is not NAME=1,2,3", hint="each input has one value: numbers with commas"
+            )
+        values[name] = numbers if "," in given or not numbers else numbers[0]
+    return values
+
+
+def parse_pins(texts: Sequence[str]) -> dict[str, str]:
+    """``("head*=fp32",)`` as a mapping from patterns of node names to precisions."""
+    pins = {}
+    for text in texts:
+        nodes, _, precision = text.rpartition("=")
+        if not nodes:
+            raise UsageError(f"--pin {text!r} is not NODES=PRECISION", hint="for instance --pin 'head*=fp32'")
+        pins[nodes] = precision
+    return pins

@@ -1,0 +1,67 @@
+"""``--config FILE.toml``: options of a command from a file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import click
+
+from optdnn.errors import UsageError
+
+
+def read_config(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+    """Make the file's values the defaults of the command's options: what the command line says comes before them.
+
+    Keys are option names (``opt-level = 2``). An option that may be repeated takes a list, and one of the form NAME=VALUE also a
+    table. Raises UsageError for a file that cannot be read, and for a key that is no option of the command.
+    """
+    if path is None:
+        return
+    options = {
+        name.lstrip("-"): p
+        for p in ctx.command.params
+        if isinstance(p, click.Option) and p.expose_value
+        for name in p.opts + p.secondary_opts
+        if name.startswith("--")
+    }
+    found: dict[str, Any] = {}
+    for key, value in _table(path).items():
+        if key not in options:
+            close = get_close_matches(key.replace("_", "-"), options, 1, 0.6)
+            raise UsageError(
+                f"{path}: optdnn {ctx.command.name} has no option {key!r}"
+                + (f"; did you mean {close[0]!r}?" if close else ""),
+                hint=f"optdnn {ctx.command.name} --help lists the options",
+            )
+        option = options[key]
+        assert option.name is not None
+        found[option.name] = _value(path, key, option, value)
+    ctx.default_map = {**(ctx.default_map or {}), **found}
+
+
+def _table(path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from None
+
+
+def _value(path: Path, key: str, option: click.Option, value: Any) -> Any:
+    """The value as the option takes it."""
+    if isinstance(value, dict) and option.multiple:
+        value = [f"{name}={one}" for name, one in value.items()]
+    if option.multiple and not isinstance(value, list):
+        value = [value]
+    single = value if isinstance(value, list) else [value]
+    wrong = [v for v in single if isinstance(v, (dict, list)) or isinstance(v, bool) != option.is_flag]
+    if wrong or (isinstance(value, list) and not option.multiple):
+        wanted = "true or false" if option.is_flag else "a list of values" if option.multiple else "one value"
+        raise UsageError(f"{path}: {key} takes {wanted}, not {value!r}")
+    return value if option.is_flag else [str(v) for v in value] if option.multiple else str(value)

@@ -1,0 +1,192 @@
+"""Options of commands: in groups, one spelling for all commands, and a suggestion for what is misspelt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from optdnn.cli.config_file import read_config
+
+F = TypeVar("F", bound=Callable[..., Any])
+GENERAL = "General"
+RESULTS = "Results"
+GPU = "GPU"
+
+OTHER_WORDS: Mapping[str, str] = {
+    "--loops": "--iterations",
+    "--runs": "--iterations",
+    "--repeat": "--iterations",
+    "--time": "--duration",
+    "--batch": "--size",
+    "--batch-size": "--size",
+    "--shapes": "--shape",
+    "--input-shape": "--shape",
+    "--device": "--target",
+    "--provider": "--target",
+    "--dtype": "--precision",
+    "--fp16": "--precision",
+    "--bf16": "--precision",
+    "--int8": "--precision",
+    "--out": "--output",
+    "--save": "--output",
+    "--inputs": "--input",
+    "--feeds": "--input",
+    "--calibration": "--calib",
+    "--data": "--calib",
+    "--accuracy": "--max-error",
+    "--reference": "--against",
+    "--concurrency": "--streams",
+    "--optimize": "--opt-level",
+}
+"""What other programs call an option -> what it is called here."""
+
+
+class Option(click.Option):
+    """An option that stands in a group of its command's help. ``gpu``: it has a meaning on GPUs only."""
+
+    def __init__(self, *args: Any, group: str = "Options", gpu: bool = False, **attributes: Any):
+        super().__init__(*args, **attributes)
+        self.group, self.gpu = group, gpu
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        return (record[0], f"[{GPU}] {record[1]}") if record is not None and self.gpu else record
+
+
+class Command(click.Command):
+    """A command whose help shows its options in groups, and that takes ``--json`` with a file or without one."""
+
+    def __init__(self, *args: Any, **attributes: Any):
+        super().__init__(*args, **attributes)
+        self.params += [_quiet_option(), _debug_option()]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                groups.setdefault(getattr(parameter, "group", GENERAL), []).append(record)
+        last = [g for g in (RESULTS, GENERAL) if g in groups]
+        for group in [*(g for g in groups if g not in last), *last]:
+            with formatter.section(group):
+                formatter.write_dl(groups[group])
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, json_with_its_file(args))
+        except click.NoSuchOption as error:
+            known = {o for p in self.params for o in p.opts}
+            meant = OTHER_WORDS.get(error.option_name.lower())
+            if meant in known:
+                error.possibilities = [meant]
+            raise
+
+
+def json_with_its_file(args: Sequence[str]) -> list[str]:
+    """``--json FILE.json`` and ``--json -`` as one word, and ``--json`` alone as ``--json=-``.
+
+    Only a word that ends in .json is taken for the file: what follows may be the command's own argument.
+    """
+    found: list[str] = []
+    rest = list(args)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return [*found, word, *rest]
+        if word == "--json":
+            takes = bool(rest) and (rest[0] == "-" or rest[0].lower().endswith(".json"))
+            word = f"--json={rest.pop(0) if takes else '-'}"
+        found.append(word)
+    return found
+
+
+def option(*names: str, group: str = "Options", gpu: bool = False, **attributes: Any) -> Callable[[F], F]:
+    """``click.option``, in a group of the help."""
+    return click.option(*names, cls=Option, group=group, gpu=gpu, **attributes)
+
+
+def words(*known: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """What a shell completes a value to."""
+
+    def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(w) for w in known if w.startswith(incomplete)]
+
+    return complete
+
+
+def output_option(help_text: str) -> Callable[[F], F]:
+    """``--output``, ``-o``: the file that a command writes its result to."""
+    return option(
+        *("--output", "-o"), group=RESULTS, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=help_text
+    )  # fmt: skip
+
+
+def _writable(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse, before the work, what could not be written at its end."""
+    if value is not None and str(value) != "-":
+        from optdnn.runtime.atomic import check_writable
+
+        check_writable(value)
+    return value
+
+
+json_option = option(
+    "--json", "json_file", group=RESULTS, metavar="[FILE]", callback=_writable,
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="Print everything as JSON instead of text; --json FILE.json writes it there, beside the text.",
+)  # fmt: skip
+
+input_option = option(
+    "--input", "inputs", multiple=True, group="Inputs", metavar="[NAME=]FILE",
+    help="NAME=FILE.npy, or an .npz of named arrays; NAME=FILE.npz takes one. Random where not given. Repeat.",
+)  # fmt: skip
+
+size_option = option(
+    "--size", "sizes", multiple=True, group="Inputs", metavar="NAME=N",
+    help="Size of a symbolic dimension.  [default: the profile's optimum, else what the build measured at]",
+)  # fmt: skip
+
+seed_option = option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, group="Inputs", help="Seed of random inputs."
+)
+
+config_option = option(
+    "--config", group=GENERAL, metavar="FILE.toml", is_eager=True, expose_value=False, callback=read_config,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Take options from a TOML file: its keys are their names without dashes in front. The command line wins.",
+)  # fmt: skip
+
+
+def be_quiet(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Print no progress and no remarks from here on."""
+    if value and not ctx.resilient_parsing:
+        from optdnn.cli.common import stderr
+
+        ctx.find_root().ensure_object(dict)["quiet"] = True
+        stderr.quiet = True
+
+
+def _quiet_option() -> Option:
+    return Option(
+        ["-q", "--quiet"], is_flag=True, expose_value=False, callback=be_quiet, group=GENERAL,
+        help="Print results, warnings and errors alone; build prints the engine's file.",
+    )  # fmt: skip
+
+
+def _debug_option() -> Option:
+    """For the help and for shells: the command group takes the option wherever it stands."""
+    return Option(
+        ["--debug"], is_flag=True, expose_value=False, group=GENERAL,
+        help="Show tracebacks, and check the graph after every pass.",
+    )  # fmt: skip
+
+
+def suggestion(word: str, known: Sequence[str]) -> str:
+    """ "; did you mean …?", or nothing where no known word is near."""
+    close = get_close_matches(word, known, 1, 0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""

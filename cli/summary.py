@@ -1,0 +1,182 @@
+"""What ``build`` prints: what went in, what came out, what runs it, how right and how fast it is, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from optdnn.cli.common import print_host, print_tuning, remark, stdout, table, warn
+from optdnn.cli.precision import show_auto
+from optdnn.cli.words import precision_text, runs_on
+
+SHOWN = 12
+
+
+def show(build: Any, report: Mapping[str, Any], *, model: Path, output: Path, verbose: bool) -> None:
+    """The summary of a build. ``report`` is its report with what the command found out: error, bench."""
+    if verbose:
+        _passes(build.passes)
+    engine = build.engine
+    rows = [
+        ["model", f"{model}: {_count(build.passes, 'kinds_before')} operators, {len(build.graph)} in the engine"],
+        ["inputs", ", ".join(map(str, engine.inputs)) + _profiles(engine)],
+        ["outputs", ", ".join(map(str, engine.outputs))],
+        ["engine", f"{output} ({_bytes(output.stat().st_size)}), target {engine.target}"],
+        ["precision", precision_text(engine.precision, engine.meta)],
+        ["runs on", runs_on(engine.program)],
+        ["error", _error(report)],
+        ["speed", _speed(report, engine)],
+        ["time", _seconds(report["seconds"])],
+        ["next", f"optdnn bench {output}, or optdnn compare {model}{_same_options(report)}"],
+    ]
+    stdout.print(table(None, ["", ""], rows))
+    if "auto" in report:
+        show_auto(report["auto"], nodes=verbose)
+    _precisions(engine)
+    _fallbacks(build)
+    if build.tuning is not None:
+        print_tuning(build.tuning)
+    for line in dict.fromkeys(w for tried in build.first_runs for w in tried.warnings):
+        warn(line)
+
+
+def _count(passes: Sequence[Any], which: str) -> int:
+    return sum(getattr(passes[0], which).values()) if passes else 0
+
+
+def _profiles(engine: Any) -> str:
+    """The ranges of symbolic sizes, or what the build measured at."""
+    if engine.profiles:
+        shown = ["; ".join(f"{n}={r}" for n, r in p.items()) for p in engine.profiles]
+        return f"; for {' or '.join(shown)}"
+    sizes = engine.meta.get("sizes")
+    return f"; measured at {', '.join(f'{n}={size}' for n, size in sizes.items())}" if sizes else ""
+
+
+def _error(report: Mapping[str, Any]) -> str:
+    """How far the outputs are from the model's."""
+    e = report["error"]
+    if "not_measured" in e:
+        return f"not measured: {e['not_measured']}"
+    if e["max_rel_err"] is None:
+        return f"elements that are not finite, or other shapes than the model's, on {e['inputs_from']}"
+    text = f"{e['max_rel_err']:.1e} of the largest output, from the model in NumPy (float64)"
+    if e["input_difference"]:
+        text += f"; other inputs make {e['input_difference']:.1g}"
+    if report["options"]["precision"] != "fp32" or e["max_rel_err"] > 1e-3:
+        text += f"\noutputs moved by {e['rms_rel_err']:.1e} (root mean square)"
+        if e["same_top"] is not None:
+            text += f"; the same largest class in {e['same_top']:.0%} of {e['rows']} rows"
+        text += f", on {e['inputs_from']}"
+    return text
+
+
+def _speed(report: Mapping[str, Any], engine: Any) -> str:
+    """The time of a run, and of the ways to run it that lost."""
+    if "bench" in report:
+        own = report["bench"]
+        sizes = ", ".join(f"{n} {s}" for n, s in own["inputs"].items())
+        text = f"{own['latency_ms']['median']:.3f} ms a run ({own['throughput_per_s']:.1f}/s), inputs {sizes}"
+        return text + ("" if own["stable"] else "; the machine was unstable")
+    timed = [t for t in report.get("tactics", ()) if t.get("median_ms") is not None]
+    if not timed:
+        tuned = (report.get("tuning") or {}).get("after_ms")
+        return (
+            f"{tuned:.4f} ms a run on the GPU"
+            if tuned is not None
+            else f"not measured: optdnn build --bench{_why(engine)}"
+        )
+    first, *others = timed
+    lost = ", ".join(f"{o['tactic']} {o['median_ms']:.3f} ms" for o in others)
+    cached = " (from the timing cache)" if first.get("cached") else ""
+    text = f"{first['median_ms']:.3f} ms a run with {first['tactic']}{cached}" + (f"; it beat {lost}" if lost else "")
+    refused = [f"{t['tactic']}: {t['refused']}" for t in report["tactics"] if t.get("refused")]
+    return "\n".join([text, *(f"refused: {r}" for r in refused)])
+
+
+def _why(engine: Any) -> str:
+    return " (the cost model chose)" if engine.target.startswith("cuda") else ""
+
+
+def _seconds(seconds: Mapping[str, float]) -> str:
+    parts = ", ".join(f"{name} {s:.1f}" for name, s in seconds.items() if s >= 0.05)
+    return f"{sum(seconds.values()):.1f} s" + (f" ({parts})" if parts else "")
+
+
+def _same_options(report: Mapping[str, Any]) -> str:
+    """The options of the build that a comparison of the model has to repeat."""
+    made = report["options"]
+    target = made["target"] if made["target"] not in ("cpu",) else None
+    return "".join(
+        [
+            f" --target {target}" if target else "",
+            f" --precision {made['precision']}" if made["precision"] != "fp32" else "",
+        ]
+    )
+
+
+def _bytes(n: int) -> str:
+    from optdnn.report.words import bytes_text
+
+    return bytes_text(n)
+
+
+def _precisions(engine: Any) -> None:
+    """What does not run as asked, hazards of quantization, risks of fp16."""
+    told = engine.meta.get("precision", {})
+    lines = [
+        f"{r['kind']} {' + '.join(r['nodes']) or r['op']}: asked for {r['asked']}, runs in {r['runs']}: {r['reason']}"
+        for r in told.get("differs", ())
+    ]
+    for title in ("hazards", "risks"):
+        lines += [f"{r['kind']} {' + '.join(r['nodes']) or r['op']}: {r['what']}" for r in told.get(title, ())]
+    if lines:
+        stdout.print()
+    for line in lines[:SHOWN]:
+        stdout.print(line)
+    if len(lines) > SHOWN:
+        stdout.print(f"… and {len(lines) - SHOWN} more: optdnn inspect, or --json")
+
+
+def _fallbacks(build: Any) -> None:
+    """What fp32 would have been, and what of the network another library, NumPy or the CPU runs."""
+    if build.beside_fp32 is not None and build.beside_fp32.slower:
+        from optdnn.report.words import slower_text
+
+        stdout.print(f"\n{slower_text(build.beside_fp32.to_json())}; build with --precision fp32")
+    meta = build.engine.meta
+    tactic = meta.get("tactic")
+    for item in build.fallbacks.get(tactic["library"], []) if tactic else []:
+        by = f"by {item['library']}" if "library" in item else "from its NumPy kernel"
+        stdout.print(f"{by}: {item['operator']} {item['node']}: {item['reason']}")
+    if meta.get("host", {}).get("operators"):
+        print_host(meta["host"], build.engine.target)
+        by_value = build.engine.program.by_value
+        if by_value is not None:
+            remark(f"plans for the values of {', '.join(by_value.inputs)}, made when first seen, leave less to the CPU")
+    dynamic = build.engine.program.dynamic
+    if dynamic is not None and dynamic.source is None:
+        from optdnn.cli.inspect import later_plans
+
+        plans = later_plans(build.engine.program)
+        stdout.print(f"plans for other sizes in range: {plans}; without --pin it runs at all")
+
+
+def _passes(passes: Sequence[Any]) -> None:
+    """What each pass did and refused, in its words and then node by node."""
+    from optdnn.passes.words import told
+
+    for p in passes:
+        if not p.fired and not p.refused:
+            continue
+        done = "; ".join(told(f.rule for f in p.fired)) or "nothing to do"
+        refused = f"; {len(p.refused)} refused" if p.refused else ""
+        stdout.print(f"{p.name} ({p.nodes_before} → {p.nodes_after} operators): {done}{refused}")
+        for fired in p.fired:
+            stdout.print(f"  {p.name}/{fired.rule}: {' + '.join(fired.nodes)}")
+        for one in p.refused:
+            stdout.print(f"  {p.name}/{one.rule} not at {' + '.join(one.nodes)}: {one.reason}")
+    idle = [p.name for p in passes if not p.fired and not p.refused]
+    if idle:
+        stdout.print(f"found nothing to do: {', '.join(dict.fromkeys(idle))}\n")

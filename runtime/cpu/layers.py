@@ -1,0 +1,135 @@
+"""How long each layer of a CPU engine takes: the libraries' own counters, read while the whole program runs.
+
+The counters cost time themselves (in a small network more than the work), so a step's layers are scaled to the time that the
+step takes without them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optdnn.errors import UsageError
+from optdnn.runtime.context import Schedule
+from optdnn.runtime.cpu.onnxruntime import TOKEN, OnnxRuntimeModel
+from optdnn.runtime.cpu.openvino import RENAMED, OpenVinoModel
+from optdnn.runtime.executor import LoadOptions, Session, prepare
+from optdnn.runtime.program import Program
+
+WARM_RUNS = 10
+LAYOUT = "layout changes"
+FUSED = "fused by the library"
+"""Names of what a library does beside the model's nodes, and of nodes that it made of several and gave no name of theirs."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's part of a run. ``name``: the model's nodes, :data:`LAYOUT` or :data:`FUSED`; ``kind``: what the library calls it;
+    ``share`` is of the whole run."""
+
+    step: int
+    name: str
+    kind: str
+    median_ms: float
+    share: float
+
+
+def layer_times(
+    program: Program, feeds: Mapping[str, Any], step_ms: Sequence[float], threads: int | None, runs: int
+) -> list[Layer]:
+    """The layers of each step, the slowest first. ``step_ms`` are the steps' times without counters (milliseconds), ``threads``
+    those that the engine runs with (None: as built). A step that is one NumPy kernel is one layer.
+
+    Raises UsageError for a program of another target than cpu."""
+    if program.target != "cpu":
+        raise UsageError(f"layers are counted by the libraries of target cpu; this engine is for {program.target}")
+    total = max(sum(step_ms), 1e-12)
+    found: list[Layer] = []
+    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
+        # The program was examined when it was loaded.
+        executors = prepare(replace(program, foreign=False), LoadOptions(threads, huge_pages=False, counters=folder))
+        context = Schedule(program, executors).context()
+        for _ in range(WARM_RUNS):
+            context.run(feeds)
+        before = [_snapshot(s) for s in context.sessions]
+        for _ in range(runs):
+            context.run(feeds)
+        for k, (executor, session) in enumerate(zip(executors, context.sessions, strict=True)):
+            if isinstance(executor, OpenVinoModel):
+                rows = _openvino(executor, before[k], _snapshot(session), runs)
+            elif isinstance(executor, OnnxRuntimeModel):
+                rows = _onnxruntime(executor)
+            else:
+                rows = [(" + ".join(program.steps[k].src), "NumPy", 1.0)]
+            scale = step_ms[k] / (sum(us for _, _, us in rows) or 1.0)
+            found += [Layer(k, name, kind, us * scale, us * scale / total) for name, kind, us in _merged(rows)]
+    return sorted(found, key=lambda layer: -layer.median_ms)
+
+
+_Row = tuple[str, str, float]
+
+
+def _merged(rows: Iterable[_Row]) -> list[_Row]:
+    """Rows of the same name as one, of the kind that takes longest; what took no time is left out."""
+    merged: dict[str, list[_Row]] = {}
+    for row in rows:
+        if row[2] > 0:
+            merged.setdefault(row[0], []).append(row)
+    return [(name, max(own, key=lambda r: r[2])[1], sum(r[2] for r in own)) for name, own in merged.items()]
+
+
+def _snapshot(session: Session) -> dict[str, float]:
+    counted = getattr(session, "counted", None)
+    return {} if counted is None else dict(counted())
+
+
+def _openvino(model: OpenVinoModel, before: Mapping[str, float], after: Mapping[str, float], runs: int) -> list[_Row]:
+    """The library averages over all runs, the first of which compile kernels: what the warm ones took is left."""
+    rows = []
+    for name, (layers, _, kernel, _) in model.executed().items():
+        us = (after.get(name, 0.0) * (WARM_RUNS + runs) - before.get(name, 0.0) * WARM_RUNS) / runs
+        rows.append((_of_model(layers), kernel, max(0.0, us)))
+    return rows
+
+
+def _of_model(layers: Sequence[str]) -> str:
+    """The model's nodes among the names of what a library fused: the others repeat one with an ending."""
+    names = list(dict.fromkeys(_plain(n) for n in layers))
+    own = [n for n in names if not any(n != other and n.startswith(f"{other}/") for other in names)]
+    return " + ".join(own) or LAYOUT
+
+
+def _plain(name: str) -> str:
+    for ending in RENAMED:
+        name = name.removesuffix(ending)
+    return name
+
+
+def _onnxruntime(model: OnnxRuntimeModel) -> list[_Row]:
+    counted = [(_written(name), model.kinds[name], times) for name, times in model.counted().items()]
+    names = {name for name, _, _ in counted}
+    rows = []
+    for name, kind, times in counted:
+        own = _first_of(name, names)
+        if kind.startswith("Reorder"):
+            own = LAYOUT
+        elif own == kind:
+            own = FUSED
+        rows.append((own, kind, statistics.median(times[WARM_RUNS:] or times)))
+    return rows
+
+
+def _written(name: str) -> str:
+    """A node's name without what the library adds to it."""
+    name = TOKEN.sub("", f"{name}_kernel_time").removesuffix("_kernel_time")
+    return name.partition("/MatMulScaleFusion")[0].removesuffix("_nchwc")
+
+
+def _first_of(name: str, names: Collection[str]) -> str:
+    """The operator that a node belongs to: an operator with a bias or an activation is written as several nodes, and the names of
+    the others are the first one's with an ending."""
+    head, slash, _ = name.rpartition("/")
+    return head if slash and head in names else name
