@@ -101,7 +101,10 @@ def _report(build: Any, model: Path, output: Path, asked: Asked, options: Any, s
     report: dict[str, Any] = {"engine": str(output), **build.report()}
     report["precision_text"] = precision_text(engine.precision, engine.meta)
     say("hold it against the model")
-    why_not = _why_not_here(engine.target) or (None if asked.check else "--no-check")
+    elsewhere = _why_not_here(engine.target)
+    if elsewhere is not None:
+        report["elsewhere"] = elsewhere
+    why_not = elsewhere or (None if asked.check else "--no-check")
     report["error"] = {"not_measured": why_not} if why_not else _error(build, model, options)
     return report
 

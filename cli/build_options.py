@@ -21,7 +21,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 def _network() -> list[Callable[[Any], Any]]:
     return [
         option("--shape", "shape", multiple=True, group=NETWORK, metavar="NAME=1x3x224x224",
-               help="Fix an input's shape; ? leaves a dimension symbolic, MIN..OPT..MAX gives a range. Repeat for another profile."),
+               help="Fix an input's shape; ? leaves a dimension symbolic, MIN..OPT..MAX is a range. Repeat for another profile."),
         option("--value", "value", multiple=True, group=NETWORK, metavar="NAME=1,2",
                help="What an input always is: sizes follow from it."),
         option("--io-dtype", default="model", group=NETWORK, metavar="DTYPE", shell_complete=words(*IO_DTYPES),

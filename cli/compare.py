@@ -186,7 +186,7 @@ def _compared(
             torch_as=["torch", *(["torch-compile"] if asked.torch_compile else [])],
             say=say,
         )
-    return outcome.to_plain() | {"command": command_line(ctx), "time": now()}
+        return outcome.to_plain() | {"command": command_line(ctx), "time": now()}
 
 
 def _target(file: Path, engine: bool, asked: str) -> str:

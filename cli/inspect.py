@@ -10,6 +10,7 @@ import click
 from optdnn.cli.common import give_json, is_engine, print_host, stdout, table
 from optdnn.cli.options import Command, json_option, option
 from optdnn.cli.precision import show_auto
+from optdnn.cli.words import precision_text
 
 if TYPE_CHECKING:
     from optdnn.runtime.program import Program
@@ -37,6 +38,7 @@ def _engine_facts(file: Path) -> dict[str, Any]:
         "bytes": file.stat().st_size,
         "target": program.target,
         "precision": program.precision,
+        "precision_text": precision_text(program.precision, program.meta),
         "requires": list(program.requires),
         "inputs": [str(s) for s in (d.inputs if d else [s for s, _ in program.inputs])],
         "outputs": [str(s) for s in (d.outputs if d else [s for s, _ in program.outputs])],

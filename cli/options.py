@@ -82,9 +82,10 @@ class Command(click.Command):
         except click.NoSuchOption as error:
             known = {o for p in self.params for o in p.opts}
             meant = OTHER_WORDS.get(error.option_name.lower())
-            if meant in known:
-                error.possibilities = [meant]
-            raise
+            if meant not in known:
+                raise
+            said = f"No such option {error.option_name!r}. Did you mean {meant!r}?"
+            raise click.NoSuchOption(error.option_name, said, ctx=error.ctx) from None
 
 
 def json_with_its_file(args: Sequence[str]) -> list[str]:

@@ -64,7 +64,6 @@ def command(
         stdout.print(table(None, ["output", "dtype", "shape", "min", "mean", "max"], rows, right=[3, 4, 5]))
     if output is not None:
         write_outputs(output, results)
-        remark(f"written: {output}")
 
 
 def _finite(numbers: dict[str, float]) -> dict[str, float | None]:

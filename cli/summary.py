@@ -28,7 +28,7 @@ def show(build: Any, report: Mapping[str, Any], *, model: Path, output: Path, ve
         ["error", _error(report)],
         ["speed", _speed(report, engine)],
         ["time", _seconds(report["seconds"])],
-        ["next", f"optdnn bench {output}, or optdnn compare {model}{_same_options(report)}"],
+        ["next", _next(report, model, output)],
     ]
     stdout.print(table(None, ["", ""], rows))
     if "auto" in report:
@@ -104,16 +104,11 @@ def _seconds(seconds: Mapping[str, float]) -> str:
     return f"{sum(seconds.values()):.1f} s" + (f" ({parts})" if parts else "")
 
 
-def _same_options(report: Mapping[str, Any]) -> str:
-    """The options of the build that a comparison of the model has to repeat."""
-    made = report["options"]
-    target = made["target"] if made["target"] not in ("cpu",) else None
-    return "".join(
-        [
-            f" --target {target}" if target else "",
-            f" --precision {made['precision']}" if made["precision"] != "fp32" else "",
-        ]
-    )
+def _next(report: Mapping[str, Any], model: Path, output: Path) -> str:
+    """Commands that work with this engine on this machine."""
+    if "elsewhere" in report:
+        return f"optdnn run {output} --simulate, or optdnn retune {output} on the machine with the GPU"
+    return f"optdnn bench {output}, or optdnn compare {output} --model {model}"
 
 
 def _bytes(n: int) -> str:

@@ -54,7 +54,8 @@ def _families(steps: Sequence[Any]) -> str:
     for step in steps:
         tactic = step.params.get("tactic")
         if step.executor == "cuda" and isinstance(tactic, str):
-            tactics[tactic] = tactics.get(tactic, 0) + 1
+            family = tactic.partition(" ")[0]
+            tactics[family] = tactics.get(family, 0) + 1
     most = sorted(tactics.items(), key=lambda item: (-item[1], item[0]))[:4]
     return f" ({', '.join(f'{n} {name}' for name, n in most)})" if most else ""
 

@@ -28,10 +28,12 @@ MOST_FLOPS = 5e10
 
 @dataclass(frozen=True)
 class OutputError:
-    """Errors over all floating-point outputs. ``max_rel_err`` is the largest error over the output's largest magnitude, ``rms_rel_err``
-    the root mean square of the errors over that of the output. ``input_difference`` is ``max_rel_err`` between the engine's outputs on
-    these and on other inputs (None: none could be run). ``same_top`` is the share of rows of two-dimensional outputs whose
-    largest element is in the same place, None where there are no such outputs. Errors that are not finite are None.
+    """Errors over all floating-point outputs; those that are not finite are None.
+
+    ``max_rel_err`` is the largest error over the output's largest magnitude, ``rms_rel_err`` the root mean square of the errors
+    over that of the output. ``input_difference`` is ``max_rel_err`` between the engine's outputs on these and on other inputs
+    (None: it does not take the others). ``same_top`` is the share of rows of two-dimensional outputs whose largest element is in
+    the same place, of ``rows`` rows; None where there are no such outputs.
     """
 
     max_abs_err: float | None
@@ -51,8 +53,8 @@ class OutputError:
 def output_error(engine: Engine, model: Path, options: BuildOptions, seed: int = 0) -> OutputError:
     """Hold ``engine`` against ``model`` in NumPy and float64: on the first batch of the calibration data, else on random inputs.
 
-    ``options`` are those of the build. Raises RunError, with the reason, where the two cannot be held against each other: a model of
-    more than :data:`MOST_FLOPS`, or one that takes none of the inputs.
+    ``options`` are those of the build. Raises RunError, with the reason, where the two cannot be held against each other: a model
+    of more than :data:`MOST_FLOPS`, or one that takes none of the inputs.
     """
     original = original_of(engine, model, custom_ops=options.custom_ops)
     given = _calibration_batch(original, options)

@@ -389,7 +389,7 @@ def test_an_unwritable_output_is_found_before_the_work(
         ["build", model, "-o", tmp_path / "e", "--emit-onnx", out],
         ["build", model, "-o", tmp_path / "e", "--timing-cache", out],
         ["compare", model, "--against", "reference", "--markdown", out],
-        ["compare", model, "--against", "reference", "--json", out],
+        ["compare", model, "--against", "reference", f"--json={out}"],
     ):
         code, text, err = cli(*argv)
         assert (code, text) == (OUTPUT, ""), argv

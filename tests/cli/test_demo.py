@@ -27,7 +27,9 @@ Facts = dict[str, Any]
 def stand_ins(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """A quick ResNet-50, and networks "good" and "odd" in the place of the trained ones."""
     build = zoo.build
-    patch.setattr(zoo, "build", lambda name, **o: build(name, **o, image_size=64, width=0.25, num_classes=10))
+    patch.setattr(
+        zoo, "build", lambda name, **o: build(name, **o, image_size=32, width=0.25, depth=0.3, num_classes=10)
+    )
     for name, quick in (("ROUNDS", 2), ("SECONDS", 0.1), ("RESNET_SECONDS", 0.2)):
         patch.setattr(demo, name, quick)
     path = save_convnet(folder / "good.onnx", batch="N")
@@ -82,7 +84,7 @@ def test_what_the_demo_finds(facts: Facts) -> None:
     assert good["max_rel_err"] < 1e-5
     assert odd["unsupported"] == ["Frobnicate", "Wobble"]
     resnet = facts["resnet50"]
-    assert (resnet["bn_before"], resnet["bn_after"], resnet["operators_after"]) == (53, 0, 57)
+    assert (resnet["bn_before"], resnet["bn_after"], resnet["operators_after"]) == (23, 0, 26)
     assert 0 < resnet["max_rel_err"] < 1e-4 < resnet["input_difference"]
     assert resnet["median_ms"] > 0
     assert resnet["onnxruntime_median_ms"] > 0
@@ -91,11 +93,10 @@ def test_what_the_demo_finds(facts: Facts) -> None:
 def test_what_the_demo_says(cli: Cli, replay: Facts) -> None:
     code, out, err = cli("demo")
     assert (code, err) == (0, "")
-    assert [line.split() for line in out.splitlines() if line.startswith("good ")][0][1:9] == [
-        *("30", "of", "40", "75.00%", "75.00%", "10", "→", "5")
-    ]
+    good = next(line.split() for line in out.splitlines() if line.startswith("good "))
+    assert good[1:9] == ["30", "of", "40", "75.00%", "75.00%", "10", "→", "5"]
     assert "odd: its Frobnicate, Wobble come in a later release" in out
-    assert "operators 175 → 57: 53 of 53 BatchNormalizations folded" in out
+    assert "operators 75 → 26: 23 of 23 BatchNormalizations folded" in out
     assert "of ONNX Runtime's" in out
     assert "optdnn build your.onnx" in out
     assert "optdnn compare your.onnx --html report.html" in out
