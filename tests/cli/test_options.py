@@ -1,4 +1,4 @@
-"""What all commands have in common: groups of options, ``--json``, ``--config``, ``--quiet``, suggestions, completion in a shell."""
+"""What all commands share: groups of options, ``--json``, ``--config``, ``--quiet``, suggestions, completion in a shell."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -91,6 +92,36 @@ def test_it_is_laid_out_and_fits(page: Path, tmp_path: Path, width: int) -> None
         assert violin[0] > 10
         assert 15 < violin[1] < 46
     assert seen["bars"][0][0] > 150  # the most frequent operator has the longest bar
+
+
+NARROW = """<script>
+addEventListener("load", () => {
+  const page = document.querySelector("iframe").contentDocument, html = page.documentElement;
+  const cells = [...page.querySelectorAll("#results td")].map(e => e.getBoundingClientRect());
+  document.title = JSON.stringify({
+    page: [html.scrollWidth, html.clientWidth], widest: Math.max(...cells.map(b => b.right)),
+    least: Math.min(...cells.map(b => b.left)), heights: cells.map(b => b.height),
+    label: getComputedStyle(page.querySelector("#results td.num"), "::before").content,
+  });
+});
+</script>"""
+
+
+def test_at_the_width_of_a_phone_no_cell_of_the_results_is_cut_off(page: Path, tmp_path: Path) -> None:
+    # In a frame: a browser's own window may have a larger least width.
+    text = html.escape(re.sub(r"<meta http-equiv=.*?>", "", page.read_text()), quote=True)
+    probe = tmp_path / "probe.html"
+    frame = f'<iframe style="width:400px;height:900px;border:0" srcdoc="{text}"></iframe>'
+    probe.write_text(f"<!DOCTYPE html><meta charset=utf-8><title></title>{NARROW}{frame}")
+    dom, complaints = browse(probe, tmp_path / "profile", "--dump-dom")
+    assert complaints == []
+    found = re.search(r"<title>({.*?})</title>", dom)
+    assert found is not None
+    seen = json.loads(html.unescape(found[1]))
+    assert seen["page"] == [400, 400]
+    assert 0 <= seen["least"] < seen["widest"] <= 400
+    assert min(seen["heights"]) > 10
+    assert "median ms" in seen["label"]
 
 
 def test_it_can_be_photographed(page: Path, tmp_path: Path) -> None:
