@@ -270,22 +270,9 @@ def bench(
     }  # fmt: skip
     engines = [engine, *further]
     stats = concurrent(engines, feeds, streams, **bounds) if several else measure(lambda: context.run(feeds), **bounds)
-    report: dict[str, Plain] = {
-        "target": engine.target,
-        "precision": engine.precision,
-        "latency_ms": stats.to_plain(),
-        "throughput_per_s": stats.throughput_per_s,
-        "iterations": stats.n,
+    report = _facts_of(engine, feeds, outputs, stats) | {
         "warmup": warmup,
-        "stable": stats.stable,
-        "spread": stats.spread,
         "concurrency": {"instances": len(engines), "streams": streams},
-        "inputs": {name: list(np.shape(a)) for name, a in feeds.items()},
-        "outputs": {name: list(a.shape) for name, a in outputs.items()},
-        "sizes": sizes_of(engine, feeds),
-        "facts": [dict(f) for f in engine.facts],
-        "machine": machine(),
-        "versions": versions(),
     }
     if on_gpu is not None:
         from optdnn.runtime.cuda.measure import gpu_report, profile_gpu
@@ -299,6 +286,27 @@ def bench(
     elif with_profile:
         report |= _profiled(engine, feeds)
     return report
+
+
+def _facts_of(
+    engine: Engine, feeds: Mapping[str, Any], outputs: Mapping[str, Any], stats: LatencyStats
+) -> dict[str, Plain]:
+    """What a report says of every engine."""
+    return {
+        "target": engine.target,
+        "precision": engine.precision,
+        "latency_ms": stats.to_plain(),
+        "throughput_per_s": stats.throughput_per_s,
+        "iterations": stats.n,
+        "stable": stats.stable,
+        "spread": stats.spread,
+        "inputs": {name: list(np.shape(a)) for name, a in feeds.items()},
+        "outputs": {name: list(a.shape) for name, a in outputs.items()},
+        "sizes": sizes_of(engine, feeds),
+        "facts": [dict(f) for f in engine.facts],
+        "machine": machine(),
+        "versions": versions(),
+    }
 
 
 def _profiled(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, Plain]:

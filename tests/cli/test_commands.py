@@ -486,14 +486,21 @@ def test_compare_names_the_absent_library(cli: Cli, model: Path, monkeypatch: py
 
 @libraries
 def test_by_default_the_installed_libraries_are_compared(
-    cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, model: Path, raced: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optdnn.comparison.find_spec", lambda name: name if name == "onnxruntime" else None)
-    argv = ["compare", model, "--target", "reference", "--rounds", 1, "--duration", 0.01, "--shape", "x=2x3x8x8"]
-    report = strict(cli(*argv, "--json", "-").out)
-    assert [r["name"] for r in report["rows"]] == ["optdnn", "onnxruntime"]
-    assert report["rows"][1]["error"] is None
-    assert report["inputs"]["x"]["shape"] == [2, 3, 8, 8]
+    there = {"onnxruntime"}
+    seen = []
+
+    def compared(ctx: object, file: object, engine: object, rivals: list[str], *rest: object) -> Facts:
+        seen.append(rivals)
+        return raced
+
+    monkeypatch.setattr("optdnn.comparison.find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr("optdnn.cli.compare._compared", compared)
+    assert cli("compare", model, "--target", "reference").code == 0
+    there.add("openvino")
+    assert cli("compare", model, "--target", "reference").code == 0
+    assert seen == [["onnxruntime"], ["onnxruntime", "openvino"]]
 
 
 def test_build_options_do_not_go_with_an_engine(cli: Cli, engine: Path) -> None:
