@@ -124,18 +124,35 @@ def table(
     right: Sequence[int] = (),
     clip: Sequence[int] = (),
 ) -> Table:
-    """A plain table; the columns numbered in ``right`` are right-aligned, those in ``clip`` are cut to keep a row to a line."""
+    """A plain table; the columns numbered in ``right`` are right-aligned, those in ``clip`` are cut so that a row is a line."""
+    cut = bool(clip) and stdout.is_terminal
     out = Table(
-        title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", show_header=any(columns)
-    )
+        title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", show_header=any(columns),
+        collapse_padding=cut,
+    )  # fmt: skip
     for i, name in enumerate(columns):
-        fit: dict[str, Any] = {"overflow": "ellipsis", "no_wrap": True} if i in clip else {"overflow": "fold"}
-        if clip and i not in clip:
-            fit["no_wrap"] = True  # what is cut gives its place to the others
-        out.add_column(name, justify="right" if i in right else "left", **fit)
-    for row in rows:
-        out.add_row(*(Text(printable(str(cell))) for cell in row))
+        out.add_column(name, justify="right" if i in right else "left", overflow="fold", no_wrap=bool(clip))
+    texts = [[Text(printable(str(cell))) for cell in row] for row in rows]
+    if cut:
+        _cut(texts, columns, clip, stdout.width)
+    for row in texts:
+        out.add_row(*row)
     return out
+
+
+LEAST = 8
+"""Cells that a column keeps, however narrow the terminal."""
+
+
+def _cut(rows: Sequence[Sequence[Text]], columns: Sequence[str], clip: Sequence[int], width: int) -> None:
+    """Cut the texts of the columns in ``clip`` so that all columns, with a space between them, are ``width`` cells wide."""
+    widths = [max([len(name), *(row[i].cell_len for row in rows)]) for i, name in enumerate(columns)]
+    left = width - (len(columns) - 1) - sum(w for i, w in enumerate(widths) if i not in clip)
+    for k, i in enumerate(sorted(clip, key=lambda i: widths[i])):
+        share = min(widths[i], max(LEAST, left // (len(clip) - k)))
+        left -= share
+        for row in rows:
+            row[i].truncate(share, overflow="ellipsis")
 
 
 def print_tuning(tuning: Mapping[str, Any]) -> None:

@@ -216,14 +216,16 @@ def _show(report: Mapping[str, Any]) -> None:
             *(_number(row[k], d) for k, d in (("median_ms", 3), ("p99_ms", 3), ("throughput_per_s", 1))),
             speedup_text(row),
             *error_cells(row, report),
-            row["error"] or "",
         ]
         for row in report["rows"]
     ]
     base = report["speedup_reference"]
     speedup = "speedup" if base is None else f"speedup over {base}"
-    columns = ["", "median ms", "p99 ms", "per second", speedup, "max abs err", "max rel err", ""]
-    stdout.print(table(None, columns, rows, right=range(1, 7)))
+    columns = ["", "median ms", "p99 ms", "per second", speedup, "abs err", "rel err"]
+    stdout.print(table(None, columns, rows, right=range(1, 7), clip=[0]))
+    for row in report["rows"]:
+        if row["error"]:
+            stdout.print(f"{row['name']}: {row['error']}")
     stdout.print()
     for line in _notes(report):
         stdout.print(line)
@@ -265,7 +267,7 @@ def _show_layers(report: Mapping[str, Any]) -> None:
     shown = report["layers"][:SHOWN_LAYERS]
     against = report.get("layers_against")
     keys = ("max_rel_err", "max_abs_err", "passes_rel_err")
-    columns = ["max rel err", "max abs err", "by passes"]
+    columns = ["max rel", "max abs", "by passes"]
     if against is not None:
         keys, columns = ("between_rel_err", "max_rel_err", "other_rel_err"), ["between them", "this one", against]
     rows: Sequence[Sequence[object]] = [
@@ -280,8 +282,9 @@ def _show_layers(report: Mapping[str, Any]) -> None:
         for d in shown
     ]
     title = "divergence, worst first" if against is None else f"divergence from {against}, worst first"
-    columns = ["op", "operator", *columns, HISTOGRAM, "output", "ONNX nodes"]
-    stdout.print(table(f"\n{title}", columns, rows, right=[0, 2, 3, 4], clip=[6, 7]))
+    title += f" (errors: elements by decade, {HISTOGRAM.removeprefix('errors ')})"
+    columns = ["op", "operator", *columns, "errors", "output", "ONNX nodes"]
+    stdout.print(table(f"\n{title}", columns, rows, right=[0, 2, 3, 4], clip=[1, 6, 7]))
     if len(report["layers"]) > len(shown):
         stdout.print(f"and {len(report['layers']) - len(shown)} more (all of them: --json)")
 

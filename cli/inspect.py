@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,15 +127,7 @@ def _show(facts: dict[str, Any]) -> None:
     if facts.get("names"):
         stdout.print(table("\nnodes", ["operator", "name"], facts["names"]))
     if facts.get("passes"):
-        rows = [
-            [p["name"], len(p["fired"]), len(p["refused"]), p["nodes_before"], p["nodes_after"]]
-            for p in facts["passes"]
-        ]
-        stdout.print(table("\npasses", ["pass", "made", "refused", "nodes before", "after"], rows, right=[1, 2, 3, 4]))
-        refused = [(p["name"], r) for p in facts["passes"] for r in p["refused"]]
-        if refused:
-            rows = [[name, r["rule"], " + ".join(r["nodes"]), r["reason"]] for name, r in refused]
-            stdout.print(table("\nrefused", ["pass", "rule", "nodes", "because"], rows))
+        _show_passes(facts["passes"])
     if facts.get("auto"):
         show_auto(facts["auto"], nodes=True)
     if facts.get("steps"):
@@ -161,3 +154,26 @@ def _show(facts: dict[str, Any]) -> None:
         stdout.print(f"on the GPU of its build it runs {told['form']}: {'; '.join(reasons)}", markup=False)
     if facts.get("host"):
         print_host(facts["host"], facts["target"])
+
+
+def _show_passes(passes: Sequence[Mapping[str, Any]]) -> None:
+    """What each pass did, in words; those that found nothing to do in a line; and every refusal."""
+    from optdnn.passes.words import told
+
+    rows = [
+        [
+            p["name"],
+            f"{p['nodes_before']} → {p['nodes_after']}",
+            len(p["refused"]),
+            "; ".join(told(f["rule"] for f in p["fired"])),
+        ]
+        for p in passes
+        if p["fired"] or p["refused"]
+    ]
+    stdout.print(table("\npasses", ["pass", "operators", "refused", "made"], rows, right=[1, 2]))
+    idle = dict.fromkeys(p["name"] for p in passes if not p["fired"] and not p["refused"])
+    if idle:
+        stdout.print(f"found nothing to do: {', '.join(idle)}")
+    refused = [[p["name"], r["rule"], " + ".join(r["nodes"]), r["reason"]] for p in passes for r in p["refused"]]
+    if refused:
+        stdout.print(table("\nrefused", ["pass", "rule", "nodes", "because"], refused))

@@ -633,13 +633,12 @@ def test_a_layer_of_a_divergence_is_one_line(
 ) -> None:
     long = {**raced, "layers": [{**x, "node": "/a/very/long/name" * 20} for x in raced["layers"]]}
     monkeypatch.setattr("optdnn.cli.compare._compared", lambda *given: long)
-    monkeypatch.setattr("optdnn.cli.common.stdout._force_terminal", True)
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("NO_COLOR", "1")
+    for name, value in (("_force_terminal", True), ("_width", 80), ("_height", 25), ("_color_system", None)):
+        monkeypatch.setattr(f"optdnn.cli.common.stdout.{name}", value)
     out = cli("compare", model, "--target", "reference", "--against", "reference", "--layers").out
     table = out[out.index("divergence, worst first") :].splitlines()[2:]
     assert len([line for line in table if line.strip()]) == len(raced["layers"])
-    assert all("…" in line for line in table[: len(raced["layers"])])
+    assert all("…" in line and len(line) <= 80 for line in table[: len(raced["layers"])])
 
 
 def test_a_pattern_that_fits_many_nodes_lists_them(cli: Cli, tmp_path: Path) -> None:

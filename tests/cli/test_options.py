@@ -15,6 +15,7 @@ import pytest
 from support.cli import Cli
 
 import optdnn
+from optdnn.cli.common import stdout, table
 from optdnn.cli.main import COMMANDS, completion_line
 from optdnn.cli.options import OTHER_WORDS, json_with_its_file
 
@@ -201,3 +202,26 @@ def test_help_says_how_to_have_it(cli: Cli) -> None:
     out = " ".join(cli("--help").out.split())
     for shell in ("bash", "zsh", "fish"):
         assert completion_line(shell) in out
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_a_table_that_is_cut_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stdout, "_force_terminal", True)
+    monkeypatch.setattr(stdout, "_width", 60)
+    monkeypatch.setattr(stdout, "_height", 25)
+    monkeypatch.setattr(stdout, "_color_system", None)
+    rows = [[k, f"{k / 7:.6f}", "short", "a long name " * k] for k in range(1, 12)]
+    columns = ["number", "value", "kind", "name"]
+    stdout.print(table(None, columns, rows, right=[0, 1], clip=[2, 3]))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(rows)
+    assert max(map(len, lines)) <= 60
+    assert all(f"{k / 7:.6f} short " in line for k, line in zip(range(1, 12), lines[1:], strict=True))
+    assert lines[-1].rstrip().endswith("…")
+    monkeypatch.setattr(stdout, "_force_terminal", False)
+    stdout.print(table(None, columns, rows, clip=[3]))
+    assert "a long name " * 11 in capsys.readouterr().out  # whole, where it goes to a file

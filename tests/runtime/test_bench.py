@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,8 @@ import pytest
 from programs import mlp
 
 from optdnn import Engine
-from optdnn.errors import UsageError
+from optdnn.errors import RunError, UsageError
+from optdnn.ranges import DimRange
 from optdnn.runtime import bench
 from optdnn.runtime.bench import LatencyStats, measure, sample
 from optdnn.runtime.feeds import random_feeds
@@ -130,6 +134,20 @@ def test_a_package_that_is_absent_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     assert set(versions()) == {"optdnn", "python", "numpy"}
 
 
+def test_a_size_is_the_users_then_the_profiles_then_the_typical_one() -> None:
+    specs = [TensorSpec("x", np.dtype(np.float32), ("n", "m"))]
+    profile = {"n": DimRange(1, 4, 8)}
+
+    def shape(**options: Any) -> tuple[int, ...]:
+        return random_feeds(specs, **options)["x"].shape
+
+    typical = {"n": 2, "m": 32, "other": 5}
+    assert shape() == (1, 1)
+    assert shape(typical=typical) == (2, 32)
+    assert shape(typical=typical, profiles=[profile]) == (4, 32)
+    assert shape(typical=typical, profiles=[profile], sizes={"n": 6, "m": 7}) == (6, 7)
+
+
 def test_random_feeds_fit_the_engine_and_repeat() -> None:
     specs = [
         TensorSpec("x", np.dtype(np.float32), ("n", 5)),
@@ -148,3 +166,91 @@ def test_random_feeds_fit_the_engine_and_repeat() -> None:
     assert Engine(mlp()).run({"x": feeds["x"]})["y"].shape == (3, 3)
     with pytest.raises(UsageError, match="no input has a dimension batch; there are m, n"):
         random_feeds(specs, sizes={"batch": 3})
+
+
+# ---------------------------------------------------------------- further percentiles, and many calls at once
+
+
+def test_percentiles_that_are_asked_for() -> None:
+    s = LatencyStats.of([ms * 1_000_000 for ms in range(1, 102)], [99.9, 50, 99])
+    assert s.to_plain()["p99.9"] == pytest.approx(100.9)
+    assert list(s.to_plain()) == ["min", "mean", "median", "p90", "p95", "p99", "max", "p99.9", "p50"]
+
+
+def test_throughput_of_calls_that_ran_at_once_is_over_the_time_of_all() -> None:
+    assert LatencyStats.of([10**9] * 4, wall_ns=2 * 10**9).throughput_per_s == pytest.approx(2.0)
+    assert LatencyStats.of([10**9] * 4).throughput_per_s == pytest.approx(1.0)
+
+
+class Slow:
+    """An engine whose calls take a while, and that counts how many are under way."""
+
+    def __init__(self, error: Exception | None = None):
+        self.under_way = self.most = self.contexts = 0
+        self.lock = threading.Lock()
+        self.error = error
+
+    def context(self) -> Slow:
+        self.contexts += 1
+        return self
+
+    def run(self, feeds: object) -> dict[str, object]:
+        if self.error is not None:
+            raise self.error
+        with self.lock:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+        time.sleep(0.02)
+        with self.lock:
+            self.under_way -= 1
+        return {}
+
+
+def test_calls_overlap_and_are_all_counted() -> None:
+    slow: Any = Slow()
+    found = bench.concurrent([slow], {}, 3, warmup=1, iterations=5)
+    assert (found.n, slow.contexts) == (15, 3)
+    assert slow.most > 1
+    assert found.throughput_per_s > 1.2 / 0.02  # more than one after another could be
+
+
+def test_a_duration_bounds_every_thread() -> None:
+    one, other = Slow(), Slow()
+    found = bench.concurrent([one, other], {}, 1, warmup=0, duration=0.1)  # type: ignore[list-item]
+    assert 4 <= found.n <= 14
+
+
+def test_what_a_call_raises_is_raised() -> None:
+    failing: Any = Slow(RunError("it does not run"))
+    with pytest.raises(RunError, match="it does not run"):
+        bench.concurrent([Slow(), failing], {}, 2, iterations=2)  # type: ignore[list-item]
+
+
+def test_nothing_at_once_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be measured"):
+        bench.concurrent([], {}, 1)
+
+
+def test_several_calls_at_once_are_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "cuda_context", lambda context, feeds: object())
+    with pytest.raises(UsageError, match="measure engines for a CPU"):
+        bench.bench(Slow(), {}, streams=2)  # type: ignore[arg-type]
+
+
+def test_layers_are_counted_on_the_cpu_only() -> None:
+    from optdnn.runtime.cpu.layers import layer_times
+
+    program: Any = SimpleNamespace(target="reference")
+    with pytest.raises(UsageError, match="this engine is for reference"):
+        layer_times(program, {}, [1.0], None, 1)
+
+
+def test_the_names_of_layers_are_those_of_the_model() -> None:
+    from optdnn.runtime.cpu import layers
+
+    assert layers._of_model(["a/WithoutBiases", "a", "a/Relu", "b"]) == "a + b"
+    assert layers._of_model([]) == layers.LAYOUT
+    assert layers._first_of("a/Add", {"a", "a/Add"}) == "a"
+    assert layers._first_of("/x/Add", {"/Add", "/x/Add"}) == "/x/Add"
+    assert layers._written("/patches/Conv_nchwc") == "/patches/Conv"
+    assert layers._merged([("a", "k", 1.0), ("b", "l", 0.0), ("a", "m", 3.0)]) == [("a", "m", 4.0)]
