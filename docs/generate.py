@@ -104,7 +104,8 @@ def command_line() -> str:
     for name, command in commands.items():
         assert command is not None
         usage = " ".join([name, "[OPTIONS]", *_arguments(command)])
-        rows = [[_option(p), _meaning(p)] for p in command.params if isinstance(p, click.Option)]
+        options = [p for p in command.params if isinstance(p, click.Option) and p.name not in ("quiet", "debug")]
+        rows = [[_option(p), _meaning(p)] for p in options]
         text = inspect.cleandoc(command.help or "").replace("\b\n", "")
         found.append(f"## {name}\n\n```text\n{usage}\n```\n\n{text}\n\n{table(['option', 'meaning'], rows)}")
     return "\n\n".join(found)
@@ -121,7 +122,8 @@ def _option(option: click.Option) -> str:
 
 
 def _meaning(option: click.Option) -> str:
-    text = " ".join((option.help or "").split())
+    mark = "[GPU] " if getattr(option, "gpu", False) else ""
+    text = mark + " ".join((option.help or "").split())
     shown = option.show_default
     default = shown if isinstance(shown, str) else option.default if shown and not option.is_flag else None
     again = " May be given several times." if option.multiple else ""
