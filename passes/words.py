@@ -73,6 +73,7 @@ RULES: Mapping[str, str] = {
     "mish": "Mishes recognized",
     "softmax": "Softmaxes recognized",
     "log_softmax": "LogSoftmaxes recognized",
+    "normalized_softmax": "normalizations of a Softmax's result left out",
     "layer_norm": "layer and instance normalizations recognized",
     "rms_norm": "RMS normalizations recognized",
     "group_norm": "group normalizations recognized",
