@@ -73,26 +73,27 @@ def _error(report: Mapping[str, Any]) -> str:
 
 
 def _speed(report: Mapping[str, Any], engine: Any) -> str:
-    """The time of a run, and of the ways to run it that lost."""
+    """The time of a run (``--bench``: as measured at the end), and of the ways to run it that lost or were refused."""
+    lines = []
     if "bench" in report:
         own = report["bench"]
         sizes = ", ".join(f"{n} {s}" for n, s in own["inputs"].items())
         text = f"{own['latency_ms']['median']:.3f} ms a run ({own['throughput_per_s']:.1f}/s), inputs {sizes}"
-        return text + ("" if own["stable"] else "; the machine was unstable")
+        lines.append(text + ("" if own["stable"] else "; the machine was unstable"))
     timed = [t for t in report.get("tactics", ()) if t.get("median_ms") is not None]
-    if not timed:
-        tuned = (report.get("tuning") or {}).get("after_ms")
-        return (
-            f"{tuned:.4f} ms a run on the GPU"
-            if tuned is not None
-            else f"not measured: optdnn build --bench{_why(engine)}"
-        )
-    first, *others = timed
-    lost = ", ".join(f"{o['tactic']} {o['median_ms']:.3f} ms" for o in others)
-    cached = " (from the timing cache)" if first.get("cached") else ""
-    text = f"{first['median_ms']:.3f} ms a run with {first['tactic']}{cached}" + (f"; it beat {lost}" if lost else "")
-    refused = [f"{t['tactic']}: {t['refused']}" for t in report["tactics"] if t.get("refused")]
-    return "\n".join([text, *(f"refused: {r}" for r in refused)])
+    tuned = (report.get("tuning") or {}).get("after_ms")
+    if timed:
+        first, *others = timed
+        lost = ", ".join(f"{o['tactic']} {o['median_ms']:.3f} ms" for o in others)
+        cached = " (from the timing cache)" if first.get("cached") else ""
+        text = f"{first['median_ms']:.3f} ms a run with {first['tactic']}{cached}"
+        lines.append(text + (f"; it beat {lost}" if lost else ""))
+    elif tuned is not None:
+        lines.append(f"{tuned:.4f} ms a run on the GPU")
+    elif not lines:
+        lines.append(f"not measured: optdnn build --bench{_why(engine)}")
+    lines += [f"refused: {t['tactic']}: {t['refused']}" for t in report.get("tactics", ()) if t.get("refused")]
+    return "\n".join(lines)
 
 
 def _why(engine: Any) -> str:
