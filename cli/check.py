@@ -34,15 +34,17 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
     from optdnn.compiler import optimize, resolve_target
     from optdnn.importers.onnx import import_model
     from optdnn.importers.values import size_inputs, with_values
+    from optdnn.target_name import TargetName
 
     refuse_engine(model)
     chosen = make_options(ctx, **options)
     target = resolve_target(chosen.target)
     chosen = replace(chosen, target=target)
+    name = TargetName.parse(target)
     source = with_values(model, chosen.values)
     graph = import_model(source, shapes=chosen.shapes)
     inputs = [f"{out.name}: {out.type}" for out in (graph.op(i).outputs[0] for i in graph.inputs)]
-    if graph.profiles and target.partition(":")[0] in ("cuda", "simulate"):
+    if graph.profiles and name.on_gpu:
         from optdnn.plans import optimum
 
         graph = import_model(source, shapes=optimum(graph))
@@ -59,10 +61,11 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
         "passes": [r.to_json() for r in reports],
     }
     host = None
-    if target.partition(":")[0] in ("cuda", "simulate"):
+    if name.on_gpu:
         from optdnn.lower_cuda import lower_cuda
+        from optdnn.runtime.cuda.device import facts_for
 
-        host = lower_cuda(graph, replace(chosen, no_cubins=True), target, {}).meta["host"]
+        host = lower_cuda(graph, replace(chosen, no_cubins=True), facts_for(name.arch), {}).meta["host"]
         facts["host"] = host
         facts["size_inputs"] = sizes
     if as_json:

@@ -36,12 +36,14 @@ from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned, base_of
 from optdnn.ranges import input_shapes
 from optdnn.runtime.atomic import check_writable, write_atomic
+from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.plan import tf32_nodes
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.tactics import cpu_trials
 from optdnn.tactics.base import Measured
 from optdnn.tactics.timing_cache import TimingCache
+from optdnn.target_name import TargetName
 
 if TYPE_CHECKING:
     from optdnn.first_run import Tried
@@ -193,10 +195,11 @@ def _build(model: str | Path | bytes | Any, options: BuildOptions, progress: Pro
         facts = partial(_meta, options=options, target=target)
         share = replace(options, budget=options.budget and options.budget / len(graph.profiles))
 
-        tuner = partial(tune, options=share, target=target, cache=cache, say=say)
+        gpu = facts_for(TargetName.parse(target).arch)
+        tuner = partial(tune, options=share, gpu=gpu, cache=cache, say=say)
         sized = options if options.calib is None else replace(options, calib=SharedCalibration(options.calib))
         with _timed(seconds, "plans"):
-            dynamic = plan_profiles(model, graph, sized, target, facts, optimize, say, tuner, account, first_runs)
+            dynamic = plan_profiles(model, graph, sized, gpu, facts, optimize, say, tuner, account, first_runs)
         graph, passes = dynamic.graph, dynamic.passes
     else:
         exact_only = AssignPrecision.name if options.precision == AUTO else None
@@ -235,10 +238,11 @@ def _build(model: str | Path | bytes | Any, options: BuildOptions, progress: Pro
             from optdnn.ir.held import hold
             from optdnn.plans import by_value, replan
 
-            tuned = tune(graph, options, target, cache, say)
+            gpu = facts_for(TargetName.parse(target).arch)
+            tuned = tune(graph, options, gpu, cache, say)
             tuning = None if tuned is None else tuned.to_plain()
             # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
-            program, tried = finish(graph, options, target, meta, say, tuned)
+            program, tried = finish(graph, options, gpu, meta, say, tuned)
             first_runs += [] if tried is None else [tried]
             program = replace(program, precision=label)
             if options.precision != AUTO:

@@ -45,7 +45,6 @@ class Base:
         model: Model,
         inputs: Iterable[TensorSpec],
         options: BuildOptions,
-        target: str,
         optimize: Optimize,
         kept: Kept,
     ) -> Base:
@@ -58,7 +57,7 @@ class Base:
         graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
         if has_bodies(graph):
             return cls(model, None, [])
-        passes = optimize(graph, replace(options, dump=None), target, kept=kept, stop_before=FuseRotary.name)
+        passes = optimize(graph, replace(options, dump=None), options.target, kept=kept, stop_before=FuseRotary.name)
         kept.of(graph)
         return cls(model, graph, passes)
 
@@ -141,10 +140,10 @@ class Common:
             _COMMON.setdefault(program, cls(model, kept, Blobs(kept, program.blobs), cubins, compiler))
         return _COMMON[program]
 
-    def base(self, inputs: Iterable[TensorSpec], options: BuildOptions, target: str, optimize: Optimize) -> Base:
+    def base(self, inputs: Iterable[TensorSpec], options: BuildOptions, optimize: Optimize) -> Base:
         """What plans for further sizes are made from: made once."""
         if self._base is None:
-            self._base = Base.of(self.model, inputs, options, target, optimize, self.kept)
+            self._base = Base.of(self.model, inputs, options, optimize, self.kept)
         return self._base
 
 

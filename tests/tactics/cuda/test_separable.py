@@ -18,6 +18,7 @@ from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import ConcatAttrs
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda import separable
 from optdnn.tactics.cuda.tuned import Tuned
@@ -235,7 +236,7 @@ def tuned(seconds: Callable[[str], float]) -> tuple[Tuned, list[str]]:
     graph = of(lambda n: plain(n, 1, 96, size=(14, 14)))
     optimize(graph, options, "cuda:sm_90a")
     timer = FakeTimer(seconds, lambda tactics: sum(map(seconds, tactics)) * 1e3)
-    found = Tuner(graph, options, "cuda:sm_90a", timer, TimingCache(), clock=lambda: timer.now).run()
+    found = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now).run()
     assert any(name.startswith("separable") for _, name in timer.trials), "it was tried"
     return found, [c.tactic for c in found.choices.values()]
 
