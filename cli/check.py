@@ -31,10 +31,11 @@ def command(ctx: click.Context, /, model: Path, as_json: bool, **options: Any) -
 
     For a GPU also what it lacks: the operators that would run on the CPU, why, and what that costs. --strict refuses them.
     """
-    from optdnn.compiler import optimize, resolve_target
     from optdnn.importers.onnx import import_model
     from optdnn.importers.values import size_inputs, with_values
+    from optdnn.optimizing import optimize
     from optdnn.target_name import TargetName
+    from optdnn.targets import resolve_target
 
     refuse_engine(model)
     chosen = make_options(ctx, **options)

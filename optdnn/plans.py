@@ -27,9 +27,10 @@ from optdnn.importers.values import with_values
 from optdnn.ir.graph import Graph
 from optdnn.ir.kept import Kept
 from optdnn.lower_cuda import Made, example, lower_cuda
+from optdnn.optimizing import optimize
 from optdnn.passes.base import PassReport
 from optdnn.passes.contract import Account
-from optdnn.plan_base import Base, Blobs, Common, Optimize
+from optdnn.plan_base import Base, Blobs, Common
 from optdnn.plan_calibration import SharedCalibration
 from optdnn.plan_sizes import working
 from optdnn.ranges import DimRange, Profile
@@ -58,11 +59,12 @@ NOT_KEPT = ("shapes", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug"
 
 @dataclass
 class Planned:
-    """The engine's program, and the account of its first plan."""
+    """The engine's program, the account of its first plan, and how the plans ran on a GPU."""
 
     program: Program
     graph: Graph
     passes: list[PassReport]
+    first_runs: list[Tried]
 
 
 def plan_profiles(
@@ -71,16 +73,13 @@ def plan_profiles(
     options: BuildOptions,
     gpu: GpuFacts,
     meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
-    optimize: Optimize,
     say: Say,
     choose: Choose = lambda graph: None,
     account: Account | None = None,
-    first_runs: list[Tried] | None = None,
 ) -> Planned:
     """Plans for the optimum of each profile of ``symbolic`` (the model as imported for them), in one program.
 
-    ``choose`` tunes an optimum's graph (None: the cost model chooses); ``account`` is filled with the first plan's precisions,
-    ``first_runs`` with how the plans ran on a GPU.
+    ``choose`` tunes an optimum's graph (None: the cost model chooses); ``account`` is filled with the first plan's precisions.
     Raises UsageError where a dimension has no range, and whatever a build for one of the shapes raises.
     """
     _need_ranges(symbolic)
@@ -90,10 +89,11 @@ def plan_profiles(
     for array in weights.values():
         common.hold(array)
     specs = [_spec(symbolic, i, s) for i, s in zip(symbolic.inputs, _ports(symbolic), strict=True)]
-    base = Base.of(opened, specs, options, optimize, common)
+    base = Base.of(opened, specs, options, common)
     blobs = Blobs(common)
     plans: dict[tuple[Any, ...], Program] = {}
     first: tuple[Graph, list[PassReport]] | None = None
+    first_runs: list[Tried] = []
     arena = 0
     for k, profile in enumerate(symbolic.profiles):
         opt, *extremes = (_sized(symbolic, profile, which) for which in ("opt", "max", "min"))
@@ -102,8 +102,8 @@ def plan_profiles(
             noted = account if first is None else None
             with _located(symbolic, base, options, k, opt):
                 graph, passes, program = _plan(
-                    base, opt, options, gpu, meta, optimize, say, Kept(shared=common), choose, account=noted,
-                    first_runs=[] if first_runs is None else first_runs,
+                    base, opt, options, gpu, meta, say, Kept(shared=common), choose, account=noted,
+                    first_runs=first_runs,
                 )  # fmt: skip
             first = first or (graph, passes)
             plans[tuple(opt.items())] = blobs.take(program)
@@ -112,7 +112,7 @@ def plan_profiles(
             say(f"try {_show(shapes)}")
             tried = replace(options, no_cubins=True, dump=None)
             with _located(symbolic, base, options, k, shapes):
-                plan = _plan(base, shapes, tried, gpu, meta, optimize, say, Kept(shared=common))[2]
+                plan = _plan(base, shapes, tried, gpu, meta, say, Kept(shared=common))[2]
             arena = max(arena, plan.arena_bytes)
     source = None
     shared = options.calib if isinstance(options.calib, SharedCalibration) else None
@@ -133,7 +133,7 @@ def plan_profiles(
     for plan in plans.values():
         plan.blobs = blobs.arrays
     assert first is not None
-    return Planned(replace(main, profiles=symbolic.profiles, dynamic=dynamic), *first)
+    return Planned(replace(main, profiles=symbolic.profiles, dynamic=dynamic), *first, first_runs)
 
 
 @contextmanager
@@ -198,8 +198,6 @@ def replan(
     Raises EngineError where the engine's model is broken or its options are none that an engine may carry, and what a build
     raises.
     """
-    from optdnn.compiler import optimize
-
     held = program.by_value if values else program.dynamic
     source = None if held is None else held.source
     if source is None:
@@ -220,7 +218,7 @@ def replan(
     kept = Kept(shared=common.kept)  # what only this plan has goes when it goes
     if not values:
         assert program.dynamic is not None
-        base = common.base(program.dynamic.inputs, options, optimize)
+        base = common.base(program.dynamic.inputs, options)
     else:
         base = Base(with_values(common.model, values), None, [])
         shapes = {name: shape for name, shape in shapes.items() if name not in values}
@@ -231,7 +229,6 @@ def replan(
         options,
         facts_for(TargetName.parse(options.target).arch),
         lambda g, p: {},
-        optimize,
         lambda text: None,
         kept,
         like=like,
@@ -274,7 +271,6 @@ def _plan(
     options: BuildOptions,
     gpu: GpuFacts,
     meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
-    optimize: Optimize,
     say: Say,
     kept: Kept,
     choose: Choose = lambda graph: None,

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.divergence import Side
 from optdnn.errors import UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
+from optdnn.optimizing import optimize
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.precision import PrecisionPlan
 from optdnn.passes.ranges import Calibration

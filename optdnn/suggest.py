@@ -9,7 +9,7 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
     """The known name that is most like ``wrong``, or None where none is much like it."""
     from difflib import get_close_matches
 
-    found = get_close_matches(wrong.lower(), list(known), n=1, cutoff=0.6)
+    found = get_close_matches(wrong.lower(), list(known), n=1, cutoff=0.7)
     return found[0] if found else None
 
 

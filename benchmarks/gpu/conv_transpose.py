@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from conv_fp32_tiles import torch_us
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.conv import ConvTransposeAttrs
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda import graphs
 from optdnn.runtime.cuda.check import check_steps
 from optdnn.runtime.cuda.device import facts_for

@@ -78,9 +78,9 @@ def wide_tiles() -> list[dict[str, Any]]:
     from support.net import Net
     from support.simulated import feeds_of
 
-    from optdnn.compiler import optimize
     from optdnn.config import BuildOptions
     from optdnn.lower_cuda import lower_cuda
+    from optdnn.optimizing import optimize
     from optdnn.runtime.cuda import conv_cost
     from optdnn.tactics.cuda.select import Choice
 

@@ -23,11 +23,11 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parents[2] / "tests")]
 from support.net import Net  # noqa: E402
 
-from optdnn.compiler import optimize  # noqa: E402
 from optdnn.config import BuildOptions  # noqa: E402
 from optdnn.ir.graph import Graph, Op, Value  # noqa: E402
 from optdnn.lower_cuda import emit_program  # noqa: E402
 from optdnn.ops.binary import CastAttrs  # noqa: E402
+from optdnn.optimizing import optimize  # noqa: E402
 from optdnn.runtime.cuda.device import facts_for  # noqa: E402
 from optdnn.runtime.cuda.kernels_of import recipe_of  # noqa: E402
 from optdnn.runtime.cuda.timer import GpuTimer, TrialFailed  # noqa: E402

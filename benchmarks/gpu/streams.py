@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 from agreement import fill_module
 
-from optdnn.compiler import build_verbose, optimize
+from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
 from optdnn.importers.onnx import import_model
 from optdnn.lower_cuda import lower_cuda
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.graphs import Graph, time_runs
 from optdnn.runtime.cuda.memory import fill

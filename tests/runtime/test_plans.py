@@ -17,7 +17,6 @@ from support.onnxnet import convnet
 
 import optdnn
 from optdnn import loading
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, InputError, MissingDependency, RunError, ShapeError, UsageError
 from optdnn.importers.held import put_together, take_apart
@@ -25,6 +24,7 @@ from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.lower_cuda import lower_cuda
 from optdnn.models import zoo
+from optdnn.optimizing import optimize
 from optdnn.plans import MEASURED, PLANNED
 from optdnn.runtime import plans
 from optdnn.runtime.cuda.gpu_facts import of_arch

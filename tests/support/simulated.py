@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda.allowed import check_kernels
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.program import Program, validate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.needs import why_no_hopper
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import device, gpu_facts
@@ -85,6 +86,7 @@ def test_programs_are_made_for_the_gpu_that_is_there(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 def test_an_h200_tells_the_facts_of_the_table() -> None:
     found = device.read_facts()
     if found.name != "NVIDIA H200":

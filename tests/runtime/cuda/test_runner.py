@@ -12,7 +12,6 @@ from support.net import Net
 from support.simulated import feeds_of, lowered
 
 import optdnn
-from optdnn.compiler import resolve_target
 from optdnn.errors import EngineError, EngineStale, InputError, MissingDependency, OptdnnError, RunError, UsageError
 from optdnn.ir.graph import Graph
 from optdnn.runtime import format as engine_format
@@ -24,6 +23,7 @@ from optdnn.runtime.cuda.loaded import check_arch, check_driver
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
+from optdnn.targets import resolve_target
 from optdnn.types import FP16, FP32, TensorSpec
 
 

@@ -15,10 +15,10 @@ from support.simulated import feeds_of
 
 import optdnn
 from optdnn.autotune import Tuner
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.plan import SHARED_LIMIT
 from optdnn.runtime.cuda.timer import GpuTimer, TrialFailed

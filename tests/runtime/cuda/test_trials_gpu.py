@@ -21,13 +21,13 @@ from support.simulated import feeds_of
 import optdnn
 from optdnn import CudaKernel, CudaLaunch, custom_op
 from optdnn.autotune import Tuner
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import GpuFault
 from optdnn.importers.onnx import import_model
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.kernels_of import recipe_of, source_digest
 from optdnn.runtime.cuda.trial_process import CandidateLost, TrialTimer, gpu_process

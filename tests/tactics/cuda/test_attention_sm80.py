@@ -14,12 +14,12 @@ from support.quantized_nets import FP8, attention_network
 from support.sequence_cases import ATTENTION, attention
 from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.attention import AttentionAttrs
+from optdnn.optimizing import optimize
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.runtime.cuda import gpu_facts

@@ -16,11 +16,11 @@ from support.timer import FakeTimer, hashed, tactics_of
 import optdnn.autotune
 import optdnn.timing_keys
 from optdnn.autotune import Tuner
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import emit_program, lower_cuda
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.timer import TrialFailed
 from optdnn.runtime.cuda.trial_process import CandidateLost, NetworkLost

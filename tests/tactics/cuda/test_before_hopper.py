@@ -13,12 +13,12 @@ from support.quantized_nets import QNet, norm_network, shifted_depthwise
 from support.sequence_cases import GROUP_NORM, group_norm, residual
 from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.norm import EpsilonAttrs, LayerNormAttrs
+from optdnn.optimizing import optimize
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.runtime.cuda import depthwise_tma, gpu_facts

@@ -11,11 +11,11 @@ from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, lowered
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, MissingDependency
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda import conv, conv_cost, conv_patch, nvrtc
 from optdnn.runtime.cuda.check import check_steps
 from optdnn.runtime.cuda.conv_problem import Problem, Source

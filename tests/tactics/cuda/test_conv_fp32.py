@@ -11,12 +11,12 @@ from support.needs import needs_nvrtc, why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, lowered
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.conv import ConvAttrs
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda import conv_fp32 as fp32
 from optdnn.runtime.cuda import nvrtc
 from optdnn.runtime.cuda.check import check_steps

@@ -8,11 +8,11 @@ import pytest
 from support.net import Net
 from support.simulated import check_simulated, kinds, lowered
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import emit_program
 from optdnn.ops.pool import MaxPoolAttrs
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda import conv, conv_patch, conv_problem, nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.tactics.cuda import conv_pool, conv_sm90, table

@@ -10,12 +10,12 @@ from support.net import Net
 from support.simulated import TOLERANCE, feeds_of, kinds, lowered, simulate
 from test_stem import normalized, picture
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.conv import ConvAttrs
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda import conv_stem_cost
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch

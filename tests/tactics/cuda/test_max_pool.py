@@ -11,11 +11,11 @@ from support.net import Net
 from support.simulated import feeds_of
 from test_generated import compare_steps
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import Emitted, emit_program, lower_cuda
 from optdnn.ops.pool import MaxPoolAttrs
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.tactics.cuda import table
 from optdnn.tactics.cuda.select import Choice, Selection, alternatives

@@ -13,13 +13,13 @@ from support.sequence_cases import heads, recurrent
 from support.simulated import feeds_of, lowered, simulate
 from test_squeeze import excited
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UsageError
 from optdnn.ir.graph import Graph, Value
 from optdnn.lower_cuda import Emitted, emit_program, lower_cuda
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.norm import GroupNormAttrs
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.tactics.cuda import conv_sm90, table

@@ -14,10 +14,10 @@ from support.simulated import check_simulated, kinds, lowered
 from support.timer import FakeTimer
 
 from optdnn.autotune import Tuner
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import ConcatAttrs
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda import separable

@@ -240,7 +240,7 @@ def test_auto_is_what_was_measured_else_what_is_predicted() -> None:
 
 
 def _optimized(graph: Graph) -> Graph:
-    from optdnn.compiler import optimize
+    from optdnn.optimizing import optimize
 
     copy = graph.copy()
     optimize(copy, BuildOptions(target="simulate", precision="fp16"), "simulate")
