@@ -24,6 +24,7 @@ from optdnn.runtime.cuda.trial_process import GpuProcess, NetworkLost, gpu_proce
 from optdnn.runtime.engine import Engine, report_path
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.format import read
+from optdnn.runtime.notebook import table
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.select import Choice, Selection
 from optdnn.tactics.cuda.tuned import Timer, Tuned
@@ -46,6 +47,13 @@ class Retuned:
     replaced: bool
     tuning: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        before = "does not run here" if self.before_ms is None else f"{self.before_ms:.4f} ms"
+        outcome = "replaced" if self.replaced else "left as it is"
+        rows = [("before", before), ("after", f"{self.after_ms:.4f} ms"), *(("warning", w) for w in self.warnings)]
+        return table(rows, ("engine", outcome))
 
 
 def retune(

@@ -110,6 +110,16 @@ def test_an_engine_and_its_report_show_in_notebooks(one: optdnn.Engine, tmp_path
     assert all(f"<td>{c.name}</td>" in checked._repr_html_() for c in checked.checks)
 
 
+def test_what_retuning_found_shows_in_notebooks() -> None:
+    from optdnn.retuning import Retuned
+
+    text = Retuned(2.0, 1.5, True, {}, ("slow <link>",))._repr_html_()
+    assert "<th>replaced</th>" in text
+    assert "<td>2.0000 ms</td>" in text
+    assert "<td>slow &lt;link&gt;</td>" in text
+    assert "does not run here" in Retuned(None, 1.5, False, {})._repr_html_()
+
+
 def test_html_is_escaped() -> None:
     assert table([("<b>", 1)], ("&",)) == "<table><tr><th>&amp;</th></tr><tr><td>&lt;b&gt;</td><td>1</td></tr></table>"
     assert table([]) == ""

@@ -1,4 +1,4 @@
-"""Targets: what an engine is for. Each has its pipeline of passes, compiles optimized graphs, and loads programs."""
+"""Targets: what an engine is for. Each compiles optimized graphs and loads programs (passes: :mod:`optdnn.passes.pipelines`)."""
 
 from __future__ import annotations
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
-from optdnn.passes.base import Pass, PassReport
+from optdnn.passes.base import PassReport
 from optdnn.passes.contract import Account
-from optdnn.passes.pipelines import PIPELINE
 from optdnn.passes.precision import PrecisionPlan
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Plain, Program
@@ -81,10 +80,6 @@ class Target(ABC):
 
     def __init__(self, name: TargetName):
         self.name = name
-
-    def pipeline(self, level: int) -> tuple[Pass, ...]:
-        """The passes of an optimization level, in order. Raises UsageError for a level that does not exist."""
-        return PIPELINE(level, str(self.name.machine))
 
     def size_inputs(self, graph: Graph) -> Sequence[str]:
         """Inputs that only say sizes, axes or places, whose values get plans of their own."""
