@@ -28,7 +28,7 @@ from optdnn.tactics.timing_cache import TimingCache
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the cost model were for one launch everywhere."""
-    monkeypatch.setattr(separable, "_slower", lambda problem, invariant=False: None)
+    monkeypatch.setattr(separable, "_slower", lambda problem, gpu, invariant=False: None)
 
 
 def inside(n: Net, images: int, channels: int, *size: int, name: str = "x") -> Value:
@@ -184,7 +184,7 @@ def test_other_machines_and_types_are_refused(options: dict[str, Any], reason: s
 
 @pytest.mark.parametrize("faster", [False, True])
 def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(separable, "_apart", lambda problem: 1.0 if faster else 1e-9)
+    monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1.0 if faster else 1e-9)
     program = lowered(of(plain))
     assert ("SeparableConv" in kinds(program)) == faster
     assert faster or any("two launches are predicted" in r for r in reasons(program))
@@ -192,7 +192,7 @@ def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("more", [{"kernel": 5, "pads": 2}, {"out": 168}])
 def test_what_was_not_measured_is_for_tuning(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(separable, "_apart", lambda problem: 1.0)
+    monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1.0)
     program = lowered(of(lambda n: plain(n, **more)))
     assert "SeparableConv" not in kinds(program)
     assert any("only tuning tries" in r for r in reasons(program))
@@ -202,7 +202,7 @@ def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: p
     """Whether one launch or two, many images decide, and no blocks share K."""
     asked: list[int] = []
 
-    def apart(problem: Any) -> float:
+    def apart(problem: Any, gpu: Any) -> float:
         asked.append(problem.batch)
         return 1.0
 
@@ -213,7 +213,7 @@ def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: p
         (made,) = [s.params["tactic"] for s in program.steps if s.params["op"]["kind"] == "SeparableConv"]
         assert "k1b" in made
     assert set(asked) == {separable.MANY}
-    monkeypatch.setattr(separable, "_apart", lambda problem: 1e-9)
+    monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1e-9)
     program = lowered(of(plain), row_invariant=True)
     assert "SeparableConv" not in kinds(program)
     assert any("two launches are predicted" in r for r in reasons(program))
