@@ -205,7 +205,7 @@ def separate(
     }
     firsts: list[tuple[float, str, Any]] = []
     for family, c in first_configs:
-        made = family.describe(first, c)
+        made = family.describe(first, c, *([of_arch("sm_90a")] if family is depthwise_tma else []))
         found = describe.bind(made, describe.load(family.recipe(first, c), made, cache), at)
         firsts.append((microseconds([found] * chain, chain, stream), str(c), found))
     weights = torch.from_numpy(conv_params.pack_weights(second, [t.weight.cpu().numpy()])).cuda()

@@ -84,8 +84,8 @@ def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pyte
     precision, _, stream = precision.partition(", ")
     ranked = conv_sm90.ranked
 
-    def remember(problem: conv_problem.Problem, dense: bool) -> tuple[Offer, ...]:
-        found = ranked(problem, dense, of_arch("sm_90a"))
+    def remember(problem: conv_problem.Problem, dense: bool, gpu: Any) -> tuple[Offer, ...]:
+        found = ranked(problem, dense, gpu)
         if stream and conv.refuse(problem, STREAM.config) is None:
             found = (STREAM, *found)
         problems.append((problem, found[0].config))
