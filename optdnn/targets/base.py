@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from optdnn.config import BuildOptions
+from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph
 from optdnn.passes.base import PassReport
 from optdnn.passes.contract import Account
@@ -104,4 +105,4 @@ class Target(ABC):
         progress: Progress,
     ) -> Planned:
         """Plans for the ranges of sizes of ``symbolic``, by a target of one size. ``account`` is filled for the first plan."""
-        raise NotImplementedError(f"programs of {self.name} take all sizes")
+        raise InternalError(f"programs of {self.name} take all sizes: there are no plans to make")
