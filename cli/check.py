@@ -30,7 +30,7 @@ def command(ctx: click.Context, /, model: Path, json_file: Path | None, **option
     For a GPU also what it lacks: the operators that would run on the CPU, why, and what that costs. --strict refuses them.
     Sizes that are not fixed get a suggestion for --shape.
     """
-    from optdnn.compiler import resolve_target
+    from optdnn.targets import resolve_target
 
     refuse_engine(model)
     chosen = make_options(ctx, **options)
@@ -41,12 +41,14 @@ def command(ctx: click.Context, /, model: Path, json_file: Path | None, **option
 
 def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
     """What a build with these options (of a resolved target) would do. Raises as a build does."""
-    from optdnn.compiler import optimize
     from optdnn.importers.onnx import import_model
     from optdnn.importers.values import size_inputs, with_values
+    from optdnn.optimizing import optimize
+    from optdnn.target_name import TargetName
 
     target = options.target
-    on_gpu = target.partition(":")[0] in ("cuda", "simulate")
+    name = TargetName.parse(target)
+    on_gpu = name.on_gpu
     source = with_values(model, options.values)
     graph = import_model(source, shapes=options.shapes)
     inputs = [f"{out.name}: {out.type}" for out in (graph.op(i).outputs[0] for i in graph.inputs)]
@@ -75,8 +77,9 @@ def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
     }
     if on_gpu:
         from optdnn.lower_cuda import lower_cuda
+        from optdnn.runtime.cuda.device import facts_for
 
-        facts["host"] = lower_cuda(graph, replace(options, no_cubins=True), target, {}).meta["host"]
+        facts["host"] = lower_cuda(graph, replace(options, no_cubins=True), facts_for(name.arch), {}).meta["host"]
         facts["size_inputs"] = sizes
     return facts
 

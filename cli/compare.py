@@ -195,7 +195,7 @@ def _target(file: Path, engine: bool, asked: str) -> str:
         from optdnn.runtime.format import read
 
         return read(file, verify=False).target
-    from optdnn.compiler import resolve_target
+    from optdnn.targets import resolve_target
 
     return resolve_target(asked)
 

@@ -26,6 +26,7 @@ from optdnn.ir.kept import Kept
 from optdnn.lane_race import race_lanes
 from optdnn.lower_cuda import Emitted, emit_program
 from optdnn.runtime.cuda.alone import alone
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.kernels_of import recipe_of
 from optdnn.runtime.cuda.timer import TrialFailed
 from optdnn.runtime.cuda.trial_process import CandidateLost, NetworkLost
@@ -40,6 +41,7 @@ from optdnn.tactics.cuda.tactic import PROVIDERS
 from optdnn.tactics.cuda.trials import Problem, Trial, trials_of
 from optdnn.tactics.cuda.tuned import Timer, Tuned
 from optdnn.tactics.timing_cache import TimingCache
+from optdnn.target_name import TargetName
 from optdnn.timing_keys import candidate_key, network_key, signatures_digest, versions_of
 
 ALONE = 0.6
@@ -72,14 +74,14 @@ class Tuner:
         self,
         graph: Graph,
         options: BuildOptions,
-        target: str,
+        gpu: GpuFacts,
         timer: Timer,
         cache: TimingCache,
         say: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
         alone: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        self.graph, self.options, self.target, self.timer, self.cache = graph, options, target, timer, cache
+        self.graph, self.options, self.gpu, self.timer, self.cache = graph, options, gpu, timer, cache
         self.say, self.clock, self.alone = say, clock, alone
         self.begin = clock()
         self.problems: dict[str, Problem] = {}
@@ -160,7 +162,7 @@ class Tuner:
                 spared = next((self.problems.get(t.spares) for t in trials if t.spares), None)
                 self.problems[key] = Problem(key, op, trials, Choice(""), spared=spared)
 
-        emitted = emit_program(self.graph, self.options, self.target, {}, choices, visit, self._kept)
+        emitted = emit_program(self.graph, self.options, self.gpu, {}, choices, visit, self._kept)
         for d in emitted.decisions:
             problem = self.problems[d.signature]
             problem.count += 1
@@ -393,9 +395,9 @@ class Tuner:
 
     def _load(self, choices: Mapping[str, Choice], streams: Streams | None) -> Any:
         """The network with these choices, its steps in lanes as the options or ``streams`` want it."""
-        emitted = emit_program(self.graph, self.options, self.target, {}, choices, kept=self._kept)
+        emitted = emit_program(self.graph, self.options, self.gpu, {}, choices, kept=self._kept)
         return self.timer.load(
-            placed(on_lanes(emitted.program, emitted.seconds(self._times(choices)), self.options, streams))
+            placed(on_lanes(emitted.program, self.gpu, emitted.seconds(self._times(choices)), self.options, streams))
         )
 
     def _times(self, choices: Mapping[str, Choice]) -> dict[str, float]:
@@ -409,10 +411,10 @@ class Tuner:
         """Run independent steps side by side where that makes the network faster; ``nets["best"]`` is then the one so made."""
         if self.options.streams != AUTO:
             return
-        emitted = emit_program(self.graph, self.options, self.target, {}, found.choices, kept=self._kept)
+        emitted = emit_program(self.graph, self.options, self.gpu, {}, found.choices, kept=self._kept)
         times = self._times(found.choices)
         program, seconds = emitted.program, emitted.seconds(times)
-        race_lanes(found, nets, program, seconds, times, self.options, self.timer, self._check_time)
+        race_lanes(found, nets, program, self.gpu, seconds, times, self.options, self.timer, self._check_time)
         if found.streams is not None and found.streams.lanes_ms is not None:
             self.say(f"tune: steps side by side: {found.streams.why()}")
 
@@ -420,13 +422,13 @@ class Tuner:
 
     def _known(self) -> Tuned | None:
         """What an earlier build chose for this very network, where all versions are the same and it had as much time."""
-        self._network = network_key(self.timer.machine, self.graph, self.options, self.target)
+        self._network = network_key(self.timer.machine, self.graph, self.options, self.options.target)
         known = self.cache.network(self._network)
         if known is None:
             return None
         choices = {k: Choice(*c) for k, c in known.choices.items()}
         try:
-            emitted = emit_program(self.graph, self.options, self.target, {}, choices, kept=self._kept)
+            emitted = emit_program(self.graph, self.options, self.gpu, {}, choices, kept=self._kept)
         except InternalError:
             return None
         if known.problems != signatures_digest(
@@ -450,20 +452,20 @@ class Tuner:
         versions = versions_of(self.timer.machine, *Selection.of(self.options).providers)
         lanes = None if found.streams is None else found.streams.to_plain()
         # What the cost model chose is kept as well: the next build need not ask it.
-        made = emit_program(self.graph, self.options, self.target, {}, found.choices, kept=self._kept)
+        made = emit_program(self.graph, self.options, self.gpu, {}, found.choices, kept=self._kept)
         found.choices |= {d.signature: d.choice for d in made.decisions if d.choice.config}
-        found.emitted = emit_program(self.graph, self.options, self.target, {}, found.choices, kept=self._kept)
+        found.emitted = emit_program(self.graph, self.options, self.gpu, {}, found.choices, kept=self._kept)
         problems = signatures_digest(found.emitted)
         self.cache.note_network(self._network, found.choices, found.after_ms, versions, spent, lanes, problems)
 
 
 def tune(
-    graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Callable[[str], None]
+    graph: Graph, options: BuildOptions, gpu: GpuFacts, cache: TimingCache, say: Callable[[str], None]
 ) -> Tuned | None:
-    """Tune the graph for ``target`` on this machine's GPU; None where the cost model is to choose: with ``tactics="heuristic"``, on
-    ``simulate``, and where there is no GPU of that architecture."""
-    arch = target.partition(":")[2]
-    if "heuristic" in options.tactics.split(",") or not target.startswith("cuda:"):
+    """Tune the graph for ``options.target`` on this machine's GPU; None where the cost model is to choose: with
+    ``tactics="heuristic"``, on ``simulate``, and where there is no GPU of that architecture."""
+    arch = gpu.arch
+    if "heuristic" in options.tactics.split(",") or TargetName.parse(options.target).family != "cuda":
         return None
     from optdnn.runtime.cuda.usable import why_not
 
@@ -483,7 +485,7 @@ def tune(
     with gpu_process() as process:
         timer = TrialTimer(process, selection.providers)
         started = time.monotonic() - begin
-        found = Tuner(graph, options, target, timer, cache, say, alone=partial(alone, timer.machine.place, say)).run()
+        found = Tuner(graph, options, gpu, timer, cache, say, alone=partial(alone, timer.machine.place, say)).run()
     found.seconds = {"start": started, **found.seconds}
     return found
 

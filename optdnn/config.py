@@ -12,20 +12,14 @@ from typing import Any
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import UsageError
 from optdnn.ranges import InputShapes, input_shapes
+from optdnn.suggest import did_you_mean
+from optdnn.target_name import TARGETS, TargetName
 
 GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("sm_90a", "sm_90", "sm_89"), frozenset({"tf32", "int8", "fp8"})),
     **dict.fromkeys(("sm_87", "sm_86", "sm_80"), frozenset({"tf32", "int8"})),
 }
 """Architectures, and what their tensor cores multiply besides 16-bit floats."""
-TARGETS = (
-    "auto",
-    "cpu",
-    "reference",
-    "simulate",
-    "cuda",
-    *(f"cuda:{a}" for a in ("sm_90a", "sm_89", "sm_86", "sm_80")),
-)
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 """All that a node can be asked for, the most accurate first."""
 AUTO = "auto"
@@ -142,7 +136,7 @@ class BuildOptions:
         if not restricted:
             _among("tactics", self.tactics, (*LIBRARY_TACTICS, *GPU_TACTICS))
         # What "auto" turns out to be is looked at by the build, which then makes these options for that target.
-        gpu = self.target.partition(":")[0] in ("cuda", "simulate")
+        gpu = TargetName.parse(self.target).on_gpu
         auto = self.target == "auto"
         asked = {name, self.base_precision, *self.precision_map.values(), *(self.candidates or ())}
         for one in ("tf32", "fp16", "fp8"):
@@ -194,7 +188,7 @@ def _custom(given: Any) -> tuple[CustomOp, ...]:
 
 def _among(what: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise UsageError(f"{what} {value!r} is not one of {', '.join(allowed)}")
+        raise UsageError(f"{what} {value!r} is not one of {', '.join(allowed)}", hint=did_you_mean(str(value), allowed))
 
 
 def _precisions(table: Any) -> dict[str, str]:

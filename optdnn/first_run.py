@@ -16,11 +16,13 @@ from optdnn.errors import GpuFault, RunError
 from optdnn.ir.graph import Graph, Op
 from optdnn.ir.kept import Kept
 from optdnn.lower_cuda import lower_cuda
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.select import Choice, Selection, alternatives
 from optdnn.tactics.cuda.table import TACTICS
 from optdnn.tactics.cuda.tuned import Tuned
+from optdnn.target_name import TargetName
 
 KEY = "first_run"
 """In a program's ``meta``: which form was kept, what was wrong with those before it, and with candidates. Absent where all was
@@ -90,18 +92,19 @@ def _late(step: Step) -> Step:
 
 def runs_here(target: str) -> bool:
     """Whether a program for ``target`` runs on the GPU of this machine."""
-    if not target.startswith("cuda:"):
+    name = TargetName.parse(target)
+    if name.family != "cuda":
         return False
     from optdnn.runtime.cuda.device import arch_here
     from optdnn.runtime.cuda.usable import why_not
 
-    return why_not() is None and arch_here() == target.partition(":")[2]
+    return why_not() is None and arch_here() == name.arch
 
 
 def finish(
     graph: Graph,
     options: BuildOptions,
-    target: str,
+    gpu: GpuFacts,
     meta: dict[str, Any],
     say: Callable[[str], None] = lambda text: None,
     tuned: Tuned | None = None,
@@ -129,8 +132,8 @@ def finish(
 
     failed: dict[str, GpuFault] = {}
     while True:
-        program = lower_cuda(graph, options, target, dict(meta), say, choices, streams, visit, kept, emitted)
-        if not runs_here(target):
+        program = lower_cuda(graph, options, gpu, dict(meta), say, choices, streams, visit, kept, emitted)
+        if not runs_here(options.target):
             return program, None
         try:
             program, tried = first_run(program, say)

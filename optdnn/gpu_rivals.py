@@ -12,6 +12,7 @@ from optdnn.errors import MissingDependency, UsageError
 from optdnn.runtime.candidates import Candidate
 from optdnn.runtime.cuda.libraries import present
 from optdnn.runtime.cuda.rivals import ONNXRUNTIME, TORCH_COMPILE, TORCH_EAGER, cuda_provider
+from optdnn.target_name import TargetName
 
 RESTRICTED = {"own": ("own",), "cudnn": ("cudnn", "cublaslt")}
 """Rival -> whose kernels its engine may use (our own stand in where a library has none)."""
@@ -22,7 +23,7 @@ TORCH_RIVALS = {"torch": TORCH_EAGER, "torch-compile": TORCH_COMPILE}
 
 def is_gpu(target: str) -> bool:
     """Whether a target is one of GPUs."""
-    return target.partition(":")[0] == "cuda"
+    return TargetName.parse(target).family == "cuda"
 
 
 def installed_gpu() -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from optdnn.config import BuildOptions
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.trial_process import NetworkLost
 from optdnn.runtime.program import Program
 from optdnn.streams import CLEAR, WAYS, Streams, on_lanes
@@ -18,6 +19,7 @@ def race_lanes(
     found: Tuned,
     nets: dict[str, Any],
     program: Program,
+    gpu: GpuFacts,
     seconds: Mapping[int, float],
     measured: Mapping[str, float],
     options: BuildOptions,
@@ -36,7 +38,7 @@ def race_lanes(
     for most, forced in WAYS:
         go_on()
         way = Streams(most, forced, measured)
-        laned = on_lanes(program, seconds, options, way)
+        laned = on_lanes(program, gpu, seconds, options, way)
         made = (laned.lanes, tuple(s.outputs for s in laned.steps))
         if not laned.lanes or made in tried:
             continue

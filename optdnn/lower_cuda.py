@@ -21,6 +21,7 @@ from optdnn.dim_text import lone
 from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.kept import Kept
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.program import Kernel, Program, Step
 from optdnn.streams import Streams, on_lanes
 from optdnn.tactics.bounds import input_bounds
@@ -34,6 +35,7 @@ from optdnn.tactics.cuda.schedule import group_steps, keep_inputs_on_host
 from optdnn.tactics.cuda.select import Choice, Decision, Selection, emit_op, signature
 from optdnn.tactics.cuda.table import TACTICS, WRITES_ANYWHERE
 from optdnn.tactics.cuda.views import VIEWS, plan_concats
+from optdnn.target_name import TargetName
 from optdnn.types import Array, TensorSpec
 
 
@@ -72,7 +74,7 @@ Visit = Callable[[Builder, Op, str], None]
 def lower_cuda(
     graph: Graph,
     options: BuildOptions,
-    target: str,
+    gpu: GpuFacts,
     meta: dict[str, Any],
     say: Callable[[str], None] = lambda text: None,
     choices: Mapping[str, Choice] | None = None,
@@ -82,7 +84,8 @@ def lower_cuda(
     emitted: Emitted | None = None,
     ready: Mapping[Made, Array] | None = None,
 ) -> Program:
-    """The program of an optimized graph for "cuda:ARCH", or for "simulate" (Hopper's program, without compiled kernels).
+    """The program of an optimized graph for ``options.target``: "cuda:ARCH", or "simulate" (Hopper's program, without
+    compiled kernels). ``gpu`` has the facts of the GPU that grids and configurations are chosen for.
 
     ``choices`` by signature go before the cost model, and ``visit`` may add to them; ``streams`` is what tuning found of lanes;
     ``kept``: constants of other programs, to be shared; ``emitted``: the launches of these very choices, made already;
@@ -91,12 +94,12 @@ def lower_cuda(
     every operator that needs one, and where an operator has no NumPy kernel either.
     """
     if emitted is None:
-        emitted = emit_program(graph, options, target, meta, choices, visit, kept)
+        emitted = emit_program(graph, options, gpu, meta, choices, visit, kept)
     else:
         emitted.program.meta = {**meta, **emitted.program.meta}
     known = emitted.seconds(None if streams is None else streams.seconds)
-    program = on_lanes(with_ahead(emitted.program, known), known, options, streams)
-    if target != "simulate" and not options.no_cubins:
+    program = on_lanes(with_ahead(emitted.program, gpu, known), gpu, known, options, streams)
+    if not TargetName.parse(options.target).simulated and not options.no_cubins:
         program = _compiled(program, say, ready or {})
     return placed(program)
 
@@ -104,7 +107,7 @@ def lower_cuda(
 def emit_program(
     graph: Graph,
     options: BuildOptions,
-    target: str,
+    gpu: GpuFacts,
     meta: dict[str, Any],
     choices: Mapping[str, Choice] | None = None,
     visit: Visit = lambda b, op, key: None,
@@ -114,10 +117,9 @@ def emit_program(
 
     Raises as :func:`lower_cuda`.
     """
-    arch = target.partition(":")[2] or "sm_90a"
     selection = Selection.of(options, choices)
     _need_static(graph)
-    b = Builder(graph, arch, kept=kept or Kept())
+    b = Builder(graph, gpu, kept=kept or Kept())
     b.padded = any(map(has_tf32, graph.ops()))
     b.row_invariant = selection.row_invariant
     host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
@@ -129,7 +131,7 @@ def emit_program(
             decisions += _lower(b, host, op, selection, visit, options.strict)
     if options.strict and host.ops:
         raise UnsupportedError(
-            f"{target} has no kernels for {len(host.ops)} operators, and strict forbids running them on the CPU",
+            f"{options.target} has no kernels for {len(host.ops)} operators, and strict forbids running them on the CPU",
             [UnsupportedNode(h.op.name, h.op.kind, "", 0, h.why) for h in host.ops],
             hint="build without --strict; optdnn check MODEL --target TARGET tells what that costs",
         )
@@ -146,7 +148,7 @@ def emit_program(
             shape = found.shape
             copy(b, op, found, Placed(i, 0, shape, row_major(shape), found.dtype))
     b.credit(0, "copy")  # what no tactic made: views that had to be written out, results in the network's own order
-    program = pruned(b.program(target, options.precision, inputs, outputs, {**meta, "arch": arch}))
+    program = pruned(b.program(options.target, options.precision, inputs, outputs, {**meta, "arch": gpu.arch}))
     present = set(map(id, program.steps))
     held = [d for d in decisions if not d.steps or any(id(s) in present for s in d.steps)]
     standing = set(map(id, held))  # of the others, another operator's launch computes what theirs would

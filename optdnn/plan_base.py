@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from optdnn.ir.bound import bound, has_bodies
 from optdnn.ir.graph import Graph
 from optdnn.ir.kept import Content, Kept
 from optdnn.lower_cuda import Made, made_of
+from optdnn.optimizing import optimize
 from optdnn.passes.base import PassReport
 from optdnn.passes.fuse_rotary import FuseRotary
 from optdnn.passes.precision import PrecisionPlan
@@ -23,9 +24,6 @@ from optdnn.runtime.format import digests as sha256
 from optdnn.runtime.program import Buffer, Program, Step
 from optdnn.runtime.program import Source as HeldSource
 from optdnn.types import Array, TensorSpec
-
-Optimize = Callable[..., list[PassReport]]
-""":func:`optdnn.compiler.optimize`, which the compiler hands down."""
 
 
 @dataclass
@@ -45,8 +43,6 @@ class Base:
         model: Model,
         inputs: Iterable[TensorSpec],
         options: BuildOptions,
-        target: str,
-        optimize: Optimize,
         kept: Kept,
     ) -> Base:
         """``inputs``: those of the engine, dimensions that vary as text; ``kept`` comes to know the graph's constants."""
@@ -58,7 +54,7 @@ class Base:
         graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
         if has_bodies(graph):
             return cls(model, None, [])
-        passes = optimize(graph, replace(options, dump=None), target, kept=kept, stop_before=FuseRotary.name)
+        passes = optimize(graph, replace(options, dump=None), options.target, kept=kept, stop_before=FuseRotary.name)
         kept.of(graph)
         return cls(model, graph, passes)
 
@@ -141,10 +137,10 @@ class Common:
             _COMMON.setdefault(program, cls(model, kept, Blobs(kept, program.blobs), cubins, compiler))
         return _COMMON[program]
 
-    def base(self, inputs: Iterable[TensorSpec], options: BuildOptions, target: str, optimize: Optimize) -> Base:
+    def base(self, inputs: Iterable[TensorSpec], options: BuildOptions) -> Base:
         """What plans for further sizes are made from: made once."""
         if self._base is None:
-            self._base = Base.of(self.model, inputs, options, target, optimize, self.kept)
+            self._base = Base.of(self.model, inputs, options, self.kept)
         return self._base
 
 

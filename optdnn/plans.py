@@ -27,12 +27,15 @@ from optdnn.importers.values import with_values
 from optdnn.ir.graph import Graph
 from optdnn.ir.kept import Kept
 from optdnn.lower_cuda import Made, example, lower_cuda
+from optdnn.optimizing import optimize
 from optdnn.passes.base import PassReport
 from optdnn.passes.contract import Account
-from optdnn.plan_base import Base, Blobs, Common, Optimize
+from optdnn.plan_base import Base, Blobs, Common
 from optdnn.plan_calibration import SharedCalibration
 from optdnn.plan_sizes import working
 from optdnn.ranges import DimRange, Profile
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
 from optdnn.runtime.program import ByValue, Dynamic, Program
 from optdnn.runtime.program import Source as HeldSource
@@ -41,6 +44,7 @@ from optdnn.tactics.cuda.nearest import Nearest
 from optdnn.tactics.cuda.select import Selection
 from optdnn.tactics.cuda.table import TACTICS
 from optdnn.tactics.cuda.tuned import Tuned
+from optdnn.target_name import TargetName
 from optdnn.types import Array, TensorSpec
 
 Say = Callable[[str], None]
@@ -55,29 +59,27 @@ NOT_KEPT = ("shapes", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug"
 
 @dataclass
 class Planned:
-    """The engine's program, and the account of its first plan."""
+    """The engine's program, the account of its first plan, and how the plans ran on a GPU."""
 
     program: Program
     graph: Graph
     passes: list[PassReport]
+    first_runs: list[Tried]
 
 
 def plan_profiles(
     model: Source | Model,
     symbolic: Graph,
     options: BuildOptions,
-    target: str,
+    gpu: GpuFacts,
     meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
-    optimize: Optimize,
     say: Say,
     choose: Choose = lambda graph: None,
     account: Account | None = None,
-    first_runs: list[Tried] | None = None,
 ) -> Planned:
     """Plans for the optimum of each profile of ``symbolic`` (the model as imported for them), in one program.
 
-    ``choose`` tunes an optimum's graph (None: the cost model chooses); ``account`` is filled with the first plan's precisions,
-    ``first_runs`` with how the plans ran on a GPU.
+    ``choose`` tunes an optimum's graph (None: the cost model chooses); ``account`` is filled with the first plan's precisions.
     Raises UsageError where a dimension has no range, and whatever a build for one of the shapes raises.
     """
     _need_ranges(symbolic)
@@ -87,10 +89,11 @@ def plan_profiles(
     for array in weights.values():
         common.hold(array)
     specs = [_spec(symbolic, i, s) for i, s in zip(symbolic.inputs, _ports(symbolic), strict=True)]
-    base = Base.of(opened, specs, options, target, optimize, common)
+    base = Base.of(opened, specs, options, common)
     blobs = Blobs(common)
     plans: dict[tuple[Any, ...], Program] = {}
     first: tuple[Graph, list[PassReport]] | None = None
+    first_runs: list[Tried] = []
     arena = 0
     for k, profile in enumerate(symbolic.profiles):
         opt, *extremes = (_sized(symbolic, profile, which) for which in ("opt", "max", "min"))
@@ -99,8 +102,8 @@ def plan_profiles(
             noted = account if first is None else None
             with _located(symbolic, base, options, k, opt):
                 graph, passes, program = _plan(
-                    base, opt, options, target, meta, optimize, say, Kept(shared=common), choose, account=noted,
-                    first_runs=[] if first_runs is None else first_runs,
+                    base, opt, options, gpu, meta, say, Kept(shared=common), choose, account=noted,
+                    first_runs=first_runs,
                 )  # fmt: skip
             first = first or (graph, passes)
             plans[tuple(opt.items())] = blobs.take(program)
@@ -109,12 +112,12 @@ def plan_profiles(
             say(f"try {_show(shapes)}")
             tried = replace(options, no_cubins=True, dump=None)
             with _located(symbolic, base, options, k, shapes):
-                plan = _plan(base, shapes, tried, target, meta, optimize, say, Kept(shared=common))[2]
+                plan = _plan(base, shapes, tried, gpu, meta, say, Kept(shared=common))[2]
             arena = max(arena, plan.arena_bytes)
     source = None
     shared = options.calib if isinstance(options.calib, SharedCalibration) else None
     plain = options if shared is None else replace(options, calib=None, calib_cache=None, images=None)
-    kept = plain_options(replace(plain, target=target))
+    kept = plain_options(plain)
     if kept is not None:
         numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
         ranges = blobs.add(shared.to_bytes()) if shared is not None and shared.found else None
@@ -130,7 +133,7 @@ def plan_profiles(
     for plan in plans.values():
         plan.blobs = blobs.arrays
     assert first is not None
-    return Planned(replace(main, profiles=symbolic.profiles, dynamic=dynamic), *first)
+    return Planned(replace(main, profiles=symbolic.profiles, dynamic=dynamic), *first, first_runs)
 
 
 @contextmanager
@@ -195,8 +198,6 @@ def replan(
     Raises EngineError where the engine's model is broken or its options are none that an engine may carry, and what a build
     raises.
     """
-    from optdnn.compiler import optimize
-
     held = program.by_value if values else program.dynamic
     source = None if held is None else held.source
     if source is None:
@@ -215,10 +216,9 @@ def replan(
         options = replace(options, tactics=",".join(sorted({"own", *_libraries(program)})))
     common = Common.of(program, source)
     kept = Kept(shared=common.kept)  # what only this plan has goes when it goes
-    target = options.target
     if not values:
         assert program.dynamic is not None
-        base = common.base(program.dynamic.inputs, options, target, optimize)
+        base = common.base(program.dynamic.inputs, options)
     else:
         base = Base(with_values(common.model, values), None, [])
         shapes = {name: shape for name, shape in shapes.items() if name not in values}
@@ -227,9 +227,8 @@ def replan(
         base,
         shapes,
         options,
-        target,
+        facts_for(TargetName.parse(options.target).arch),
         lambda g, p: {},
-        optimize,
         lambda text: None,
         kept,
         like=like,
@@ -270,9 +269,8 @@ def _plan(
     base: Base,
     shapes: Mapping[str, tuple[int, ...]],
     options: BuildOptions,
-    target: str,
+    gpu: GpuFacts,
     meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
-    optimize: Optimize,
     say: Say,
     kept: Kept,
     choose: Choose = lambda graph: None,
@@ -286,23 +284,23 @@ def _plan(
     graph, left = base.at(shapes, options)
     done = {report.name for report in base.passes}
     # what is left to rewrite, now that sizes are known, and the rest of the pipeline
-    again = optimize(graph, left, target, say, kept=kept, account=account)
+    again = optimize(graph, left, left.target, say, kept=kept, account=account)
     passes = [*base.passes, *(report for report in again if report.changes or report.name not in done)]
     tuned = choose(graph)
     facts = meta(graph, passes)
     if first_runs is not None:
-        program, tried = finish(graph, options, target, facts, say, tuned, kept)
+        program, tried = finish(graph, options, gpu, facts, say, tuned, kept)
         first_runs += [] if tried is None else [tried]
         program.meta[PLANNED] = {"by": "the cost model" if tuned is None else MEASURED}
     elif like:
         nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options))
         lanes = like[0].meta.get("streams", {}).get("lanes", 1)
         streams = Streams(lanes) if lanes > 1 and is_tuned(like[0]) else None  # as far as the cost model agrees
-        program = lower_cuda(graph, options, target, facts, say, nearest.choices, streams, nearest, kept, ready=ready)
+        program = lower_cuda(graph, options, gpu, facts, say, nearest.choices, streams, nearest, kept, ready=ready)
         by = "the nearest tuned plan" if is_tuned(like[0]) else "the nearest plan"
         program.meta[PLANNED] = {"by": by, "like": [str(s) for s, _ in like[0].inputs]}
     else:
-        program = lower_cuda(graph, options, target, facts, say, kept=kept, ready=ready)
+        program = lower_cuda(graph, options, gpu, facts, say, kept=kept, ready=ready)
         program.meta[PLANNED] = {"by": "the cost model"}
     return graph, passes, program
 

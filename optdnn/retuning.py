@@ -19,14 +19,17 @@ from optdnn.ir.held import KEY, held, hold
 from optdnn.runtime.atomic import check_writable
 from optdnn.runtime.cuda.allowed import without_code
 from optdnn.runtime.cuda.alone import alone
+from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.trial_process import GpuProcess, NetworkLost, gpu_process
 from optdnn.runtime.engine import Engine, report_path
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.format import read
+from optdnn.runtime.notebook import table
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.select import Choice, Selection
 from optdnn.tactics.cuda.tuned import Timer, Tuned
 from optdnn.tactics.timing_cache import TimingCache
+from optdnn.target_name import TargetName
 
 ROUNDS = 5
 """In how many turns the old engine and the new one are measured."""
@@ -44,6 +47,13 @@ class Retuned:
     replaced: bool
     tuning: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        before = "does not run here" if self.before_ms is None else f"{self.before_ms:.4f} ms"
+        outcome = "replaced" if self.replaced else "left as it is"
+        rows = [("before", before), ("after", f"{self.after_ms:.4f} ms"), *(("warning", w) for w in self.warnings)]
+        return table(rows, ("engine", outcome))
 
 
 def retune(
@@ -68,16 +78,17 @@ def retune(
     old = without_code(program)
     options = options_of(program, tactics, budget)
     graph = held(program)
+    gpu = facts_for(TargetName.parse(program.target).arch)
     cache = TimingCache.open(None if timing_cache is None else Path(os.fspath(timing_cache)))
     with gpu_process() as process:
-        timer = _timer(process, program.target.partition(":")[2], options)
+        timer = _timer(process, gpu.arch, options)
         turn = partial(alone, timer.machine.place, say)
-        tuned = Tuner(graph, options, program.target, timer, cache, say, alone=turn).run(choices_of(program))
+        tuned = Tuner(graph, options, gpu, timer, cache, say, alone=turn).run(choices_of(program))
         cache.save()
         say("lower")
         meta = {k: v for k, v in program.meta.items() if k not in MADE}
         meta["options"] = {**meta.get("options", {}), "tactics": options.tactics}
-        new, tried = finish(graph, options, program.target, meta, say, replace(tuned, emitted=None))
+        new, tried = finish(graph, options, gpu, meta, say, replace(tuned, emitted=None))
         new = hold(graph, replace(new, precision=program.precision))
         with turn():
             before, after = _race(timer, old, new, say)
@@ -92,7 +103,7 @@ def options_of(program: Program, tactics: str | None, budget: float | None) -> B
 
     Raises EngineError for an engine that cannot be tuned.
     """
-    if not program.target.startswith("cuda:"):
+    if TargetName.parse(program.target).family != "cuda":
         raise EngineError(
             f"the engine is for target {program.target}; tuning is for GPUs", hint="give an engine of --target cuda"
         )

@@ -19,8 +19,11 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import InputError, UsageError
+from optdnn.runtime.asynchronous import Callback, Runs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.format import MAGIC
+from optdnn.suggest import did_you_mean
+from optdnn.target_name import TargetName
 from optdnn.types import Array, TensorSpec, dtype_name
 
 PROVIDERS: dict[str, dict[str, Any]] = {
@@ -124,6 +127,7 @@ class InferenceSession:
     ):
         options = sess_options if sess_options is not None else SessionOptions()
         self._options = options
+        self._runs = Runs()
         if _is_engine(path_or_bytes):
             if build:
                 raise UsageError(f"an engine is built already; {', '.join(build)} cannot be given to its session")
@@ -165,15 +169,35 @@ class InferenceSession:
         self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: Any = None
     ) -> list[Array]:
         """The named outputs (all, for None), in the order of the names. Raises InputError for a name that is no output."""
-        known = [s.name for s in self._engine.outputs]
-        wanted = known if not output_names else list(output_names)
-        if unknown := [n for n in wanted if n not in known]:
-            raise InputError(f"there is no output {unknown[0]!r}; the model gives {', '.join(known)}")
+        wanted = self._wanted(output_names)
         feeds = {n: a.numpy() if type(a).__name__ == "OrtValue" else a for n, a in input_feed.items()}
         results = self._engine.run(
             {n: np.asarray(a) if isinstance(a, (list, int, float)) else a for n, a in feeds.items()}
         )
         return [results[n] for n in wanted]
+
+    def run_async(
+        self,
+        output_names: Sequence[str] | None,
+        input_feed: Mapping[str, Any],
+        callback: Callback,
+        user_data: object = None,
+        run_options: Any = None,
+    ) -> None:
+        """:meth:`run` in a thread of its own, which then calls ``callback(results, user_data, error)``: with the list of outputs
+        and "", or with None and the error's text. Raises InputError at once for a name that is no output."""
+        self._wanted(output_names)
+        self._runs.start(lambda: self.run(output_names, input_feed, run_options), callback, user_data)
+
+    def _wanted(self, output_names: Sequence[str] | None) -> list[str]:
+        known = [s.name for s in self._engine.outputs]
+        wanted = known if not output_names else list(output_names)
+        if unknown := [n for n in wanted if n not in known]:
+            raise InputError(
+                f"there is no output {unknown[0]!r}; the model gives {', '.join(known)}",
+                hint=did_you_mean(str(unknown[0]), known),
+            )
+        return wanted
 
     def run_with_iobinding(self, binding: Any, run_options: Any = None) -> None:
         raise UsageError(
@@ -299,8 +323,7 @@ def _shapes(model: Any, sizes: Mapping[str, int]) -> dict[str, tuple[int | None,
 
 
 def _provider_of(target: str) -> str:
-    family = "cuda" if target.startswith("cuda") else "cpu"
-    return "CUDAExecutionProvider" if family == "cuda" else "CPUExecutionProvider"
+    return "CUDAExecutionProvider" if TargetName.parse(target).family == "cuda" else "CPUExecutionProvider"
 
 
 def _arg(spec: TensorSpec) -> NodeArg:

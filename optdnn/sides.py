@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.divergence import Side
 from optdnn.errors import UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
+from optdnn.optimizing import optimize
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.precision import PrecisionPlan
 from optdnn.passes.ranges import Calibration
@@ -25,6 +25,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.format import read
 from optdnn.runtime.program import Program
+from optdnn.target_name import TargetName
 
 Progress = Callable[[str], None]
 
@@ -85,18 +86,20 @@ def _calibration(
 
 def _made(graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions) -> Engine:
     """An engine of a graph whose precisions are assigned, for the target of ``program`` and by its library."""
-    family = program.target.partition(":")[0]
-    if family == "reference":
+    name = TargetName.parse(program.target)
+    if name.family == "reference":
         from optdnn.lower import lower_reference
 
         return Engine(lower_reference(graph, {}))
-    if family in ("cuda", "simulate"):
+    if name.on_gpu:
         from optdnn.lower_cuda import lower_cuda
+        from optdnn.runtime.cuda.device import facts_for
         from optdnn.runtime.cuda.usable import why_not
 
-        here = family == "cuda" and not why_not()
+        here = name.family == "cuda" and not why_not()
+        made = replace(options, target=program.target, tactics="heuristic", no_cubins=not here)
         return Engine(
-            lower_cuda(graph, replace(options, tactics="heuristic", no_cubins=not here), program.target, {}),
+            lower_cuda(graph, made, facts_for(name.arch), {}),
             options=LoadOptions(simulate=not here, trust_cubins=True),
         )
     from optdnn.tactics.cpu import compile_with

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optdnn.config import AUTO, BuildOptions
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.lanes import MOST_LANES, with_lanes
 
@@ -52,25 +53,29 @@ class Streams:
 
 
 def on_lanes(
-    program: Program, seconds: Mapping[int, float], options: BuildOptions, streams: Streams | None = None
+    program: Program,
+    gpu: GpuFacts,
+    seconds: Mapping[int, float],
+    options: BuildOptions,
+    streams: Streams | None = None,
 ) -> Program:
     """The program, its steps side by side as ``options.streams`` wants it: "auto" where tuning found it to be faster, or, untuned,
     where a clear gain is predicted.
 
     ``seconds`` by step are predicted or measured. ``meta["streams"]`` says what was decided.
     """
-    wanted = options.streams
+    wanted, model = options.streams, fitted(gpu)
     if wanted == 1:
         return program
     if wanted != AUTO:
         assert isinstance(wanted, int)
-        return with_lanes(program, seconds, wanted, forced=True)
+        return with_lanes(program, model, seconds, wanted, forced=True)
     if streams is None:  # not tuned: the cost model decides, where what forks and joins cost was measured
-        if not str(program.meta.get("arch", "")).startswith("sm_90"):
+        if not gpu.hopper:
             return program
         streams = Streams(MOST_LANES)
     if streams.most > 1:
-        program = with_lanes(program, seconds, streams.most, forced=streams.forced)
+        program = with_lanes(program, model, seconds, streams.most, forced=streams.forced)
     why = streams.why() if program.lanes or streams.lanes_ms is not None else NOTHING
     program.meta["streams"] = {"lanes": 1, **program.meta.get("streams", {}), "why": why}
     return program

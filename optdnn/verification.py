@@ -25,6 +25,7 @@ from optdnn.runtime.context import Context
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.machine import machine, versions
+from optdnn.runtime.notebook import table
 from optdnn.runtime.plans import Dispatching
 from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.runner import RunContext
@@ -65,6 +66,11 @@ class Verification:
     def ok(self) -> bool:
         """Whether none failed."""
         return not self.failed
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        head = f"{self.engine}: {'all checks passed' if self.ok else f'{len(self.failed)} checks failed'}"
+        return table([(c.name, c.case, c.status, c.text) for c in self.checks], (head, "inputs", "outcome", ""))
 
     def to_plain(self) -> dict[str, Plain]:
         """The report of ``optdnn verify --json``."""

@@ -69,7 +69,7 @@ class AssignLayout(Pass):
     name = "assign_layout"
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
-        if not context.target.startswith("cuda") or any(o.type.layout for op in graph.ops() for o in op.outputs):
+        if not context.on_gpu or any(o.type.layout for op in graph.ops() for o in op.outputs):
             return
         sides = {op.id: _sides(graph, op) for op in graph.order()}
         if not any(op.kind in PREFER and sides[op.id].reads is not _PLAIN for op in graph.ops()):

@@ -80,7 +80,7 @@ class AssignPrecision(Pass):
             found = context.calibration(graph) if callable(context.calibration) else context.calibration
         elif isinstance(context.calibration, Calibration):
             found = context.calibration
-        if context.target.startswith("cuda") and any(p in NARROW for p in plan.floats):
+        if context.on_gpu and any(p in NARROW for p in plan.floats):
             keeps: Mapping[str, frozenset[int]] | None = KEEPS_FP32
         else:
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and is_mixture(plan) else None
@@ -100,7 +100,7 @@ class AssignPrecision(Pass):
             assignment.run()
             account.refused.update({keys[i]: reason for i, reason in assignment.refused.items()})
             account.converted |= {keys[i] for i in assignment.converted}
-        if context.target.startswith("cuda") and "tf32" in plan.floats:
+        if context.on_gpu and "tf32" in plan.floats:
             _allow_tf32(graph, plan)
         account.hazards = hazards(graph)
 

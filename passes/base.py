@@ -17,6 +17,7 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.kept import Kept
 from optdnn.ir.patch import Patch
+from optdnn.target_name import TargetName
 
 if TYPE_CHECKING:
     from optdnn.passes.contract import Account
@@ -108,6 +109,11 @@ class PassContext:
     """What was made of constants before, as by the same passes for other sizes."""
     fold_limit_bytes: int = 1 << 24
     """Constant folding does not create a constant larger than this unless it shrinks its operands."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the graph becomes launches of GPU kernels."""
+        return TargetName.parse(self.target).on_gpu
 
 
 class Pass(ABC):

@@ -303,7 +303,7 @@ class FoldQuantized(Pass):
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         if (
-            context.target.startswith("cuda:")
+            context.on_gpu
             and multiplies(context.target, "int8")
             and graph.kinds().keys() & {"DequantizeLinear", "QuantizeLinear"}
         ):

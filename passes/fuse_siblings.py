@@ -20,6 +20,7 @@ from optdnn.ops.base import FusedAttrs, Stage
 from optdnn.ops.checks import elements
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.target_name import TargetName
 from optdnn.types import Array
 
 LAUNCH_BYTES = 4 << 20
@@ -208,7 +209,7 @@ def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | 
         return None
     if target in ("cpu", "reference"):
         return f"on {target} the Split's copy costs what merging saves"
-    rows = target.startswith("cuda") and family.members[0].op.kind != "Conv"
+    rows = TargetName.parse(target).on_gpu and family.members[0].op.kind != "Conv"
     if rows and all(m.width % ALIGNED == 0 for m in family.members):
         return None
     saved = (len(family.members) - 1) * (_bytes(graph, x) + LAUNCH_BYTES)

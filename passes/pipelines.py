@@ -33,6 +33,7 @@ from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreI
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.stages import ANCHORS
 from optdnn.passes.unroll import Unroll
+from optdnn.target_name import TargetName
 
 O0: tuple[Pass, ...] = (
     DeadCode(),  # what no output needs must not have to be supported by a target
@@ -136,7 +137,7 @@ def PIPELINE(level: int, target: str) -> tuple[Pass, ...]:
 
     Raises UsageError for a level that does not exist.
     """
-    levels = _LEVELS.get(target.partition(":")[0], _LEVELS[""])
+    levels = _LEVELS.get(TargetName.parse(target).family, _LEVELS[""])
     if not 0 <= level < len(levels):
         raise UsageError(f"opt-level {level} is not one of 0, 1, 2, 3")
     return levels[level]

@@ -10,6 +10,7 @@ from typing import Any
 from optdnn.config import GPU_PRECISIONS, PRECISIONS, QUANTIZED
 from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import BF16, FP16, FP64, DType, is_float
 
 ANCHORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -133,20 +134,20 @@ def choices(graph: Graph, target: str) -> list[Choice]:
 
     An engine for the cpu has one float precision for all of its ops: a plan for it mixes int8 with either fp32 or bf16.
     """
-    family, _, arch = target.partition(":")
+    name = TargetName.parse(target)
     found = []
     for op in graph.order():
         if op.kind in STRUCTURAL:
             continue
         offered, refused = ["fp32"], {}
-        if family in ("cuda", "simulate"):
+        if name.on_gpu:
             offered += ["fp16", "bf16"]
             if op.kind not in ANCHORS:
                 refused["tf32"] = f"{op.kind} makes no products on tensor cores"
             elif multiplies(target, "tf32"):
                 offered.append("tf32")
             else:
-                refused["tf32"] = f"there are no tf32 kernels for {arch}"
+                refused["tf32"] = f"there are no tf32 kernels for {name.arch}"
         else:
             offered += ["bf16"]
             refused["fp16"] = "the cpu target has no fp16 arithmetic"
@@ -155,7 +156,7 @@ def choices(graph: Graph, target: str) -> list[Choice]:
             offered.append("int8")
         else:
             refused["int8"] = reason
-        if family not in ("cuda", "simulate"):
+        if not name.on_gpu:
             refused["fp8"] = "fp8 is for GPUs"
         elif (reason := no_fp8(graph, op, target)) is not None:
             refused["fp8"] = reason
@@ -181,9 +182,10 @@ def no_integers(graph: Graph, op: Op, target: str = "", *, ranged: bool = False)
     """
     if (reason := _no_eight_bits(target, "int8")) is not None:
         return reason
-    if op.kind == "ConvTranspose" and target.partition(":")[0] in ("cuda", "simulate"):
+    on_gpu = TargetName.parse(target).on_gpu
+    if op.kind == "ConvTranspose" and on_gpu:
         return "there is no kernel for it on integers"
-    if op.kind in ("Conv", "MatMul") and target.partition(":")[0] in ("cuda", "simulate"):
+    if op.kind in ("Conv", "MatMul") and on_gpu:
         factor = _operand(op, 1)
         if op.kind == "MatMul" and graph.constant_value(factor) is None:
             return "there is no kernel on integers for two computed factors"
@@ -228,16 +230,16 @@ def _shown(dtype: DType) -> str:
 
 def multiplies(target: str, precision: str) -> bool:
     """Whether a GPU target has kernels that multiply numbers of tf32, int8 or fp8 ("cuda" alone and simulate: Hopper's)."""
-    family, _, arch = target.partition(":")
-    return family in ("cuda", "simulate") and precision in GPU_PRECISIONS.get(arch or "sm_90a", ())
+    name = TargetName.parse(target)
+    return name.on_gpu and precision in GPU_PRECISIONS.get(name.arch or HOPPER, ())
 
 
 def _no_eight_bits(target: str, precision: str) -> str | None:
     """Why a target computes nothing on 8-bit numbers, or None. Between Q and DQ it would compute on floats, slower than without."""
-    family, _, arch = target.partition(":")
-    if family != "cuda" or multiplies(target, precision):
+    name = TargetName.parse(target)
+    if not name.on_gpu or multiplies(target, precision):
         return None
-    return f"there are no kernels of {precision} for {arch}"
+    return f"there are no kernels of {precision} for {name.arch}"
 
 
 def _no_zeros(graph: Graph, op: Op, target: str) -> str | None:

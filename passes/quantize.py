@@ -25,6 +25,7 @@ from optdnn.passes.precision import ANCHORS, OWN_SCALE, SHARES_SCALE, PrecisionP
 from optdnn.passes.ranges import FP8_LARGEST, Calibration, Range, fp8_scale, integer_parameters
 from optdnn.passes.rounding_shift import rounding_shift
 from optdnn.passes.split_prologue import split_prologue
+from optdnn.target_name import TargetName
 from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
 
 FP8 = DTYPES["fp8_e4m3"]
@@ -62,7 +63,7 @@ class _Quantizer:
     def __init__(self, graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport):
         self.graph, self.plan, self.calibration, self.report = graph, plan, calibration, report
         self.target = target
-        self.unsigned = target.partition(":")[0] not in ("cuda", "simulate")
+        self.unsigned = not TargetName.parse(target).on_gpu
         self.chosen: dict[int, str] = {}
         """Ids of ops that will run in integers (or fp8) -> which."""
         self.wanted: dict[tuple[Value, str], None] = {}

@@ -184,4 +184,4 @@ class Unroll(RulePass):
     rules = (UnrollLoop(), UnrollScan(), KnownBranch())
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        return self.rules if context.target.startswith("cuda") else ()
+        return self.rules if context.on_gpu else ()

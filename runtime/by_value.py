@@ -19,7 +19,7 @@ import numpy as np
 from optdnn.errors import InputError, OptdnnError
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.plans import Dispatching, PlansRunner
-from optdnn.runtime.program import ByValue, Plain, Program, validate
+from optdnn.runtime.program import ByValue, Plain, Program, target_of, validate
 from optdnn.runtime.runner import RunContext, Runner, open_runner
 from optdnn.runtime.signature import Signature
 from optdnn.types import Array
@@ -37,7 +37,7 @@ class ByValueRunner:
 
     def __init__(self, program: Program, by_value: ByValue, options: LoadOptions):
         self.program, self.by_value = program, by_value
-        self.on_gpu = program.target.startswith("cuda") and not options.simulate
+        self.on_gpu = target_of(program).family == "cuda" and not options.simulate
         if self.on_gpu:
             from optdnn.runtime.cuda.shared import Pool
 
@@ -151,6 +151,9 @@ class ByValueContext(Dispatching):
         self._arena = pool.arena(0) if runner.on_gpu else None
         self._contexts: dict[Key, RunContext] = {}
         self._lock = threading.Lock()
+
+    def _shown(self) -> tuple[Program, Signature]:
+        return self._runner.program, self._runner.signature
 
     def bind(
         self,

@@ -18,7 +18,7 @@ import numpy as np
 
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.runtime.context import poison
-from optdnn.runtime.program import Plain
+from optdnn.runtime.program import Plain, target_of
 from optdnn.runtime.runner import RunContext
 from optdnn.types import BF16, Array, TensorSpec, is_float
 
@@ -72,7 +72,7 @@ def open_engine(candidate: Candidate, threads: int) -> Opened:
     steps = [dict(f) for f in engine.facts]
     kept = [f for k, f in enumerate(steps) if f not in steps[:k]]
     facts = {"target": engine.target, "precision": engine.precision, "steps": kept}
-    on_gpu = engine.target.startswith("cuda")
+    on_gpu = target_of(engine.program).family == "cuda"
     return Opened(
         lambda feeds: list(context.run(feeds).values()),
         [s.name for s in engine.outputs],

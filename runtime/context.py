@@ -17,7 +17,7 @@ from optdnn.runtime.bounds import bounds_of, check_bounds
 from optdnn.runtime.executor import Executor, Session
 from optdnn.runtime.program import Buffer, Plain, Program, Step
 from optdnn.runtime.repeated import REPEATS, Repeated, fits
-from optdnn.runtime.signature import Signature
+from optdnn.runtime.signature import Shown, Signature
 from optdnn.types import Array, DType, dtype_name
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _actions(program: Program, offered: set[int], aliases: Sequence[bool]) -> tu
     )
 
 
-class Context:
+class Context(Shown):
     """One thread's own state for running an engine; made by ``Engine.context()``.
 
     A context may be handed from thread to thread but is used by one at a time (a second one gets RunError).
@@ -183,6 +183,9 @@ class Context:
         self._repeated: Repeated | None = None
         self._alike = 0
         """Ordinary calls since the shapes changed."""
+
+    def _shown(self) -> tuple[Program, Signature]:
+        return self._schedule.program, self._signature
 
     def run(
         self, feeds: Mapping[str, Any], out: Mapping[str, Array] | None = None, stream: object = None

@@ -6,19 +6,22 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from optdnn.config import THREADS_LIMIT
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import InputError, UsageError
 from optdnn.ranges import Profile
+from optdnn.runtime.asynchronous import Callback, Runs
 from optdnn.runtime.atomic import write_atomic
 from optdnn.runtime.executor import Examine, LoadOptions, Planner
-from optdnn.runtime.program import Plain, Program, validate
+from optdnn.runtime.notebook import Report, table
+from optdnn.runtime.program import Plain, Program, target_of, validate
 from optdnn.runtime.requires import check_requires
 from optdnn.runtime.runner import RunContext, open_runner
 from optdnn.runtime.signature import show
-from optdnn.types import Array, TensorSpec
+from optdnn.types import Array, TensorSpec, dtype_name
 
 
 class Engine:
@@ -40,6 +43,7 @@ class Engine:
         self.program = program
         self._runner = open_runner(program, options)
         self._idle: deque[RunContext] = deque([] if options.defer else [self._runner.context()])
+        self._runs = Runs()
         self.account: Callable[[Engine], Mapping[str, Plain]] | None = None
         """Set by the build: makes :attr:`report`."""
 
@@ -84,7 +88,7 @@ class Engine:
     @property
     def report(self) -> Mapping[str, Plain] | None:
         """What the build did and measured, with wall times and the machine; None for an engine that was loaded."""
-        return None if self.account is None else self.account(self)
+        return None if self.account is None else Report(self.account(self))
 
     def keep(self, custom_ops: Sequence[CustomOp]) -> None:
         """Note the user's own operators that the program runs: it is not loaded without them."""
@@ -96,9 +100,10 @@ class Engine:
         """A new context: one thread's own state, with reusable output buffers through ``run(..., out=...)``."""
         return self._runner.context()
 
-    def run(self, feeds: Mapping[str, Any]) -> dict[str, Array]:
+    def run(self, feeds: Mapping[str, Any] | Any) -> dict[str, Array]:
         """Run once: input name -> array gives output name -> fresh array, in ONNX output order. Thread-safe.
 
+        ``feeds`` may be the array itself where there is one input.
         Raises InputError for inputs that do not fit, RunError when running fails.
         """
         # A pool of contexts, as many as ever ran at once; deque's pop and append are atomic.
@@ -111,11 +116,27 @@ class Engine:
         finally:
             self._idle.append(context)
 
+    def run_async(
+        self, feeds: Mapping[str, Any] | Any, callback: Callback | None = None, user_data: object = None
+    ) -> Future[dict[str, Array]]:
+        """Begin a run in a thread of its own. The future gives what :meth:`run` returns or raises.
+
+        ``callback(results, user_data, error)`` is called in that thread: with the results and "", or with None and the error's
+        text. The arrays must stay as they are until then. At most :data:`optdnn.runtime.asynchronous.THREADS` runs go on at once.
+        """
+        return self._runs.start(lambda: self.run(feeds), callback, user_data)
+
+    async def run_awaitable(self, feeds: Mapping[str, Any] | Any) -> dict[str, Array]:
+        """:meth:`run` for an event loop, which goes on meanwhile: ``results = await engine.run_awaitable(feeds)``."""
+        import asyncio
+
+        return await asyncio.wrap_future(self.run_async(feeds))
+
     def program_for(self, feeds: Mapping[str, Any]) -> Program:
         """The program that runs these inputs: of an engine with several plans the one for their sizes (and for the values of
         inputs that say sizes), which is made where it is not there yet. Raises as :meth:`run`."""
         find = getattr(self._runner, "program_for", None)
-        return self.program if find is None else find(feeds)
+        return self.program if find is None else find(self._runner.signature.named(feeds))
 
     def __call__(self, *arrays: Any) -> Array | tuple[Array, ...]:
         """Run on positional inputs; one output gives the array, several a tuple."""
@@ -141,6 +162,14 @@ class Engine:
     def __repr__(self) -> str:
         head = f"Engine({self.target}, {self.precision}, {len(self.program.steps)} steps"
         return f"{head}: {show(self.inputs)} -> {show(self.outputs)})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        head = f"Engine: {self.target}, {self.precision}, {len(self.program.steps)} steps"
+        ports = [("input", s) for s in self.inputs] + [("output", s) for s in self.outputs]
+        return table(
+            [(kind, s.name, dtype_name(s.dtype), list(s.shape)) for kind, s in ports], (head, "name", "type", "shape")
+        )
 
 
 def report_path(engine: str | os.PathLike[str]) -> str:
@@ -196,7 +225,7 @@ def load(
     )
 
     def seen(program: Program) -> None:
-        if program.target.startswith("cuda") and not simulate:
+        if target_of(program).family == "cuda" and not simulate:
             from optdnn.runtime.cuda.allowed import check_kernels
             from optdnn.runtime.cuda.start import begin
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from optdnn.errors import RunError
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.program import Dynamic, Plain, Program, validate
+from optdnn.runtime.program import Dynamic, Plain, Program, target_of, validate
 from optdnn.runtime.runner import RunContext, Runner, open_runner
-from optdnn.runtime.signature import Signature
+from optdnn.runtime.signature import Shown, Signature
 from optdnn.types import Array, TensorSpec
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -44,7 +44,7 @@ class PlansRunner:
         self._ready: dict[Shapes, Runner] = {}
         self._made: OrderedDict[Shapes, Runner] = OrderedDict()
         self._being_made: dict[Shapes, threading.Lock] = {}
-        self._pool = options.pool or (None if options.simulate else _pool(program.target))
+        self._pool = options.pool or (None if options.simulate else _pool(program))
         self.facts: tuple[Mapping[str, Plain], ...] = self.plan(_shapes_of(program)).facts
 
     def plan(self, shapes: Shapes) -> Runner:
@@ -102,7 +102,7 @@ class PlansRunner:
         return PlansContext(self)
 
 
-class Dispatching:
+class Dispatching(Shown):
     """A context that hands each run to the context of a plan, one at a time."""
 
     _lock: threading.Lock
@@ -120,8 +120,9 @@ class Dispatching:
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
     ) -> dict[str, Any]:
         """Run once; see :meth:`optdnn.runtime.context.Context.run`."""
+        _, signature = self._shown()
         with Alone(self._lock):
-            context, feeds = self._dispatch(feeds)
+            context, feeds = self._dispatch(signature.named(feeds))
             return context.run(feeds, out, stream)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
@@ -141,6 +142,9 @@ class PlansContext(Dispatching):
         self._arena = None if pool is None else pool.arena(runner.dynamic.arena_bytes)
         self._contexts: OrderedDict[Shapes, RunContext] = OrderedDict()
         self._context(_shapes_of(runner.program))
+
+    def _shown(self) -> tuple[Program, Signature]:
+        return self._runner.program, self._runner.signature
 
     def bind(
         self,
@@ -230,9 +234,9 @@ def _shapes_of(program: Program) -> Shapes:
     return tuple(tuple(d for d in spec.shape if isinstance(d, int)) for spec, _ in program.inputs)
 
 
-def _pool(target: str) -> Any:
+def _pool(program: Program) -> Any:
     """What shares memory between the plans of an engine; None on targets that need nothing."""
-    if target.partition(":")[0] != "cuda":
+    if target_of(program).family != "cuda":
         return None
     from optdnn.runtime.cuda.shared import Pool
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import EngineError
+from optdnn.errors import EngineError, UsageError
 from optdnn.ranges import Profile
 from optdnn.runtime.plan_options import check_plan_options
+from optdnn.target_name import FAMILIES, TargetName
 from optdnn.types import Array, DType, TensorSpec
 
 Plain = Any
@@ -172,6 +173,20 @@ class Program:
     """Read from a file: what it hands to CPU libraries is examined before they see it."""
     digests: tuple[tuple[Array, bytes], ...] = field(default=(), repr=False)
     """Arrays of a file that was read, with their SHA-256 as it was verified."""
+
+
+def target_of(program: Program) -> TargetName:
+    """The parsed target of a program, which may be from a file. Raises EngineError where this version knows no such target."""
+    try:
+        name = TargetName.parse(program.target)
+    except UsageError:
+        name = TargetName("")
+    if name.family not in FAMILIES:
+        raise EngineError(
+            f"the engine is for target {program.target!r}; this installation runs {', '.join(FAMILIES)}",
+            hint="rebuild it for one of these: optdnn build MODEL --target cpu",
+        )
+    return name
 
 
 def validate(program: Program) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from optdnn.errors import EngineError
 from optdnn.runtime.context import Schedule
 from optdnn.runtime.executor import LoadOptions, prepare
-from optdnn.runtime.program import Plain, Program
+from optdnn.runtime.program import Plain, Program, target_of
 from optdnn.runtime.signature import Signature
 from optdnn.types import Array
 
@@ -63,13 +63,14 @@ def open_runner(program: Program, options: LoadOptions) -> Runner:
         from optdnn.runtime.plans import PlansRunner
 
         return PlansRunner(program, program.dynamic, options)
-    family = "simulate" if options.simulate else program.target.partition(":")[0]
+    name = target_of(program)
+    family = "simulate" if options.simulate else name.family
     if family in STEPWISE:
         return Schedule(program, prepare(program, options))
-    if family not in RUNNERS or (options.simulate and program.target.partition(":")[0] not in RUNNERS):
+    if not name.on_gpu:
         raise EngineError(
-            f"the engine is for target {program.target!r}; this installation runs {', '.join((*STEPWISE, *RUNNERS))}",
-            hint="rebuild it for one of these: optdnn build MODEL --target cpu",
+            f"the engine is for target {program.target!r}, which has no launches to simulate",
+            hint="load it without simulate=True",
         )
     runner: Runner = import_module(RUNNERS[family]).prepare(program, options)
     return runner

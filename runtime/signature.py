@@ -16,10 +16,25 @@ from optdnn.dim_text import expressions
 from optdnn.errors import InputError, ShapeError
 from optdnn.ranges import Profile
 from optdnn.runtime.dlpack import from_dlpack, offers
+from optdnn.runtime.program import Program
+from optdnn.suggest import did_you_mean
 from optdnn.types import Array, DType, TensorSpec, dtype_name
 
 Sizes = dict[str, int]
 """Symbol -> the size it has in one call."""
+
+
+class Shown:
+    """A context, in words: ``Context(cpu, fp32: x: fp32[N, 8] -> y: fp32[N, 2])``."""
+
+    def _shown(self) -> tuple[Program, Signature]:
+        """The program that it runs, and what that takes and gives."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        program, signature = self._shown()
+        sides = f"{show(signature.inputs)} -> {show(signature.outputs)}"
+        return f"Context({program.target}, {program.precision}: {sides})"
 
 
 class Signature:
@@ -42,7 +57,7 @@ class Signature:
         Raises InputError for a missing or unknown name, and for a dtype that is not exactly the input's.
         """
         if type(feeds) is not dict and not isinstance(feeds, Mapping):
-            self._refuse_names(feeds)
+            feeds = self.named(feeds)
         found = []
         try:
             for name, dtype in self._in:
@@ -58,6 +73,14 @@ class Signature:
         if len(feeds) != len(found):
             self._refuse_names(feeds)
         return found
+
+    def named(self, feeds: Any) -> Mapping[str, Any]:
+        """``feeds``, which may be the one array of a single input, by name. Raises InputError for other things than mappings."""
+        if isinstance(feeds, Mapping):
+            return feeds
+        if len(self.inputs) != 1 or not (hasattr(feeds, "__array__") or offers(feeds)):
+            self._refuse_names(feeds)
+        return {self.inputs[0].name: feeds}
 
     def in_order(self, feeds: Mapping[str, Any]) -> list[Any]:
         """The values of ``feeds`` in input order, as they are. Raises InputError for a missing or unknown name."""
@@ -178,7 +201,11 @@ class Signature:
         names = [s.name for s in self.inputs]
         faults = [f"input {n!r} is missing" for n in names if n not in feeds]
         faults += [f"there is no input {str(n)!r}" for n in feeds if n not in names]
-        raise InputError(f"{', '.join(faults)}; {takes}")
+        unknown = [str(n) for n in feeds if n not in names]
+        missing = [n for n in names if n not in feeds]
+        raise InputError(
+            f"{', '.join(faults)}; {takes}", hint=next((h for n in unknown if (h := did_you_mean(n, missing))), None)
+        )
 
     def _refuse_sizes(self, sizes: Sizes, origin: Mapping[str, str]) -> NoReturn:
         nearest = max(self.profiles, key=lambda p: sum(sizes.get(n, r.min) in r for n, r in p.items()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ import numpy as np
 import pytest
 
 import optdnn
-from optdnn.compiler import resolve_target
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError, UsageError
 from optdnn.runtime.cuda import device, nvrtc, usable
+from optdnn.target_name import TargetName
+from optdnn.targets import resolve_target
 
 
 def test_paths_may_be_text_and_numbers_numpys() -> None:
@@ -49,8 +52,53 @@ def test_refusals(options: dict[str, Any], because: str) -> None:
 
 
 def test_an_unknown_option_of_build_is_named() -> None:
-    with pytest.raises(UsageError, match="unexpected keyword argument 'presicion'"):
-        optdnn.build(b"", presicion="fp32")
+    with pytest.raises(UsageError, match=r"build has no option 'presicion'\n  hint: did you mean 'precision'\?"):
+        optdnn.build(b"", presicion="fp32")  # type: ignore[call-arg]
+    with pytest.raises(
+        UsageError, match=r"build has no option 'zzz'\n  hint: its options are target, precision, shapes"
+    ):
+        optdnn.build(b"", zzz=1)  # type: ignore[call-arg]
+
+
+def test_build_and_its_options_have_the_same_names_and_defaults() -> None:
+    parameters = dict(inspect.signature(optdnn.build).parameters)
+    del parameters["model"], parameters["progress"]
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
+    options = {f.name: f for f in fields(BuildOptions)}
+    assert parameters.keys() == options.keys()
+    for name, p in parameters.items():
+        made = options[name].default_factory
+        wanted = options[name].default if made is MISSING else None  # tables: None gives an empty one
+        assert p.default == wanted, name
+
+
+def test_the_command_line_has_the_defaults_of_build() -> None:
+    from optdnn.cli.build import command
+
+    options = {f.name: f.default for f in fields(BuildOptions) if f.default is not MISSING}
+    shared = [p for p in command.params if p.name in options and not getattr(p, "multiple", False)]
+    assert len(shared) > 15
+    for p in shared:
+        default = p.default if isinstance(p.default, (str, int, float)) else None
+        assert (bool(default) if getattr(p, "is_flag", False) else default) == options[p.name], p.name  # type: ignore[index]
+
+
+def test_targets_are_parsed_in_one_place() -> None:
+    assert str(TargetName.parse("cuda:sm_90a")) == "cuda:sm_90a"
+    assert TargetName.parse("cuda:sm_120f").arch == "sm_120f"
+    assert [TargetName.parse(t).on_gpu for t in ("cpu", "reference", "simulate", "cuda:sm_80")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert str(TargetName.parse("simulate").machine) == "cuda:sm_90a"
+    for wrong, meant in (("simulated", "simulate"), ("cuda:90a", "cuda:sm_90a"), ("gpu", None), ("cuda:", "cuda")):
+        with pytest.raises(UsageError, match=f"target '{wrong}' is not one of auto, cpu,") as caught:
+            TargetName.parse(wrong)
+        assert caught.value.hint == (meant and f"did you mean {meant!r}?"), wrong
+    with pytest.raises(UsageError, match=r"'simulated' is not one of .*\n  hint: did you mean 'simulate'\?"):
+        BuildOptions(target="simulated")
 
 
 def test_auto_is_the_gpu_where_it_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ import optdnn
 from optdnn import lower_cuda
 from optdnn.models import zoo
 from optdnn.runtime.cuda import graphs
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda import ahead
 
@@ -35,7 +37,7 @@ def built(name: str) -> tuple[Any, Any, dict[int, float]]:
     """The engine without pieces, its inputs, and the seconds of its steps."""
     known: dict[int, float] = {}
 
-    def keep(program: Program, seconds: Mapping[int, float]) -> Program:
+    def keep(program: Program, gpu: GpuFacts, seconds: Mapping[int, float]) -> Program:
         known.update(seconds)
         return program
 
@@ -73,7 +75,7 @@ def main() -> None:
         for window, carriers in [(w, c) for w in WINDOWS for c in CARRIERS if w or c is CARRIERS[0]]:
             program = replace(engine.program, meta=dict(engine.program.meta))
             with patch.object(ahead, "CARRIERS", {k: v for k, v in ahead.CARRIERS.items() if k in carriers}):
-                program = ahead.with_ahead(program, known, window << 20)
+                program = ahead.with_ahead(program, facts_for("sm_90a"), known, window << 20)
             times, result = measure(program, inputs, 3)
             want = want or result
             same = all(np.array_equal(a, b) for a, b in zip(result, want, strict=True))

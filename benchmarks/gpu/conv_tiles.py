@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conv_bench
 
 from optdnn.runtime.cuda import conv, conv_patch, conv_problem, graphs
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.tactics.cuda.conv_sm90 import ranked
 
 VGG = (
@@ -54,7 +55,11 @@ def time_all(bench: conv_bench.Bench, launches: list[Any], count: int) -> float:
 def chosen_for(problem: conv_problem.Problem, limit: int) -> list[Any]:
     """The best predicted candidates of each kernel."""
     kinds: tuple[type[Any], ...] = (conv.Config, conv_patch.PatchConfig)
-    return [o for kind in kinds for o in [o for o in ranked(problem, True) if isinstance(o.config, kind)][:limit]]
+    return [
+        o
+        for kind in kinds
+        for o in [o for o in ranked(problem, True, of_arch("sm_90a")) if isinstance(o.config, kind)][:limit]
+    ]
 
 
 def row_of(bench: conv_bench.Bench, shape: str, limit: int) -> dict[str, Any]:

@@ -21,18 +21,20 @@ import numpy as np
 import torch
 from conv_fp32_tiles import torch_us
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.conv import ConvTransposeAttrs
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda import graphs
 from optdnn.runtime.cuda.check import check_steps
+from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.select import Choice, Selection, alternatives
 from optdnn.tactics.cuda.table import TACTICS
+from optdnn.target_name import TargetName
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.net import Net
@@ -81,14 +83,14 @@ def ours(
             found = alternatives(b, op, TACTICS[op.kind], Selection(providers=frozenset({"own"})))
             listed[:] = [Choice(t.name, "" if o is None else o.name) for t, o in found]
 
-    lower_cuda(copy, replace_cubins(options), options.target, {}, visit=visit)
+    lower_cuda(copy, replace_cubins(options), facts_for(TargetName.parse(options.target).arch), {}, visit=visit)
     picked = [c for c in listed if c.tactic.startswith("subpixel")][:configs]
     if only:
         picked = [Choice(only, "")]
     rng = np.random.default_rng(1)
     found = []
     for choice in picked:
-        program = lower_cuda(copy, options, options.target, {}, choices={key: choice})
+        program = lower_cuda(copy, options, facts_for(TargetName.parse(options.target).arch), {}, choices={key: choice})
         context: Any = CudaRunner(program, LoadOptions()).context()
         feeds = {s.name: rng.standard_normal(s.shape).astype(s.dtype) for s, _ in program.inputs}
         error = (

@@ -46,7 +46,7 @@ print(json.dumps(dynamic_shapes.first_runs(sys.argv[1], json.loads(sys.argv[2]),
 STAGES = {
     "open the model, know the weights": "optdnn.plan_base:Common.of",
     "import": "optdnn.plan_base:import_model",
-    "passes": "optdnn.compiler:optimize",
+    "passes": "optdnn.optimizing:optimize",
     "lower": "optdnn.lower_cuda:emit_program",
     "compile": "optdnn.lower_cuda:_compiled",
     "load kernels and weights": "optdnn.runtime.cuda.loaded:Loaded.__init__",

@@ -8,7 +8,6 @@ from typing import Any
 from optdnn.runtime.cuda import (
     attention,
     attention_general,
-    conv_cost,
     depthwise,
     depthwise_tma,
     group_norm,
@@ -17,6 +16,7 @@ from optdnn.runtime.cuda import (
     rows,
 )
 from optdnn.runtime.cuda.conv_problem import Source
+from optdnn.runtime.cuda.gpu_facts import of_arch
 
 FAMILIES = ("depthwise", "rows", "group_norm", "attention", "attention_general", "rnn")
 SILU, RELU6 = (("bias",), ("silu",)), (("bias",), ("clip", 0.0, 6.0))
@@ -173,7 +173,7 @@ def rnn_timed() -> list[tuple[str, rnn.Problem]]:
 
 def configs(family: str, problem: Any, limit: int) -> list[Any]:
     """What to check or time. Large depthwise problems are for TMA, small ones for the direct kernel."""
-    device = conv_cost.h200()
+    device = of_arch("sm_90a")
     if family != "depthwise":
         return MODULES[family].candidates(problem, device, limit)  # type: ignore[no-any-return]
     direct = depthwise.candidates(problem, device, 2 if problem.batch > 3 else limit)

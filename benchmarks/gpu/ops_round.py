@@ -26,7 +26,7 @@ from typing import Any
 from ops_cases import CHECKS, FAMILIES, LIMITS, TIMED, all_recipes, configs, module_of, recipe_of
 from ops_tensors import CASES, Bench, Case
 
-from optdnn.runtime.cuda import depthwise, nvrtc, rnn
+from optdnn.runtime.cuda import depthwise, depthwise_tma, nvrtc, rnn
 from optdnn.runtime.cuda.device import Launch
 
 TOLERANCE = {"float16": 1.5e-3, "bfloat16": 1e-2}  # relative to the norm; rounding the result alone costs a fifth of it
@@ -34,7 +34,7 @@ TOLERANCE = {"float16": 1.5e-3, "bfloat16": 1e-2}  # relative to the norm; round
 
 def launches_of(bench: Bench, family: str, problem: Any, config: Any, tensors: dict[str, Any]) -> list[Launch]:
     module, recipe = module_of(family, config), recipe_of(family, problem, config)
-    made = [(recipe, module.describe(problem, config))]
+    made = [(recipe, module.describe(problem, config, *([bench.device] if module is depthwise_tma else [])))]
     if family == "depthwise" and module.squeeze_mode(problem, config) == 1:
         _, x, y = module.tiles(problem, config)
         made.append((depthwise.squeeze_recipe(problem), depthwise.describe_squeeze(problem, x * y)))

@@ -142,9 +142,9 @@ def shared_k(offers: Callable[..., Any]) -> Callable[..., Any]:
     """The mma.sync kernel's configurations in which blocks share K, which Hopper is not offered."""
     from optdnn.runtime.cuda import conv_general as general
 
-    def those(problem: Any, arch: str) -> Any:
+    def those(problem: Any, gpu: Any) -> Any:
         config = next(c for c in general.CONFIGS if c.split > 1 and general.refuse(problem, c) is None)
-        return (Offer(config, 0.0), *offers(problem, arch))
+        return (Offer(config, 0.0), *offers(problem, gpu))
 
     from optdnn.tactics.cuda.tactic import Offer
 

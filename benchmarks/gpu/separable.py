@@ -34,6 +34,7 @@ from optdnn.runtime.cuda import separable_cost as cost
 from optdnn.runtime.cuda.conv_problem import Problem as ConvProblem
 from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import of_arch
 
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path[:0] = [str(TESTS)]
@@ -132,7 +133,7 @@ def _stages(stages: Any, y: torch.Tensor, bias: torch.Tensor, residual: torch.Te
 def launch(
     p: separable.Problem, c: separable.Config, t: Tensors, cache: nvrtc.KernelCache, checked: bool = False
 ) -> Any:
-    made = separable.describe(p, c)
+    made = separable.describe(p, c, of_arch("sm_90a"))
     return describe.bind(
         made, describe.load(separable.recipe(p, c, checked=checked), made, cache), t.addresses(), label=str(c)
     )
@@ -181,7 +182,7 @@ def microseconds(launches: list[Any], count: int, stream: graphs.Stream, repeats
 
 def rivals(p: separable.Problem, most: int) -> tuple[Any, list[tuple[Any, Any]], Any, list[Any]]:
     """The two problems of separate launches, and the configurations to try."""
-    device = conv_cost.h200()
+    device = of_arch("sm_90a")
     first = depthwise.Problem(p.batch, p.source, p.between, p.dtype)
     second = ConvProblem(p.batch, p.channels, (Source(*p.out_size, p.inner),), p.epilogue, p.dtype)
     firsts = [(family, c) for family in (depthwise, depthwise_tma) for c in family.candidates(first, device)[:most]]
@@ -192,7 +193,7 @@ def separate(
     p: separable.Problem, t: Tensors, cache: nvrtc.KernelCache, stream: graphs.Stream, most: int, chain: int
 ) -> dict[str, Any]:
     """The best two launches that do the same."""
-    device = conv_cost.h200()
+    device = of_arch("sm_90a")
     first, first_configs, second, second_configs = rivals(p, most)
     middle = torch.empty((p.batch, *p.out_size, p.inner), device="cuda", dtype=t.x.dtype)
     packed = torch.from_numpy(depthwise.pack_weights(t.filter.cpu().numpy())).cuda()
@@ -204,7 +205,7 @@ def separate(
     }
     firsts: list[tuple[float, str, Any]] = []
     for family, c in first_configs:
-        made = family.describe(first, c)
+        made = family.describe(first, c, *([of_arch("sm_90a")] if family is depthwise_tma else []))
         found = describe.bind(made, describe.load(family.recipe(first, c), made, cache), at)
         firsts.append((microseconds([found] * chain, chain, stream), str(c), found))
     weights = torch.from_numpy(conv_params.pack_weights(second, [t.weight.cpu().numpy()])).cuda()
@@ -268,7 +269,7 @@ def main() -> int:
     options.out.write_text(json.dumps(result, indent=1))
     wrong = sum(not r["good"] for r in result["cases"])
     print(f"{len(result['cases'])} cases, {wrong} wrong, {time.time() - begin:.1f} s", flush=True)
-    device = conv_cost.h200()
+    device = of_arch("sm_90a")
     numbers = [int(n) for n in options.pairs.split(",") if n]
     problems = [
         separable.Problem(n, Source(h, h, c, (k, k), (t, t), (k // 2,) * 4), o, between, end)

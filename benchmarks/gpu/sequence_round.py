@@ -25,8 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from optdnn.runtime.cuda.check import check_steps  # noqa: E402
+from optdnn.runtime.cuda.device import facts_for  # noqa: E402
 from optdnn.runtime.cuda.graphs import Graph, time_runs  # noqa: E402
 from optdnn.runtime.engine import Engine  # noqa: E402
+from optdnn.target_name import TargetName  # noqa: E402
 
 TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}
 
@@ -76,9 +78,9 @@ def wide_tiles() -> list[dict[str, Any]]:
     from support.net import Net
     from support.simulated import feeds_of
 
-    from optdnn.compiler import optimize
     from optdnn.config import BuildOptions
     from optdnn.lower_cuda import lower_cuda
+    from optdnn.optimizing import optimize
     from optdnn.runtime.cuda import conv_cost
     from optdnn.tactics.cuda.select import Choice
 
@@ -94,9 +96,15 @@ def wide_tiles() -> list[dict[str, Any]]:
             optimize(graph, options, target)
             row: dict[str, Any] = {"case": f"wide {name} {ending}", "precision": "fp16"}
             try:
-                made = lower_cuda(graph, options, target, {})
+                made = lower_cuda(graph, options, facts_for(TargetName.parse(target).arch), {})
                 key = next(t["signature"] for t in made.meta["tactics"] if t["tactic"] == "gemm_sm90")
-                program = lower_cuda(graph, options, target, {}, choices={key: Choice("gemm_sm90", name)})
+                program = lower_cuda(
+                    graph,
+                    options,
+                    facts_for(TargetName.parse(target).arch),
+                    {},
+                    choices={key: Choice("gemm_sm90", name)},
+                )
                 worst = max(check_steps(Engine(program).context(), feeds_of(graph)), key=lambda e: e.error)
                 row |= {"error": worst.error, "ok": worst.error < TOLERANCE["fp16"]}
             except Exception as error:

@@ -23,17 +23,19 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parents[2] / "tests")]
 from support.net import Net  # noqa: E402
 
-from optdnn.compiler import optimize  # noqa: E402
 from optdnn.config import BuildOptions  # noqa: E402
 from optdnn.ir.graph import Graph, Op, Value  # noqa: E402
 from optdnn.lower_cuda import emit_program  # noqa: E402
 from optdnn.ops.binary import CastAttrs  # noqa: E402
+from optdnn.optimizing import optimize  # noqa: E402
+from optdnn.runtime.cuda.device import facts_for  # noqa: E402
 from optdnn.runtime.cuda.kernels_of import recipe_of  # noqa: E402
 from optdnn.runtime.cuda.timer import GpuTimer, TrialFailed  # noqa: E402
 from optdnn.tactics.cuda.builder import Builder  # noqa: E402
 from optdnn.tactics.cuda.select import Selection  # noqa: E402
 from optdnn.tactics.cuda.table import TACTICS  # noqa: E402
 from optdnn.tactics.cuda.trials import Trial, trials_of  # noqa: E402
+from optdnn.target_name import TargetName  # noqa: E402
 from optdnn.types import FP32  # noqa: E402
 
 STEMS: dict[str, tuple[int, int, int, tuple[int, ...], str]] = {  # channels, kernel, stride, pads, activation
@@ -74,7 +76,7 @@ def trials(name: str, batch: int, image: str, limit: int) -> list[Trial]:
         if op.kind == "Conv" and not found:
             found.extend(trials_of(b, op, TACTICS["Conv"], Selection.of(options)))
 
-    emit_program(graph, options, options.target, {}, None, visit)
+    emit_program(graph, options, facts_for(TargetName.parse(options.target).arch), {}, None, visit)
     counts: dict[str, int] = {}
     kept = []
     for t in sorted(found, key=lambda t: t.seconds or 0.0):

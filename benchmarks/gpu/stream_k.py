@@ -25,6 +25,7 @@ from support.conv_cases import CASES  # noqa: E402
 
 from optdnn.runtime.cuda import conv, conv_cost, conv_patch, nvrtc  # noqa: E402
 from optdnn.runtime.cuda.conv_problem import Problem, Source  # noqa: E402
+from optdnn.runtime.cuda.gpu_facts import of_arch  # noqa: E402
 
 BIAS: tuple[Any, ...] = (("bias",),)
 ADD: tuple[Any, ...] = (*BIAS, ("add",))
@@ -54,7 +55,7 @@ def networks() -> dict[str, dict[str, Problem]]:
 
 def streamed(problem: Problem, limit: int) -> list[conv.Config]:
     """Stream-K of every tile that leaves a tenth of the multiprocessors idle, the best predicted first."""
-    device, found = conv_cost.h200(), []
+    device, found = of_arch("sm_90a"), []
     for wgm, wgn, mt in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)):
         for bn in conv_cost.WIDTHS:
             for blocks in (2, 1):
@@ -73,7 +74,7 @@ def streamed(problem: Problem, limit: int) -> list[conv.Config]:
 
 def others(problem: Problem, limit: int) -> list[Any]:
     """What is proposed without stream-K, of both kernels."""
-    device = conv_cost.h200()
+    device = of_arch("sm_90a")
     found = [c for c in conv_cost.candidates(problem, device, limit) if not c.stream]
     return [*found, *conv_patch.candidates(problem, device)[: limit // 3]]
 

@@ -25,10 +25,12 @@ from typing import Any
 import numpy as np
 from agreement import fill_module
 
-from optdnn.compiler import build_verbose, optimize
+from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
 from optdnn.importers.onnx import import_model
 from optdnn.lower_cuda import lower_cuda
+from optdnn.optimizing import optimize
+from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.graphs import Graph, time_runs
 from optdnn.runtime.cuda.memory import fill
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
@@ -36,6 +38,7 @@ from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.feeds import random_feeds
 from optdnn.streams import Streams
 from optdnn.tactics.cuda import lanes as lanes_of
+from optdnn.target_name import TargetName
 
 REPLAYS, ROOM = 50, lanes_of.ROOM
 NETWORKS = ("squeezenet1_1", "inception_v3", "yolox_s", "resnet50", "densenet121", "mobilenet_v2")
@@ -95,7 +98,11 @@ def one(name: str, lanes: list[str], precision: str, tactics: str) -> dict[str, 
         how, _, room = count.partition("/")
         lanes_of.ROOM = float(room) + 1e-9 if room else ROOM
         program = lower_cuda(
-            graph, replace(base, streams=how), target, {}, streams=Streams(4) if how == "auto" else None
+            graph,
+            replace(base, streams=how),
+            facts_for(TargetName.parse(target).arch),
+            {},
+            streams=Streams(4) if how == "auto" else None,
         )
         note = dict(program.meta.get("streams", {"lanes": 1}))
         runner = CudaRunner(program, LoadOptions())

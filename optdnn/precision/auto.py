@@ -35,7 +35,7 @@ from optdnn.precision.metrics import Metric, metric_of
 from optdnn.precision.samples import Samples, halves
 from optdnn.precision.sensitivity import Kept, Sensitivities, mean, measure
 from optdnn.precision.space import Space
-from optdnn.precision.targets import Target, Way, machine_of, target_of
+from optdnn.precision.targets import SearchTarget, Way, machine_of, target_of
 from optdnn.runtime.engine import Engine
 from optdnn.tactics.timing_cache import TimingCache
 from optdnn.types import TensorSpec, is_float
@@ -101,7 +101,7 @@ class _Auto:
         self.space = Space(graph, target, options.opt_level, options.precision_map)
         self.passes: list[PassReport] = []
         self.calibration = self._calibrated()
-        self.driver: Target = target_of(options, target, cache, calibrated=self.calibration is not None)
+        self.driver: SearchTarget = target_of(options, target, cache, calibrated=self.calibration is not None)
         self.explorer = Explorer(self.space, self.driver, self.judge, self.calibration, self.bound, say)
         self.candidates = self.explorer.candidates
         self.built: dict[str, Engine] = {}

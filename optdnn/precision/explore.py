@@ -18,7 +18,7 @@ from optdnn.precision.latency import Table
 from optdnn.precision.search import Problem, frontier, moves
 from optdnn.precision.sensitivity import Sensitivities
 from optdnn.precision.space import Space
-from optdnn.precision.targets import Say, Target, Way, assigned
+from optdnn.precision.targets import Say, SearchTarget, Way, assigned
 
 LEARN = 0.5
 """Casts whose cost turns out this part higher than believed are worth another search."""
@@ -35,7 +35,7 @@ class Explorer:
     """
 
     def __init__(
-        self, space: Space, driver: Target, judge: Judge, calibration: Calibration | None, bound: float, say: Say
+        self, space: Space, driver: SearchTarget, judge: Judge, calibration: Calibration | None, bound: float, say: Say
     ):
         self.space, self.driver, self.judge, self.calibration, self.say = space, driver, judge, calibration, say
         self.bound, self.deadline = bound, math.inf

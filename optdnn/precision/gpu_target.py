@@ -18,12 +18,14 @@ from optdnn.passes.ranges import Calibration
 from optdnn.precision.latency import Table, Timed, model
 from optdnn.precision.targets import Say, Way, assigned, permitted
 from optdnn.precision.turns import alternating, identity, in_turns, remembered, turn_of
+from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.tuned import Tuned
 from optdnn.tactics.timing_cache import TimingCache
+from optdnn.target_name import TargetName
 from optdnn.types import Array
 
 CAST_US, BANDWIDTH = 1.5, 2e6
@@ -42,13 +44,13 @@ class GpuTarget:
     calibrated: bool
 
     def __post_init__(self) -> None:
-        arch = self.target.partition(":")[2] or "sm_90a"
-        more = GPU_PRECISIONS.get(arch, frozenset())
+        self.facts = facts_for(TargetName.parse(self.options.target).arch)
+        more = GPU_PRECISIONS.get(self.facts.arch, frozenset())
         floats = ["fp32", *(["tf32"] if "tf32" in more else []), "fp16", "bf16"]
         integers = ["int8", "int8+fp16"] if self.calibrated and "int8" in more else []
         integers += ["fp8+fp16"] if self.calibrated and "fp8" in more else []
         self.offers = permitted((*floats, *integers), self.options.candidates)
-        self._gpu = None if self.target == "simulate" else _gpu(arch)
+        self._gpu = None if self.target == "simulate" else _gpu(self.facts.arch)
         self.notes: dict[str, str] = {}
 
     def _engine(self, graph: Graph) -> Engine:
@@ -58,7 +60,7 @@ class GpuTarget:
 
     def _lowered(self, graph: Graph, say: Say = lambda text: None, tuned: Tuned | None = None) -> Program:
         """The program; on the GPU after its first runs in a process of their own, since this one runs it next."""
-        return finish(graph, self.options, self.target, {}, say, tuned)[0]
+        return finish(graph, self.options, self.facts, {}, say, tuned)[0]
 
     def ways(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[Way]:
         single = list(dict.fromkeys(p for text in self.offers for p in text.split("+")))
@@ -119,7 +121,7 @@ class GpuTarget:
         """By the tuner of a build, whose times and choices the timing cache keeps: the build that follows measures nothing."""
         budget = self.options.budget
         share = replace(self.options, budget=None if budget is None else budget / shares)
-        found = None if self._gpu is None else tune(graph, share, self.target, self.cache, say)
+        found = None if self._gpu is None else tune(graph, share, self.facts, self.cache, say)
         if found is None:
             return None
         program = self._lowered(graph, say, replace(found, streams=None, emitted=None))

@@ -13,6 +13,7 @@ from typing import Protocol
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.base import Call
 from optdnn.passes.precision import key
+from optdnn.target_name import HOPPER, TargetName
 
 BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 STORED_FP32 = frozenset({"fp32", "tf32"})
@@ -86,7 +87,7 @@ CPU = Machine("a CPU", {"fp32": 0.1e6, "bf16": 0.2e6, "int8": 0.4e6}, 1e4, 1.0)
 
 def model(graph: Graph, target: str, precisions: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> Table:
     """Times of a roofline model: the larger of arithmetic and traffic, and a launch; at each op's ``precisions``."""
-    machine = MACHINES.get(target.partition(":")[2] or "sm_90a", MACHINES["sm_90a"]) if target != "cpu" else CPU
+    machine = MACHINES.get(TargetName.parse(target).arch, MACHINES[HOPPER]) if target != "cpu" else CPU
     found = Table(f"a roofline model of {machine.name}: nothing was measured", False)
     found.overhead_us, found.bandwidth = machine.launch_us, machine.bandwidth
     for op in graph.order():

@@ -17,6 +17,7 @@ from optdnn.passes.ranges import Calibration
 from optdnn.precision.latency import Latency
 from optdnn.runtime.engine import Engine
 from optdnn.tactics.timing_cache import TimingCache
+from optdnn.target_name import TargetName
 
 Say = Callable[[str], None]
 
@@ -32,7 +33,7 @@ class Way:
     """Predicted milliseconds of the whole network at one precision."""
 
 
-class Target(Protocol):
+class SearchTarget(Protocol):
     """A target to search on. ``offers`` are option texts of single precisions ("fp32", "int8+bf16"), fp32 first; ``notes`` say why
     it lacks others."""
 
@@ -75,7 +76,7 @@ def assigned(
 
 def machine_of(target: str) -> str:
     """The target whose passes a target runs: simulate runs Hopper's program."""
-    return "cuda:sm_90a" if target == "simulate" else target
+    return str(TargetName.parse(target).machine)
 
 
 def base_of(plan: PrecisionPlan) -> str:
@@ -92,9 +93,9 @@ def permitted(offers: Sequence[str], candidates: Sequence[str] | None) -> tuple[
     )
 
 
-def target_of(options: BuildOptions, target: str, cache: TimingCache, *, calibrated: bool) -> Target:
+def target_of(options: BuildOptions, target: str, cache: TimingCache, *, calibrated: bool) -> SearchTarget:
     """The target that a build is for, as the search sees it."""
-    if target.partition(":")[0] in ("cuda", "simulate"):
+    if TargetName.parse(target).on_gpu:
         from optdnn.precision.gpu_target import GpuTarget
 
         return GpuTarget(options, target, cache, calibrated)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.narrow import Narrow, narrow_kind
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.ranking import varied
@@ -232,7 +232,7 @@ def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> 
     return block.describe("attention_sm90", grid, threads(problem, config), shared=shared_bytes(problem, config))
 
 
-def estimate(problem: Problem, config: Config, device: Device) -> float:
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     tiles = -(-problem.keys // config.keys)
     blocks = -(-problem.queries // (64 * config.warpgroups)) * problem.heads * problem.batch
@@ -258,7 +258,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     return 0.8e-6 + max(compute, problem.bytes / MEMORY, traffic / 5.5e12)
 
 
-def candidates(problem: Problem, device: Device, limit: int = 6) -> list[Config]:
+def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
     found: list[tuple[float, Config]] = []
     for warpgroups in (1, 2, 3, 4):

@@ -13,7 +13,7 @@ from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.attention import Problem, mask_width
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.narrow import Narrow, narrow_kind
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.ranking import varied
@@ -154,7 +154,7 @@ def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> 
     return block.describe("attention_sm80", grid, config.threads, shared=shared_bytes(problem, config))
 
 
-def estimate(problem: Problem, config: Config, device: Device) -> float:
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: it ranks configurations."""
     products, lanes = _RATES.get(device.capability, (512, 128))
     rows, keys = 16 * config.tiles, config.keys
@@ -183,7 +183,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     return 2e-6 + max(compute, problem.bytes / MEMORY, brought / (L2_PER_CLOCK * device.multiprocessors * CLOCK))
 
 
-def candidates(problem: Problem, device: Device, limit: int = 8) -> list[Config]:
+def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
     found: list[tuple[float, Config]] = []
     for warps, tiles in itertools.product((1, 2, 4, 8), (1, 2)):

@@ -17,7 +17,8 @@ from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv_params import Pointers, Requantize, parameters, raw_bytes, weight_rows
 from optdnn.runtime.cuda.conv_problem import ROWS, Problem, Source
-from optdnn.runtime.cuda.device import Device, Function, Launch, encode_im2col, encode_tiled
+from optdnn.runtime.cuda.device import Function, Launch, encode_im2col, encode_tiled
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 
 _BARRIER_BYTES = 1024
@@ -324,7 +325,7 @@ def options(problem: Problem, checked: bool) -> tuple[str, ...]:
 # ---- launch ---------------------------------------------------------------------------------------------------------------
 
 
-def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
+def grid_blocks(problem: Problem, config: Config, device: GpuFacts) -> int:
     """Blocks to launch: every tile once for direct stores, a persistent grid otherwise."""
     channel_tiles, tiles = config.joint_tiles(problem)
     if config.stores_directly:
@@ -344,7 +345,7 @@ def grid_blocks(problem: Problem, config: Config, device: Device) -> int:
     return resident
 
 
-def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, int]:
+def workspace(problem: Problem, config: Config, device: GpuFacts) -> tuple[int, int]:
     """Bytes of stream-K's partial sums, one tile a block, and of its counts (zeros before the first launch); else (0, 0)."""
     if not config.stream:
         return 0, 0
@@ -371,7 +372,7 @@ def _source_map(problem: Problem, source: Source, config: Config, pointer: int) 
 def bind(
     problem: Problem,
     config: Config,
-    device: Device,
+    device: GpuFacts,
     function: Function,
     pointers: Pointers,
     *,

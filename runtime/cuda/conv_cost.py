@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from optdnn.runtime.cuda.conv import SHARES, TWO_SETS, Config, deepest, grid_blocks, refuse, shared_bytes
 from optdnn.runtime.cuda.conv_problem import IM2COL, Problem
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.ranking import varied
 
 CLOCK = 1.75e9  # Hz under load
@@ -42,23 +42,16 @@ HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a mult
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
 
 
-CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
-"""Clusters of so many blocks, each alone on its multiprocessor, that an H200 runs side by side. Sizes between take the room of the
-next: grids of 32 clusters of four, 40 of three, 24 of five or 20 of six took half as long again as one that fits (28 of four)
-(``conv-tiles-h200.json``)."""
-
-
-def waves_of(tiles: int, split: int, device: Device, room: int = 1) -> int:
+def waves_of(tiles: int, split: int, device: GpuFacts, room: int = 1) -> int:
     """Blocks that one multiprocessor works through in turn, where a cluster of ``split`` blocks shares each tile; ``room``: blocks
     that fit a multiprocessor at a time."""
     waves = -(-tiles * split // device.multiprocessors)
     if split == 1:
         return waves
-    at_once = next(n for size, n in CLUSTERS.items() if size >= split)
-    return max(waves, -(-tiles // (at_once * room)))
+    return max(waves, -(-tiles // (device.clusters_at_once(split) * room)))
 
 
-def room_for(shared: int, threads: int, sums: int, device: Device) -> int:
+def room_for(shared: int, threads: int, sums: int, device: GpuFacts) -> int:
     """About how many blocks fit a multiprocessor, by shared memory and the registers of ``sums`` a thread."""
     return max(1, min(device.shared_per_multiprocessor // (shared + 1024), 65536 // (threads * (sums + 64))))
 
@@ -68,17 +61,12 @@ def most_sums(problem: Problem) -> int:
     return 256 if any(name in EXPONENTIAL for name, *_ in problem.epilogue) else MOST_SUMS
 
 
-def h200() -> Device:
-    """The device plans are made for when there is none at hand."""
-    return Device(0, "NVIDIA H200", (9, 0), 132, 232448, 233472, 60 << 20, (13, 0))
-
-
 def issue(problem: Problem) -> float:
     """Instructions of the epilogue for each sum of a thread."""
     return 3.0 + sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in problem.epilogue if name != "bias")
 
 
-def estimate(problem: Problem, config: Config, device: Device) -> float:
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     tile_channels, tile_pixels = config.tile
     tiles = config.joint_tiles(problem)[1] * config.sharers
@@ -142,7 +130,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     return whole * 1.01 if config.sharers > 1 else whole
 
 
-def _streamed(problem: Problem, config: Config, device: Device, step: float, later: float, epilogue: float) -> float:
+def _streamed(problem: Problem, config: Config, device: GpuFacts, step: float, later: float, epilogue: float) -> float:
     """Cycles of a block's span: its share of the tiles, and the sums that it sends and adds up."""
     tiles, blocks = config.joint_tiles(problem)[1], grid_blocks(problem, config, device)
     share, resident = tiles / blocks, -(-blocks // device.multiprocessors)
@@ -155,7 +143,7 @@ def _streamed(problem: Problem, config: Config, device: Device, step: float, lat
     return resident * (max(steps * step, share * later) + exchange) + epilogue
 
 
-def streams(problem: Problem, tile: tuple[int, int, int, int], device: Device) -> Iterator[Config]:
+def streams(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
     """Stream-K of one tile of a stack of products, where their tiles leave half of the multiprocessors idle.
 
     Elsewhere other tiles fill the machine, and clusters that split K exchange their sums in a third of the time: of 63 layers and
@@ -171,7 +159,7 @@ def streams(problem: Problem, tile: tuple[int, int, int, int], device: Device) -
         yield config
 
 
-def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, device: Device) -> Iterator[Config]:
+def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, device: GpuFacts) -> Iterator[Config]:
     """The stage counts and buffers worth trying for one tile (wgm, wgn, mt, bn) and split."""
     wgm, wgn, mt, bn = tile
     steps = -(-problem.k_steps // split)
@@ -201,7 +189,7 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
                         yield direct
 
 
-def large(problem: Problem, tile: tuple[int, int, int, int], device: Device) -> Iterator[Config]:
+def large(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
     """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
     wgm, wgn, mt, bn = tile
     for alternate in (False, True) if mt * bn >= 96 else ():
@@ -219,7 +207,7 @@ def large(problem: Problem, tile: tuple[int, int, int, int], device: Device) -> 
                 yield config
 
 
-def candidates(problem: Problem, device: Device, limit: int = 12, *, direct: bool = True) -> list[Config]:
+def candidates(problem: Problem, device: GpuFacts, limit: int = 12, *, direct: bool = True) -> list[Config]:
     """The configurations to time, best predicted first; at most two of one tile shape with or without kept weights.
 
     ``direct`` False leaves out those that store from registers."""

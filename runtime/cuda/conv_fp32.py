@@ -14,7 +14,7 @@ import numpy as np
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv_params import Scatter
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.types import Array
 
@@ -319,7 +319,7 @@ def _busy(warps: float) -> float:
     return 1.0
 
 
-def estimate(problem: Problem, config: Config, device: Device) -> float:
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch. The figures are fitted to an H200 (benchmarks/results)."""
     x, _, z = grid(problem, config)
     registers = 128 if config.tm * config.tn == 64 else 96
@@ -336,9 +336,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     return max(cycles / CLOCK, 4 * (pixels + stored + problem.depth * problem.channels) / MEMORY) + LATENCY
 
 
-def candidates(
-    problem: Problem, device: Device, arch: str = "sm_90a", configs: Sequence[Config] = CONFIGS
-) -> list[Config]:
+def candidates(problem: Problem, device: GpuFacts, configs: Sequence[Config] = CONFIGS) -> list[Config]:
     """Those of the configurations that run the problem, the best predicted first."""
-    found = {c: estimate(problem, c, device) for c in configs if refuse(problem, c, arch) is None}
+    found = {c: estimate(problem, c, device) for c in configs if refuse(problem, c, device.arch) is None}
     return sorted(found, key=lambda c: (found[c], c.split, -c.bm * c.bn))

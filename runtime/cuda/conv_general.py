@@ -15,7 +15,7 @@ from optdnn.runtime.cuda import conv, render
 from optdnn.runtime.cuda.conv_params import Requantize, put_requantize
 from optdnn.runtime.cuda.conv_problem import Problem
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.types import Array
 
@@ -92,7 +92,7 @@ def workspace(problem: Problem, config: GeneralConfig, channels: int = 0) -> tup
     return blocks * config.bm * config.bn * 4, blocks // config.split * 4
 
 
-def estimate(problem: Problem, config: GeneralConfig, gpu: Device) -> float:
+def estimate(problem: Problem, config: GeneralConfig, gpu: GpuFacts) -> float:
     """Predicted seconds of one launch on a GPU of the sm_80 family: ranks tiles, no more.
 
     A multiprocessor multiplies 1024 pairs of 16-bit numbers a cycle and shares the copies of its blocks; what a tile has beyond the

@@ -10,7 +10,8 @@ from optdnn.runtime.cuda.conv import direct_bytes, generated, options, refuse_sc
 from optdnn.runtime.cuda.conv_cost import L2_PER_CLOCK, most_sums, room_for, waves_of
 from optdnn.runtime.cuda.conv_params import Pointers, Requantize, parameters, raw_bytes, weight_rows
 from optdnn.runtime.cuda.conv_problem import ITEM, Problem
-from optdnn.runtime.cuda.device import Device, Function, Launch, encode_tiled
+from optdnn.runtime.cuda.device import Function, Launch, encode_tiled
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 
 _BARRIER_BYTES = 1024
@@ -187,7 +188,7 @@ def tiles(problem: Problem, config: PatchConfig) -> tuple[int, int]:
     return channel_tiles, channel_tiles * -(-spatial // config.wgn)
 
 
-def grid_blocks(problem: Problem, config: PatchConfig, device: Device) -> int:
+def grid_blocks(problem: Problem, config: PatchConfig, device: GpuFacts) -> int:
     """Blocks to launch: a persistent grid; a block that keeps its weights keeps its channel tile."""
     channel_tiles, count = tiles(problem, config)
     if config.stores_directly:
@@ -202,7 +203,7 @@ def grid_blocks(problem: Problem, config: PatchConfig, device: Device) -> int:
 def bind(
     problem: Problem,
     config: PatchConfig,
-    device: Device,
+    device: GpuFacts,
     function: Function,
     pointers: Pointers,
     *,
@@ -261,7 +262,7 @@ def load(
     return Function(cubin, "conv_patch_sm90", shared=shared_bytes(problem, config), wide_cluster=config.split > 8)
 
 
-def candidates(problem: Problem, device: Device) -> list[PatchConfig]:
+def candidates(problem: Problem, device: GpuFacts) -> list[PatchConfig]:
     """Every sensible tile, the best predicted first: the whole width or a divisor of it, all row counts that fit, splits that fill
     the device, and of each the deepest rings that fit."""
     if len(problem.sources) != 1 or problem.sources[0].stride != (1, 1) or problem.sources[0].kernel == (1, 1):
@@ -325,7 +326,7 @@ def _deepest(problem: Problem, config: PatchConfig, shared: int = 232448) -> lis
     return rings
 
 
-def cycles(problem: Problem, config: PatchConfig, device: Device) -> float:
+def cycles(problem: Problem, config: PatchConfig, device: GpuFacts) -> float:
     """Cycles by the tensor cores and by the loads, with waves: enough to put the best tiles first."""
     _, count = tiles(problem, config)
     n = columns(problem, config)

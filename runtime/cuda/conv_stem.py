@@ -17,7 +17,7 @@ from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv_problem import OneSource, Source
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.types import Array
 
@@ -337,7 +337,7 @@ def tiles(problem: Problem, config: Config) -> tuple[int, int]:
     return -(-out_w // config.tile_w), -(-out_h // config.tile_h)
 
 
-def resident(problem: Problem, config: Config, device: Device) -> int:
+def resident(problem: Problem, config: Config, device: GpuFacts) -> int:
     """Blocks on a multiprocessor, by shared memory and registers."""
     shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     return max(1, min(shared, blocks_by_registers(problem, config)))
@@ -350,7 +350,7 @@ def blocks_by_registers(problem: Problem, config: Config) -> int:
 
 
 def describe(
-    problem: Problem, config: Config, device: Device, pitch: int, residual_pitch: int = 0,
+    problem: Problem, config: Config, device: GpuFacts, pitch: int, residual_pitch: int = 0,
     normalization: tuple[Sequence[float], Sequence[float]] = ((), ()),
 ) -> Description:  # fmt: skip
     """The launch. Operands: ``image``, ``weights`` (packed), ``bias`` (fp32 [channels]), ``residual``, ``output``; ``pitch``:

@@ -6,7 +6,7 @@ import math
 from itertools import product
 
 from optdnn.runtime.cuda.conv_stem import KEPT_REGISTERS, KINDS, Config, Problem, halo, refuse, resident, tiles
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.ranking import varied
 
 CLOCK, MEMORY, L2 = 1.7e9, 6.3e12, 5.5e12
@@ -21,7 +21,7 @@ STAGE_ISSUE = {"gelu": 12.0, "gelu_tanh": 20.0, "tanh": 16.0, "silu": 6.0, "sigm
 """Instructions of a stage of the epilogue for each result; 1 of the others."""
 
 
-def estimate(problem: Problem, config: Config, device: Device) -> float:
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     s, layout, warps, sms = problem.source, problem.layout, math.prod(config.warps), device.multiprocessors
     across, down = tiles(problem, config)
@@ -73,7 +73,7 @@ def layout_seconds(problem: Problem) -> float:
     return 1.5e-6 + (read + written) / 1.6e12
 
 
-def candidates(problem: Problem, device: Device, limit: int = 16) -> list[Config]:
+def candidates(problem: Problem, device: GpuFacts, limit: int = 16) -> list[Config]:
     """The configurations to time, best predicted first; at most two of one tile."""
     out_h, out_w = problem.out_size
     eights = problem.channels // 8

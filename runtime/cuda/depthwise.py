@@ -17,7 +17,7 @@ from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv_params import Requantize, put_requantize
 from optdnn.runtime.cuda.conv_problem import ITEM, OneSource, Source
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.narrow import Narrow
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.ranking import varied
@@ -254,7 +254,7 @@ def describe_squeeze(problem: Problem, tiles_per_image: int, mean: Narrow | None
     return block.describe("squeeze_finish", (-(-problem.channels // 32), problem.batch, 1), 512)
 
 
-def estimate(problem: Problem, config: Config, device: Device) -> float:
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     s = problem.source
     blocks = math.prod(tiles(problem, config)) * problem.batch
@@ -283,7 +283,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     return 0.57e-6 + max(memory, l2, compute * slower, whole * thread)
 
 
-def candidates(problem: Problem, device: Device, limit: int = 8) -> list[Config]:
+def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first; at most two of one thread tile."""
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []

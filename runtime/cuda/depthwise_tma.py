@@ -12,7 +12,7 @@ from optdnn.runtime.cuda import depthwise
 from optdnn.runtime.cuda.conv_params import Requantize, put_requantize
 from optdnn.runtime.cuda.depthwise import CLOCK, MEMORY, Problem
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.narrow import Narrow
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.ranking import varied
@@ -152,10 +152,10 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 
 
 def describe(
-    problem: Problem, config: Config, multiprocessors: int = 132, requantize: Requantize | None = None,
+    problem: Problem, config: Config, gpu: GpuFacts, requantize: Requantize | None = None,
     mean: Narrow | None = None,
 ) -> Description:  # fmt: skip
-    """The launch: a grid that fills ``multiprocessors``. Operands as of :func:`optdnn.runtime.cuda.depthwise.describe`."""
+    """The launch: a grid that fills ``gpu``. Operands as of :func:`optdnn.runtime.cuda.depthwise.describe`."""
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     slabs, tiles_x, tiles_y = tiles(problem, config)
     count = tiles_x * tiles_y * problem.batch
@@ -173,7 +173,7 @@ def describe(
     (mean or Narrow(1.0 / (out_h * out_w))).put(block)
     put_requantize(block, problem.epilogue, requantize)
     shared = shared_bytes(problem, config)
-    per_slab = max(1, min(count, multiprocessors * resident(problem, config) // slabs))
+    per_slab = max(1, min(count, gpu.multiprocessors * resident(problem, config) // slabs))
     return block.describe("depthwise_sm90", (per_slab * slabs, 1, 1), config.threads, shared=shared)
 
 
@@ -182,7 +182,7 @@ def resident(problem: Problem, config: Config) -> int:
     return max(1, min(config.blocks, 233472 // (shared_bytes(problem, config) + 1024)))
 
 
-def estimate(problem: Problem, config: Config, device: Device) -> float:
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     s = problem.source
     slabs, tiles_x, tiles_y = tiles(problem, config)
@@ -205,7 +205,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     return 1.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight))
 
 
-def candidates(problem: Problem, device: Device, limit: int = 8) -> list[Config]:
+def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first; at most two of one thread tile."""
     if problem.channels % 8 or device.capability < (9, 0):
         return []

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from optdnn.errors import MissingDependency, RunError
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, arch_of, of_arch, of_attributes
 
 TENSOR_MAP_BYTES = 128
 
@@ -62,17 +63,39 @@ def gpu_count() -> int:
         return 0
 
 
+def read_facts(index: int = 0) -> GpuFacts:
+    """The facts of GPU ``index``. Makes no context, unlike :meth:`Device.open`. Raises CudaError, MissingDependency."""
+    cu = driver()
+    handle = check("cuDeviceGet", cu.cuDeviceGet(index))
+
+    def get(name: str) -> int:
+        key = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(key, handle)))
+
+    name = check("cuDeviceGetName", cu.cuDeviceGetName(256, handle)).split(b"\0")[0].decode()
+    return of_attributes(name, get)
+
+
+def facts_for(arch: str) -> GpuFacts:
+    """The facts that programs for an architecture are made by: those of this machine's GPU where it has that architecture, else
+    those of the named GPU that stands for it. Makes no context. Raises InternalError where there is neither."""
+    here = _facts_here()
+    return here if here is not None and here.arch == arch else of_arch(arch)
+
+
+@cache
+def _facts_here() -> GpuFacts | None:
+    try:
+        return read_facts()
+    except (MissingDependency, CudaError):
+        return None
+
+
 @dataclass(frozen=True)
-class Device:
-    """One GPU and what plans depend on. Sizes in bytes."""
+class Device(GpuFacts):
+    """One GPU of this machine, and its facts."""
 
     index: int
-    name: str
-    capability: tuple[int, int]
-    multiprocessors: int
-    shared_per_block: int
-    shared_per_multiprocessor: int
-    l2_bytes: int
     driver_version: tuple[int, int]
 
     @classmethod
@@ -82,23 +105,8 @@ class Device:
         handle = check("cuDeviceGet", cu.cuDeviceGet(index))
         context = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(handle))
         check("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
-        attribute = cu.CUdevice_attribute
-
-        def get(name: str) -> int:
-            key = getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-            return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(key, handle)))
-
         version = int(check("cuDriverGetVersion", cu.cuDriverGetVersion()))
-        return cls(
-            index=index,
-            name=check("cuDeviceGetName", cu.cuDeviceGetName(256, handle)).split(b"\0")[0].decode(),
-            capability=(get("COMPUTE_CAPABILITY_MAJOR"), get("COMPUTE_CAPABILITY_MINOR")),
-            multiprocessors=get("MULTIPROCESSOR_COUNT"),
-            shared_per_block=get("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
-            shared_per_multiprocessor=get("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
-            l2_bytes=get("L2_CACHE_SIZE"),
-            driver_version=(version // 1000, version % 1000 // 10),
-        )
+        return cls(**vars(read_facts(index)), index=index, driver_version=(version // 1000, version % 1000 // 10))
 
     @property
     def place(self) -> str:
@@ -107,16 +115,6 @@ class Device:
         handle = check("cuDeviceGet", cu.cuDeviceGet(self.index))
         found: bytes = check("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, handle))
         return found.split(b"\0")[0].decode()
-
-    @property
-    def arch(self) -> str:
-        """The NVRTC architecture of this GPU: ``sm_90a`` on Hopper, plain ``sm_XY`` below."""
-        return arch_of(*self.capability)
-
-
-def arch_of(major: int, minor: int) -> str:
-    """The NVRTC architecture of GPUs of a compute capability."""
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
 def arch_here(index: int = 0) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.nvrtc import Recipe
 
 MAX_ROWS = 4
@@ -79,7 +79,7 @@ def describe(problem: Problem, config: Config, x_pitch: int, out_pitch: int) -> 
     return block.describe("gemv", (-(-problem.columns // config.columns), 1, 1), config.warps * 32)
 
 
-def estimate(problem: Problem, config: Config, device: Device) -> float:
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: the matrix at the bandwidth that the loads in flight allow, and latency."""
     blocks = -(-problem.columns // config.columns)
     resident = max(1, min(2048 // (config.warps * 32), 32))
@@ -98,7 +98,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     return 1.4e-6 + problem.columns * problem.depth * 2 * min(uneven, 2.0) / rate + rows
 
 
-def candidates(problem: Problem, device: Device, limit: int = 6) -> list[Config]:
+def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first; of those within 2 % of one another, eight warps on two columns: the best
     or next to it in every shape measured (benchmarks/gpu/gemv_tiles.py)."""
     found = [Config(c, w, a) for c in (1, 2, 4, 8) for w in (2, 4, 8) for a in (1, 2, 4, 8)]

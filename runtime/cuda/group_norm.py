@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.nvrtc import Recipe
 
 MEMORY = 4.2e12
@@ -109,7 +109,7 @@ def describe(problem: Problem, config: Config) -> Description:
     return block.describe("group_norm", grid, config.threads, shared=shared, cluster=config.cluster)
 
 
-def estimate(problem: Problem, config: Config, device: Device) -> float:
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     blocks = problem.channels // config.slab * config.cluster * problem.batch
     shared = shared_bytes(problem, config) + 1024
@@ -125,7 +125,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     return 2.5e-6 + cluster + 2.5 * max(memory, math.ceil(waves) * work / CLOCK)  # 2.5: as measured
 
 
-def candidates(problem: Problem, device: Device, limit: int = 4) -> list[Config]:
+def candidates(problem: Problem, device: GpuFacts, limit: int = 4) -> list[Config]:
     """The configurations to time, best predicted first. Empty when an image does not fit a cluster."""
     found: list[tuple[float, Config]] = []
     lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.runtime.cuda.describe import ParameterBlock
-from optdnn.runtime.cuda.nominal import gpu_of
+from optdnn.runtime.cuda.gpu_facts import capability_of
 from optdnn.runtime.cuda.quantized import BOUNDS, Affine
 
 
@@ -37,8 +37,7 @@ def narrow_kind(dtype: str) -> int:
 
 
 def no_conversion(dtype: str, arch: str) -> str | None:
-    """Why there is no instruction that rounds to an 8-bit type on an architecture of :data:`optdnn.runtime.cuda.nominal.ARCHS`, or
-    None."""
-    if dtype.startswith("float8") and gpu_of(arch).capability < (8, 9):
+    """Why there is no instruction that rounds to an 8-bit type on an architecture, or None."""
+    if dtype.startswith("float8") and capability_of(arch) < (8, 9):
         return f"instructions that round to fp8 begin with sm_89: {arch} has none"
     return None

@@ -14,7 +14,7 @@ import numpy as np
 
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.types import Array
 
@@ -196,7 +196,7 @@ def describe(problem: Problem, config: Config) -> Description:
     return block.describe("rnn_sm90", grid, THREADS, shared=shared_bytes(problem, config), cluster=problem.ranks)
 
 
-def estimate(problem: Problem, config: Config, device: Device) -> float:
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of the launch: dependent steps of the slowest cluster, and the layers' offsets."""
     columns = min(config.columns, problem.batch)
     tiles = -(-columns // 8)
@@ -210,7 +210,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     return 12e-6 + (problem.steps * max(step, project / span) + (problem.layers - 1) * offset) / CLOCK
 
 
-def candidates(problem: Problem, device: Device, limit: int = 4) -> list[Config]:
+def candidates(problem: Problem, device: GpuFacts, limit: int = 4) -> list[Config]:
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
     if refuse(problem, Config(8), most_clusters=1 << 30) is not None:
         return []

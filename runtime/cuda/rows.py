@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.narrow import Narrow, narrow_kind
 from optdnn.runtime.cuda.nvrtc import Recipe
 
@@ -130,7 +130,7 @@ def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> 
     return block.describe("rows", (config.blocks(problem), 1, 1), config.threads)
 
 
-def estimate(problem: Problem, config: Config, device: Device) -> float:
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     elements = config.vectors * config.lanes * config.rows
     blocks = config.blocks(problem)
@@ -150,7 +150,7 @@ def estimate(problem: Problem, config: Config, device: Device) -> float:
     return latency + max(problem.bytes / bandwidth * (tail if blocks > busy else 1.0), compute, started)
 
 
-def candidates(problem: Problem, device: Device, limit: int = 6) -> list[Config]:
+def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first. Empty when a row is too long."""
     lanes = next(n for n in (8, 4, 2, 1) if problem.length % n == 0)
     found: list[tuple[float, Config]] = []

@@ -36,8 +36,8 @@ from optdnn.runtime.cuda.waits import check_waits
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, hand_over, host_buffers
 from optdnn.runtime.lanes import check_lanes, waits_of
-from optdnn.runtime.program import Plain, Program
-from optdnn.runtime.signature import Signature
+from optdnn.runtime.program import Plain, Program, target_of
+from optdnn.runtime.signature import Shown, Signature
 from optdnn.types import Array
 
 GRAPHS = 8
@@ -58,7 +58,7 @@ class CudaRunner:
         check_waits(program, self.steps)
         check_lanes(program)
         self.waits = waits_of(program.lanes)
-        fact: dict[str, Plain] = {"executor": "cuda", "arch": program.target.partition(":")[2]}
+        fact: dict[str, Plain] = {"executor": "cuda", "arch": target_of(program).arch}
         self.bounds = bounds_of(program.meta.get("bounds", {}))
         self.in_place = kept_in_place(program, self.steps)
         """Output -> input buffer: the output begins as a copy of the input, which nothing else reads. Where the caller gives both
@@ -84,7 +84,7 @@ def kernel_of(step: CudaStep, program: Program) -> str:
     return launch.operation.library if isinstance(launch, LibraryCall) else program.kernels[launch.kernel].function
 
 
-class CudaContext:
+class CudaContext(Shown):
     """One thread's arena, staging memory, stream and graphs."""
 
     def __init__(self, runner: CudaRunner, loaded: Loaded, arena: Arena | None = None):
@@ -101,6 +101,9 @@ class CudaContext:
         self._streams: set[int] = set()
         self._graphs: dict[tuple[int, ...], Graph | Chain] = {}
         self._lock = threading.Lock()
+
+    def _shown(self) -> tuple[Program, Signature]:
+        return self.runner.program, self.runner.signature
 
     def _lane(self, k: int) -> int:
         """The lane of a step."""
@@ -247,7 +250,8 @@ class CudaContext:
             )
         try:
             self._loaded.activate()
-            if isinstance(feeds, Mapping) and any(on_gpu(a) for a in feeds.values()):
+            feeds = self.runner.signature.named(feeds)
+            if any(on_gpu(a) for a in feeds.values()):
                 return self._run_device(feeds, out or {}, stream)
             return self._run_host(feeds, out, stream)
         finally:

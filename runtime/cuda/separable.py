@@ -17,6 +17,7 @@ from optdnn.errors import InternalError
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv_problem import OneSource, Source
 from optdnn.runtime.cuda.describe import Description, ParameterBlock
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.types import Array
 
@@ -307,8 +308,8 @@ def pack_weights(weight: Array) -> Array:
     return packed
 
 
-def describe(problem: Problem, config: Config, multiprocessors: int = 132, rows: int | None = None) -> Description:
-    """The launch: a grid that fills ``multiprocessors``. Operands: ``input``, ``output``, ``residual`` (channels-last, of the
+def describe(problem: Problem, config: Config, gpu: GpuFacts, rows: int | None = None) -> Description:
+    """The launch: a grid that fills ``gpu``. Operands: ``input``, ``output``, ``residual`` (channels-last, of the
     problem's pitches), ``filters``, ``shifts`` and ``weights`` (packed), ``bias`` (fp32 [channels]). ``rows``: of the weights,
     where they are fewer than the result's channels."""
     s, (out_h, out_w) = problem.source, problem.out_size
@@ -331,7 +332,7 @@ def describe(problem: Problem, config: Config, multiprocessors: int = 132, rows:
     block.pointer("residual" if problem.residual else None)
     block.i32(out_h, out_w, s.padding[0], s.padding[1], problem.channels, pitches[1], pitches[2])
     block.i32(steps(problem, config), channel_tiles, tiles_x, tiles_x * tiles_y, count)
-    blocks = count * config.split if config.split > 1 else min(count, multiprocessors * resident(problem, config))
+    blocks = count * config.split if config.split > 1 else min(count, gpu.multiprocessors * resident(problem, config))
     shared = shared_bytes(problem, config)
     return block.describe("separable_sm90", (blocks, 1, 1), config.threads, shared=shared, cluster=config.split)
 

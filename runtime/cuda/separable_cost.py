@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import product
 
 from optdnn.runtime.cuda.conv_cost import CLOCK, MEMORY, STAGE_ISSUE
-from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.ranking import varied
 from optdnn.runtime.cuda.render import Stage
 from optdnn.runtime.cuda.separable import (
@@ -62,7 +62,7 @@ def _loads(problem: Problem, config: Config) -> int:
     return rows * s.kernel[1]
 
 
-def estimate(problem: Problem, config: Config, device: Device) -> float:
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch. Fitted to 450 timings on an H200 (``benchmarks/results``): within
     10 % where the kernel is as it is now, 15 % before."""
     s, (patch_h, patch_w) = problem.source, patch(problem, config)
@@ -117,7 +117,7 @@ def in_one_order(config: Config) -> bool:
     return config.split == 1 and config.strips == 1
 
 
-def candidates(problem: Problem, device: Device, limit: int = 12, *, ordered: bool = False) -> list[Config]:
+def candidates(problem: Problem, device: GpuFacts, limit: int = 12, *, ordered: bool = False) -> list[Config]:
     """The configurations to time, best predicted first; at most two of one tile. Empty when the kernel cannot run the problem.
     ``ordered``: those that are :func:`in_one_order` alone."""
     if no_kernel(problem) is not None:
@@ -142,7 +142,7 @@ def candidates(problem: Problem, device: Device, limit: int = 12, *, ordered: bo
     return varied(found, lambda c: (*c.tile, c.strips, c.width, c.split, c.block), limit)
 
 
-def _rings(problem: Problem, tile: Config, device: Device) -> Iterator[Config]:
+def _rings(problem: Problem, tile: Config, device: GpuFacts) -> Iterator[Config]:
     """Splits, stages and blocks per multiprocessor of a tile."""
     count, whole = math.prod(tiles(problem, tile)) * problem.batch, steps(problem, tile)
     splits = [

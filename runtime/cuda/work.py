@@ -13,13 +13,10 @@ from typing import Any
 
 from optdnn.runtime.attrs import attrs_from_plain
 from optdnn.runtime.cuda.device import Device, check, driver
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.plan import CudaStep, View
 from optdnn.runtime.program import Program, Step
 from optdnn.types import BF16, FP16, FP32, DType
-
-_PER_CLOCK = {80: 2048, 86: 1024, 87: 1024, 89: 1024, 90: 4096}
-"""Dense 16-bit tensor-core operations per clock and multiprocessor (multiply-adds count two), with fp32 sums: the vendor's
-architecture whitepapers."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,13 @@ class Ceilings:
 
         clock = get("CLOCK_RATE") * 1e3
         memory = get("MEMORY_CLOCK_RATE") * 1e3 * 2 * get("GLOBAL_MEMORY_BUS_WIDTH") / 8
-        major, minor = device.capability
-        per_clock = _PER_CLOCK.get(major * 10 + minor, _PER_CLOCK[90] if major >= 9 else 1024)
-        return cls(memory, clock * device.multiprocessors * per_clock, clock * device.multiprocessors * 256)
+        return cls(memory, clock * device.multiprocessors * device.matrix_ops, clock * device.multiprocessors * 256)
+
+    @classmethod
+    def nominal(cls, gpu: GpuFacts) -> Ceilings:
+        """For predictions: at the clock under load."""
+        cycles = gpu.clock * gpu.multiprocessors
+        return cls(gpu.bandwidth, cycles * gpu.matrix_ops, cycles * 256)
 
     def seconds(self, work: Work) -> float:
         """The least time of a step's work."""
@@ -68,10 +69,6 @@ class Ceilings:
         else:
             rate = self.single
         return max(work.flops / rate, work.bytes / self.memory)
-
-
-NOMINAL = Ceilings(4.8e12, 1.755e9 * 132 * 4096, 1.755e9 * 132 * 256)
-"""Those of an H200, for predictions where there is none at hand."""
 
 
 def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:

@@ -29,7 +29,7 @@ from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KERNELS
-from optdnn.runtime.signature import Signature
+from optdnn.runtime.signature import Shown, Signature
 from optdnn.runtime.simulate.kinds import OWN
 from optdnn.types import Array, dtype_name, to_tf32
 
@@ -125,7 +125,7 @@ def some_order(waits: Sequence[Sequence[int]], random: Random) -> list[int]:
     return found
 
 
-class SimulateContext:
+class SimulateContext(Shown):
     """One thread's arena. ``poison`` fills it with NaN before each run, so that what is read unwritten shows; ``seed`` decides in
     which orders the steps of a program with lanes are run."""
 
@@ -152,6 +152,9 @@ class SimulateContext:
         self._host: list[Array | None] = []
         """What lies on the host in a run; the last entry stays None, for operands that are absent."""
         self._lock = threading.Lock()
+
+    def _shown(self) -> tuple[Program, Signature]:
+        return self._runner.program, self._runner.signature
 
     def run(
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None

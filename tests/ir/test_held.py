@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from support.net import Net
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.dim import symbol
 from optdnn.errors import EngineError
@@ -17,6 +16,8 @@ from optdnn.ir.graph import Graph
 from optdnn.ir.held import KEY, held, hold
 from optdnn.lower_cuda import lower_cuda
 from optdnn.models import zoo
+from optdnn.optimizing import optimize
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
 
 OPTIONS = BuildOptions(target="simulate", precision="fp16")
@@ -31,7 +32,7 @@ def small() -> Graph:
 
 
 def lowered(graph: Graph) -> Program:
-    return lower_cuda(graph, OPTIONS, "simulate", {})
+    return lower_cuda(graph, OPTIONS, of_arch("sm_90a"), {})
 
 
 def same(a: Program, b: Program) -> bool:

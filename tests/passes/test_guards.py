@@ -8,7 +8,7 @@ from support.check import from_text
 from support.net import Net
 from support.simulated import check_simulated, lowered, simulate
 
-from optdnn.compiler import build_verbose, optimize
+from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
 from optdnn.errors import NotMet
 from optdnn.ir.evaluate import evaluate
@@ -16,6 +16,7 @@ from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.ir.verify import verify
 from optdnn.ops.reduce import ReduceAttrs
+from optdnn.optimizing import optimize
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.contract import Account

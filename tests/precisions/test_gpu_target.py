@@ -19,6 +19,7 @@ from optdnn.passes.precision import key
 from optdnn.precision import auto
 from optdnn.precision.gpu_target import GpuTarget
 from optdnn.precision.targets import Way, permitted, target_of
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.tactics.timing_cache import TimingCache
@@ -91,7 +92,7 @@ def test_steps_of_a_gpu_are_joined_with_ops_and_kept(monkeypatch: pytest.MonkeyP
     calibration = calibrate(graph, {"x": DATA["x"][:8]}, "minmax", symmetric=True)
 
     def engine_of(graph: Graph) -> Engine:
-        program = lower_cuda(graph, BuildOptions(target="simulate"), "simulate", {})
+        program = lower_cuda(graph, BuildOptions(target="simulate"), of_arch("sm_90a"), {})
         engines.append(Engine(program, options=LoadOptions(simulate=True)))
         return engines[-1]
 

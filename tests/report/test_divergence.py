@@ -11,13 +11,13 @@ import pytest
 from support.onnxnet import convnet
 
 import optdnn.divergence
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.divergence import find
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import random_feeds
 from optdnn.ir.graph import ConstantAttrs, Graph
 from optdnn.lower import lower_reference
+from optdnn.optimizing import optimize
 from optdnn.runtime.engine import Engine
 
 EngineOf = Callable[[Graph], Engine]

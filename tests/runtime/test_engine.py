@@ -504,7 +504,7 @@ def test_an_arena_beyond_memory_is_a_run_error() -> None:
 def test_refuses_another_target() -> None:
     p = mlp()
     p.target = "abacus"
-    message = r"for target 'abacus'; this installation runs cpu, reference, cuda, simulate\n  hint: rebuild"
+    message = r"for target 'abacus'; this installation runs cpu, reference, simulate, cuda\n  hint: rebuild"
     with pytest.raises(EngineError, match=message):
         Engine(p)
 

@@ -17,7 +17,6 @@ from support.onnxnet import convnet
 
 import optdnn
 from optdnn import loading
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, InputError, MissingDependency, RunError, ShapeError, UsageError
 from optdnn.importers.held import put_together, take_apart
@@ -25,8 +24,10 @@ from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.lower_cuda import lower_cuda
 from optdnn.models import zoo
+from optdnn.optimizing import optimize
 from optdnn.plans import MEASURED, PLANNED
 from optdnn.runtime import plans
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.nvrtc import KernelCache
 from optdnn.runtime.format import decode, encode
 from optdnn.runtime.program import Program, validate
@@ -143,7 +144,7 @@ def _offers(program: Program, n: int) -> dict[str, float]:
     options = BuildOptions(target="simulate", precision="fp16", no_cubins=True)
     graph = import_model(convnet(batch="n", channels=64), shapes={"x": (n, *IMAGE)})
     optimize(graph, options, "simulate")
-    lower_cuda(graph, options, "simulate", {}, visit=visit)
+    lower_cuda(graph, options, of_arch("sm_90a"), {}, visit=visit)
     return found
 
 

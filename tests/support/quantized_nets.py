@@ -24,7 +24,9 @@ from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.integers import MoveIntegers, RecentreIntegers
+from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.program import Program
+from optdnn.target_name import TargetName
 from optdnn.types import FP16
 from support.net import Net
 
@@ -314,5 +316,5 @@ def launches(graph: Graph, target: str = "cuda:sm_90a") -> tuple[Any, Program]:
 
     for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
         one(graph, PassContext(target=target))
-    program = lower_cuda(graph, BuildOptions(target=target), target, {})
+    program = lower_cuda(graph, BuildOptions(target=target), facts_for(TargetName.parse(target).arch), {})
     return Engine(program).context(), program

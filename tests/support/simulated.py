@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda.allowed import check_kernels
+from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.program import Program, validate
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
+from optdnn.target_name import TargetName
 from optdnn.types import Array, is_float
 
 TOLERANCE = {"fp16": 4e-3, "tf32": 4e-3, "bf16": 3e-2, "fp32": 2e-5}
@@ -30,7 +32,7 @@ def passed(graph: Graph, precision: str, target: str = "simulate", **options: An
     chosen = BuildOptions(target=target, precision=precision, **options)
     copy = graph.copy()
     optimize(copy, chosen, target)
-    program = lower_cuda(copy, chosen, target, {})
+    program = lower_cuda(copy, chosen, facts_for(TargetName.parse(target).arch), {})
     validate(program)
     check_kernels(program)  # what is built is what an engine may hold
     return copy, program

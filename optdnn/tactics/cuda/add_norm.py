@@ -48,7 +48,7 @@ class AddNorm(Rehearsed):
         places += [b.reserved[v] for v in (op.value, norm.value) if v in b.reserved]
         if t.layout or any(not p.dense or p.offset % 8 or p.dtype != t.dtype for p in places):
             return "its rows do not lie one after the other"
-        return None if rows_offers(self._problem(norm), b.arch) else "its rows do not fit the registers of a block"
+        return None if rows_offers(self._problem(norm), b.gpu) else "its rows do not fit the registers of a block"
 
     @staticmethod
     def _problem(norm: Op) -> rows.Problem:
@@ -58,7 +58,7 @@ class AddNorm(Rehearsed):
         norm = norm_of(b, op)
         assert norm is not None
         problem = self._problem(norm)
-        offers = rows_offers(problem, b.arch)
+        offers = rows_offers(problem, b.gpu)
         b.offer(offers)
         config = config or offers[0].config
         first, second = (b.operand(v) for v in op.inputs if v is not None)

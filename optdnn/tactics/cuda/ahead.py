@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.runtime.cuda import conv_params
-from optdnn.runtime.cuda.conv_cost import MEMORY, h200
+from optdnn.runtime.cuda.conv_cost import MEMORY
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.plan import Ahead, CudaStep, LaunchPlan, parse
 from optdnn.runtime.program import Program, Step
 from optdnn.tactics.cuda.lanes import load_of
@@ -42,26 +43,28 @@ class Piece:
     bytes: int
 
 
-def with_ahead(program: Program, seconds: Mapping[int, float], window: int = WINDOW) -> Program:
+def with_ahead(program: Program, gpu: GpuFacts, seconds: Mapping[int, float], window: int = WINDOW) -> Program:
     """The program whose launches bring weights of later ones into L2; as it is where all constants fit L2 anyway.
 
     ``seconds``: predicted or measured times of steps by number. ``meta["ahead_bytes"]`` says how much is brought so."""
     constants = sum(b.nbytes or 0 for b in program.buffers if b.blob is not None)
-    if not str(program.meta.get("arch", "")).startswith("sm_90") or constants <= h200().l2_bytes:
+    if not gpu.hopper or constants <= gpu.l2_bytes:
         return program
-    pieces = planned(program, seconds, window)
+    pieces = planned(program, gpu, seconds, window)
     steps = [_carrying(s, program, pieces[k]) if k in pieces else s for k, s in enumerate(program.steps)]
     brought = sum(p.bytes for found in pieces.values() for p in found)
     return replace(program, steps=tuple(steps), meta={**program.meta, "ahead_bytes": brought})
 
 
-def planned(program: Program, seconds: Mapping[int, float], window: int = WINDOW) -> dict[int, list[Piece]]:
+def planned(
+    program: Program, gpu: GpuFacts, seconds: Mapping[int, float], window: int = WINDOW
+) -> dict[int, list[Piece]]:
     """Step number -> the pieces that its launch brings: of constants in the order of their use, each after the step itself and, if there
     is room, long before its own."""
     parsed = [parse(s, program) if s.executor == "cuda" else None for s in program.steps]
     needs = [_constant(s, p, program) for s, p in zip(program.steps, parsed, strict=True)]
     loads = [
-        0.0 if p is None else load_of(s, program, seconds.get(k)).seconds
+        0.0 if p is None else load_of(s, program, gpu, seconds.get(k)).seconds
         for k, (s, p) in enumerate(zip(program.steps, parsed, strict=True))
     ]
     seen: set[int] = set()

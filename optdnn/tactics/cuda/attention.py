@@ -18,8 +18,8 @@ from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import attention
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.narrow import Narrow, no_conversion
-from optdnn.runtime.cuda.nominal import gpu_of
 from optdnn.runtime.reference.attention import visible
 from optdnn.tactics.cuda.builder import Builder, Placed, map_dtype, row_major, up
 from optdnn.tactics.cuda.described import emit_description
@@ -37,10 +37,9 @@ KEYS, VALUES, WEIGHTS = 1, 2, 3
 
 
 @lru_cache(maxsize=1024)
-def offers_of(plans: Any, problem: attention.Problem, arch: str) -> tuple[Offer, ...]:
+def offers_of(plans: Any, problem: attention.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Of the kernel that the module ``plans`` plans. The number of keys in a tile decides in which order a row is summed, and nothing
     else of a configuration does."""
-    gpu = gpu_of(arch)
     many = plans.candidates(replace(problem, batch=MANY), gpu, limit=1)
     found = dict.fromkeys((*plans.candidates(problem, gpu), *many))
     keys = {c.keys for c in many}
@@ -120,7 +119,7 @@ class HopperAttention(Rehearsed):
             return "it has nothing to do"
         problem = self._problem(op, past, q.static_shape, k.static_shape, _assumed(q.static_shape), map_dtype(q.dtype))
         reason: str | None = self.plans.refuse(problem, least)
-        if reason is None and not offers_of(self.plans, problem, b.arch):
+        if reason is None and not offers_of(self.plans, problem, b.gpu):
             reason = "no tile of the kernel fits it"
         return reason
 
@@ -154,7 +153,7 @@ class HopperAttention(Rehearsed):
         own = (*k.shape[:2], k.shape[2] - past, k.shape[3])
         problem = self._problem(op, past, q.shape, own, views, map_dtype(q.dtype), strides, period)  # type: ignore[arg-type]
         problem = replace(problem, narrow="" if to is None else to.to.dtype)
-        offers = offers_of(self.plans, problem, b.arch)
+        offers = offers_of(self.plans, problem, b.gpu)
         b.offer(offers)
         config = config or offers[0].config
         operands = {"q": q, "k": k, "v": v, "out": out}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from optdnn.ir.graph import Op
 from optdnn.runtime.cuda import attention_general
-from optdnn.runtime.cuda.nominal import no_gpu
+from optdnn.runtime.cuda.gpu_facts import no_kernels
 from optdnn.tactics.cuda.attention import HopperAttention
 from optdnn.tactics.cuda.builder import Builder
 
@@ -21,7 +21,7 @@ class GeneralAttention(HopperAttention):
     plans: ClassVar[Any] = attention_general
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := no_gpu(b.arch)) is not None:
+        if (why := no_kernels(b.arch)) is not None:
             return why
         if HopperAttention().refuse(b, op) is None:
             return "Hopper's own kernel runs it"

@@ -19,8 +19,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.kept import Kept
 from optdnn.runtime.attrs import attrs_to_plain
 from optdnn.runtime.cuda.calls import LibraryCall, Operation
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
 from optdnn.runtime.cuda.kernels_of import source_digest
-from optdnn.runtime.cuda.nominal import launches_early
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.cuda.plan import (
     CLUSTER,
@@ -170,7 +170,7 @@ class Builder:
     """Collects buffers, steps, kernels and blobs. ``graph`` gives types; ``place`` says where each value lies."""
 
     graph: Graph
-    arch: str
+    gpu: GpuFacts
     buffers: list[Buffer] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     blobs: list[Array] = field(default_factory=list)
@@ -195,6 +195,11 @@ class Builder:
     """Buffers that keep what their step leaves there (:attr:`optdnn.runtime.program.Program.retained`)."""
     offered: list[Any] = field(default_factory=list)
     """The configurations (:class:`optdnn.tactics.cuda.tactic.Offer`) of the launch that was added last, where it had a choice."""
+
+    @property
+    def arch(self) -> str:
+        """What its kernels are compiled for."""
+        return self.gpu.arch
 
     def __post_init__(self) -> None:
         self.kept.of(self.graph)

@@ -15,7 +15,7 @@ from optdnn.ops.conv import resolved
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_fp32 as fp32
 from optdnn.runtime.cuda.conv_params import Scatter
-from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last
 from optdnn.tactics.cuda.conv import FEW_CHANNELS, bias_of, entering, finish, image, planar
 from optdnn.tactics.cuda.conv_sm90 import blocks
@@ -34,17 +34,17 @@ POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: fp32.Problem, arch: str) -> tuple[Offer, ...]:
+def _offers(problem: fp32.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """A result is summed in the order of K by every tile; where blocks share K, in as many parts."""
-    found = fp32.candidates(problem, gpu_of(arch), arch)
-    return tuple(Offer(c, fp32.estimate(problem, c, gpu_of(arch)), c.split == 1) for c in found)
+    found = fp32.candidates(problem, gpu)
+    return tuple(Offer(c, fp32.estimate(problem, c, gpu), c.split == 1) for c in found)
 
 
-def _offered(problem: fp32.Problem, config: fp32.Config, arch: str) -> Offer:
+def _offered(problem: fp32.Problem, config: fp32.Config, gpu: GpuFacts) -> Offer:
     """A configuration that was chosen before, without a look at the others. Raises InternalError where it cannot run this."""
-    if (why := fp32.refuse(problem, config, arch)) is not None:
+    if (why := fp32.refuse(problem, config, gpu.arch)) is not None:
         raise InternalError(f"the chosen configuration {config} cannot run it: {why}")
-    return Offer(config, fp32.estimate(problem, config, gpu_of(arch)), config.split == 1)
+    return Offer(config, fp32.estimate(problem, config, gpu), config.split == 1)
 
 
 def _strides(x: Placed) -> fp32.Strides:
@@ -91,7 +91,7 @@ def emit_fp32(
     With ``scatter`` channels are blocks of ``out``'s pixels. Returns the configuration's name.
     """
     problem = problem_of(x, weight, geometry, groups, ep, residual, out, scatter)
-    offers = _offers(problem, b.arch) if config is None else (_offered(problem, config, b.arch),)
+    offers = _offers(problem, b.gpu) if config is None else (_offered(problem, config, b.gpu),)
     b.offer(offers)
     config = offers[0].config
     assert config is not None
@@ -127,7 +127,7 @@ def emit_fp32(
 
 def refusal(b: Builder, op: Op) -> str | None:
     """Why the kernel is not for this architecture, or this element type."""
-    if (why := no_gpu(b.arch)) is not None:
+    if (why := no_kernels(b.arch)) is not None:
         return why
     if op.outputs[0].type.dtype != FP32:
         return f"its operands are fp32, not {op.outputs[0].type.dtype.name}"

@@ -74,17 +74,17 @@ class PooledConv(HopperConv):
         )
 
     def _offers(self, b: Builder, op: Op, ep: Epilogue) -> Sequence[Offer]:
-        return conv_sm90.ranked(self._problem(b, op, ep, pooled=True), True)
+        return conv_sm90.ranked(self._problem(b, op, ep, pooled=True), True, b.gpu)
 
     def _apart(self, b: Builder, op: Op, pool: Op, ep: Epilogue) -> tuple[float, float]:
         """Predicted seconds of the convolution and of the pool as launches of their own."""
-        offers = conv_sm90.ranked(self._problem(b, op, ep, pooled=False), True)
+        offers = conv_sm90.ranked(self._problem(b, op, ep, pooled=False), True, b.gpu)
         t, p = op.outputs[0].type, pool.outputs[0].type
         x, out = (
             Placed(0, 0, s.static_shape, channels_last(s.static_shape, up(s.static_shape[1], 8)), s.dtype)
             for s in (t, p)
         )
-        return offers[0].seconds or 0.0, predicted(x, out, pool.attrs.kernel_shape, pool.attrs.strides)
+        return offers[0].seconds or 0.0, predicted(x, out, pool.attrs.kernel_shape, pool.attrs.strides, b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         pool = max_pool_behind(b.graph, op)

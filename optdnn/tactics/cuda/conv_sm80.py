@@ -17,7 +17,7 @@ from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_general as general
 from optdnn.runtime.cuda.conv_params import Requantize
 from optdnn.runtime.cuda.conv_problem import Problem, Source, banded
-from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels, of_arch
 from optdnn.runtime.cuda.plan import TF32
 from optdnn.tactics.cuda import conv_maps
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, products, up
@@ -32,11 +32,12 @@ from optdnn.types import FP32, INT32, Array, to_tf32
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: Problem, arch: str) -> tuple[Offer, ...]:
+def _offers(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Every configuration, the best predicted first. Where K is shared, sums of floats depend on how. Hopper has clusters for that;
     there the model stays the older GPU's, which ``conv_bands.MARGIN`` was set by."""
-    hopper, exact = arch.startswith("sm_90"), problem.dtype in ("int8", "uint8")
-    gpu = gpu_of("sm_80" if hopper else arch)
+    hopper, exact = gpu.hopper, problem.dtype in ("int8", "uint8")
+    if hopper:
+        gpu = of_arch("sm_80")
     found = [c for c in general.CONFIGS if general.refuse(problem, c) is None and not (hopper and c.split > 1)]
     offers = [Offer(c, general.estimate(problem, c, gpu), exact or c.split == 1) for c in found]
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
@@ -58,7 +59,7 @@ def launch(
     """One launch on channels-last NCHW tensors. ``channel``: what each output channel brings to the epilogue; ``meaning``: kind,
     attributes, and the operands after those; ``reads``: what it takes ``feed``'s image for, where that is not the image itself.
     Returns the configuration's name."""
-    offers, channels = _offers(problem, b.arch), out.shape[1]
+    offers, channels = _offers(problem, b.gpu), out.shape[1]
     b.offer(offers)
     config = config or offers[0].config
     assert config is not None
@@ -143,7 +144,7 @@ def source_of(feed: Feed) -> Source:
 
 def refusal(b: Builder, op: Op) -> str | None:
     """Why the kernel is not for this architecture, or this element type."""
-    if (why := no_gpu(b.arch)) is not None:
+    if (why := no_kernels(b.arch)) is not None:
         return why
     if products(b, op) not in ("float16", "bfloat16", "tfloat32"):
         return f"its operands are 16-bit floats, or of fp32, tf32 where that was asked for, not {products(b, op)}"

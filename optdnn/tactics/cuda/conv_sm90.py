@@ -20,7 +20,8 @@ from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv as hopper
 from optdnn.runtime.cuda import conv_params, conv_problem, render
 from optdnn.runtime.cuda import conv_patch as patch
-from optdnn.runtime.cuda.conv_cost import CLOCK, LATENCY, MEMORY, candidates, estimate, h200
+from optdnn.runtime.cuda.conv_cost import CLOCK, LATENCY, MEMORY, candidates, estimate
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.plan import LOWER, TF32
 from optdnn.tactics.cuda import conv_maps
 from optdnn.tactics.cuda.builder import (
@@ -68,13 +69,13 @@ Config = hopper.Config | patch.PatchConfig
 
 
 @lru_cache(maxsize=1024)
-def ranked(problem: conv_problem.Problem, dense: bool) -> tuple[Offer, ...]:
+def ranked(problem: conv_problem.Problem, dense: bool, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Every sensible configuration of both kernels, the best predicted first.
 
     Those that store from registers do so at a pitch of ``channels``: where the tensors are not ``dense``, they are left out.
     """
-    patches = patch.candidates(problem, h200())
-    found: list[Config] = [*candidates(problem, h200(), limit=LIMIT, direct=dense), *patches]
+    patches = patch.candidates(problem, gpu)
+    found: list[Config] = [*candidates(problem, gpu, limit=LIMIT, direct=dense), *patches]
     if not dense:
         found = [c for c in found if not c.stores_directly]
     exact = is_exact(problem)
@@ -82,7 +83,7 @@ def ranked(problem: conv_problem.Problem, dense: bool) -> tuple[Offer, ...]:
         found += _plain_tiles(problem, dense)[
             :1
         ]  # where tiles are small; such are dense, or stored through shared memory
-    offers = [Offer(c, cost(problem, c), row_invariant=exact or in_one_order(c)) for c in found]
+    offers = [Offer(c, cost(problem, c, gpu), row_invariant=exact or in_one_order(c)) for c in found]
     offers.sort(key=lambda o: o.seconds or 0.0)
     # Stream-K is taken where it was measured: what is taken unmeasured is the best of the others.
     first = next((o for o in offers if not isinstance(o.config, hopper.Config) or not o.config.stream), None)
@@ -99,7 +100,7 @@ def read(name: str) -> Config | None:
     return patch.PatchConfig.read(name) or hopper.Config.read(name)
 
 
-def offered(problem: conv_problem.Problem, config: Config, dense: bool) -> Offer:
+def offered(problem: conv_problem.Problem, config: Config, dense: bool, gpu: GpuFacts) -> Offer:
     """A configuration that was chosen before, without a look at all the others. Raises InternalError where it cannot run this."""
     why: str | None
     if isinstance(config, hopper.Config):  # noqa: SIM108 (mypy follows a statement)
@@ -110,7 +111,7 @@ def offered(problem: conv_problem.Problem, config: Config, dense: bool) -> Offer
         why = "it stores rows without gaps"
     if why is not None:
         raise InternalError(f"the chosen configuration {config} cannot run it: {why}")
-    return Offer(config, cost(problem, config), row_invariant=is_exact(problem) or in_one_order(config))
+    return Offer(config, cost(problem, config, gpu), row_invariant=is_exact(problem) or in_one_order(config))
 
 
 def _plain_tiles(problem: conv_problem.Problem, dense: bool) -> list[Config]:
@@ -135,11 +136,11 @@ def in_one_order(config: Config) -> bool:
     return config.mt * config.bn > hopper.TWO_SETS
 
 
-def cost(problem: conv_problem.Problem, config: Config) -> float:
+def cost(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds."""
     if isinstance(config, hopper.Config):
-        return estimate(problem, config, h200())
-    return max(patch.cycles(problem, config, h200()) / CLOCK, problem.bytes / MEMORY) + LATENCY
+        return estimate(problem, config, gpu)
+    return max(patch.cycles(problem, config, gpu) / CLOCK, problem.bytes / MEMORY) + LATENCY
 
 
 def emit_conv(
@@ -174,7 +175,7 @@ def emit_conv(
         prologue=tuple(before.rendered) if before is not None else (), scatter=scatter is not None, pooled=pooled,
         bands=feeds[0].bands,
     )  # fmt: skip
-    offers = ranked(problem, dense) if config is None else (offered(problem, config, dense),)
+    offers = ranked(problem, dense, b.gpu) if config is None else (offered(problem, config, dense, b.gpu),)
     b.offer(offers)
     config = offers[0].config
     vector = np.zeros(wide, np.float32)
@@ -283,11 +284,11 @@ def launch_on(
     out = operands.out
     if isinstance(config, hopper.Config):
         recipe, function = hopper.recipe(problem, config, b.arch), "conv_sm90"
-        shared, blocks = hopper.shared_bytes(problem, config), hopper.grid_blocks(problem, config, h200())
+        shared, blocks = hopper.shared_bytes(problem, config), hopper.grid_blocks(problem, config, b.gpu)
         (channel_tiles, tiles), cluster = config.joint_tiles(problem), config.cluster
     else:
         recipe, function = patch.recipe(problem, config, b.arch), "conv_patch_sm90"
-        shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, h200())
+        shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, b.gpu)
         (channel_tiles, tiles), cluster = patch.tiles(problem, config), config.split
     params = conv_params.parameters(problem, conv_params.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5, requantize)
     params.channel_tiles, params.tiles = channel_tiles, tiles
@@ -310,7 +311,7 @@ def launch_on(
     kept: list[Placed] = []
     waits = None
     if isinstance(config, hopper.Config) and config.stream:
-        partial, arrived = hopper.workspace(problem, config, h200())
+        partial, arrived = hopper.workspace(problem, config, b.gpu)
         name = b.buffers[out.buffer].name
         scratch.append(b.new(f"{name}.partial", FP32, (partial // 4,)))
         kept.append(b.new(f"{name}.arrived", INT32, (arrived // 4,)))

@@ -12,7 +12,7 @@ from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_stem as stem
 from optdnn.runtime.cuda import conv_stem_cost
 from optdnn.runtime.cuda.conv_problem import Source
-from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.tactics.cuda import conv_maps
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, up
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, finish, image, planar, with_pitch
@@ -24,9 +24,8 @@ from optdnn.types import BF16, FP16, Array
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: stem.Problem, arch: str) -> tuple[Offer, ...]:
+def _offers(problem: stem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Each configuration sums in the same order."""
-    gpu = gpu_of(arch)
     return tuple(Offer(c, conv_stem_cost.estimate(problem, c, gpu)) for c in conv_stem_cost.candidates(problem, gpu))
 
 
@@ -36,7 +35,7 @@ class StemConv(Rehearsed):
     name = "conv_stem"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := no_gpu(b.arch)) is not None:
+        if (why := no_kernels(b.arch)) is not None:
             return why
         weight = b.graph.constant_value(op.inputs[1])
         if weight is None or weight.ndim not in (3, 4) or op.attrs.group != 1:
@@ -54,7 +53,7 @@ class StemConv(Rehearsed):
         problem = self._problem(b, op)
         if (why := stem.no_kernel(problem)) is not None:
             return why
-        return None if _offers(problem, b.arch) else "no tile of the kernel fits it"
+        return None if _offers(problem, b.gpu) else "no tile of the kernel fits it"
 
     def unable(self, b: Builder, op: Op) -> str | None:
         """Where Hopper's own kernel behind a change of layout is predicted to be faster, it goes first until both are measured."""
@@ -62,7 +61,7 @@ class StemConv(Rehearsed):
         if other.refuse(b, op) is not None:
             return None
         offers = other.configs(b, op)
-        own = _offers(self._problem(b, op), b.arch)[0].seconds or 0.0
+        own = _offers(self._problem(b, op), b.gpu)[0].seconds or 0.0
         if not offers or (theirs := offers[0].seconds) is None:
             return None
         theirs += conv_stem_cost.layout_seconds(self._problem(b, op))
@@ -95,7 +94,7 @@ class StemConv(Rehearsed):
         assert affine is not None
         weight, strides, pads, dilations = planar(weight, op.attrs)
         problem = self._problem(b, op)
-        offers = _offers(problem, b.arch)
+        offers = _offers(problem, b.gpu)
         b.offer(offers)
         config = config or offers[0].config
         ep = plan_epilogue(b.graph, op, channel_axis=1)
@@ -125,7 +124,7 @@ class StemConv(Rehearsed):
             "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
         }  # fmt: skip
         found = stem.describe(
-            problem, config, gpu_of(b.arch), conv_maps.pitch_of(out) or wide,
+            problem, config, b.gpu, conv_maps.pitch_of(out) or wide,
             (conv_maps.pitch_of(residual) or 0) if residual is not None else 0, (affine.factors, affine.shifts),
         )  # fmt: skip
         reads = [x, packed.view(weight.shape, steps, at), bias.view((channels,), (1,)), *tail]

@@ -18,8 +18,8 @@ from optdnn.runtime.cuda import depthwise_tma as tma
 from optdnn.runtime.cuda.conv_params import Requantize
 from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.runtime.cuda.describe import Description
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.runtime.cuda.narrow import Narrow
-from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype
 from optdnn.tactics.cuda.conv import bias_of, entering, finish
@@ -35,42 +35,41 @@ Config = depthwise.Config | tma.Config
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: depthwise.Problem, arch: str) -> tuple[Offer, ...]:
+def _offers(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Both kernels' configurations, the best predicted first. A result is summed tap after tap in every one of them; a squeeze
     sums a tile first, so its order follows from the configuration."""
     if not problem.squeeze:
-        return tuple(Offer(c, seconds) for seconds, c in ranked(problem, arch))
-    ((_, many),) = ranked(replace(problem, batch=MANY), arch)[:1] or ((0.0, None),)
-    found = ranked(problem, arch)
+        return tuple(Offer(c, seconds) for seconds, c in ranked(problem, gpu))
+    ((_, many),) = ranked(replace(problem, batch=MANY), gpu)[:1] or ((0.0, None),)
+    found = ranked(problem, gpu)
     if many is not None and all(c != many for _, c in found):
-        found = sorted([*found, (_seconds(problem, many, arch), many)], key=lambda item: item[0])
+        found = sorted([*found, (_seconds(problem, many, gpu), many)], key=lambda item: item[0])
     return tuple(Offer(c, seconds, c == many) for seconds, c in found)
 
 
-def _seconds(problem: depthwise.Problem, config: Config, arch: str) -> float:
+def _seconds(problem: depthwise.Problem, config: Config, gpu: GpuFacts) -> float:
     if isinstance(config, tma.Config):
-        return tma.estimate(problem, config, gpu_of(arch))
-    return depthwise.estimate(problem, config, gpu_of(arch))
+        return tma.estimate(problem, config, gpu)
+    return depthwise.estimate(problem, config, gpu)
 
 
-def ranked(problem: depthwise.Problem, arch: str = "sm_90a") -> list[tuple[float, Config]]:
+def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Config]]:
     """Both kernels' configurations (before Hopper, which has no TMA, those of the first) with their predicted seconds, the best
     first."""
-    gpu = gpu_of(arch)
     configs: list[Config] = [*depthwise.candidates(problem, gpu), *tma.candidates(problem, gpu)]
-    return sorted(((_seconds(problem, c, arch), c) for c in configs), key=lambda item: item[0])
+    return sorted(((_seconds(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
 
 
 def _described(
     problem: depthwise.Problem,
     config: Config,
-    arch: str,
+    gpu: GpuFacts,
     requantize: Requantize | None = None,
     mean: Narrow | None = None,
 ) -> tuple[Recipe, Description]:
     if isinstance(config, tma.Config):
-        return tma.recipe(problem, config, arch), tma.describe(problem, config, requantize=requantize, mean=mean)
-    return depthwise.recipe(problem, config, arch), depthwise.describe(problem, config, requantize, mean)
+        return tma.recipe(problem, config, gpu.arch), tma.describe(problem, config, gpu, requantize, mean)
+    return depthwise.recipe(problem, config, gpu.arch), depthwise.describe(problem, config, requantize, mean)
 
 
 def _gaps(b: Builder, op: Op) -> str | None:
@@ -101,7 +100,7 @@ class HalfDepthwise(Rehearsed):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
-        if (why := no_gpu(b.arch)) is not None:
+        if (why := no_kernels(b.arch)) is not None:
             return why
         if weight is None or weight.ndim != 4 or weight.shape[1] != 1 or a.group != weight.shape[0]:
             return "it is not a depthwise convolution of images with constant weights"
@@ -113,7 +112,7 @@ class HalfDepthwise(Rehearsed):
             return "it has a prologue, or nothing to do"
         if (why := _gaps(b, op)) is not None:
             return why
-        return None if _offers(self._problem(b, op), b.arch) else "no tile of the kernel fits it"
+        return None if _offers(self._problem(b, op), b.gpu) else "no tile of the kernel fits it"
 
     def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
@@ -128,7 +127,7 @@ class HalfDepthwise(Rehearsed):
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
         assert weight is not None
         problem = self._problem(b, op)
-        offers = _offers(problem, b.arch)
+        offers = _offers(problem, b.gpu)
         b.offer(offers)
         config = config or offers[0].config
         ep = plan_epilogue(b.graph, op, channel_axis=1)
@@ -154,7 +153,7 @@ class HalfDepthwise(Rehearsed):
             "strides": a.strides, "pads": a.pads, "dilations": a.dilations, "group": channels, "auto_pad": "NOTSET",
             "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
         }  # fmt: skip
-        recipe, found = _described(problem, config, b.arch)
+        recipe, found = _described(problem, config, b.gpu)
         reads = [x, logical, bias, *tail]
         squeezed = _squeeze(b, op, ep)
         if squeezed is None:
@@ -219,7 +218,7 @@ class DepthwiseOfIntegers(Rehearsed):
     name = "depthwise_8bit"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := refusal(b, op) or no_gpu(b.arch)) is not None:
+        if (why := refusal(b, op) or no_kernels(b.arch)) is not None:
             return why
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
@@ -229,7 +228,7 @@ class DepthwiseOfIntegers(Rehearsed):
             return f"it is for int8 weights, not {weight.dtype.name}"
         if weight.shape[0] % 16:
             return "its channels do not come in sixteens"
-        return None if _offers(self._problem(b, op), b.arch) else "no tile of the kernel fits it"
+        return None if _offers(self._problem(b, op), b.gpu) else "no tile of the kernel fits it"
 
     def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
@@ -257,7 +256,7 @@ class DepthwiseOfIntegers(Rehearsed):
         assert weight is not None
         assert channel is not None
         assert op.inputs[0] is not None
-        offers = _offers(problem, b.arch)
+        offers = _offers(problem, b.gpu)
         b.offer(offers)
         config = config or offers[0].config
         x, out = _dense(b, op, b.operand(op.inputs[0]), "image"), b.target(op.value)
@@ -279,10 +278,10 @@ class DepthwiseOfIntegers(Rehearsed):
         if pool is not None:
             m = pool.attrs
             mean = Narrow(m.factor, m.low, m.high, m.zero)
-            launch = _described(problem, config, b.arch, requantize, mean)
+            launch = _described(problem, config, b.gpu, requantize, mean)
             _emit_squeezed(b, op, pool, problem, config, launch, operands, attrs_dict(a), reads, mean)
         else:
-            recipe, found = _described(problem, config, b.arch, requantize)
+            recipe, found = _described(problem, config, b.gpu, requantize)
             emit_description(
                 b, op, recipe, found, operands, kind="QuantizedConv", attrs=attrs_dict(a), reads=reads, writes=[target]
             )

@@ -13,8 +13,8 @@ from optdnn.ir.graph import Op, Value
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda import rows
 from optdnn.runtime.cuda.describe import Description
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.runtime.cuda.narrow import Narrow, no_conversion
-from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, MapSpec, Placed, map_dtype
 from optdnn.tactics.cuda.quantizer import meaning, quantizer_of
@@ -45,9 +45,8 @@ def emit_description(
 
 
 @lru_cache(maxsize=1024)
-def rows_offers(problem: rows.Problem, arch: str) -> tuple[Offer, ...]:
+def rows_offers(problem: rows.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The order of a row's sum follows from the configuration: the same for all counts of rows is the one that many ask for."""
-    gpu = gpu_of(arch)
     found, many = rows.candidates(problem, gpu), rows.candidates(replace(problem, rows=4096), gpu, limit=1)
     return tuple(Offer(c, rows.estimate(problem, c, gpu), c in many) for c in dict.fromkeys((*found, *many)))
 
@@ -75,7 +74,7 @@ class HalfRows(Rehearsed):
     def refuse_rows(self, b: Builder, op: Op) -> str | None:
         """Why it cannot run the operator wherever its rows lie."""
         t = op.outputs[0].type
-        if (why := no_gpu(b.arch)) is not None:
+        if (why := no_kernels(b.arch)) is not None:
             return why
         if t.dtype not in (FP16, BF16) or not t.static_shape:
             return "it is for rows of 16-bit floats"
@@ -88,7 +87,7 @@ class HalfRows(Rehearsed):
         shape = t.static_shape
         if any(v is not None and b.graph.type(v).static_shape != shape[-1:] for v in op.inputs[1:]):
             return "its scale and bias are not those of a row"
-        if not rows_offers(self.problem(op), b.arch):
+        if not rows_offers(self.problem(op), b.gpu):
             return f"rows of {shape[-1]} elements do not fit the registers of a block"
         return None
 
@@ -104,7 +103,7 @@ class HalfRows(Rehearsed):
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         problem = self.problem(op)
-        offers = rows_offers(problem, b.arch)
+        offers = rows_offers(problem, b.gpu)
         b.offer(offers)
         config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
@@ -145,7 +144,7 @@ class QuantizedRows(HalfRows):
         assert to is not None
         kept = op.value in b.reserved or len(b.graph.uses(op.value)) > 1
         problem = replace(self.problem(op), narrow=to.to.dtype, wide=kept)
-        offers = rows_offers(problem, b.arch)
+        offers = rows_offers(problem, b.gpu)
         b.offer(offers)
         config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}  # type: ignore[arg-type]

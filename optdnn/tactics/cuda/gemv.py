@@ -11,7 +11,7 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import gemv
-from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.tactics.cuda.builder import Builder, Placed, map_dtype, products
 from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.epilogue import RESIDUAL, Epilogue
@@ -25,9 +25,10 @@ LARGE = 1 << 20
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: gemv.Problem) -> tuple[Offer, ...]:
+def _offers(problem: gemv.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """A column's sum has one order in each of them, whatever the number of rows."""
-    return tuple(Offer(c, gemv.estimate(problem, c, h200())) for c in gemv.candidates(problem, h200()))
+    gpu = fitted(gpu)
+    return tuple(Offer(c, gemv.estimate(problem, c, gpu)) for c in gemv.candidates(problem, gpu))
 
 
 class Gemv(HopperGemm):
@@ -62,7 +63,7 @@ class Gemv(HopperGemm):
         (rows, depth), columns = x.shape[:2], out.shape[1]
         stages = (("bias",), *ep.rendered)
         problem = gemv.Problem(rows, columns, depth, stages, map_dtype(x.dtype))
-        offers = _offers(problem)
+        offers = _offers(problem, b.gpu)
         b.offer(offers)
         config = config or offers[0].config
         return emit_gemv(b, op, problem, config, x, weight, bias, ep, residual, out)

@@ -12,7 +12,7 @@ import numpy as np
 from optdnn.ir.graph import Op, Value
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda import group_norm
-from optdnn.runtime.cuda.nominal import gpu_of, no_gpu
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.tactics.cuda.builder import Builder, channels_last, map_dtype
 from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.tactic import MANY, Offer, Rehearsed
@@ -20,9 +20,8 @@ from optdnn.types import BF16, FP16
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: group_norm.Problem, arch: str) -> tuple[Offer, ...]:
+def _offers(problem: group_norm.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The order of an image's sums follows from the configuration."""
-    gpu = gpu_of(arch)
     many = group_norm.candidates(replace(problem, batch=MANY), gpu, limit=1)
     found = dict.fromkeys((*group_norm.candidates(problem, gpu), *many))
     offers = [Offer(c, group_norm.estimate(problem, c, gpu), c in many) for c in found]
@@ -37,7 +36,7 @@ class HalfGroupNorm(Rehearsed):
     def refuse(self, b: Builder, op: Op) -> str | None:
         t = op.outputs[0].type
         shape = t.static_shape
-        if (why := no_gpu(b.arch)) is not None:
+        if (why := no_kernels(b.arch)) is not None:
             return why
         if t.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
@@ -54,7 +53,7 @@ class HalfGroupNorm(Rehearsed):
             return "its result is not channels-last"
         if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 8 for p in places) or shape[1] % 8:
             return "its images have gaps or another order"
-        if _offers(self._problem(op), b.arch):
+        if _offers(self._problem(op), b.gpu):
             return None
         where = "a cluster" if b.arch.startswith("sm_90") else f"a block on {b.arch}"
         return f"an image does not fit the shared memory of {where}"
@@ -68,7 +67,7 @@ class HalfGroupNorm(Rehearsed):
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         problem = self._problem(op)
-        offers = _offers(problem, b.arch)
+        offers = _offers(problem, b.gpu)
         b.offer(offers)
         config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]

@@ -14,8 +14,9 @@ from itertools import pairwise
 from typing import Any
 
 from optdnn.runtime.cuda.calls import LibraryCall
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.plan import CudaStep, parse
-from optdnn.runtime.cuda.work import NOMINAL, work_of
+from optdnn.runtime.cuda.work import Ceilings, work_of
 from optdnn.runtime.lanes import dependencies
 from optdnn.runtime.program import Program, Slot, Step
 
@@ -63,7 +64,7 @@ class Schedule:
 
 
 def with_lanes(
-    program: Program, seconds: Mapping[int, float], most: int = MOST_LANES, *, forced: bool = False
+    program: Program, gpu: GpuFacts, seconds: Mapping[int, float], most: int = MOST_LANES, *, forced: bool = False
 ) -> Program:
     """The program with its steps on lanes where that is predicted to gain; as it is where it is not.
 
@@ -76,7 +77,7 @@ def with_lanes(
         program.meta["streams"] = {"lanes": 1, "why": why}
         return program
     deps = dependencies(program)
-    loads = [load_of(step, program, seconds.get(k)) for k, step in enumerate(program.steps)]
+    loads = [load_of(step, program, gpu, seconds.get(k)) for k, step in enumerate(program.steps)]
     found = schedule(deps, loads, most, forced=forced)
     slots = slots_of(found, deps)
     used = 1 + max((s.lane for s in slots), default=0)
@@ -93,39 +94,39 @@ def with_lanes(
 # ---------------------------------------------------------------- loads
 
 
-def load_of(step: Step, program: Program, known: float | None = None) -> Load:
-    """What a step takes of a Hopper GPU; ``known``: its seconds, where they were predicted or measured."""
+def load_of(step: Step, program: Program, gpu: GpuFacts, known: float | None = None) -> Load:
+    """What a step takes of a GPU; ``known``: its seconds, where they were predicted or measured."""
     parsed = parse(step, program)
-    room = room_of(parsed)
+    room = room_of(parsed, gpu)
     if known is not None:
         return Load(max(known, 1e-7), room)
     work = work_of(step, parsed, program)
-    spent = LATENCY + NOMINAL.seconds(work) / max(0.02, min(1.0, NEAR * room)) / 0.6
+    spent = LATENCY + Ceilings.nominal(gpu).seconds(work) / max(0.02, min(1.0, NEAR * room)) / 0.6
     if parsed.meaning.kind in ("StackedRNN", "Recurrence"):
         first = next(v for v in parsed.meaning.reads if v is not None)
         spent += RECURRENCE * (first.shape[0] + parsed.meaning.attrs.get("layers", 1))
     return Load(spent, room)
 
 
-def room_of(step: CudaStep) -> float:
-    """The part of the places for blocks on a Hopper GPU that a launch takes (1: all).
+def room_of(step: CudaStep, gpu: GpuFacts) -> float:
+    """The part of the places for blocks on a GPU that a launch takes (1: all).
 
     How a library cuts its work is not known: it counts as tiles of 128 x 128 results, one on a multiprocessor."""
     launch = step.launch
     if isinstance(launch, LibraryCall):
         results = max((math.prod(v.shape) for v in step.meaning.writes if v is not None), default=0)
-        return min(1.0, results / LIBRARY_TILE / MULTIPROCESSORS)
+        return min(1.0, results / LIBRARY_TILE / gpu.multiprocessors)
     blocks = math.prod(launch.grid)
     registers = 168 if launch.shared > 48 << 10 else 64
     resident = min(
-        NOMINAL_SHARED // (launch.shared + 1024), 2048 // launch.block, max(1, 65536 // (registers * launch.block))
+        gpu.shared_per_multiprocessor // (launch.shared + 1024),
+        2048 // launch.block,
+        max(1, 65536 // (registers * launch.block)),
     )
-    return min(1.0, blocks / (MULTIPROCESSORS * max(1, resident)))
+    return min(1.0, blocks / (gpu.multiprocessors * max(1, resident)))
 
 
 LIBRARY_TILE = 128 * 128
-MULTIPROCESSORS, NOMINAL_SHARED = 132, 233472
-"""Of an H200: multiprocessors, and bytes of shared memory on each."""
 
 
 # ---------------------------------------------------------------- schedule

@@ -124,7 +124,7 @@ def emit_matmul(
         f"const {arithmetic(out.dtype)} v0 = {arithmetic(out.dtype)}(acc[i][j]);")  # fmt: skip
     final = value if stages else "v0"
     # The sums of a row that no size decides are the plain kernel's.
-    tile = None if b.row_invariant else tile_of(left, right, m, n, k, merged[2], math.prod(dims))
+    tile = None if b.row_invariant else tile_of(left, right, m, n, k, merged[2], math.prod(dims), b.gpu)
     finish = f"""{start} {" ".join(loads)} {" ".join(lines)}
             p.y[by + row * p.my[0] + column * p.my[1]] = narrow<{ty}>({final});"""
     text = f"""struct Params {{ {" ".join(fields)} }};

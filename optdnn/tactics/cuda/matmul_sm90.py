@@ -122,7 +122,11 @@ class HopperMatMul(Rehearsed):
             m, wide, (Source(1, 1, up(k, UNIT)),), (("bias",), *ep.rendered), map_dtype(target.dtype), stack=sizes,
             across=across,
         )  # fmt: skip
-        offers = conv_sm90.ranked(problem, False) if config is None else (conv_sm90.offered(problem, config, False),)
+        offers = (
+            conv_sm90.ranked(problem, False, b.gpu)
+            if config is None
+            else (conv_sm90.offered(problem, config, False, b.gpu),)
+        )
         b.offer(offers)
         chosen = offers[0].config
         assert isinstance(chosen, hopper.Config)

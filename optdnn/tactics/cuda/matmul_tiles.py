@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from optdnn.runtime.cuda import render
 from optdnn.runtime.cuda.conv_fp32 import LARGEST
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.tactics.cuda.builder import Placed
 from optdnn.types import FP32
 
 LEAST = 1 << 22
 """Products below which the plain kernel is as good: it starts sooner."""
 DEPTH, STAGES = 16, 3
-ENOUGH = 132 * 256
-"""Threads that occupy a GPU well: smaller tiles where there are fewer."""
+ENOUGH = 256
+"""Threads that occupy a multiprocessor well: smaller tiles where there are fewer."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class Tile:
         return render.constants(values)
 
 
-def tile_of(left: Placed, right: Placed, m: int, n: int, k: int, batches: Sequence[int], count: int) -> Tile | None:
+def tile_of(
+    left: Placed, right: Placed, m: int, n: int, k: int, batches: Sequence[int], count: int, gpu: GpuFacts
+) -> Tile | None:
     """The tile for ``count`` products of m x k with k x n matrices (the last two axes of the operands), or None where the plain
     kernel does them. ``batches``: the strides of the right operand's other axes."""
     if left.dtype != FP32 or right.dtype != FP32 or m * n * k * count < LEAST or min(m, n) < 32:
@@ -54,7 +57,7 @@ def tile_of(left: Placed, right: Placed, m: int, n: int, k: int, batches: Sequen
     aligned = all(s % 4 == 0 for s in (n, right.offset, right.strides[-2], *batches))
     together = right.strides[-1] == 1 and aligned
     for rows, columns in ((128, 128), (64, 128)):
-        if -(-m // rows) * -(-n // columns) * count * rows * columns // 64 >= ENOUGH:
+        if -(-m // rows) * -(-n // columns) * count * rows * columns // 64 >= ENOUGH * fitted(gpu).multiprocessors:
             return Tile(rows, columns, together)
     return Tile(64, 64, together)
 

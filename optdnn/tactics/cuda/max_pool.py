@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.runtime.cuda.conv_cost import CLOCK, MEMORY, h200
+from optdnn.runtime.cuda.conv_cost import CLOCK, MEMORY
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.runtime.cuda.nvrtc import Recipe
 from optdnn.runtime.reference.window import resolve_pads
 from optdnn.tactics.cuda.builder import Block, Builder, KernelSpec, Placed
@@ -69,7 +70,10 @@ class TiledMaxPool(Rehearsed):
         pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], a.kernel_shape, a.strides, a.dilations)
         assert pads is not None
         offers = sorted(
-            (Offer(t, _seconds(t, x, out, a.kernel_shape, a.strides)) for t in _tiles(out, a.kernel_shape, a.strides)),
+            (
+                Offer(t, _seconds(t, x, out, a.kernel_shape, a.strides, b.gpu))
+                for t in _tiles(out, a.kernel_shape, a.strides)
+            ),
             key=lambda o: (o.seconds, o.config),
         )
         b.offer(offers)
@@ -119,22 +123,24 @@ def _tiles(out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...]) -> It
                 yield tile
 
 
-def _seconds(tile: Tile, x: Placed, out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...]) -> float:
+def _seconds(
+    tile: Tile, x: Placed, out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...], gpu: GpuFacts
+) -> float:
     """Predicted time: memory once, the loads of all tiles, and few threads' latency."""
-    device = h200()
+    gpu = fitted(gpu)
     high, wide = _extent(tile, kernel, strides)
     n, c, oh, ow = out.shape
     threads = n * -(-oh // tile.rows) * -(-ow // tile.columns) * c // LANES
     loads = threads * (high * wide + tile.rows * tile.columns) * 16
-    busy = min(device.multiprocessors, -(-threads // tile.threads))
-    in_flight = min(threads, device.multiprocessors * 1024) * high * wide * 16
+    busy = min(gpu.multiprocessors, -(-threads // tile.threads))
+    in_flight = min(threads, gpu.multiprocessors * 1024) * high * wide * 16
     memory = (x.size + out.size) * x.dtype.itemsize / min(MEMORY, max(in_flight, 4096) / 0.8e-6)
     return 1.5e-6 + max(memory, loads / (busy * L1 * CLOCK)) + high * wide * 8 / CLOCK
 
 
-def predicted(x: Placed, out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...]) -> float:
+def predicted(x: Placed, out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...], gpu: GpuFacts) -> float:
     """Seconds of the best tile."""
-    return min(_seconds(t, x, out, kernel, strides) for t in _tiles(out, kernel, strides))
+    return min(_seconds(t, x, out, kernel, strides, gpu) for t in _tiles(out, kernel, strides))
 
 
 def _source(

@@ -114,7 +114,7 @@ def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | Non
 
 def _stem(
     b: Builder, op: Op, weight: Array, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...],
-    together: int, suits: Callable[[conv_problem.Problem], bool],
+    together: int, suits: Callable[[Builder, conv_problem.Problem], bool],
 ) -> tuple[conv_maps.Feed, Placed] | None:  # fmt: skip
     """A strided convolution of a quantized few-channel image: blocks of pixels as channels, so many neighbouring blocks read
     ``together`` (see :func:`optdnn.runtime.cuda.quantized.overlapped`), the quantization folded in. Also what the convolution reads,
@@ -135,7 +135,7 @@ def _stem(
     residual = "" if added is None else map_dtype(b.graph.type(added).dtype)
     channels_out = up(out.static_shape[1], 16 // out.dtype.itemsize)
     if not suits(
-        conv_problem.Problem(n, channels_out, (seen,), tuple(op.attrs.stages), dtype, map_dtype(out.dtype), residual)
+        b, conv_problem.Problem(n, channels_out, (seen,), tuple(op.attrs.stages), dtype, map_dtype(out.dtype), residual)
     ):
         return None
     row = width * quantized.LANES
@@ -206,7 +206,11 @@ def _emit(
     channels = out.shape[1]
     problem = problem_of(op, feed, residual, out, reads)
     dense = all(_pitch(p) == problem.channels for p in (out, residual) if p is not None)
-    offers = conv_sm90.ranked(problem, dense) if config is None else (conv_sm90.offered(problem, config, dense),)
+    offers = (
+        conv_sm90.ranked(problem, dense, b.gpu)
+        if config is None
+        else (conv_sm90.offered(problem, config, dense, b.gpu),)
+    )
     b.offer(offers)
     config = offers[0].config
     way = ("conv_sm90", problem.block, problem.out_item, problem.dtype)
@@ -319,9 +323,9 @@ class HopperQuantizedConv(Rehearsed):
         return used
 
     @staticmethod
-    def _suits(problem: conv_problem.Problem) -> bool:
+    def _suits(b: Builder, problem: conv_problem.Problem) -> bool:
         """Whether a stem of overlapping pixels can run."""
-        return bool(conv_sm90.ranked(problem, dense=True))
+        return bool(conv_sm90.ranked(problem, True, b.gpu))
 
     @staticmethod
     def _added(b: Builder, op: Op, residual: Placed) -> Placed:

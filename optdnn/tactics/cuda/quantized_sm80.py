@@ -58,7 +58,7 @@ class GeneralQuantizedConv(HopperQuantizedConv):
         return self.emit_feed(b, op, feed, feed.x, config)
 
     @staticmethod
-    def _suits(problem: conv_problem.Problem) -> bool:
+    def _suits(b: Builder, problem: conv_problem.Problem) -> bool:
         return True
 
     @staticmethod

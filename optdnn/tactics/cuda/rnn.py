@@ -11,7 +11,7 @@ import numpy as np
 from optdnn.ir.graph import Op, Value
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.cuda import rnn
-from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.tactics.cuda.builder import Builder, Placed, map_dtype
 from optdnn.tactics.cuda.described import emit_description
 from optdnn.tactics.cuda.pointwise import copy
@@ -23,8 +23,8 @@ BETWEEN = frozenset({"Squeeze", "Reshape"})
 
 
 @lru_cache(maxsize=256)
-def _offers(problem: rnn.Problem) -> tuple[Offer, ...]:
-    return tuple(Offer(c, rnn.estimate(problem, c, h200())) for c in rnn.candidates(problem, h200()))
+def _offers(problem: rnn.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    return tuple(Offer(c, rnn.estimate(problem, c, gpu)) for c in rnn.candidates(problem, gpu))
 
 
 def _constants(b: Builder, op: Op) -> list[Array] | None:
@@ -82,7 +82,7 @@ class HopperRNN(Rehearsed):
             return "its weights are not constant"
         problem = self._problem(b, [op], False)
         reason = rnn.refuse(problem, rnn.Config(8), most_clusters=1 << 30)
-        if reason is None and not _offers(problem):
+        if reason is None and not _offers(problem, b.gpu):
             reason = "its clusters would not run at once"
         return reason
 
@@ -106,7 +106,7 @@ class HopperRNN(Rehearsed):
         finals = [b.new(f"{name}.state{k}", dtype, (len(layers) * count, batch, hidden)) for k in range(kinds)]
         shape = (max(len(layers) - 1, 1), steps, batch, hidden)
         inner = [b.new(f"{name}.inner", dtype, shape) for _ in range(count)]  # directions may run side by side
-        offers = _offers(self._problem(b, layers, initial, op.attrs.direction == "reverse"))
+        offers = _offers(self._problem(b, layers, initial, op.attrs.direction == "reverse"), b.gpu)
         b.offer(offers)
         if config is None or config not in [
             o.config for o in offers
@@ -243,6 +243,6 @@ class HopperRNN(Rehearsed):
                 v is None or v in b.place or b.graph.constant_value(v) is not None for v in initial_states(following)
             )
             more = [*layers, following]
-            if not ready or self.refuse(b, following) is not None or not _offers(self._problem(b, more, False)):
+            if not ready or self.refuse(b, following) is not None or not _offers(self._problem(b, more, False), b.gpu):
                 return layers
             layers = more

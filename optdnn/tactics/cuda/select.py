@@ -23,6 +23,7 @@ from optdnn.tactics.cuda.conv_pool import max_pool_behind
 from optdnn.tactics.cuda.providers import providers_here
 from optdnn.tactics.cuda.separable import depthwise_before
 from optdnn.tactics.cuda.tactic import PROVIDERS, Offer, Tactic
+from optdnn.target_name import TargetName
 from optdnn.types import dtype_name
 
 
@@ -52,7 +53,7 @@ class Selection:
         that are asked for beside it, each operation runs on what they rank first."""
         listed = frozenset(options.tactics.split(",")) - {"heuristic"}
         providers = frozenset(PROVIDERS) if options.tactics == "auto" else listed or frozenset({"own"})
-        if options.target != "simulate" and not providers <= {"own"}:
+        if not TargetName.parse(options.target).simulated and not providers <= {"own"}:
             providers &= providers_here(sure=options.tactics != "auto")
         return cls(providers, options.workspace, options.row_invariant, {} if choices is None else choices)
 

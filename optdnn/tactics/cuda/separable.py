@@ -16,8 +16,8 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda import conv_problem, depthwise, separable
 from optdnn.runtime.cuda import separable_cost as cost
-from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.conv_problem import Source
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.tactics.cuda import conv_maps, conv_sm90
 from optdnn.tactics.cuda.builder import Builder, Placed, channels_last, map_dtype, up
 from optdnn.tactics.cuda.conv import HopperConv, bias_of, finish, with_pitch
@@ -60,21 +60,21 @@ def depthwise_before(graph: Graph, op: Op) -> Op | None:
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: separable.Problem) -> tuple[Offer, ...]:
+def _offers(problem: separable.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The kernel's configurations, the best predicted first."""
-    found = [*cost.candidates(problem, h200()), *cost.candidates(problem, h200(), FEW, ordered=True)]
-    offers = [Offer(c, cost.estimate(problem, c, h200()), cost.in_one_order(c)) for c in dict.fromkeys(found)]
+    found = [*cost.candidates(problem, gpu), *cost.candidates(problem, gpu, FEW, ordered=True)]
+    offers = [Offer(c, cost.estimate(problem, c, gpu), cost.in_one_order(c)) for c in dict.fromkeys(found)]
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
 @lru_cache(maxsize=1024)
-def _apart(problem: separable.Problem) -> float:
+def _apart(problem: separable.Problem, gpu: GpuFacts) -> float:
     """Predicted seconds of two launches."""
     s = replace(problem.source, channels=up(problem.inner, 8))
-    first = depthwise_ranked(depthwise.Problem(problem.batch, s, problem.between, problem.dtype))
+    first = depthwise_ranked(depthwise.Problem(problem.batch, s, problem.between, problem.dtype), gpu)
     middle = Source(*problem.out_size, s.channels)
     second = conv_sm90.ranked(
-        conv_problem.Problem(problem.batch, problem.channels, (middle,), problem.epilogue, problem.dtype), True
+        conv_problem.Problem(problem.batch, problem.channels, (middle,), problem.epilogue, problem.dtype), True, gpu
     )
     seconds = [min((t for t, _ in first), default=np.inf), min((o.seconds or 0.0 for o in second), default=np.inf)]
     return float(sum(seconds))
@@ -126,17 +126,17 @@ class Separable(Rehearsed):
             return "the convolution that is added is a part of its launch"
         if (why := separable.no_kernel(pair.problem)) is not None:
             return why
-        if not _offers(pair.problem):
+        if not _offers(pair.problem, b.gpu):
             return "no tile of the kernel fits it"
         if b.row_invariant:  # the same for all batches: what is best for many
-            return _slower(replace(pair.problem, batch=MANY), True)
+            return _slower(replace(pair.problem, batch=MANY), b.gpu, True)
         return None
 
     def unable(self, b: Builder, op: Op) -> str | None:
         """Unmeasured, the cost model decides."""
         first = depthwise_before(b.graph, op)
         assert first is not None
-        return None if b.row_invariant else _slower(self._pair(b, op, first).problem)
+        return None if b.row_invariant else _slower(self._pair(b, op, first).problem, b.gpu)
 
     def spares(self, b: Builder, op: Op) -> Op | None:
         """The depthwise convolution, whose own launch is dropped."""
@@ -169,7 +169,7 @@ class Separable(Rehearsed):
         assert first is not None
         pair = self._pair(b, op, first)
         ep, problem = pair.epilogue, pair.problem
-        offers = _offers(problem)
+        offers = _offers(problem, b.gpu)
         b.offer(offers)
         config = config or offers[0].config
         assert first.inputs[0] is not None
@@ -198,7 +198,7 @@ class Separable(Rehearsed):
         joint = replace(op, src=op.src | first.src)
         tail = [residual, *after] if residual is not None or after else []
         emit_description(
-            b, joint, separable.recipe(problem, config, b.arch), separable.describe(problem, config, rows=channels), operands,
+            b, joint, separable.recipe(problem, config, b.arch), separable.describe(problem, config, b.gpu, rows=channels), operands,
             kind="SeparableConv", attrs=attrs, writes=[out],
             reads=[x, *reads[:2], *([None, *before] if before else []), *reads[2:], *tail],
         )  # fmt: skip
@@ -243,13 +243,13 @@ def _storable(b: Builder, x: Placed) -> bool:
     return conv_maps.storable(b, x) and (x.shape[1] % 8 == 0 or conv_maps.pitch_of(x) == up(x.shape[1], 8))
 
 
-def _slower(problem: separable.Problem, invariant: bool = False) -> str | None:
+def _slower(problem: separable.Problem, gpu: GpuFacts, invariant: bool = False) -> str | None:
     """Why two launches are better, as far as the cost models know, or None. ``invariant``: of sums in one order."""
     taps, channels = MEASURED
     if problem.taps > taps or problem.channels > channels:
         return f"of more than {taps} taps or {channels} channels, only tuning tries one launch"
-    one = min((o.seconds or 0.0 for o in _offers(problem) if o.row_invariant or not invariant), default=np.inf)
-    two = _apart(problem)
+    one = min((o.seconds or 0.0 for o in _offers(problem, gpu) if o.row_invariant or not invariant), default=np.inf)
+    two = _apart(problem, gpu)
     if one <= GAIN * two:
         return None
     return f"two launches are predicted to be as fast ({two * 1e6:.2f} us; one: {one * 1e6:.2f} us)"

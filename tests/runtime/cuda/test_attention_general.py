@@ -15,7 +15,7 @@ from support.needs import needs_nvrtc, why_no_hopper
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import attention_general as general
-from optdnn.runtime.cuda import nominal, nvrtc
+from optdnn.runtime.cuda import gpu_facts, nvrtc
 from optdnn.runtime.cuda.attention import Problem, View, bhsd, bshd
 from optdnn.runtime.cuda.attention_general import Config
 from optdnn.runtime.cuda.describe import bind, load
@@ -233,7 +233,7 @@ def test_describing_what_shares_no_heads_is_a_defect() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("batch", [1, 32])
 def test_candidates_can_run_and_are_ranked(batch: int, arch: str) -> None:
-    gpu = nominal.gpu_of(arch)
+    gpu = gpu_facts.of_arch(arch)
     for positions, features in ((5, 64), (128, 64), (197, 64), (2048, 128), (300, 256)):
         problem = merged(batch, 12, positions, features, mask=(positions, 0, 0))
         found = general.candidates(problem, gpu)
@@ -267,7 +267,7 @@ COMPILED: dict[str, Problem] = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_candidates_compile_without_spills(name: str, arch: str) -> None:
     needs_nvrtc()
-    problem, gpu = COMPILED[name], nominal.gpu_of(arch)
+    problem, gpu = COMPILED[name], gpu_facts.of_arch(arch)
     for config in general.candidates(problem, gpu, limit=3):
         made = general.describe(problem, config)
         kernel = nvrtc.resources(general.recipe(problem, config, arch))[made.entry]
@@ -303,7 +303,7 @@ LARGE: dict[str, tuple[Problem, Config]] = {
         ("far keys", apart(1, 2, 5, 1000, 40, causal=True, causal_offset=995)),
         ("grouped, lengths", apart(5, 4, 70, 333, 64, 2, mask=(0, 0, 333), lengths=True)),
     )
-    for config in general.candidates(problem, nominal.gpu_of("sm_86"), limit=4)
+    for config in general.candidates(problem, gpu_facts.of_arch("sm_86"), limit=4)
 }
 
 

@@ -15,6 +15,7 @@ from optdnn.config import GPU_PRECISIONS
 from optdnn.runtime.cuda import conv, conv_cost, conv_general, conv_patch, nvrtc
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.conv_problem import Problem, Source
+from optdnn.runtime.cuda.gpu_facts import of_arch
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +58,9 @@ def test_the_first_candidates_of_resnet50_do_not_spill(batch: int) -> None:
         Problem(batch, 512, (same(7, 7, 512),), RELU),
     ]
     for problem in problems:
-        recipes = [conv.recipe(problem, config) for config in conv_cost.candidates(problem, conv_cost.h200(), 2)]
+        recipes = [conv.recipe(problem, config) for config in conv_cost.candidates(problem, of_arch("sm_90a"), 2)]
         recipes += [
-            conv_patch.recipe(problem, config) for config in conv_patch.candidates(problem, conv_cost.h200())[:2]
+            conv_patch.recipe(problem, config) for config in conv_patch.candidates(problem, of_arch("sm_90a"))[:2]
         ]
         for recipe in recipes:
             _, log = nvrtc.compile_recipe(recipe, resources=True)
@@ -102,8 +103,8 @@ def test_products_of_tf32_compile_without_spills(batch: int) -> None:
         Problem(batch, 512, (same(7, 7, 512),), RELU, "tfloat32", "float32"),
     ]
     for problem in problems:
-        plain = [conv.recipe(problem, config) for config in conv_cost.candidates(problem, conv_cost.h200(), 2)]
-        patches = [conv_patch.recipe(problem, c) for c in conv_patch.candidates(problem, conv_cost.h200())[:2]]
+        plain = [conv.recipe(problem, config) for config in conv_cost.candidates(problem, of_arch("sm_90a"), 2)]
+        patches = [conv_patch.recipe(problem, c) for c in conv_patch.candidates(problem, of_arch("sm_90a"))[:2]]
         assert plain
         for recipe in plain + patches:
             (kernel,) = nvrtc.resources(recipe).values()

@@ -13,6 +13,7 @@ from optdnn.errors import InternalError, MissingDependency
 from optdnn.runtime.cuda import conv, conv_cost, conv_params, nvrtc, pool_int8, quantized, render
 from optdnn.runtime.cuda.conv import Config
 from optdnn.runtime.cuda.conv_problem import Problem, Source
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.quantized import Affine
 from optdnn.runtime.reference.conv import conv as reference_conv
 from optdnn.runtime.reference.quantized import epilogue
@@ -134,15 +135,15 @@ def test_configurations_of_integers_are_found() -> None:
         Problem(128, 64, (same(56, 56, 64),), dtype="int8"),
         Problem(1, 1008, (Source(1, 1, 2048),), dtype="int8"),
     ):
-        found = conv_cost.candidates(problem, conv_cost.h200(), 4)
+        found = conv_cost.candidates(problem, of_arch("sm_90a"), 4)
         assert found
         assert all(conv.refuse(problem, c) is None for c in found)
 
 
 def test_tiles_in_turn_are_not_proposed_for_8_bits() -> None:
     problem = Problem(4096, 3072, (Source(1, 1, 768),), (("bias",), ("gelu",)), "float8_e4m3fn")
-    assert not any(c.alternate for c in conv_cost.candidates(problem, conv_cost.h200(), 50))
-    assert any(c.alternate for c in conv_cost.candidates(replace(problem, dtype="float16"), conv_cost.h200(), 50))
+    assert not any(c.alternate for c in conv_cost.candidates(problem, of_arch("sm_90a"), 50))
+    assert any(c.alternate for c in conv_cost.candidates(replace(problem, dtype="float16"), of_arch("sm_90a"), 50))
 
 
 def test_a_comparison_sees_one_wrong_step() -> None:

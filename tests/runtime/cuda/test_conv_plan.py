@@ -15,9 +15,9 @@ from optdnn.runtime.cuda.conv import Config
 from optdnn.runtime.cuda.conv_general import GeneralConfig
 from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.conv_problem import Problem, Source
-from optdnn.runtime.cuda.nominal import gpu_of
+from optdnn.runtime.cuda.gpu_facts import of_arch
 
-DEVICE = conv_cost.h200()
+DEVICE = of_arch("sm_90a")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_small_batches_share_k_and_large_ones_do_not() -> None:
     for batch, shared in ((1, True), (128, False)):
         problem = Problem(batch, 512, (same(7, 7, 512),), RELU)
         found = [c for c in conv_general.CONFIGS if conv_general.refuse(problem, c) is None]
-        best = min(found, key=lambda c: conv_general.estimate(problem, c, gpu_of("sm_80")))
+        best = min(found, key=lambda c: conv_general.estimate(problem, c, of_arch("sm_80")))
         assert (best.split > 1) == shared, best
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from optdnn.errors import RunError
-from optdnn.runtime.cuda import conv_cost, device
+from optdnn.runtime.cuda import device
 from optdnn.runtime.cuda.device import CudaError, Device
+from optdnn.runtime.cuda.gpu_facts import of_arch
 
 
 def test_without_a_driver_there_are_no_gpus_and_the_error_says_so() -> None:
@@ -52,5 +53,5 @@ def test_a_refused_call_names_itself_and_the_code(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("capability", "arch"), [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a")])
 def test_the_architecture_of_a_device(capability: tuple[int, int], arch: str) -> None:
-    fields = {**vars(conv_cost.h200()), "capability": capability}
-    assert Device(**fields).arch == arch
+    fields = {**vars(of_arch("sm_90a")), "capability": capability}
+    assert Device(**fields, index=0, driver_version=(13, 0)).arch == arch

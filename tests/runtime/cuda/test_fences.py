@@ -41,6 +41,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     for module in (check, device, memory):
         monkeypatch.setattr(module, "driver", lambda: fake)
+    monkeypatch.setattr(device, "_facts_here", lambda: None)
 
 
 @pytest.mark.parametrize("size", [0, 100, 4096])

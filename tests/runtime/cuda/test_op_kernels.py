@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from support.needs import needs_nvrtc
 
-from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, group_norm, nominal, nvrtc, rnn, rows
+from optdnn.runtime.cuda import attention, depthwise, depthwise_tma, gpu_facts, group_norm, nvrtc, rnn, rows
 from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.runtime.cuda.describe import Description
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.narrow import no_conversion
 
-DEVICE = conv_cost.h200()
+DEVICE = of_arch("sm_90a")
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def test_the_first_candidate_compiles_without_spills(name: str) -> None:
     module, problem = PROBLEMS[name]
     config = CONFIGS.get(name) or module.candidates(problem, DEVICE)[0]
     found = nvrtc.resources(module.recipe(problem, config))
-    description = module.describe(problem, config)
+    description = module.describe(problem, config, *([DEVICE] if module is depthwise_tma else []))
     kernel = found[description.entry]
     assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
     assert kernel.registers * description.block <= 65536
@@ -91,7 +92,7 @@ NO_HOPPER: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", NO_HOPPER)
 def test_what_needs_no_hopper_compiles_before_it_without_spills(name: str, arch: str) -> None:
     module, problem = NO_HOPPER[name]
-    gpu = nominal.gpu_of(arch)
+    gpu = gpu_facts.of_arch(arch)
     config = module.candidates(problem, gpu)[0]
     description = module.describe(problem, config)
     kernel = nvrtc.resources(module.recipe(problem, config, arch))[description.entry]
@@ -145,7 +146,7 @@ def test_parameter_blocks_have_the_kernels_layout() -> None:
     compile_with(finish, layout_checks("FinishParams", depthwise.describe_squeeze(SQUEEZED, 7), {"means": "means"}))
     config = depthwise_tma.candidates(SQUEEZED, DEVICE)[0]
     squeeze = {1: {"sums": "sums"}, 2: {"means": "means"}}[depthwise_tma.squeeze_mode(SQUEEZED, config)]
-    description = depthwise_tma.describe(SQUEEZED, config)
+    description = depthwise_tma.describe(SQUEEZED, config, DEVICE)
     compile_with(depthwise_tma.recipe(SQUEEZED, config), layout_checks("Params", description, fields | squeeze))
 
     problem: Any = rows.Problem("layer_norm", 5, 768, add=True, sum=True)

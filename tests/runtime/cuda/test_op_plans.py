@@ -11,10 +11,20 @@ import pytest
 from support.conv_cases import same
 
 from optdnn.errors import InternalError
-from optdnn.runtime.cuda import attention, conv_cost, depthwise, depthwise_tma, describe, group_norm, nominal, rnn, rows
+from optdnn.runtime.cuda import (
+    attention,
+    depthwise,
+    depthwise_tma,
+    describe,
+    gpu_facts,
+    group_norm,
+    rnn,
+    rows,
+)
 from optdnn.runtime.cuda.conv_problem import Source
+from optdnn.runtime.cuda.gpu_facts import of_arch
 
-DEVICE = conv_cost.h200()
+DEVICE = of_arch("sm_90a")
 BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
 
 
@@ -141,7 +151,7 @@ def test_depthwise_by_tma_refuses(problem: depthwise.Problem, config: depthwise_
 
 @pytest.mark.parametrize("arch", BEFORE_HOPPER)
 def test_what_is_proposed_before_hopper_fits_a_block_and_needs_neither_tma_nor_clusters(arch: str) -> None:
-    gpu = nominal.gpu_of(arch)
+    gpu = gpu_facts.of_arch(arch)
     assert "capability 8.0 have not" in (depthwise_tma.refuse(D, T, capability=(8, 0)) or "")
     assert depthwise_tma.candidates(D, DEVICE)
     assert depthwise_tma.candidates(D, gpu) == []
@@ -174,7 +184,7 @@ def test_depthwise_patches_hold_what_their_tiles_read(source: Source) -> None:
             (config.strips_y * config.tile_h - 1) * sh + (kh - 1) * dh,
             (config.strips_x * config.tile_w - 1) * sw + (kw - 1) * dw,
         )
-        made = depthwise_tma.describe(problem, config)
+        made = depthwise_tma.describe(problem, config, DEVICE)
         assert made.maps[0].box == (config.vectors * config.lanes, last[1] + 1, last[0] + 1, 1)
         slabs, x, y = depthwise_tma.tiles(problem, config)
         assert slabs * config.vectors * config.lanes >= problem.channels

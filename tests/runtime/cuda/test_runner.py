@@ -12,17 +12,18 @@ from support.net import Net
 from support.simulated import feeds_of, lowered
 
 import optdnn
-from optdnn.compiler import resolve_target
 from optdnn.errors import EngineError, EngineStale, InputError, MissingDependency, OptdnnError, RunError, UsageError
 from optdnn.ir.graph import Graph
 from optdnn.runtime import format as engine_format
 from optdnn.runtime.cuda import arrays, kernels_of, nvrtc
 from optdnn.runtime.cuda.arrays import on_gpu, pointer_of, stream_handle
 from optdnn.runtime.cuda.device import Device, gpu_count
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.loaded import check_arch, check_driver
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
+from optdnn.targets import resolve_target
 from optdnn.types import FP16, FP32, TensorSpec
 
 
@@ -82,7 +83,11 @@ def test_simulate_is_for_programs_of_gpus() -> None:
 
 
 def device(*capability: int) -> Device:
-    return Device(0, "GPU", (capability[0], capability[1]), 132, 232448, 233472, 60 << 20, (13, 0))
+    return Device(
+        **vars(replace(of_arch("sm_90a"), name="GPU", capability=(capability[0], capability[1]))),
+        index=0,
+        driver_version=(13, 0),
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ from support.needs import needs_nvrtc, why_no_hopper
 from support.separable_cases import ADD, BIAS, CASES, RELU6
 
 from optdnn.errors import InternalError
-from optdnn.runtime.cuda import conv_cost, nvrtc, separable, separable_cost
+from optdnn.runtime.cuda import nvrtc, separable, separable_cost
 from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.runtime.cuda.describe import bind, load
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.memory import fill
 from optdnn.runtime.cuda.separable import Config, Problem
 
-DEVICE = conv_cost.h200()
+DEVICE = of_arch("sm_90a")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,7 +123,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
 def test_the_parameter_block_has_the_kernels_layout() -> None:
     needs_nvrtc()
     problem, config = CASES["residual"]
-    made, recipe = separable.describe(problem, config), separable.recipe(problem, config)
+    made, recipe = separable.describe(problem, config, DEVICE), separable.recipe(problem, config)
     places = {p.operand: p.at for p in made.pointers} | {m.operand: m.at for m in made.maps}
     assert len(places) == 7
     lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
@@ -198,7 +199,7 @@ def test_on_a_gpu(name: str, tmp_path: Any) -> None:
         "filters": memory.put(separable.pack_filters(problem, filters)), "shifts": memory.put(separable.pack_shifts(shift)),
         "weights": memory.put(separable.pack_weights(weights)),
     }  # fmt: skip
-    made = separable.describe(problem, config)
+    made = separable.describe(problem, config, DEVICE)
     launch = bind(made, load(separable.recipe(problem, config, checked=True), made, nvrtc.KernelCache(tmp_path)), at)
     results = []
     for _ in range(3):

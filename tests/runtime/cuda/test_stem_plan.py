@@ -16,8 +16,8 @@ from support.needs import needs_nvrtc, why_no_hopper
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import conv_stem as stem
 from optdnn.runtime.cuda import conv_stem_cost, describe, nvrtc
-from optdnn.runtime.cuda.conv_cost import h200
 from optdnn.runtime.cuda.conv_problem import Source
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import Array
 
 PLAIN: tuple[tuple[str, ...], ...] = (("bias",),)
@@ -168,7 +168,7 @@ def test_what_no_tile_can_run_is_refused(change: dict[str, Any], reason: str) ->
     p = replace(problem(1, Source(32, 32, 3, (3, 3)), 16), **change)
     assert reason in str(stem.no_kernel(p))
     assert reason in str(stem.refuse(p, stem.Config(2, 8, 1, 1, 2)))
-    assert not conv_stem_cost.candidates(p, h200())
+    assert not conv_stem_cost.candidates(p, of_arch("sm_90a"))
 
 
 @pytest.mark.parametrize(
@@ -194,10 +194,12 @@ def test_weights_of_another_convolution_are_an_error() -> None:
 
 def test_every_candidate_is_one_and_is_named() -> None:
     for p, _ in CASES.values():
-        found = conv_stem_cost.candidates(p, h200())
+        found = conv_stem_cost.candidates(p, of_arch("sm_90a"))
         assert found
         assert len({str(c) for c in found}) == len(found) <= 16
-        assert all(stem.refuse(p, c) is None and 1e-6 < conv_stem_cost.estimate(p, c, h200()) < 1e-4 for c in found)
+        assert all(
+            stem.refuse(p, c) is None and 1e-6 < conv_stem_cost.estimate(p, c, of_arch("sm_90a")) < 1e-4 for c in found
+        )
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from support.simulated import feeds_of
 
 import optdnn
 from optdnn.autotune import Tuner
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
+from optdnn.optimizing import optimize
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.plan import SHARED_LIMIT
 from optdnn.runtime.cuda.timer import GpuTimer, TrialFailed
 from optdnn.runtime.program import Program
@@ -47,7 +48,7 @@ def tuner(timer: GpuTimer) -> Tuner:
     options = BuildOptions(target=TARGET, precision="fp16", tactics="own")
     graph = network()
     optimize(graph, options, TARGET)
-    made = Tuner(graph, options, TARGET, timer, TimingCache())
+    made = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache())
     made._collect({})
     return made
 
@@ -98,7 +99,7 @@ def test_wrong_results_are_found(tuner: Tuner, timer: GpuTimer) -> None:
     graph = n.done(n.op("Relu", n.conv(n.input(2, 256, 14, 14), 128, 1, pads=0, bias=True)))
     options = BuildOptions(target=TARGET, precision="fp16", tactics="own")
     optimize(graph, options, TARGET)
-    made = Tuner(graph, options, TARGET, timer, TimingCache())
+    made = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache())
     made._collect({})
     key, program = plain_product(made)
     for label in ("first", "beside"):

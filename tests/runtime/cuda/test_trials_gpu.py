@@ -21,13 +21,14 @@ from support.simulated import feeds_of
 import optdnn
 from optdnn import CudaKernel, CudaLaunch, custom_op
 from optdnn.autotune import Tuner
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import GpuFault
 from optdnn.importers.onnx import import_model
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
+from optdnn.optimizing import optimize
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.kernels_of import recipe_of, source_digest
 from optdnn.runtime.cuda.trial_process import CandidateLost, TrialTimer, gpu_process
 from optdnn.runtime.program import Program
@@ -163,7 +164,7 @@ def lowered(op: Any) -> Program:
     options = BuildOptions(target=TARGET, tactics="heuristic", custom_ops=(op,))
     graph = import_model(COPY, custom_ops=(op,))
     optimize(graph, options, TARGET)
-    return lower_cuda(graph, options, TARGET, {})
+    return lower_cuda(graph, options, of_arch("sm_90a"), {})
 
 
 @pytest.mark.parametrize("how", FAULTS)
@@ -175,7 +176,7 @@ def test_a_faulty_candidate_costs_its_worker(how: str) -> None:
     begin, op = time.monotonic(), copies(body)
     with gpu_process() as process:
         timer = TrialTimer(process)
-        tuner = Tuner(good, options, TARGET, timer, TimingCache())
+        tuner = Tuner(good, options, of_arch("sm_90a"), timer, TimingCache())
         tuner._collect({})
         key, problem = next((k, p) for k, p in tuner.problems.items() if len(p.trials) > 1)
         before = timer.trial(key, problem.trials[0].program, cold=False, give_up=1.0)

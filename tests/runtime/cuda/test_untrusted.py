@@ -24,6 +24,7 @@ from optdnn.runtime import header
 from optdnn.runtime.cuda import allowed, device, kernel_text, kernels_of, loaded, nvrtc, start
 from optdnn.runtime.cuda.allowed import check_kernels, without_code
 from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.kernel_expressions import TextRefused
 from optdnn.runtime.cuda.nvrtc import KernelCache, KernelError, Recipe
 from optdnn.runtime.executor import LoadOptions
@@ -450,7 +451,7 @@ def test_what_reaches_the_driver(trust: bool, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(start, "begin", lambda: None)
     monkeypatch.setattr(loaded, "gpu_count", lambda: 1)
     monkeypatch.setattr(loaded, "version", lambda: (13, 0))
-    gpu = Device(0, "GPU", (9, 0), 132, 232448, 233472, 60 << 20, (13, 0))
+    gpu = Device(**vars(replace(of_arch("sm_90a"), name="GPU", capability=(9, 0))), index=0, driver_version=(13, 0))
     monkeypatch.setattr(loaded.Device, "open", lambda: gpu)
     monkeypatch.setattr(loaded, "Function", function)
     monkeypatch.setattr(KernelCache, "get_many", lambda self, recipes, workers: [b"own"] * len(recipes))

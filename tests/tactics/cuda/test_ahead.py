@@ -13,18 +13,19 @@ from support.net import Net
 from support.simulated import lowered, simulate
 
 from optdnn.errors import EngineError
-from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.plan import Ahead, parse
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda import ahead
 
 WINDOW = 96 << 10
+SMALL = replace(of_arch("sm_90a"), l2_bytes=1 << 10)
+"""A GPU whose L2 holds the weights of next to no network."""
 
 
 @pytest.fixture(autouse=True)
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An L2 that holds the weights of next to no network, and pieces to match."""
-    monkeypatch.setattr(ahead, "h200", lambda: replace(h200(), l2_bytes=1 << 10))
+    """Pieces to match an L2 that holds the weights of next to no network."""
     monkeypatch.setattr(ahead, "LEAST", 4 << 10)
     monkeypatch.setattr(ahead, "WAITED", 0.0)
 
@@ -38,7 +39,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
         x = n.op("Relu", n.conv(x, width))
     x = n.gemm(n.op("Flatten", n.max_pool(x, 2)), 40)
     graph = n.done(n.gemm(n.op("Relu", x), 24))
-    monkeypatch.setattr("optdnn.lower_cuda.with_ahead", lambda program, seconds: program)
+    monkeypatch.setattr("optdnn.lower_cuda.with_ahead", lambda program, gpu, seconds: program)
     return lowered(graph)
 
 
@@ -54,7 +55,7 @@ def readers(program: Program, buffer: int) -> list[int]:
 
 
 def test_pieces_are_later_constants_in_order_and_none_is_brought_twice(program: Program) -> None:
-    after = ahead.with_ahead(program, {}, WINDOW)
+    after = ahead.with_ahead(program, SMALL, {}, WINDOW)
     found = list(pieces(after))
     assert len(found) >= 5
     assert after.meta["ahead_bytes"] == sum(r.bytes for _, r in found)
@@ -73,7 +74,7 @@ def test_pieces_are_later_constants_in_order_and_none_is_brought_twice(program: 
 
 @pytest.mark.parametrize("window", [32 << 10, WINDOW])
 def test_what_is_not_used_yet_fits_the_window(program: Program, window: int) -> None:
-    after = ahead.with_ahead(program, dict.fromkeys(range(len(program.steps)), 1e-3), window)
+    after = ahead.with_ahead(program, SMALL, dict.fromkeys(range(len(program.steps)), 1e-3), window)
     found = list(pieces(after))
     assert found
     for now in range(len(after.steps)):
@@ -82,19 +83,19 @@ def test_what_is_not_used_yet_fits_the_window(program: Program, window: int) -> 
 
 
 def test_a_launch_brings_no_more_than_memory_does_meanwhile(program: Program) -> None:
-    idle = ahead.with_ahead(program, dict.fromkeys(range(len(program.steps)), 1e-7), WINDOW)
-    busy = ahead.with_ahead(program, dict.fromkeys(range(len(program.steps)), 1e-4), WINDOW)
+    idle = ahead.with_ahead(program, SMALL, dict.fromkeys(range(len(program.steps)), 1e-7), WINDOW)
+    busy = ahead.with_ahead(program, SMALL, dict.fromkeys(range(len(program.steps)), 1e-4), WINDOW)
     assert idle.meta["ahead_bytes"] < busy.meta["ahead_bytes"]
 
 
 def test_constants_that_nobody_waits_for_stay(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "WAITED", 0.1)
-    assert not list(pieces(ahead.with_ahead(program, dict.fromkeys(range(len(program.steps)), 1e-3), WINDOW)))
-    assert list(pieces(ahead.with_ahead(program, dict.fromkeys(range(len(program.steps)), 1e-7), WINDOW << 4)))
+    assert not list(pieces(ahead.with_ahead(program, SMALL, dict.fromkeys(range(len(program.steps)), 1e-3), WINDOW)))
+    assert list(pieces(ahead.with_ahead(program, SMALL, dict.fromkeys(range(len(program.steps)), 1e-7), WINDOW << 4)))
 
 
 def test_results_do_not_depend_on_it(program: Program) -> None:
-    after = ahead.with_ahead(program, {}, WINDOW)
+    after = ahead.with_ahead(program, SMALL, {}, WINDOW)
     assert list(pieces(after))
     feeds = {spec.name: v for (spec, _), v in zip(program.inputs, _feeds(program), strict=True)}
     before, same = simulate(program, feeds), simulate(after, feeds)
@@ -106,14 +107,13 @@ def _feeds(program: Program) -> list[Any]:
     return [rng.standard_normal(spec.shape).astype(spec.dtype) for spec, _ in program.inputs]
 
 
-def test_networks_whose_weights_fit_l2_stay_as_they_are(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "h200", h200)
-    assert ahead.with_ahead(program, {}) is program
+def test_networks_whose_weights_fit_l2_stay_as_they_are(program: Program) -> None:
+    assert ahead.with_ahead(program, of_arch("sm_90a"), {}) is program
 
 
 def test_other_architectures_stay_as_they_are(program: Program) -> None:
-    other = replace(program, meta={**program.meta, "arch": "sm_80"})
-    assert ahead.with_ahead(other, {}, WINDOW) is other
+    other = replace(of_arch("sm_80"), l2_bytes=1 << 10)
+    assert ahead.with_ahead(program, other, {}, WINDOW) is program
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_other_architectures_stay_as_they_are(program: Program) -> None:
     ],
 )
 def test_an_engine_cannot_name_other_memory(program: Program, change: dict[int, Any], why: str) -> None:
-    after = ahead.with_ahead(program, {}, WINDOW)
+    after = ahead.with_ahead(program, SMALL, {}, WINDOW)
     k, _ = next(pieces(after))
     step = copy.deepcopy(after.steps[k])
     launch: Any = step.params["launch"]

@@ -14,15 +14,16 @@ from support.quantized_nets import FP8, attention_network
 from support.sequence_cases import ATTENTION, attention
 from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.attention import AttentionAttrs
+from optdnn.optimizing import optimize
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
-from optdnn.runtime.cuda import nominal
+from optdnn.runtime.cuda import gpu_facts
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.plan import parse
 from optdnn.runtime.program import Program, validate
 from optdnn.tactics.cuda.attention import offers_of
@@ -50,7 +51,7 @@ def test_before_hopper(name: str) -> None:
     own = [launch for launch in launches if program.kernels[launch.kernel].template == "attention_sm80.cu"]
     assert len(own) == (tactic != "attention_steps")
     for launch in own:
-        assert launch.shared <= nominal.gpu_of(arch).shared_per_block
+        assert launch.shared <= gpu_facts.of_arch(arch).shared_per_block
         assert not launch.dependent
     if own:
         assert "Hopper's wgmma" in reasons(program)
@@ -97,9 +98,9 @@ def test_nothing_to_do_is_refused() -> None:
 def test_other_architectures_are_refused() -> None:
     copy, options = attention().copy(), BuildOptions(target="cuda:sm_80", precision="fp16", no_cubins=True)
     optimize(copy, options, "cuda:sm_80")
-    program = lower_cuda(copy, options, "cuda:sm_120a", {})
+    program = lower_cuda(copy, options, replace(of_arch("sm_90a"), capability=(12, 0)), {})
     assert chosen(program) == {"attention_steps"}
-    assert f"it is compiled for {', '.join(nominal.ARCHS)}, not sm_120a" in reasons(program)
+    assert f"it is compiled for {', '.join(gpu_facts.ARCHS)}, not sm_120a" in reasons(program)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -109,7 +110,7 @@ def test_results_of_8_bits(arch: str) -> None:
         graph = attention_network(dtype=dtype)
         copy = graph.copy()
         FoldQuantized()(copy, PassContext(target="cuda:sm_90a"))
-        program = lower_cuda(copy, BuildOptions(target=f"cuda:{arch}", no_cubins=True), f"cuda:{arch}", {})
+        program = lower_cuda(copy, BuildOptions(target=f"cuda:{arch}", no_cubins=True), of_arch(arch), {})
         validate(program)
         assert chosen(program) == {"attention_sm80"}
         taken = [s.params["op"]["attrs"]["of"] for s in program.steps if s.params["op"]["kind"] == "Quantized"]
@@ -127,13 +128,13 @@ def test_some_offers_sum_in_the_order_of_a_large_batch() -> None:
     view, seen = bhsd(197, 12, 64), set()
     for batch in (1, 8, 64):
         problem = Problem(batch, 12, 197, 197, 64, 0.125, view, view, view, view)
-        offers = offers_of(attention_general, problem, "sm_80")
+        offers = offers_of(attention_general, problem, of_arch("sm_80"))
         assert len(offers) > 3
         alike = {o.config.keys for o in offers if o.row_invariant}
         assert len(alike) == 1
         assert {o.config.keys for o in offers} > alike
         seen |= alike
-        large = offers_of(attention_general, replace(problem, heads=11), "sm_86")
+        large = offers_of(attention_general, replace(problem, heads=11), of_arch("sm_86"))
         assert all(attention_general.shared_bytes(problem, o.config) <= 101376 for o in large)
     assert len(seen) == 1
 

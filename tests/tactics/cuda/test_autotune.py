@@ -16,11 +16,12 @@ from support.timer import FakeTimer, hashed, tactics_of
 import optdnn.autotune
 import optdnn.timing_keys
 from optdnn.autotune import Tuner
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import emit_program, lower_cuda
+from optdnn.optimizing import optimize
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.timer import TrialFailed
 from optdnn.runtime.cuda.trial_process import CandidateLost, NetworkLost
 from optdnn.runtime.program import Program
@@ -57,10 +58,12 @@ def tuned(
     chosen = BuildOptions(target=TARGET, precision="fp16", **options)
     g = (graph or network()).copy()
     optimize(g, chosen, TARGET)
-    tuner = Tuner(g, chosen, TARGET, timer, cache if cache is not None else TimingCache(), say, lambda: timer.now)
+    tuner = Tuner(
+        g, chosen, of_arch("sm_90a"), timer, cache if cache is not None else TimingCache(), say, lambda: timer.now
+    )
     found = tuner.run()
     assert timer.loaded == 0, "every network was closed"
-    emit_program(g, chosen, TARGET, {}, found.choices)  # what was chosen can be lowered
+    emit_program(g, chosen, of_arch("sm_90a"), {}, found.choices)  # what was chosen can be lowered
     return found, tuner
 
 
@@ -105,7 +108,7 @@ def test_tuning_stops_where_little_is_to_be_gained(scatter: float, monkeypatch: 
     options = BuildOptions(target=TARGET, precision="fp16", tactics="own")
     graph = network(batch=32)
     optimize(graph, options, TARGET)
-    tuner = Tuner(graph, options, TARGET, timer, TimingCache(), clock=lambda: timer.now)
+    tuner = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now)
     collect = tuner._collect
 
     def collected(choices: Any) -> Any:
@@ -158,7 +161,7 @@ def test_the_wait_for_others_that_measure_is_not_counted() -> None:
     options = BuildOptions(target=TARGET, precision="fp16", budget=500.0)
     graph = network()
     optimize(graph, options, TARGET)
-    found = Tuner(graph, options, TARGET, timer, TimingCache(), clock=lambda: timer.now, alone=alone).run()
+    found = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now, alone=alone).run()
     assert found.stopped is None
     assert timer.trials
 
@@ -534,7 +537,9 @@ def test_lanes_are_kept_only_where_the_network_is_measured_to_be_faster(factor: 
     assert found.streams.lanes_ms is not None
     assert (found.streams.lanes_ms < found.streams.one_ms) == (factor < 1)
     assert found.to_plain()["streams"]["most"] == most
-    program = lower_cuda(tuner.graph, tuner.options, "simulate", {}, choices=found.choices, streams=found.streams)
+    program = lower_cuda(
+        tuner.graph, tuner.options, of_arch("sm_90a"), {}, choices=found.choices, streams=found.streams
+    )
     assert bool(program.lanes) == (most > 1)
     said = "measured faster" if most > 1 else "measured not faster"
     assert program.meta["streams"]["why"].startswith(said)
@@ -543,7 +548,7 @@ def test_lanes_are_kept_only_where_the_network_is_measured_to_be_faster(factor: 
     known, tuner = tuned(again, cache, branchy())
     assert known.cached
     assert not again.trials
-    other = lower_cuda(tuner.graph, tuner.options, "simulate", {}, choices=known.choices, streams=known.streams)
+    other = lower_cuda(tuner.graph, tuner.options, of_arch("sm_90a"), {}, choices=known.choices, streams=known.streams)
     assert other.lanes == program.lanes
     assert other.meta == program.meta
 
@@ -562,7 +567,9 @@ def test_a_chain_has_no_lanes_to_try() -> None:
     timer = FakeTimer(hashed, lanes=0.5)
     found, tuner = tuned(timer)
     assert timer.with_lanes == 0
-    program = lower_cuda(tuner.graph, tuner.options, "simulate", {}, choices=found.choices, streams=found.streams)
+    program = lower_cuda(
+        tuner.graph, tuner.options, of_arch("sm_90a"), {}, choices=found.choices, streams=found.streams
+    )
     assert program.meta["streams"] == {"lanes": 1, "why": "nothing is predicted to gain side by side"}
 
 

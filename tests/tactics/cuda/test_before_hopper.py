@@ -13,17 +13,18 @@ from support.quantized_nets import QNet, norm_network, shifted_depthwise
 from support.sequence_cases import GROUP_NORM, group_norm, residual
 from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.norm import EpsilonAttrs, LayerNormAttrs
+from optdnn.optimizing import optimize
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
-from optdnn.runtime.cuda import depthwise_tma, nominal
+from optdnn.runtime.cuda import depthwise_tma, gpu_facts
 from optdnn.runtime.cuda.conv_problem import Source
 from optdnn.runtime.cuda.depthwise import Problem
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.plan import parse
 from optdnn.runtime.program import Program, validate
 from optdnn.tactics.cuda import depthwise
@@ -84,7 +85,7 @@ def test_small_networks_run_on_them(name: str, arch: str) -> None:
     for launch in launches_of(program):
         assert launch.cluster == 1
         assert not launch.dependent, "programmatic dependent launch begins with Hopper"
-        assert launch.shared <= nominal.gpu_of(arch).shared_per_block
+        assert launch.shared <= gpu_facts.of_arch(arch).shared_per_block
     if name == "squeeze and excitation":
         assert "ConvSqueeze" in kinds(program)
 
@@ -95,10 +96,10 @@ def test_hoppers_launches_begin_early() -> None:
 
 def test_tma_feeds_no_configuration_before_hopper() -> None:
     problem = Problem(64, Source(56, 56, 144, (3, 3), (1, 1), (1, 1, 1, 1)))
-    assert any(isinstance(c, depthwise_tma.Config) for _, c in depthwise.ranked(problem, "sm_90a"))
+    assert any(isinstance(c, depthwise_tma.Config) for _, c in depthwise.ranked(problem, of_arch("sm_90a")))
     for squeeze in (False, True):
         for arch in ARCHS:
-            found = [o.config for o in depthwise._offers(replace(problem, squeeze=squeeze), arch)]
+            found = [o.config for o in depthwise._offers(replace(problem, squeeze=squeeze), of_arch(arch))]
             assert found
             assert not any(isinstance(c, depthwise_tma.Config) for c in found)
 
@@ -127,15 +128,17 @@ def test_images_that_do_not_fit_a_block_are_normalized_elsewhere() -> None:
 def test_architectures_that_nothing_is_compiled_for_are_refused(graph: Callable[[], Graph]) -> None:
     copy, options = graph().copy(), BuildOptions(target="cuda:sm_80", precision="fp16", no_cubins=True)
     optimize(copy, options, "cuda:sm_80")
-    program = lower_cuda(copy, options, "cuda:sm_120a", {})  # a GPU at hand that nobody has tried it on
+    program = lower_cuda(
+        copy, options, replace(of_arch("sm_90a"), capability=(12, 0)), {}
+    )  # a GPU at hand that nobody has tried it on
     assert not {"depthwise_half", "group_norm_half", "rows_half"} & chosen(program)
-    assert f"it is compiled for {', '.join(nominal.ARCHS)}, not sm_120a" in reasons(program)
+    assert f"it is compiled for {', '.join(gpu_facts.ARCHS)}, not sm_120a" in reasons(program)
 
 
 def quantized_program(graph: Graph, arch: str) -> Program:
     copy = graph.copy()
     FoldQuantized()(copy, PassContext(target="cuda:sm_90a"))
-    program = lower_cuda(copy, BuildOptions(target=f"cuda:{arch}", no_cubins=True), f"cuda:{arch}", {})
+    program = lower_cuda(copy, BuildOptions(target=f"cuda:{arch}", no_cubins=True), of_arch(arch), {})
     validate(program)
     return program
 
@@ -201,5 +204,5 @@ def test_grids_that_go_round_are_as_large_as_the_gpu() -> None:
         program = lowered(graph, target=f"cuda:{arch}", no_cubins=True)
         (launch,) = [ln for ln in launches_of(program) if program.kernels[ln.kernel].template == "conv_stem.cu"]
         blocks[arch] = launch.grid[0]
-        assert launch.grid[0] % nominal.gpu_of(arch).multiprocessors == 0
+        assert launch.grid[0] % gpu_facts.of_arch(arch).multiprocessors == 0
     assert blocks["sm_86"] < blocks["sm_80"] < blocks["sm_90a"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from optdnn.ir.graph import Graph
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.tactics.cuda.builder import Builder, channels_last
 from optdnn.types import FP16
 
@@ -20,7 +21,7 @@ from optdnn.types import FP16
     ],
 )
 def test_padded_rows_are_whole(shape: tuple[int, ...], strides: tuple[int, ...], elements: int) -> None:
-    b = Builder(Graph("g"), "sm_90a")
+    b = Builder(Graph("g"), of_arch("sm_90a"))
     b.new("x", FP16, shape, strides)
     (buffer,) = b.buffers
     assert buffer.nbytes == 2 * elements

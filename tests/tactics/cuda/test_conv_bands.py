@@ -11,19 +11,22 @@ from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, lowered
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, MissingDependency
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda import conv, conv_cost, conv_patch, nvrtc
 from optdnn.runtime.cuda.check import check_steps
 from optdnn.runtime.cuda.conv_problem import Problem, Source
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.conv_bands import BandedConv, banded, groups_together
 from optdnn.tactics.cuda.select import Choice
+from optdnn.target_name import TargetName
 
 
 def net(
@@ -114,7 +117,7 @@ PROBLEM = Problem(4, 256, (Source(14, 14, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), b
 
 
 def test_blocks_take_channels_of_one_band_alone() -> None:
-    found = [*conv_cost.candidates(PROBLEM, conv_cost.h200()), *conv_patch.candidates(PROBLEM, conv_cost.h200())]
+    found = [*conv_cost.candidates(PROBLEM, of_arch("sm_90a")), *conv_patch.candidates(PROBLEM, of_arch("sm_90a"))]
     assert found
     for config in found:
         tile = config.tile[0] if isinstance(config, conv.Config) else config.wgm * 64
@@ -134,7 +137,7 @@ def test_bands_are_equal_parts_of_one_source() -> None:
 @pytest.mark.parametrize("kind", ["implicit GEMM", "patches"])
 def test_kernels_compile_without_spills(kind: str) -> None:
     module: Any = conv if kind == "implicit GEMM" else conv_patch
-    config = (conv_cost.candidates if module is conv else conv_patch.candidates)(PROBLEM, conv_cost.h200())[0]
+    config = (conv_cost.candidates if module is conv else conv_patch.candidates)(PROBLEM, of_arch("sm_90a"))[0]
     pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
     try:
         nvrtc.version()
@@ -151,15 +154,21 @@ def test_every_kind_of_configuration_on_a_gpu_gives_what_it_means(strides: int, 
     graph = net(256, 256, 32, kernel, (14, 15), strides=strides, residual=True, batch=3)
     options = BuildOptions(target="cuda:sm_90a", precision="fp16")
     optimize(graph, options, options.target)
-    plain = lower_cuda(graph, options, options.target, {})
+    plain = lower_cuda(graph, options, facts_for(TargetName.parse(options.target).arch), {})
     (key,) = [t["signature"] for t in plain.meta["tactics"] if t["kind"] == "Conv"][1:2]
     height, width = -(-14 // strides), -(-15 // strides)
     source = Source(14, 15, 64, (kernel, kernel), (strides, strides), (kernel // 2,) * 4)
     problem = Problem(3, 256, (source,), (("bias",), ("add",), ("relu",)), bands=4)
     assert problem.out_size == (height, width)
-    offers = conv_sm90.ranked(problem, dense=True)
+    offers = conv_sm90.ranked(problem, True, of_arch("sm_90a"))
     for offer in [*offers[:3], *offers[3 :: max(1, len(offers) // 12)]]:
-        program = lower_cuda(graph, options, options.target, {}, choices={key: Choice("conv_bands_sm90", offer.name)})
+        program = lower_cuda(
+            graph,
+            options,
+            facts_for(TargetName.parse(options.target).arch),
+            {},
+            choices={key: Choice("conv_bands_sm90", offer.name)},
+        )
         context: Any = CudaRunner(program, LoadOptions()).context()
         assert tactic_of(program)["config"] == offer.name
         errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Conv"]

@@ -20,12 +20,15 @@ from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.runtime.cuda import conv, conv_cost, conv_params, conv_patch, nvrtc
 from optdnn.runtime.cuda.check import check_steps
 from optdnn.runtime.cuda.conv_problem import Problem, Source
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.tactics.cuda import conv_sm90
 from optdnn.tactics.cuda.conv_bands import banded, groups_together
 from optdnn.tactics.cuda.quantized_bands import BandedQuantizedConv
 from optdnn.tactics.cuda.select import Choice
+from optdnn.target_name import TargetName
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ PROBLEM = Problem(4, 256, (Source(14, 14, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), d
 
 
 def test_blocks_take_channels_of_one_band_alone() -> None:
-    found = [*conv_cost.candidates(PROBLEM, conv_cost.h200()), *conv_patch.candidates(PROBLEM, conv_cost.h200())]
+    found = [*conv_cost.candidates(PROBLEM, of_arch("sm_90a")), *conv_patch.candidates(PROBLEM, of_arch("sm_90a"))]
     assert {type(c) for c in found} == {conv.Config, conv_patch.PatchConfig}
     for config in found:
         tile = config.tile[0] if isinstance(config, conv.Config) else config.wgm * 64
@@ -115,7 +118,7 @@ def test_blocks_take_channels_of_one_band_alone() -> None:
 def test_kernels_compile_without_spills(module: Any, dtype: str) -> None:
     needs_nvrtc()
     problem = Problem(4, 256, PROBLEM.sources, dtype=dtype, bands=4)
-    config = (conv_cost.candidates if module is conv else conv_patch.candidates)(problem, conv_cost.h200())[0]
+    config = (conv_cost.candidates if module is conv else conv_patch.candidates)(problem, of_arch("sm_90a"))[0]
     (kernel,) = nvrtc.resources(module.recipe(problem, config)).values()
     assert kernel.spill_bytes == kernel.stack_bytes == 0
 
@@ -134,15 +137,15 @@ def test_every_kind_of_configuration_on_a_gpu_is_exact(kernel: int, stride: int,
     options, graph = BuildOptions(target="cuda:sm_90a"), net(kernel, stride, residual=residual)
     for one in (FoldQuantized(), AssignLayout()):
         one(graph, PassContext(target=options.target))
-    plain = lower_cuda(graph, options, options.target, {})
+    plain = lower_cuda(graph, options, facts_for(TargetName.parse(options.target).arch), {})
     (row,) = [t for t in plain.meta["tactics"] if t["kind"] == "QuantizedConv"]
     (op,) = graph.of_kind("QuantizedConv")
     source = Source(14, 15, 64, (kernel, kernel), (stride, stride), (kernel // 2,) * 4)
     problem = Problem(3, 256, (source,), tuple(op.attrs.stages), "int8", residual_dtype="int8" * residual, bands=4)
-    offers = conv_sm90.ranked(problem, dense=True)
+    offers = conv_sm90.ranked(problem, True, of_arch("sm_90a"))
     for offer in [*offers[:3], *offers[3 :: max(1, len(offers) // 12)]]:
         choices = {row["signature"]: Choice("conv_bands_sm90_8bit", offer.name)}
-        program = lower_cuda(graph, options, options.target, {}, choices=choices)
+        program = lower_cuda(graph, options, facts_for(TargetName.parse(options.target).arch), {}, choices=choices)
         assert [t["config"] for t in program.meta["tactics"] if t["kind"] == "QuantizedConv"] == [offer.name]
         context: Any = CudaRunner(program, LoadOptions()).context()
         assert [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "QuantizedConv"] == [0.0], (

@@ -11,20 +11,23 @@ from support.needs import needs_nvrtc, why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, lowered
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.conv import ConvAttrs
-from optdnn.runtime.cuda import conv_cost, nvrtc
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda import conv_fp32 as fp32
+from optdnn.runtime.cuda import nvrtc
 from optdnn.runtime.cuda.check import check_steps
 from optdnn.runtime.cuda.conv_params import Scatter
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.select import Choice
+from optdnn.target_name import TargetName
 
 
 def residual_block(n: Net) -> Value:
@@ -127,9 +130,9 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
 
 
 def test_configurations_and_their_refusals() -> None:
-    found = fp32.candidates(DENSE, conv_cost.h200())
+    found = fp32.candidates(DENSE, of_arch("sm_90a"))
     assert {c.split for c in found} >= {1, 2, 8}
-    assert all(c.split == 1 for c in fp32.candidates(DENSE, conv_cost.h200(), "sm_80"))
+    assert all(c.split == 1 for c in fp32.candidates(DENSE, of_arch("sm_80")))
     for config, reason in (
         (fp32.Config(100, 64), "not a tile"),
         (fp32.Config(128, 128, stages=12), "shared memory"),
@@ -155,7 +158,7 @@ def test_a_choice_that_cannot_run_is_an_error() -> None:
     optimize(graph, options, "simulate")
     choice = Choice("conv_fp32", str(fp32.Config(64, 64, split=16)))
     with pytest.raises(InternalError, match="are not shared by 16 blocks"):
-        lower_cuda(graph, options, "simulate", {}, choices={row["signature"]: choice})
+        lower_cuda(graph, options, of_arch("sm_90a"), {}, choices={row["signature"]: choice})
 
 
 def test_only_chains_in_the_order_of_k_are_row_invariant() -> None:
@@ -171,7 +174,7 @@ def errors_on_gpu(graph: Graph, choices: dict[str, Choice] | None = None) -> lis
     options = BuildOptions(target="cuda:sm_90a", precision="fp32")
     copy = graph.copy()
     optimize(copy, options, options.target)
-    program = lower_cuda(copy, options, options.target, {}, choices=choices)
+    program = lower_cuda(copy, options, facts_for(TargetName.parse(options.target).arch), {}, choices=choices)
     context: Any = CudaRunner(program, LoadOptions()).context()
     return [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Conv"]
 

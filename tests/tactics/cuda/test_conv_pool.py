@@ -8,13 +8,13 @@ import pytest
 from support.net import Net
 from support.simulated import check_simulated, kinds, lowered
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import emit_program
 from optdnn.ops.pool import MaxPoolAttrs
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda import conv, conv_patch, conv_problem, nvrtc
-from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.tactics.cuda import conv_pool, conv_sm90, table
 from optdnn.tactics.cuda.conv import HopperConv
 from optdnn.tactics.cuda.select import Choice
@@ -76,10 +76,10 @@ def test_a_librarys_convolution_that_was_chosen_runs_beside_one_that_would_take_
     optimize(graph, options, "cuda:sm_90a")
     keys = {
         d.signature
-        for d in emit_program(graph, options, "cuda:sm_90a", {}).decisions
+        for d in emit_program(graph, options, of_arch("sm_90a"), {}).decisions
         if d.choice.tactic == "conv_pool_sm90"
     }
-    chosen = emit_program(graph, options, "cuda:sm_90a", {}, {key: Choice("library") for key in keys})
+    chosen = emit_program(graph, options, of_arch("sm_90a"), {}, {key: Choice("library") for key in keys})
     assert len(keys) == 1
     assert [d.choice.tactic for d in chosen.decisions if d.signature in keys] == ["library"]
     assert any(d.op.kind == "MaxPool" for d in chosen.decisions)
@@ -116,7 +116,7 @@ def problem(pooled: bool = True, **more: Any) -> conv_problem.Problem:
 
 
 def test_tiles_are_whole_windows_that_lie_in_shared_memory() -> None:
-    offers = conv_sm90.ranked(problem(), True)
+    offers = conv_sm90.ranked(problem(), True, of_arch("sm_90a"))
     assert len(offers) >= 8
     for o in offers:
         assert isinstance(o.config, conv_patch.PatchConfig)
@@ -137,8 +137,8 @@ def test_tiles_are_whole_windows_that_lie_in_shared_memory() -> None:
 def test_kernels_do_not_spill() -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
     found = problem()
-    configs = [o.config for o in conv_sm90.ranked(found, True)][:2]
+    configs = [o.config for o in conv_sm90.ranked(found, True, of_arch("sm_90a"))][:2]
     for config in configs:
         (kernel,) = nvrtc.resources(conv_patch.recipe(found, config)).values()
         assert kernel.spill_bytes == 0
-        assert conv_patch.shared_bytes(found, config) <= h200().shared_per_block
+        assert conv_patch.shared_bytes(found, config) <= of_arch("sm_90a").shared_per_block

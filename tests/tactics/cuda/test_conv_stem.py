@@ -10,17 +10,20 @@ from support.net import Net
 from support.simulated import TOLERANCE, feeds_of, kinds, lowered, simulate
 from test_stem import normalized, picture
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.lower_cuda import lower_cuda
 from optdnn.ops.conv import ConvAttrs
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda import conv_stem_cost
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv_stem import StemConv
 from optdnn.tactics.cuda.select import Choice, named
+from optdnn.target_name import TargetName
 
 
 def chosen(graph: Graph, precision: str = "fp16", target: str = "simulate") -> tuple[Program, Sequence[str]]:
@@ -37,7 +40,9 @@ def chosen(graph: Graph, precision: str = "fp16", target: str = "simulate") -> t
 
     copy = graph.copy()
     optimize(copy, options, target)
-    return lower_cuda(copy, options, target, {}, choices=choices, visit=visit), reasons
+    return lower_cuda(
+        copy, options, facts_for(TargetName.parse(target).arch), {}, choices=choices, visit=visit
+    ), reasons
 
 
 def residual(n: Net) -> Value:
@@ -131,7 +136,7 @@ def test_its_configurations_are_offered_by_name() -> None:
             assert str(named(b, op, StemConv(), seen[-1], key)) == seen[-1]
             assert all(o.row_invariant for o in StemConv().configs(b, op)), "one order of sums"
 
-    lower_cuda(graph, options, "simulate", {}, visit=visit)
+    lower_cuda(graph, options, of_arch("sm_90a"), {}, visit=visit)
     assert 4 < len(seen) == len(set(seen))
 
 

@@ -7,7 +7,7 @@ from support.net import Net
 from support.simulated import check_simulated
 
 from optdnn.runtime.cuda import gemv, nvrtc
-from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.gpu_facts import of_arch
 
 
 def net(rows: int, depth: int, columns: int, kind: str = "gemm") -> Net:
@@ -39,9 +39,9 @@ def test_what_it_is_not_for_it_refuses(rows: int, depth: int, columns: int, reas
 
 def test_configurations_keep_enough_loads_in_flight() -> None:
     problem = gemv.Problem(1, 4096, 25088)
-    best = gemv.candidates(problem, h200())[0]
+    best = gemv.candidates(problem, of_arch("sm_90a"))[0]
     assert gemv.refuse(problem, best) is None
-    assert 45e-6 < gemv.estimate(problem, best, h200()) < 65e-6
+    assert 45e-6 < gemv.estimate(problem, best, of_arch("sm_90a")) < 65e-6
     assert gemv.refuse(gemv.Problem(5, 8, 8), best) == "it is for up to 4 rows, not 5"
     assert "tile" in str(gemv.refuse(problem, gemv.Config(8, 4, 8)))
 
@@ -51,6 +51,6 @@ def test_kernels_do_not_spill() -> None:
     for rows in (1, 4):
         problem = gemv.Problem(rows, 1000, 4096, (("bias",), ("add",), ("relu",)), "bfloat16")
         for arch in ("sm_80", "sm_90a"):
-            for config in gemv.candidates(problem, h200())[:2]:
+            for config in gemv.candidates(problem, of_arch("sm_90a"))[:2]:
                 (kernel,) = nvrtc.resources(gemv.recipe(problem, config, arch)).values()
                 assert kernel.spill_bytes == kernel.stack_bytes == 0

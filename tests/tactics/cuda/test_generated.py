@@ -24,6 +24,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.plan import parse
 from optdnn.runtime.program import Program
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner, strided
@@ -347,7 +348,7 @@ def test_pointwise_work_on_8_bit_integers_is_exact(dtype: Any, zero: int | None,
     scaled = n.op("Mul", x, n.fake(n.input(2, 16, 1, 1, name="s"), 0.02))
     graph = n.done(n.q(scaled, 0.0173, zero, dtype), n.q(n.op("Relu", n.op("Add", x, y)), 0.0291, zero, dtype))
     FoldQuantized()(graph, PassContext(target="cuda:sm_90a"))
-    program = lower_cuda(graph, BuildOptions(target="simulate"), "simulate", {})
+    program = lower_cuda(graph, BuildOptions(target="simulate"), of_arch("sm_90a"), {})
     feeds = feeds_of(graph)
     feeds["x"].reshape(-1)[:3] = 1e30, -1e30, np.inf
     compare_steps(program, feeds, 0.0, tmp_path)

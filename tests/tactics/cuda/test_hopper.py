@@ -12,7 +12,7 @@ from support.simulated import check_simulated, lowered
 from optdnn.ir.graph import Graph
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda import conv, conv_params, conv_patch, conv_problem
-from optdnn.runtime.cuda.conv_cost import h200
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.plan import Pointer, TensorMap, parse
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda import conv_sm90
@@ -84,8 +84,8 @@ def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pyte
     precision, _, stream = precision.partition(", ")
     ranked = conv_sm90.ranked
 
-    def remember(problem: conv_problem.Problem, dense: bool) -> tuple[Offer, ...]:
-        found = ranked(problem, dense)
+    def remember(problem: conv_problem.Problem, dense: bool, gpu: Any) -> tuple[Offer, ...]:
+        found = ranked(problem, dense, gpu)
         if stream and conv.refuse(problem, STREAM.config) is None:
             found = (STREAM, *found)
         problems.append((problem, found[0].config))
@@ -120,7 +120,7 @@ def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pyte
             )
             block[r.at : r.at + len(value)] = value
         bind: Any = conv.bind if isinstance(config, conv.Config) else conv_patch.bind
-        made = bind(problem, config, h200(), None, pointers_of(program, parsed, operands, problem))
+        made = bind(problem, config, of_arch("sm_90a"), None, pointers_of(program, parsed, operands, problem))
         (want,) = made.parameters
         assert parsed.launch.grid == made.grid
         assert parsed.launch.block == made.block
@@ -130,7 +130,7 @@ def test_launches_are_those_of_bind(name: str, precision: str, monkeypatch: pyte
         kept = [program.buffers[i] for i in step.outputs if i in program.retained]
         if config.stream if isinstance(config, conv.Config) else False:
             assert [b.offset for b in kept] == [None]
-            sizes = conv.workspace(problem, config, h200())
+            sizes = conv.workspace(problem, config, of_arch("sm_90a"))
             assert kept[0].nbytes == sizes[1]
             assert sizes[0] in [b.nbytes for i in step.outputs if (b := program.buffers[i]).offset is not None]
         else:
@@ -165,7 +165,7 @@ def test_a_wrong_stride_is_noticed() -> None:
 def test_split_kernels_do_not_write_into_joint_buffers() -> None:
     """A cluster stores at the pitch of its own channels: in a wider buffer only unsplit configurations do."""
     problem = conv_problem.Problem(1, 64, (conv_problem.Source(7, 7, 512, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",),))
-    dense, joint = (conv_sm90.ranked(problem, dense)[0].config for dense in (True, False))
+    dense, joint = (conv_sm90.ranked(problem, dense, of_arch("sm_90a"))[0].config for dense in (True, False))
     assert dense.split > 1
     assert joint.split == 1
 
@@ -192,11 +192,11 @@ def test_patches_are_chosen_where_they_win_and_can() -> None:
     wide = conv_problem.Problem(
         8, 64, (conv_problem.Source(56, 56, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",), ("relu",))
     )
-    assert isinstance(conv_sm90.ranked(wide, True)[0].config, conv_patch.PatchConfig)
+    assert isinstance(conv_sm90.ranked(wide, True, of_arch("sm_90a"))[0].config, conv_patch.PatchConfig)
     strided = conv_problem.Problem(
         8, 64, (conv_problem.Source(56, 56, 64, (3, 3), (2, 2), (1, 1, 1, 1)),), (("bias",), ("relu",))
     )
-    assert isinstance(conv_sm90.ranked(strided, True)[0].config, conv.Config)
+    assert isinstance(conv_sm90.ranked(strided, True, of_arch("sm_90a"))[0].config, conv.Config)
 
 
 def test_rows_behind_a_transpose_hold_their_padding() -> None:

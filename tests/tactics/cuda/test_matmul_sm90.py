@@ -17,6 +17,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda import conv, conv_cost
 from optdnn.runtime.cuda.conv import Config
 from optdnn.runtime.cuda.conv_problem import Problem, Source
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda import conv_sm90
 
@@ -128,18 +129,18 @@ def test_a_stack_has_tiles_of_every_product() -> None:
     assert config.joint_tiles(PRODUCT) == (2, 24 * 2 * 2)
     assert PRODUCT.flops == 24 * 2 * 100 * 72 * 520
     assert PRODUCT.k_steps == 9
-    found = conv_cost.candidates(PRODUCT, conv_cost.h200(), 20)
+    found = conv_cost.candidates(PRODUCT, of_arch("sm_90a"), 20)
     assert found
     assert all(conv.refuse(PRODUCT, c) is None for c in found)
 
 
 def test_few_products_of_long_rows_are_cut_along_k() -> None:
     """Gram matrices: one tile each, which alone would leave most of the machine idle."""
-    device = conv_cost.h200()
+    device = of_arch("sm_90a")
     gram = Problem(64, 64, (Source(1, 1, 16384),), stack=(4, 1))
     best = conv_cost.candidates(gram, device, 1)[0]
     assert best.stream
-    first, second, *_ = (offer.config for offer in conv_sm90.ranked(gram, False))
+    first, second, *_ = (offer.config for offer in conv_sm90.ranked(gram, False, of_arch("sm_90a")))
     assert not first.stream, "what is taken unmeasured"
     assert second == best
     assert 100 <= conv.grid_blocks(gram, best, device) <= device.multiprocessors

@@ -11,11 +11,12 @@ from support.net import Net
 from support.simulated import feeds_of
 from test_generated import compare_steps
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import Emitted, emit_program, lower_cuda
 from optdnn.ops.pool import MaxPoolAttrs
+from optdnn.optimizing import optimize
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.tactics.cuda import table
 from optdnn.tactics.cuda.select import Choice, Selection, alternatives
 
@@ -38,7 +39,7 @@ def pooled(attrs: MaxPoolAttrs, channels: int = 16, size: tuple[int, int] = (9, 
 def emitted(graph: Graph, options: BuildOptions = OPTIONS) -> Emitted:
     copy = graph.copy()
     optimize(copy, options, "simulate")
-    return emit_program(copy, options, "simulate", {})
+    return emit_program(copy, options, of_arch("sm_90a"), {})
 
 
 CASES = {
@@ -67,11 +68,11 @@ def test_tiles(name: str, precision: str, tmp_path: Path) -> None:
 
     copy = graph.copy()
     optimize(copy, options, "simulate")
-    emit_program(copy, options, "simulate", {}, None, visit)
+    emit_program(copy, options, of_arch("sm_90a"), {}, None, visit)
     shapes = {choice.config.partition("t2")[0]: (key, choice) for key, choice in found if choice.config.endswith("t64")}
     assert len(shapes) >= 4
     for number, (key, choice) in enumerate(shapes.values()):
-        program = lower_cuda(copy, options, "simulate", {}, choices={key: choice})
+        program = lower_cuda(copy, options, of_arch("sm_90a"), {}, choices={key: choice})
         assert [t["config"] for t in program.meta["tactics"] if t["kind"] == "MaxPool"] == [choice.config]
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -17,14 +17,18 @@ from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.integers import MoveIntegers, RecentreIntegers
+from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.program import Program, validate
+from optdnn.target_name import TargetName
 
 
 def built(graph: Graph, target: str = "simulate") -> tuple[Graph, Program]:
     copy, context = graph.copy(), PassContext(target="cuda:sm_90a" if target == "simulate" else target)
     for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
         one(copy, context)
-    program = lower_cuda(copy, BuildOptions(target=target, no_cubins=True), target, {})
+    program = lower_cuda(
+        copy, BuildOptions(target=target, no_cubins=True), facts_for(TargetName.parse(target).arch), {}
+    )
     validate(program)
     return copy, program
 

@@ -21,7 +21,9 @@ from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.precision import choices, multiplies
+from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.program import Program, validate
+from optdnn.target_name import TargetName
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -31,7 +33,9 @@ def built(graph: Graph, target: str) -> Program:
     copy = graph.copy()
     for one in (FoldQuantized(), AssignLayout()):
         one(copy, PassContext(target=target))
-    program = lower_cuda(copy, BuildOptions(target=target, no_cubins=True), target, {})
+    program = lower_cuda(
+        copy, BuildOptions(target=target, no_cubins=True), facts_for(TargetName.parse(target).arch), {}
+    )
     validate(program)
     return program
 
@@ -146,6 +150,6 @@ def test_programs_compile(arch: str, name: str) -> None:
     copy, target = n.done(*NETS[name](n)), f"cuda:{arch}"
     for one in (FoldQuantized(), AssignLayout()):
         one(copy, PassContext(target=target))
-    program = lower_cuda(copy, BuildOptions(target=target), target, {})
+    program = lower_cuda(copy, BuildOptions(target=target), facts_for(TargetName.parse(target).arch), {})
     assert {k.arch for k in program.kernels} == {arch}
     assert any(k.template == "conv_sm80.cu" for k in program.kernels)

@@ -13,13 +13,14 @@ from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program, validate
 
 
 def built(graph: Graph) -> Program:
     copy = graph.copy()
     FoldQuantized()(copy, PassContext(target="cuda:sm_90a"))
-    program = lower_cuda(copy, BuildOptions(target="simulate"), "simulate", {})
+    program = lower_cuda(copy, BuildOptions(target="simulate"), of_arch("sm_90a"), {})
     validate(program)
     return program
 

@@ -13,14 +13,15 @@ from support.sequence_cases import heads, recurrent
 from support.simulated import feeds_of, lowered, simulate
 from test_squeeze import excited
 
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UsageError
 from optdnn.ir.graph import Graph, Value
 from optdnn.lower_cuda import Emitted, emit_program, lower_cuda
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.norm import GroupNormAttrs
+from optdnn.optimizing import optimize
 from optdnn.runtime.cuda import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.tactics.cuda import conv_sm90, table
 from optdnn.tactics.cuda.builder import Builder
 from optdnn.tactics.cuda.conv import HopperConv
@@ -41,7 +42,7 @@ def emitted(graph: Graph, choices: dict[str, Choice] | None = None, **options: A
     chosen = BuildOptions(target="cuda:sm_90a", precision="fp16", **options)
     copy = graph.copy()
     optimize(copy, chosen, "cuda:sm_90a")
-    return emit_program(copy, chosen, "cuda:sm_90a", {}, choices)
+    return emit_program(copy, chosen, of_arch("sm_90a"), {}, choices)
 
 
 def convolutions(found: Emitted) -> list[Any]:
@@ -65,7 +66,7 @@ def test_a_choice_is_followed_and_gives_the_same_results() -> None:
     chosen = BuildOptions(target="simulate", precision="fp16")
     copy = graph.copy()
     optimize(copy, chosen, "simulate")
-    other = lower_cuda(copy, chosen, "simulate", {}, choices={first.signature: wanted})
+    other = lower_cuda(copy, chosen, of_arch("sm_90a"), {}, choices={first.signature: wanted})
     feeds = feeds_of(graph)
     ours, plain = simulate(other, feeds), simulate(lowered(graph), feeds)
     for name, value in plain.items():
@@ -89,7 +90,7 @@ def test_every_configuration_that_is_offered_can_be_chosen() -> None:
     options = BuildOptions(target="cuda:sm_90a", precision="fp16")
     copy = graph.copy()
     optimize(copy, options, "cuda:sm_90a")
-    emit_program(copy, options, "cuda:sm_90a", {}, None, visit)
+    emit_program(copy, options, of_arch("sm_90a"), {}, None, visit)
     assert len(found) > 10
     assert len(set(found)) == len(found)
     for choice in found[:40:5]:
@@ -114,7 +115,7 @@ def test_a_choice_needs_no_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -
     chosen = {d.signature: d.choice for d in convolutions(emitted(graph))}
     assert all(c.config for c in chosen.values())
 
-    def ranked(problem: Any, dense: bool) -> Any:
+    def ranked(problem: Any, dense: bool, gpu: Any) -> Any:
         raise AssertionError("the cost model was asked")
 
     monkeypatch.setattr(conv_sm90, "ranked", ranked)
@@ -258,7 +259,7 @@ def test_a_tactic_whose_rows_depend_on_the_batch_is_refused(monkeypatch: pytest.
             seen.extend(r["reason"] for r in refused)
             assert not able
 
-    emit_program(copy, options, "cuda:sm_90a", {}, None, visit)
+    emit_program(copy, options, of_arch("sm_90a"), {}, None, visit)
     assert "a row of its result depends on the size of the batch" in seen
 
 

@@ -14,10 +14,11 @@ from support.simulated import check_simulated, kinds, lowered
 from support.timer import FakeTimer
 
 from optdnn.autotune import Tuner
-from optdnn.compiler import optimize
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import ConcatAttrs
+from optdnn.optimizing import optimize
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda import separable
 from optdnn.tactics.cuda.tuned import Tuned
@@ -27,7 +28,7 @@ from optdnn.tactics.timing_cache import TimingCache
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the cost model were for one launch everywhere."""
-    monkeypatch.setattr(separable, "_slower", lambda problem, invariant=False: None)
+    monkeypatch.setattr(separable, "_slower", lambda problem, gpu, invariant=False: None)
 
 
 def inside(n: Net, images: int, channels: int, *size: int, name: str = "x") -> Value:
@@ -183,7 +184,7 @@ def test_other_machines_and_types_are_refused(options: dict[str, Any], reason: s
 
 @pytest.mark.parametrize("faster", [False, True])
 def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(separable, "_apart", lambda problem: 1.0 if faster else 1e-9)
+    monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1.0 if faster else 1e-9)
     program = lowered(of(plain))
     assert ("SeparableConv" in kinds(program)) == faster
     assert faster or any("two launches are predicted" in r for r in reasons(program))
@@ -191,7 +192,7 @@ def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("more", [{"kernel": 5, "pads": 2}, {"out": 168}])
 def test_what_was_not_measured_is_for_tuning(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(separable, "_apart", lambda problem: 1.0)
+    monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1.0)
     program = lowered(of(lambda n: plain(n, **more)))
     assert "SeparableConv" not in kinds(program)
     assert any("only tuning tries" in r for r in reasons(program))
@@ -201,7 +202,7 @@ def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: p
     """Whether one launch or two, many images decide, and no blocks share K."""
     asked: list[int] = []
 
-    def apart(problem: Any) -> float:
+    def apart(problem: Any, gpu: Any) -> float:
         asked.append(problem.batch)
         return 1.0
 
@@ -212,7 +213,7 @@ def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: p
         (made,) = [s.params["tactic"] for s in program.steps if s.params["op"]["kind"] == "SeparableConv"]
         assert "k1b" in made
     assert set(asked) == {separable.MANY}
-    monkeypatch.setattr(separable, "_apart", lambda problem: 1e-9)
+    monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1e-9)
     program = lowered(of(plain), row_invariant=True)
     assert "SeparableConv" not in kinds(program)
     assert any("two launches are predicted" in r for r in reasons(program))
@@ -235,7 +236,7 @@ def tuned(seconds: Callable[[str], float]) -> tuple[Tuned, list[str]]:
     graph = of(lambda n: plain(n, 1, 96, size=(14, 14)))
     optimize(graph, options, "cuda:sm_90a")
     timer = FakeTimer(seconds, lambda tactics: sum(map(seconds, tactics)) * 1e3)
-    found = Tuner(graph, options, "cuda:sm_90a", timer, TimingCache(), clock=lambda: timer.now).run()
+    found = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now).run()
     assert any(name.startswith("separable") for _, name in timer.trials), "it was tried"
     return found, [c.tactic for c in found.choices.values()]
 

@@ -13,6 +13,7 @@ from optdnn.errors import EngineError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda import conv, conv_problem
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 from optdnn.tactics.cuda import conv_sm90
@@ -25,8 +26,8 @@ def prefer_stream_k(monkeypatch: pytest.MonkeyPatch, config: conv.Config = CONFI
     """Take it wherever it is not refused."""
     ranked = conv_sm90.ranked
 
-    def first(problem: conv_problem.Problem, dense: bool) -> tuple[Offer, ...]:
-        offers = ranked(problem, dense)
+    def first(problem: conv_problem.Problem, dense: bool, gpu: GpuFacts) -> tuple[Offer, ...]:
+        offers = ranked(problem, dense, gpu)
         return offers if conv.refuse(problem, config) else (Offer(config, row_invariant=False), *offers)
 
     monkeypatch.setattr(conv_sm90, "ranked", first)

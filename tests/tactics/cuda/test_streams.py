@@ -17,6 +17,7 @@ from optdnn.errors import EngineError, UsageError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import emit_program
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.lanes import dependencies, earlier, first_race
 from optdnn.runtime.program import Slot
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
@@ -215,31 +216,31 @@ def test_auto_is_what_was_measured_else_what_is_predicted() -> None:
     """With a measurement, what was found to be faster; without one, clear gains alone. Measured times go before predicted ones."""
     options = BuildOptions(target="simulate", precision="fp16")
     graph = inception(64)
-    emitted = emit_program(_optimized(graph), options, "simulate", {})
+    emitted = emit_program(_optimized(graph), options, of_arch("sm_90a"), {})
     program, predicted = emitted.program, emitted.seconds()
     short = dict.fromkeys(range(len(program.steps)), 0.3 * US)
-    assert not on_lanes(program, short, options).lanes
+    assert not on_lanes(program, of_arch("sm_90a"), short, options).lanes
     assert program.meta["streams"] == {
         "lanes": 1,
         "why": "nothing is predicted to gain side by side",
         **_times(program),
     }
     assert (
-        on_lanes(program, dict.fromkeys(predicted, 50 * US), options).meta["streams"]["why"]
+        on_lanes(program, of_arch("sm_90a"), dict.fromkeys(predicted, 50 * US), options).meta["streams"]["why"]
         == "predicted, not measured"
     )
     seconds = {d.signature: 50 * US for d in emitted.decisions}
     known = emitted.seconds(seconds)
     assert known != predicted
     assert set(known.values()) == {50 * US}
-    assert not on_lanes(program, known, options, Streams(1, False, seconds)).lanes
-    assert on_lanes(program, known, options, Streams(4, False, seconds)).lanes
+    assert not on_lanes(program, of_arch("sm_90a"), known, options, Streams(1, False, seconds)).lanes
+    assert on_lanes(program, of_arch("sm_90a"), known, options, Streams(4, False, seconds)).lanes
     one = BuildOptions(target="simulate", precision="fp16", streams=1)
-    assert not on_lanes(program, known, one, Streams(4, False, seconds)).lanes
+    assert not on_lanes(program, of_arch("sm_90a"), known, one, Streams(4, False, seconds)).lanes
 
 
 def _optimized(graph: Graph) -> Graph:
-    from optdnn.compiler import optimize
+    from optdnn.optimizing import optimize
 
     copy = graph.copy()
     optimize(copy, BuildOptions(target="simulate", precision="fp16"), "simulate")

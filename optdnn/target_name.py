@@ -1,0 +1,65 @@
+"""Names of targets, as ``--target`` takes them and engine files hold them: ``cpu``, ``simulate``, ``cuda:sm_90a`` and so on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from optdnn.errors import UsageError
+from optdnn.suggest import did_you_mean
+
+HOPPER = "sm_90a"
+"""The architecture whose programs ``simulate`` runs."""
+FAMILIES = ("cpu", "reference", "simulate", "cuda")
+BUILDABLE = ("sm_90a", "sm_89", "sm_86", "sm_80")
+"""Architectures that a build may name."""
+TARGETS = ("auto", *FAMILIES, *(f"cuda:{arch}" for arch in BUILDABLE))
+"""What a build's ``target`` may be. ``cuda`` is the GPU of this machine, ``auto`` that GPU where it is usable, else cpu."""
+_ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
+
+
+@dataclass(frozen=True)
+class TargetName:
+    """A target's name, parsed. ``arch`` is the architecture of its kernels: that of Hopper for ``simulate``, "" where there are
+    none, or where the GPU of this machine is meant."""
+
+    family: str
+    arch: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> TargetName:
+        """Read a name; "" names no target. An architecture need not be one of :data:`BUILDABLE`.
+
+        Raises UsageError for an unknown family or text that is no architecture.
+        """
+        return _parsed(text)
+
+    def __str__(self) -> str:
+        return f"cuda:{self.arch}" if self.family == "cuda" and self.arch else self.family
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether its programs are launches of GPU kernels: ``cuda``, and ``simulate``, which runs them in NumPy."""
+        return self.family in ("cuda", "simulate")
+
+    @property
+    def simulated(self) -> bool:
+        return self.family == "simulate"
+
+    @property
+    def machine(self) -> TargetName:
+        """The target whose passes and kernels it has: for ``simulate``, that of Hopper."""
+        return TargetName("cuda", HOPPER) if self.simulated else self
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> TargetName:
+    if text in ("", "auto", "cpu", "reference", "cuda"):
+        return TargetName(text)
+    if text == "simulate":
+        return TargetName(text, HOPPER)
+    family, colon, arch = text.partition(":")
+    if family == "cuda" and colon and _ARCH.fullmatch(arch):
+        return TargetName(family, arch)
+    raise UsageError(f"target {text!r} is not one of {', '.join(TARGETS)}", hint=did_you_mean(text, TARGETS))

@@ -1,0 +1,31 @@
+"""The target ``cpu``: OpenVINO and ONNX Runtime on the optimized graph, the faster one by measurement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from optdnn.config import BuildOptions
+from optdnn.passes.assign_precision import is_mixture
+from optdnn.precision.targets import base_of
+from optdnn.tactics.counterpart import beside_fp32
+from optdnn.tactics.cpu import choose
+from optdnn.tactics.timing_cache import TimingCache
+from optdnn.targets.base import Compiled, Optimized, Progress, Target
+
+
+class Cpu(Target):
+    """The libraries of the CPU."""
+
+    def compile(self, work: Optimized, options: BuildOptions, cache: TimingCache, progress: Progress) -> Compiled:
+        # Of the CPU libraries, OpenVINO alone computes some ops in bf16 and others in fp32.
+        mixed = is_mixture(work.plan) and "bf16" in work.plan.floats and options.tactics == "auto"
+        allowed = replace(options, tactics="openvino") if mixed else options
+        base = base_of(work.plan)
+        choice = choose(work.graph, allowed, cache, work.meta, progress, base=base, label=work.label)
+        beside = None
+        if work.label != "fp32":
+            beside = beside_fp32(work.in_fp32, choice, work.label, options, cache, progress)
+        return Compiled(
+            choice.engine.program, choice.engine, choice.rows, choice.fallbacks, beside_fp32=beside, ran=choice.ran,
+            otherwise=choice.library, base=base,
+        )  # fmt: skip

@@ -1,0 +1,117 @@
+"""The target ``cuda``: launches of kernels for one architecture of NVIDIA GPUs, for the sizes that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+
+from optdnn.autotune import tune
+from optdnn.config import AUTO, BuildOptions
+from optdnn.errors import UsageError
+from optdnn.first_run import Tried, finish
+from optdnn.importers.values import size_inputs
+from optdnn.ir.graph import Graph
+from optdnn.ir.held import hold
+from optdnn.passes.contract import Account, on_gpu
+from optdnn.plan_calibration import SharedCalibration
+from optdnn.plans import Planned, by_value, plan_profiles, replan
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.plan import tf32_nodes
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.program import Program
+from optdnn.tactics.timing_cache import TimingCache
+from optdnn.target_name import TargetName
+from optdnn.targets.base import Compiled, Meta, Optimized, Progress, Source, Target
+
+
+class Cuda(Target):
+    """Our kernels, and those of cuDNN and cuBLASLt where they are faster: by measurement where the GPU is here."""
+
+    one_size = True
+    retunable = True
+    """Whether engines keep their graph, so that their tactics can be chosen anew."""
+
+    @cached_property
+    def gpu(self) -> GpuFacts:
+        """The GPU that programs are made for: the one of this machine where it has the architecture, else a named one."""
+        return facts_for(self.name.arch)
+
+    def size_inputs(self, graph: Graph) -> Sequence[str]:
+        return size_inputs(graph)
+
+    def plan_sizes(
+        self,
+        source: Source,
+        symbolic: Graph,
+        options: BuildOptions,
+        meta: Meta,
+        account: Account,
+        cache: TimingCache,
+        progress: Progress,
+    ) -> Planned:
+        if options.values:
+            raise UsageError("inputs with values go with fixed shapes only", hint="give --shape sizes, not ranges")
+        if options.precision == AUTO:
+            raise UsageError(
+                "precision auto on a GPU needs fixed shapes", hint="give one size for each: --shape x=8x3x224x224"
+            )
+        share = replace(options, budget=options.budget and options.budget / len(symbolic.profiles))
+        tuner = partial(tune, options=share, gpu=self.gpu, cache=cache, say=progress)
+        sized = options if options.calib is None else replace(options, calib=SharedCalibration(options.calib))
+        return plan_profiles(source.model, symbolic, sized, self.gpu, meta, progress, tuner, account)
+
+    def compile(self, work: Optimized, options: BuildOptions, cache: TimingCache, progress: Progress) -> Compiled:
+        if work.planned is None:
+            compiled = self._one(work, options, cache, progress)
+        else:
+            program = by_value(work.graph, work.planned.program, work.source.sizes, work.source.model, options)
+            compiled = Compiled(program, first_runs=work.planned.first_runs)
+        compiled.ran = on_gpu(work.graph, tf32_nodes(compiled.program))
+        compiled.otherwise = f"no kernel of {self.name} has that precision for it: another"
+        return compiled
+
+    def _one(self, work: Optimized, options: BuildOptions, cache: TimingCache, progress: Progress) -> Compiled:
+        """The program for fixed sizes."""
+        tuned = tune(work.graph, options, self.gpu, cache, progress)
+        program, tried = finish(work.graph, options, self.gpu, work.meta, progress, tuned)
+        program = replace(program, precision=work.label)
+        if options.precision != AUTO:
+            program = by_value(work.graph, program, work.source.sizes, work.source.model, options)
+        if self.retunable and program.by_value is None:
+            program = hold(work.graph, program)
+        first_runs: list[Tried] = [] if tried is None else [tried]
+        tuning = None if tuned is None else tuned.to_plain()
+        return Compiled(program, fallbacks=self._on_cpu(program), tuning=tuning, first_runs=first_runs)
+
+    def _on_cpu(self, program: Program) -> dict[str, list[dict[str, str]]]:
+        """The operators that run on the CPU, each with the reason."""
+        operators = program.meta["host"]["operators"]
+        rows = [{"operator": o["kind"], "node": " + ".join(o["nodes"]), "reason": o["why"]} for o in operators]
+        return {str(self.name): rows}
+
+    def load(self, program: Program) -> Engine:
+        # The machine that builds need not be the one that runs: what the GPU must have is looked at on first use.
+        return Engine(program, options=LoadOptions(defer=True, trust_cubins=True, planner=replan))
+
+
+@contextmanager
+def beginning(options: BuildOptions) -> Iterator[None]:
+    """Has what takes its time begin beside the build, where it may use a GPU: the process that uses it, and the libraries that take
+    part. The process ends with the block."""
+    name = TargetName.parse(options.target)
+    if name.family not in ("auto", "cuda"):
+        yield
+        return
+    from optdnn.runtime.cuda import start
+    from optdnn.runtime.cuda.trial_process import gpu_process
+
+    with gpu_process() as process:
+        start.begin_trials(process, options.target)
+        if "heuristic" not in options.tactics.split(",") or not name.arch:
+            wanted = ("cudnn", "cublaslt") if options.tactics == "auto" else options.tactics.split(",")
+            start.load_libraries(*(name for name in wanted if name in ("cudnn", "cublaslt")))
+        yield

@@ -1,0 +1,15 @@
+"""The target ``reference``: NumPy kernels in the model's own types."""
+
+from __future__ import annotations
+
+from optdnn.config import BuildOptions
+from optdnn.lower import lower_reference
+from optdnn.tactics.timing_cache import TimingCache
+from optdnn.targets.base import Compiled, Optimized, Progress, Target
+
+
+class Reference(Target):
+    """Every operator from its NumPy kernel; there is nothing to choose."""
+
+    def compile(self, work: Optimized, options: BuildOptions, cache: TimingCache, progress: Progress) -> Compiled:
+        return Compiled(lower_reference(work.graph, work.meta))

@@ -1,0 +1,11 @@
+"""The target ``simulate``: Hopper's program, each launch by its meaning in NumPy. Nothing is compiled, tuned or tried."""
+
+from __future__ import annotations
+
+from optdnn.targets.cuda import Cuda
+
+
+class Simulate(Cuda):
+    """What ``cuda:sm_90a`` computes, without a GPU."""
+
+    retunable = False

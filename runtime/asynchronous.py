@@ -1,0 +1,51 @@
+"""Runs in threads of their own: the caller goes on, and learns of the results by a callback, a future or an await."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+THREADS = 4
+"""Runs at once; further ones wait. Each has a context, and with it memory, of its own."""
+
+Callback = Callable[[Any, Any, str], None]
+"""Called with the results (None after an error), the caller's ``user_data``, and the error's text ("" without one)."""
+
+
+class Runs:
+    """The threads of one engine or session; they start with the first run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def start(
+        self, run: Callable[[], Result], callback: Callback | None = None, user_data: object = None
+    ) -> Future[Result]:
+        """Begin ``run()`` in a thread, which then calls ``callback``. An error of the callback itself is logged."""
+        with self._lock:
+            self._pool = self._pool or ThreadPoolExecutor(THREADS, "optdnn-run")
+            return self._pool.submit(_run, run, callback, user_data)
+
+
+def _run(run: Callable[[], Result], callback: Callback | None, user_data: object) -> Result:
+    try:
+        result = run()
+    except Exception as error:
+        _tell(callback, None, user_data, str(error))
+        raise
+    _tell(callback, result, user_data, "")
+    return result
+
+
+def _tell(callback: Callback | None, result: object, user_data: object, error: str) -> None:
+    if callback is None:
+        return
+    try:
+        callback(result, user_data, error)
+    except Exception:
+        logging.getLogger("optdnn").exception("the callback of run_async failed")
