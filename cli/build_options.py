@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import click
 
 from optdnn.cli.options import config_option, option, words
-from optdnn.config import CALIBRATORS, IO_DTYPES, PRECISIONS, TARGETS, BuildOptions
+from optdnn.config import CALIBRATORS, IO_DTYPES, PRECISIONS, BuildOptions
 from optdnn.errors import UsageError
 from optdnn.ranges import parse_shapes
+from optdnn.target_name import TARGETS
 
 F = TypeVar("F", bound=Callable[..., Any])
 PRECISION, NETWORK, TUNING = "Precision", "Network", "Target and tuning"
