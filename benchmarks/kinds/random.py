@@ -26,14 +26,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import re
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.models import tests_on_path
 from benchmarks.rows import Results, command_parser, lines, say
@@ -42,7 +38,8 @@ tests_on_path()
 
 from random_nets.failing import shrink  # noqa: E402
 from random_nets.families import FAMILIES  # noqa: E402
-from random_nets.pool import Row, Task, tried  # noqa: E402
+from random_nets.pool import Task, tried  # noqa: E402
+from random_nets.summary import summary, written  # noqa: E402
 from random_nets.trial import FAILED  # noqa: E402
 
 PROCESSOR = (
@@ -50,8 +47,6 @@ PROCESSOR = (
     "simulate fp32", "simulate fp16", "simulate int8",
 )  # fmt: skip
 """The settings that need no GPU."""
-EXAMPLES = 8
-"""Names that the summary keeps of trials that were refused for the same reason."""
 
 
 def settings(args: argparse.Namespace) -> list[list[str]]:
@@ -81,74 +76,6 @@ def planned(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Ta
             for family in args.family.split(","):
                 if (f"{family}-{seed}", told) not in done:
                     yield {"family": family, "seed": seed, "setting": setting}
-
-
-def summary(rows: Sequence[Row], seconds: float, trials: int, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of the run (``about``), counts by setting and family, and the failing, explained and refused trials."""
-    table: dict[str, dict[str, Counter[str]]] = {}
-    for r in rows:
-        family = r.get("family", "files")
-        table.setdefault(r["setting"], {}).setdefault(family, Counter())[r["verdict"]] += 1
-    spent: Counter[str] = Counter()
-    for r in rows:
-        spent.update(r.get("seconds", {}))
-    return {
-        **about,
-        "trials": len(rows),
-        "verdicts": dict(Counter(r["verdict"] for r in rows)),
-        "seconds": round(seconds, 1),
-        "trials_per_second": round(trials / max(seconds, 1e-9), 2),
-        "stages": {k: round(v, 1) for k, v in spent.items()},
-        "counts": table,
-        "failing": [
-            {k: r[k] for k in ("name", "setting", "verdict", "detail")} for r in rows if r["verdict"] in FAILED
-        ],
-        "explained": explained(rows),
-        "refused": refused(rows),
-    }
-
-
-def explained(rows: Iterable[Row]) -> dict[str, dict[str, list[str]]]:
-    """Explanation -> setting -> names: those of the judge, and "oracle" where float64 agrees with optdnn."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for r in rows:
-        if r["verdict"] in ("explained", "oracle"):
-            why = r["detail"].partition(":")[0] if r["verdict"] == "explained" else "oracle"
-            found.setdefault(why, {}).setdefault(r["setting"], []).append(r["name"])
-    return found
-
-
-def refused(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Setting and reason (without numbers and names) of refused trials, how many, and some of them; the most frequent first."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for r in rows:
-        if r["verdict"] in ("refused", "no_oracle"):
-            reason = re.sub(
-                r"'[^']*'",
-                "'…'",
-                re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", r["detail"].rpartition(" [")[0] or r["detail"]),
-            )
-            found.setdefault((r["setting"], f"{r['verdict']}: {reason}"[:240]), []).append(r["name"])
-    return [
-        {"setting": setting, "reason": reason, "trials": len(names), "first": names[:EXAMPLES]}
-        for (setting, reason), names in sorted(found.items(), key=lambda item: -len(item[1]))
-    ]
-
-
-def written(found: dict[str, Any]) -> str:
-    """JSON with one line for each family's counts and each trial."""
-
-    def lines(value: Any, depth: int) -> str:
-        flat = json.dumps(value, ensure_ascii=False)
-        if not isinstance(value, dict | list) or len(flat) + depth < 110 or depth > 2:
-            return flat
-        pad = "\n" + " " * (depth + 1)
-        if isinstance(value, dict):
-            inner = [f"{json.dumps(k)}: {lines(v, depth + 1)}" for k, v in value.items()]
-            return "{" + pad + f",{pad}".join(inner) + "}"
-        return "[" + pad + f",{pad}".join(lines(v, depth + 1) for v in value) + "]"
-
-    return lines(found, 0) + "\n"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""The tables of the documents: what rows become, and that every document shows what the results give."""
+"""The tables of the documents: what rows become. ``tests/docs`` holds the documents against them."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ import pytest
 pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
 
 from benchmarks import figures
-from benchmarks.__main__ import main
 from benchmarks.figures import checks, cpu, gpu, waits
-from benchmarks.figures.markdown import geometric, measured_on
-from benchmarks.rows import RESULTS, ROOT
+from benchmarks.figures.markdown import geometric, measured_on, note
+from benchmarks.rows import RESULTS
 
 RUN = {
     "run": "r", "command": "python x", "commit": "12345678ab", "date": "2026-11-20",
     "machine": {"cpu": "C", "cores": 2, "gpu": "NVIDIA H200", "driver": "580"}, "versions": {"torch": "2.11", "numpy": "2"},
 }  # fmt: skip
-DOCUMENTS = [p for p in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")) if p.exists()]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_documents_show_what_the_results_give(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert figures.updated(text, figures.results()) == text, "run: python -m benchmarks figures README.md docs/…"
-    assert text.count("<!-- figures:") == len(figures.MARKED.findall(text)), "a place for figures without its end"
-
-
-def test_some_document_has_a_place_for_figures() -> None:
-    found = [names for p in DOCUMENTS for _, names, _ in figures.MARKED.findall(p.read_text(encoding="utf-8"))]
-    assert {n.strip() for names in found for n in names.split(",")} == set(figures.TABLES)
+def test_every_table_has_its_results() -> None:
+    assert set(figures.tables(RESULTS)) == set(figures.TABLES)
 
 
 def test_results_are_small() -> None:
     assert sum(p.stat().st_size for p in RESULTS.glob("*")) < 300_000
 
 
-def test_tables_are_written_between_the_markers(tmp_path: Path) -> None:
-    path = tmp_path / "a.md"
-    before, after = "<!-- figures: cpu (python -m benchmarks figures) -->\n", "<!-- end of figures -->\nlast"
-    path.write_text(f"first\n{before}old\n{after}", encoding="utf-8")
-    assert main(["figures", str(path)]) == 0
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith(f"first\n{before}**CPU, fp32")
-    assert text.endswith(after)
-    assert "\nold\n" not in text
-    with pytest.raises(KeyError, match="cpuu"):
-        figures.updated(text.replace("figures: cpu ", "figures: cpuu "), [])
+def test_without_results_there_are_no_tables(tmp_path: Path) -> None:
+    assert figures.tables(tmp_path) == {}
+    with pytest.raises(ValueError, match="no mean of nothing"):
+        geometric([])
+
+
+def test_the_readmes_tables() -> None:
+    rows = [
+        row("zoo/lstm:1@fp16", times=ms(ours=0.1, libraries=0.2, eager=0.4)),
+        row("zoo/lstm:1@fp16", "cuda:sm_90a ours,compile", times=ms(ours=0.1, compile=0.5, compile_max=0.3)),
+        row("zoo/resnet50:1@fp16", times=ms(ours=0.15, eager=0.4)),
+    ]
+    assert gpu.readme(rows).splitlines()[2:] == [
+        "| resnet50, 1 | 0.150 | – | – | 0.400 |",
+        "| lstm, 1 | 0.100 | 0.200 | 0.300 | 0.400 |",
+    ]
+    over = {"onnxruntime": 2.0, "openvino": 1.0}
+    found = [row(w, "cpu onnxruntime,openvino", times=ms(optdnn=2.0), over=over) for w in cpu.README[1:3]]
+    lines = cpu.readme(found).splitlines()
+    assert "| resnet50 | bf16 | 2.00 | 2.00× | 1.00× |" in lines
+    assert lines[-1] == "| geometric mean of 1 | fp32 |  | 2.00× | 1.00× |"
 
 
 def row(workload: str, setup: str = "cuda:sm_90a ours,eager", what: str = "speed", **more: Any) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def test_the_table_of_architectures() -> None:
     text = gpu.architectures(rows)
     assert "| a (16) | 0.200 | 0.800 | – | 4.0× | 1.000 | 2.000 | 1.500 | 1.5× |" in text
     assert "| b | 0.500 | 0.500 | – | 1.0× | – | – | – | – |" in text
-    assert "of 4 pairs, 1.00 at least. Further off, or not finite: b, 1." in text
-    assert "Modules of timm, torchaudio" in text
+    assert "of 4 pairs, 1.00 at least. In brackets: the larger batch. Further off, or not finite: b, 1." in text
+    assert "Modules of timm, torchaudio with" in text
 
 
 def test_the_tables_of_lanes_and_growth() -> None:
@@ -114,9 +114,9 @@ def test_the_tables_of_lanes_and_growth() -> None:
     ]
     text = gpu.lanes(lanes)
     assert "| yolox_s, 4 | 300.0 | 200.0 | 1.50× | 3 | 9 |" in text
-    assert "Not the same bits: yolox_s, 4; lstm, 1. Nothing to put side by side: lstm, 1." in text
+    assert "Not the same bits: yolox_s, 4; lstm, 1. No independent steps worth a lane: lstm, 1." in text
     alike = [{**r, "checks": {"one_lane": {"same_bits": True}}} for r in lanes]
-    assert "Results are the same bits. Nothing" in gpu.lanes(alike)
+    assert "Results are the same bits. No" in gpu.lanes(alike)
     assert gpu.lanes(lanes[1:]) == ""
     name = "zoo/bert_base:1:max_positions=2048:sequence_length=64@fp16"
     assert "| bert_base, 64 | 0.200 | 0.600 | 3.0× |" in gpu.growth([row(name, times=ms(ours=0.2, eager=0.6))])
@@ -168,7 +168,7 @@ def test_the_table_of_waits() -> None:
 def test_the_tables_of_the_cpu() -> None:
     times = ms(optdnn=2.0, onnxruntime=4.0, openvino=2.0)
     over = {"onnxruntime": 2.0, "openvino": 1.0}
-    text = cpu.speed([row("light/x:1@fp32", "cpu onnxruntime,openvino", times=times, over=over, threads=2)])
+    text = cpu.speed("fp32", [row("light/x:1@fp32", "cpu onnxruntime,openvino", times=times, over=over, threads=2)])
     assert "| light_x | 2.00 | 2.00× | 1.00× | 1.00× |" in text
     auto = {"chosen": "int8", "bound": 0.5, "declined": ["int8 declined: it is slower", "bf16 declined: x"]}
     configurations = {
@@ -177,21 +177,17 @@ def test_the_tables_of_the_cpu() -> None:
         "auto 0.5": {"accuracy": 98.8, "ms": 0.1, "engine_bytes": 1000, "precision": "int8", "auto": auto,
                      "over_best": {"verdict": "faster", "speedup": 2.0, "single": "fp32"}},
     }  # fmt: skip
-    text = cpu.precision_cpu([row("trained/net:32@auto", "cpu", "precision", configurations=configurations)])
-    assert "| net | 99.00 %<br>0.200 ms<br>2 KB | – | **98.80 %<br>0.100 ms<br>1 KB<br>int8<br>2.00× fp32** |" in text
+    text = cpu.precision("cpu", [row("trained/net:32@auto", "cpu", "precision", configurations=configurations)])
+    assert "### net" in text
+    assert "| fp32 | 99.00 % | 0.200 | 2 |  |  |" in text
+    assert "| **auto 0.5** | 98.80 % | 0.100 | 1 | int8 | 2.00× fp32 |" in text
     assert "- net: int8 declined: it is slower." in text
     assert "bf16 declined" not in text
 
 
-def test_without_rows_there_are_no_tables() -> None:
-    assert figures.figures(list(figures.TABLES), []) == ""
-    with pytest.raises(ValueError, match="no mean of nothing"):
-        geometric([])
-
-
 def test_runs_are_told_once() -> None:
     other = {**RUN, "commit": "", "date": "2026-11-22", "command": "python y"}
-    text = measured_on([{"run": RUN}, {"run": RUN}, {"run": other}])
-    assert (
-        text == "NVIDIA H200, driver 580; torch 2.11; 2026-11-20 to 2026-11-22, commit 12345678; `python x`, `python y`"
-    )
+    rows = [{"run": RUN}, {"run": RUN}, {"run": other}]
+    assert measured_on(rows) == "NVIDIA H200, driver 580; torch 2.11; 2026-11-20 to 2026-11-22, commit 12345678"
+    assert "```text\npython x\npython y\n```" in note("So.", rows)
+    assert note("So.", []) == ""
