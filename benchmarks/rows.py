@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,8 @@ def facts(command: Sequence[str]) -> Row:
     """Where and how a run measures. ``command``: the words behind ``python -m benchmarks``; folders of this machine are cut."""
     found = {}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     here = machine()
     commit = os.environ.get("OPTDNN_COMMIT") or subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False

@@ -24,11 +24,6 @@ def of_precision(rows: Sequence[Row], precision: str) -> list[Row]:
     return [r for r in mine if parse(r["workload"])[0].precision == precision]
 
 
-def means(rows: Sequence[Row], rivals: Sequence[str]) -> list[float]:
-    """The geometric mean over each rival, and over the faster of them."""
-    return [geometric(r["over"][n] for r in rows if n in r["over"]) for n in rivals]
-
-
 def readme(rows: Sequence[Row]) -> str:
     """Some networks beside ONNX Runtime and OpenVINO, both at fp32; last the geometric mean of all networks at fp32."""
     whole, rivals = of_precision(rows, "fp32"), ("onnxruntime", "openvino")
@@ -40,9 +35,8 @@ def readme(rows: Sequence[Row]) -> str:
             lines.append([w.short.removesuffix(".ts"), w.precision, f"{r['times']['optdnn']['ms']:.2f}", *over])
     if not whole:
         return ""
-    return table(
-        [*lines, [f"geometric mean of {len(whole)}", "fp32", "", *(f"{m:.2f}×" for m in means(whole, rivals))]]
-    )
+    mean = [f"{geometric(r['over'][n] for r in whole if n in r['over']):.2f}×" for n in rivals]
+    return table([*lines, [f"geometric mean of {len(whole)}", "fp32", "", *mean]])
 
 
 def speed(precision: str, rows: Sequence[Row]) -> str:
@@ -57,7 +51,8 @@ def speed(precision: str, rows: Sequence[Row]) -> str:
         name = parse(r["workload"])[0]
         shown = f"light_{name.short}" if name.source == "light" else name.short
         lines.append([shown, f"{r['times']['optdnn']['ms']:.2f}", *over, f"{min(r['over'].values()):.2f}×"])
-    mean = [*means(mine, rivals), geometric(min(r["over"].values()) for r in mine)]
+    mean = [geometric(r["over"][n] for r in mine if n in r["over"]) for n in rivals]
+    mean.append(geometric(min(r["over"].values()) for r in mine))
     lines.append(["**geometric mean**", "", *(f"**{m:.2f}×**" for m in mean)])
     how = (
         f"{mine[0]['threads']} threads each. Each candidate runs in a process of its own, in turns, on the same file with fixed "

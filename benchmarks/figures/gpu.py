@@ -89,9 +89,8 @@ def targets(rows: Sequence[Row]) -> str:
             "rounding does (fp16 is off by 0.01), and every launch of int8 equals its integer meaning to the bit. "
         )
     tuned = sorted({r["setup"].partition(" tuned ")[2] for r in mine} - {""})
-    tactics = (
-        f"Engines were tuned for at most {', '.join(tuned)} each, except in the column that says so. " if tuned else ""
-    )
+    most = f"for at most {', '.join(tuned)} each, except in the column that says so. "
+    tactics = f"Engines were tuned {most}" if tuned else ""
     said = f"Median milliseconds of one inference; **bold**: the goal is reached. {_over_libraries(mine)}{wrong}"
     how = (
         "The GPU replays a CUDA graph between two events; all arrays are on the GPU, its L2 is warm, and the candidates of a row "

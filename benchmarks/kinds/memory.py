@@ -45,13 +45,8 @@ def live_bytes(program: Any) -> int:
             first.setdefault(i, k)
             last[i] = k
     alive = [i for i in first if program.buffers[i].offset is not None and program.buffers[i].blob is None]
-    return max(
-        (
-            sum(program.buffers[i].nbytes or 0 for i in alive if first[i] <= k <= last[i])
-            for k in range(len(program.steps))
-        ),
-        default=0,
-    )
+    size = {i: program.buffers[i].nbytes or 0 for i in alive}
+    return max((sum(size[i] for i in alive if first[i] <= k <= last[i]) for k in range(len(program.steps))), default=0)
 
 
 def measure(job: Job) -> Row:

@@ -69,7 +69,8 @@ def planned(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Ta
     for setting in settings(args):
         told = " ".join(filter(None, setting))
         if args.files:
-            yield from ({"file": f, "setting": setting} for f in args.files if (Path(f).stem, told) not in done)
+            names = [(Path(f).stem, f) for f in args.files]
+            yield from ({"name": n, "file": f, "setting": setting} for n, f in names if (n, told) not in done)
             continue
         first, last = map(int, args.seeds.split(":"))
         for seed in range(first, last):
@@ -85,9 +86,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--precision", default="fp32", help="fp32, fp16, int8")
     p.add_argument("--tactics", default="", help="cpu: auto, openvino, onnxruntime; cuda: own and so on")
     p.add_argument(
-        "--settings",
-        help='"cpu fp32 openvino,simulate fp16" and so on, or "processor": all that need no GPU '
-        "(in place of --target, --precision and --tactics)",
+        "--settings", help='in place of these: "cpu fp32 openvino,simulate fp16", or "processor": all without a GPU'
     )
     p.add_argument("--family", default=",".join(FAMILIES))
     p.add_argument("--seeds", default="0:20", help="FIRST:LAST, the last not included")
@@ -117,10 +116,7 @@ def main(words: Sequence[str]) -> int:
     once = {(r["name"], r["setting"]): r for r in (*results.rows, *others)}
     rows = list(once.values())
     tasks = list(planned(args, {(r["name"], r["setting"]) for r in rows}))
-    by_name = {
-        (Path(t["file"]).stem if "file" in t else f"{t['family']}-{t['seed']}", " ".join(filter(None, t["setting"]))): t
-        for t in tasks
-    }
+    by_name = {(t.get("name") or f"{t['family']}-{t['seed']}", " ".join(filter(None, t["setting"]))): t for t in tasks}
     start, failing = time.monotonic(), []
     end = start + args.budget if args.budget else float("inf")
     due = itertools.takewhile(lambda task: time.monotonic() < end, tasks)
