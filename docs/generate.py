@@ -59,9 +59,9 @@ def parts() -> dict[str, str]:
 
 def measured() -> dict[str, str]:
     """The tables of measured results. All that is used of the benchmarks is ``tables(results_folder) -> {name: Markdown}``."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(ROOT))
     try:
-        from figures import tables  # type: ignore[import-not-found]
+        from benchmarks.figures import tables
 
         found: dict[str, str] = tables(ROOT / "benchmarks" / "results")
     finally:

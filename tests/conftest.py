@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.whole_gpu import gpu_taken
 
 from optdnn.tactics.cpu_trials import kept
+
+sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is not installed
 
 
 @pytest.hookimpl(hookwrapper=True)

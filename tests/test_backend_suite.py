@@ -208,7 +208,7 @@ def test_the_table_of_operators_is_what_ran():
     assert set(LISTED["by_numpy"]) <= set(PASSING), "these are no cases that pass"
     models = {name: functools.partial(load, name) for name in PASSING}
     written = operators.PATH.read_text(encoding="utf-8")
-    assert operators.table(models, PASSING, LISTED) == written, "run: python benchmarks/operators.py"
+    assert operators.table(models, PASSING, LISTED) == written, "run: python -m benchmarks operators"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Ranks configurations of the Hopper convolution kernel without a GPU: a roofline with waves, operand traffic and latency.
 
-The figures are those of an H200 (see ``benchmarks/results``); the ranking only has to keep the fastest configuration among the
+The figures are those of an H200; the ranking only has to keep the fastest configuration among the
 first dozens, which are then timed.
 """
 
@@ -147,7 +147,7 @@ def streams(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts)
     """Stream-K of one tile of a stack of products, where their tiles leave half of the multiprocessors idle.
 
     Elsewhere other tiles fill the machine, and clusters that split K exchange their sums in a third of the time: of 63 layers and
-    products none was faster by stream-K (``benchmarks/gpu/NOTES.md``).
+    products none was faster by stream-K (``docs/internals/kernels.md``).
     """
     wgm, wgn, mt, bn = tile
     plain = Config(wgm, wgn, mt, bn, 2, stream=True)

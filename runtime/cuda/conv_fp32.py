@@ -320,7 +320,7 @@ def _busy(warps: float) -> float:
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch. The figures are fitted to an H200 (benchmarks/results)."""
+    """Predicted seconds of one dependent launch. The figures are fitted to an H200."""
     x, _, z = grid(problem, config)
     registers = 128 if config.tm * config.tn == 64 else 96
     memory = shared_bytes(config) + 1024 + 16 * config.bm

@@ -100,7 +100,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first; of those within 2 % of one another, eight warps on two columns: the best
-    or next to it in every shape measured (benchmarks/gpu/gemv_tiles.py)."""
+    or next to it in every shape measured on an H200."""
     found = [Config(c, w, a) for c in (1, 2, 4, 8) for w in (2, 4, 8) for a in (1, 2, 4, 8)]
     fitting = [c for c in found if refuse(problem, c) is None]
 

@@ -63,7 +63,7 @@ def _loads(problem: Problem, config: Config) -> int:
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch. Fitted to 450 timings on an H200 (``benchmarks/results``): within
+    """Predicted seconds of one dependent launch. Fitted to 450 timings on an H200: within
     10 % where the kernel is as it is now, 15 % before."""
     s, (patch_h, patch_w) = problem.source, patch(problem, config)
     jobs = math.prod(tiles(problem, config)) * problem.batch * config.split

@@ -37,7 +37,7 @@ TRIED = {
     "simulate-fp16": (["simulate", "fp16", ""], 7),
     "simulate-int8": (["simulate", "int8", ""], 5),
 }
-"""Setting -> how many seeds of each family it is tried on. ``benchmarks/random_networks.py`` tries thousands."""
+"""Setting -> how many seeds of each family it is tried on. ``python -m benchmarks random`` tries thousands."""
 
 
 @pytest.mark.parametrize("name", TRIED)

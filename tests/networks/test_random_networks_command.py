@@ -1,53 +1,39 @@
-"""benchmarks/random_networks.py: what it plans, that it resumes, ends, merges, and what its summary says."""
+"""``python -m benchmarks random``: what it plans, that it resumes, ends, merges, and what its summary says."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 pytest.importorskip("onnxruntime")
-FILE = Path(__file__).parents[2] / "benchmarks" / "random_networks.py"
+pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
+
+from benchmarks.kinds import random as command
 
 
-@pytest.fixture(scope="module")
-def command() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("random_networks_command", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def ran(command: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *args: str) -> tuple[int, dict[str, Any]]:
-    monkeypatch.setattr(
-        sys, "argv", ["random_networks.py", "--jobs", "1", "--family", "recurrent", "--out", str(out), *args]
-    )
-    code = command.main()
+def ran(out: Path, *args: str) -> tuple[int, dict[str, Any]]:
+    code = command.main(["--jobs", "1", "--family", "recurrent", "--out", str(out), *args])
     return code, json.loads(Path(f"{out}.summary.json").read_text())
 
 
-def test_a_run_resumes_ends_and_merges(command: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_resumes_ends_and_merges(tmp_path: Path) -> None:
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     settings = ("--settings", "reference fp32,simulate fp16")
-    code, found = ran(command, monkeypatch, one, *settings, "--seeds", "0:2", "--budget", "1e-9")
+    code, found = ran(one, *settings, "--seeds", "0:2", "--budget", "1e-9")
     assert (code, found["trials"], found["left"]) == (0, 0, 4)
-    code, found = ran(command, monkeypatch, one, *settings, "--seeds", "0:1")
+    code, found = ran(one, *settings, "--seeds", "0:1")
     assert (code, found["trials"], found["left"]) == (0, 2, 0)
     assert set(found["counts"]) == {"reference fp32", "simulate fp16"}
-    code, found = ran(command, monkeypatch, one, *settings, "--seeds", "0:1")
+    code, found = ran(one, *settings, "--seeds", "0:1")
     assert (found["trials"], found["trials_per_second"]) == (2, 0.0)
-    code, found = ran(command, monkeypatch, two, *settings, "--seeds", "1:2", "--merge", str(one))
-    assert (found["trials"], len(two.read_text().splitlines())) == (4, 2)
+    code, found = ran(two, *settings, "--seeds", "1:2", "--merge", str(one))
+    assert (found["trials"], len(two.read_text().splitlines())) == (4, 3), "the facts of the run, and two trials"
 
 
-def test_the_processors_settings(command: ModuleType) -> None:
+def test_the_processors_settings() -> None:
     asked = command.parser().parse_args(["--settings", "processor", "--out", "x"])
     assert [" ".join(filter(None, s)) for s in command.settings(asked)] == list(command.PROCESSOR)
     assert len(command.PROCESSOR) == 7
@@ -57,7 +43,7 @@ def row(name: str, verdict: str, detail: str) -> dict[str, Any]:
     return {"name": name, "setting": "cpu fp32", "family": "conv", "verdict": verdict, "detail": detail}
 
 
-def test_the_summary_says_why(command: ModuleType) -> None:
+def test_the_summary_says_why() -> None:
     rows = [
         row("conv-1", "refused", "build: UnsupportedError: differs by 4.3e+05 of 'y' [cpu.py:300]"),
         row("conv-2", "refused", "build: UnsupportedError: differs by 12 of 'v7' [cpu.py:311]"),
@@ -66,7 +52,7 @@ def test_the_summary_says_why(command: ModuleType) -> None:
         row("conv-5", "wrong", "y: 0.5"),
         row("conv-6", "right", ""),
     ]
-    found = command.summary(rows, 1.0, 6)
+    found = command.summary(rows, 1.0, 6, {})
     assert [r["name"] for r in found["failing"]] == ["conv-5"]
     assert found["explained"] == {"roundings": {"cpu fp32": ["conv-3"]}, "oracle": {"cpu fp32": ["conv-4"]}}
     (why,) = found["refused"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
+
+from support.agreement import fill_module
 
 
 def _folder() -> Path | None:
@@ -24,12 +25,7 @@ needs_shared_graphs = pytest.mark.skipif(FOLDER is None, reason="shared/graphs.t
 
 def _fill() -> Any:
     assert FOLDER is not None
-    spec = importlib.util.spec_from_file_location("shared_fill", FOLDER / "fill.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return fill_module(FOLDER)
 
 
 def shared_network(name: str, folder: Path) -> onnx.ModelProto:

@@ -27,8 +27,7 @@ from optdnn.tactics.cuda.pointwise import CPP, copy
 from optdnn.types import TensorType, dtype_name
 
 COPY_US, COPY_BYTES_PER_US = 7.0, 54_000.0
-"""One copy between pinned memory and the GPU: its latency, and bytes per µs (measured on an H200, PCIe 5: see
-benchmarks/results/host_steps_h200.json)."""
+"""One copy between pinned memory and the GPU: its latency, and bytes per µs (measured on an H200, PCIe 5)."""
 CUT_US = 10.0
 """One more cut of the CUDA graph: waiting for the GPU, and launching the next graph."""
 NUMPY_US, NUMPY_BYTES_PER_US, NUMPY_FLOPS_PER_US = 9.0, 3_000.0, 4_000.0

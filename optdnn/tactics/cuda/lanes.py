@@ -26,11 +26,11 @@ MOST_STEPS = 2500
 """Programs of more steps keep one lane: who may share memory with whom is a question of pairs of buffers."""
 JOIN, FORK = 0.45e-6, 0.35e-6
 """Seconds that a step loses that waits for several others, and that one of several that wait for the same step loses
-(``benchmarks/gpu/graph_edges.py``)."""
+(measured on an H200: ``docs/internals/kernels.md``)."""
 ROOM = 1.6
 """How far the rooms of steps side by side may add up: kernels take turns on what they cannot have at once, and begin in each other's
 tails. Against 1.0, of eight networks with lanes one takes 0.94 of the time, one 0.96, one 0.98, none more than 1.003
-(``benchmarks/results/streams-h200.json``)."""
+(on an H200)."""
 CROWD = 0.12
 """How much longer a step takes for each other one that runs beside it: they share caches and memory."""
 WORTH, LEAST = 0.08, 0.5e-6

@@ -3,7 +3,7 @@
 
 // The first ``bytes`` of 16 from global to shared memory, zeros behind them (of none, the source is an address all the same).
 DEVICE void copy_16_or_zeros(u32 target, const void* source, int bytes) {
-#ifdef INITCHECK                                   // which takes every copy for a read of 16 bytes (benchmarks/gpu/sanitize.py)
+#ifdef INITCHECK                                   // which takes every copy for a read of 16 bytes (benchmarks/kinds/sanitize.py)
     if (bytes < 16) {
         for (int i = 0; i < 16; i++) {
             const u32 value = i < bytes ? static_cast<const u8*>(source)[i] : 0;

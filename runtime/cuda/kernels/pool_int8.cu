@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __gr
             sum.w += UNSIGNED ? int(v >> 24) : int(v) >> 24;
         }
     }
-#if SEEDED_FAULT == 3  // benchmarks/gpu/sanitize.py: a read of what nothing has written
+#if SEEDED_FAULT == 3  // benchmarks/kinds/sanitize.py: a read of what nothing has written
     if (word < p.words && p.output[(long long)blockIdx.y * p.row + word] == 0x01234567u) sum.x++;
 #endif
 #if SEEDED_FAULT == 4  // a barrier of half a warp, which the other half is named to be at

@@ -44,7 +44,7 @@ DEVICE void store_release(u32* at, u32 value) {
 }
 // What racecheck follows. Its hazards are judged by barriers at which every thread arrives, all at one instruction; of the two protocols
 // below it sees neither a warp that stands behind its one lane that arrives, nor a named barrier that two roles reach in code of their
-// own. RACECHECK (benchmarks/gpu/sanitize.py) puts an mbarrier of all threads in their place: the same waits, at the same points.
+// own. RACECHECK (benchmarks/kinds/sanitize.py) puts an mbarrier of all threads in their place: the same waits, at the same points.
 #ifdef RACECHECK
 constexpr int RING_ARRIVALS = COMPUTE;
 DEVICE void leave_stage(u32 barrier, int) { barrier_arrive(barrier); }

@@ -1,10 +1,8 @@
-"""The script that compiles every kernel of the zoo, on a sample: it counts kernels, and a kernel that spills is a fault."""
+"""The command that compiles every kernel of the zoo, on a sample: it counts kernels, and a kernel that spills is a fault."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -14,34 +12,28 @@ from optdnn.runtime.cuda.nvrtc import Recipe, Resources
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    path = Path(__file__).parents[3] / "benchmarks" / "gpu" / "compile_all.py"
-    spec = importlib.util.spec_from_file_location("compile_all", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
+
+from benchmarks.kinds import compile as command
 
 
 @pytest.mark.parametrize(("template", "said"), [("conv_sm90.cu", "spills 24 bytes"), ("general.cu", "")])
-def test_a_hot_kernel_that_spills_is_a_fault(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, template: str, said: str
-) -> None:
+def test_a_hot_kernel_that_spills_is_a_fault(monkeypatch: pytest.MonkeyPatch, template: str, said: str) -> None:
     monkeypatch.setattr(nvrtc, "resources", lambda recipe: {"f": Resources(255, 16, 8, 0)})
-    assert script.compiled(Recipe(template, "sm_90a")) == said
+    assert command.compiled(Recipe(template, "sm_90a")) == said
 
 
-def test_a_kernel_that_does_not_compile_is_a_fault(script: ModuleType) -> None:
+def test_a_kernel_that_does_not_compile_is_a_fault() -> None:
     recipe = Recipe("general.cu", "sm_90a", {"generated.cuh": "this is no C++"})
-    assert "does not compile" in script.compiled(recipe)
+    assert "does not compile" in command.compiled(recipe)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_networks_compile_without_spills(
-    script: ModuleType, arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert script.main(["--arch", arch, "--precision", "fp16", "resnet50:1", "--out", str(tmp_path / "out.json")]) == 0
-    assert " 0 faults" in capsys.readouterr().out
+def test_networks_compile_without_spills(arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        command.main(["--arch", arch, "--precision", "fp16", "resnet50:1", "--out", str(tmp_path / "out.jsonl")]) == 0
+    )
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.endswith(" kernels, 0 faults")
+    assert int(said.split()[0]) > 10

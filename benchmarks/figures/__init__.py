@@ -1,0 +1,35 @@
+"""The tables of the documents, made from the rows under ``benchmarks/results``.
+
+``python docs/generate.py`` puts them into the README and into ``docs/performance/``; a test holds the documents against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.figures import checks, cpu, gpu, waits
+from benchmarks.rows import Row, newest, read
+
+TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
+    "readme-gpu": gpu.readme,
+    "readme-cpu": cpu.readme,
+    **{f"cpu-{precision}": partial(cpu.speed, precision) for precision in ("fp32", "int8", "bf16")},
+    "precision-cpu": partial(cpu.precision, "cpu"),
+    "precision-h200": partial(cpu.precision, "cuda"),
+    "checks": checks.correctness,
+    "targets": gpu.targets,
+    "compiled": gpu.compiled,
+    "others": gpu.architectures,
+    "streams": gpu.lanes,
+    "waits": waits.waits,
+    "growth": gpu.growth,
+}
+"""Name -> what makes the Markdown of all rows; "" where there are none for it."""
+
+
+def tables(results: Path) -> dict[str, str]:
+    """Name -> Markdown of each table that the result files in a folder have rows for."""
+    rows = newest(read(*sorted(results.glob("*.jsonl"))))
+    return {name: text for name, make in TABLES.items() if (text := make(rows))}

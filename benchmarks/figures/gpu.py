@@ -1,0 +1,252 @@
+"""Tables of speeds on a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from benchmarks.figures.markdown import geometric, table
+from benchmarks.models import TORCH
+from benchmarks.rows import Row
+from benchmarks.workloads import REACH, Workload, group, parse
+
+NAMES = {
+    "ours": "optdnn", "untuned": "not tuned", "own": "our kernels", "libraries": "libraries", "eager": "eager",
+    "compile": "torch.compile", "compile-max": "max-autotune",
+}  # fmt: skip
+"""Candidate -> its column."""
+
+
+LARGE = 16
+"""The second batch of a row of architectures is the largest one up to this."""
+
+
+def workload(row: Row) -> Workload:
+    """A row's workload."""
+    return parse(row["workload"])[0]
+
+
+def ms(row: Row, name: str) -> float | None:
+    """A candidate's milliseconds."""
+    found = row.get("times", {}).get(name)
+    return None if found is None else float(found["ms"])
+
+
+def speeds(rows: Sequence[Row]) -> list[Row]:
+    """Rows of speed on a GPU that hold times."""
+    return [r for r in rows if r["what"] == "speed" and r["setup"].startswith("cuda") and r.get("times")]
+
+
+def of_group(rows: Sequence[Row], name: str) -> list[Row]:
+    """Of each workload of a group the row with most candidates, in the group's order."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        known = best.get(row["workload"])
+        if known is None or len(row["times"]) >= len(known["times"]):
+            best[row["workload"]] = row
+    return [best[w.name] for w in group(name) if w.name in best]
+
+
+README = (
+    "zoo/resnet50:1@fp16", "zoo/resnet50:128@fp16", "zoo/mobilenet_v2:1@fp16", "zoo/efficientnet_b0:128@fp16",
+    "zoo/vit_b_16:32@fp16", "zoo/bert_base:1:sequence_length=128@fp16", "zoo/bert_base:32:sequence_length=128@fp16",
+    "zoo/lstm:1@fp16",
+)  # fmt: skip
+"""Rows of the README's table."""
+
+
+def readme(rows: Sequence[Row]) -> str:
+    """Some target rows, beside the libraries alone, torch.compile and eager PyTorch."""
+    found = {r["workload"]: r["times"] for r in of_group([r for r in speeds(rows) if not _compiled(r)], "targets")}
+    compiled = {r["workload"]: r["times"] for r in of_group([r for r in speeds(rows) if _compiled(r)], "targets")}
+    lines = [["network, batch", "optdnn", "cuDNN, cuBLASLt", "torch.compile", "PyTorch eager"]]
+    for name in (n for n in README if n in found):
+        of = {**compiled.get(name, {}), **found[name]}
+        best = min((of[n]["ms"] for n in ("compile", "compile-max") if n in of), default=None)
+        times = [of[n]["ms"] if n in of else None for n in ("ours", "libraries")]
+        cells = [*times, best, of.get("eager", {}).get("ms")]
+        lines.append([parse(name)[0].label, *("–" if t is None else f"{t:.3f}" for t in cells)])
+    return table(lines) if len(lines) > 1 else ""
+
+
+def targets(rows: Sequence[Row]) -> str:
+    """The target networks: ours, ours by the cost model, the libraries alone, PyTorch eager."""
+    mine = of_group([r for r in speeds(rows) if not _compiled(r) and "eager" in r["times"]], "targets")
+    if not mine:
+        return ""
+    shown = [n for n in NAMES if any(n in r["times"] for r in mine)]
+    lines = [["network, batch", *(f"{NAMES[n]} ms" for n in shown), "to reach"]]
+    for row in mine:
+        reach = REACH.get(row["workload"])
+        lines.append(
+            [workload(row).label, *(_cell(row, n, reach or 0.0) for n in shown), f"{reach:g}" if reach else ""]
+        )
+    text = " ".join(cell for line in lines for cell in line)
+    wrong = '"wrong": beyond the bound on the error against fp32. ' if "(wrong)" in text else ""
+    if "(off by" in text:
+        wrong += (
+            '"off by": 8 bits against fp32, over the largest output; the networks have seeded random weights, which amplify what '
+            "rounding does (fp16 is off by 0.01), and every launch of int8 equals its integer meaning to the bit. "
+        )
+    tuned = sorted({r["setup"].partition(" tuned ")[2] for r in mine} - {""})
+    most = f"for at most {', '.join(tuned)} each, except in the column that says so. "
+    tactics = f"Engines were tuned {most}" if tuned else ""
+    said = f"Median milliseconds of one inference; **bold**: the goal is reached. {_over_libraries(mine)}{wrong}"
+    how = (
+        "The GPU replays a CUDA graph between two events; all arrays are on the GPU, its L2 is warm, and the candidates of a row "
+        f"take turns. Each result was first compared with PyTorch in fp32. {tactics}The libraries alone were tuned among the "
+        "first six of their own ranking. Our kernels stand in where the libraries have none."
+    )
+    return table(lines, said, how=how, rows=mine)
+
+
+def _cell(row: Row, name: str, reach: float) -> str:
+    found, check = ms(row, name), row.get("checks", {}).get(name, {})
+    if found is None:
+        return "–"
+    text = f"{found:.3f}"
+    if "wrong" in check:
+        coarse = "8" in workload(row).precision and "error_rel" in check
+        return f"{text} (off by {check['error_rel']:.2f})" if coarse else f"{text} (wrong)"
+    return f"**{text}**" if name == "ours" and found <= reach else text
+
+
+def _over_libraries(rows: Sequence[Row]) -> str:
+    """Our kernels alone over the libraries alone, in geometric mean over the rows that have both."""
+    ratios = []
+    for row in rows:
+        own = next((n for n in ("own", "untuned", "ours") if n in row["times"]), None)
+        steps = row.get("builds", {}).get("libraries", {}).get("library_steps")
+        if own is not None and "libraries" in row["times"] and steps != 0 and "wrong" not in row["checks"].get(own, {}):
+            ratios.append(row["times"]["libraries"]["ms"] / row["times"][own]["ms"])
+    if not ratios:
+        return ""
+    return (
+        f"Our kernels alone, not tuned, are {geometric(ratios):.2f} times as fast as the libraries alone in geometric mean over "
+        f"{len(ratios)} rows (the least: {min(ratios):.2f}). "
+    )
+
+
+def _compiled(row: Row) -> bool:
+    return any(n.startswith("compile") for n in row["times"])
+
+
+def compiled(rows: Sequence[Row]) -> str:
+    """torch.compile beside eager and ours, over the target networks."""
+    mine = of_group([r for r in speeds(rows) if _compiled(r)], "targets")
+    if not mine:
+        return ""
+    modes = [n for n in ("compile", "compile-max") if any(n in r["times"] for r in mine)]
+    lines = [
+        [
+            "network, batch",
+            "optdnn ms",
+            *(f"{NAMES[n]} ms" for n in modes),
+            "eager ms",
+            "over the faster",
+            "it compiled for",
+        ]
+    ]
+    for row in mine:
+        times = [ms(row, n) for n in ("ours", *modes, "eager")]
+        best = min((t for t in times[1:-1] if t is not None), default=math.nan)
+        seconds = [row["checks"][n]["prepare_s"] for n in modes if "prepare_s" in row["checks"].get(n, {})]
+        told = f"{max(seconds):.0f} s{' *' * bool(row.get('resumed'))}" if seconds else ""
+        over = f"{best / times[0]:.2f}×" if times[0] else "–"
+        lines.append([workload(row).label, *("–" if t is None else f"{t:.3f}" for t in times), over, told])
+    resumed = (
+        "*: an attempt was cut off, and this one went on from its cache." if any(r.get("resumed") for r in mine) else ""
+    )
+    said = f"optdnn ran by the cost model, untuned. {resumed}"
+    how = (
+        "torch.compile: frozen weights, channels last, in a CUDA graph, beside eager (an nn.LSTM stays cuDNN's). Several rows may "
+        "have compiled at once, hence the long times."
+    )
+    return table(lines, said, how=how, rows=mine)
+
+
+def architectures(rows: Sequence[Row]) -> str:
+    """Architectures that nothing was tuned for, a row each, beside eager and torch.compile."""
+    mine = [r for r in speeds(rows) if workload(r).source in TORCH and {"ours", "eager"} <= r["times"].keys()]
+    if not mine:
+        return ""
+    found: dict[str, dict[int, Row]] = {}
+    for row in mine:
+        found.setdefault(workload(row).network, {})[workload(row).batch] = row
+    rivals = [n for n in ("eager", "compile", "compile-max") if any(n in r["times"] for r in mine)]
+    columns = [
+        f"{what}, batch {b}"
+        for b in ("1", "more")
+        for what in ("optdnn ms", *(f"{NAMES[n]} ms" for n in rivals), "faster")
+    ]
+    lines = [["network", *(c.replace("batch more", "larger batch") for c in columns)]]
+    ratios: list[float] = []
+    wrong = []
+    for name, of in found.items():
+        large = max((b for b in of if b <= LARGE), default=1)
+        cells = [cell for batch in (1, large if large > 1 else 0) for cell in _beside(of.get(batch), rivals)]
+        lines.append([f"{name.partition('/')[2]}{f' ({large})' if large > 1 else ''}", *cells])
+        ratios += [r["times"]["eager"]["ms"] / r["times"]["ours"]["ms"] for r in of.values()]
+        wrong += [workload(r).label for r in of.values() if "wrong" in r["checks"].get("ours", {})]
+    said = (
+        f"{geometric(ratios):.1f} times as fast as eager in geometric mean of {len(ratios)} pairs, {min(ratios):.2f} at least. In "
+        "brackets: the larger batch." + (f" Further off, or not finite: {'; '.join(wrong)}." if wrong else "")
+    )
+    how = (
+        f"Modules of {', '.join(sorted({workload(r).source for r in mine}))} with seeded weights through `optdnn.from_torch`, "
+        "fp16, by the cost model, untuned. Eager: fp16, channels last, in a CUDA graph. Each result was compared with the module "
+        "in fp32 (within 0.03 of the largest output, or twice eager's error)."
+    )
+    return table(lines, said, how=how, rows=mine)
+
+
+def _beside(row: Row | None, rivals: Sequence[str]) -> list[str]:
+    """Ours, each rival, and the speed over the fastest of them."""
+    times = [None if row is None else ms(row, n) for n in ("ours", *rivals)]
+    best = min((t for t in times[1:] if t is not None), default=None)
+    faster = f"{best / times[0]:.1f}×" if best is not None and times[0] else "–"
+    return [*("–" if t is None else f"{t:.3f}" for t in times), faster]
+
+
+def lanes(rows: Sequence[Row]) -> str:
+    """Networks in one lane and with lanes."""
+    mine = [r for r in speeds(rows) if {"ours", "one_lane"} <= r["times"].keys()]
+    lines = [["network, batch", "one lane µs", "lanes µs", "faster", "lanes", "steps aside"]]
+    alike = []
+    other = [workload(r).label for r in mine if not r["checks"].get("one_lane", {}).get("same_bits")]
+    for row in mine:
+        one, several, found = (
+            row["times"]["one_lane"]["ms"] * 1e3,
+            row["times"]["ours"]["ms"] * 1e3,
+            row["builds"]["ours"],
+        )
+        if found["lanes"] == 1:
+            alike.append(workload(row).label)
+            continue
+        cells = [f"{one:.1f}", f"{several:.1f}", f"{one / several:.2f}×", str(found["lanes"]), str(found["aside"])]
+        lines.append([workload(row).label, *cells])
+    if len(lines) == 1:
+        return ""
+    said = f"Not the same bits: {'; '.join(other)}." if other else "Results are the same bits."
+    said += f" No independent steps worth a lane: {'; '.join(alike)}." if alike else ""
+    how = "fp16; the cost model chose the kernels, the same ones in both columns; medians of replays in turns."
+    return table(lines, said, how=how, rows=mine)
+
+
+def growth(rows: Sequence[Row]) -> str:
+    """How latency grows with batch and with the length of a sequence."""
+    names = [w.name for w in group("growth")]
+    found = {
+        r["workload"]: r for r in speeds(rows) if r["workload"] in names and r["times"].keys() == {"ours", "eager"}
+    }
+    mine = [found[n] for n in names if n in found]
+    lines = [["network, batch or length", "optdnn ms", "eager ms", "faster"]]
+    for row in mine:
+        w, ours, eager = workload(row), ms(row, "ours") or math.nan, ms(row, "eager") or math.nan
+        size = dict(w.settings).get("sequence_length", w.batch)
+        lines.append([f"{w.short}, {size}", f"{ours:.3f}", f"{eager:.3f}", f"{eager / ours:.1f}×"])
+    if not mine:
+        return ""
+    said = ""
+    how = "fp16, by the cost model, beside PyTorch eager in a CUDA graph; sequences at batch 1."
+    return table(lines, said, how=how, rows=mine)

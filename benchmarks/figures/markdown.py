@@ -1,0 +1,61 @@
+"""What the tables share: Markdown, means, and the facts of the runs that their rows come from."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from benchmarks.rows import Row
+
+GPU_PACKAGES = {"torch": "torch", "nvidia-cudnn-cu13": "cuDNN", "nvidia-cublas": "cuBLAS"}
+CPU_PACKAGES = {"onnxruntime": "onnxruntime", "openvino": "openvino"}
+"""Package -> its name in a table's note."""
+
+
+def table(lines: Sequence[Sequence[str]], said: str = "", *, how: str = "", rows: Sequence[Row] = ()) -> str:
+    """A Markdown table (the first line is the head, numbers to the right), what there is to say, and in a closed note how the
+    ``rows`` that it is made of were measured."""
+    marked = [lines[0], ["---", *["--:"] * (len(lines[0]) - 1)], *lines[1:]]
+    parts = ["\n".join(f"| {' | '.join(line)} |" for line in marked), said.strip(), note(how, rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def note(how: str, rows: Sequence[Row]) -> str:
+    """A note that is closed until it is opened: machine, versions, commits and commands of the rows' runs, most rows first."""
+    if not rows:
+        return ""
+    commands = [command for command, _ in Counter(row["run"]["command"] for row in rows).most_common()]
+    text = f"{measured_on(rows)}. {how}".strip()
+    block = ["```text", *commands, "```", "", "</details>"]
+    return "\n".join(['<details markdown="1">', "<summary>How it was measured</summary>", "", text, "", *block])
+
+
+def geometric(values: Iterable[float]) -> float:
+    """The geometric mean. Raises ValueError where there are none."""
+    logs = [math.log(v) for v in values]
+    if not logs:
+        raise ValueError("there is no mean of nothing")
+    return math.exp(sum(logs) / len(logs))
+
+
+def measured_on(rows: Sequence[Row]) -> str:
+    """Machine, versions, dates and commits of the rows' runs."""
+    runs = [row["run"] for row in rows]
+    wanted = GPU_PACKAGES if "gpu" in runs[0]["machine"] else CPU_PACKAGES
+    versions = {name: v for run in runs for p, name in wanted.items() if (v := run["versions"].get(p))}
+    dates = sorted({run["date"] for run in runs})
+    commits = list(dict.fromkeys(run["commit"][:8] for run in runs if run["commit"]))
+    parts = [
+        *dict.fromkeys(_machine(run) for run in runs),
+        ", ".join(f"{name} {v}" for name, v in versions.items()),
+        " to ".join(dict.fromkeys([dates[0], dates[-1]])) + (f", commit {', '.join(commits)}" if commits else ""),
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _machine(run: Row) -> str:
+    machine = run["machine"]
+    if "gpu" in machine:
+        return f"{machine['gpu']}, driver {machine['driver']}"
+    return f"{machine['cpu']}, {machine['cores']} cores"

@@ -1,0 +1,410 @@
+"""The harness: measures workloads in child processes with time limits, resumes, and ends within a budget.
+
+A kind of measurement (:class:`Kind`) says what a child does for a workload: ``prepare`` (no GPU needed, many at once) and
+``measure``. A child that dies or takes too long costs its workload alone, and a new one takes its place. Rows are appended
+to a file as they come; a second call with the same file goes on where the first ended. Kinds that time something measure one
+at a time: a child calls :func:`turn` once all that takes long is done, and goes on when no other child works on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.models import SHARED, shared_names
+from benchmarks.rows import ROOT, Results, Row, say, told
+from benchmarks.workloads import GROUPS, Workload, chosen, parse
+
+START_S = 120.0
+"""Seconds that a child may take to start."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a child is told: a workload, the variant (``setup``), the options of the command line, and a folder of its own for
+    files. ``prepared``: what :attr:`Kind.prepare` gave."""
+
+    workload: Workload
+    setup: str
+    options: argparse.Namespace
+    folder: Path
+    prepared: Row = field(default_factory=dict)
+
+
+def one_line(row: Mapping[str, Any]) -> str:
+    """What is printed of a row: its times, and its verdict."""
+    times = ", ".join(f"{name} {t['ms']:.4f} ms" for name, t in row.get("times", {}).items())
+    return " ".join(part for part in (times, row.get("verdict", "")) if part)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of measurement. ``measure`` and ``prepare`` run in children and give the row's fields; both may raise.
+
+    ``about``: one line. ``groups``: the workloads where none are named. ``precisions``: those that replace the workload's
+    own ("" keeps it). ``adjusted``: the workloads as the kind wants them. ``setups``: the variants of a workload.
+    ``prepares``: whether there is anything to prepare. ``timed``: one at a time. ``at_once``: children that measure side by
+    side. ``limit_s``, ``prepare_s``: seconds that these may take. ``fresh``: a child measures one workload. ``faulty``:
+    whether a row stands for a fault, which makes the exit code 1.
+    """
+
+    name: str
+    about: str
+    measure: Callable[[Job], Row]
+    prepare: Callable[[Job], Row] | None = None
+    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    groups: tuple[str, ...] = ()
+    precisions: str = ""
+    setups: Callable[[argparse.Namespace, Workload], list[str]] = lambda options, workload: [options.target]
+    adjusted: Callable[[list[Workload]], list[Workload]] = lambda workloads: workloads
+    prepares: Callable[[argparse.Namespace], bool] = lambda options: True
+    timed: bool = False
+    at_once: int = 1
+    limit_s: float = 120.0
+    prepare_s: float = 300.0
+    fresh: bool = False
+    target: str = "cuda:sm_90a"
+    shown: Callable[[Row], str] = one_line
+    faulty: Callable[[Row], bool] = lambda row: row.get("verdict") in ("wrong", "hang", "crash")
+
+
+# ---------------------------------------------------------------- in a child
+
+_waits = False
+_answers: TextIO = sys.stdout
+
+
+def turn() -> None:
+    """In a child: says that all that takes long is done, and waits until nobody else works on the GPU."""
+    if _waits:
+        print("READY", file=_answers, flush=True)
+        sys.stdin.readline()
+
+
+def serve() -> None:
+    """A child's life: it reads orders from stdin, a line of JSON each, and answers each with a line. What libraries print goes
+    to its log."""
+    global _waits, _answers
+    from benchmarks.kinds import kind_of
+
+    _answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print("UP", file=_answers, flush=True)
+    while text := sys.stdin.readline():
+        order = json.loads(text)
+        _waits = order["waits"]
+        try:
+            kind = kind_of(order["kind"])
+            (workload,) = parse(order["workload"])
+            options = argparse.Namespace(**order["options"])
+            job = Job(workload, order["setup"], options, Path(order["folder"]), order["prepared"])
+            stage = kind.prepare if order["stage"] == "prepare" else kind.measure
+            assert stage is not None
+            answer = stage(job)
+        except Exception as error:
+            answer = {"error": told(error)}
+        print("ANSWER " + json.dumps(answer, default=str), file=_answers, flush=True)
+
+
+# ---------------------------------------------------------------- the parent's side of a child
+
+
+class OutOfTime(Exception):
+    """A child did not answer in time."""
+
+
+class Worker:
+    """A child process that takes orders one after another. A new one takes the place of one that ended."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None):
+        self._environment = dict(environment or {})
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._log: Any = None
+
+    def start(self) -> None:
+        """Begin to load what the child needs, unless it has. Raises RuntimeError or OutOfTime where it does not start."""
+        if self._process is not None:
+            return
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self._environment}
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the child)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks", "--child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+        self._lines = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(self._process, self._lines), daemon=True).start()
+        self.answer(("UP",), START_S)
+
+    @staticmethod
+    def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
+        assert process.stdout is not None
+        for text in process.stdout:
+            lines.put(text)
+        lines.put(None)
+
+    def send(self, text: str) -> None:
+        """Give the child a line."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(text + "\n")
+            self._process.stdin.flush()
+
+    def answer(self, beginnings: tuple[str, ...], limit_s: float) -> str:
+        """The child's next line that begins so. Raises OutOfTime, or RuntimeError where it ended; it is then closed."""
+        end = time.monotonic() + limit_s
+        while True:
+            try:
+                text = self._lines.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                self.close()
+                raise OutOfTime(f"no end in {limit_s:.3g} s") from None
+            if text is None:
+                raise RuntimeError(self._died())
+            if text.startswith(beginnings):
+                return text
+
+    def _died(self) -> str:
+        assert self._process is not None
+        code = self._process.wait()
+        self._log.seek(0)
+        said = [line for line in self._log.read().splitlines() if line.strip()][-1:]
+        self.close()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"the process ended with {how}: {said[0] if said else 'nothing said'}"[:400]
+
+    def close(self) -> None:
+        """End the child and what it started."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._log):
+            with suppress(OSError):
+                pipe.close()
+        self._process = None
+
+
+class Gate:
+    """Many may prepare on the GPU side by side; who times has it alone. Whoever waits to time goes before who begins to
+    prepare."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._shared, self._waiting, self._taken = 0, 0, False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Beside others, while nobody times."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken and not self._waiting)
+            self._shared += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._shared -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Without anyone else."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: not self._taken and not self._shared)
+            self._waiting -= 1
+            self._taken = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken = False
+                self._changed.notify_all()
+
+
+# ---------------------------------------------------------------- a run
+
+
+class Run:
+    """One run of a kind: which jobs there are, and how each comes to its row."""
+
+    def __init__(self, kind: Kind, options: argparse.Namespace, results: Results, scratch: Path):
+        self.kind, self.options, self.results, self.scratch = kind, options, results, scratch
+        self.begin = time.monotonic()
+        self.deadline = self.begin + options.budget
+        self.gate = Gate()
+        self.workers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for _ in range(options.at_once):
+            self.workers.put(Worker())
+
+    def row(self, workload: Workload, setup: str, name: str) -> Row | None:
+        """The row of a job; None where the budget did not suffice: a later call has it to do. Never raises."""
+        row = {"workload": workload.name, "what": self.kind.name, "setup": setup}
+        folder = self.scratch / f"{workload.file}-{name}"
+        folder.mkdir(parents=True)
+        start = time.monotonic()
+        order = {
+            "kind": self.options.kind, "workload": workload.name, "setup": setup, "options": _plain(self.options),
+            "folder": str(folder), "prepared": {}, "waits": False,
+        }  # fmt: skip
+        found: Row | None = {}
+        if self.kind.prepare is not None and self.kind.prepares(self.options):
+            found = self._prepared({**order, "stage": "prepare"})
+        if found is not None and "error" not in found:
+            measured = self._measured({**order, "stage": "measure", "prepared": found, "waits": self.kind.timed})
+            found = None if measured is None else {**found, **measured}
+        for file in sorted(folder.rglob("*"), reverse=True):
+            file.unlink() if file.is_file() or file.is_symlink() else file.rmdir()
+        folder.rmdir()
+        return None if found is None else {**row, **found, "took_s": round(time.monotonic() - start, 1)}
+
+    def _granted(self, limit_s: float) -> float:
+        """Seconds of a limit that the budget leaves; 0 where nothing more is begun."""
+        left = self.deadline - time.monotonic()
+        return max(0.0, min(limit_s, left)) if left > 1.0 else 0.0
+
+    def _outcome(self, error: Exception, granted: float, limit_s: float, stage: str) -> Row | None:
+        """What a child that gave no answer comes to. One that the budget cut off has no row: it is to be done again."""
+        if isinstance(error, OutOfTime):
+            cut = granted < min(limit_s, 0.9 * self.options.budget)
+            return None if cut else {"error": f"{stage}: {error}", "verdict": "hang"}
+        return {"error": f"{stage}: {error}", "verdict": "crash"}
+
+    def _prepared(self, order: Row) -> Row | None:
+        granted = self._granted(self.kind.prepare_s)
+        if not granted:
+            return None
+        worker = Worker(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "2"))
+        try:
+            worker.start()
+            worker.send(json.dumps(order))
+            found: Row = json.loads(worker.answer(("ANSWER ",), granted)[7:])
+        except Exception as error:
+            return self._outcome(error, granted, self.kind.prepare_s, "prepare")
+        finally:
+            worker.close()
+        return found
+
+    def _measured(self, order: Row) -> Row | None:
+        worker = self.workers.get()
+        granted, limit = 0.0, self.options.limit
+        try:
+            with self.gate.shared():
+                granted = self._granted(limit)
+                if not granted:
+                    return None
+                begin = time.monotonic()
+                worker.start()
+                worker.send(json.dumps(order))
+                text = worker.answer(("READY", "ANSWER "), granted)
+            if text.startswith("READY"):
+                with self.gate.alone():
+                    worker.send("GO")
+                    text = worker.answer(("ANSWER ",), max(5.0, granted - (time.monotonic() - begin)))
+            found: Row = json.loads(text[7:])
+            if self.kind.fresh or "error" in found or found.get("verdict", "ok") not in ("ok", "right"):
+                worker.close()  # a GPU context that saw a fault fails in all that follows
+            return found
+        except Exception as error:
+            worker.close()
+            return self._outcome(error, granted, limit, "measure")
+        finally:
+            self.workers.put(worker)
+
+    def close(self) -> None:
+        """End all children."""
+        while not self.workers.empty():
+            self.workers.get().close()
+
+
+def _plain(options: argparse.Namespace) -> Row:
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+
+
+def jobs_of(kind: Kind, options: argparse.Namespace) -> list[tuple[Workload, str]]:
+    """The workloads and variants that the options ask for."""
+    shared = shared_names() if os.environ.get(SHARED) else []
+    every = chosen(options.workloads, options.groups.split(",") if options.groups else [], options.only, shared)
+    precisions = options.precisions.split(",") if options.precisions else []
+    found = [replace(w, precision=p) for p in precisions for w in every] or every
+    found = found if options.workloads else kind.adjusted(found)
+    return [(w, setup) for w in dict.fromkeys(found) for setup in kind.setups(options, w)]
+
+
+def run(kind: Kind, options: argparse.Namespace, command: Sequence[str]) -> int:
+    """Measure what is not in the file yet, as far as the budget goes. Exit code 1: a row stands for a fault."""
+    jobs = jobs_of(kind, options)
+    if options.list:
+        for workload, setup in jobs:
+            say(f"{workload.name}  {setup}")
+        return 0
+    results = Results(options.out, command, again=options.again)
+    left = [(w, s) for w, s in jobs if (kind.name, w.name, s) not in results.done]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        one = Run(kind, options, results, Path(scratch))
+        try:
+            with ThreadPoolExecutor(max(options.jobs, options.at_once)) as pool:
+                made = {pool.submit(one.row, w, s, str(k)): (w, s) for k, (w, s) in enumerate(left)}
+                for future in as_completed(made):
+                    row, (workload, setup) = future.result(), made[future]
+                    if row is not None:
+                        results.add(row)
+                        seconds = time.monotonic() - one.begin
+                        say(f"{seconds:6.1f} s  {workload.name} {setup}: {row.get('error') or kind.shown(row)}")
+        finally:
+            one.close()
+    rows = [r for r in results.rows if any((r["workload"], r["setup"]) == (w.name, s) for w, s in jobs)]
+    say(summary(kind, rows, len(jobs)))
+    return int(any(kind.faulty(r) for r in rows))
+
+
+def summary(kind: Kind, rows: Sequence[Row], of: int) -> str:
+    """How many jobs have a row, and their verdicts."""
+    done = {(r["workload"], r["setup"]) for r in rows}
+    verdicts = Counter(r.get("verdict") or ("failed" if "error" in r else "measured") for r in rows)
+    counts = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())
+    rest = f"; {of - len(done)} are left: call again" if of > len(done) else ""
+    return f"{kind.name}: {len(done)} of {of}: {counts or 'nothing'}{rest}"
+
+
+def parser_of(kind: Kind) -> argparse.ArgumentParser:
+    """The options of a kind."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {kind.name}", description=kind.about, formatter_class=raw
+    )
+    add, seconds = parser.add_argument, {"type": float, "metavar": "SECONDS"}
+    add("workloads", nargs="*", metavar="WORKLOAD", help="SOURCE/NETWORK:BATCH@PRECISION (default: those of --groups)")
+    add("--groups", default=",".join(kind.groups), help=f"of {', '.join(GROUPS)} (%(default)s)")
+    add("--only", default="", help="parts of workloads' names, with commas")
+    add("--precisions", default=kind.precisions, help="in place of the workloads' own, with commas (%(default)s)")
+    add("--target", default=kind.target, help="(%(default)s)")
+    add("--shared", type=Path, metavar="FOLDER", help="with fill.py and graphs/, for workloads of 'shared'")
+    out = Path(f"{kind.name.rpartition('.')[2]}.jsonl")
+    add("--out", type=Path, default=out, help="rows in it are not measured again (%(default)s)")
+    add("--again", action="store_true", help="measure rows with an error once more")
+    add("--budget", default=540.0, **seconds, help="begin nothing after this (%(default)s)")
+    add("--limit", default=kind.limit_s, **seconds, help="of measuring one (%(default)s)")
+    add("--jobs", type=int, default=max(2, (os.cpu_count() or 2) * 5 // 8), help="prepared at once (%(default)s)")
+    add("--at-once", type=int, default=kind.at_once, help="measured, or set up for timing, at once (%(default)s)")
+    add("--list", action="store_true", help="only print the workloads")
+    kind.arguments(parser)
+    return parser

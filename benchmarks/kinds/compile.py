@@ -1,0 +1,102 @@
+"""Compile every kernel that the zoo's engines use, for each architecture and precision: none may fail, the hot ones may not
+spill.
+
+    python -m benchmarks compile                                        # the whole zoo (minutes; needs NVRTC, no GPU)
+    python -m benchmarks compile --arch sm_80 --precision fp16 resnet50:1 mobilenet_v2:128
+
+Networks are NAME:BATCH. Prints one line per network and one per fault; exits 1 if there was a fault.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.rows import Results, Row, command_parser, say
+from optdnn.config import BuildOptions
+from optdnn.errors import OptdnnError
+from optdnn.models import zoo
+from optdnn.runtime.cuda import nvrtc
+from optdnn.runtime.cuda.kernels_of import recipe_of
+from optdnn.runtime.cuda.nvrtc import Recipe
+
+HOT = frozenset(
+    {
+        "conv_sm90.cu", "conv_patch_sm90.cu", "conv_sm80.cu", "conv_stem.cu", "conv_fp32.cu", "matmul_fp32.cu", "depthwise.cu",
+        "depthwise_sm90.cu", "separable_sm90.cu", "attention_sm90.cu", "attention_sm80.cu", "rows.cu", "group_norm.cu",
+        "rnn_sm90.cu", "pool_int8.cu", "gemv.cu", "squeeze_finish.cu",
+    }
+)  # fmt: skip
+"""Templates whose kernels must keep everything in registers; the general ones may spill where they serve rare shapes."""
+
+
+def recipes_of(name: str, batch: int, precision: str, arch: str) -> dict[str, Recipe]:
+    """By key, what an engine with heuristic tactics is made of."""
+    from optdnn.compiler import build_verbose
+
+    model = zoo.build(name, batch=batch)
+    options = BuildOptions(
+        target=f"cuda:{arch}", precision=precision, tactics="heuristic", no_cubins=True,
+        calib=zoo.example_inputs(model, seed=5) if "8" in precision else None, calibrator="minmax",
+    )  # fmt: skip
+    program = build_verbose(model, options).engine.program
+    return {recipe.key(): recipe for recipe in map(recipe_of, program.kernels)}
+
+
+def compiled(recipe: Recipe) -> str:
+    """What is wrong with a kernel, or ""."""
+    try:
+        found = nvrtc.resources(recipe)
+    except OptdnnError as error:
+        return f"does not compile: {str(error)[:400]}"
+    worst = max((k.spill_bytes + k.stack_bytes for k in found.values()), default=0)
+    return f"spills {worst} bytes" if worst and recipe.name in HOT else ""
+
+
+def main(words: Sequence[str]) -> int:
+    """Compile every kernel of the zoo: none fails, the hot ones do not spill."""
+    parser = command_parser("compile", __doc__)
+    parser.add_argument("networks", nargs="*", metavar="NAME:BATCH")
+    parser.add_argument("--arch", default="sm_80,sm_90a")
+    parser.add_argument("--precision", default="fp16,bf16,tf32,fp32,int8+fp16")
+    parser.add_argument("--batches", default="1,128", help="of the zoo's networks, where none are named")
+    parser.add_argument("--out", type=Path, help="add rows to this file")
+    options = parser.parse_intermixed_args(words)
+    results = Results(options.out, ["compile", *words]) if options.out is not None else None
+    networks = options.networks or [f"{name}:{batch}" for name in zoo.NAMES for batch in options.batches.split(",")]
+    seen: set[str] = set()
+    faults = 0
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for arch in options.arch.split(","):
+            for precision in options.precision.split(","):
+                for network in networks:
+                    row = _row(network, arch, precision, seen, pool)
+                    faults += len(row["faults"])
+                    if results is not None:
+                        results.add(row)
+    say(f"{len(seen)} kernels, {faults} faults")
+    return 1 if faults else 0
+
+
+def _row(network: str, arch: str, precision: str, seen: set[str], pool: ThreadPoolExecutor) -> Row:
+    """Compile what is not in ``seen`` of a network's kernels, and add it there."""
+    name, _, batch = network.partition(":")
+    start = time.perf_counter()
+    row: Row = {"workload": f"zoo/{name}:{batch or 1}@{precision}", "what": "compile", "setup": arch}
+    try:
+        recipes = recipes_of(name, int(batch or 1), precision, arch)
+    except OptdnnError as error:
+        say(f"{network} {arch} {precision}: {error}")
+        return {**row, "faults": [str(error)[:300]]}
+    fresh = {k: r for k, r in recipes.items() if k not in seen}
+    seen.update(fresh)
+    found = list(pool.map(compiled, fresh.values()))
+    faults = [f"{r.name}: {text}" for r, text in zip(fresh.values(), found, strict=True) if text]
+    counts = f"{len(recipes):3d} kernels, {len(fresh):3d} new"
+    say(f"{network:20s} {arch:7s} {precision:10s} {counts}, {time.perf_counter() - start:.1f} s")
+    for fault in faults:
+        say(f"  FAULT {fault}")
+    return {**row, "kernels": len(recipes), "compiled": len(fresh), "faults": faults}

@@ -1,0 +1,88 @@
+"""``row_invariant``: does a row of a batch give the same bits whatever the batch, and wherever it stands in it?
+
+    python -m benchmarks invariance --sizes 1,2,5,9,33 --tuned 4 --out invariance.jsonl
+
+Each network is built for every batch size: by the cost model, and with ``--tuned SECONDS`` also by measurement. Rows are
+those of the largest batch: in place, in reverse order, and one row in all places. ``control``: how many rows differ where
+the build is not row-invariant (where none does for any network, the comparison says nothing).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+import optdnn
+from benchmarks.harness import Job, Kind
+from benchmarks.models import onnx_of
+from benchmarks.rows import Row
+from benchmarks.workloads import Workload
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", default="1,2,5,9,33", help="batch sizes")
+    parser.add_argument("--tuned", type=float, default=0.0, metavar="SECONDS", help="of tuning, for each batch size")
+
+
+def setups(options: argparse.Namespace, workload: Workload) -> list[str]:
+    return [f"{options.target} {options.sizes}{f' tuned {options.tuned:g} s' if options.tuned else ''}"]
+
+
+def batch_axes(models: dict[int, Any]) -> dict[str, int]:
+    """Which axis of each input and output is the batch: the one whose size follows it."""
+    one, two = models[min(models)].graph, models[max(models)].graph
+
+    def shapes(values: Any) -> dict[str, list[int]]:
+        return {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in values}
+
+    pairs = [(shapes(one.input), shapes(two.input)), (shapes(one.output), shapes(two.output))]
+    return {
+        name: next(i for i, (m, n) in enumerate(zip(a[name], b[name], strict=True)) if m != n)
+        for a, b in pairs
+        for name in a
+    }
+
+
+def differing(models: dict[int, Any], batches: list[int], **options: Any) -> Row:
+    """Rows that are not those of the largest batch, by batch size."""
+    from optdnn.runtime.feeds import random_feeds
+
+    axes, largest = batch_axes(models), max(batches)
+    found, want, rows = Row(), Row(), Row()
+    for batch in sorted(batches, reverse=True):
+        engine = optdnn.build(models[batch], **options)
+        if batch == largest:
+            rows = random_feeds(engine.inputs, seed=1)
+            want = engine.run(rows)
+        wrong = 0
+        for order in (range(batch), range(largest - 1, largest - 1 - batch, -1), [largest // 2] * batch):
+            got = engine.run({k: np.ascontiguousarray(np.take(v, list(order), axes[k])) for k, v in rows.items()})
+            for key, value in got.items():
+                for i, row in enumerate(order):
+                    a, b = np.take(value, i, axes[key]), np.take(want[key], row, axes[key])
+                    wrong += a.tobytes() != b.tobytes()
+        found[str(batch)] = wrong
+    return found
+
+
+def measure(job: Job) -> Row:
+    """Rows that differ, by batch size, of each way to build."""
+    sizes = [int(n) for n in job.options.sizes.split(",")]
+    models = {n: onnx_of(Workload(job.workload.network, n)) for n in sizes}
+    options = {"target": job.options.target, "precision": job.workload.precision, "tactics": "heuristic"}
+    ends = [min(sizes), max(sizes)]
+    found = {"heuristic": differing(models, sizes, **options, row_invariant=True)}
+    found["control"] = differing(models, ends, **options)
+    if job.options.tuned:
+        more = {"tactics": "own", "budget": job.options.tuned, "row_invariant": True}
+        found["tuned"] = differing(models, ends, **{**options, **more})
+    wrong = any(n for way in ("heuristic", "tuned") for n in found.get(way, {}).values())
+    return {"rows": found, "verdict": "wrong" if wrong else "right"}
+
+
+KIND = Kind(
+    name="invariance", about=__doc__ or "", measure=measure, arguments=arguments, groups=("zoo",), setups=setups, at_once=4,
+    limit_s=240.0,
+)  # fmt: skip

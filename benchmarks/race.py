@@ -1,0 +1,139 @@
+"""Candidates side by side on a GPU: CUDA graphs of engines and of PyTorch modules take turns, timed between events.
+
+Each candidate is right first: its error against the module in fp32 (TF32 off), of the largest output. Then replays of all of
+them take turns. Needs PyTorch and a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import optdnn
+from optdnn.runtime.cuda.clocks import Monitor
+from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.graphs import Flush, Stream
+from optdnn.runtime.cuda.measure import replay_times
+
+Replay = Callable[[], object]
+MODES = {"compile": "default", "compile-max": "max-autotune-no-cudagraphs"}
+"""Candidate -> the mode of torch.compile. A CUDA graph is captured around both."""
+
+
+def begin() -> None:
+    """What every race needs of PyTorch: true fp32, cuDNN's own search, no gradients."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.benchmark = True
+    torch.set_grad_enabled(False)
+
+
+def end_compilers() -> None:
+    """End the processes of torch's compiler: they would disturb what is timed."""
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    shutdown_compile_workers()
+    torch.cuda.empty_cache()
+
+
+def race(
+    replays: Mapping[str, Replay], stream: Stream, outside: Any, *, rounds: int, seconds: float, flush_l2: bool = False
+) -> dict[str, Any]:
+    """``rounds`` turns of each candidate, each of ``seconds``. Gives ``times`` (milliseconds) and what the clocks did.
+
+    ``outside`` is PyTorch's view of ``stream``. ``flush_l2``: L2 is emptied before each run.
+    """
+    flush = Flush(2 * Device.open().l2_bytes, stream) if flush_l2 else None
+    monitor, clocks = Monitor.open(), []
+    taken: dict[str, list[list[float]]] = {name: [] for name in replays}
+    with torch.cuda.stream(outside):
+        for run in replays.values():
+            replay_times(run, stream, iterations=10)
+        for turn in range(rounds):
+            names = list(replays)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                ns, _, _ = replay_times(replays[name], stream, duration=seconds, flush=flush)
+                taken[name].append([t / 1e6 for t in ns])
+                if monitor is not None:
+                    clocks.append(monitor.sample())
+    if flush is not None:
+        flush.close()
+    times = {}
+    for name, turns in taken.items():
+        every = sorted(t for r in turns for t in r)
+        times[name] = {
+            "ms": statistics.median(every),
+            "min_ms": every[0],
+            "p99_ms": every[min(len(every) - 1, int(len(every) * 0.99))],
+            "rounds_ms": [round(statistics.median(r), 6) for r in turns],
+            "runs": len(every),
+        }
+    sm = [c.sm_mhz for c in clocks if c.sm_mhz]
+    held = sorted({h for c in clocks for h in c.held_by})
+    return {"times": times, "sm_mhz": [min(sm), max(sm)] if sm else None, "clocks_held_by": held}
+
+
+def torch_graph(
+    module: torch.nn.Module, feeds: Sequence[torch.Tensor], stream: Any, *, mode: str | None
+) -> tuple[Replay, Callable[[], list[torch.Tensor]]]:
+    """The module at fp16, channels last, captured into a CUDA graph: (replay, outputs). ``mode``: of torch.compile; None:
+    eager."""
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    ranks = {p.dim() for p in module.parameters()} & layouts.keys()
+    run: Any = copy.deepcopy(module).half().to(memory_format=layouts[max(ranks, default=4)])
+    for part in run.modules():
+        if isinstance(part, torch.nn.RNNBase):
+            part.flatten_parameters()  # else cuDNN gathers the weights in every run
+    feeds = [t.contiguous(memory_format=layouts[t.dim()]) if t.dim() in layouts else t for t in feeds]
+    if mode is not None:
+        import torch._inductor.config as inductor
+
+        inductor.freezing = True
+        torch._dynamo.reset()
+        run = torch.compile(run, mode=mode)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run(*feeds)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = flat(run(*feeds))
+    graph.replay()
+    torch.cuda.synchronize()
+    used = (run, feeds)  # the graph reads weights and inputs at their addresses: they must live as long as it does
+
+    def found() -> list[torch.Tensor]:
+        assert used
+        return outputs
+
+    return graph.replay, found
+
+
+def bind(
+    engine: optdnn.Engine, context: Any, inputs: Mapping[str, torch.Tensor]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """An engine's context bound to arrays on the GPU, and those that it writes."""
+    dtypes = {"float16": torch.float16, "float32": torch.float32, "int64": torch.int64}
+    out = {s.name: torch.empty(s.shape, dtype=dtypes[s.dtype.name], device="cuda") for s in engine.outputs}
+    return context.bind(inputs, out), out
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    """The tensors of what a module returns."""
+    return [result] if isinstance(result, torch.Tensor) else [t for t in result if isinstance(t, torch.Tensor)]
+
+
+def errors(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
+    """Largest difference of any output, of its largest magnitude; NaN counts as infinite."""
+    if len(got) != len(want):
+        return float("inf")
+    worst = 0.0
+    for a, b in zip(got, want, strict=True):
+        if a.shape != b.shape or not torch.isfinite(a).all():
+            return float("inf")
+        worst = max(worst, float((a.float() - b.float()).abs().max() / b.abs().max().clamp_min(1e-30)))
+    return worst

@@ -1,0 +1,179 @@
+"""The one format of results: JSON lines.
+
+A line with ``workload`` is a row: ``{"workload", "what", "setup", "run", ...}``. ``what`` is the kind of measurement,
+``setup`` the variant of it (target, candidates), and the three together are the row's key. ``times`` maps a candidate to its
+milliseconds, ``checks`` holds what was compared, ``error`` says why there is no result. A line without ``workload``
+describes a run: its id (``run``), command, commit, date, machine and versions. Rows name their run by its id, so these facts
+stand once in a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from optdnn.runtime.machine import machine
+
+Row = dict[str, Any]
+Key = tuple[str, str, str]
+"""``what``, ``workload``, ``setup``."""
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = (
+    "numpy", "onnx", "onnxruntime", "openvino", "torch", "torchvision", "timm", "transformers", "diffusers", "torchaudio",
+    "cupy-cuda13x", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "nvidia-cublas",
+)  # fmt: skip
+
+
+def facts(command: Sequence[str]) -> Row:
+    """Where and how a run measures. ``command``: the words behind ``python -m benchmarks``; folders of this machine are cut."""
+    found = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    here = machine()
+    commit = os.environ.get("OPTDNN_COMMIT") or subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+    ).stdout.strip()  # fmt: skip
+    gpus: Any = here.get("gpus") or []
+    gpu = {"gpu": gpus[0], "driver": here["gpu_driver"]} if gpus else {}
+    words = [Path(w).name if w.startswith("/") else w for w in command]
+    about: Row = {
+        "command": " ".join(["python -m benchmarks", *words]),
+        "commit": commit,
+        "date": time.strftime("%F"),
+        "machine": {"cpu": here["cpu"], "cores": here["usable_cores"], **gpu},
+        "versions": found,
+    }
+    return {"run": run_id(about), **about}
+
+
+def run_id(about: Mapping[str, Any]) -> str:
+    """Eight hexadecimal digits that name a run by its facts."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def key(row: Mapping[str, Any]) -> Key:
+    """What a row measures."""
+    return row["what"], row["workload"], row.get("setup", "")
+
+
+def lines(path: Path) -> list[Row]:
+    """The lines of a file. The last one may be half written: it is left out. Raises ValueError for any other broken line."""
+    found, text = [], path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for number, line in enumerate(text, 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            if number < len(text):
+                raise ValueError(f"{path}: line {number} is no JSON") from None
+    return found
+
+
+def read(*paths: Path) -> list[Row]:
+    """The rows of files, each with the facts of its run in place of the id."""
+    every = [line for path in paths for line in lines(path)]
+    runs = {line["run"]: line for line in every if "workload" not in line}
+    return [{**line, "run": runs[line["run"]]} for line in every if "workload" in line]
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """One row for each key: the last one, but a row with an error does not replace a result."""
+    found: dict[Key, Row] = {}
+    for row in rows:
+        if key(row) not in found or "error" not in row or "error" in found[key(row)]:
+            found[key(row)] = row
+    return list(found.values())
+
+
+def merged(paths: Sequence[Path], what: str) -> str:
+    """The text of one file with the newest rows of a kind from several files, compact, and the runs that these rows name."""
+    every = [line for path in paths for line in lines(path)]
+    rows = newest(line for line in every if line.get("what") == what)
+    used = {row["run"] for row in rows}
+    runs = {line["run"]: line for line in every if "workload" not in line and line["run"] in used}
+    found = [*runs.values(), *map(compact, rows)]
+    return "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in found)
+
+
+DETAIL = ("rounds_ms", "runs", "tuning", "stages", "took_s", "clocks_held_by", "sm_mhz", "flops", "bytes")
+"""Fields of rows that no figure shows."""
+
+
+def compact(value: Any) -> Any:
+    """A row without details and empty fields, its numbers with six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        found = {k: compact(v) for k, v in value.items() if k not in DETAIL}
+        return {k: v for k, v in found.items() if v is not None and v != [] and v != {}}
+    return [compact(v) for v in value] if isinstance(value, list) else value
+
+
+class Results:
+    """A file that rows are appended to, by several threads. ``done``: the keys that need no further measurement."""
+
+    def __init__(self, path: Path, command: Sequence[str], *, again: bool = False):
+        """``again``: rows with an error are measured once more."""
+        self.path, self.about = path, facts(command)
+        _mend(path)
+        self.rows = [line for line in lines(path) if "workload" in line]
+        self.done = {key(row) for row in self.rows if not (again and "error" in row)}
+        self._lock, self._begun = threading.Lock(), False
+
+    def add(self, row: Row) -> None:
+        """Append a row; the first one of a run is preceded by the run's facts."""
+        made = {**row, "run": self.about["run"]}
+        with self._lock:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                for line in ([] if self._begun else [self.about]) + [made]:
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._begun = True
+            self.rows.append(made)
+            self.done.add(key(made))
+
+
+def _mend(path: Path) -> None:
+    """Take a last line that was cut off out of a file."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if text and not text.endswith("\n"):
+        path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
+
+
+def keep(paths: Sequence[Path], folder: Path = RESULTS) -> list[Path]:
+    """Put the rows of files into those under ``folder``, a file for each kind. Returns the files that were written."""
+    written = []
+    for what in sorted({row["what"] for path in paths for row in lines(path) if "workload" in row}):
+        target = folder / f"{what}.jsonl"
+        target.write_text(merged([target, *paths], what), encoding="utf-8")
+        written.append(target)
+    return written
+
+
+def command_parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """The options of a command or a kind."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=about, formatter_class=raw)
+
+
+def told(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, file=sys.stdout, flush=True)

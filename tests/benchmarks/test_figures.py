@@ -1,0 +1,193 @@
+"""The tables of the documents: what rows become. ``tests/docs`` holds the documents against them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
+
+from benchmarks import figures
+from benchmarks.figures import checks, cpu, gpu, waits
+from benchmarks.figures.markdown import geometric, measured_on, note
+from benchmarks.rows import RESULTS
+
+RUN = {
+    "run": "r", "command": "python x", "commit": "12345678ab", "date": "2026-11-20",
+    "machine": {"cpu": "C", "cores": 2, "gpu": "NVIDIA H200", "driver": "580"}, "versions": {"torch": "2.11", "numpy": "2"},
+}  # fmt: skip
+
+
+def test_every_table_has_its_results() -> None:
+    assert set(figures.tables(RESULTS)) == set(figures.TABLES)
+
+
+def test_results_are_small() -> None:
+    assert sum(p.stat().st_size for p in RESULTS.glob("*")) < 300_000
+
+
+def test_without_results_there_are_no_tables(tmp_path: Path) -> None:
+    assert figures.tables(tmp_path) == {}
+    with pytest.raises(ValueError, match="no mean of nothing"):
+        geometric([])
+
+
+def test_the_readmes_tables() -> None:
+    rows = [
+        row("zoo/lstm:1@fp16", times=ms(ours=0.1, libraries=0.2, eager=0.4)),
+        row("zoo/lstm:1@fp16", "cuda:sm_90a ours,compile", times=ms(ours=0.1, compile=0.5, compile_max=0.3)),
+        row("zoo/resnet50:1@fp16", times=ms(ours=0.15, eager=0.4)),
+    ]
+    assert gpu.readme(rows).splitlines()[2:] == [
+        "| resnet50, 1 | 0.150 | – | – | 0.400 |",
+        "| lstm, 1 | 0.100 | 0.200 | 0.300 | 0.400 |",
+    ]
+    over = {"onnxruntime": 2.0, "openvino": 1.0}
+    found = [row(w, "cpu onnxruntime,openvino", times=ms(optdnn=2.0), over=over) for w in cpu.README[1:3]]
+    lines = cpu.readme(found).splitlines()
+    assert "| resnet50 | bf16 | 2.00 | 2.00× | 1.00× |" in lines
+    assert lines[-1] == "| geometric mean of 1 | fp32 |  | 2.00× | 1.00× |"
+
+
+def row(workload: str, setup: str = "cuda:sm_90a ours,eager", what: str = "speed", **more: Any) -> dict[str, Any]:
+    return {"workload": workload, "what": what, "setup": setup, "run": RUN, "checks": {}, **more}
+
+
+def ms(**times: float) -> dict[str, Any]:
+    return {n.replace("_max", "-max"): {"ms": t} for n, t in times.items()}
+
+
+def test_the_table_of_targets() -> None:
+    rows = [
+        row("zoo/resnet50:8@fp16", times=ms(ours=0.3, eager=1.2)),
+        row(
+            "zoo/resnet50:1@fp16",
+            times=ms(ours=0.5, eager=1.7, untuned=0.4, libraries=0.8),
+            builds={"libraries": {"library_steps": 3}},
+        ),
+        row("zoo/resnet50:1@fp16", "cuda:sm_90a ours,compile", times=ms(ours=9.0, eager=9.0, compile=9.0)),
+        row("zoo/lstm:1@fp16", times=ms(ours=9.0, eager=9.0)),
+        row("zoo/resnet50:128@int8+fp16", times=ms(ours=3.0, eager=9.0)),
+        row("zoo/vgg16:1@fp16", error="lost"),
+    ]
+    rows[3]["checks"] = {"ours": {"wrong": "0.5", "error_rel": 0.5}}
+    rows[4]["checks"] = {"ours": {"wrong": "0.3", "error_rel": 0.3}}
+    text = gpu.targets(rows)
+    lines = text.splitlines()
+    assert "| network, batch | optdnn ms | not tuned ms | libraries ms | eager ms | to reach |" in lines
+    assert "| resnet50, 1 | 0.500 | 0.400 | 0.800 | 1.700 | 0.22 |" in lines
+    assert "| resnet50, 8 | **0.300** | – | – | 1.200 | 0.4 |" in lines
+    assert "| lstm, 1 | 9.000 (wrong) | – | – | 9.000 | 0.4 |" in lines
+    assert "| resnet50, 128, int8+fp16 | 3.000 (off by 0.30) | – | – | 9.000 | 2.1 |" in lines
+    assert "are 2.00 times as fast as the libraries alone in geometric mean over 1 rows (the least: 2.00)" in text
+    assert "vgg16" not in text
+
+
+def test_the_table_of_torch_compile() -> None:
+    rows = [row("zoo/resnet50:1@fp16", times=ms(ours=0.2, compile=0.6, compile_max=0.5, eager=0.9))]
+    rows[0]["checks"] = {"compile-max": {"prepare_s": 243.2}}
+    lines = gpu.compiled(rows).splitlines()
+    assert "| resnet50, 1 | 0.200 | 0.600 | 0.500 | 0.900 | 2.50× | 243 s |" in lines
+
+
+def test_the_table_of_architectures() -> None:
+    rows = [
+        row("timm/a:1@fp16", times=ms(ours=0.2, eager=0.8)),
+        row("timm/a:16@fp16", times=ms(ours=1.0, eager=2.0, compile=1.5)),
+        row("timm/a:64@fp16", times=ms(ours=1.0, eager=9.0)),
+        row("torchaudio/b:1@fp16", times=ms(ours=0.5, eager=0.5)),
+    ]
+    rows[3]["checks"] = {"ours": {"wrong": "inf"}}
+    text = gpu.architectures(rows)
+    assert "| a (16) | 0.200 | 0.800 | – | 4.0× | 1.000 | 2.000 | 1.500 | 1.5× |" in text
+    assert "| b | 0.500 | 0.500 | – | 1.0× | – | – | – | – |" in text
+    assert "of 4 pairs, 1.00 at least. In brackets: the larger batch. Further off, or not finite: b, 1." in text
+    assert "Modules of timm, torchaudio with" in text
+
+
+def test_the_tables_of_lanes_and_growth() -> None:
+    lanes = [
+        row("zoo/yolox_s:4@fp16", times=ms(ours=0.2, one_lane=0.3), builds={"ours": {"lanes": 3, "aside": 9}}),
+        row("zoo/lstm:1@fp16", times=ms(ours=0.2, one_lane=0.2), builds={"ours": {"lanes": 1}}),
+    ]
+    text = gpu.lanes(lanes)
+    assert "| yolox_s, 4 | 300.0 | 200.0 | 1.50× | 3 | 9 |" in text
+    assert "Not the same bits: yolox_s, 4; lstm, 1. No independent steps worth a lane: lstm, 1." in text
+    alike = [{**r, "checks": {"one_lane": {"same_bits": True}}} for r in lanes]
+    assert "Results are the same bits. No" in gpu.lanes(alike)
+    assert gpu.lanes(lanes[1:]) == ""
+    name = "zoo/bert_base:1:max_positions=2048:sequence_length=64@fp16"
+    assert "| bert_base, 64 | 0.200 | 0.600 | 3.0× |" in gpu.growth([row(name, times=ms(ours=0.2, eager=0.6))])
+
+
+def test_the_table_of_what_was_checked() -> None:
+    steps = {"count": 1000, "worst": [1e-7]}
+    rows = [
+        row("zoo/a:1@fp32", "cuda:sm_90a", "correctness", verdict="right", steps=steps),
+        row("zoo/b:1@fp32", "cuda:sm_90a", "correctness", verdict="wrong", steps={"count": 5, "worst": [0.5]}),
+        row("zoo/c:1@fp32", "cuda:sm_90a", "correctness", verdict="right"),
+        row("zoo/c:1@fp32", "cuda:sm_80 compiled for sm_90a", "correctness", verdict="wrong"),
+        row("cases/all@fp32", "cuda", "cases", tried=3, wrong=[{}]),
+        row("kernels/x", "memcheck", "sanitize", verdict="clean"),
+        row("kernels/y", "memcheck", "sanitize", verdict="reported"),
+        row("kernels/seeded_fault", "memcheck", "sanitize", verdict="caught"),
+        row("zoo/a:1@fp16", "cuda 1,9", "invariance", verdict="right", rows={"control": {"1": 3}}),
+    ]
+    text = checks.correctness(rows)
+    assert "| fp32 | 2 of 3 | 1,005 | 1e-07 | 2 of 3 |" in text
+    assert "Not launch by launch: c. Not right: b, 1, fp32." in text
+    assert "memcheck 1 of 2; each caught the fault seeded for it." in text
+    assert "rows of 1 of 1 networks are the same bits" in text
+    missed = [r if r["workload"] != "kernels/seeded_fault" else {**r, "verdict": "missed"} for r in rows]
+    assert "the fault seeded for memcheck was not caught." in checks.correctness(missed)
+
+
+def test_the_table_of_waits() -> None:
+    name = "zoo/resnet50:1@fp16"
+    rows = [
+        row(name, "cuda:sm_90a build", "waits", cold={"seconds": 61.25}, warm={"seconds": 3.5}, the_same_bytes=True),
+        row(name, "cuda:sm_90a load", "waits", error="no"),
+        row(name, "cuda:sm_90a call", "waits", bound={"call_us": 3.04}),
+        row(name, "cuda:sm_90a retune", "waits", before_ms=0.2, after_ms=0.1, seconds=21.0),
+        row(name, "cuda:sm_90a plan", "waits", import_s=0.4, lengths=[
+            {"first_s": 1.5, "kernels_compiled": 0}, {"first_s": 0.3, "kernels_compiled": 0},
+            {"first_s": 2.0, "kernels_compiled": 6},
+        ]),
+    ]  # fmt: skip
+    lines = waits.waits(rows).splitlines()
+    assert "| the same, caches warm | 3.5 s, the same bytes | 5 s |" in lines
+    assert "| Python's part of a call with bound buffers | 3.0 µs | 20 µs |" in lines
+    assert not [line for line in lines if "first result" in line]
+    assert "| at a further such length, no kernel compiled | 0.30 s | 0.5 s |" in lines
+    assert "| at a further such length, 6 kernels compiled | 2.00 s |  |" in lines
+    assert [line for line in lines if line.endswith("the first of a process | 1.9 s |  |")]
+
+
+def test_the_tables_of_the_cpu() -> None:
+    times = ms(optdnn=2.0, onnxruntime=4.0, openvino=2.0)
+    over = {"onnxruntime": 2.0, "openvino": 1.0}
+    text = cpu.speed("fp32", [row("light/x:1@fp32", "cpu onnxruntime,openvino", times=times, over=over, threads=2)])
+    assert "| light_x | 2.00 | 2.00× | 1.00× | 1.00× |" in text
+    auto = {"chosen": "int8", "bound": 0.5, "declined": ["int8 declined: it is slower", "bf16 declined: x"]}
+    configurations = {
+        "fp32": {"accuracy": 99.0, "ms": 0.2, "engine_bytes": 2000, "precision": "fp32"},
+        "int8": {"error": "no"},
+        "auto 0.5": {"accuracy": 98.8, "ms": 0.1, "engine_bytes": 1000, "precision": "int8", "auto": auto,
+                     "over_best": {"verdict": "faster", "speedup": 2.0, "single": "fp32"}},
+    }  # fmt: skip
+    text = cpu.precision("cpu", [row("trained/net:32@auto", "cpu", "precision", configurations=configurations)])
+    assert "### net" in text
+    assert "| fp32 | 99.00 % | 0.200 | 2 |  |  |" in text
+    assert "| **auto 0.5** | 98.80 % | 0.100 | 1 | int8 | 2.00× fp32 |" in text
+    assert "- net: int8 declined: it is slower." in text
+    assert "bf16 declined" not in text
+
+
+def test_runs_are_told_once() -> None:
+    other = {**RUN, "commit": "", "date": "2026-11-22", "command": "python y"}
+    rows = [{"run": RUN}, {"run": RUN}, {"run": other}]
+    assert measured_on(rows) == "NVIDIA H200, driver 580; torch 2.11; 2026-11-20 to 2026-11-22, commit 12345678"
+    assert "```text\npython x\npython y\n```" in note("So.", rows)
+    assert note("So.", []) == ""

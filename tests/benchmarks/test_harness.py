@@ -1,0 +1,132 @@
+"""The harness: rows of what works and what fails, resuming, budgets, turns, and the one format of results."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
+
+from benchmarks import rows
+from benchmarks.__main__ import main
+
+TESTS = str(Path(__file__).parents[1])
+FAKE = "support.fake_kind"
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children find the fake kind."""
+    monkeypatch.setenv("PYTHONPATH", TESTS)
+
+
+def measured(out: Path, *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The exit code, and the rows by the network's name."""
+    code = main([FAKE, *words, "--out", str(out), "--jobs", "2"])
+    return code, {r["workload"].partition("/")[2].partition(":")[0]: r for r in rows.lines(out) if "workload" in r}
+
+
+def test_a_workload_that_fails_costs_its_row_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("unbuildable", "raises", "exits", "killed", "hangs", "good")
+    code, found = measured(tmp_path / "out.jsonl", *(f"fake/{n}" for n in names), "--limit", "4")
+    assert set(found) == set(names)
+    assert found["unbuildable"]["error"] == "ValueError: it cannot be built"
+    assert found["raises"]["error"] == "RuntimeError: no such thing"
+    assert "exit code 3" in found["exits"]["error"]
+    assert "a last word" in found["exits"]["error"]
+    assert "SIGKILL" in found["killed"]["error"]
+    assert (found["hangs"]["error"], found["hangs"]["verdict"]) == ("measure: no end in 4 s", "hang")
+    assert found["good"]["times"] == {"ours": {"ms": 1.5}}
+    assert (found["good"]["what"], found["good"]["setup"], found["good"]["build_s"]) == ("fake", "cuda:sm_90a", 0.5)
+    assert code == 1, "a crash and a hang are faults"
+    said = capsys.readouterr().out
+    assert "fake/good:1@fp16 cuda:sm_90a: ours 1.5000 ms right" in said
+    assert "fake: 6 of 6: " in said
+
+
+def test_a_second_call_measures_only_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl"
+    assert measured(out, "fake/good", "fake/raises")[0] == 0
+    before = rows.lines(out)
+    out.write_text(out.read_text(encoding="utf-8") + '{"workload": "fake/half', encoding="utf-8")
+    code, _ = measured(out, "fake/good", "fake/raises", "fake/other@fp32")
+    after = rows.lines(out)
+    assert code == 0
+    assert after[: len(before)] == before, "a line that was cut off is gone, and nothing else"
+    assert [r["workload"] for r in after[len(before) :] if "workload" in r] == ["fake/other:1@fp32"]
+    again = measured(out, "fake/good", "fake/raises", "--again")[1]
+    assert "error" in again["raises"]
+    assert sum(r.get("workload") == "fake/raises:1@fp16" for r in rows.lines(out)) == 2
+    assert {r["run"] for r in after if "workload" in r} == {r["run"] for r in after if "workload" not in r}
+
+
+def test_the_budget_leaves_the_rest_for_the_next_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = measured(tmp_path / "out.jsonl", "fake/good", "--budget", "0.5")
+    assert (code, found) == (0, {})
+    assert "1 are left: call again" in capsys.readouterr().out
+
+
+def test_what_is_wrong_is_the_exit_code(tmp_path: Path) -> None:
+    assert measured(tmp_path / "out.jsonl", "fake/wrong")[0] == 1
+
+
+def test_timed_workloads_have_the_machine_alone(tmp_path: Path) -> None:
+    names = [f"fake/timed{k}" for k in range(4)]
+    code, found = measured(tmp_path / "out.jsonl", *names, "--at-once", "2")
+    assert code == 0
+    spans = sorted(r["interval"] for r in found.values())
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    assert len({r["pid"] for r in found.values()}) == 2, "two children set up side by side"
+
+
+def test_unknown_kinds_and_workloads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["spede"]) == 2
+    assert main([FAKE, "no workload", "--list"]) == 2
+    assert main([FAKE, "--groups", "none", "--list"]) == 2
+    said = capsys.readouterr().out
+    for text in ("there is no kind of measurement 'spede'", "'no workload' is no workload", "there is no group 'none'"):
+        assert text in said
+
+
+# ---------------------------------------------------------------- the format
+
+
+def row(workload: str, run: str, **more: Any) -> dict[str, Any]:
+    return {"workload": workload, "what": "speed", "setup": "cuda", "run": run, **more}
+
+
+def written(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_kept_results_are_the_newest_without_details(tmp_path: Path) -> None:
+    runs = [{"run": name, "commit": name, "machine": {}} for name in "abc"]
+    kept = written(tmp_path / "speed.jsonl", runs[0], row("x", "a", times={"ours": {"ms": 1.0}}), row("y", "a"))
+    times = {"ours": {"ms": 0.123456789, "rounds_ms": [1.0]}}
+    new = written(tmp_path / "new.jsonl", runs[1], row("x", "b", times=times), row("y", "b", error="lost"), runs[2])
+    other = written(tmp_path / "soak.jsonl.part", {**row("x", "c"), "what": "soak"}, runs[2])
+    assert [p.name for p in rows.keep([new, other], tmp_path)] == ["soak.jsonl", "speed.jsonl"]
+    found = {r["workload"]: r for r in rows.read(kept)}
+    assert found["x"]["times"] == {"ours": {"ms": 0.123457}}
+    assert (found["x"]["run"]["commit"], found["y"]["run"]["commit"]) == ("b", "a"), "an error takes no result's place"
+    assert "error" not in found["y"]
+    assert [r["run"]["commit"] for r in rows.read(tmp_path / "soak.jsonl")] == ["c"]
+
+
+def test_a_broken_line_inside_of_a_file_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"run": 1}\n{"wor\n{"run": 2}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 2 is no JSON"):
+        rows.lines(path)
+
+
+def test_facts_name_the_run_and_no_folders() -> None:
+    about = rows.facts(["speed", "--out", "/somewhere/else/out.jsonl"])
+    assert about["command"] == "python -m benchmarks speed --out out.jsonl"
+    assert about["run"] == rows.run_id({k: v for k, v in about.items() if k != "run"})
+    assert about["machine"]["cores"] >= 1

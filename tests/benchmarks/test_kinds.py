@@ -1,0 +1,319 @@
+"""The kinds of measurement: their options and tables, and their logic on targets that need no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
+
+from support.agreement import same_boxes
+
+from benchmarks.__main__ import main
+from benchmarks.harness import Job, parser_of
+from benchmarks.kinds import (
+    COMMANDS,
+    KINDS,
+    command_of,
+    correctness,
+    invariance,
+    kind_of,
+    memory,
+    precision,
+    roofline,
+    soak,
+    speed,
+)
+from benchmarks.workloads import Workload, parse
+
+GELU = Workload("operator/gelu", 1, "fp32")
+
+
+def job(name: str, workload: Workload, folder: Path, *words: str) -> Job:
+    """A job as the harness gives it to a child."""
+    kind = kind_of(name)
+    options = parser_of(kind).parse_args(list(words))
+    made = Job(workload, kind.setups(options, workload)[0], options, folder)
+    if kind.prepare is None or not kind.prepares(options):
+        return made
+    return Job(workload, made.setup, options, folder, kind.prepare(made))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_lists_its_workloads(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--list", "--out", str(tmp_path / "out.jsonl"), "--shared", str(tmp_path)]) in (0, 2)
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"python -m benchmarks {name} " in capsys.readouterr().out
+    assert kind_of(name).name == name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command_of(name)(["--help"])
+    assert ended.value.code == 0
+    assert f"python -m benchmarks {name}" in capsys.readouterr().out
+
+
+def test_without_words_all_are_listed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks"], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    assert all(f"\n  {name} " in done.stdout for name in (*KINDS, *COMMANDS))
+
+
+def test_what_needs_a_gpu_imports_without_one() -> None:
+    pytest.importorskip("torch")
+    importlib.import_module("benchmarks.race")
+    importlib.import_module("benchmarks.torch_modules")
+
+
+# ---------------------------------------------------------------- speed
+
+
+def test_candidates_are_built_and_one_that_cannot_be_is_told(tmp_path: Path) -> None:
+    words = ("--target", "simulate", "--rivals", "ours,ours@fp16,one_lane,libraries,eager")
+    found = job("speed", GELU, tmp_path, *words).prepared["builds"]
+    assert found["ours"]["steps"] == found["one_lane"]["steps"] == found["one_lane"]["lanes"] == 1
+    assert found["ours@fp16"]["steps"] == 3, "with casts of the input and the result"
+    assert "eager" not in found
+    assert {p.name for p in tmp_path.glob("*.engine")} >= {"ours.engine", "ours@fp16.engine", "one_lane.engine"}
+    assert set(np.load(tmp_path / "in.npz")) == {"x0"}
+    assert not np.array_equal(np.load(tmp_path / "in.npz")["x0"], np.load(tmp_path / "other.npz")["x0"])
+    wrong = job("speed", GELU, tmp_path, "--target", "simulate", "--rivals", "ours@fp3,ours").prepared["builds"]
+    assert "fp3" in wrong["ours@fp3"]["error"]
+    assert wrong["ours"]["steps"] == 1
+
+
+def test_the_setup_tells_how_it_was_measured() -> None:
+    def setup(*words: str) -> str:
+        return speed.setups(parser_of(speed.KIND).parse_args(list(words)), GELU)[0]
+
+    assert setup() == "cuda:sm_90a ours,eager"
+    assert setup("--target", "cpu") == "cpu onnxruntime,openvino"
+    assert setup("--tune", "10", "--flush-l2", "--rivals", "own") == "cuda:sm_90a own tuned 10 s L2 flushed"
+
+
+def test_a_verdict_is_of_our_engines() -> None:
+    good = {"error_rel": 0.01, "repeats": True}
+    assert speed.verdict({"ours": good, "eager": {"error": "no"}}, GELU) == {"verdict": "right"}
+    assert speed.verdict({"ours": {**good, "wrong": "0.5"}}, GELU) == {"verdict": "wrong"}
+    assert speed.verdict({"ours": {**good, "repeats": False}}, GELU) == {"verdict": "wrong"}
+    eight = parse("zoo/mlp@int8+fp16")[0]
+    assert speed.verdict({"ours": {**good, "wrong": "0.5"}}, eight) == {"verdict": "right"}
+    assert speed.verdict({"ours": {"error": "no room"}}, GELU) == {"verdict": "failed", "error": "no room"}
+    assert speed.verdict({"ours": {"error": "no room"}, "own": good}, GELU) == {"verdict": "failed"}
+
+
+def test_a_rival_is_over_ours_by_the_median_of_rounds() -> None:
+    times = {"optdnn": {"rounds_ms": [1.0, 2.0, 1.0]}, "b": {"rounds_ms": [2.0, 4.0, 9.0]}, "c": {"rounds_ms": []}}
+    assert speed.over(times, "optdnn") == {"b": 2.0}
+
+
+@pytest.mark.slow
+def test_rivals_on_the_cpu_are_compared(tmp_path: Path) -> None:
+    found = speed.measure(job("speed", GELU, tmp_path, "--target", "cpu", "--duration", "0.2"))
+    assert found["times"].keys() == {"optdnn", "onnxruntime", "openvino"}
+    assert found["over"].keys() == {"onnxruntime", "openvino"}
+    assert all(check["error_rel"] < 1e-3 for check in found["checks"].values())
+
+
+# ---------------------------------------------------------------- what is right
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8+fp16"])
+def test_a_right_network_is_right(precision: str, tmp_path: Path) -> None:
+    workload = Workload("operator/linear_768_3072", 1, precision)
+    found = correctness.measure(job("correctness", workload, tmp_path, "--target", "simulate"))
+    assert found["verdict"] == "right"
+    assert 0 < max(found["errors"]) < {"fp32": 1e-5, "fp16": 1e-2}.get(precision, 0.1)
+
+
+def test_a_wrong_result_is_wrong(tmp_path: Path) -> None:
+    made = job("correctness", GELU, tmp_path, "--target", "simulate")
+    want = dict(np.load(tmp_path / "want.npz"))
+    np.savez(tmp_path / "want.npz", **{k: v + 0.1 for k, v in want.items()})
+    assert correctness.measure(made)["verdict"] == "wrong"
+
+
+def test_what_speaks_against_an_engine() -> None:
+    good: dict[str, Any] = {"repeats": True, "agrees": True, "singly": True, "arena": [], "steps": {"wrong": []}}
+    assert correctness.right(good)
+    for fault in (
+        {"repeats": False},
+        {"agrees": False},
+        {"singly": False},
+        {"arena": ["x"]},
+        {"steps": {"wrong": [1]}},
+    ):
+        assert not correctness.right({**good, **fault})
+    assert correctness.agrees({"errors": [1e-4]}, [1.0], "fp32")
+    assert not correctness.agrees({"errors": [1e-3]}, [1.0], "fp32")
+    assert correctness.agrees({"errors": [0.2]}, [0.3], "fp16")
+    assert not correctness.agrees({"errors": [0.2]}, [0.1], "fp16")
+    boxes = {"same": 9, "of": 12, "rounded": 10}
+    assert correctness.agrees({"errors": [9.0], "boxes_as_a_set": boxes}, [0.1], "fp16")
+    assert not correctness.agrees({"errors": [9.0], "boxes_as_a_set": {**boxes, "same": 8}}, [0.1], "fp16")
+
+
+def test_boxes_are_compared_as_a_set() -> None:
+    boxes, labels = np.arange(20, dtype=np.float32).reshape(5, 4), np.array([1, 2, 1, 2, 1])
+    scores, masks = np.linspace(0.9, 0.5, 5, dtype=np.float32), np.arange(10.0).reshape(5, 2)
+    want, other = [boxes, labels, scores, masks], [4, 2, 0, 1, 3]
+    assert same_boxes([a[other] for a in want], want) == {"same": 5, "of": 5, "errors": [0.0] * 4}
+    assert same_boxes([a[1:] for a in want], want)["same"] == 4, "one is missing"
+    assert same_boxes([boxes, labels, scores + 0.01, masks], want)["same"] == 0
+    assert same_boxes([boxes, np.array([1, 1, 1, 2, 2]), scores, masks], want)["same"] == 3, "by their labels"
+    assert same_boxes([np.repeat(a[:1], 5, 0) for a in want], want)["same"] == 1, "each stands for one alone"
+    moved = same_boxes([boxes, labels, scores, masks[::-1]], want)
+    assert moved["same"] == 5
+    assert moved["errors"][3] == pytest.approx(8 / 9), "the masks are those of other boxes"
+    assert same_boxes([masks], [masks]) is None
+
+
+def test_replays_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = job("soak", GELU, tmp_path, "--target", "simulate", "--replays", "3")
+    found = soak.measure(made)
+    assert (found["verdict"], found["alone"]["replays"], found["alone"]["differing"]) == ("ok", 3, 0)
+    drifting = iter(np.arange(12, dtype=np.float32).reshape(4, 3))
+
+    class Engine:
+        inputs = ()
+        program = argparse.Namespace(steps=[1])
+
+        def run(self, feeds: Any) -> Any:
+            return {"y": next(drifting)}
+
+    monkeypatch.setattr("optdnn.load", lambda path: Engine())
+    assert soak.measure(made)["verdict"] == "differs"
+
+
+def test_networks_soak_at_batches_in_turn() -> None:
+    found = soak.adjusted([Workload(f"zoo/n{k}", 1, p) for p in ("fp16", "fp32") for k in range(4)])
+    assert [w.batch for w in found] == [1, 16, 2, 64, 1, 2, 4, 1]
+    assert soak.adjusted([Workload("shared/maskrcnn.ts"), Workload("shared/fasterrcnn.ts")])[1].batch == 1
+
+
+def test_rows_of_a_batch_are_compared_in_all_places(tmp_path: Path) -> None:
+    workload = Workload("zoo/mlp", 1, "fp32")
+    found = invariance.measure(job("invariance", workload, tmp_path, "--target", "simulate", "--sizes", "1,3"))
+    assert found["rows"]["heuristic"]["1"] == found["rows"]["heuristic"]["3"] == 0
+    assert found["verdict"] == "right"
+
+
+# ---------------------------------------------------------------- what it takes
+
+
+def test_the_arena_is_no_smaller_than_what_lives_at_once(tmp_path: Path) -> None:
+    found = job("memory", Workload("operator/conv_3x3_7_512", 2, "fp32"), tmp_path, "--target", "simulate")
+    assert 0 <= found.prepared["live_bytes"] <= found.prepared["arena_bytes"]
+    assert found.prepared["engine_bytes"] > found.prepared["weights_bytes"] >= 4 * 512 * 512 * 9
+    assert memory.measure(found)["host_bytes"] > 1e7
+
+
+def test_bytes_live_from_the_first_step_to_the_last() -> None:
+    buffers = [argparse.Namespace(nbytes=n, offset=0, blob=None) for n in (10, 20, 40)]
+    buffers.append(argparse.Namespace(nbytes=1000, offset=None, blob=0))
+    steps = [argparse.Namespace(inputs=i, outputs=o) for i, o in (((0, 3), (1,)), ((1,), (2,)), ((2, 0), (1,)))]
+    assert memory.live_bytes(argparse.Namespace(buffers=buffers, steps=steps)) == 70
+
+
+def test_steps_far_from_their_roofline_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def step(kind: str, us: float, share: float, at: float | None) -> dict[str, Any]:
+        return {"kind": kind, "tactic": "t", "us": us, "share": share, "roofline": at, "nodes": "n"}
+
+    steps = [
+        step("A", 10.0, 0.5, 0.05),
+        step("B", 1.0, 0.01, 0.05),
+        step("C", 9.0, 0.4, 0.9),
+        step("D", 9.0, 0.4, None),
+    ]
+    (found,) = roofline.cliffs([{"workload": "zoo/x:1@fp16", "steps": steps}], 0.25, 0.02)
+    assert (found["kind"], found["gain_us"]) == ("A", 8.0)
+    lines = [{"run": "r"}, {"workload": "zoo/x:1@fp16", "what": "roofline", "setup": "c", "run": "r", "steps": steps}]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    assert main(["cliffs", str(tmp_path / "r.jsonl")]) == 0
+    assert "zoo/x:1@fp16" in (said := capsys.readouterr().out)
+    assert said.endswith("1 steps\n")
+
+
+def test_first_runs_of_a_length_count_what_is_compiled() -> None:
+    from benchmarks.kinds import waits
+
+    assert set(waits.PARTS) == {"build", "load", "call", "retune", "plan"}
+    pytest.importorskip("cuda.bindings.nvrtc")
+    assert callable(importlib.import_module("optdnn.runtime.cuda.nvrtc").compile_recipe), (
+        "the program of PLAN counts its calls"
+    )
+
+
+@pytest.mark.slow
+def test_a_build_and_a_load_are_timed_on_the_cpu(tmp_path: Path) -> None:
+    from benchmarks.kinds import waits
+
+    for part in ("build", "load"):
+        made = job("waits", Workload("zoo/mlp", 1, "fp32"), tmp_path, "--target", "cpu", "--parts", part)
+        found = waits.measure(made)
+        assert found["the_same_bytes"] if part == "build" else found["median_s"] > 0
+
+
+@pytest.mark.slow
+def test_precisions_are_scored_in_simulation(tmp_path: Path) -> None:
+    workload = Workload("trained/digits_gru", 32, "auto")
+    found = precision.measure(job("precision", workload, tmp_path, "--target", "simulate", "--configurations", "fp"))
+    assert set(found["configurations"]) == {"fp32", "fp16"}
+    assert all(c["accuracy"] > 95 and "ms" not in c for c in found["configurations"].values())
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def test_every_kernel_of_engines_is_run_under_the_sanitizers() -> None:
+    from support import sanitizer_nets
+    from support.simulated import lowered
+
+    from optdnn.runtime.cuda.nvrtc import KERNELS
+
+    left = {p.name for p in KERNELS.glob("*.cu")} - {"timer.cu"}  # of the tuner
+    for name, (build, at) in sanitizer_nets.graphs().items():
+        if left and name not in sanitizer_nets.GENERAL and at != "bf16":
+            with sanitizer_nets.forced(name):
+                program = lowered(build(), at, target="cuda:sm_90a", no_cubins=True)
+            left -= {k.template for k in program.kernels}
+    assert not left
+
+
+def test_what_a_sanitizer_reports_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks.kinds import sanitize
+
+    text = "ran a b: 1 launches\nInvalid write at global_average_pool\nHost Frame: x"
+    both = sanitize.rows_of("memcheck", f"a b{sanitize.AND}c", 0, True, text)
+    assert [(r["workload"], r["verdict"]) for r in both] == [("kernels/a_b", "clean"), ("kernels/c", "clean")]
+    (reported,) = sanitize.rows_of("memcheck", "a", 0, False, text)
+    assert reported["reported"] == text.splitlines()[:2]
+    (caught,) = sanitize.rows_of("memcheck", "int8", 1, False, text)
+    (missed,) = sanitize.rows_of("memcheck", "int8", 1, True, text)
+    assert (caught["verdict"], missed["verdict"]) == ("caught", "missed")
+    assert sanitize.told([*both, caught], ["memcheck"], ["a b", "c"]) == 0
+    assert sanitize.told([*both, missed], ["memcheck"], ["a b", "c", "int8"]) == 1
+    assert sanitize.told([reported], ["memcheck"], ["a"]) == 1
+    assert "memcheck a: REPORTED" in capsys.readouterr().out
+
+
+def test_random_networks_resume_in_the_one_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["random", "--target", "reference", "--family", "soup", "--jobs", "1", "--out", str(tmp_path / "r.jsonl")]
+    assert main([*words, "--seeds", "0:1"]) == 0
+    assert main([*words, "--seeds", "0:2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 trials in ")
+    found = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [r["workload"] for r in found if "workload" in r] == ["random/soup-0", "random/soup-1"]

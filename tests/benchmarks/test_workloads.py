@@ -1,0 +1,118 @@
+"""The table of workloads: its groups, its form, and what its sources make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
+
+import optdnn
+from benchmarks import models
+from benchmarks.workloads import GROUPS, NETWORKS, REACH, Network, Workload, chosen, group, parse
+from optdnn.errors import UsageError
+from optdnn.models import zoo
+
+SOURCES = {"cases", "zoo", "trained", "light", "shared", "operator", *models.TORCH}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_hold_workloads_that_can_be_made(name: str) -> None:
+    found = group(name, shared=["bert.ts"])
+    assert found
+    for w in found:
+        assert w.source in SOURCES
+        assert parse(w.name) == [w]
+        if w.source == "zoo":
+            assert {"batch", *dict(w.settings)} <= set(zoo.options(w.short))
+        if w.source in ("operator", "torch"):
+            assert w.network in NETWORKS
+
+
+def test_the_wide_group_holds_120_pairs_of_five_libraries() -> None:
+    found = group("wide")
+    assert len(found) >= 120
+    assert {"torchvision", "timm", "transformers", "diffusers", "torchaudio"} <= {w.source for w in found}
+    assert all(w.network in NETWORKS for w in found if w.source in ("transformers", "diffusers", "torch"))
+
+
+def test_what_is_to_be_reached_are_targets() -> None:
+    assert set(REACH) == {w.name for w in group("targets")}
+
+
+def test_a_workload_says_network_batch_settings_and_precision() -> None:
+    w = Workload("zoo/bert_base", 32, "fp8+fp16", (("sequence_length", 128),))
+    assert w.name == "zoo/bert_base:32:sequence_length=128@fp8+fp16"
+    assert (w.source, w.short, w.label) == ("zoo", "bert_base", "bert_base, 32, 128, fp8+fp16")
+    assert [x.name for x in parse("timm/a_b:1,16")] == ["timm/a_b:1@fp16", "timm/a_b:16@fp16"]
+    assert [x.name for x in chosen(["shared/{a,b}.{ts,dyn}@bf16"], [])] == [
+        "shared/a.ts:1@bf16", "shared/a.dyn:1@bf16", "shared/b.ts:1@bf16", "shared/b.dyn:1@bf16",
+    ]  # fmt: skip
+    assert [x.short for x in chosen([], ["zoo"], only="18,mlp")] == ["resnet18", "mlp"]
+    with pytest.raises(UsageError, match="is no workload"):
+        parse("resnet50:8")
+
+
+@pytest.mark.parametrize("name", ["gelu", "resize_2x", "top_k", "layer_norm_768", "conv_groups_32", "scores_12x128"])
+def test_a_single_operator_is_a_model(name: str) -> None:
+    workload = Workload(f"operator/{name}", 2, "fp32")
+    model = models.onnx_of(workload)
+    feeds = models.feeds_of(workload, model)
+    assert all(v.shape[0] == 2 for v in feeds.values())
+    found = optdnn.build(model, target="reference").run(feeds)
+    assert all(np.isfinite(v).all() and v.shape[0] == 2 for v in found.values())
+
+
+def test_unknown_sources_and_inputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="'nowhere' is no source"):
+        models.onnx_of(Workload("nowhere/x"))
+    monkeypatch.delenv(models.SHARED, raising=False)
+    with pytest.raises(UsageError, match="--shared FOLDER"):
+        models.onnx_of(Workload("shared/bert.ts"))
+    pytest.importorskip("torch")
+    monkeypatch.setitem(NETWORKS, "torch/odd", Network("LSTM", inputs=(("smell", 3),)))
+    with pytest.raises(UsageError, match="'smell' is no kind of input"):
+        models.tensors_of(Workload("torch/odd"), 1)
+
+
+def test_shared_graphs_have_a_fixed_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onnx import TensorProto, helper
+
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", "S", 4])
+    node = helper.make_node("Relu", ["x"], ["y"])
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", "S", 4])
+    model = helper.make_model(helper.make_graph([node], "g", [value], [result]))
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / "graphs" / "small.onnx").write_bytes(model.SerializeToString())
+    (tmp_path / "fill.py").write_text("import onnx\nfill = onnx.load\n", encoding="utf-8")
+    monkeypatch.setenv(models.SHARED, str(tmp_path))
+    assert models.shared_names() == ["small"]
+    found = models.onnx_of(Workload("shared/small", 3))
+    dims = [d.dim_value or d.dim_param for d in found.graph.input[0].type.tensor_type.shape.dim]
+    assert dims == [3, "S", 4]
+
+
+def test_torch_modules_are_the_same_in_every_process() -> None:
+    torch = pytest.importorskip("torch")
+    workload = Workload("torch/bi_gru", 2)
+    a, b = (models.module_of(workload)(*models.tensors_of(workload, 1)) for _ in range(2))
+    assert torch.equal(a, b)
+    assert a.shape == (2, 128, 80)
+    assert not torch.equal(a, models.module_of(workload)(*models.tensors_of(workload, 2)))
+    assert list(models.feeds_of(workload)) == ["x0"]
+
+
+def test_a_range_of_lengths_stands_in_the_shapes() -> None:
+    _, dims = models.ranged(Workload("zoo/lstm", 4))
+    assert dims == {"x": [models.LENGTHS, "4", "512"]}
+
+
+def test_a_forbidden_tactic_is_not_used() -> None:
+    from optdnn.tactics.cuda import table
+
+    name = table.TACTICS["Conv"][0].name
+    with models.forbidden(name):
+        assert name not in [t.name for t in table.TACTICS["Conv"]]
+    assert table.TACTICS["Conv"][0].name == name

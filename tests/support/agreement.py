@@ -1,0 +1,74 @@
+"""What checks over real networks hold results against: skeletons filled with weights, ONNX Runtime, one measure of
+error.
+
+FOLDER, wherever it is meant: it holds ``fill.py`` and ``graphs/NAME.onnx`` with ``NAME.json`` (skeletons without weights).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BOX, SCORE = 1e-3, 1e-3
+"""How far corners (of the image) and scores of a box that is the same may be: at fp32."""
+
+
+def fill_module(folder: Path) -> Any:
+    """``fill.py`` of a folder: ``fill(path)`` gives the model, ``feeds(model, seed, sizes)`` its inputs."""
+    spec = importlib.util.spec_from_file_location("fill", folder / "fill.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def onnxruntime_results(model: Any, feeds: dict[str, Any]) -> list[Any]:
+    """The model's outputs by ONNX Runtime on the CPU, one thread."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    found: list[Any] = session.run(None, feeds)
+    return found
+
+
+def error_of(got: Any, want: Any) -> float:
+    """Of the largest magnitude; inf where shapes or integers differ."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return float("inf")
+    if want.dtype.kind in "iub":
+        return 0.0 if np.array_equal(got, want) else float("inf")
+    scale = float(np.abs(want).max(initial=0.0)) or 1.0
+    return float(np.abs(got.astype(np.float64) - want).max(initial=0.0) / scale)
+
+
+def same_boxes(
+    got: Sequence[Any], want: Sequence[Any], *, box: float = BOX, score: float = SCORE
+) -> dict[str, Any] | None:
+    """Of a detector's outputs (boxes [n, 4], scores [n], labels [n] where there are some): how many boxes both keep (``same``),
+    each paired with one other of its label, score and corners; ``of`` how many that the one that keeps more has; the ``errors``
+    of all outputs over those pairs (masks: of each box its own). None where no output holds boxes."""
+    k = next((k for k, a in enumerate(want) if a.ndim == 2 and a.shape[1] == 4), None)
+    scores = next((k for k, a in enumerate(want) if a.ndim == 1 and a.dtype.kind == "f"), None)
+    labels = next((k for k, a in enumerate(want) if a.ndim == 1 and a.dtype.kind in "iu"), None)
+    if k is None or scores is None:
+        return None
+    free, ours, theirs = np.ones(len(want[k]), bool), [], []
+    for n, corners in enumerate(got[k]):
+        near = free & (np.abs(want[k] - corners).max(axis=1) <= box * np.abs(want[k]).max(initial=0.0))
+        near &= np.abs(want[scores] - got[scores][n]) <= score
+        if labels is not None:
+            near &= want[labels] == got[labels][n]
+        for m in np.flatnonzero(near)[:1]:
+            free[m] = False
+            ours.append(n)
+            theirs.append(int(m))
+    errors = [error_of(a[ours], b[theirs]) for a, b in zip(got, want, strict=True) if len(b) == len(want[k])]
+    return {"same": len(ours), "of": max(len(got[k]), len(want[k])), "errors": errors}

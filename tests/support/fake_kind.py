@@ -1,0 +1,43 @@
+"""A kind of measurement that needs no GPU: what it does is the name of its workload's network."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from benchmarks.harness import Job, Kind, turn
+from benchmarks.rows import Row
+
+
+def prepare(job: Job) -> Row:
+    """A file for the other stage."""
+    (job.folder / "made").write_text(job.workload.name, encoding="utf-8")
+    if job.workload.short == "unbuildable":
+        raise ValueError("it cannot\nbe built")
+    return {"build_s": 0.5}
+
+
+def measure(job: Job) -> Row:
+    """Does what the name says."""
+    assert (job.folder / "made").read_text(encoding="utf-8") == job.workload.name
+    print("noise without an end", end="")
+    name = job.workload.short
+    if name == "raises":
+        raise RuntimeError("no such thing")
+    if name == "exits":
+        print("a last word", file=sys.stderr)
+        os._exit(3)
+    if name == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "hangs":
+        time.sleep(60)
+    turn()
+    begin = time.time()
+    time.sleep(0.2 if name.startswith("timed") else 0.0)
+    verdict = {"wrong": "wrong"}.get(name, "right")
+    return {"times": {"ours": {"ms": 1.5}}, "interval": [begin, time.time()], "pid": os.getpid(), "verdict": verdict}
+
+
+KIND = Kind(name="fake", about="A fake.", measure=measure, prepare=prepare, timed=True, limit_s=30.0, groups=("zoo",))

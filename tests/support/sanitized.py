@@ -1,0 +1,102 @@
+"""Engines of the sanitizers' families: built with line numbers, and run launch by launch.
+
+``python -m benchmarks sanitize`` watches that. What TMA stores, initcheck does not see. After a launch of such a kernel
+(``TMA_STORES``) the elements that the step's meaning says it writes are written from the host, and those alone, so that what
+lies between them stays unwritten; that the kernel wrote them all, the checks against NaN hold (``runtime.cuda.check``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from support.sanitizer_nets import forced, graphs
+
+TMA_STORES = frozenset({"conv_sm90.cu", "conv_patch_sm90.cu", "attention_sm90.cu"})
+FOLLOWED = {"racecheck": ("-DRACECHECK",), "initcheck": ("-DINITCHECK",)}
+"""Options for what a tool cannot follow otherwise: kernels/rnn_sm90.cu, conv_sm90.cu and mma.cuh say what it is."""
+LINES = "-lineinfo"
+"""So that reports name lines of the source; the code is the same."""
+
+
+def file_of(name: str) -> str:
+    """A family's name as part of a file's."""
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def prepare(folder: Path, name: str) -> dict[str, Any]:
+    """Build and save an engine, with line numbers in its kernels, and one that racecheck follows; returns its row."""
+    from optdnn.runtime import format as engine_format
+    from optdnn.runtime.cuda.kernels_of import cubins
+    from optdnn.runtime.cuda.nvrtc import KernelCache
+    from support.simulated import feeds_of, lowered
+
+    build, precision = graphs()[name]
+    graph = build()
+    with forced(name):
+        program = lowered(graph, precision, target="cuda:sm_90a", no_cubins=True)
+    for tool, more in {"": (), **FOLLOWED}.items():
+        followed = tuple(replace(k, options=(*k.options, LINES, *more)) for k in program.kernels)
+        cache = KernelCache(folder / "kernels")
+        code = cubins(replace(program, kernels=followed), trust=True, recompile=True, cache=cache)
+        first = len(program.blobs)
+        blobs = [*program.blobs, *(np.frombuffer(c, np.uint8) for c in code)]
+        kernels = tuple(replace(k, cubin=first + i) for i, k in enumerate(program.kernels))
+        engine_format.write(replace(program, blobs=blobs, kernels=kernels), folder / f"{file_of(name)}{tool}.engine")
+    np.savez(folder / f"{file_of(name)}.npz", **feeds_of(graph))  # type: ignore[arg-type]
+    tactics = sorted({str(s.params.get("tactic", "")) for s in program.steps})
+    made = sorted({f"{k.template}:{k.function}" for k in program.kernels})
+    return {"family": name, "precision": precision, "launches": len(program.steps), "kernels": made, "tactics": tactics}
+
+
+def run(folder: Path, name: str, tool: str, fault: int) -> None:
+    """Every launch of a prepared engine, one after the other, on allocations of their own. What a sanitizer watches."""
+    from optdnn.runtime import format as engine_format
+    from optdnn.runtime.cuda.device import Launch
+    from optdnn.runtime.cuda.memory import DeviceMemory, upload
+    from optdnn.runtime.cuda.runner import CudaRunner
+    from optdnn.runtime.executor import LoadOptions
+
+    program = engine_format.read(folder / f"{file_of(name)}{tool if tool in FOLLOWED else ''}.engine")
+    if fault:
+        kernels = [replace(k, options=(*k.options, f"-DSEEDED_FAULT={fault}"), cubin=None) if k.template == "pool_int8.cu" else k
+                   for k in program.kernels]  # fmt: skip
+        assert kernels != list(program.kernels), "no kernel to seed a fault in"
+        program = replace(program, kernels=tuple(kernels))
+    context = CudaRunner(program, LoadOptions(trust_cubins=True, recompile=bool(fault))).context()
+    feeds = dict(np.load(folder / f"{file_of(name)}.npz"))
+    memory = {
+        i: DeviceMemory(b.nbytes or 0, b.name) for i, b in enumerate(program.buffers) if b.blob is None and b.nbytes
+    }
+    for i in program.retained:
+        memory[i].clear()
+    for spec, i in program.inputs:
+        upload(memory[i].pointer, np.ascontiguousarray(feeds[spec.name]))
+    items = context.items({i: m.pointer for i, m in memory.items()})
+    for step, parsed, item in zip(program.steps, context.runner.steps, items, strict=True):
+        assert isinstance(item, Launch), "a step on the host"
+        item.enqueue(context.stream.handle)
+        context.stream.synchronize()
+        if tool == "initcheck" and program.kernels[parsed.launch.kernel].template in TMA_STORES:
+            written_over(program, (*step.inputs, *step.outputs), parsed, memory)
+    print(f"ran {name}: {len(program.steps)} launches", flush=True)
+
+
+def written_over(program: Any, operands: tuple[int, ...], step: Any, memory: dict[int, Any]) -> None:
+    """Write what the step writes from the host, element by element (ones: values decide nothing here)."""
+    from optdnn.runtime.cuda.memory import upload
+    from optdnn.runtime.simulate.runner import strided
+
+    for view in step.meaning.writes:
+        if view is None or not memory[operands[view.operand]].size:
+            continue
+        buffer = program.buffers[operands[view.operand]]
+        mask = np.zeros((buffer.nbytes or 0) // buffer.dtype.itemsize, np.int8)
+        strided(mask, view)[...] = 1
+        ends = np.flatnonzero(np.diff(mask, prepend=0, append=0))
+        for begin, end in zip(ends[::2], ends[1::2], strict=True):
+            at = memory[operands[view.operand]].pointer + int(begin) * buffer.dtype.itemsize
+            upload(at, np.ones(int(end - begin), buffer.dtype))

@@ -1,0 +1,234 @@
+"""The small networks that ``python -m benchmarks sanitize`` runs: between them every kernel template, and the configurations that
+differ in how they move data (split over a cluster, patches, stores by TMA or from registers, stationary weights). No GPU is needed
+here; ``tests/tactics/cuda`` has to be on the path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def quantized(n: Any) -> Any:
+    """8-bit convolutions (a stem, both kernels, depthwise, with a residual), pools, and a product."""
+    from optdnn.ops.base import Stage
+
+    x = n.fake(n.qconv(n.fake(n.input(2, 3, 64, 64), 0.03), 32, 7, stride=2, epilogue=(Stage("Relu", (-1,)),)), 0.03)
+    x = n.fake(n.pool(x), 0.03)
+    y = n.fake(n.qconv(x, 64, 3, epilogue=(Stage("Relu", (-1,)),)), 0.03)
+    y = n.fake(n.qconv(n.fake(n.qconv(y, 64, 5, stride=2, group=64), 0.03), 32, 1), 0.03)
+    z = n.fake(n.qconv(y, 32, 1, epilogue=(Stage("Add", (-1, 3)), Stage("Relu", (-2,))), more=[y]), 0.04)
+    pooled = n.fake(n.op("GlobalAveragePool", z), 0.02)
+    return n.qconv(pooled, 16, 1)
+
+
+def far_strides(n: Any) -> Any:
+    """Strides that TMA has not: the general tensor-core kernel, odd channels, a residual."""
+    y = n.conv(n.input(2, 21, 60, 50), 37, 3, strides=9, bias=True)
+    return n.op("Relu", n.op("Add", y, n.conv(n.input(2, 16, 60, 50, name="w"), 37, 3, strides=9)))
+
+
+def far_strides_8bit(n: Any) -> Any:
+    """The same on integers, with a zero point, in groups, too."""
+    x = n.fake(n.qconv(n.fake(n.input(2, 21, 60, 50), 0.03, 3), 36, stride=9), 0.04)
+    return n.fake(n.qconv(x, 72, stride=9, group=6), 0.04)
+
+
+def convolutional(n: Any) -> Any:
+    """A stem, both kernels, a split, depthwise by both kernels, groups, a pool, a product."""
+    x = n.op("Relu", n.conv(n.input(2, 3, 64, 64), 32, 7, pads=3, strides=2, bias=True))
+    x = n.op("Relu", n.conv(n.op("Relu", n.conv(n.max_pool(x, pads=1), 64, bias=True)), 64, group=64, bias=True))
+    y = n.conv(n.op("Relu", n.conv(x, 64, 5, pads=2, strides=2, group=64, bias=True)), 512, 1, pads=0)
+    y = n.op("Add", n.conv(n.op("Relu", y), 64, bias=True), n.conv(y, 64, 3, group=8))
+    return n.gemm(n.op("Flatten", n.op("GlobalAveragePool", y)), 24)
+
+
+def tiles(n: Any) -> Any:
+    """Convolutions of sizes for which the cost model takes different tiles: a split, patches, persistent blocks, a residual."""
+    small = n.conv(n.input(1, 512, 7, 7), 64, 3, bias=True)
+    wide = n.input(6, 64, 40, 40, name="w")
+    y = n.op("Relu", n.op("Add", n.conv(n.op("Relu", n.conv(wide, 128, 1, pads=0)), 64, 3, bias=True), wide))
+    down = n.op("Relu", n.conv(y, 128, 3, strides=2))
+    up = n.conv_transpose(down, 32, 2, strides=2, bias=True)
+    return small, n.op("GlobalAveragePool", up), n.op("GlobalMaxPool", down)
+
+
+def depthwise(n: Any, batch: int, size: int, kernel: int) -> Any:
+    """A squeeze-and-excitation block."""
+    x = n.op("Relu", n.conv(n.input(batch, 32, size, size), 64, 1, pads=0, bias=True))
+    x = n.op("Relu", n.conv(x, 64, kernel, pads=kernel // 2, group=64, bias=True))
+    s = n.op("Sigmoid", n.conv(n.op("Relu", n.conv(n.op("GlobalAveragePool", x), 16, 1, pads=0)), 64, 1, pads=0))
+    return n.conv(n.op("Mul", x, s), 24, 1, pads=0, bias=True)
+
+
+def scalar_tiles(n: Any) -> Any:
+    """True fp32: a stem that reads planes, a split over a cluster, odd channels, groups, a residual; a product of odd rows."""
+    x = n.op("Relu", n.conv(n.input(2, 3, 30, 34), 24, 7, pads=3, strides=2, bias=True))
+    y = n.op("Relu", n.op("Add", n.conv(n.conv(x, 21), 24, 1, pads=0, bias=True), x))
+    small = n.conv(n.input(1, 256, 7, 7, name="s"), 64, 3, bias=True)
+    return n.conv(y, 48, group=3, dilations=2, pads=2), small, n.gemm(n.op("Flatten", small), 21)
+
+
+def transposed(n: Any) -> Any:
+    """Transposed convolutions: cut, with gaps between windows, of stride 1, with a residual."""
+    x = n.input(2, 16, 9, 7)
+    y = n.op("Relu", n.op("Add", n.conv_transpose(x, 24, 4, pads=1, bias=True), n.conv_transpose(x, 24, 2)))
+    return n.conv_transpose(y, 3, 3, strides=4), n.conv_transpose(y, 8, 3, pads=1, strides=1)
+
+
+def stems(n: Any) -> Any:
+    """Images as they come: planes of floats with several tiles a block, normalized bytes with their channels last, a
+    residual."""
+    from optdnn.ops.binary import CastAttrs
+    from optdnn.ops.shape import TransposeAttrs
+
+    planes = n.op("Relu", n.conv(n.input(48, 3, 64, 64), 64, 7, pads=3, strides=2, bias=True))
+    x = n.op("Transpose", n.input(2, 45, 39, 3, name="b", dtype="uint8"), attrs=TransposeAttrs((0, 3, 1, 2)))
+    x = n.op("Mul", n.op("Cast", x, attrs=CastAttrs(n.dtype)), n.positive(1, 3, 1, 1))
+    x = n.conv(x, 40, 3, pads=1, strides=2, bias=True)
+    y = n.conv(n.input(2, 4, 20, 24, name="y"), 24, 3, bias=True)
+    y = n.op("Add", y, n.input(2, 24, 20, 24, name="r"))
+    return tuple(n.op("GlobalAveragePool", v) for v in (planes, x, y))
+
+
+def separable(n: Any) -> Any:
+    """Depthwise and 1x1 convolutions in one launch: persistent blocks with a residual, and blocks that share K."""
+    x = n.conv(n.input(4, 8, 56, 56), 24, 1, pads=0, bias=True)
+    y = n.op("Relu", n.conv(x, 48, 1, pads=0, bias=True))
+    y = n.conv(n.op("Relu", n.conv(y, 48, group=48, bias=True)), 24, 1, pads=0, bias=True)
+    y = n.op("Relu", n.op("Add", y, x))
+    z = n.op("Relu", n.conv(n.input(1, 8, 56, 56, name="z"), 144, 1, pads=0, bias=True))
+    z = n.conv(n.op("Relu", n.conv(z, 144, group=144, bias=True)), 24, 1, pads=0, bias=True)
+    return n.conv(y, 8, 1, pads=0), n.conv(z, 8, 1, pads=0)
+
+
+def few_rows(n: Any) -> Any:
+    """A fully connected layer at batch 1."""
+    return n.gemm(n.op("Relu", n.gemm(n.input(1, 1024), 1024)), 1000)
+
+
+@contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Whether or not it is predicted to win, a family's kernel is taken."""
+    import pytest
+    import test_stream_k  # type: ignore[import-not-found]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "stream-K":
+            test_stream_k.prefer_stream_k(patch)
+        if name == "pool behind a convolution":
+            patch.setattr("optdnn.tactics.cuda.conv_pool.OVERLAP", -1.0)
+        if name == "narrow groups":
+            patch.setattr("optdnn.tactics.cuda.conv_bands.MARGIN", 0.0)
+        if name.startswith("K shared"):
+            from optdnn.tactics.cuda import conv_sm80
+
+            patch.setattr(conv_sm80, "_offers", shared_k(conv_sm80._offers))
+        if name.startswith("bands"):
+            patch.setattr("optdnn.tactics.cuda.conv_bands.BandedConv.unable", lambda *given: None)
+        if name.startswith("stem"):
+            from optdnn.tactics.cuda.conv_stem import StemConv
+            from optdnn.tactics.cuda.table import TACTICS
+
+            patch.setattr(StemConv, "unable", lambda *given: None)
+            patch.setitem(TACTICS, "Conv", (StemConv(), *TACTICS["Conv"]))
+        yield
+
+
+def shared_k(offers: Callable[..., Any]) -> Callable[..., Any]:
+    """The mma.sync kernel's configurations in which blocks share K, which Hopper is not offered."""
+    from optdnn.runtime.cuda import conv_general as general
+
+    def those(problem: Any, gpu: Any) -> Any:
+        config = next(c for c in general.CONFIGS if c.split > 1 and general.refuse(problem, c) is None)
+        return (Offer(config, 0.0), *offers(problem, gpu))
+
+    from optdnn.tactics.cuda.tactic import Offer
+
+    return those
+
+
+def stream_k() -> Any:
+    """A 3x3 convolution with a residual, a strided one and a batched product, all by spans of K steps."""
+    import test_stream_k
+
+    return test_stream_k.network()
+
+
+ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "wide heads", "softcap")
+RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
+
+import test_conv_bands  # type: ignore[import-not-found]  # noqa: E402
+import test_conv_pool  # type: ignore[import-not-found]  # noqa: E402
+from test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]  # noqa: E402
+from test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]  # noqa: E402
+from test_matmul_sm90 import NETS as STACKS  # type: ignore[import-not-found]  # noqa: E402
+from test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]  # noqa: E402
+from test_prologue import dense_layer, gated  # type: ignore[import-not-found]  # noqa: E402
+
+GENERAL = tuple(FAMILIES)
+"""The families of generated kernels."""
+
+
+def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
+    """Family -> what builds its graph, and the precision."""
+    from support.net import Net
+    from support.quantized_nets import FP8, NARROWED, NETS, QNet
+    from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
+
+    def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
+        def made() -> Any:
+            n = kind()
+            results = build(n)
+            return n.done(*results) if type(results) is tuple else n.done(results)
+
+        return made
+
+    picked = [("attention", ATTENTION, ATTENTIONS), ("recurrent", RECURRENT, RECURRENTS)]
+    picked += [("groups", GROUP_NORM, tuple(GROUP_NORM)[:2]), ("residual", RESIDUAL, tuple(RESIDUAL))]
+    return {
+        "int8": (net(QNet, quantized), "fp16"),
+        **{precision: (net(Net, convolutional), precision) for precision in ("fp16", "bf16", "tf32", "fp32")},
+        **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
+        "stream-K": (stream_k, "fp16"),
+        **{f"stacks: {name}": (net(Net, STACKS[name]), "fp16") for name in ("with_epilogue", "transposed")},
+        **{f"stacks fp32: {name}": (net(Net, build), "fp32") for name, build in TILED.items()},
+        "pool behind a convolution": (test_conv_pool.net, "fp16"),
+        "bands": (lambda: test_conv_bands.net(128, 128, 32, size=(14, 15), residual=True), "fp16"),
+        "narrow groups": (lambda: test_conv_bands.net(64, 64, 8, size=(14, 15), residual=True), "fp16"),
+        "bands, strided": (lambda: test_conv_bands.net(256, 256, 32, size=(14, 15), strides=2), "fp16"),
+        **{f"far strides {precision}": (net(Net, far_strides), precision) for precision in ("fp16", "tf32")},
+        "K shared fp16": (net(Net, lambda n: n.conv(n.input(2, 128, 90, 70), 96, 3, strides=9, bias=True)), "fp16"),
+        "K shared int8": (
+            net(QNet, lambda n: n.fake(n.qconv(n.fake(n.input(2, 128, 90, 70), 0.03), 96, stride=9), 0.04)),
+            "fp16",
+        ),
+        "far strides int8": (net(QNet, far_strides_8bit), "fp16"),
+        "far strides fp8": (
+            net(QNet, lambda n: n.qconv(n.fake(n.input(2, 21, 60, 50), 0.01, None, FP8), 37, stride=9, dtype=FP8)),
+            "fp16",
+        ),
+        "patch embedding": (net(Net, lambda n: n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16)), "fp16"),
+        **{
+            f"8 bits: {name}": (net(QNet, NETS[name]), "fp16")
+            for name in (
+                *("zero points, a perceptron", "rows of three axes", "groups, zero points", "32 groups of 8, strided"),
+                *("frames under taps, zero point", "padding with a zero point"),
+            )
+        },
+        **{f"8 bits: {name}": (build, "fp16") for name, build in NARROWED.items()},
+        **{f"stem: {name}": (net(Net, STEMS[name][0]), STEMS[name][1]) for name in STEMS},
+        "depthwise": (net(Net, lambda n: depthwise(n, 16, 28, 3)), "fp16"),
+        "depthwise by TMA": (net(Net, lambda n: depthwise(n, 4, 56, 5)), "fp16"),
+        "depthwise, whole images": (net(Net, lambda n: depthwise(n, 64, 7, 5)), "fp16"),
+        "depthwise by TMA, whole images": (net(Net, lambda n: depthwise(n, 64, 5, 7)), "fp16"),
+        "prologue": (net(Net, lambda n: tuple(dense_layer(n))), "fp16"),
+        "prologue: gate": (net(Net, lambda n: tuple(gated(n))), "bf16"),
+        "scalar tiles": (net(Net, scalar_tiles), "fp32"),
+        **{f"transposed {precision}": (net(Net, transposed), precision) for precision in ("fp16", "tf32", "fp32")},
+        "separable": (net(Net, separable), "fp16"),
+        "few rows": (net(Net, few_rows), "fp16"),
+        **{f"stems {precision}": (net(Net, stems), precision) for precision in ("fp16", "bf16")},
+        **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
+        **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},
+    }
