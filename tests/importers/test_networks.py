@@ -101,6 +101,7 @@ def test_light_models(path):
     check(model, feeds, path.name)
 
 
+@pytest.mark.slow
 @needs_shared_graphs
 @pytest.mark.parametrize("exporter", ["ts", "dyn"])
 @pytest.mark.parametrize("name", NETWORKS)

@@ -38,14 +38,17 @@ TRIED = {
     "simulate-int8": (["simulate", "int8", ""], 5),
 }
 """Setting -> how many seeds of each family it is tried on. ``benchmarks/random_networks.py`` tries thousands."""
+QUICK_SEEDS = 2
 
 
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "many"])
 @pytest.mark.parametrize("name", TRIED)
-def test_random_networks_are_right(name: str) -> None:
-    setting, seeds = TRIED[name]
+def test_random_networks_are_right(name: str, quick: bool) -> None:
+    setting, most = TRIED[name]
+    seeds = range(QUICK_SEEDS) if quick else range(QUICK_SEEDS, most)
     if "openvino" in setting:
         pytest.importorskip("openvino")
-    tasks = [{"family": f, "seed": s, "setting": setting} for s in range(seeds) for f in FAMILIES]
+    tasks = [{"family": f, "seed": s, "setting": setting} for s in seeds for f in FAMILIES]
     rows = list(tried(tasks, jobs=1, timeout=60))
     failing = [f"{r['name']}: {r['verdict']}: {r['detail']}" for r in rows if r["verdict"] in FAILED]
     assert not failing, "\n".join(failing)

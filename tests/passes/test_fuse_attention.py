@@ -379,6 +379,7 @@ EXPORTS = [
 ]
 
 
+@pytest.mark.slow
 @needs_shared_graphs
 @pytest.mark.parametrize(("name", "count"), EXPORTS)
 def test_one_node_per_attention_in_exports(name: str, count: int, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from support import emulated
 from support.host import COMPILER, WHY_NOT
 from support.needs import needs_nvrtc, why_no_hopper
+from support.sweep import sweep
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import attention_general as general
@@ -62,6 +63,10 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "bytes": (merged(2, 2, 37, 24, narrow="uint8"), Config(2, 1, 16, 2)),
     "bytes with signs": (merged(1, 2, 37, 64, narrow="int8", dtype="bfloat16"), Config(1, 2, 32, 2)),
 }
+QUICK = (
+    *("tails", "ring of four", "two tiles a warp", "a head filled up", "a head of 128, queries from memory"),
+    *("causal after a past", "causal, lengths", "masks of windows", "grouped queries", "bytes"),
+)
 TO = {"uint8": Affine("uint8", 0.02, 121), "int8": Affine("int8", 0.015, 3)}
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2}
 
@@ -159,7 +164,7 @@ class Case:
 
 @pytest.mark.on_processor
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, *QUICK))
 def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
     problem, config = CASES[name]
     assert general.refuse(problem, config) is None

@@ -52,8 +52,7 @@ CASES = {
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), [*((name, "fp16") for name in CASES), ("resnet", "bf16")])
 def test_tiles(name: str, precision: str, tmp_path: Path) -> None:
     options = BuildOptions(target="simulate", precision=precision)
     graph = pooled(CASES[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ NETS: dict[str, Any] = {
 """What builds it, and how many launches int8 takes more than fp16: second sources of a sum, a stem of bytes, gates in a prologue."""
 
 
+@cache
 def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Graph, Program]:
     """The network, what the passes made of it, and its program."""
     n = Net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,12 @@ CASES = {
 }  # fmt: skip
 
 
-def made(name: str, precision: str, target: str = "simulate", **options: Any) -> tuple[Graph, Graph, Program]:
+@cache
+def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Graph, Program]:
     """The network, what the passes made of it, and its program."""
     n = Net()
     graph = n.done(CASES[name](n))
-    return graph, *calibrated(graph, precision, target, **options)
+    return graph, *calibrated(graph, precision, target)
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
