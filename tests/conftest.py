@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from support.needs import needs_nvrtc
 from support.whole_gpu import gpu_taken
 
 from optdnn.tactics.cpu_trials import kept
@@ -19,6 +20,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return
     with gpu_taken(whole=item.get_closest_marker("whole_gpu") is not None):
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the fixtures, which may compile kernels, too."""
+    if item.get_closest_marker("nvrtc") is not None:
+        needs_nvrtc()
 
 
 @pytest.fixture(scope="session", autouse=True)

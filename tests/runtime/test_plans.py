@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from support.needs import needs_nvrtc
 from support.onnxnet import convnet
 
 import optdnn
@@ -177,8 +176,8 @@ def test_later_plans_take_what_was_measured_at_the_nearest_size() -> None:
         assert own.get("config", own.get("variant")) == taken
 
 
+@pytest.mark.nvrtc
 def test_later_plans_take_the_kernels_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_nvrtc()
     program = optdnn.build(convnet(batch="n"), target="cuda:sm_90a", shapes=RANGE).program
     asked: list[Any] = []
 

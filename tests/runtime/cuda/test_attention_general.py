@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import emulated
 from support.host import COMPILER, WHY_NOT
-from support.needs import needs_nvrtc, why_no_hopper
+from support.needs import why_no_hopper
 from support.sweep import sweep
 
 from optdnn.errors import InternalError
@@ -162,7 +162,6 @@ class Case:
 # ---------------------------------------------------------------- the very kernel, warps emulated
 
 
-@pytest.mark.on_processor
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", sweep(CASES, *QUICK))
 def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
@@ -270,8 +269,8 @@ COMPILED: dict[str, Problem] = {
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.nvrtc
 def test_candidates_compile_without_spills(name: str, arch: str) -> None:
-    needs_nvrtc()
     problem, gpu = COMPILED[name], gpu_facts.of_arch(arch)
     for config in general.candidates(problem, gpu, limit=3):
         made = general.describe(problem, config)
@@ -282,8 +281,8 @@ def test_candidates_compile_without_spills(name: str, arch: str) -> None:
         assert not made.maps
 
 
+@pytest.mark.nvrtc
 def test_the_parameter_block_has_the_kernels_layout() -> None:
-    needs_nvrtc()
     problem = merged(2, 4, 128, 64, mask=(128, 0, 0), lengths=True)
     made, recipe = general.describe(problem, AC), general.recipe(problem, AC, "sm_80")
     places = {p.operand: p.at for p in made.pointers}

@@ -21,7 +21,7 @@ from optdnn.runtime.cuda.conv_params import Requantize
 from optdnn.runtime.cuda.conv_problem import Problem
 from optdnn.types import to_tf32
 
-pytestmark = [pytest.mark.on_processor, pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")]
+pytestmark = pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 TYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 TOLERANCE = {"float16": 4e-4, "bfloat16": 3e-3, "float32": 2e-5}
 PLAIN, SHARED = GeneralConfig(64, 64, 3), GeneralConfig(64, 128, 4, 2)

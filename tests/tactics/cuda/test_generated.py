@@ -281,7 +281,6 @@ def test_meanings(family: str) -> None:
     check_simulated(graph_of(family), "fp32", tolerance=2e-5)
 
 
-@pytest.mark.on_processor
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
     ("family", "precision"),
@@ -424,7 +423,6 @@ def feeds_of_program(program: Program) -> dict[str, Any]:
     return {s.name: rng.standard_normal(s.shape).astype(s.dtype) for s, _ in program.inputs}
 
 
-@pytest.mark.on_processor
 @pytest.mark.parametrize(
     ("kind", "terms", "blocks"),
     [

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import needs_nvrtc, why_no_hopper
+from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import calibrated, feeds_of, kinds, simulate
 from test_volumes import NETS, block, volume  # type: ignore[import-not-found]
@@ -110,8 +110,8 @@ def test_pixels_of_frames_are_whole_16_bytes() -> None:
     assert 16 in write[3]
 
 
+@pytest.mark.nvrtc
 def test_kernels_compile() -> None:
-    needs_nvrtc()
     assert made("classifier", "int8+fp16", "cuda:sm_90a")[2].kernels
 
 
