@@ -11,6 +11,7 @@ import pytest
 from support.scripts import module
 
 
+@pytest.mark.slow
 def test_every_kernel_of_engines_is_run_under_the_sanitizers() -> None:
     from support.simulated import lowered
 

@@ -10,6 +10,7 @@ import pytest
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import calibrated, feeds_of, kinds, simulate
+from support.sweep import sweep
 from test_volumes import NETS, block, volume  # type: ignore[import-not-found]
 
 from optdnn.ir.evaluate import evaluate
@@ -51,6 +52,12 @@ CASES = {
 }  # fmt: skip
 
 
+def swept(integers: str, floats: str) -> list[Any]:
+    """Every network in integers, and in fp8: but two of these are slow."""
+    quick = [(name, integers) for name in CASES] + [("classifier", floats), ("shifted", floats)]
+    return sweep([(name, p) for name in CASES for p in (integers, floats)], *quick)
+
+
 @cache
 def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Graph, Program]:
     """The network, what the passes made of it, and its program."""
@@ -59,8 +66,7 @@ def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Gr
     return graph, *calibrated(graph, precision, target)
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), swept("int8", "fp8"))
 def test_programs_compute_the_quantized_network(name: str, precision: str) -> None:
     graph, quantized, program = made(name, precision)
     assert "QuantizedConv" in kinds(program)
@@ -84,8 +90,7 @@ def test_launches_of_a_network() -> None:
     assert between == {1}
 
 
-@pytest.mark.parametrize("precision", ["int8+fp16", "fp8+fp16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), swept("int8+fp16", "fp8+fp16"))
 def test_no_more_launches_than_in_16_bits(name: str, precision: str) -> None:
     _, _, halves = made(name, "fp16")
     _, _, program = made(name, precision)
