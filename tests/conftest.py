@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -9,6 +10,8 @@ import pytest
 from support.needs import needs_nvrtc
 from support.whole_gpu import gpu_taken
 
+from optdnn.precision import cpu_target
+from optdnn.tactics import base
 from optdnn.tactics.cpu_trials import kept
 
 
@@ -27,6 +30,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the fixtures, which may compile kernels, too."""
     if item.get_closest_marker("nvrtc") is not None:
         needs_nvrtc()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_turns() -> Iterator[None]:
+    """Builds time their candidates for milliseconds: tests ask for what follows from times, not for good ones."""
+    gc.collect()
+    gc.freeze()  # thousands of collected tests, which each measurement's collection of garbage would visit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "TURN_SECONDS", 0.004)
+        patch.setattr(base, "REST_SECONDS", 0.0)
+        patch.setattr(cpu_target, "TURN_SECONDS", 0.004)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -166,12 +166,16 @@ def test_small_variant(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
+        *((name, SMALL[name]) for name in ("mobilenet_v2", "densenet121", "yolox_s", "unet")),
         *(
-            (name, SMALL[name])
-            for name in ("mobilenet_v2", "efficientnet_b0", "densenet121", "inception_v3", "yolox_s", "unet")
+            pytest.param(name, settings, marks=pytest.mark.slow)
+            for name, settings in (
+                ("efficientnet_b0", SMALL["efficientnet_b0"]),
+                ("inception_v3", SMALL["inception_v3"]),
+                ("resnet50", SMALL["resnet50"]),
+                ("resnet50", {}),
+            )
         ),
-        pytest.param("resnet50", {}, marks=pytest.mark.slow),
-        ("resnet50", SMALL["resnet50"]),
     ],
 )
 def test_activations_stay_of_order_one(name: str, settings: dict) -> None:

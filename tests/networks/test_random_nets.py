@@ -20,6 +20,7 @@ from random_nets.pool import Worker, tried
 from random_nets.shrink import shrunk
 from random_nets.targets import Setting, UnsteadyError
 from random_nets.trial import FAILED, trial
+from support.sweep import sweep
 
 from optdnn.errors import InputError, RunError, UnsupportedError
 
@@ -38,14 +39,16 @@ TRIED = {
     "simulate-int8": (["simulate", "int8", ""], 5),
 }
 """Setting -> how many seeds of each family it is tried on. ``benchmarks/random_networks.py`` tries thousands."""
-QUICK_SEEDS = 2
+QUICK, QUICK_SEEDS = ("reference", "cpu", "simulate-fp32", "simulate-int8"), 2
 
 
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "many"])
-@pytest.mark.parametrize("name", TRIED)
-def test_random_networks_are_right(name: str, quick: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "few"),
+    sweep([(name, few) for name in TRIED for few in (True, False)], *((name, True) for name in QUICK)),
+)
+def test_random_networks_are_right(name: str, few: bool) -> None:
     setting, most = TRIED[name]
-    seeds = range(QUICK_SEEDS) if quick else range(QUICK_SEEDS, most)
+    seeds = range(QUICK_SEEDS) if few else range(QUICK_SEEDS, most)
     if "openvino" in setting:
         pytest.importorskip("openvino")
     tasks = [{"family": f, "seed": s, "setting": setting} for s in seeds for f in FAMILIES]

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "bytes with signs": (merged(1, 2, 37, 64, narrow="int8", dtype="bfloat16"), Config(1, 2, 32, 2)),
 }
 QUICK = (
-    *("tails", "ring of four", "two tiles a warp", "a head filled up", "a head of 128, queries from memory"),
+    *("ring of four", "two tiles a warp", "a head of 128, queries from memory"),
     *("causal after a past", "causal, lengths", "masks of windows", "grouped queries", "bytes"),
 )
 TO = {"uint8": Affine("uint8", 0.02, 121), "int8": Affine("int8", 0.015, 3)}
