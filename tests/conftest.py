@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.needs import needs_nvrtc
 from support.whole_gpu import gpu_taken
 
+from optdnn.precision import cpu_target
+from optdnn.tactics import base
 from optdnn.tactics.cpu_trials import kept
 
 sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is not installed
@@ -22,6 +26,25 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         yield
         return
     with gpu_taken(whole=item.get_closest_marker("whole_gpu") is not None):
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the fixtures, which may compile kernels, too."""
+    if item.get_closest_marker("nvrtc") is not None:
+        needs_nvrtc()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_turns() -> Iterator[None]:
+    """Builds time their candidates for milliseconds: tests ask for what follows from times, not for good ones."""
+    gc.collect()
+    gc.freeze()  # thousands of collected tests, which each measurement's collection of garbage would visit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "TURN_SECONDS", 0.004)
+        patch.setattr(base, "REST_SECONDS", 0.0)
+        patch.setattr(cpu_target, "TURN_SECONDS", 0.004)
         yield
 
 

@@ -11,8 +11,8 @@ import fnmatch
 import functools
 import json
 import re
-import warnings
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from onnx.backend.test.loader import load_model_tests
 from support import operators
+from support.onnx_cases import cases, group
 
 import optdnn.backend
 from optdnn.errors import InputError, ModelError, UnsupportedError, UsageError
@@ -40,14 +40,7 @@ ULPS = 2
 """Roundoffs of fp16 and bf16 results that may differ; ONNX's own runner allows bfloat16 as many."""
 
 
-def _cases() -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ONNX's generators overflow and divide by zero on purpose
-        kinds = ("node", "simple", "pytorch-converted", "pytorch-operator", "real")
-        return {case.name: case for kind in kinds for case in load_model_tests(kind=kind)}
-
-
-CASES = _cases()
+CASES = cases()
 
 
 def reason(name: str) -> str | None:
@@ -65,6 +58,27 @@ def _reasons() -> dict[str, str]:
 
 
 PASSING = sorted(name for name in CASES if reason(name) is None)
+GROUPS: dict[str, list[str]] = defaultdict(list)
+"""The passing cases by operator: a test runs those of one operator."""
+for _name in PASSING:
+    GROUPS[group(_name)].append(_name)
+
+
+def groups(*slow: str) -> pytest.MarkDecorator:
+    """Each group of cases is a test; whole networks, and groups whose name ends in one of these, are slow."""
+    marked = [pytest.param(g, marks=pytest.mark.slow) if g == "real" or g.endswith(slow) else g for g in sorted(GROUPS)]
+    return pytest.mark.parametrize("group", marked)
+
+
+def each(group: str, run: Callable[[str], object]) -> None:
+    """Run all cases of a group, and tell all that fail."""
+    failed = {}
+    for name in GROUPS[group]:
+        try:
+            run(name)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
 
 
 @functools.lru_cache(maxsize=4)
@@ -139,19 +153,29 @@ RUNNERS = {"REFERENCE": Runner("REFERENCE"), "REFERENCE-O3": Runner("REFERENCE",
 CPU = Runner("CPU", (("threads", 1),))
 
 
-def attempt(run: Runner, name: str) -> optdnn.backend.PreparedModel:
+def attempt(run: Runner, name: str) -> optdnn.backend.PreparedModel | None:
+    """What ran the case; None where it is refused and the list is of another ONNX."""
     try:
         return run(name)
-    except UnsupportedError as error:
+    except UnsupportedError:
         if SAME_ONNX:
             raise
-        pytest.skip(f"not in the list, which is of onnx {KNOWN_ONNX}: {error.message}")
+        return None
 
 
-@pytest.mark.parametrize("name", PASSING)
+@groups()
 @pytest.mark.parametrize("runner", list(RUNNERS))
-def test_case(runner, name):
-    attempt(RUNNERS[runner], name)
+def test_case(runner, group):
+    each(group, functools.partial(attempt, RUNNERS[runner]))
+
+
+def test_a_failing_case_is_told_with_its_name():
+    def run(name):
+        if name == "test_abs":
+            raise InputError("no")
+
+    with pytest.raises(AssertionError, match="test_abs: InputError: no"):
+        each("Abs", run)
 
 
 def onnxruntime_first(runners, tick=lambda name: None):
@@ -160,13 +184,20 @@ def onnxruntime_first(runners, tick=lambda name: None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PASSING)
-def test_cpu(name, monkeypatch):
+@groups()
+def test_cpu(group, monkeypatch):
     """Both libraries are checked; ONNX Runtime is taken to be the faster where both are right, so that it is no chance who is."""
     for library in ("onnxruntime", "openvino"):
         pytest.importorskip(library, reason="the cpu extra is not installed")
     monkeypatch.setattr(cpu, "take_turns", onnxruntime_first)
-    engine = attempt(CPU, name)._run.__self__
+    each(group, on_cpu)
+
+
+def on_cpu(name):
+    prepared = attempt(CPU, name)
+    if prepared is None:
+        return
+    engine = prepared._run.__self__
     by_numpy = sorted({step.params["kind"] for step in engine.program.steps if step.executor == "reference"})
     if SAME_ONNX:
         listed = LISTED["by_numpy"].get(name, [])
@@ -175,9 +206,13 @@ def test_cpu(name, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("name", PASSING)
-def test_simulate(name):
+@groups("expanded")
+def test_simulate(group):
     """As a GPU's program, with steps on the CPU where the list says so and nowhere else."""
+    each(group, check_simulated)
+
+
+def check_simulated(name):
     on_cpu = sorted(simulated(name))
     if SAME_ONNX:
         listed = LISTED["on_cpu"].get(name, [])
@@ -223,28 +258,35 @@ def one_gpu_process():
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_gpu_process")
-@pytest.mark.parametrize("name", PASSING)
-def test_cuda(name):
+@groups()
+def test_cuda(group):
     """On this machine's GPU: `pytest -m gpu -k test_cuda tests/test_backend_suite.py` (kernels are compiled: many minutes)."""
     if not optdnn.backend.supports_device("CUDA"):
         pytest.skip("no usable GPU")
+    each(group, on_cuda)
+
+
+def on_cuda(name):
     try:
         attempt(Runner("CUDA", (("tactics", "heuristic"),)), name)
     except AssertionError:
-        if name in ROUNDED:
-            pytest.xfail("the expected values hold a rounding of 2e-7 where an exact transform gives 0")
-        raise
+        if name not in ROUNDED:
+            raise
 
 
 ROUNDED = ("test_dft_inverse", "test_dft_inverse_opset19")
-"""Cases that only NumPy's own algorithm passes, whose roundings are beyond the case's tolerance."""
+"""Cases that only NumPy's own algorithm passes: the expected values hold a rounding of 2e-7 where an exact transform gives 0."""
 
 
-@pytest.mark.parametrize("name", PASSING)
-def test_round_trip(name):
+@groups("expanded")
+def test_round_trip(group):
     """Export of what was imported means the same: equal to the last bit, or to roundoff where ONNX has no such node."""
+    each(group, check_round_trip)
+
+
+def check_round_trip(name):
     if not SAME_ONNX and refused(name):
-        pytest.skip(f"not in the list, which is of onnx {KNOWN_ONNX}")
+        return
     graph = import_model(load(name))
     if re.search(NOT_WRITTEN, name):
         with pytest.raises(UnsupportedError, match="sizes that are not known"):
@@ -292,9 +334,11 @@ def test_comparisons_can_fail():
         compare((half + np.float16(0.004),), [half], 1e-3, 1e-7)
 
 
-def test_onnx_own_runner_takes_the_backend():
+def test_onnx_own_runner_takes_the_backend(monkeypatch):
     from onnx.backend.test.runner import Runner as OnnxRunner
 
+    made = lambda kind: [case for case in CASES.values() if case.kind == kind]  # noqa: E731 - or it makes them all again
+    monkeypatch.setattr("onnx.backend.test.runner.load_model_tests", made)
     cases = OnnxRunner(optdnn.backend.OptdnnBackend, __name__).include("^test_(add|softmax_axis_0)_cpu$").test_cases
     ran = []
     for name in ("test_add_cpu", "test_softmax_axis_0_cpu"):

@@ -15,6 +15,7 @@ import onnx
 import onnx.parser
 import pytest
 from support.onnxnet import convnet
+from support.sweep import sweep
 
 import optdnn
 from optdnn.models import zoo
@@ -68,8 +69,21 @@ def run_ort(model: onnx.ModelProto | str, feeds: dict[str, Array]) -> list[Array
     return results
 
 
-@pytest.mark.parametrize("how", BUILDS)
-@pytest.mark.parametrize("name", ODD)
+BY_LIBRARIES = (
+    *("an input is one of two outputs", "a constant output", "no input", "nothing inside", "scalars"),
+    *("uint8", "bool", "bfloat16", "symbolic sizes"),
+)
+"""Odd models that the libraries run with the quick tests: they are asked otherwise there."""
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    sweep(
+        [(name, how) for name in ODD for how in BUILDS],
+        *((name, "reference") for name in ODD),
+        *((name, how) for name in BY_LIBRARIES for how in BUILDS),
+    ),
+)
 def test_odd_models(name: str, how: str, tmp_path: Path) -> None:
     model = parse(ODD[name])
     built = optdnn.build(model, **BUILDS[how])

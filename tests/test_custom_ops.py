@@ -67,10 +67,10 @@ def expected(x: Any) -> Any:
     return np.abs(reference(-1 / (1 + np.exp(-x)), 0.6, 0.125))
 
 
-@pytest.mark.parametrize("target", ["reference", "cpu", "simulate", "cuda:sm_90a"])
+@pytest.mark.parametrize(
+    "target", ["reference", "cpu", "simulate", pytest.param("cuda:sm_90a", marks=pytest.mark.nvrtc)]
+)
 def test_every_target_runs_it(target: str, tmp_path: Path) -> None:
-    if target.startswith("cuda"):
-        pytest.importorskip("cuda.bindings.nvrtc")
     op = shrink()
     shapes = {"x": (4, 8)} if target != "reference" else None
     engine = optdnn.build(MODEL, target=target, custom_ops=[op], shapes=shapes)

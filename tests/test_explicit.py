@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx.helper
 import pytest
+from support.sweep import sweep
 
 from optdnn.compiler import Build, build_verbose
 from optdnn.config import BuildOptions
@@ -88,7 +89,12 @@ def built(model: Path, x: Array, target: str, tactics: str) -> Build:
     return build_verbose(model, BuildOptions(target=target, tactics=tactics, threads=threads, shapes={"x": x.shape}))
 
 
-@pytest.mark.parametrize(("name", "form"), CASES)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    sweep(
+        CASES, ("digits_resnet", "qdq, int8"), ("digits_resnet", "QLinear operators"), ("digits_transformer", "dynamic")
+    ),
+)
 def test_end_to_end_no_farther_than_the_libraries(models: dict[tuple[str, str], Path], name: str, form: str) -> None:
     model, x = models[name, form], trained.load(name).x[:PICTURES]
     want = run(model, x)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fake_gpu import pretend
-from support.needs import needs_nvrtc
 from support.net import Net
 from support.simulated import feeds_of
 
@@ -24,10 +23,7 @@ from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda import usable
 from optdnn.runtime.format import read
 
-
-@pytest.fixture(autouse=True)
-def _compiles() -> None:
-    needs_nvrtc()
+pytestmark = pytest.mark.nvrtc
 
 
 def branchy() -> Graph:

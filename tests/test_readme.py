@@ -83,6 +83,7 @@ def use_section() -> str:
     return found[1].replace("224", "8").replace("/conv1/Conv", "conv1")
 
 
+@pytest.mark.slow
 def test_the_commands_of_first_use_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnxruntime", "openvino"):
         pytest.importorskip(package)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import needs_nvrtc
 from support.net import Net
 from support.timer import FakeTimer, hashed, tactics_of
 
@@ -21,10 +20,7 @@ from optdnn.runtime.cuda.trial_process import GraphFault, NetworkLost
 from optdnn.runtime.format import read, write
 from optdnn.runtime.program import Program
 
-
-@pytest.fixture(autouse=True)
-def _compiles() -> None:
-    needs_nvrtc()
+pytestmark = pytest.mark.nvrtc
 
 
 @pytest.fixture(scope="module")

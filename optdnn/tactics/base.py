@@ -32,33 +32,36 @@ class Measured:
 
 REST_SECONDS = 0.02
 """How long a turn waits for the rivals' spinning threads to come to rest."""
+TURN_SECONDS = 0.08
+"""How long a turn is where its caller does not say."""
 
 
 def take_turns(
     runners: Mapping[str, Callable[[float], Sequence[float]]],
     *,
     rounds: int = 4,
-    turn_seconds: float = 0.08,
+    turn_seconds: float | None = None,
     budget_seconds: float = 8.0,
     give_up_ratio: float = 1.25,
     tick: Callable[[str], None] = lambda name: None,
 ) -> dict[str, float]:
     """Median milliseconds of each runner, measured in turns so that a noisy machine hits all alike.
 
-    A runner gets the seconds of its turn and gives the milliseconds of the runs in it; one that gives none has failed, and gets no
-    time. A turn starts with a pause:
-    the rivals' threads spin for a while after their last run, which slows a small network down. After each
+    A runner gets the seconds of its turn (None: :data:`TURN_SECONDS`) and gives the milliseconds of the runs in it; one that gives
+    none has failed, and gets no time. A turn starts with a pause: the rivals' threads spin for a while after their last run,
+    which slows a small network down. After each
     round, runners whose best time is ``give_up_ratio`` times the best of all are given up. ``budget_seconds`` bounds the
     whole; each runner is measured at least once.
     """
     times: dict[str, list[float]] = {name: [] for name in runners}
     active = list(runners)
     deadline = time.perf_counter() + budget_seconds
+    seconds = TURN_SECONDS if turn_seconds is None else turn_seconds
     for _ in range(rounds):
         for name in active:
             tick(name)
             time.sleep(REST_SECONDS)
-            taken = runners[name](turn_seconds)
+            taken = runners[name](seconds)
             if not taken:
                 del times[name]
             else:

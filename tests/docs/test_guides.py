@@ -81,9 +81,15 @@ def run(page: str, code: list[Block]) -> None:
         exec(compile(block.code, where, "exec"), names)
 
 
+def marks(page: str, needs: frozenset[str]) -> list[pytest.MarkDecorator]:
+    """The guides are slow, but for the first one."""
+    slow = page != "getting-started.md"
+    return [pytest.mark.gpu] * ("gpu" in needs) + [pytest.mark.slow] * slow
+
+
 @pytest.mark.parametrize(
     ("page", "needs"),
-    [pytest.param(p, n, marks=[pytest.mark.gpu] * ("gpu" in n), id=":".join([p, *sorted(n)])) for p, n in cases()],
+    [pytest.param(p, n, marks=marks(p, n), id=":".join([p, *sorted(n)])) for p, n in cases()],
 )
 def test_the_blocks_of_a_page_run(
     page: str, needs: frozenset[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,7 +43,7 @@ def same(a: Program, b: Program) -> bool:
 
 @pytest.mark.parametrize("name", ["small", "mobilenet_v2", "lstm"])
 def test_what_is_read_back_lowers_to_the_same_program(name: str) -> None:
-    graph = small() if name == "small" else import_model(zoo.build(name, batch=1))
+    graph = small() if name == "small" else import_model(zoo.build(name, batch=1, width=0.5))
     optimize(graph, OPTIONS, "simulate")
     program = lowered(graph)
     size = sum(b.nbytes for b in program.blobs)

@@ -12,11 +12,13 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from support.sweep import sweep
 
 from optdnn.errors import UsageError
 from optdnn.models import manifest, zoo
 from optdnn.models.zoo.builder import GraphBuilder
 
+QUICK = ("resnet18", "mobilenet_v2", "squeezenet1_1", "unet", "yolox_s", "vit_b_16", "bert_base", "lstm", "mlp")
 # A variant of each network that runs in milliseconds, its layers in the same order as the whole network's.
 SMALL = {
     "resnet18": {"image_size": 64, "width": 0.25},
@@ -91,7 +93,7 @@ ORIGINALS = {
 }
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", sweep(zoo.NAMES, *(n for n in zoo.NAMES if not n.startswith(("vgg", "vit", "bert")))))
 def test_whole_network(name: str, hollow: dict[str, tuple[int, ...]]) -> None:
     """At full size: the manifest's counts, and node for node, parameter for parameter the original where there is one."""
     model = zoo.build(name)
@@ -137,7 +139,7 @@ def test_architecture_is_the_published_one(name: str) -> None:
     assert (entry["operators"].get("Conv", 0), entry["operators"].get("BatchNormalization", 0)) == (convolutions, norms)
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", sweep(zoo.NAMES, *QUICK))
 def test_small_variant(name: str) -> None:
     """Valid, exactly shaped, deterministic, runs, all values finite, and the output follows the input."""
     model = zoo.build(name, seed=1, **SMALL[name])
@@ -164,12 +166,16 @@ def test_small_variant(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
+        *((name, SMALL[name]) for name in ("mobilenet_v2", "densenet121", "yolox_s", "unet")),
         *(
-            (name, SMALL[name])
-            for name in ("mobilenet_v2", "efficientnet_b0", "densenet121", "inception_v3", "yolox_s", "unet")
+            pytest.param(name, settings, marks=pytest.mark.slow)
+            for name, settings in (
+                ("efficientnet_b0", SMALL["efficientnet_b0"]),
+                ("inception_v3", SMALL["inception_v3"]),
+                ("resnet50", SMALL["resnet50"]),
+                ("resnet50", {}),
+            )
         ),
-        ("resnet50", {}),
-        ("resnet50", SMALL["resnet50"]),
     ],
 )
 def test_activations_stay_of_order_one(name: str, settings: dict) -> None:
@@ -201,7 +207,7 @@ def test_running_statistics_are_not_trivial() -> None:
             assert (var.std() / var.mean()) > 0.05
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", sweep(zoo.NAMES, *QUICK))
 def test_symbolic_batch(name: str) -> None:
     """A batch "N" runs at several sizes, and each picture's result is what it is alone."""
     model = zoo.build(name, batch="N", **SMALL[name])
@@ -223,7 +229,10 @@ def test_symbolic_sequence_length() -> None:
 
 
 @pytest.mark.parametrize("opset", [13, 18, 22])
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "yolox_s", "vit_b_16", "bert_base", "lstm"])
+@pytest.mark.parametrize(
+    "name",
+    sweep(("resnet18", "mobilenet_v2", "yolox_s", "vit_b_16", "bert_base", "lstm"), "yolox_s", "bert_base", "lstm"),
+)
 def test_opsets(name: str, opset: int) -> None:
     """The same weights give the same results whatever the opset."""
     small = {**SMALL[name], "depth": 0.1}

@@ -20,6 +20,7 @@ from random_nets.pool import Worker, tried
 from random_nets.shrink import shrunk
 from random_nets.targets import Setting, UnsteadyError
 from random_nets.trial import FAILED, trial
+from support.sweep import sweep
 
 from optdnn.errors import InputError, RunError, UnsupportedError
 
@@ -38,14 +39,19 @@ TRIED = {
     "simulate-int8": (["simulate", "int8", ""], 5),
 }
 """Setting -> how many seeds of each family it is tried on. ``python -m benchmarks random`` tries thousands."""
+QUICK, QUICK_SEEDS = ("reference", "cpu", "simulate-fp32", "simulate-int8"), 2
 
 
-@pytest.mark.parametrize("name", TRIED)
-def test_random_networks_are_right(name: str) -> None:
-    setting, seeds = TRIED[name]
+@pytest.mark.parametrize(
+    ("name", "few"),
+    sweep([(name, few) for name in TRIED for few in (True, False)], *((name, True) for name in QUICK)),
+)
+def test_random_networks_are_right(name: str, few: bool) -> None:
+    setting, most = TRIED[name]
+    seeds = range(QUICK_SEEDS) if few else range(QUICK_SEEDS, most)
     if "openvino" in setting:
         pytest.importorskip("openvino")
-    tasks = [{"family": f, "seed": s, "setting": setting} for s in range(seeds) for f in FAMILIES]
+    tasks = [{"family": f, "seed": s, "setting": setting} for s in seeds for f in FAMILIES]
     rows = list(tried(tasks, jobs=1, timeout=60))
     failing = [f"{r['name']}: {r['verdict']}: {r['detail']}" for r in rows if r["verdict"] in FAILED]
     assert not failing, "\n".join(failing)

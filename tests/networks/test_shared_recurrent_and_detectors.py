@@ -18,7 +18,7 @@ from optdnn.ir.graph import Graph
 from optdnn.ops.base import attrs_dict
 from optdnn.types import Array
 
-pytestmark = needs_shared_graphs
+pytestmark = [pytest.mark.slow, needs_shared_graphs]
 
 
 def onnxruntime(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Array]:

@@ -358,13 +358,13 @@ def counted(graph: Graph) -> dict[str, int]:
 
 @pytest.mark.parametrize(("name", "layers"), [("vit_b_16", 2), ("bert_base", 2)])
 def test_one_node_per_attention_in_the_zoo(name: str, layers: int) -> None:
-    graph = import_model(zoo.build(name, batch=2, depth=layers / 12))
+    graph = import_model(zoo.build(name, batch=2, depth=layers / 12, width=0.25))
     assert counted(graph) == {"Attention": layers}
     assert graph.kinds()["LayerNormalization"] == 2 * layers + 1
 
 
 def test_the_cpu_target_keeps_the_decomposed_form() -> None:
-    graph = import_model(zoo.build("bert_base", batch=2, depth=1 / 12))
+    graph = import_model(zoo.build("bert_base", batch=2, depth=1 / 12, width=0.25))
     run_pipeline(graph, PIPELINE(3, "cpu"), PassContext("cpu"))
     assert graph.kinds()["Softmax"] == 1
 
@@ -379,6 +379,7 @@ EXPORTS = [
 ]
 
 
+@pytest.mark.slow
 @needs_shared_graphs
 @pytest.mark.parametrize(("name", "count"), EXPORTS)
 def test_one_node_per_attention_in_exports(name: str, count: int, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
+from support.onnx_cases import cases
 from support.shared import needs_shared_graphs, shared_network
 
 from optdnn.importers.onnx import import_model
@@ -47,12 +47,7 @@ FUNCTIONS = {
 @lru_cache(maxsize=1)
 def expanded() -> dict[str, Any]:
     """The standard's test cases with function bodies, by name."""
-    from onnx.backend.test.case.node import collect_testcases
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cases = collect_testcases(None)
-    return {c.name[len("test_") :]: c for c in cases if "_expanded" in c.name}
+    return {name[len("test_") :]: case for name, case in cases().items() if "_expanded" in name}
 
 
 def rules(reports: list[PassReport]) -> dict[str, int]:
@@ -107,6 +102,7 @@ NETWORKS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 """Network -> rewrites by rule, and how many of these kinds there are afterwards (some are exported whole)."""
 
 
+@pytest.mark.slow
 @needs_shared_graphs
 @pytest.mark.parametrize("name", NETWORKS)
 def test_exported_networks(name: str, tmp_path: Path) -> None:
@@ -151,7 +147,12 @@ def test_siblings_of_networks(name: str, families: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "convolutions", "conversions"),
-    [("resnet50", 53, 1), ("densenet121", 121, 1), ("vgg19", 16, 2), ("shufflenet", 49, 33)],
+    [
+        ("resnet50", 53, 1),
+        ("densenet121", 121, 1),
+        pytest.param("vgg19", 16, 2, marks=pytest.mark.slow),
+        ("shufflenet", 49, 33),
+    ],
 )
 def test_layouts_of_networks(name: str, convolutions: int, conversions: int) -> None:
     """Only the borders are converted, but in ShuffleNet, whose channel shuffles reshape in plain order 32 times."""

@@ -111,6 +111,7 @@ SHARED = {
 """Per layer: QKV of one product, one attention, residuals and GELU in the products (their biases are zero here), two norms."""
 
 
+@pytest.mark.slow
 @needs_shared_graphs
 @pytest.mark.parametrize("name", SHARED)
 def test_exports(name: str, tmp_path: Any) -> None:

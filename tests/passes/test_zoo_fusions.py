@@ -101,6 +101,7 @@ EXPECTED: dict[str, tuple[int, dict[str, int], dict[tuple[str, ...], int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_fusions_in_the_zoo(name: str) -> None:
     norms, rules, chains = EXPECTED[name]

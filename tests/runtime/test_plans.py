@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from support.needs import needs_nvrtc
 from support.onnxnet import convnet
 
 import optdnn
@@ -113,7 +112,7 @@ def test_precisions_are_told_as_of_a_static_build() -> None:
 
 @pytest.mark.parametrize(("name", "sizes"), [("bert_base", (1, 40)), ("lstm", (1, 7))])
 def test_a_later_plan_is_what_a_static_build_gives(name: str, sizes: tuple[int, ...]) -> None:
-    model = zoo.build(name, batch=1, sequence_length="seq", depth=0.1)
+    model = zoo.build(name, batch=1, sequence_length="seq", depth=0.1, width=0.5)
     ports = [(i.name, [d.dim_value or None for d in i.type.tensor_type.shape.dim]) for i in model.graph.input]
 
     def shapes(n: Any) -> dict[str, str]:
@@ -177,8 +176,8 @@ def test_later_plans_take_what_was_measured_at_the_nearest_size() -> None:
         assert own.get("config", own.get("variant")) == taken
 
 
+@pytest.mark.nvrtc
 def test_later_plans_take_the_kernels_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_nvrtc()
     program = optdnn.build(convnet(batch="n"), target="cuda:sm_90a", shapes=RANGE).program
     asked: list[Any] = []
 

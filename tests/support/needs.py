@@ -10,7 +10,7 @@ from optdnn.runtime.cuda.device import Device, gpu_count
 
 
 def needs_nvrtc() -> None:
-    """Skip the calling test (or fixture) where kernels cannot be compiled."""
+    """Skip a test marked ``nvrtc`` where kernels cannot be compiled."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
     try:
         nvrtc.version()

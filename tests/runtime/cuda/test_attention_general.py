@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from support import emulated
 from support.host import COMPILER, WHY_NOT
-from support.needs import needs_nvrtc, why_no_hopper
+from support.needs import why_no_hopper
+from support.sweep import sweep
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import attention_general as general
@@ -62,6 +63,10 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "bytes": (merged(2, 2, 37, 24, narrow="uint8"), Config(2, 1, 16, 2)),
     "bytes with signs": (merged(1, 2, 37, 64, narrow="int8", dtype="bfloat16"), Config(1, 2, 32, 2)),
 }
+QUICK = (
+    *("ring of four", "two tiles a warp", "a head of 128, queries from memory"),
+    *("causal after a past", "causal, lengths", "masks of windows", "grouped queries", "bytes"),
+)
 TO = {"uint8": Affine("uint8", 0.02, 121), "int8": Affine("int8", 0.015, 3)}
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2}
 
@@ -157,9 +162,8 @@ class Case:
 # ---------------------------------------------------------------- the very kernel, warps emulated
 
 
-@pytest.mark.on_processor
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, *QUICK))
 def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
     problem, config = CASES[name]
     assert general.refuse(problem, config) is None
@@ -265,8 +269,8 @@ COMPILED: dict[str, Problem] = {
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.nvrtc
 def test_candidates_compile_without_spills(name: str, arch: str) -> None:
-    needs_nvrtc()
     problem, gpu = COMPILED[name], gpu_facts.of_arch(arch)
     for config in general.candidates(problem, gpu, limit=3):
         made = general.describe(problem, config)
@@ -277,8 +281,8 @@ def test_candidates_compile_without_spills(name: str, arch: str) -> None:
         assert not made.maps
 
 
+@pytest.mark.nvrtc
 def test_the_parameter_block_has_the_kernels_layout() -> None:
-    needs_nvrtc()
     problem = merged(2, 4, 128, 64, mask=(128, 0, 0), lengths=True)
     made, recipe = general.describe(problem, AC), general.recipe(problem, AC, "sm_80")
     places = {p.operand: p.at for p in made.pointers}

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from support.conv_cases import ADD, CASES, GENERAL, RELU, same
-from support.needs import needs_nvrtc
 from support.net import Net
 from support.quantized_cases import GENERAL as QUANTIZED
 from support.simulated import lowered
@@ -17,10 +16,7 @@ from optdnn.runtime.cuda.conv_patch import PatchConfig
 from optdnn.runtime.cuda.conv_problem import Problem, Source
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
-
-@pytest.fixture(autouse=True)
-def _needs_nvrtc() -> None:
-    needs_nvrtc()
+pytestmark = pytest.mark.nvrtc
 
 
 @pytest.mark.parametrize("name", CASES)

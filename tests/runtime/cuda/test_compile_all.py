@@ -9,7 +9,7 @@ import pytest
 from optdnn.runtime.cuda import nvrtc
 from optdnn.runtime.cuda.nvrtc import Recipe, Resources
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
+pytestmark = pytest.mark.nvrtc
 
 
 pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")

@@ -9,7 +9,7 @@ import pytest
 from support.conv_cases import same
 from support.quantized_cases import CASES, IMAGE, arrays, compare, family
 
-from optdnn.errors import InternalError, MissingDependency
+from optdnn.errors import InternalError
 from optdnn.runtime.cuda import conv, conv_cost, conv_params, nvrtc, pool_int8, quantized, render
 from optdnn.runtime.cuda.conv import Config
 from optdnn.runtime.cuda.conv_problem import Problem, Source
@@ -119,12 +119,8 @@ def test_what_no_kernel_runs_is_an_error(fields: tuple[int, str, str], reason: s
 @pytest.mark.parametrize(
     "name", ["1x1 split", "uint8 with zero points", "patch residual buffers", "stem, pairs of pixels", "fp8"]
 )
+@pytest.mark.nvrtc
 def test_cases_compile_without_spills(name: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
-    try:
-        nvrtc.version()
-    except MissingDependency as error:
-        pytest.skip(str(error))
     case = CASES[name]
     (kernel,) = nvrtc.resources(family(case).recipe(case.problem, case.config)).values()
     assert kernel.spill_bytes == kernel.stack_bytes == 0

@@ -13,6 +13,7 @@ from support.conv_cases import GENERAL, apply_stages, convolve
 from support.host import COMPILER, WHY_NOT
 from support.quantized_cases import GENERAL as QUANTIZED
 from support.quantized_cases import arrays, compare
+from support.sweep import sweep
 
 from optdnn.runtime.cuda import conv_general, nvrtc, render
 from optdnn.runtime.cuda.conv_general import GeneralConfig
@@ -20,7 +21,7 @@ from optdnn.runtime.cuda.conv_params import Requantize
 from optdnn.runtime.cuda.conv_problem import Problem
 from optdnn.types import to_tf32
 
-pytestmark = [pytest.mark.on_processor, pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")]
+pytestmark = pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 TYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 TOLERANCE = {"float16": 4e-4, "bfloat16": 3e-3, "float32": 2e-5}
 PLAIN, SHARED = GeneralConfig(64, 64, 3), GeneralConfig(64, 128, 4, 2)
@@ -52,7 +53,13 @@ def launched(
 
 
 @pytest.mark.parametrize(
-    ("name", "config"), [*((name, PLAIN) for name in GENERAL), ("deep", SHARED), ("tf32", SHARED)], ids=str
+    ("name", "config"),
+    sweep(
+        [*((name, PLAIN) for name in GENERAL), ("deep", SHARED), ("tf32", SHARED)],
+        *((name, PLAIN) for name in ("odd channels", "groups", "bf16", "stride 9")),
+        ("tf32", SHARED),
+    ),
+    ids=str,
 )
 def test_convolutions_of_floats(name: str, config: GeneralConfig, tmp_path: Path) -> None:
     case, rng = GENERAL[name], np.random.default_rng(6)
@@ -97,7 +104,9 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", sweep(SMALL, *(n for n in SMALL if any(part in n for part in ("uint8", "residual", "groups", "128"))))
+)
 def test_convolutions_of_integers_are_exact(name: str, tmp_path: Path) -> None:
     case = QUANTIZED[name]
     data, problem = arrays(case), case.problem

@@ -55,3 +55,21 @@ def test_a_refused_call_names_itself_and_the_code(monkeypatch: pytest.MonkeyPatc
 def test_the_architecture_of_a_device(capability: tuple[int, int], arch: str) -> None:
     fields = {**vars(of_arch("sm_90a")), "capability": capability}
     assert Device(**fields, index=0, driver_version=(13, 0)).arch == arch
+
+
+def test_without_the_packages_the_error_names_the_pip_command() -> None:
+    code = """
+import sys
+sys.modules["cuda.bindings"] = None
+from optdnn.errors import MissingDependency
+from optdnn.runtime.cuda import conv, conv_cost, conv_patch, device, graphs, nvrtc, render
+for call in (nvrtc.version, device.driver):
+    try:
+        call()
+    except MissingDependency as error:
+        assert "pip install 'optdnn[cuda]'" in str(error), error
+    else:
+        raise AssertionError(call)
+assert not any(name.split(".")[0] in ("cupy", "torch", "onnx", "networkx") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from optdnn.errors import MissingDependency
 from optdnn.runtime.cuda import nvrtc
 from optdnn.runtime.cuda.nvrtc import CacheWarning, KernelCache, KernelError, Recipe
 
@@ -33,15 +32,7 @@ extern "C" __global__ void twice(const float* x, float* y) { y[threadIdx.x] = 2 
 RECIPE = Recipe("general.cu", "sm_80", {"generated.cuh": SOURCE})
 
 
-@pytest.fixture(autouse=True)
-def _needs_nvrtc(request: pytest.FixtureRequest) -> None:
-    if "without_nvrtc" in request.keywords:
-        return
-    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
-    try:
-        nvrtc.version()
-    except MissingDependency as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.nvrtc
 
 
 def test_a_cubin_is_an_elf_file_and_repeats_bit_for_bit() -> None:
@@ -205,25 +196,6 @@ def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     if sys.platform != "win32":
         assert nvrtc.default_folder() == tmp_path / "xdg" / "optdnn" / "kernels"
-
-
-@pytest.mark.without_nvrtc
-def test_without_the_packages_the_error_names_the_pip_command() -> None:
-    code = """
-import sys
-sys.modules["cuda.bindings"] = None
-from optdnn.errors import MissingDependency
-from optdnn.runtime.cuda import conv, conv_cost, conv_patch, device, graphs, nvrtc, render
-for call in (nvrtc.version, device.driver):
-    try:
-        call()
-    except MissingDependency as error:
-        assert "pip install 'optdnn[cuda]'" in str(error), error
-    else:
-        raise AssertionError(call)
-assert not any(name.split(".")[0] in ("cupy", "torch", "onnx", "networkx") for name in sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_interruption_ends_the_compiling_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

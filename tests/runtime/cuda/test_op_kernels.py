@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.needs import needs_nvrtc
 
 from optdnn.runtime.cuda import attention, depthwise, depthwise_tma, gpu_facts, group_norm, nvrtc, rnn, rows
 from optdnn.runtime.cuda.conv_problem import Source
@@ -18,9 +17,7 @@ from optdnn.runtime.cuda.narrow import no_conversion
 DEVICE = of_arch("sm_90a")
 
 
-@pytest.fixture(autouse=True)
-def _needs_nvrtc() -> None:
-    needs_nvrtc()
+pytestmark = pytest.mark.nvrtc
 
 
 def merged(batch: int, positions: int, features: int, **options: Any) -> attention.Problem:

@@ -34,16 +34,7 @@ def _no_gpu() -> bool:
         return True
 
 
-def _why_no_nvrtc() -> str | None:
-    try:
-        nvrtc.version()
-    except OptdnnError as error:
-        return str(error)
-    return None
-
-
 without_gpu = pytest.mark.skipif(not _no_gpu(), reason="there is a GPU")
-with_nvrtc = pytest.mark.skipif(_why_no_nvrtc() is not None, reason=_why_no_nvrtc() or "")
 
 
 def net() -> Graph:
@@ -117,7 +108,7 @@ def test_drivers(compiler: str, runs: bool) -> None:
 # ---------------------------------------------------------------- kernels
 
 
-@with_nvrtc
+@pytest.mark.nvrtc
 def test_cubins_travel_in_the_engine_and_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "cache"))
     made = program()
@@ -129,7 +120,7 @@ def test_cubins_travel_in_the_engine_and_repeat(tmp_path: Path, monkeypatch: pyt
     assert list((tmp_path / "another").rglob("*.cubin"))
 
 
-@with_nvrtc
+@pytest.mark.nvrtc
 def test_loading_what_was_built_here_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path / "cache"))
     engine_format.write(program(), tmp_path / "e.engine")
@@ -144,7 +135,7 @@ def test_loading_what_was_built_here_compiles_nothing(tmp_path: Path, monkeypatc
     assert (cache.hits, cache.misses) == (len(read.kernels), 0)
 
 
-@with_nvrtc
+@pytest.mark.nvrtc
 def test_without_cubins_the_recipe_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
     made = program(no_cubins=True)
@@ -162,7 +153,7 @@ def test_a_template_that_changed_is_stale(monkeypatch: pytest.MonkeyPatch) -> No
         kernels_of.cubins(gone)
 
 
-@with_nvrtc
+@pytest.mark.nvrtc
 def test_recompile_takes_this_versions_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
     made = program(no_cubins=True)

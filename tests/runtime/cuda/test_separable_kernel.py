@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.conv_cases import convolve, same
-from support.needs import needs_nvrtc, why_no_hopper
+from support.needs import why_no_hopper
 from support.separable_cases import ADD, BIAS, CASES, RELU6
 
 from optdnn.errors import InternalError
@@ -110,8 +110,8 @@ def test_packing() -> None:
 
 
 @pytest.mark.parametrize("name", ["four strips", "two parts", "5x5, stride 2", "split, two groups", "bf16", "stride 2"])
+@pytest.mark.nvrtc
 def test_kernels_compile_without_spills(name: str) -> None:
-    needs_nvrtc()
     problem, config = CASES[name]
     _, log = nvrtc.compile_recipe(separable.recipe(problem, config), resources=True)
     assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
@@ -120,8 +120,8 @@ def test_kernels_compile_without_spills(name: str) -> None:
     assert kernel.registers * config.threads * config.blocks <= 65536
 
 
+@pytest.mark.nvrtc
 def test_the_parameter_block_has_the_kernels_layout() -> None:
-    needs_nvrtc()
     problem, config = CASES["residual"]
     made, recipe = separable.describe(problem, config, DEVICE), separable.recipe(problem, config)
     places = {p.operand: p.at for p in made.pointers} | {m.operand: m.at for m in made.maps}

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.conv_cases import ADD, RELU, convolve
-from support.needs import needs_nvrtc, why_no_hopper
+from support.needs import why_no_hopper
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda import conv_stem as stem
@@ -205,8 +205,8 @@ def test_every_candidate_is_one_and_is_named() -> None:
 @pytest.mark.parametrize(
     "name", ["7x7/2, many tiles, ahead", "3x3/1", "bytes as cameras give them", "11x11/4, one channel"]
 )
+@pytest.mark.nvrtc
 def test_kernels_do_not_spill(name: str) -> None:
-    needs_nvrtc()
     p, config = CASES[name]
     for arch in ("sm_80", "sm_90a") if name == "3x3/1" else ("sm_90a",):
         (kernel,) = nvrtc.resources(stem.recipe(p, config, arch)).values()

@@ -81,8 +81,8 @@ def test_a_kernel_that_does_not_end_is_not_waited_for(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("element", sorted(timer._CPP.values()))
+@pytest.mark.nvrtc
 def test_its_kernels_compile(element: str, arch: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
     recipe = Recipe("timer.cu", arch, {"generated.cuh": f"typedef {element} Element;\n"}, ("--std=c++17",))
     assert compile_recipe(recipe)[0]
     with pytest.raises(KernelError):

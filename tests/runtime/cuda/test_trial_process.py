@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.fake_gpu import VARIABLE, pretend
-from support.needs import needs_nvrtc
 from support.net import Net
 from support.simulated import lowered
 from support.timer import hashed, tactics_of
@@ -40,10 +39,7 @@ from optdnn.runtime.cuda.trial_process import (
 from optdnn.runtime.program import Program
 from optdnn.types import Array
 
-
-@pytest.fixture(autouse=True)
-def _compiles() -> None:
-    needs_nvrtc()
+pytestmark = pytest.mark.nvrtc
 
 
 def program(channels: int = 8) -> Program:
@@ -178,7 +174,6 @@ def test_a_gpu_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_worker_itself_says_that_there_is_no_gpu() -> None:
-    pytest.importorskip("cuda.bindings.driver", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
     if gpu_count() > 0:
         pytest.skip("a GPU is there")
     with gpu_process() as found, pytest.raises(RunError, match="cannot use the GPU: CudaError"):

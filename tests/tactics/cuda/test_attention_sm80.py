@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import needs_nvrtc
 from support.net import Net
 from support.quantized_nets import FP8, attention_network
 from support.sequence_cases import ATTENTION, attention
@@ -144,8 +143,8 @@ def test_its_place_is_before_the_three_launches() -> None:
     assert names.index("attention_sm90") < names.index(GeneralAttention.name) < names.index("attention_steps")
 
 
+@pytest.mark.nvrtc
 def test_it_compiles_as_part_of_a_program() -> None:
-    needs_nvrtc()
     program = lowered(attention(mask="bool"), "fp16", target="cuda:sm_86")
     assert "attention_sm80.cu" in {k.template for k in program.kernels}
     assert all(k.arch == "sm_86" and k.cubin is not None for k in program.kernels)

@@ -9,7 +9,6 @@ from itertools import count
 from typing import Any
 
 import pytest
-from support.needs import needs_nvrtc
 from support.net import Net
 from support.timer import FakeTimer, hashed, tactics_of
 
@@ -30,10 +29,7 @@ from optdnn.tactics.cuda.select import Choice
 from optdnn.tactics.cuda.tuned import Tuned
 from optdnn.tactics.timing_cache import TimingCache
 
-
-@pytest.fixture(autouse=True)
-def _compiles() -> None:
-    needs_nvrtc()
+pytestmark = pytest.mark.nvrtc
 
 
 TARGET = "cuda:sm_90a"

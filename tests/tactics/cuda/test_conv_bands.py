@@ -12,7 +12,7 @@ from support.net import Net
 from support.simulated import check_simulated, feeds_of, lowered
 
 from optdnn.config import BuildOptions
-from optdnn.errors import InternalError, MissingDependency
+from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph
 from optdnn.lower_cuda import lower_cuda
 from optdnn.optimizing import optimize
@@ -135,14 +135,10 @@ def test_bands_are_equal_parts_of_one_source() -> None:
 
 
 @pytest.mark.parametrize("kind", ["implicit GEMM", "patches"])
+@pytest.mark.nvrtc
 def test_kernels_compile_without_spills(kind: str) -> None:
     module: Any = conv if kind == "implicit GEMM" else conv_patch
     config = (conv_cost.candidates if module is conv else conv_patch.candidates)(PROBLEM, of_arch("sm_90a"))[0]
-    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
-    try:
-        nvrtc.version()
-    except MissingDependency as error:
-        pytest.skip(str(error))
     (kernel,) = nvrtc.resources(module.recipe(PROBLEM, config)).values()
     assert kernel.spill_bytes == kernel.stack_bytes == 0
 

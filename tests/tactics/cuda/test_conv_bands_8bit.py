@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import needs_nvrtc, why_no_hopper
+from support.needs import why_no_hopper
 from support.quantized_nets import ADDED, NETS, QNet
 from support.simulated import feeds_of
 from test_quantized import built  # type: ignore[import-not-found]
@@ -115,8 +115,8 @@ def test_blocks_take_channels_of_one_band_alone() -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("module", [conv, conv_patch])
+@pytest.mark.nvrtc
 def test_kernels_compile_without_spills(module: Any, dtype: str) -> None:
-    needs_nvrtc()
     problem = Problem(4, 256, PROBLEM.sources, dtype=dtype, bands=4)
     config = (conv_cost.candidates if module is conv else conv_patch.candidates)(problem, of_arch("sm_90a"))[0]
     (kernel,) = nvrtc.resources(module.recipe(problem, config)).values()

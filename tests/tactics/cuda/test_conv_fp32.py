@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.needs import needs_nvrtc, why_no_hopper
+from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, lowered
 
@@ -108,8 +108,8 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.nvrtc
 def test_kernels_compile_without_spills(name: str) -> None:
-    needs_nvrtc()
     problem, config = PROBLEMS[name]
     for arch in ("sm_90a", "sm_80") if config.split == 1 else ("sm_90a",):
         assert fp32.refuse(problem, config, arch) is None
@@ -118,8 +118,8 @@ def test_kernels_compile_without_spills(name: str) -> None:
         assert kernel.registers * config.threads <= 65536
 
 
+@pytest.mark.nvrtc
 def test_the_parameter_block_has_the_kernels_layout() -> None:
-    needs_nvrtc()
     problem, config = PROBLEMS["a residual"]
     made, recipe = fp32.describe(problem, config), fp32.recipe(problem, config)
     checks = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]

@@ -134,8 +134,8 @@ def test_tiles_are_whole_windows_that_lie_in_shared_memory() -> None:
     assert "patch kernel" in str(conv.refuse(problem(), conv.Config(1, 1, 1, 64, 4)))
 
 
+@pytest.mark.nvrtc
 def test_kernels_do_not_spill() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
     found = problem()
     configs = [o.config for o in conv_sm90.ranked(found, True, of_arch("sm_90a"))][:2]
     for config in configs:

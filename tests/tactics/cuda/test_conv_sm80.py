@@ -131,8 +131,8 @@ def test_what_it_does_not_run_it_refuses(build: Callable[[Net], Value], target: 
     assert any(reason in r for r in refused), refused
 
 
+@pytest.mark.nvrtc
 def test_a_kernel_of_sm_80_compiles_as_part_of_a_program() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
     n = Net()
     program = lowered(n.done(NETS["a residual block"](n)), "fp16", target="cuda:sm_80")
     assert {k.arch for k in program.kernels} == {"sm_80"}

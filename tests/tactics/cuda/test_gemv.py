@@ -46,8 +46,8 @@ def test_configurations_keep_enough_loads_in_flight() -> None:
     assert "tile" in str(gemv.refuse(problem, gemv.Config(8, 4, 8)))
 
 
+@pytest.mark.nvrtc
 def test_kernels_do_not_spill() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
     for rows in (1, 4):
         problem = gemv.Problem(rows, 1000, 4096, (("bias",), ("add",), ("relu",)), "bfloat16")
         for arch in ("sm_80", "sm_90a"):

@@ -9,20 +9,10 @@ from support.positions import FAMILIES as POSITIONS
 from support.simulated import kinds, lowered
 from test_generated import graph_of  # type: ignore[import-not-found]
 
-from optdnn.errors import OptdnnError
 from optdnn.runtime.cuda import nvrtc
 from optdnn.runtime.cuda.kernels_of import recipe_of
 
-
-def _why_not() -> str | None:
-    try:
-        nvrtc.version()
-    except OptdnnError as error:
-        return str(error)
-    return None
-
-
-pytestmark = pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")
+pytestmark = pytest.mark.nvrtc
 
 FAMILIES = ("softmaxes", "norms", "pools", "convolutions", "products", "resizes", "gathers", "movements", *POSITIONS)
 

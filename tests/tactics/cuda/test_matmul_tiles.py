@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.needs import needs_nvrtc, why_no_hopper
+from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
 
@@ -41,8 +41,8 @@ def kernels(program: Program) -> list[Kernel]:
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.nvrtc
 def test_large_products_run_in_tiles_that_compile_without_spills(name: str) -> None:
-    needs_nvrtc()
     n = Net()
     (kernel,) = kernels(lowered(n.done(NETS[name](n)), "fp32", target="cuda:sm_80", no_cubins=True))
     assert kernel.template == "matmul_fp32.cu"

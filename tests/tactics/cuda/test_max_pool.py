@@ -9,6 +9,7 @@ import pytest
 from support.host import WHY_NOT
 from support.net import Net
 from support.simulated import feeds_of
+from support.sweep import sweep
 from test_generated import compare_steps
 
 from optdnn.config import BuildOptions
@@ -52,8 +53,15 @@ CASES = {
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    sweep(
+        [(name, p) for name in CASES for p in ("fp16", "bf16")],
+        ("resnet", "bf16"),
+        ("overlapping", "fp16"),
+        ("ceil", "fp16"),
+    ),
+)
 def test_tiles(name: str, precision: str, tmp_path: Path) -> None:
     options = BuildOptions(target="simulate", precision=precision)
     graph = pooled(CASES[name])

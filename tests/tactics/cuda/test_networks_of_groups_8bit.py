@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import calibrated, feeds_of, kinds, simulate
+from support.sweep import sweep
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
@@ -77,6 +79,7 @@ NETS: dict[str, Any] = {
 """What builds it, and how many launches int8 takes more than fp16: second sources of a sum, a stem of bytes, gates in a prologue."""
 
 
+@cache
 def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Graph, Program]:
     """The network, what the passes made of it, and its program."""
     n = Net()
@@ -84,8 +87,13 @@ def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Gr
     return graph, *calibrated(graph, precision, target)
 
 
-@pytest.mark.parametrize("precision", ["int8+fp16", "fp8+fp16"])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    sweep(
+        [(name, p) for name in NETS for p in ("int8+fp16", "fp8+fp16")],
+        ("ResNeXt, 32 x 4", "int8+fp16"), ("ShuffleNet, 3 groups", "int8+fp16"), ("RegNet, groups of 24", "fp8+fp16"),
+    ),
+)  # fmt: skip
 def test_programs_compute_the_quantized_network(name: str, precision: str) -> None:
     graph, quantized, program = made(name, precision)
     feeds = feeds_of(graph)

@@ -136,8 +136,8 @@ def test_registers_are_counted_with_its_warpgroup() -> None:
     assert "exceed 72 registers" in str(hopper.refuse(PROBLEM, config))
 
 
+@pytest.mark.nvrtc
 def test_every_chosen_tile_compiles_without_spills() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings: pip install 'optdnn[cuda]'")
     for config in (
         hopper.Config(1, 1, 1, 48, 4, direct=True),
         hopper.Config(1, 1, 2, 128, 4),

@@ -7,7 +7,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.needs import needs_nvrtc
 from support.net import Net
 from support.quantized_nets import NETS, QNet
 from support.simulated import feeds_of, simulate
@@ -144,8 +143,8 @@ def test_what_each_architecture_multiplies() -> None:
 @pytest.mark.parametrize(
     ("arch", "name"), [("sm_80", "a residual block"), ("sm_86", "zero points"), ("sm_89", "a stem")]
 )
+@pytest.mark.nvrtc
 def test_programs_compile(arch: str, name: str) -> None:
-    needs_nvrtc()
     n = QNet()
     copy, target = n.done(*NETS[name](n)), f"cuda:{arch}"
     for one in (FoldQuantized(), AssignLayout()):

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import needs_nvrtc
 from support.net import Net
 from support.simulated import check_simulated, kinds, lowered
 from support.timer import FakeTimer
@@ -231,7 +230,6 @@ def test_results_lie_in_a_joint_buffer_where_they_may() -> None:
 
 def tuned(seconds: Callable[[str], float]) -> tuple[Tuned, list[str]]:
     """What the autotuner makes of a network whose launches take so long, and the tactics of its choices."""
-    needs_nvrtc()
     options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
     graph = of(lambda n: plain(n, 1, 96, size=(14, 14)))
     optimize(graph, options, "cuda:sm_90a")
@@ -241,6 +239,7 @@ def tuned(seconds: Callable[[str], float]) -> tuple[Tuned, list[str]]:
     return found, [c.tactic for c in found.choices.values()]
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(("one", "taken"), [(3.5e-6, True), (4.5e-6, False)])
 def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool) -> None:
     """Two launches of 2 us each: one of 3.5 us takes longer than the 1x1 alone, and is better."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.needs import needs_nvrtc, why_no_hopper
+from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
@@ -111,8 +111,8 @@ def test_equally_distant_parts_are_copied_at_once(starts: list[int], copies: int
     assert kinds(check_simulated(joined(Net(), starts), "fp32")).count("Copy") == copies
 
 
+@pytest.mark.nvrtc
 def test_kernels_compile() -> None:
-    needs_nvrtc()
     n = Net()
     assert lowered(n.done(r3d(n)), "fp16", "cuda:sm_90a").kernels
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import needs_nvrtc, why_no_hopper
+from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import calibrated, feeds_of, kinds, simulate
+from support.sweep import sweep
 from test_volumes import NETS, block, volume  # type: ignore[import-not-found]
 
 from optdnn.ir.evaluate import evaluate
@@ -50,15 +52,21 @@ CASES = {
 }  # fmt: skip
 
 
-def made(name: str, precision: str, target: str = "simulate", **options: Any) -> tuple[Graph, Graph, Program]:
+def swept(integers: str, floats: str) -> list[Any]:
+    """Every network in integers, and in fp8: but two of these are slow."""
+    quick = [(name, integers) for name in CASES] + [("classifier", floats), ("shifted", floats)]
+    return sweep([(name, p) for name in CASES for p in (integers, floats)], *quick)
+
+
+@cache
+def made(name: str, precision: str, target: str = "simulate") -> tuple[Graph, Graph, Program]:
     """The network, what the passes made of it, and its program."""
     n = Net()
     graph = n.done(CASES[name](n))
-    return graph, *calibrated(graph, precision, target, **options)
+    return graph, *calibrated(graph, precision, target)
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), swept("int8", "fp8"))
 def test_programs_compute_the_quantized_network(name: str, precision: str) -> None:
     graph, quantized, program = made(name, precision)
     assert "QuantizedConv" in kinds(program)
@@ -82,8 +90,7 @@ def test_launches_of_a_network() -> None:
     assert between == {1}
 
 
-@pytest.mark.parametrize("precision", ["int8+fp16", "fp8+fp16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), swept("int8+fp16", "fp8+fp16"))
 def test_no_more_launches_than_in_16_bits(name: str, precision: str) -> None:
     _, _, halves = made(name, "fp16")
     _, _, program = made(name, precision)
@@ -108,8 +115,8 @@ def test_pixels_of_frames_are_whole_16_bytes() -> None:
     assert 16 in write[3]
 
 
+@pytest.mark.nvrtc
 def test_kernels_compile() -> None:
-    needs_nvrtc()
     assert made("classifier", "int8+fp16", "cuda:sm_90a")[2].kernels
 
 

@@ -1,0 +1,30 @@
+"""The cases of ONNX's own backend tests, made once in a process: that takes seconds."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import onnx
+from onnx.backend.test.loader import load_model_tests
+
+KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator", "real")
+
+
+@functools.cache
+def cases() -> dict[str, Any]:
+    """All cases by name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ONNX's generators overflow and divide by zero on purpose
+        return {case.name: case for kind in KINDS for case in load_model_tests(kind=kind)}
+
+
+def group(name: str) -> str:
+    """The operator that a case is about ("Softmax", or "Softmax, expanded" where it is a function's body), or the case's kind."""
+    case = cases()[name]
+    if case.model is None:
+        return str(case.kind)
+    base, expanded, _ = name.partition("_expanded")
+    nodes: list[onnx.NodeProto] = list(cases().get(base, case).model.graph.node)
+    return f"{nodes[-1].op_type}, expanded" if expanded else nodes[-1].op_type
