@@ -14,7 +14,7 @@ pytestmark = pytest.mark.nvrtc
 
 pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
 
-from benchmarks.kinds import compile as command
+from benchmarks.kinds import compile as command  # noqa: E402
 
 
 @pytest.mark.parametrize(("template", "said"), [("conv_sm90.cu", "spills 24 bytes"), ("general.cu", "")])
