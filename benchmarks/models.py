@@ -34,7 +34,7 @@ SHARED = "OPTDNN_SHARED"
 
 def tests_on_path() -> None:
     """The tests' folders are no packages: what benchmarks share with them is found by its path."""
-    for part in ("tests", "tests/ops", "tests/networks", "tests/tactics/cuda"):
+    for part in ("tests", "tests/ops", "tests/networks", "tests/kernels"):
         if str(ROOT / part) not in sys.path:
             sys.path.insert(0, str(ROOT / part))
 
@@ -311,7 +311,7 @@ def forbidden(tactic: str) -> Iterator[None]:
     """Within this, builds for GPUs do not use the tactic ("": they may use all)."""
     from unittest.mock import patch
 
-    from optdnn.tactics.cuda import table
+    from optdnn.lowering import table
 
     kept = {kind: tuple(t for t in tactics if t.name != tactic) for kind, tactics in table.TACTICS.items()}
     with patch.dict(table.TACTICS, kept):

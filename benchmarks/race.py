@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 import optdnn
-from optdnn.runtime.cuda.clocks import Monitor
 from optdnn.runtime.cuda.device import Device
-from optdnn.runtime.cuda.graphs import Flush, Stream
-from optdnn.runtime.cuda.measure import replay_times
+from optdnn.runtime.cuda.launches.graphs import Flush, Stream
+from optdnn.runtime.cuda.measuring.clocks import Monitor
+from optdnn.runtime.cuda.measuring.measure import replay_times
 
 Replay = Callable[[], object]
 MODES = {"compile": "default", "compile-max": "max-autotune-no-cudagraphs"}

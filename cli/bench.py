@@ -160,7 +160,7 @@ def _value(value: object) -> str:
 
 def _trace(engine: Any, feeds: Mapping[str, Any]) -> None:
     from optdnn.runtime.bench import cuda_context, plan_feeds
-    from optdnn.runtime.cuda import nvtx
+    from optdnn.runtime.cuda.measuring import nvtx
 
     made = engine.context()
     context = cuda_context(made, feeds)

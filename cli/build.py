@@ -132,7 +132,7 @@ def _why_not_here(target: str) -> str | None:
 
 
 def _error(build: Any, model: Path, options: Any) -> dict[str, Any]:
-    from optdnn.output_error import output_error
+    from optdnn.compare.output_error import output_error
 
     try:
         return output_error(build.engine, model, options).to_plain()

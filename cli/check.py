@@ -43,7 +43,7 @@ def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
     """What a build with these options (of a resolved target) would do. Raises as a build does."""
     from optdnn.importers.onnx import import_model
     from optdnn.importers.values import size_inputs, with_values
-    from optdnn.optimizing import optimize
+    from optdnn.optimize import optimize
     from optdnn.target_name import TargetName
 
     target = options.target
@@ -59,7 +59,7 @@ def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
             hint=f"a range that may fit: {' '.join(f'--shape {s}' for s in suggested)}",
         )
     if graph.profiles and on_gpu:
-        from optdnn.plans import optimum
+        from optdnn.shapes.plans import optimum
 
         graph = import_model(source, shapes=optimum(graph))
     sizes = size_inputs(graph)
@@ -76,7 +76,7 @@ def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
         "passes": [r.to_json() for r in reports],
     }
     if on_gpu:
-        from optdnn.lower_cuda import lower_cuda
+        from optdnn.lowering.cuda import lower_cuda
         from optdnn.runtime.cuda.device import facts_for
 
         facts["host"] = lower_cuda(graph, replace(options, no_cubins=True), facts_for(name.arch), {}).meta["host"]
@@ -94,7 +94,7 @@ def suggest_shapes(graph: Graph) -> list[str]:
     Of an image's height and width little is known: a range begins at the least size, doubled from 1, at which the network leaves
     something of every tensor.
     """
-    from optdnn.tactics.cpu_library import typical_sizes
+    from optdnn.lowering.cpu.library import typical_sizes
 
     if graph.profiles:
         return []

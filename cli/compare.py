@@ -140,8 +140,8 @@ def command(ctx: click.Context, /, file: Path, **given: Any) -> None:
 
 def _rivals(asked: Asked, engine: bool, target: str) -> list[str]:
     """Who takes part besides the subject. Raises UsageError or MissingDependency, before any work, for who cannot."""
-    from optdnn.comparison import check_rivals, installed
-    from optdnn.gpu_rivals import installed_gpu, is_gpu
+    from optdnn.compare.comparison import check_rivals, installed
+    from optdnn.compare.gpu_rivals import installed_gpu, is_gpu
 
     default = installed_gpu if is_gpu(target) else installed
     names = [n for text in asked.against for n in text.split(",") if n] if asked.against else default()
@@ -160,7 +160,7 @@ def _compared(
     ctx: click.Context, file: Path, engine: bool, rivals: Sequence[str], asked: Asked, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The report of the comparison; ``options`` are those of the build."""
-    from optdnn.comparison import Subject, build_subject, compare, load_subject
+    from optdnn.compare.comparison import Subject, build_subject, compare, load_subject
 
     given = read_inputs(asked.inputs)
     with tempfile.TemporaryDirectory(prefix="optdnn-") as folder, progress(f"compare {file.name}") as say:

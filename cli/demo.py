@@ -38,7 +38,7 @@ def command(threads: int | None, output: Path | None, json_file: Path | None) ->
     code 7 where an accuracy or an error is not what it should be.
     """
     from optdnn import __version__
-    from optdnn.comparison import check_rivals
+    from optdnn.compare.comparison import check_rivals
     from optdnn.models import trained
     from optdnn.report import check_outputs
     from optdnn.runtime.machine import machine, usable_cores, versions
@@ -71,7 +71,7 @@ def command(threads: int | None, output: Path | None, json_file: Path | None) ->
 def _trained(name: str, folder: Path, threads: int, say: Say) -> dict[str, Any]:
     """Build, save, load and run one trained network; its accuracy and latency."""
     import optdnn
-    from optdnn.comparison import build_subject, compare
+    from optdnn.compare.comparison import build_subject, compare
     from optdnn.config import BuildOptions
     from optdnn.models import trained
 
@@ -115,7 +115,7 @@ def _resnet(folder: Path, threads: int, say: Say, report: Path | None) -> dict[s
     import onnx
 
     import optdnn
-    from optdnn.comparison import build_subject, compare
+    from optdnn.compare.comparison import build_subject, compare
     from optdnn.config import BuildOptions
     from optdnn.models import zoo
     from optdnn.report import write_reports

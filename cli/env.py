@@ -45,7 +45,8 @@ def _targets() -> dict[str, str]:
 
 def _cuda() -> str:
     """Whether the GPU is usable, and which libraries are rivals of our kernels there."""
-    from optdnn.runtime.cuda import libraries, usable
+    from optdnn.runtime.cuda import usable
+    from optdnn.runtime.cuda.libraries import find as libraries
 
     reason = usable.why_not()
     if reason is not None:

@@ -158,7 +158,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 def _show_passes(passes: Sequence[Mapping[str, Any]]) -> None:
     """What each pass did, in words; those that found nothing to do in a line; and every refusal."""
-    from optdnn.passes.words import told
+    from optdnn.passes.support.words import told
 
     rows = [
         [

@@ -26,7 +26,7 @@ def command(
     """
     from dataclasses import asdict
 
-    from optdnn.retuning import retune
+    from optdnn.tuning.retune import retune
 
     with progress(f"retune {engine.name}") as say:
         found = retune(engine, budget=budget, tactics=tactics, timing_cache=timing_cache, progress=say)

@@ -161,7 +161,7 @@ def _fallbacks(build: Any) -> None:
 
 def _passes(passes: Sequence[Any]) -> None:
     """What each pass did and refused, in its words and then node by node."""
-    from optdnn.passes.words import told
+    from optdnn.passes.support.words import told
 
     for p in passes:
         if not p.fired and not p.refused:

@@ -52,7 +52,7 @@ def command(
     each profile.
     """
     import optdnn
-    from optdnn.verification import verify
+    from optdnn.compare.verification import verify
 
     loaded = optdnn.load(engine, threads=threads, simulate=simulate, recompile=recompile, trust_cubins=trust_cubins)
     given = typed(read_inputs(inputs), loaded.inputs)

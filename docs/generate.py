@@ -34,7 +34,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Run": ("Engine", "Context", "optdnn.runtime.state.Bound"),
     "Shapes and types": ("DimRange", "TensorSpec"),
     "Operators of your own": ("custom_op", "CustomOp", "CudaKernel", "CudaLaunch"),
-    "PyTorch": ("from_torch", "optdnn.pytorch.compile_backend"),
+    "PyTorch": ("from_torch", "optdnn.integrations.pytorch.compile_backend"),
     "In place of onnxruntime": ("InferenceSession", "SessionOptions", "get_available_providers"),
 }
 """Heading -> public names of ``optdnn``, or full names. Errors have a page of their own."""

@@ -24,6 +24,7 @@ if not os.path.isdir(os.path.join(_here, "runtime")):
     __path__.append(os.path.dirname(_here))
 
 if TYPE_CHECKING:
+    from optdnn.compare.verification import Verification, verify
     from optdnn.compiler import build
     from optdnn.custom import CudaKernel, CudaLaunch, CustomOp, custom_op
     from optdnn.errors import (
@@ -42,14 +43,13 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
-    from optdnn.pytorch import from_torch
-    from optdnn.ranges import DimRange
-    from optdnn.retuning import retune
+    from optdnn.integrations.onnxruntime import InferenceSession, SessionOptions, get_available_providers
+    from optdnn.integrations.pytorch import from_torch
     from optdnn.runtime.context import Context
     from optdnn.runtime.engine import Engine, load
-    from optdnn.session import InferenceSession, SessionOptions, get_available_providers
+    from optdnn.shapes.ranges import DimRange
+    from optdnn.tuning.retune import retune
     from optdnn.types import TensorSpec
-    from optdnn.verification import Verification, verify
 
 _ERRORS = (
     "EngineError EngineStale GpuFault InputError InternalError MissingDependency ModelError NotMet OptdnnError OutputError "
@@ -60,13 +60,15 @@ _WHERE = {
     "load": "optdnn.loading",
     "Engine": "optdnn.runtime.engine",
     "Context": "optdnn.runtime.context",
-    "DimRange": "optdnn.ranges",
-    "retune": "optdnn.retuning",
+    "DimRange": "optdnn.shapes.ranges",
+    "retune": "optdnn.tuning.retune",
     **dict.fromkeys(("CudaKernel", "CudaLaunch", "CustomOp", "custom_op"), "optdnn.custom"),
-    "from_torch": "optdnn.pytorch",
-    **dict.fromkeys(("InferenceSession", "SessionOptions", "get_available_providers"), "optdnn.session"),
+    "from_torch": "optdnn.integrations.pytorch",
+    **dict.fromkeys(
+        ("InferenceSession", "SessionOptions", "get_available_providers"), "optdnn.integrations.onnxruntime"
+    ),
     "TensorSpec": "optdnn.types",
-    **dict.fromkeys(("Verification", "verify"), "optdnn.verification"),
+    **dict.fromkeys(("Verification", "verify"), "optdnn.compare.verification"),
     **dict.fromkeys(_ERRORS.split(), "optdnn.errors"),
 }
 """Public name -> the module that has it."""

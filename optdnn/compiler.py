@@ -22,27 +22,27 @@ from optdnn.ir.body import custom_digests
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
 from optdnn.keywords import checked_keywords
-from optdnn.optimizing import optimize, plan_of
+from optdnn.lowering.cpu import trials as cpu_trials
+from optdnn.lowering.cpu.base import Measured
+from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassReport
-from optdnn.passes.contract import Account, Ran, hazards, outcome
-from optdnn.passes.contract import to_plain as contract
+from optdnn.passes.support.precision_report import Account, Ran, hazards, outcome
+from optdnn.passes.support.precision_report import to_plain as contract
 from optdnn.precision.account import Account as Outcome
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
-from optdnn.ranges import input_shapes
 from optdnn.runtime.atomic import check_writable
 from optdnn.runtime.engine import Engine
-from optdnn.tactics import cpu_trials
-from optdnn.tactics.base import Measured
-from optdnn.tactics.timing_cache import TimingCache
+from optdnn.shapes.ranges import input_shapes
 from optdnn.targets import Target, resolve_target, target_for
 from optdnn.targets.base import Compiled, Optimized, Source
+from optdnn.tuning.timing_cache import TimingCache
 
 if TYPE_CHECKING:
-    from optdnn.first_run import Tried
+    from optdnn.lowering.cpu.counterpart import Counterpart
     from optdnn.precision.auto import Found
-    from optdnn.tactics.counterpart import Counterpart
+    from optdnn.tuning.first_run import Tried
 
 Progress = Callable[[str], None]
 ONE_FILE = 1 << 30
@@ -169,7 +169,7 @@ def build(
     "bf16", "int8" (with ``calib=``: arrays, a file, a folder of pictures, an iterable of feeds), "auto" (per node, within
     ``max_drop`` of ``metric`` on ``calib=``; NotMet where nothing is) or (on GPUs) "tf32", "fp16" or "fp8";
     ``shapes`` maps input names to dimensions (None leaves one symbolic) or to ranges of them
-    (:func:`optdnn.ranges.input_shapes`), of which a list gives several profiles. The other options are those of
+    (:func:`optdnn.shapes.ranges.input_shapes`), of which a list gives several profiles. The other options are those of
     :class:`optdnn.config.BuildOptions`, which says what each does. ``progress`` is called with a line of text as the build goes on.
     Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was asked for
     (timing_cache, dump, emit_onnx) cannot be written. The engine itself is written by :meth:`Engine.save`.
@@ -316,7 +316,7 @@ def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, s
 
 def _in_fp32(model: Any, *, options: BuildOptions) -> Graph:
     """The network after the passes that fp32 has."""
-    from optdnn.tactics.counterpart import fp32_of
+    from optdnn.lowering.cpu.counterpart import fp32_of
 
     graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
     optimize(graph, fp32_of(options), options.target)

@@ -11,7 +11,7 @@ from typing import Any
 
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import UsageError
-from optdnn.ranges import InputShapes, input_shapes
+from optdnn.shapes.ranges import InputShapes, input_shapes
 from optdnn.suggest import did_you_mean
 from optdnn.target_name import TARGETS, TargetName
 
@@ -41,7 +41,7 @@ class BuildOptions:
     """Everything that shapes an engine. Raises UsageError for a value that no build can have.
 
     ``shapes`` maps an input's name to its dimensions (None leaves one symbolic), or to ranges of them
-    (:func:`optdnn.ranges.input_shapes` says in which forms); ``io_dtype`` is the element type of the
+    (:func:`optdnn.shapes.ranges.input_shapes` says in which forms); ``io_dtype`` is the element type of the
     floating-point inputs and outputs ("model": their own); ``threads`` None lets the build measure; ``timing_cache``, ``dump``
     (a folder) and ``emit_onnx`` are paths, given as text or path objects; ``stop_after`` names the last pass to run;
     ``workspace`` bounds the scratch memory of GPU kernels in bytes (the libraries of the cpu target have no such bound);

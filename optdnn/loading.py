@@ -21,13 +21,13 @@ def load(path: str | os.PathLike[str], **options: Any) -> engine.Engine:
 
 
 def examine_part(part: LibraryPart) -> None:
-    """:func:`optdnn.tactics.examine.examine`, for what this machine has not seen yet: then the compiler is imported."""
-    from optdnn.tactics.examined import entry_of, is_known, remember
+    """:func:`optdnn.lowering.cpu.examine.examine`, for what this machine has not seen yet: then the compiler is imported."""
+    from optdnn.lowering.cpu.examined import entry_of, is_known, remember
 
     entry = entry_of(part)
     if entry is not None and is_known(entry):
         return
-    from optdnn.tactics.examine import examine
+    from optdnn.lowering.cpu.examine import examine
 
     examine(part)
     if entry is not None:
@@ -37,9 +37,9 @@ def examine_part(part: LibraryPart) -> None:
 def plan_on_demand(
     program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bool, values: Mapping[str, Array]
 ) -> Program:
-    """:func:`optdnn.plans.replan`; the compiler is imported when the first plan is to be made."""
+    """:func:`optdnn.shapes.plans.replan`; the compiler is imported when the first plan is to be made."""
     try:
-        from optdnn.plans import replan
+        from optdnn.shapes.plans import replan
     except ImportError as error:
         name = (error.name or "onnx").partition(".")[0]
         missing = MissingDependency(name, "", "to make plans for shapes that the engine holds none for")

@@ -21,8 +21,8 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Use, Value
 from optdnn.ops.checks import elements
 from optdnn.ops.layout import LayoutAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused
-from optdnn.passes.facts import channels_from_last, channels_to_last
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
+from optdnn.passes.support.facts import channels_from_last, channels_to_last
 
 CHANNELS_LAST = {3: "nwc", 4: "nhwc", 5: "ndhwc"}
 """Rank -> name of the channels-last layout."""

@@ -1,13 +1,13 @@
 """The one approximation: each op in the precision that the plan asks for.
 
-First integers: Q and DQ around what is to run in int8 or fp8 (:mod:`optdnn.passes.quantize`, on every target). Then floating
+First integers: Q and DQ around what is to run in int8 or fp8 (:mod:`optdnn.passes.support.quantize`, on every target). Then floating
 point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16, with casts where ops of different precision
 meet, one per value and type. (On the CPU that is for mixtures of float precisions alone: one for the whole network is asked of
 the library, which rounds by itself.) Constants are rounded once, a finite one never becomes infinite: masks of -1e9 or -3.4e38
 saturate. Nor does one number become zero. What a kernel reads as a parameter in fp32 anyway stays so: biases of convolutions,
 statistics of batch normalization, scales. Sums, statistics and exponentials are fp32 inside of the kernels. What indices are
-decided by stays fp32 (:mod:`optdnn.passes.decisions`), and so does what depends on a constant that fp16 cannot hold
-(:mod:`optdnn.passes.guards`): pointwise ops of that kind read and store fp16 where they can, and convert in registers.
+decided by stays fp32 (:mod:`optdnn.passes.support.decisions`), and so does what depends on a constant that fp16 cannot hold
+(:mod:`optdnn.passes.support.guards`): pointwise ops of that kind read and store fp16 where they can, and convert in registers.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import numpy as np
 
 from optdnn.config import QUANTIZED
 from optdnn.errors import ShapeError, UsageError
+from optdnn.ir.constant_cache import Kept
 from optdnn.ir.graph import Graph, Op, Output, Value, infer
-from optdnn.ir.kept import Kept
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
-from optdnn.passes.contract import FP16_LEAST, Account, ask, half_risks, hazards, vanishes
-from optdnn.passes.decisions import decisions
-from optdnn.passes.guards import Guards, guards
-from optdnn.passes.in_registers import in_registers
-from optdnn.passes.overflows import growing, largest_values, overflows
-from optdnn.passes.precision import ANCHORS, PrecisionPlan, key
-from optdnn.passes.quantize import quantize, without_data
-from optdnn.passes.ranges import Calibration
+from optdnn.passes.support.decisions import decisions
+from optdnn.passes.support.guards import Guards, guards
+from optdnn.passes.support.in_registers import in_registers
+from optdnn.passes.support.overflows import growing, largest_values, overflows
+from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
+from optdnn.passes.support.precision_report import FP16_LEAST, Account, ask, half_risks, hazards, vanishes
+from optdnn.passes.support.quantize import quantize, without_data
+from optdnn.passes.support.ranges import Calibration
 from optdnn.types import BF16, FP16, FP32, Array, DType
 
 NARROW: Mapping[str, DType] = {"fp16": FP16, "bf16": BF16}

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from optdnn.errors import InternalError
+from optdnn.ir.constant_cache import Kept
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
-from optdnn.ir.kept import Kept
 from optdnn.ir.patch import Patch
 from optdnn.target_name import TargetName
 
 if TYPE_CHECKING:
-    from optdnn.passes.contract import Account
-    from optdnn.passes.precision import PrecisionPlan
-    from optdnn.passes.ranges import Calibration
+    from optdnn.passes.support.precision import PrecisionPlan
+    from optdnn.passes.support.precision_report import Account
+    from optdnn.passes.support.ranges import Calibration
 
 
 @dataclass(frozen=True)

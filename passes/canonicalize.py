@@ -7,18 +7,12 @@ This pass leaves arithmetic alone, so that decomposed activations and normalizat
 from __future__ import annotations
 
 from optdnn.passes.base import RulePass
-from optdnn.passes.canonicalize_noop import Idempotent, NoOp, UnusedIndices
-from optdnn.passes.canonicalize_shape import (
-    ConstantTarget,
-    GemmTranspose,
-    ReshapeChain,
-    TransposeChain,
-    TransposeIsReshape,
-)
-from optdnn.passes.canonicalize_transpose import SinkTranspose
-from optdnn.passes.canonicalize_window import PadConv, PadPool
-from optdnn.passes.input_sizes import InputTarget
-from optdnn.passes.select import SelectIsWhere
+from optdnn.passes.rules.input_sizes import InputTarget
+from optdnn.passes.rules.noop import Idempotent, NoOp, UnusedIndices
+from optdnn.passes.rules.select import SelectIsWhere
+from optdnn.passes.rules.shape import ConstantTarget, GemmTranspose, ReshapeChain, TransposeChain, TransposeIsReshape
+from optdnn.passes.rules.transpose import SinkTranspose
+from optdnn.passes.rules.window import PadConv, PadPool
 
 
 class Canonicalize(RulePass):

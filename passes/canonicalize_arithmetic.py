@@ -13,17 +13,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rewrite, RulePass
 from optdnn.passes.canonicalize import Canonicalize
-from optdnn.passes.canonicalize_scale import (
-    DivIsMul,
-    GemmScalars,
-    HoistScale,
-    MergeConstants,
-    ScaleFirst,
-    SubIsAdd,
-    step_miss,
-)
-from optdnn.passes.canonicalize_window import ActivationBeforePool, SpatialReduction
-from optdnn.passes.facts import is_filled, same_shape, scalar
+from optdnn.passes.rules.scale import DivIsMul, GemmScalars, HoistScale, MergeConstants, ScaleFirst, SubIsAdd, step_miss
+from optdnn.passes.rules.window import ActivationBeforePool, SpatialReduction
+from optdnn.passes.support.facts import is_filled, same_shape, scalar
 from optdnn.types import FP64, is_float
 
 

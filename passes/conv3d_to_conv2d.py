@@ -22,9 +22,9 @@ from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.canonicalize_noop import NoOp
-from optdnn.passes.canonicalize_shape import ReshapeChain, TransposeChain, reshaped
-from optdnn.passes.facts import channels_from_last, channels_to_last, reshape_target
+from optdnn.passes.rules.noop import NoOp
+from optdnn.passes.rules.shape import ReshapeChain, TransposeChain, reshaped
+from optdnn.passes.support.facts import channels_from_last, channels_to_last, reshape_target
 from optdnn.types import Array, Shape
 
 LAST, FIRST = channels_to_last(5), channels_from_last(5)

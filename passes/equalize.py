@@ -16,7 +16,7 @@ import numpy as np
 from optdnn.config import QUANTIZED
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
-from optdnn.passes.precision import PrecisionPlan
+from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.types import FP32, Array
 
 ROUNDS = 20

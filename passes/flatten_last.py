@@ -15,8 +15,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.canonicalize_shape import RESHAPES, reshaped
-from optdnn.passes.facts import channels_to_last, reshape_target
+from optdnn.passes.rules.shape import RESHAPES, reshaped
+from optdnn.passes.support.facts import channels_to_last, reshape_target
 from optdnn.types import Array
 
 DENSE = 8

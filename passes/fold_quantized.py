@@ -16,15 +16,15 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.kernels.pointwise.epilogue import Epilogue, channel_vector, plan_epilogue
+from optdnn.kernels.quantized import kernel as quantized
+from optdnn.kernels.quantized.kernel import Affine, Scaling
 from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.quantized import QuantizedConvAttrs, QuantizedMeanAttrs, RequantizeAttrs
 from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rewrite, Rule, RulePass
-from optdnn.passes.precision import multiplies
-from optdnn.passes.quantized_stages import DequantizeStages, QuantizeStages
-from optdnn.runtime.cuda import quantized
-from optdnn.runtime.cuda.quantized import Affine, Scaling
-from optdnn.tactics.cuda.epilogue import Epilogue, channel_vector, plan_epilogue
+from optdnn.passes.rules.quantized_stages import DequantizeStages, QuantizeStages
+from optdnn.passes.support.precision import multiplies
 from optdnn.types import DTYPES, Array, is_float
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")

@@ -2,7 +2,7 @@
 
 GELU: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), by erf and by its tanh approximation. Swish (SiLU, with a
 slope: the "quick GELU" of CLIP): Ramachandran et al. (2017). Hard swish: Howard et al., "Searching for MobileNetV3" (2019).
-Mish: Misra (2019). Each is exact in real arithmetic; see :mod:`optdnn.passes.pattern` for what counts as ``sqrt(2)``.
+Mish: Misra (2019). Each is exact in real arithmetic; see :mod:`optdnn.passes.support.pattern` for what counts as ``sqrt(2)``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import Attrs
 from optdnn.ops.unary import AlphaAttrs, GeluAttrs, HardSigmoidAttrs
 from optdnn.passes.base import Match, Miss, PassContext, RulePass
-from optdnn.passes.pattern import (
+from optdnn.passes.support.pattern import (
     Found,
     Pattern,
     PatternRule,

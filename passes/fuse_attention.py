@@ -26,13 +26,13 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.attention_mask import Bias, added, constant_sum, is_causal, refuse, rounded
-from optdnn.passes.attention_scores import DEPTH, Scores, find_scores, one_number, staged
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.canonicalize_shape import RESHAPES
-from optdnn.passes.facts import scalar as constant_scalar
-from optdnn.passes.input_sizes import can_reshape, reshaped_to
-from optdnn.passes.views import View, keeps_last_two, trace
+from optdnn.passes.rules.input_sizes import can_reshape, reshaped_to
+from optdnn.passes.rules.shape import RESHAPES
+from optdnn.passes.support.attention_mask import Bias, added, constant_sum, is_causal, refuse, rounded
+from optdnn.passes.support.attention_scores import DEPTH, Scores, find_scores, one_number, staged
+from optdnn.passes.support.facts import scalar as constant_scalar
+from optdnn.passes.support.views import View, keeps_last_two, trace
 from optdnn.types import Array, DType, Shape, is_float, normalize_axis
 
 

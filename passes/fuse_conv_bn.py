@@ -13,9 +13,9 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.norm import EpsilonAttrs
-from optdnn.passes.affine import IDENTITY, Affine, read, round_to, variable
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.linear import LINEAR, Linear
+from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
+from optdnn.passes.support.linear import LINEAR, Linear
 
 
 class _FoldChain(Rule):

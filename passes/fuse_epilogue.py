@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from optdnn.ir.graph import Graph, Op
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, Slots, refuses, with_stages
+from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, Slots, refuses, with_stages
 
 
 class _Absorb(Rule):

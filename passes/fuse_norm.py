@@ -21,7 +21,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import Attrs
 from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.pattern import (
+from optdnn.passes.support.pattern import (
     Found,
     Pattern,
     PatternRule,

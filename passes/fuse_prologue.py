@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes import affine
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.linear import LINEAR, Linear
-from optdnn.passes.stages import ACTIVATIONS, Slots, refuses, with_stages
+from optdnn.passes.support import affine
+from optdnn.passes.support.linear import LINEAR, Linear
+from optdnn.passes.support.stages import ACTIVATIONS, Slots, refuses, with_stages
 
 
 class _Prologue(Rule):

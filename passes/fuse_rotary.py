@@ -18,8 +18,8 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.canonicalize_shape import RESHAPES
-from optdnn.passes.facts import ints, reshape_target, scalar
+from optdnn.passes.rules.shape import RESHAPES
+from optdnn.passes.support.facts import ints, reshape_target, scalar
 from optdnn.types import Shape
 
 _DEPTH = 12

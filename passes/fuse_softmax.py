@@ -11,9 +11,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rewrite, RulePass
-from optdnn.passes.facts import is_filled
 from optdnn.passes.fuse_norm import reduced
-from optdnn.passes.pattern import Found, PatternRule, Power, Var, choice, closed, matched, node, product, total
+from optdnn.passes.support.facts import is_filled
+from optdnn.passes.support.pattern import Found, PatternRule, Power, Var, choice, closed, matched, node, product, total
 
 X = Var("x")
 _MAX = node("ReduceMax", X, name="max")

@@ -15,8 +15,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.canonicalize_shape import RESHAPES
-from optdnn.passes.views import View, trace
+from optdnn.passes.rules.shape import RESHAPES
+from optdnn.passes.support.views import View, trace
 from optdnn.types import Array
 
 VIEWS = RESHAPES | {"Transpose"}

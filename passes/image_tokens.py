@@ -13,9 +13,9 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.canonicalize_shape import RESHAPES, reshaped
-from optdnn.passes.facts import channels_from_last, channels_to_last, reshape_target
-from optdnn.passes.stages import ACTIVATIONS
+from optdnn.passes.rules.shape import RESHAPES, reshaped
+from optdnn.passes.support.facts import channels_from_last, channels_to_last, reshape_target
+from optdnn.passes.support.stages import ACTIVATIONS
 
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
 """Kinds that make or read images in channels-last order as well."""

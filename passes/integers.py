@@ -12,7 +12,7 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rewrite, Rule, RulePass
-from optdnn.passes.precision import SHARES_SCALE, no_integers
+from optdnn.passes.support.precision import SHARES_SCALE, no_integers
 from optdnn.types import FP32, INT8, UINT8
 
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})

@@ -15,8 +15,8 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.canonicalize_shape import RESHAPES, reshaped
-from optdnn.passes.facts import reshape_target
+from optdnn.passes.rules.shape import RESHAPES, reshaped
+from optdnn.passes.support.facts import reshape_target
 from optdnn.types import Array, Shape
 
 LEAST = 32

@@ -31,7 +31,7 @@ from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
 from optdnn.passes.patch_rows import PatchEmbedding
-from optdnn.passes.stages import ANCHORS
+from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.unroll import Unroll
 from optdnn.target_name import TargetName
 

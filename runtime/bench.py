@@ -252,7 +252,7 @@ def bench(
     Keys: target, precision, latency_ms, throughput_per_s, iterations, warmup, stable, spread, concurrency, inputs (the shapes
     used), sizes (those of symbolic dimensions), facts (what each step really runs), machine, versions, and with ``with_profile``
     also profile (steps) and, on the target cpu, layers. On a GPU also gpu: the times there
-    (:func:`optdnn.runtime.cuda.measure.gpu_report`), with L2 flushed before each run if ``flush_l2``.
+    (:func:`optdnn.runtime.cuda.measuring.measure.gpu_report`), with L2 flushed before each run if ``flush_l2``.
     ``percentiles`` (0 to 100) are added to latency_ms. With ``streams`` threads, or ``further`` engines of the same network,
     calls run at once (:func:`concurrent`). Raises UsageError for what the target has not.
     """
@@ -275,7 +275,7 @@ def bench(
         "concurrency": {"instances": len(engines), "streams": streams},
     }
     if on_gpu is not None:
-        from optdnn.runtime.cuda.measure import gpu_report, profile_gpu
+        from optdnn.runtime.cuda.measuring.measure import gpu_report, profile_gpu
 
         own = plan_feeds(context, feeds)
         report["gpu"] = gpu_report(

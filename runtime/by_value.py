@@ -39,7 +39,7 @@ class ByValueRunner:
         self.program, self.by_value = program, by_value
         self.on_gpu = target_of(program).family == "cuda" and not options.simulate
         if self.on_gpu:
-            from optdnn.runtime.cuda.shared import Pool
+            from optdnn.runtime.cuda.memory.shared import Pool
 
             options = replace(options, pool=options.pool or Pool())
         self._options = options
@@ -202,7 +202,7 @@ class ByValueContext(Dispatching):
         """The inputs where the engine's own program takes them: those that say sizes go to the GPU where the others are."""
         if not self._runner.on_gpu or not isinstance(feeds, Mapping):
             return feeds
-        from optdnn.runtime.cuda.arrays import import_cupy, on_gpu
+        from optdnn.runtime.cuda.memory.arrays import import_cupy, on_gpu
 
         there = {name: on_gpu(a) for name, a in feeds.items()}
         if not any(there.values()):
@@ -241,7 +241,7 @@ class BoundByValue:
 def host_array(array: Any) -> Array:
     """An array in host memory, fetched from the GPU where it lies there. Raises InputError for what is none."""
     if not isinstance(array, np.ndarray):
-        from optdnn.runtime.cuda.arrays import import_cupy, on_gpu
+        from optdnn.runtime.cuda.memory.arrays import import_cupy, on_gpu
 
         if on_gpu(array):
             cupy = import_cupy("to read an input that says sizes; or give it as a NumPy array")

@@ -102,7 +102,7 @@ def _poisoned(context: Any, outputs: Sequence[TensorSpec], feeds: Mapping[str, A
 def _on_gpu(context: RunContext, feeds: Mapping[str, Array]) -> Sampler:
     """The sampler of an engine on a GPU."""
     from optdnn.runtime.bench import cuda_context, plan_feeds
-    from optdnn.runtime.cuda.rivals import sampler_of
+    from optdnn.runtime.cuda.measuring.rivals import sampler_of
 
     found = cuda_context(context, feeds)
     assert found is not None

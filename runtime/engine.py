@@ -12,7 +12,6 @@ from typing import Any
 from optdnn.config import THREADS_LIMIT
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import InputError, UsageError
-from optdnn.ranges import Profile
 from optdnn.runtime.asynchronous import Callback, Runs
 from optdnn.runtime.atomic import write_atomic
 from optdnn.runtime.executor import Examine, LoadOptions, Planner
@@ -21,6 +20,7 @@ from optdnn.runtime.program import Plain, Program, target_of, validate
 from optdnn.runtime.requires import check_requires
 from optdnn.runtime.runner import RunContext, open_runner
 from optdnn.runtime.signature import show
+from optdnn.shapes.ranges import Profile
 from optdnn.types import Array, TensorSpec, dtype_name
 
 
@@ -199,13 +199,13 @@ def load(
     pages are given on request, a thread moves it onto them after the first run.
     Engines for GPUs: ``simulate`` runs the program in NumPy, on any machine. The kernels are compiled from the sources in the file,
     or come from this machine's cache of compiled kernels, which a build fills. A source is refused that is not of the language of
-    optdnn's generated kernels (:mod:`optdnn.runtime.cuda.kernel_text` says what that promises) and not that of one of
+    optdnn's generated kernels (:mod:`optdnn.runtime.cuda.kernel_text.check` says what that promises) and not that of one of
     ``custom_ops``. ``trust_cubins=True`` takes the compiled code in the file, and any source, unchecked: for files whose author may
     run code on this machine. ``recompile`` compiles even where this version's templates differ from those of the build.
     An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
     installed, by it, when such inputs are first seen; None: not at all). So does one with inputs that only say sizes, for
     their values; without a planner it runs them all by its own program.
-    ``examine`` judges what the engine hands to CPU libraries before they see it (default: :mod:`optdnn.tactics.examine`; None: an
+    ``examine`` judges what the engine hands to CPU libraries before they see it (default: :mod:`optdnn.lowering.cpu.examine`; None: an
     engine that hands them anything is refused).
     ``custom_ops`` are the operators of the user's own that the engine was built with (:func:`optdnn.custom_op`).
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, or whose kernels are
@@ -226,7 +226,7 @@ def load(
 
     def seen(program: Program) -> None:
         if target_of(program).family == "cuda" and not simulate:
-            from optdnn.runtime.cuda.allowed import check_kernels
+            from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
             from optdnn.runtime.cuda.start import begin
 
             if not trust_cubins:

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeAlias
 
 from optdnn.custom import CustomOp
 from optdnn.errors import EngineError
-from optdnn.ranges import DimRange
 from optdnn.runtime.program import Plain, Program
+from optdnn.shapes.ranges import DimRange
 from optdnn.types import Array, DType
 
 
@@ -84,7 +84,7 @@ class LoadOptions:
 
     For engines of GPUs: ``simulate`` runs them in NumPy instead. ``trust_cubins``: the program may bring code of any kind, as one
     that was made in this process may; otherwise its kernels' sources are checked, and compiled (see
-    :func:`optdnn.runtime.cuda.kernels_of.cubins`). ``recompile`` compiles kernels with this version's templates.
+    :func:`optdnn.runtime.cuda.compile.recipes.cubins`). ``recompile`` compiles kernels with this version's templates.
     """
 
     threads: int | None = None

@@ -159,7 +159,7 @@ class PlansContext(Dispatching):
 
             return Bound(self, self._runner.signature, inputs, outputs, state)
         if state:
-            from optdnn.runtime.cuda.growing import Growing, grows
+            from optdnn.runtime.cuda.memory.growing import Growing, grows
 
             if grows(self._runner.signature, state):
                 return Growing(self, self._runner.signature, inputs, outputs, state)
@@ -225,7 +225,7 @@ def _foreign(array: Any) -> bool:
     """Whether an array lies on a GPU: it is handed on as it is."""
     if isinstance(array, np.ndarray):
         return False
-    from optdnn.runtime.cuda.arrays import on_gpu
+    from optdnn.runtime.cuda.memory.arrays import on_gpu
 
     return on_gpu(array)
 
@@ -238,6 +238,6 @@ def _pool(program: Program) -> Any:
     """What shares memory between the plans of an engine; None on targets that need nothing."""
     if target_of(program).family != "cuda":
         return None
-    from optdnn.runtime.cuda.shared import Pool
+    from optdnn.runtime.cuda.memory.shared import Pool
 
     return Pool()

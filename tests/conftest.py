@@ -12,9 +12,9 @@ import pytest
 from support.needs import needs_nvrtc
 from support.whole_gpu import gpu_taken
 
+from optdnn.lowering.cpu import base
+from optdnn.lowering.cpu.trials import kept
 from optdnn.precision import cpu_target
-from optdnn.tactics import base
-from optdnn.tactics.cpu_trials import kept
 
 sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is not installed
 

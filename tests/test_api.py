@@ -111,7 +111,7 @@ def test_an_engine_and_its_report_show_in_notebooks(one: optdnn.Engine, tmp_path
 
 
 def test_what_retuning_found_shows_in_notebooks() -> None:
-    from optdnn.retuning import Retuned
+    from optdnn.tuning.retune import Retuned
 
     text = Retuned(2.0, 1.5, True, {}, ("slow <link>",))._repr_html_()
     assert "<th>replaced</th>" in text

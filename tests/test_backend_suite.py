@@ -24,13 +24,13 @@ from onnx import numpy_helper
 from support import operators
 from support.onnx_cases import cases, group
 
-import optdnn.backend
+import optdnn.integrations.onnx_backend
 from optdnn.errors import InputError, ModelError, UnsupportedError, UsageError
 from optdnn.importers.model import NEWEST_OPSET
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
-from optdnn.tactics import cpu
+from optdnn.lowering.cpu import partition as cpu
 
 LISTED = json.loads(Path(__file__).with_name("backend_expected.json").read_text())
 KNOWN_ONNX = LISTED["onnx"]
@@ -126,8 +126,8 @@ class Runner:
     device: str
     options: tuple[tuple[str, Any], ...] = ()
 
-    def __call__(self, name: str) -> optdnn.backend.PreparedModel:
-        prepared = optdnn.backend.prepare(load(name), self.device, **dict(self.options))
+    def __call__(self, name: str) -> optdnn.integrations.onnx_backend.PreparedModel:
+        prepared = optdnn.integrations.onnx_backend.prepare(load(name), self.device, **dict(self.options))
         for inputs, outputs in data(name):
             compare(prepared.run(inputs), outputs, CASES[name].rtol, CASES[name].atol)
         return prepared
@@ -153,7 +153,7 @@ RUNNERS = {"REFERENCE": Runner("REFERENCE"), "REFERENCE-O3": Runner("REFERENCE",
 CPU = Runner("CPU", (("threads", 1),))
 
 
-def attempt(run: Runner, name: str) -> optdnn.backend.PreparedModel | None:
+def attempt(run: Runner, name: str) -> optdnn.integrations.onnx_backend.PreparedModel | None:
     """What ran the case; None where it is refused and the list is of another ONNX."""
     try:
         return run(name)
@@ -221,7 +221,7 @@ def check_simulated(name):
 
 def simulated(name: str) -> set[str]:
     """Run a case as a GPU's program, the engine made for its sizes alone; the kinds of operators that the CPU ran."""
-    prepared = optdnn.backend.prepare(load(name), "SIMULATE")
+    prepared = optdnn.integrations.onnx_backend.prepare(load(name), "SIMULATE")
     on_cpu = set()
     for inputs, outputs in data(name):
         compare(prepared.run(inputs), outputs, CASES[name].rtol, CASES[name].atol)
@@ -249,7 +249,7 @@ def test_the_table_of_operators_is_what_ran():
 @pytest.fixture(scope="module")
 def one_gpu_process():
     """The builds of this module try their programs in one worker process: each would start its own."""
-    from optdnn.runtime.cuda.trial_process import gpu_process
+    from optdnn.runtime.cuda.trials.process import gpu_process
 
     with gpu_process():
         yield
@@ -261,7 +261,7 @@ def one_gpu_process():
 @groups()
 def test_cuda(group):
     """On this machine's GPU: `pytest -m gpu -k test_cuda tests/test_backend_suite.py` (kernels are compiled: many minutes)."""
-    if not optdnn.backend.supports_device("CUDA"):
+    if not optdnn.integrations.onnx_backend.supports_device("CUDA"):
         pytest.skip("no usable GPU")
     each(group, on_cuda)
 
@@ -339,7 +339,11 @@ def test_onnx_own_runner_takes_the_backend(monkeypatch):
 
     made = lambda kind: [case for case in CASES.values() if case.kind == kind]  # noqa: E731 - or it makes them all again
     monkeypatch.setattr("onnx.backend.test.runner.load_model_tests", made)
-    cases = OnnxRunner(optdnn.backend.OptdnnBackend, __name__).include("^test_(add|softmax_axis_0)_cpu$").test_cases
+    cases = (
+        OnnxRunner(optdnn.integrations.onnx_backend.OptdnnBackend, __name__)
+        .include("^test_(add|softmax_axis_0)_cpu$")
+        .test_cases
+    )
     ran = []
     for name in ("test_add_cpu", "test_softmax_axis_0_cpu"):
         getattr(cases["OnnxBackendNodeModelTest"](name), name)()
@@ -349,18 +353,23 @@ def test_onnx_own_runner_takes_the_backend(monkeypatch):
 
 def test_devices():
     known = ("CPU", "CPU:0", "REFERENCE", "SIMULATE", "TPU", "CPU:1")
-    assert [d for d in known if optdnn.backend.supports_device(d)] == ["CPU", "CPU:0", "REFERENCE", "SIMULATE"]
+    assert [d for d in known if optdnn.integrations.onnx_backend.supports_device(d)] == [
+        "CPU",
+        "CPU:0",
+        "REFERENCE",
+        "SIMULATE",
+    ]
     with pytest.raises(UsageError, match="there is no device 'TPU'"):
-        optdnn.backend.prepare(load("test_add"), "TPU")
+        optdnn.integrations.onnx_backend.prepare(load("test_add"), "TPU")
 
 
 def test_engines_for_gpus_follow_sizes(monkeypatch):
-    monkeypatch.setattr(optdnn.backend, "ENGINES", 2)
+    monkeypatch.setattr(optdnn.integrations.onnx_backend, "ENGINES", 2)
     model = onnx.ModelProto()
     model.CopyFrom(load("test_add"))
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "n"
-    prepared = optdnn.backend.prepare(model, "SIMULATE")
+    prepared = optdnn.integrations.onnx_backend.prepare(model, "SIMULATE")
     for n in (1, 2, 1, 3):
         x = np.ones((n, 4, 5), np.float32)
         assert prepared.run([x, x])[0].shape == (n, 4, 5)
@@ -370,31 +379,31 @@ def test_engines_for_gpus_follow_sizes(monkeypatch):
 def test_run_model_takes_names_sequences_and_arrays():
     model = load("test_add")
     x = np.ones((3, 4, 5), np.float32)
-    outputs = optdnn.backend.run_model(model, {"x": x, "y": x}, "REFERENCE")
+    outputs = optdnn.integrations.onnx_backend.run_model(model, {"x": x, "y": x}, "REFERENCE")
     assert np.array_equal(outputs["sum"], x + x)
     assert np.array_equal(outputs.sum, outputs[0])
-    assert np.array_equal(optdnn.backend.run_model(model, [x, x], "REFERENCE")[0], x + x)
-    assert np.array_equal(optdnn.backend.run_model(load("test_abs"), -x, "REFERENCE")[0], x)
+    assert np.array_equal(optdnn.integrations.onnx_backend.run_model(model, [x, x], "REFERENCE")[0], x + x)
+    assert np.array_equal(optdnn.integrations.onnx_backend.run_model(load("test_abs"), -x, "REFERENCE")[0], x)
     with pytest.raises(InputError, match="1 inputs are given, the model has 2"):
-        optdnn.backend.run_model(model, [x], "REFERENCE")
+        optdnn.integrations.onnx_backend.run_model(model, [x], "REFERENCE")
 
 
 def test_run_node():
     x = np.array([[1, -2, 3]], np.float32)
     node = onnx.helper.make_node("Clip", ["x", "", "top"], ["y"])
-    (y,) = optdnn.backend.run_node(node, [x, np.array(2, np.float32)], "REFERENCE")
+    (y,) = optdnn.integrations.onnx_backend.run_node(node, [x, np.array(2, np.float32)], "REFERENCE")
     assert y.tolist() == [[1, -2, 2]]
     old = onnx.helper.make_node("Clip", ["x"], ["y"], max=2.0)
-    assert optdnn.backend.run_node(old, x, "REFERENCE", opset_version=9)[0].tolist() == [[1, -2, 2]]
+    assert optdnn.integrations.onnx_backend.run_node(old, x, "REFERENCE", opset_version=9)[0].tolist() == [[1, -2, 2]]
     with pytest.raises(ModelError, match="unknown attribute 'max'"):
-        optdnn.backend.run_node(old, x, "REFERENCE")
+        optdnn.integrations.onnx_backend.run_node(old, x, "REFERENCE")
     with pytest.raises(InputError, match="2 inputs are given, the node reads 1"):
-        optdnn.backend.run_node(old, [x, x], "REFERENCE", opset_version=9)
+        optdnn.integrations.onnx_backend.run_node(old, [x, x], "REFERENCE", opset_version=9)
 
 
 def test_compatibility():
-    assert optdnn.backend.is_compatible(load("test_add"), "REFERENCE")
-    assert not optdnn.backend.is_compatible(load("test_add"), "TPU")
+    assert optdnn.integrations.onnx_backend.is_compatible(load("test_add"), "REFERENCE")
+    assert not optdnn.integrations.onnx_backend.is_compatible(load("test_add"), "TPU")
     unsupported = onnx.helper.make_node("Multinomial", ["x"], ["y"])
     model = onnx.helper.make_model(
         onnx.helper.make_graph(
@@ -404,4 +413,4 @@ def test_compatibility():
             [onnx.helper.make_tensor_value_info("y", 6, [1, 1])],
         )
     )
-    assert not optdnn.backend.is_compatible(model, "REFERENCE")
+    assert not optdnn.integrations.onnx_backend.is_compatible(model, "REFERENCE")

@@ -13,7 +13,8 @@ import pytest
 import optdnn
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError, UsageError
-from optdnn.runtime.cuda import device, nvrtc, usable
+from optdnn.runtime.cuda import device, usable
+from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.target_name import TargetName
 from optdnn.targets import resolve_target
 

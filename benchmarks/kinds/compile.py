@@ -19,9 +19,9 @@ from benchmarks.rows import Results, Row, command_parser, say
 from optdnn.config import BuildOptions
 from optdnn.errors import OptdnnError
 from optdnn.models import zoo
-from optdnn.runtime.cuda import nvrtc
-from optdnn.runtime.cuda.kernels_of import recipe_of
-from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.compile.recipes import recipe_of
 
 HOT = frozenset(
     {

@@ -27,7 +27,7 @@ from benchmarks.harness import Job, Kind
 from benchmarks.models import TORCH, engine_of, feeds_of, module_of, onnx_of, tensors_of, tests_on_path
 from benchmarks.rows import Row
 from benchmarks.workloads import Workload
-from optdnn.checks import STEP
+from optdnn.compare.checks import STEP
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
@@ -57,8 +57,8 @@ def setups(options: argparse.Namespace, workload: Workload) -> list[str]:
 
 def compiled_for(program: Program, arch: str) -> Program:
     """The same program, its kernels to be compiled for another architecture."""
-    from optdnn.runtime.cuda.kernels_of import recipe_of, source_digest
-    from optdnn.runtime.cuda.nvrtc import KernelCache
+    from optdnn.runtime.cuda.compile.nvrtc import KernelCache
+    from optdnn.runtime.cuda.compile.recipes import recipe_of, source_digest
 
     recipes = [replace(recipe_of(k), arch=arch) for k in program.kernels]
     made = zip(program.kernels, recipes, strict=True)
@@ -158,8 +158,8 @@ def measure(job: Job) -> Row:
 
 def checks(engine: Any, feeds: dict[str, Any], precision: str) -> Row:
     """What the engine's own checks on a GPU say."""
-    from optdnn.runtime.cuda.check import check_arena, check_steps, run_singly
     from optdnn.runtime.cuda.runner import CudaRunner
+    from optdnn.runtime.cuda.trials.check import check_arena, check_steps, run_singly
 
     runner = CudaRunner(engine.program, LoadOptions())
     context: Any = runner.context()

@@ -144,7 +144,7 @@ def _built(job: Job, name: str, times: Path | None) -> Row:
 
 def _merge(source: Path, target: Path) -> None:
     """Add the measured times of one timing cache to another; one process at a time."""
-    from optdnn.tactics.timing_cache import TimingCache
+    from optdnn.tuning.timing_cache import TimingCache
 
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -168,7 +168,7 @@ def measure(job: Job) -> Row:
 
 
 def _alone(place: str) -> AbstractContextManager[None]:
-    from optdnn.runtime.cuda.alone import alone
+    from optdnn.runtime.cuda.gpu_lock import alone
 
     return alone(place)
 
@@ -177,7 +177,7 @@ def _raced(job: Job, place: str) -> Row:
     import torch
 
     from benchmarks import race
-    from optdnn.runtime.cuda.graphs import Stream
+    from optdnn.runtime.cuda.launches.graphs import Stream
 
     race.begin()
     torch.zeros(1, device="cuda")

@@ -201,9 +201,9 @@ first, *lengths = [{n: np.ones(*like) for n, like in given.items()} for given in
 context = optdnn.load(sys.argv[1]).context()
 context.run(first)
 start = time.perf_counter()
-import_module("optdnn.plans")
+import_module("optdnn.shapes.plans")
 print(json.dumps({"import_s": time.perf_counter() - start}))
-nvrtc, compiled = import_module("optdnn.runtime.cuda.nvrtc"), []
+nvrtc, compiled = import_module("optdnn.runtime.cuda.compile.nvrtc"), []
 real = nvrtc.compile_recipe
 nvrtc.compile_recipe = lambda recipe, **options: (compiled.append(recipe), real(recipe, **options))[1]
 for given in lengths:

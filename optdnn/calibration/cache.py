@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import OutputError, UsageError
-from optdnn.passes.ranges import Calibration, from_plain, to_plain
+from optdnn.passes.support.ranges import Calibration, from_plain, to_plain
 from optdnn.runtime.atomic import check_writable, write_atomic
 
 FORMAT = "optdnn calibration 1"

@@ -23,8 +23,8 @@ from optdnn.errors import InputError, MissingDependency, RunError, ShapeError, U
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import values
 from optdnn.ir.graph import STRUCTURAL, Graph, Value
-from optdnn.passes.ranges import Calibration, Range, channel_axis
-from optdnn.passes.split_prologue import split_all
+from optdnn.passes.rules.split_prologue import split_all
+from optdnn.passes.support.ranges import Calibration, Range, channel_axis
 from optdnn.runtime.machine import usable_cores
 from optdnn.types import FP32, Array, TensorSpec
 
@@ -262,8 +262,8 @@ class _Runner:
 
     def _engine(self, group: Sequence[Value]) -> Any:
         """An engine whose outputs are these values under their own names; None: NumPy runs them."""
-        from optdnn.tactics.cpu import compile_with
-        from optdnn.tactics.cpu_library import LIBRARIES
+        from optdnn.lowering.cpu.library import LIBRARIES
+        from optdnn.lowering.cpu.partition import compile_with
 
         exposed = self.graph.copy()
         for i in list(exposed.outputs):

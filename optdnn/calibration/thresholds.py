@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optdnn.passes.ranges import Range
+from optdnn.passes.support.ranges import Range
 from optdnn.types import Array
 
 METHODS = ("minmax", "percentile", "entropy", "mse")

@@ -6,7 +6,8 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from optdnn.ops import classic, contrib, leftovers
+from optdnn.ops import classic, contrib
+from optdnn.ops import tf_ops as leftovers
 from optdnn.ops.table import FAMILIES, IMPORTERS
 
 

@@ -17,7 +17,6 @@ from optdnn.ops import (
     gemm,
     index,
     layout,
-    leftovers,
     norm,
     pool,
     quant,
@@ -32,6 +31,7 @@ from optdnn.ops import (
     trees,
     unary,
 )
+from optdnn.ops import tf_ops as leftovers
 from optdnn.ops.base import FromOnnx, OpDef
 
 FAMILIES: dict[str, tuple[OpDef, ...]] = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optdnn.config import PRECISIONS
-from optdnn.passes.precision import PrecisionPlan
+from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.precision.latency import Timed
 from optdnn.precision.margins import Margins, merged
 from optdnn.precision.search import Problem

@@ -26,8 +26,8 @@ from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph, Op
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.equalize import Equalize
-from optdnn.passes.precision import PrecisionPlan, key
-from optdnn.passes.ranges import Calibration
+from optdnn.passes.support.precision import PrecisionPlan, key
+from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.account import Account, Candidate, NodeFacts, reasons
 from optdnn.precision.accuracy import DoesNotRun, Judge
 from optdnn.precision.explore import Explorer
@@ -37,7 +37,7 @@ from optdnn.precision.sensitivity import Kept, Sensitivities, mean, measure
 from optdnn.precision.space import Space
 from optdnn.precision.targets import SearchTarget, Way, machine_of, target_of
 from optdnn.runtime.engine import Engine
-from optdnn.tactics.timing_cache import TimingCache
+from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import TensorSpec, is_float
 
 Say = Callable[[str], None]

@@ -11,9 +11,12 @@ from optdnn.errors import MissingDependency, OptdnnError, RunError, UnsupportedE
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import random_feeds
 from optdnn.ir.graph import Graph
+from optdnn.lowering.cpu.base import REST_SECONDS
+from optdnn.lowering.cpu.library import LIBRARIES, typical_sizes
+from optdnn.lowering.cpu.partition import choose, compile_with
 from optdnn.passes.assign_precision import is_mixture
-from optdnn.passes.precision import PrecisionPlan
-from optdnn.passes.ranges import Calibration
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import Table, Timed
 from optdnn.precision.targets import Say, Way, assigned, base_of, permitted
 from optdnn.precision.turns import alternating, in_turns, remembered, turn_of
@@ -21,10 +24,7 @@ from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.feeds import random_feeds as engine_feeds
 from optdnn.runtime.machine import machine, usable_cores
-from optdnn.tactics.base import REST_SECONDS
-from optdnn.tactics.cpu import choose, compile_with
-from optdnn.tactics.cpu_library import LIBRARIES, typical_sizes
-from optdnn.tactics.timing_cache import TimingCache
+from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array
 
 FAR = 1.5
@@ -84,7 +84,7 @@ class CpuTarget:
     def _profile(
         self, graph: Graph, library: str, precision: str, feeds: Mapping[str, Array]
     ) -> tuple[float, list[tuple[str, float, str]]]:
-        from optdnn.tactics.cpu_profile import profile
+        from optdnn.lowering.cpu.profile import profile
 
         head = (
             f"op times {library} {LIBRARIES[library].version()} {precision} {self._threads}t {machine()['cpu']} "

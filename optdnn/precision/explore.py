@@ -10,8 +10,8 @@ import numpy as np
 
 from optdnn.errors import OptdnnError
 from optdnn.ir.graph import Graph
-from optdnn.passes.precision import PrecisionPlan
-from optdnn.passes.ranges import Calibration
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.account import Candidate
 from optdnn.precision.accuracy import DoesNotRun, Judge
 from optdnn.precision.latency import Table

@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from optdnn.autotune import tune
 from optdnn.config import GPU_PRECISIONS, QUANTIZED, BuildOptions
 from optdnn.errors import OptdnnError, RunError
-from optdnn.first_run import finish
 from optdnn.ir.graph import Graph
-from optdnn.passes.precision import PrecisionPlan, choices
-from optdnn.passes.ranges import Calibration
+from optdnn.passes.support.precision import PrecisionPlan, choices
+from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import Table, Timed, model
 from optdnn.precision.targets import Say, Way, assigned, permitted
 from optdnn.precision.turns import alternating, identity, in_turns, remembered, turn_of
@@ -23,9 +21,11 @@ from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.program import Program
-from optdnn.tactics.cuda.tuned import Tuned
-from optdnn.tactics.timing_cache import TimingCache
 from optdnn.target_name import TargetName
+from optdnn.tuning.autotuner import tune
+from optdnn.tuning.first_run import finish
+from optdnn.tuning.result import Tuned
+from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array
 
 CAST_US, BANDWIDTH = 1.5, 2e6
@@ -91,7 +91,7 @@ class GpuTarget:
     def _step_times(self, graph: Graph, owners: Mapping[str, str]) -> dict[str, float]:
         """Microseconds per op: the steps of an engine, joined with ops by their ONNX nodes."""
         from optdnn.runtime.bench import cuda_context
-        from optdnn.runtime.cuda.measure import profile_gpu
+        from optdnn.runtime.cuda.measuring.measure import profile_gpu
 
         engine = self._engine(graph)
         head = f"op times {self._gpu} {identity(engine)}"
@@ -168,7 +168,7 @@ def _turn(engine: Engine, feeds: Mapping[str, Array], seconds: float) -> Callabl
 
 
 def _replays(context: Any, feeds: Mapping[str, Array], seconds: float) -> Callable[[], float]:
-    from optdnn.runtime.cuda.measure import replay_times
+    from optdnn.runtime.cuda.measuring.measure import replay_times
 
     context.run(feeds)  # stages the inputs and makes the graph
     graph, stream = context.graph(), context.stream

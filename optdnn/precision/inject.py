@@ -14,11 +14,11 @@ import numpy as np
 from optdnn.errors import MissingDependency, OptdnnError
 from optdnn.ir.evaluate import values
 from optdnn.ir.graph import Graph, Value
-from optdnn.lower import lower_reference
+from optdnn.lowering.cpu.library import LIBRARIES
+from optdnn.lowering.cpu.partition import compile_with
+from optdnn.lowering.steps import lower_reference
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import usable_cores
-from optdnn.tactics.cpu import compile_with
-from optdnn.tactics.cpu_library import LIBRARIES
 from optdnn.types import Array
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.base import Call
-from optdnn.passes.precision import key
+from optdnn.passes.support.precision import key
 from optdnn.target_name import HOPPER, TargetName
 
 BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from optdnn.config import PRECISIONS
 from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph
-from optdnn.passes.precision import Choice, key
+from optdnn.passes.support.precision import Choice, key
 
 SHOWN = 3
 

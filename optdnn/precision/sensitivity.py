@@ -23,8 +23,8 @@ from optdnn.ir.extract import single
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
-from optdnn.passes.precision import ANCHORS, PrecisionPlan, key
-from optdnn.passes.ranges import Calibration
+from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
+from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.inject import Injector, noise
 from optdnn.precision.metrics import Metric
 from optdnn.runtime.atomic import check_writable, write_atomic

@@ -7,16 +7,16 @@ from collections.abc import Collection, Mapping
 
 from optdnn.config import QUANTIZED
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
-from optdnn.passes.contract import Account as Asked
-from optdnn.passes.contract import outcome
-from optdnn.passes.precision import SHARES_SCALE, PrecisionPlan, choices, key
-from optdnn.passes.ranges import Calibration
+from optdnn.lowering.cpu.library import typical_sizes
+from optdnn.passes.support.precision import SHARES_SCALE, PrecisionPlan, choices, key
+from optdnn.passes.support.precision_report import Account as Asked
+from optdnn.passes.support.precision_report import outcome
+from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import elements
 from optdnn.precision.pins import pinned
 from optdnn.precision.search import Node, Problem
 from optdnn.precision.sensitivity import Sensitivities
 from optdnn.precision.targets import Way, assigned, base_of, machine_of
-from optdnn.tactics.cpu_library import typical_sizes
 from optdnn.types import FP32
 
 

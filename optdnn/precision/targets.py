@@ -10,14 +10,14 @@ from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.passes.assign_precision import AssignPrecision, is_mixture
 from optdnn.passes.base import PassContext, PassReport, run_pipeline
-from optdnn.passes.contract import Account
 from optdnn.passes.pipelines import PIPELINE
-from optdnn.passes.precision import PrecisionPlan
-from optdnn.passes.ranges import Calibration
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.precision_report import Account
+from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import Latency
 from optdnn.runtime.engine import Engine
-from optdnn.tactics.timing_cache import TimingCache
 from optdnn.target_name import TargetName
+from optdnn.tuning.timing_cache import TimingCache
 
 Say = Callable[[str], None]
 

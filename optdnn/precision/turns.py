@@ -14,7 +14,7 @@ from itertools import cycle
 from typing import TypeVar
 
 from optdnn.runtime.engine import Engine
-from optdnn.tactics.timing_cache import TimingCache
+from optdnn.tuning.timing_cache import TimingCache
 
 T = TypeVar("T")
 Rounds = Mapping[str, Sequence[float]]

@@ -1,4 +1,4 @@
-"""Reports: one plain account of a comparison and its build (:meth:`optdnn.comparison.Comparison.to_plain`), drawn as a table,
+"""Reports: one plain account of a comparison and its build (:meth:`optdnn.compare.comparison.Comparison.to_plain`), drawn as a table,
 as Markdown, as JSON and as one self-contained HTML file."""
 
 from __future__ import annotations

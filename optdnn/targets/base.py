@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph
+from optdnn.lowering.cpu.base import Measured
 from optdnn.passes.base import PassReport
-from optdnn.passes.contract import Account
-from optdnn.passes.precision import PrecisionPlan
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.precision_report import Account
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Plain, Program
-from optdnn.tactics.base import Measured
-from optdnn.tactics.timing_cache import TimingCache
 from optdnn.target_name import TargetName
+from optdnn.tuning.timing_cache import TimingCache
 
 if TYPE_CHECKING:
-    from optdnn.first_run import Tried
-    from optdnn.plans import Planned
-    from optdnn.tactics.counterpart import Counterpart
+    from optdnn.lowering.cpu.counterpart import Counterpart
+    from optdnn.shapes.plans import Planned
+    from optdnn.tuning.first_run import Tried
 
 Progress = Callable[[str], None]
 Meta = Callable[[Graph, Sequence[PassReport]], dict[str, Plain]]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from optdnn.config import BuildOptions
+from optdnn.lowering.cpu.counterpart import beside_fp32
+from optdnn.lowering.cpu.partition import choose
 from optdnn.passes.assign_precision import is_mixture
 from optdnn.precision.targets import base_of
-from optdnn.tactics.counterpart import beside_fp32
-from optdnn.tactics.cpu import choose
-from optdnn.tactics.timing_cache import TimingCache
 from optdnn.targets.base import Compiled, Optimized, Progress, Target
+from optdnn.tuning.timing_cache import TimingCache
 
 
 class Cpu(Target):

@@ -7,25 +7,25 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 
-from optdnn.autotune import tune
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import UsageError
-from optdnn.first_run import Tried, finish
 from optdnn.importers.values import size_inputs
+from optdnn.ir.embedded_graph import hold
 from optdnn.ir.graph import Graph
-from optdnn.ir.held import hold
-from optdnn.passes.contract import Account, on_gpu
-from optdnn.plan_calibration import SharedCalibration
-from optdnn.plans import Planned, by_value, plan_profiles, replan
+from optdnn.passes.support.precision_report import Account, on_gpu
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.runtime.cuda.plan import tf32_nodes
+from optdnn.runtime.cuda.launches.plan import tf32_nodes
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
-from optdnn.tactics.timing_cache import TimingCache
+from optdnn.shapes.plan_calibration import SharedCalibration
+from optdnn.shapes.plans import Planned, by_value, plan_profiles, replan
 from optdnn.target_name import TargetName
 from optdnn.targets.base import Compiled, Meta, Optimized, Progress, Source, Target
+from optdnn.tuning.autotuner import tune
+from optdnn.tuning.first_run import Tried, finish
+from optdnn.tuning.timing_cache import TimingCache
 
 
 class Cuda(Target):
@@ -107,7 +107,7 @@ def beginning(options: BuildOptions) -> Iterator[None]:
         yield
         return
     from optdnn.runtime.cuda import start
-    from optdnn.runtime.cuda.trial_process import gpu_process
+    from optdnn.runtime.cuda.trials.process import gpu_process
 
     with gpu_process() as process:
         start.begin_trials(process, options.target)

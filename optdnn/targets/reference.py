@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from optdnn.config import BuildOptions
-from optdnn.lower import lower_reference
-from optdnn.tactics.timing_cache import TimingCache
+from optdnn.lowering.steps import lower_reference
 from optdnn.targets.base import Compiled, Optimized, Progress, Target
+from optdnn.tuning.timing_cache import TimingCache
 
 
 class Reference(Target):

@@ -216,7 +216,7 @@ def prepare(step: Step, program: Program, options: LoadOptions) -> OnnxRuntimeMo
 
 
 _TOLD = re.compile(r"Name:'([^']* has run \d+ times; its condition does not end it)'")
-"""The name of a node that is there to fail (:mod:`optdnn.tactics.loops`)."""
+"""The name of a node that is there to fail (:mod:`optdnn.lowering.cpu.loops`)."""
 
 
 def _first_line(error: Exception) -> str:

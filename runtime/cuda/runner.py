@@ -17,22 +17,29 @@ import numpy as np
 
 from optdnn.errors import EngineError, InputError, RunError
 from optdnn.runtime.bounds import bounds_of, check_bounds
-from optdnn.runtime.cuda.arrays import check_pointer, check_stream, import_cupy, on_gpu, pointer_of, stream_handle
-from optdnn.runtime.cuda.caller import Called, Caller
-from optdnn.runtime.cuda.calls import LibraryCall
-from optdnn.runtime.cuda.chain import Chain, Item, Transfer
-from optdnn.runtime.cuda.context_memory import ContextMemory
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
-from optdnn.runtime.cuda.graphs import Graph, Stream
-from optdnn.runtime.cuda.in_place import check_overlap, kept_in_place, stays
-from optdnn.runtime.cuda.loaded import Loaded, encode
-from optdnn.runtime.cuda.nvtx import marked
-from optdnn.runtime.cuda.plan import Ahead, CudaStep, TensorMap
-from optdnn.runtime.cuda.shared import Arena
-from optdnn.runtime.cuda.state import Streaming
-from optdnn.runtime.cuda.steps import other_executors, parse_steps
-from optdnn.runtime.cuda.stepwise import do, timed
-from optdnn.runtime.cuda.waits import check_waits
+from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer
+from optdnn.runtime.cuda.launches.graphs import Graph, Stream
+from optdnn.runtime.cuda.launches.plan import Ahead, CudaStep, TensorMap
+from optdnn.runtime.cuda.launches.steps import other_executors, parse_steps
+from optdnn.runtime.cuda.launches.stepwise import do, timed
+from optdnn.runtime.cuda.launches.waits import check_waits
+from optdnn.runtime.cuda.libraries.caller import Called, Caller
+from optdnn.runtime.cuda.libraries.calls import LibraryCall
+from optdnn.runtime.cuda.measuring.nvtx import marked
+from optdnn.runtime.cuda.memory.arrays import (
+    check_pointer,
+    check_stream,
+    import_cupy,
+    on_gpu,
+    pointer_of,
+    stream_handle,
+)
+from optdnn.runtime.cuda.memory.context import ContextMemory
+from optdnn.runtime.cuda.memory.in_place import check_overlap, kept_in_place, stays
+from optdnn.runtime.cuda.memory.loaded import Loaded, encode
+from optdnn.runtime.cuda.memory.shared import Arena
+from optdnn.runtime.cuda.memory.state import Streaming
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, hand_over, host_buffers
 from optdnn.runtime.lanes import check_lanes, waits_of
@@ -317,7 +324,7 @@ class CudaContext(Shown):
         """A call with fixed arrays on the GPU, to be repeated: ``bound.run(stream)`` only launches the graph.
 
         Outputs that ``outputs`` does not give are fresh CuPy arrays. The arrays are kept alive. ``state`` maps outputs to the
-        inputs that they are in the next run (:class:`optdnn.runtime.cuda.state.Streaming`). Raises InputError, MissingDependency.
+        inputs that they are in the next run (:class:`optdnn.runtime.cuda.memory.state.Streaming`). Raises InputError, MissingDependency.
         """
         if state:
             return Streaming(self, self.runner.signature, inputs, outputs, state)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from optdnn.errors import OptdnnError
 
 if TYPE_CHECKING:
-    from optdnn.runtime.cuda.trial_process import GpuProcess
+    from optdnn.runtime.cuda.trials.process import GpuProcess
 
 
 def begin() -> threading.Thread:
@@ -58,7 +58,7 @@ def _begin(process: GpuProcess, target: str) -> None:
 
 def _load(names: Sequence[str]) -> None:
     from optdnn.runtime.cuda.device import gpu_count
-    from optdnn.runtime.cuda.libraries import files
+    from optdnn.runtime.cuda.libraries.find import files
 
     try:
         if gpu_count() == 0:

@@ -15,8 +15,8 @@ def why_not() -> str | None:
     missing = sorted({package for module, package in PACKAGES.items() if not _there(module)})
     if missing:
         return f"{', '.join(missing)} not installed: pip install 'optdnn[cuda]'"
+    from optdnn.runtime.cuda.compile.nvrtc import version
     from optdnn.runtime.cuda.device import gpu_count
-    from optdnn.runtime.cuda.nvrtc import version
 
     try:
         if gpu_count() == 0:

@@ -40,7 +40,7 @@ STAGES: dict[str, Callable[..., Array]] = {
     "mul_const": lambda x, value: x * F(value),
     "add_const": lambda x, value: x + F(value),
 }
-"""The kernels' stages but for those with a second tensor, in fp32 (see :data:`optdnn.runtime.cuda.render.STAGES`)."""
+"""The kernels' stages but for those with a second tensor, in fp32 (see :data:`optdnn.runtime.cuda.compile.render.STAGES`)."""
 
 
 def epilogue(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.runtime.cuda.rnn import unpack_matrix
+from optdnn.kernels.recurrent.kernel import unpack_matrix
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array, is_float

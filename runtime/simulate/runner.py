@@ -19,9 +19,9 @@ import numpy as np
 from optdnn.errors import EngineError, InputError, InternalError, OptdnnError, RunError
 from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.bounds import bounds_of, check_bounds
-from optdnn.runtime.cuda.plan import TF32, CudaStep, View
-from optdnn.runtime.cuda.steps import other_executors, parse_steps
-from optdnn.runtime.cuda.waits import check_waits
+from optdnn.runtime.cuda.launches.plan import TF32, CudaStep, View
+from optdnn.runtime.cuda.launches.steps import other_executors, parse_steps
+from optdnn.runtime.cuda.launches.waits import check_waits
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, hand_over, host_buffers, run_host
 from optdnn.runtime.lanes import check_lanes, waits_of

@@ -252,7 +252,7 @@ def test_first_runs_of_a_length_count_what_is_compiled() -> None:
 
     assert set(waits.PARTS) == {"build", "load", "call", "retune", "plan"}
     pytest.importorskip("cuda.bindings.nvrtc")
-    assert callable(importlib.import_module("optdnn.runtime.cuda.nvrtc").compile_recipe), (
+    assert callable(importlib.import_module("optdnn.runtime.cuda.compile.nvrtc").compile_recipe), (
         "the program of PLAN counts its calls"
     )
 
@@ -282,7 +282,7 @@ def test_every_kernel_of_engines_is_run_under_the_sanitizers() -> None:
     from support import sanitizer_nets
     from support.simulated import lowered
 
-    from optdnn.runtime.cuda.nvrtc import KERNELS
+    from optdnn.runtime.cuda.compile.nvrtc import KERNELS
 
     left = {p.name for p in KERNELS.glob("*.cu")} - {"timer.cu"}  # of the tuner
     for name, (build, at) in sanitizer_nets.graphs().items():

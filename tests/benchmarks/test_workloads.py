@@ -110,7 +110,7 @@ def test_a_range_of_lengths_stands_in_the_shapes() -> None:
 
 
 def test_a_forbidden_tactic_is_not_used() -> None:
-    from optdnn.tactics.cuda import table
+    from optdnn.lowering import table
 
     name = table.TACTICS["Conv"][0].name
     with models.forbidden(name):

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 import optdnn
 from optdnn.cli.main import run
 from optdnn.errors import EngineError, InputError, RunError, UsageError
-from optdnn.plan_calibration import SharedCalibration
+from optdnn.shapes.plan_calibration import SharedCalibration
 from optdnn.types import Array
 
 RNG = np.random.default_rng(0)

@@ -113,7 +113,7 @@ def test_channels_and_means() -> None:
 
 def test_without_a_library_numpy_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = calibrate(net(), pictures(4), "minmax")
-    monkeypatch.setattr("optdnn.tactics.cpu_library.Library.version", lambda self: None)
+    monkeypatch.setattr("optdnn.lowering.cpu.library.Library.version", lambda self: None)
     slow = calibrate(net(), pictures(4), "minmax")
     for name, r in fast.ranges.items():
         assert slow.ranges[name].high == pytest.approx(r.high, rel=1e-4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from optdnn.calibration.thresholds import Histogram, entropy, mse, percentile
-from optdnn.passes.ranges import Range, integer_parameters
+from optdnn.passes.support.ranges import Range, integer_parameters
 from optdnn.types import Array
 
 BINS = 512

@@ -12,8 +12,8 @@ import onnx
 import pytest
 from support.cli import Cli
 
+import optdnn.lowering.cpu.partition as cpu
 import optdnn.precision.cpu_target as cpu_target
-import optdnn.tactics.cpu as cpu
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
 pytest.importorskip("openvino", reason="the cpu extra is not installed")
@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure each engine once: what is tested here does not depend on who wins."""
 
     def once(runners: Mapping[str, Callable[[], object]], **options: Any) -> dict[str, float]:
-        from optdnn.tactics.base import take_turns
+        from optdnn.lowering.cpu.base import take_turns
 
         return take_turns(runners, rounds=1, turn_seconds=0.001)
 

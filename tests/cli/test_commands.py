@@ -354,7 +354,7 @@ def test_env_names_the_libraries_of_the_gpu(
     cli: Cli, there: set[str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("optdnn.runtime.cuda.usable.why_not", lambda: None)
-    monkeypatch.setattr("optdnn.runtime.cuda.libraries.present", lambda name: name in there)
+    monkeypatch.setattr("optdnn.runtime.cuda.libraries.find.present", lambda name: name in there)
     assert strict(cli("env", "--json").out)["targets"]["cuda"] == text
 
 
@@ -477,7 +477,7 @@ def test_compare_refuses_what_cannot_be(cli: Cli, model: Path, options: list[str
 
 
 def test_compare_names_the_absent_library(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optdnn.comparison.find_spec", lambda name: None)
+    monkeypatch.setattr("optdnn.compare.comparison.find_spec", lambda name: None)
     for against in (["--against", "openvino"], []):
         code, _, err = cli("compare", model, *against)
         assert code == 8
@@ -495,7 +495,7 @@ def test_by_default_the_installed_libraries_are_compared(
         seen.append(rivals)
         return raced
 
-    monkeypatch.setattr("optdnn.comparison.find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr("optdnn.compare.comparison.find_spec", lambda name: name if name in there else None)
     monkeypatch.setattr("optdnn.cli.compare._compared", compared)
     assert cli("compare", model, "--target", "reference").code == 0
     there.add("openvino")

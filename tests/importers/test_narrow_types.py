@@ -11,11 +11,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import optdnn
-import optdnn.backend
+import optdnn.integrations.onnx_backend
 from optdnn.errors import ModelError
 from optdnn.importers.external_data import ExternalData
-from optdnn.importers.held import put_together, take_apart
 from optdnn.importers.onnx import import_model
+from optdnn.importers.split_weights import put_together, take_apart
 from optdnn.importers.tensors import to_array
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
@@ -118,5 +118,7 @@ def test_models_keep_them_apart_from_their_file(tmp_path: Path) -> None:
 )
 def test_powers_of_two_round_as_asked(mode: str, wanted: list[float]) -> None:
     node = helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT8E8M0, round_mode=mode)
-    (y,) = optdnn.backend.run_node(node, np.array([0.15, 1, 3, 2.5], np.float32), "REFERENCE", opset_version=25)
+    (y,) = optdnn.integrations.onnx_backend.run_node(
+        node, np.array([0.15, 1, 3, 2.5], np.float32), "REFERENCE", opset_version=25
+    )
     assert y.astype(np.float32).tolist() == wanted

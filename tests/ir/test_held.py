@@ -12,11 +12,11 @@ from optdnn.config import BuildOptions
 from optdnn.dim import symbol
 from optdnn.errors import EngineError
 from optdnn.importers.onnx import import_model
+from optdnn.ir.embedded_graph import KEY, held, hold
 from optdnn.ir.graph import Graph
-from optdnn.ir.held import KEY, held, hold
-from optdnn.lower_cuda import lower_cuda
+from optdnn.lowering.cuda import lower_cuda
 from optdnn.models import zoo
-from optdnn.optimizing import optimize
+from optdnn.optimize import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
 

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 from support.net import Net
 
-from optdnn.ir.kept import Kept
+from optdnn.ir.constant_cache import Kept
 from optdnn.types import Array
 
 

@@ -16,8 +16,8 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fuse_epilogue import FuseEpilogue
-from optdnn.passes.io_dtype import convert_borders
-from optdnn.passes.precision import PrecisionPlan
+from optdnn.passes.support.io_dtype import convert_borders
+from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.types import BF16, FP16, FP32, INT64
 
 PASS = AssignPrecision()

@@ -12,7 +12,7 @@ from optdnn.ir.graph import Graph
 from optdnn.ir.verify import verify
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
-from optdnn.passes.precision import PrecisionPlan
+from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.types import FP16, FP32
 
 DETECTOR = """<ir_version: 9, opset_import: ["": 17]>

@@ -15,8 +15,8 @@ from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.equalize import Equalize
 from optdnn.passes.fuse_epilogue import FuseEpilogue
-from optdnn.passes.precision import PrecisionPlan
-from optdnn.passes.ranges import Calibration, Range, channel_axis
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.ranges import Calibration, Range, channel_axis
 from optdnn.types import FP32
 
 

@@ -16,12 +16,12 @@ from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.ir.verify import verify
 from optdnn.ops.reduce import ReduceAttrs
-from optdnn.optimizing import optimize
+from optdnn.optimize import optimize
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
-from optdnn.passes.contract import Account
-from optdnn.passes.guards import guards
-from optdnn.passes.precision import PrecisionPlan
+from optdnn.passes.support.guards import guards
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.precision_report import Account
 from optdnn.types import FP16, FP32
 
 FP16_PLAN = PrecisionPlan.of_option("fp16")

@@ -11,7 +11,7 @@ from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.hoist_views import HoistViews
-from optdnn.passes.views import groups
+from optdnn.passes.support.views import groups
 
 
 def transposed(n: Net, x: Value, *perm: int) -> Value:

@@ -14,12 +14,12 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
-from optdnn.passes import overflows
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
-from optdnn.passes.contract import Account
-from optdnn.passes.overflows import growing, largest_values
-from optdnn.passes.precision import PrecisionPlan
+from optdnn.passes.support import overflows
+from optdnn.passes.support.overflows import growing, largest_values
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.precision_report import Account
 
 GATES = {"RNN": (1, RNNAttrs), "GRU": (3, GRUAttrs), "LSTM": (4, LSTMAttrs)}
 

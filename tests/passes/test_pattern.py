@@ -14,7 +14,7 @@ from support.net import Net
 
 from optdnn.ir.graph import Value
 from optdnn.passes.fuse_activation import FuseActivation
-from optdnn.passes.pattern import Power, Scalar, Var, find, node, product, root_kinds, total
+from optdnn.passes.support.pattern import Power, Scalar, Var, find, node, product, root_kinds, total
 
 X, Y = Var("x"), Var("y")
 

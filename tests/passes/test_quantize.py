@@ -19,10 +19,10 @@ from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.fuse_prologue import FusePrologue
-from optdnn.passes.precision import PrecisionPlan, choices, key
-from optdnn.passes.quantize import quantized_weights
-from optdnn.passes.ranges import Calibration, Range, integer_parameters
-from optdnn.passes.split_prologue import split_all
+from optdnn.passes.rules.split_prologue import split_all
+from optdnn.passes.support.precision import PrecisionPlan, choices, key
+from optdnn.passes.support.quantize import quantized_weights
+from optdnn.passes.support.ranges import Calibration, Range, integer_parameters
 from optdnn.types import DTYPES, FP16, FP32, INT8, INT32, UINT8
 
 

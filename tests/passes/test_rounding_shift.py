@@ -11,7 +11,7 @@ from support.net import Net
 from optdnn.ir.evaluate import evaluate
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
-from optdnn.passes.rounding_shift import rounding_shift
+from optdnn.passes.support.rounding_shift import rounding_shift
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import optdnn.passes
 from optdnn.config import QUANTIZED
 from optdnn.passes.base import Rule
-from optdnn.passes.words import RULES, told
+from optdnn.passes.support.words import RULES, told
 
 
 def shipped(of: type[Rule]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from support.onnxnet import HOSTILE, save_convnet
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("openvino")
-    from optdnn.comparison import build_subject, compare
+    from optdnn.compare.comparison import build_subject, compare
     from optdnn.config import BuildOptions
 
     folder = tmp_path_factory.mktemp("report")

@@ -11,8 +11,8 @@ import pytest
 from support.onnxnet import save_convnet
 
 import optdnn
-from optdnn.comparison import load_subject, look
-from optdnn.divergence import DECADES, Findings, histogram, tolerance_of
+from optdnn.compare.comparison import load_subject, look
+from optdnn.compare.divergence import DECADES, Findings, histogram, tolerance_of
 from optdnn.errors import UsageError
 from optdnn.report.words import histogram_text
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from support.onnxnet import convnet
 
-import optdnn.divergence
+import optdnn.compare.divergence
+from optdnn.compare.divergence import find
 from optdnn.config import BuildOptions
-from optdnn.divergence import find
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import random_feeds
 from optdnn.ir.graph import ConstantAttrs, Graph
-from optdnn.lower import lower_reference
-from optdnn.optimizing import optimize
+from optdnn.lowering.steps import lower_reference
+from optdnn.optimize import optimize
 from optdnn.runtime.engine import Engine
 
 EngineOf = Callable[[Graph], Engine]
@@ -114,7 +114,7 @@ def test_values_are_exposed_in_groups(graphs: tuple[Graph, Graph], monkeypatch: 
         calls.append(len(graph.outputs))
         return reference(graph)
 
-    monkeypatch.setattr(optdnn.divergence, "CHUNK_BYTES", 12_000)  # relu1_out takes 8 * 64 * 20 bytes
+    monkeypatch.setattr(optdnn.compare.divergence, "CHUNK_BYTES", 12_000)  # relu1_out takes 8 * 64 * 20 bytes
     assert find(original, optimized, counted, feeds) == whole
     assert calls == [2, 4]  # each with the network's own output
 

@@ -15,9 +15,9 @@ import optdnn
 from optdnn.dim import symbol
 from optdnn.errors import EngineError, InputError
 from optdnn.importers.onnx import import_model
+from optdnn.lowering.bounds import input_bounds
 from optdnn.runtime.bounds import bounds_of
 from optdnn.runtime.cuda.usable import why_not
-from optdnn.tactics.bounds import input_bounds
 
 TARGETS = [
     "simulate",

@@ -15,11 +15,11 @@ import optdnn
 from optdnn import loading
 from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, InputError, RunError
-from optdnn.plans import plain_options
 from optdnn.runtime import by_value
 from optdnn.runtime.bench import profile
 from optdnn.runtime.format import decode, encode
 from optdnn.runtime.program import ByValue, Program, validate
+from optdnn.shapes.plans import plain_options
 
 RESHAPE = """
 <ir_version: 10, opset_import: ["" : 21]>

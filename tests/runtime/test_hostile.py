@@ -22,6 +22,7 @@ from optdnn.dim import symbol
 from optdnn.errors import EngineError, RunError, UsageError
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
+from optdnn.lowering.cpu import examine
 from optdnn.ops.table import OPDEFS
 from optdnn.runtime import engine as runtime_engine
 from optdnn.runtime.cpu.library import Settings
@@ -30,7 +31,6 @@ from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.format import decode, encode
 from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
 from optdnn.runtime.reference_executor import reference_step
-from optdnn.tactics import examine
 from optdnn.types import FP32, INT64, TensorType, tensor
 
 pytest.importorskip("onnxruntime")

@@ -13,12 +13,23 @@ from programs import F32, mlp, mlp_expected, program
 
 from optdnn import Engine
 from optdnn.errors import InternalError
-from optdnn.memory import ALIGNMENT, ORDERS, Interval, Plan, Use, lifetimes, live_bytes, pack, place_buffers, plan
+from optdnn.lowering.memory import (
+    ALIGNMENT,
+    ORDERS,
+    Interval,
+    Plan,
+    Use,
+    lifetimes,
+    live_bytes,
+    pack,
+    place_buffers,
+    plan,
+)
+from optdnn.lowering.stream_schedule import Schedule, _numbered, slots_of
 from optdnn.runtime.lanes import masks_of, waits_of
 from optdnn.runtime.program import Slot
 from optdnn.runtime.reference_executor import reference_step
 from optdnn.runtime.simulate.runner import some_order
-from optdnn.tactics.cuda.lanes import Schedule, _numbered, slots_of
 
 # ---------------------------------------------------------------- the properties
 
@@ -382,7 +393,7 @@ def test_random_networks_waste_little() -> None:
 
 def test_every_order_is_worth_its_place() -> None:
     """No order of ORDERS is always beaten: each has an example on which only it finds the smallest arena."""
-    from optdnn import memory
+    from optdnn.lowering import memory
 
     rng = random.Random(1)
     winners: set[int] = set()

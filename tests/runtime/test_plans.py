@@ -18,21 +18,21 @@ import optdnn
 from optdnn import loading
 from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, InputError, MissingDependency, RunError, ShapeError, UsageError
-from optdnn.importers.held import put_together, take_apart
 from optdnn.importers.onnx import import_model
+from optdnn.importers.split_weights import put_together, take_apart
 from optdnn.ir.evaluate import evaluate
-from optdnn.lower_cuda import lower_cuda
+from optdnn.lowering.choose import Selection, offers_of
+from optdnn.lowering.cuda import lower_cuda
+from optdnn.lowering.table import TACTICS
 from optdnn.models import zoo
-from optdnn.optimizing import optimize
-from optdnn.plans import MEASURED, PLANNED
+from optdnn.optimize import optimize
 from optdnn.runtime import plans
+from optdnn.runtime.cuda.compile.nvrtc import KernelCache
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.nvrtc import KernelCache
 from optdnn.runtime.format import decode, encode
 from optdnn.runtime.program import Program, validate
-from optdnn.tactics.cuda.nearest import SCATTER
-from optdnn.tactics.cuda.select import Selection, offers_of
-from optdnn.tactics.cuda.table import TACTICS
+from optdnn.shapes.plans import MEASURED, PLANNED
+from optdnn.tuning.nearest import SCATTER
 
 IMAGE = (3, 8, 8)
 SECOND = "conv_sm90"
@@ -221,7 +221,7 @@ def test_without_the_compiler_only_the_given_plans_run(built: optdnn.Engine, tmp
 def test_a_missing_compiler_is_named(built: optdnn.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built.save(tmp_path / "e")
     engine = optdnn.load(tmp_path / "e")
-    monkeypatch.setitem(sys.modules, "optdnn.plans", None)
+    monkeypatch.setitem(sys.modules, "optdnn.shapes.plans", None)
     with pytest.raises(MissingDependency, match="to make plans for shapes that the engine holds none for"):
         engine.run(image(3))
 

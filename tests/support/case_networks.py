@@ -14,7 +14,7 @@ from typing import Any
 import onnx
 from onnx import compose, helper
 
-from optdnn.checks import STEP
+from optdnn.compare.checks import STEP
 
 
 def collected(most: int, only: str) -> list[Any]:
@@ -99,8 +99,8 @@ def _checked(cases: list[Any], engine: Any, model: Any, feeds: dict[str, Any], p
     faults: dict[int, str] = {}
     got = engine.run(feeds)
     if engine.program.target.startswith("cuda"):
-        from optdnn.runtime.cuda.check import check_steps
         from optdnn.runtime.cuda.runner import CudaRunner
+        from optdnn.runtime.cuda.trials.check import check_steps
         from optdnn.runtime.executor import LoadOptions
 
         for e in check_steps(CudaRunner(engine.program, LoadOptions()).context(), feeds):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optdnn.runtime.cuda.conv import Config
-from optdnn.runtime.cuda.conv_patch import PatchConfig
-from optdnn.runtime.cuda.conv_problem import Problem, Source, space_to_depth
-from optdnn.runtime.cuda.render import Stage
+from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.conv.patch_kernel import PatchConfig
+from optdnn.kernels.conv.problem import Problem, Source, space_to_depth
+from optdnn.runtime.cuda.compile.render import Stage
 
 RELU: tuple[Stage, ...] = (("bias",), ("relu",))
 ADD: tuple[Stage, ...] = (("bias",), ("add",), ("relu",))

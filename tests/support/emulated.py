@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from optdnn.runtime.cuda.describe import Description
-from optdnn.runtime.cuda.nvrtc import Recipe
+from optdnn.kernels.launch import Description
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from support.host import COMPILER, HERE
 
 _RUN = """

@@ -24,9 +24,10 @@ from typing import Any
 import pytest
 
 from optdnn.errors import RunError
-from optdnn.runtime.cuda import device, trial_process, usable
-from optdnn.runtime.cuda.gpu_worker import GpuWorker, watch_parent
-from optdnn.runtime.cuda.timer import KernelHangs, Machine, MemoryCorrupted, TrialFailed
+from optdnn.runtime.cuda import device, usable
+from optdnn.runtime.cuda.trials import process as trial_process
+from optdnn.runtime.cuda.trials.gpu_worker import GpuWorker, watch_parent
+from optdnn.runtime.cuda.trials.timer import KernelHangs, Machine, MemoryCorrupted, TrialFailed
 from optdnn.runtime.program import Program
 from optdnn.runtime.worker import run
 from support.timer import hashed, tactics_of

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from optdnn.runtime.cuda import conv_general, describe
-from optdnn.runtime.cuda.conv_general import GeneralConfig, pack_weights
-from optdnn.runtime.cuda.conv_params import Pointers, Requantize
-from optdnn.runtime.cuda.conv_problem import Problem
+from optdnn.kernels import launch as describe
+from optdnn.kernels.conv import general_kernel as conv_general
+from optdnn.kernels.conv.general_kernel import GeneralConfig, pack_weights
+from optdnn.kernels.conv.parameters import Pointers, Requantize
+from optdnn.kernels.conv.problem import Problem
+from optdnn.runtime.cuda.compile.nvrtc import KernelCache, Recipe
 from optdnn.runtime.cuda.device import Function, Launch
-from optdnn.runtime.cuda.nvrtc import KernelCache, Recipe
 
 __all__ = ["bind", "load", "pack_weights", "recipe"]
 

@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from optdnn.runtime.cuda.kernels_of import recipe_of
-from optdnn.runtime.cuda.plan import CudaStep, Pointer
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.launches.plan import CudaStep, Pointer
 from optdnn.runtime.program import Program
 from optdnn.types import Array
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from optdnn.errors import MissingDependency, OptdnnError
-from optdnn.runtime.cuda import nvrtc
+from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.device import Device, gpu_count
 
 

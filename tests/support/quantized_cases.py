@@ -8,13 +8,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from optdnn.runtime.cuda import conv, conv_general, conv_params, conv_patch, quantized
-from optdnn.runtime.cuda.conv import Config
-from optdnn.runtime.cuda.conv_general import GeneralConfig
-from optdnn.runtime.cuda.conv_patch import PatchConfig
-from optdnn.runtime.cuda.conv_problem import Problem, Source
-from optdnn.runtime.cuda.quantized import Affine
-from optdnn.runtime.cuda.render import Stage
+from optdnn.kernels.conv import general_kernel as conv_general
+from optdnn.kernels.conv import implicit_gemm as conv
+from optdnn.kernels.conv import parameters as conv_params
+from optdnn.kernels.conv import patch_kernel as conv_patch
+from optdnn.kernels.conv.general_kernel import GeneralConfig
+from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.conv.patch_kernel import PatchConfig
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.kernels.quantized import kernel as quantized
+from optdnn.kernels.quantized.kernel import Affine
+from optdnn.runtime.cuda.compile.render import Stage
 from optdnn.runtime.reference import quantized as meaning
 from support import general_kernel
 from support.conv_cases import same

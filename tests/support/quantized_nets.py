@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
-from optdnn.lower_cuda import lower_cuda
+from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs

@@ -30,8 +30,8 @@ def file_of(name: str) -> str:
 def prepare(folder: Path, name: str) -> dict[str, Any]:
     """Build and save an engine, with line numbers in its kernels, and one that racecheck follows; returns its row."""
     from optdnn.runtime import format as engine_format
-    from optdnn.runtime.cuda.kernels_of import cubins
-    from optdnn.runtime.cuda.nvrtc import KernelCache
+    from optdnn.runtime.cuda.compile.nvrtc import KernelCache
+    from optdnn.runtime.cuda.compile.recipes import cubins
     from support.simulated import feeds_of, lowered
 
     build, precision = graphs()[name]
@@ -56,7 +56,7 @@ def run(folder: Path, name: str, tool: str, fault: int) -> None:
     """Every launch of a prepared engine, one after the other, on allocations of their own. What a sanitizer watches."""
     from optdnn.runtime import format as engine_format
     from optdnn.runtime.cuda.device import Launch
-    from optdnn.runtime.cuda.memory import DeviceMemory, upload
+    from optdnn.runtime.cuda.memory.allocator import DeviceMemory, upload
     from optdnn.runtime.cuda.runner import CudaRunner
     from optdnn.runtime.executor import LoadOptions
 
@@ -87,7 +87,7 @@ def run(folder: Path, name: str, tool: str, fault: int) -> None:
 
 def written_over(program: Any, operands: tuple[int, ...], step: Any, memory: dict[int, Any]) -> None:
     """Write what the step writes from the host, element by element (ones: values decide nothing here)."""
-    from optdnn.runtime.cuda.memory import upload
+    from optdnn.runtime.cuda.memory.allocator import upload
     from optdnn.runtime.simulate.runner import strided
 
     for view in step.meaning.writes:

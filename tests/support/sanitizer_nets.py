@@ -1,6 +1,6 @@
 """The small networks that ``python -m benchmarks sanitize`` runs: between them every kernel template, and the configurations that
 differ in how they move data (split over a cluster, patches, stores by TMA or from registers, stationary weights). No GPU is needed
-here; ``tests/tactics/cuda`` has to be on the path."""
+here; ``tests/kernels`` has to be on the path."""
 
 from __future__ import annotations
 
@@ -117,18 +117,18 @@ def forced(name: str) -> Iterator[None]:
         if name == "stream-K":
             test_stream_k.prefer_stream_k(patch)
         if name == "pool behind a convolution":
-            patch.setattr("optdnn.tactics.cuda.conv_pool.OVERLAP", -1.0)
+            patch.setattr("optdnn.kernels.conv.pooled.OVERLAP", -1.0)
         if name == "narrow groups":
-            patch.setattr("optdnn.tactics.cuda.conv_bands.MARGIN", 0.0)
+            patch.setattr("optdnn.kernels.conv.bands.MARGIN", 0.0)
         if name.startswith("K shared"):
-            from optdnn.tactics.cuda import conv_sm80
+            from optdnn.kernels.conv import general as conv_sm80
 
             patch.setattr(conv_sm80, "_offers", shared_k(conv_sm80._offers))
         if name.startswith("bands"):
-            patch.setattr("optdnn.tactics.cuda.conv_bands.BandedConv.unable", lambda *given: None)
+            patch.setattr("optdnn.kernels.conv.bands.BandedConv.unable", lambda *given: None)
         if name.startswith("stem"):
-            from optdnn.tactics.cuda.conv_stem import StemConv
-            from optdnn.tactics.cuda.table import TACTICS
+            from optdnn.kernels.conv.stem import StemConv
+            from optdnn.lowering.table import TACTICS
 
             patch.setattr(StemConv, "unable", lambda *given: None)
             patch.setitem(TACTICS, "Conv", (StemConv(), *TACTICS["Conv"]))
@@ -137,13 +137,13 @@ def forced(name: str) -> Iterator[None]:
 
 def shared_k(offers: Callable[..., Any]) -> Callable[..., Any]:
     """The mma.sync kernel's configurations in which blocks share K, which Hopper is not offered."""
-    from optdnn.runtime.cuda import conv_general as general
+    from optdnn.kernels.conv import general_kernel as general
 
     def those(problem: Any, gpu: Any) -> Any:
         config = next(c for c in general.CONFIGS if c.split > 1 and general.refuse(problem, c) is None)
         return (Offer(config, 0.0), *offers(problem, gpu))
 
-    from optdnn.tactics.cuda.tactic import Offer
+    from optdnn.kernels.tactic import Offer
 
     return those
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from optdnn.runtime.cuda.conv_problem import Source
-from optdnn.runtime.cuda.render import Stage
-from optdnn.runtime.cuda.separable import Config, Problem
+from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.conv.separable_kernel import Config, Problem
+from optdnn.runtime.cuda.compile.render import Stage
 from support.conv_cases import RELU, same
 
 BIAS: tuple[Stage, ...] = (("bias",),)

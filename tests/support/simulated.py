@@ -9,10 +9,10 @@ import numpy as np
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
-from optdnn.lower_cuda import lower_cuda
-from optdnn.optimizing import optimize
-from optdnn.runtime.cuda.allowed import check_kernels
+from optdnn.lowering.cuda import lower_cuda
+from optdnn.optimize import optimize
 from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
 from optdnn.runtime.program import Program, validate
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
 from optdnn.target_name import TargetName

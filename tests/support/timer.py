@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from optdnn.runtime.cuda.nvrtc import Recipe
-from optdnn.runtime.cuda.timer import Machine
-from optdnn.runtime.cuda.trial_process import FirstRun
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.trials.process import FirstRun
+from optdnn.runtime.cuda.trials.timer import Machine
 from optdnn.runtime.program import Program
 
 

@@ -187,8 +187,8 @@ class _Rows:
 
 def serve(answer: Callable[[Any], None]) -> None:
     """A worker's life: read tasks from stdin, answer stages and rows."""
-    from optdnn.runtime.cuda.trial_process import gpu_process
-    from optdnn.tactics.cpu_trials import kept
+    from optdnn.lowering.cpu.trials import kept
+    from optdnn.runtime.cuda.trials.process import gpu_process
     from random_nets.targets import Setting
     from random_nets.trial import drawn_trial, filed_trial
 

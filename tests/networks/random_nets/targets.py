@@ -133,8 +133,8 @@ def _changed(a: Any, b: Any) -> str:
 
 def culprits(engine: optdnn.Engine, feeds: Feeds) -> str:
     """The launches of a GPU engine that do not do what they mean, the worst first."""
-    from optdnn.runtime.cuda.check import check_steps
     from optdnn.runtime.cuda.runner import CudaRunner
+    from optdnn.runtime.cuda.trials.check import check_steps
     from optdnn.runtime.executor import LoadOptions
 
     if not engine.program.steps:

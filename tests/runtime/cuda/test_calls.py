@@ -15,9 +15,14 @@ from support.simulated import feeds_of, kinds, lowered, simulate
 
 from optdnn.errors import EngineError, MissingDependency
 from optdnn.ir.graph import Graph
+from optdnn.kernels.libraries import providers
+from optdnn.kernels.libraries import tactics as tactics
 from optdnn.ops.norm import LayerNormAttrs
-from optdnn.runtime.cuda import calls, cudnn, libraries, usable
-from optdnn.runtime.cuda.calls import (
+from optdnn.runtime.cuda import usable
+from optdnn.runtime.cuda.launches.plan import parse
+from optdnn.runtime.cuda.libraries import calls, cudnn
+from optdnn.runtime.cuda.libraries import find as libraries
+from optdnn.runtime.cuda.libraries.calls import (
     Attention,
     Convolution,
     LibraryCall,
@@ -27,12 +32,9 @@ from optdnn.runtime.cuda.calls import (
     parse_call,
     to_plain,
 )
-from optdnn.runtime.cuda.plan import parse
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.format import read
 from optdnn.runtime.program import Program
-from optdnn.tactics.cuda import libraries as tactics
-from optdnn.tactics.cuda import providers
 
 LIBRARIES = "cudnn,cublaslt"
 PRODUCT = MatMul("float16", 4, 8, 16, 16, 16, 8)
@@ -317,7 +319,7 @@ def test_gelu_in_its_tanh_form_alone_is_a_products_epilogue() -> None:
 def test_the_libraries_compute_what_their_steps_mean(precision: str) -> None:
     if not (libraries.present("cudnn") and libraries.present("cublaslt")):
         pytest.skip("cuDNN or cuBLASLt is not installed")
-    from optdnn.runtime.cuda.check import check_steps
+    from optdnn.runtime.cuda.trials.check import check_steps
 
     graph = network()
     program = lowered(graph, precision, target="cuda:sm_90a", tactics=LIBRARIES)

@@ -12,8 +12,8 @@ from support.net import Net
 from support.simulated import feeds_of, lowered
 
 from optdnn.ir.graph import Graph
-from optdnn.runtime.cuda.check import check_arena, check_steps, run_singly
 from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.trials.check import check_arena, check_steps, run_singly
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
 

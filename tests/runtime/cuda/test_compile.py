@@ -11,9 +11,13 @@ from support.quantized_cases import GENERAL as QUANTIZED
 from support.simulated import lowered
 
 from optdnn.config import GPU_PRECISIONS
-from optdnn.runtime.cuda import conv, conv_cost, conv_general, conv_patch, nvrtc
-from optdnn.runtime.cuda.conv_patch import PatchConfig
-from optdnn.runtime.cuda.conv_problem import Problem, Source
+from optdnn.kernels.conv import cost as conv_cost
+from optdnn.kernels.conv import general_kernel as conv_general
+from optdnn.kernels.conv import implicit_gemm as conv
+from optdnn.kernels.conv import patch_kernel as conv_patch
+from optdnn.kernels.conv.patch_kernel import PatchConfig
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 pytestmark = pytest.mark.nvrtc

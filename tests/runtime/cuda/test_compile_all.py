@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from optdnn.runtime.cuda import nvrtc
-from optdnn.runtime.cuda.nvrtc import Recipe, Resources
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.nvrtc import Recipe, Resources
 
 pytestmark = pytest.mark.nvrtc
 

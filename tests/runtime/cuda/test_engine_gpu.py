@@ -16,11 +16,12 @@ from support.whole_gpu import full_gpu
 
 from optdnn.errors import InputError, RunError
 from optdnn.ir.graph import Graph
-from optdnn.runtime.cuda.check import check_arena, check_steps
+from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import pooled as conv_pool
+from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
-from optdnn.tactics.cuda import conv_pool, conv_sm90
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tactics" / "cuda"))  # for the families of generated kernels
+sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))  # for the families of generated kernels
 import test_conv_pool
 import test_matmul_sm90
 import test_prologue

@@ -11,9 +11,11 @@ from support.net import Net
 from support.simulated import lowered
 
 from optdnn.errors import EngineError, RunError
-from optdnn.runtime.cuda import check, device, memory, timer
-from optdnn.runtime.cuda.check import FENCE, FencedArena
-from optdnn.runtime.cuda.timer import GpuTimer, KernelHangs, MemoryCorrupted, TrialFailed
+from optdnn.runtime.cuda import device
+from optdnn.runtime.cuda.memory import allocator as memory
+from optdnn.runtime.cuda.trials import check, timer
+from optdnn.runtime.cuda.trials.check import FENCE, FencedArena
+from optdnn.runtime.cuda.trials.timer import GpuTimer, KernelHangs, MemoryCorrupted, TrialFailed
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
 

@@ -12,10 +12,10 @@ from support.net import Net
 from support.simulated import lowered
 
 from optdnn.errors import RunError
-from optdnn.runtime.cuda import first_runs
-from optdnn.runtime.cuda.first_runs import FirstRuns, ResultsDiffer
-from optdnn.runtime.cuda.gpu_worker import GpuWorker
-from optdnn.runtime.cuda.timer import KernelCrashes, KernelHangs, MemoryCorrupted
+from optdnn.runtime.cuda.trials import first_runs
+from optdnn.runtime.cuda.trials.first_runs import FirstRuns, ResultsDiffer
+from optdnn.runtime.cuda.trials.gpu_worker import GpuWorker
+from optdnn.runtime.cuda.trials.timer import KernelCrashes, KernelHangs, MemoryCorrupted
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from optdnn.runtime.cuda import graphs
+from optdnn.runtime.cuda.launches import graphs
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from support.simulated import lowered
 from optdnn.cli import bench as cli_bench
 from optdnn.errors import UsageError
 from optdnn.runtime.bench import bench
-from optdnn.runtime.cuda import nvtx
-from optdnn.runtime.cuda.clocks import ClockSample, Monitor
-from optdnn.runtime.cuda.measure import GpuSamples, _rising, report_of
-from optdnn.runtime.cuda.plan import parse
-from optdnn.runtime.cuda.work import Ceilings, Work, work_of
+from optdnn.runtime.cuda.launches.plan import parse
+from optdnn.runtime.cuda.measuring import nvtx
+from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
+from optdnn.runtime.cuda.measuring.measure import GpuSamples, _rising, report_of
+from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.feeds import random_feeds
 from optdnn.types import FP16, FP32

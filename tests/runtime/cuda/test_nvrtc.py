@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from optdnn.runtime.cuda import nvrtc
-from optdnn.runtime.cuda.nvrtc import CacheWarning, KernelCache, KernelError, Recipe
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.nvrtc import CacheWarning, KernelCache, KernelError, Recipe
 
 SOURCE = """
 extern "C" __global__ void sum(const float* x, float* y) {
@@ -70,7 +70,7 @@ def test_the_key_depends_on_everything_that_decides_the_bytes(monkeypatch: pytes
     with (tmp_path / "general.cuh").open("a") as header:  # a header that the main file includes
         header.write("// changed\n")
     assert RECIPE.key() not in keys
-    (tmp_path / "general.cuh").write_bytes((Path(nvrtc.__file__).parent / "kernels" / "general.cuh").read_bytes())
+    (tmp_path / "general.cuh").write_bytes((nvrtc.KERNELS / "general.cuh").read_bytes())
     monkeypatch.setattr(nvrtc, "version", lambda: (99, 0))
     assert RECIPE.key() not in keys
     monkeypatch.undo()
@@ -225,7 +225,7 @@ def test_an_interruption_ends_the_compiling_processes(tmp_path: Path, monkeypatc
 
 def test_processes_that_want_the_same_kernel_at_once_all_get_it_whole(tmp_path: Path) -> None:
     code = (
-        "import sys, hashlib\nfrom pathlib import Path\nfrom optdnn.runtime.cuda.nvrtc import KernelCache, Recipe\n"
+        "import sys, hashlib\nfrom pathlib import Path\nfrom optdnn.runtime.cuda.compile.nvrtc import KernelCache, Recipe\n"
         f"r = Recipe({RECIPE.name!r}, {RECIPE.arch!r}, {dict(RECIPE.generated)!r})\n"
         "sys.stdin.readline()\nprint(hashlib.sha256(KernelCache(Path(sys.argv[1])).get(r)).hexdigest())"
     )

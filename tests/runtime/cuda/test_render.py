@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from optdnn.errors import InternalError
-from optdnn.runtime.cuda import render
+from optdnn.runtime.cuda.compile import render
 
 
 def test_stages_are_applied_in_order() -> None:

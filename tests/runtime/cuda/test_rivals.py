@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from optdnn import gpu_rivals
-from optdnn.comparison import check_rivals
+from optdnn.compare import gpu_rivals
+from optdnn.compare.comparison import check_rivals
+from optdnn.compare.gpu_rivals import TORCH_RIVALS, restricted, torch_candidates
 from optdnn.config import BuildOptions
 from optdnn.errors import MissingDependency, UsageError
-from optdnn.gpu_rivals import TORCH_RIVALS, restricted, torch_candidates
 from optdnn.runtime.candidates import Candidate, open_candidate
-from optdnn.runtime.cuda import rivals, usable
-from optdnn.runtime.cuda.rivals import _tensors, factory
+from optdnn.runtime.cuda import usable
+from optdnn.runtime.cuda.measuring import rivals
+from optdnn.runtime.cuda.measuring.rivals import _tensors, factory
 
 GPU = "cuda:sm_90a"
 

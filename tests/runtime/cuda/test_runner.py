@@ -15,11 +15,13 @@ import optdnn
 from optdnn.errors import EngineError, EngineStale, InputError, MissingDependency, OptdnnError, RunError, UsageError
 from optdnn.ir.graph import Graph
 from optdnn.runtime import format as engine_format
-from optdnn.runtime.cuda import arrays, kernels_of, nvrtc
-from optdnn.runtime.cuda.arrays import on_gpu, pointer_of, stream_handle
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile import recipes as kernels_of
 from optdnn.runtime.cuda.device import Device, gpu_count
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.loaded import check_arch, check_driver
+from optdnn.runtime.cuda.memory import arrays
+from optdnn.runtime.cuda.memory.arrays import on_gpu, pointer_of, stream_handle
+from optdnn.runtime.cuda.memory.loaded import check_arch, check_driver
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program

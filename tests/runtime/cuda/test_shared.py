@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from optdnn.runtime.cuda import device
-from optdnn.runtime.cuda.shared import Pool
+from optdnn.runtime.cuda.memory.shared import Pool
 
 
 @pytest.fixture

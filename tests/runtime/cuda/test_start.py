@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from optdnn.errors import MissingDependency, RunError
-from optdnn.runtime.cuda import device, libraries, start
+from optdnn.runtime.cuda import device, start
+from optdnn.runtime.cuda.libraries import find as libraries
 
 
 def test_the_device_is_opened_aside_and_its_failure_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:

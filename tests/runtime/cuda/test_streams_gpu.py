@@ -10,14 +10,14 @@ from support.branches import inception, products
 from support.needs import why_no_hopper
 from support.simulated import feeds_of, lowered
 
+from optdnn.lowering import stream_schedule as lanes
 from optdnn.runtime.cuda.device import check, driver
-from optdnn.runtime.cuda.libraries import present
-from optdnn.runtime.cuda.measure import profile_gpu
-from optdnn.runtime.cuda.memory import fill
+from optdnn.runtime.cuda.libraries.find import present
+from optdnn.runtime.cuda.measuring.measure import profile_gpu
+from optdnn.runtime.cuda.memory.allocator import fill
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.lanes import waits_of
 from optdnn.runtime.program import Program
-from optdnn.tactics.cuda import lanes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 

@@ -10,11 +10,11 @@ import pytest
 from support.net import Net
 from support.simulated import lowered
 
-from optdnn.runtime.cuda import timer
-from optdnn.runtime.cuda.check import relative_error
-from optdnn.runtime.cuda.nvrtc import KernelError, Recipe, compile_recipe
-from optdnn.runtime.cuda.plan import CudaStep, parse
-from optdnn.runtime.cuda.timer import KernelHangs, _sample, wait
+from optdnn.runtime.cuda.compile.nvrtc import KernelError, Recipe, compile_recipe
+from optdnn.runtime.cuda.launches.plan import CudaStep, parse
+from optdnn.runtime.cuda.trials import timer
+from optdnn.runtime.cuda.trials.check import relative_error
+from optdnn.runtime.cuda.trials.timer import KernelHangs, _sample, wait
 
 
 def convolution(batch: int) -> CudaStep:

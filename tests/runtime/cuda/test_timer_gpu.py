@@ -14,17 +14,17 @@ from support.net import Net
 from support.simulated import feeds_of
 
 import optdnn
-from optdnn.autotune import Tuner
 from optdnn.config import BuildOptions
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
-from optdnn.optimizing import optimize
+from optdnn.kernels.conv.hopper_launch import POINTERS
+from optdnn.optimize import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.plan import SHARED_LIMIT
-from optdnn.runtime.cuda.timer import GpuTimer, TrialFailed
+from optdnn.runtime.cuda.launches.plan import SHARED_LIMIT
+from optdnn.runtime.cuda.trials.timer import GpuTimer, TrialFailed
 from optdnn.runtime.program import Program
-from optdnn.tactics.cuda.conv_sm90 import POINTERS
-from optdnn.tactics.timing_cache import TimingCache
+from optdnn.tuning.autotuner import Tuner
+from optdnn.tuning.timing_cache import TimingCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 TARGET = "cuda:sm_90a"

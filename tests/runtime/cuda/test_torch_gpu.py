@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import optdnn
-from optdnn.pytorch import compile_backend
+from optdnn.integrations.pytorch import compile_backend
 from optdnn.runtime.cuda.usable import why_not
 
 torch = pytest.importorskip("torch")

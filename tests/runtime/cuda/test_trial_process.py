@@ -20,14 +20,12 @@ from support.timer import hashed, tactics_of
 
 from optdnn.errors import EngineStale, RunError
 from optdnn.runtime import process
-from optdnn.runtime.cuda import trial_process
+from optdnn.runtime.cuda.compile.nvrtc import KernelCache
+from optdnn.runtime.cuda.compile.recipes import recipe_of, source_digest
 from optdnn.runtime.cuda.device import gpu_count
-from optdnn.runtime.cuda.gpu_worker import told
-from optdnn.runtime.cuda.kernels_of import recipe_of, source_digest
-from optdnn.runtime.cuda.nvrtc import KernelCache
-from optdnn.runtime.cuda.sent import PROGRAM, Receiver, Sender
-from optdnn.runtime.cuda.timer import TrialFailed
-from optdnn.runtime.cuda.trial_process import (
+from optdnn.runtime.cuda.trials import process as trial_process
+from optdnn.runtime.cuda.trials.gpu_worker import told
+from optdnn.runtime.cuda.trials.process import (
     CandidateLost,
     GpuProcess,
     GraphFault,
@@ -36,6 +34,8 @@ from optdnn.runtime.cuda.trial_process import (
     TrialTimer,
     gpu_process,
 )
+from optdnn.runtime.cuda.trials.sent import PROGRAM, Receiver, Sender
+from optdnn.runtime.cuda.trials.timer import TrialFailed
 from optdnn.runtime.program import Program
 from optdnn.types import Array
 
@@ -277,7 +277,7 @@ def test_one_worker_serves_all_of_a_build_and_ends_with_it(monkeypatch: pytest.M
 ORPHAN = """
 import sys, threading
 sys.path[:0] = {path!r}
-from optdnn.runtime.cuda.trial_process import GpuProcess
+from optdnn.runtime.cuda.trials.process import GpuProcess
 found = GpuProcess("support.fake_gpu:main")
 found.begin()
 print(found._worker._process.pid, flush=True)

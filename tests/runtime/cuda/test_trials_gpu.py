@@ -20,20 +20,20 @@ from support.simulated import feeds_of
 
 import optdnn
 from optdnn import CudaKernel, CudaLaunch, custom_op
-from optdnn.autotune import Tuner
 from optdnn.config import BuildOptions
 from optdnn.errors import GpuFault
 from optdnn.importers.onnx import import_model
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
-from optdnn.lower_cuda import lower_cuda
-from optdnn.optimizing import optimize
+from optdnn.lowering.cuda import lower_cuda
+from optdnn.optimize import optimize
+from optdnn.runtime.cuda.compile.recipes import recipe_of, source_digest
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.kernels_of import recipe_of, source_digest
-from optdnn.runtime.cuda.trial_process import CandidateLost, TrialTimer, gpu_process
+from optdnn.runtime.cuda.trials.process import CandidateLost, TrialTimer, gpu_process
 from optdnn.runtime.program import Program
-from optdnn.tactics.cuda import trials
-from optdnn.tactics.timing_cache import TimingCache
+from optdnn.tuning import candidates as trials
+from optdnn.tuning.autotuner import Tuner
+from optdnn.tuning.timing_cache import TimingCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 TARGET = "cuda:sm_90a"
@@ -212,7 +212,7 @@ def test_a_build_goes_on_without_its_faulty_candidates(model: Path, monkeypatch:
         seeded.update({str(found[k].choice): bodies[k] for k in bodies})
         return [replace(t, program=sabotaged(t.program, bodies[k])) if k in bodies else t for k, t in enumerate(found)]
 
-    monkeypatch.setattr("optdnn.autotune.trials_of", seed)
+    monkeypatch.setattr("optdnn.tuning.autotuner.trials_of", seed)
     begin = time.monotonic()
     engine = optdnn.build(model, target=TARGET, precision="fp16", tactics="own")
     tuning: Any = engine.report["tuning"]

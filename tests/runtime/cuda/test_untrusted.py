@@ -21,12 +21,17 @@ from optdnn import CudaKernel, CudaLaunch, custom_op
 from optdnn.errors import EngineError, EngineStale
 from optdnn.runtime import format as engine_format
 from optdnn.runtime import header
-from optdnn.runtime.cuda import allowed, device, kernel_text, kernels_of, loaded, nvrtc, start
-from optdnn.runtime.cuda.allowed import check_kernels, without_code
+from optdnn.runtime.cuda import device, start
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile import recipes as kernels_of
+from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError, Recipe
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.kernel_expressions import TextRefused
-from optdnn.runtime.cuda.nvrtc import KernelCache, KernelError, Recipe
+from optdnn.runtime.cuda.kernel_text import allowed
+from optdnn.runtime.cuda.kernel_text import check as kernel_text
+from optdnn.runtime.cuda.kernel_text.allowed import check_kernels, without_code
+from optdnn.runtime.cuda.kernel_text.expressions import TextRefused
+from optdnn.runtime.cuda.memory import loaded
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Dynamic, Program
 

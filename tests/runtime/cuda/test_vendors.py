@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from optdnn.errors import RunError
-from optdnn.runtime.cuda import cublaslt, cudnn
-from optdnn.runtime.cuda.calls import Attention, Convolution, MatMul, Norm
+from optdnn.runtime.cuda.libraries import cublaslt, cudnn
+from optdnn.runtime.cuda.libraries.calls import Attention, Convolution, MatMul, Norm
 
 CONV = Convolution(
     "float16", (2, 8, 5, 5), (200, 1, 40, 8), (16, 8, 3, 3), (72, 1, 24, 8), (2, 16, 5, 5), (400, 1, 80, 16), (1, 1),

@@ -16,8 +16,8 @@ from support.needs import why_no_hopper
 from support.small_models import save, small_model
 
 import optdnn
-from optdnn.checks import PASSED
 from optdnn.cli.main import run
+from optdnn.compare.checks import PASSED
 from optdnn.runtime.program import Program
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]

@@ -15,14 +15,14 @@ from support.simulated import lowered
 from optdnn.errors import EngineError
 from optdnn.ir.graph import Graph
 from optdnn.runtime import cuda
-from optdnn.runtime.cuda.plan import CLUSTER, GRID, LOWER, NOTHING, LaunchPlan, parse
+from optdnn.runtime.cuda.launches.plan import CLUSTER, GRID, LOWER, NOTHING, LaunchPlan, parse
+from optdnn.runtime.cuda.launches.waits import may_not_end
 from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.cuda.waits import may_not_end
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program, Slot, validate
 from optdnn.runtime.simulate.runner import SimulateRunner
 
-sys.path.append(str(Path(__file__).parents[2] / "tactics" / "cuda"))
+sys.path.append(str(Path(__file__).parents[2] / "kernels"))
 from test_stream_k import network, prefer_stream_k, streamed
 
 KERNELS = Path(cuda.__file__).parent / "kernels"
@@ -99,8 +99,8 @@ def test_a_build_ends_with_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     import onnx
 
     import optdnn
+    from optdnn.lowering import builder
     from optdnn.models import zoo
-    from optdnn.tactics.cuda import builder
 
     onnx.save(zoo.build("mlp"), tmp_path / "m.onnx")
     monkeypatch.setattr(builder, "NOTHING", GRID)

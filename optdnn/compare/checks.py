@@ -1,0 +1,418 @@
+"""The checks of a compiled network on the machine that runs it: what each one does, and when it passes.
+
+A check works on one program (of an engine for several shapes: the plan for these shapes) and one set of inputs. What decides is
+either equality to the bit, or a distance beside the one that another input makes: a comparison that an engine with another result
+would pass as well says nothing, and is told as "not checked".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx
+
+from optdnn.compare.divergence import tolerance_of
+from optdnn.errors import OptdnnError, UnsupportedError
+from optdnn.importers.onnx import import_model
+from optdnn.importers.split_weights import put_together
+from optdnn.ir.evaluate import evaluate, promote
+from optdnn.ir.graph import Graph, Op
+from optdnn.passes.support.decisions import DECIDES
+from optdnn.runtime.accuracy import errors_between
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.program import Plain, Program, Step
+from optdnn.types import Array, is_float
+
+PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
+STEP = {"fp32": 2e-5, "tf32": 3e-4, "fp16": 4e-3, "bf16": 3e-2, "int8": 4e-3, "fp8": 4e-3}
+"""Largest error of a launch on a GPU, of the largest magnitude of its result: a few roundings of its element type. Of 8-bit
+results: the share of elements that may be one step off."""
+ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 2.0**-8, "fp8": 2.0**-4}
+"""Largest relative error of one rounding."""
+ROUNDINGS = 16
+"""Of the largest magnitude of an output, this many roundings are never an error."""
+OWN = 4
+"""How many times as far from the exact result an engine may be as the network is when its inputs are rounded."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one check. ``case`` names the inputs ("" where there is one set); ``status`` is :data:`PASSED`,
+    :data:`FAILED` or :data:`NOT_CHECKED`; ``text`` says what was found, or why nothing was checked. ``error`` and ``limit`` are
+    relative to the largest magnitude, where the check measures a distance."""
+
+    name: str
+    case: str
+    status: str
+    text: str
+    error: float | None = None
+    limit: float | None = None
+
+    def to_plain(self) -> dict[str, Plain]:
+        """As JSON has it: an error that is not finite is None."""
+        finite = self.error is None or np.isfinite(self.error)
+        return {
+            "check": self.name,
+            "case": self.case,
+            "status": self.status,
+            "text": self.text,
+            "error": float(self.error) if self.error is not None and finite else None,
+            "limit": None if self.limit is None else float(self.limit),
+        }
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a check found: a :class:`Check` without its name."""
+
+    status: str
+    text: str
+    error: float | None = None
+    limit: float | None = None
+
+
+def passed(text: str) -> Found:
+    return Found(PASSED, text)
+
+
+def failed(text: str) -> Found:
+    return Found(FAILED, text)
+
+
+def not_checked(text: str) -> Found:
+    return Found(NOT_CHECKED, text)
+
+
+# ---------------------------------------------------------------- to the bit
+
+
+def differing(got: Mapping[str, Array], want: Mapping[str, Array]) -> list[str]:
+    """The outputs that are not the same to the bit."""
+    return [
+        name
+        for name, a in want.items()
+        if a.shape != got[name].shape or a.dtype != got[name].dtype or a.tobytes() != got[name].tobytes()
+    ]
+
+
+def same_bits(runs: Iterable[Mapping[str, Array]], want: Mapping[str, Array], ok: str, wrong: str) -> Found:
+    """Whether all runs give ``want``. ``ok`` and ``wrong`` say what that means; ``wrong`` follows the outputs' names."""
+    names = sorted({name for run in runs for name in differing(run, want)})
+    return failed(f"{', '.join(names)} {wrong}") if names else passed(ok)
+
+
+# ---------------------------------------------------------------- distances
+
+
+def judge(
+    got: Mapping[str, Array],
+    want: Mapping[str, Array],
+    other: Mapping[str, Array],
+    rounded: Sequence[Mapping[str, Array]],
+    precision: str,
+    tolerance: float | None = None,
+) -> Found:
+    """Whether results are near the exact ones. ``other`` are the exact results of another input, and ``rounded`` those of this
+    input after one rounding of the precision.
+
+    An output may be as far off as ``tolerance`` (default: the precision's) of the distance to ``other``'s, and as a few roundings
+    or rounded inputs explain. Where that is half of the distance to ``other``'s, the comparison says nothing.
+    """
+    share = tolerance_of(precision) if tolerance is None else tolerance
+    floor = ROUNDINGS * max((ROUNDOFF[p] for p in precision.split("+") if p in ROUNDOFF), default=ROUNDOFF["fp32"])
+    worst: tuple[float, float, float, str] | None = None
+    blind: list[str] = []
+    for name, exact in want.items():
+        error = errors_between([got[name]], [exact])[1]
+        moved = min(errors_between([other[name]], [exact])[1], 1.0)
+        own = max((errors_between([r[name]], [exact])[1] for r in rounded), default=0.0)
+        limit = max(share * (moved or 1.0), floor, OWN * own)
+        if moved and limit >= moved / 2 and error <= limit:
+            blind.append(f"{name} (another input changes it by {moved:.2g}, rounding by up to {limit:.2g})")
+            continue
+        ratio = error / limit if np.isfinite(limit) else 0.0
+        if worst is None or ratio > worst[0]:
+            worst = ratio, error, limit, name
+    if worst is None:
+        return not_checked(f"too near to tell: {'; '.join(blind)}" if blind else "there are no outputs")
+    ratio, error, limit, name = worst
+    more = f"; too near to tell: {'; '.join(blind)}" if blind else ""
+    text = f"{name} is off by {error:.2g} of its largest element, {limit:.2g} is allowed{more}"
+    return Found(PASSED if ratio <= 1 else FAILED, text, error, limit)
+
+
+def exact_results(
+    graph: Graph, feeds: Mapping[str, Array], other: Mapping[str, Array], precision: str
+) -> tuple[dict[str, Array], dict[str, Array], list[dict[str, Array]]]:
+    """In float64: the results of ``feeds`` and of ``other``, and those of ``feeds`` after a rounding of the precision (of the
+    inputs; and of what the network ranks, which may be nearly tied)."""
+    exact = promote(graph)
+    amount = max((ROUNDOFF[p] for p in precision.split("+") if p in ROUNDOFF), default=ROUNDOFF["fp32"])
+    signs = np.random.default_rng(0)
+
+    def nudged(x: Array) -> Array:
+        return (x * (1 + amount * signs.choice((-1, 1), x.shape))).astype(x.dtype) if is_float(x.dtype) else x
+
+    def ranked(op: Op, operands: list[Array | None]) -> list[Array | None]:
+        return [None if x is None else nudged(x) for x in operands] if op.kind in DECIDES else operands
+
+    given = wide(feeds)
+    want = evaluate(exact, given)
+    rounded = [evaluate(exact, {n: nudged(x) for n, x in given.items()})]
+    if exact.of_kind(*DECIDES):
+        rounded.append(evaluate(exact, given, ranked))
+    return want, evaluate(exact, wide(other)), rounded
+
+
+def wide(feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """Floats in float64, the rest as it is."""
+    return {n: a.astype(np.float64) if is_float(a.dtype) else a for n, a in feeds.items()}
+
+
+# ---------------------------------------------------------------- cpu and reference
+
+
+class Stepwise:
+    """A program of the targets cpu and reference, run step by step in memory of its own: no plan of the memory takes part."""
+
+    def __init__(self, engine: Engine):
+        self.program = engine.program
+        self.sessions = [executor.session() for executor in engine.executors]
+
+    def run(self, feeds: Mapping[str, Array]) -> tuple[dict[str, Array], list[list[Array | None]], list[list[Array]]]:
+        """Results by name, then the operands and the results of each step."""
+        p = self.program
+        values: dict[int, Array | None] = {i: p.blobs[b.blob] for i, b in enumerate(p.buffers) if b.blob is not None}
+        values |= {i: np.ascontiguousarray(feeds[s.name]).reshape(feeds[s.name].shape) for s, i in p.inputs}
+        read: list[list[Array | None]] = []
+        made: list[list[Array]] = []
+        for step, session in zip(p.steps, self.sessions, strict=True):
+            operands = [values.get(i) for i in step.inputs]
+            results = [a.copy() for a in session.run(operands, [None] * len(step.outputs))]
+            read.append(operands)
+            made.append(results)
+            values.update(zip(step.outputs, results, strict=True))
+        return {s.name: np.asarray(values[i]) for s, i in p.outputs}, read, made
+
+
+def library_steps(
+    program: Program,
+    feeds: Sequence[list[Array | None]],
+    other: Sequence[list[Array | None]],
+    made: Sequence[list[Array]],
+) -> Found:
+    """Each step of a CPU library beside its own ONNX model in NumPy and float64, on the operands that it had. ``feeds`` and
+    ``other`` are the operands of each step in two runs, ``made`` its results in the first."""
+    found: list[Found] = []
+    for k, step in enumerate(program.steps):
+        if step.executor == "reference":
+            continue
+        try:
+            graph = library_graph(step, program)
+            names, results = step.params["inputs"], step.params["outputs"]
+            one, two = (dict(zip(names, run[k], strict=True)) for run in (feeds, other))
+            precision = "int8" if graph.of_kind("QuantizeLinear") else str(step.params["precision"])
+            judged = judge(
+                dict(zip(results, made[k], strict=True)), *exact_results(graph, one, two, precision), precision
+            )
+        except UnsupportedError as error:
+            judged = not_checked(f"NumPy does not evaluate its model: {error.message}")
+        found.append(replace(judged, text=f"step {k} ({step.executor}): {judged.text}"))
+    if not found:
+        return not_checked("every step is a NumPy kernel, which is its own meaning")
+    return worst_of(found, f"{len(found)} library steps against their models in NumPy, float64")
+
+
+def worst_of(found: Sequence[Found], what: str) -> Found:
+    """One outcome of several: the failed ones, else the worst that was checked."""
+    wrong = [f for f in found if f.status == FAILED]
+    if wrong:
+        return replace(wrong[0], text=f"{len(wrong)} of {len(found)} fail: {'; '.join(f.text for f in wrong[:3])}")
+    checked = [f for f in found if f.status == PASSED]
+    if not checked:
+        return replace(found[0], text="; ".join(f.text for f in found[:3]))
+    worst = max(checked, key=lambda f: (f.error or 0.0) / (f.limit or 1.0))
+    rest = len(found) - len(checked)
+    return replace(worst, text=f"{what}{f' ({rest} not checked)' if rest else ''}; worst: {worst.text}")
+
+
+def library_graph(step: Step, program: Program) -> Graph:
+    """The network of a CPU library's step, read from the ONNX model and the weights in the engine."""
+    p = step.params
+    weights = {str(name): program.blobs[number] for name, number in p["weights"].items()}
+    proto = onnx.ModelProto.FromString(program.blobs[p["model"]].tobytes())
+    initializers = {t.name: t for t in proto.graph.initializer}
+    for value in [v for v in proto.graph.input if v.name in weights]:
+        shape = [d.dim_value for d in value.type.tensor_type.shape.dim]
+        declared = onnx.TensorProto(name=value.name, data_type=value.type.tensor_type.elem_type, dims=shape)
+        proto.graph.initializer.append(declared)
+        initializers[value.name] = proto.graph.initializer[-1]
+        proto.graph.input.remove(value)
+    for name in weights.keys() & initializers.keys():
+        del initializers[name].external_data[:]
+        initializers[name].data_location = onnx.TensorProto.EXTERNAL
+        initializers[name].external_data.add(key="location", value=name)
+    return import_model(put_together(proto.SerializeToString(), weights, f"the model of a {step.executor} step"))
+
+
+def poisoned_outputs(engine: Engine, feeds: Mapping[str, Array], want: Mapping[str, Array]) -> Found:
+    """Whether results depend on what the caller's output memory held before."""
+    context = engine.context()
+    runs = []
+    for byte in (0xFF, 0x3C):
+        out = {name: np.frombuffer(bytearray([byte]) * a.nbytes, a.dtype).reshape(a.shape) for name, a in want.items()}
+        runs.append({name: a.copy() for name, a in context.run(feeds, out=out).items()})
+    return same_bits(
+        runs, want, "results do not depend on what output memory held", "depend on what output memory held"
+    )
+
+
+# ---------------------------------------------------------------- simulate
+
+
+def simulated_apart(program: Program, feeds: Mapping[str, Array], want: Mapping[str, Array]) -> Found:
+    """The program with every buffer in memory of its own, step by step in the steps' order."""
+    from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
+
+    runs = [SimulateContext(SimulateRunner(apart(program))).run(feeds)]
+    return same_bits(
+        runs, want, "the same with every buffer in memory of its own", "depend on which buffers share memory"
+    )
+
+
+def apart(program: Program) -> Program:
+    """The program with no two buffers of its arena in one place, and without lanes."""
+    end, buffers = 0, []
+    for b in program.buffers:
+        if b.offset is not None:
+            b, end = replace(b, offset=end), end + -(-(b.nbytes or 0) // 256) * 256
+        buffers.append(b)
+    return replace(program, buffers=tuple(buffers), arena_bytes=end, lanes=())
+
+
+def simulated_poisoned(program: Program, feeds: Mapping[str, Array], want: Mapping[str, Array], runs: int) -> Found:
+    """Runs on an arena full of NaN, in several of the orders that the lanes allow."""
+    from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
+
+    runner = SimulateRunner(program)
+    seeds = range(runs if program.lanes else 1)
+    found = [SimulateContext(runner, poison=True, seed=seed).run(feeds) for seed in seeds]
+    orders = f", in {len(found)} orders" if len(found) > 1 else ""
+    ok = f"nothing is read before it is written, nor written outside of the arena{orders}"
+    return same_bits(found, want, ok, "depend on what the arena held, or on the order of lanes")
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+def launches(context: Any, feeds: Mapping[str, Array], precision: str) -> Found:
+    """Each launch alone beside its step's meaning, its results filled with NaN before."""
+    from optdnn.runtime.cuda.trials.check import check_steps
+
+    limit = max((STEP[p] for p in precision.split("+") if p in STEP), default=STEP["fp32"])
+    steps = check_steps(context, feeds)
+    if not steps:
+        return not_checked("nothing is launched on the GPU")
+    wrong = [s for s in steps if not s.error <= limit]
+    worst = max(steps, key=lambda s: s.error)
+    if wrong:
+        shown = "; ".join(f"step {s.step} ({s.kind} by {s.kernel}, {s.nodes}) by {s.error:.2g}" for s in wrong[:3])
+        return Found(FAILED, f"{len(wrong)} of {len(steps)} launches are off: {shown}", worst.error, limit)
+    text = f"{len(steps)} launches; worst: {worst.kind} by {worst.kernel}, {worst.error:.2g} of {limit:.2g}"
+    return Found(PASSED, text, worst.error, limit)
+
+
+def singly(context: Any, feeds: Mapping[str, Array]) -> Found:
+    """Single launches beside the graph of them."""
+    from optdnn.runtime.cuda.trials.check import run_singly
+
+    graph = context.run(feeds)
+    alone = run_singly(context, feeds)
+    want = {name: graph[name] for name in alone}
+    return same_bits(
+        [alone], want, "single launches give what the CUDA graph gives", "differ between single launches and the graph"
+    )
+
+
+def arena(context: Any, feeds: Mapping[str, Array]) -> Found:
+    """Runs on an arena full of NaN and of something else, between fences."""
+    from optdnn.runtime.cuda.trials.check import check_arena
+
+    faults = [*check_arena(context.runner, feeds), *overwritten(context.runner.program)]
+    ok = "results do not depend on what the memory held, and nothing is written outside of the arena"
+    return failed("; ".join(faults)) if faults else passed(ok)
+
+
+def overwritten(program: Program) -> list[str]:
+    """Buffers of the arena that a step overwrites before their last reader, in words. (What lanes allow besides is checked when an
+    engine is loaded: :mod:`optdnn.runtime.lanes`.)"""
+    places = {i: b for i, b in enumerate(program.buffers) if b.offset is not None and b.nbytes}
+    writes = {i: [k for k, s in enumerate(program.steps) if i in s.outputs] for i in places}
+    reads = {i: [k for k, s in enumerate(program.steps) if i in s.inputs] for i in places}
+    found = []
+    for i, a in places.items():
+        if not writes[i] or not reads[i]:
+            continue
+        first, last, begin, end = writes[i][0], reads[i][-1], a.offset or 0, (a.offset or 0) + (a.nbytes or 0)
+        for j, b in places.items():
+            there = j != i and (b.offset or 0) < end and begin < (b.offset or 0) + (b.nbytes or 0)
+            if there and any(first < k < last for k in writes[j]):
+                found.append(f"{a.name!r} is overwritten by {b.name!r} before it is read")
+    return found
+
+
+# ---------------------------------------------------------------- rows of a batch
+
+
+def rows(
+    run: Callable[[Mapping[str, Array]], Mapping[str, Array]],
+    feeds: Mapping[str, Array],
+    want: Mapping[str, Array],
+    sizes: Sequence[int],
+    exact: Callable[[Mapping[str, Array]], Mapping[str, Array]] | None,
+    tolerance: float,
+) -> Found:
+    """Whether a row of the batch gives the same bits in every place, and in batches of the other ``sizes``.
+
+    The batch is axis 0 of the first input, and of every other input and output of that size. ``exact``: the model in float64,
+    which tells whether axis 0 is a batch at all.
+    """
+    first = next(iter(feeds.values()), None)
+    count = first.shape[0] if first is not None and first.ndim else 0
+    if count < 2:
+        return not_checked("the batch has one row")
+    without = [name for name, a in want.items() if not a.ndim or a.shape[0] != count]
+    if without:
+        return not_checked(f"output {without[0]} has no row for each of the {count} of the batch")
+    batched = {name for name, a in feeds.items() if a.ndim and a.shape[0] == count}
+
+    def picked(order: Sequence[int]) -> dict[str, Array]:
+        return {n: np.ascontiguousarray(a[list(order)]) if n in batched else a for n, a in feeds.items()}
+
+    orders = [list(range(count))[::-1], [count // 2] * count, *(list(range(n)) for n in sizes if 0 < n < count)]
+    wrong, far = 0, 0.0
+    for order in orders:
+        got = run(picked(order))
+        for name, a in want.items():
+            wrong += sum(got[name][i].tobytes() != a[row].tobytes() for i, row in enumerate(order))
+            far = max(far, errors_between([got[name]], [a[order]])[1])
+    if not wrong:
+        return passed(f"{sum(map(len, orders))} rows are the same bits in other places and batches")
+    if exact is not None:
+        one, two = exact(feeds), exact(picked(orders[0]))
+        if any(errors_between([two[n]], [one[n][::-1]])[1] > 1e-9 for n in one):
+            return not_checked("axis 0 of the model's inputs is no batch of rows")
+    elif far > tolerance:
+        return not_checked(f"rows differ by {far:.2g}: axis 0 may be no batch of rows (--model tells)")
+    return failed(f"{wrong} rows of {sum(map(len, orders))} change with their place or the size of the batch")
+
+
+def attempt(check: Callable[[], Found]) -> Found:
+    """A check that ends in one of optdnn's errors has failed."""
+    try:
+        return check()
+    except OptdnnError as error:
+        return failed(f"{type(error).__name__}: {error.message}")

@@ -1,0 +1,389 @@
+"""A comparison: an engine beside other runtimes on the very model it was built from, in speed and accuracy.
+
+The race itself (worker processes, turns, verdicts) is :mod:`optdnn.runtime.race`; here is what goes into it and what is made
+of it. The plain form of a :class:`Comparison` is the report of ``optdnn compare --json``, which the other forms are drawn from.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from optdnn.compare.divergence import Findings, find
+from optdnn.compare.gpu_rivals import (
+    GPU_RIVALS,
+    ONNXRUNTIME_CUDA,
+    RESTRICTED,
+    check_gpu_rival,
+    onnxruntime_cuda,
+    restricted,
+    torch_candidates,
+)
+from optdnn.compare.rebuild import Progress, side_of
+from optdnn.compiler import Build, build_verbose
+from optdnn.config import AUTO, BuildOptions
+from optdnn.custom import CustomOp
+from optdnn.errors import MissingDependency, UsageError
+from optdnn.importers.onnx import import_model
+from optdnn.importers.values import with_values
+from optdnn.ir.evaluate import evaluate, promote
+from optdnn.ir.graph import Graph
+from optdnn.loading import load
+from optdnn.runtime.accuracy import errors_between
+from optdnn.runtime.candidates import Candidate
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.feeds import random_feeds
+from optdnn.runtime.format import read
+from optdnn.runtime.machine import usable_cores
+from optdnn.runtime.program import Plain
+from optdnn.runtime.race import Race, race
+from optdnn.runtime.signature import Signature
+from optdnn.types import Array, TensorSpec, is_float
+
+REFERENCE = "reference"
+ORACLE = "the model in NumPy, float64"
+"""What errors are relative to unless another reference is asked for."""
+LIBRARIES: dict[str, tuple[str, ...]] = {"onnxruntime": ("fp32",), "openvino": ("fp32", "bf16", "fp16")}
+"""Rival library -> the precisions it can be asked for."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The engine that is compared, and what is known of its making.
+
+    ``model`` and ``original`` (the network as imported, before any pass) are None for an engine without its model. ``options``
+    are those the engine was built with, as far as the graph depends on them. ``account`` tells passes and tactics.
+    """
+
+    name: str
+    engine: Path
+    account: Mapping[str, Plain]
+    options: BuildOptions
+    inputs: tuple[TensorSpec, ...]
+    model: Path | None = None
+    original: Graph | None = None
+
+
+@dataclass
+class Comparison:
+    """The outcome. ``findings`` tells where the numbers part, when that was asked for."""
+
+    subject: Subject
+    race: Race
+    feeds: Mapping[str, Array]
+    feeds_from: str
+    findings: Findings | None = None
+
+    def versus(self) -> list[dict[str, Plain]]:
+        """The subject's speedup over each other candidate that was measured."""
+        rows = []
+        for row in self.race.rows[1:]:
+            found = self.race.versus(self.subject.name, row.name)
+            if found is not None:
+                range_ = [_round(v) for v in found.range]
+                rows.append(
+                    {"against": row.name, "speedup": _round(found.speedup), "range": range_, "verdict": found.verdict}
+                )
+        return rows
+
+    def to_plain(self) -> dict[str, Plain]:
+        """The report as plain data (strict JSON: numbers that are not finite are None)."""
+        model = self.subject.model
+        plain: dict[str, Plain] = finite(
+            {
+                "subject": self.subject.name,
+                "model": None if model is None else model.name,
+                "engine_bytes": self.subject.engine.stat().st_size,
+                "inputs": {n: {"dtype": str(a.dtype), "shape": list(a.shape)} for n, a in self.feeds.items()},
+                "inputs_from": self.feeds_from,
+                **self.race.to_plain(),
+                "versus": self.versus(),
+                "build": dict(self.subject.account),
+                **(self.findings.to_plain() if self.findings else {}),
+            }
+        )
+        return plain
+
+
+# ---------------------------------------------------------------- the subject
+
+
+def build_subject(model: Path, options: BuildOptions, folder: Path, say: Progress) -> Subject:
+    """Build ``model`` into an engine in ``folder``. The threads of the comparison hold for the choice of tactics too."""
+    original = import_model(model, shapes=options.shapes)
+    build: Build = build_verbose(model, replace(options, threads=options.threads or usable_cores()), say)
+    path = folder / f"{model.stem}.engine"
+    build.engine.save(path)
+    name = "optdnn" if options.precision == "fp32" else f"optdnn:{options.precision}"
+    return Subject(name, path, build.report(), options, specs(original), model, original)
+
+
+def load_subject(path: Path, model: Path | None, threads: int | None, **data: Any) -> Subject:
+    """An engine file, with the model it was built from where that is at hand.
+
+    ``data`` are the build options that tell of calibration (calib, calibrator, calib_cache, labels, images): to look into an engine
+    that was built with it. Raises UsageError where the model is not the one that the engine was built from.
+    """
+    engine = load(path, threads=threads)
+    made = engine.meta.get("options", {})
+    shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
+    options = BuildOptions(
+        target=engine.target,
+        precision=_asked(made.get("precision", engine.precision), data),
+        shapes=shapes,
+        io_dtype=made.get("io_dtype", "model"),
+        opt_level=made.get("opt_level", 3),
+        stop_after=made.get("stop_after"),
+        threads=threads,
+        **{k: v for k, v in data.items() if v is not None},
+    )
+    if model is None:
+        return Subject(path.name, path, engine.meta, options, engine.inputs)
+    original = original_of(engine, model, str(path))
+    return Subject(path.name, path, engine.meta, options, specs(original), model, original)
+
+
+def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: Sequence[CustomOp] = ()) -> Graph:
+    """The network that ``engine`` (a file of this ``name``) was built from, as imported, for its shapes. Raises UsageError where
+    inputs or outputs of the model are not the engine's."""
+    shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
+    values = engine.meta.get("options", {}).get("values")
+    original = import_model(with_values(model, values) if values else model, shapes=shapes, custom_ops=custom_ops)
+    original.profiles = engine.profiles
+    wanted, got = [s.name for s in engine.inputs], [s.name for s in specs(original)]
+    outputs = [original.op(i).outputs[0].name for i in original.outputs]
+    if wanted != got or [s.name for s in engine.outputs] != outputs:
+        raise UsageError(
+            f"{model} is not what {name or 'the engine'} was built from: its inputs are {', '.join(got)} and its outputs "
+            f"{', '.join(outputs)}, the engine has {', '.join(wanted)} and {', '.join(s.name for s in engine.outputs)}"
+        )
+    return original
+
+
+def _asked(precision: str, data: Mapping[str, Any]) -> str:
+    """The precision option of an engine that is there: what "auto" came to is in its plan, and needs data for nothing but int8."""
+    return "fp32" if precision == AUTO and data.get("calib") is None else precision
+
+
+def specs(graph: Graph) -> tuple[TensorSpec, ...]:
+    """The inputs of a graph. Raises UsageError for one whose rank is not known."""
+    found = []
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        if out.type.shape is None:
+            raise UsageError(f"input {out.name!r} has an unknown rank", hint=f"give it: --shape {out.name}=1x3x224x224")
+        shape = tuple(d if isinstance(d, int) else str(d) for d in out.type.shape)
+        found.append(TensorSpec(out.name, out.type.dtype, shape))
+    return tuple(found)
+
+
+# ---------------------------------------------------------------- the others
+
+
+def installed() -> list[str]:
+    """The rival libraries that are installed. Raises MissingDependency where there is none."""
+    found = [name for name in LIBRARIES if find_spec(name) is not None]
+    if not found:
+        raise MissingDependency(" or ".join(LIBRARIES), "cpu", "to compare with it")
+    return found
+
+
+def check_rivals(names: Sequence[str], *, has_model: bool, target: str = "cpu") -> None:
+    """Refuse, before any work, what could not take part.
+
+    Raises UsageError for an unknown name, a precision that a library lacks or a missing model, and MissingDependency for an
+    absent library.
+    """
+    if not names:
+        raise UsageError("there is nothing to compare with", hint="--against onnxruntime,openvino")
+    for name in names:
+        library, _, precision = name.partition(":")
+        if library in LIBRARIES:
+            if precision and precision not in LIBRARIES[library]:
+                raise UsageError(f"{library} cannot be asked for {precision}; it has {', '.join(LIBRARIES[library])}")
+            if find_spec(library) is None:
+                raise MissingDependency(library, "cpu", "to compare with it")
+        elif name in GPU_RIVALS:
+            check_gpu_rival(name, target)
+        elif name != REFERENCE:
+            if not Path(name).is_file():
+                rivals = ", ".join([*LIBRARIES, *GPU_RIVALS, REFERENCE])
+                raise UsageError(
+                    f"--against {name!r} is neither {rivals} nor an engine file",
+                    hint="a precision follows a colon, as in openvino:bf16",
+                )
+            continue
+        if not has_model:
+            raise UsageError(f"{name} needs the ONNX model that the engine was built from", hint="give --model FILE")
+
+
+def candidates(names: Sequence[str], subject: Subject, folder: Path, say: Progress) -> list[Candidate]:
+    """The subject and its rivals, ready to race."""
+    found = [Candidate(subject.name, "engine", str(subject.engine))]
+    shapes = _fixed_shapes(subject)
+    for name in names:
+        library, _, precision = name.partition(":")
+        if library in LIBRARIES:
+            found.append(Candidate(name, library, str(subject.model), precision or "fp32", shapes))
+        elif name in RESTRICTED:
+            assert subject.model is not None
+            found.append(restricted(name, subject.model, subject.options, folder, say))
+        elif name == ONNXRUNTIME_CUDA:
+            assert subject.model is not None
+            found.append(onnxruntime_cuda(subject.model, shapes))
+        elif name == REFERENCE:
+            say("build the NumPy reference")
+            assert subject.model is not None
+            options = BuildOptions(target="reference", shapes=subject.options.shapes, opt_level=0)
+            build_verbose(subject.model, options).engine.save(folder / "reference.engine")
+            found.append(Candidate(name, "engine", str(folder / "reference.engine")))
+        else:
+            found.append(Candidate(Path(name).name, "engine", name))
+    return found
+
+
+def _fixed_shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
+    """Input shapes to fix in the rivals too: those that the build was given and that are fully known."""
+    static = {s.name: tuple(d for d in s.shape if isinstance(d, int)) for s in subject.inputs}
+    ranks = {s.name: len(s.shape) for s in subject.inputs}
+    return {n: static[n] for n in subject.options.shapes if n in static and len(static[n]) == ranks[n]}
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def compare(
+    subject: Subject,
+    against: Sequence[str],
+    *,
+    given: Mapping[str, Array] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    seed: int = 0,
+    baseline: str | None = None,
+    error_reference: str | None = None,
+    threads: int | None = None,
+    rounds: int = 10,
+    duration: float = 2.5,
+    look_inside: bool = False,
+    tolerance: float | None = None,
+    torch: str | None = None,
+    torch_as: Sequence[str] = ("torch",),
+    say: Progress = lambda text: None,
+) -> Comparison:
+    """Race ``subject`` against ``against`` on ``given`` inputs (the rest random) and measure everybody's errors.
+
+    ``baseline`` (default: the first rival) is what speedups are over; ``error_reference`` is a candidate's name, or
+    "reference" for the model evaluated in NumPy in float64 (the default where the model is at hand). ``duration`` is seconds
+    per candidate over all ``rounds``. ``look_inside`` finds where the numbers part, node by node (see
+    :mod:`optdnn.compare.divergence`), and which node is the first beyond ``tolerance``. ``torch`` is "PKG.MODULE:FACTORY" of a module that
+    takes part as ``torch_as`` says (of :data:`optdnn.compare.gpu_rivals.TORCH_RIVALS`), at the subject's precision.
+
+    Raises InputError for inputs that do not fit, UsageError for names that do not exist.
+    """
+    feeds = dict(given or {})
+    missing = [s for s in subject.inputs if s.name not in feeds]
+    profiles = () if subject.original is None else subject.original.profiles
+    typical: Any = subject.account.get("sizes")
+    made = random_feeds(subject.inputs, seed=seed, sizes=sizes, profiles=profiles, given=feeds, typical=typical)
+    feeds = {**made, **feeds}
+    signature = Signature(subject.inputs, ())
+    found = signature.sizes(signature.arrays(feeds))
+    other = random_feeds(subject.inputs, seed=seed + 1, sizes=found)
+    feeds_from = "files" if not missing else f"random, seed {seed}" + (", and files" if given else "")
+    if look_inside:
+        _check_look(subject)
+    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
+        field_ = candidates(against, subject, Path(folder), say)
+        if torch is not None:
+            field_ += torch_candidates(torch, subject.options.precision, torch_as)
+        names = [c.name for c in field_]
+        for name in (baseline, error_reference):
+            if name is not None and name not in names and (name is baseline or name != REFERENCE):
+                raise UsageError(f"the reference {name!r} is not one of {', '.join(names)}")
+        outcome = race(
+            field_,
+            feeds,
+            other_feeds=other,
+            error_reference=error_reference if error_reference in names else None if subject.original else names[1],
+            speedup_reference=baseline or (names[1] if len(names) > 1 else None),
+            threads=threads,
+            rounds=rounds,
+            turn_s=duration / rounds,
+            progress=say,
+        )
+    if subject.original is not None and error_reference in (None, REFERENCE):
+        say("evaluate the model in NumPy")
+        judge_errors(outcome, oracle(subject.original, feeds))
+    result = Comparison(subject, outcome, feeds, feeds_from)
+    if look_inside:
+        result.findings = look(subject, feeds, tolerance, say, _engine_rival(against))
+    return result
+
+
+def _engine_rival(against: Sequence[str]) -> Path | None:
+    """The first rival that is an engine file: the one to hold layers against."""
+    return next((Path(n) for n in against if n.partition(":")[0] not in (*LIBRARIES, REFERENCE)), None)
+
+
+def _check_look(subject: Subject) -> None:
+    if subject.original is None:
+        raise UsageError("to look inside, the ONNX model that the engine was built from is needed", hint="--model FILE")
+
+
+def oracle(original: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """The outputs of a network evaluated in NumPy in float64."""
+    return evaluate(promote(original), {n: a.astype("float64") if is_float(a.dtype) else a for n, a in feeds.items()})
+
+
+def judge_errors(outcome: Race, want: Mapping[str, Array]) -> None:
+    """Replace the errors of a race by those against ``want``."""
+    outcome.error_reference = ORACLE
+    for row in outcome.rows:
+        if row.outputs is not None:
+            if len(row.outputs) != len(want):
+                row.error = f"it has {len(row.outputs)} outputs, the model has {len(want)}"
+                row.max_abs_err = row.max_rel_err = None
+            else:
+                row.max_abs_err, row.max_rel_err = errors_between(list(row.outputs.values()), list(want.values()))
+
+
+def look(
+    subject: Subject, feeds: Mapping[str, Array], tolerance: float | None, say: Progress, rival: Path | None = None
+) -> Findings:
+    """Where the optimized network on its target parts from the model, node by node; with ``rival``, another engine of the model,
+    where the two part from each other."""
+    assert subject.original is not None
+    assert subject.model is not None
+    say("look inside")
+    mine = side_of(subject.engine, subject.model, subject.options, say)
+    other, label = None, read(subject.engine, verify=False).precision
+    if rival is not None:
+        say(f"look inside {rival.name}")
+        options = replace(
+            load_subject(rival, subject.model, subject.options.threads).options, calib=subject.options.calib
+        )
+        other, label = side_of(rival, subject.model, options, say), f"{label}+{read(rival, verify=False).precision}"
+    return find(subject.original, mine.graph, mine.engine_of, feeds, label, tolerance, other)
+
+
+# ---------------------------------------------------------------- plain data
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def finite(value: Any) -> Any:
+    """``value`` with every float that is not finite replaced by None, as strict JSON wants."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return value

@@ -1,0 +1,109 @@
+"""How far an engine's outputs are from those of the model it was built from, on one set of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from optdnn.calibration.data import open_data
+from optdnn.calibration.images import ImageSpec
+from optdnn.compare.comparison import finite, oracle, original_of, specs
+from optdnn.compare.verification import case_of
+from optdnn.config import BuildOptions
+from optdnn.errors import OptdnnError, RunError
+from optdnn.importers.onnx import import_model
+from optdnn.ir.graph import STRUCTURAL, Graph
+from optdnn.precision.latency import flops_of
+from optdnn.runtime.accuracy import errors_between
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.program import Plain
+from optdnn.types import Array, is_float
+
+MOST_FLOPS = 5e10
+"""Work of a model that NumPy is asked for: about twenty seconds of a slow core."""
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """Errors over all floating-point outputs; those that are not finite are None.
+
+    ``max_rel_err`` is the largest error over the output's largest magnitude, ``rms_rel_err`` the root mean square of the errors
+    over that of the output. ``input_difference`` is ``max_rel_err`` between the engine's outputs on these and on other inputs
+    (None: it does not take the others). ``same_top`` is the share of rows of two-dimensional outputs whose largest element is in
+    the same place, of ``rows`` rows; None where there are no such outputs.
+    """
+
+    max_abs_err: float | None
+    max_rel_err: float | None
+    rms_rel_err: float | None
+    input_difference: float | None
+    same_top: float | None
+    rows: int
+    inputs_from: str
+
+    def to_plain(self) -> dict[str, Plain]:
+        """Strict JSON."""
+        plain: dict[str, Plain] = finite(asdict(self))
+        return plain
+
+
+def output_error(engine: Engine, model: Path, options: BuildOptions, seed: int = 0) -> OutputError:
+    """Hold ``engine`` against ``model`` in NumPy and float64: on the first batch of the calibration data, else on random inputs.
+
+    ``options`` are those of the build. Raises RunError, with the reason, where the two cannot be held against each other: a model
+    of more than :data:`MOST_FLOPS`, or one that takes none of the inputs.
+    """
+    original = original_of(engine, model, custom_ops=options.custom_ops)
+    given = _calibration_batch(original, options)
+    case = case_of(engine, given, seed=seed)
+    work = _flops(model, case.feeds, options)
+    if work > MOST_FLOPS:
+        raise RunError(f"{work / 1e9:.0f} GFLOP are much for NumPy", hint=f"optdnn verify ENGINE --model {model}")
+    got = engine.run(case.feeds)
+    # The model's own inputs: the engine's may be of another element type.
+    dtypes = {s.name: s.dtype for s in specs(original)}
+    want = oracle(original, {n: a.astype(dtypes[n]) for n, a in case.feeds.items()})
+    pairs = [(np.asarray(got[n], np.float64), np.asarray(want[n], np.float64)) for n in want if is_float(got[n].dtype)]
+    absolute, relative = errors_between(list(got.values()), list(want.values()))
+    rows = [(a, b) for a, b in pairs if a.ndim == 2 and a.shape[1] > 1]
+    same = [float((a.argmax(axis=1) == b.argmax(axis=1)).mean()) for a, b in rows if a.size]
+    return OutputError(
+        absolute,
+        relative,
+        max((_rms(a - b) / (_rms(b) or 1.0) for a, b in pairs if a.size and a.shape == b.shape), default=None),
+        _difference(engine, case.other, got),
+        float(np.mean(same)) if same else None,
+        max((len(a) for a, _ in rows), default=0),
+        "the first batch of the calibration data" if given else f"random inputs, seed {seed}",
+    )
+
+
+def _calibration_batch(original: Graph, options: BuildOptions) -> dict[str, Array]:
+    """The first batch of the data that the build was calibrated with; empty without such data."""
+    if options.calib is None:
+        return {}
+    images = None if options.images is None else ImageSpec.read(options.images)
+    batches = open_data(options.calib, specs(original), images).batches()
+    return dict(next(iter(batches), {}))
+
+
+def _flops(model: Path, feeds: Mapping[str, Array], options: BuildOptions) -> float:
+    from optdnn.importers.values import with_values
+
+    shapes = {n: a.shape for n, a in feeds.items()}
+    graph = import_model(with_values(model, options.values), shapes=shapes, custom_ops=options.custom_ops)
+    return sum(flops_of(graph, op, {}) for op in graph.ops() if op.kind not in STRUCTURAL)
+
+
+def _difference(engine: Engine, other: Mapping[str, Array], got: Mapping[str, Array]) -> float | None:
+    try:
+        return errors_between(list(engine.run(other).values()), list(got.values()))[1]
+    except OptdnnError:
+        return None
+
+
+def _rms(x: Array) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))

@@ -1,0 +1,108 @@
+"""One side of a comparison node by node: what an engine file was made of, and how to make such engines again.
+
+The comparison itself is :mod:`optdnn.compare.divergence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from optdnn.compare.divergence import Side
+from optdnn.config import BuildOptions
+from optdnn.errors import UsageError
+from optdnn.importers.onnx import import_model
+from optdnn.ir.digest import graph_digest
+from optdnn.ir.graph import Graph
+from optdnn.optimize import optimize
+from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.ranges import Calibration
+from optdnn.precision.targets import assigned, base_of
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.format import read
+from optdnn.runtime.program import Program
+from optdnn.target_name import TargetName
+
+Progress = Callable[[str], None]
+
+
+def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lambda text: None) -> Side:
+    """What an engine file was made of: the exact part of its graph, and how to make an engine of it in the same way (target,
+    library, threads, precision of each op). Engines for a GPU that is not here are made to run in NumPy.
+
+    Raises UsageError where the model is not the one that the engine was built from, or calibration data is missing that an int8
+    engine was built with.
+    """
+    program = read(path, verify=False)
+    exact = import_model(model, shapes=options.shapes)
+    optimize(exact, options, program.target, stop_before=AssignPrecision.name)
+    told = program.meta.get("precision")
+    plan = PrecisionPlan.from_json(told["plan"]) if isinstance(told, Mapping) else PrecisionPlan()
+    calibration = _calibration(exact, plan, program, options, say)
+    final, _ = assigned(exact, plan, program.target, calibration, options.opt_level)
+    if options.stop_after is None and graph_digest(final) != program.meta.get("model", {}).get("digest"):
+        raise UsageError(
+            f"{model} is not what {path} was built from, or another optdnn built it"
+            + (" (or its calibration data is not the same)" if plan.quantizes else ""),
+            hint="build the engine again",
+        )
+
+    # A library that is asked for bf16 keeps what makes outputs in fp32, and here every value is one: types in the graph do not.
+    typed = replace(plan, base="fp32") if program.target == "cpu" and plan.default == plan.base == "bf16" else plan
+
+    def engine_of(graph: Graph) -> Engine:
+        made, _ = assigned(graph, typed, program.target, calibration, options.opt_level)
+        return _made(made, typed, program, options)
+
+    return Side(path.name, exact, engine_of)
+
+
+def _calibration(
+    graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions, say: Progress
+) -> Calibration | None:
+    """The ranges that an engine was built with, found once more."""
+    if not plan.quantizes:
+        return None
+    if options.calib is None:
+        raise UsageError(
+            f"an engine in {program.precision} was built with calibration data, which is needed to look inside",
+            hint="give it once more: --calib DATA",
+        )
+    from optdnn.calibration import calibrate
+    from optdnn.calibration.images import ImageSpec
+    from optdnn.precision.auto import specs
+    from optdnn.precision.samples import halves
+
+    data: Any = options.calib
+    images = None if options.images is None else ImageSpec.read(options.images)
+    if "auto" in program.meta:
+        data = dict(halves(options.calib, specs(graph), options.labels, images)[0].feeds)
+    return calibrate(graph, data, options.calibrator, cache=options.calib_cache, images=images, progress=say)
+
+
+def _made(graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions) -> Engine:
+    """An engine of a graph whose precisions are assigned, for the target of ``program`` and by its library."""
+    name = TargetName.parse(program.target)
+    if name.family == "reference":
+        from optdnn.lowering.steps import lower_reference
+
+        return Engine(lower_reference(graph, {}))
+    if name.on_gpu:
+        from optdnn.lowering.cuda import lower_cuda
+        from optdnn.runtime.cuda.device import facts_for
+        from optdnn.runtime.cuda.usable import why_not
+
+        here = name.family == "cuda" and not why_not()
+        made = replace(options, target=program.target, tactics="heuristic", no_cubins=not here)
+        return Engine(
+            lower_cuda(graph, made, facts_for(name.arch), {}),
+            options=LoadOptions(simulate=not here, trust_cubins=True),
+        )
+    from optdnn.lowering.cpu.partition import compile_with
+
+    tactic: Any = program.meta["tactic"]
+    return compile_with(graph, tactic["library"], base_of(plan), options.threads or tactic["threads"])

@@ -1,0 +1,291 @@
+"""From PyTorch: :func:`from_torch` compiles a module, :func:`compile_backend` is ``torch.compile(backend="optdnn")``.
+
+Both go through torch's own ONNX exporter; torch itself is no dependency of optdnn.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import MissingDependency, ModelError, OptdnnError, UsageError
+from optdnn.integrations.torch_graphs import numbers, specialized
+from optdnn.runtime.engine import Engine
+from optdnn.shapes.ranges import DimRange, input_shapes
+from optdnn.types import BF16
+
+ENGINES = 32
+"""Engines that a compiled graph keeps, one for each set of shapes; the least recently used goes first."""
+EXPORTERS = ("auto", "dynamo", "torchscript")
+
+
+def from_torch(
+    module: Any,
+    example_inputs: Any = (),
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    shapes: Any = None,
+    dynamic_shapes: Any = None,
+    opset: int | None = None,
+    exporter: str = "auto",
+    **build: Any,
+) -> Engine:
+    """Compile a ``torch.nn.Module`` into an engine, through ``torch.onnx.export``.
+
+    ``example_inputs`` is a tensor or a tuple of them, and ``kwargs`` are the keyword arguments, as ``module`` is called with:
+    tensors among them are inputs behind the positional ones, anything else (``use_cache=False``) is fixed. Names default to those
+    of its parameters. ``shapes`` are those of :func:`optdnn.build`: what they leave open or give a range is exported as dynamic
+    (``dynamic_shapes`` in torch's own form says it differently, and which sizes are one: an attention whose mask has a batch of its
+    own is found only once sizes are known). ``exporter``: "dynamo" (torch.export; needs onnxscript),
+    "torchscript", or the former where it is installed. ``build`` are further options of :func:`optdnn.build`.
+
+    Raises MissingDependency without torch, UsageError for a module in training mode and for names that do not exist,
+    ModelError where torch cannot export it, and what the build raises.
+    """
+    torch = _torch()
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(f"from_torch takes a torch.nn.Module, not {type(module).__name__}")
+    if module.training:
+        raise UsageError(
+            "the module is in training mode", hint="call module.eval() first: dropout and statistics differ"
+        )
+    if exporter not in EXPORTERS:
+        raise UsageError(f"exporter {exporter!r} is not one of {', '.join(EXPORTERS)}")
+    args = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    keywords = dict(kwargs or {})
+    if nested := next(
+        (k for k, v in keywords.items() if isinstance(v, (tuple, list, Mapping)) and _tensors(torch, v)), None
+    ):
+        raise UsageError(
+            f"the keyword argument {nested!r} holds tensors in a {type(keywords[nested]).__name__}",
+            hint="call the module by one of your own whose forward takes each of them",
+        )
+    named = [k for k, v in keywords.items() if isinstance(v, torch.Tensor)]
+    names = list(input_names) if input_names is not None else [*_parameters(module, len(args)), *named]
+    if len(names) != len(args) + len(named):
+        raise UsageError(f"{len(names)} input_names are given for {len(args) + len(named)} example inputs")
+    wanted = input_shapes({} if shapes is None else shapes)
+    if unknown := sorted(wanted.keys() - set(names)):
+        raise UsageError(f"the module has no input {unknown[0]!r}", hint=f"its inputs are {', '.join(names)}")
+    open_axes = {
+        name: [axis for axis, d in enumerate(dims) if d is None or isinstance(d, DimRange)]
+        for name, dims in wanted.items()
+    }
+    from optdnn.compiler import build as build_engine
+
+    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
+        path = Path(folder) / "model.onnx"
+        _export(torch, module, args, keywords, path, names, output_names, open_axes, dynamic_shapes, opset, exporter)
+        return build_engine(path, shapes=wanted, **build)
+
+
+def _torch() -> Any:
+    try:
+        import torch  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        missing = MissingDependency("torch", "", "to compile a PyTorch module")
+        missing.hint = "pip install torch onnxscript"
+        raise missing from error
+    return torch
+
+
+def _parameters(module: Any, count: int) -> list[str]:
+    """The names of the first ``count`` positional parameters of ``forward``."""
+    import inspect
+
+    names: list[str] = []
+    for p in inspect.signature(module.forward).parameters.values():
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+        elif p.kind is p.VAR_POSITIONAL:
+            names += [f"{p.name}_{i}" for i in range(count - len(names))]
+    return names[:count]
+
+
+def _tensors(torch: Any, value: Any) -> bool:
+    """Whether there is a tensor in it."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (tuple, list)) and any(_tensors(torch, v) for v in value)
+    )
+
+
+def _positional(
+    torch: Any, module: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...]]:
+    """A module that takes the tensors among the keyword arguments by position, with the others fixed: all that can be traced."""
+    named = {k: v for k, v in keywords.items() if isinstance(v, torch.Tensor)}
+    fixed = {k: v for k, v in keywords.items() if k not in named}
+
+    class Called(torch.nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *tensors: Any) -> Any:
+            return self.module(*tensors[: len(args)], **dict(zip(named, tensors[len(args) :], strict=True)), **fixed)
+
+    return Called().eval(), (*args, *named.values())
+
+
+def _export(
+    torch: Any,
+    module: Any,
+    args: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    path: Path,
+    names: Sequence[str],
+    output_names: Sequence[str] | None,
+    open_axes: Mapping[str, Sequence[int]],
+    dynamic_shapes: Any,
+    opset: int | None,
+    exporter: str,
+) -> None:
+    """Write the module as ONNX. Raises ModelError with the exporter's message."""
+    dynamo = exporter == "dynamo" or (exporter == "auto" and find_spec("onnxscript") is not None)
+    common: dict[str, Any] = {"input_names": list(names), "opset_version": opset}
+    if output_names is not None:
+        common["output_names"] = list(output_names)
+    try:
+        with torch.no_grad():
+            if dynamo:
+                if dynamic_shapes is None and any(open_axes.values()):
+                    auto = torch.export.Dim.AUTO
+                    each = tuple(dict.fromkeys(open_axes.get(n, ()), auto) for n in names)
+                    dynamic_shapes = each
+                    if keywords:  # torch.export knows no dynamic sizes of what forward gathers in **
+                        module, args = _positional(torch, module, args, keywords)
+                        keywords, dynamic_shapes = {}, {"tensors": each}
+                torch.onnx.export(
+                    module, args, str(path), kwargs=dict(keywords) or None, dynamo=True, dynamic_shapes=dynamic_shapes,
+                    external_data=True, verbose=False, **common,
+                )  # fmt: skip
+            else:
+                if dynamic_shapes is not None:
+                    raise UsageError(
+                        "dynamic_shapes are for the dynamo exporter", hint="give shapes= with ranges instead"
+                    )
+                axes = {n: {a: f"{n}_{a}" for a in axes} for n, axes in open_axes.items() if axes}
+                if keywords:
+                    module, args = _positional(torch, module, args, keywords)
+                torch.onnx.export(module, args, str(path), dynamo=False, dynamic_axes=axes or None, **common)
+    except OptdnnError:
+        raise
+    except Exception as error:  # the exporters raise classes of their own
+        while error.__cause__ is not None:  # what went wrong, not in which of its steps
+            error = error.__cause__  # type: ignore[assignment]
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise ModelError(
+            f"torch cannot export {type(module).__name__} to ONNX: {lines[0] if lines else type(error).__name__}",
+            hint="try the other exporter: exporter='torchscript' or 'dynamo'",
+        ) from error
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+def compile_backend(graph: Any, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """A backend for ``torch.compile``: ``torch.compile(module, backend="optdnn", options={"target": "cpu"})``.
+
+    For inference: parameters are taken as constants (changing one in place makes the next call compile again), gradients do not
+    flow, and so calls under autograd with tensors that need gradients are refused. ``options`` are those of
+    :func:`optdnn.build`. Engines are made on first calls, one for each set of input shapes; with ``dynamic=True`` as well, when the
+    numbers that dynamo then passes are constants of an engine.
+    """
+    options = {**options.pop("options", {}), **options}
+    return _Compiled(_torch(), graph, options)
+
+
+class _Compiled:
+    """One graph of dynamo's, with an engine per version of its constants and set of shapes."""
+
+    def __init__(self, torch: Any, graph: Any, options: Mapping[str, Any]):
+        self._torch, self._graph, self._options = torch, graph, dict(options)
+        self._lock = threading.Lock()
+        self._engines: dict[Any, tuple[Engine, list[int]]] = {}
+        self._held: dict[int, int] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        torch = self._torch
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            raise UsageError(
+                "the backend optdnn is for inference, and a gradient is asked for",
+                hint="call the module under torch.inference_mode() or torch.no_grad()",
+            )
+        values = numbers(torch, self._graph, args)
+        key = tuple(values[i] if i in values else (tuple(a.shape), a.dtype, a.device.type) for i, a in enumerate(args))
+        constants = self._constants(args)
+        versions = {id(c): _version(c) for c in constants}
+        with self._lock:
+            if versions != self._held:
+                self._engines.clear()
+                self._held = versions
+            made = self._engines.pop(key, None)
+            if made is None:
+                made = self._build(args, values)
+                while len(self._engines) >= ENGINES:
+                    self._engines.pop(next(iter(self._engines)))
+            self._engines[key] = engine, free = made
+        feeds = {s.name: args[i].detach().contiguous() for s, i in zip(engine.inputs, free, strict=True)}
+        return [self._tensor(a) for a in engine.run(feeds).values()]
+
+    def _constants(self, args: Sequence[Any]) -> list[Any]:
+        torch = self._torch
+        own = [*self._graph.parameters(), *self._graph.buffers()]
+        return own + [a for a in args if isinstance(a, torch.nn.Parameter)]
+
+    def _build(self, args: Sequence[Any], values: Mapping[int, Any]) -> tuple[Engine, list[int]]:
+        torch = self._torch
+        fixed = [i in values or isinstance(a, torch.nn.Parameter) for i, a in enumerate(args)]
+        free = [i for i, f in enumerate(fixed) if not f]
+        graph = specialized(torch, self._graph, values)
+
+        class Inference(torch.nn.Module):  # type: ignore[name-defined, misc, unused-ignore]
+            """The graph with its parameters in place: only what changes from call to call is an input."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.graph = graph
+                for i, a in enumerate(args):
+                    if fixed[i] and i not in values:
+                        self.register_buffer(f"constant_{i}", a.detach())
+
+            def forward(self, *given: Any) -> Any:
+                rest = iter(given)
+                full = [
+                    next(rest) if not fixed[i] else getattr(self, f"constant_{i}", values.get(i))
+                    for i in range(len(args))
+                ]
+                return self.graph(*full)
+
+        module = Inference().eval()
+        names = [f"input_{k}" for k in range(len(free))]
+        engine = from_torch(module, tuple(args[i].detach() for i in free), input_names=names, **self._options)
+        if len(engine.inputs) != len(free):  # an input that nothing reads is dropped by the exporter
+            kept = {s.name for s in engine.inputs}
+            free = [i for i, n in zip(free, names, strict=True) if n in kept]
+        return engine, free
+
+    def _tensor(self, array: Any) -> Any:
+        torch = self._torch
+        if isinstance(array, np.ndarray):
+            if array.dtype == BF16:  # torch reads no NumPy arrays of it
+                return torch.from_numpy(array.view(np.uint16).view(np.int16)).view(torch.bfloat16)
+            return torch.from_numpy(array)
+        return torch.from_dlpack(array)
+
+
+def _version(tensor: Any) -> int:
+    try:
+        return int(tensor._version)
+    except RuntimeError:  # tensors made in inference mode are not versioned, and cannot be changed outside of it
+        return 0

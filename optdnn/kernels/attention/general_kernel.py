@@ -1,0 +1,203 @@
+"""Plans of the general fused attention kernel (``kernels/attention_sm80.cu``): mma.sync fed by cp.async, every GPU from sm_80 on.
+
+Its problems are those of Hopper's kernel (:mod:`optdnn.kernels.attention.hopper_kernel`), and heads of up to 256 features.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from optdnn.errors import InternalError
+from optdnn.kernels.attention.hopper_kernel import Problem, mask_width
+from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.quantized.quantized_store import Narrow, narrow_kind
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+UNIT = 8
+"""Elements that strides and offsets are multiples of: 16 bytes of operands, 8 of a result of 8 bits."""
+
+CLOCK = 1.4e9
+MEMORY = 1.5e12
+L2_PER_CLOCK = 28.0  # bytes per cycle and multiprocessor
+_RATES = {(8, 0): (1024, 64), (9, 0): (1200, 128)}
+"""By compute capability: multiply-adds of 16 bits that mma.sync does per cycle and multiprocessor, and fp32 operations (others:
+512, 128; CUDA C++ Programming Guide, arithmetic throughput; of Hopper an assumption: 60 % of wgmma's)."""
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``warps`` of ``tiles`` x 16 queries each per block, tiles of ``keys`` keys; parts (of keys, of values) in a ring of
+    ``slots``; ``blocks`` per multiprocessor that registers must allow."""
+
+    warps: int
+    tiles: int
+    keys: int
+    slots: int
+    blocks: int = 1
+
+    @property
+    def queries(self) -> int:
+        """Queries of a block."""
+        return 16 * self.warps * self.tiles
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    def __str__(self) -> str:
+        return f"attn{self.warps}m{16 * self.tiles}n{self.keys}s{self.slots}b{self.blocks}"
+
+
+def keeps(problem: Problem, config: Config) -> bool:
+    """Whether a warp keeps its queries in registers: 32 of a thread at most."""
+    return problem.head * config.tiles <= 128
+
+
+def registers(problem: Problem, config: Config) -> int:
+    """What a thread needs: scores, results, queries, what is read of a mask ahead, and the rest; fitted to where the compiler
+    begins to spill."""
+    two, kept = config.tiles == 2, keeps(problem, config)
+    own = problem.head * (7 / 16 if two else 1 / 4) if kept else 44 if problem.head > 128 else 12
+    needed = config.tiles * (config.keys * (0.6 if two and not kept else 0.5) + problem.head / 2 + own) + 40
+    if problem.head % 32:  # chunks of a row that change places in pairs
+        needed += 30 if two and problem.mask is not None else 6
+    if problem.mask is not None:
+        needed += (
+            max(22, 0.92 * config.keys - 28) + (0 if kept else 16)
+            if two
+            else max(44 if kept else 0, 0.6 * config.keys + 6)
+        )
+    elif problem.causal or problem.lengths or problem.head > 128:
+        needed += 16 + (problem.head // 16 if kept else 0)
+    return int(needed)
+
+
+def register_limit(config: Config) -> int:
+    """Registers a thread may have. A multiprocessor has 512 warp-wide ones for each warp slot of its four partitions."""
+    return min(255, 512 // -(-config.warps * config.blocks // 4) // 8 * 8)
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block."""
+    return problem.head * 2 * (config.queries + config.slots * config.keys)
+
+
+def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
+    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
+    if problem.features % UNIT or not UNIT <= problem.features <= 256:
+        return f"heads of {problem.features} features (a multiple of 8 up to 256 is needed)"
+    if not problem.scale > 0 or math.isinf(problem.scale):
+        return f"a scale of {problem.scale}"
+    if problem.heads % (problem.key_heads or problem.heads):
+        return f"{problem.heads} heads do not share {problem.key_heads} key heads evenly"
+    for name, view in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("out", problem.out)):
+        if any(x % UNIT or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
+            return f"{name}: chunks of {UNIT} elements are copied: strides and offsets must be multiples of that"
+        if view.position >= 1 << 23:
+            return f"{name}: positions are {view.position} elements apart"
+    if (
+        config.warps not in (1, 2, 4, 8) or config.tiles not in (1, 2) or config.keys % 16
+        or not 16 <= config.keys <= 256 or config.slots not in (2, 3, 4)
+    ):  # fmt: skip
+        return "not a tile of this kernel"
+    parts = 2 * -(-problem.keys // config.keys)
+    if config.slots > parts:
+        return f"{config.slots} slots for {parts} parts"
+    if (needed := shared_bytes(problem, config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
+        return "shared memory does not allow that many blocks per multiprocessor"
+    if registers(problem, config) > (limit := register_limit(config)):
+        return f"scores and results of a thread exceed {limit} registers"
+    if problem.heads > 65535 or problem.batch > 65535:
+        return "the grid is too large"
+    return None
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. Lengths, strides and counts are parameters."""
+    defines = {
+        "WARPS": config.warps, "TILES": config.tiles, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": problem.head,
+        "KEEP": int(keeps(problem, config)), "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal),
+        "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "NARROW": narrow_kind(problem.narrow),
+    }  # fmt: skip
+    text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
+    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
+    return Recipe("attention_sm80.cu", arch, {"generated.cuh": text}, options)
+
+
+def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> Description:
+    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]). Views carry their offsets, so q,
+    k and v may be given the same address."""
+    key_heads = problem.key_heads or problem.heads
+    if problem.heads % key_heads:
+        raise InternalError("query heads do not share key heads evenly")
+    block = ParameterBlock()
+    views = {"q": problem.q, "k": problem.k, "v": problem.v, "out": problem.out}
+    for name, view in views.items():
+        block.pointer(name, view.offset * (problem.out_item if name == "out" else 2))
+    block.pointer("mask" if problem.mask is not None else None).pointer("lengths" if problem.lengths else None)
+    for view in views.values():
+        block.i64(view.batch, view.head).i32(view.position)
+    block.i64(*(problem.mask or (0, 0, 0)))
+    block.i32(problem.queries, problem.keys, problem.features, problem.heads // key_heads, problem.causal_offset)
+    block.i32(problem.mask_period or problem.batch)
+    block.f32(problem.scale * math.log2(math.e))
+    (narrow or Narrow()).put(block)
+    grid = (-(-problem.queries // config.queries), problem.heads, problem.batch)
+    return block.describe("attention_sm80", grid, config.threads, shared=shared_bytes(problem, config))
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch: it ranks configurations."""
+    products, lanes = _RATES.get(device.capability, (512, 128))
+    rows, keys = 16 * config.tiles, config.keys
+    tiles = -(-problem.keys // keys)
+    blocks = -(-problem.queries // config.queries) * problem.heads * problem.batch
+    working = -(-problem.queries // rows) * problem.heads * problem.batch / blocks  # warps of a block that have queries
+    by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
+    by_registers = 65536 // (config.threads * min(255, -(-registers(problem, config) // 8) * 8))
+    resident = max(1, min(by_shared, max(config.blocks, by_registers), 1536 // config.threads))
+    # Of a warp and tile, in cycles of a multiprocessor: both products; exponentials and arithmetic of the scores; fragments.
+    multiply = 2 * rows * keys * problem.head / products
+    scores = rows * keys * (1 / 16 + (8 + (4 if problem.mask is not None else 0)) / lanes) + rows * problem.head / lanes
+    scores += 25 + 20 * config.tiles  # maxima, barriers
+    fragments = (4 * keys * problem.head + (0 if keeps(problem, config) else 2 * rows * problem.head)) / 128
+    copies = 4 * keys * problem.head / 128  # of a block
+    held = min(resident, -(-blocks // device.multiprocessors))
+    units = [working * held * x for x in (multiply, scores)] + [held * (working * fragments + copies)]
+    late = {2: 500, 3: 150, 4: 0}[config.slots]  # for what is loaded while little is computed
+    alone = 4 * (multiply + scores) + fragments + 250 + late
+    tile = max(max(units) + 0.25 * sum(units) + late / (4 * held), alone)
+    waves = blocks / (device.multiprocessors * resident)
+    waves = math.ceil(waves) if waves < 3 else waves + 0.5
+    seen = min(1.0, 0.5 + 0.5 * keys / problem.keys) if problem.causal and problem.queries == problem.keys else 1.0
+    compute = waves * (tiles * seen * tile + 2000) / CLOCK
+    brought = blocks * problem.head * 2 * (2 * keys * tiles * seen + config.queries)
+    return 2e-6 + max(compute, problem.bytes / MEMORY, brought / (L2_PER_CLOCK * device.multiprocessors * CLOCK))
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
+    """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
+    found: list[tuple[float, Config]] = []
+    for warps, tiles in itertools.product((1, 2, 4, 8), (1, 2)):
+        if (warps - 1) * 16 * tiles >= problem.queries or (tiles - 1) * 16 >= problem.queries:
+            continue  # warps without queries
+        for keys in (16, 32, 48, 64, 80, 96, 112, 128):
+            if keys - 16 >= problem.keys and keys > 16:
+                continue
+            own: list[tuple[float, Config]] = []  # of one tile, that with the best ring
+            for slots in (2, 3, 4):
+                for blocks in (8, 6, 4, 3, 2, 1):  # the most that fit: fewer change nothing
+                    config = Config(warps, tiles, keys, slots, blocks)
+                    if refuse(problem, config, shared=device.shared_per_block) is None:
+                        own.append((estimate(problem, config, device), config))
+                        break
+            found += sorted(own)[:1]
+    return varied(found, lambda c: c.keys, limit)

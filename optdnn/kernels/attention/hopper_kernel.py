@@ -1,0 +1,277 @@
+"""Plans of the fused attention kernel (``kernels/attention_sm90.cu``): ``softmax(scale * q k^T + mask) v`` per batch and head.
+
+The online softmax is that of FlashAttention (Dao et al., 2022); operands are strided, so q, k and v may lie in the output of one
+joint projection and the result in [batch, position, head, feature] order without a transposition.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optdnn.errors import InternalError
+from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.quantized.quantized_store import Narrow, narrow_kind
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+MEMORY = 4.2e12
+CLOCK = 1.75e9
+_BARRIER_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class View:
+    """Where a tensor of logical axes (batch, head, position, feature) lies: offset and strides in elements; features are
+    contiguous."""
+
+    batch: int
+    head: int
+    position: int
+    offset: int = 0
+
+
+def bshd(positions: int, heads: int, features: int, *, parts: int = 1, part: int = 0) -> View:
+    """The view of part ``part`` of a tensor [batch, position, parts, head, feature]."""
+    row = parts * heads * features
+    return View(positions * row, features, row, part * heads * features)
+
+
+def bhsd(positions: int, heads: int, features: int) -> View:
+    """The view of a tensor [batch, head, position, feature]."""
+    return View(heads * positions * features, positions * features, features)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``batch`` x ``heads`` attentions of ``queries`` over ``keys`` positions of ``features``.
+
+    ``key_heads`` divides ``heads`` (grouped queries). ``mask``: strides (batch, head, query) in elements of an additive 16-bit mask
+    whose last axis of ``keys`` elements is contiguous; 0 broadcasts; batch entry n has mask n % ``mask_period`` (0: its own), as
+    the windows of a Swin transformer share theirs. ``causal``: query i sees keys up to i + ``causal_offset``.
+    ``lengths``: an int32 per batch entry gives the number of keys. A row that sees no key is zero.
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    features: int
+    scale: float
+    q: View
+    k: View
+    v: View
+    out: View
+    dtype: str = "float16"
+    key_heads: int = 0
+    mask: tuple[int, int, int] | None = None
+    mask_period: int = 0
+    causal: bool = False
+    causal_offset: int = 0
+    lengths: bool = False
+    narrow: str = ""
+    """8-bit element type of the result; "": ``dtype``."""
+
+    @property
+    def out_item(self) -> int:
+        """Bytes of an element of the result."""
+        return 1 if self.narrow else 2
+
+    @property
+    def head(self) -> int:
+        """Features per head as the kernel computes them: a multiple of 16."""
+        return -(-self.features // 16) * 16
+
+    @property
+    def span(self) -> int:
+        """Bytes per row of a subtile in shared memory."""
+        return next(span for span in (128, 64, 32) if self.head * 2 % span == 0)
+
+    @property
+    def flops(self) -> int:
+        """Both matrix products, multiply-adds counted as two; causal ones in full."""
+        return 4 * self.batch * self.heads * self.queries * self.keys * self.features
+
+    @property
+    def bytes(self) -> int:
+        """Least global traffic: each tensor once."""
+        kv = 2 * self.keys * (self.key_heads or self.heads)
+        return 2 * self.batch * self.features * (2 * self.queries * self.heads + kv)
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``warpgroups`` x 64 queries per block, tiles of ``keys`` keys in a ring of ``stages``; ``blocks`` per multiprocessor that
+    registers must allow."""
+
+    warpgroups: int
+    keys: int
+    stages: int
+    blocks: int = 1
+
+    def __str__(self) -> str:
+        return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}"
+
+
+def loader(problem: Problem, config: Config) -> int:
+    """Warps that load: none where all tiles have a stage."""
+    return int(-(-problem.keys // config.keys) > config.stages)
+
+
+def threads(problem: Problem, config: Config) -> int:
+    """Threads of a block."""
+    return config.warpgroups * 128 + 32 * loader(problem, config)
+
+
+def register_limit(problem: Problem, config: Config) -> int:
+    """Registers a thread may have. A multiprocessor has 512 warp-wide ones for each warp slot of its four partitions."""
+    return min(255, 512 // -(-threads(problem, config) // 32 * config.blocks // 4) // 8 * 8)
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block."""
+    return _BARRIER_BYTES + problem.head * 2 * (config.warpgroups * 64 + 2 * config.stages * config.keys)
+
+
+def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if problem.features % 8 or not 8 <= problem.features <= 128:
+        return f"heads of {problem.features} features (a multiple of 8 up to 128 is needed)"
+    if not problem.scale > 0 or math.isinf(problem.scale):
+        return f"a scale of {problem.scale}"
+    if problem.heads % (problem.key_heads or problem.heads):
+        return f"{problem.heads} heads do not share {problem.key_heads} key heads evenly"
+    for name, view in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("out", problem.out)):
+        unit = 16 // (problem.out_item if name == "out" else 2)
+        if any(x % unit or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
+            return f"{name}: TMA needs strides and offsets that are multiples of {unit} elements"
+    if config.warpgroups not in (1, 2, 3, 4) or config.keys % 16 or not 16 <= config.keys <= 256 or config.stages < 1:
+        return "not a tile of this kernel"
+    tiles = -(-problem.keys // config.keys)
+    if config.stages > min(tiles, 8):
+        return f"{config.stages} stages for {tiles} tiles"
+    if (needed := shared_bytes(problem, config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
+        return "shared memory does not allow that many blocks per multiprocessor"
+    # Scores and their packed copies, results, and the rest: fitted to what the compiler reports.
+    rest = 60 if problem.mask else 44
+    if config.keys * 0.62 + problem.head / 2 + rest > (limit := register_limit(problem, config)):
+        return f"scores and results of a thread exceed {limit} registers"
+    if problem.heads > 65535 or problem.batch > 65535:
+        return "the grid is too large"
+    return None
+
+
+def values_instruction(features: int, dtype: str) -> str:
+    """CUDA source of ``wgmma_values(float (&d)[features / 2], u32 a0..a3, u64 b)``: m64 n``features`` k16, A from
+    registers, B MN-major."""
+    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    count = features // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    return f"""DEVICE void wgmma_values(float (&d)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n{features}k16.f32.{kind}.{kind} "
+        "{{{registers}}}, {{{a}}}, %{count + 4}, 1, 1, 1, 1;"
+        : {outputs} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+}}"""
+
+
+def mask_width(problem: Problem) -> int:
+    """Elements of a mask that are read at a time: pairs where every row of it starts at an even one; 0 where there is none."""
+    if problem.mask is None:
+        return 0
+    return 2 if problem.keys % 2 == 0 and all(x % 2 == 0 for x in problem.mask) else 1
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+    """What to compile. Lengths, strides and counts are parameters. ``checked``: a wait that never ends traps."""
+    defines = {
+        "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
+        "LOADER": loader(problem, config), "HEAD": problem.head,
+        "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "HAS_LENGTHS": int(problem.lengths),
+        "MASK": mask_width(problem), "NARROW": narrow_kind(problem.narrow),
+    }  # fmt: skip
+    scores = render.wgmma(config.keys, problem.dtype).replace("wgmma_step", "wgmma_scores")
+    text = "\n".join([render.constants(defines), scores, values_instruction(problem.head, problem.dtype), ""])
+    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
+               *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
+    return Recipe("attention_sm90.cu", arch, {"generated.cuh": text}, options)
+
+
+def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> Description:
+    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]). Views carry their offsets, so q,
+    k and v may be given the same address."""
+    key_heads = problem.key_heads or problem.heads
+    if problem.heads % key_heads:
+        raise InternalError("query heads do not share key heads evenly")
+    block = ParameterBlock()
+    for name, view, heads, positions, rows in (
+        ("q", problem.q, problem.heads, problem.queries, 64),
+        ("k", problem.k, key_heads, problem.keys, config.keys),
+        ("v", problem.v, key_heads, problem.keys, config.keys),
+        ("out", problem.out, problem.heads, problem.queries, 64),
+    ):
+        shape = (problem.features, positions, heads, problem.batch)
+        # An 8-bit result is stored as plain rows, everything else in swizzled subtiles.
+        own = name == "out" and problem.narrow
+        item, width, span = (1, problem.head, 0) if own else (2, problem.span // 2, problem.span)
+        strides = (view.position * item, view.head * item, view.batch * item)
+        dtype = problem.narrow if own else problem.dtype
+        block.tensor_map(name, dtype, shape, strides, (width, rows, 1, 1), span, view.offset * item)
+    block.pointer("mask" if problem.mask is not None else None).pointer("lengths" if problem.lengths else None)
+    block.i64(*(problem.mask or (0, 0, 0)))
+    block.i32(problem.queries, problem.keys, problem.heads, problem.heads // key_heads, problem.causal_offset)
+    block.i32(problem.mask_period or problem.batch)
+    block.f32(problem.scale * math.log2(math.e))
+    (narrow or Narrow()).put(block)
+    grid = (-(-problem.queries // (64 * config.warpgroups)), problem.heads, problem.batch)
+    return block.describe("attention_sm90", grid, threads(problem, config), shared=shared_bytes(problem, config))
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch."""
+    tiles = -(-problem.keys // config.keys)
+    blocks = -(-problem.queries // (64 * config.warpgroups)) * problem.heads * problem.batch
+    by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
+    registers = min(255, (config.keys + problem.head) // 2 + 60)
+    warps = 4 * (512 // registers)
+    resident = max(1, min(by_shared, max(config.blocks, warps // (threads(problem, config) // 32))))
+    # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
+    multiply = config.keys * problem.head / 16 * 2
+    scores = 64 * config.keys * (1 / 16 + 7 / 128 + (3 / 128 if problem.mask is not None else 0)) + 150
+    alone = 4 * scores * 0.5 + multiply + 300  # one warpgroup uses a quarter of each unit's issue slots well
+    if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
+        alone += 1000
+    groups = config.warpgroups * min(resident, -(-blocks // device.multiprocessors))
+    tile = max(groups * max(multiply, scores), alone) / groups
+    waves = blocks / (device.multiprocessors * resident)
+    waves = math.ceil(waves) if waves < 3 else waves + 0.5
+    seen = 0.5 + 0.5 * config.keys / problem.keys if problem.causal and problem.queries == problem.keys else 1.0
+    ends = 2200  # first loads, last store
+    block = groups * tiles * min(1.0, seen) * tile + ends
+    compute = waves * block / CLOCK
+    traffic = blocks * (2 * config.keys * tiles + 128 * config.warpgroups) * problem.head * 2
+    return 0.8e-6 + max(compute, problem.bytes / MEMORY, traffic / 5.5e12)
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
+    """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
+    found: list[tuple[float, Config]] = []
+    for warpgroups in (1, 2, 3, 4):
+        if warpgroups > 1 and 64 * (warpgroups - 1) >= problem.queries:
+            continue
+        for keys in (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 256):
+            if keys - 16 >= problem.keys and keys > 32:
+                continue
+            tiles = -(-problem.keys // keys)
+            for stages in sorted({1, min(2, tiles), min(3, tiles), min(4, tiles)}):
+                for blocks in (4, 3, 2, 1):  # the most that the registers allow: fewer change nothing
+                    config = Config(warpgroups, keys, stages, blocks)
+                    if refuse(problem, config, shared=device.shared_per_block) is None:
+                        found.append((estimate(problem, config, device), config))
+                        break
+    return varied(found, lambda c: (c.warpgroups, c.keys), limit)

@@ -1,0 +1,232 @@
+"""Ranks configurations of the Hopper convolution kernel without a GPU: a roofline with waves, operand traffic and latency.
+
+The figures are those of an H200; the ranking only has to keep the fastest configuration among the
+first dozens, which are then timed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from optdnn.kernels.conv.implicit_gemm import SHARES, TWO_SETS, Config, deepest, grid_blocks, refuse, shared_bytes
+from optdnn.kernels.conv.problem import IM2COL, Problem
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+CLOCK = 1.75e9  # Hz under load
+MEMORY = 4.2e12  # bytes/s, read + written
+L2_PER_CLOCK = 56.0  # bytes per cycle and multiprocessor that TMA brings from L2
+LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kernel
+IM2COL_ROW = 4.6  # cycles for 128 bytes of a pixel that TMA brings in im2col mode
+RING_LATENCY = (
+    1200  # cycles from asking for a stage to its first byte: with S stages, S - 1 steps pass until all of it is there
+)
+MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
+TURN = 800  # cycles between a tile's last product and the first of its warpgroup's next
+STAGE_ISSUE = {
+    "relu": 0.5,
+    "gelu": 10.0,
+    "gelu_tanh": 20.0,
+    "tanh": 16.0,
+    "silu": 6.0,
+    "sigmoid": 6.0,
+    "softplus": 16.0,
+    "elu": 6.0,
+}
+EXCHANGE = 2500  # cycles from a block's last product to the first sums of it that another one has
+SEND, RECEIVE = 24.0, 56.0  # bytes of sums per cycle that a block of stream-K sends to L2, and takes from it
+EXPONENTIAL = frozenset({"silu", "sigmoid", "elu", "softplus"})
+HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
+WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
+
+
+def waves_of(tiles: int, split: int, device: GpuFacts, room: int = 1) -> int:
+    """Blocks that one multiprocessor works through in turn, where a cluster of ``split`` blocks shares each tile; ``room``: blocks
+    that fit a multiprocessor at a time."""
+    waves = -(-tiles * split // device.multiprocessors)
+    if split == 1:
+        return waves
+    return max(waves, -(-tiles // (device.clusters_at_once(split) * room)))
+
+
+def room_for(shared: int, threads: int, sums: int, device: GpuFacts) -> int:
+    """About how many blocks fit a multiprocessor, by shared memory and the registers of ``sums`` a thread."""
+    return max(1, min(device.shared_per_multiprocessor // (shared + 1024), 65536 // (threads * (sums + 64))))
+
+
+def most_sums(problem: Problem) -> int:
+    """Twice the sums a thread of the tiles that are proposed: beside an exponential, the widest ones spill."""
+    return 256 if any(name in EXPONENTIAL for name, *_ in problem.epilogue) else MOST_SUMS
+
+
+def issue(problem: Problem) -> float:
+    """Instructions of the epilogue for each sum of a thread."""
+    return 3.0 + sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in problem.epilogue if name != "bias")
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch."""
+    tile_channels, tile_pixels = config.tile
+    tiles = config.joint_tiles(problem)[1] * config.sharers
+    groups, span = config.wgm * config.wgn, problem.span
+    steps = -(-problem.k_steps // config.split)
+    shared = shared_bytes(problem, config)
+    resident = max(1, min(config.blocks, device.shared_per_multiprocessor // (shared + 1024)))
+    multiply = groups * config.mt * (span // 32) * max(config.bn / 2, 16 + config.bn / 4)
+    weight_bytes, pixel_bytes = tile_channels * span, tile_pixels * span
+    streamed = pixel_bytes + (0 if config.stationary else weight_bytes)
+    read = groups * config.mt * (span // 32) * (2048 + config.bn * 32) / 128
+    multiply = max(multiply, read + streamed / 128)
+    load = streamed / L2_PER_CLOCK
+    gathered = sum(problem.steps(source) for source in problem.sources if source.mode == IM2COL) / problem.k_steps
+    load = max(load, gathered * IM2COL_ROW * tile_pixels * span / 128)
+    beside = resident  # blocks that hide one another's latency; of few blocks each is alone, which a ring that goes round notices
+    if steps > 2 * config.stages and tiles * config.split <= device.multiprocessors:
+        beside = 1
+    load = max(load, (RING_LATENCY + load) / beside / max(1, config.stages - 1))
+    step = max(multiply, load)
+    at_once = device.multiprocessors // config.sharers * config.sharers
+    waves = -(-tiles // at_once)
+    if config.split > 1:
+        sums = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
+        room = room_for(shared, config.threads + problem.helpers, sums, device)
+        waves = waves_of(tiles, config.split, device, room)
+    epilogue = 350 + config.mt * config.bn * (issue(problem) if groups > 1 else 0.8 * issue(problem))
+    if config.direct:
+        epilogue -= 250
+    if problem.prologue:  # a warp takes a stage, 16 bytes a lane at a time; as many warps as stages, up to four
+        change = 250 + pixel_bytes / 16 / 32 * 45
+        load = max(load, change / min(4, config.stages))
+        step = max(step, load)
+        epilogue += change
+    if config.split > 1:
+        # The sums' way to their owner, and the partial sums through the network between multiprocessors (about 12 bytes per cycle).
+        epilogue += 700 + tile_channels * tile_pixels * 4 * (config.split - 1) / config.split / 12
+    first = steps * step + epilogue
+    if config.split > 1 and waves == 1 < waves_of(
+        tiles, config.split, device
+    ):  # some multiprocessors have two blocks at a time
+        first += steps * multiply / 2
+    if resident > 1:
+        later = max(steps * step, epilogue)
+    elif config.alternate:  # one tile's products beside the other's epilogue
+        later = max(steps * step, (steps * multiply + epilogue + TURN) / 2)
+    else:  # what is loaded during the epilogue is as much as the ring holds
+        later = max(steps * multiply + epilogue + TURN, steps * load + max(0.0, epilogue - config.stages * load))
+    if config.split > 1:  # not persistent: each wave is launched, loaded and reduced anew, if not beside the one before
+        later = first + 1500 if resident == 1 else first
+    compute = (first + (waves - 1) * later) / CLOCK
+    if config.stream:
+        compute = _streamed(problem, config, device, step, later, epilogue) / CLOCK
+    extra = tiles * config.split * steps * weight_bytes / 12e12 if not config.stationary else 0.0
+    in_flight = resident * (
+        config.stages * streamed + (config.out_buffers - 1) * tile_channels * tile_pixels * problem.out_item
+    )
+    memory = problem.bytes / min(MEMORY, device.multiprocessors * max(in_flight, 4096) / 0.9e-6) + extra * 0.1
+    whole = LATENCY + max(compute, memory) + 0.15 * min(compute, memory)
+    # What a cluster loads once for all its blocks was no limit of any product measured: it comes after the same tile alone.
+    return whole * 1.01 if config.sharers > 1 else whole
+
+
+def _streamed(problem: Problem, config: Config, device: GpuFacts, step: float, later: float, epilogue: float) -> float:
+    """Cycles of a block's span: its share of the tiles, and the sums that it sends and adds up."""
+    tiles, blocks = config.joint_tiles(problem)[1], grid_blocks(problem, config, device)
+    share, resident = tiles / blocks, -(-blocks // device.multiprocessors)
+    sums = math.prod(config.tile) * 4
+    exchange = 0.0
+    if tiles % blocks:
+        senders = max(1, math.ceil(1 / share) - 1)
+        exchange = EXCHANGE + sums / SEND + senders * (300 + sums / RECEIVE)
+    steps = -(-tiles * problem.k_steps // blocks)
+    return resident * (max(steps * step, share * later) + exchange) + epilogue
+
+
+def streams(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
+    """Stream-K of one tile of a stack of products, where their tiles leave half of the multiprocessors idle.
+
+    Elsewhere other tiles fill the machine, and clusters that split K exchange their sums in a third of the time: of 63 layers and
+    products none was faster by stream-K (``docs/internals/kernels.md``).
+    """
+    wgm, wgn, mt, bn = tile
+    plain = Config(wgm, wgn, mt, bn, 2, stream=True)
+    if not problem.stack or problem.k_steps < 8 or 2 * plain.joint_tiles(problem)[1] > device.multiprocessors:
+        return
+    room = device.shared_per_block - shared_bytes(problem, plain)
+    config = replace(plain, stages=min(8, 2 + room // (sum(plain.tile) * problem.span)))
+    if refuse(problem, config, shared=device.shared_per_block) is None:
+        yield config
+
+
+def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, device: GpuFacts) -> Iterator[Config]:
+    """The stage counts and buffers worth trying for one tile (wgm, wgn, mt, bn) and split."""
+    wgm, wgn, mt, bn = tile
+    steps = -(-problem.k_steps // split)
+    channel_tiles = -(-problem.channels // (wgm * mt * 64))
+    tiles = problem.count * channel_tiles * -(-problem.pixels // (wgn * bn))
+    many = tiles > 2 * device.multiprocessors
+    small = split == 1 and tiles <= 2 * device.multiprocessors and mt * bn <= 128
+    for blocks, limit in ((2, HALF_SHARED), (1, device.shared_per_block)):
+        if blocks == 1 and tiles * split <= device.multiprocessors and steps <= 4:
+            continue
+        for stationary in (False, True) if many and split == 1 and steps <= 12 and channel_tiles <= 16 else (False,):
+            wide = problem.out_item == 4  # stored from registers, whatever the number of tiles
+            for buffers in ((1, 2) if blocks == 2 else (1, 2, 3)) if many and split == 1 and not wide else (1,):
+                most = max(2, min(12, steps if not many else 12))
+                shallow = Config(wgm, wgn, mt, bn, 1, split, buffers, stationary, blocks, wide and split == 1)
+                stages = min(most, deepest(problem, shallow, min(limit, device.shared_per_block)))
+                if stages < 1 or (stages == 1 and steps > 1):
+                    continue
+                # With fewer stages it takes less shared memory, which it has: what is refused now would be with any number.
+                config = Config(wgm, wgn, mt, bn, stages, split, buffers, stationary, blocks, shallow.direct)
+                if refuse(problem, config, shared=device.shared_per_block) is not None:
+                    continue
+                yield config
+                if small and not stationary and not wide:
+                    direct = replace(config, direct=True)
+                    if refuse(problem, direct, shared=device.shared_per_block) is None:
+                        yield direct
+
+
+def large(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
+    """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
+    wgm, wgn, mt, bn = tile
+    for alternate in (False, True) if mt * bn >= 96 else ():
+        if alternate and (wgm * wgn > 1 or problem.item == 1):  # 8-bit ones run, and win nothing (beside-h200.json)
+            continue
+        for share in SHARES if mt * bn >= 128 else SHARES[:1]:
+            plain = Config(wgm, wgn, mt, bn, 2, alternate=alternate, share=share)
+            if not alternate and plain.sharers == 1:
+                continue
+            if plain.joint_tiles(problem)[1] * plain.sharers < 0.8 * device.multiprocessors:
+                continue
+            room = device.shared_per_block - shared_bytes(problem, plain)
+            config = replace(plain, stages=min(8, 2 * problem.k_steps, 2 + room // (sum(plain.tile) * problem.span)))
+            if config.stages >= 2 and refuse(problem, config, shared=device.shared_per_block) is None:
+                yield config
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 12, *, direct: bool = True) -> list[Config]:
+    """The configurations to time, best predicted first; at most two of one tile shape with or without kept weights.
+
+    ``direct`` False leaves out those that store from registers."""
+    found: list[tuple[float, Config]] = []
+    for wgm, wgn, mt in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)):
+        if wgm * mt * 64 > max(64, math.ceil(problem.channels / 64) * 64):
+            continue
+        for bn in WIDTHS:
+            if mt * bn > most_sums(problem) or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
+                continue
+            tiles = problem.count * -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
+            for config in large(problem, (wgm, wgn, mt, bn), device):
+                found.append((estimate(problem, config, device), config))
+            for config in streams(problem, (wgm, wgn, mt, bn), device):
+                found.append((estimate(problem, config, device), config))
+            for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
+                if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):
+                    continue
+                for config in variants(problem, (wgm, wgn, mt, bn), split, device):
+                    if direct or not config.stores_directly:
+                        found.append((estimate(problem, config, device), config))
+    return varied(found, lambda c: (*c.tile, c.split, c.stationary, c.alternate, c.stream), limit)

@@ -1,0 +1,308 @@
+"""Tactics of depthwise convolutions of images that lie channels-last without gaps: 16-bit floats, and 8-bit integers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.conv import depthwise_kernel as depthwise
+from optdnn.kernels.conv import depthwise_tma_kernel as tma
+from optdnn.kernels.conv.hopper import bias_of, entering, finish
+from optdnn.kernels.conv.parameters import Requantize
+from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.launch import Description
+from optdnn.kernels.norm.half_rows import emit_description
+from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.quantized import kernel as quantized
+from optdnn.kernels.quantized.hopper import refusal
+from optdnn.kernels.quantized.quantized_store import Narrow
+from optdnn.kernels.tactic import MANY, Offer, Rehearsed
+from optdnn.lowering.builder import Builder, Placed, channels_last, map_dtype
+from optdnn.ops.base import attrs_dict
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
+from optdnn.types import BF16, FP16
+
+Config = depthwise.Config | tma.Config
+"""A tile of one of the two kernels: loads by the threads, or by TMA."""
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """Both kernels' configurations, the best predicted first. A result is summed tap after tap in every one of them; a squeeze
+    sums a tile first, so its order follows from the configuration."""
+    if not problem.squeeze:
+        return tuple(Offer(c, seconds) for seconds, c in ranked(problem, gpu))
+    ((_, many),) = ranked(replace(problem, batch=MANY), gpu)[:1] or ((0.0, None),)
+    found = ranked(problem, gpu)
+    if many is not None and all(c != many for _, c in found):
+        found = sorted([*found, (_seconds(problem, many, gpu), many)], key=lambda item: item[0])
+    return tuple(Offer(c, seconds, c == many) for seconds, c in found)
+
+
+def _seconds(problem: depthwise.Problem, config: Config, gpu: GpuFacts) -> float:
+    if isinstance(config, tma.Config):
+        return tma.estimate(problem, config, gpu)
+    return depthwise.estimate(problem, config, gpu)
+
+
+def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Config]]:
+    """Both kernels' configurations (before Hopper, which has no TMA, those of the first) with their predicted seconds, the best
+    first."""
+    configs: list[Config] = [*depthwise.candidates(problem, gpu), *tma.candidates(problem, gpu)]
+    return sorted(((_seconds(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
+
+
+def _described(
+    problem: depthwise.Problem,
+    config: Config,
+    gpu: GpuFacts,
+    requantize: Requantize | None = None,
+    mean: Narrow | None = None,
+) -> tuple[Recipe, Description]:
+    if isinstance(config, tma.Config):
+        return tma.recipe(problem, config, gpu.arch), tma.describe(problem, config, gpu, requantize, mean)
+    return depthwise.recipe(problem, config, gpu.arch), depthwise.describe(problem, config, requantize, mean)
+
+
+def _gaps(b: Builder, op: Op) -> str | None:
+    """Why images do not lie as the kernels need them."""
+    assert op.inputs[0] is not None
+    places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+    if op.value not in b.reserved and op.outputs[0].type.layout != "nhwc":
+        return "its result is not channels-last"
+    if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset * p.dtype.itemsize % 16 for p in places):
+        return "its images have gaps or another order"
+    return None
+
+
+def _dense(b: Builder, op: Op, x: Placed, name: str) -> Placed:
+    """An image as the kernels read it: itself, or a copy."""
+    strides = channels_last(x.shape, x.shape[1])
+    if x.is_like(strides) and x.offset * x.dtype.itemsize % 16 == 0:
+        return x
+    made = b.new(f"{op.outputs[0].name}.{name}", x.dtype, x.shape, strides)
+    copy(b, op, x, made)
+    return made
+
+
+class HalfDepthwise(Rehearsed):
+    """Depthwise convolutions of 16-bit images that lie channels-last without gaps."""
+
+    name = "depthwise_half"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
+        if (why := no_kernels(b.arch)) is not None:
+            return why
+        if weight is None or weight.ndim != 4 or weight.shape[1] != 1 or a.group != weight.shape[0]:
+            return "it is not a depthwise convolution of images with constant weights"
+        if op.outputs[0].type.dtype not in (FP16, BF16) or weight.shape[0] % 8:
+            return "it is for 16-bit floats and channels in eights"
+        if op.input(2) is not None and bias_of(b, op) is None:
+            return "its bias is not constant"
+        if a.prologue or 0 in op.outputs[0].type.static_shape:
+            return "it has a prologue, or nothing to do"
+        if (why := _gaps(b, op)) is not None:
+            return why
+        return None if _offers(self._problem(b, op), b.gpu) else "no tile of the kernel fits it"
+
+    def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
+        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
+        assert weight is not None
+        n, c, h, w = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
+        dtype, squeezed = map_dtype(op.outputs[0].type.dtype), _squeeze(b, op, ep) is not None
+        return depthwise.Problem(n, source, (("bias",), *ep.rendered), dtype, squeezed)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
+        assert weight is not None
+        problem = self._problem(b, op)
+        offers = _offers(problem, b.gpu)
+        b.offer(offers)
+        config = config or offers[0].config
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        x, target = entering(b, op), b.target(op.value)
+        channels = weight.shape[0]
+        dense = channels_last(target.shape, channels)
+        between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, dense) if ep.rest else target
+        vector = np.zeros(channels, np.float32)
+        for given in (bias_of(b, op), ep.bias):
+            if given is not None:
+                vector += given
+        packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
+        taps_w = weight.shape[3]
+        logical = packed.view(weight.shape, (1, 0, taps_w * channels, channels))
+        bias = b.constant(vector, f"{op.outputs[0].name}.bias")
+        operands = {"input": x, "output": between, "weights": packed, "bias": bias}
+        residual = None
+        if ep.residual is not None:
+            residual = operands["residual"] = _dense(b, op, b.operand(ep.residual), "residual")
+        constants = [b.constant(c, "scalar") for c in ep.constants]
+        tail = [residual, *constants] if residual is not None or constants else []
+        attrs = {
+            "strides": a.strides, "pads": a.pads, "dilations": a.dilations, "group": channels, "auto_pad": "NOTSET",
+            "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
+        }  # fmt: skip
+        recipe, found = _described(problem, config, b.gpu)
+        reads = [x, logical, bias, *tail]
+        squeezed = _squeeze(b, op, ep)
+        if squeezed is None:
+            emit_description(b, op, recipe, found, operands, kind="Conv", attrs=attrs, reads=reads, writes=[between])
+        else:
+            _emit_squeezed(b, op, squeezed, problem, config, (recipe, found), operands, attrs, reads)
+        finish(b, op, ep, between, target)
+        return str(config)
+
+
+def _squeeze(b: Builder, op: Op, ep: Epilogue) -> Op | None:
+    """The global average pool of the result, which the kernel can make on its way (squeeze-and-excitation); None where there is
+    none, or its place does not suit."""
+    if ep.rest:
+        return None
+    for user in b.graph.users(op.value):
+        if user.kind == "GlobalAveragePool" and user.outputs[0].type.dtype == op.outputs[0].type.dtype:
+            place = b.reserved.get(user.value)
+            channels = user.outputs[0].type.static_shape[1]
+            if place is None or place.is_like((channels, 1, 1, 1)):
+                return user
+    return None
+
+
+def _emit_squeezed(
+    b: Builder, op: Op, pool: Op, problem: depthwise.Problem, config: Config, launch: tuple[Recipe, Description],
+    operands: dict[str, Placed], attrs: dict[str, Any], reads: list[Placed | None], mean: Narrow | None = None,
+) -> None:  # fmt: skip
+    """The convolution that also sums its result: the means of whole images, or sums of tiles that a second launch adds up.
+    ``mean``: how means of 8 bits are made of sums."""
+    family: Any = tma if isinstance(config, tma.Config) else depthwise
+    (n, channels), out = (problem.batch, problem.channels), operands["output"]
+    shape = (n, channels, 1, 1)
+    means = b.reserved.get(pool.value) or b.new(pool.outputs[0].name, out.dtype, shape, (channels, 1, 1, 1))
+    b.place[pool.value] = means
+    covers = replace(op, src=op.src | pool.src)
+    own = {} if mean is None else {f"mean_{name}": value for name, value in attrs_dict(pool.attrs).items()}
+    if family.squeeze_mode(problem, config) == 2:
+        attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": (), "of": op.kind, **own}
+        made = {**operands, "means": means}
+        emit_description(b, covers, *launch, made, kind="ConvSqueeze", attrs=attrs, reads=reads, writes=[out, means])
+        return
+    _, tiles_x, tiles_y = family.tiles(problem, config)
+    sums = b.new(f"{pool.outputs[0].name}.sums", np.dtype(np.float32), (n, tiles_y * tiles_x, channels))
+    tile = (config.tile_h * config.strips_y, config.tile_w * config.strips_x)
+    made = {**operands, "sums": sums}
+    attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": tile, "of": op.kind, **own}
+    emit_description(b, covers, *launch, made, kind="ConvSqueeze", attrs=attrs, reads=reads, writes=[out, sums])
+    recipe = depthwise.squeeze_recipe(problem, b.arch)
+    found = depthwise.describe_squeeze(problem, tiles_x * tiles_y, mean)
+    pixels = {"pixels": math.prod(problem.out_size), **own}
+    finishing = {"sums": sums, "means": means}
+    emit_description(
+        b, pool, recipe, found, finishing, kind="SqueezeFinish", attrs=pixels, reads=[sums], writes=[means]
+    )
+
+
+class DepthwiseOfIntegers(Rehearsed):
+    """Depthwise convolutions of int8 or uint8 images: products and sums are exact in fp32, the epilogue is that of other
+    8-bit convolutions. Images in another order than channels-last are copied."""
+
+    name = "depthwise_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := refusal(b, op) or no_kernels(b.arch)) is not None:
+            return why
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        if weight.ndim != 4 or weight.shape[1] != 1 or op.attrs.group != weight.shape[0] or op.attrs.group == 1:
+            return "it is not a depthwise convolution of images"
+        if weight.dtype != np.int8:
+            return f"it is for int8 weights, not {weight.dtype.name}"
+        if weight.shape[0] % 16:
+            return "its channels do not come in sixteens"
+        return None if _offers(self._problem(b, op), b.gpu) else "no tile of the kernel fits it"
+
+    def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
+        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
+        assert weight is not None
+        x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
+        n, c, h, w = x.static_shape
+        source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
+        second = map_dtype(b.graph.type(op.inputs[3]).dtype) if op.input(3) is not None else ""  # type: ignore[arg-type]
+        dtypes = map_dtype(x.dtype), map_dtype(op.outputs[0].type.dtype)
+        return depthwise.Problem(
+            n,
+            source,
+            tuple(a.stages),
+            dtypes[0],
+            _mean_of(b, op) is not None,
+            dtypes[1],
+            second,
+            a.zero != 0,
+            a.input_zero,
+        )
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        a, problem = op.attrs, self._problem(b, op)
+        weight, channel = b.graph.constant_value(op.inputs[1]), b.graph.constant_value(op.inputs[2])
+        assert weight is not None
+        assert channel is not None
+        assert op.inputs[0] is not None
+        offers = _offers(problem, b.gpu)
+        b.offer(offers)
+        config = config or offers[0].config
+        x, out = _dense(b, op, b.operand(op.inputs[0]), "image"), b.target(op.value)
+        dense = channels_last(out.shape, out.shape[1])
+        lies = out.is_like(dense) and out.byte_offset % 16 == 0
+        target = out if lies else b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, dense)
+        half = ml_dtypes.bfloat16 if problem.out_dtype == "bfloat16" else np.float16  # either holds an int8 exactly
+        packed = b.constant(depthwise.pack_weights(weight).astype(half), f"{op.outputs[0].name}.weights")
+        pairs = b.constant(np.ascontiguousarray(channel), f"{op.outputs[0].name}.scales")
+        operands = {"input": x, "output": target, "weights": packed, "bias": pairs}
+        channels, taps_w = weight.shape[0], weight.shape[3]
+        reads: list[Placed | None] = [x, packed.view(weight.shape, (1, 0, taps_w * channels, channels)), pairs]
+        if op.input(3) is not None:
+            operands["residual"] = _dense(b, op, b.operand(op.inputs[3]), "residual")  # type: ignore[arg-type]
+            reads.append(operands["residual"])
+        offset = quantized.byte_bias(problem.residual_dtype) + a.residual_zero
+        requantize = Requantize(a.residual_scale, offset, a.low, a.high, a.zero)
+        pool = _mean_of(b, op)
+        if pool is not None:
+            m = pool.attrs
+            mean = Narrow(m.factor, m.low, m.high, m.zero)
+            launch = _described(problem, config, b.gpu, requantize, mean)
+            _emit_squeezed(b, op, pool, problem, config, launch, operands, attrs_dict(a), reads, mean)
+        else:
+            recipe, found = _described(problem, config, b.gpu, requantize)
+            emit_description(
+                b, op, recipe, found, operands, kind="QuantizedConv", attrs=attrs_dict(a), reads=reads, writes=[target]
+            )
+        if not lies:
+            copy(b, op, target, out)
+        return str(config)
+
+
+def _mean_of(b: Builder, op: Op) -> Op | None:
+    """The mean of the 8-bit result, in the same type, which the kernel can make on its way."""
+    out = op.outputs[0].type
+    for user in b.graph.users(op.value):
+        if (
+            user.kind == "QuantizedMean"
+            and user.attrs.input_zero == op.attrs.zero
+            and user.outputs[0].type.dtype == out.dtype
+        ):
+            place = b.reserved.get(user.value)
+            if math.prod(out.static_shape[2:]) <= depthwise.MAX_PIXELS and (
+                place is None or place.is_like((out.static_shape[1], 1, 1, 1))
+            ):
+                return user
+    return None

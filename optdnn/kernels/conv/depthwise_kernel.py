@@ -1,0 +1,306 @@
+"""Plans of the depthwise convolution (``kernels/depthwise.cu``): NHWC, 16-bit, any stride, dilation and padding.
+
+``out[n, y, x, c] = epilogue(sum over taps of in[n, y*sh - ph + r*dh, x*sw - pw + s*dw, c] * w[r, s, c])``. Optionally also the
+mean over all pixels of each image and channel (the squeeze of squeeze-and-excitation), summed in a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.kernels.conv.parameters import Requantize, put_requantize
+from optdnn.kernels.conv.problem import ITEM, OneSource, Source
+from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.quantized.quantized_store import Narrow
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import Array
+
+MAX_TAPS = 49
+MAX_PIXELS = 1 << 16
+"""Of an image whose 8-bit numbers fp32 adds up exactly."""
+CLOCK = 1.75e9
+MEMORY = 4.2e12
+L2 = 3.2e12
+
+
+@dataclass(frozen=True)
+class Problem(OneSource):
+    """``batch`` images of ``source`` (whose ``channels`` are also the output's). ``squeeze``: also write the channel means."""
+
+    batch: int
+    source: Source
+    epilogue: tuple[render.Stage, ...] = (("bias",),)
+    dtype: str = "float16"
+    squeeze: bool = False
+    out: str = ""
+    """Element type of the result; "": ``dtype``."""
+    residual_dtype: str = ""
+    """Element type of the residual; "": the result's."""
+    zero_point: bool = False
+    """Whether an 8-bit result has a zero point other than 0."""
+    outside: int = 0
+    """What lies in the padding of 8-bit images: their zero point."""
+
+    @property
+    def out_dtype(self) -> str:
+        """Element type of the result."""
+        return self.out or self.dtype
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element of the input."""
+        return ITEM[self.dtype]
+
+    @property
+    def out_item(self) -> int:
+        """Bytes of an element of the result."""
+        return ITEM[self.out_dtype]
+
+    @property
+    def channels(self) -> int:
+        """Channels of input and output."""
+        return self.source.channels
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds counted as two."""
+        return 2 * self.batch * math.prod(self.out_size) * self.channels * math.prod(self.source.kernel)
+
+    @property
+    def bytes(self) -> int:
+        """Least global traffic: each tensor once."""
+        s = self.source
+        out = math.prod(self.out_size) * self.out_item * (2 if self.residual else 1)
+        return self.channels * (self.batch * (s.height * s.width * self.item + out) + 2 * math.prod(s.kernel))
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """A thread's ``tile_h`` x ``tile_w`` output pixels of ``lanes`` (4 or 8) channels; a block's ``vectors`` (of ``lanes``) x
+    ``strips_x`` x ``strips_y`` threads; ``blocks`` per multiprocessor that registers must allow."""
+
+    tile_h: int
+    tile_w: int
+    vectors: int
+    strips_x: int
+    strips_y: int
+    lanes: int = 8
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.vectors * self.strips_x * self.strips_y
+
+    def __str__(self) -> str:
+        return (
+            f"dw{self.tile_h}x{self.tile_w}l{self.lanes}v{self.vectors}s{self.strips_x}x{self.strips_y}b{self.blocks}"
+        )
+
+
+def tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Blocks along channel vectors, columns and rows."""
+    out_h, out_w = problem.out_size
+    return (
+        -(-problem.channels // config.lanes // config.vectors),
+        -(-out_w // (config.tile_w * config.strips_x)),
+        -(-out_h // (config.tile_h * config.strips_y)),
+    )
+
+
+def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
+    s = problem.source
+    if config.lanes not in (4, 8) or problem.channels % config.lanes:
+        return f"{problem.channels} channels are not a multiple of {config.lanes}"
+    if (why := no_kernel(problem)) is not None:
+        return why
+    if math.prod(s.kernel) > MAX_TAPS:
+        return f"{math.prod(s.kernel)} taps exceed {MAX_TAPS}: weights would not fit"
+    if min(problem.out_size) < 1:
+        return "the output is empty"
+    if not 1 <= config.threads <= 256:
+        return f"{config.threads} threads are not a block of this kernel"
+    if config.tile_h * config.tile_w * config.lanes > 64:
+        return "more than 64 accumulators a thread"
+    if (needed := shared_bytes(problem, config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
+    if columns > 16:
+        return f"a row of {columns} input vectors does not fit the registers"
+    _, x, y = tiles(problem, config)
+    if problem.batch > 65535 or x * y > 65535:
+        return "the grid is too large"
+    if s.height * s.width * problem.channels >= 1 << 31:
+        return "an image has more elements than the kernel addresses"
+    return None
+
+
+def no_kernel(problem: Problem) -> str | None:
+    """Why neither depthwise kernel has these element types, or None."""
+    quantized = problem.dtype in ("int8", "uint8")
+    results = ("int8", "uint8", "float16", "bfloat16", "float32") if quantized else (problem.dtype,)
+    exact = problem.out_item == 1 and math.prod(problem.out_size) <= MAX_PIXELS
+    if (
+        problem.out_dtype not in results
+        or (quantized and problem.squeeze and not exact)
+        or (problem.item != 2 and not quantized)
+    ):
+        return f"no kernel turns {problem.dtype} into {problem.out_dtype}"
+    return None
+
+
+def squeeze_mode(problem: Problem, config: Config) -> int:
+    """0: no squeeze; 1: partial sums per block, which :func:`describe_squeeze` finishes; 2: one block sees a whole image."""
+    if not problem.squeeze:
+        return 0
+    return 2 if tiles(problem, config)[1:] == (1, 1) else 1
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block: weights of large filters, then the squeeze's sums in the same place."""
+    taps = math.prod(problem.source.kernel)
+    weights = taps * config.vectors * config.lanes * 2 if taps > 9 else 0
+    sums = config.threads * config.lanes * 4 if problem.squeeze else 0
+    return max(weights, sums)
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. Sizes are parameters: problems that share filter, stride, epilogue and tile share the cubin."""
+    s = problem.source
+    defines = {
+        "LANES": config.lanes, "KERNEL_H": s.kernel[0], "KERNEL_W": s.kernel[1], "STRIDE_H": s.stride[0], "STRIDE_W": s.stride[1],
+        "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "TILE_H": config.tile_h, "TILE_W": config.tile_w,
+        "MAX_THREADS": 128 if config.threads <= 128 else 256, "MIN_BLOCKS": config.blocks,
+        "SQUEEZE": squeeze_mode(problem, config),
+    }  # fmt: skip
+    return Recipe("depthwise.cu", arch, {"generated.cuh": generated(problem, defines)}, options(problem))
+
+
+def generated(problem: Problem, tile: Mapping[str, int]) -> str:
+    """The header of a depthwise kernel: its ``tile``, the element types, the epilogue."""
+    types = {
+        "HAS_RESIDUAL": int(problem.residual), "OPERAND_ITEM": problem.item, "OUT_ITEM": problem.out_item, "INTEGER": 0,
+        "OUT_FLOAT8": 0, "OUT_ZERO": int(problem.zero_point), "INPUT_UNSIGNED": int(problem.dtype == "uint8"),
+        "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
+    }  # fmt: skip
+    stages = render.epilogue(problem.epilogue)
+    if problem.item == 1:
+        stages = render.runtime_epilogue(problem.epilogue, problem.out_item == 1)
+    return "\n".join([render.constants({**tile, **types}), stages, ""])
+
+
+def options(problem: Problem) -> tuple[str, ...]:
+    """Compiler options. Of 8-bit images, products are summed exactly in whatever way, and nothing else may be contracted."""
+    return ("--std=c++17", "--use_fast_math", *(("--fmad=false",) if problem.item == 1 else ()),
+            *(("-DDTYPE_BF16",) if "bfloat16" in (problem.dtype, problem.out_dtype) else ()))  # fmt: skip
+
+
+def pack_weights(weight: Array) -> Array:
+    """``[channels, 1, taps_h, taps_w]`` weights -> ``[taps, channels]``. Keeps the dtype."""
+    channels = weight.shape[0]
+    if weight.shape[1] != 1:
+        raise InternalError("a depthwise convolution has one input channel per output channel")
+    return np.ascontiguousarray(weight.reshape(channels, -1).T)
+
+
+def describe(
+    problem: Problem, config: Config, requantize: Requantize | None = None, mean: Narrow | None = None
+) -> Description:
+    """The launch. Operands: ``input``, ``output``, ``weights`` (packed, 16-bit), ``bias`` (fp32 [channels]; of 8-bit images scale
+    and bias, [channels, 2]), ``residual``, and for a squeeze ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch,
+    channels], of the result's type; ``mean``: how 8-bit ones are made of sums), by :func:`squeeze_mode`."""
+    s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
+    blocks_c, blocks_x, blocks_y = tiles(problem, config)
+    block = ParameterBlock().pointer("input").pointer("output").pointer("weights").pointer("bias")
+    block.pointer("residual" if problem.residual else None)
+    block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
+    block.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
+    block.i32(config.vectors, config.strips_x, config.strips_y, blocks_x)
+    (mean or Narrow(1.0 / (out_h * out_w))).put(block)
+    block.i32(four_bytes(problem.outside))
+    put_requantize(block, problem.epilogue, requantize)
+    return block.describe(
+        "depthwise",
+        (blocks_c, blocks_x * blocks_y, problem.batch),
+        config.threads,
+        shared=shared_bytes(problem, config),
+    )
+
+
+def four_bytes(value: int) -> int:
+    """Four times the byte of an 8-bit integer, as a signed 32-bit one."""
+    return int(np.int32(np.uint32((value & 255) * 0x01010101).view(np.int32)))
+
+
+def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
+    """The kernel of :func:`describe_squeeze`."""
+    kind = ("-DNARROW",) if problem.out_item == 1 else ("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()
+    return Recipe("squeeze_finish.cu", arch, {}, ("--std=c++17", "--use_fast_math", *kind))
+
+
+def describe_squeeze(problem: Problem, tiles_per_image: int, mean: Narrow | None = None) -> Description:
+    """The second launch of a squeeze in mode 1: ``sums`` [batch, tiles, channels] -> ``means``."""
+    block = ParameterBlock().pointer("sums").pointer("means").i32(tiles_per_image, problem.channels)
+    (mean or Narrow(1.0 / math.prod(problem.out_size))).put(block)
+    return block.describe("squeeze_finish", (-(-problem.channels // 32), problem.batch, 1), 512)
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch."""
+    s = problem.source
+    blocks = math.prod(tiles(problem, config)) * problem.batch
+    rows = (config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
+    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
+    outputs, taps = config.tile_h * config.tile_w, math.prod(s.kernel)
+    # Instructions of a thread: multiply-adds, conversions of inputs and weights, loads with their bounds, the epilogue.
+    lanes = config.lanes
+    convert, finish = (1.0, 5) if problem.item == 2 else (2.2, 15)  # bytes become floats, and results bytes
+    work = outputs * taps * lanes + rows * columns * (convert * lanes + 6) + taps * lanes
+    work += outputs * (finish * lanes + 4) + 150
+    registers = min(255, outputs * lanes + taps * lanes + 2 * columns * lanes // 2 + 40)
+    resident = max(1, config.blocks, 65536 // (registers * config.threads))
+    resident = min(resident, 2048 // config.threads)
+    waves = blocks / (device.multiprocessors * resident)
+    whole = math.ceil(waves) if waves < 4 else waves
+    compute = whole * min(resident, max(1.0, blocks / device.multiprocessors)) * config.threads * work / 128 / CLOCK
+    # What a block reads through L2: its tile and the rows and columns around it.
+    tile_h, tile_w = config.tile_h * config.strips_y, config.tile_w * config.strips_x
+    patch = (tile_h * s.stride[0] + s.kernel[0] - s.stride[0]) * (tile_w * s.stride[1] + s.kernel[1] - s.stride[1])
+    l2 = blocks * config.vectors * lanes * 2 * (patch + tile_h * tile_w) / L2
+    # Fitted to 150 timings on an H200 (within 22 %): loads wait for one another, so neither memory nor issue slots are full.
+    slower = 1.36 if taps > 9 else 2.1
+    thread = work * (3.4e-9 if taps > 9 else 2.5e-9)  # a wave takes at least as long as one of its threads
+    memory = problem.bytes / 2.96e12
+    return 0.57e-6 + max(memory, l2, compute * slower, whole * thread)
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
+    """The configurations to time, best predicted first; at most two of one thread tile."""
+    out_h, out_w = problem.out_size
+    found: list[tuple[float, Config]] = []
+    for lanes in (8, 4) if problem.channels % 8 == 0 else (4,):
+        vectors = problem.channels // lanes
+        widths = [v for v in (8, 16, 12, 10, 9, 6, 5, 4, 7, 11, 3, 2, 1) if v <= vectors and vectors % v == 0][:3]
+        if vectors > 16 and (not widths or widths[0] < 4):
+            widths.append(8)
+        for tile_h, tile_w in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (2, 4), (4, 2), (4, 4), (2, 7)):
+            for v in widths:
+                for threads in (64, 128, 256):
+                    strips, wide = threads // v, -(-out_w // tile_w)
+                    for strips_x in sorted({min(strips, wide), min(strips, -(-wide // 2))}):
+                        if strips_x < 1:
+                            continue
+                        strips_y = max(1, min(strips // strips_x, -(-out_h // tile_h)))
+                        config = Config(tile_h, tile_w, v, strips_x, strips_y, lanes)
+                        if refuse(problem, config, shared=device.shared_per_block) is None:
+                            found.append((estimate(problem, config, device), config))
+    return varied(set(found), lambda c: (c.tile_h, c.tile_w, c.lanes), limit)

@@ -1,0 +1,227 @@
+"""Plans of the depthwise convolution that TMA feeds (``kernels/depthwise_sm90.cu``): for large batches on Hopper.
+
+Problems and operands are those of :mod:`optdnn.kernels.conv.depthwise_kernel`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optdnn.kernels.conv import depthwise_kernel as depthwise
+from optdnn.kernels.conv.depthwise_kernel import CLOCK, MEMORY, Problem
+from optdnn.kernels.conv.parameters import Requantize, put_requantize
+from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.quantized.quantized_store import Narrow
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+_HEAD_BYTES = 128
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """A thread's ``tile_h`` x ``tile_w`` output pixels of ``lanes`` channels; a tile's ``vectors`` x ``strips_x`` x ``strips_y``
+    threads; ``stages`` patches in flight; ``blocks`` per multiprocessor that registers must allow."""
+
+    tile_h: int
+    tile_w: int
+    vectors: int
+    strips_x: int
+    strips_y: int
+    lanes: int
+    stages: int
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        """The convolving warps and the loading one."""
+        return -(-self.vectors * self.strips_x * self.strips_y // 32) * 32 + 32
+
+    def __str__(self) -> str:
+        strips = f"{self.strips_x}x{self.strips_y}"
+        return f"dwt{self.tile_h}x{self.tile_w}l{self.lanes}v{self.vectors}s{strips}r{self.stages}b{self.blocks}"
+
+
+def tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Slabs of channels, and tiles along columns and rows."""
+    out_h, out_w = problem.out_size
+    return (
+        -(-problem.channels // config.lanes // config.vectors),
+        -(-out_w // (config.tile_w * config.strips_x)),
+        -(-out_h // (config.tile_h * config.strips_y)),
+    )
+
+
+def patch(problem: Problem, config: Config) -> tuple[int, int]:
+    """Rows and columns of a tile's input patch."""
+    s = problem.source
+    return (
+        (config.strips_y * config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1,
+        (config.strips_x * config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1,
+    )
+
+
+def squeeze_mode(problem: Problem, config: Config) -> int:
+    """As :func:`optdnn.kernels.conv.depthwise_kernel.squeeze_mode`."""
+    if not problem.squeeze:
+        return 0
+    return 2 if tiles(problem, config)[1:] == (1, 1) else 1
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block: barriers, the ring, weights of large filters, the squeeze's sums."""
+    channels, taps = config.vectors * config.lanes, math.prod(problem.source.kernel)
+    ring = config.stages * (-(-math.prod(patch(problem, config)) * channels * problem.item // 128) * 128)
+    sums = config.strips_x * config.strips_y * channels * 4 if problem.squeeze else 0
+    return _HEAD_BYTES + ring + (taps * channels * 2 if taps > 9 else 0) + sums
+
+
+def refuse(
+    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
+) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    s = problem.source
+    if capability < (9, 0):
+        return f"TMA feeds it, which GPUs of capability {capability[0]}.{capability[1]} have not"
+    if problem.channels % 8 or config.lanes not in (4, 8):
+        return f"{problem.channels} channels are not a multiple of 8"
+    if (why := depthwise.no_kernel(problem)) is not None:
+        return why
+    if problem.outside and any(s.padding):
+        return "TMA pads with zeros, not with a zero point"
+    if (
+        config.vectors * config.lanes * problem.item % 16
+        or problem.channels * problem.item % 16
+        or config.vectors * config.lanes > 256
+    ):
+        return f"{config.vectors * config.lanes} channels are no TMA box"
+    if math.prod(s.kernel) > depthwise.MAX_TAPS or min(problem.out_size) < 1:
+        return "too many taps, or an empty output"
+    if not 64 <= config.threads <= 288 or config.tile_h * config.tile_w * config.lanes > 64:
+        return "not a tile of this kernel"
+    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
+    if columns * config.lanes > 128:
+        return f"a row of {columns} input vectors does not fit the registers"
+    if max(patch(problem, config)) > 256:
+        return "the patch exceeds a TMA box"
+    if not 2 <= config.stages <= 8:
+        return f"{config.stages} stages"
+    if (needed := shared_bytes(problem, config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
+        return "shared memory does not allow that many blocks per multiprocessor"
+    limit = min(255, 512 // -(-(config.threads // 32) * config.blocks // 4) // 8 * 8)
+    if registers(problem, config) > limit:
+        return f"about {registers(problem, config)} registers a thread exceed {limit}"
+    if math.prod(tiles(problem, config)) * problem.batch >= 1 << 31:
+        return "more tiles than the kernel counts"
+    return None
+
+
+def registers(problem: Problem, config: Config) -> int:
+    """About what a thread needs: accumulators, weights of small filters, a row of input vectors, addresses and constants, the
+    squeeze's sums. Fitted to what ptxas spills."""
+    s, taps = problem.source, math.prod(problem.source.kernel)
+    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
+    sums = config.tile_h * config.tile_w * config.lanes
+    # A row that meets many output rows needs the weights of several taps at once.
+    more = 12 * max(0, config.tile_h - 2) if taps > 9 else 0
+    if problem.item == 1:  # bytes as floats; scales beside biases
+        weights = taps * config.lanes // 2 if taps <= 9 else 8
+        found = sums + weights + 30 + (columns + 1) * config.lanes + more
+        return math.ceil(found * (0.9 if config.lanes == 4 else 1.0))
+    weights = taps * config.lanes // 2 if taps <= 9 else 8 if sums < 64 else 16
+    rest = (24 if problem.squeeze else 14) + 2 * (config.tile_h + config.lanes)
+    return sums + weights + columns * config.lanes // 2 + rest + more
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+    """What to compile. Sizes of tensors are parameters. ``checked``: a wait that never ends traps."""
+    s = problem.source
+    defines = {
+        "LANES": config.lanes, "KERNEL_H": s.kernel[0], "KERNEL_W": s.kernel[1], "STRIDE_H": s.stride[0],
+        "STRIDE_W": s.stride[1], "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "TILE_H": config.tile_h,
+        "TILE_W": config.tile_w, "VECTORS": config.vectors, "STRIPS_X": config.strips_x, "STRIPS_Y": config.strips_y,
+        "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "SQUEEZE": squeeze_mode(problem, config),
+    }  # fmt: skip
+    text = depthwise.generated(problem, defines)
+    options = (*depthwise.options(problem), *(("-DBARRIER_TRAP",) if checked else ()))
+    return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, options)
+
+
+def describe(
+    problem: Problem, config: Config, gpu: GpuFacts, requantize: Requantize | None = None,
+    mean: Narrow | None = None,
+) -> Description:  # fmt: skip
+    """The launch: a grid that fills ``gpu``. Operands as of :func:`optdnn.kernels.conv.depthwise_kernel.describe`."""
+    s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
+    slabs, tiles_x, tiles_y = tiles(problem, config)
+    count = tiles_x * tiles_y * problem.batch
+    item = problem.channels * problem.item
+    row = s.width * item
+    box_h, box_w = patch(problem, config)
+    shape = (problem.channels, s.width, s.height, problem.batch)
+    block = ParameterBlock()
+    block.tensor_map("input", problem.dtype, shape, (item, row, s.height * row),
+                     (config.vectors * config.lanes, box_w, box_h, 1), 0)  # fmt: skip
+    block.pointer("output").pointer("weights").pointer("bias").pointer("residual" if problem.residual else None)
+    block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
+    block.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
+    block.i32(slabs, tiles_x, tiles_x * tiles_y, count)
+    (mean or Narrow(1.0 / (out_h * out_w))).put(block)
+    put_requantize(block, problem.epilogue, requantize)
+    shared = shared_bytes(problem, config)
+    per_slab = max(1, min(count, gpu.multiprocessors * resident(problem, config) // slabs))
+    return block.describe("depthwise_sm90", (per_slab * slabs, 1, 1), config.threads, shared=shared)
+
+
+def resident(problem: Problem, config: Config) -> int:
+    """Blocks per multiprocessor."""
+    return max(1, min(config.blocks, 233472 // (shared_bytes(problem, config) + 1024)))
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch."""
+    s = problem.source
+    slabs, tiles_x, tiles_y = tiles(problem, config)
+    count, blocks = tiles_x * tiles_y * problem.batch, device.multiprocessors * resident(problem, config)
+    outputs, taps, lanes = config.tile_h * config.tile_w, math.prod(s.kernel), config.lanes
+    rows = (config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
+    columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
+    # Instructions of a thread and tile: multiply-adds, conversions, shared loads, the epilogue with its store.
+    # Bytes take two instructions to become floats; results, three times as many.
+    convert, finish = (1.3 * (lanes + 1), 6) if problem.item == 2 else (2.2 * lanes + 1, 15)
+    work = outputs * taps * lanes + rows * columns * convert + config.tile_h * taps * (lanes + 1)
+    work += outputs * (finish * lanes + 6) + 60
+    per_block = -(-count // max(1, blocks // slabs))
+    warps = (config.threads // 32 - 1) * resident(problem, config)  # few of them leave issue slots empty
+    tile = config.threads * work / 128 / min(0.8, 0.35 + 0.03 * warps)
+    compute = (per_block * tile * resident(problem, config) + 1500) / CLOCK
+    box = math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
+    l2 = slabs * count * (box + config.threads * outputs * lanes * 2) / 5.0e12
+    in_flight = min(1.0, (config.stages - 1) * box * resident(problem, config) / 40000)
+    return 1.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight))
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
+    """The configurations to time, best predicted first; at most two of one thread tile."""
+    if problem.channels % 8 or device.capability < (9, 0):
+        return []
+    out_h, out_w = problem.out_size
+    found: list[tuple[float, Config]] = []
+    for lanes in (8, 4):
+        vectors = problem.channels // lanes
+        widths = [v for v in range(32 // lanes, 256 // lanes + 1) if vectors % v == 0] or [min(vectors, 64 // lanes)]
+        for tile_h, tile_w in ((1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (4, 4), (2, 7), (1, 7), (2, 8)):
+            wide, high = -(-out_w // tile_w), -(-out_h // tile_h)
+            for v in widths:
+                for strips_x in sorted({min(wide, 32), -(-wide // 2), -(-wide // 4)}):
+                    for strips_y in sorted({min(high, n) for n in (1, 2, 4, 7, 8, 16)}):
+                        for stages, blocks in ((2, 2), (3, 2), (3, 1), (4, 1), (2, 3), (3, 3)):
+                            config = Config(tile_h, tile_w, v, strips_x, strips_y, lanes, stages, blocks)
+                            why = refuse(problem, config, shared=device.shared_per_block, capability=device.capability)
+                            if why is None and config.threads >= 96:
+                                found.append((estimate(problem, config, device), config))
+    return varied(found, lambda c: (c.tile_h, c.tile_w, c.lanes), limit)

@@ -1,0 +1,201 @@
+"""Convolutions that tensor cores do not run: depthwise ones, vectorized over channels, and any other, one output a thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.conv.hopper import entering
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.kernels.pool.window import Rendered, Window, channel_vector_width, emit_window, load_channels
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.lowering.builder import Builder, Placed
+from optdnn.ops.base import Stage
+from optdnn.ops.conv import resolved, resolved_transpose
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.reference.conv import transpose_pads
+from optdnn.runtime.reference.window import resolve_pads
+from optdnn.types import is_float
+
+ARITY = 3
+
+
+def _stages(op: Op) -> list[Stage]:
+    """The epilogue on slots: 0 the result, 1 the bias, 2 and on what stages read (the op's slot less one)."""
+    first = [Stage("Add", (-1, 1))] if op.input(2) is not None else []
+    shift = len(first)
+    moved = [
+        Stage(s.kind, tuple(a if a is None else a - shift if a < 0 else a - 1 for a in s.args), s.attrs)
+        for s in op.attrs.epilogue
+    ]
+    return [*first, *moved]
+
+
+def _operands(b: Builder, op: Op, out: Placed) -> list[Placed | None]:
+    """Operands by the slots of :func:`_stages`; the bias broadcasts along the channels."""
+    found: list[Placed | None] = [None, None]
+    bias = op.input(2)
+    if bias is not None:
+        v = b.operand(bias)
+        rank = len(out.shape) - 2
+        found[1] = v.view((1, out.shape[1], *(1,) * rank), (0, v.strides[0], *(0,) * rank))
+    return found + [None if v is None else b.operand(v) for v in op.inputs[ARITY:]]
+
+
+def _meaning(b: Builder, op: Op, x: Placed, weight: Placed) -> list[Placed | None]:
+    """The operands of the reference kernel: input, weights, bias, what stages read."""
+    rest = [None if v is None else b.operand(v) for v in op.inputs[2:]]
+    return [x, weight, *rest] if rest else [x, weight, None]
+
+
+class Depthwise(OwnTactic):
+    """One filter per channel: a thread takes up to eight neighbouring channels."""
+
+    name = "depthwise"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        weight = b.graph.constant_value(op.inputs[1])
+        if weight is None:
+            return "its weights are not constant"
+        if weight.ndim > 5:
+            return f"it has {weight.ndim - 2} spatial axes"
+        if weight.shape[1] != 1 or op.attrs.group != weight.shape[0]:
+            return f"it has {weight.shape[1]} channels a group and {weight.shape[0] / max(op.attrs.group, 1):g} filters a channel"
+        return None
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        array = b.graph.constant_value(op.inputs[1])
+        assert array is not None
+        x, out = entering(b, op), b.target(op.value)
+        a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
+        channels, kernel = array.shape[0], array.shape[2:]
+        # [taps][channels], so that neighbouring channels' weights are one access
+        packed = b.constant(np.ascontiguousarray(array.reshape(channels, -1).T), f"{op.outputs[0].name}.weights")
+        logical = packed.view(array.shape, _tap_strides(kernel, channels))
+        window = Window.make(kernel, a.strides, a.pads, a.dilations)
+        vec = channel_vector_width([x, out])
+        while channels % vec:
+            vec //= 2
+        _, kh, kw = window.kernel
+        t, tw = CPP[x.dtype], CPP[packed.dtype]
+        tap = f"((kd * {kh} + kh) * {kw} + kw) * {channels} + c"
+        loads = load_channels(t, vec, "at + c * p.xs[1]", "v") + load_channels(tw, vec, f"p.a0 + {tap}", "f")
+        parts = Rendered(
+            f"float acc[{vec}] = {{}};",
+            f"{loads} for (int j = 0; j < {vec}; j++) acc[j] += widen(v.lane[j]) * widen(f.lane[j]);",
+            "const float value = acc[j];",
+            [packed],
+        )
+        attrs = {
+            "strides": a.strides, "pads": a.pads, "dilations": a.dilations, "group": a.group, "auto_pad": "NOTSET",
+            "prologue": (), "epilogue": plain_stages(a.epilogue), "arity": ARITY,
+        }  # fmt: skip
+        emit_window(
+            b, op, window, x, out, parts, vec=vec, kind="Conv", attrs=attrs, reads=_meaning(b, op, x, logical),
+            stages=_stages(op), operands=_operands(b, op, out),
+        )  # fmt: skip
+        return f"x{vec}"
+
+
+def _tap_strides(kernel: tuple[int, ...], channels: int) -> tuple[int, ...]:
+    strides, step = [], channels
+    for k in reversed(kernel):
+        strides.append(step)
+        step *= k
+    return (1, 0, *reversed(strides))
+
+
+RUN = 32
+"""Products that are added up by themselves before they are added to the rest: rounding errors grow with the longest chain of
+additions, and a layer has thousands of products (Higham, "The accuracy of floating point summation", 1993)."""
+
+
+def _summed(type: str, count: int, product: str) -> str:
+    """C++ that adds ``product`` over i in 0 .. ``count`` to ``acc``, in runs."""
+    if count <= RUN:
+        return f"{type} part = 0; for (int i = 0; i < {count}; i++) part += {product}; acc += part;"
+    end = f"min(i0 + {RUN}, {count})" if count % RUN else f"i0 + {RUN}"
+    return (
+        f"for (int i0 = 0; i0 < {count}; i0 += {RUN}) {{ {type} part = 0; "
+        f"for (int i = i0; i < {end}; i++) part += {product}; acc += part; }}"
+    )
+
+
+class DirectConv(OwnTactic):
+    """Any convolution of up to three spatial axes, grouped or not, one output element a thread."""
+
+    name = "conv_direct"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        rank = b.graph.type(op.inputs[1]).rank or 0  # type: ignore[arg-type]
+        if not 3 <= rank <= 5:
+            return f"it has {rank - 2} spatial axes"
+        return None if is_float(op.outputs[0].type.dtype) else "it is not of floating point"
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        assert op.inputs[1] is not None
+        x, weight, out = entering(b, op), b.operand(op.inputs[1]), b.target(op.value)
+        a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
+        pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], weight.shape[2:], a.strides, a.dilations)
+        assert pads is not None
+        window = Window.make(weight.shape[2:], a.strides, pads, a.dilations)
+        inside, outside = weight.shape[1], weight.shape[0] // a.group
+        t = arithmetic(x.dtype)
+        strides = (*(0,) * (3 - len(weight.shape[2:])), *weight.strides[2:])
+        tap = (
+            f"const {CPP[x.dtype]}* v = at + i64(c / {outside} * {inside}) * p.xs[1]; "
+            f"const {CPP[weight.dtype]}* f = p.a0 + c * p.m[0] + kd * p.m[2] + kh * p.m[3] + kw * p.m[4]; "
+            f"{_summed(t, inside, 'widen(v[i * p.xs[1]]) * widen(f[i * p.m[1]])')}"
+        )
+        parts = Rendered(f"{t} acc = 0;", tap, f"const {t} value = acc;", [weight], [*weight.strides[:2], *strides])
+        attrs = {
+            "strides": a.strides, "pads": pads, "dilations": a.dilations, "group": a.group, "auto_pad": "NOTSET",
+            "prologue": (), "epilogue": plain_stages(a.epilogue), "arity": ARITY,
+        }  # fmt: skip
+        emit_window(
+            b, op, window, x, out, parts, vec=1, kind="Conv", attrs=attrs, reads=_meaning(b, op, x, weight),
+            stages=_stages(op), operands=_operands(b, op, out),
+        )  # fmt: skip
+        return ""
+
+
+class DirectConvTranspose(OwnTactic):
+    """Any transposed convolution of up to three spatial axes, one output element a thread."""
+
+    name = "conv_transpose_direct"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        return DirectConv().refuse(b, op)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        assert op.inputs[1] is not None
+        x, weight, out = entering(b, op), b.operand(op.inputs[1]), b.target(op.value)
+        a = resolved_transpose(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
+        kernel = weight.shape[2:]
+        pads, extra = list(a.pads), list(a.output_padding)
+        if a.auto_pad != "NOTSET":
+            # SAME: the output is the input times the stride, what is too much is cut off on both sides.
+            for i, (k, s, d) in enumerate(zip(kernel, a.strides, a.dilations, strict=True)):
+                total = (x.shape[2 + i] - 1) * s + (k - 1) * d + 1 + extra[i] - out.shape[2 + i]
+                pads[i], pads[i + len(kernel)] = transpose_pads(max(total, 0), a.auto_pad)
+        window = Window.make(kernel, a.strides, pads, a.dilations)
+        inside, outside = weight.shape[0] // a.group, weight.shape[1]
+        t = arithmetic(x.dtype)
+        strides = (*(0,) * (3 - len(kernel)), *weight.strides[2:])
+        tap = (
+            f"const int first = c / {outside} * {inside}; const {CPP[x.dtype]}* v = at + i64(first) * p.xs[1]; "
+            f"const {CPP[weight.dtype]}* f = p.a0 + first * p.m[0] + c % {outside} * p.m[1] + kd * p.m[2] + kh * p.m[3] + kw * p.m[4]; "
+            f"{_summed(t, inside, 'widen(v[i * p.xs[1]]) * widen(f[i * p.m[0]])')}"
+        )
+        parts = Rendered(f"{t} acc = 0;", tap, f"const {t} value = acc;", [weight], [*weight.strides[:2], *strides])
+        attrs = {
+            "strides": a.strides, "pads": tuple(pads), "dilations": a.dilations, "output_padding": tuple(extra), "group": a.group,
+            "output_shape": (), "auto_pad": "NOTSET", "prologue": (), "epilogue": plain_stages(a.epilogue), "arity": ARITY,
+        }  # fmt: skip
+        emit_window(
+            b, op, window, x, out, parts, vec=1, kind="ConvTranspose", attrs=attrs, reads=_meaning(b, op, x, weight),
+            stages=_stages(op), operands=_operands(b, op, out), transposed=True,
+        )  # fmt: skip
+        return ""

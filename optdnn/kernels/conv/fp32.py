@@ -1,0 +1,256 @@
+"""Convolutions and matrix products in true fp32: tiles of multiply-adds on scalar units (``kernels/conv_fp32.cu``)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.conv import fp32_kernel as fp32
+from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, finish, image, planar
+from optdnn.kernels.conv.hopper_launch import blocks
+from optdnn.kernels.conv.parameters import Scatter
+from optdnn.kernels.gemm.hopper import HopperGemm
+from optdnn.kernels.norm.half_rows import emit_description
+from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.lowering.builder import Builder, Placed, channels_last
+from optdnn.ops.conv import resolved
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
+from optdnn.types import FP32, Array
+
+FEW_FILTERS = 8
+"""Filters of a group below which most of a tile would be computed for nothing."""
+Geometry = tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]
+"""Strides, pads (top, left, bottom, right), dilations."""
+POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: fp32.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """A result is summed in the order of K by every tile; where blocks share K, in as many parts."""
+    found = fp32.candidates(problem, gpu)
+    return tuple(Offer(c, fp32.estimate(problem, c, gpu), c.split == 1) for c in found)
+
+
+def _offered(problem: fp32.Problem, config: fp32.Config, gpu: GpuFacts) -> Offer:
+    """A configuration that was chosen before, without a look at the others. Raises InternalError where it cannot run this."""
+    if (why := fp32.refuse(problem, config, gpu.arch)) is not None:
+        raise InternalError(f"the chosen configuration {config} cannot run it: {why}")
+    return Offer(config, fp32.estimate(problem, config, gpu), config.split == 1)
+
+
+def _strides(x: Placed) -> fp32.Strides:
+    """Of a feature map NCHW; those of axes of size 1 do not matter."""
+    n, _, h, w = (s if size > 1 else 0 for size, s in zip(x.shape, x.strides, strict=True))
+    return fp32.Strides(n, h, w)
+
+
+def storable(x: Placed) -> bool:
+    """Whether the kernel can write the NCHW tensor, or add it: its channels are neighbours."""
+    return x.shape[1] == 1 or x.strides[1] == 1
+
+
+def problem_of(
+    x: Placed, weight: Array, geometry: Geometry, groups: int, ep: Epilogue, residual: Placed | None, out: Placed,
+    scatter: Scatter | None = None,
+) -> fp32.Problem:  # fmt: skip
+    """The kernel's problem, of NCHW tensors."""
+    (n, c, h, w), (strides, pads, dilations) = x.shape, geometry
+    plane = x.strides[1] if c > 1 else 1
+    aligned = all(p.offset % 4 == 0 for p in (out, residual) if p is not None)
+    return fp32.Problem(
+        n, h, w, c, len(weight), weight.shape[2:], _strides(x), _strides(out), strides, pads, dilations, groups,
+        (("bias",), *ep.rendered), plane, _strides(residual) if residual is not None else None, aligned, scatter,
+    )  # fmt: skip
+
+
+def emit_fp32(
+    b: Builder,
+    op: Op,
+    x: Placed,
+    weight: Array,
+    geometry: Geometry,
+    groups: int,
+    bias: Array | None,
+    ep: Epilogue,
+    residual: Placed | None,
+    out: Placed,
+    config: fp32.Config | None,
+    scatter: Scatter | None = None,
+) -> str:
+    """One launch on NCHW tensors of any strides (``out`` and ``residual``: with neighbouring channels) and OIHW weights.
+
+    With ``scatter`` channels are blocks of ``out``'s pixels. Returns the configuration's name.
+    """
+    problem = problem_of(x, weight, geometry, groups, ep, residual, out, scatter)
+    offers = _offers(problem, b.gpu) if config is None else (_offered(problem, config, b.gpu),)
+    b.offer(offers)
+    config = offers[0].config
+    assert config is not None
+    channels, name = problem.channels, op.outputs[0].name
+    vector = np.zeros(fp32.weight_pitch(channels), np.float32)
+    if bias is not None:
+        vector[:channels] = bias
+    packed = b.kept.once(
+        ("conv_fp32", problem.planar), [weight], lambda: fp32.pack_weights(weight, planar=problem.planar), final=True
+    )
+    operands = {"pixels": x, "weights": b.constant(packed, f"{name}.weights"), "output": out}
+    operands["bias"] = b.constant(vector, f"{name}.bias")
+    if residual is not None:
+        operands["residual"] = residual
+    o, i, r, s = weight.shape
+    pitch = packed.shape[1]
+    order = (1, r * s * pitch, s * pitch, pitch) if problem.planar else (1, pitch, s * i * pitch, i * pitch)
+    constants = [b.constant(a, "scalar") for a in ep.constants]
+    tail = [residual, *constants] if residual is not None or constants else []
+    strides, pads, dilations = geometry
+    attrs = {
+        "strides": strides, "pads": pads, "dilations": dilations, "group": groups, "auto_pad": "NOTSET",
+        "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
+    }  # fmt: skip
+    reads = [x, operands["weights"].view((o, i, r, s), order), operands["bias"].view((channels,), (1,)), *tail]
+    recipe, launch = fp32.recipe(problem, config, b.arch), fp32.describe(problem, config)
+    kind = "Conv"
+    if scatter is not None:
+        kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
+    emit_description(b, op, recipe, launch, operands, kind=kind, attrs=attrs, reads=reads, writes=[out])
+    return str(config)
+
+
+def refusal(b: Builder, op: Op) -> str | None:
+    """Why the kernel is not for this architecture, or this element type."""
+    if (why := no_kernels(b.arch)) is not None:
+        return why
+    if op.outputs[0].type.dtype != FP32:
+        return f"its operands are fp32, not {op.outputs[0].type.dtype.name}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A convolution's operands and result where they lie, or copies in their place."""
+
+    x: Placed
+    weight: Array
+    geometry: Geometry
+    ep: Epilogue
+    residual: Placed | None
+    out: Placed
+    between: Placed
+    target: Placed
+
+
+def too_large(b: Builder, op: Op) -> str | None:
+    """Why the kernel's 32-bit offsets do not reach all of the operand or the result, or None."""
+    assert op.inputs[0] is not None
+    places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+    spans = [sum((n - 1) * abs(s) for n, s in zip(p.shape, p.strides, strict=True)) for p in places]
+    *rows, last = op.outputs[0].type.static_shape
+    if max(*spans, math.prod(rows) * (last + 8)) < fp32.LARGEST:
+        return None
+    return "its tensors have more elements than 32-bit offsets count"
+
+
+class TiledConv(Rehearsed):
+    """Convolutions of fp32 over one or two spatial axes, grouped or not."""
+
+    name = "conv_fp32"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := refusal(b, op)) is not None:
+            return why
+        weight = b.graph.constant_value(op.inputs[1])
+        if weight is None or weight.ndim not in (3, 4):
+            return "its weights are not constant, or not of one or two spatial axes"
+        if op.input(2) is not None and bias_of(b, op) is None:
+            return "its bias is not constant"
+        if 0 in weight.shape or 0 in op.outputs[0].type.static_shape:
+            return "it is empty"
+        if op.attrs.group > 1 and weight.shape[0] // op.attrs.group < FEW_FILTERS:
+            return f"a group of {weight.shape[0] // op.attrs.group} filters leaves most of a tile empty"
+        with b.rehearsal():
+            made = self._planned(b, op)
+            return fp32.no_kernel(
+                problem_of(made.x, made.weight, made.geometry, op.attrs.group, made.ep, made.residual, made.out)
+            )
+
+    @staticmethod
+    def _planned(b: Builder, op: Op) -> _Planned:
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        weight, strides, pads, dilations = planar(weight, a)
+        x, target = image(_plain_source(b, op) or entering(b, op)), b.target(op.value)
+        residual = None
+        if ep.residual is not None:
+            added = b.operand(ep.residual)
+            if not storable(added):
+                lying = channels_last(added.shape, added.shape[1])
+                made = b.new(f"{op.outputs[0].name}.residual", FP32, added.shape, lying)
+                copy(b, op, added, made)
+                added = made
+            residual = image(added)
+        between = target
+        if ep.rest or not storable(target):
+            lying = channels_last(target.shape, target.shape[1])
+            between = b.new(f"{op.outputs[0].name}.conv", FP32, target.shape, lying)
+        geometry: Geometry = ((strides[0], strides[1]), pads, (dilations[0], dilations[1]))
+        return _Planned(x, weight, geometry, ep, residual, image(between), between, target)
+
+    def read(self, name: str) -> fp32.Config | None:
+        """See :class:`optdnn.kernels.tactic.Tactic`."""
+        return fp32.Config.read(name)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        made = self._planned(b, op)
+        bias = made.ep.added_to(bias_of(b, op))
+        used = emit_fp32(
+            b, op, made.x, made.weight, made.geometry, op.attrs.group, bias, made.ep, made.residual, made.out, config
+        )
+        finish(b, op, made.ep, made.between, made.target)
+        return used
+
+
+def _plain_source(b: Builder, op: Op) -> Placed | None:
+    """A network's few-channel image as it is given, before it is put into channels-last order: the kernel reads it as well so."""
+    value: Value | None = op.inputs[0]
+    assert value is not None
+    source = b.graph.op(value)
+    if op.attrs.prologue or source.kind != "Layout" or b.graph.type(value).static_shape[1] > FEW_CHANNELS:
+        return None
+    assert source.inputs[0] is not None
+    return b.operand(source.inputs[0])
+
+
+class TiledGemm(HopperGemm):
+    """MatMul and Gemm of fp32 whose second operand is a constant matrix."""
+
+    name = "gemm_fp32"
+    aligned: ClassVar[bool] = False
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        return refusal(b, op) or self._unsuitable(b, op) or too_large(b, op)
+
+    def read(self, name: str) -> Any:
+        """See :class:`optdnn.kernels.tactic.Tactic`."""
+        return fp32.Config.read(name)
+
+    @staticmethod
+    def _storable(b: Builder, x: Placed) -> bool:
+        return storable(x)
+
+    @staticmethod
+    def _launch(
+        b: Builder, op: Op, x: Placed, weight: Array, bias: Array | None, ep: Epilogue, residual: Placed | None, out: Placed,
+        config: Any,
+    ) -> str:  # fmt: skip
+        return emit_fp32(b, op, x, weight, POINTWISE, 1, bias, ep, residual, out, config)

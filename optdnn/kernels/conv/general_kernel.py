@@ -1,0 +1,160 @@
+"""Plans of the general convolution kernel (``kernels/conv_sm80.cu``): mma.sync from sm_80 on, groups, any stride and dilation.
+
+A :class:`Problem`'s bands are its groups. Its channels are filled up to 16 bytes; those of the result are told apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.kernels.conv import implicit_gemm as conv
+from optdnn.kernels.conv.parameters import Requantize, put_requantize
+from optdnn.kernels.conv.problem import Problem
+from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import Array
+
+ROW = 64
+"""Bytes of a K step."""
+SHARED = 101376
+"""Bytes of shared memory that a block can have on every GPU from sm_80 on (99 KB on sm_86); where a multiprocessor has more,
+registers let no more blocks run on it."""
+
+
+@dataclass(frozen=True, order=True)
+class GeneralConfig:
+    """A tile: ``bm`` pixels x ``bn`` channels (64 or 128 each) of 128 threads, ``stages`` K steps in flight, K shared by ``split``
+    blocks."""
+
+    bm: int
+    bn: int
+    stages: int
+    split: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128
+
+    def __str__(self) -> str:
+        return f"mma{self.bm}x{self.bn}s{self.stages}{f'k{self.split}' if self.split > 1 else ''}"
+
+
+_TILES = tuple((bm, bn) for bm in (64, 128) for bn in (64, 128))
+CONFIGS = (
+    *(GeneralConfig(*tile, stages) for tile in _TILES for stages in (3, 4)),
+    *(GeneralConfig(*tile, 4, split) for tile in _TILES[:3] for split in (2, 4, 8)),
+)
+LEAST_STEPS = 4
+"""K steps of a part that is worth a block of its own."""
+
+
+def shared_bytes(config: GeneralConfig) -> int:
+    """Dynamic shared memory of a block."""
+    return config.stages * (config.bm + config.bn) * ROW
+
+
+def refuse(problem: Problem, config: GeneralConfig, *, shared: int = SHARED) -> str | None:
+    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have."""
+    if len(problem.sources) != 1 or problem.stack or problem.prologue or problem.scatter or problem.pooled:
+        return "it reads one source as it is, and stores results where they belong"
+    if config.bm not in (64, 128) or config.bn not in (64, 128) or config.stages < 2:
+        return "not a tile of this kernel"
+    if (needed := shared_bytes(config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    if config.split > 1 and (steps := k_steps(problem)) < LEAST_STEPS * config.split:
+        return f"{steps} K steps are not shared {config.split} ways"
+    return None
+
+
+def k_steps(problem: Problem) -> int:
+    """Steps of K of a tile."""
+    source = problem.sources[0]
+    return source.kernel[0] * source.kernel[1] * -(-source.channels * problem.item // ROW)
+
+
+def grid(problem: Problem, config: GeneralConfig, channels: int = 0) -> tuple[int, int, int]:
+    """Blocks: tiles of pixels, tiles of a group's channels, parts of K of each group. ``channels`` as of :func:`describe`."""
+    of_group = (channels or problem.channels) // problem.bands
+    return -(-problem.pixels // config.bm), -(-of_group // config.bn), problem.bands * config.split
+
+
+def workspace(problem: Problem, config: GeneralConfig, channels: int = 0) -> tuple[int, int]:
+    """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared."""
+    if config.split == 1:
+        return 0, 0
+    blocks = math.prod(grid(problem, config, channels))
+    return blocks * config.bm * config.bn * 4, blocks // config.split * 4
+
+
+def estimate(problem: Problem, config: GeneralConfig, gpu: GpuFacts) -> float:
+    """Predicted seconds of one launch on a GPU of the sm_80 family: ranks tiles, no more.
+
+    A multiprocessor multiplies 1024 pairs of 16-bit numbers a cycle and shares the copies of its blocks; what a tile has beyond the
+    problem is computed for nothing."""
+    blocks = math.prod(grid(problem, config))
+    steps = -(-k_steps(problem) // config.split)
+    multiply = config.bm * config.bn * ROW / 2048
+    copy = (config.bm + config.bn) * ROW / 40
+    resident = max(1, min(blocks // gpu.multiprocessors, SHARED // shared_bytes(config), 4))
+    waves = -(-blocks // (gpu.multiprocessors * resident))
+    shared = 2000 + config.split * config.bm * config.bn * 4 / 40 if config.split > 1 else 0
+    return (waves * (steps * max(resident * max(multiply, copy), 350.0 / config.stages) + 1500) + shared) / 1.4e9
+
+
+def recipe(problem: Problem, config: GeneralConfig, arch: str) -> Recipe:
+    """What to compile; all shapes are parameters."""
+    tile = {"BM": config.bm, "BN": config.bn, "STAGES": config.stages, "SPLIT": config.split}
+    text = conv.generated(problem, tile, render.mma(problem.dtype))
+    return Recipe("conv_sm80.cu", arch, {"generated.cuh": text}, conv.options(problem, checked=False))
+
+
+def pack_weights(weight: Array) -> Array:
+    """OIHW (I: input channels of one group) -> ``[O, taps, I filled up to whole K steps]``. Keeps the dtype."""
+    out, channels, taps_h, taps_w = weight.shape
+    block = ROW // weight.dtype.itemsize
+    packed = np.zeros((out, taps_h * taps_w, -(-channels // block) * block), weight.dtype)
+    packed[..., :channels] = weight.transpose(0, 2, 3, 1).reshape(out, taps_h * taps_w, channels)
+    return packed
+
+
+def describe(
+    problem: Problem,
+    config: GeneralConfig,
+    *,
+    channels: int = 0,
+    inside: int = 0,
+    pitch: int = 0,
+    row: int = 0,
+    requantize: Requantize | None = None,
+) -> Description:
+    """The launch. Operands: ``pixels``, ``weights`` (:func:`pack_weights`), ``channel`` (fp32 biases, of 8-bit operands pairs of
+    scale and bias), ``output``, ``residual`` where there is one, and where K is
+    shared ``partial`` and ``arrived`` (:func:`workspace`). Raises InternalError.
+
+    ``channels``: of the result, and ``inside``: of a group's source, where the problem's are filled up; ``pitch``: elements between
+    the result's (and residual's) pixels; ``row``: between the source's rows."""
+    if reason := refuse(problem, config):
+        raise InternalError(f"conv_sm80: {reason}")
+    source = problem.sources[0]
+    channels, inside = channels or problem.channels, inside or source.channels
+    if problem.bands > 1 and inside * problem.item % 16:
+        raise InternalError(f"conv_sm80: groups of {inside} channels do not begin at multiples of 16 bytes")
+    block = ParameterBlock()
+    block.pointer("pixels").pointer("weights").pointer("residual" if problem.residual else None)
+    block.pointer("channel").pointer("output")
+    for operand in ("partial", "arrived"):
+        block.pointer(operand if config.split > 1 else None)
+    read = source.pitch or source.channels * problem.bands
+    block.i32(pitch or channels, read, row or source.width * read, channels // problem.bands, inside)
+    block.i32(source.height, source.width, *problem.out_size, problem.pixels)
+    block.i32(*source.kernel, *source.stride, *source.padding[:2], *source.dilation)
+    put_requantize(block, problem.epilogue, requantize)
+    blocks = grid(problem, config, channels)
+    return block.describe("conv_sm80", blocks, config.threads, shared=shared_bytes(config))

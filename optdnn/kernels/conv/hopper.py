@@ -1,0 +1,229 @@
+"""Tactics of convolutions: Hopper's implicit GEMM first, the vectorized depthwise kernel, and a direct one that runs anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
+from optdnn.kernels.pointwise.epilogue import Epilogue, plan_epilogue
+from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
+from optdnn.kernels.pointwise.prologue import Prologue, plan_prologue
+from optdnn.kernels.tactic import Rehearsed
+from optdnn.lowering.builder import Builder, Placed, channels_last, products, up
+from optdnn.ops.base import Stage
+from optdnn.ops.conv import ConvAttrs
+from optdnn.types import BF16, FP16, Array
+
+FEW_CHANNELS = 4
+"""A strided convolution of up to this many channels reads blocks of pixels as channels instead."""
+
+
+def bias_of(b: Builder, op: Op) -> Array | None:
+    """The constant bias operand in fp32, or None where it is absent."""
+    array = b.graph.constant_value(op.input(2))
+    return None if array is None else array.astype(np.float32)
+
+
+_Pair = tuple[int, int]
+
+
+def planar(weight: Array, a: ConvAttrs) -> tuple[Array, _Pair, tuple[int, int, int, int], _Pair]:
+    """Weights, strides, pads and dilations of a convolution over one or two axes as those of one over two."""
+    (sh, sw), (dh, dw) = (1, *a.strides)[-2:], (1, *a.dilations)[-2:]
+    if weight.ndim == 3:
+        return weight[:, :, None], (1, sw), (0, a.pads[0], 0, a.pads[1]), (1, dw)
+    top, left, bottom, right = a.pads
+    return weight, (sh, sw), (top, left, bottom, right), (dh, dw)
+
+
+def entering(b: Builder, op: Op) -> Placed:
+    """Operand 0 with the operator's prologue applied, by a kernel of its own where there is one."""
+    assert op.inputs[0] is not None
+    x = b.operand(op.inputs[0])
+    if not op.attrs.prologue:
+        return x
+    out = b.new(f"{op.outputs[0].name}.prologue", x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], 8)))
+    operands = [x, *(None if v is None else b.operand(v) for v in op.inputs[1:])]
+    emit_pointwise(b, op, *only_used(op.attrs.prologue, operands), out)
+    return out
+
+
+def only_used(stages: Sequence[Stage], operands: Sequence[Placed | None]) -> tuple[list[Stage], list[Placed | None]]:
+    """The stages with only those operands (and operand 0) that they read."""
+    used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
+    slot = {0: 0, **{a: i + 1 for i, a in enumerate(used)}}
+    moved = [replace(s, args=tuple(a if a is None or a < 0 else slot[a] for a in s.args)) for s in stages]
+    return moved, [operands[0], *(operands[a] for a in used)]
+
+
+def finish(b: Builder, op: Op, ep: Epilogue, between: Placed, target: Placed) -> None:
+    """What the kernel left of the epilogue: from ``between`` to the place of the result."""
+    if between is target:
+        return
+    if not ep.rest:
+        copy(b, op, between, target)
+    else:
+        emit_pointwise(b, op, ep.rest, [between, *map(b.operand, ep.rest_operands)], target)
+
+
+def with_pitch(b: Builder, op: Op, x: Placed, *, added: bool = False) -> Placed:
+    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask). ``added``: it is
+    a residual, read as results are written."""
+    if conv_maps.storable(b, x) if added else conv_maps.pitch_of(x) is not None:
+        return x
+    key = (x, ())
+    if key not in b._copies:
+        made = b.new(f"{op.outputs[0].name}.nhwc", x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], 8)))
+        copy(b, op, x, made)
+        b._copies[key] = made
+    return b._copies[key]
+
+
+def image(x: Placed) -> Placed:
+    """A 1-D or 2-D feature map as NCHW."""
+    if len(x.shape) == 4:
+        return x
+    (n, c, w), (sn, sc, sw) = x.shape, x.strides
+    return x.view((n, c, 1, w), (sn, sc, sw * w, sw))
+
+
+class HopperConv(Rehearsed):
+    """Ungrouped convolutions of 16-bit floats over one or two spatial axes."""
+
+    name = "conv_sm90"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        if weight is None:
+            return "its weights are not constant"
+        if weight.ndim not in (3, 4):
+            return f"it has {weight.ndim - 2} spatial axes"
+        if a.group != 1:
+            return f"it has {a.group} groups"
+        if op.input(2) is not None and bias_of(b, op) is None:
+            return "its bias is not constant"
+        if 0 in op.outputs[0].type.static_shape or 0 in weight.shape:
+            return "it is empty"
+        geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
+        return conv_sm90.refuse(b.arch, products(b, op), [geometry])
+
+    def read(self, name: str) -> conv_sm90.Config | None:
+        """See :class:`optdnn.kernels.tactic.Tactic`."""
+        return conv_sm90.read(name)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        bias = ep.added_to(bias_of(b, op))
+        weight, strides, pads, dilations = planar(weight, a)
+        feed = self.stem(b, op, weight, strides, pads, dilations)
+        before = None
+        if feed is None:
+            feed, before = self._feed(b, op, weight, strides, pads, dilations)
+        target = b.target(op.value)
+        feeds = [feed]
+        joined = self.second(b, op, ep) if before is None else None
+        if joined is not None:
+            feeds.append(joined[0])
+            if joined[1] is not None:
+                bias = joined[1] if bias is None else bias + joined[1]
+            op = replace(op, src=op.src | joined[2])
+        return self.emit_feeds(b, op, feeds, bias, ep, target, config, before)
+
+    @staticmethod
+    def emit_feeds(
+        b: Builder, op: Op, feeds: Sequence[conv_maps.Feed], bias: Array | None, ep: Epilogue, target: Placed, config: Any,
+        before: Prologue | None = None,
+    ) -> str:  # fmt: skip
+        """The launch, and what it leaves of the epilogue. Returns the configuration's name."""
+        out = image(target)
+        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
+        between = target
+        if ep.rest or not conv_maps.storable(b, out):
+            padded = channels_last(target.shape, up(out.shape[1], 8))
+            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, padded)
+        used = conv_sm90.emit_conv(b, op, feeds, bias, ep, residual, image(between), config, before)
+        finish(b, op, ep, between, target)
+        return used
+
+    @staticmethod
+    def _feed(
+        b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
+    ) -> tuple[conv_maps.Feed, Prologue | None]:
+        """What is multiplied, and what the launch does to it before: the prologue where each pixel is read once, by channels."""
+        assert op.inputs[0] is not None
+        if op.attrs.prologue and is_half(op):
+            feed = conv_maps.Feed(image(b.operand(op.inputs[0])), weight, strides, pads, dilations)
+            if feed.source.mode == conv_problem.ROWS and conv_maps.pitch_of(feed.x) is not None:
+                before = plan_prologue(b, op, feed.x)
+                if before is not None:
+                    return feed, before
+        return conv_maps.Feed(with_pitch(b, op, image(entering(b, op))), weight, strides, pads, dilations), None
+
+    def second(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_maps.Feed, Array | None, frozenset[str]] | None:
+        """The convolution whose result is added first, as a second source of this one: one sum over both, nothing stored between.
+
+        It must have no other user and no stages of its own. Its launch, emitted before, is then read by nobody and dropped.
+        """
+        if (
+            ep.residual is None
+            or not ep.stages
+            or ep.rendered[0] != ("add",)
+            or len(op.outputs[0].type.static_shape) != 4
+        ):
+            return None
+        other = b.graph.op(ep.residual)
+        plain = other.kind == "Conv" and not other.attrs.prologue and not other.attrs.epilogue
+        if not plain or b.graph.sole_user(ep.residual) != op or self.refuse(b, other) is not None:
+            return None
+        weight = b.graph.constant_value(other.inputs[1])
+        assert weight is not None
+        assert other.inputs[0] is not None
+        if weight.shape[1] <= FEW_CHANNELS:
+            return None
+        a = other.attrs
+        ep.drop_residual()
+        x = with_pitch(b, other, b.operand(other.inputs[0]))
+        return conv_maps.Feed(x, weight, a.strides, a.pads, a.dilations), bias_of(b, other), other.src
+
+    @staticmethod
+    def stem(
+        b: Builder,
+        op: Op,
+        weight: Array,
+        strides: tuple[int, ...],
+        pads: tuple[int, ...],
+        dilations: tuple[int, ...],
+    ) -> conv_maps.Feed | None:
+        """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast and the image's
+        normalization folded in."""
+        few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
+        normalization = channel_affine(b, op)
+        if not few or normalization is None or len(op.outputs[0].type.static_shape) != 4:
+            return None
+        assert op.inputs[0] is not None
+        raw = b.operand(pixel_source(b, op.inputs[0]))
+        n, c, h, w = raw.shape
+        source = conv_problem.Source(h, w, c, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
+        made = conv_problem.space_to_depth(source)
+        shape = (n, made.channels, made.height, made.width)
+        blocks = b.new(
+            f"{op.outputs[0].name}.blocks", op.outputs[0].type.dtype, shape, channels_last(shape, made.channels)
+        )
+        emit_space_to_depth(b, op, raw, blocks, strides[0], normalization)
+        return conv_maps.Feed(
+            blocks, conv_problem.space_to_depth_weights(source, weight), made.stride, made.padding, made.dilation
+        )
+
+
+def is_half(op: Op) -> bool:
+    return op.outputs[0].type.dtype in (FP16, BF16)

@@ -1,0 +1,323 @@
+"""Convolutions and matrix products on the Hopper implicit-GEMM kernel: wgmma fed by TMA, epilogue fused.
+
+The problem, its configurations and their cost are :mod:`optdnn.kernels.conv.implicit_gemm`'s and ``conv_cost``'s; here a configuration
+becomes data: the parameter block with relocations that :func:`optdnn.kernels.conv.implicit_gemm.bind` would fill in with addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Op
+from optdnn.kernels.conv import implicit_gemm as hopper
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv import parameters as conv_params
+from optdnn.kernels.conv import patch_kernel as patch
+from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, candidates, estimate
+from optdnn.kernels.conv.maps import Feed, pitch_of
+from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue
+from optdnn.kernels.pointwise.prologue import Prologue
+from optdnn.kernels.tactic import Offer
+from optdnn.lowering.builder import Block, Builder, KernelSpec, MapSpec, Placed, map_dtype, products, up  # fmt: skip
+from optdnn.ops.base import Stage
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.launches.plan import LOWER, TF32
+from optdnn.types import FP32, INT32, Array, to_tf32
+
+POINTERS = 5 * 128
+"""Offset of bias, output and residual in the parameter block, behind five tensor maps."""
+
+
+Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
+"""Kernel, strides, pads (begins, then ends), dilations."""
+
+
+def refuse(arch: str, dtype: str, feeds: Sequence[Geometry]) -> str | None:
+    """Why the kernel cannot run convolutions of these geometries."""
+    if not arch.startswith("sm_90"):
+        return f"it needs Hopper's wgmma and TMA (sm_90a), not {arch}"
+    if dtype not in render.WGMMA_KINDS:
+        return f"its operands are 16-bit floats or of 8 bits (of fp32, tf32 where that was asked for), not {dtype}"
+    for kernel, strides, pads, dilations in feeds:
+        if max(strides) > 8:
+            return f"TMA walks in steps of at most 8, not {max(strides)}"
+        reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
+        ends = pads[len(reach) :]
+        if max(*pads, *(r - p for r, p in zip(reach, ends, strict=True))) > 127 or max(reach) > 255:
+            return "TMA's corners are 8-bit: padding and dilated kernel size are bounded"
+    return None
+
+
+Config = hopper.Config | patch.PatchConfig
+"""A tile of one of the two kernels: implicit GEMM, or patches loaded once (stride 1, filters larger than 1 x 1)."""
+
+
+@lru_cache(maxsize=1024)
+def ranked(problem: conv_problem.Problem, dense: bool, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """Every sensible configuration of both kernels, the best predicted first.
+
+    Those that store from registers do so at a pitch of ``channels``: where the tensors are not ``dense``, they are left out.
+    """
+    patches = patch.candidates(problem, gpu)
+    found: list[Config] = [*candidates(problem, gpu, limit=LIMIT, direct=dense), *patches]
+    if not dense:
+        found = [c for c in found if not c.stores_directly]
+    exact = is_exact(problem)
+    if not exact and not any(map(in_one_order, found)):
+        found += _plain_tiles(problem, dense)[
+            :1
+        ]  # where tiles are small; such are dense, or stored through shared memory
+    offers = [Offer(c, cost(problem, c, gpu), row_invariant=exact or in_one_order(c)) for c in found]
+    offers.sort(key=lambda o: o.seconds or 0.0)
+    # Stream-K is taken where it was measured: what is taken unmeasured is the best of the others.
+    first = next((o for o in offers if not isinstance(o.config, hopper.Config) or not o.config.stream), None)
+    return tuple(offers) if first is None else (first, *(o for o in offers if o is not first))
+
+
+def is_exact(problem: conv_problem.Problem) -> bool:
+    """Whether sums are the same in any order."""
+    return problem.dtype in ("int8", "uint8")
+
+
+def read(name: str) -> Config | None:
+    """The configuration of this name; None where there is none."""
+    return patch.PatchConfig.read(name) or hopper.Config.read(name)
+
+
+def offered(problem: conv_problem.Problem, config: Config, dense: bool, gpu: GpuFacts) -> Offer:
+    """A configuration that was chosen before, without a look at all the others. Raises InternalError where it cannot run this."""
+    why: str | None
+    if isinstance(config, hopper.Config):  # noqa: SIM108 (mypy follows a statement)
+        why = hopper.refuse(problem, config)
+    else:
+        why = patch.refuse(problem, config)
+    if config.stores_directly and not dense:
+        why = "it stores rows without gaps"
+    if why is not None:
+        raise InternalError(f"the chosen configuration {config} cannot run it: {why}")
+    return Offer(config, cost(problem, config, gpu), row_invariant=is_exact(problem) or in_one_order(config))
+
+
+def _plain_tiles(problem: conv_problem.Problem, dense: bool) -> list[Config]:
+    """Configurations that sum in one order, larger than the problem."""
+    made = [
+        hopper.Config(1, 1, 1, bn, stages, direct=direct)
+        for bn in (72, 96, 128)
+        for direct in ((True, False) if dense else (False,))
+        for stages in (8, 6, 4, 3, 2, 1)
+    ]
+    return [c for c in made if hopper.refuse(problem, c) is None]
+
+
+LIMIT = 1 << 20
+"""No limit: how many configurations are tried is the tuner's concern."""
+
+
+def in_one_order(config: Config) -> bool:
+    """Whether products are summed in one order that no size decides: the implicit GEMM, K not split, one set of sums."""
+    if not isinstance(config, hopper.Config) or config.split > 1 or config.stream:
+        return False
+    return config.mt * config.bn > hopper.TWO_SETS
+
+
+def cost(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds."""
+    if isinstance(config, hopper.Config):
+        return estimate(problem, config, gpu)
+    return max(patch.cycles(problem, config, gpu) / CLOCK, problem.bytes / MEMORY) + LATENCY
+
+
+def emit_conv(
+    b: Builder,
+    op: Op,
+    feeds: Sequence[Feed],
+    bias: Array | None,
+    ep: Epilogue,
+    residual: Placed | None,
+    out: Placed,
+    config: Config | None = None,
+    before: Prologue | None = None,
+    scatter: conv_params.Scatter | None = None,
+    *,
+    pooled: bool = False,
+) -> str:
+    """One launch: ``out = epilogue(sum of the convolutions + bias)``. ``out`` and ``residual`` are channels-last NCHW.
+
+    ``config`` None takes the one that is ranked first; ``before`` is done to the pixels of the one convolution; with ``scatter``
+    channels are blocks of ``out``'s pixels; ``pooled``: ``out`` is the largest of each 2 x 2 pixels of the one convolution. Returns
+    the configuration's name.
+    """
+    channels = out.shape[1] if scatter is None else len(feeds[0].weight)
+    wide = up(channels, 8)
+    pitch, residual_pitch = pitch_of(out), pitch_of(residual) if residual is not None else None
+    assert pitch is not None
+    dense = pitch == wide and residual_pitch in (None, wide)
+    rendered = (("bias",), *ep.rendered)
+    factors = products(b, op)
+    problem = conv_problem.Problem(
+        out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), factors, map_dtype(out.dtype),
+        prologue=tuple(before.rendered) if before is not None else (), scatter=scatter is not None, pooled=pooled,
+        bands=feeds[0].bands,
+    )  # fmt: skip
+    offers = ranked(problem, dense, b.gpu) if config is None else (offered(problem, config, dense, b.gpu),)
+    b.offer(offers)
+    config = offers[0].config
+    vector = np.zeros(wide, np.float32)
+    if bias is not None:
+        vector[:channels] = bias
+    bias_at = b.constant(vector, f"{op.outputs[0].name}.bias")
+    rounded = to_tf32 if factors == "tfloat32" else np.asarray
+    packed = b.kept.once(
+        ("conv_sm90", problem.block, problem.out_item, factors),
+        [f.weight for f in feeds],
+        lambda: conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds]),
+        final=True,
+    )
+    weights = b.constant(packed, f"{op.outputs[0].name}.weights")
+    stages = plain_stages(ep.stages)
+    constants = [b.constant(c, "scalar") for c in ep.constants]
+    views = [(f.x, w) for f, w in zip(feeds, conv_maps.weight_views(weights, problem, feeds), strict=True)]
+    bias_view = bias_at.view((channels,), (1,))
+    more = before.operands if before is not None else []
+    tail = [residual, *constants, *more] if residual is not None or constants or more else []
+    geometry = [(f.strides, f.pads, f.dilations) for f in feeds]
+    if len(feeds) == 1:
+        strides, pads, dilations = geometry[0]
+        attrs = {"strides": strides, "pads": pads, "dilations": dilations, "group": feeds[0].bands, "auto_pad": "NOTSET",
+                 "prologue": plain_stages(before.moved(RESIDUAL + len(constants))) if before is not None else (), "epilogue": stages, "arity": RESIDUAL}  # fmt: skip
+        kind, reads = "PooledConv" if pooled else "Conv", [*views[0], bias_view, *tail]
+    else:
+        bias_stage = Stage("Add", (-1, 1))
+        moved = [Stage(s.kind, tuple(_shift(a, 1) for a in s.args), s.attrs) for s in ep.stages]
+        attrs = {"sources": tuple(geometry), "epilogue": plain_stages([bias_stage, *moved])}
+        column = bias_at.view((1, channels, 1, 1), (0, 1, 0, 0))
+        kind, reads = "ConvSum", [*views[0], *views[1], column, *tail]
+    if factors == "tfloat32":
+        attrs[TF32] = tuple(range(2 * len(feeds)))
+    if scatter is not None:
+        kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
+    operands = Operands(weights, bias_at, out, residual, before, scatter)
+    launch(b, op, problem, config, feeds, operands, (kind, attrs, reads))
+    return str(config)
+
+
+def blocks(scatter: conv_params.Scatter, out: Placed) -> dict[str, Any]:
+    """What a launch's meaning says of where its results go."""
+    return {"blocks": scatter.strides, "crops": scatter.crops, "sizes": out.shape[2:], "channels": scatter.channels}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a launch has besides its sources: packed weights, the channels' constants, result and residual (channels-last NCHW)."""
+
+    weights: Placed
+    channel: Placed
+    out: Placed
+    residual: Placed | None = None
+    before: Prologue | None = None
+    scatter: conv_params.Scatter | None = None
+
+
+def launch(
+    b: Builder,
+    op: Op,
+    problem: conv_problem.Problem,
+    config: Config,
+    feeds: Sequence[Feed],
+    operands: Operands,
+    meaning: tuple[str, dict[str, Any], Sequence[Placed | None]],
+    requantize: conv_params.Requantize | None = None,
+) -> None:
+    """Add the launch of a problem in a configuration. ``meaning``: kind, attributes and operands of what it computes."""
+    out, wide = operands.out, problem.channels
+    pitch = pitch_of(out)
+    second = operands.residual if operands.residual is not None else out
+    second_pitch = pitch_of(second)
+    assert pitch is not None
+    assert second_pitch is not None
+    rows = out.shape[1] if pitch != wide else wide
+    if isinstance(config, hopper.Config):
+        maps = conv_maps.gemm_maps(problem, config, feeds, operands.weights)
+        results = [
+            conv_maps.rows_map(384, out, pitch, rows, problem, config),
+            conv_maps.rows_map(512, second, second_pitch, rows, problem, config),
+        ]
+    else:
+        maps = conv_maps.patch_maps(problem, config, feeds[0], operands.weights)
+        box, span = (64, config.tile_w, config.tile_h), problem.out_span  # of what is pooled, no box is stored
+        results = [
+            conv_maps.image_map(384, out, rows, pitch, box, span),
+            conv_maps.image_map(512, second, rows, second_pitch, box, span),
+        ]
+    if operands.scatter is not None:  # nothing is stored by TMA: that these are maps of anything is enough
+        results = [replace(maps[0], at=384), replace(maps[0], at=512)]
+    launch_on(b, op, problem, config, [*maps, *results], operands, meaning, requantize)
+
+
+def launch_on(
+    b: Builder,
+    op: Op,
+    problem: conv_problem.Problem,
+    config: Config,
+    maps: Sequence[MapSpec],
+    operands: Operands,
+    meaning: tuple[str, dict[str, Any], Sequence[Placed | None]],
+    requantize: conv_params.Requantize | None = None,
+) -> None:
+    """The same, by its five tensor maps."""
+    out = operands.out
+    if isinstance(config, hopper.Config):
+        recipe, function = hopper.recipe(problem, config, b.arch), "conv_sm90"
+        shared, blocks = hopper.shared_bytes(problem, config), hopper.grid_blocks(problem, config, b.gpu)
+        (channel_tiles, tiles), cluster = config.joint_tiles(problem), config.cluster
+    else:
+        recipe, function = patch.recipe(problem, config, b.arch), "conv_patch_sm90"
+        shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, b.gpu)
+        (channel_tiles, tiles), cluster = patch.tiles(problem, config), config.split
+    params = conv_params.parameters(problem, conv_params.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5, requantize)
+    params.channel_tiles, params.tiles = channel_tiles, tiles
+    params.batch_tiles, params.inner_batches = tiles // problem.count, (problem.stack or (1, 1))[0]
+    if operands.scatter is not None:
+        conv_params.put_scatter(params, operands.scatter)
+    before = operands.before
+    if before is not None and before.gate is not None:
+        params.gate_pitch, params.gate_channels = before.gate.strides[0], before.gate.shape[1]
+    block = Block()
+    block.data[:] = conv_params.raw_bytes(params)
+    block.addresses = [(POINTERS, operands.channel), (POINTERS + 8, out)]
+    if operands.residual is not None:
+        block.addresses.append((POINTERS + 16, operands.residual))
+    if before is not None:
+        block.addresses.append((conv_params.BEFORE, before.packed))
+        if before.gate is not None:
+            block.addresses.append((conv_params.BEFORE + 8, before.gate))
+    scratch: list[Placed] = []
+    kept: list[Placed] = []
+    waits = None
+    if isinstance(config, hopper.Config) and config.stream:
+        partial, arrived = hopper.workspace(problem, config, b.gpu)
+        name = b.buffers[out.buffer].name
+        scratch.append(b.new(f"{name}.partial", FP32, (partial // 4,)))
+        kept.append(b.new(f"{name}.arrived", INT32, (arrived // 4,)))
+        block.addresses += [(conv_params.PARTIAL, scratch[0]), (conv_params.PARTIAL + 8, kept[0])]
+        waits = LOWER
+    kind, attrs, reads = meaning
+    spec = KernelSpec(recipe, function, waits)
+    b.emit(op, spec, (blocks, 1, 1), config.threads + problem.helpers, block, kind, attrs, reads, [out],
+           maps=maps, shared=shared, cluster=cluster, scratch=scratch, kept=kept)  # fmt: skip
+
+
+def _shift(arg: int | None, by: int) -> int | None:
+    """A stage argument where one stage more comes before (registers) and operands are (result, bias, residual, constants…)."""
+    if arg is None:
+        return None
+    return arg - by if arg < 0 else arg - RESIDUAL + 2

@@ -1,0 +1,422 @@
+"""Plans of the Hopper convolution kernel (``kernels/conv_sm90.cu``): tile configuration, what it needs, what to compile, launch.
+
+The kernel computes ``out[pixel, channel] = epilogue(sum over sources, taps and channels)`` over NHWC tensors; a plain GEMM is
+the 1x1 convolution with one "image" per row. Everything here is a pure function of the problem and the device; only
+:func:`bind` needs a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.errors import InternalError
+from optdnn.kernels.conv.parameters import Pointers, Requantize, parameters, raw_bytes, weight_rows
+from optdnn.kernels.conv.problem import ROWS, Problem, Source
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import KernelCache, Recipe
+from optdnn.runtime.cuda.device import Function, Launch, encode_im2col, encode_tiled
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+_BARRIER_BYTES = 1024
+_NAME = re.compile(
+    r"(?P<wgm>\d+)x(?P<wgn>\d+)m(?P<mt>\d+)n(?P<bn>\d+)s(?P<stages>\d+)(?P<end>k(?P<split>\d+)|d|o(?P<buffers>\d+))"
+    r"(?P<stationary>w?)b(?P<blocks>\d+)(?P<alternate>a?)(c(?P<channels>\d+)x(?P<pixels>\d+))?(?P<stream>t?)"
+)
+TWO_SETS = 64
+"""Up to this many columns (``mt * bn``) a thread keeps two sets of sums, so that products need not wait for each other."""
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """A tile: ``wgm x wgn`` consumer warpgroups over channels x pixels, each of ``mt`` x 64 channels and ``bn`` pixels.
+
+    ``stages``: ring depth; ``split``: blocks per cluster that share K; ``out_buffers``: output tiles in flight; ``stationary``:
+    the weights of the block's K range are loaded once and kept; ``blocks``: blocks per multiprocessor that registers must allow;
+    ``direct``: one tile per block, stored from registers (always so when ``split`` > 1). ``alternate``: two warpgroups take whole
+    tiles in turn, one finishing while the other multiplies. ``share``: blocks of a cluster over channels x pixels; those of the
+    same pixels (or channels) load their pixels (weights) once, by multicast. ``stream``: stream-K: as many blocks as run at a time
+    take equal spans of all the tiles' K steps.
+    """
+
+    wgm: int
+    wgn: int
+    mt: int
+    bn: int
+    stages: int
+    split: int = 1
+    out_buffers: int = 1
+    stationary: bool = False
+    blocks: int = 1
+    direct: bool = False
+    alternate: bool = False
+    share: tuple[int, int] = (1, 1)
+    stream: bool = False
+
+    @property
+    def sharers(self) -> int:
+        """Blocks of a cluster that load together."""
+        return math.prod(self.share)
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.split * self.sharers
+
+    @property
+    def turns(self) -> int:
+        """Tiles that the block's warpgroups work on at a time."""
+        return 2 if self.alternate else 1
+
+    @property
+    def groups(self) -> int:
+        """Multiplying warpgroups of a block."""
+        return self.wgm * self.wgn * self.turns
+
+    @property
+    def stores_directly(self) -> bool:
+        """One tile per block, stored from registers."""
+        return self.direct or self.split > 1
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Channels and pixels of a block's tile."""
+        return self.wgm * self.mt * 64, self.wgn * self.bn
+
+    @property
+    def wide(self) -> bool:
+        """More than 128 sums a thread: multiplying warps take registers from the loading ones."""
+        return self.mt * self.bn > 256
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumer warpgroups and two loading warps (a warpgroup of which two idle, where wide)."""
+        return self.groups * 128 + (128 if self.wide else 64)
+
+    def __str__(self) -> str:
+        name = f"{self.wgm}x{self.wgn}m{self.mt}n{self.bn}s{self.stages}"
+        return (
+            name
+            + (f"k{self.split}" if self.split > 1 else "d" if self.direct else f"o{self.out_buffers}")
+            + ("w" if self.stationary else "")
+            + f"b{self.blocks}"
+            + ("a" if self.alternate else "")
+            + ("c{}x{}".format(*self.share) if self.sharers > 1 else "")
+            + ("t" if self.stream else "")
+        )
+
+    @classmethod
+    def read(cls, name: str) -> Config | None:
+        """The configuration of this name; None for what is no name of one."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            return None
+        wgm, wgn, mt, bn, stages = (int(found[k]) for k in ("wgm", "wgn", "mt", "bn", "stages"))
+        made = cls(
+            wgm, wgn, mt, bn, stages, int(found["split"] or 1), int(found["buffers"] or 1), bool(found["stationary"]),
+            int(found["blocks"]), found["end"] == "d", bool(found["alternate"]),
+            (int(found["channels"] or 1), int(found["pixels"] or 1)), bool(found["stream"]),
+        )  # fmt: skip
+        return made if str(made) == name else None
+
+    def joint_tiles(self, problem: Problem) -> tuple[int, int]:
+        """Tiles over the channels, and in all; those of a cluster that shares are one."""
+        channels = -(-problem.channels // (self.tile[0] * self.share[0]))
+        return channels, problem.count * channels * -(-problem.pixels // (self.tile[1] * self.share[1]))
+
+
+SHARES = ((1, 1), (2, 1), (1, 2))
+"""Clusters that load together. Of two blocks, since multiprocessors come in pairs: clusters of four do not fill an H200, and a grid
+of them took twice as long."""
+WIDE_REGISTERS = 232
+"""Of a multiplying thread where the loading warps give theirs up."""
+
+
+def direct_bytes(m_tiles: int, columns: int, split: int) -> int:
+    """Shared memory of one warpgroup's DirectStore: what the cluster's ranks send it, and the room to turn blocks around."""
+    slots = -(-columns // 8 // split)
+    return (m_tiles * slots * split * 2048 if split > 1 else 0) + 4 * m_tiles * slots * 640
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block."""
+    span = problem.span
+    weights = config.tile[0] * span
+    stage = config.tile[1] * span + (0 if config.stationary else weights)
+    operands = config.stages * stage + (-(-problem.k_steps // config.split) * weights if config.stationary else 0)
+    operands = -(-operands // 1024) * 1024
+    if config.stores_directly:
+        return _BARRIER_BYTES + operands + config.wgm * config.wgn * direct_bytes(config.mt, config.bn, config.split)
+    buffers = config.out_buffers * config.turns
+    return _BARRIER_BYTES + operands + buffers * config.tile[0] * config.tile[1] * problem.out_item
+
+
+def deepest(problem: Problem, config: Config, limit: int) -> int:
+    """The most stages with which a block takes no more than ``limit`` bytes of shared memory; less than 1 where none does."""
+    weights = config.tile[0] * problem.span
+    stage = config.tile[1] * problem.span + (0 if config.stationary else weights)
+    kept = -(-problem.k_steps // config.split) * weights if config.stationary else 0
+    beside = shared_bytes(problem, config) - -(-(config.stages * stage + kept) // 1024) * 1024
+    return ((limit - beside) // 1024 * 1024 - kept) // stage
+
+
+REGISTERS = 65536
+"""Of a multiprocessor."""
+
+
+def register_limit(threads: int, blocks: int) -> int:
+    """Registers per thread when that many blocks share a multiprocessor: its four schedulers divide the warps."""
+    warps = -(-blocks * -(-threads // 32) // 4)
+    return min(248, REGISTERS // 128 // warps // 8 * 8)
+
+
+def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if config.bn % 8 or not 8 <= config.bn <= 256 or config.mt not in (1, 2) or config.wgm * config.wgn not in (1, 2):
+        return "not a tile of this kernel"
+    if config.alternate and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
+        return "two warpgroups of a block alone on its multiprocessor take tiles in turn"
+    if any(source.pitch for source in problem.sources):
+        return "pixels that overlap are for the patch kernel"
+    if problem.pooled:
+        return "its tiles are rows of pixels: the patch kernel's, which are parts of an image, can be pooled"
+    if problem.out_item == 4 and not config.stores_directly:
+        return "fp32 results are stored from registers"
+    if not render.wgmma_columns(config.bn, problem.dtype):
+        return f"wgmma has no tile of {config.bn} columns of {problem.dtype}"
+    if config.tile[0] > 256:
+        return "a weight tile of more than 256 rows exceeds a TMA box"
+    if config.split > 16 or config.split > problem.k_steps:
+        return f"{problem.k_steps} K steps cannot be split {config.split} ways"
+    if config.stages == 1 and problem.k_steps > config.split:
+        return "a stage is handed back when the next one is being read: one stage holds one K step"
+    if not 1 <= config.stages <= 24 or not 1 <= config.out_buffers <= 4:
+        return "too many stages"
+    if (needed := shared_bytes(problem, config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    if config.blocks > 1 and config.blocks * (shared_bytes(problem, config) + 1024) > shared + 1024:
+        return "shared memory does not allow that many blocks per multiprocessor"
+    if problem.prologue and (config.alternate or config.sharers > 1 or config.wide):
+        return "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 sums a thread"
+    threads = config.threads + problem.helpers
+    limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks)
+    needed = (
+        config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
+    )  # two sets of sums when they are short
+    if config.stores_directly:
+        needed += -(-config.bn // 8 // config.split) * (2 + max(2, problem.out_item) * config.mt)
+    if needed + 40 > limit:
+        return f"{needed} accumulators and addresses exceed {limit} registers"
+    if problem.item == 1 and (config.sharers > 1 or config.stream):
+        return "tiles of 8-bit operands that load together, or are cut by stream-K, have not been measured"
+    if config.sharers > 1 and (reason := _refuse_sharing(config)):
+        return reason
+    if problem.stack and (config.stationary or config.stores_directly or config.sharers > 1 or problem.prologue):
+        return "weights of a stack are another tensor, and results are stored by TMA"
+    if config.stream and (reason := _refuse_streaming(problem, config)):
+        return reason
+    if problem.bands > 1 and (problem.band_channels % config.tile[0] or config.share[0] > 1):
+        return f"blocks of {config.tile[0]} channels that load the same pixels do not divide a band of {problem.band_channels}"
+    if config.wide and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
+        return "more than 128 accumulators a thread are for two warpgroups of a block alone on its multiprocessor"
+    if config.mt * config.bn > 320:
+        return "more than 160 accumulators a thread"
+    if problem.scatter and (why := refuse_scatter(problem, config.stores_directly or config.stream)):
+        return why
+    if config.direct and (config.stationary or config.mt * config.bn > 128):
+        return "direct stores are for small tiles, one per block"
+    return None
+
+
+def refuse_scatter(problem: Problem, stores_directly: bool) -> str | None:
+    """Why blocks of pixels cannot be put in their places by the launch that makes them, or None."""
+    if stores_directly:
+        return "blocks of pixels go through shared memory"
+    if problem.residual or problem.out_item != 2:
+        return "blocks of pixels are of 16 bits, and nothing is added to them"
+    return None
+
+
+def _refuse_sharing(config: Config) -> str | None:
+    """Why blocks of a cluster cannot load together, or None."""
+    over_channels, over_pixels = config.share
+    if config.share not in SHARES:
+        return "not a cluster of this kernel"
+    if config.bn % (8 * over_channels) or config.tile[0] % (8 * over_pixels):
+        return "the parts that blocks load for one another are whole groups of eight rows"
+    if config.stationary or config.stores_directly:
+        return "blocks that load together keep no weights, and store by TMA"
+    return None
+
+
+LEAST_SPAN = 2
+"""K steps that a block of stream-K takes at least; and a tile is cut into about as many spans as they are long, since its owner
+adds them up one by one."""
+
+
+def _refuse_streaming(problem: Problem, config: Config) -> str | None:
+    """Why blocks cannot take spans of K steps, or None."""
+    if config.stationary or config.stores_directly or config.alternate or config.sharers > 1:
+        return "spans of K steps are for blocks of their own that keep no weights, and store by TMA"
+    if problem.prologue:
+        return "a prologue walks through whole tiles"
+    if sum(config.tile) * problem.span < config.groups * 2048:
+        return "a stage holds less than 16 bytes of sums of each thread"
+    steps = config.joint_tiles(problem)[1] * problem.k_steps
+    if steps < 2 * LEAST_SPAN:
+        return f"{steps} K steps in all are nothing to divide"
+    if steps * 2048 >= 1 << 32:
+        return f"{steps} K steps are too many to count"
+    return None
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+    """What to compile. Shapes are parameters: problems that share modes, epilogue and configuration share the cubin.
+
+    ``checked`` makes a wait that never ends trap instead of hanging the GPU."""
+    modes = [source.mode for source in problem.sources] + [-1]
+    defines = {
+        "WGM": config.wgm, "WGN": config.wgn, "MT": config.mt, "BN": config.bn, "BK": problem.block, "STAGES": config.stages,
+        "SPLIT": config.split,
+        "DIRECT": int(config.stores_directly), "OUT_BUFFERS": config.out_buffers, "WEIGHTS_STATIONARY": int(config.stationary),
+        "ALTERNATE": int(config.alternate), "SHARE_CHANNELS": config.share[0], "SHARE_PIXELS": config.share[1],
+        "STREAM": int(config.stream), "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
+        "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated),
+        "BATCHED": int(problem.stack is not None), "ACROSS": int(problem.across), "BANDED": int(problem.bands > 1),
+    }  # fmt: skip
+    instruction = render.wgmma(config.bn, problem.dtype, across=problem.across)
+    return Recipe(
+        "conv_sm90.cu", arch, {"generated.cuh": generated(problem, defines, instruction)}, options(problem, checked)
+    )
+
+
+def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> str:
+    """The header of a convolution kernel: its ``tile``, the element types, the epilogue and the source of its ``instruction``."""
+    types = {
+        "HAS_RESIDUAL": int(problem.residual), "OPERAND_ITEM": problem.item, "OUT_ITEM": problem.out_item,
+        "SCATTER": int(problem.scatter),
+        "INTEGER": int(problem.dtype in ("int8", "uint8")), "OUT_FLOAT8": int(problem.out_dtype == "float8_e4m3fn"),
+        "OUT_ZERO": int(problem.zero_point), "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
+    }  # fmt: skip
+    stages = render.epilogue(problem.epilogue)
+    if problem.item == 1:
+        stages = render.runtime_epilogue(problem.epilogue, problem.out_dtype in ("int8", "uint8"))
+    before = [render.prologue(problem.prologue)] if problem.prologue else []
+    parts = [
+        render.constants({**tile, **types}),
+        *before,
+        stages,
+        instruction,
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def options(problem: Problem, checked: bool) -> tuple[str, ...]:
+    """Compiler options. Quantized results are exact to the bit, so their arithmetic is not contracted."""
+    return ("--std=c++17", "--use_fast_math", *(("--fmad=false",) if problem.item == 1 else ()),
+            *(("-DDTYPE_BF16",) if "bfloat16" in (problem.dtype, problem.out_dtype) else ()),
+            *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
+
+
+# ---- launch ---------------------------------------------------------------------------------------------------------------
+
+
+def grid_blocks(problem: Problem, config: Config, device: GpuFacts) -> int:
+    """Blocks to launch: every tile once for direct stores, a persistent grid otherwise."""
+    channel_tiles, tiles = config.joint_tiles(problem)
+    if config.stores_directly:
+        return tiles * config.split
+    if config.stream:
+        spans = tiles * max(1, min(problem.k_steps // LEAST_SPAN, 1 + math.isqrt(problem.k_steps)))
+        return min(device.multiprocessors * config.blocks, spans)
+    if config.sharers > 1:
+        return min(tiles, device.multiprocessors // config.sharers) * config.sharers
+    resident = device.multiprocessors * max(
+        1, min(config.blocks, device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024))
+    )
+    if tiles <= resident:
+        return tiles
+    if config.stationary:  # a block keeps its channel tile
+        return resident // channel_tiles * channel_tiles or channel_tiles
+    return resident
+
+
+def workspace(problem: Problem, config: Config, device: GpuFacts) -> tuple[int, int]:
+    """Bytes of stream-K's partial sums, one tile a block, and of its counts (zeros before the first launch); else (0, 0)."""
+    if not config.stream:
+        return 0, 0
+    blocks = grid_blocks(problem, config, device)
+    return blocks * math.prod(config.tile) * 4, blocks * 4
+
+
+def _source_map(problem: Problem, source: Source, config: Config, pointer: int) -> bytes:
+    span = problem.span
+    n = problem.batch
+    if source.pitch:
+        raise InternalError("pixels that overlap are for the patch kernel")
+    if source.mode == ROWS:
+        rows = n * source.height * source.width
+        strides = (source.channels * problem.item,)
+        box = (problem.block, config.bn // config.share[0])
+        return encode_tiled(problem.dtype, pointer, (source.channels, rows), strides, box, span)
+    return encode_im2col(
+        problem.dtype, pointer, (n, source.height, source.width, source.channels), kernel=source.kernel, stride=source.stride,
+        padding=source.padding, dilation=source.dilation, pixels=config.bn // config.share[0], channels=problem.block, swizzle=span,
+    )  # fmt: skip
+
+
+def bind(
+    problem: Problem,
+    config: Config,
+    device: GpuFacts,
+    function: Function,
+    pointers: Pointers,
+    *,
+    reverse: bool = False,
+    dependent: bool = True,
+    label: str = "",
+    requantize: Requantize | None = None,
+) -> Launch:
+    """The launch of the problem on these buffers. ``reverse`` walks the pixels from the end, to meet what L2 still holds."""
+    block, depth = problem.block, problem.k_steps * problem.block
+    shape, strides = (depth, weight_rows(problem)), (depth * problem.item,)
+    maps = [
+        encode_tiled(
+            problem.dtype, pointers.weights, shape, strides, (block, config.tile[0] // config.share[1]), problem.span
+        ),
+        *[
+            _source_map(problem, source, config, at)
+            for source, at in zip(problem.sources, pointers.sources, strict=True)
+        ],
+    ]
+    if len(maps) == 2:
+        maps.append(maps[1])
+    item, dtype = problem.out_item, problem.out_dtype
+    shape, strides, box = (problem.channels, problem.pixels), (problem.channels * item,), (64, config.bn)
+    maps.append(encode_tiled(dtype, pointers.output, shape, strides, box, problem.out_span))
+    maps.append(encode_tiled(dtype, pointers.residual or pointers.output, shape, strides, box, problem.out_span))
+    params = parameters(problem, pointers, maps, requantize)
+    count_tiles(params, problem, config)
+    params.reverse = int(reverse)
+    return Launch(
+        function, (grid_blocks(problem, config, device), 1, 1), config.threads + problem.helpers, [raw_bytes(params)],
+        shared=shared_bytes(problem, config), cluster=config.cluster, dependent=dependent, label=label or str(config),
+    )  # fmt: skip
+
+
+def count_tiles(params: Any, problem: Problem, config: Config) -> None:
+    """The tile counts of the parameter block."""
+    params.channel_tiles, params.tiles = config.joint_tiles(problem)
+    params.batch_tiles, params.inner_batches = params.tiles // problem.count, (problem.stack or (1, 1))[0]
+
+
+def load(
+    problem: Problem, config: Config, cache: KernelCache, arch: str = "sm_90a", *, checked: bool = False
+) -> Function:
+    """The compiled kernel on the current device."""
+    cubin = cache.get(recipe(problem, config, arch, checked=checked))
+    return Function(cubin, "conv_sm90", shared=shared_bytes(problem, config), wide_cluster=config.split > 8)

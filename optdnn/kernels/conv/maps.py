@@ -1,0 +1,155 @@
+"""Channels-last tensors as TMA reads and writes them: which ones it can, and the tensor maps of the Hopper convolution kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from optdnn.kernels.conv import implicit_gemm as hopper
+from optdnn.kernels.conv import patch_kernel as patch
+from optdnn.kernels.conv import problem as conv_problem
+from optdnn.lowering.builder import CHANNEL_ALIGN, Builder, MapSpec, Placed, channels_last, up
+from optdnn.types import FP32, Array
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One source of the implicit GEMM: a channels-last tensor (logical NCHW), its OIHW weights, and how they meet."""
+
+    x: Placed
+    weight: Array
+    strides: tuple[int, int]
+    pads: tuple[int, int, int, int]
+    dilations: tuple[int, int]
+    overlapped: conv_problem.Source | None = None
+    """Where neighbouring pixels are read as one (see :func:`optdnn.kernels.quantized.kernel.overlapped`): that source."""
+    bands: int = 1
+    """Equal parts of the result's channels, each a sum over its own part of the tensor's (see ``Problem.bands``)."""
+
+    @property
+    def source(self) -> conv_problem.Source:
+        if self.overlapped is not None:
+            return self.overlapped
+        _, c, h, w = self.x.shape
+        return conv_problem.Source(
+            h, w, up(c // self.bands, aligned(self.x)), self.weight.shape[2:], self.strides, self.pads, self.dilations
+        )
+
+
+def aligned(x: Placed) -> int:
+    """Elements in 16 bytes, which TMA addresses."""
+    return 16 // x.dtype.itemsize
+
+
+def pitch_of(x: Placed) -> int | None:
+    """Elements between neighbouring pixels of a channels-last NCHW tensor that TMA can read; None for any other."""
+    n, c, h, w = x.shape
+    pitch = (
+        x.strides[3]
+        if w > 1
+        else x.strides[2]
+        if h > 1
+        else x.strides[0]
+        if n > 1
+        else up(c, max(aligned(x), CHANNEL_ALIGN))
+    )
+    pitch = max(pitch, c)
+    fits = pitch % aligned(x) == 0 and x.offset % aligned(x) == 0 and x.is_like(channels_last(x.shape, pitch))
+    return pitch if fits else None
+
+
+def elements_around(b: Builder, x: Placed) -> int:
+    """Elements of the buffer that the tensor lies in."""
+    return math.prod(n for n in b.buffers[x.buffer].shape or () if isinstance(n, int))
+
+
+def storable(b: Builder, x: Placed) -> bool:
+    """Whether a launch can write this channels-last NCHW tensor, or add it.
+
+    Where pixels follow one another without gaps, all channels up to the next multiple of CHANNEL_ALIGN are touched, of the last
+    pixel, too; fp32, which goes to and from registers, has to lie so.
+    """
+    pitch, wide = pitch_of(x), up(x.shape[1], CHANNEL_ALIGN)
+    if pitch is None or (x.dtype == FP32 and pitch != wide):
+        return False
+    last = (x.size // x.shape[1] - 1) * pitch
+    return pitch != wide or x.offset + last + wide <= elements_around(b, x)
+
+
+def _weights_map(problem: conv_problem.Problem, weights: Placed, rows: int) -> MapSpec:
+    depth = problem.k_steps * problem.block
+    return MapSpec(0, weights, (depth, weights.shape[0]), (depth * problem.item,), (problem.block, rows), problem.span)
+
+
+def gemm_maps(
+    problem: conv_problem.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: Placed
+) -> list[MapSpec]:
+    """Weights and sources, as the implicit GEMM's own host code makes them but for pitches and odd channel counts."""
+    maps = [_weights_map(problem, weights, config.tile[0] // config.share[1])]
+    maps += [_source_map(128 * (1 + i), f, problem, config) for i, f in enumerate(feeds)]
+    return maps if len(maps) == 3 else [*maps, replace(maps[1], at=256)]
+
+
+def patch_maps(problem: conv_problem.Problem, config: patch.PatchConfig, feed: Feed, weights: Placed) -> list[MapSpec]:
+    """The same for the patch kernel, whose source is an image."""
+    height, width = patch.patch_size(problem, config)
+    box = (problem.block, width, height)
+    if feed.overlapped is not None:
+        n, _, h, _ = feed.x.shape
+        pitch, row = feed.overlapped.pitch * problem.item, feed.x.strides[2] * problem.item
+        shape = (feed.overlapped.channels, feed.overlapped.width, h, n)
+        source = MapSpec(128, feed.x, shape, (pitch, row, h * row), (*box, 1), problem.span)
+    else:
+        at = pitch_of(feed.x)
+        assert at is not None
+        source = replace(image_map(128, feed.x, feed.x.shape[1], at, box, problem.span), dtype=_read_as(problem))
+    return [_weights_map(problem, weights, config.wgm * 64), source, replace(source, at=256)]
+
+
+def rows_map(
+    at: int, x: Placed, pitch: int, channels: int, problem: conv_problem.Problem, config: hopper.Config
+) -> MapSpec:
+    """A result (or residual) as rows of channels, one per pixel."""
+    item = x.dtype.itemsize
+    return MapSpec(at, x, (channels, problem.pixels), (pitch * item,), (64, config.bn), problem.out_span)
+
+
+def image_map(at: int, x: Placed, channels: int, pitch: int, box: tuple[int, int, int], span: int) -> MapSpec:
+    """A channels-last feature map as it is."""
+    n, _, h, w = x.shape
+    step = pitch * x.dtype.itemsize
+    return MapSpec(at, x, (channels, w, h, n), (step, w * step, h * w * step), (*box, 1), span)
+
+
+def _source_map(at: int, feed: Feed, problem: conv_problem.Problem, config: hopper.Config) -> MapSpec:
+    """A source of the implicit GEMM: rows of a matrix, or im2col."""
+    n, c, h, w = feed.x.shape
+    pitch = pitch_of(feed.x)
+    assert pitch is not None
+    step, span, dtype = pitch * problem.item, problem.span, _read_as(problem)
+    box = (problem.block, config.bn // config.share[0])
+    if feed.source.mode == conv_problem.ROWS:
+        return MapSpec(at, feed.x, (c, n * h * w), (step,), box, span, dtype=dtype)
+    kernel, (top, left, bottom, right) = feed.weight.shape[2:], feed.pads
+    reach = [(k - 1) * d for k, d in zip(kernel, feed.dilations, strict=True)]
+    corners = (-left, -top, right - reach[1], bottom - reach[0])
+    strides = (step, w * step, h * w * step)
+    steps = (1, feed.strides[1], feed.strides[0], 1)
+    return MapSpec(at, feed.x, (c, w, h, n), strides, box, span, corners, steps, dtype)
+
+
+def _read_as(problem: conv_problem.Problem) -> str:
+    """How TMA reads a source: fp32 is rounded to tf32 on its way, all else comes as it is."""
+    return problem.dtype if problem.dtype == "tfloat32" else ""
+
+
+def weight_views(packed: Placed, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> list[Placed]:
+    """The logical OIHW weights of each source inside the packed ones."""
+    depth, at, views = problem.k_steps * problem.block, 0, []
+    for source, feed in zip(problem.sources, feeds, strict=True):
+        o, i, r, s = feed.weight.shape
+        lane = up(source.channels, problem.block)
+        views.append(packed.view((o, i, r, s), (depth, 1, s * lane, lane), at))
+        at += math.prod(source.kernel) * lane
+    return views

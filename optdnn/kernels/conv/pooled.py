@@ -1,0 +1,123 @@
+"""A convolution and the max pooling of its result by 2 x 2, in one launch: what is pooled is never stored (VGG, YOLO, LeNet)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, is_half, planar
+from optdnn.kernels.pointwise.epilogue import Epilogue, plan_epilogue
+from optdnn.kernels.pool.max_pool import predicted
+from optdnn.kernels.tactic import Offer
+from optdnn.lowering.builder import Builder, Placed, channels_last, map_dtype, products, up
+from optdnn.runtime.reference.window import resolve_pads
+
+OVERLAP = 0.5e-6
+"""Seconds of a pool's prediction that pass while the convolution before it ends."""
+
+
+def max_pool_behind(graph: Graph, op: Op) -> Op | None:
+    """The max pool that is all that reads the result."""
+    user = graph.sole_user(op.value)
+    return user if user is not None and user.kind == "MaxPool" else None
+
+
+class PooledConv(HopperConv):
+    """Convolutions of stride 1 on the patch kernel, whose tiles are parts of images, where the sole reader is a max pool of windows
+    of 2 x 2 that do not overlap. Its launch is emitted at the convolution; the pool finds its result placed."""
+
+    name = "conv_pool_sm90"
+    row_invariant: ClassVar[bool] = False
+    takes_along: ClassVar[bool] = True
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        pool, x = max_pool_behind(b.graph, op), op.inputs[0]
+        if pool is None:
+            return "no max pool of its own reads the result"
+        if (why := _other_windows(b, pool)) is not None:
+            return f"the pool behind it: {why}"
+        if not is_half(op) or len(op.outputs[0].type.static_shape) != 4:
+            return "it is for images of 16-bit floats"
+        if (why := super().refuse(b, op)) is not None:
+            return why
+        if op.attrs.prologue or x is None or conv_maps.pitch_of(b.operand(x)) is None:
+            return "its operand is made ready by a launch before it"
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        if ep.rest or ep.residual is not None:
+            return "something else than constants is added to its result"
+        place = b.reserved.get(pool.value)
+        if not pool.outputs[0].type.layout or (place is not None and not _dense(place)):
+            return "the pool's result does not lie in channels-last order without gaps"
+        offers = self._offers(b, op, ep)
+        if not offers:
+            return "no tile of whole windows fits"
+        apart, pooling = self._apart(b, op, pool, ep)
+        together = offers[0].seconds or 0.0
+        if together >= apart + pooling - OVERLAP:
+            return (
+                f"{together * 1e6:.1f} us are predicted for both, {apart * 1e6:.1f} for the convolution alone and "
+                f"{(pooling - OVERLAP) * 1e6:.1f} for the pool behind it"
+            )
+        return None
+
+    @staticmethod
+    def _problem(b: Builder, op: Op, ep: Epilogue, *, pooled: bool) -> conv_problem.Problem:
+        n, c = op.outputs[0].type.static_shape[:2]
+        feed = _feed(b, op)
+        stages = (("bias",), *ep.rendered)
+        return conv_problem.Problem(
+            n, up(c, 8), (feed.source,), stages, products(b, op), map_dtype(op.outputs[0].type.dtype), pooled=pooled
+        )
+
+    def _offers(self, b: Builder, op: Op, ep: Epilogue) -> Sequence[Offer]:
+        return conv_sm90.ranked(self._problem(b, op, ep, pooled=True), True, b.gpu)
+
+    def _apart(self, b: Builder, op: Op, pool: Op, ep: Epilogue) -> tuple[float, float]:
+        """Predicted seconds of the convolution and of the pool as launches of their own."""
+        offers = conv_sm90.ranked(self._problem(b, op, ep, pooled=False), True, b.gpu)
+        t, p = op.outputs[0].type, pool.outputs[0].type
+        x, out = (
+            Placed(0, 0, s.static_shape, channels_last(s.static_shape, up(s.static_shape[1], 8)), s.dtype)
+            for s in (t, p)
+        )
+        return offers[0].seconds or 0.0, predicted(x, out, pool.attrs.kernel_shape, pool.attrs.strides, b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        pool = max_pool_behind(b.graph, op)
+        assert pool is not None
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        bias = ep.added_to(bias_of(b, op))
+        joint = replace(op, src=op.src | pool.src)
+        return conv_sm90.emit_conv(b, joint, [_feed(b, op)], bias, ep, None, b.target(pool.value), config, pooled=True)
+
+
+def _feed(b: Builder, op: Op) -> conv_maps.Feed:
+    weight = b.graph.constant_value(op.inputs[1])
+    assert weight is not None
+    assert op.inputs[0] is not None
+    weight, strides, pads, dilations = planar(weight, op.attrs)
+    return conv_maps.Feed(b.operand(op.inputs[0]), weight, strides, pads, dilations)
+
+
+def _other_windows(b: Builder, pool: Op) -> str | None:
+    """Why the pool's windows are not 2 x 2 pixels side by side, or None."""
+    a = pool.attrs
+    assert pool.inputs[0] is not None
+    size = b.graph.type(pool.inputs[0]).static_shape[2:]
+    if len(pool.outputs) > 1:
+        return "it gives indices"
+    if tuple(a.kernel_shape) != (2, 2) or tuple(a.strides) != (2, 2) or any(d != 1 for d in a.dilations):
+        return "its windows are not of 2 x 2, side by side"
+    pads = resolve_pads(a.auto_pad, a.pads, size, a.kernel_shape, a.strides, a.dilations)
+    if pads is None or any(pads) or pool.outputs[0].type.static_shape[2:] != tuple(n // 2 for n in size):
+        return "its windows reach beyond the image"
+    return None
+
+
+def _dense(x: Placed) -> bool:
+    return x.offset % 8 == 0 and x.is_like(channels_last(x.shape, up(x.shape[1], 8)))

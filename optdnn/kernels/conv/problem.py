@@ -1,0 +1,261 @@
+"""What the Hopper convolution kernels compute: sources (NHWC tensors and how filters walk them) and the problem that they make."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.runtime.cuda.compile import render
+from optdnn.types import Array
+
+ROWS, IM2COL = 0, 1
+ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float32": 4, "tfloat32": 4}
+"""Bytes of an element; fp32 is for results alone."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One activation tensor the convolution reads: NHWC ``height`` x ``width`` x ``channels``, and how it is walked.
+
+    ``padding`` is (top, left, bottom, right).
+    """
+
+    height: int
+    width: int
+    channels: int
+    kernel: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    pitch: int = 0
+    """Elements from a pixel to the next; 0: ``channels``. Less than ``channels``: pixels that overlap (see :mod:`.quantized`)."""
+
+    @property
+    def mode(self) -> int:
+        """How TMA reads it."""
+        pointwise = self.kernel == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0, 0, 0)
+        return ROWS if pointwise else IM2COL
+
+    def output(self) -> tuple[int, int]:
+        """Height and width of the result."""
+        top, left, bottom, right = self.padding
+        h = (self.height + top + bottom - (self.kernel[0] - 1) * self.dilation[0] - 1) // self.stride[0] + 1
+        w = (self.width + left + right - (self.kernel[1] - 1) * self.dilation[1] - 1) // self.stride[1] + 1
+        return h, w
+
+
+class OneSource:
+    """What the problems of kernels with one source and one epilogue have in common."""
+
+    source: Source
+    epilogue: tuple[render.Stage, ...]
+
+    @cached_property
+    def out_size(self) -> tuple[int, int]:
+        """Height and width of the result."""
+        return self.source.output()
+
+    @property
+    def residual(self) -> bool:
+        """Whether the epilogue reads a second tensor of the result's shape."""
+        return render.uses_residual(self.epilogue)
+
+
+def space_to_depth(source: Source) -> Source:
+    """The stride-1 source that a strided few-channel one becomes when ``stride x stride`` pixels are moved into the channels.
+
+    Tap t of the new filter covers taps ``stride * (t - pad') + d + pad`` of the old one, for d in 0..stride - 1, where ``pad'`` is
+    the new padding. Channels are filled up with zeros to a multiple of 16.
+    """
+    stride = source.stride[0]
+    if source.stride != (stride, stride) or source.dilation != (1, 1):
+        raise InternalError("space_to_depth needs equal strides and no dilation")
+    out = source.output()
+    size = (-(-source.height // stride), -(-source.width // stride))
+    before = [-(-pad // stride) for pad in source.padding[:2]]
+    taps = [
+        (k - 1 - pad) // stride + b + 1 for k, pad, b in zip(source.kernel, source.padding[:2], before, strict=True)
+    ]
+    after = [o - n - b + t - 1 for o, n, b, t in zip(out, size, before, taps, strict=True)]
+    channels = -(-source.channels * stride * stride // 16) * 16
+    return Source(size[0], size[1], channels, (taps[0], taps[1]), (1, 1), (before[0], before[1], after[0], after[1]))
+
+
+def space_to_depth_weights(source: Source, weight: Array) -> Array:
+    """OIHW weights of ``source`` -> OIHW weights of ``space_to_depth(source)``. Keeps the dtype; every weight appears once."""
+    made, stride = space_to_depth(source), source.stride[0]
+    out, channels, taps_h, taps_w = weight.shape
+    packed = np.zeros((out, made.channels, *made.kernel), weight.dtype)
+    for r in range(taps_h):
+        for s in range(taps_w):
+            row, dy = divmod(r - source.padding[0], stride)
+            column, dx = divmod(s - source.padding[1], stride)
+            lane = (dy * stride + dx) * channels
+            packed[:, lane : lane + channels, row + made.padding[0], column + made.padding[1]] = weight[:, :, r, s]
+    return packed
+
+
+def banded(weight: Array, groups: int, together: int) -> Array:
+    """OIHW weights of a grouped convolution -> those of ``groups / together`` bands: ``[O, together * I, H, W]``, zero between
+    groups. Keeps the dtype."""
+    channels, inside = weight.shape[0] // groups, weight.shape[1]
+    made = np.zeros((weight.shape[0], together * inside, *weight.shape[2:]), weight.dtype)
+    for group in range(groups):
+        rows = slice(group * channels, (group + 1) * channels)
+        at = group % together * inside
+        made[rows, at : at + inside] = weight[rows]
+    return made
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A convolution: ``batch`` images, ``channels`` output channels, one or two sources of equal output size, and the stages of
+    its epilogue. What follows from that is kept: thousands of configurations are asked about one problem."""
+
+    batch: int
+    channels: int
+    sources: tuple[Source, ...]
+    epilogue: tuple[render.Stage, ...] = (("bias",),)
+    dtype: str = "float16"
+    out: str = ""
+    """Element type of the result; "": ``dtype``."""
+    residual_dtype: str = ""
+    """Element type of the residual, of the result's size; "": the result's."""
+    zero_point: bool = False
+    """Whether an integer result has a zero point other than 0."""
+    prologue: tuple[render.Stage, ...] = ()
+    """What is done to the pixels before they are multiplied (see :func:`.render.prologue`)."""
+    scatter: bool = False
+    """Whether channels are blocks of pixels, which go to their places in a larger image (``kernels/conv_scatter.cuh``)."""
+    pooled: bool = False
+    """Whether only the largest result of each 2 x 2 pixels is stored (max pooling with stride 2, without padding)."""
+    stack: tuple[int, int] | None = None
+    """A stack of products, inner times outer of them, each of ``batch`` rows and with weights of its own, another tensor."""
+    across: bool = False
+    """Whether rows of those weights are K, not channels."""
+    bands: int = 1
+    """Equal parts of the channels, each a sum over its own part of the source's: ``channels`` of a source are those of one band."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
+            raise InternalError("a convolution has one or two sources with the same output size")
+        if self.dtype not in render.WGMMA_KINDS or self.out_dtype not in ITEM:
+            raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
+        if any(source.channels * self.item % 16 for source in self.sources) or self.channels * self.out_item % 16:
+            raise InternalError("TMA addresses 16 bytes: pad the channels to multiples of 8 (of 8-bit elements: 16)")
+        if self.item == 2 and self.out_dtype not in (self.dtype, "float32"):
+            raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
+        if self.item == 4 and self.out_dtype != "float32":
+            raise InternalError(f"no kernel turns {self.dtype} into {self.out_dtype}")
+        if self.stack and (self.item != 2 or self.out_item != 2 or len(self.sources) > 1 or self.out_size != (1, 1)):
+            raise InternalError("a stack is of products of 16-bit matrices")
+        if self.across and not self.stack:
+            raise InternalError("packed weights lie along K")
+        if self.bands > 1 and (self.channels % self.bands or len(self.sources) > 1 or self.stack or self.prologue):
+            raise InternalError("bands are equal parts of the channels, of one source as it is")
+        if self.prologue and (self.item != 2 or [s.mode for s in self.sources] != [ROWS]):
+            raise InternalError("a prologue is for 16-bit pixels that are read once each")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the prologue reads a factor per image and channel."""
+        return any(stage[0] == "gate" for stage in self.prologue)
+
+    @property
+    def count(self) -> int:
+        """Products of the stack; 1 where there is none."""
+        return math.prod(self.stack or (1,))
+
+    @property
+    def helpers(self) -> int:
+        """Threads of a block besides the configuration's: those that apply the prologue."""
+        return 128 if self.prologue else 0
+
+    @property
+    def band_channels(self) -> int:
+        """Channels of the result that read the same ones of the source."""
+        return self.channels // self.bands
+
+    @cached_property
+    def out_dtype(self) -> str:
+        """Element type of the result."""
+        return self.out or self.dtype
+
+    @cached_property
+    def item(self) -> int:
+        """Bytes of an operand's element."""
+        return ITEM[self.dtype]
+
+    @cached_property
+    def out_item(self) -> int:
+        """Bytes of a result's (and residual's) element."""
+        return ITEM[self.out_dtype]
+
+    @cached_property
+    def out_span(self) -> int:
+        """Bytes of 64 channels of a result, which is the span of its swizzle (fp32, which TMA does not store, has none)."""
+        return 64 * self.out_item if self.out_item < 4 else 0
+
+    @cached_property
+    def out_size(self) -> tuple[int, int]:
+        """Height and width of the output."""
+        return self.sources[0].output()
+
+    @cached_property
+    def pixels(self) -> int:
+        """Output pixels over the batch, before they are pooled; of one product of a stack."""
+        return self.batch * math.prod(self.out_size)
+
+    @cached_property
+    def stored_size(self) -> tuple[int, int]:
+        """Height and width of what is stored."""
+        h, w = self.out_size
+        return (h // 2, w // 2) if self.pooled else (h, w)
+
+    @cached_property
+    def block(self) -> int:
+        """BK: channels per K step."""
+        if self.stack:
+            return 128 // self.item
+        widest = max(source.channels for source in self.sources) * self.item
+        return (32 if widest <= 32 else 64 if widest <= 64 else 128) // self.item
+
+    @cached_property
+    def span(self) -> int:
+        """Bytes of a row of a K step: 32, 64 or 128, also the swizzle's span."""
+        return self.block * self.item
+
+    def steps(self, source: Source) -> int:
+        """K steps of one source."""
+        return math.prod(source.kernel) * -(-source.channels // self.block)
+
+    @cached_property
+    def k_steps(self) -> int:
+        """K steps over all sources."""
+        return sum(self.steps(source) for source in self.sources)
+
+    @cached_property
+    def residual(self) -> bool:
+        """Whether the epilogue reads a second tensor of the output's shape."""
+        return render.uses_residual(self.epilogue)
+
+    @cached_property
+    def flops(self) -> int:
+        """Multiply-adds counted as two, without padding."""
+        return (
+            2 * self.count * self.pixels * self.channels * sum(math.prod(s.kernel) * s.channels for s in self.sources)
+        )
+
+    @cached_property
+    def bytes(self) -> int:
+        """Least global traffic: each tensor once."""
+        read = sum(s.height * s.width * (s.pitch or s.channels) // math.prod(s.stride if s.kernel == (1, 1) else (1, 1))
+                   for s in self.sources) * self.batch * self.bands  # fmt: skip
+        weights = self.k_steps * self.block * self.channels
+        written = self.batch * math.prod(self.stored_size) * self.channels * self.out_item
+        written += self.pixels * self.channels * self.out_item if self.residual else 0
+        return self.count * (self.item * (read + weights) + written)

@@ -1,0 +1,258 @@
+"""A depthwise convolution and the 1x1 convolution that alone reads it, in one launch: nothing is stored between.
+
+The launch is emitted at the 1x1; the depthwise convolution's own, emitted before, is then read by nobody and dropped. Whether two
+launches are faster is the cost model's question (:meth:`Separable.unable`), and the autotuner's, which counts what is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.conv import depthwise_kernel as depthwise
+from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv import separable_cost as cost
+from optdnn.kernels.conv import separable_kernel as separable
+from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, with_pitch
+from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.norm.half_rows import emit_description
+from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.kernels.tactic import MANY, Offer, Rehearsed
+from optdnn.lowering.builder import Builder, Placed, channels_last, map_dtype, up
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import BF16, FP16, Array
+
+FEW = 2
+"""Configurations whose order of sums no size decides, beside the others."""
+MEASURED = 9, 160
+"""Taps, and channels of the result, up to which one launch was measured beside two: what is beyond, only tuning tries."""
+GAIN = 0.97
+"""One launch has to promise at most this fraction of what two take."""
+
+
+def is_pointwise(graph: Graph, op: Op) -> bool:
+    """Whether it is a convolution that mixes the channels of each pixel of an image."""
+    weight = graph.constant_value(op.inputs[1]) if op.kind == "Conv" else None
+    if weight is None or weight.ndim != 4 or weight.shape[2:] != (1, 1) or op.attrs.group != 1:
+        return False
+    return set(op.attrs.strides) == {1} and not any(op.attrs.pads)
+
+
+def is_depthwise(graph: Graph, op: Op) -> bool:
+    """Whether it is a convolution that filters each channel of an image by itself."""
+    weight = graph.constant_value(op.inputs[1]) if op.kind == "Conv" else None
+    if weight is None or weight.ndim != 4:
+        return False
+    return bool(weight.shape[1] == 1 and weight.shape[0] == op.attrs.group > 1)
+
+
+def depthwise_before(graph: Graph, op: Op) -> Op | None:
+    """The depthwise convolution whose result a 1x1 convolution reads."""
+    if op.inputs[0] is None or not is_pointwise(graph, op):
+        return None
+    before = graph.op(op.inputs[0])
+    return before if is_depthwise(graph, before) else None
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: separable.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """The kernel's configurations, the best predicted first."""
+    found = [*cost.candidates(problem, gpu), *cost.candidates(problem, gpu, FEW, ordered=True)]
+    offers = [Offer(c, cost.estimate(problem, c, gpu), cost.in_one_order(c)) for c in dict.fromkeys(found)]
+    return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
+
+
+@lru_cache(maxsize=1024)
+def _apart(problem: separable.Problem, gpu: GpuFacts) -> float:
+    """Predicted seconds of two launches."""
+    s = replace(problem.source, channels=up(problem.inner, 8))
+    first = depthwise_ranked(depthwise.Problem(problem.batch, s, problem.between, problem.dtype), gpu)
+    middle = Source(*problem.out_size, s.channels)
+    second = conv_sm90.ranked(
+        conv_problem.Problem(problem.batch, problem.channels, (middle,), problem.epilogue, problem.dtype), True, gpu
+    )
+    seconds = [min((t for t, _ in first), default=np.inf), min((o.seconds or 0.0 for o in second), default=np.inf)]
+    return float(sum(seconds))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The two convolutions as the kernel has them; ``x``, ``out`` and ``residual`` are channels-last."""
+
+    first: Op
+    between: Epilogue
+    epilogue: Epilogue
+    problem: separable.Problem
+
+
+class Separable(Rehearsed):
+    """Depthwise, then 1x1 convolutions of 16-bit images, on Hopper."""
+
+    name = "separable_sm90"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if not b.arch.startswith("sm_90"):
+            return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
+        if not is_pointwise(b.graph, op):
+            return "it is not a 1x1 convolution of an image with constant weights"
+        first = depthwise_before(b.graph, op)
+        if first is None:
+            return "what it reads is no depthwise convolution's result"
+        dtype = op.outputs[0].type.dtype
+        if dtype not in (FP16, BF16) or first.outputs[0].type.dtype != dtype:
+            return "it is for 16-bit floats"
+        if op.attrs.prologue:
+            kinds = ", ".join(s.kind for s in op.attrs.prologue)
+            return f"{kinds} stands between it and the depthwise convolution {first.name}"
+        others = [u.name for u in b.graph.users(first.value) if u != op]
+        if first.value in b.reserved or others or b.graph.sole_user(first.value) != op:
+            who = ", ".join(others) or "the network's output"
+            return f"the result of the depthwise convolution {first.name} has another reader ({who})"
+        if first.attrs.prologue:
+            return f"the depthwise convolution {first.name} has a prologue"
+        if 0 in op.outputs[0].type.static_shape:
+            return "it is empty"
+        if any(c.input(2) is not None and bias_of(b, c) is None for c in (first, op)):
+            return "a bias is not constant"
+        pair = self._pair(b, op, first)
+        if pair.between.rest or pair.between.residual is not None:
+            return f"what follows the depthwise convolution {first.name} is more than an activation"
+        if self._joins(b, op, pair.epilogue):
+            return "the convolution that is added is a part of its launch"
+        if (why := separable.no_kernel(pair.problem)) is not None:
+            return why
+        if not _offers(pair.problem, b.gpu):
+            return "no tile of the kernel fits it"
+        if b.row_invariant:  # the same for all batches: what is best for many
+            return _slower(replace(pair.problem, batch=MANY), b.gpu, True)
+        return None
+
+    def unable(self, b: Builder, op: Op) -> str | None:
+        """Unmeasured, the cost model decides."""
+        first = depthwise_before(b.graph, op)
+        assert first is not None
+        return None if b.row_invariant else _slower(self._pair(b, op, first).problem, b.gpu)
+
+    def spares(self, b: Builder, op: Op) -> Op | None:
+        """The depthwise convolution, whose own launch is dropped."""
+        return depthwise_before(b.graph, op)
+
+    @staticmethod
+    def _joins(b: Builder, op: Op, ep: Epilogue) -> bool:
+        """Whether :class:`HopperConv` would make a convolution that is added in the same launch."""
+        if ep.residual is None:
+            return False
+        with b.rehearsal():
+            return HopperConv().second(b, op, plan_epilogue(b.graph, op, channel_axis=1)) is not None
+
+    @staticmethod
+    def _pair(b: Builder, op: Op, first: Op) -> _Pair:
+        weight = b.graph.constant_value(first.inputs[1])
+        assert weight is not None
+        n, c, h, w = b.graph.type(first.inputs[0]).static_shape  # type: ignore[arg-type]
+        a, channels = first.attrs, up(op.outputs[0].type.static_shape[1], 8)
+        between = plan_epilogue(b.graph, first, channel_axis=1, allow_residual=False)
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        problem = separable.Problem(
+            n, Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations), channels,
+            (("bias",), *between.rendered), (("bias",), *ep.rendered), map_dtype(op.outputs[0].type.dtype),
+        )  # fmt: skip
+        return _Pair(first, between, ep, problem)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        first = depthwise_before(b.graph, op)
+        assert first is not None
+        pair = self._pair(b, op, first)
+        ep, problem = pair.epilogue, pair.problem
+        offers = _offers(problem, b.gpu)
+        b.offer(offers)
+        config = config or offers[0].config
+        assert first.inputs[0] is not None
+        x = with_pitch(b, op, b.operand(first.inputs[0]))
+        residual = with_pitch(b, op, b.operand(ep.residual), added=True) if ep.residual is not None else None
+        target = b.target(op.value)
+        out, channels = target, target.shape[1]
+        if ep.rest or not _storable(b, target):
+            out = b.new(
+                f"{op.outputs[0].name}.conv", target.dtype, target.shape, channels_last(target.shape, up(channels, 8))
+            )
+        pitches = [conv_maps.pitch_of(t) if t is not None else 0 for t in (x, out, residual)]
+        problem = replace(problem, pitches=(pitches[0] or 0, pitches[1] or 0, pitches[2] or 0))
+        operands, reads = self._operands(b, op, pair, problem, x)
+        operands |= {"output": out} | ({"residual": residual} if residual is not None else {})
+        before = [b.constant(c, "scalar") for c in pair.between.constants]
+        after = [b.constant(c, "scalar") for c in ep.constants]
+        own = {"arity": RESIDUAL, "auto_pad": "NOTSET", "prologue": ()}
+        a = first.attrs
+        filtering = {**own, "strides": a.strides, "pads": a.pads, "dilations": a.dilations, "group": a.group,
+                     "epilogue": plain_stages(pair.between.stages)}  # fmt: skip
+        mixing = {**own, "strides": (1, 1), "pads": (0, 0, 0, 0), "dilations": (1, 1), "group": 1,
+                  "epilogue": plain_stages(ep.stages)}  # fmt: skip
+        attrs = {f"first_{k}": v for k, v in filtering.items()} | {f"second_{k}": v for k, v in mixing.items()}
+        attrs |= {"through": problem.dtype, "operands": 3 + (1 + len(before) if before else 0)}
+        joint = replace(op, src=op.src | first.src)
+        tail = [residual, *after] if residual is not None or after else []
+        emit_description(
+            b, joint, separable.recipe(problem, config, b.arch), separable.describe(problem, config, b.gpu, rows=channels), operands,
+            kind="SeparableConv", attrs=attrs, writes=[out],
+            reads=[x, *reads[:2], *([None, *before] if before else []), *reads[2:], *tail],
+        )  # fmt: skip
+        finish(b, op, ep, out, target)
+        return str(config)
+
+    @staticmethod
+    def _operands(
+        b: Builder, op: Op, pair: _Pair, problem: separable.Problem, x: Placed
+    ) -> tuple[dict[str, Placed], list[Placed]]:
+        """The constants by the kernel's names; and filters, their bias, weights, their bias as the two convolutions read them."""
+        first = pair.first
+        filters, weight = b.graph.constant_value(first.inputs[1]), b.graph.constant_value(op.inputs[1])
+        assert filters is not None
+        assert weight is not None
+        (inner, _, _, taps_w), channels, name = filters.shape, len(weight), op.outputs[0].name
+        shift, bias = pair.between.added_to(bias_of(b, first)), pair.epilogue.added_to(bias_of(b, op))
+        vector = np.zeros(problem.channels, np.float32)
+        vector[:channels] = 0 if bias is None else bias
+        made = {
+            "filters": b.constant(separable.pack_filters(problem, filters), f"{name}.filters"),
+            "shifts": b.constant(
+                separable.pack_shifts(np.zeros(inner, np.float32) if shift is None else shift), f"{name}.shifts"
+            ),
+            "weights": b.constant(_packed(b, weight), f"{name}.weights"),
+            "bias": b.constant(vector, f"{name}.bias"),
+        }
+        row, depth = problem.filter_row, made["weights"].shape[1]
+        views = [
+            made["filters"].view(filters.shape, (row, row, taps_w, 1)), made["shifts"].view((inner,), (1,)),
+            made["weights"].view(weight.shape, (depth, 1, 1, 1)), made["bias"].view((channels,), (1,)),
+        ]  # fmt: skip
+        return {**made, "input": x}, views
+
+
+def _packed(b: Builder, weight: Array) -> Array:
+    return b.kept.once(("separable",), [weight], lambda: separable.pack_weights(weight))
+
+
+def _storable(b: Builder, x: Placed) -> bool:
+    """Whether the kernel can write this channels-last tensor: channels in eights, or their padding is its own."""
+    return conv_maps.storable(b, x) and (x.shape[1] % 8 == 0 or conv_maps.pitch_of(x) == up(x.shape[1], 8))
+
+
+def _slower(problem: separable.Problem, gpu: GpuFacts, invariant: bool = False) -> str | None:
+    """Why two launches are better, as far as the cost models know, or None. ``invariant``: of sums in one order."""
+    taps, channels = MEASURED
+    if problem.taps > taps or problem.channels > channels:
+        return f"of more than {taps} taps or {channels} channels, only tuning tries one launch"
+    one = min((o.seconds or 0.0 for o in _offers(problem, gpu) if o.row_invariant or not invariant), default=np.inf)
+    two = _apart(problem, gpu)
+    if one <= GAIN * two:
+        return None
+    return f"two launches are predicted to be as fast ({two * 1e6:.2f} us; one: {one * 1e6:.2f} us)"

@@ -1,0 +1,342 @@
+"""Plans of the separable convolution (``kernels/separable_sm90.cu``): depthwise, then 1x1, in one launch. NHWC, 16-bit.
+
+``out[n, y, x, o] = epilogue(sum over c of w[o, c] * round(between(sum over taps of in[n, y*sh - ph + r*dh, x*sw - pw + s*dw, c] *
+f[c, r, s])))`` (Chollet, "Xception", 2017; MobileNetV2's pairs have no expansion between them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.kernels.conv.problem import OneSource, Source
+from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import Array
+
+MAX_TAPS = 25
+_HEAD_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Problem(OneSource):
+    """``batch`` images of ``source``, whose channels are filtered one by one and then mixed into ``channels`` (a multiple of 8).
+
+    ``pitches``: elements from a pixel to the next of the source, the result and the residual (0: its channels).
+    """
+
+    batch: int
+    source: Source
+    channels: int
+    between: tuple[render.Stage, ...] = (("bias",),)
+    epilogue: tuple[render.Stage, ...] = (("bias",),)
+    dtype: str = "float16"
+    pitches: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def inner(self) -> int:
+        """Channels between the two convolutions."""
+        return self.source.channels
+
+    @property
+    def taps(self) -> int:
+        """Of the depthwise filter."""
+        return math.prod(self.source.kernel)
+
+    @property
+    def filter_row(self) -> int:
+        """Elements of a channel's filter as it is packed: 16 bytes, or a multiple."""
+        return -(-self.taps // 8) * 8
+
+    @property
+    def bytes(self) -> int:
+        """Least global traffic: each tensor once."""
+        s = self.source
+        pixels = self.batch * math.prod(self.out_size)
+        moved = self.batch * s.height * s.width * self.inner + pixels * self.channels * (2 if self.residual else 1)
+        return 2 * (moved + self.inner * (self.channels + self.taps))
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``warpgroups`` of four warps, each with ``strips`` (one below the other) of 16 output pixels, ``strip_w`` wide, ``grid_x`` of
+    them side by side in a tile; ``parts`` x ``columns`` output channels (wgmma instructions and their columns); ``block`` channels
+    of K a stage; ``split``: blocks per cluster that share K; ``blocks`` per multiprocessor that registers must allow."""
+
+    warpgroups: int
+    strips: int
+    strip_w: int
+    grid_x: int
+    parts: int
+    columns: int
+    block: int
+    stages: int
+    split: int = 1
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the warpgroups and a loading warp."""
+        return self.warpgroups * 128 + 32
+
+    @property
+    def width(self) -> int:
+        """Output channels of a tile."""
+        return self.parts * self.columns
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile's output pixels."""
+        return (
+            self.warpgroups * 4 // self.grid_x * self.strips * (16 // self.strip_w),
+            self.grid_x * self.strip_w,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"sep{self.warpgroups}m{self.strips}w{self.strip_w}g{self.grid_x}n{self.parts}x{self.columns}"
+            f"c{self.block}s{self.stages}k{self.split}b{self.blocks}"
+        )
+
+
+def patch(problem: Problem, config: Config) -> tuple[int, int]:
+    """Rows and columns of a tile's input patch."""
+    s = problem.source
+    h, w = (
+        (n - 1) * stride + (k - 1) * dilation + 1
+        for n, stride, k, dilation in zip(config.tile, s.stride, s.kernel, s.dilation, strict=True)
+    )
+    return h, w
+
+
+def tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Tiles of output channels, along columns and along rows."""
+    (out_h, out_w), (tile_h, tile_w) = problem.out_size, config.tile
+    return -(-problem.channels // config.width), -(-out_w // tile_w), -(-out_h // tile_h)
+
+
+def steps(problem: Problem, config: Config) -> int:
+    """Chunks of K."""
+    return -(-problem.inner // config.block)
+
+
+def _up(n: int) -> int:
+    return -(-n // 1024) * 1024
+
+
+def stage_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of a chunk: the patch, the weights, the filters and their biases."""
+    span = config.block * 2
+    constants = config.block * (problem.filter_row * 2 + 4)
+    return _up(_up(math.prod(patch(problem, config)) * span) + _up(config.width * span) + constants)
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block."""
+    blocks = config.width // 8
+    if config.split > 1:
+        slots = -(-blocks // config.split)
+        after = config.warpgroups * config.strips * slots * config.split * 2048
+    else:
+        after = config.warpgroups * 4 * (config.strips if problem.residual else 1) * 16 * (blocks | 1) * 16
+    return _HEAD_BYTES + config.stages * stage_bytes(problem, config) + after
+
+
+def register_limit(config: Config) -> int:
+    """Registers a thread may have: a multiprocessor's four schedulers divide the warps of its blocks."""
+    return min(255, 512 // -(-(config.threads // 32) * config.blocks // 4) // 8 * 8)
+
+
+def batch(problem: Problem, config: Config) -> int:
+    """Times 16 channels that a warp convolves together, so that one chain of products fills the pauses of another."""
+    if config.block < 32 or config.strips > 2 or problem.taps > 9:
+        return 1
+    return 2 if registers(problem, config, 2) <= register_limit(config) else 1
+
+
+def registers(problem: Problem, config: Config, together: int = 1) -> int:
+    """About what a thread needs: sums of both products, operands, filters, addresses. ``together``: see :func:`batch`. Fitted to
+    what ptxas spills."""
+    s = problem.source
+    pairs, single = divmod(s.kernel[1], 2)
+    rows = (config.strips - 1) * (16 // config.strip_w) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
+    rows = min(rows, config.strips * s.kernel[0])
+    chains = pairs + single if config.strips == 1 else 1
+    sums = config.strips * (config.width // 2 + together * (8 * chains + 4))
+    slots = -(-config.width // 8 // config.split) * config.strips if config.split > 1 else 0
+    more = 24 if config.parts > 1 and config.block > 16 and config.split == 1 else 0
+    more += 2 * slots if problem.residual else 0
+    row = together * (8 * pairs + 4 * single)
+    more += {1: 24, 2: 42 - 2 * together, 4: 50 if problem.taps <= 9 else 66}.get(config.strips, 66)
+    return sums + rows * (pairs + single) + 2 * together * -(-problem.taps // 2) + row + more
+
+
+def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    s = problem.source
+    if (why := no_kernel(problem)) is not None:
+        return why
+    if config.warpgroups not in (1, 2, 3) or config.strips not in (1, 2, 4) or config.strip_w not in (4, 8, 16):
+        return "not a tile of this kernel"
+    if config.warpgroups * 4 % config.grid_x:
+        return "strips do not fill the tile"
+    if config.columns % 8 or not 8 <= config.columns <= 256 or config.parts not in (1, 2):
+        return f"wgmma has no tile of {config.columns} columns"
+    if config.block not in (16, 32, 64) or not 1 <= config.stages <= 12:
+        return "not a ring of this kernel"
+    if config.split > 16 or config.split > steps(problem, config):
+        return f"{steps(problem, config)} chunks of K cannot be split {config.split} ways"
+    if max(patch(problem, config)) > 256:
+        return "the patch exceeds a TMA box"
+    if config.stages == 1 and steps(problem, config) > config.split:
+        return "a stage is handed back when the next one is being read: one stage holds one chunk"
+    if (needed := shared_bytes(problem, config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
+        return "shared memory does not allow that many blocks per multiprocessor"
+    limit = register_limit(config)
+    if (found := registers(problem, config)) > limit:
+        return f"about {found} registers a thread exceed {limit}"
+    if math.prod(tiles(problem, config)) * problem.batch * config.split >= 1 << 31:
+        return "more tiles than the kernel counts"
+    if s.padding[0] > 255 or s.padding[1] > 255:
+        return "more padding than an image"
+    return None
+
+
+def no_kernel(problem: Problem) -> str | None:
+    """Why the kernel has no form for the problem, or None."""
+    s = problem.source
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"it is for 16-bit floats, not {problem.dtype}"
+    if problem.between[:1] != (("bias",),) or render.uses_residual(problem.between):
+        return "the depthwise convolution's bias comes first, and nothing is added to it"
+    if problem.taps > MAX_TAPS:
+        return f"{problem.taps} taps exceed {MAX_TAPS}"
+    if max(s.dilation) > 1 and max(s.stride) > 1:
+        return "its filter has a stride and holes"
+    if problem.channels % 8 or min(problem.out_size) < 1:
+        return "its result has no channels in eights, or is empty"
+    return None
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+    """What to compile. Sizes of tensors are parameters. ``checked``: a wait that never ends traps."""
+    s = problem.source
+    defines = {
+        "WARPGROUPS": config.warpgroups, "STRIPS": config.strips, "STRIP_W": config.strip_w, "GRID_X": config.grid_x,
+        "NT": config.parts, "NW": config.columns, "BK": config.block, "STAGES": config.stages, "SPLIT": config.split,
+        "MIN_BLOCKS": config.blocks, "KERNEL_H": s.kernel[0], "KERNEL_W": s.kernel[1], "STRIDE_H": s.stride[0],
+        "STRIDE_W": s.stride[1], "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1],
+        "HAS_RESIDUAL": int(problem.residual), "BATCH": batch(problem, config),
+    }  # fmt: skip
+    parts = [render.constants(defines), _between(problem), render.epilogue(problem.epilogue)]
+    text = "\n".join([*parts, pixels_instruction(config.columns, problem.dtype), ""])
+    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
+               *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
+    return Recipe("separable_sm90.cu", arch, {"generated.cuh": text}, options)
+
+
+def _between(problem: Problem) -> str:
+    """``u32 between(float x, float y)``: the stages behind the bias, which sums begin with. Bounds that 16 bits hold are applied to
+    the rounded pair at once: rounding keeps the order."""
+    stages, dtype = problem.between[1:], np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else np.float16)
+    bounds = {"relu": (0.0, math.inf)}.get(str(stages[0][0]), stages[0][1:]) if len(stages) == 1 else ()
+    if len(stages) == 1 and stages[0][0] in ("relu", "clip") and all(float(dtype.type(v)) == v for v in bounds):
+        kind = "bf16x2" if problem.dtype == "bfloat16" else "f16x2"
+        finite = [(name, v) for name, v in zip(("max", "min"), map(float, bounds), strict=True) if math.isfinite(v)]
+        return bounded_pair([(name, kind, int(dtype.type(v).view(np.uint16)) * 0x10001) for name, v in finite])
+    one = render.epilogue(stages, "between_one")
+    body = "return pack2(between_one(x, 0.0f, 0.0f), between_one(y, 0.0f, 0.0f));"
+    return f"{one}\nDEVICE u32 between(float x, float y) {{ {body} }}"
+
+
+def bounded_pair(bounds: Sequence[tuple[str, str, int]]) -> str:
+    """CUDA source of ``u32 between(float x, float y)``: a rounded pair, bounded by ("max" or "min", type of pairs, both bounds)."""
+    lines = ["DEVICE u32 between(float x, float y) {", "    u32 pair = pack2(x, y);"]
+    for name, kind, bits in bounds:
+        lines.append(f'    asm("{name}.{kind} %0, %0, %1;" : "+r"(pair) : "r"({bits:#x}u));')
+    return "\n".join([*lines, "    return pair;", "}"])
+
+
+def pixels_instruction(columns: int, dtype: str) -> str:
+    """``wgmma_pixels(float (&d)[columns / 2], const u32 (&a)[4], u64 b, int accumulate)``: m64 n``columns`` k16, A from registers,
+    B K-major (PTX ISA, "wgmma.mma_async")."""
+    kind, count = {"float16": "f16", "bfloat16": "bf16"}[dtype], columns // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    operand = ", ".join(f"%{count + i}" for i in range(4))
+    return f"""DEVICE void wgmma_pixels(float (&d)[{count}], const u32 (&a)[4], u64 b, int accumulate) {{
+    asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0; "
+        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
+        "{{{registers}}}, {{{operand}}}, %{count + 4}, p, 1, 1, 0;}}"
+        : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}}"""
+
+
+MOST_BLOCK = 64
+"""The largest chunk of K: what is packed has whole ones."""
+
+
+def pack_filters(problem: Problem, weight: Array) -> Array:
+    """``[inner, 1, taps_h, taps_w]`` -> ``[inner to a multiple of MOST_BLOCK, filter_row]``, zero-filled. Keeps the dtype."""
+    if weight.shape[1] != 1:
+        raise InternalError("a depthwise convolution has one input channel per output channel")
+    packed = np.zeros((-(-len(weight) // MOST_BLOCK) * MOST_BLOCK, problem.filter_row), weight.dtype)
+    packed[: len(weight), : problem.taps] = weight.reshape(len(weight), -1)
+    return packed
+
+
+def pack_shifts(bias: Array) -> Array:
+    """The depthwise bias in fp32, zero-filled as the filters."""
+    packed = np.zeros(-(-len(bias) // MOST_BLOCK) * MOST_BLOCK, np.float32)
+    packed[: len(bias)] = bias
+    return packed
+
+
+def pack_weights(weight: Array) -> Array:
+    """``[channels, inner, 1, 1]`` -> ``[channels, inner to a multiple of 8]``, zero-filled: TMA addresses 16 bytes."""
+    packed = np.zeros((len(weight), -(-weight.shape[1] // 8) * 8), weight.dtype)
+    packed[:, : weight.shape[1]] = weight.reshape(len(weight), -1)
+    return packed
+
+
+def describe(problem: Problem, config: Config, gpu: GpuFacts, rows: int | None = None) -> Description:
+    """The launch: a grid that fills ``gpu``. Operands: ``input``, ``output``, ``residual`` (channels-last, of the
+    problem's pitches), ``filters``, ``shifts`` and ``weights`` (packed), ``bias`` (fp32 [channels]). ``rows``: of the weights,
+    where they are fewer than the result's channels."""
+    s, (out_h, out_w) = problem.source, problem.out_size
+    channel_tiles, tiles_x, tiles_y = tiles(problem, config)
+    count = channel_tiles * tiles_x * tiles_y * problem.batch
+    pitches = [
+        p or c for p, c in zip(problem.pitches, (-(-problem.inner // 8) * 8, *[problem.channels] * 2), strict=True)
+    ]
+    item, depth = pitches[0] * 2, -(-problem.inner // 8) * 8
+    box_h, box_w = patch(problem, config)
+    span = config.block * 2
+    block = ParameterBlock()
+    block.tensor_map(
+        "input", problem.dtype, (problem.inner, s.width, s.height, problem.batch),
+        (item, s.width * item, s.height * s.width * item), (config.block, box_w, box_h, 1), span,
+    )  # fmt: skip
+    shape = (depth, problem.channels if rows is None else rows)
+    block.tensor_map("weights", problem.dtype, shape, (depth * 2,), (config.block, config.columns), span)
+    block.pointer("filters").pointer("shifts").pointer("bias").pointer("output")
+    block.pointer("residual" if problem.residual else None)
+    block.i32(out_h, out_w, s.padding[0], s.padding[1], problem.channels, pitches[1], pitches[2])
+    block.i32(steps(problem, config), channel_tiles, tiles_x, tiles_x * tiles_y, count)
+    blocks = count * config.split if config.split > 1 else min(count, gpu.multiprocessors * resident(problem, config))
+    shared = shared_bytes(problem, config)
+    return block.describe("separable_sm90", (blocks, 1, 1), config.threads, shared=shared, cluster=config.split)
+
+
+def resident(problem: Problem, config: Config) -> int:
+    """Blocks per multiprocessor."""
+    return max(1, min(config.blocks, 233472 // (shared_bytes(problem, config) + 1024)))

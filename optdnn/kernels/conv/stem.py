@@ -1,0 +1,141 @@
+"""Convolutions of an image of few channels in one launch: layout, cast and normalization on the way to shared memory."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv import stem_cost as conv_stem_cost
+from optdnn.kernels.conv import stem_kernel as stem
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, image, planar, with_pitch
+from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
+from optdnn.kernels.norm.half_rows import emit_description
+from optdnn.kernels.pointwise.epilogue import RESIDUAL, plan_epilogue
+from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.lowering.builder import Builder, Placed, channels_last, map_dtype, up
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
+from optdnn.types import BF16, FP16, Array
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: stem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """Each configuration sums in the same order."""
+    return tuple(Offer(c, conv_stem_cost.estimate(problem, c, gpu)) for c in conv_stem_cost.candidates(problem, gpu))
+
+
+class StemConv(Rehearsed):
+    """A network's first convolution, of 16-bit factors: reads the image as it comes, of any order and element type."""
+
+    name = "conv_stem"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := no_kernels(b.arch)) is not None:
+            return why
+        weight = b.graph.constant_value(op.inputs[1])
+        if weight is None or weight.ndim not in (3, 4) or op.attrs.group != 1:
+            return "it is not an ungrouped convolution over one or two axes with constant weights"
+        if weight.shape[1] > stem.CHANNELS:
+            return f"it is for images of up to {stem.CHANNELS} channels, not {weight.shape[1]}"
+        if op.outputs[0].type.dtype not in (FP16, BF16):
+            return f"its factors are 16-bit floats, not {op.outputs[0].type.dtype.name}"
+        if op.input(2) is not None and bias_of(b, op) is None:
+            return "its bias is not constant"
+        if 0 in weight.shape:
+            return "it has no channels"
+        if channel_affine(b, op) is None:
+            return "what is done to its image first is more than a factor and an addend for each channel"
+        problem = self._problem(b, op)
+        if (why := stem.no_kernel(problem)) is not None:
+            return why
+        return None if _offers(problem, b.gpu) else "no tile of the kernel fits it"
+
+    def unable(self, b: Builder, op: Op) -> str | None:
+        """Where Hopper's own kernel behind a change of layout is predicted to be faster, it goes first until both are measured."""
+        other = HopperConv()
+        if other.refuse(b, op) is not None:
+            return None
+        offers = other.configs(b, op)
+        own = _offers(self._problem(b, op), b.gpu)[0].seconds or 0.0
+        if not offers or (theirs := offers[0].seconds) is None:
+            return None
+        theirs += conv_stem_cost.layout_seconds(self._problem(b, op))
+        if own <= theirs:
+            return None
+        return f"it is predicted to take {own * 1e6:.1f} us, a change of layout and {other.name} {theirs * 1e6:.1f}"
+
+    @staticmethod
+    def _source(b: Builder, op: Op) -> Placed:
+        assert op.inputs[0] is not None
+        return image(b.operand(pixel_source(b, op.inputs[0])))
+
+    def _problem(self, b: Builder, op: Op) -> stem.Problem:
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        weight, strides, pads, dilations = planar(weight, op.attrs)
+        x, affine = self._source(b, op), channel_affine(b, op)
+        n, c, h, w = x.shape
+        stages = (("bias",), *plan_epilogue(b.graph, op, channel_axis=1).rendered)
+        normalize = affine is not None and bool(affine.factors or affine.shifts)
+        return stem.Problem(
+            n, Source(h, w, c, weight.shape[2:], strides, pads, dilations), up(weight.shape[0], 8), x.strides,  # type: ignore[arg-type]
+            map_dtype(x.dtype), x.offset % 16, stages, map_dtype(op.outputs[0].type.dtype), normalize,
+        )  # fmt: skip
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        weight: Array | None = b.graph.constant_value(op.inputs[1])
+        affine = channel_affine(b, op)
+        assert weight is not None
+        assert affine is not None
+        weight, strides, pads, dilations = planar(weight, op.attrs)
+        problem = self._problem(b, op)
+        offers = _offers(problem, b.gpu)
+        b.offer(offers)
+        config = config or offers[0].config
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        channels, wide = weight.shape[0], problem.channels
+        vector = np.zeros(wide, np.float32)
+        for given in (bias_of(b, op), ep.bias):
+            if given is not None:
+                vector[:channels] += given
+        x, target = self._source(b, op), b.target(op.value)
+        between = target
+        if ep.rest or not _storable(b, image(target)):
+            strides_ = channels_last(target.shape, wide)
+            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides_)
+        out = image(between)
+        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
+        packed = b.constant(stem.pack_weights(problem, weight), f"{op.outputs[0].name}.weights")
+        bias = b.constant(vector, f"{op.outputs[0].name}.bias")
+        constants = [b.constant(c, "scalar") for c in ep.constants]
+        operands = {"image": x, "weights": packed, "bias": bias, "output": out}
+        if residual is not None:
+            operands["residual"] = residual
+        steps, at = stem.weight_view(problem)
+        tail = [residual, *constants] if residual is not None or constants else []
+        attrs = {
+            "factors": affine.factors, "shifts": affine.shifts, "dtype": map_dtype(target.dtype), "strides": strides,
+            "pads": pads, "dilations": dilations, "group": 1, "auto_pad": "NOTSET", "prologue": (),
+            "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
+        }  # fmt: skip
+        found = stem.describe(
+            problem, config, b.gpu, conv_maps.pitch_of(out) or wide,
+            (conv_maps.pitch_of(residual) or 0) if residual is not None else 0, (affine.factors, affine.shifts),
+        )  # fmt: skip
+        reads = [x, packed.view(weight.shape, steps, at), bias.view((channels,), (1,)), *tail]
+        emit_description(
+            b, op, stem.recipe(problem, config, b.arch), found, operands, kind="ImageConv", attrs=attrs, reads=reads,
+            writes=[out],
+        )  # fmt: skip
+        finish(b, op, ep, between, target)
+        return str(config)
+
+
+def _storable(b: Builder, x: Placed) -> bool:
+    """Whether results can go to this place: whole pixels, or channels in eights among others."""
+    return conv_maps.storable(b, x) and (x.shape[1] % 8 == 0 or conv_maps.pitch_of(x) == up(x.shape[1], 8))

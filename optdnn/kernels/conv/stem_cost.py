@@ -1,0 +1,93 @@
+"""What launches of ``kernels/conv_stem.cu`` cost, and which configurations are worth timing."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+from optdnn.kernels.conv.stem_kernel import KEPT_REGISTERS, KINDS, Config, Problem, halo, refuse, resident, tiles
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+CLOCK, MEMORY, L2 = 1.7e9, 6.3e12, 5.5e12
+MMA, WAVE, ISSUE = 1.41, 0.71, 1.35
+"""Cycles of a multiprocessor: of its tensor cores for an m16n8k16, of its shared memory for 128 bytes, of its four schedulers for
+four instructions."""
+WAIT, AHEAD, STEP, START, LAUNCH, POWER = 2080, 290, 58, 570, 1.23e-6, 2.31
+"""Cycles until pixels have come (and where they were asked for before), of a K step at least, of a block's start; seconds of a
+launch. What overlaps is summed as its POWER-th powers, hence the rates of memory and L2 above those that either has alone. All
+fitted to 570 timings on an H200 (docs/internals/kernels.md)."""
+STAGE_ISSUE = {"gelu": 12.0, "gelu_tanh": 20.0, "tanh": 16.0, "silu": 6.0, "sigmoid": 6.0, "softplus": 16.0, "elu": 6.0}
+"""Instructions of a stage of the epilogue for each result; 1 of the others."""
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch."""
+    s, layout, warps, sms = problem.source, problem.layout, math.prod(config.warps), device.multiprocessors
+    across, down = tiles(problem, config)
+    count = problem.batch * across * down * -(-problem.channels // (config.columns * 8))
+    at_once, (rows, columns) = resident(problem, config, device), halo(problem, config)
+    sets, pixels = (1 if layout.planes else s.channels), rows * columns * s.channels
+    # What a warp issues for a tile: its share of the pixels, fragments and products, results.
+    kept = 2 * layout.steps * config.n <= KEPT_REGISTERS
+    rounds = -(-pixels // problem.vector // sets // config.threads)
+    staged = rounds * (20 + 8 * sets + problem.vector * sets * (0.6 if problem.image == problem.dtype else 2.0))
+    each = sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in problem.epilogue if name not in ("bias", "relu"))
+    stored = config.m * config.n * (6 + 4 * each) + config.m * (16 + config.n) + 80
+    products = layout.steps * config.m * config.n
+    issued = staged + products + layout.steps * (4 * config.m + (0 if kept else config.n / 2)) + stored
+    fragments = layout.steps * (4 * config.m + (0 if kept else 2 * config.n))
+    busy = _joint(products * warps * MMA, (fragments * warps + pixels / 32) * WAVE, issued * warps / 4 * ISSUE)
+    # What a block takes for a tile by itself: loads, barriers and K steps wait.
+    turns = max(1.0, warps / 4)
+    mma, load = config.m * config.n * 4 * MMA * turns, fragments / layout.steps * warps * WAVE
+    step = max(STEP, mma, load) + min(mma, load) / math.ceil(warps / 4)  # a warp alone does one, then the other
+    alone = (AHEAD if config.ahead else WAIT) + layout.steps * step + (staged + stored) * turns * ISSUE + 465
+    blocks = min(count, sms * at_once)
+    tile = _joint(alone, min(at_once, math.ceil(count / sms)) * busy)
+    weights = config.columns * 8 * layout.steps * 2  # chunks of 16 bytes
+    beside = min(at_once, max(1.0, count / sms))
+    start = START + max(weights / config.threads * 10, beside * weights * 1.25)
+    compute = start + (math.ceil(count / blocks) if count < 3 * blocks else count / blocks) * tile
+    # What blocks read of the image, halos and all, comes from L2, where the result goes, too.
+    l2 = count * pixels * KINDS[problem.image][1] + problem.bytes + blocks * weights * 16
+    return LAUNCH + _joint(compute / CLOCK, problem.bytes / MEMORY, l2 / L2)
+
+
+def _joint(*times: float) -> float:
+    """The time of what runs side by side: more than the longest."""
+    top = max(times)
+    return float(top * sum((t / top) ** POWER for t in times) ** (1 / POWER))
+
+
+def layout_seconds(problem: Problem) -> float:
+    """Predicted seconds of the launch that Hopper's own kernel has in front, which writes blocks of pixels with channels in eights,
+    and of what that kernel takes longer on so few channels than its own model says: 30 pairs of launches on an H200 took
+    1.7 to 4 us more than the kernel's prediction at batch 1, 41 to 83 at batch 128."""
+    s = problem.source
+    lanes = -(-s.channels * math.prod(s.stride) // 8) * 8
+    read = problem.batch * s.channels * s.height * s.width * KINDS[problem.image][1]
+    written = (
+        problem.batch * lanes * 2 * math.prod(-(-n // k) for n, k in zip((s.height, s.width), s.stride, strict=True))
+    )
+    return 1.5e-6 + (read + written) / 1.6e12
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 16) -> list[Config]:
+    """The configurations to time, best predicted first; at most two of one tile."""
+    out_h, out_w = problem.out_size
+    eights = problem.channels // 8
+    columns = sorted(
+        {eights // k for k in range(1, eights + 1) if eights % k == 0 and eights // k <= 12} | {min(eights, 8)}
+    )[-3:]
+    widths = sorted({min(256, -(-out_w // k // 8) * 8) for k in (1, 2, 3, 4, 7)})
+    found: list[tuple[float, Config]] = []
+    for tile_w, tile_h, m, wide in product(widths, (1, 2, 4, 8, 16), (1, 2, 3, 4, 7), columns):
+        if tile_h > 1 and tile_h >= 2 * out_h:
+            continue
+        for n in {wide // k for k in (1, 2, 3, 4) if wide % k == 0}:
+            for ahead in (False, True):
+                config = Config(tile_h, tile_w, m, n, wide, ahead)
+                if refuse(problem, config) is None:
+                    found.append((estimate(problem, config, device), config))
+    return varied(found, lambda c: (c.tile_h, c.tile_w), limit)

@@ -1,0 +1,132 @@
+"""What stands in front of a strided convolution of a few-channel image: its pixels in blocks, cast and normalized on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.pointwise.epilogue import channel_vector
+from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, literal
+from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.lowering.views import cast_source
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+
+BYTES = frozenset({"uint8", "int8"})
+"""Integers that every floating type holds exactly: a cast of them rounds nothing."""
+
+
+@dataclass(frozen=True)
+class ChannelAffine:
+    """``x * factor + shift`` with numbers per channel; empty: without."""
+
+    factors: tuple[float, ...] = ()
+    shifts: tuple[float, ...] = ()
+
+    def render(self) -> str:
+        """C++ that applies it to ``v`` of ``channel``."""
+        parts = [("*", self.factors), ("+", self.shifts)]
+        return " ".join(f"v = v {sign} ({_chosen(numbers)});" for sign, numbers in parts if numbers)
+
+
+def _chosen(numbers: Sequence[float]) -> str:
+    """The channel's number: a chain of choices, which costs nothing where the channel is known and no memory where it is not."""
+    *rest, last = [literal(x, "float") for x in numbers]
+    return "".join(f"channel == {i} ? {x} : " for i, x in enumerate(rest)) + last
+
+
+def channel_affine(b: Builder, op: Op) -> ChannelAffine | None:
+    """The operator's prologue as a multiplication and an addition per channel (either may be absent); None where it is more."""
+    stages = op.attrs.prologue
+    assert op.inputs[0] is not None
+    shape = b.graph.type(op.inputs[0]).static_shape
+    found: dict[str, tuple[float, ...]] = {}
+    for k, stage in enumerate(stages):
+        others = [a for a in stage.args if a != -(k + 1)]
+        kind = {"Mul": "factors", "Add": "shifts"}.get(stage.kind)
+        if kind is None or kind in found or (kind == "factors" and found) or len(stage.args) != 2 or len(others) != 1:
+            return None
+        array = b.graph.constant_value(op.inputs[others[0]]) if others[0] is not None and others[0] >= 0 else None
+        vector = None if array is None else channel_vector(array, shape, 1)
+        if vector is None:
+            return None
+        found[kind] = tuple(float(x) for x in vector)
+    return ChannelAffine(**found)
+
+
+def pixel_source(b: Builder, value: Value) -> Value:
+    """Where the pixels come from: behind changes of order, casts to a narrower floating type, and casts of bytes."""
+    value = cast_source(b, value)
+    op = b.graph.op(value)
+    if op.kind == "Cast" and op.inputs[0] is not None and b.graph.type(op.inputs[0]).dtype.name in BYTES:
+        return cast_source(b, op.inputs[0])
+    return value
+
+
+def emit_space_to_depth(
+    b: Builder, op: Op, x: Placed, out: Placed, size: int, normalization: ChannelAffine | None = None
+) -> None:
+    """Blocks of ``size`` x ``size`` pixels into channels, normalized on their way (what is filled up stays 0): one thread per output
+    pixel where a block's rows are single accesses, else one per 16 bytes of it."""
+    normalization = normalization or ChannelAffine()
+    n, c, h, w = x.shape
+    _, lanes, high, wide = out.shape
+    t, u, some = CPP[x.dtype], CPP[out.dtype], 16 // out.dtype.itemsize
+    outer = [s for s, k in zip((x.strides[0], x.strides[1], x.strides[2]), (n, c, h), strict=True) if k > 1]
+    whole = x.strides[3] == 1 and w % size == 0 and x.offset % size == 0 and all(s % size == 0 for s in outer)
+    if whole and size in (2, 4) and size * x.dtype.itemsize <= 16 and lanes <= 64:
+        per, body = (
+            1,
+            f"""Pack<{u}, {some}> y[{lanes // some}];
+    #pragma unroll
+    for (int i = {c * size * size}; i < {lanes}; i++) y[i / {some}].lane[i % {some}] = narrow<{u}>(0.0f);
+    #pragma unroll
+    for (int channel = 0; channel < {c}; channel++) {{
+        #pragma unroll
+        for (int dy = 0; dy < {size}; dy++) {{
+            const int r = row * {size} + dy;
+            Pack<{t}, {size}> v;
+            for (int dx = 0; dx < {size}; dx++) v.lane[dx] = narrow<{t}>(0.0f);
+            if (r < p.h) v = Pack<{t}, {size}>(p.x + image * p.sn + channel * p.sc + r * p.sh + column * {size});
+            #pragma unroll
+            for (int dx = 0; dx < {size}; dx++) {{
+                const int lane = (dy * {size} + dx) * {c} + channel;
+                const bool inside = r < p.h && column * {size} + dx < p.w;
+                y[lane / {some}].lane[lane % {some}] = narrow<{u}>(inside ? normalized(widen(v.lane[dx]), channel) : 0.0f);
+            }}
+        }}
+    }}
+    for (int i = 0; i < {lanes // some}; i++) y[i].store(p.y + i64(index) * {lanes} + i * {some});""",
+        )
+    else:
+        per, body = (
+            lanes // some,
+            f"""Pack<{u}, {some}> y;
+    #pragma unroll
+    for (int i = 0; i < {some}; i++) {{
+        const int lane = part * {some} + i, channel = lane % {c}, dx = lane / {c} % {size}, dy = lane / {c * size};
+        const int r = row * {size} + dy, s = column * {size} + dx;
+        float v = 0.0f;
+        if (dy < {size} && r < p.h && s < p.w) v = normalized(widen(p.x[image * p.sn + channel * p.sc + r * p.sh + s * p.sw]), channel);
+        y.lane[i] = narrow<{u}>(v);
+    }}
+    y.store(p.y + i64(index) * {some});""",
+        )
+    text = f"""struct Params {{ const {t}* x; {u}* y; i64 sn, sc, sh, sw; int n, h, w; }};
+
+DEVICE float normalized(float v, int channel) {{ {normalization.render()} return v; }}
+
+extern "C" __global__ void __launch_bounds__(128) space_to_depth(const __grid_constant__ Params p) {{
+    launch_dependents();
+    const u32 index = blockIdx.x * 128 + threadIdx.x, part = index % {per}u, pixel = index / {per}u;
+    const int column = pixel % {wide}u, row = pixel / {wide}u % {high}u, image = pixel / {wide * high}u;
+    wait_for_predecessor();
+    if (image >= p.n) return;
+    {body}
+}}
+"""
+    block = Block().pointer(x).pointer(out).i64(*x.strides).i32(n, h, w)
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "space_to_depth")
+    grid = (-(-n * high * wide * per // 128), 1, 1)
+    attrs = {"block": size, "lanes": lanes, "factors": normalization.factors, "shifts": normalization.shifts}
+    b.emit(op, spec, grid, 128, block, "SpaceToDepthImage", attrs, [x], [out])

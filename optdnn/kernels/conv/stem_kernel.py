@@ -1,0 +1,373 @@
+"""Plans of the convolution of an image as it comes (``kernels/conv_stem.cu``): one to four channels, in any order and element type.
+
+``out[n, y, x, o] = epilogue(sum over taps of round(image[n, c, y*sh - top + r*dh, x*sw - left + s*dw] * factor[c] + shift[c]) *
+w[o, c, r, s])``, channels-last, in 16 bits; the padding is zeros of the normalized image. mma.sync, from sm_80 on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.kernels.conv.problem import OneSource, Source
+from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import Array
+
+CHANNELS = 4
+"""Most channels of an image."""
+MAX_STEPS = 32
+"""Most K steps (of 16 products): they are unrolled."""
+KEPT_REGISTERS = 48
+"""Weights that take up to so many registers of a thread stay in them."""
+SHARED = 101376
+"""Bytes of shared memory that a block has on every GPU from sm_80 on."""
+KINDS = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2), "uint8": (3, 1), "int8": (4, 1)}
+"""Element type of an image -> its number in the kernel, bytes."""
+
+
+@dataclass(frozen=True)
+class Problem(OneSource):
+    """``batch`` images of ``source`` -> ``channels`` (a multiple of 8) of type ``dtype`` (16-bit, as the products' factors).
+
+    ``strides``: elements between images, channels, rows and columns of the image, ``image`` its element type, ``offset`` where
+    its first element lies (in elements, of which only the alignment to 16 matters). ``normalize``: times a factor, plus a shift.
+    """
+
+    batch: int
+    source: Source
+    channels: int
+    strides: tuple[int, int, int, int]
+    image: str = "float32"
+    offset: int = 0
+    epilogue: tuple[render.Stage, ...] = (("bias",),)
+    dtype: str = "float16"
+    normalize: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Least global traffic: each tensor once."""
+        s = self.source
+        out = self.batch * math.prod(self.out_size) * self.channels * 2
+        return (
+            self.batch * s.height * s.width * s.channels * KINDS[self.image][1]
+            + out * (2 if self.residual else 1)
+            + 2 * self.channels * self.layout.steps * 16
+        )
+
+    @property
+    def copied(self) -> bool:
+        """Whether pixels go to shared memory as they are, without a way through registers."""
+        return self.image == self.dtype and not self.normalize and self.layout.planes and self.vector > 1
+
+    @cached_property
+    def vector(self) -> int:
+        """Columns that are read at once: as many as fill up to 16 bytes, where every row begins at such a place."""
+        _, c, row, column = self.strides
+        item, s = KINDS[self.image][1], self.source
+        outer = [x for x, n in ((self.strides[0], self.batch), (c, s.channels), (row, s.height)) if n > 1]
+        if column != 1 and s.width > 1:
+            return 1
+        found = 8 if self.layout.planes else 4
+        while found > 1 and (
+            found * item > 16 or s.width % found or self.offset % found or any(x % found for x in outer)
+        ):
+            found //= 2
+        return found
+
+    @cached_property
+    def phase(self) -> int:
+        """Columns between where a tile begins to read and its first window."""
+        return -self.source.padding[1] % max(self.vector, 2)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How pixels lie in shared memory, and in which order products are summed."""
+        s = self.source
+        # Of a row at an even stride, two neighbouring taps are a word; a window that begins at an odd column has one tap more.
+        even = s.stride[1] % 2 == 0 and s.dilation[1] == 1 and self.strides[3] == 1
+        lead = s.padding[1] % 2
+        planes = Layout(True, s.channels, s.kernel[0], (s.kernel[1] + lead + 1) // 2 * 2, lead)
+        together = Layout(False, 2 if s.channels <= 2 else 4, *s.kernel, 0)
+        return planes if even and planes.steps <= together.steps else together
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``planes``: each channel by itself, ``lead`` taps (of weight 0) before a filter row's first, ``columns`` with them and with
+    what makes them even. Else ``together`` (2 or 4) channels of a pixel as neighbours; of planes, ``together`` is their number."""
+
+    planes: bool
+    together: int
+    rows: int
+    columns: int
+    lead: int
+
+    @property
+    def depth(self) -> int:
+        """Products of a sum."""
+        return self.together * self.rows * self.columns
+
+    @property
+    def steps(self) -> int:
+        """K steps."""
+        return -(-self.depth // 16)
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """A block's ``tile_h`` x ``tile_w`` output pixels; a warp's ``m`` tiles of 16 of them x ``n`` tiles of 8 of the block's
+    ``columns`` (of n tiles; ``columns`` / ``n`` warps side by side). ``ahead``: the next tile's pixels are fetched while this
+    one's are multiplied."""
+
+    tile_h: int
+    tile_w: int
+    m: int
+    n: int
+    columns: int
+    ahead: bool = False
+
+    @property
+    def warps(self) -> tuple[int, int]:
+        """Along pixels, and along channels."""
+        return self.tile_h * self.tile_w // 16 // self.m, self.columns // self.n
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * math.prod(self.warps)
+
+    def __str__(self) -> str:
+        return f"stem{self.tile_h}x{self.tile_w}m{self.m}n{self.n}c{self.columns}{'a' if self.ahead else ''}"
+
+
+def refuse(problem: Problem, config: Config, shared: int = SHARED) -> str | None:
+    """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block can have."""
+    if (why := no_kernel(problem)) is not None:
+        return why
+    if config.tile_w % 8 or config.tile_h * config.tile_w % (16 * config.m) or config.columns % config.n:
+        return "not a tile of this kernel"
+    if not 32 <= config.threads <= 256:
+        return f"{config.threads} threads are not a block of this kernel"
+    if config.m * config.n > 32:
+        return "more than 128 sums a thread"
+    if registers(problem, config) > min(255, 65536 // (-(-config.threads // 128) * 128)):
+        return "its sums and what it holds do not fit the registers of a thread"
+    if (needed := shared_bytes(problem, config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    return None
+
+
+def no_kernel(problem: Problem) -> str | None:
+    """Why no configuration can run the problem, or None."""
+    s = problem.source
+    if s.channels > CHANNELS:
+        return f"it is for images of up to {CHANNELS} channels, not {s.channels}"
+    if problem.epilogue[:1] != (("bias",),):
+        return "its epilogue does not begin with the bias"
+    if problem.image not in KINDS:
+        return f"it does not read images of {problem.image}"
+    if problem.channels % 8 or min(problem.out_size) < 1:
+        return "its channels do not come in eights, or there are no pixels"
+    if problem.layout.steps > MAX_STEPS:
+        return f"sums of {problem.layout.depth} products are longer than {MAX_STEPS * 16}"
+    if max(sum(abs(x) * n for x, n in zip(problem.strides[1:], (s.channels, s.height, s.width), strict=True)),
+           math.prod(problem.out_size)) >= 1 << 30:  # fmt: skip
+        return "an image has more elements than the kernel addresses"
+    return None
+
+
+def halo(problem: Problem, config: Config) -> tuple[int, int]:
+    """Rows and columns of pixels that a tile reads; the columns come in whole vectors."""
+    s, layout = problem.source, problem.layout
+    rows = (config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
+    columns = (config.tile_w - 1) * s.stride[1] + problem.phase - layout.lead
+    columns += layout.columns if layout.planes else (s.kernel[1] - 1) * s.dilation[1] + 1
+    return rows, -(-columns // problem.vector) * problem.vector
+
+
+def _words(problem: Problem, rows: int, pitch: int) -> list[int]:
+    """Offsets, in words from the first of a window, of the words that K is: two neighbouring taps, or channels."""
+    s, layout = problem.source, problem.layout
+    if layout.planes:
+        found = [
+            (c * rows + r * s.dilation[0]) * pitch // 2 + j
+            for c in range(s.channels)
+            for r in range(s.kernel[0])
+            for j in range(layout.columns // 2)
+        ]
+    else:
+        each = layout.together // 2
+        found = [
+            (r * s.dilation[0] * pitch + q * s.dilation[1]) * each + j
+            for r in range(s.kernel[0])
+            for q in range(s.kernel[1])
+            for j in range(each)
+        ]
+    return found + [found[-1]] * (layout.steps * 8 - len(found))
+
+
+@lru_cache(maxsize=4096)
+def _pitch(problem: Problem, config: Config) -> int:
+    """Columns from row to row in shared memory: those of the halo, and what makes fragments read different banks."""
+    rows, columns = halo(problem, config)
+    layout = problem.layout
+    step = 8 if layout.planes else 8 // layout.together  # 16 bytes
+    least = -(-columns // step) * step
+    lane = problem.source.stride[1] * (1 if layout.planes else layout.together) // 2
+
+    def turns(pitch: int) -> int:
+        words, total = _words(problem, rows, pitch), 0
+        for k in range(0, len(words), 4):
+            seen: dict[int, set[int]] = {}
+            for at in {g * lane + words[k + t] for g in range(8) for t in range(4)}:
+                seen.setdefault(at % 32, set()).add(at)
+            total += max(map(len, seen.values()))
+        return total
+
+    return min((turns(pitch), pitch) for pitch in range(least, least + 4 * step + 1, step))[1]
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block: weights, biases, pixels."""
+    layout, columns = problem.layout, config.columns * 8
+    return (
+        columns * (layout.steps * 32 + 16)
+        + columns * 4
+        + _image_bytes(problem, config) * (1 + _buffered(problem, config))
+    )
+
+
+def _buffered(problem: Problem, config: Config) -> bool:
+    """Whether two tiles' pixels lie in shared memory."""
+    return config.ahead and problem.copied
+
+
+def _image_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of a tile's pixels."""
+    planes = problem.source.channels if problem.layout.planes else problem.layout.together
+    return -(-halo(problem, config)[0] * _pitch(problem, config) * planes * 2 // 16) * 16
+
+
+def registers(problem: Problem, config: Config) -> int:
+    """About how many registers a thread needs."""
+    steps, vector = problem.layout.steps, problem.vector
+    kept = 2 * steps * config.n
+    weights = kept if kept <= KEPT_REGISTERS else 4 * config.n
+    table = 0 if problem.layout.planes and problem.layout.columns == 8 else 2 * steps
+    rows, columns = halo(problem, config)
+    chunks = rows * columns // vector * (problem.source.channels if problem.layout.planes else 1)
+    rounds = -(-chunks // config.threads)
+    vectors = (
+        rounds * -(-vector * KINDS[problem.image][1] // 4) * (1 if problem.layout.planes else problem.source.channels)
+    )
+    held = (rounds if _buffered(problem, config) else vectors) + 3 * max(0, rounds - 4)  # and where chunks lie
+    sums = 4 * config.m * config.n
+    return 40 + table + weights + (sums + held + 8 * config.m if config.ahead else max(sums + 8 * config.m, held))
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. Sizes of images and tensors are parameters."""
+    s, layout = problem.source, problem.layout
+    rows, columns = halo(problem, config)
+    pitch, (kind, item) = _pitch(problem, config), KINDS[problem.image]
+    together = 1 if layout.planes else layout.together
+    first = (problem.phase - layout.lead) // 2 if layout.planes else problem.phase * together // 2
+    defines = {
+        "CHANNELS": s.channels, "STRIDE_H": s.stride[0], "STRIDE_W": s.stride[1], "TILE_H": config.tile_h, "TILE_W": config.tile_w,
+        "WARPS_M": config.warps[0], "WARPS_N": config.warps[1], "M_TILES": config.m, "N_TILES": config.n,
+        "MIN_BLOCKS": blocks_by_registers(problem, config), "AHEAD": int(config.ahead), "PLANES": int(layout.planes),
+        "TOGETHER": together, "HALO_H": rows, "ROW_CHUNKS": columns // problem.vector, "VEC": problem.vector, "PITCH": pitch,
+        "ROW_STEP": pitch * together, "COLUMN_STEP": together, "FIRST_WORD": first, "K_STEPS": layout.steps,
+        "KEPT_REGISTERS": KEPT_REGISTERS, "IMAGE_KIND": kind, "IMAGE_ITEM": item, "NORMALIZE": int(problem.normalize),
+        "HAS_RESIDUAL": int(problem.residual), "FACTOR_KIND": KINDS[problem.dtype][0],
+        "BUFFERED": int(_buffered(problem, config)), "IMAGE_BYTES": _image_bytes(problem, config),
+        "FINAL_RELU": int(problem.epilogue[-1] == ("relu",)),
+    }  # fmt: skip
+    # The sums begin with the bias, and the rounding of results does a last ReLU.
+    stages = problem.epilogue[1 : -1 if defines["FINAL_RELU"] else None]
+    text = "\n".join([render.constants(defines), _table(_words(problem, rows, pitch)), render.epilogue(stages), ""])
+    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
+    return Recipe("conv_stem.cu", arch, {"generated.cuh": text}, options)
+
+
+def _table(words: Sequence[int]) -> str:
+    """C++ of ``word_offset(k, t)``: where word t of half a K step lies, less t; a number where the four are neighbours."""
+    lines = ["DEVICE int word_offset(int k, int t) {", "    switch (k) {"]
+    for k in range(0, len(words), 4):
+        a, b, c, d = (w - t for t, w in enumerate(words[k : k + 4]))
+        text = str(a) if a == b == c == d else f"t == 0 ? {a} : t == 1 ? {b} : t == 2 ? {c} : {d}"
+        lines.append(f"    case {k // 4}: return {text};")
+    return "\n".join([*lines, "    }", "    return 0;", "}"])
+
+
+def pack_weights(problem: Problem, weight: Array) -> Array:
+    """OIHW weights -> ``[channels, K steps * 16]`` in the order of the sums, filled up with zeros. Keeps the dtype."""
+    o, c, kh, kw = weight.shape
+    layout, s = problem.layout, problem.source
+    if (c, kh, kw) != (s.channels, *s.kernel) or o > problem.channels:
+        raise InternalError("the weights are of another convolution")
+    packed = np.zeros((problem.channels, layout.steps * 16), weight.dtype)
+    part = packed[:o, : layout.depth]
+    if layout.planes:
+        part.reshape(o, c, kh, layout.columns)[..., layout.lead : layout.lead + kw] = weight
+    else:
+        part.reshape(o, kh, kw, layout.together)[..., :c] = weight.transpose(0, 2, 3, 1)
+    return packed
+
+
+def weight_view(problem: Problem) -> tuple[tuple[int, int, int, int], int]:
+    """Strides and offset of OIHW weights in the packed ones."""
+    layout, row = problem.layout, problem.layout.steps * 16
+    if layout.planes:
+        return (row, layout.rows * layout.columns, layout.columns, 1), layout.lead
+    return (row, 1, layout.columns * layout.together, layout.together), 0
+
+
+def tiles(problem: Problem, config: Config) -> tuple[int, int]:
+    """Along columns and along rows of an image."""
+    out_h, out_w = problem.out_size
+    return -(-out_w // config.tile_w), -(-out_h // config.tile_h)
+
+
+def resident(problem: Problem, config: Config, device: GpuFacts) -> int:
+    """Blocks on a multiprocessor, by shared memory and registers."""
+    shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
+    return max(1, min(shared, blocks_by_registers(problem, config)))
+
+
+def blocks_by_registers(problem: Problem, config: Config) -> int:
+    """Blocks whose registers fit a multiprocessor, which gives them to warps in fours: what the compiler is asked for."""
+    each = -(-min(255, registers(problem, config) + 6) // 8) * 8
+    return max(1, min(65536 // (32 * each) // 4 * 4 // math.prod(config.warps), 1536 // config.threads, 8))
+
+
+def describe(
+    problem: Problem, config: Config, device: GpuFacts, pitch: int, residual_pitch: int = 0,
+    normalization: tuple[Sequence[float], Sequence[float]] = ((), ()),
+) -> Description:  # fmt: skip
+    """The launch. Operands: ``image``, ``weights`` (packed), ``bias`` (fp32 [channels]), ``residual``, ``output``; ``pitch``:
+    elements from pixel to pixel of the result; ``normalization``: factors and shifts of the channels (empty: 1, 0)."""
+    s, (out_h, out_w), (across, down) = problem.source, problem.out_size, tiles(problem, config)
+    factors, shifts = normalization
+    count = problem.batch * across * down
+    block = ParameterBlock().pointer("image").pointer("weights")
+    block.pointer("residual" if problem.residual else None).pointer("bias").pointer("output")
+    block.i64(problem.strides[0]).i32(
+        *problem.strides[1:], s.height, s.width, out_h, out_w, across, down, problem.batch
+    )
+    blocks = min(count, device.multiprocessors * resident(problem, config, device))
+    block.i32(blocks % across, blocks // across % down, blocks // across // down)
+    block.i32(-s.padding[0], -(s.padding[1] + problem.phase), problem.channels, pitch, residual_pitch)
+    block.f32(*[*factors, *[1.0] * CHANNELS][:CHANNELS], *[*shifts, *[0.0] * CHANNELS][:CHANNELS])
+    return block.describe(
+        "conv_stem", (blocks, -(-problem.channels // (config.columns * 8)), 1), config.threads,
+        shared=shared_bytes(problem, config),
+    )  # fmt: skip

@@ -1,0 +1,134 @@
+"""Transposed convolutions as ordinary ones of their input, whose channels are blocks of the result's pixels (Shi et al., "Real-time
+single image and video super-resolution using an efficient sub-pixel convolutional neural network", 2016): geometry, weights, and
+the kernel that puts the blocks in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, broadcast
+from optdnn.kernels.pool.window import channel_vector_width, finishing, position, spatial3
+from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.ops.base import Stage
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.types import Array
+
+THREADS = 128
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How one spatial axis of a transposed convolution becomes that of an ordinary one of stride 1.
+
+    Result ``y`` is place ``(y + crop) % stride`` of block ``(y + crop) // stride``; there are ``blocks``, each of which reads
+    ``taps`` neighbours (``dilation`` apart) of the input behind ``pads`` (begin and end; negative: so much of it is not read).
+    """
+
+    stride: int
+    taps: int
+    dilation: int
+    pads: tuple[int, int]
+    blocks: int
+    crop: int
+
+    @classmethod
+    def of(cls, size: int, out: int, kernel: int, stride: int, dilation: int, pad: int) -> Axis:
+        """``size`` of the input, ``out`` of the result; ``pad``: what is cut off at its begin.
+
+        Tap ``k`` carries input ``i`` to ``i * stride + k * dilation - pad``.
+        """
+        if stride == 1:
+            reach = (kernel - 1) * dilation
+            return cls(1, kernel, dilation, (reach - pad, out - size + pad), out, 0)
+        taps = (kernel - 1) * dilation // stride + 1
+        first, last = pad // stride, (out - 1 + pad) // stride
+        return cls(stride, taps, 1, (taps - 1 - first, last + 1 - size), last + 1 - first, pad % stride)
+
+    def tap(self, k: int, dilation: int) -> tuple[int, int]:
+        """Where weight ``k`` of a kernel of this dilation goes: place in a block, and tap."""
+        if self.stride == 1:
+            return 0, self.taps - 1 - k
+        block, place = divmod(k * dilation, self.stride)
+        return place, self.taps - 1 - block
+
+
+def block_weights(weight: Array, axes: tuple[Axis, Axis], dilations: Sequence[int]) -> Array:
+    """ConvTranspose's IOHW weights -> OIHW ones of the convolution: filter ``(place_h * stride_w + place_w) * O + o``. Keeps the
+    dtype; every weight appears once, the rest is zero."""
+    inside, outside, kernel_h, kernel_w = weight.shape
+    high, wide = axes
+    packed = np.zeros((high.stride, wide.stride, outside, inside, high.taps, wide.taps), weight.dtype)
+    for r in range(kernel_h):
+        for s in range(kernel_w):
+            (place_h, tap_h), (place_w, tap_w) = high.tap(r, dilations[0]), wide.tap(s, dilations[1])
+            packed[place_h, place_w, :, :, tap_h, tap_w] = weight[:, :, r, s].T
+    return packed.reshape(-1, inside, high.taps, wide.taps)
+
+
+def emit_depth_to_space(
+    b: Builder,
+    op: Op,
+    x: Placed,
+    out: Placed,
+    axes: tuple[Axis, Axis],
+    stages: Sequence[Stage] = (),
+    operands: Sequence[Placed | None] = (),
+) -> None:
+    """Blocks of pixels (channels-last NCHW, as :func:`block_weights` orders them) into their places, by the stages; ``operands``
+    (by slot, from 1 on) are what those read. ``out`` may have one or two spatial axes."""
+    y5 = spatial3(out)
+    channels = out.shape[1]
+    high, wide = axes
+    # Each place's channels as a feature map: what a thread reads at once must lie in one.
+    place = x.view((x.shape[0], channels, *x.shape[2:]), x.strides)
+    vec = channel_vector_width([place, out])
+    t, u = CPP[x.dtype], CPP[out.dtype]
+    used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
+    extra = {a: p for a in used if (p := operands[a]) is not None}
+    finish = finishing(stages, extra, len(operands), out)
+    fields = "".join(f"const {CPP[p.dtype]}* e{a}; " for a, p in extra.items())
+    steps = "".join(f"i64 es{a}[5]; " for a in extra)
+    if vec > 1:
+        load, store = f"const Pack<{t}, {vec}> v(at);", f"Pack<{u}, {vec}> r;"
+        each, done = f"const float value = widen(v.lane[j]); {finish} r.lane[j] = stored;", "r.store(y);"
+    else:
+        load, store = "", ""
+        each, done = f"const float value = widen(*at); {finish} *y = stored;", ""
+    text = f"""struct Params {{ const {t}* x; {u}* y; {fields}u32 count; i64 xs[3], ys[5]; {steps}}};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) depth_to_space(const __grid_constant__ Params p) {{
+    launch_dependents();
+    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
+    {position(y5, vec)}
+    const int row = (h + {high.crop}) / {high.stride}, column = (w + {wide.crop}) / {wide.stride};
+    const int place = (h + {high.crop}) % {high.stride} * {wide.stride} + (w + {wide.crop}) % {wide.stride};
+    wait_for_predecessor();
+    if (index >= p.count) return;
+    const {t}* at = p.x + n * p.xs[0] + row * p.xs[1] + column * p.xs[2] + place * {channels} + c;
+    {u}* y = p.y + n * p.ys[0] + c * p.ys[1] + d * p.ys[2] + h * p.ys[3] + w * p.ys[4];
+    {load}
+    {store}
+    for (int j = 0; j < {vec}; j++) {{ {each} }}
+    {done}
+}}
+"""
+    count = y5.size // vec
+    block = Block().pointer(x).pointer(out)
+    for p in extra.values():
+        block.pointer(p)
+    block.u32(count).i64(x.strides[0], x.strides[2], x.strides[3]).i64(*y5.strides)
+    for p in extra.values():
+        block.i64(*spatial3(out.view(out.shape, broadcast(p, out.shape))).strides)
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "depth_to_space")
+    rank = len(out.shape) - 2
+    attrs = {
+        "blocks": (high.stride, wide.stride), "crops": (high.crop, wide.crop), "sizes": out.shape[2:], "channels": channels,
+        "prologue": (), "epilogue": plain_stages(stages), "arity": 1,
+    }  # fmt: skip
+    assert rank in (1, 2)
+    b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, "BlocksToSpace", attrs, [x, *operands[1:]], [out])

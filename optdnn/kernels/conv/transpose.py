@@ -1,0 +1,260 @@
+"""Transposed convolutions on the kernels of ordinary ones, by way of blocks of pixels (:mod:`optdnn.kernels.conv.subpixel`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.conv import fp32 as conv_fp32
+from optdnn.kernels.conv import fp32_kernel as fp32
+from optdnn.kernels.conv import general as conv_sm80
+from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv.cost import LATENCY, MEMORY
+from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, with_pitch
+from optdnn.kernels.conv.parameters import Scatter
+from optdnn.kernels.conv.subpixel import Axis, block_weights, emit_depth_to_space
+from optdnn.kernels.pointwise.epilogue import Epilogue, plan_epilogue
+from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.lowering.builder import Builder, Placed, channels_last, products, up
+from optdnn.ops.conv import resolved_transpose
+from optdnn.runtime.reference.conv import transpose_pads
+from optdnn.types import BF16, FP16, Array
+
+Geometry = tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]
+"""Strides, pads (top, left, bottom, right), dilations."""
+
+
+def axes_of(b: Builder, op: Op) -> tuple[tuple[Axis, Axis], tuple[int, int]]:
+    """The two spatial axes (the first of a line is of size 1), and their dilations."""
+    assert op.inputs[0] is not None
+    assert op.inputs[1] is not None
+    x, weight = b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1])
+    a = resolved_transpose(op.attrs, x, weight)
+    sizes, outs, kernel = x.static_shape[2:], op.outputs[0].type.static_shape[2:], weight.static_shape[2:]
+    found = []
+    for i, (k, s, d) in enumerate(zip(kernel, a.strides, a.dilations, strict=True)):
+        pad = a.pads[i]
+        if a.auto_pad != "NOTSET":
+            # The output is the input times the stride; what is too much is cut off on both sides.
+            total = (sizes[i] - 1) * s + (k - 1) * d + 1 + a.output_padding[i] - outs[i]
+            pad = transpose_pads(max(total, 0), a.auto_pad)[0]
+        found.append(Axis.of(sizes[i], outs[i], k, s, d, pad))
+    if len(found) == 1:
+        found, dilations = [Axis.of(1, 1, 1, 1, 1, 0), *found], (1, *a.dilations)
+    else:
+        dilations = tuple(a.dilations)
+    return (found[0], found[1]), (dilations[0], dilations[1])
+
+
+def _geometry(axes: tuple[Axis, Axis]) -> Geometry:
+    """Of the convolution, but for what its input loses at its borders."""
+    (high, wide) = axes
+    pads = [max(p, 0) for p in (high.pads[0], wide.pads[0], high.pads[1], wide.pads[1])]
+    return (1, 1), (pads[0], pads[1], pads[2], pads[3]), (high.dilation, wide.dilation)
+
+
+def _read(x: Placed, axes: tuple[Axis, Axis]) -> Placed:
+    """The part of the input NCHW that is read."""
+    n, c, h, w = x.shape
+    (top, bottom), (left, right) = (tuple(max(-p, 0) for p in axis.pads) for axis in axes)
+    return x.view((n, c, h - top - bottom, w - left - right), x.strides, top * x.strides[2] + left * x.strides[3])
+
+
+class Subpixel(Rehearsed):
+    """What the tactics on the different kernels share. One of stride 1 is an ordinary convolution of its weights turned around."""
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        weight = b.graph.constant_value(op.inputs[1])
+        if weight is None or weight.ndim not in (3, 4) or 0 in weight.shape or 0 in op.outputs[0].type.static_shape:
+            return "its weights are not constant, or not of one or two spatial axes"
+        if op.attrs.group != 1:
+            return f"it has {op.attrs.group} groups"
+        if op.input(2) is not None and bias_of(b, op) is None:
+            return "its bias is not constant"
+        assert op.inputs[0] is not None
+        axes, _ = axes_of(b, op)
+        sizes = (1, *b.graph.type(op.inputs[0]).static_shape[2:])[-2:]
+        if any(sum(max(-p, 0) for p in axis.pads) >= n for axis, n in zip(axes, sizes, strict=True)):
+            return "its pads cut off all that the input reaches"
+        return self.unfit(b, op, weight, axes)
+
+    def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
+        """Why the kernel does not run the convolution."""
+        raise NotImplementedError
+
+    def launch(
+        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        residual: Placed | None, out: Placed, config: Any,
+    ) -> str:  # fmt: skip
+        """Add the convolution, of NCHW tensors; ``out`` and ``residual`` are channels-last. Returns the configuration's name."""
+        raise NotImplementedError
+
+    def pitch(self, channels: int) -> int:
+        """Channels per pixel of a channels-last tensor that the kernel writes."""
+        return up(channels, 8)
+
+    def stored(self, b: Builder, x: Placed) -> bool:
+        """Whether the kernel writes the NCHW tensor, or adds it, where it lies."""
+        return conv_maps.storable(b, x)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        weight = weight if weight.ndim == 4 else weight[:, :, None]
+        axes, dilations = axes_of(b, op)
+        places = axes[0].stride * axes[1].stride
+        x, target = _read(image(entering(b, op)), axes), b.target(op.value)
+        given, geometry = weight, _geometry(axes)
+        packed = b.kept.once(("blocks", axes, dilations), [given], lambda: block_weights(given, axes, dilations))
+        ep = plan_epilogue(b.graph, op, channel_axis=1, allow_residual=places == 1)
+        bias = ep.added_to(bias_of(b, op))
+        name, dtype = op.outputs[0].name, target.dtype
+        if places == 1:
+            residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
+            between = target
+            if ep.rest or not self.stored(b, image(target)):
+                between = b.new(
+                    f"{name}.conv", dtype, target.shape, channels_last(target.shape, self.pitch(target.shape[1]))
+                )
+            used = self.launch(b, op, x, packed, geometry, bias, ep, residual, image(between), config)
+            finish(b, op, ep, between, target)
+            return used
+        tiled = None if bias is None else np.tile(bias, places)
+        return self.upscaled(b, op, x, packed, geometry, tiled, ep, axes, target, config)
+
+    def upscaled(
+        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        axes: tuple[Axis, Axis], target: Placed, config: Any,
+    ) -> str:  # fmt: skip
+        """The convolution into blocks of pixels, and those into their places."""
+        shape, name = (x.shape[0], len(weight), axes[0].blocks, axes[1].blocks), op.outputs[0].name
+        blocks = b.new(f"{name}.blocks", target.dtype, shape, channels_last(shape, self.pitch(len(weight))))
+        used = self.launch(b, op, x, weight, geometry, bias, ep, None, blocks, config)
+        emit_depth_to_space(b, op, blocks, target, axes, ep.rest, [None, *map(b.operand, ep.rest_operands)])
+        return used
+
+
+class HopperConvTranspose(Subpixel):
+    """Of 16-bit floats and tf32, on Hopper's kernels."""
+
+    name = "subpixel_sm90"
+
+    def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
+        strides, pads, dilations = _geometry(axes)
+        return conv_sm90.refuse(b.arch, products(b, op), [((axes[0].taps, axes[1].taps), strides, pads, dilations)])
+
+    def read(self, name: str) -> Any:
+        """See :class:`optdnn.kernels.tactic.Tactic`."""
+        return conv_sm90.read(name)
+
+    def launch(
+        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        residual: Placed | None, out: Placed, config: Any,
+    ) -> str:  # fmt: skip
+        feed = conv_maps.Feed(with_pitch(b, op, x), weight, *geometry)
+        return conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
+
+    def upscaled(
+        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        axes: tuple[Axis, Axis], target: Placed, config: Any,
+    ) -> str:  # fmt: skip
+        """In one launch, which puts the blocks in their places itself, in configurations that store through shared memory."""
+        out = image(target)
+        scatter = None
+        if not ep.rest and out.dtype in (FP16, BF16) and conv_maps.pitch_of(out) is not None:
+            scatter = _scatter(out, axes, 8)
+        if scatter is None:
+            return super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, config)
+        feed = conv_maps.Feed(with_pitch(b, op, x), weight, *geometry)
+        offers: list[Offer] = []
+        if config is None:
+            with b.rehearsal():
+                conv_sm90.emit_conv(b, op, [feed], bias, ep, None, out, scatter=scatter)
+                offers += b.offered
+            with b.rehearsal():
+                super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, None)
+                more = 2 * out.size * out.dtype.itemsize / MEMORY + LATENCY
+                two = [o for o in b.offered if o.config.stores_directly]
+                offers += [replace(o, seconds=(o.seconds or 0.0) + more) for o in two]
+            offers.sort(key=lambda o: o.seconds or 0.0)
+            config = offers[0].config
+        if config.stores_directly:
+            used = super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, config)
+        else:
+            used = conv_sm90.emit_conv(b, op, [feed], bias, ep, None, out, config, scatter=scatter)
+        if offers:
+            b.offer(offers)
+        return used
+
+
+def _scatter(out: Placed, axes: tuple[Axis, Axis], together: int) -> Scatter | None:
+    """Where blocks of pixels of the image NCHW go, where so many neighbouring channels are one access; else None."""
+    channels, (n, c, h, w) = out.shape[1], out.strides
+    if c != 1 or any(s % together for s in (channels, out.offset, n, h, w)):
+        return None
+    high, wide = axes
+    return Scatter((high.stride, wide.stride), (high.crop, wide.crop), channels, out.shape[2:], (n, h, w))  # type: ignore[arg-type]
+
+
+class GeneralConvTranspose(Subpixel):
+    """Of 16-bit floats and of tf32, before Hopper."""
+
+    name = "subpixel_sm80"
+
+    def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
+        if (why := conv_sm80.refusal(b, op)) is not None:
+            return why
+        if b.arch.startswith("sm_90"):
+            return "Hopper's own kernel runs it"
+        return None
+
+    def launch(
+        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        residual: Placed | None, out: Placed, config: Any,
+    ) -> str:  # fmt: skip
+        return conv_sm80.emit_general(b, op, with_pitch(b, op, x), weight, geometry, 1, bias, ep, residual, out, config)
+
+
+class TiledConvTranspose(Subpixel):
+    """Of true fp32."""
+
+    name = "subpixel_fp32"
+
+    def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
+        if (why := conv_fp32.refusal(b, op) or conv_fp32.too_large(b, op)) is not None:
+            return why
+        n, _, *sizes = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
+        if max(*sizes, *(max(a.blocks, a.taps * a.dilation, *a.pads) for a in axes)) >= 1 << 14:
+            return "an image or a filter is larger than 16384 pixels"
+        blocks = n * math.prod(a.blocks * a.stride for a in axes) * weight.shape[1]
+        return "its tensors have more elements than 32-bit offsets count" if blocks >= fp32.LARGEST else None
+
+    def read(self, name: str) -> Any:
+        """See :class:`optdnn.kernels.tactic.Tactic`."""
+        return fp32.Config.read(name)
+
+    def launch(
+        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        residual: Placed | None, out: Placed, config: Any,
+    ) -> str:  # fmt: skip
+        return conv_fp32.emit_fp32(b, op, x, weight, geometry, 1, bias, ep, residual, out, config)
+
+    def stored(self, b: Builder, x: Placed) -> bool:
+        """Wherever channels are neighbours."""
+        return conv_fp32.storable(x)
+
+    def upscaled(
+        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        axes: tuple[Axis, Axis], target: Placed, config: Any,
+    ) -> str:  # fmt: skip
+        """In one launch, which puts the blocks in their places itself."""
+        out = image(target)
+        scatter = _scatter(out, axes, 4) if not ep.rest else None
+        if scatter is None:
+            return super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, config)
+        return conv_fp32.emit_fp32(b, op, x, weight, geometry, 1, bias, ep, None, out, config, scatter)

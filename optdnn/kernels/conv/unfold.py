@@ -1,0 +1,163 @@
+"""What slides over a padded axis, in one launch: the slices of a padded tensor side by side, without the padded tensor.
+
+A convolution over three axes takes the frames under its taps as channels: Pad, one Slice for each tap, Concat. Where the slices are
+taken is counted along the padded axis, and what lies beyond the operand is 0, or the zero point of integers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.layout.walks import pieces, walk
+from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, STRIDES_LIMIT, merge
+from optdnn.lowering.builder import CHANNEL_ALIGN, EIGHT_BITS, Block, Builder, KernelSpec, Placed, row_major, up
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.types import BF16, DTYPES, FP16, normalize_axis
+
+THREADS = 256
+_WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Slice ``t`` takes places ``first + t * distance + i * step`` along ``axis`` of ``x``, for i in 0 .. ``count``."""
+
+    x: Value
+    axis: int
+    first: int
+    distance: int
+    step: int
+    count: int
+    fill: float | int = 0
+    """What lies beyond ``x``."""
+
+
+def frames(graph: Graph, op: Op) -> Frames | None:
+    """What a Concat puts side by side, where that is slices at equal distances of one tensor padded with zeros along one axis."""
+    slices = [graph.op(v) for v in op.inputs if v is not None]
+    if len(slices) < 2 or any(s.kind != "Slice" or s.inputs[0] != slices[0].inputs[0] for s in slices):
+        return None
+    source = slices[0].inputs[0]
+    pad = graph.op(source) if source is not None else op
+    if pad.kind != "Pad" or pad.attrs.mode != "constant" or pad.inputs[0] is None or pad.input(3) is not None:
+        return None
+    pads, fill = _known(graph, pad.input(1)), _fill(graph, pad.input(2))
+    if pads is None or fill is None:
+        return None
+    if not graph.type(pad.inputs[0]).is_static or not all(o.type.is_static for s in (op, *slices) for o in s.outputs):
+        return None
+    size = graph.type(pad.inputs[0]).static_shape
+    padded = [i for i in range(len(size)) if pads[i] or pads[i + len(size)]]
+    if len(padded) != 1 or min(pads) < 0 or padded[0] == normalize_axis(op.attrs.axis, len(size)):
+        return None
+    (axis,) = padded
+    taken = [_along(graph, s, axis) for s in slices]
+    first = taken[0]
+    if first is None or any(t is None or (len(t), t.step) != (len(first), first.step) for t in taken) or not first:
+        return None
+    starts = [t.start for t in taken if t is not None]
+    distance = starts[1] - starts[0]
+    if any(b - a != distance for a, b in itertools.pairwise(starts)):
+        return None
+    return Frames(pad.inputs[0], axis, starts[0] - pads[axis], distance, first.step, len(first), fill)
+
+
+def _known(graph: Graph, value: Value | None) -> list[int] | None:
+    known = None if value is None else graph.known(value)
+    return None if known is None or known.dtype == object else [int(n) for n in known.reshape(-1)]
+
+
+def _fill(graph: Graph, value: Value | None) -> float | int | None:
+    """The number that a Pad puts around its operand; None where it is not known, or not finite."""
+    if value is None:
+        return 0
+    known = graph.known(value)
+    if known is None or known.dtype == object or known.size != 1 or known.dtype.kind == "c":
+        return None
+    number: float | int = known.reshape(-1)[0].item()
+    return number if math.isfinite(number) else None
+
+
+def _along(graph: Graph, op: Op, axis: int) -> range | None:
+    """The places that a Slice takes of an axis, where it cuts no other one."""
+    parts = [_known(graph, op.input(i)) for i in range(1, 5)]
+    (starts, ends, axes, steps), size = parts, graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
+    if starts is None or ends is None or len(starts) != 1 or (op.input(3) is not None and axes is None):
+        return None
+    if (op.input(4) is not None and steps is None) or normalize_axis((axes or [0])[0], len(size)) != axis:
+        return None
+    return range(*slice(starts[0], ends[0], (steps or [1])[0]).indices(size[axis]))
+
+
+def whole_pixels(b: Builder, op: Op) -> Placed:
+    """Where the result goes: side by side along the last axis slices are channels, of which pixels have a whole number of 16 bytes
+    where tensor cores read them."""
+    out = op.outputs[0].type
+    *outer, channels = out.static_shape
+    last = normalize_axis(op.attrs.axis, len(outer) + 1) == len(outer)
+    if (
+        last
+        and not out.layout
+        and (out.dtype in (FP16, BF16) or out.dtype.name in EIGHT_BITS)
+        and op.value not in b.reserved
+    ):
+        pitch = up(channels, max(CHANNEL_ALIGN, 16 // out.dtype.itemsize))
+        strides = (*(n * pitch for n in row_major(outer)), 1)
+        b.reserved[op.value] = b.new(op.outputs[0].name, out.dtype, out.static_shape, strides)
+    return b.target(op.value)
+
+
+def emit_frames(b: Builder, op: Op, found: Frames, out: Placed) -> bool:
+    """Add the launch that writes a Concat's result to ``out``; False where there is nothing to write, or too many axes that do not merge."""
+    if not out.size:
+        return False
+    x, along, taps = b.operand(found.x), normalize_axis(op.attrs.axis, len(out.shape)), len(op.inputs)
+    part = out.shape[along] // taps
+    # The slices are an axis of their own, before the one that they are put side by side along.
+    shape = (*out.shape[:along], taps, part, *out.shape[along + 1 :])
+    to = out.view(shape, (*out.strides[:along], part * out.strides[along], *out.strides[along:]))
+    pitch = x.strides[found.axis]
+    steps = [s * (found.step if i == found.axis else 1) for i, s in enumerate(x.strides)]
+    places = [found.step if i == found.axis else 0 for i in range(len(x.shape))]
+    steps.insert(along, found.distance * pitch)
+    places.insert(along, found.distance)
+    dims, (sy, sx, sn) = merge(shape, [to.strides, steps, places])
+    if len(dims) > STRIDES_LIMIT or math.prod(dims) >= 1 << 31:
+        return False
+    vec = pieces(x, out, dims, sy, sx, sn, [found.first * pitch])
+    word = DTYPES[_WORDS[x.dtype.itemsize]]  # elements are only moved
+    t, rank, fill = CPP[word], len(dims), int(np.asarray(found.fill, x.dtype).reshape(1).view(word)[0])
+    text = f"""struct Params {{ const {t}* x; {t}* y; u32 count, dims[{rank}]; i64 sx[{rank}], sn[{rank}], sy[{rank}], from, n; }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) frames(const __grid_constant__ Params p) {{
+    launch_dependents();
+    wait_for_predecessor();
+    const u32 i = blockIdx.x * {THREADS} + threadIdx.x;
+    if (i >= p.count) return;
+    i64 from = p.from, n = p.n, to = 0;
+    {walk("r", "i", "dims", rank, [("from", "sx"), ("n", "sn"), ("to", "sy")])}
+    Pack<{t}, {vec}> v;
+    #pragma unroll
+    for (int j = 0; j < {vec}; j++) v.lane[j] = {fill}{"ull" * (fill > 0)};
+    if (n >= 0 && n < {x.shape[found.axis]}) v = Pack<{t}, {vec}>(p.x + from);
+    v.store(p.y + to);
+}}
+"""
+    dims[-1] //= vec
+    for strides in (sx, sn, sy):
+        strides[-1] *= vec
+    count = math.prod(dims)
+    block = Block().pointer(x).pointer(out).u32(count, *dims).i64(*sx).i64(*sn).i64(*sy)
+    block.i64(found.first * pitch, found.first)
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "frames")
+    attrs = {
+        "axis": found.axis, "first": found.first, "distance": found.distance, "step": found.step, "count": found.count,
+        "taps": taps, "along": along, **({"fill": found.fill} if fill else {}),
+    }  # fmt: skip
+    b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, "Frames", attrs, [x], [to])
+    return True

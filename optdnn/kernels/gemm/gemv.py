@@ -1,0 +1,103 @@
+"""Products of a few rows with a large constant matrix: what a fully connected layer is at batch 1."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.gemm import gemv_kernel as gemv
+from optdnn.kernels.gemm.hopper import HopperGemm
+from optdnn.kernels.norm.half_rows import emit_description
+from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue
+from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.tactic import Offer
+from optdnn.lowering.builder import Builder, Placed, map_dtype, products
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
+from optdnn.types import Array
+
+LARGE = 1 << 20
+"""Bytes of a matrix from which on reading it, not latency, takes the time."""
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: gemv.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """A column's sum has one order in each of them, whatever the number of rows."""
+    gpu = fitted(gpu)
+    return tuple(Offer(c, gemv.estimate(problem, c, gpu)) for c in gemv.candidates(problem, gpu))
+
+
+class Gemv(HopperGemm):
+    """MatMul and Gemm of one to four rows of 16-bit floats with a constant matrix of a megabyte or more."""
+
+    name = "gemv"
+    row_invariant: ClassVar[bool] = False
+    """More rows are another tactic's, which adds in another order."""
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if not b.arch.startswith("sm_"):
+            return f"it is for CUDA GPUs, not {b.arch}"
+        if products(b, op) not in ("float16", "bfloat16"):
+            return f"its operands are 16-bit floats, not {products(b, op)}"
+        if (why := self._unsuitable(b, op)) is not None:
+            return why
+        shape, weight = op.outputs[0].type.static_shape, b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        rows = math.prod(shape[:-1])
+        if rows > gemv.MAX_ROWS:
+            return f"it is for up to {gemv.MAX_ROWS} rows, not {rows}"
+        if weight.nbytes < LARGE:
+            return "its matrix is small: latency, not reading it, takes the time"
+        depth = weight.size // shape[-1]
+        return f"16-byte loads need rows in eights, not of {depth}" if depth % 8 else None
+
+    @staticmethod
+    def _launch(
+        b: Builder, op: Op, x: Placed, weight: Array, bias: Array | None, ep: Epilogue, residual: Placed | None, out: Placed,
+        config: Any,
+    ) -> str:  # fmt: skip
+        (rows, depth), columns = x.shape[:2], out.shape[1]
+        stages = (("bias",), *ep.rendered)
+        problem = gemv.Problem(rows, columns, depth, stages, map_dtype(x.dtype))
+        offers = _offers(problem, b.gpu)
+        b.offer(offers)
+        config = config or offers[0].config
+        return emit_gemv(b, op, problem, config, x, weight, bias, ep, residual, out)
+
+
+def emit_gemv(
+    b: Builder, op: Op, problem: gemv.Problem, config: gemv.Config, x: Placed, weight: Array, bias: Array | None, ep: Epilogue,
+    residual: Placed | None, out: Placed,
+) -> str:  # fmt: skip
+    """The launch; tensors are 1 x 1 images ``[rows, depth or columns, 1, 1]``."""
+    pitch = out.strides[0] if problem.rows > 1 else problem.columns
+    if residual is not None and problem.rows > 1 and residual.strides[0] != pitch:
+        made = b.new(f"{op.outputs[0].name}.residual", residual.dtype, residual.shape, out.strides)
+        copy(b, op, residual, made)
+        residual = made
+    vector = np.zeros(problem.columns, np.float32)
+    if bias is not None:
+        vector[:] = bias
+    dense = b.kept.once("rows", [weight], lambda: np.ascontiguousarray(weight.reshape(problem.columns, problem.depth)))
+    weights = b.constant(dense, f"{op.outputs[0].name}.weights")
+    row = b.constant(vector, f"{op.outputs[0].name}.bias")
+    operands = {"x": x, "weights": weights, "bias": row, "output": out}
+    if residual is not None:
+        operands["residual"] = residual
+    logical = weights.view((problem.columns, problem.depth, 1, 1), (problem.depth, 1, 1, 1))
+    constants = [b.constant(a, "scalar") for a in ep.constants]
+    tail = [residual, *constants] if residual is not None or constants else []
+    attrs = {
+        "strides": (1, 1), "pads": (0, 0, 0, 0), "dilations": (1, 1), "group": 1, "auto_pad": "NOTSET",
+        "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
+    }  # fmt: skip
+    x_pitch = x.strides[0] if problem.rows > 1 else problem.depth
+    emit_description(
+        b, op, gemv.recipe(problem, config, b.arch), gemv.describe(problem, config, x_pitch, pitch), operands,
+        kind="Conv", attrs=attrs, reads=[x, logical, row, *tail], writes=[out],
+    )  # fmt: skip
+    return str(config)

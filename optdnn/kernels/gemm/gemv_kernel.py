@@ -1,0 +1,110 @@
+"""Plans of the product of a few rows with a matrix (``kernels/gemv.cu``): batch 1 to 4, bound by reading the matrix."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+MAX_ROWS = 4
+MEMORY = 4.2e12  # bytes/s
+PASSING = 32 << 20
+"""Bytes of a matrix from which on it would fill half of L2: it makes way there for what fits."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``rows`` rows of ``depth`` elements times ``columns`` columns; ``wide``: the result is fp32. Pitches count elements."""
+
+    rows: int
+    columns: int
+    depth: int
+    epilogue: tuple[render.Stage, ...] = (("bias",),)
+    dtype: str = "float16"
+    wide: bool = False
+
+    @property
+    def residual(self) -> bool:
+        """Whether the epilogue reads a second tensor of the result's shape."""
+        return render.uses_residual(self.epilogue)
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``columns`` columns of a block, whose depth ``warps`` warps share; ``ahead``: loads of each column that a lane has in
+    flight."""
+
+    columns: int
+    warps: int
+    ahead: int
+
+    def __str__(self) -> str:
+        return f"gemv{self.columns}w{self.warps}a{self.ahead}"
+
+
+def refuse(problem: Problem, config: Config) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if not 1 <= problem.rows <= MAX_ROWS:
+        return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
+    if problem.depth % 8:
+        return f"16-byte loads need a depth that is a multiple of 8, not {problem.depth}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"its operands are 16-bit floats, not {problem.dtype}"
+    if config.columns * config.ahead > 16 or config.columns * problem.rows > 32 * config.warps or config.warps > 16:
+        return "not a tile of this kernel"
+    return None
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile; sizes but for the rows are parameters."""
+    defines = {
+        "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead,
+        "PASSING": int(problem.columns * problem.depth * 2 >= PASSING), "HAS_RESIDUAL": int(problem.residual),
+        "RESULT_FLOAT": int(problem.wide),
+    }  # fmt: skip
+    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
+    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
+    return Recipe("gemv.cu", arch, {"generated.cuh": text}, options)
+
+
+def describe(problem: Problem, config: Config, x_pitch: int, out_pitch: int) -> Description:
+    """The launch. Operands: ``x``, ``weights`` (``[columns, depth]``), ``bias`` (fp32 ``[columns]``), ``residual``, ``output``."""
+    block = ParameterBlock().pointer("x").pointer("weights").pointer("bias")
+    block.pointer("residual" if problem.residual else None).pointer("output")
+    block.i32(problem.columns, problem.depth, x_pitch, out_pitch)
+    return block.describe("gemv", (-(-problem.columns // config.columns), 1, 1), config.warps * 32)
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch: the matrix at the bandwidth that the loads in flight allow, and latency."""
+    blocks = -(-problem.columns // config.columns)
+    resident = max(1, min(2048 // (config.warps * 32), 32))
+    waves = -(-blocks // (device.multiprocessors * resident))
+    busy = min(blocks, device.multiprocessors * resident) / waves if waves == 1 else device.multiprocessors * resident
+    steps = -(-problem.depth // (config.warps * 256))
+    in_flight = busy * config.warps * 32 * config.columns * min(config.ahead, steps) * 16
+    rate = min(MEMORY, in_flight / 1.3e-6)
+    uneven = (
+        -(-blocks // device.multiprocessors) * device.multiprocessors / blocks
+        if blocks < 4 * device.multiprocessors
+        else 1.0
+    )
+    # Every block reads the rows, from L1 or L2: on an H200, 4096 columns of depth 25088 take as long in blocks of 1 as of 8.
+    rows = blocks * problem.rows * problem.depth * 2 / 400e12
+    return 1.4e-6 + problem.columns * problem.depth * 2 * min(uneven, 2.0) / rate + rows
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
+    """The configurations to time, best predicted first; of those within 2 % of one another, eight warps on two columns: the best
+    or next to it in every shape measured on an H200."""
+    found = [Config(c, w, a) for c in (1, 2, 4, 8) for w in (2, 4, 8) for a in (1, 2, 4, 8)]
+    fitting = [c for c in found if refuse(problem, c) is None]
+
+    def rank(c: Config) -> tuple[int, int, int, int]:
+        return round(50 * math.log(estimate(problem, c, device))), -c.warps, abs(c.columns - 2), c.ahead
+
+    return sorted(fitting, key=rank)[:limit]

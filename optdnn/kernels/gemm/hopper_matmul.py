@@ -1,0 +1,167 @@
+"""Products of two stacks of computed matrices on Hopper's kernel: the implicit GEMM whose weights are another tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import implicit_gemm as hopper
+from optdnn.kernels.conv.hopper import finish
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.kernels.gemm.hopper import padded_rows
+from optdnn.kernels.pointwise.epilogue import plan_epilogue
+from optdnn.kernels.pointwise.pointwise import broadcast, copy, merge
+from optdnn.kernels.tactic import Rehearsed
+from optdnn.lowering.builder import Builder, MapSpec, Placed, map_dtype, up
+from optdnn.ops.base import Stage
+from optdnn.ops.fused import plain_stages
+from optdnn.types import BF16, FP16
+
+UNIT = 8
+"""Elements in 16 bytes, which TMA addresses."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of matrices, as TMA walks it: ``columns`` follow one another, then rows at a pitch, then two axes of the stack.
+
+    ``shape`` and ``strides`` (of all but the columns) count elements: (columns, rows, inner, outer)."""
+
+    placed: Placed
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+
+    def map(self, at: int, box: tuple[int, int], span: int) -> MapSpec:
+        """The tensor map at this place of the parameter block."""
+        item = self.placed.dtype.itemsize
+        return MapSpec(at, self.placed, self.shape, tuple(s * item for s in self.strides), (*box, 1, 1), span)
+
+
+def walkable(x: Placed) -> bool:
+    """Whether TMA can walk these matrices: columns without gaps, all else in steps of 16 bytes, none of them zero."""
+    steps = [s for n, s in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
+    return (
+        (x.shape[-1] == 1 or x.strides[-1] == 1)
+        and x.offset % UNIT == 0
+        and all(s > 0 and s % UNIT == 0 for s in steps)
+    )
+
+
+def swapped(x: Placed) -> Placed:
+    """The matrices transposed."""
+    return x.view((*x.shape[:-2], x.shape[-1], x.shape[-2]), (*x.strides[:-2], x.strides[-1], x.strides[-2]))
+
+
+def stacked(x: Placed, sizes: tuple[int, int], strides: Sequence[int]) -> Stack:
+    """Matrices by the (inner, outer) axes of their stack."""
+    rows, columns = x.shape[-2:]
+    pitch = x.strides[-2] if rows > 1 else up(columns, UNIT)
+    inner, outer = sizes
+    step = strides[0] if inner > 1 else pitch * rows
+    return Stack(x, (columns, rows, inner, outer), (pitch, step, strides[1] if outer > 1 else step * inner))
+
+
+class HopperMatMul(Rehearsed):
+    """MatMul of two computed stacks of 16-bit matrices: tiles of one product each, with the epilogue in the kernel."""
+
+    name = "matmul_sm90"
+
+    def read(self, name: str) -> Any:
+        """The configuration of this name."""
+        return hopper.Config.read(name)
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if op.kind != "MatMul" or None in op.inputs[:2]:
+            return "it is no plain product"
+        out = op.outputs[0].type
+        types = [b.graph.type(v) for v in op.inputs[:2] if v is not None]
+        if out.dtype not in (FP16, BF16) or any(t.dtype != out.dtype for t in types):
+            return "its matrices are not all of fp16 or all of bf16"
+        if any(len(t.static_shape) < 2 or 0 in t.static_shape for t in types):
+            return "it is not a product of matrices"
+        if any(t.static_shape[:-2] != out.static_shape[:-2] for t in types):
+            return "one of its stacks is broadcast"
+        if op.attrs.prologue:
+            return "it has a prologue"
+        return conv_sm90.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        ep = plan_epilogue(b.graph, op, channel_axis=-1)
+        left, right = (b.operand(v) for v in op.inputs[:2] if v is not None)
+        target = b.target(op.value)
+        name, shape = op.outputs[0].name, target.shape
+        out = target
+        if ep.rest or not walkable(target):
+            out = b.new(f"{name}.product", target.dtype, shape, padded_rows(shape))
+        left = left if walkable(left) else _copied(b, op, left, f"{name}.left")
+        across = walkable(right)
+        if not across and not walkable(swapped(right)):
+            right, across = _copied(b, op, right, f"{name}.right"), True
+        residual = b.operand(ep.residual) if ep.residual is not None else None
+        if residual is not None and not walkable(residual):
+            residual = _copied(b, op, residual, f"{name}.residual")
+        placed = [out, left, right, *([residual] if residual is not None else [])]
+        dims, strides = merge(shape[:-2], [broadcast(_leading(p), shape[:-2]) for p in placed])
+        if len(dims) > 2:  # in rows that follow one another, a stack has one axis
+            placed[0] = out = b.new(f"{name}.product", target.dtype, shape, padded_rows(shape))
+            for i, p in enumerate(placed[1:], 1):
+                placed[i] = _copied(b, op, p, f"{name}.{i}")
+            across = True
+            dims, strides = merge(shape[:-2], [p.strides[:-2] for p in placed])
+        sizes = (dims[-1], dims[0] if len(dims) == 2 else 1)
+        axes = [(s[-1], s[0]) for s in strides]
+        first, second = placed[1], placed[2]
+        (m, k), n = first.shape[-2:], shape[-1]
+        wide = up(n, UNIT)
+        problem = Problem(
+            m, wide, (Source(1, 1, up(k, UNIT)),), (("bias",), *ep.rendered), map_dtype(target.dtype), stack=sizes,
+            across=across,
+        )  # fmt: skip
+        offers = (
+            conv_sm90.ranked(problem, False, b.gpu)
+            if config is None
+            else (conv_sm90.offered(problem, config, False, b.gpu),)
+        )
+        b.offer(offers)
+        chosen = offers[0].config
+        assert isinstance(chosen, hopper.Config)
+        weights = stacked(second if across else swapped(second), sizes, axes[2])
+        maps = [
+            weights.map(0, (64, 64 if across else chosen.tile[0]), problem.span),
+            *(stacked(first, sizes, axes[1]).map(at, (problem.block, chosen.bn), problem.span) for at in (128, 256)),
+            stacked(out, sizes, axes[0]).map(384, (64, chosen.bn), problem.out_span),
+            stacked(
+                placed[-1] if residual is not None else out, sizes, axes[-1] if residual is not None else axes[0]
+            ).map(512, (64, chosen.bn), problem.out_span),
+        ]
+        vector = np.zeros(wide, np.float32)
+        if ep.bias is not None:
+            vector[:n] = ep.bias
+        bias = b.constant(vector, f"{name}.bias")
+        constants = [b.constant(c, "scalar") for c in ep.constants]
+        stages = [Stage("Add", (-1, 2))]
+        for s in ep.stages:  # registers count from the product; operands keep their places behind the bias
+            stages.append(Stage(s.kind, tuple(a if a is None or a >= 0 else a - 1 for a in s.args), s.attrs))
+        reads = [first, second, bias.view((n,), (1,)), placed[-1] if residual is not None else None, *constants]
+        attrs = {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}
+        operands = conv_sm90.Operands(second, bias, out, placed[-1] if residual is not None else None)
+        conv_sm90.launch_on(b, op, problem, chosen, maps, operands, ("MatMul", attrs, reads))
+        finish(b, op, ep, out, target)
+        return str(chosen)
+
+
+def _leading(x: Placed) -> Placed:
+    """The stack, as a tensor of first elements."""
+    return x.view(x.shape[:-2], x.strides[:-2])
+
+
+def _copied(b: Builder, op: Op, x: Placed, name: str) -> Placed:
+    """A copy in rows that start at multiples of 16 bytes."""
+    made = b.new(name, x.dtype, x.shape, padded_rows(x.shape))
+    copy(b, op, x, made)
+    return made

@@ -1,0 +1,194 @@
+"""Matrix products of anything with anything: a tiled kernel without tensor cores, for batches, any strides and types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.conv.hopper import only_used
+from optdnn.kernels.gemm.tiles import tile_of, tiled
+from optdnn.kernels.layout.walks import walk
+from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, body, broadcast, emit_pointwise, literal, merge
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.ops.base import Stage
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.types import TensorType, is_float
+
+TILE, DEPTH = 64, 16
+"""Rows and columns of a block's tile, and its step along K; 256 threads compute 4 x 4 elements each."""
+
+
+class TiledMatMul(OwnTactic):
+    """MatMul and Gemm of any operands; the epilogue runs in the kernel."""
+
+    name = "matmul_tiled"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        return None
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        operands = [None if v is None else b.operand(v) for v in op.inputs]
+        arity = op.definition.arity or 2
+        left, right = operands[0], operands[1]
+        assert left is not None
+        assert right is not None
+        out = b.target(op.value)
+        if op.attrs.prologue:
+            made = b.new(f"{op.outputs[0].name}.prologue", left.dtype, left.shape)
+            emit_pointwise(b, op, *only_used(op.attrs.prologue, operands), made)
+            left = operands[0] = made
+        first: list[Stage] = []
+        scale = 1.0
+        if op.kind == "Gemm":
+            a = op.attrs
+            left = _swapped(left) if a.transA else left
+            right = _swapped(right) if a.transB else right
+            scale, attrs = a.alpha, {"alpha": a.alpha, "beta": a.beta, "transA": a.transA, "transB": a.transB}
+        else:
+            attrs = {}
+        attrs |= {"prologue": (), "epilogue": plain_stages(op.attrs.epilogue), "arity": arity}
+        extra = {i: p for i, p in enumerate(operands) if i >= 2 and p is not None}
+        beta = op.attrs.beta if op.kind == "Gemm" else 1.0
+        if op.kind == "Gemm" and 2 in extra:
+            first = [Stage("Add", (-1, 2))]
+        stages = [*first, *_after(op.attrs.epilogue, len(first))]
+        emit_matmul(b, op, left, right, out, stages, extra, scale, {2: beta}, op.kind, attrs, operands)
+        return ""
+
+
+def _after(stages: Sequence[Stage], count: int) -> list[Stage]:
+    """The stages where ``count`` others come before them."""
+    return [Stage(s.kind, tuple(a if a is None or a >= 0 else a - count for a in s.args), s.attrs) for s in stages]
+
+
+def _swapped(x: Placed) -> Placed:
+    return x.view(x.shape[::-1], x.strides[::-1])
+
+
+def _like(result: Placed, shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Strides for ``result``'s shape, which is ``shape`` with axes of 1 (for vectors) at its end."""
+    rest, missing = list(strides), len(result.shape) - len(shape)
+    if missing == 2:
+        return [*rest, 0, 0]
+    row = result.shape[-2] == 1 and (result.shape[-1] == shape[-1] if shape else False) and result.strides[-2] == 0
+    return [*rest[:-1], 0, rest[-1]] if row else [*rest, 0]
+
+
+def emit_matmul(
+    b: Builder, op: Op, left: Placed, right: Placed, out: Placed, stages: Sequence[Stage], extra: dict[int, Placed],
+    scale: float, scales: dict[int, float], kind: str, attrs: dict[str, Any], reads: Sequence[Placed | None],
+) -> None:  # fmt: skip
+    """``out = stages(scale * left @ right)``; operand ``i`` of the stages is multiplied by ``scales[i]`` first."""
+    if not out.size:
+        return
+    shape, result = out.shape, out
+    # Vectors are matrices of one row or column; the batch is what is left in front.
+    if len(left.shape) == 1:
+        left = left.view((1, *left.shape), (0, *left.strides))
+        at = len(shape) - (len(right.shape) > 1)
+        result = result.view((*shape[:at], 1, *shape[at:]), (*result.strides[:at], 0, *result.strides[at:]))
+    if len(right.shape) == 1:
+        right = right.view((*right.shape, 1), (*right.strides, 0))
+        result = result.view((*result.shape, 1), (*result.strides, 0))
+    m, n, k = result.shape[-2], result.shape[-1], left.shape[-1]
+    batch = result.shape[:-2]
+    one, two = (broadcast(p.view(p.shape[:-2], p.strides[:-2]), batch) for p in (left, right))
+    used = {a: extra[a] for a in sorted({a for s in stages for a in s.args if a is not None and a > 0}) if a in extra}
+    wide = {a: out.view(shape, broadcast(p, shape)) for a, p in used.items()}
+    if result.shape != shape:  # a vector took part: the same view of what the stages read
+        for a, p in wide.items():
+            wide[a] = result.view(result.shape, _like(result, shape, p.strides))
+    dims, merged = merge(batch, [result.strides[:-2], one, two, *(p.strides[:-2] for p in wide.values())])
+    t, ty = arithmetic(left.dtype), CPP[out.dtype]
+    names = ["y", "l", "r", *(f"e{a}" for a in used)]
+    types: list[TensorType] = [TensorType(out.dtype, shape)]
+    for a in range(1, max(extra, default=1) + 1):
+        dtype = extra[a].dtype if a in extra else out.dtype
+        same = is_float(dtype) and is_float(out.dtype)
+        types.append(TensorType(out.dtype if same else dtype, extra[a].shape if a in extra else ()))
+    lines, value, _ = body(stages, types)
+    factor = {a: literal(f, arithmetic(out.dtype)) for a, f in scales.items()}
+    loads = [
+        f"const {arithmetic(p.dtype)} v{a} = {factor.get(a, '1')} * widen(p.e{a}[be{a} + row * p.me{a}[0] + column * p.me{a}[1]]);"
+        if a in factor else f"const {arithmetic(p.dtype)} v{a} = widen(p.e{a}[be{a} + row * p.me{a}[0] + column * p.me{a}[1]]);"
+        for a, p in used.items()
+    ]  # fmt: skip
+    fields = [f"{ty}* y; const {CPP[left.dtype]}* l; const {CPP[right.dtype]}* r;"]
+    fields += [f"const {CPP[p.dtype]}* e{a};" for a, p in used.items()]
+    fields += [f"int m, n, k; u32 dims[{len(dims)}];", *(f"i64 s{x}[{len(dims)}], m{x}[2];" for x in names)]
+    start = f"const {arithmetic(out.dtype)} v0 = {arithmetic(out.dtype)}({literal(scale, t)} * acc[i][j]);" if scale != 1.0 else (
+        f"const {arithmetic(out.dtype)} v0 = {arithmetic(out.dtype)}(acc[i][j]);")  # fmt: skip
+    final = value if stages else "v0"
+    # The sums of a row that no size decides are the plain kernel's.
+    tile = None if b.row_invariant else tile_of(left, right, m, n, k, merged[2], math.prod(dims), b.gpu)
+    finish = f"""{start} {" ".join(loads)} {" ".join(lines)}
+            p.y[by + row * p.my[0] + column * p.my[1]] = narrow<{ty}>({final});"""
+    text = f"""struct Params {{ {" ".join(fields)} }};
+
+extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) matmul(const __grid_constant__ Params p) {{
+    launch_dependents();
+    wait_for_predecessor();
+    {" ".join(f"i64 b{x} = 0;" for x in names)}
+    {walk("q", "blockIdx.z", "dims", len(dims), [("b" + x, "s" + x) for x in names])}
+    {tiled(finish) if tile else _plain(t, finish)}
+}}
+"""
+    block = Block().pointer(out).pointer(left).pointer(right)
+    for p in used.values():
+        block.pointer(p)
+    block.i32(m, n, k).u32(*dims)
+    matrices = [result.strides[-2:], left.strides[-2:], right.strides[-2:], *(p.strides[-2:] for p in wide.values())]
+    for s, matrix in zip(merged, matrices, strict=True):
+        block.i64(*s).i64(*matrix)
+    template, rows, columns, threads, shared = "general.cu", TILE, TILE, 256, 0
+    if tile is not None:
+        template, rows, columns, threads, shared = (
+            "matmul_fp32.cu",
+            tile.rows,
+            tile.columns,
+            tile.threads,
+            tile.shared_bytes,
+        )
+        text = f'{tile.defines()}\n#include "matmul_fp32.cuh"\n{text}'
+    spec = KernelSpec(Recipe(template, b.arch, {"generated.cuh": text}, OPTIONS), "matmul")
+    grid = (-(-m // rows), -(-n // columns), math.prod(dims))
+    b.emit(op, spec, grid, threads, block, kind, attrs, reads, [out], shared=shared)
+
+
+def _plain(t: str, finish: str) -> str:
+    """C++ of a block's tile, of any operands; ``finish`` stores ``acc[i][j]`` of ``row`` and ``column``."""
+    return f"""__shared__ {t} left[{DEPTH}][{TILE} + 1], right[{DEPTH}][{TILE} + 1];
+    const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    const int top = blockIdx.x * {TILE}, first = blockIdx.y * {TILE};
+    {t} acc[4][4] = {{}};
+    for (int k0 = 0; k0 < p.k; k0 += {DEPTH}) {{
+        for (int e = threadIdx.x; e < {TILE * DEPTH}; e += 256) {{
+            const int k = e % {DEPTH}, i = e / {DEPTH}, row = top + i;
+            left[k][i] = row < p.m && k0 + k < p.k ? {t}(widen(p.l[bl + row * p.ml[0] + (k0 + k) * p.ml[1]])) : {t}(0);
+            const int j = e % {TILE}, z = e / {TILE}, column = first + j;
+            right[z][j] = column < p.n && k0 + z < p.k ? {t}(widen(p.r[br + (k0 + z) * p.mr[0] + column * p.mr[1]])) : {t}(0);
+        }}
+        __syncthreads();
+        {t} part[4][4] = {{}};      // sums of a tile by themselves: rounding errors grow with the longest chain of additions
+        #pragma unroll
+        for (int k = 0; k < {DEPTH}; k++)
+            #pragma unroll
+            for (int i = 0; i < 4; i++)
+                #pragma unroll
+                for (int j = 0; j < 4; j++) part[i][j] += left[k][ty * 4 + i] * right[k][tx + 16 * j];
+        #pragma unroll
+        for (int i = 0; i < 4; i++)
+            #pragma unroll
+            for (int j = 0; j < 4; j++) acc[i][j] += part[i][j];
+        __syncthreads();
+    }}
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {{
+            const int row = top + ty * 4 + i, column = first + tx + 16 * j;
+            if (row >= p.m || column >= p.n) continue;
+            {finish}
+        }}"""

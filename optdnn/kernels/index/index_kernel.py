@@ -1,0 +1,144 @@
+"""One generated kernel for operators that a few lines of C++ over coordinates say: a thread per point of a space of indices.
+
+The lines see the coordinates ``o0``, ``o1``, … of their point; for each tensor ``t`` a pointer ``p.t``, its sizes ``p.n_t[k]`` and
+the offset ``at_t(c0, c1, …)`` of an element. Results must not depend on the order of threads: a point writes elements of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.ops.fused import plain_attrs
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.types import FP64, DType
+
+THREADS = 256
+BLOCKS = 65535
+POINTS_LIMIT = 1 << 31
+"""Most points of a space: coordinates are taken from a 32-bit index."""
+VISITS_LIMIT = 1 << 28
+"""Most (result, candidate) pairs of a kernel whose results look for their inputs: some milliseconds."""
+
+
+def emit_each(
+    b: Builder,
+    op: Op,
+    space: Sequence[int],
+    tensors: Mapping[str, Placed | None],
+    writes: Mapping[str, Placed],
+    lines: str,
+    *,
+    reads: Sequence[Placed | None],
+    helpers: str = "",
+    meaning: tuple[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Add one launch over ``space``. ``tensors`` are read and ``writes`` written by ``lines``, by name (None: absent, no name).
+
+    The step means the operator itself, of ``reads`` (its operands in their order), or the kind and attributes of ``meaning``.
+    """
+    count = math.prod(space)
+    if not count:
+        return
+    present = {name: t for name, t in tensors.items() if t is not None}
+    fields, sizes, named = [], [], []
+    block = Block()
+    for name, t in (*present.items(), *writes.items()):
+        constant = "const " if name in present else ""
+        fields.append(f"{constant}{CPP[t.dtype]}* {name};")
+        block.pointer(t)
+    fields.append(f"u32 count, dims[{max(1, len(space))}];")
+    block.u32(count, *(space or (1,)))
+    for name, t in (*present.items(), *writes.items()):
+        rank = max(1, len(t.shape))
+        sizes.append(f"i64 n_{name}[{rank}], s_{name}[{rank}];")
+        # Of one element along an axis there is no next: a tensor may be read along an axis that it is broadcast over.
+        strides = [s if n > 1 else 0 for n, s in zip(t.shape, t.strides, strict=True)]
+        block.i64(*(t.shape or (1,))).i64(*(strides or (0,)))
+        given = ", ".join(f"i64 c{k}" for k in range(len(t.shape)))
+        total = " + ".join(f"c{k} * p.s_{name}[{k}]" for k in range(len(t.shape))) or "i64(0)"
+        named.append(f"auto at_{name} = [&]({given}) -> i64 {{ return {total}; }};")
+    walk = ["u32 rest = index;"]
+    for k in reversed(range(len(space))):
+        walk.append(f"const i64 o{k} = rest % p.dims[{k}]; rest /= p.dims[{k}];" if k else "const i64 o0 = rest;")
+    newline = "\n        "
+    text = f"""struct Params {{
+    {" ".join(fields)}
+    {" ".join(sizes)}
+}};
+{helpers}
+extern "C" __global__ void __launch_bounds__({THREADS}) each(const __grid_constant__ Params p) {{
+    launch_dependents();
+    wait_for_predecessor();
+    {newline.join(named)}
+    for (u32 index = blockIdx.x * {THREADS} + threadIdx.x; index < p.count; index += gridDim.x * {THREADS}) {{
+        {newline.join(walk)}
+        {lines}
+    }}
+}}
+"""
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "each")
+    grid = (min(-(-count // THREADS), BLOCKS), 1, 1)
+    kind, attrs = meaning or (op.kind, plain_attrs(op.kind, op.attrs))
+    b.emit(op, spec, grid, THREADS, block, kind, attrs, list(reads), list(writes.values()))
+
+
+def coordinates(prefix: str, rank: int, replaced: Mapping[int, str] | None = None) -> str:
+    """``o0, o1, …`` as arguments, some of them replaced."""
+    return ", ".join((replaced or {}).get(k, f"{prefix}{k}") for k in range(rank))
+
+
+def operand_at(b: Builder, op: Op, slot: int) -> Placed | None:
+    """Where an operand lies; None where it is absent."""
+    value = op.input(slot)
+    return None if value is None else b.operand(value)
+
+
+def needed(b: Builder, op: Op, slot: int) -> Placed:
+    """Where an operand lies that is never absent."""
+    found = operand_at(b, op, slot)
+    assert found is not None
+    return found
+
+
+def operands_of(b: Builder, op: Op) -> list[Placed | None]:
+    """Where all operands lie."""
+    return [operand_at(b, op, i) for i in range(len(op.inputs))]
+
+
+def shape_at(b: Builder, op: Op, slot: int) -> tuple[int, ...]:
+    """The shape of an operand."""
+    value = op.input(slot)
+    assert value is not None
+    return b.graph.type(value).static_shape
+
+
+def wide(*dtypes: DType) -> str:
+    """The type to compute in: double where an operand is, else float."""
+    return "double" if FP64 in dtypes else "float"
+
+
+class Each(OwnTactic):
+    """A few lines of C++ per element, for the operators of a table."""
+
+    name = "each"
+    emitters: ClassVar[Mapping[str, Callable[[Builder, Op], None]]]
+    """Kind -> what emits it."""
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        types = [b.graph.type(v).dtype for v in op.inputs if v is not None] + [o.type.dtype for o in op.outputs]
+        unknown = sorted({t.name for t in types} - {t.name for t in CPP})
+        return f"there is no arithmetic on {', '.join(unknown)}" if unknown else self.limits(b, op)
+
+    def limits(self, b: Builder, op: Op) -> str | None:
+        """Why an operator of known types is not for this tactic, or None."""
+        raise NotImplementedError
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        self.emitters[op.kind](b, op)
+        return ""

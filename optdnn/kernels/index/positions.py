@@ -1,0 +1,263 @@
+"""Operators of moving, ordering and counting, each a few lines over coordinates (see :mod:`optdnn.kernels.index.index_kernel`).
+
+None needs atomics: where several inputs meet in one result (ScatterND, TopK) each result looks for its inputs, in their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.index.index_kernel import (
+    POINTS_LIMIT,
+    VISITS_LIMIT,
+    Each,
+    coordinates,
+    emit_each,
+    needed,
+    operand_at,
+    operands_of,
+    shape_at,
+)
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copy
+from optdnn.lowering.builder import Builder, Placed
+from optdnn.lowering.views import ints, reshaped
+from optdnn.types import is_float, normalize_axis
+
+
+def _number(name: str, placed: Placed | None, default: str) -> str:
+    """The one element of a tensor as a 64-bit integer."""
+    return default if placed is None else f"i64(widen(p.{name}[0]))"
+
+
+def _rows(b: Builder, op: Op, x: Placed, shape: tuple[int, ...]) -> Placed:
+    """``x`` in another shape: the same memory, or a dense copy."""
+    found = reshaped(x, shape)
+    if found is None:
+        dense = b.new(f"{op.outputs[0].name}.dense", x.dtype, x.shape)
+        copy(b, op, x, dense)
+        found = reshaped(dense, shape)
+        assert found is not None
+    return found
+
+
+# ---------------------------------------------------------------- the operators
+
+
+def _trilu(b: Builder, op: Op) -> None:
+    x, k, out = needed(b, op, 0), operand_at(b, op, 1), b.target(op.value)
+    r = len(out.shape)
+    kept = ">=" if op.attrs.upper else "<="
+    lines = f"""const bool kept = o{r - 1} - o{r - 2} {kept} {_number("k", k, "0")};
+        p.y[at_y({coordinates("o", r)})] = kept ? p.x[at_x({coordinates("o", r)})] : narrow<{CPP[x.dtype]}>({arithmetic(x.dtype)}(0));"""
+    emit_each(b, op, out.shape, {"x": x, "k": k}, {"y": out}, lines, reads=operands_of(b, op))
+
+
+def _cumulate(b: Builder, op: Op) -> None:
+    x, axis, out = needed(b, op, 0), needed(b, op, 1), b.target(op.value)
+    a, r, t = op.attrs, len(out.shape), arithmetic(x.dtype)
+    combine, first = ("acc + v", "0") if op.kind == "CumSum" else ("acc * v", "1")
+    known = b.graph.known(op.input(1))
+    if known is not None:  # a thread walks a line
+        along = normalize_axis(int(known.reshape(-1)[0]), r)
+        space = [1 if k == along else n for k, n in enumerate(out.shape)]
+        at = coordinates("o", r, {along: "j"})
+        before, after = ("store(at_y({0}), acc);", "") if a.exclusive else ("", "store(at_y({0}), acc);")
+        lines = f"""{t} acc = {t}({first});
+        auto store = [&](i64 to, {t} value) {{ p.y[to] = narrow<{CPP[out.dtype]}>(value); }};
+        for (i64 t = 0; t < p.n_x[{along}]; t++) {{
+            const i64 j = {f"p.n_x[{along}] - 1 - t" if a.reverse else "t"};
+            const {t} v = widen(p.x[at_x({at})]);
+            {before.format(at)} acc = {combine}; {after.format(at)}
+        }}"""
+    else:  # each element sums up what is before it
+        space = list(out.shape)
+        lines = f"""const i64 c[] = {{{coordinates("o", r)}}};
+        i64 a = {_number("axis", axis, "0")};
+        a += a < 0 ? {r} : 0;
+        if (a < 0 || a >= {r}) continue;
+        {t} acc = {t}({first});
+        for (i64 t = 0; t < p.n_x[a]; t++) {{
+            const i64 j = {"p.n_x[a] - 1 - t" if a.reverse else "t"};
+            if ({str(a.exclusive).lower()} && j == c[a]) break;
+            const {t} v = widen(p.x[at_x({coordinates("o", r)}) + (j - c[a]) * p.s_x[a]]);
+            acc = {combine};
+            if (j == c[a]) break;
+        }}
+        p.y[at_y({coordinates("o", r)})] = narrow<{CPP[out.dtype]}>(acc);"""
+    emit_each(b, op, space, {"x": x, "axis": axis}, {"y": out}, lines, reads=operands_of(b, op))
+
+
+def _one_hot(b: Builder, op: Op) -> None:
+    index, values, out = needed(b, op, 0), needed(b, op, 2), b.target(op.value)
+    r = len(out.shape)
+    axis = normalize_axis(op.attrs.axis, r)
+    at = ", ".join(f"o{k}" for k in range(r) if k != axis)
+    t = "double" if is_float(index.dtype) else "i64"
+    lines = f"""const {t} v = {t}(widen(p.i[at_i({at})]));
+        const bool hit = v == {t}(o{axis}) || v + {t}({out.shape[axis]}) == {t}(o{axis});
+        p.y[at_y({coordinates("o", r)})] = p.v[at_v(hit ? 1 : 0)];"""
+    emit_each(b, op, out.shape, {"i": index, "v": values}, {"y": out}, lines, reads=operands_of(b, op))
+
+
+def _hardmax(b: Builder, op: Op) -> None:
+    x, out = needed(b, op, 0), b.target(op.value)
+    r, t, ty = len(out.shape), arithmetic(x.dtype), CPP[x.dtype]
+    axis = normalize_axis(op.attrs.axis, r)
+    space = [1 if k == axis else n for k, n in enumerate(out.shape)]
+    at = coordinates("o", r, {axis: "j"})
+    lines = f"""{t} best = {t}(0);
+        i64 found = 0;
+        for (i64 j = 0; j < p.n_x[{axis}]; j++) {{
+            const {t} v = widen(p.x[at_x({at})]);
+            if (!j || (best == best && (v > best || v != v))) {{ best = v; found = j; }}
+        }}
+        for (i64 j = 0; j < p.n_x[{axis}]; j++) p.y[at_y({at})] = narrow<{ty}>({t}(j == found));"""
+    emit_each(b, op, space, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
+
+
+def _reverse_sequence(b: Builder, op: Op) -> None:
+    x, lengths, out = needed(b, op, 0), needed(b, op, 1), b.target(op.value)
+    r = len(out.shape)
+    batch, time = normalize_axis(op.attrs.batch_axis, r), normalize_axis(op.attrs.time_axis, r)
+    lines = f"""const i64 length = i64(widen(p.l[at_l(o{batch})]));
+        i64 t = o{time} < length ? length - 1 - o{time} : o{time};
+        t = t < 0 ? 0 : t < p.n_x[{time}] ? t : p.n_x[{time}] - 1;
+        p.y[at_y({coordinates("o", r)})] = p.x[at_x({coordinates("o", r, {time: "t"})})];"""
+    emit_each(b, op, out.shape, {"x": x, "l": lengths}, {"y": out}, lines, reads=operands_of(b, op))
+
+
+_REDUCE = {"none": "u", "add": "v + u", "mul": "v * u", "max": "max_nan(v, u)", "min": "min_nan(v, u)"}
+
+
+def _scatter_elements(b: Builder, op: Op) -> None:
+    x, index, updates, out = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value)
+    r, t = len(out.shape), arithmetic(x.dtype)
+    axis = normalize_axis(op.attrs.axis, r)
+    inside = " && ".join(f"o{k} < p.n_i[{k}]" for k in range(r) if k != axis) or "true"
+    at = coordinates("o", r, {axis: "j"})
+    lines = f"""{t} v = widen(p.x[at_x({coordinates("o", r)})]);
+        if ({inside}) for (i64 j = 0; j < p.n_i[{axis}]; j++) {{
+            i64 to = i64(p.i[at_i({at})]);
+            to += to < 0 ? p.n_x[{axis}] : 0;
+            if (to != o{axis}) continue;
+            const {t} u = widen(p.u[at_u({at})]);
+            v = {t}({_REDUCE[op.attrs.reduction]});
+        }}
+        p.y[at_y({coordinates("o", r)})] = narrow<{CPP[x.dtype]}>(v);"""
+    emit_each(b, op, out.shape, {"x": x, "i": index, "u": updates}, {"y": out}, lines, reads=operands_of(b, op))
+
+
+def _scatter_nd(b: Builder, op: Op) -> None:
+    x, index, updates, out = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value)
+    r, t, depth = len(out.shape), arithmetic(x.dtype), index.shape[-1]
+    count = math.prod(index.shape[:-1])
+    flat = _rows(b, op, index, (count, depth))
+    values = _rows(b, op, updates, (count, *x.shape[depth:]))
+    tests = " ".join(
+        f"{{ i64 to = i64(p.i[at_i(j, {k})]); to += to < 0 ? p.n_x[{k}] : 0; hit = hit && to == o{k}; }}"
+        for k in range(depth)
+    )
+    at = ", ".join(["j", *(f"o{k}" for k in range(depth, r))])
+    lines = f"""{t} v = widen(p.x[at_x({coordinates("o", r)})]);
+        for (i64 j = 0; j < {count}; j++) {{
+            bool hit = true;
+            {tests}
+            if (!hit) continue;
+            const {t} u = widen(p.u[at_u({at})]);
+            v = {t}({_REDUCE[op.attrs.reduction]});
+        }}
+        p.y[at_y({coordinates("o", r)})] = narrow<{CPP[x.dtype]}>(v);"""
+    emit_each(b, op, out.shape, {"x": x, "i": flat, "u": values}, {"y": out}, lines, reads=operands_of(b, op))
+
+
+def _tensor_scatter(b: Builder, op: Op) -> None:
+    x, updates, start, out = needed(b, op, 0), needed(b, op, 1), operand_at(b, op, 2), b.target(op.value)
+    r = len(out.shape)
+    axis = normalize_axis(op.attrs.axis, r)
+    copy(b, op, x, out)  # a launch of its own: none where a cache is bound as its own successor
+    first = "0" if start is None else "i64(p.w[at_w(o0)])"
+    size = f"p.n_y[{axis}]"
+    wrap = f"at = (at % {size} + {size}) % {size};" if op.attrs.mode == "circular" else ""
+    lines = f"""i64 at = o{axis} + {first};
+        {wrap}
+        if (at >= 0 && at < {size}) p.y[at_y({coordinates("o", r, {axis: "at"})})] = p.u[at_u({coordinates("o", r)})];"""
+    reads = [out, *operands_of(b, op)[1:]]
+    emit_each(b, op, updates.shape, {"u": updates, "w": start}, {"y": out}, lines, reads=reads)
+
+
+def _top_k(b: Builder, op: Op) -> None:
+    x = needed(b, op, 0)
+    writes = {name: b.target(Value(op.id, i)) for i, name in zip(range(len(op.outputs)), ("y", "i"), strict=False)}
+    r, t = len(x.shape), arithmetic(x.dtype)
+    axis = normalize_axis(op.attrs.axis, r)
+    index = f"p.i[at_i({coordinates('o', r, {axis: 'rank'})})] = o{axis};" if "i" in writes else ""
+    before = "w > v || (w != w && v == v)" if op.attrs.largest else "w < v || (v != v && w == w)"
+    lines = f"""const {t} v = widen(p.x[at_x({coordinates("o", r)})]);
+        i64 rank = 0;
+        for (i64 j = 0; j < p.n_x[{axis}]; j++) {{
+            const {t} w = widen(p.x[at_x({coordinates("o", r, {axis: "j"})})]);
+            const bool equal = w == v || (w != w && v != v);
+            rank += {before} || (equal && j < o{axis});
+        }}
+        if (rank < p.n_y[{axis}]) {{
+            p.y[at_y({coordinates("o", r, {axis: "rank"})})] = narrow<{CPP[x.dtype]}>(v);
+            {index}
+        }}"""
+    emit_each(b, op, x.shape, {"x": x}, writes, lines, reads=operands_of(b, op))
+
+
+def _bit_cast(b: Builder, op: Op) -> None:
+    x, out = needed(b, op, 0), b.target(op.value)
+    at = coordinates("o", len(out.shape))
+    lines = f"""union {{ {CPP[x.dtype]} from; {CPP[out.dtype]} to; }} bits;
+        bits.from = p.x[at_x({at})];
+        p.y[at_y({at})] = bits.to;"""
+    emit_each(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
+
+
+# ---------------------------------------------------------------- what they cannot do
+
+
+def _lookups(b: Builder, op: Op) -> float:
+    """(result, candidate) pairs that a kernel visits."""
+    x = shape_at(b, op, 0)
+    if op.kind in ("CumSum", "CumProd"):
+        return 0.0 if b.graph.known(op.input(1)) is not None else math.prod(x) * max(x, default=1)
+    if op.kind == "TopK":
+        # The compared elements are those of one line: they come from the caches, several at a time.
+        return math.prod(x) * x[normalize_axis(op.attrs.axis, len(x))] / 16
+    if op.kind == "ScatterElements":
+        return math.prod(x) * shape_at(b, op, 1)[normalize_axis(op.attrs.axis, len(x))]
+    return math.prod(x) * math.prod(shape_at(b, op, 1)[:-1]) if op.kind == "ScatterND" else 0.0
+
+
+def _limits(b: Builder, op: Op) -> str | None:
+    if op.kind == "BitCast" and op.outputs[0].type.static_shape != shape_at(b, op, 0):
+        return "the sizes of the elements differ"
+    if op.kind == "TopK" and ints(b, op, 1) is None:
+        return "how many is not known when the engine is built"
+    if op.kind == "OneHot" and ints(b, op, 1) is None:
+        return "its depth is not known when the engine is built"
+    if max(math.prod(o.type.static_shape) for o in op.outputs) >= POINTS_LIMIT:
+        return "it has more elements than a kernel counts"
+    visits = _lookups(b, op)
+    return f"each result would look at {visits:.0f} candidates in all" if visits > VISITS_LIMIT else None
+
+
+POSITIONS: dict[str, Callable[[Builder, Op], None]] = {
+    "Trilu": _trilu, "CumSum": _cumulate, "CumProd": _cumulate, "OneHot": _one_hot, "Hardmax": _hardmax,
+    "ReverseSequence": _reverse_sequence, "ScatterElements": _scatter_elements, "ScatterND": _scatter_nd,
+    "TensorScatter": _tensor_scatter, "TopK": _top_k, "BitCast": _bit_cast,
+}  # fmt: skip
+"""Kind -> what emits it."""
+
+
+class Positions(Each):
+    """The operators of :data:`POSITIONS`."""
+
+    emitters = POSITIONS
+
+    def limits(self, b: Builder, op: Op) -> str | None:
+        return _limits(b, op)

@@ -1,0 +1,174 @@
+"""What detectors and segmenters ask for, over coordinates: regions of interest, deformable convolution, pooling with indices, columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.index.index_kernel import (
+    POINTS_LIMIT,
+    Each,
+    coordinates,
+    emit_each,
+    needed,
+    operand_at,
+    operands_of,
+)
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
+from optdnn.kernels.reduce.reduce import limits
+from optdnn.lowering.builder import Builder, Placed
+from optdnn.lowering.views import ints
+from optdnn.types import is_float
+
+
+def _roi_align(b: Builder, op: Op) -> None:
+    x, rois, batch, out, a = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value), op.attrs
+    t = arithmetic(x.dtype)
+    offset = 0.5 if a.coordinate_transformation_mode == "half_pixel" else 0.0
+    sizes, bins = (x.shape[3], x.shape[2]), (a.output_width, a.output_height)
+    lines = ["const i64 image = i64(p.b[at_b(o0)]);"]
+    for k, (axis, size, count) in enumerate(zip("xy", sizes, bins, strict=True)):
+        corner = [
+            f"{t}(widen(p.r[at_r(o0, {k + 2 * i})])) * {literal(a.spatial_scale, t)} - {literal(offset, t)}"
+            for i in (0, 1)
+        ]
+        least = "" if offset else f" extent_{axis} = extent_{axis} < 1 ? 1.0 : extent_{axis};"
+        samples = str(a.sampling_ratio) if a.sampling_ratio > 0 else f"int(ceil(extent_{axis} / {count}))"
+        lines.append(
+            f"const double first_{axis} = double({corner[0]}); double extent_{axis} = double({corner[1]}) - first_{axis};{least} "
+            f"const int n_{axis} = {samples}; const double step_{axis} = extent_{axis} / {count}; const i64 size_{axis} = {size};"
+        )
+    at = {"x": "o3", "y": "o2"}
+    for axis in "yx":
+        lines.append(
+            f"for (int j_{axis} = 0; j_{axis} < n_{axis}; j_{axis}++) {{ "
+            f"double place_{axis} = first_{axis} + double({at[axis]}) * step_{axis} + (j_{axis} + 0.5) * step_{axis} / n_{axis}; "
+            f"const bool valid_{axis} = place_{axis} >= -1 && place_{axis} <= size_{axis}; "
+            f"place_{axis} = place_{axis} < 0 ? 0 : place_{axis} > size_{axis} - 1 ? double(size_{axis} - 1) : place_{axis}; "
+            f"i64 low_{axis} = i64(place_{axis}); low_{axis} = low_{axis} > size_{axis} - 2 ? (size_{axis} > 1 ? size_{axis} - 2 : 0) : low_{axis}; "
+            f"const i64 high_{axis} = low_{axis} + 1 < size_{axis} ? low_{axis} + 1 : size_{axis} - 1; "
+            f"const double part_{axis} = place_{axis} - low_{axis};"
+        )
+    loops = lines[3:]
+    taps = [("low", "low", "(1 - part_y) * (1 - part_x)"), ("low", "high", "(1 - part_y) * part_x"),
+            ("high", "low", "part_y * (1 - part_x)"), ("high", "high", "part_y * part_x")]  # fmt: skip
+    value = "double(widen(p.x[at_x(image, o1, {0}_y, {1}_x)])) * ({2})"
+    if a.mode == "max":
+        inner = " ".join(
+            f"{{ const double v = valid_y && valid_x ? {value.format(*tap)} : 0.0; acc = any ? (v > acc ? v : acc) : v; any = true; }}"
+            for tap in taps
+        )
+        result = "acc"
+    else:
+        inner = f"if (valid_y && valid_x) acc += {' + '.join(value.format(*tap) for tap in taps)};"
+        result = "(n_y > 0 && n_x > 0 ? acc / (double(n_y) * n_x) : 0.0)"
+    text = " ".join([*lines[:3], "double acc = 0; bool any = false;", *loops, inner, "}}"])
+    text += f" p.y[at_y({coordinates('o', 4)})] = narrow<{CPP[out.dtype]}>({t}({result}));"
+    emit_each(b, op, out.shape, {"x": x, "r": rois, "b": batch}, {"y": out}, text, reads=operands_of(b, op))
+
+
+def _deform_conv(b: Builder, op: Op) -> None:
+    x, w, offset, bias, mask = (operand_at(b, op, i) for i in range(5))
+    assert x is not None
+    assert w is not None
+    assert offset is not None
+    out, a, t = b.target(op.value), op.attrs, arithmetic(x.dtype)
+    (m, per_group, kh, kw), (_, channels, height, width) = w.shape, x.shape
+    scaled = f"* {t}(widen(p.m[at_m(o0, tap, o2, o3)]))" if mask is not None else ""
+    start = f"{t}(widen(p.b[at_b(o1)]))" if bias is not None else f"{t}(0)"
+    lines = f"""{t} acc = {start};
+        for (i64 c = 0; c < {per_group}; c++) {{
+            const i64 channel = o1 / {m // a.group} * {per_group} + c, part = channel / {channels // a.offset_group};
+            for (i64 i = 0; i < {kh}; i++) for (i64 j = 0; j < {kw}; j++) {{
+                const i64 tap = (part * {kh} + i) * {kw} + j;
+                const {t} y = {t}(widen(p.o[at_o(o0, 2 * tap, o2, o3)])) + {t}(i * {a.dilations[0]} + o2 * {a.strides[0]} - {a.pads[0]});
+                const {t} x = {t}(widen(p.o[at_o(o0, 2 * tap + 1, o2, o3)])) + {t}(j * {a.dilations[1]} + o3 * {a.strides[1]} - {a.pads[1]});
+                const i64 top = i64(floor(y)), left = i64(floor(x));
+                {t} sum = 0;
+                for (int dy = 0; dy < 2; dy++) for (int dx = 0; dx < 2; dx++) {{
+                    const i64 yy = top + dy, xx = left + dx;
+                    if (yy < 0 || yy >= {height} || xx < 0 || xx >= {width}) continue;
+                    sum += {t}(widen(p.x[at_x(o0, channel, yy, xx)])) * ((1 - fabs(y - {t}(yy))) * (1 - fabs(x - {t}(xx))));
+                }}
+                acc += {t}(widen(p.w[at_w(o1, c, i, j)])) * (sum {scaled});
+            }}
+        }}
+        p.y[at_y(o0, o1, o2, o3)] = narrow<{CPP[out.dtype]}>(acc);"""
+    tensors: dict[str, Placed | None] = {"x": x, "w": w, "o": offset, "b": bias, "m": mask}
+    emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
+
+
+def _pool_with_indices(b: Builder, op: Op) -> None:
+    x, out, where, a = needed(b, op, 0), b.target(op.value), b.target(Value(op.id, 1)), op.attrs
+    t, rank, spatial = arithmetic(x.dtype), len(x.shape) - 2, x.shape[2:]
+    weights = np.ones(rank, np.int64)
+    order = range(1, rank) if a.storage_order else range(rank - 2, -1, -1)
+    for k in order:
+        weights[k] = weights[k - 1] * spatial[k - 1] if a.storage_order else weights[k + 1] * spatial[k + 1]
+    loops, inside = [], []
+    for k in range(rank):
+        loops.append(f"for (i64 k{k} = 0; k{k} < {a.kernel_shape[k]}; k{k}++) {{ ")
+        loops.append(f"const i64 i{k} = o{2 + k} * {a.strides[k]} + k{k} * {a.dilations[k]} - {a.pads[k]};")
+        inside.append(f"i{k} >= 0 && i{k} < {spatial[k]}")
+    at = ", ".join(["o0", "o1", *(f"i{k}" for k in range(rank))])
+    flat = " + ".join(f"i{k} * {weights[k]}" for k in range(rank))
+    lines = f"""{t} best = {limits(t)[0]};
+        i64 found = -1;
+        {" ".join(loops)}
+        if ({" && ".join(inside)}) {{
+            const {t} v = widen(p.x[at_x({at})]);
+            if (v > best || found < 0) {{ best = v; found = (o0 * {x.shape[1]} + o1) * {math.prod(spatial)} + {flat}; }}
+        }} {"}" * rank}
+        p.y[at_y({coordinates("o", rank + 2)})] = narrow<{CPP[out.dtype]}>(best);
+        p.i[at_i({coordinates("o", rank + 2)})] = found;"""
+    emit_each(b, op, out.shape, {"x": x}, {"y": out, "i": where}, lines, reads=operands_of(b, op))
+
+
+def _col2im(b: Builder, op: Op) -> None:
+    x, out, a = needed(b, op, 0), b.target(op.value), op.attrs
+    image, block = ints(b, op, 1) or [], ints(b, op, 2) or []
+    rank, t = len(image), arithmetic(x.dtype)
+    steps = [
+        (image[k] + a.pads[k] + a.pads[rank + k] - a.dilations[k] * (block[k] - 1) - 1) // a.strides[k] + 1
+        for k in range(rank)
+    ]
+    loops = []
+    for k in range(rank):
+        loops.append(
+            f"for (i64 k{k} = 0; k{k} < {block[k]}; k{k}++) {{ const i64 r{k} = o{2 + k} + {a.pads[k]} - k{k} * {a.dilations[k]}; "
+            f"if (r{k} < 0 || r{k} % {a.strides[k]} || r{k} / {a.strides[k]} >= {steps[k]}) continue;"
+        )
+    row, column = "o1", "0"
+    for k in range(rank):
+        row, column = f"({row} * {block[k]} + k{k})", f"({column} * {steps[k]} + r{k} / {a.strides[k]})"
+    lines = f"""{t} acc = 0;
+        {" ".join(loops)} acc += {t}(widen(p.x[at_x(o0, {row}, {column})])); {"}" * rank}
+        p.y[at_y({coordinates("o", rank + 2)})] = narrow<{CPP[out.dtype]}>(acc);"""
+    emit_each(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
+
+
+REGIONS: dict[str, Callable[[Builder, Op], None]] = {
+    "RoiAlign": _roi_align, "DeformConv": _deform_conv, "MaxPool": _pool_with_indices, "Col2Im": _col2im,
+}  # fmt: skip
+"""Kind -> what emits it."""
+
+
+class Regions(Each):
+    """The operators of :data:`REGIONS`."""
+
+    emitters = REGIONS
+
+    def limits(self, b: Builder, op: Op) -> str | None:
+        if op.kind == "MaxPool" and (len(op.outputs) < 2 or op.attrs.auto_pad != "NOTSET"):
+            return "it is for pooling that gives indices, with pads in numbers"
+        if op.kind in ("RoiAlign", "DeformConv"):
+            dtype = next(b.graph.type(v).dtype for v in op.inputs if v is not None)
+            if not is_float(dtype):
+                return f"it does not interpolate {dtype.name}"
+        if op.kind == "Col2Im" and any(b.graph.known(v) is None for v in op.inputs[1:]):
+            return "its image and block are not known when the engine is built"
+        many = max(math.prod(o.type.static_shape) for o in op.outputs) >= POINTS_LIMIT
+        return "it has more elements than a kernel counts" if many else None

@@ -1,0 +1,271 @@
+"""Gathers, generated: by tables known at build time (Resize, Pad), and by indices in a tensor (Gather and its relatives)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.layout.walks import pieces, walk
+from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, literal, merge
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.lowering.views import ints, settle
+from optdnn.ops.base import attrs_dict
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.reference import resize
+from optdnn.types import Array, is_float, normalize_axis
+
+THREADS = 256
+
+
+@dataclass(frozen=True)
+class AxisTable:
+    """How one axis of the result is made: ``index[o, t]`` (negative: the fill value), and ``weight[o, t]`` (None: copy)."""
+
+    axis: int
+    index: Array
+    weight: Array | None = None
+
+
+def emit_taps(
+    b: Builder, op: Op, x: Placed, out: Placed, tables: Sequence[AxisTable], fill: float, *, kind: str, attrs: dict[str, Any],
+    reads: Sequence[Placed | None],
+) -> None:  # fmt: skip
+    """``out[o] = sum over taps of the product of weights * x[indices]``, over the axes of ``tables``; the others are copied."""
+    if not out.size:
+        return
+    t, ty, rank = arithmetic(x.dtype), CPP[out.dtype], len(out.shape)
+    order = sorted(range(rank), key=lambda i: (out.strides[i], -i))  # fastest last axis first
+    fields, opening, closing = [], "", ""
+    arguments: list[Placed] = []
+    by_axis = {table.axis: table for table in tables}
+    blend = any(table.weight is not None for table in tables)
+    at = []
+    for i in range(rank):
+        if i not in by_axis:
+            at.append(f"i64(o{i}) * p.sx[{i}]")
+            continue
+        table, taps = by_axis[i], by_axis[i].index.shape[1]
+        arguments.append(
+            b.constant(np.ascontiguousarray(table.index.astype(np.int32)), f"{op.outputs[0].name}.index{i}")
+        )
+        fields.append(f"const int* n{i};")
+        opening += f"for (int t{i} = 0; t{i} < {taps}; t{i}++) {{ const int k{i} = p.n{i}[o{i} * {taps} + t{i}]; "
+        if table.weight is not None:
+            weight = table.weight.astype(np.float64 if t == "double" else np.float32)
+            arguments.append(b.constant(np.ascontiguousarray(weight), f"{op.outputs[0].name}.weight{i}"))
+            fields.append(f"const {t}* f{i};")
+            opening += f"const {t} w{i} = p.f{i}[o{i} * {taps} + t{i}]; if (w{i} == 0) continue; "
+        closing += "}"
+        at.append(f"i64(k{i}) * p.sx[{i}]")
+    outside = " || ".join(f"k{i} < 0" for i in by_axis) or "false"
+    value = f"({outside}) ? {literal(fill, t)} : {t}(widen(p.x[{' + '.join(at) or '0'}]))"
+    product = " * ".join(f"w{i}" for i, table in by_axis.items() if table.weight is not None)
+    step = f"acc += ({product}) * ({value});" if blend else f"acc = {value};"
+    split = ["u32 rest = index;"]
+    for i in order:
+        split.append(f"const int o{i} = rest % {out.shape[i]}u; rest /= {out.shape[i]}u;")
+    to = " + ".join(f"i64(o{i}) * p.sy[{i}]" for i in range(rank)) or "0"
+    text = f"""struct Params {{ const {CPP[x.dtype]}* x; {ty}* y; {" ".join(fields)} u32 count; i64 sx[{max(rank, 1)}], sy[{max(rank, 1)}]; }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) taps(const __grid_constant__ Params p) {{
+    launch_dependents();
+    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
+    {" ".join(split)}
+    wait_for_predecessor();
+    if (index >= p.count) return;
+    {t} acc = 0;
+    {opening}{step}{closing}
+    p.y[{to}] = narrow<{ty}>(acc);
+}}
+"""
+    block = Block().pointer(x).pointer(out)
+    for a in arguments:
+        block.pointer(a)
+    block.u32(out.size).i64(*(x.strides or (0,))).i64(*(out.strides or (0,)))
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "taps")
+    b.emit(op, spec, (-(-out.size // THREADS), 1, 1), THREADS, block, kind, attrs, reads, [out])
+
+
+class Resize(OwnTactic):
+    """Every mode of Resize, as tables of taps and weights per axis."""
+
+    name = "taps"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if any(v is not None and b.graph.known(v) is None for v in op.inputs[1:]):
+            return "its scales or sizes are not known when the engine is built"
+        dtype = op.outputs[0].type.dtype
+        return None if is_float(dtype) or op.attrs.mode == "nearest" else f"it does not interpolate {dtype.name}"
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs  # type: ignore[arg-type]
+        roi, scales, sizes = (
+            None if op.input(i) is None else np.asarray(b.graph.known(op.input(i))) for i in (1, 2, 3)
+        )
+        crop = a.coordinate_transformation_mode == "tf_crop_and_resize"
+        tables = []
+        for p in resize.plan(x.shape, roi if crop else None, scales, sizes, a.axes, a.keep_aspect_ratio_policy):
+            if p.out == p.size and math.isclose(p.scale, 1.0) and p.roi == (0.0, 1.0):
+                continue
+            at = resize.coordinates(p, a.coordinate_transformation_mode)
+            weights: Array | None = None
+            if a.mode == "nearest":
+                index = np.clip(resize.rounded(at, a.nearest_mode), 0, p.size - 1).astype(np.int64)[:, None]
+            else:
+                index, weights = resize.taps(p, at, a.mode, a.antialias, a.cubic_coeff_a, a.exclude_outside)
+            if crop:
+                index = np.where(np.asarray((at < 0) | (at > p.size - 1)).reshape(-1, 1), -1, index)
+                weights = (
+                    None
+                    if weights is None
+                    else np.where((index < 0).all(1, keepdims=True), 1 / index.shape[1], weights)
+                )
+            tables.append(AxisTable(p.axis, index, weights))
+        reads = [None if v is None else b.operand(v) for v in op.inputs]
+        emit_taps(b, op, x, out, tables, a.extrapolation_value, kind="Resize", attrs=attrs_dict(a), reads=reads)
+        return ""
+
+
+class Pad(OwnTactic):
+    """Every mode of Pad, of any axes; negative pads crop."""
+
+    name = "taps"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        known = all(v is None or b.graph.known(v) is not None for v in op.inputs[1:])
+        return None if known else "its pads or value are not known when the engine is built"
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+        pads, axes = ints(b, op, 1) or [], ints(b, op, 3)
+        which = [normalize_axis(i, len(x.shape)) for i in axes] if axes is not None else list(range(len(x.shape)))
+        value = b.graph.known(op.input(2)) if op.input(2) is not None else None
+        fill = 0.0 if value is None else np.asarray(value).reshape(-1)[0].item()
+        tables = []
+        for k, axis in enumerate(which):
+            before, after, n = pads[k], pads[k + len(which)], x.shape[axis]
+            if before or after:
+                tables.append(AxisTable(axis, _pad_index(n, before, after, op.attrs.mode)[:, None]))
+        reads = [None if v is None else b.operand(v) for v in op.inputs]
+        emit_taps(b, op, x, out, tables, fill, kind="Pad", attrs=attrs_dict(op.attrs), reads=reads)
+        return ""
+
+
+def _pad_index(n: int, before: int, after: int, mode: str) -> Array:
+    """Which element of an axis of ``n`` each element of the padded axis is; -1 for the constant."""
+    at = np.arange(-before, n + after)
+    if mode == "constant":
+        return np.where((at < 0) | (at >= n), -1, at)
+    if mode == "edge":
+        return np.clip(at, 0, n - 1)
+    if mode == "wrap":
+        return at % n
+    period = max(2 * (n - 1), 1)
+    folded = at % period
+    return np.minimum(folded, period - folded) if n > 1 else np.zeros_like(at)
+
+
+class GatherView(OwnTactic):
+    """Gather of one index, or of indices at equal distances, known when the engine is built: another view."""
+
+    name = "gather_view"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        return None if self._progression(b, op) is not None else "its indices are not known, or not at equal distances"
+
+    @staticmethod
+    def _progression(b: Builder, op: Op) -> tuple[int, int, int, tuple[int, ...]] | None:
+        """(axis, first index, distance, shape of the indices)."""
+        index, data = b.graph.constant_value(op.inputs[1]), b.graph.type(op.inputs[0])  # type: ignore[arg-type]
+        if index is None or index.ndim > 1 or not index.size:
+            return None
+        axis = normalize_axis(op.attrs.axis, len(data.static_shape))
+        size = data.static_shape[axis]
+        flat = np.where(index < 0, index + size, index).reshape(-1).astype(np.int64)
+        step = int(flat[1] - flat[0]) if flat.size > 1 else 1
+        if flat.min() < 0 or flat.max() >= size or (flat != flat[0] + step * np.arange(flat.size)).any():
+            return None
+        return axis, int(flat[0]), step, index.shape
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        found = self._progression(b, op)
+        assert found is not None
+        axis, first, step, shape = found
+        x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+        stride = x.strides[axis]
+        middle = (stride * step,) if shape else ()
+        view = x.view(
+            (*x.shape[:axis], *shape, *x.shape[axis + 1 :]),
+            (*x.strides[:axis], *middle, *x.strides[axis + 1 :]),
+            first * stride,
+        )
+        settle(b, op, 0, view)
+        return ""
+
+
+class GatherBy(OwnTactic):
+    """Gather, GatherElements and GatherND with indices in memory."""
+
+    name = "gather"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        return "it is a view" if op.kind == "Gather" and GatherView().refuse(b, op) is None else None
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        x, index, out = b.operand(op.inputs[0]), b.operand(op.inputs[1]), b.target(op.value)  # type: ignore[arg-type]
+        components = [(0, 0, 0)]
+        if op.kind == "Gather":
+            axis = normalize_axis(op.attrs.axis, len(x.shape))
+            middle = len(index.shape)
+            data = (*x.strides[:axis], *(0,) * middle, *x.strides[axis + 1 :])
+            rows = (*(0,) * axis, *index.strides, *(0,) * (len(x.shape) - axis - 1))
+            components = [(0, x.strides[axis], x.shape[axis])]
+        elif op.kind == "GatherElements":
+            axis = normalize_axis(op.attrs.axis, len(x.shape))
+            data = tuple(0 if i == axis else s for i, s in enumerate(x.strides))
+            rows = index.strides
+            components = [(0, x.strides[axis], x.shape[axis])]
+        else:
+            batch, depth = op.attrs.batch_dims, index.shape[-1]
+            lead = len(index.shape) - 1
+            data = (*x.strides[:batch], *(0,) * (lead - batch), *x.strides[batch + depth :])
+            rows = (*index.strides[:-1], *(0,) * (len(x.shape) - batch - depth))
+            components = [(j * index.strides[-1], x.strides[batch + j], x.shape[batch + j]) for j in range(depth)]
+        if not out.size:
+            return ""
+        dims, (sy, sx, si) = merge(out.shape, [out.strides, data, rows])
+        t, rank = CPP[x.dtype], len(dims)
+        vec = pieces(x, out, dims, sy, sx, si, [step for _, step, _ in components])
+        move = f"Pack<{t}, {vec}>(p.x + from).store(p.y + to);" if vec > 1 else "p.y[to] = p.x[from];"
+        steps = " ".join(
+            f"{{ i64 k = i64(p.index[n + {at}LL]); k += k < 0 ? {size}LL : 0; ok = ok && k >= 0 && k < {size}LL; from += k * {step}LL; }}"
+            for at, step, size in components
+        )
+        text = f"""struct Params {{ const {t}* x; const {CPP[index.dtype]}* index; {t}* y; u32 count, dims[{rank}]; i64 sx[{rank}], si[{rank}], sy[{rank}]; }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) gather(const __grid_constant__ Params p) {{
+    launch_dependents();
+    wait_for_predecessor();
+    const u32 i = blockIdx.x * {THREADS} + threadIdx.x;
+    if (i >= p.count) return;
+    i64 from = 0, n = 0, to = 0;
+    {walk("r", "i", "dims", rank, [("from", "sx"), ("n", "si"), ("to", "sy")])}
+    bool ok = true;
+    {steps}
+    if (ok) {move}     // an index out of range leaves the element as it was: nothing else is read
+}}
+"""
+        dims[-1] //= vec
+        for strides in (sx, si, sy):
+            strides[-1] *= vec
+        block = Block().pointer(x).pointer(index).pointer(out).u32(math.prod(dims), *dims).i64(*sx).i64(*si).i64(*sy)
+        spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "gather")
+        grid = (-(-math.prod(dims) // THREADS), 1, 1)
+        b.emit(op, spec, grid, THREADS, block, op.kind, attrs_dict(op.attrs), [x, index], [out])
+        return ""

@@ -1,0 +1,38 @@
+"""How generated kernels walk over tensors: C++ that adds up offsets, and how many elements a thread moves at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optdnn.lowering.builder import Placed
+
+
+def walk(name: str, index: str, dims: str, rank: int, offsets: Sequence[tuple[str, str]]) -> str:
+    """C++ that splits ``index`` over ``dims`` and adds up offsets: (variable, strides array) pairs."""
+    lines = [f"u32 {name} = {index};"]
+    for d in reversed(range(rank)):
+        part = f"{name} % p.{dims}[{d}]" if d else name
+        adds = " ".join(f"{variable} += k * p.{strides}[{d}];" for variable, strides in offsets)
+        lines.append(f"{{ const i64 k = {part}; {adds} }}" + (f" {name} /= p.{dims}[{d}];" if d else ""))
+    return " ".join(lines)
+
+
+def pieces(
+    x: Placed,
+    out: Placed,
+    dims: Sequence[int],
+    sy: Sequence[int],
+    sx: Sequence[int],
+    si: Sequence[int],
+    steps: Sequence[int],
+) -> int:
+    """Consecutive elements that one thread moves at once: up to 16 bytes that share an index and lie aligned in both tensors."""
+    best = 1
+    for count in (2, 4, 8, 16):
+        if count * x.dtype.itemsize > 16 or dims[-1] % count or (sy[-1], sx[-1], si[-1]) != (1, 1, 0):
+            break
+        distances = (*sy[:-1], *sx[:-1], *steps, x.offset, out.offset)
+        if any(d % count for d in distances):
+            break
+        best = count
+    return best

@@ -1,0 +1,394 @@
+"""Tactics on vendors' libraries: convolutions by cuDNN, matrix products by cuBLASLt, with the epilogues that these can do.
+
+They come after our own in every list, so the cost model never chooses them: they are measured, or asked for (``--tactics``). Without
+the library there is no such tactic; where a GPU is at hand the library itself is asked whether it can run an operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, planar
+from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue
+from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
+from optdnn.kernels.tactic import Offer
+from optdnn.lowering.builder import Builder, Placed, channels_last, map_dtype, row_major
+from optdnn.lowering.views import reshaped
+from optdnn.ops.base import Stage, attrs_dict
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.libraries.calls import Convolution, MatMul, Norm, Operation
+from optdnn.runtime.cuda.libraries.support import ranked
+from optdnn.types import BF16, FP16, FP32, Array, normalize_axis
+
+MOST = 6
+"""How many of a library's own ranking are offered."""
+_TYPES = (FP16, BF16, FP32)
+_ACTIVATIONS: dict[tuple[object, ...], str] = {
+    ("relu",): "relu", ("sigmoid",): "sigmoid", ("tanh",): "tanh", ("silu",): "swish", ("gelu",): "gelu",
+    ("gelu_tanh",): "gelu_tanh",
+}  # fmt: skip
+"""Our rendering of a stage -> cuDNN's. (Its clipped ReLU has two plans, which take 2 to 100 times as long: we clip after it.)"""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Which of a library's own ranking."""
+
+    place: int
+
+    def __str__(self) -> str:
+        return f"rank{self.place}"
+
+
+class Called:
+    """What the tactics of both libraries share: ``operation`` makes the call's facts, and tells where its operands lie."""
+
+    deterministic: ClassVar[bool] = True
+    row_invariant: ClassVar[bool] = False
+    takes_along: ClassVar[bool] = False
+    provider: ClassVar[str]
+
+    most: ClassVar[int] = MOST
+
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        """The first of the library's ranking. Where it ranks fewer, the others fail when they are tried: to ask is as slow."""
+        return tuple(Offer(Rank(i), row_invariant=False) for i in range(self.most))
+
+    def read(self, name: str) -> Rank | None:
+        """See :class:`~optdnn.kernels.tactic.Tactic`."""
+        return next((rank for rank in map(Rank, range(self.most)) if str(rank) == name), None)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        """See :class:`~optdnn.kernels.tactic.Tactic`."""
+        rank = config or Rank(0)
+        self._add(b, op, rank.place)
+        return str(rank)
+
+    def spares(self, b: Builder, op: Op) -> Op | None:
+        """None: a call computes one operator."""
+        return None
+
+    def unable(self, b: Builder, op: Op) -> str | None:
+        """Whether the library has an algorithm for the operation, where it can be asked."""
+        with b.rehearsal():
+            operation = self._add(b, op, 0)
+        return f"{self.provider} has no algorithm for it" if ranked(operation) == 0 else None
+
+    def _add(self, b: Builder, op: Op, rank: int) -> Operation:
+        raise NotImplementedError
+
+
+def _accepts(stages: Sequence[render.Stage], activations: Sequence[tuple[object, ...]]) -> bool:
+    """At most one addition of a tensor, then at most one activation."""
+    rest = list(stages[1:] if stages[:1] == [("add",)] else stages)
+    return not rest or (len(rest) == 1 and tuple(rest[0]) in activations)
+
+
+class CudnnConv(Called):
+    """Convolutions over one or two spatial axes of channels-last floats: bias, addition of a tensor, one activation."""
+
+    name = "conv_cudnn"
+    provider = "cudnn"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        t, weight = op.outputs[0].type, b.graph.constant_value(op.inputs[1])
+        if weight is None or weight.ndim not in (3, 4):
+            return "its weights are not constant, or of three spatial axes"
+        if t.dtype not in _TYPES or weight.dtype != t.dtype:
+            return "its type is not fp16, bf16 or fp32"
+        if op.input(2) is not None and bias_of(b, op) is None:
+            return "its bias is not constant"
+        if 0 in t.static_shape or 0 in weight.shape:
+            return "it is empty"
+        if t.dtype != FP32 and t.static_shape[1] % 8:
+            return "its channels are no multiple of 8"
+        return None
+
+    def _add(self, b: Builder, op: Op, rank: int) -> Operation:
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        # Of grouped convolutions the plain form alone has a fast kernel: what comes after is then a kernel of ours.
+        whole = a.group == 1
+        known = tuple(_ACTIVATIONS) if whole else ()
+        ep = plan_epilogue(
+            b.graph, op, channel_axis=1, accepts=lambda s: whole and _accepts(s, known), allow_bias=whole
+        )
+        bias = ep.added_to(bias_of(b, op))
+        later, bias = (None, bias) if whole else (bias, None)
+        weight, strides, pads, dilations = planar(weight, a)
+        x = _packed(b, op, image(entering(b, op)))
+        target = b.target(op.value)
+        out = image(target)
+        between = target
+        if ep.rest or later is not None or not out.is_like(channels_last(out.shape, out.shape[1])):
+            made = channels_last(target.shape, target.shape[1])
+            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, made)
+        y = image(between)
+        residual = _packed(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
+        k, c, r, s = weight.shape
+        w = b.constant(np.ascontiguousarray(weight.transpose(0, 2, 3, 1)), f"{op.outputs[0].name}.weights")
+        w = w.view((k, c, r, s), (c * r * s, 1, s * c, c))
+        stages = ["bias"] if bias is not None else []
+        stages += ["add" if stage == ("add",) else _ACTIVATIONS[tuple(stage)] for stage in ep.rendered]
+        operation = Convolution(
+            map_dtype(target.dtype), x.shape, _strides(x), w.shape, _strides(w), y.shape, _strides(y), strides, pads, dilations,
+            tuple(stages), _strides(residual) if residual is not None else (), rank,
+        )  # fmt: skip
+        operands = {"x": x, "w": w, "y": y}
+        if bias is not None:
+            operands["bias"] = b.constant(bias.astype(target.dtype), f"{op.outputs[0].name}.bias")
+        if residual is not None:
+            operands["z"] = residual
+        attrs = {"strides": strides, "pads": pads, "dilations": dilations, "group": a.group, "auto_pad": "NOTSET",
+                 "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL}  # fmt: skip
+        reads = [x, w, operands.get("bias"), *_tail(b, ep, residual)]
+        b.call(op, operation, operands, "Conv", attrs, reads, [y])
+        if later is None:
+            finish(b, op, ep, between, target)
+        else:
+            _after(b, op, ep, later, between, target)
+        return operation
+
+
+def _after(b: Builder, op: Op, ep: Epilogue, bias: Array, between: Placed, target: Placed) -> None:
+    """What the convolution left: its bias, then the rest of the epilogue."""
+    column = (1, len(bias), *(1,) * (len(target.shape) - 2))
+    placed = b.constant(bias.astype(target.dtype).reshape(column), f"{op.outputs[0].name}.bias")
+    operands = [between, *map(b.operand, ep.rest_operands), placed]
+    moved = [replace(s, args=tuple(x - 1 if x is not None and x < 0 else x for x in s.args)) for s in ep.rest]
+    emit_pointwise(b, op, [Stage("Add", (-1, len(operands) - 1)), *moved], operands, target)
+
+
+class CublasLtGemm(Called):
+    """MatMul and Gemm of rows with a constant matrix: bias, addition of a tensor, ReLU or GELU (tanh)."""
+
+    name = "gemm_cublaslt"
+    provider = "cublaslt"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        t, weight = op.outputs[0].type, b.graph.constant_value(op.inputs[1])
+        if weight is None or weight.ndim != 2:
+            return "its second operand is not a constant matrix"
+        if t.dtype not in _TYPES or weight.dtype != t.dtype:
+            return "its type is not fp16, bf16 or fp32"
+        if op.kind == "Gemm" and op.attrs.transA:
+            return "its first operand is transposed"
+        if op.attrs.prologue:
+            return "it has a prologue"
+        shape = t.static_shape
+        rows = op.inputs[0] is not None and b.graph.type(op.inputs[0]).static_shape[:-1]
+        if not shape or 0 in shape or 0 in weight.shape or not rows:
+            return "it is not a product of rows with a matrix"
+        if op.kind == "Gemm" and op.input(2) is not None:
+            bias = bias_of(b, op)
+            if bias is None or channel_vector(bias, shape, -1) is None:
+                return "its third operand is not a constant row"
+        return None
+
+    def _add(self, b: Builder, op: Op, rank: int) -> Operation:
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        assert op.inputs[0] is not None
+        alpha, bias = 1.0, None
+        if op.kind == "Gemm":
+            a = op.attrs
+            weight, alpha = (weight if a.transB else weight.T), float(a.alpha)
+            given = bias_of(b, op)
+            if given is not None:
+                bias = channel_vector(given, op.outputs[0].type.static_shape, -1)
+                assert bias is not None
+                bias = bias * np.float32(a.beta)
+        else:
+            weight = weight.T
+        ep = plan_epilogue(b.graph, op, channel_axis=-1, accepts=lambda s: _accepts(s, (("relu",), ("gelu_tanh",))))
+        bias = ep.added_to(bias)
+        x = _rows(b, op, b.operand(op.inputs[0]))
+        residual = _rows(b, op, b.operand(ep.residual)) if ep.residual is not None else None
+        target = b.target(op.value)
+        between, out = target, None if ep.rest else _matrix(target)
+        if out is None:
+            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape)
+            out = _matrix(between)
+            assert out is not None
+        (m, k), n = x.shape, weight.shape[0]
+        w = b.constant(np.ascontiguousarray(weight), f"{op.outputs[0].name}.weights")
+        operands = {"a": x, "b": w, "d": out}
+        if bias is not None:
+            operands["bias"] = b.constant(bias.astype(target.dtype), f"{op.outputs[0].name}.bias")
+        if residual is not None:
+            operands["c"] = residual
+        activation = next((_ACTIVATIONS[tuple(s)] for s in ep.rendered if s != ("add",)), "")
+        operation = MatMul(
+            map_dtype(target.dtype), m, n, k, _pitch(x), k, _pitch(out), alpha=alpha, bias=bias is not None,
+            ldc=0 if residual is None else _pitch(residual), activation=activation, algorithm=rank,
+        )  # fmt: skip
+        attrs = {"alpha": alpha, "beta": 1.0, "transA": False, "transB": True, "prologue": (),
+                 "epilogue": plain_stages(ep.stages), "arity": RESIDUAL}  # fmt: skip
+        reads = [x, w, operands.get("bias"), *_tail(b, ep, residual)]
+        b.call(op, operation, operands, "Gemm", attrs, reads, [out])
+        finish(b, op, ep, between, target)
+        return operation
+
+
+class CublasLtBatched(Called):
+    """MatMul of two computed stacks of matrices whose batches lie at one distance."""
+
+    name = "matmul_cublaslt"
+    provider = "cublaslt"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        t = op.outputs[0].type
+        if op.kind != "MatMul" or None in op.inputs[:2]:
+            return "it is no plain product"
+        if t.dtype not in _TYPES or 0 in t.static_shape or len(t.static_shape) < 2:
+            return "its type is not fp16, bf16 or fp32, or it is no matrix"
+        if op.attrs.prologue:
+            return "it has a prologue"
+        if self._operands(b, op) is None:
+            return "its matrices do not lie at one distance from one another, or not in rows"
+        return None
+
+    @staticmethod
+    def _operands(b: Builder, op: Op) -> tuple[Placed, Placed, bool] | None:
+        """Both stacks as [batch, rows, columns], and whether the second lies transposed; None where they do not fit."""
+        left, right = (b.operand(v) for v in op.inputs[:2] if v is not None)
+        if left.dtype != op.outputs[0].type.dtype or right.dtype != left.dtype:
+            return None
+        if left.shape[:-2] != right.shape[:-2] or min(len(left.shape), len(right.shape)) < 2:
+            return None
+        found = []
+        for x in (left, right):
+            batch = math.prod(x.shape[:-2])
+            leading = reshaped(x.view(x.shape[:-2], x.strides[:-2]), (batch,))
+            if leading is None:
+                return None
+            found.append(x.view((batch, *x.shape[-2:]), (*leading.strides, *x.strides[-2:])))
+        one, two = found
+        turned = two.strides[1] == 1 and two.strides[2] >= two.shape[1]
+        rows = one.strides[2] == 1 and one.strides[1] >= one.shape[2]
+        if not rows or not (turned or (two.strides[2] == 1 and two.strides[1] >= two.shape[2])):
+            return None
+        return one, two, turned
+
+    def _add(self, b: Builder, op: Op, rank: int) -> Operation:
+        found = self._operands(b, op)
+        assert found is not None
+        left, right, turned = found
+        ep = plan_epilogue(b.graph, op, channel_axis=-1, accepts=lambda s: not s, allow_bias=False)
+        target = b.target(op.value)
+        between = target
+        if ep.rest or not target.dense:
+            between = b.new(f"{op.outputs[0].name}.product", target.dtype, target.shape)
+        (batch, m, k), n = left.shape, right.shape[2]
+        out = between.view((batch, m, n), row_major((batch, m, n)))
+        pitch = right.strides[2] if turned else right.strides[1]
+        strides = (left.strides[0], right.strides[0], 0, m * n)
+        operation = MatMul(
+            map_dtype(target.dtype), m, n, k, left.strides[1], pitch, n, turned, batch, strides, algorithm=rank
+        )
+        operands = {"a": left, "b": right, "d": out}
+        attrs = {"prologue": (), "epilogue": (), "arity": 2}
+        b.call(op, operation, operands, "MatMul", attrs, [left, right], [out])
+        finish(b, op, ep, between, target)
+        return operation
+
+
+class CudnnNorm(Called):
+    """LayerNormalization and RMSNormalization of dense rows."""
+
+    name = "norm_cudnn"
+    provider = "cudnn"
+    most = 1
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        t = op.outputs[0].type
+        shape = t.static_shape
+        if t.dtype not in _TYPES or not shape or 0 in shape:
+            return "its type is not fp16, bf16 or fp32, or it is empty"
+        if normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
+            return "its rows are not along the last axis"
+        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+            return "its statistics are results, too"
+        for value in op.inputs[1:]:
+            array = b.graph.constant_value(value)
+            if value is not None and (array is None or array.shape != shape[-1:]):
+                return "its scale and bias are not constant rows"
+        assert op.inputs[0] is not None
+        x = b.operand(op.inputs[0])
+        if x.dtype != t.dtype or not x.dense or (op.value in b.reserved and not b.reserved[op.value].dense):
+            return "its rows do not lie one after the other"
+        return None
+
+    def _add(self, b: Builder, op: Op, rank: int) -> Operation:
+        x, y = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+        size = x.shape[-1]
+        layer = op.kind == "LayerNormalization"
+        operation = Norm(map_dtype(y.dtype), "layer" if layer else "rms", x.size // size, size, float(op.attrs.epsilon))
+        operands = {"x": x, "y": y}
+        for name, value, default in (("scale", op.input(1), 1.0), ("bias", op.input(2), 0.0)):
+            if name == "scale" or layer:
+                array = b.graph.constant_value(value)
+                filled = np.full(size, default) if array is None else array
+                operands[name] = b.constant(filled.astype(np.float32), f"{op.outputs[0].name}.{name}")
+        reads = [x, operands["scale"], *([operands["bias"]] if layer else [])]
+        b.call(op, operation, operands, op.kind, attrs_dict(op.attrs), reads, [y])
+        return operation
+
+
+# ---------------------------------------------------------------- operands
+
+
+def _strides(x: Placed) -> tuple[int, ...]:
+    """Strides that are positive on axes of one element too, as libraries want them: those of the dense channels-last order."""
+    dense = channels_last(x.shape, x.shape[1])
+    return tuple(d if n == 1 else s for n, s, d in zip(x.shape, x.strides, dense, strict=True))
+
+
+def _packed(b: Builder, op: Op, x: Placed) -> Placed:
+    """``x`` (logical NCHW) channels last without padding: itself, or a copy (one for all who ask)."""
+    wanted = channels_last(x.shape, x.shape[1])
+    pixels = all(n == 1 or s == d or d == 0 for n, s, d in zip(x.shape, x.strides, wanted, strict=True))
+    if pixels and x.byte_offset % 16 == 0:
+        return x
+    key = (x, wanted)
+    if key not in b._copies:
+        made = b.new(f"{op.outputs[0].name}.packed", x.dtype, x.shape, wanted)
+        copy(b, op, x, made)
+        b._copies[key] = made
+    return b._copies[key]
+
+
+def _matrix(x: Placed) -> Placed | None:
+    """A tensor as a matrix of its rows, where they lie at one pitch and each without gaps."""
+    flat = reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]))
+    if flat is None or (flat.shape[1] > 1 and flat.strides[1] != 1) or flat.byte_offset % 16:
+        return None
+    return flat if flat.shape[0] == 1 or flat.strides[0] >= flat.shape[1] else None
+
+
+def _rows(b: Builder, op: Op, x: Placed) -> Placed:
+    found = _matrix(x)
+    if found is None:
+        dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape)
+        copy(b, op, x, dense)
+        found = _matrix(dense)
+        assert found is not None
+    return found
+
+
+def _pitch(x: Placed) -> int:
+    rows, columns = x.shape
+    return x.strides[0] if rows > 1 else columns
+
+
+def _tail(b: Builder, ep: Epilogue, residual: Placed | None) -> list[Placed | None]:
+    """The operands of stages behind input, weights and bias."""
+    constants = [b.constant(c, "scalar") for c in ep.constants]
+    return [residual, *constants] if residual is not None or constants else []

@@ -1,0 +1,91 @@
+"""An addition and the normalization of its sum in one launch, each operand read once: the residual stream of a transformer.
+
+For additions that no product takes into its epilogue. The launch is emitted at the addition; the normalization finds its result placed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.norm import rows_kernel as rows
+from optdnn.kernels.norm.half_rows import HalfRows, emit_description, rows_offers
+from optdnn.kernels.pointwise.elementwise import Elementwise
+from optdnn.kernels.tactic import OwnTactic, Rehearsed
+from optdnn.lowering.builder import Builder, Placed
+from optdnn.ops.base import attrs_dict
+
+NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
+_ROWS = HalfRows()
+
+
+def norm_of(b: Builder, op: Op) -> Op | None:
+    """The one normalization that reads the sum."""
+    found = [u for u in b.graph.users(op.value) if u.kind in NORMS and u.inputs[0] == op.value]
+    return found[0] if len(found) == 1 else None
+
+
+class AddNorm(Rehearsed):
+    """Add of two tensors of one shape, then LayerNorm or RMSNorm of its rows, in 16-bit floats."""
+
+    name = "add_norm_half"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        norm, t = norm_of(b, op), op.outputs[0].type
+        if norm is None:
+            return "no normalization of its own reads the sum"
+        why = _ROWS.refuse_rows(b, norm)
+        if why is not None:
+            return f"the normalization behind it: {why}"
+        if any(v is None or b.graph.type(v).shape != t.shape for v in op.inputs):
+            return "an operand is broadcast"
+        if b.row_invariant and any(b.graph.constant_value(v) is not None for v in op.inputs):
+            return "beside a larger batch its constant is broadcast, and the sum is rounded before it is normalized"
+        places = [b.operand(v) for v in op.inputs if v is not None]
+        places += [b.reserved[v] for v in (op.value, norm.value) if v in b.reserved]
+        if t.layout or any(not p.dense or p.offset % 8 or p.dtype != t.dtype for p in places):
+            return "its rows do not lie one after the other"
+        return None if rows_offers(self._problem(norm), b.gpu) else "its rows do not fit the registers of a block"
+
+    @staticmethod
+    def _problem(norm: Op) -> rows.Problem:
+        return replace(_ROWS.problem(norm), add=True, sum=True)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        norm = norm_of(b, op)
+        assert norm is not None
+        problem = self._problem(norm)
+        offers = rows_offers(problem, b.gpu)
+        b.offer(offers)
+        config = config or offers[0].config
+        first, second = (b.operand(v) for v in op.inputs if v is not None)
+        operands = {"input": first, "addend": second, "sum": b.target(op.value), "output": b.target(norm.value)}
+        reads: list[Placed | None] = [first, second]
+        for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
+            array = b.graph.constant_value(value)
+            if array is not None:
+                operands[name] = b.constant(array.astype(np.float32), f"{norm.outputs[0].name}.{name}")
+                reads.append(operands[name])
+        joint = replace(op, src=op.src | norm.src)
+        emit_description(
+            b, joint, rows.recipe(problem, config, b.arch), rows.describe(problem, config), operands, kind="AddNorm",
+            attrs={"norm": norm.kind, **attrs_dict(norm.attrs)}, reads=reads, writes=[operands["sum"], operands["output"]],
+        )  # fmt: skip
+        return str(config)
+
+
+class PlainAdd(OwnTactic):
+    """Additions whose sum no normalization takes along."""
+
+    name = Elementwise.name
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if AddNorm().refuse(b, op) is None:
+            return "the normalization behind it takes it along"
+        return Elementwise().refuse(b, op)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        return Elementwise().emit(b, op, config)

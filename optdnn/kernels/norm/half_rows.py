@@ -1,0 +1,159 @@
+"""Tactics on kernels that describe their own launches (:mod:`optdnn.kernels.launch`): rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.launch import Description
+from optdnn.kernels.norm import rows_kernel as rows
+from optdnn.kernels.quantized.quantized_store import Narrow, no_conversion
+from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
+from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.lowering.builder import Block, Builder, KernelSpec, MapSpec, Placed, map_dtype
+from optdnn.ops.base import attrs_dict
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
+from optdnn.types import BF16, FP16, normalize_axis
+
+
+def emit_description(
+    b: Builder, op: Op, recipe: Recipe, found: Description, operands: Mapping[str, Placed], *, kind: str, attrs: dict[str, Any],
+    reads: Sequence[Placed | None], writes: Sequence[Placed], scratch: Sequence[Placed] = (), kept: Sequence[Placed] = (),
+) -> None:  # fmt: skip
+    """Add a described launch; ``operands`` places its operands by name, ``scratch`` and ``kept`` (see :meth:`Builder.emit`) among
+    them."""
+    block = Block()
+    block.data[:] = found.parameters
+    for p in found.pointers:
+        placed = operands[p.operand]
+        block.addresses.append((p.at, placed.view(placed.shape, placed.strides, p.offset // placed.dtype.itemsize)))
+    maps = []
+    for m in found.maps:
+        placed = operands[m.operand]
+        shifted = placed.view(placed.shape, placed.strides, m.offset // placed.dtype.itemsize)
+        maps.append(MapSpec(m.at, shifted, m.shape, m.strides, m.box, m.swizzle))
+    b.emit(
+        op, KernelSpec(recipe, found.entry), found.grid, found.block, block, kind, attrs, reads, writes,
+        maps=maps, shared=found.shared, cluster=found.cluster, scratch=scratch, kept=kept,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def rows_offers(problem: rows.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """The order of a row's sum follows from the configuration: the same for all counts of rows is the one that many ask for."""
+    found, many = rows.candidates(problem, gpu), rows.candidates(replace(problem, rows=4096), gpu, limit=1)
+    return tuple(Offer(c, rows.estimate(problem, c, gpu), c in many) for c in dict.fromkeys((*found, *many)))
+
+
+OPERATIONS = {
+    "Softmax": "softmax", "LogSoftmax": "log_softmax", "LayerNormalization": "layer_norm", "RMSNormalization": "rms_norm",
+}  # fmt: skip
+"""Kind -> the row kernel's operation."""
+
+
+class HalfRows(Rehearsed):
+    """LayerNorm, RMSNorm, Softmax and LogSoftmax of 16-bit rows that lie one after the other, each read once."""
+
+    name = "rows_half"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        why = self.refuse_rows(b, op)
+        assert op.inputs[0] is not None
+        if why is None and not (
+            b.operand(op.inputs[0]).dense and (op.value not in b.reserved or b.reserved[op.value].dense)
+        ):
+            why = "its rows do not lie one after the other"
+        return why
+
+    def refuse_rows(self, b: Builder, op: Op) -> str | None:
+        """Why it cannot run the operator wherever its rows lie."""
+        t = op.outputs[0].type
+        if (why := no_kernels(b.arch)) is not None:
+            return why
+        if t.dtype not in (FP16, BF16) or not t.static_shape:
+            return "it is for rows of 16-bit floats"
+        if normalize_axis(op.attrs.axis, len(t.static_shape)) != len(t.static_shape) - 1:
+            return "its rows are not along the last axis"
+        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+            return "it does not keep the statistics"
+        if any(v is not None and b.graph.constant_value(v) is None for v in op.inputs[1:]):
+            return "its scale and bias are not constant"
+        shape = t.static_shape
+        if any(v is not None and b.graph.type(v).static_shape != shape[-1:] for v in op.inputs[1:]):
+            return "its scale and bias are not those of a row"
+        if not rows_offers(self.problem(op), b.gpu):
+            return f"rows of {shape[-1]} elements do not fit the registers of a block"
+        return None
+
+    def problem(self, op: Op) -> rows.Problem:
+        t = op.outputs[0].type
+        shape = t.static_shape
+        count = int(np.prod(shape[:-1], dtype=np.int64))
+        norm = "Normalization" in op.kind
+        return rows.Problem(
+            OPERATIONS[op.kind], count, shape[-1], map_dtype(t.dtype), scale=norm and op.input(1) is not None,
+            bias=norm and op.input(2) is not None, epsilon=op.attrs.epsilon if norm else 1e-5,
+        )  # fmt: skip
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        problem = self.problem(op)
+        offers = rows_offers(problem, b.gpu)
+        b.offer(offers)
+        config = config or offers[0].config
+        operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
+        reads = [operands["input"], *_parameters(b, op, operands)]
+        emit_description(
+            b, op, rows.recipe(problem, config, b.arch), rows.describe(problem, config), operands,
+            kind=op.kind, attrs=attrs_dict(op.attrs), reads=reads, writes=[operands["output"]],
+        )  # fmt: skip
+        return str(config)
+
+
+def _parameters(b: Builder, op: Op, operands: dict[str, Placed]) -> list[Placed]:
+    """A norm's constant scale and bias, added to ``operands`` by name."""
+    for name, value in zip(("scale", "bias"), op.inputs[1:], strict=False):
+        array = b.graph.constant_value(value)
+        if array is not None:
+            operands[name] = b.constant(array.astype(np.float32), f"{op.outputs[0].name}.{name}")
+    return [operands[name] for name in ("scale", "bias") if name in operands]
+
+
+class QuantizedRows(HalfRows):
+    """A norm of 16-bit rows with the quantization of its result, which goes out in 16 bits only where something else reads it."""
+
+    name = "rows_quantized"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        to = quantizer_of(b, op.value)
+        if to is None:
+            return "nothing quantizes its result"
+        if to.op.outputs[0].type.layout:
+            return "its 8-bit result does not lie in rows"
+        if (why := no_conversion(to.to.dtype, b.arch)) is not None:
+            return why
+        return super().refuse(b, op)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        to = quantizer_of(b, op.value)
+        assert to is not None
+        kept = op.value in b.reserved or len(b.graph.uses(op.value)) > 1
+        problem = replace(self.problem(op), narrow=to.to.dtype, wide=kept)
+        offers = rows_offers(problem, b.gpu)
+        b.offer(offers)
+        config = config or offers[0].config
+        operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}  # type: ignore[arg-type]
+        if kept:
+            operands["output"] = b.target(op.value)
+        reads = [operands["input"], *_parameters(b, op, operands)]
+        emit_description(
+            b, replace(op, src=op.src | to.op.src), rows.recipe(problem, config, b.arch),
+            rows.describe(problem, config, Narrow.of(to.to)), operands, kind="Quantized",
+            attrs=meaning(op, to, kept), reads=reads, writes=[operands[n] for n in ("output", "narrow") if n in operands],
+        )  # fmt: skip
+        return str(config)

@@ -1,0 +1,229 @@
+"""Softmax and normalizations, generated: statistics of each row in fp32, in a fixed order, then a pointwise result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.layout.walks import walk
+from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, broadcast, copy, emit_pointwise, literal, merge
+from optdnn.kernels.pool.window import Rendered, Window, emit_window
+from optdnn.kernels.reduce.reduce import limits
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.lowering.views import reshaped
+from optdnn.ops.base import Stage, attrs_dict
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.types import FP64, is_float, normalize_axis
+
+THREADS = 256
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One reduction over a row: ``term`` of each element ``v`` (earlier results are ``t0``, …), combined, then ``post`` of ``s``."""
+
+    start: str
+    term: str
+    combine: str = "a + b"
+    post: str = "s"
+
+
+def emit_rows(
+    b: Builder, op: Op, x: Placed, axes: Sequence[int], out: Placed, statistics: Sequence[Statistic], result: str,
+    extras: Sequence[Placed] = (), *, kind: str, attrs: dict[str, Any], reads: Sequence[Placed | None], writes: Placed,
+) -> None:  # fmt: skip
+    """``out = result(v, t0, …, e0, …)``; ``extras`` (``e0``, …) have the shape of ``x``. ``{N}`` is a row's length."""
+    if not out.size:
+        return
+    kept = [i for i in range(len(x.shape)) if i not in axes]
+    tensors = [out, x, *extras]
+    dims, outer = merge([x.shape[i] for i in kept], [[t.strides[i] for i in kept] for t in tensors])
+    inner, steps = merge([x.shape[i] for i in axes], [[t.strides[i] for i in axes] for t in tensors])
+    rows, count = math.prod(dims), math.prod(inner)
+    lanes = 32 if count <= 512 else THREADS
+    t = arithmetic(x.dtype)
+    names = ["y", "x", *(f"e{i}" for i in range(len(extras)))]
+    fields = [f"{'' if n == 'y' else 'const '}{CPP[p.dtype]}* {n};" for n, p in zip(names, tensors, strict=True)]
+    fields += [f"u32 rows, dims[{len(dims)}], inner[{len(inner)}];"]
+    fields += [f"i64 o{n}[{len(dims)}], i{n}[{len(inner)}];" for n in names]
+    text = []
+    for k, s in enumerate(statistics):
+        start, term, combine, post = (
+            z.format(T=t, N=count, LOW=limits(t)[0]) for z in (s.start, s.term, s.combine, s.post)
+        )
+        text.append(
+            f"{t} t{k}; {{ {t} s = {start};\n    if (live) for (u32 i = lane; i < {count}u; i += {lanes}) {{ i64 at = bx; "
+            f"{walk('r', 'i', 'inner', len(inner), [('at', 'ix')])} const {t} v = widen(p.x[at]); "
+            f"const {t} a = s, b = {t}({term}); s = {combine}; }}\n    __syncthreads(); partial[group][lane] = s; __syncthreads();\n"
+            f"    for (int half = {lanes // 2}; half; half /= 2) {{ if (lane < half) {{ const {t} a = partial[group][lane], "
+            f"b = partial[group][lane + half]; partial[group][lane] = {combine}; }} __syncthreads(); }}\n"
+            f"    s = partial[group][0]; t{k} = {post}; }}"
+        )
+    offsets = [("at_" + n, "i" + n) for n in names]
+    begin = " ".join(f"i64 at_{n} = b{n};" for n in names)
+    loads = " ".join(f"const {arithmetic(p.dtype)} e{i} = widen(p.e{i}[at_e{i}]);" for i, p in enumerate(extras))
+    newline = "\n    "
+    source = f"""struct Params {{ {" ".join(fields)} }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) rows(const __grid_constant__ Params p) {{
+    __shared__ {t} partial[{THREADS // lanes}][{lanes}];
+    launch_dependents();
+    wait_for_predecessor();
+    const u32 lane = threadIdx.x % {lanes}, group = threadIdx.x / {lanes}, row = blockIdx.x * {THREADS // lanes} + group;
+    const bool live = row < p.rows;
+    {" ".join(f"i64 b{n} = 0;" for n in names)}
+    if (live) {{ {walk("q", "row", "dims", len(dims), [("b" + n, "o" + n) for n in names])} }}
+    {newline.join(text)}
+    if (live) for (u32 i = lane; i < {count}u; i += {lanes}) {{
+        {begin} {walk("r", "i", "inner", len(inner), offsets)}
+        const {t} v = widen(p.x[at_x]); {loads}
+        p.y[at_y] = narrow<{CPP[out.dtype]}>({t}({result.format(T=t, N=count)}));
+    }}
+}}
+"""
+    block = Block()
+    for p in tensors:
+        block.pointer(p)
+    block.u32(rows, *dims, *inner)
+    for o, i in zip(outer, steps, strict=True):
+        block.i64(*o).i64(*i)
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": source}, OPTIONS), "rows")
+    b.emit(op, spec, (-(-rows // (THREADS // lanes)), 1, 1), THREADS, block, kind, attrs, reads, [writes])
+
+
+MEAN = Statistic("{T}(0)", "v", post="s / {T}({N})")
+
+
+def _variance(epsilon: float) -> Statistic:
+    return Statistic("{T}(0)", "(v - t0) * (v - t0)", post=f"{{T}}(1) / sqrt(s / {{T}}({{N}}) + {{T}}({epsilon!r}))")
+
+
+class Rows(OwnTactic):
+    """Softmax, LogSoftmax, and every normalization whose statistics are those of a row."""
+
+    name = "rows"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if not is_float(op.outputs[0].type.dtype):
+            return "it is for floating point"
+        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+            return "it does not keep the statistics"
+        return None
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        operands = [None if v is None else b.operand(v) for v in op.inputs]
+        x = operands[0]
+        assert x is not None
+        out, a, rank = b.target(op.value), op.attrs, len(x.shape)
+        source, target, extras = x, out, [p for p in operands[1:] if p is not None]
+        axes: tuple[int, ...]
+        shift = " + e1" if len(extras) > 1 else ""
+        match op.kind:
+            case "Softmax" | "LogSoftmax":
+                axes = (normalize_axis(a.axis, rank),)
+                top = Statistic("{LOW}", "v", "max_nan(a, b)")
+                statistics = [top, Statistic("{T}(0)", "exp(v - t0)")]
+                result = "exp(v - t0) / t1" if op.kind == "Softmax" else "(v - t0) - log(t1)"
+            case "LayerNormalization":
+                axes = tuple(range(normalize_axis(a.axis, rank), rank))
+                statistics, result = [MEAN, _variance(a.epsilon)], f"(v - t0) * t1 * e0{shift}"
+            case "RMSNormalization":
+                axes = tuple(range(normalize_axis(a.axis, rank), rank))
+                mean = Statistic("{T}(0)", "v * v", post=f"sqrt(s / {{T}}({{N}}) + {{T}}({a.epsilon!r}))")
+                statistics, result = [mean], "v / t0 * e0"
+            case "InstanceNormalization" | "GroupNormalization":
+                n, c = x.shape[:2]
+                groups = c if op.kind == "InstanceNormalization" else a.num_groups
+                split = (n, groups, c // groups, *x.shape[2:])
+                views = [reshaped(p, split) for p in (x, out)]
+                assert views[0] is not None
+                assert views[1] is not None
+                source, target = views[0], views[1]
+                axes = tuple(range(2, len(split)))
+                per = [(0, e.strides[0] * (c // groups), e.strides[0], *(0,) * (rank - 2)) for e in extras]
+                extras = [e.view(split, s) for e, s in zip(extras, per, strict=True)]
+                statistics, result = [MEAN, _variance(a.epsilon)], "(v - t0) * t1 * e0 + e1"
+            case "LpNormalization":
+                axes = (normalize_axis(a.axis, rank),)
+                term, post = ("fabs(v)", "s") if a.p == 1 else ("v * v", "sqrt(s)")
+                statistics, result = [Statistic("{T}(0)", term, post=post)], "v / (t0 == 0 ? {T}(1) : t0)"
+            case _:
+                axes = tuple(sorted(normalize_axis(i, rank) for i in a.axes))
+                spread = Statistic("{T}(0)", "(v - t0) * (v - t0)", post="sqrt(s / {T}({N})) + {T}(1e-9)")
+                statistics, result = [MEAN, spread], "(v - t0) / t1"
+        extras = [e if e.shape == source.shape else e.view(source.shape, broadcast(e, source.shape)) for e in extras]
+        emit_rows(
+            b, op, source, axes, target, statistics, result, extras,
+            kind=op.kind, attrs=attrs_dict(a), reads=operands, writes=out,
+        )  # fmt: skip
+        return ""
+
+
+class BatchNorm(OwnTactic):
+    """A BatchNormalization that nothing took in: a scale and a shift per channel, in fp32."""
+
+    name = "pointwise"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        constant = all(b.graph.constant_value(v) is not None for v in op.inputs[1:])
+        return None if constant else "its statistics are not constant"
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+        scale, shift, mean, var = (np.asarray(b.graph.constant_value(v), np.float64) for v in op.inputs[1:5])
+        factor = scale / np.sqrt(var + op.attrs.epsilon)
+        wide = np.float64 if x.dtype == FP64 else np.float32
+        shape = (-1, *(1,) * (len(x.shape) - 2))
+        column = [
+            b.constant(v.astype(wide).reshape(shape), op.outputs[0].name) for v in (factor, shift - mean * factor)
+        ]
+        stages = [Stage("Mul", (-1, 1)), Stage("Add", (-2, 2))]
+        emit_pointwise(b, op, stages, [x, *column], out, widened=True)
+        return ""
+
+
+class LocalResponse(OwnTactic):
+    """LRN: a window over the channels."""
+
+    name = "lrn"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
+        return None if is_float(x.dtype) and len(x.static_shape) >= 3 else "it is for feature maps of floating point"
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+        a, (n, c) = op.attrs, x.shape[:2]
+        pixels = math.prod(x.shape[2:])
+        flat = [reshaped(p, (n, c, pixels)) for p in (self._uniform(b, op, x), out)]
+        source, target = (
+            p.view((n, pixels, c), (p.strides[0], p.strides[2], p.strides[1])) for p in flat if p is not None
+        )
+        before = (a.size - 1) // 2
+        window = Window.make((a.size,), (1,), (before, a.size - 1 - before), (1,))
+        t = arithmetic(x.dtype)
+        scale = f"{literal(a.bias, t)} + {literal(a.alpha / a.size, t)} * acc"
+        parts = Rendered(
+            f"{t} acc = 0;",
+            f"{{ const {t} v = widen(at[c * p.xs[1]]); acc += v * v; }}",
+            f"const {t} value = widen(x[c * p.xs[1] + w * p.xs[4]]) / pow({scale}, {literal(a.beta, t)});",
+        )
+        emit_window(
+            b, op, window, source, target, parts, vec=1, kind="LRN", attrs=attrs_dict(a), reads=[x], writes=out
+        )  # fmt: skip
+        return ""
+
+    @staticmethod
+    def _uniform(b: Builder, op: Op, x: Placed) -> Placed:
+        """``x`` with all its pixels at one distance."""
+        if reshaped(x, (x.shape[0], x.shape[1], math.prod(x.shape[2:]))) is not None:
+            return x
+        made = b.new(f"{op.outputs[0].name}.dense", x.dtype, x.shape)
+        copy(b, op, x, made)
+        return made

@@ -1,0 +1,167 @@
+"""Plans of the row kernels (``kernels/rows.cu``): LayerNorm, RMSNorm, Softmax and LogSoftmax over the last, contiguous axis.
+
+Statistics are fp32 and taken from registers: each row is read once. Norms may add a residual first, and give that sum as a second
+output (the residual stream of a transformer).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.quantized.quantized_store import Narrow, narrow_kind
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+OPERATIONS = ("layer_norm", "rms_norm", "softmax", "log_softmax")
+MEMORY = 4.2e12
+CLOCK = 1.75e9
+BLOCK_START = 150e-9  # seconds from one block's start on a multiprocessor to the next one's
+MAX_ELEMENTS = 32
+"""Most elements of a row in one thread's registers; 24 in blocks of more than 512 threads."""
+MAX_ROWS_ELEMENTS = 96
+"""Most elements of several rows in one thread's registers."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``rows`` rows of ``length`` 16-bit elements.
+
+    ``add``: a second input is added first; ``sum``: that sum is also an output. ``scale``, ``bias``: the norm's fp32 parameters of
+    ``length`` elements. ``factor`` multiplies softmax's input.
+    """
+
+    operation: str
+    rows: int
+    length: int
+    dtype: str = "float16"
+    add: bool = False
+    sum: bool = False
+    scale: bool = True
+    bias: bool = True
+    epsilon: float = 1e-5
+    factor: float = 1.0
+    narrow: str = ""
+    """8-bit element type that the result goes out in; "": none."""
+    wide: bool = True
+    """Whether it goes out in 16 bits."""
+
+    @property
+    def bytes(self) -> int:
+        """Least global traffic: each tensor once."""
+        parameters = 4 * self.length * (self.scale + self.bias) if self.operation in OPERATIONS[:2] else 0
+        written = 2 * (self.wide + self.sum) + bool(self.narrow)
+        return self.rows * self.length * (2 + 2 * self.add + written) + parameters
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``group`` threads per row, ``vectors`` accesses of ``lanes`` elements each; ``threads`` of a block; ``rows`` of a group."""
+
+    group: int
+    vectors: int
+    lanes: int
+    threads: int
+    rows: int = 1
+
+    def __str__(self) -> str:
+        name = f"rows{self.group}x{self.vectors}x{self.lanes}t{self.threads}"
+        return name + (f"r{self.rows}" if self.rows > 1 else "")
+
+    def blocks(self, problem: Problem) -> int:
+        """Blocks of the grid."""
+        return -(-problem.rows // (self.threads // self.group * self.rows))
+
+
+def refuse(problem: Problem, config: Config) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if problem.operation not in OPERATIONS:
+        return f"no operation {problem.operation!r}"
+    if problem.operation not in OPERATIONS[:2] and (problem.add or problem.sum):
+        return "softmax adds no residual"
+    if problem.sum and not problem.add:
+        return "there is no sum without an addend"
+    if not problem.wide and not problem.narrow:
+        return "there is no result"
+    if problem.rows < 1 or problem.length < 1 or problem.rows >= 1 << 31:
+        return "no rows, or more than the kernel counts"
+    if config.lanes not in (1, 2, 4, 8) or problem.length % config.lanes:
+        return f"rows of {problem.length} elements are not vectors of {config.lanes}"
+    if config.group & (config.group - 1) if config.group <= 32 else config.group % 32 or config.group != config.threads:
+        return f"{config.group} threads are no group of a block of {config.threads}"
+    if not 32 <= config.threads <= 1024 or config.threads % 32:
+        return f"{config.threads} threads are no block"
+    if config.group * config.vectors * config.lanes < problem.length:
+        return f"a row of {problem.length} elements does not fit {config.group} threads"
+    if config.vectors * config.lanes > (most := MAX_ELEMENTS if config.threads <= 512 else 24):
+        return f"more than {most} elements a thread"
+    if config.rows not in (1, 2, 4) or (config.rows > 1 and config.group > 32):
+        return "several rows are for a group within a warp"
+    if config.rows * config.vectors * config.lanes > MAX_ROWS_ELEMENTS or (config.rows > 1 and config.threads > 256):
+        return "several rows exceed a thread's registers"
+    return None
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. The sizes are parameters."""
+    norm = problem.operation in OPERATIONS[:2]
+    defines = {
+        "OPERATION": OPERATIONS.index(problem.operation), "LANES": config.lanes, "VECTORS": config.vectors,
+        "GROUP": config.group, "ROWS": config.rows, "THREADS": config.threads,
+        "HAS_ADD": int(problem.add), "HAS_SUM": int(problem.sum),
+        "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
+        "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide),
+    }  # fmt: skip
+    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
+    return Recipe("rows.cu", arch, {"generated.cuh": render.constants(defines) + "\n"}, options)
+
+
+def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> Description:
+    """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``."""
+    norm = problem.operation in OPERATIONS[:2]
+    block = ParameterBlock().pointer("input").pointer("addend" if problem.add else None)
+    block.pointer("scale" if norm and problem.scale else None).pointer("bias" if norm and problem.bias else None)
+    block.pointer("output" if problem.wide else None).pointer("sum" if problem.sum else None)
+    block.pointer("narrow" if problem.narrow else None).i32(problem.rows, problem.length)
+    block.f32(problem.epsilon, 1.0 / problem.length, problem.factor)
+    (narrow or Narrow()).put(block)
+    return block.describe("rows", (config.blocks(problem), 1, 1), config.threads)
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch."""
+    elements = config.vectors * config.lanes * config.rows
+    blocks = config.blocks(problem)
+    registers = 32 + elements * (0.75, 1.0, 1.25)[config.rows.bit_length() - 1]
+    resident = max(1, min(2048 // config.threads, int(65536 / (registers * config.threads)), 32))
+    near = problem.bytes < device.l2_bytes  # rows that the last kernel left in L2
+    busy = min(blocks, resident * device.multiprocessors)
+    in_flight = busy * config.threads * elements * 2 * (1 + problem.add)
+    bandwidth = min(5.5e12 if near else MEMORY, in_flight / 0.8e-6)
+    work = blocks * config.threads * (elements * 12 + 80 + 40 * math.log2(max(2, config.group)))
+    compute = work / min(busy, device.multiprocessors) / 128 / CLOCK
+    latency = 0.8e-6 + (0.1e-6 if config.group > 32 else 0.0) + elements * 10 / CLOCK
+    tail = 1.0 + 0.5 * resident * device.multiprocessors / max(blocks, resident * device.multiprocessors)
+    if near and problem.operation in OPERATIONS[:2]:  # the parameters, from L1, once for the rows of a group
+        latency += 0.3 * 8 * problem.length * problem.rows / config.rows / (device.multiprocessors * 64 * CLOCK)
+    started = BLOCK_START * blocks / device.multiprocessors
+    return latency + max(problem.bytes / bandwidth * (tail if blocks > busy else 1.0), compute, started)
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
+    """The configurations to time, best predicted first. Empty when a row is too long."""
+    lanes = next(n for n in (8, 4, 2, 1) if problem.length % n == 0)
+    found: list[tuple[float, Config]] = []
+    for group in (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024):
+        vectors = -(-problem.length // (group * lanes))
+        for threads in (32, 64, 128, 256) if group <= 32 else (group,):
+            for rows in (1, 2, 4):
+                config = Config(group, vectors, lanes, threads, rows)
+                if refuse(problem, config) is None:
+                    found.append((estimate(problem, config, device), config))
+    found.sort(
+        key=lambda item: (round(item[0] * 5e7), abs(item[1].threads - 160), item[1])
+    )  # near-equals: blocks of 128 to 192
+    return [config for _, config in found[:limit]]

@@ -1,0 +1,93 @@
+"""Custom operators on a GPU: the kernel that the user wrote, launched as he says; without one, the CPU runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optdnn.custom import CudaKernel, CudaLaunch, known
+from optdnn.errors import OptdnnError, UnsupportedError
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, copy
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.ops.base import attrs_dict
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.types import TensorType
+
+
+class Custom(OwnTactic):
+    """The kernel of the operator's declaration."""
+
+    name = "custom"
+    deterministic = False  # nobody but its author knows
+    row_invariant = False
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        kernel = known(op.attrs.digest, op.attrs.name).cuda
+        if kernel is None:
+            return "it is declared without a CUDA kernel"
+        inputs, outputs = _types(b, op)
+        if strange := [str(t) for t in (*inputs, *outputs) if t.dtype not in CPP]:
+            return f"kernels have no element type for {strange[0]}"
+        return kernel.refuse(inputs, outputs, dict(op.attrs.values)) if kernel.refuse is not None else None
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        kernel = known(op.attrs.digest, op.attrs.name).cuda
+        assert kernel is not None
+        inputs, outputs = _types(b, op)
+        launch = _launch(kernel, op, inputs, outputs)
+        reads = [None if v is None else _dense(b, op, b.operand(v)) for v in op.inputs]
+        targets = [b.target(Value(op.id, k)) for k in range(len(op.outputs))]
+        writes = [
+            t if t.dense else b.new(f"{op.outputs[k].name}.dense", t.dtype, t.shape) for k, t in enumerate(targets)
+        ]
+        block = Block()
+        for placed in (*reads, *writes):
+            block.pointer(placed)
+        for kind, value in launch.scalars:
+            getattr(block, kind)(float(value) if kind == "f32" else int(value))
+        names = [f"using X{i} = {CPP[r.dtype]};" for i, r in enumerate(reads) if r is not None]
+        names += [f"using Y{i} = {CPP[w.dtype]};" for i, w in enumerate(writes)]
+        text = "\n".join([*names, kernel.source, ""])
+        spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), kernel.function)
+        b.emit(
+            op,
+            spec,
+            launch.grid,
+            launch.threads,
+            block,
+            "Custom",
+            attrs_dict(op.attrs),
+            reads,
+            writes,
+            shared=launch.shared,
+        )
+        for staged, target in zip(writes, targets, strict=True):
+            if staged is not target:
+                copy(b, op, staged, target)
+        return ""
+
+
+def _types(b: Builder, op: Op) -> tuple[list[TensorType], list[TensorType]]:
+    return [b.graph.type(v) for v in op.inputs if v is not None], [o.type for o in op.outputs]
+
+
+def _launch(kernel: CudaKernel, op: Op, inputs: list[TensorType], outputs: list[TensorType]) -> CudaLaunch:
+    """Raises UnsupportedError for a launch that fails or is none."""
+    try:
+        found = kernel.launch(inputs, outputs, dict(op.attrs.values))
+    except OptdnnError:
+        raise
+    except Exception as error:  # the user's own code
+        raise UnsupportedError(f"launch of the custom operator {op.attrs.name} failed: {error}") from error
+    if not isinstance(found, CudaLaunch) or any(k not in ("i32", "u32", "i64", "f32") for k, _ in found.scalars):
+        raise UnsupportedError(f"launch of the custom operator {op.attrs.name} gives {found!r}, which is no CudaLaunch")
+    return found
+
+
+def _dense(b: Builder, op: Op, x: Placed) -> Placed:
+    if x.dense:
+        return x
+    made = b.new(f"{op.outputs[0].name}.operand", x.dtype, x.shape)
+    copy(b, op, x, made)
+    return made

@@ -1,0 +1,44 @@
+"""Pointwise operators, alone or fused, on one generated kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, emit_pointwise, single
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.lowering.builder import Builder
+from optdnn.lowering.views import settle
+
+
+class Elementwise(OwnTactic):
+    """Any pointwise operator or DAG of them, of any shapes that broadcast and any strides."""
+
+    name = "pointwise"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        stages = op.attrs.epilogue if op.kind == "Pointwise" else single(op)
+        missing = sorted({s.kind for s in stages} - EXPRESSIONS.keys())
+        if missing:
+            return f"there is no expression for {', '.join(missing)}"
+        types = [b.graph.type(v).dtype for v in op.inputs if v is not None] + [op.outputs[0].type.dtype]
+        unknown = sorted({t.name for t in types} - {t.name for t in CPP})
+        return f"there is no arithmetic on {', '.join(unknown)}" if unknown else None
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        if self._nothing(b, op):
+            settle(b, op, 0, b.operand(op.inputs[0]))  # type: ignore[arg-type]
+            return ""
+        stages = list(op.attrs.epilogue) if op.kind == "Pointwise" else single(op)
+        inputs = list(op.inputs)
+        if op.kind == "Cast" and inputs[0] is not None and b.graph.op(inputs[0]).kind == "Layout":
+            inputs[0] = b.graph.op(inputs[0]).inputs[0]  # one kernel changes type and order
+        operands = [None if v is None else b.operand(v) for v in inputs]
+        emit_pointwise(b, op, stages, operands, b.target(op.value))
+        return ""
+
+    @staticmethod
+    def _nothing(b: Builder, op: Op) -> bool:
+        """Whether it casts to the type that its operand has."""
+        t, x = op.outputs[0].type, op.inputs[0]
+        return op.kind == "Cast" and x is not None and b.graph.type(x).dtype == t.dtype and not t.layout

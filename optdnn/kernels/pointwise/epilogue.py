@@ -1,0 +1,217 @@
+"""Which part of an operator's epilogue its kernel can do, and what is left for a pointwise kernel after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import ShapeError
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.base import Stage
+from optdnn.runtime.cuda.compile import render
+from optdnn.types import Array
+
+RESIDUAL = 3
+"""Operand slot of the residual tensor in the meaning of a kernel that has one (0 to 2: input, weights, bias)."""
+
+
+@dataclass
+class Epilogue:
+    """``stages`` are done by the kernel (rendered as ``rendered``), ``rest`` by a pointwise kernel after it.
+
+    ``bias`` (fp32, one per channel) is added first, ``residual`` is the tensor that stages read at slot :data:`RESIDUAL`, and
+    ``constants`` those at the slots after it. ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by slot
+    (slot 0 is the result itself).
+    """
+
+    bias: Array | None = None
+    residual: Value | None = None
+    stages: list[Stage] = field(default_factory=list)
+    rendered: list[render.Stage] = field(default_factory=list)
+    constants: list[Array] = field(default_factory=list)
+    rest: list[Stage] = field(default_factory=list)
+    rest_operands: list[Value] = field(default_factory=list)
+
+    def added_to(self, bias: Array | None) -> Array | None:
+        """The sum of the operator's own bias and the epilogue's, either of which may be absent."""
+        if bias is None or self.bias is None:
+            return self.bias if bias is None else bias
+        return bias + self.bias
+
+    def constant(self, value: Array) -> int:
+        """The operand slot of a constant."""
+        self.constants.append(value)
+        return RESIDUAL + len(self.constants)
+
+    def drop_residual(self) -> None:
+        """Without the first stage, the addition of the residual: something else adds it."""
+        self.residual = None
+        self.stages = [
+            replace(s, args=tuple(a if a is None or a >= 0 else a + 1 for a in s.args)) for s in self.stages[1:]
+        ]
+        self.rendered = self.rendered[1:]
+
+
+_PLAIN = {
+    "Relu": "relu", "Sigmoid": "sigmoid", "Tanh": "tanh", "HardSwish": "hard_swish", "Softplus": "softplus",
+}  # fmt: skip
+"""Stages without attributes -> their rendering."""
+
+
+def plan_epilogue(
+    graph: Graph,
+    op: Op,
+    *,
+    channel_axis: int,
+    allow_residual: bool = True,
+    accepts: Callable[[Sequence[render.Stage]], bool] = lambda stages: True,
+    allow_bias: bool = True,
+) -> Epilogue:
+    """Split the epilogue of a Conv, MatMul or Gemm. ``channel_axis``: the axis of the result that a bias runs along.
+
+    ``accepts`` says whether the kernel can do these stages, as they are rendered, in this order.
+    """
+    out = op.outputs[0].type
+    shape = out.static_shape
+    found = Epilogue()
+    stages: Sequence[Stage] = op.attrs.epilogue
+    last_use: dict[int, int] = {}
+    for k, stage in enumerate(stages):
+        last_use.update({~a: k for a in stage.args if a is not None and a < 0})
+    done = 0
+    for k, stage in enumerate(stages):
+        others = [a for a in stage.args if a is None or a >= 0]
+        linear = last_use.get(k) == k and len(others) == len(stage.args) - 1 and not any(
+            r < k and last_use[r] >= k for r in last_use
+        )  # fmt: skip
+        if not linear:
+            break
+        trial = replace(
+            found, stages=[*found.stages], rendered=[*found.rendered], constants=[*found.constants], bias=found.bias
+        )
+        if not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual) or not accepts(trial.rendered):
+            break
+        if trial.bias is not None and not allow_bias:
+            break
+        found = trial
+        done = k + 1
+    slots: dict[Value, int] = {}
+    for stage in stages[done:]:
+        args: list[int | None] = []
+        for a in stage.args:
+            if a is None or a < 0:
+                # Register `done` is what the kernel leaves; earlier ones are not read any more.
+                args.append(a if a is None else a + done)
+            else:
+                value = op.inputs[a]
+                if value is None:
+                    args.append(None)
+                    continue
+                args.append(slots.setdefault(value, len(slots) + 1))
+        found.rest.append(replace(stage, args=tuple(args)))
+    found.rest_operands = list(slots)
+    return found
+
+
+def _absorb(
+    graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int, allow_residual: bool
+) -> bool:
+    """Add the stage to what the kernel does, if it can."""
+    if stage.kind in ("Add", "Mul"):
+        return _absorb_binary(graph, op, stage, into, -1 - len(into.stages), shape, axis, allow_residual)
+    return absorb_unary(graph, op, stage, into)
+
+
+def absorb_unary(graph: Graph, op: Op, stage: Stage, into: Epilogue) -> bool:
+    """Add an activation to what the kernel does, if it can."""
+    register = -1 - len(into.stages)
+    if stage.kind in _PLAIN:
+        return _add(into, Stage(stage.kind, (register,), stage.attrs), (_PLAIN[stage.kind],))
+    a: Any = stage.attrs
+    match stage.kind:
+        case "LeakyRelu":
+            return _add(into, Stage("LeakyRelu", (register,), a), ("leaky_relu", a.alpha))
+        case "Elu":
+            return _add(into, Stage("Elu", (register,), a), ("elu", a.alpha))
+        case "HardSigmoid":
+            return _add(into, Stage("HardSigmoid", (register,), a), ("hard_sigmoid", a.alpha, a.beta))
+        case "Gelu":
+            return _add(into, Stage("Gelu", (register,), a), ("gelu_tanh" if a.approximate == "tanh" else "gelu",))
+        case "Swish" if a.alpha == 1.0:
+            return _add(into, Stage("Swish", (register,), a), ("silu",))
+        case "Clip":
+            return _absorb_clip(graph, op, stage, into, register)
+    return False
+
+
+def _add(into: Epilogue, stage: Stage, rendered: render.Stage) -> bool:
+    into.stages.append(stage)
+    into.rendered.append(rendered)
+    return True
+
+
+def _absorb_clip(graph: Graph, op: Op, stage: Stage, into: Epilogue, register: int) -> bool:
+    bounds: list[float] = []
+    for i, default in ((1, -np.inf), (2, np.inf)):
+        slot = stage.args[i] if i < len(stage.args) else None
+        if slot is None:
+            bounds.append(default)
+            continue
+        array = graph.constant_value(op.inputs[slot]) if slot >= 0 else None
+        if array is None or array.size != 1:
+            return False
+        bounds.append(float(array.reshape(-1)[0]))
+    low, high = (into.constant(np.array(v, np.float32)) for v in bounds)
+    return _add(into, Stage("Clip", (register, low, high), stage.attrs), ("clip", *bounds))
+
+
+def _absorb_binary(
+    graph: Graph,
+    op: Op,
+    stage: Stage,
+    into: Epilogue,
+    register: int,
+    shape: tuple[int, ...],
+    axis: int,
+    allow_residual: bool,
+) -> bool:
+    slot = next((a for a in stage.args if a is not None and a >= 0), None)
+    value = op.inputs[slot] if slot is not None else None
+    if value is None:
+        return False
+    array = graph.constant_value(value)
+    if array is not None:
+        if stage.kind == "Add" and not into.stages:
+            vector = channel_vector(array, shape, axis)
+            if vector is not None:
+                into.bias = vector if into.bias is None else into.bias + vector
+                return True
+        if array.size == 1:
+            number = float(array.reshape(-1)[0])
+            at = into.constant(np.array(number, np.float32))
+            return _add(
+                into, Stage(stage.kind, (register, at)), ("add_const" if stage.kind == "Add" else "mul_const", number)
+            )
+        return False
+    same = graph.type(value).static_shape == shape and graph.type(value).dtype == op.outputs[0].type.dtype
+    if not same or into.residual is not None or not allow_residual:
+        return False
+    into.residual = value
+    return _add(into, Stage(stage.kind, (register, RESIDUAL)), ("add" if stage.kind == "Add" else "mul",))
+
+
+def channel_vector(array: Array, shape: Sequence[int], axis: int) -> Array | None:
+    """A constant that broadcasts along every axis but the channels', as an fp32 vector; None where it does not."""
+    lead = len(shape) - array.ndim
+    if lead < 0:
+        return None
+    full = (1,) * lead + array.shape
+    if any(n != 1 for i, n in enumerate(full) if i != axis % len(shape)):
+        return None
+    try:
+        return np.broadcast_to(array.astype(np.float32).reshape(-1), (shape[axis],)).copy()
+    except ValueError as error:
+        raise ShapeError(f"a bias of {array.shape} does not fit {tuple(shape)}") from error

@@ -1,0 +1,435 @@
+"""Generated kernels for pointwise DAGs: any stages, broadcasting and strides; vectorized where memory allows it. Copies, too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from optdnn.errors import InternalError, UnsupportedError
+from optdnn.ir.graph import Op
+from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.ops.base import Attrs, Stage
+from optdnn.ops.fused import plain_stages, stage_calls
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.types import (
+    BF16,
+    BOOL,
+    DTYPES,
+    FP16,
+    FP32,
+    FP64,
+    NARROW_FLOATS,
+    NARROW_INTEGERS,
+    DType,
+    TensorType,
+    dtype_name,
+    is_float,
+)
+
+OPTIONS = ("--std=c++17",)
+"""Options of the general kernels: no fast math, they are the accurate ones."""
+THREADS = 256
+LARGEST = {d: float(ml_dtypes.finfo(d).max) for d in NARROW_FLOATS}  # type: ignore[no-untyped-call]
+"""Largest value of the floats of 8 and fewer bits."""
+CPP = {
+    FP16: "f16", BF16: "bf16", FP32: "f32", FP64: "f64", BOOL: "boolean",
+    **{d: n.partition("_")[2] for n, d in DTYPES.items() if d in NARROW_FLOATS},
+    **{d: f"{'u' if d.name.startswith('u') else 'i'}{d.name[-1]}" for d in NARROW_INTEGERS},
+    **{DTYPES[f"{s}{n}"]: f"{'u' if s == 'uint' else 'i'}{n}" for s in ("int", "uint") for n in (8, 16, 32, 64)},
+}  # fmt: skip
+"""Element type -> its name in general.cuh."""
+_ARITHMETIC = {FP32: "float", FP64: "double", BOOL: "bool"} | dict.fromkeys((FP16, BF16, *NARROW_FLOATS), "float")
+STRIDES_LIMIT = 8
+"""Most axes that are left after merging."""
+
+
+def arithmetic(dtype: DType) -> str:
+    """The C++ type that an element type is computed in."""
+    return _ARITHMETIC.get(dtype) or ("int" if dtype in NARROW_INTEGERS else CPP[dtype])
+
+
+def literal(value: float | int | bool, type: str) -> str:
+    """A C++ literal of an arithmetic type."""
+    if type == "bool":
+        return "true" if value else "false"
+    if type in ("float", "double"):
+        v = float(value)
+        if math.isnan(v):
+            return f"{type}(__int_as_float(0x7fffffff))"
+        if math.isinf(v):
+            return f"{type}(__int_as_float({'0x7f800000' if v > 0 else '0xff800000'}))"
+        return f"{type}({v!r})"
+    return f"{type}({int(value)}LL)" if not type.startswith("u") else f"{type}({int(value)}ULL)"
+
+
+# ---------------------------------------------------------------- expressions
+
+Render = Callable[[Sequence[str | None], Any, str, str], str]
+"""(operands, attributes, arithmetic type of operand 0, arithmetic type of the result) -> C++ expression."""
+
+
+def _f(text: str) -> Render:
+    """A template over {0}, {1}, …; {T} is the arithmetic type, attributes by name as literals."""
+
+    def render(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
+        values = {k: literal(v, given) for k, v in vars_of(attrs).items() if isinstance(v, (int, float))}
+        return text.format(*args, T=given, R=result, **values)
+
+    return render
+
+
+def vars_of(attrs: Any) -> dict[str, Any]:
+    return (
+        dict(attrs)
+        if isinstance(attrs, dict)
+        else {k: getattr(attrs, k) for k in getattr(attrs, "__dataclass_fields__", {})}
+    )
+
+
+def _fold(text: str) -> Render:
+    def render(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
+        found = str(args[0])
+        for a in args[1:]:
+            found = text.format(found, a, T=given)
+        return found
+
+    return render
+
+
+def _mean(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
+    return f"({' + '.join(map(str, args))}) / {given}({len(args)})"
+
+
+def _clip(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
+    low, high = [*args, None, None][1:3]
+    x = str(args[0])
+    x = f"max_nan({x}, {low})" if low is not None else x
+    return f"min_nan({x}, {high})" if high is not None else x
+
+
+def _div(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
+    a, b = args
+    return f"({a} / {b})" if given in ("float", "double") else f"({b} == 0 ? {given}(0) : {given}({a} / {b}))"
+
+
+def _mod(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
+    a, b = args
+    if given in ("float", "double"):
+        return f"fmod({a}, {b})" if vars_of(attrs).get("fmod") else f"floor_mod({a}, {b})"
+    if vars_of(attrs).get("fmod") or given.startswith("u"):
+        return f"({b} == 0 ? {given}(0) : {given}({a} % {b}))"
+    return f"({b} == 0 ? {given}(0) : {given}(({a} % {b} + {b}) % {b}))"
+
+
+def _pow(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
+    a, b = args
+    if given == "double":
+        return f"pow({a}, double({b}))"
+    return f"powf({a}, float({b}))" if given == "float" else f"integer_power({a}, {b})"
+
+
+def _shift(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
+    a, b = args
+    sign = "<<" if vars_of(attrs)["direction"] == "LEFT" else ">>"
+    empty = f"({a} < 0 ? {given}(-1) : {given}(0))" if sign == ">>" and not given.startswith("u") else f"{given}(0)"
+    return f"({b} < 0 || u64({b}) >= 8 * sizeof({given}) ? {empty} : {given}({a} {sign} {b}))"
+
+
+def _isinf(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
+    v = vars_of(attrs)
+    tests = [f"({args[0]} {'>' if s else '<'} {literal(3.4028234663852886e38 * (1 if s else -1), given)})" for s, on in
+             ((True, v["detect_positive"]), (False, v["detect_negative"])) if on]  # fmt: skip
+    return " || ".join(tests) or "false"
+
+
+def _gelu(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
+    x, t = args[0], given
+    if vars_of(attrs).get("approximate") == "tanh":
+        inner = f"{literal(math.sqrt(2 / math.pi), t)} * ({x} + {literal(0.044715, t)} * {x} * {x} * {x})"
+        return f"({literal(0.5, t)} * {x} * ({t}(1) + tanh({inner})))"
+    return f"({literal(0.5, t)} * {x} * ({t}(1) + erf({x} * {literal(math.sqrt(0.5), t)})))"
+
+
+def _prelu(args: Sequence[str | None], attrs: Any, given: str, result: str) -> str:
+    return f"({args[0]} < {given}(0) ? {given}({args[0]} * {args[1]}) : {args[0]})"
+
+
+EXPRESSIONS: dict[str, Render] = {
+    "Add": _f("({0} + {1})"), "Sub": _f("({0} - {1})"), "Mul": _f("({0} * {1})"), "Div": _div, "Mod": _mod, "Pow": _pow,
+    "PRelu": _prelu, "Min": _fold("min_nan({0}, {1})"), "Max": _fold("max_nan({0}, {1})"), "Sum": _fold("({0} + {1})"),
+    "Mean": _mean, "BitShift": _shift, "Equal": _f("({0} == {1})"), "Less": _f("({0} < {1})"),
+    "LessOrEqual": _f("({0} <= {1})"), "Greater": _f("({0} > {1})"), "GreaterOrEqual": _f("({0} >= {1})"),
+    "And": _f("({0} && {1})"), "Or": _f("({0} || {1})"), "Xor": _f("({0} != {1})"), "BitwiseAnd": _f("({T})({0} & {1})"),
+    "BitwiseOr": _f("({T})({0} | {1})"), "BitwiseXor": _f("({T})({0} ^ {1})"), "Where": _f("({0} ? {1} : {2})"),
+    "Clip": _clip, "Cast": _f("{0}"), "Identity": _f("{0}"),
+    "Relu": _f("max_nan({0}, {T}(0))"), "LeakyRelu": _f("({0} < {T}(0) ? {alpha} * {0} : {0})"),
+    "Elu": _f("({0} < {T}(0) ? {alpha} * expm1({0}) : {0})"),
+    "Selu": _f("{gamma} * ({0} <= {T}(0) ? {alpha} * expm1({0}) : {0})"),
+    "Celu": _f("({0} < {T}(0) ? {alpha} * expm1({0} / {alpha}) : {0})"),
+    "ThresholdedRelu": _f("({0} > {alpha} ? {0} : {T}(0))"), "Sigmoid": _f("({T}(1) / ({T}(1) + exp(-({0}))))"),
+    "HardSigmoid": _f("min_nan(max_nan({alpha} * {0} + {beta}, {T}(0)), {T}(1))"),
+    "HardSwish": _f("({0} * min_nan(max_nan({0} / {T}(6) + {T}(0.5), {T}(0)), {T}(1)))"), "Tanh": _f("tanh({0})"),
+    "Softplus": _f("(max_nan({0}, {T}(0)) + log1p(exp(-fabs({0}))))"), "Softsign": _f("({0} / ({T}(1) + fabs({0})))"),
+    "Mish": _f("({0} * tanh(max_nan({0}, {T}(0)) + log1p(exp(-fabs({0})))))"), "Gelu": _gelu,
+    "Swish": _f("({0} / ({T}(1) + exp(-({alpha} * {0}))))"),
+    "Shrink": _f("({0} < -{lambd} ? {0} + {bias} : {0} > {lambd} ? {0} - {bias} : {T}(0))"),
+    "Neg": _f("({T})(-({0}))"), "Abs": _f("({0} < {T}(0) ? ({T})(-({0})) : {0} == {T}(0) ? {T}(0) : {0})"),
+    "Sign": _f("({0} != {0} ? {0} : {T}(({0} > {T}(0)) - ({0} < {T}(0))))"), "Ceil": _f("ceil({0})"),
+    "Floor": _f("floor({0})"), "Round": _f("rint({0})"), "Reciprocal": _f("({T}(1) / {0})"), "Sqrt": _f("sqrt({0})"),
+    "Exp": _f("exp({0})"), "Log": _f("log({0})"), "Erf": _f("{T}(erf({0}))"), "Sin": _f("sin({0})"), "Cos": _f("cos({0})"),
+    "Tan": _f("tan({0})"), "Asin": _f("asin({0})"), "Acos": _f("acos({0})"), "Atan": _f("atan({0})"), "Sinh": _f("sinh({0})"),
+    "Cosh": _f("cosh({0})"), "Asinh": _f("asinh({0})"), "Acosh": _f("acosh({0})"), "Atanh": _f("atanh({0})"),
+    "Not": _f("(!{0})"), "BitwiseNot": _f("({T})(~{0})"), "IsNaN": _f("({0} != {0})"), "IsInf": _isinf,
+}  # fmt: skip
+"""Kind -> C++ expression over operands in their arithmetic types."""
+
+
+BYTES = (DTYPES["int8"], DTYPES["uint8"])
+
+
+def quantizing_tail(stages: Sequence[Stage], types: Sequence[TensorType], numbers: Sequence[float | None]) -> int:
+    """How many stages at the end are a quantization of fp32 numbers to 8-bit integers: a division by one number, a rounding, perhaps
+    a zero point, bounds, a cast. 0 where they are not. ``numbers``: of each operand, the constant that it is."""
+    for kinds in (["Div", "Round", "Clip", "Cast"], ["Div", "Round", "Add", "Clip", "Cast"]):
+        first = len(stages) - len(kinds)
+        last = stages[max(first, 0) :]
+        if first < 0 or [s.kind for s in last] != kinds or last[-1].attrs.to not in BYTES:  # type: ignore[attr-defined]
+            continue
+        chained = all(s.args[0] == ~(first + i) for i, s in enumerate(last))
+        slots = [a for s in last for a in s.args[1:]]
+        if not chained or any(a is None or a < 0 or types[a].dtype != FP32 for a in slots):
+            continue
+        scale, *whole = (numbers[a] for a in slots if a is not None)
+        exact = all(v is not None and v == int(v) and -128 <= v <= 255 for v in whole)
+        if exact and scale is not None and scale >= float(np.finfo(np.float32).tiny):
+            return len(kinds)
+    return 0
+
+
+def body(
+    stages: Sequence[Stage], types: Sequence[TensorType], start: int = 0, numbers: Sequence[float | None] = ()
+) -> tuple[list[str], str, DType]:
+    """C++ statements that compute the stages from operands ``v0``, ``v1``, … (already widened).
+
+    Returns (statements, name of the result, element type of the result). Register 0 is operand ``start``. ``numbers`` as for
+    :func:`quantizing_tail`, where they are known.
+    """
+    registers, kinds = [f"v{start}"], [types[start].dtype]
+    lines = []
+    tail = quantizing_tail(stages, types, numbers) if numbers else 0
+    for k, (stage, (_, result)) in enumerate(zip(stages, stage_calls(stages, types[start], list(types)), strict=True)):
+        render = EXPRESSIONS.get(stage.kind)
+        if render is None:
+            raise UnsupportedError(f"the cuda target has no expression for a stage of kind {stage.kind}")
+        args = [None if a is None else registers[~a] if a < 0 else f"v{a}" for a in stage.args]
+        given = [types[0].dtype if a is None else kinds[~a] if a < 0 else types[a].dtype for a in stage.args]
+        dtype = result.types[0].dtype
+        first = given[1] if stage.kind == "Where" else given[0]
+        text = render(args, stage.attrs, arithmetic(first), arithmetic(dtype))
+        if k >= len(stages) - tail:
+            if stage.kind == "Div":
+                text = f"quotient({args[0]}, {args[1]})"
+            elif stage.kind == "Cast":
+                quotient, zero = registers[1 + len(stages) - tail], "0.0f"
+                if stages[-3].kind == "Add":
+                    zero = f"v{stages[-3].args[1]}"
+                low, high = (f"v{a}" for a in stages[-2].args[1:])
+                text = f"{CPP[dtype]}(quantized({quotient}, {zero}, {low}, {high}))"
+            else:
+                text = str(args[0])  # the cast does it
+        elif stage.kind == "Cast" and dtype == FP32 and first in BYTES:
+            text = f"byte_to_float({args[0]})"
+        elif stage.kind == "Cast" and dtype != first:
+            if dtype not in CPP or dtype == DTYPES["fp8_e8m0"]:
+                raise UnsupportedError(f"the cuda target has no kernel that makes elements of {dtype_name(dtype)}")
+            # By way of the stored type: a cast rounds, or wraps, exactly once.
+            if dtype in LARGEST and stage.attrs.saturate:  # type: ignore[attr-defined]
+                t = arithmetic(first) if is_float(first) else "double"
+                top = literal(LARGEST[dtype], t)
+                text = f"min_nan(max_nan({t}({text}), -{top}), {top})"
+            text = f"widen(narrow<{CPP[dtype]}>({text}))"
+        lines.append(f"const {arithmetic(dtype)} r{k} = {arithmetic(dtype)}({text});")
+        registers.append(f"r{k}")
+        kinds.append(dtype)
+    return lines, registers[-1], kinds[-1]
+
+
+# ---------------------------------------------------------------- iteration space
+
+
+def merge(shape: Sequence[int], all_strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+    """The iteration space with axes of one element dropped and neighbours merged where every tensor allows it.
+
+    Axes are ordered by the strides of the first tensor (the output), largest first.
+    """
+    axes = [i for i, n in enumerate(shape) if n != 1]
+    axes.sort(key=lambda i: (-abs(all_strides[0][i]), i))
+    dims: list[int] = []
+    strides: list[list[int]] = [[] for _ in all_strides]
+    for i in axes:
+        n = shape[i]
+        if dims and all(s[-1] == given[i] * n for s, given in zip(strides, all_strides, strict=True)):
+            dims[-1] *= n
+            for s, given in zip(strides, all_strides, strict=True):
+                s[-1] = given[i]
+        else:
+            dims.append(n)
+            for s, given in zip(strides, all_strides, strict=True):
+                s.append(given[i])
+    return (dims, strides) if dims else ([1], [[0] for _ in all_strides])
+
+
+def broadcast(placed: Placed, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor broadcast to ``shape``."""
+    lead = len(shape) - len(placed.shape)
+    own = [0 if n == 1 and m != 1 else s for n, s, m in zip(placed.shape, placed.strides, shape[lead:], strict=True)]
+    return (*[0] * lead, *own)
+
+
+def vector(tensors: Sequence[Placed], dims: Sequence[int], strides: Sequence[Sequence[int]]) -> int:
+    """How many consecutive elements a thread takes: up to 16 bytes of the widest type that it reads or writes in a row, aligned in
+    every tensor."""
+    best = 1
+    widest = max(t.dtype.itemsize for t, s in zip(tensors, strides, strict=True) if s[-1] or t is tensors[0])
+    for count in (2, 4, 8, 16):
+        if dims[-1] % count or count * widest > 16:
+            break
+        fits = strides[0][-1] == 1
+        for t, s in zip(tensors, strides, strict=True):
+            aligned = t.offset % count == 0 and all(x % count == 0 for x in s[:-1])
+            fits = fits and (aligned if s[-1] == 1 else s[-1] == 0)
+        if not fits:
+            break
+        best = count
+    return best
+
+
+def _number(b: Builder, placed: Placed | None) -> float | None:
+    """The one finite number that a tensor is, where it is a constant."""
+    blob = None if placed is None or math.prod(placed.shape) != 1 else b.buffers[placed.buffer].blob
+    if placed is None or blob is None or b.blobs[blob].size != 1 or b.blobs[blob].dtype.kind != "f":
+        return None
+    value = float(b.blobs[blob].reshape(-1)[0])
+    return value if math.isfinite(value) else None
+
+
+def emit_pointwise(
+    b: Builder,
+    op: Op,
+    stages: Sequence[Stage],
+    operands: Sequence[Placed | None],
+    out: Placed,
+    *,
+    kind: str = "Pointwise",
+    widened: bool = False,
+) -> None:
+    """One kernel: ``out = stages(operands)``, register 0 being operand 0. Operands broadcast to ``out``'s shape.
+
+    ``widened``: floating operands may be of other widths than operand 0 (all are computed in fp32 at least).
+    """
+    if 0 in out.shape:
+        return
+    present = [(i, p) for i, p in enumerate(operands) if p is not None]
+    types = [TensorType(p.dtype if p is not None else FP32, p.shape if p is not None else ()) for p in operands]
+    if widened:
+        types = [t.with_dtype(types[0].dtype) if is_float(t.dtype) else t for t in types]
+    lines, result, _ = body(stages, types, numbers=[_number(b, p) for p in operands])
+    tensors = [out, *(p for _, p in present)]
+    dims, strides = merge(out.shape, [out.strides, *(broadcast(p, out.shape) for _, p in present)])
+    if len(dims) > STRIDES_LIMIT:
+        raise InternalError(f"{op.kind} {op.name!r} has {len(dims)} axes that cannot be merged")
+    vec = vector(tensors, dims, strides)
+    text = _source(lines, result, out, present, len(dims), vec, strides)
+    dims[-1] //= vec
+    count = math.prod(dims)
+    if count >= 1 << 31:
+        raise UnsupportedError(f"{op.kind} {op.name!r} has more elements than a cuda kernel addresses")
+    block = Block()
+    for t in tensors:
+        block.pointer(t)
+    block.u32(count, *dims)
+    for s in strides:
+        block.i64(*s[:-1], s[-1] * vec)
+    if kind == "Pointwise":
+        attrs: dict[str, Any] = {"prologue": (), "epilogue": plain_stages(stages), "arity": 1}
+    else:
+        attrs = {}
+    # 8-bit integers are exact to the bit: products are rounded before they are added to.
+    options = (*OPTIONS, "--fmad=false") if out.dtype in BYTES else OPTIONS
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, options), "pointwise")
+    grid = (min(-(-count // THREADS), 65535 * 8), 1, 1)
+    b.emit(op, spec, grid, THREADS, block, kind, attrs, list(operands), [out])
+
+
+def _source(
+    lines: Sequence[str],
+    result: str,
+    out: Placed,
+    present: Sequence[tuple[int, Placed]],
+    rank: int,
+    vec: int,
+    strides: Sequence[Sequence[int]],
+) -> str:
+    names = [str(i) for i, _ in present]
+    moving = [n for n, s in zip(names, strides[1:], strict=True) if any(s)]  # the others are one number
+    fields = ["void* out;", *(f"const void* in{n};" for n in names), f"u32 count; u32 dims[{rank}];",
+              f"i64 so[{rank}];", *(f"i64 s{n}[{rank}];" for n in names)]  # fmt: skip
+    t_out = CPP[out.dtype]
+    walk = ["u32 rest = i, k;", "i64 o = 0;", *(f"i64 o{n} = 0;" for n in moving)]
+    for d in reversed(range(rank)):
+        walk.append(f"k = rest % p.dims[{d}]; rest /= p.dims[{d}];" if d else "k = rest;")
+        walk.append(f"o += k * p.so[{d}]; " + " ".join(f"o{n} += k * p.s{n}[{d}];" for n in moving))
+    loads, scalars = [], []
+    for (i, p), own in zip(present, strides[1:], strict=True):
+        t = CPP[p.dtype]
+        if not any(own):
+            loads.append(f"const {t} p{i} = *static_cast<const {t}*>(p.in{i});")
+            scalars.append(f"const {arithmetic(p.dtype)} v{i} = widen(p{i});")
+        elif vec > 1 and own[-1] == 1:
+            loads.append(f"const Pack<{t}, {vec}> p{i}(static_cast<const {t}*>(p.in{i}) + o{i});")
+            scalars.append(f"const {arithmetic(p.dtype)} v{i} = widen(p{i}.lane[j]);")
+        else:
+            loads.append(f"const {t} p{i} = static_cast<const {t}*>(p.in{i})[o{i}];")
+            scalars.append(f"const {arithmetic(p.dtype)} v{i} = widen(p{i});")
+    compute = "\n            ".join([*scalars, *lines])
+    if vec > 1:
+        store = (f"Pack<{t_out}, {vec}> y;\n        #pragma unroll\n        for (int j = 0; j < {vec}; j++) {{\n            {compute}\n"
+                 f"            y.lane[j] = narrow<{t_out}>({result});\n        }}\n        y.store(static_cast<{t_out}*>(p.out) + o);")  # fmt: skip
+    else:
+        store = f"{compute}\n        static_cast<{t_out}*>(p.out)[o] = narrow<{t_out}>({result});"
+    newline = "\n    "
+    return f"""struct Params {{
+    {newline.join(fields)}
+}};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) pointwise(const __grid_constant__ Params p) {{
+    launch_dependents();
+    wait_for_predecessor();
+    for (u32 i = blockIdx.x * {THREADS} + threadIdx.x; i < p.count; i += gridDim.x * {THREADS}) {{
+        {(newline + "    ").join(walk)}
+        {(newline + "    ").join(loads)}
+        {store}
+    }}
+}}
+"""
+
+
+def copy(b: Builder, op: Op, source: Placed, target: Placed) -> None:
+    """Copy (and convert) a tensor to another place of the same shape."""
+    if source.shape != target.shape:
+        raise InternalError(f"cannot copy {source.shape} to {target.shape}")
+    if source.dtype == target.dtype and source.dtype not in CPP:  # elements that are only moved
+        plain = DTYPES[{1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}[source.dtype.itemsize]]
+        source, target = replace(source, dtype=plain), replace(target, dtype=plain)
+    emit_pointwise(b, op, [], [source], target, kind="Copy")
+
+
+def single(op: Op) -> list[Stage]:
+    """A pointwise op of its own kind as one stage."""
+    args = [-1 if i == 0 else (None if v is None else i) for i, v in enumerate(op.inputs)]
+    return [Stage(op.kind, tuple(args), op.attrs if op.attrs is not None else Attrs())]

@@ -1,0 +1,132 @@
+"""What the Hopper convolution can do to its pixels before it multiplies them: the prologue of an operator as data of a launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue, absorb_unary, channel_vector
+from optdnn.lowering.builder import CHANNEL_ALIGN, Builder, Placed, up
+from optdnn.ops.base import Stage
+from optdnn.runtime.cuda.compile import render
+from optdnn.types import Array
+
+
+@dataclass
+class Prologue:
+    """``rendered`` is what the kernel does; ``stages`` mean the same, and read ``operands`` at the slots from 1 on.
+
+    ``packed``: the channels' scale and shift, fp32 [channels, 2]. ``gate``: a factor per image and channel.
+    """
+
+    packed: Placed
+    rendered: list[render.Stage] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    operands: list[Placed] = field(default_factory=list)
+    gate: Placed | None = None
+
+    def add(self, kind: str, operand: Placed) -> None:
+        """A stage of two operands: what has been made so far, and this one."""
+        self.operands.append(operand)
+        self.stages.append(Stage(kind, (~len(self.stages), len(self.operands))))
+
+    def moved(self, by: int) -> list[Stage]:
+        """The stages where so many operands come before those that they read."""
+        return [replace(s, args=tuple(a if a is None or a < 0 else a + by for a in s.args)) for s in self.stages]
+
+
+def plan_prologue(b: Builder, op: Op, x: Placed) -> Prologue | None:
+    """The prologue of a convolution, of which ``x`` (logical NCHW) is operand 0; None where the kernel cannot do it.
+
+    It can multiply and add per channel (once, before any activation), multiply by a gate of one factor per image and channel,
+    and apply activations; each stage must read the one before.
+    """
+    channels = x.shape[1]
+    parts = _parts(b, op, x)
+    affines = [part for part in parts or () if isinstance(part, _Affine)]
+    if parts is None or len(affines) > 1 or sum(isinstance(part, Placed) for part in parts) > 1:
+        return None
+    constants = np.zeros((up(channels, 64), 2), np.float32)
+    constants[:channels, 0] = 1.0
+    for affine in affines:
+        constants[:channels] = np.stack([affine.scale, affine.shift], 1)
+    found = Prologue(b.constant(constants, f"{op.outputs[0].name}.prologue"))
+    for part in parts:
+        if isinstance(part, _Affine):
+            column = (1, channels, 1, 1), (0, 2, 0, 0)
+            found.add("Mul", found.packed.view(*column))
+            found.add("Add", found.packed.view(*column, 1))
+            found.rendered.append(("scale_shift",))
+        elif isinstance(part, Placed):
+            found.gate = part
+            found.add("Mul", part)
+            found.rendered.append(("gate",))
+        else:
+            first = len(found.operands) + 1
+            found.operands += [b.constant(c, "scalar") for c in part.constants]
+            slots = [None if a is None else first + a - RESIDUAL - 1 for a in part.stages[0].args[1:]]
+            found.stages.append(replace(part.stages[0], args=(~len(found.stages), *slots)))
+            found.rendered += part.rendered
+    if not affines:  # the kernel reads it all the same
+        found.operands.append(found.packed)
+    return found
+
+
+@dataclass
+class _Affine:
+    """Scale and shift per channel."""
+
+    scale: Array
+    shift: Array
+
+
+def _parts(b: Builder, op: Op, x: Placed) -> list[_Affine | Placed | Epilogue] | None:
+    """The stages in order: neighbouring factors and addends per channel as one, gates, and activations (each as an epilogue of its
+    own); None where one is none of these."""
+    graph, channels = b.graph, x.shape[1]
+    found: list[_Affine | Placed | Epilogue] = []
+    for k, stage in enumerate(op.attrs.prologue):
+        if [a for a in stage.args if a is not None and a < 0] != [~k]:
+            return None
+        slot = next((a for a in stage.args if a is not None and a >= 0), None)
+        value = op.inputs[slot] if slot is not None else None
+        if stage.kind not in ("Add", "Mul") or value is None:
+            alone = Epilogue()
+            if not absorb_unary(graph, op, stage, alone):
+                return None
+            found.append(alone)
+            continue
+        array = graph.constant_value(value)
+        if array is None:
+            gate = _gate(b, value, x) if stage.kind == "Mul" else None
+            if gate is None:
+                return None
+            found.append(gate)
+            continue
+        vector = channel_vector(array, x.shape, 1)
+        if vector is None:
+            return None
+        if not found or not isinstance(found[-1], _Affine):
+            found.append(_Affine(np.ones(channels, np.float32), np.zeros(channels, np.float32)))
+        last = found[-1]
+        assert isinstance(last, _Affine)
+        if stage.kind == "Mul":
+            last.scale, last.shift = last.scale * vector, last.shift * vector
+        else:
+            last.shift = last.shift + vector
+    return found
+
+
+def _gate(b: Builder, value: Value, x: Placed) -> Placed | None:
+    """Where a factor per image and channel lies, if the kernel can read eight of them at once."""
+    shape = b.graph.type(value).static_shape
+    n, c = x.shape[:2]
+    if shape != (n, c) + (1,) * (len(shape) - 2) or b.graph.type(value).dtype != x.dtype or c % CHANNEL_ALIGN:
+        return None
+    at = b.operand(value)
+    pitch = at.strides[0] if n > 1 else c
+    if at.strides[1] != 1 or pitch % CHANNEL_ALIGN or at.offset % CHANNEL_ALIGN:
+        return None
+    return at.view((n, c, 1, 1), (pitch, 1, 0, 0))

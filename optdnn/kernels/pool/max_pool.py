@@ -1,0 +1,197 @@
+"""Max pooling of 16-bit channels-last images: a thread keeps a tile of output pixels, so that neighbouring windows share loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.conv.cost import CLOCK, MEMORY
+from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS
+from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
+from optdnn.runtime.reference.window import resolve_pads
+from optdnn.types import BF16, FP16
+
+LANES = 8
+"""Channels a thread takes at once: 16 bytes."""
+L1 = 64.0
+"""Bytes per cycle and multiprocessor that loads of overlapping windows bring."""
+MOST_LOADS = 40
+"""Vectors in flight per thread: more do not fit the registers."""
+
+
+@dataclass(frozen=True, order=True)
+class Tile:
+    """Output rows and columns of a thread, and threads of a block."""
+
+    rows: int
+    columns: int
+    threads: int
+
+    def __str__(self) -> str:
+        return f"tile{self.rows}x{self.columns}t{self.threads}"
+
+
+class TiledMaxPool(Rehearsed):
+    """Max pools of two axes, without dilation, of 16-bit images whose channels lie together in eights."""
+
+    name = "max_pool_tiled"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        a, x, out = op.attrs, b.graph.type(op.inputs[0]), op.outputs[0].type  # type: ignore[arg-type]
+        if len(op.outputs) > 1:
+            return "it does not give indices"
+        if out.dtype not in (FP16, BF16) or len(a.kernel_shape) != 2 or 0 in out.static_shape:
+            return "it is for 16-bit images"
+        if any(d != 1 for d in a.dilations):
+            return "its windows have holes"
+        if a.kernel_shape[0] * a.kernel_shape[1] > MOST_LOADS:
+            return f"its windows have more than {MOST_LOADS} elements"
+        pads = resolve_pads(a.auto_pad, a.pads, x.static_shape[2:], a.kernel_shape, a.strides, a.dilations)
+        assert pads is not None
+        for axis in (0, 1):
+            size, n = x.static_shape[2 + axis], out.static_shape[2 + axis]
+            last = (n - 1) * a.strides[axis] - pads[axis]
+            if pads[axis] >= a.kernel_shape[axis] or last >= size:
+                return "a window lies wholly in the padding"
+        assert op.inputs[0] is not None
+        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+        if any(not in_eights(p) for p in places) or (op.value not in b.reserved and out.layout != "nhwc"):
+            return "its channels do not lie together in eights"
+        return None
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        assert op.inputs[0] is not None
+        a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
+        pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], a.kernel_shape, a.strides, a.dilations)
+        assert pads is not None
+        offers = sorted(
+            (
+                Offer(t, _seconds(t, x, out, a.kernel_shape, a.strides, b.gpu))
+                for t in _tiles(out, a.kernel_shape, a.strides)
+            ),
+            key=lambda o: (o.seconds, o.config),
+        )
+        b.offer(offers)
+        tile: Tile = config or offers[0].config
+        (n, _, h, w), (_, c, oh, ow) = x.shape, out.shape
+        high, wide = -(-oh // tile.rows), -(-ow // tile.columns)
+        count = n * high * wide * c // LANES
+        text = _source(tile, CPP[x.dtype], c // LANES, (high, wide), a.kernel_shape, a.strides, pads)
+        block = (
+            Block().pointer(x).pointer(out).i64(*(s // LANES for s in _steps(x)), *(s // LANES for s in _steps(out)))
+        )
+        block.u32(count).i32(h, w, oh, ow)
+        attrs = {
+            "kernel_shape": a.kernel_shape, "strides": a.strides, "pads": pads, "dilations": a.dilations,
+            "ceil_mode": a.ceil_mode and a.auto_pad == "NOTSET", "auto_pad": "NOTSET",
+        }  # fmt: skip
+        spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "max_pool_tiled")
+        grid = (-(-count // tile.threads), 1, 1)
+        b.emit(op, spec, grid, tile.threads, block, "MaxPool", attrs, [x], [out])
+        return str(tile)
+
+
+def in_eights(x: Placed) -> bool:
+    """Whether eight neighbouring channels are one aligned access wherever one looks."""
+    (_, c, _, _), (sn, sc, sh, sw) = x.shape, x.strides
+    others = [s for s, n in zip((sn, sh, sw), (x.shape[0], x.shape[2], x.shape[3]), strict=True) if n > 1]
+    return c % LANES == 0 and sc == 1 and x.offset % LANES == 0 and all(s % LANES == 0 for s in others)
+
+
+def _steps(x: Placed) -> tuple[int, int, int]:
+    sn, _, sh, sw = x.strides
+    return sn, sh, sw
+
+
+def _extent(tile: Tile, kernel: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """Input rows and columns under a tile."""
+    return (tile.rows - 1) * strides[0] + kernel[0], (tile.columns - 1) * strides[1] + kernel[1]
+
+
+def _tiles(out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[Tile]:
+    for rows, columns in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (2, 4), (4, 1), (4, 2)):
+        for threads in (64, 128, 256):
+            tile = Tile(rows, columns, threads)
+            high, wide = _extent(tile, kernel, strides)
+            fits = rows <= max(1, out.shape[2]) and columns <= max(1, out.shape[3])
+            if fits and (rows == columns == 1 or high * wide <= MOST_LOADS):
+                yield tile
+
+
+def _seconds(
+    tile: Tile, x: Placed, out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...], gpu: GpuFacts
+) -> float:
+    """Predicted time: memory once, the loads of all tiles, and few threads' latency."""
+    gpu = fitted(gpu)
+    high, wide = _extent(tile, kernel, strides)
+    n, c, oh, ow = out.shape
+    threads = n * -(-oh // tile.rows) * -(-ow // tile.columns) * c // LANES
+    loads = threads * (high * wide + tile.rows * tile.columns) * 16
+    busy = min(gpu.multiprocessors, -(-threads // tile.threads))
+    in_flight = min(threads, gpu.multiprocessors * 1024) * high * wide * 16
+    memory = (x.size + out.size) * x.dtype.itemsize / min(MEMORY, max(in_flight, 4096) / 0.8e-6)
+    return 1.5e-6 + max(memory, loads / (busy * L1 * CLOCK)) + high * wide * 8 / CLOCK
+
+
+def predicted(x: Placed, out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...], gpu: GpuFacts) -> float:
+    """Seconds of the best tile."""
+    return min(_seconds(t, x, out, kernel, strides, gpu) for t in _tiles(out, kernel, strides))
+
+
+def _source(
+    tile: Tile, t: str, vectors: int, tiles: tuple[int, int], kernel: tuple[int, ...], strides: tuple[int, ...],
+    pads: tuple[int, ...],
+) -> str:  # fmt: skip
+    """A tap outside of the image reads the nearest one inside, which is in the same window: all loads are unconditional."""
+    high, wide = _extent(tile, kernel, strides)
+    return f"""struct Params {{ const uint4* x; uint4* y; i64 xn, xh, xw, yn, yh, yw; u32 count; int h, w, oh, ow; }};
+
+DEVICE uint4 larger(uint4 a, uint4 b) {{
+    a.x = max2_{t}(a.x, b.x); a.y = max2_{t}(a.y, b.y); a.z = max2_{t}(a.z, b.z); a.w = max2_{t}(a.w, b.w);
+    return a;
+}}
+
+extern "C" __global__ void __launch_bounds__({tile.threads}) max_pool_tiled(const __grid_constant__ Params p) {{
+    launch_dependents();
+    const u32 index = blockIdx.x * {tile.threads} + threadIdx.x;
+    const int vector = index % {vectors}u, column = index / {vectors}u % {tiles[1]}u * {tile.columns};
+    const int row = index / {vectors * tiles[1]}u % {tiles[0]}u * {tile.rows}, n = index / {vectors * tiles[0] * tiles[1]}u;
+    const int top = row * {strides[0]} - {pads[0]}, left = column * {strides[1]} - {pads[1]};
+    wait_for_predecessor();
+    if (index >= p.count) return;
+    const uint4* x = p.x + n * p.xn + vector;
+    uint4 taps[{high}][{wide}];
+    #pragma unroll
+    for (int r = 0; r < {high}; r++) {{
+        const int h = top + r < 0 ? 0 : top + r < p.h ? top + r : p.h - 1;
+        #pragma unroll
+        for (int s = 0; s < {wide}; s++) {{
+            const int w = left + s < 0 ? 0 : left + s < p.w ? left + s : p.w - 1;
+            taps[r][s] = x[h * p.xh + w * p.xw];
+        }}
+    }}
+    uint4* y = p.y + n * p.yn + row * p.yh + column * p.yw + vector;
+    #pragma unroll
+    for (int j = 0; j < {tile.columns}; j++) {{
+        uint4 across[{high}];
+        #pragma unroll
+        for (int r = 0; r < {high}; r++) {{
+            across[r] = taps[r][j * {strides[1]}];
+            #pragma unroll
+            for (int s = 1; s < {kernel[1]}; s++) across[r] = larger(across[r], taps[r][j * {strides[1]} + s]);
+        }}
+        #pragma unroll
+        for (int i = 0; i < {tile.rows}; i++) {{
+            uint4 best = across[i * {strides[0]}];
+            #pragma unroll
+            for (int r = 1; r < {kernel[0]}; r++) best = larger(best, across[i * {strides[0]} + r]);
+            if (row + i < p.oh && column + j < p.ow) y[i * p.yh + j * p.yw] = best;
+        }}
+    }}
+}}
+"""

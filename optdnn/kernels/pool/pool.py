@@ -1,0 +1,96 @@
+"""Tactics of pools: sliding windows of any rank and order, and global ones as reductions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.kernels.pool.window import Rendered, Window, channel_vector_width, emit_window, load_channels
+from optdnn.kernels.reduce.reduce import emit_reduce, limits
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.lowering.builder import Builder
+from optdnn.runtime.reference.window import resolve_pads
+from optdnn.types import is_float
+
+
+class WindowPool(OwnTactic):
+    """Max, average and Lp pooling of any rank, padding, dilation and order."""
+
+    name = "window_pool"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if len(op.outputs) > 1:
+            return "it does not give indices"
+        if len(op.attrs.kernel_shape) > 3:
+            return f"it has {len(op.attrs.kernel_shape)} spatial axes"
+        dtype = op.outputs[0].type.dtype
+        return None if is_float(dtype) or op.kind == "MaxPool" else f"it does not average {dtype.name}"
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        assert op.inputs[0] is not None
+        a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
+        pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], a.kernel_shape, a.strides, a.dilations)
+        assert pads is not None
+        window = Window.make(a.kernel_shape, a.strides, pads, a.dilations)
+        vec = channel_vector_width([x, out])
+        t = arithmetic(x.dtype)
+        counted = ""
+        if op.kind == "MaxPool":
+            step, start, result = "acc[j] = max_nan(acc[j], widen(v.lane[j]));", limits(t)[0], "acc[j]"
+        elif op.kind == "LpPool":
+            power = f"{t}({a.p})"
+            value = "fabs(widen(v.lane[j]))" if a.p == 1 else f"pow(fabs(widen(v.lane[j])), {power})"
+            step, start = f"acc[j] += {value};", f"{t}(0)"
+            result = "acc[j]" if a.p == 1 else f"pow(acc[j], {t}(1) / {power})"
+        else:
+            step, start, result = "acc[j] += widen(v.lane[j]);", f"{t}(0)", "acc[j] / counted"
+            counted = _counted(window, a.count_include_pad, t)
+        load = load_channels(CPP[x.dtype], vec, "at + c * p.xs[1]", "v")
+        parts = Rendered(
+            f"{t} acc[{vec}]; for (int j = 0; j < {vec}; j++) acc[j] = {start}; {counted}",
+            f"{load} for (int j = 0; j < {vec}; j++) {step}",
+            f"const {t} value = {result};",
+        )
+        attrs = {
+            "kernel_shape": a.kernel_shape,
+            "strides": a.strides,
+            "pads": pads,
+            "dilations": a.dilations,
+            "ceil_mode": a.ceil_mode and a.auto_pad == "NOTSET",
+            "auto_pad": "NOTSET",
+        }
+        attrs |= {"count_include_pad": a.count_include_pad} if op.kind == "AveragePool" else {}
+        attrs |= {"p": a.p} if op.kind == "LpPool" else {}
+        emit_window(b, op, window, x, out, parts, vec=vec, kind=op.kind, attrs=attrs, reads=[x])
+        return f"x{vec}"
+
+
+def _counted(window: Window, padding: bool, t: str) -> str:
+    """C++ that counts the elements (with ``padding``, of the padding too) under the window of this position."""
+    lines = [f"{t} counted = 1;"]
+    for i, x in enumerate("dhw"):
+        k, stride, pad, dilation = window.kernel[i], window.strides[i], window.pads[i], window.dilations[i]
+        low = -pad if padding else 0
+        high = f"p.size_{x} + {window.pads[3 + i]}" if padding else f"p.size_{x}"
+        at = f"const int at = {x} * {stride} - {pad} + k * {dilation};"
+        loop = f"for (int k = 0; k < {k}; k++) {{ {at} some += at >= {low} && at < {high}; }}"
+        lines.append(f"{{ int some = 0; {loop} counted *= some; }}")
+    return " ".join(lines)
+
+
+class GlobalPool(OwnTactic):
+    """Pooling over all positions: a reduction."""
+
+    name = "reduce"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        dtype = op.outputs[0].type.dtype
+        return None if is_float(dtype) or op.kind == "GlobalMaxPool" else f"it does not average {dtype.name}"
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        assert op.inputs[0] is not None
+        x, out = b.operand(op.inputs[0]), b.target(op.value)
+        how = {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}[op.kind]
+        emit_reduce(b, op, how, x, tuple(range(2, len(x.shape))), out, kind=op.kind, attrs={}, reads=[x])
+        return ""

@@ -1,0 +1,205 @@
+"""Sliding-window kernels, generated: what pools, depthwise and direct convolutions share, over one to three spatial axes.
+
+One thread computes ``vec`` neighbouring channels of one output position where both tensors lie channels-last and aligned,
+else one element. Sums are fp32 in the order of the taps. Any stages follow, on operands of any strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, body, broadcast
+from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.ops.base import Stage
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.types import DType, TensorType, is_float
+
+THREADS = 128
+
+
+@dataclass(frozen=True)
+class Window:
+    """Geometry over three spatial axes (leading ones of size 1); ``pads``: begins, then ends."""
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    pads: tuple[int, ...]
+    dilations: tuple[int, ...]
+
+    @classmethod
+    def make(
+        cls, kernel: Sequence[int], strides: Sequence[int], pads: Sequence[int], dilations: Sequence[int]
+    ) -> Window:
+        lead, rank = 3 - len(kernel), len(kernel)
+        ones, zeros = (1,) * lead, (0,) * lead
+        begins, ends = (*zeros, *pads[:rank]), (*zeros, *pads[rank:])
+        return cls((*ones, *kernel), (*ones, *strides), (*begins, *ends), (*ones, *dilations))
+
+
+def spatial3(x: Placed) -> Placed:
+    """A feature map [n, c, ...] of one to three spatial axes as [n, c, d, h, w]."""
+    lead = 5 - len(x.shape)
+    return x.view((*x.shape[:2], *(1,) * lead, *x.shape[2:]), (*x.strides[:2], *(0,) * lead, *x.strides[2:]))
+
+
+def channel_vector_width(tensors: Sequence[Placed]) -> int:
+    """Neighbouring channels a thread can take as one access in every one of these feature maps."""
+    best = 1
+    for count in (2, 4, 8):
+        for t in tensors:
+            others = [s for i, (n, s) in enumerate(zip(t.shape, t.strides, strict=True)) if i != 1 and n > 1]
+            aligned = t.strides[1] == 1 and t.offset % count == 0 and all(s % count == 0 for s in others)
+            if not aligned or t.shape[1] % count or count * t.dtype.itemsize > 16:
+                return best
+        best = count
+    return best
+
+
+def position(out: Placed, vec: int) -> str:
+    """C++ that turns the thread's index into n, c (of the first of ``vec`` channels), d, h, w of the output."""
+    n, c, d, h, w = out.shape
+    sizes = {"n": n, "c": c // vec, "d": d, "h": h, "w": w}
+    order = ["c", "w", "h", "d", "n"] if out.strides[1] == 1 and c > 1 else ["w", "h", "d", "c", "n"]
+    lines = ["u32 rest = index;"]
+    for name in order[:-1]:
+        times = f" * {vec}" if name == "c" and vec > 1 else ""
+        lines.append(f"const int {name} = rest % {sizes[name]}u{times}; rest /= {sizes[name]}u;")
+    return " ".join([*lines, "const int n = rest;"])
+
+
+def taps(window: Window, *, transposed: bool = False) -> tuple[str, str]:
+    """C++ of the loops over the taps (with the input's coordinates id, ih, iw and the bounds test), and their closing.
+
+    ``transposed``: the input elements that a transposed convolution spreads onto this output element.
+    """
+    lines, close = [], ""
+    for i, x in enumerate("dhw"):
+        k, stride, pad, dilation = window.kernel[i], window.strides[i], window.pads[i], window.dilations[i]
+        unroll = "#pragma unroll\n        " if k <= 9 else ""
+        at = f"const int i{x} = {x} * {stride} - {pad} + k{x} * {dilation}; "
+        if transposed:
+            at = (
+                f"const int t{x} = {x} + {pad} - k{x} * {dilation}; if (t{x} < 0 || t{x} % {stride}) continue; "
+                f"const int i{x} = t{x} / {stride}; "
+            )
+        bounds = f"if (i{x} < 0 || i{x} >= p.size_{x}) continue;"
+        lines.append(f"\n        {unroll}for (int k{x} = 0; k{x} < {k}; k{x}++) {{ {at}{bounds}")
+        close += "}"
+    return "".join(lines), close
+
+
+@dataclass
+class Rendered:
+    """The parts of a window kernel.
+
+    ``start`` declares what ``tap`` adds to; ``tap`` sees the tap (kd, kh, kw), the input's coordinates (id, ih, iw) and the
+    address ``at`` of the element of channel 0 there; ``end`` leaves the result of channel ``c + j`` in ``value``, of the
+    arithmetic type of the output. ``arguments`` are further tensors (``p.a0``, …), ``numbers`` further integers (``p.m[0]``, …).
+    """
+
+    start: str
+    tap: str
+    end: str
+    arguments: Sequence[Placed] = ()
+    numbers: Sequence[int] = ()
+
+
+def emit_window(
+    b: Builder,
+    op: Op,
+    window: Window,
+    x: Placed,
+    out: Placed,
+    parts: Rendered,
+    *,
+    vec: int,
+    kind: str,
+    attrs: dict[str, Any],
+    reads: Sequence[Placed | None],
+    stages: Sequence[Stage] = (),
+    operands: Sequence[Placed | None] = (),
+    transposed: bool = False,
+    writes: Placed | None = None,
+) -> None:
+    """Render and add the kernel. ``stages`` turn the result; ``operands`` (by slot, from 1 on) are what they read.
+
+    ``writes`` is the result as its meaning has it, where ``out`` is another view of it.
+    """
+    x5, y5 = spatial3(x), spatial3(out)
+    tx, ty = CPP[x.dtype], CPP[out.dtype]
+    opening, closing = taps(window, transposed=transposed)
+    used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
+    extra = {a: p for a in used if (p := operands[a]) is not None}
+    finish = finishing(stages, extra, len(operands), out)
+    if vec > 1:
+        each = f"for (int j = 0; j < {vec}; j++) {{ {parts.end} {finish} r.lane[j] = stored; }}"
+        store = f"Pack<{ty}, {vec}> r;\n    {each}\n    r.store(y);"
+    else:
+        store = f"const int j = 0; {parts.end} {finish} *y = stored;"
+    fields = [f"const {CPP[t.dtype]}* a{i};" for i, t in enumerate(parts.arguments)]
+    fields += [f"const {CPP[p.dtype]}* e{a};" for a, p in extra.items()]
+    fields += ["int size_d, size_h, size_w; u32 count; i64 xs[5], ys[5];"]
+    fields += [f"i64 es{a}[5];" for a in extra] + ([f"i64 m[{len(parts.numbers)}];"] if parts.numbers else [])
+    text = f"""struct Params {{ const {tx}* x; {ty}* y; {" ".join(fields)} }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_constant__ Params p) {{
+    launch_dependents();
+    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
+    {position(y5, vec)}
+    wait_for_predecessor();
+    if (index >= p.count) return;
+    const {tx}* x = p.x + n * p.xs[0];
+    {parts.start}{opening}
+            const {tx}* at = x + id * p.xs[2] + ih * p.xs[3] + iw * p.xs[4];
+            {parts.tap}
+        {closing}
+    {ty}* y = p.y + n * p.ys[0] + c * p.ys[1] + d * p.ys[2] + h * p.ys[3] + w * p.ys[4];
+    {store}
+}}
+"""
+    count = y5.size // vec
+    if not count:
+        return
+    block = Block().pointer(x).pointer(out)
+    for e in (*parts.arguments, *extra.values()):
+        block.pointer(e)
+    block.i32(*x5.shape[2:]).u32(count).i64(*x5.strides).i64(*y5.strides)
+    for p in extra.values():
+        block.i64(*spatial3(out.view(out.shape, broadcast(p, out.shape))).strides)
+    block.i64(*parts.numbers)
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "window")
+    b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, kind, attrs, reads, [writes or out])
+
+
+def finishing(stages: Sequence[Stage], extra: dict[int, Placed], slots: int, out: Placed) -> str:
+    """C++ from ``value`` by the stages to ``stored``, of the output's element type."""
+    ty = CPP[out.dtype]
+    if not stages:
+        return f"const {ty} stored = narrow<{ty}>(value);"
+    types = [TensorType(out.dtype, out.shape)] + [
+        TensorType(_common(extra[a].dtype, out.dtype), extra[a].shape) if a in extra else TensorType(out.dtype, ())
+        for a in range(1, slots)
+    ]
+    lines, result, _ = body(stages, types)
+    loads = [
+        f"const {arithmetic(p.dtype)} v{a} = widen(p.e{a}[n * p.es{a}[0] + (c + j) * p.es{a}[1] + "
+        f"d * p.es{a}[2] + h * p.es{a}[3] + w * p.es{a}[4]]);"
+        for a, p in extra.items()
+    ]
+    head = f"const {arithmetic(out.dtype)} v0 = value;"
+    return " ".join([head, *loads, *lines, f"const {ty} stored = narrow<{ty}>({result});"])
+
+
+def _common(given: DType, out: DType) -> DType:
+    """The type that stages see of an operand: a bias may be fp32 where the rest is narrower, and is computed as it is."""
+    return out if is_float(given) and is_float(out) else given
+
+
+def load_channels(type: str, vec: int, pointer: str, name: str) -> str:
+    """C++ that loads ``vec`` channels at a pointer to the first, as ``name.lane``."""
+    if vec > 1:
+        return f"const Pack<{type}, {vec}> {name}({pointer});"
+    return f"struct {{ {type} lane[1]; }} {name}; {name}.lane[0] = *({pointer});"

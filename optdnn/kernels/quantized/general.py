@@ -1,0 +1,100 @@
+"""8-bit convolutions and matrix products on the general tensor-core kernel: int8 from sm_80 on, fp8 from sm_89 on, and groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.conv import general as conv_sm80
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.bands import groups_together
+from optdnn.kernels.quantized import kernel as quantized
+from optdnn.kernels.quantized.hopper import (
+    HopperQuantizedConv,
+    HopperQuantizedMatMul,
+    axes_of,
+    geometry_refusal,
+    meaning_of,
+    numbers_of,
+    problem_of,
+    refusal,
+)
+from optdnn.lowering.builder import Builder, Placed
+
+
+class GeneralQuantizedConv(HopperQuantizedConv):
+    """Convolutions of int8, uint8 or fp8 over one or two spatial axes, grouped or not; on Hopper those that its own kernel refuses,
+    and groups of which that takes more together."""
+
+    name = "conv_sm80_8bit"
+    together = 4  # the 64 bytes of a K step
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := refusal(b, op)) is not None:
+            return why
+        if axes_of(b, op) not in (1, 2):
+            return f"it has {axes_of(b, op)} spatial axes"
+        if geometry_refusal(b, op) is not None:
+            return None
+        weight, groups = b.graph.constant_value(op.inputs[1]), op.attrs.group
+        assert weight is not None
+        if groups == 1:
+            return "Hopper's own kernel runs it"
+        own = groups_together(groups, weight.shape[0] // groups, weight.shape[1], 16)
+        fewer = conv_sm80.together(b.arch, groups, weight) < own
+        return None if fewer else f"Hopper's own kernel takes no more than {own} groups together, either"
+
+    def read(self, name: str) -> Any:
+        """Names do not tell."""
+        return None
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        weight, groups = b.graph.constant_value(op.inputs[1]), op.attrs.group
+        assert weight is not None
+        if groups == 1:
+            return super().emit(b, op, config)
+        n = conv_sm80.together(b.arch, groups, weight)
+        feed = self.feed(b, op, conv_problem.banded(weight, groups, n), groups // n)
+        return self.emit_feed(b, op, feed, feed.x, config)
+
+    @staticmethod
+    def _suits(b: Builder, problem: conv_problem.Problem) -> bool:
+        return True
+
+    @staticmethod
+    def _added(b: Builder, op: Op, residual: Placed) -> Placed:
+        return residual  # no more than its own channels is read
+
+    @staticmethod
+    def _stored(b: Builder, op: Op, out: Placed) -> bool:
+        return conv_maps.pitch_of(out) is not None
+
+    @staticmethod
+    def _launch(
+        b: Builder, op: Op, feed: conv_maps.Feed, residual: Placed | None, out: Placed, reads: Placed, config: Any
+    ) -> str:
+        channel = b.graph.constant_value(op.inputs[2])
+        assert channel is not None
+        problem = replace(problem_of(op, feed, residual, out, reads), sources=(conv_sm80.source_of(feed),))
+        pairs = b.constant(quantized.pad_channels(channel), f"{op.outputs[0].name}.scales")
+        meaning = ("QuantizedConv", meaning_of(op, feed), [residual] if residual is not None else [])
+        numbers = numbers_of(op, residual)
+        return conv_sm80.launch(b, op, problem, feed, pairs, out, residual, meaning, config, numbers, reads)
+
+
+class GeneralQuantizedMatMul(HopperQuantizedMatMul):
+    """Products of rows of int8, uint8 or fp8 with a constant matrix, before Hopper."""
+
+    name = "gemm_sm80_8bit"
+    conv = GeneralQuantizedConv
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := refusal(b, op)) is not None:
+            return why
+        return "Hopper's own kernel runs it" if b.arch.startswith("sm_90") else None
+
+    def read(self, name: str) -> Any:
+        """Names do not tell."""
+        return None

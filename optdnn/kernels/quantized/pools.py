@@ -1,0 +1,119 @@
+"""Tactics of pools on 8-bit integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Op
+from optdnn.kernels.launch import Description
+from optdnn.kernels.norm.half_rows import emit_description
+from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.quantized import pool_kernel as pool_int8
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.lowering.builder import Builder, Placed, channels_last, up
+from optdnn.ops.base import attrs_dict
+from optdnn.runtime.reference.window import resolve_pads
+
+
+class MaxPoolOfIntegers(OwnTactic):
+    """Max pooling of int8 or uint8 images that lie channels-last without gaps: sixteen channels a thread."""
+
+    name = "max_pool_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        assert op.inputs[0] is not None
+        x = b.graph.type(op.inputs[0])
+        if x.dtype.name not in ("int8", "uint8") or len(op.outputs) != 1 or x.rank != 4:
+            return "it is for int8 or uint8 images"
+        if any(d != 1 for d in op.attrs.dilations) or x.static_shape[1] % 16:
+            return "its windows have holes, or its channels do not come in sixteens"
+        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
+        if op.value not in b.reserved and op.outputs[0].type.layout != "nhwc":
+            return "its result is not channels-last"
+        if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 16 for p in places):
+            return "its images have gaps or another order"
+        try:
+            self._describe(b, op)
+        except InternalError as error:
+            return error.message
+        return None
+
+    def _describe(self, b: Builder, op: Op) -> Description:
+        assert op.inputs[0] is not None
+        a, (n, c, h, w) = op.attrs, b.graph.type(op.inputs[0]).static_shape
+        out = op.outputs[0].type.static_shape
+        pads = resolve_pads(a.auto_pad, a.pads, (h, w), a.kernel_shape, a.strides, a.dilations)
+        assert pads is not None
+        ends = [
+            (o - 1) * s + k - p - i
+            for o, s, k, p, i in zip(out[2:], a.strides, a.kernel_shape, pads[:2], (h, w), strict=True)
+        ]
+        return pool_int8.max_pool((n, h, w, c), a.kernel_shape, a.strides, (pads[0], pads[1], ends[0], ends[1]))
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        assert op.inputs[0] is not None
+        a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
+        pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], a.kernel_shape, a.strides, a.dilations)
+        attrs = {
+            "kernel_shape": a.kernel_shape, "strides": a.strides, "pads": pads, "dilations": a.dilations,
+            "ceil_mode": a.ceil_mode and a.auto_pad == "NOTSET", "auto_pad": "NOTSET",
+        }  # fmt: skip
+        recipe = pool_int8.recipe(x.dtype.name, b.arch, kernel=a.kernel_shape)
+        emit_description(
+            b,
+            op,
+            recipe,
+            self._describe(b, op),
+            {"input": x, "output": out},
+            kind="MaxPool",
+            attrs=attrs,
+            reads=[x],
+            writes=[out],
+        )
+        return ""
+
+
+class MeanOfIntegers(OwnTactic):
+    """Global average pooling of int8 or uint8 images; those that do not lie channels-last, at most filled up to sixteens of channels,
+    are copied."""
+
+    name = "mean_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
+        if x.dtype.name not in ("int8", "uint8") or op.outputs[0].type.dtype != x.dtype:
+            return "it is for int8 or uint8, in and out"
+        return "its channels do not come in fours" if x.static_shape[1] % 4 else None
+
+    @staticmethod
+    def _pitch(x: Placed) -> int | None:
+        """Channels from a pixel to the next, where the kernel can read or write them so."""
+        c = x.shape[1]
+        found = (p for p in (c, up(c, 16)) if x.is_like(channels_last(x.shape, p)) and x.offset % 4 == 0)
+        return next(found, None)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        assert op.inputs[0] is not None
+        a, x, target = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
+        n, c, *spatial = x.shape
+        if (pitch := self._pitch(x)) is None:
+            given, x = x, b.new(f"{op.outputs[0].name}.image", x.dtype, x.shape, channels_last(x.shape, c))
+            copy(b, op, given, x)
+            pitch = c
+        out = target
+        if (wide := self._pitch(target)) is None:
+            out = b.new(f"{op.outputs[0].name}.mean", target.dtype, target.shape, channels_last(target.shape, c))
+            wide = c
+        found = pool_int8.global_average_pool(
+            (n, int(np.prod(spatial)), 1, c), a.input_zero, a.factor, (a.low, a.high), a.zero, (pitch, wide)
+        )
+        emit_description(
+            b, op, pool_int8.recipe(x.dtype.name, b.arch), found, {"input": x, "output": out},
+            kind=op.kind, attrs=attrs_dict(a), reads=[x], writes=[out],
+        )  # fmt: skip
+        if out is not target:
+            copy(b, op, out, target)
+        return ""

@@ -1,0 +1,43 @@
+"""A float result that goes out in 8 bits as well, or instead: ``Narrow`` of ``kernels/narrow.cuh``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.kernels.launch import ParameterBlock
+from optdnn.kernels.quantized.kernel import BOUNDS, Affine
+from optdnn.runtime.cuda.gpu_facts import capability_of
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """Stored = saturate(round(x * ``factor``) + ``zero``); ``low`` and ``high`` bound what is rounded."""
+
+    factor: float = 1.0
+    low: float = 0.0
+    high: float = 0.0
+    zero: int = 0
+
+    @classmethod
+    def of(cls, to: Affine) -> Narrow:
+        """As ``to`` says: the factor is the reciprocal of its scale, in fp32."""
+        low, high = (float(bound - to.zero) for bound in BOUNDS[to.dtype])
+        return cls(float(np.float32(1.0 / to.scale)), low, high, to.zero)
+
+    def put(self, block: ParameterBlock) -> None:
+        """Append the kernel's structure."""
+        block.f32(self.factor, self.low, self.high).i32(self.zero)
+
+
+def narrow_kind(dtype: str) -> int:
+    """NARROW of the kernels: 0 for no 8-bit result, 1 for integers, 2 for fp8."""
+    return 0 if not dtype else 2 if dtype.startswith("float8") else 1
+
+
+def no_conversion(dtype: str, arch: str) -> str | None:
+    """Why there is no instruction that rounds to an 8-bit type on an architecture, or None."""
+    if dtype.startswith("float8") and capability_of(arch) < (8, 9):
+        return f"instructions that round to fp8 begin with sm_89: {arch} has none"
+    return None

@@ -1,0 +1,72 @@
+"""The quantization behind an operator's float result, which the operator's own kernel can take along.
+
+A QuantizeLinear that nothing else took is a Pointwise of a division, a rounding, bounds and a cast
+(:mod:`optdnn.passes.rules.quantized_stages`): here it is recognized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.quantized.kernel import BOUNDS, Affine
+from optdnn.lowering.builder import Builder
+from optdnn.ops.base import attrs_dict
+from optdnn.types import FP32, is_float
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """``op`` turns a value to 8 bits as ``to`` says, and does nothing else."""
+
+    op: Op
+    to: Affine
+
+
+def quantization(graph: Graph, op: Op) -> tuple[Value, Affine] | None:
+    """What a Pointwise that only quantizes reads, and how; None for any other op, and for scales per channel."""
+    if op.kind != "Pointwise" or op.inputs[0] is None or op.attrs.prologue or op.outputs[0].type.dtype.itemsize != 1:
+        return None
+    source, dtype, stages = graph.type(op.inputs[0]).dtype, op.outputs[0].type.dtype, list(op.attrs.epilogue)
+    if dtype.name not in BOUNDS or not is_float(source):
+        return None
+    kinds = [*(["Cast"] if source != FP32 else []), "Div", *([] if is_float(dtype) else ["Round"])]
+    kinds += [*(["Add"] if len(stages) == len(kinds) + 3 else []), "Clip", "Cast"]
+    if [s.kind for s in stages] != kinds or any(s.args[0] != ~k for k, s in enumerate(stages)):
+        return None
+    if source != FP32 and stages[0].attrs.to != FP32:
+        return None
+    numbers: dict[str, list[float]] = {}
+    for stage in stages:
+        arrays = [graph.constant_value(op.inputs[a]) if a is not None and a >= 0 else None for a in stage.args[1:]]
+        if any(a is None or a.size != 1 for a in arrays):
+            return None
+        numbers[stage.kind] = [float(a.reshape(-1)[0]) for a in arrays if a is not None]
+    if tuple(numbers["Clip"]) != tuple(map(float, BOUNDS[dtype.name])):
+        return None
+    (scale,) = numbers["Div"]
+    (zero,) = numbers.get("Add", [0.0])
+    return (op.inputs[0], Affine(dtype.name, scale, int(zero))) if np.isfinite(scale) and scale > 0 else None
+
+
+def quantizer_of(b: Builder, value: Value) -> Quantizer | None:
+    """The one op that quantizes a value; None where there is none, or several, or it must be written to a place of its own."""
+    found = [(u, q) for u in b.graph.users(value) if (q := quantization(b.graph, u)) is not None]
+    if len(found) != 1 or found[0][0].value in b.reserved or found[0][0].value in b.place:
+        return None
+    return Quantizer(found[0][0], found[0][1][1])
+
+
+def meaning(op: Op, to: Quantizer, kept: bool, attrs: dict[str, Any] | None = None, kind: str = "") -> dict[str, Any]:
+    """The attributes of a "Quantized" step (:mod:`optdnn.runtime.simulate.kinds`): ``op``'s (or those given), its kind, and how its
+    result is narrowed; ``kept``: the float result is written, too."""
+    own = attrs_dict(op.attrs) if attrs is None else attrs
+    low, high = BOUNDS[to.to.dtype]
+    return {
+        "own": tuple(sorted(own)), **own, "of": kind or op.kind, "through": op.outputs[0].type.dtype,
+        "factor": float(np.float32(1.0 / to.to.scale)), "low": float(low - to.to.zero), "high": float(high - to.to.zero),
+        "zero": to.to.zero, "narrow": to.op.outputs[0].type.dtype, "kept": kept,
+    }  # fmt: skip

@@ -1,0 +1,203 @@
+"""The tactic that runs any recurrent layer: a product of all inputs, then one generated kernel over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.gemm.matmul import emit_matmul
+from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, OPTIONS, arithmetic, literal
+from optdnn.kernels.recurrent.hopper import initial_states
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.ops.base import Attrs, Stage, attrs_dict
+from optdnn.ops.fused import plain_stages
+from optdnn.ops.rnn import RNNAttrs
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.types import FP32, FP64, is_float
+
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+THREADS = 512
+
+
+class GeneralRNN(OwnTactic):
+    """RNN, GRU and LSTM with everything that ONNX lets them have; a product of all inputs, then a block per entry of the batch."""
+
+    name = "rnn"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if not is_float(op.outputs[0].type.dtype):
+            return "it is for floating point"
+        hidden, wide = op.attrs.hidden_size, op.outputs[0].type.dtype == FP64
+        if 4 * hidden * (8 if wide else 4) > 99 << 10:
+            return f"{hidden} hidden units do not fit the shared memory of a block"
+        return None
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        steps, count, batch, hidden = op.outputs[0].type.static_shape
+        gates = GATES[op.kind]
+        x, w, r = (b.operand(v) for v in op.inputs[:3])  # type: ignore[arg-type]
+        wide = FP64 if x.dtype == FP64 else FP32
+        results = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
+        bias = None if op.input(3) is None else b.operand(op.inputs[3])  # type: ignore[arg-type]
+        for d in range(count):
+            projected = b.new(f"{op.outputs[0].name}.gates{d}", wide, (steps, batch, gates * hidden))
+            right = w.view((w.shape[2], w.shape[1]), (w.strides[2], w.strides[1]), d * w.strides[0])
+            stages, extra = [], {}
+            if bias is not None:
+                extra[2] = bias.view((gates * hidden,), (bias.strides[1],), d * bias.strides[0])
+                stages = [Stage("Add", (-1, 2), Attrs())]
+            attrs = {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}
+            emit_matmul(
+                b, op, x, right, projected, stages, extra, 1.0, {}, "MatMul", attrs, [x, right, *extra.values()]
+            )
+            more = None
+            if bias is not None:
+                more = bias.view(
+                    (gates * hidden,), (bias.strides[1],), d * bias.strides[0] + gates * hidden * bias.strides[1]
+                )
+            self._recur(b, op, d, projected, _direction(r, d), more, results)
+        return ""
+
+    @staticmethod
+    def _recur(
+        b: Builder, op: Op, d: int, projected: Placed, r: Placed, bias: Placed | None, results: Sequence[Placed]
+    ) -> None:
+        a: RNNAttrs = op.attrs
+        steps, _, batch, hidden = op.outputs[0].type.static_shape
+        gates, t, dtype = GATES[op.kind], arithmetic(projected.dtype), op.outputs[0].type.dtype
+        lens = None if op.input(4) is None else b.operand(op.inputs[4])  # type: ignore[arg-type]
+        states = [None if v is None else _direction(b.operand(v), d) for v in initial_states(op)]
+        peep = op.input(7) if op.kind == "LSTM" else None
+        p = None if peep is None else _direction(b.operand(peep), d)
+        writes = [y.view((steps, batch, hidden), (y.strides[0], *y.strides[2:]), d * y.strides[1]) for y in results[:1]]
+        writes += [_direction(y, d) for y in results[1:]]
+        named: list[tuple[str, Placed | None]] = [
+            ("g", projected), ("r", r), ("b", bias), ("q", p), ("lens", lens), ("h0", states[0]),
+            ("c0", states[1] if len(states) > 1 else None), *zip(("y", "yh", "yc"), writes, strict=False),
+        ]  # fmt: skip
+        present = [(n, x) for n, x in named if x is not None]
+        fields = [
+            f"{'' if n[0] == 'y' else 'const '}{CPP[x.dtype]}* {n}; i64 s{n}[{max(len(x.shape), 1)}];"
+            for n, x in present
+        ]
+        each = len(a.activations) // op.outputs[0].type.static_shape[1]
+        text = _recurrence(op, t, CPP[dtype], fields, {n for n, _ in present}, d, each, steps, batch, hidden, gates)
+        block = Block()
+        for _, x in present:
+            block.pointer(x).i64(*x.strides)
+        reverse = a.direction == "reverse" or d == 1
+        own = attrs_dict(a) | {
+            "cell": op.kind, "direction": "reverse" if reverse else "forward",
+            "activations": a.activations[d * each : (d + 1) * each], "alphas": a.alphas[d * each : (d + 1) * each],
+            "betas": a.betas[d * each : (d + 1) * each],
+        }  # fmt: skip
+        spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "recurrence")
+        shared = 4 * hidden * projected.dtype.itemsize
+        reads = [x for n, x in named if n[0] != "y"]
+        b.emit(op, spec, (batch, 1, 1), THREADS, block, "Recurrence", own, reads, writes, shared=shared)
+
+
+def _direction(x: Placed, d: int) -> Placed:
+    """One direction of a tensor that has them first."""
+    return x.view(x.shape[1:], x.strides[1:], d * x.strides[0])
+
+
+def _activation(a: RNNAttrs, index: int, gate: bool, x: str, t: str) -> str:
+    """C++ of an activation function. ``gate``: its argument is clipped."""
+    name, alpha, beta = a.activations[index], a.alphas[index], a.betas[index]
+    if a.clip is not None and gate:
+        x = f"min_nan(max_nan({x}, {literal(-a.clip, t)}), {literal(a.clip, t)})"
+    if name == "Affine":
+        return f"({literal(alpha, t)} * ({x}) + {literal(beta, t)})"
+    if name == "ScaledTanh":
+        return f"({literal(alpha, t)} * tanh({literal(beta, t)} * ({x})))"
+    return EXPRESSIONS[name]([f"({x})"], {"alpha": alpha, "beta": beta}, t, t)
+
+
+def _recurrence(
+    op: Op, t: str, ty: str, fields: Sequence[str], names: set[str], d: int, each: int, steps: int, batch: int, hidden: int,
+    gates: int,
+) -> str:  # fmt: skip
+    """The kernel: a warp takes a hidden unit, its lanes the units of the state before."""
+    a: RNNAttrs = op.attrs
+
+    def f(index: int, x: str, gate: bool = True) -> str:
+        return _activation(a, d * each + index, gate, x, t)
+
+    def before(gate: int) -> str:
+        bias = f" + widen(p.b[({gate} * {hidden} + u) * p.sb[0]])" if "b" in names else ""
+        return f"p.g[at + {gate} * {hidden} + u] + a{gate}{bias}"
+
+    def dot(first: int, last: int, source: str) -> str:
+        own = range(first, last)
+        zero = " ".join(f"{t} a{g} = 0;" for g in own)
+        add = " ".join(f"a{g} += {t}(widen(p.r[({g} * {hidden} + u) * p.sr[0] + k * p.sr[1]])) * x;" for g in own)
+        fold = " ".join(f"a{g} += __shfl_xor_sync(0xffffffffu, a{g}, m);" for g in own)
+        return (f"{zero} for (int k = lane; k < {hidden}; k += 32) {{ const {t} x = {source}[k]; {add} }} "
+                f"for (int m = 16; m; m /= 2) {{ {fold} }}")  # fmt: skip
+
+    def peep(gate: int, cell: str) -> str:
+        return f" + {t}(widen(p.q[({gate} * {hidden} + u) * p.sq[0]])) * {cell}" if "q" in names else ""
+
+    first = ""
+    if op.kind == "RNN":
+        step = f"{dot(0, 1, 'h')} if (lane == 0) next[u] = {f(0, before(0))};"
+    elif op.kind == "LSTM":
+        forget = f"{t}(1) - i" if a.input_forget else f(0, before(2) + peep(2, "old"))  # type: ignore[attr-defined]
+        step = (f"{dot(0, 4, 'h')} if (lane == 0) {{ const {t} old = c[u], i = {f(0, before(0) + peep(0, 'old'))}; "
+                f"const {t} cell = ({forget}) * old + i * {f(1, before(3))}; c[u] = cell; "
+                f"next[u] = {f(0, before(1) + peep(1, 'cell'))} * {f(2, 'cell', False)}; }}")  # fmt: skip
+    elif a.linear_before_reset:  # type: ignore[attr-defined]
+        bias = f" + {t}(widen(p.b[(2 * {hidden} + u) * p.sb[0]]))" if "b" in names else ""
+        step = (f"{dot(0, 3, 'h')} if (lane == 0) {{ const {t} z = {f(0, before(0))}, reset = {f(0, before(1))}; "
+                f"const {t} made = {f(1, f'p.g[at + 2 * {hidden} + u] + reset * (a2{bias})')}; "
+                f"next[u] = ({t}(1) - z) * made + z * h[u]; }}")  # fmt: skip
+    else:
+        first = (f"for (int u = warp; u < {hidden}; u += {THREADS // 32}) {{ {dot(1, 2, 'h')} "
+                 f"if (lane == 0) gated[u] = {f(0, before(1))} * h[u]; }} __syncthreads();")  # fmt: skip
+        step = (f"{dot(0, 1, 'h')} {dot(2, 3, 'gated')} if (lane == 0) {{ const {t} z = {f(0, before(0))}; "
+                f"next[u] = ({t}(1) - z) * {f(1, before(2))} + z * h[u]; }}")  # fmt: skip
+    reverse = a.direction == "reverse" or d == 1
+    length = f"min(max(int(p.lens[n * p.slens[0]]), 0), {steps})" if "lens" in names else str(steps)
+    start = {s: f"{t}(widen(p.{s}[n * p.s{s}[0] + u * p.s{s}[1]]))" if s in names else f"{t}(0)" for s in ("h0", "c0")}
+    store = "p.y[t * p.sy[0] + n * p.sy[1] + u * p.sy[2]]"
+    end = " ".join(
+        f"p.{n}[n * p.s{n}[0] + u * p.s{n}[1]] = narrow<{ty}>({v}[u]);"
+        for n, v in (("yh", "h"), ("yc", "c"))
+        if n in names
+    )
+    return f"""struct Params {{ {" ".join(fields)} }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) recurrence(const __grid_constant__ Params p) {{
+    extern __shared__ __align__(16) unsigned char memory[];
+    {t}* h = reinterpret_cast<{t}*>(memory);
+    {t}* next = h + {hidden};
+    {t}* c = next + {hidden};
+    {t}* gated = c + {hidden};
+    launch_dependents();
+    wait_for_predecessor();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const i64 n = blockIdx.x;
+    const int length = {length};
+    for (int u = threadIdx.x; u < {hidden}; u += {THREADS}) {{
+        h[u] = {start["h0"]};
+        c[u] = {start["c0"]};
+        for (i64 t = length; t < {steps}; t++) {store} = narrow<{ty}>({t}(0));
+    }}
+    __syncthreads();
+    for (int s = 0; s < length; s++) {{
+        const i64 t = {"length - 1 - s" if reverse else "s"}, at = (t * {batch} + n) * {gates * hidden};
+        {first}
+        for (int u = warp; u < {hidden}; u += {THREADS // 32}) {{ {step}
+            if (lane == 0) {store} = narrow<{ty}>(next[u]);
+        }}
+        __syncthreads();
+        {t}* const last = h;
+        h = next;
+        next = last;
+    }}
+    for (int u = threadIdx.x; u < {hidden}; u += {THREADS}) {{ {end} }}
+}}
+"""

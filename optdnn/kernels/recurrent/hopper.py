@@ -1,0 +1,248 @@
+"""The tactic of LSTM and GRU on Hopper's persistent kernel: all steps of all stacked layers in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.norm.half_rows import emit_description
+from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.recurrent import kernel as rnn
+from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.lowering.builder import Builder, Placed, map_dtype
+from optdnn.ops.rnn import RNNAttrs
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import BF16, FP16, FP32, Array
+
+BETWEEN = frozenset({"Squeeze", "Reshape"})
+"""What stands between stacked layers: the axis of directions goes."""
+
+
+@lru_cache(maxsize=256)
+def _offers(problem: rnn.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    return tuple(Offer(c, rnn.estimate(problem, c, gpu)) for c in rnn.candidates(problem, gpu))
+
+
+def _constants(b: Builder, op: Op) -> list[Array] | None:
+    """W, R and B (zeros where it is absent) of a layer; None where they are not constant."""
+    w, r = (b.graph.constant_value(v) for v in op.inputs[1:3])
+    if w is None or r is None:
+        return None
+    bias = (
+        np.zeros((w.shape[0], 2 * w.shape[1]), w.dtype) if op.input(3) is None else b.graph.constant_value(op.inputs[3])
+    )
+    return None if bias is None else [w, r, bias]
+
+
+def initial_states(op: Op) -> list[Value | None]:
+    """The initial states that the cell has."""
+    return [op.input(5), op.input(6)][: 2 if op.kind == "LSTM" else 1]
+
+
+def _zero(b: Builder, value: Value | None) -> bool:
+    array = b.graph.constant_value(value) if value is not None else None
+    return value is None or (array is not None and not array.any())
+
+
+class HopperRNN(Rehearsed):
+    """LSTM and GRU of 16-bit floats with constant weights: all steps, and all layers that follow one another, in one launch.
+
+    The launch is emitted at the first layer; later ones find their results placed.
+    """
+
+    name = "rnn_sm90"
+    row_invariant: ClassVar[bool] = False
+    """How many columns a multiplication takes at once decides how a sum is split; and batches beyond its tile are another tactic's."""
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        a: RNNAttrs = op.attrs
+        if not b.arch.startswith("sm_90"):
+            return f"it needs Hopper's clusters (sm_90a), not {b.arch}"
+        if op.outputs[0].type.dtype not in (FP16, BF16):
+            return "it is for 16-bit floats"
+        if op.kind == "GRU" and not a.linear_before_reset:  # type: ignore[attr-defined]
+            return "its GRU is linear before the reset gate"
+        usual = ("Sigmoid", "Tanh", "Tanh") if op.kind == "LSTM" else ("Sigmoid", "Tanh")
+        if (
+            a.activations[: len(usual)] * (len(a.activations) // len(usual)) != a.activations
+            or a.activations[: len(usual)] != usual
+        ):
+            return f"its activations are the usual ones, not {', '.join(a.activations)}"
+        if a.clip is not None or (op.kind == "LSTM" and a.input_forget):  # type: ignore[attr-defined]
+            return "it neither clips nor couples gates"
+        if op.input(4) is not None:
+            return "all its sequences have one length"
+        if op.kind == "LSTM" and op.input(7) is not None:
+            return "it has no peepholes"
+        if _constants(b, op) is None:
+            return "its weights are not constant"
+        problem = self._problem(b, [op], False)
+        reason = rnn.refuse(problem, rnn.Config(8), most_clusters=1 << 30)
+        if reason is None and not _offers(problem, b.gpu):
+            reason = "its clusters would not run at once"
+        return reason
+
+    @staticmethod
+    def _problem(b: Builder, layers: Sequence[Op], initial: bool, reverse: bool = False) -> rnn.Problem:
+        first = layers[0]
+        steps, batch, inputs = b.graph.type(first.inputs[0]).static_shape  # type: ignore[arg-type]
+        dtype = map_dtype(first.outputs[0].type.dtype)
+        return rnn.Problem(
+            first.kind.lower(), steps, batch, inputs, first.attrs.hidden_size, len(layers), dtype, initial, reverse
+        )
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        layers = self._stack(b, op)
+        count = op.outputs[0].type.static_shape[1]
+        steps, _, batch, hidden = op.outputs[0].type.static_shape
+        kinds = 2 if op.kind == "LSTM" else 1
+        dtype, name = op.outputs[0].type.dtype, op.outputs[0].name
+        initial = not all(_zero(b, v) for layer in layers for v in initial_states(layer))
+        last = b.new(name, dtype, (steps, count, batch, hidden), (batch * hidden, steps * batch * hidden, hidden, 1))
+        finals = [b.new(f"{name}.state{k}", dtype, (len(layers) * count, batch, hidden)) for k in range(kinds)]
+        shape = (max(len(layers) - 1, 1), steps, batch, hidden)
+        inner = [b.new(f"{name}.inner", dtype, shape) for _ in range(count)]  # directions may run side by side
+        offers = _offers(self._problem(b, layers, initial, op.attrs.direction == "reverse"), b.gpu)
+        b.offer(offers)
+        if config is None or config not in [
+            o.config for o in offers
+        ]:  # chosen for such a layer alone, without those behind it
+            config = offers[0].config
+        for d in range(count):
+            reverse = op.attrs.direction == "reverse" or d == 1
+            problem = self._problem(b, layers, initial, reverse)
+            y = last.view((steps, batch, hidden), (batch * hidden, hidden, 1), d * steps * batch * hidden)
+            states = [f.view((len(layers), batch, hidden), f.strides, d * batch * hidden) for f in finals]
+            self._launch(b, op, layers, problem, config, d, y, states, inner[d])
+        self._place(b, layers, last, finals, inner[0])
+        return str(config)
+
+    def _launch(
+        self, b: Builder, op: Op, layers: Sequence[Op], problem: rnn.Problem, config: rnn.Config, d: int, y: Placed,
+        states: Sequence[Placed], inner: Placed,
+    ) -> None:  # fmt: skip
+        name = op.outputs[0].name
+        parameters = [_constants(b, layer) for layer in layers]
+        ws, rs, bs = ([p[i][d] for p in parameters if p is not None] for i in range(3))
+        half = bs[0].shape[0] // 2
+        sizes = rnn.workspace(problem, config)
+        x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+        if not x.dense or x.offset % 8:
+            dense = b.new(f"{name}.input", x.dtype, x.shape)
+            copy(b, op, x, dense)
+            x = dense
+        operands = {
+            "input": x, "output": y, "hidden": inner, "final_h": states[0],
+            "weights": b.constant(rnn.pack_weights(problem, ws, rs), f"{name}.weights"),
+            "bias": b.constant(rnn.pack_bias(problem, [v[:half] for v in bs], [v[half:] for v in bs]), f"{name}.bias"),
+            "gates": b.new(f"{name}.gates", FP32, (sizes["gates"] // 4,)),
+            "progress": b.new(f"{name}.progress", np.dtype(np.int32), (sizes["progress"] // 4,)),
+        }  # fmt: skip
+        writes = [y, *states]
+        if len(states) > 1:
+            operands["final_c"] = states[1]
+        given: list[Placed | None] = [None, None]
+        if problem.initial:
+            for k, key in enumerate(("initial_h", "initial_c")[: len(states)]):
+                operands[key] = given[k] = self._initial(b, op, layers, d, k)
+        recipe = rnn.recipe(problem, config, b.arch)
+        progress = operands["progress"]
+        emit_description(
+            b, op, recipe, rnn.describe_reset(problem, config), {"progress": progress}, kind="Zeros",
+            attrs={"shape": progress.shape}, reads=[], writes=[progress],
+        )  # fmt: skip
+        attrs = {
+            "cell": op.kind,
+            "layers": len(layers),
+            "hidden": problem.hidden,
+            "inputs": problem.inputs,
+            "reverse": problem.reverse,
+        }
+        reads = [x, operands["weights"], operands["bias"], *given]
+        writes = [y, states[0], *states[1:], inner, operands["gates"]]
+        emit_description(
+            b,
+            op,
+            recipe,
+            rnn.describe(problem, config),
+            operands,
+            kind="StackedRNN",
+            attrs=attrs,
+            reads=reads,
+            writes=writes,
+        )
+
+    @staticmethod
+    def _initial(b: Builder, op: Op, layers: Sequence[Op], d: int, kind: int) -> Placed:
+        """The initial states of all layers, one after the other."""
+        batch, hidden = op.outputs[0].type.static_shape[2:]
+        dtype = op.outputs[0].type.dtype
+        values = [initial_states(layer)[kind] for layer in layers]
+        arrays = [
+            np.zeros((batch, hidden), dtype)
+            if v is None
+            else None
+            if (c := b.graph.constant_value(v)) is None
+            else c[d]
+            for v in values
+        ]
+        if all(a is not None for a in arrays):
+            return b.constant(np.stack([a for a in arrays if a is not None]), "initial")
+        if len(values) == 1 and values[0] is not None:
+            one = b.operand(values[0])
+            one = one.view((1, batch, hidden), one.strides, d * one.strides[0])
+            if one.dense:
+                return one
+        made = b.new(f"{op.outputs[0].name}.initial{kind}", dtype, (len(layers), batch, hidden))
+        for i, v in enumerate(values):
+            source = b.operand(v) if v is not None else b.constant(np.zeros((1, batch, hidden), dtype), "zeros")
+            at = 0 if v is None else d
+            part = source.view((batch, hidden), source.strides[1:], at * source.strides[0])
+            copy(b, op, part, made.view((batch, hidden), made.strides[1:], i * made.strides[0]))
+        return made
+
+    @staticmethod
+    def _place(b: Builder, layers: Sequence[Op], last: Placed, finals: Sequence[Placed], inner: Placed) -> None:
+        """Where the results of all layers lie."""
+        count = last.shape[1]
+        for i, layer in enumerate(layers):
+            whole = last if layer is layers[-1] else inner.view(
+                last.shape, (inner.strides[1], 0, *inner.strides[2:]), i * inner.strides[0])  # fmt: skip
+            parts = [f.view((count, *f.shape[1:]), f.strides, i * count * f.strides[0]) for f in finals]
+            for port, found in enumerate([whole, *parts][: len(layer.outputs)]):
+                value = Value(layer.id, port)
+                if value in b.reserved and b.graph.uses(value):
+                    copy(b, layer, found, b.target(value))
+                else:
+                    b.place[value] = found
+
+    def _stack(self, b: Builder, op: Op) -> list[Op]:
+        """The layer and those that follow it directly, as far as one launch can run them."""
+        layers = [op]
+        if op.attrs.direction == "bidirectional":
+            return layers
+        while True:
+            behind = b.graph.sole_user(layers[-1].value)
+            if behind is None or behind.kind not in BETWEEN:
+                return layers
+            t, steps = behind.outputs[0].type, op.outputs[0].type.static_shape
+            following = b.graph.sole_user(behind.value)
+            same = following is not None and following.kind == op.kind and following.attrs == op.attrs
+            if (
+                not same
+                or following is None
+                or t.static_shape != (steps[0], *steps[2:])
+                or following.inputs[0] != behind.value
+            ):
+                return layers
+            ready = all(
+                v is None or v in b.place or b.graph.constant_value(v) is not None for v in initial_states(following)
+            )
+            more = [*layers, following]
+            if not ready or self.refuse(b, following) is not None or not _offers(self._problem(b, more, False), b.gpu):
+                return layers
+            layers = more

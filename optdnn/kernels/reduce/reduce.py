@@ -1,0 +1,145 @@
+"""Reductions over any axes, generated: a block sums in a fixed order, so results repeat bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.layout.walks import walk
+from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, copy, literal, merge
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.lowering.views import ints
+from optdnn.ops.reduce import reduced_axes
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.types import is_float
+
+THREADS = 256
+"""Threads of a block where an output has few terms (then several outputs share it); with many it has four times as many."""
+
+# kind -> (start, element v -> term, how terms combine, total s -> result); {T} is the arithmetic type, {N} the count.
+RULES: dict[str, tuple[str, str, str, str]] = {
+    "ReduceSum": ("{T}(0)", "v", "a + b", "s"),
+    "ReduceMean": ("{T}(0)", "v", "a + b", "s / {T}({N})"),
+    "ReduceMax": ("{LOW}", "v", "max_nan(a, b)", "s"),
+    "ReduceMin": ("{HIGH}", "v", "min_nan(a, b)", "s"),
+    "ReduceProd": ("{T}(1)", "v", "a * b", "s"),
+    "ReduceL1": ("{T}(0)", "(v < {T}(0) ? {T}(-v) : v)", "a + b", "s"),
+    "ReduceL2": ("{T}(0)", "v * v", "a + b", "{T}(sqrt({F}(s)))"),
+    "ReduceSumSquare": ("{T}(0)", "v * v", "a + b", "s"),
+    "ReduceLogSum": ("{T}(0)", "v", "a + b", "{T}(log({F}(s)))"),
+    "ReduceLogSumExp": ("{T}(0)", "exp(v - top)", "a + b", "(isinf(top) ? top : {T}(log(s)) + top)"),
+}
+
+OF_ELEMENTS = frozenset({"ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum"})
+"""Kinds that do something to an element that is reduced with no other."""
+REDUCTIONS = tuple(RULES)
+"""Kinds of :class:`Reduction`."""
+
+
+def limits(t: str) -> tuple[str, str]:
+    """The least and the greatest value of an arithmetic type, as C++."""
+    if t in ("float", "double"):
+        return literal(-math.inf, t), literal(math.inf, t)
+    if t == "bool":
+        return "false", "true"
+    bits = int(t[1:])
+    low, high = (0, (1 << bits) - 1) if t.startswith("u") else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+    return f"{t}({low}ULL)" if low >= 0 else f"{t}({t}({low + 1}LL) - 1)", f"{t}({high}ULL)"
+
+
+def emit_reduce(
+    b: Builder, op: Op, how: str, x: Placed, axes: Sequence[int], out: Placed, *, kind: str, attrs: dict[str, Any],
+    reads: Sequence[Placed | None],
+) -> None:  # fmt: skip
+    """``out = how(x over axes)``; ``out`` has x's shape with the axes reduced to 1, or dropped."""
+    kept = [i for i in range(len(x.shape)) if i not in axes]
+    shape = [x.shape[i] for i in kept]
+    out_strides = out.strides if len(out.shape) == len(kept) else [out.strides[i] for i in kept]
+    dims, (so, sx) = merge(shape, [out_strides, [x.strides[i] for i in kept]])
+    inner, (rx, _) = merge([x.shape[i] for i in axes], [[x.strides[i] for i in axes]] * 2)
+    count, outputs = math.prod(inner), math.prod(dims)
+    if 0 in out.shape:
+        return
+    t = arithmetic(x.dtype)
+    low, high = limits(t)
+    start, term, combine, result = (
+        s.format(T=t, N=max(count, 1), LOW=low, HIGH=high, F="double" if t != "float" else "float") for s in RULES[how]
+    )
+    # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce.
+    threads = 1024 if count >= 1024 else THREADS
+    across = sx[-1] == 1 and dims[-1] >= 8 and rx[-1] != 1
+    # Else neighbouring terms are neighbouring threads', and outputs of few terms share a block.
+    runs = threads // 32 if across else min(threads, 1 << max((count - 1).bit_length() - 2, 0))
+    lanes = threads // runs
+    fast, slow = f"threadIdx.x % {lanes if across else runs}", f"threadIdx.x / {lanes if across else runs}"
+    lane, run = (fast, slow) if across else (slow, fast)
+
+    def sum_of(run: Any, lane: Any = "lane") -> str:
+        return f"partial[{run}][{lane}]" if across else f"partial[{lane}][{run}]"
+
+    tx, ty = CPP[x.dtype], CPP[out.dtype]
+    loop = f"for (u32 i = run; i < {count}u; i += {runs}) {{ i64 o = base; {walk('r', 'i', 'inner', len(inner), [('o', 'rx')])} const {t} v = widen(p.x[o]);"
+    tree = f"""{sum_of("run")} = s;
+    __syncthreads();
+    for (int half = {runs // 2}; half; half /= 2) {{
+        if (run < half) {{ const {t} a = {sum_of("run")}, b = {sum_of("run + half")}; {sum_of("run")} = COMBINE; }}
+        __syncthreads();
+    }}
+    s = {sum_of(0)};"""
+    top, tree = tree.replace("COMBINE", "max_nan(a, b)"), tree.replace("COMBINE", combine)
+    if how == "ReduceLogSumExp":
+        first = f"{t} s = {low}; if (live) {loop} s = max_nan(s, v); }}\n    {top}\n    const {t} top = s;\n    __syncthreads();\n    s = {start};"
+    else:
+        first = f"{t} s = {start};"
+    text = f"""struct Params {{ const {tx}* x; {ty}* y; u32 count, dims[{len(dims)}], inner[{len(inner)}]; i64 so[{len(dims)}], sx[{len(dims)}], rx[{len(inner)}]; }};
+
+extern "C" __global__ void __launch_bounds__({threads}) reduce(const __grid_constant__ Params p) {{
+    __shared__ {t} {sum_of(runs, lanes)};
+    launch_dependents();
+    wait_for_predecessor();
+    const u32 lane = {lane}, run = {run}, index = blockIdx.x * {lanes} + lane;
+    const bool live = index < p.count;
+    i64 base = 0, to = 0;
+    if (live) {{ {walk("q", "index", "dims", len(dims), [("base", "sx"), ("to", "so")])} }}
+    {first}
+    if (live) {loop} const {t} a = s, b = {t}({term}); s = {combine}; }}
+    {tree}
+    if (run == 0 && live) p.y[to] = narrow<{ty}>({result});
+}}
+"""
+    block = Block().pointer(x).pointer(out).u32(outputs, *dims, *inner).i64(*so, *sx, *rx)
+    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "reduce")
+    b.emit(op, spec, (-(-outputs // lanes), 1, 1), threads, block, kind, attrs, reads, [out])
+
+
+class Reduction(OwnTactic):
+    """Every ONNX reduction."""
+
+    name = "reduce"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        dtype = op.outputs[0].type.dtype
+        if op.kind == "ReduceLogSumExp" and not is_float(dtype):
+            return f"it takes no exponentials of {dtype.name}"
+        if op.kind == "ReduceL2" and not is_float(dtype):
+            return f"it adds no squares of {dtype.name}, which overflow"
+        return None
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        assert op.inputs[0] is not None
+        x, out = b.operand(op.inputs[0]), b.target(op.value)
+        axes = reduced_axes(op.attrs, ints(b, op, 1), len(x.shape), op.kind)
+        if not axes and op.kind not in OF_ELEMENTS:
+            copy(b, op, x, out)
+            return ""
+        attrs = {"keepdims": op.attrs.keepdims, "noop_with_empty_axes": not axes}
+        named = b.constant(np.array(axes, np.int64), "axes")
+        if not axes:  # over an axis of one element, then
+            x, axes = x.view((*x.shape, 1), (*x.strides, 1)), (len(x.shape),)
+        emit_reduce(b, op, op.kind, x, axes, out, kind=op.kind, attrs=attrs, reads=[b.operand(op.inputs[0]), named])
+        return ""

@@ -1,0 +1,103 @@
+"""Finishing touches on a cuda program: without what nothing reads, and with its arena."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from optdnn.lowering.memory import place_buffers
+from optdnn.runtime.host import host_buffers
+from optdnn.runtime.lanes import earlier
+from optdnn.runtime.program import Buffer, Program, Step
+
+ALIGNMENT = 256
+"""Of every buffer in the arena, in bytes: what cudaMalloc gives."""
+
+
+def placed(program: Program) -> Program:
+    """The program with its arena."""
+    before = earlier(program) if program.lanes else None
+    program, plan = place_buffers(
+        program,
+        ALIGNMENT,
+        partial(overwritable, program),
+        outside=host_buffers(program).union(program.retained),
+        before=before,
+    )
+    program.meta["memory"] = {"arena_bytes": plan.arena_bytes, "live_bytes": plan.live_bytes}
+    return program
+
+
+def overwritable(program: Program, step: Step) -> list[tuple[int, int]]:
+    """The (output, input) buffers of a step that may share memory: a pointwise kernel reads each element in the thread that
+    writes it, so its result may lie over an operand that is read in the very same order and nowhere else."""
+    launch = step.params.get("launch")
+    if launch is None or program.kernels[launch["kernel"]].function != "pointwise":
+        return []
+    operands = (*step.inputs, *step.outputs)
+    (write,) = step.params["writes"]
+    out = operands[write[0]]
+    reads: dict[int, list[Any]] = {}
+    for read in step.params["reads"]:
+        if read is not None:
+            reads.setdefault(operands[read[0]], []).append(read[1:])
+    width = program.buffers[out].dtype.itemsize
+    return [
+        (out, i)
+        for i, views in reads.items()
+        if i != out and program.buffers[i].dtype.itemsize == width and all(view == write[1:] for view in views)
+    ]
+
+
+def pruned(program: Program) -> Program:
+    """Without the steps that write nothing that is read."""
+    wanted = {i for _, i in program.outputs}
+    kept: list[Step] = []
+    for step in reversed(program.steps):
+        if wanted.intersection(step.outputs):
+            kept.append(step)
+            wanted.update(step.inputs)
+    return replace(program, steps=tuple(reversed(kept)))
+
+
+def compact(program: Program) -> Program:
+    """Without the buffers, kernels and blobs that no step names."""
+    named = {i for s in program.steps for i in (*s.inputs, *s.outputs) if i >= 0} | {
+        i for _, i in (*program.inputs, *program.outputs)
+    }
+    buffer = {-1: -1, **{old: new for new, old in enumerate(sorted(named))}}
+    old_blobs = sorted({b for i in named if (b := program.buffers[i].blob) is not None})
+    blob = {old: new for new, old in enumerate(old_blobs)}
+    used = sorted({s.params["launch"]["kernel"] for s in program.steps if "launch" in s.params})
+    kernel = {old: new for new, old in enumerate(used)}
+
+    def moved(b: Buffer) -> Buffer:
+        return b if b.blob is None else replace(b, blob=blob[b.blob])
+
+    def step(s: Step) -> Step:
+        if "launch" not in s.params:
+            return replace(s, inputs=_mapped(s.inputs, buffer), outputs=_mapped(s.outputs, buffer))
+        launch = {**s.params["launch"], "kernel": kernel[s.params["launch"]["kernel"]]}
+        return replace(
+            s,
+            params={**s.params, "launch": launch},
+            inputs=_mapped(s.inputs, buffer),
+            outputs=_mapped(s.outputs, buffer),
+        )
+
+    return replace(
+        program,
+        buffers=tuple(moved(program.buffers[i]) for i in sorted(named)),
+        inputs=tuple((spec, buffer[i]) for spec, i in program.inputs),
+        outputs=tuple((spec, buffer[i]) for spec, i in program.outputs),
+        steps=tuple(map(step, program.steps)),
+        blobs=[program.blobs[i] for i in old_blobs],
+        kernels=tuple(program.kernels[i] for i in used),
+        retained=tuple(buffer[i] for i in program.retained if i in named),
+    )
+
+
+def _mapped(numbers: Iterable[int], to: dict[int, int]) -> tuple[int, ...]:
+    return tuple(to[i] for i in numbers)

@@ -1,0 +1,409 @@
+"""The cuda program under construction: where every value lies, the kernels' parameter blocks, the table of kernels.
+
+A value is :class:`Placed`: a buffer, an offset and a stride per logical axis (in elements). Reshapes, transposes, slices and
+splits are therefore other views of the same memory, and a concatenation is written in place by those that make its parts.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.ir.constant_cache import Kept
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.runtime.attrs import attrs_to_plain
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.compile.recipes import source_digest
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
+from optdnn.runtime.cuda.launches.plan import (
+    CLUSTER,
+    NOTHING,
+    CudaStep,
+    LaunchPlan,
+    Meaning,
+    Pointer,
+    Relocation,
+    TensorMap,
+    View,
+)
+from optdnn.runtime.cuda.libraries.calls import LibraryCall, Operation
+from optdnn.runtime.program import Buffer, Kernel, Program, Step
+from optdnn.types import BF16, FP16, FP32, Array, DType, TensorType
+
+EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
+"""Element types of quantized tensors; their pixels have channels in sixteens."""
+CHANNEL_ALIGN = 8
+"""Channels-last tensors of 16-bit floats have this many channels, or a multiple, per pixel: TMA addresses 16 bytes."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor in a buffer; ``offset`` and ``strides`` (one per logical axis) count elements."""
+
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def byte_offset(self) -> int:
+        return self.offset * self.dtype.itemsize
+
+    def is_like(self, strides: Sequence[int]) -> bool:
+        """Whether it has these strides where they matter (on axes longer than 1)."""
+        return all(n == 1 or a == b for n, a, b in zip(self.shape, self.strides, strides, strict=True))
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is in plain row-major order without gaps."""
+        return self.is_like(row_major(self.shape))
+
+    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> Placed:
+        """Another view of the same buffer, ``offset`` elements on."""
+        return replace(self, shape=tuple(shape), strides=tuple(strides), offset=self.offset + offset)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def channels_last(shape: Sequence[int], pitch: int) -> tuple[int, ...]:
+    """Strides of a channels-last tensor of this logical shape (axis 1: channels) with ``pitch`` channels per position."""
+    _, _, *spatial = shape
+    inner = row_major(spatial)
+    total = int(np.prod(spatial, dtype=np.int64))
+    return (total * pitch, 1, *(s * pitch for s in inner))
+
+
+def up(n: int, multiple: int) -> int:
+    """``n`` rounded up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
+class Block:
+    """A kernel's parameter block: fields in C's layout, with the addresses left to relocations."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.addresses: list[tuple[int, Placed]] = []
+
+    def _put(self, form: str, value: float | int) -> None:
+        size = struct.calcsize(form)
+        self.data.extend(bytes(-len(self.data) % size))
+        self.data.extend(struct.pack("<" + form, value))
+
+    def pointer(self, placed: Placed | None) -> Block:
+        """The address of a tensor's first element (0 for None)."""
+        self._put("Q", 0)
+        if placed is not None:
+            self.addresses.append((len(self.data) - 8, placed))
+        return self
+
+    def i32(self, *values: int) -> Block:
+        for v in values:
+            self._put("i", v)
+        return self
+
+    def u32(self, *values: int) -> Block:
+        for v in values:
+            self._put("I", v)
+        return self
+
+    def i64(self, *values: int) -> Block:
+        for v in values:
+            self._put("q", v)
+        return self
+
+    def f32(self, *values: float) -> Block:
+        for v in values:
+            self._put("f", v)
+        return self
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel: what to compile, and which function of it.
+
+    ``waits``: what its blocks wait for (:data:`optdnn.runtime.cuda.launches.plan.WAITS`); None: the peers of their cluster, if they have any.
+    """
+
+    recipe: Recipe
+    function: str
+    waits: str | None = None
+
+
+@dataclass(frozen=True)
+class MapSpec:
+    """A tensor map of a placed tensor; fields as in :class:`optdnn.runtime.cuda.launches.plan.TensorMap`."""
+
+    at: int
+    placed: Placed
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    corners: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    dtype: str = ""
+    """How TMA reads the elements; "": as their own type."""
+
+
+@dataclass
+class Builder:
+    """Collects buffers, steps, kernels and blobs. ``graph`` gives types; ``place`` says where each value lies."""
+
+    graph: Graph
+    gpu: GpuFacts
+    buffers: list[Buffer] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    blobs: list[Array] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    recipes: list[Recipe] = field(default_factory=list)
+    place: dict[Value, Placed] = field(default_factory=dict)
+    padded: bool = False
+    """Whether fp32 tensors have a multiple of CHANNEL_ALIGN channels per pixel, too (where products are of tf32)."""
+    row_invariant: bool = False
+    """Whether a row of a batch must have the same bits whatever the batch."""
+    reserved: dict[Value, Placed] = field(default_factory=dict)
+    """Values that must be written to a place chosen beforehand: network outputs, and parts of concatenations."""
+    fetch: Callable[[Value], Placed | None] = field(default=lambda value: None)
+    """Brings a value that the host makes to the GPU (see :mod:`optdnn.lowering.host`)."""
+    _kernel_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    _blob_of: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
+    _constants: dict[int, Placed] = field(default_factory=dict)
+    _copies: dict[tuple[Placed, tuple[int, ...]], Placed] = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept)
+    """Constants, which other builders may share."""
+    retained: list[int] = field(default_factory=list)
+    """Buffers that keep what their step leaves there (:attr:`optdnn.runtime.program.Program.retained`)."""
+    offered: list[Any] = field(default_factory=list)
+    """The configurations (:class:`optdnn.kernels.tactic.Offer`) of the launch that was added last, where it had a choice."""
+
+    @property
+    def arch(self) -> str:
+        """What its kernels are compiled for."""
+        return self.gpu.arch
+
+    def __post_init__(self) -> None:
+        self.kept.of(self.graph)
+
+    # ---------------------------------------------------------------- trying things out
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """What is added in a ``with`` block of this is taken back at its end."""
+        lists = {
+            name: len(getattr(self, name)) for name in ("buffers", "steps", "blobs", "kernels", "recipes", "retained")
+        }
+        tables = {name: dict(getattr(self, name)) for name in _TABLES}
+        self.offered = []
+        try:
+            yield
+        finally:
+            for name, length in lists.items():
+                del getattr(self, name)[length:]
+            for name, table in tables.items():
+                setattr(self, name, table)
+
+    def offer(self, offers: Iterable[Any]) -> None:
+        """Note the configurations that a launch could be made in, the best predicted first."""
+        self.offered = list(offers)
+
+    # ---------------------------------------------------------------- memory
+
+    def new(self, name: str, dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None) -> Placed:
+        """A new buffer for a tensor of this logical shape; its physical size is what the strides span."""
+        strides = tuple(strides) if strides is not None else row_major(shape)
+        # A tensor of padded rows or pixels holds the last one's padding, too, whichever axis is the outermost in memory.
+        whole = max((n * s for n, s in zip(shape, strides, strict=True)), default=1)
+        span = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        physical = tuple(shape) if strides == row_major(shape) else (max(span, whole),)
+        self.buffers.append(Buffer(name, dtype, physical))
+        return Placed(len(self.buffers) - 1, 0, tuple(shape), strides, dtype)
+
+    def blob(self, array: Array) -> int:
+        """Number of the blob with this content."""
+        key, kept = self.kept.same(array)
+        if key not in self._blob_of:
+            self._blob_of[key] = len(self.blobs)
+            self.blobs.append(kept)
+        return self._blob_of[key]
+
+    def constant(self, array: Array, name: str = "constant") -> Placed:
+        """A constant buffer with this content; equal contents share one."""
+        array = np.ascontiguousarray(array).reshape(array.shape)
+        blob = self.blob(array)
+        if blob not in self._constants:
+            self.buffers.append(Buffer(name, array.dtype, array.shape, blob=blob))
+            self._constants[blob] = Placed(len(self.buffers) - 1, 0, array.shape, row_major(array.shape), array.dtype)
+        return self._constants[blob]
+
+    def operand(self, value: Value) -> Placed:
+        """Where a value lies (a Constant is placed on first use)."""
+        found = self.place.get(value) or self.fetch(value)
+        if found is None:
+            array = self.graph.constant_value(value)
+            if array is None:
+                raise InternalError(f"{self.graph.output(value).name!r} is read before it is placed")
+            found = self.place[value] = self.constant(array, self.graph.output(value).name)
+        return found
+
+    def strides_for(self, type: TensorType) -> tuple[int, ...]:
+        """Strides of a fresh tensor of this type in its layout."""
+        shape = type.static_shape
+        if not type.layout:
+            return row_major(shape)
+        align = CHANNEL_ALIGN if type.dtype in (FP16, BF16) else 16 if type.dtype.name in EIGHT_BITS else 1
+        if type.dtype == FP32 and self.padded:
+            align = CHANNEL_ALIGN
+        return channels_last(shape, up(shape[1], align))
+
+    def target(self, value: Value) -> Placed:
+        """Where the producer of a value writes it: its reserved place, or a new buffer in the layout of its type."""
+        if value in self.place:
+            return self.place[value]
+        out = self.graph.output(value)
+        found = self.reserved.get(value)
+        if found is None:
+            found = self.new(out.name, out.type.dtype, out.type.static_shape, self.strides_for(out.type))
+        self.place[value] = found
+        return found
+
+    # ---------------------------------------------------------------- steps
+
+    def kernel(self, spec: KernelSpec) -> int:
+        """Number of a kernel in the program's table."""
+        r = spec.recipe
+        key = (r.name, spec.function, r.arch, tuple(sorted(r.generated.items())), tuple(r.options))
+        if key not in self._kernel_of:
+            self._kernel_of[key] = len(self.kernels)
+            made = Kernel(r.name, spec.function, r.arch, dict(r.generated), tuple(r.options), source_digest(r))
+            self.kernels.append(made)
+            self.recipes.append(r)
+        return self._kernel_of[key]
+
+    def emit(
+        self,
+        op: Op,
+        spec: KernelSpec,
+        grid: tuple[int, int, int],
+        threads: int,
+        block: Block,
+        kind: str,
+        attrs: Mapping[str, Any],
+        reads: Sequence[Placed | None],
+        writes: Sequence[Placed | None],
+        *,
+        maps: Iterable[MapSpec] = (),
+        shared: int = 0,
+        cluster: int = 1,
+        scratch: Sequence[Placed] = (),
+        kept: Sequence[Placed] = (),
+    ) -> None:
+        """Add a launch. ``kind``, ``attrs`` (as the reference kernel takes them), ``reads`` and ``writes`` are its meaning.
+
+        ``scratch`` is memory that it alone uses; ``kept`` too, which is zeros at first and as the last run left it from then on."""
+        maps = tuple(maps)
+        written = list(dict.fromkeys(w.buffer for w in (*writes, *scratch, *kept) if w is not None))
+        touched = [*(r for r in reads if r is not None), *(p for _, p in block.addresses), *(m.placed for m in maps)]
+        wanted = {r.buffer for r in reads if r is not None}
+        inputs = [i for i in dict.fromkeys(p.buffer for p in touched) if i not in written or i in wanted]
+        number = {b: i for i, b in enumerate((*inputs, *written))}
+        relocations: list[Relocation] = [Pointer(at, number[p.buffer], p.byte_offset) for at, p in block.addresses]
+        for m in maps:
+            relocations.append(
+                TensorMap(
+                    m.at, number[m.placed.buffer], m.placed.byte_offset, m.dtype or map_dtype(m.placed.dtype),
+                    m.shape, m.strides, m.box, m.swizzle, m.corners, m.steps,
+                )
+            )  # fmt: skip
+        launch = LaunchPlan(
+            self.kernel(spec), grid, threads, bytes(block.data), tuple(relocations), shared, cluster,
+            dependent=launches_early(self.arch), waits=spec.waits or (CLUSTER if cluster > 1 else NOTHING),
+        )  # fmt: skip
+        order = {b: i for i, b in enumerate(inputs)}
+        meaning = Meaning(
+            kind,
+            attrs_to_plain(attrs),
+            tuple(None if r is None else View(order[r.buffer], r.offset, r.shape, r.strides) for r in reads),
+            tuple(None if w is None else View(number[w.buffer], w.offset, w.shape, w.strides) for w in writes),
+        )
+        self.retained += [p.buffer for p in kept]
+        step = CudaStep(launch, meaning)
+        self.steps.append(Step("cuda", step.to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src))))
+
+    def call(
+        self,
+        op: Op,
+        operation: Operation,
+        operands: Mapping[str, Placed],
+        kind: str,
+        attrs: Mapping[str, Any],
+        reads: Sequence[Placed | None],
+        writes: Sequence[Placed | None],
+    ) -> None:
+        """Add a library's call: ``operands`` places those of the operation by name; the rest is as for :meth:`emit`."""
+        written = list(dict.fromkeys(w.buffer for w in writes if w is not None))
+        touched = [*(r for r in reads if r is not None), *operands.values()]
+        inputs = [i for i in dict.fromkeys(p.buffer for p in touched) if i not in written]
+        number = {b: i for i, b in enumerate((*inputs, *written))}
+        places = {name: (number[p.buffer], p.byte_offset) for name, p in operands.items()}
+        meaning = Meaning(
+            kind,
+            attrs_to_plain(attrs),
+            tuple(None if r is None else View(number[r.buffer], r.offset, r.shape, r.strides) for r in reads),
+            tuple(None if w is None else View(number[w.buffer], w.offset, w.shape, w.strides) for w in writes),
+        )
+        step = CudaStep(LibraryCall(operation, places), meaning)
+        self.steps.append(Step("cuda", step.to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src))))
+
+    def credit(self, first: int, tactic: str) -> None:
+        """Say which tactic made the steps from number ``first`` on (those that say nothing yet)."""
+        for k in range(first, len(self.steps)):
+            step = self.steps[k]
+            if step.executor == "cuda" and "tactic" not in step.params:
+                self.steps[k] = replace(step, params={**step.params, "tactic": tactic})
+
+    def program(self, target: str, precision: str, inputs: Any, outputs: Any, meta: dict[str, Any]) -> Program:
+        return Program(
+            target=target, precision=precision, inputs=tuple(inputs), outputs=tuple(outputs), buffers=tuple(self.buffers),
+            steps=tuple(self.steps), blobs=self.blobs, meta=meta, kernels=tuple(self.kernels),
+            retained=tuple(self.retained),
+        )  # fmt: skip
+
+
+_TABLES = ("place", "reserved", "_kernel_of", "_blob_of", "_constants", "_copies")
+"""What a builder looks things up in."""
+
+
+def products(b: Builder, op: Op) -> str:
+    """The type of the factors of an operator's products, as the kernels name it."""
+    dtype = op.outputs[0].type.dtype
+    return "tfloat32" if dtype == FP32 and has_tf32(op) else map_dtype(dtype)
+
+
+def has_tf32(op: Op) -> bool:
+    """Whether fp32 operands of the operator are rounded to tf32 before they are multiplied."""
+    return getattr(op.attrs, "factors", "") == "tf32"
+
+
+def map_dtype(dtype: DType) -> str:
+    """The name of an element type in a tensor map."""
+    return {FP16: "float16", BF16: "bfloat16"}.get(dtype, dtype.name)

@@ -1,0 +1,213 @@
+"""Whether the engines of the cpu target's tactics are right: against each other, and against the NumPy oracle where they differ.
+
+Where sizes depend on the data, each engine runs a sequence of inputs that make them empty, smaller and larger. Memory that results
+lie in is overwritten between runs, so that a result that is left over from an earlier run cannot pass for a right one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.errors import RunError
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph, Op
+from optdnn.lowering.cpu.trials import Trial, TrialLost
+from optdnn.lowering.cpu.unsafe import sized_by_data
+from optdnn.passes.support.decisions import DECIDES
+from optdnn.types import BF16, FP16, Array, is_float
+
+ORACLE_SECONDS = 20.0
+"""How long the oracle may take for a sequence of inputs; what comes later is left to the libraries that agree."""
+FEW = 0.01
+"""The part of an output's integers that roundoff of the floats they come from may change without a word."""
+
+
+def check(
+    graph: Graph, trials: Mapping[str, Trial], feeds: Mapping[str, Array], precision: str
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Tactics whose results are wrong, and those whose results cannot be judged, with the reasons.
+
+    The oracle is asked when no two libraries vouch for each other. A network that selects (a detector on made-up inputs)
+    may itself turn a roundoff into another result, or rank what is equal: what differs no more than that is not called wrong.
+    """
+    judge = _Judge(graph, precision)
+    wrong, doubts = judge(trials, feeds)
+    if not sized_by_data(graph):
+        return wrong, doubts
+    deadline = time.perf_counter() + ORACLE_SECONDS
+    for what, inputs in _sequence(feeds):
+        left = {name: trial for name, trial in trials.items() if name not in wrong}
+        late = time.perf_counter() > deadline
+        found, unsure = judge(left, inputs, must=False, may_ask=not late)
+        wrong |= {name: f"{reason}, on {what}" for name, reason in found.items()}
+        doubts |= {name: reason for name, reason in unsure.items() if name not in doubts}
+    return wrong, {name: reason for name, reason in doubts.items() if name not in wrong}
+
+
+def _sequence(feeds: Mapping[str, Array]) -> Iterator[tuple[str, dict[str, Array]]]:
+    """Inputs that are likely to select nothing, then something again, and so on, each with a description."""
+    given = "the made-up inputs once more"
+    yield "inputs of zeros", {n: _filled(a, 0) for n, a in feeds.items()}
+    yield given, dict(feeds)
+    yield "negative inputs", {n: -np.abs(a) if _is_data(a) else _filled(a, 0) for n, a in feeds.items()}
+    yield "positive inputs", {n: np.abs(a) if _is_data(a) else _filled(a, 1) for n, a in feeds.items()}
+    yield "inputs of zeros", {n: _filled(a, 0) for n, a in feeds.items()}
+    yield given, dict(feeds)
+
+
+def _filled(array: Array, value: int) -> Array:
+    """Data and truth values are replaced."""
+    return np.full_like(array, value) if _is_data(array) or array.dtype == np.bool_ else array
+
+
+def _is_data(array: Array) -> bool:
+    """Integers may be sizes or places, and a few floats scales or thresholds, which not every value fits."""
+    return is_float(array.dtype) and (array.ndim > 1 or array.size > _FEW_FLOATS)
+
+
+class _Judge:
+    """Holds results of one graph against each other and against the oracle."""
+
+    def __init__(self, graph: Graph, precision: str):
+        self.graph = graph
+        self.quantized = bool(graph.of_kind(*_ROUNDS))
+        limit = {"fp32": 1e-3, "bf16": 0.25}[precision]
+        if self.quantized:  # a value on the edge between two integers falls either way: steps of 1/255, layers deep
+            limit = max(limit, 0.1)
+        types = {o.type.dtype for op in graph.ops() for o in op.outputs}
+        # A few roundoffs of the model's own types.
+        self.limit = max(limit, 2**-5 if BF16 in types else 2**-8 if FP16 in types else 0.0)
+        self.step = 1 if self.quantized else 0
+        self.few = FEW if any(is_float(t) for t in types) else 0.0
+
+    def __call__(
+        self, trials: Mapping[str, Trial], feeds: Mapping[str, Array], *, must: bool = True, may_ask: bool = True
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """As :func:`check`, on these inputs alone. ``must``: they are inputs that a library has to take; else an error is none
+        where the oracle has one, too. ``may_ask`` says whether there is time for the oracle."""
+        results: dict[str, dict[str, Array]] = {}
+        failed: dict[str, str] = {}
+        lost: dict[str, str] = {}
+        for name, trial in trials.items():
+            try:
+                results[name] = trial.run(feeds, poison=True)
+            except TrialLost as error:
+                lost[name] = error.message
+            except RunError as error:
+                failed[name] = error.message
+        libraries = {name.split("/")[0] for name in results}
+        first = next(iter(results.values()), None)
+        agree = first is not None and all(self._difference(r, first).size <= self.limit for r in results.values())
+        if agree and len(libraries) > 1:
+            return {**lost, **failed}, {}
+        if not may_ask or not (results or failed):
+            return lost, {}
+        try:
+            oracle = evaluate(self.graph, feeds)
+        except RunError as error:
+            doubt = f"the reference does not take the made-up inputs ({error.message}): nothing tells that its result is right"
+            return ({**lost, **failed}, dict.fromkeys(results, doubt)) if must else (lost, {})
+        wrong, doubts = self._held_against(oracle, results, feeds)
+        return {**lost, **failed, **wrong}, doubts
+
+    def _held_against(
+        self, oracle: Mapping[str, Array], results: Mapping[str, Mapping[str, Array]], feeds: Mapping[str, Array]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        limit = self.limit
+        differences = {name: self._difference(outputs, oracle) for name, outputs in results.items()}
+        wrong: dict[str, str] = {}
+        doubts: dict[str, str] = {}
+        own = 0.0
+        step = _STEP if self.quantized else _NUDGE
+        if any(not d.size <= limit for d in differences.values()):
+            own = self._own_error(feeds, oracle, step)
+            if self.quantized:  # another network's result is no nearer than 1: half of that still tells them apart
+                limit = max(limit, min(_MARGIN * own, 0.5))
+        for name, d in differences.items():
+            if d.size <= limit:
+                continue
+            if limit < own and d.size <= _MARGIN * own:
+                doubts[name] = (
+                    f"{d.what}, and the network's own differs by {own:.2g} of the largest output when its input, or what it "
+                    f"ranks, changes by {step:.1g}: no made-up input can judge it"
+                )
+            else:
+                wrong[name] = d.what
+        return wrong, doubts
+
+    def _own_error(self, feeds: Mapping[str, Array], oracle: Mapping[str, Array], nudge: float) -> float:
+        """How far the reference's own results move when each floating-point input changes by ``nudge`` of itself, or what is
+        ranked does: scores that the last layer rounded to the same number are in another order in every library."""
+        signs = np.random.default_rng(0)
+
+        def nudged(x: Array) -> Array:
+            return (x * (1 + nudge * signs.choice((-1, 1), x.shape))).astype(x.dtype) if is_float(x.dtype) else x
+
+        def ranked(op: Op, operands: list[Array | None]) -> list[Array | None]:
+            return [None if x is None else nudged(x) for x in operands] if op.kind in DECIDES else operands
+
+        moved = [evaluate(self.graph, {name: nudged(x) for name, x in feeds.items()})]
+        if self.graph.of_kind(*DECIDES):
+            moved.append(evaluate(self.graph, feeds, ranked))
+        return max(self._difference(m, oracle).size for m in moved)
+
+    def _difference(self, a: Mapping[str, Array], b: Mapping[str, Array]) -> _Difference:
+        """The largest difference of ``a`` from ``b`` over the largest magnitude, over all outputs; inf where types, shapes, or
+        what is finite differ. Integers of a quantized network may be off by one."""
+        worst = _Difference(0.0, "")
+        for name, x in a.items():
+            y = b[name]
+            if x.dtype != y.dtype or x.shape != y.shape:
+                found = f"{x.dtype}{list(x.shape)}, that of the reference {y.dtype}{list(y.shape)}"
+                return _Difference(float("inf"), f"its result {name!r} is {found}")
+            if not x.size or x.dtype.kind not in "fiubV":
+                continue
+            found_here = self._floats(x, y) if is_float(x.dtype) else self._integers(name, x, y)
+            if found_here.size > worst.size:
+                worst = found_here
+        return worst
+
+    @staticmethod
+    def _floats(x: Array, y: Array) -> _Difference:
+        x64, y64 = x.astype(np.float64), y.astype(np.float64)
+        finite = np.isfinite(y64)
+        size = 0.0
+        if not np.array_equal(np.isfinite(x64), finite):
+            size = float("inf")
+        elif finite.any():
+            scale = float(np.abs(y64[finite]).max()) or 1.0
+            size = float(np.abs(x64 - y64)[finite].max()) / scale
+        return _Difference(size, f"its result differs from the reference by {size:.2g} of the largest output")
+
+    def _integers(self, name: str, x: Array, y: Array) -> _Difference:
+        x64, y64 = x.astype(np.float64), y.astype(np.float64)
+        apart = np.abs(x64 - y64)
+        share = float((apart > self.step).mean())
+        if share <= self.few and not self.quantized:
+            return _Difference(0.0, "")
+        size = max(float(apart.max()) - self.step, 0.0) / (float(np.abs(y64).max()) or 1.0)
+        return _Difference(
+            size,
+            f"its result {name!r} differs from the reference in {share:.1%} of its integers, by {apart.max():g} at most",
+        )
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """How far results are apart, and that in words."""
+
+    size: float
+    what: str
+
+
+_ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul")
+_NUDGE = 2.0**-20
+_STEP = 2.0**-10
+"""A nudge of a quarter of a step of 8-bit integers."""
+_MARGIN = 4
+_FEW_FLOATS = 16
+"""Elements of a vector up to which it may be something else than data."""

@@ -1,0 +1,431 @@
+"""The libraries of the cpu target: how a graph is written for each, and what each does not take of it.
+
+What a library does not take runs elsewhere: on the other library where that may help, else from its NumPy kernel as a step of its
+own. Which operators those are is found out by asking the library, in a process of its own; what it would take and must not is in
+:mod:`optdnn.lowering.cpu.unsafe`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.dim import Dim, Function, Symbol, evaluate
+from optdnn.errors import OptdnnError, RunError, ShapeError, UnsupportedError
+from optdnn.ir.body import custom_digests
+from optdnn.ir.export_onnx import ExportedModel, export_model
+from optdnn.ir.extract import Region, extract, regions, single, whole
+from optdnn.ir.graph import STRUCTURAL, Graph, Op
+from optdnn.lowering.bounds import input_bounds
+from optdnn.lowering.cpu.empty_sizes import may_be_empty
+from optdnn.lowering.cpu.examine import refused_nodes
+from optdnn.lowering.cpu.loops import bound_loops
+from optdnn.lowering.cpu.onnxruntime_faults import keep_softmax
+from optdnn.lowering.cpu.trials import Trial, Trials
+from optdnn.lowering.cpu.unsafe import onnxruntime_must_not, openvino_must_not
+from optdnn.lowering.steps import Lowering, plain_shape, port_spec
+from optdnn.runtime.cpu import onnxruntime, openvino
+from optdnn.runtime.cpu.library import Settings, symbols_of
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.executor import LibraryPart
+from optdnn.runtime.machine import machine
+from optdnn.runtime.program import Program
+from optdnn.types import Array
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A region, and who runs it: a library, with its model; without them NumPy kernels do, operator by operator."""
+
+    region: Region
+    library: Library | None = None
+    model: ExportedModel | None = None
+    base: str = ""
+    """The float precision that is asked of the library, where it is not the program's."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """One CPU library: how the graph is written for it."""
+
+    name: str
+    opset: int
+    weights: str
+    """How large weights travel: "external" initializers, or graph "inputs"."""
+    refuses: Callable[[str], str | None]
+    """Why the library cannot run in a precision at all on this machine, or None."""
+    unsafe: Callable[[Graph], Mapping[int, str]] = lambda graph: {}
+    """Ops that it would take and must not, with the reason."""
+
+    def version(self) -> str | None:
+        """Installed version, or None."""
+        try:
+            return importlib.metadata.version(self.name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def export(self, graph: Graph) -> ExportedModel:
+        inputs = self.weights == "inputs"
+        model = export_model(graph, self.opset, external_weights=not inputs, weights_as_inputs=inputs)
+        bound_loops(model.proto)
+        if self.name == "onnxruntime":
+            keep_softmax(model.proto)
+        return model
+
+
+def lower(
+    graph: Graph, cuts: Sequence[Cut], threads: int, base: str, meta: dict[str, Any], precision: str = ""
+) -> Program:
+    """The program of a graph cut into regions. ``base`` is the float precision that is asked of the libraries; ``precision`` is
+    what the whole goes by."""
+    out = Lowering(graph, "cpu", precision or base)
+    for cut in cuts:
+        if cut.library is None or cut.model is None:
+            for op in cut.region.ops:
+                out.reference_step(op)
+        elif cut.region.ops:
+            empty = may_be_empty(graph, cut.region) if cut.library.name == "openvino" else None
+            out.library_step(cut.library.name, cut.region, cut.model, Settings(threads, cut.base or base), empty)
+    used = {c.library.name: c.library.version() for c in cuts if c.library is not None}
+    needs = [f"package:{name}>={_minor(version)}" for name, version in sorted(used.items()) if version]
+    return out.program(needs, meta)
+
+
+LIBRARIES: dict[str, Library] = {
+    "openvino": Library("openvino", 21, "inputs", openvino.refuses, openvino_must_not),
+    "onnxruntime": Library("onnxruntime", 21, "external", onnxruntime.refuses, onnxruntime_must_not),
+}
+
+
+class Contender:
+    """One library on one graph: the graph as the library reads it, cut where the library does not take an operator.
+
+    Such operators run on ``helper``, where there is one and it takes them, else from their NumPy kernels. Which they are is known
+    of some beforehand (:mod:`optdnn.lowering.cpu.unsafe`, and what an opset cannot express); when the library refuses the network, or
+    crashes, each operator is tried alone.
+    """
+
+    def __init__(self, graph: Graph, library: Library, base: str, precision: str = "", helper: Library | None = None):
+        self.graph, self.library, self.base, self.precision = graph, library, base, precision or base
+        self._helper = helper
+        self._reasons: dict[int, str] = dict(library.unsafe(graph))
+        self._unhelped: set[int] = set() if helper is None else set(helper.unsafe(graph))
+        self._probed: dict[int, str] | None = None
+        self._make_cuts()
+        sizes = sorted(typical_sizes(graph).items()) if graph.profiles else ""
+        digest = hashlib.sha256(repr((precision, library.name, library.version(), machine()["cpu"], sizes)).encode())
+        for cut in self._cuts:
+            digest.update(cut.model.to_bytes() if cut.model is not None else b"")
+        self._digest = digest.hexdigest()[:32]
+
+    def tactic(self, threads: int) -> str:
+        return f"{self.library.name}/{threads}t"
+
+    def key(self, threads: int) -> str:
+        """Timing-cache key: names all that the time depends on."""
+        return f"{self.tactic(threads)} {self.precision} {self.library.version()} {machine()['cpu']} {self._digest}"
+
+    def settings(self, threads: int) -> dict[str, Any]:
+        return {"library": self.library.name, "threads": threads, "precision": self.precision}
+
+    @property
+    def fallbacks(self) -> list[dict[str, str]]:
+        """The operators that the library does not run, with the reason and who runs them."""
+        return [
+            {
+                "node": self.graph.op(i).name,
+                "operator": self.graph.op(i).kind,
+                "reason": reason,
+                **({"library": self._helper.name} if self._helper is not None and i not in self._unhelped else {}),
+            }
+            for i, reason in sorted(self._reasons.items())
+        ]
+
+    @property
+    def helped(self) -> bool:
+        """Whether another library runs a part of the network."""
+        return self._helper is not None and any(cut.library is self._helper for cut in self._cuts)
+
+    def alone(self) -> Contender:
+        """The same without another library's help."""
+        return Contender(self.graph, self.library, self.base, self.precision)
+
+    @property
+    def cut(self) -> dict[str, str]:
+        """The operators that the library did not take when it was tried: the first output's name -> the reason."""
+        return {self.graph.op(i).outputs[0].name: reason for i, reason in (self._probed or {}).items()}
+
+    def tried(self, trials: Trials, threads: int) -> Trial:
+        """The candidate, compiled in a process of its own; cut once more where the library does not take the network as it is.
+
+        Raises RunError where it takes every operator alone: then it is the network as a whole that is refused."""
+        custom = bool(custom_digests(self.graph))
+        try:
+            return trials.open(self.program(threads), threads, custom=custom)
+        except RunError:
+            if self._probed is not None or not self._probe(trials):
+                raise
+            return trials.open(self.program(threads), threads, custom=custom)
+
+    def cut_again(self, found: Mapping[str, str]) -> None:
+        """Cut where an earlier trial found that it must be (:attr:`cut`)."""
+        self._probed = {
+            op.id: found[op.outputs[0].name] for op in self.graph.ops() if op.outputs and op.outputs[0].name in found
+        }
+        self._reasons = {**self._probed, **self._reasons}
+        self._make_cuts()
+
+    def program(self, threads: int) -> Program:
+        # The libraries take any position and any length: what is outside gives some number, and no error.
+        bounds = input_bounds(self.graph)
+        meta: dict[str, Any] = {"bounds": bounds} if bounds else {}
+        return lower(self.graph, self._cuts, threads, self.base, meta, self.precision)
+
+    def engine(self, threads: int) -> Engine:
+        """The candidate in this process: to be called once it has been tried."""
+        return Engine(self.program(threads))
+
+    def ran(self, engine: Engine, feeds: Mapping[str, Array] | None) -> dict[str, str]:
+        """What the library says of the ops that anchor kernels: key -> precision. ONNX Runtime computes in the types of operands,
+        so it is asked for quantized networks alone, and (needing inputs for that) where it has the whole network."""
+        found: dict[str, str] = {}
+        executors = iter(engine.executors)
+        for cut in self._cuts:
+            region, model = cut.region, cut.model
+            if model is None:
+                for _ in region.ops:
+                    next(executors, None)
+                continue
+            executor = next(executors, None) if region.ops else None
+            if executor is None or cut.library is not self.library:
+                continue
+            if self.library.name == "openvino":
+                said = executor.layers()
+                told = {name: said.get(name) for name in model.owners}
+            elif feeds is not None and len(self._cuts) == 1 and self.graph.of_kind("QuantizeLinear"):
+                operators = executor.layers([feeds[self.graph.output(v).name] for v in region.inputs])
+                told = {n: None if n not in operators else _of_operator(operators[n]) for n in model.owners}
+            else:
+                continue
+            kinds = {op.outputs[0].name: op.kind for op in region.ops}
+            for name, (op_type, key) in model.owners.items():
+                precision = told.get(name)
+                if precision is None or op_type != kinds.get(key):
+                    continue
+                if op_type in _ANCHORS or (self.base != "fp32" and precision != "int8"):
+                    found[key] = precision
+        return found
+
+    def _make_cuts(self) -> None:
+        """Cut around the operators that the library must not or cannot run."""
+        if not self._reasons:
+            region = whole(self.graph)
+            try:
+                model = self.library.export(extract(self.graph, region))
+                self._reasons = self._refused_in(self.library, region, model)
+                if not self._reasons:
+                    self._cuts = [Cut(region, self.library, model)]
+                    return
+            except UnsupportedError:  # an operator that its opset cannot express
+                pass
+        inexpressible = _inexpressible(self.graph, self.library, self._computing() - self._reasons.keys())
+        self._reasons = {**inexpressible, **self._reasons}
+        if self._helper is not None:
+            left = self._reasons.keys() - self._unhelped
+            self._unhelped |= _inexpressible(self.graph, self._helper, left).keys()
+        while True:
+            made, more = self._regions()
+            if not more:
+                break
+            for i, (
+                library,
+                reason,
+            ) in more.items():  # a part shows less than the network: what proved a position may lie outside
+                if library is self.library:
+                    self._reasons.setdefault(i, reason)
+                else:
+                    self._unhelped.add(i)
+        if self._helper is not None and all(cut.library is not self.library for cut in made):
+            self._helper = None  # which tries the whole network itself: what is left here are the NumPy kernels
+            self._make_cuts()
+        else:
+            self._cuts = made
+
+    def _regions(self) -> tuple[list[Cut], dict[int, tuple[Library, str]]]:
+        """The regions as they are cut by now, and each op for which an engine file with its region would be refused."""
+        names = {op.id: self._by(op.id) for op in self.graph.ops()}
+        made: list[Cut] = []
+        more: dict[int, tuple[Library, str]] = {}
+        for region in regions(self.graph, lambda op: names[op.id]):
+            library = {c.name: c for c in (self.library, self._helper) if c is not None}.get(region.label)
+            model = None if library is None else library.export(extract(self.graph, region))
+            if library is not None and model is not None:
+                more |= {i: (library, why) for i, why in self._refused_in(library, region, model).items()}
+            made.append(Cut(region, library, model, "fp32" if library is self._helper else ""))
+        return made, more
+
+    def _by(self, op: int) -> str:
+        """Who runs an op."""
+        if op not in self._reasons:
+            return self.library.name
+        return "reference" if self._helper is None or op in self._unhelped else self._helper.name
+
+    def _computing(self) -> set[int]:
+        return {op.id for op in self.graph.ops() if op.kind not in STRUCTURAL}
+
+    def _probe(self, trials: Trials) -> bool:
+        """Try each operator alone, on the library that is to run it; True where one is refused that was not before."""
+        ids = self._computing() - self._reasons.keys()
+        self._probed = _refused_ops(self.graph, self.library, ids, self.base, trials)
+        self._reasons |= self._probed
+        unhelped: dict[int, str] = {}
+        if self._helper is not None:
+            ids = self._reasons.keys() - self._unhelped
+            unhelped = _refused_ops(self.graph, self._helper, ids, "fp32", trials)
+            self._unhelped |= unhelped.keys()
+        if self._probed or unhelped:
+            self._make_cuts()
+        return bool(self._probed or unhelped)
+
+    def _refused_in(self, library: Library, region: Region, model: ExportedModel) -> dict[int, str]:
+        """Op id -> why an engine file with this part would be refused (:mod:`optdnn.lowering.cpu.examine`)."""
+        graph = self.graph
+        read, made = (
+            tuple((graph.output(v).name, graph.type(v).dtype, plain_shape(graph.type(v))) for v in values)
+            for values in (region.inputs, region.outputs)
+        )
+        symbols = symbols_of([port_spec(graph.op(i)) for i in graph.inputs], graph.profiles)
+        part = LibraryPart(library.name, model.to_bytes(), model.weights, read, made, symbols)
+        try:
+            nodes = refused_nodes(part)
+        except OptdnnError as error:
+            return dict.fromkeys((op.id for op in region.ops), f"it cannot be examined: {error.message}")
+        owners = {op.outputs[0].name: op.id for op in region.ops}
+        found = {owners.get(model.owners.get(name, ("", ""))[1], -1): reason for name, reason in nodes.items()}
+        if -1 in found:  # a node that no op owns: the part as a whole
+            return dict.fromkeys((op.id for op in region.ops), found[-1])
+        return found
+
+
+_ANCHORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+def _of_operator(name: str) -> str:
+    """int8 for ONNX Runtime's quantized operators, by their names."""
+    return "int8" if name.startswith(("QLinear", "QGemm", "QAttention")) or "Integer" in name else "fp32"
+
+
+def _inexpressible(graph: Graph, library: Library, ids: Collection[int]) -> dict[int, str]:
+    """Those of the ops that the library's opset cannot express, with the reason."""
+    found: dict[int, str] = {}
+    known: dict[str, str | None] = {}
+    for op in graph.order():
+        if op.id in ids:
+            signature = _signature(graph, op)
+            if signature not in known:
+                try:
+                    library.export(single(graph, op))
+                    known[signature] = None
+                except UnsupportedError as error:
+                    known[signature] = error.message
+            if (reason := known[signature]) is not None:
+                found[op.id] = reason
+    return found
+
+
+def _refused_ops(graph: Graph, library: Library, ids: Collection[int], base: str, trials: Trials) -> dict[int, str]:
+    """Those of the ops that the library does not take on their own, with the library's reason."""
+    known: dict[str, str | None] = {}
+    refused: dict[int, str] = {}
+    for op in graph.order():
+        if op.id not in ids or op.kind == "Custom":
+            continue
+        signature = _signature(graph, op)
+        if signature not in known:
+            try:
+                part = single(graph, op)
+                cut = Cut(whole(part), library, library.export(part))
+                trials.open(lower(part, [cut], 0, base, {}), 1).close()
+                known[signature] = None
+            except (RunError, UnsupportedError) as error:
+                known[signature] = error.message
+        reason = known[signature]
+        if reason is not None:
+            refused[op.id] = reason
+    return refused
+
+
+def _signature(graph: Graph, op: Op) -> str:
+    operands = [
+        None if v is None else f"{graph.type(v)}{'c' if graph.op(v).kind == 'Constant' else ''}" for v in op.inputs
+    ]
+    return f"{op.kind} {op.attrs!r} {operands} {len(op.outputs)}"
+
+
+def typical_sizes(graph: Graph) -> dict[str, int]:
+    """A size per symbol for timing: the first profile's optimum, else 1 for a leading (batch) dimension, 32 for any other, or as
+    much more (doubled) as leaves something of every tensor: a second of sound is more than 32 samples. A symbol that meets another
+    size where tensors broadcast takes that size: a mask over a cache and what follows it is as long as both."""
+    fixed: dict[str, int] = {name: r.opt for p in graph.profiles[:1] for name, r in p.items()}
+    free: dict[str, Symbol] = {}
+    for i in graph.inputs:
+        for axis, d in enumerate(graph.op(i).outputs[0].type.shape or ()):
+            for s in d.symbols() if isinstance(d, Dim) else ():
+                if axis == 0:
+                    fixed.setdefault(s.name, max(s.lo, min(s.hi, 1)))
+                elif s.name not in fixed:
+                    free[s.name] = s
+    wanted = _sizes_of_all(graph, {*fixed, *free}) if free else {}
+    met = _met(wanted, free)
+    tried: list[dict[str, int]] = []
+    for size in _SIZES:
+        sizes = {**{n: max(s.lo, min(s.hi, size)) for n, s in free.items()}, **fixed}
+        for name, other in met.items():
+            if _positive(other, sizes):
+                sizes[name] = max(free[name].lo, min(free[name].hi, evaluate(other, sizes)))
+        tried.append(sizes)
+        if all(_positive(d, sizes) for d in wanted):
+            return sizes
+    return tried[0]
+
+
+_SIZES = tuple(32 << k for k in range(12))
+"""What dimensions that nothing is known of are tried with: 32 to 65,536."""
+
+
+def _met(dims: Collection[Dim], free: Mapping[str, Symbol]) -> dict[str, Dim]:
+    """Each free symbol that broadcasts with another size (the result's is ``max(symbol, size)``) and is in no such size itself."""
+    met: dict[str, Dim] = {}
+    used: set[str] = set()
+    for d in dims:
+        for atom in (a for monomial, _ in d.terms for a in monomial if isinstance(a, Function) and a.op == "max"):
+            for own, other in ((atom.a, atom.b), (atom.b, atom.a)):
+                name = next((n for n, s in free.items() if own == Dim((((s,), 1),))), None)
+                if name is None or name in met or name in used or not isinstance(other, Dim):
+                    continue
+                names = {s.name for s in other.symbols()}
+                if name not in names and not names & met.keys():
+                    met[name] = other
+                    used |= names
+                    break
+    return met
+
+
+def _positive(d: Dim, sizes: Mapping[str, int]) -> bool:
+    try:
+        return evaluate(d, sizes) > 0
+    except ShapeError:  # a division by a size that is 0
+        return False
+
+
+def _sizes_of_all(graph: Graph, symbols: Collection[str]) -> dict[Dim, None]:
+    """The dimensions of all tensors that follow from ``symbols`` alone, each once."""
+    dims = (d for op in graph.ops() for out in op.outputs for d in out.type.shape or ())
+    return {d: None for d in dims if isinstance(d, Dim) and all(s.name in symbols for s in d.symbols())}
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

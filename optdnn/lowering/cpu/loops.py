@@ -1,0 +1,144 @@
+"""Loops that ONNX Runtime would run for ever end with an error, as they do in NumPy.
+
+A Loop whose trip count is absent (its condition alone ends it) or comes from data gets the most iterations that the NumPy
+kernel allows, and a carried value that says whether it would have gone on. Where it would, a Gather after the loop reads
+outside of its operand: the one thing in ONNX that fails by data, under a name that says why. OpenVINO fails by nothing, so it
+does not get such loops (:mod:`optdnn.lowering.cpu.unsafe`). What is read from a file has these bounds, or is refused
+(:func:`unbounded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, GraphProto, NodeProto, helper, numpy_helper
+
+from optdnn.ir.body import GraphBody
+from optdnn.ir.graph import Graph, Op
+from optdnn.ops.base import attrs_dict
+from optdnn.runtime.reference import control
+
+
+def endless(graph: Graph) -> list[Op]:
+    """The ops of a graph that are, or hold in their bodies, a Loop whose trip count no constant bounds."""
+    return [op for op in graph.order() if _may_not_end(graph, op)]
+
+
+def _may_not_end(graph: Graph, op: Op) -> bool:
+    if op.kind == "Loop":
+        trips = op.input(0)
+        known = None if trips is None else graph.known(trips)
+        if known is None or known.dtype == object or int(known.reshape(-1)[0]) > control.LOOP_LIMIT:
+            return True
+    bodies = (v for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody))
+    return any(endless(body.graph) for body in bodies)
+
+
+def bound_loops(model: onnx.ModelProto) -> None:
+    """Give every Loop of a model (opset 11 to 21) a bound, in place."""
+    taken = {name for graph in _graphs(model.graph) for node in graph.node for name in (*node.output, node.name)}
+    fresh = (name for k in range(1 << 30) if (name := f"loop_bound_{k}") not in taken)
+    for graph in reversed(list(_graphs(model.graph))):  # what is inside first: nodes that are put back are copies
+        if not any(node.op_type == "Loop" for node in graph.node):
+            continue
+        constants = {t.name: t for t in graph.initializer}
+        nodes = [made for node in graph.node for made in _bounded(node, constants, fresh)]
+        del graph.node[:]
+        graph.node.extend(nodes)
+
+
+def unbounded(model: onnx.ModelProto) -> list[str]:
+    """The names of the Loops of a model that :func:`bound_loops` would have given a bound, and that have none."""
+    found = []
+    for graph in _graphs(model.graph):
+        limited = {t.name for t in graph.initializer if _limits(t)}
+        for node in graph.node:
+            values = [a.t for a in node.attribute if a.name == "value"]
+            if (node.op_type == "Constant" and values and _limits(values[0])) or (
+                node.op_type == "Min" and not limited.isdisjoint(node.input)
+            ):
+                limited.update(node.output)
+            if node.op_type == "Loop" and not (node.input and node.input[0] in limited):
+                found.append(node.name)
+    return found
+
+
+def _limits(t: onnx.TensorProto) -> bool:
+    """Whether a constant is a number of trips that is not too large."""
+    size = int(np.prod(t.dims, dtype=np.int64))
+    return (
+        t.data_type == onnx.TensorProto.INT64
+        and t.data_location != onnx.TensorProto.EXTERNAL
+        and size == 1
+        and len(t.raw_data) == 8
+        and int(numpy_helper.to_array(t).reshape(-1)[0]) <= control.LOOP_LIMIT
+    )
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    yield graph
+    for node in graph.node:
+        for a in node.attribute:
+            if a.type == AttributeProto.GRAPH:
+                yield from _graphs(a.g)
+
+
+def _bounded(node: NodeProto, constants: dict[str, onnx.TensorProto], fresh: Iterator[str]) -> Iterable[NodeProto]:
+    if node.op_type != "Loop" or not node.output:
+        return [node]
+    trips, limit = node.input[0], control.LOOP_LIMIT
+    if trips in constants and int(numpy_helper.to_array(constants[trips]).reshape(-1)[0]) <= limit:
+        return [node]
+    before: list[NodeProto] = []
+    after: list[NodeProto] = []
+
+    def constant(value: object) -> str:
+        name = next(fresh)
+        before.append(helper.make_node("Constant", [], [name], name, value=numpy_helper.from_array(np.asarray(value))))
+        return name
+
+    def emit(into: list[NodeProto], kind: str, *inputs: str, name: str = "", **attrs: int) -> str:
+        result = next(fresh)
+        into.append(helper.make_node(kind, inputs, [result], name or result, **attrs))  # type: ignore[arg-type]
+        return result
+
+    most = constant(np.array(limit, np.int64))
+    body = next(a.g for a in node.attribute if a.name == "body")
+    carried = len(body.input) - 2
+    # One more carried value: the condition as it is after the last iteration.
+    before_name, after_name = next(fresh), next(fresh)
+    body.node.append(helper.make_node("Identity", [body.output[0].name], [after_name], after_name))
+    body.input.append(helper.make_tensor_value_info(before_name, onnx.TensorProto.BOOL, []))
+    scans = list(body.output)[1 + carried :]
+    del body.output[1 + carried :]
+    body.output.append(helper.make_tensor_value_info(after_name, onnx.TensorProto.BOOL, []))
+    body.output.extend(scans)
+    operands = [*node.input, *[""] * (2 - len(node.input))]
+    goes_on = next(fresh)
+    outputs = list(node.output)
+    first, renamed = outputs[0], next(fresh)
+    outputs[0] = renamed
+    while len(outputs) < carried:
+        outputs.append("")
+    outputs.insert(carried, goes_on)
+    flat = constant(np.array([], np.int64))
+    wanted = emit(before, "Reshape", trips, flat) if trips else most
+    operands[0] = emit(before, "Min", wanted, most) if trips else most
+    start = operands[1] or constant(np.array(True))
+    operands.insert(2 + carried, emit(before, "Reshape", start, flat))
+    made = NodeProto()
+    made.CopyFrom(node)
+    del made.input[:], made.output[:]
+    made.input.extend(operands)
+    made.output.extend(outputs)
+    endless = goes_on
+    if trips:
+        endless = emit(after, "And", goes_on, emit(after, "Greater", wanted, most))
+    index = emit(after, "Cast", endless, to=onnx.TensorProto.INT64)
+    why = f"{node.name or 'the loop'} has run {limit} times; its condition does not end it"
+    zero = emit(after, "Gather", constant(np.zeros(1, np.int64)), index, name=why)
+    shape = emit(after, "Add", emit(after, "Shape", renamed), zero)
+    after.append(helper.make_node("Reshape", [renamed, shape], [first], f"{first}/bounded", allowzero=1))
+    return [*before, made, *after]

@@ -1,0 +1,318 @@
+"""Tactics of the cpu target: OpenVINO and ONNX Runtime on the optimized graph, with several thread counts, by measurement.
+
+Neither library always wins, so both are tried on the very network, in processes of their own: a candidate that crashes or hangs
+is refused (:mod:`optdnn.lowering.cpu.trials`). This process opens the one that is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from optdnn.config import BuildOptions
+from optdnn.errors import MissingDependency, RunError, UnsupportedError
+from optdnn.ir.digest import graph_digest
+from optdnn.ir.evaluate import evaluate, random_feeds
+from optdnn.ir.graph import Graph, Op
+from optdnn.lowering.cpu.base import Measured, fastest, take_turns
+from optdnn.lowering.cpu.check import check
+from optdnn.lowering.cpu.library import LIBRARIES, Contender, typical_sizes
+from optdnn.lowering.cpu.trials import Trial, Trials
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.machine import usable_cores
+from optdnn.tuning.timing_cache import Outcome, TimingCache
+from optdnn.types import Array, is_int
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Choice:
+    """The program that was chosen and why."""
+
+    engine: Engine
+    rows: list[Measured]
+    fallbacks: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    """Per library, the operators that it does not run, why, and who does: another library, or (where none is named) NumPy."""
+    ran: dict[str, str] = field(default_factory=dict)
+    """The first output of an op -> the precision in which the chosen library says it runs; those it does not tell of are absent."""
+    library: str = ""
+
+
+def choose(
+    graph: Graph,
+    options: BuildOptions,
+    cache: TimingCache,
+    meta: dict[str, Any],
+    progress: Progress = lambda text: None,
+    *,
+    base: str | None = None,
+    label: str | None = None,
+) -> Choice:
+    """Try every tactic that ``options`` allows on ``graph``, and keep the fastest that is right.
+
+    ``base`` is the float precision that is asked of the libraries (default: the options'); a graph that holds several types
+    says itself what computes in which, and wants "fp32". ``label`` is what the engine's precision is called.
+    Raises MissingDependency when no library is installed, UnsupportedError when each one refuses the network.
+    """
+    cores = options.threads or usable_cores()
+    with Trials(cores) as trials:
+        search = _Search(
+            graph, options, cache, progress, base or options.base_precision, label or options.precision, trials
+        )
+        search.measure([(c, cores) for c in search.contenders])
+        if options.threads is None:
+            search.measure(
+                [(c, n) for c in search.near_best() for n in _fewer_threads(cores, search.times[c.tactic(cores)])]
+            )
+        if not search.times and not search.untimed_ones:
+            search.without_helper()
+            search.measure([(c, cores) for c in search.contenders])
+    return search.conclude(meta)
+
+
+def compile_with(graph: Graph, library: str, precision: str, threads: int) -> Engine:
+    """``graph`` on one library, nothing measured; compiled in a process of its own first.
+
+    Raises RunError or UnsupportedError where the library refuses it."""
+    base = precision.partition("+")[2] or precision.replace("int8", "fp32")
+    contender = Contender(graph, LIBRARIES[library], base, precision)
+    with Trials(threads or usable_cores()) as trials:
+        contender.tried(trials, threads).close()
+    return contender.engine(threads)
+
+
+SMALL_MS = 3.0
+"""Networks quicker than this may lose more by waking threads than they gain."""
+HELPER = "onnxruntime"
+"""The library that runs what another must not or cannot run: it checks users' values, and takes tensors without elements."""
+CHECKED = 2
+"""To be raised when candidates are checked in another way: what earlier builds found is then found anew."""
+NEAR = 1.25
+"""Libraries within this factor of the fastest are tried with other thread counts."""
+
+
+def _fewer_threads(cores: int, median_ms: float) -> list[int]:
+    """The smaller thread counts worth trying: half of many cores, one for a small network."""
+    counts = ([cores // 2] if cores > 4 else []) + ([1] if cores > 1 and median_ms < SMALL_MS else [])
+    return sorted(set(counts), reverse=True)
+
+
+class _Search:
+    """The state of one search: who is in it, what has been measured, who was refused and why."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        options: BuildOptions,
+        cache: TimingCache,
+        progress: Progress,
+        base: str,
+        label: str,
+        trials: Trials,
+    ):
+        self.graph, self.options, self.cache, self.progress, self.trials = graph, options, cache, progress, trials
+        self.base, self.label = base, label
+        self.times: dict[str, float] = {}
+        self.cached: set[str] = set()
+        self.refused: dict[str, tuple[dict[str, Any], str]] = {}
+        self.untimed_ones: list[str] = []
+        self.owner: dict[str, tuple[Contender, int]] = {}
+        self.contenders: list[Contender] = []
+        self.untimed = ""
+        self.doubts: dict[str, str] = {}
+        wanted = list(LIBRARIES) if options.tactics == "auto" else [options.tactics]
+        helper = LIBRARIES[HELPER] if options.tactics == "auto" and LIBRARIES[HELPER].version() is not None else None
+        for name in wanted:
+            if LIBRARIES[name].version() is None:
+                self._refuse(name, {}, "not installed: pip install 'optdnn[cpu]'")
+            elif (reason := LIBRARIES[name].refuses(base)) is not None:
+                self._refuse(name, {}, reason)
+            else:
+                try:
+                    self.contenders.append(
+                        Contender(graph, LIBRARIES[name], base, label, None if name == HELPER else helper)
+                    )
+                except UnsupportedError as error:
+                    self._refuse(name, {}, error.message)
+        if len(self.refused) == len(wanted) and all("not installed" in reason for _, reason in self.refused.values()):
+            raise MissingDependency(" or ".join(wanted), "cpu", "for the cpu target")
+
+    def _refuse(self, name: str, settings: dict[str, Any], reason: str) -> None:
+        self.refused[name] = ({"precision": self.label, **settings}, reason)
+
+    def measure(self, wanted: Sequence[tuple[Contender, int]]) -> None:
+        """Find the time of each (library, threads), of those that are right: both are known from the cache, or found in processes
+        of their own, where candidates are compiled, checked and timed in turns."""
+        fresh = []
+        for contender, threads in wanted:
+            name = contender.tactic(threads)
+            self.owner[name] = (contender, threads)
+            if not self._known(name):
+                fresh.append(name)
+        if not fresh:
+            return
+        self.trials.start(len(fresh))
+        opened: dict[str, Trial] = {}
+        for name in fresh:
+            contender, threads = self.owner[name]
+            self.progress(f"compile {name}")
+            try:
+                opened[name] = contender.tried(self.trials, threads)
+            except (RunError, UnsupportedError) as error:
+                self._found(name, error.message)
+        if opened and self._feeds is None:
+            self.untimed_ones += opened
+        elif opened:
+            self._check_and_time(opened)
+        for trial in opened.values():
+            trial.close()
+
+    def without_helper(self) -> None:
+        """No candidate was right: only those are left in which NumPy kernels run what a library cannot."""
+        self.contenders = [c.alone() for c in self.contenders if c.helped]
+
+    def _known(self, name: str) -> bool:
+        """Whether the cache tells that a candidate is right and how fast, or that it is not."""
+        contender, threads = self.owner[name]
+        key = contender.key(threads)
+        found = self.cache.outcome(self._trial_key(key)) if key in self.cache.entries or self.cache.tried else None
+        if found is None:
+            return False
+        if found.refused is not None:
+            self._refuse(name, contender.settings(threads), found.refused)
+            return True
+        known = self.cache.get(key)
+        if known is None:
+            return False
+        if found.cut:
+            contender.cut_again(found.cut)
+        self.times[name] = known
+        self.cached.add(name)
+        return True
+
+    def _trial_key(self, key: str) -> str:
+        """A time holds for a network with any weights, the outcome of a trial for these alone."""
+        return f"{CHECKED} {self._weights} {key}"
+
+    @functools.cached_property
+    def _weights(self) -> str:
+        return graph_digest(self.graph)[:32]
+
+    def _found(self, name: str, refused: str | None = None) -> None:
+        """Note how a candidate's trial ended."""
+        contender, threads = self.owner[name]
+        if refused is not None:
+            self._refuse(name, contender.settings(threads), refused)
+            if "SIGKILL" in refused:  # the system's memory ran out, it seems; another time it may not
+                return
+        self.cache.note_outcome(self._trial_key(contender.key(threads)), Outcome(refused, contender.cut))
+
+    def _check_and_time(self, opened: Mapping[str, Trial]) -> None:
+        self.progress("check results")
+        assert self._feeds is not None
+        wrong, doubts = check(self.graph, opened, self._feeds, self.base)
+        self.doubts.update(doubts)
+        runners = {}
+        for name, trial in opened.items():
+            self._found(name, wrong.get(name))
+            known = self.cache.get(self.owner[name][0].key(self.owner[name][1]))
+            if name in wrong:
+                continue
+            if known is not None:  # with other weights: these are right, too
+                self.times[name] = known
+                self.cached.add(name)
+            else:
+                runners[name] = functools.partial(self._turn, name, trial)
+        if runners:
+            times = take_turns(runners, tick=lambda name: self.progress(f"time {name}"))
+            for name, ms in times.items():
+                contender, threads = self.owner[name]
+                self.refused.pop(name, None)  # it was, with another's help
+                self.times[name] = round(ms, 4)
+                self.cache.put(contender.key(threads), self.times[name])
+
+    def _turn(self, name: str, trial: Trial, seconds: float) -> list[float]:
+        """The times of one turn; none of a candidate that failed in it, which is refused."""
+        try:
+            return trial.turn(seconds)
+        except RunError as error:
+            self._found(name, error.message)
+            return []
+
+    @functools.cached_property
+    def _feeds(self) -> Mapping[str, Array] | None:
+        """Inputs to check and time with; None where none are found that the network takes.
+
+        Integers and short float inputs may be axes, sizes, pads, positions or scales, which not every value fits, and what
+        a library does then ranges from an error to a crash of the process. So the oracle is asked first, and such inputs
+        are 1 if they may be, else 0.
+        """
+        feeds = random_feeds(self.graph, seed=1, sizes=typical_sizes(self.graph))
+        if not any(is_int(a.dtype) or a.ndim < 2 for a in feeds.values()):
+            return feeds
+        for control, other in ((1, None), (0, None), (1, 0), (0, 0), (None, None)):
+            tried = dict(feeds)
+            for name, array in feeds.items():
+                integer = is_int(array.dtype)
+                fill = other if array.ndim > 1 else control if integer or control is None else 1
+                if fill is not None and (integer or array.ndim < 2):
+                    tried[name] = np.full_like(array, fill)
+            try:
+                self._fits(evaluate(self.graph, tried, _no_zero_divisors))
+                return tried
+            except RunError as error:
+                self.untimed = f"not timed: it takes none of the made-up inputs ({error.message})"
+        return None
+
+    def _fits(self, outputs: Mapping[str, Array]) -> None:
+        """Raise RunError where outputs have other sizes than the model declares: the values of inputs decide them."""
+        for i in self.graph.outputs:
+            out = self.graph.op(i).outputs[0]
+            if out.type.is_static and outputs[out.name].shape != tuple(out.type.static_shape):
+                raise RunError(f"output {out.name!r} would be of another size, {list(outputs[out.name].shape)}")
+
+    def near_best(self) -> list[Contender]:
+        """Contenders whose best time is within NEAR of the best of all."""
+        if not self.times:
+            return []
+        limit = NEAR * min(self.times.values())
+        return list(dict.fromkeys(self.owner[n][0] for n, ms in self.times.items() if ms <= limit))
+
+    def conclude(self, meta: dict[str, Any]) -> Choice:
+        """The fastest as an engine that carries ``meta``, and the account of all."""
+        rows = []
+        for name, ms in sorted(self.times.items(), key=lambda item: (item[1], item[0])):
+            settings = self.owner[name][0].settings(self.owner[name][1])
+            rows.append(Measured(name, settings, ms, cached=name in self.cached, note=self.doubts.get(name)))
+        rows += [Measured(name, settings, refused=reason) for name, (settings, reason) in sorted(self.refused.items())]
+        best = fastest(rows)
+        if best is None and self.untimed_ones:  # no inputs to time with: the library that checks the user's comes first
+            name = min(self.untimed_ones, key=lambda n: (not n.startswith("onnxruntime"), n))
+            best = Measured(name, self.owner[name][0].settings(self.owner[name][1]), refused=self.untimed)
+            rows.insert(0, best)
+        if best is None:
+            reasons = "; ".join(f"{r.name}: {r.refused}" for r in rows)
+            raise UnsupportedError(f"no tactic of the cpu target runs this network in {self.label}: {reasons}")
+        contender, threads = self.owner[best.name]
+        engine = contender.engine(threads)
+        engine.program.meta.update(
+            meta,
+            tactic={"name": best.name, "library": contender.library.name, "threads": threads},
+            sizes=typical_sizes(self.graph),
+        )
+        fallbacks = {c.library.name: c.fallbacks for c in self.contenders if c.fallbacks}
+        ran = contender.ran(engine, self._feeds if contender.library.name == "onnxruntime" else None)
+        return Choice(engine, rows, fallbacks, ran, contender.library.name)
+
+
+def _no_zero_divisors(op: Op, operands: list[Array | None]) -> list[Array | None]:
+    """Raise RunError where integers are divided by zero: ONNX says nothing of the result, and libraries may stop there."""
+    divisor = operands[1] if op.kind in ("Div", "Mod") else None
+    if divisor is not None and is_int(divisor.dtype) and not divisor.all():
+        raise RunError("integers are divided by zero")
+    return operands

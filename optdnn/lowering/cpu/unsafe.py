@@ -1,0 +1,260 @@
+"""Operators that a library takes and must not run; they run elsewhere, and the build says so.
+
+OpenVINO's plain faults are in :mod:`optdnn.lowering.cpu.openvino_faults`, integers that it cannot hold in
+:mod:`optdnn.lowering.cpu.wide_integers`. Besides:
+
+* OpenVINO trusts axes, sizes, pads and positions: a wrong one makes it read or write outside of its memory, and the process is
+  gone (seen with CumSum, Pad, Slice, Resize, GatherND, ScatterElements, Tile; Gather of a row of integers gives what lies beside
+  it). Constants are no exception. It gets what is known, and positions and pads only where they are proven to be inside
+  (:mod:`optdnn.ops.indices`). ONNX Runtime checks them and returns an error.
+* OpenVINO does not run operators that read a tensor without elements: their results keep the sizes and the elements of an earlier
+  run (seen with Unique), some raise an error (pooling: "Batch size is zero") and some crash (Gather, arithmetic trap). So it gets
+  nothing whose size depends on data, where no one can tell how often that is 0 (2026.4).
+* OpenVINO's compiler crashes on a Reshape to a scalar behind a product (seen with MatMul, 2026.4); a Squeeze it takes.
+* OpenVINO's transposed convolution of signed integers leaves out the zero point of the weights (2026.4).
+* OpenVINO gives NaN for a row of an Attention whose boolean mask forbids everything, where ONNX asks for zeros.
+* OpenVINO would run a Loop without a bound for ever; for ONNX Runtime it is given one (:mod:`optdnn.lowering.cpu.loops`).
+* ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
+* Their Fourier transforms (DFT, STFT) are off by up to 1e-3 of a result that should be 0, and some results lack an axis.
+* ONNX Runtime's Python binding passes neither bfloat16 arrays nor floats of 8 or integers of 4 and fewer bits, OpenVINO's none of
+  the latter two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from optdnn.dim import Dim, bounds, dim_min
+from optdnn.ir.body import GraphBody
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value, known_shape
+from optdnn.lowering.cpu.loops import endless
+from optdnn.lowering.cpu.openvino_faults import known_faults
+from optdnn.lowering.cpu.wide_integers import beyond_32_bits
+from optdnn.ops.base import attrs_dict
+from optdnn.ops.indices import ALONG_AXIS, TUPLES, all_inside
+from optdnn.types import (
+    BF16,
+    BOOL,
+    NARROW_FLOATS,
+    NARROW_INTEGERS,
+    DType,
+    TensorType,
+    dtype_name,
+    is_float,
+    normalize_axis,
+)
+
+INDEXED = ALONG_AXIS | TUPLES
+_NARROW = frozenset({*NARROW_FLOATS, *NARROW_INTEGERS})
+_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
+PARAMETERS: dict[str, tuple[int, ...]] = {
+    **{f"Reduce{r}": (1,) for r in _REDUCTIONS},
+    "Col2Im": (1, 2),
+    "ConstantOfShape": (0,),
+    "CumProd": (1,),
+    "CumSum": (1,),
+    "Expand": (1,),
+    "GRU": (4,),
+    "LSTM": (4,),
+    "NonMaxSuppression": (2,),
+    "OneHot": (1,),
+    "Pad": (1, 3),
+    "RNN": (4,),
+    "Range": (0, 1, 2),
+    "Reshape": (1,),
+    "Resize": (1, 2, 3),
+    "ReverseSequence": (1,),
+    "RoiAlign": (2,),
+    "Slice": (1, 2, 3, 4),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Tile": (1,),
+    "TopK": (1,),
+    "Trilu": (1,),
+    "Unsqueeze": (1,),
+}
+"""Operand slots that say where or how much, by kind."""
+
+
+def openvino_must_not(graph: Graph) -> dict[int, str]:
+    """Op id -> reason, for OpenVINO."""
+    data = data_dependent(graph)
+    out = {**known_faults(graph), **_touching(graph, _NARROW), **_transforms(graph)}
+    out |= beyond_32_bits(graph, PARAMETERS)
+    out |= dict.fromkeys(_without_elements(graph), "openvino may crash on a tensor without elements")
+    out |= {
+        i: f"the size of {name!r} depends on data; where it is 0, openvino fails, crashes or gives what another call computed"
+        for i, name in sized_by_data(graph).items()
+    }
+    out |= {op.id: "openvino does not end a loop that its condition does not end" for op in endless(graph)}
+    for op in graph.of_kind("Attention"):
+        mask = op.input(3)
+        if mask is not None and graph.type(mask).dtype == BOOL and graph.constant_value(mask) is None:
+            out[op.id] = "openvino gives NaN where a row of the mask forbids everything; it should give zeros"
+    for op in graph.of_kind("ConvTranspose"):
+        made = [graph.op(v) for v in op.inputs[:2] if v is not None]
+        zeros = [graph.constant_value(d.input(2)) for d in made if d.kind == "DequantizeLinear"]
+        if len(zeros) == 2 and zeros[1] is not None and zeros[1].any():
+            out[op.id] = "openvino leaves out the zero point of its weights"
+    for op in graph.of_kind("Reshape"):
+        if (
+            op.outputs[0].type.shape == ()
+            and op.inputs[0] is not None
+            and graph.op(op.inputs[0]).kind not in STRUCTURAL
+        ):
+            out[op.id] = "openvino's compiler may crash where a Reshape makes a scalar of a computed value"
+    for op in graph.order():
+        if (name := _unchecked(graph, op)) is not None:
+            whence = "comes from an input" if name.op in data else "follows from sizes"
+            shown = graph.output(name).name
+            out[op.id] = f"openvino does not check {shown!r}, which {whence}: a wrong value may crash it"
+    return {**out, **_in_bodies(graph, openvino_must_not)}
+
+
+def _unchecked(graph: Graph, op: Op) -> Value | None:
+    """The operand that says where or how much and is not proven to be right, or None."""
+    for slot in PARAMETERS.get(op.kind, ()):
+        value = op.input(slot)
+        if value is not None and graph.known(value) is None:
+            return value
+    value = op.input(1)
+    if value is None:
+        return None
+    if op.kind in INDEXED and not (op.kind == "Gather" and _gives_zeros(graph, op)):
+        types = [None if v is None else graph.type(v) for v in op.inputs]
+        return None if all_inside(op.kind, op.attrs, types, graph.known(value)) else value
+    if op.kind == "Pad" and not _crops_inside(graph, op):
+        return value
+    if op.kind == "Tile" and any(bounds(n)[0] < 0 for n in known_shape(graph.known(value)) or ()):
+        return value
+    return None
+
+
+def _gives_zeros(graph: Graph, op: Op) -> bool:
+    """Whether OpenVINO's Gather gives zeros for positions outside: not for rows of integers, which it reads as they come."""
+    x = op.inputs[0]
+    assert x is not None
+    shape, dtype = graph.type(x).shape, graph.type(x).dtype
+    return is_float(dtype) or (shape is not None and len(shape) > 1)
+
+
+def _crops_inside(graph: Graph, op: Op) -> bool:
+    """Whether negative pads take no more than there is, whatever the sizes are."""
+    x, pads = op.inputs[0], known_shape(graph.known(op.input(1)))
+    assert x is not None
+    dims = graph.type(x).shape
+    if all(bounds(n)[0] >= 0 for n in pads or ()):
+        return True
+    axes = known_shape(graph.known(op.input(3)))
+    if dims is None or pads is None:
+        return False
+    which = range(len(dims)) if axes is None else [normalize_axis(int(a), len(dims)) for a in axes]  # type: ignore[arg-type]
+    ends = zip(pads, pads[len(pads) // 2 :], strict=False)
+    return all(bounds(dims[a] + dim_min(p, 0) + dim_min(q, 0))[0] >= 0 for a, (p, q) in zip(which, ends, strict=False))
+
+
+def _in_bodies(graph: Graph, must_not: Callable[[Graph], Mapping[int, str]]) -> dict[int, str]:
+    """Each op whose body (of If, Loop or Scan) holds one that must not run."""
+    out = {}
+    for op in graph.order():
+        bodies = [v.graph for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody)]
+        reason = next((r for body in bodies for r in must_not(body).values()), None)
+        if reason is not None:
+            out[op.id] = f"in its body, {reason}"
+    return out
+
+
+def sized_by_data(graph: Graph) -> dict[int, str]:
+    """Each op that reads or gives a tensor whose size depends on data, and not on the sizes of the graph's inputs alone: op id ->
+    the tensor's name. An op with a body in which there is one is among them."""
+    data = data_dependent(graph)
+    known = {s for i in graph.inputs for s in _symbols(graph.op(i).outputs[0].type)}
+    from_data: set[str] = set()
+    found: dict[int, str] = {}
+
+    def varies(t: TensorType) -> bool:
+        """An unknown rank is taken for one that data decides."""
+        return t.shape is None or not from_data.isdisjoint(_symbols(t))
+
+    for op in graph.order():
+        if op.kind in ("Input", "Constant"):
+            continue
+        fresh = {s for o in op.outputs for s in _symbols(o.type)} - known
+        if op.id in data and _sizes_itself(graph, op, data):
+            from_data |= fresh
+        known |= fresh
+        read = [graph.output(v) for v in op.inputs if v is not None]
+        for o in (*op.outputs, *read):
+            if op.kind != "Output" and varies(o.type):
+                found[op.id] = o.name
+                break
+        for body in _bodies(op):
+            inside = sized_by_data(body.graph)
+            outer = {s for v in read for s in _symbols(v.type)}
+            changing = [
+                body.graph.op(i).outputs[0]
+                for i in body.graph.inputs
+                if not outer.issuperset(_symbols(body.graph.op(i).outputs[0].type))
+            ]
+            if inside or changing:
+                found.setdefault(op.id, changing[0].name if changing else next(iter(inside.values())))
+    return found
+
+
+def _sizes_itself(graph: Graph, op: Op, data: set[int]) -> bool:
+    """Whether new sizes of an op's results come from data: it counts something, or its operands that say sizes are computed."""
+    if op.kind not in PARAMETERS or op.kind == "NonMaxSuppression":  # its parameter is the most that it keeps
+        return True
+    slots = (op.input(slot) for slot in PARAMETERS[op.kind])
+    return any(v is not None and v.op in data and graph.known(v) is None for v in slots)
+
+
+def _bodies(op: Op) -> list[GraphBody]:
+    return [v for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody)]
+
+
+def _symbols(t: TensorType) -> set[str]:
+    return {s.name for d in t.shape or () if isinstance(d, Dim) for s in d.symbols()}
+
+
+def _without_elements(graph: Graph) -> set[int]:
+    """Each op that reads or gives a tensor that has no elements, whatever the inputs' sizes."""
+    found = set()
+    for op in graph.order():
+        types = [o.type for o in op.outputs] + [graph.type(v) for v in op.inputs if v is not None]
+        if op.kind not in STRUCTURAL and any(t.shape is not None and 0 in t.shape for t in types):
+            found.add(op.id)
+    return found
+
+
+def onnxruntime_must_not(graph: Graph) -> dict[int, str]:
+    """Op id -> reason, for ONNX Runtime."""
+    reason = "onnxruntime's MaxUnpool places values as if there were no output_shape"
+    unpools = {op.id: reason for op in graph.of_kind("MaxUnpool") if op.input(2) is not None}
+    own = {**_touching(graph, _NARROW | {BF16}), **unpools, **_transforms(graph)}
+    return {**own, **_in_bodies(graph, onnxruntime_must_not)}
+
+
+def _transforms(graph: Graph) -> dict[int, str]:
+    return {op.id: "the library's Fourier transforms are not precise" for op in graph.of_kind("DFT", "STFT")}
+
+
+def data_dependent(graph: Graph) -> set[int]:
+    """Ids of the ops whose results depend on the data (not only on the shapes) of inputs."""
+    found = set(graph.inputs)
+    for op in graph.order():
+        if op.kind in STRUCTURAL or op.definition.traits.shape_only:
+            continue
+        if any(v is not None and v.op in found for v in op.inputs):
+            found.add(op.id)
+    return found
+
+
+def _touching(graph: Graph, dtypes: frozenset[DType]) -> dict[int, str]:
+    """Each op that reads or writes one of the types."""
+    out = {}
+    for op in graph.order():
+        types = {o.type.dtype for o in op.outputs} | {graph.type(v).dtype for v in op.inputs if v is not None}
+        if op.kind not in STRUCTURAL and types & dtypes:
+            out[op.id] = f"the library's binding has no {dtype_name(min(types & dtypes, key=str))} arrays"
+    return out

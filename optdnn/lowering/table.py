@@ -1,0 +1,120 @@
+"""Which tactics run which kinds of operator, the preferred one first."""
+
+from __future__ import annotations
+
+from optdnn.kernels.attention.general import GeneralAttention
+from optdnn.kernels.attention.hopper import AttentionSteps, HopperAttention
+from optdnn.kernels.conv.bands import BandedConv
+from optdnn.kernels.conv.blocks import BlockConv
+from optdnn.kernels.conv.depthwise import DepthwiseOfIntegers, HalfDepthwise
+from optdnn.kernels.conv.direct import Depthwise, DirectConv, DirectConvTranspose
+from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
+from optdnn.kernels.conv.general import GeneralConv, GeneralGemm
+from optdnn.kernels.conv.hopper import HopperConv
+from optdnn.kernels.conv.pooled import PooledConv
+from optdnn.kernels.conv.separable import Separable
+from optdnn.kernels.conv.stem import StemConv
+from optdnn.kernels.conv.transpose import GeneralConvTranspose, HopperConvTranspose, TiledConvTranspose
+from optdnn.kernels.gemm.gemv import Gemv
+from optdnn.kernels.gemm.hopper import HopperGemm
+from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
+from optdnn.kernels.gemm.matmul import TiledMatMul
+from optdnn.kernels.index.numeric import NUMERIC, Numeric
+from optdnn.kernels.index.positions import POSITIONS, Positions
+from optdnn.kernels.index.regions import REGIONS, Regions
+from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
+from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
+from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
+from optdnn.kernels.norm.add_norm import AddNorm, PlainAdd
+from optdnn.kernels.norm.group_norm import HalfGroupNorm
+from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
+from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
+from optdnn.kernels.pointwise.custom import Custom
+from optdnn.kernels.pointwise.elementwise import Elementwise
+from optdnn.kernels.pool.max_pool import TiledMaxPool
+from optdnn.kernels.pool.pool import GlobalPool, WindowPool
+from optdnn.kernels.quantized.bands import BandedQuantizedConv
+from optdnn.kernels.quantized.general import GeneralQuantizedConv, GeneralQuantizedMatMul
+from optdnn.kernels.quantized.hopper import HopperQuantizedConv, HopperQuantizedMatMul
+from optdnn.kernels.quantized.pools import MaxPoolOfIntegers, MeanOfIntegers
+from optdnn.kernels.recurrent.general import GeneralRNN
+from optdnn.kernels.recurrent.hopper import HopperRNN
+from optdnn.kernels.reduce.arg import ArgExtreme
+from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
+from optdnn.kernels.tactic import Tactic
+from optdnn.ops.table import OPDEFS
+
+_OWN: dict[str, tuple[Tactic, ...]] = {
+    "Conv": (
+        PooledConv(),
+        Separable(),
+        BlockConv(),
+        StemConv(),
+        HopperConv(),
+        HalfDepthwise(),
+        Depthwise(),
+        BandedConv(),
+        GeneralConv(),
+        TiledConv(),
+        DirectConv(),
+        CudnnConv(),
+    ),
+    "Custom": (Custom(),),
+    "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
+    "MatMul": (
+        Gemv(),
+        HopperGemm(),
+        GeneralGemm(),
+        TiledGemm(),
+        HopperMatMul(),
+        TiledMatMul(),
+        CublasLtGemm(),
+        CublasLtBatched(),
+    ),
+    "Gemm": (
+        Gemv(),
+        HopperGemm(),
+        GeneralGemm(),
+        TiledGemm(),
+        TiledMatMul(),
+        CublasLtGemm(),
+        CublasLtBatched(),
+    ),
+    "QuantizedConv": (HopperQuantizedConv(), DepthwiseOfIntegers(), BandedQuantizedConv(), GeneralQuantizedConv()),
+    "QuantizedMatMul": (HopperQuantizedMatMul(), GeneralQuantizedMatMul()),
+    "QuantizedMean": (MeanOfIntegers(),),
+    "MaxPool": (MaxPoolOfIntegers(), TiledMaxPool(), WindowPool()),
+    "AveragePool": (WindowPool(),),
+    "Resize": (Resize(),),
+    "Pad": (Pad(),),
+    "BatchNormalization": (BatchNorm(),),
+    "LRN": (LocalResponse(),),
+    **dict.fromkeys(("ArgMax", "ArgMin"), (ArgExtreme(),)),
+    "RNN": (GeneralRNN(),),
+    "GRU": (HopperRNN(), GeneralRNN()),
+    "LSTM": (HopperRNN(), GeneralRNN()),
+    "Attention": (HopperAttention(), GeneralAttention(), AttentionSteps(), CudnnAttention()),
+    "Gather": (GatherView(), GatherBy()),
+    **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
+    **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), (QuantizedRows(), HalfRows(), Rows(), CudnnNorm())),
+    **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (HalfGroupNorm(), Rows())),
+    **dict.fromkeys(("LpNormalization", "MeanVarianceNormalization"), (Rows(),)),
+    "LpPool": (WindowPool(),),
+    **dict.fromkeys(POSITIONS, (Positions(),)),
+    **dict.fromkeys(REDUCTIONS, (Reduction(),)),
+    "GlobalAveragePool": (GlobalPool(),),
+    "GlobalMaxPool": (GlobalPool(),),
+    **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
+    "Add": (AddNorm(), PlainAdd()),
+}
+
+_LAST: dict[str, Tactic] = dict.fromkeys(NUMERIC, Numeric()) | dict.fromkeys(REGIONS, Regions())
+"""General ways, where nothing better takes an operator."""
+
+TACTICS: dict[str, tuple[Tactic, ...]] = _OWN | {kind: (*_OWN.get(kind, ()), one) for kind, one in _LAST.items()}
+"""Kind -> its tactics in order of preference (kinds of :data:`optdnn.lowering.views.VIEWS` need none)."""
+
+WRITES_ANYWHERE = frozenset(TACTICS) - {"Gather", "LSTM", "GRU", "RNN"}
+"""Kinds whose kernels write to a reserved place of any strides (a Gather may be a view, a
+recurrent layer's states lie together: they would have to be copied there)."""

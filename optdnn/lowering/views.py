@@ -1,0 +1,342 @@
+"""Operators that only name memory differently: another view where strides can say it, a copy where they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from optdnn.errors import UnsupportedError
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.conv.unfold import emit_frames, frames, whole_pixels
+from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT, copy
+from optdnn.lowering.builder import Builder, Placed, row_major
+from optdnn.types import normalize_axis
+
+
+def ints(b: Builder, op: Op, slot: int) -> list[int] | None:
+    """The known integers of an operand; None where the operand is absent. Raises UnsupportedError where they are not known."""
+    value = op.input(slot)
+    if value is None:
+        return None
+    known = b.graph.known(value)
+    if known is None or known.dtype == object:
+        raise UnsupportedError(
+            f"{op.kind} {op.name}: the cuda target needs operand {slot} to be known when the engine is built"
+        )
+    return [int(x) for x in known.reshape(-1)]
+
+
+def reshaped(x: Placed, shape: Sequence[int]) -> Placed | None:
+    """``x`` with another shape over the same memory, or None where strides cannot say it."""
+    if x.size == 0:
+        return x.view(shape, row_major(shape))
+    old = [(n, s) for n, s in zip(x.shape, x.strides, strict=True) if n != 1]
+    strides = [0] * len(shape)
+    i = j = 0
+    while i < len(old):
+        # Grow a group of old axes and one of new axes until both hold the same number of elements.
+        first, have, want, start = i, old[i][0], 1, j
+        i += 1
+        while have != want or j == start:
+            if want < have or j == start:
+                want *= shape[j]
+                j += 1
+            else:
+                have *= old[i][0]
+                i += 1
+        for (_, a), (n, c) in zip(old[first : i - 1], old[first + 1 : i], strict=True):
+            if a != n * c:
+                return None
+        step = old[i - 1][1]
+        for k in reversed(range(start, j)):
+            strides[k] = step
+            step *= shape[k]
+    return x.view(shape, strides)
+
+
+def settle(b: Builder, op: Op, port: int, found: Placed) -> None:
+    """A value lies where ``found`` says, unless it must be written elsewhere."""
+    value = Value(op.id, port)
+    if value in b.reserved:
+        copy(b, op, found, b.target(value))
+    else:
+        b.place[value] = found
+
+
+def _reshape(b: Builder, op: Op) -> None:
+    x, value = b.operand(op.inputs[0]), op.value  # type: ignore[arg-type]
+    shape = op.outputs[0].type.static_shape
+    found = reshaped(x, shape)
+    if found is not None:
+        settle(b, op, 0, found)
+        return
+    target = b.reserved.get(value) or b.new(op.outputs[0].name, x.dtype, shape)
+    back = reshaped(target, x.shape)
+    if back is not None:
+        copy(b, op, x, back)
+        b.place[value] = target
+        return
+    dense = b.new(op.outputs[0].name + ".dense", x.dtype, x.shape)
+    copy(b, op, x, dense)
+    settle(b, op, 0, dense.view(shape, row_major(shape)))
+
+
+def _transpose(b: Builder, op: Op) -> None:
+    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    perm = op.attrs.perm or tuple(reversed(range(len(x.shape))))
+    settle(b, op, 0, x.view([x.shape[i] for i in perm], [x.strides[i] for i in perm]))
+
+
+def _identity(b: Builder, op: Op) -> None:
+    settle(b, op, 0, b.operand(op.inputs[0]))  # type: ignore[arg-type]
+
+
+def cast_source(b: Builder, value: Value) -> Value:
+    """Where the elements of ``value`` come from: behind changes of order and casts to a narrower floating type."""
+    while True:
+        op = b.graph.op(value)
+        narrowing = op.kind == "Cast" and b.graph.type(op.inputs[0]).dtype.name == "float32" and (  # type: ignore[arg-type]
+            op.outputs[0].type.dtype.name in ("float16", "bfloat16"))  # fmt: skip
+        if op.kind != "Layout" and not narrowing:
+            return value
+        assert op.inputs[0] is not None
+        value = op.inputs[0]
+
+
+def _layout(b: Builder, op: Op) -> None:
+    assert op.inputs[0] is not None
+    x, t = b.operand(op.inputs[0]), op.outputs[0].type
+    # Images of one pixel are rows in either order; what fills their channels up lies between rows.
+    rows = not t.layout and all(n == 1 for n in x.shape[2:]) and (x.shape[1] == 1 or x.strides[1] == 1)
+    if (rows or x.is_like(b.strides_for(t))) and op.value not in b.reserved and x.offset % 8 == 0:
+        b.place[op.value] = x
+        return
+    copy(b, op, b.operand(cast_source(b, op.inputs[0])), b.target(op.value))
+
+
+def _expand(b: Builder, op: Op) -> None:
+    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    shape = op.outputs[0].type.static_shape
+    lead = len(shape) - len(x.shape)
+    strides = [0] * lead + [
+        0 if n == 1 and m != 1 else s for n, s, m in zip(x.shape, x.strides, shape[lead:], strict=True)
+    ]
+    settle(b, op, 0, x.view(shape, strides))
+
+
+def _slice(b: Builder, op: Op) -> None:
+    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    starts, ends, axes, steps = (ints(b, op, i) for i in range(1, 5))
+    assert starts is not None
+    assert ends is not None
+    axes = axes if axes is not None else list(range(len(starts)))
+    steps = steps if steps is not None else [1] * len(starts)
+    shape, strides, offset = list(x.shape), list(x.strides), 0
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        axis = normalize_axis(axis, len(shape))
+        taken = range(*slice(start, end, step).indices(x.shape[axis]))
+        shape[axis] = len(taken)
+        offset += taken.start * x.strides[axis] if len(taken) else 0
+        strides[axis] *= step
+    settle(b, op, 0, x.view(shape, strides, offset))
+
+
+def _split(b: Builder, op: Op) -> None:
+    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    axis, at = normalize_axis(op.attrs.axis, len(x.shape)), 0
+    for port, out in enumerate(op.outputs):
+        shape = out.type.static_shape
+        settle(b, op, port, x.view(shape, x.strides, at * x.strides[axis]))
+        at += shape[axis]
+
+
+def _depth_to_space(b: Builder, op: Op) -> None:
+    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    k, (n, c, h, w) = op.attrs.blocksize, x.shape
+    out = b.target(op.value)
+    deep = c // k // k
+    split = (n, k, k, deep, h, w) if op.attrs.mode == "DCR" else (n, deep, k, k, h, w)
+    perm = (0, 3, 4, 1, 5, 2) if op.attrs.mode == "DCR" else (0, 1, 4, 2, 5, 3)
+    _permuted(b, op, x, split, perm, out)
+
+
+def _space_to_depth(b: Builder, op: Op) -> None:
+    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    k, (n, c, h, w) = op.attrs.blocksize, x.shape
+    perm = (0, 3, 5, 1, 2, 4) if op.attrs.mode == "DCR" else (0, 1, 3, 5, 2, 4)
+    _permuted(b, op, x, (n, c, h // k, k, w // k, k), perm, b.target(op.value))
+
+
+def _permuted(b: Builder, op: Op, x: Placed, split: Sequence[int], perm: Sequence[int], out: Placed) -> None:
+    source = reshaped(x, split)
+    assert source is not None, "an axis can always be split"
+    source = source.view([source.shape[i] for i in perm], [source.strides[i] for i in perm])
+    target = reshaped(out, source.shape)
+    assert target is not None, "an axis can always be split"
+    copy(b, op, source, target)
+
+
+def _tile(b: Builder, op: Op) -> None:
+    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    repeats = ints(b, op, 1) or []
+    out = b.target(op.value)
+    shape = [n for r, m in zip(repeats, x.shape, strict=True) for n in (r, m)]
+    strides = [s for t in x.strides for s in (0, t)]
+    target = reshaped(out, shape)
+    assert target is not None, "an axis can always be split"
+    copy(b, op, x.view(shape, strides), target)
+
+
+def _concat(b: Builder, op: Op) -> None:
+    if op.value not in b.reserved:
+        parts = [b.operand(v) for v in op.inputs if v is not None]
+        along = normalize_axis(op.attrs.axis, len(parts[0].shape))
+        first = parts[0]
+        if len(parts) > 1 and _consecutive(parts, along):  # as the states of stacked recurrent layers are
+            b.place[op.value] = first.view(op.outputs[0].type.static_shape, first.strides)
+            return
+    sliding = frames(b.graph, op)
+    if sliding is not None and sliding.x in b.place and emit_frames(b, op, sliding, whole_pixels(b, op)):
+        return  # the padded tensor, made before, is then read by nobody and dropped
+    out = b.target(op.value)
+    axis, at = normalize_axis(op.attrs.axis, len(out.shape)), 0
+    pending: list[tuple[Placed, Placed]] = []
+    for value in op.inputs:
+        assert value is not None
+        x = b.operand(value)
+        part = out.view(x.shape, out.strides, at * out.strides[axis])
+        at += x.shape[axis]
+        if x.buffer != part.buffer or x.offset != part.offset or not x.is_like(part.strides):
+            pending.append((x, part))
+    for run in _runs(pending):
+        if len(run) == 1 or len(out.shape) == STRIDES_LIMIT:
+            for pair in run:
+                copy(b, op, *pair)
+        else:
+            repeated = [_repeated(p, len(run), d, axis) for p, d in zip(run[0], _distances(*run[:2]), strict=True)]
+            copy(b, op, *repeated)
+
+
+Pair: TypeAlias = tuple[Placed, Placed]
+"""A part of a concatenation: where it lies, and where it belongs."""
+
+
+def _runs(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """Neighbors of one form whose sources lie at equal distances, and whose destinations do: one copy moves a run of them.
+
+    Frames under the taps of a filter are such a run. A part between two others that is in place already has no pair. The
+    destinations around it then lie further apart, and end the run.
+    """
+    found: list[list[Pair]] = []
+    for pair in pairs:
+        if found:
+            run = found[-1]
+            alike = all(
+                (p.buffer, p.shape, p.strides) == (first.buffer, first.shape, first.strides)
+                for p, first in zip(pair, run[0], strict=True)
+            )
+            if alike and (len(run) == 1 or _distances(run[-1], pair) == _distances(run[0], run[1])):
+                run.append(pair)
+                continue
+        found.append([pair])
+    return found
+
+
+def _distances(a: Pair, b: Pair) -> tuple[int, int]:
+    """How many elements the source and the destination of ``b`` lie behind those of ``a``."""
+    return b[0].offset - a[0].offset, b[1].offset - a[1].offset
+
+
+def _repeated(x: Placed, count: int, distance: int, axis: int) -> Placed:
+    """``count`` such views at a distance, along an axis of their own before ``axis``."""
+    shape = (*x.shape[:axis], count, *x.shape[axis:])
+    return x.view(shape, (*x.strides[:axis], distance, *x.strides[axis:]))
+
+
+def _constant_of_shape(b: Builder, op: Op) -> None:
+    out = op.outputs[0].type
+    shape = out.static_shape
+    settle(
+        b, op, 0, b.constant(np.asarray(op.attrs.value, out.dtype), op.outputs[0].name).view(shape, (0,) * len(shape))
+    )
+
+
+EYE_LIMIT = 1 << 24
+"""Most elements of an EyeLike, which is stored."""
+
+
+def _eye_like(b: Builder, op: Op) -> None:
+    out = op.outputs[0].type
+    if out.size > EYE_LIMIT:  # type: ignore[operator]
+        raise UnsupportedError(f"{op.kind} {op.name}: its result of {out.size} elements is too large to be stored")
+    rows, columns = out.static_shape
+    settle(b, op, 0, b.constant(np.eye(rows, columns, op.attrs.k).astype(out.dtype), op.outputs[0].name))
+
+
+VIEWS: dict[str, Callable[[Builder, Op], None]] = {
+    "Reshape": _reshape, "Flatten": _reshape, "Squeeze": _reshape, "Unsqueeze": _reshape, "Transpose": _transpose,
+    "Identity": _identity, "Layout": _layout, "Expand": _expand, "Slice": _slice, "Split": _split, "Concat": _concat,
+    "ConstantOfShape": _constant_of_shape, "EyeLike": _eye_like, "DepthToSpace": _depth_to_space, "SpaceToDepth": _space_to_depth, "Tile": _tile,
+}  # fmt: skip
+"""Kind -> how it is placed."""
+
+
+def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
+    """Reserve joint buffers: parts of a concatenation along channels are written in place by the kernels that make them.
+
+    The last concatenation chooses first, so that chains of growing ones (DenseNet) share one buffer. A part must come from an
+    operator of ``kernels`` (kinds that write wherever they are told), and lie at a multiple of 8 channels for TMA's sake.
+    """
+    for op in reversed(b.graph.order()):
+        if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
+            continue
+        out = op.outputs[0].type
+        axis = normalize_axis(op.attrs.axis, len(out.static_shape))
+        values = [v for v in op.inputs if v is not None]
+        outer = all(d == 1 for d in out.static_shape[:axis])
+        last = bool(out.layout) and axis == 1
+        if not (outer or last) or any(b.graph.type(v).layout != out.layout for v in values):
+            continue
+        held = [b.reserved.get(v) for v in values]
+        if all(p is not None for p in held) and op.value not in b.reserved and _consecutive(held, axis):
+            first = held[0]
+            assert first is not None
+            b.reserved[op.value] = first.view(out.static_shape, first.strides)
+            continue
+        joint = b.reserved.get(op.value)
+        sizes = [b.graph.type(v).static_shape[axis] for v in values]
+        if last and any(n % 8 for n in sizes[:-1]):
+            continue
+        free = [
+            v not in b.reserved
+            and values.count(v) == 1
+            and b.graph.op(v).kind in kernels
+            and b.graph.constant_value(v) is None
+            for v in values
+        ]
+        if not any(free):
+            continue
+        if joint is None:
+            joint = b.new(op.outputs[0].name, out.dtype, out.static_shape, b.strides_for(out))
+            b.reserved[op.value] = joint
+        if joint.dtype != out.dtype:
+            continue
+        starts = np.cumsum([0, *sizes])
+        for v, start, may in zip(values, starts, free, strict=False):
+            if may and (not last or (joint.offset + int(start)) % 8 == 0):
+                shape = b.graph.type(v).static_shape
+                b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
+
+
+def _consecutive(parts: Sequence[Placed | None], axis: int) -> bool:
+    """Whether the parts lie one after the other along an axis of one buffer."""
+    first = parts[0]
+    assert first is not None
+    at = first.offset
+    for p in parts:
+        if p is None or p.buffer != first.buffer or p.offset != at or p.strides != first.strides:
+            return False
+        at += p.shape[axis] * p.strides[axis]
+    return True

@@ -1,0 +1,131 @@
+"""The passes of a build: the pipeline of its level and target, with what the options say of precision, calibration and dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from optdnn.config import AUTO, BuildOptions
+from optdnn.errors import OutputError, UsageError
+from optdnn.ir.constant_cache import Kept
+from optdnn.ir.graph import Graph
+from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
+from optdnn.passes.pipelines import PIPELINE
+from optdnn.passes.support.io_dtype import convert_borders
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.precision_report import Account
+from optdnn.passes.support.ranges import Calibration
+from optdnn.runtime.atomic import write_atomic
+from optdnn.shapes.plan_calibration import SharedCalibration
+from optdnn.target_name import TargetName
+
+Progress = Callable[[str], None]
+
+
+def plan_of(options: BuildOptions) -> PrecisionPlan:
+    """The precision that the options ask for, op by op; fp32 for "auto", which is found out."""
+    if options.precision == AUTO:
+        return PrecisionPlan()
+    return PrecisionPlan.of_option(options.precision, options.precision_map)
+
+
+class _Calibrate:
+    """The ranges that the passes of one plan ask for, of the graph as they meet it."""
+
+    def __init__(self, options: BuildOptions, say: Progress):
+        self.options, self.say, self.asked = options, say, 0
+
+    def __call__(self, graph: Graph) -> Calibration:
+        shared = self.options.calib
+        if not isinstance(shared, SharedCalibration):
+            return _calibrated(graph, shared, options=self.options, say=self.say)
+        shared.first = shared.first or self
+        if shared.first is self:
+            shared.found.append(_calibrated(graph, shared.data, options=self.options, say=self.say))
+            return shared.found[-1]
+        self.asked += 1
+        return shared.for_other_sizes(self.asked - 1)
+
+
+def _calibrated(graph: Graph, data: Any, *, options: BuildOptions, say: Progress) -> Calibration:
+    """Ranges for the graph as a pass meets it."""
+    from optdnn.calibration import calibrate
+    from optdnn.calibration.images import ImageSpec
+
+    return calibrate(
+        graph,
+        data,
+        options.calibrator,
+        cache=options.calib_cache,
+        images=None if options.images is None else ImageSpec.read(options.images),
+        progress=say,
+    )
+
+
+def optimize(
+    graph: Graph,
+    options: BuildOptions,
+    target: str,
+    say: Progress = lambda text: None,
+    *,
+    stop_before: str | None = None,
+    account: Account | None = None,
+    kept: Kept | None = None,
+) -> list[PassReport]:
+    """Run the pipeline of the level and target on ``graph``, in place; up to the pass ``stop_before`` where that is given
+    ("assign_precision": the exact part alone). ``account`` is filled with what was asked of each op; ``kept`` is what was made
+    of the same constants before.
+
+    Raises UsageError for an unknown stop-after."""
+    machine = str(TargetName.parse(target).machine)  # simulate runs Hopper's program
+    pipeline: tuple[Pass, ...] = PIPELINE(options.opt_level, machine)
+    if options.stop_after is not None and options.stop_after not in {p.name for p in pipeline}:
+        names = ", ".join(dict.fromkeys(p.name for p in pipeline))
+        raise UsageError(f"there is no pass {options.stop_after!r} at -O{options.opt_level}; the passes are: {names}")
+    if stop_before is not None:
+        before = [p.name for p in pipeline]
+        pipeline = pipeline[: before.index(stop_before) if stop_before in before else None]
+    if options.io_dtype != "model":
+        convert_borders(graph, options.io_dtype)
+    calibration = None if options.calib is None else _Calibrate(options, say)
+    dump = _Dump(options.dump)
+    dump(0, "import", graph)
+
+    def after(index: int, one: Pass, graph: Graph, report: PassReport) -> None:
+        say(f"pass {one.name}: {report.changes} changes")
+        dump(index + 1, one.name, graph)
+
+    return run_pipeline(
+        graph,
+        pipeline,
+        PassContext(
+            target=machine,
+            precision=options.precision,
+            plan=plan_of(options),
+            calibration=calibration,
+            account=account,
+            kept=kept or Kept(),
+        ),
+        verify=options.debug,
+        stop_after=options.stop_after,
+        after=after,
+    )
+
+
+class _Dump:
+    """Numbered text dumps of the graph, ``03-fuse_conv_bn.txt``."""
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise OutputError(f"the dump folder {folder} cannot be made: {error.strerror}") from None
+
+    def __call__(self, index: int, name: str, graph: Graph) -> None:
+        if self.folder is not None:
+            from optdnn.ir.text import to_text
+
+            write_atomic(self.folder / f"{index:02d}-{name}.txt", [to_text(graph).encode()])

@@ -1,0 +1,48 @@
+"""The calibration that the plans of one engine share: of the first optimum, whose sizes the data has.
+
+An engine carries it as data, so that plans for further sizes quantize by the same ranges.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import EngineError
+from optdnn.passes.support.ranges import Calibration, from_plain, to_plain
+from optdnn.types import Array
+
+
+@dataclass
+class SharedCalibration:
+    """What the plan that was made first found, for each time that its passes asked; the other plans take the same in turn."""
+
+    data: Any = None
+    """The calibration data; None where ``found`` was read from an engine."""
+    first: object = None
+    """Who asks for the first plan; None before anyone did."""
+    found: list[Calibration] = field(default_factory=list)
+
+    def for_other_sizes(self, asked: int) -> Calibration:
+        """What a further plan takes when its passes ask for the ``asked``-th time, from 0."""
+        return replace(self.found[min(asked, len(self.found) - 1)], other_sizes=True)
+
+    def to_bytes(self) -> Array:
+        """uint8 [n]: JSON text, for :meth:`from_bytes`."""
+        text = json.dumps([to_plain(c) for c in self.found], separators=(",", ":"))
+        return np.frombuffer(text.encode(), np.uint8)
+
+    @classmethod
+    def from_bytes(cls, data: Array) -> SharedCalibration:
+        """The inverse of :meth:`to_bytes`. Raises EngineError for anything else: an engine is untrusted input."""
+        try:
+            found = [from_plain(plain) for plain in json.loads(data.tobytes())]
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise EngineError(f"the engine's calibration cannot be read: {error}") from None
+        lists = [a for c in found for a in (*c.channels.values(), *c.means.values())]
+        if not found or any(a.ndim != 1 or np.isnan(a).any() for a in lists):
+            raise EngineError("the engine's calibration holds something else than numbers of each channel")
+        return cls(None, "the engine", found)

@@ -1,0 +1,357 @@
+"""Programs for ranges of shapes on targets whose programs are for fixed ones: one plan per shape.
+
+A plan is what a build with that shape fixed gives, so at the optimum nothing is lost to being dynamic. Plans for the optima
+are made with the engine, and the largest shape is planned to know its arena; the engine also holds its model (as data), from
+which the plan for another shape is made when such an input is first seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.config import BuildOptions
+from optdnn.custom import PREFIX, known
+from optdnn.dim import Dim, evaluate
+from optdnn.dim_text import lone
+from optdnn.errors import EngineError, OptdnnError, UsageError
+from optdnn.importers.model import Model, Source
+from optdnn.importers.split_weights import put_together, take_apart
+from optdnn.importers.values import with_values
+from optdnn.ir.constant_cache import Kept
+from optdnn.ir.graph import Graph
+from optdnn.lowering.choose import Selection
+from optdnn.lowering.cuda import Made, example, lower_cuda
+from optdnn.lowering.streams import Streams
+from optdnn.lowering.table import TACTICS
+from optdnn.optimize import optimize
+from optdnn.passes.base import PassReport
+from optdnn.passes.support.precision_report import Account
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
+from optdnn.runtime.program import ByValue, Dynamic, Program
+from optdnn.runtime.program import Source as HeldSource
+from optdnn.shapes.plan_base import Base, Blobs, Common
+from optdnn.shapes.plan_calibration import SharedCalibration
+from optdnn.shapes.plan_sizes import working
+from optdnn.shapes.ranges import DimRange, Profile
+from optdnn.target_name import TargetName
+from optdnn.tuning.first_run import Tried, finish
+from optdnn.tuning.nearest import Nearest
+from optdnn.tuning.result import Tuned
+from optdnn.types import Array, TensorSpec
+
+Say = Callable[[str], None]
+Choose = Callable[[Graph], Tuned | None]
+Shapes = dict[str, tuple[int, ...]]
+
+PLANNED, MEASURED = "planned", "measurement"
+"""Key of a plan's meta that says how its tactics were chosen; and the value of one that was tuned."""
+NOT_KEPT = ("shapes", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget", "threads", "calibrator")
+"""Options that further plans do not need."""
+
+
+@dataclass
+class Planned:
+    """The engine's program, the account of its first plan, and how the plans ran on a GPU."""
+
+    program: Program
+    graph: Graph
+    passes: list[PassReport]
+    first_runs: list[Tried]
+
+
+def plan_profiles(
+    model: Source | Model,
+    symbolic: Graph,
+    options: BuildOptions,
+    gpu: GpuFacts,
+    meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
+    say: Say,
+    choose: Choose = lambda graph: None,
+    account: Account | None = None,
+) -> Planned:
+    """Plans for the optimum of each profile of ``symbolic`` (the model as imported for them), in one program.
+
+    ``choose`` tunes an optimum's graph (None: the cost model chooses); ``account`` is filled with the first plan's precisions.
+    Raises UsageError where a dimension has no range, and whatever a build for one of the shapes raises.
+    """
+    _need_ranges(symbolic)
+    data, weights = take_apart(model)
+    opened = put_together(data, weights, symbolic.name)
+    common = Kept()
+    for array in weights.values():
+        common.hold(array)
+    specs = [_spec(symbolic, i, s) for i, s in zip(symbolic.inputs, _ports(symbolic), strict=True)]
+    base = Base.of(opened, specs, options, common)
+    blobs = Blobs(common)
+    plans: dict[tuple[Any, ...], Program] = {}
+    first: tuple[Graph, list[PassReport]] | None = None
+    first_runs: list[Tried] = []
+    arena = 0
+    for k, profile in enumerate(symbolic.profiles):
+        opt, *extremes = (_sized(symbolic, profile, which) for which in ("opt", "max", "min"))
+        if tuple(opt.items()) not in plans:
+            say(f"plan {_show(opt)}")
+            noted = account if first is None else None
+            with _located(symbolic, base, options, k, opt):
+                graph, passes, program = _plan(
+                    base, opt, options, gpu, meta, say, Kept(shared=common), choose, account=noted,
+                    first_runs=first_runs,
+                )  # fmt: skip
+            first = first or (graph, passes)
+            plans[tuple(opt.items())] = blobs.take(program)
+            arena = max(arena, program.arena_bytes)
+        for shapes in extremes:  # what cannot be built is said now, not when such an input comes
+            say(f"try {_show(shapes)}")
+            tried = replace(options, no_cubins=True, dump=None)
+            with _located(symbolic, base, options, k, shapes):
+                plan = _plan(base, shapes, tried, gpu, meta, say, Kept(shared=common))[2]
+            arena = max(arena, plan.arena_bytes)
+    source = None
+    shared = options.calib if isinstance(options.calib, SharedCalibration) else None
+    plain = options if shared is None else replace(options, calib=None, calib_cache=None, images=None)
+    kept = plain_options(plain)
+    if kept is not None:
+        numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
+        ranges = blobs.add(shared.to_bytes()) if shared is not None and shared.found else None
+        source = HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, kept, ranges)
+    main, *others = plans.values()
+    dynamic = Dynamic(
+        tuple(_spec(symbolic, i, s) for i, (s, _) in zip(symbolic.inputs, main.inputs, strict=True)),
+        tuple(_spec(symbolic, i, s) for i, (s, _) in zip(symbolic.outputs, main.outputs, strict=True)),
+        tuple(others),
+        source,
+        arena,
+    )
+    for plan in plans.values():
+        plan.blobs = blobs.arrays
+    assert first is not None
+    return Planned(replace(main, profiles=symbolic.profiles, dynamic=dynamic), *first, first_runs)
+
+
+@contextmanager
+def _located(symbolic: Graph, base: Base, options: BuildOptions, k: int, shapes: Shapes) -> Iterator[None]:
+    """An error in a ``with`` block of this names the profile and the sizes, and says which sizes the model takes."""
+    try:
+        yield
+    except OptdnnError as error:
+        error.message = f"profile {k}, at {_show(shapes)}: {error.message}"
+        error.hint = error.hint or _better_sizes(symbolic, base, options, symbolic.profiles[k])
+        error.args = (error.message,)
+        raise
+
+
+def _better_sizes(symbolic: Graph, base: Base, options: BuildOptions, profile: Profile) -> str | None:
+    """What to give instead of ranges that the model does not take; None where it takes all of them as far as shapes go."""
+    ports = [symbolic.op(i).outputs[0] for i in symbolic.inputs]
+
+    def fits(sizes: Mapping[str, int]) -> None:
+        base.at({p.name: tuple(evaluate(d, sizes) for d in p.type.dims) for p in ports}, options)
+
+    found = working(profile, fits)
+    if found is None or found == profile:
+        return (
+            None
+            if found
+            else "give sizes that the model takes: --shape NAME=MIN..OPT..MAX for each dimension that varies"
+        )
+    given = [f"--shape {p.name}={example(p.type.dims, lambda name: _range_text(found[name]))}" for p in ports]
+    return "the model takes " + " ".join(given)
+
+
+def _range_text(r: DimRange) -> str:
+    return str(r.opt) if r.min == r.max else str(r)
+
+
+def by_value(
+    graph: Graph, program: Program, names: Sequence[str], model: Source | Model, options: BuildOptions
+) -> Program:
+    """The program with what plans for values of the inputs ``names`` take, where that is worth it: where sizes that depend on
+    data leave something to the CPU. ``model`` is what ``graph`` was imported from, with the options' values in it.
+    """
+    plain = plain_options(replace(options, values={}))
+    given = (program, *(program.dynamic.plans if program.dynamic is not None else ()))
+    if not names or plain is None or not any(p.meta["host"]["operators"] for p in given):
+        return program
+    if program.dynamic is not None and program.dynamic.source is not None:
+        return replace(program, by_value=ByValue(tuple(names), program.dynamic.source))
+    data, weights = take_apart(model)
+    blobs = Blobs(Kept(), program.blobs)
+    numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
+    source = HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, plain)
+    return replace(program, blobs=blobs.arrays, by_value=ByValue(tuple(names), source))
+
+
+def replan(
+    program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bool, values: Mapping[str, Array]
+) -> Program:
+    """The plan of an engine for further shapes, or for values of inputs: a ``runtime.executor.Planner``. What it has in common
+    with the engine's own plans, it shares with them.
+
+    Raises EngineError where the engine's model is broken or its options are none that an engine may carry, and what a build
+    raises.
+    """
+    held = program.by_value if values else program.dynamic
+    source = None if held is None else held.source
+    if source is None:
+        raise EngineError("the engine does not hold its model: no further plans can be made")
+    check_plans(program.target)
+    check_plan_options(source.options, program.target)
+    named = [text.removeprefix(PREFIX).partition("@") for text in program.requires if text.startswith(PREFIX)]
+    options = BuildOptions(
+        **{**source.options, "target": program.target},
+        custom_ops=tuple(known(digest, name) for name, _, digest in named),
+    )
+    options = replace(options, no_cubins=options.no_cubins or not compiled)
+    if source.calibration is not None:
+        options = replace(options, calib=SharedCalibration.from_bytes(program.blobs[source.calibration]))
+    if options.tactics == "auto":  # what was measured against other libraries is of no use to plans that are not
+        options = replace(options, tactics=",".join(sorted({"own", *_libraries(program)})))
+    common = Common.of(program, source)
+    kept = Kept(shared=common.kept)  # what only this plan has goes when it goes
+    if not values:
+        assert program.dynamic is not None
+        base = common.base(program.dynamic.inputs, options)
+    else:
+        base = Base(with_values(common.model, values), None, [])
+        shapes = {name: shape for name, shape in shapes.items() if name not in values}
+    like = _nearest(program, shapes) if options.nearest_tactics else ()
+    _, _, plan = _plan(
+        base,
+        shapes,
+        options,
+        facts_for(TargetName.parse(options.target).arch),
+        lambda g, p: {},
+        lambda text: None,
+        kept,
+        like=like,
+        ready=common.cubins,
+    )
+    if common.nvrtc is not None and plan.kernels:
+        plan.meta.setdefault("nvrtc", common.nvrtc)  # where nothing was compiled
+    return common.blobs.copy(kept).take(plan)
+
+
+def _nearest(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Program]:
+    """The plans of an engine, those that were tuned first, then by how near their sizes are to these: by the ratios of their
+    dimensions."""
+
+    def distance(plan: Program) -> tuple[bool, float]:
+        sizes = {spec.name: spec.shape for spec, _ in plan.inputs}
+        pairs = [(a, b) for name, dims in shapes.items() for a, b in zip(dims, sizes.get(name, ()), strict=False)]
+        far = sum(abs(math.log(max(a, 1) / max(int(b), 1))) for a, b in pairs)
+        return not is_tuned(plan), far
+
+    return sorted((program, *(program.dynamic.plans if program.dynamic is not None else ())), key=distance)
+
+
+def _libraries(program: Program) -> set[str]:
+    """The libraries that the plans of an engine call."""
+    provider = {tactic.name: tactic.provider for tactics in TACTICS.values() for tactic in tactics}
+    plans = (program, *(program.dynamic.plans if program.dynamic is not None else ()))
+    names = {row["tactic"] for plan in plans for row in plan.meta.get("tactics", ())}  # engines before 1.4 do not tell
+    return {provider[name] for name in names if name in provider} - {"own"}
+
+
+def is_tuned(plan: Program) -> bool:
+    """Whether the tactics of a plan were chosen by measurement."""
+    return bool(plan.meta.get(PLANNED, {}).get("by") == MEASURED)
+
+
+def _plan(
+    base: Base,
+    shapes: Mapping[str, tuple[int, ...]],
+    options: BuildOptions,
+    gpu: GpuFacts,
+    meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
+    say: Say,
+    kept: Kept,
+    choose: Choose = lambda graph: None,
+    like: Sequence[Program] = (),
+    ready: Mapping[Made, Array] | None = None,
+    account: Account | None = None,
+    first_runs: list[Tried] | None = None,
+) -> tuple[Graph, list[PassReport], Program]:
+    """``like``: plans whose tactics are to be taken where they still stand, the first first; ``ready``: see ``lower_cuda``.
+    ``first_runs``: where it is given, the plan runs first where it can, and how that went is added."""
+    graph, left = base.at(shapes, options)
+    done = {report.name for report in base.passes}
+    # what is left to rewrite, now that sizes are known, and the rest of the pipeline
+    again = optimize(graph, left, left.target, say, kept=kept, account=account)
+    passes = [*base.passes, *(report for report in again if report.changes or report.name not in done)]
+    tuned = choose(graph)
+    facts = meta(graph, passes)
+    if first_runs is not None:
+        program, tried = finish(graph, options, gpu, facts, say, tuned, kept)
+        first_runs += [] if tried is None else [tried]
+        program.meta[PLANNED] = {"by": "the cost model" if tuned is None else MEASURED}
+    elif like:
+        nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options))
+        lanes = like[0].meta.get("streams", {}).get("lanes", 1)
+        streams = Streams(lanes) if lanes > 1 and is_tuned(like[0]) else None  # as far as the cost model agrees
+        program = lower_cuda(graph, options, gpu, facts, say, nearest.choices, streams, nearest, kept, ready=ready)
+        by = "the nearest tuned plan" if is_tuned(like[0]) else "the nearest plan"
+        program.meta[PLANNED] = {"by": by, "like": [str(s) for s, _ in like[0].inputs]}
+    else:
+        program = lower_cuda(graph, options, gpu, facts, say, kept=kept, ready=ready)
+        program.meta[PLANNED] = {"by": "the cost model"}
+    return graph, passes, program
+
+
+def plain_options(options: BuildOptions) -> dict[str, Any] | None:
+    """The options that are not at their defaults, as plain data; None where a file may not carry one of them
+    (:mod:`optdnn.runtime.plan_options`): pins, for instance."""
+    default = BuildOptions(target=options.target)
+    kept = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in NOT_KEPT}
+    kept = {n: v for n, v in kept.items() if n == "target" or hasattr(v, "__array__") or v != getattr(default, n)}
+    return kept if all(n in PLAN_OPTIONS and PLAN_OPTIONS[n](v) for n, v in kept.items()) else None
+
+
+def optimum(symbolic: Graph) -> Shapes:
+    """The shapes of the inputs at the optimum of the first profile. Raises UsageError where a dimension has no range."""
+    _need_ranges(symbolic)
+    return _sized(symbolic, symbolic.profiles[0], "opt")
+
+
+def _need_ranges(graph: Graph) -> None:
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        for d in out.type.shape or ():
+            name = lone(d)  # what follows from symbols needs no range: each of these is another dimension by itself
+            if name is not None and not all(name in p for p in graph.profiles):
+                dims = example(out.type.dims, "1..8..32")
+                raise UsageError(
+                    f"dimension {d} of input {out.name!r} has no range in every profile",
+                    hint=f"plans for GPUs need one: --shape {out.name}={dims}",
+                )
+
+
+def _sized(graph: Graph, profile: Profile, which: str) -> Shapes:
+    sizes = {name: getattr(r, which) for name, r in profile.items()}
+    ports = [graph.op(i).outputs[0] for i in graph.inputs]
+    return {p.name: tuple(evaluate(d, sizes) for d in p.type.dims) for p in ports}
+
+
+def _ports(graph: Graph) -> list[TensorSpec]:
+    """The inputs without their shapes, where nothing says what rank they have."""
+    ports = [graph.op(i).outputs[0] for i in graph.inputs]
+    return [TensorSpec(p.name, p.type.dtype, ()) for p in ports]
+
+
+def _show(shapes: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{name}={'x'.join(map(str, dims)) or 'scalar'}" for name, dims in shapes.items())
+
+
+def _spec(graph: Graph, port: int, planned: TensorSpec) -> TensorSpec:
+    """The symbolic shape of an input or output, with the element type that the plan gives it."""
+    shape = graph.op(port).outputs[0].type.shape
+    if shape is None:
+        return TensorSpec(planned.name, planned.dtype, tuple(f"{planned.name}.{i}" for i in range(len(planned.shape))))
+    return TensorSpec(planned.name, planned.dtype, tuple(str(d) if isinstance(d, Dim) else d for d in shape))

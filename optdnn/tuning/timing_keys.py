@@ -1,0 +1,43 @@
+"""What times in a timing cache belong to: the names of candidates and networks there, and the versions that they hold under."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from optdnn.config import BuildOptions
+from optdnn.ir.digest import structure_digest
+from optdnn.ir.graph import Graph
+from optdnn.lowering.choose import Selection
+from optdnn.lowering.cuda import Emitted
+from optdnn.runtime.cuda.compile.nvrtc import KERNELS
+from optdnn.runtime.cuda.trials.timer import Machine
+from optdnn.tuning.candidates import Trial
+
+
+def candidate_key(machine: Machine, problem: str, trial: Trial, *, cold: bool) -> str:
+    """Names everything but soft versions: the device, the problem, the candidate, its kernels' sources or its library."""
+    sources = ",".join(sorted({k.source[:16] for k in trial.program.kernels}))
+    library = "" if trial.provider == "own" else f" {trial.provider} {machine.versions.get(trial.provider, '')}"
+    regime = "cold" if cold else "warm"
+    return f"{machine.device} | {problem} | {trial.choice} | {regime} | {sources}{library}"
+
+
+def network_key(machine: Machine, graph: Graph, options: BuildOptions, target: str) -> str:
+    """Names the whole network: its graph, what may be chosen, and this version's kernels."""
+    selection = Selection.of(options)
+    facts: list[Any] = [sorted(selection.providers), selection.workspace, selection.row_invariant]
+    facts += [str(options.streams), options.strict, target, structure_digest(graph)]
+    facts += [(p.name, p.read_bytes()) for p in sorted(KERNELS.glob("*.cu*"))]
+    return f"{machine.device} | {hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
+
+
+def versions_of(machine: Machine, *providers: str) -> dict[str, str]:
+    """The versions that the times of these providers' kernels were measured under."""
+    wanted = {"driver", "nvrtc", *providers}
+    return {k: v for k, v in machine.versions.items() if k in wanted}
+
+
+def signatures_digest(emitted: Emitted) -> str:
+    """A digest of the signatures that a network is made of."""
+    return hashlib.sha256("\n".join(d.signature for d in emitted.decisions).encode()).hexdigest()[:32]

@@ -1,0 +1,112 @@
+"""Symbolic sizes read where they enter the network: what a constant target cannot say, and what frees the values in between.
+
+Exporters read sizes wherever they need them: DeBERTa's regroupings look at the shape of the softmax. Such a use keeps a value from
+being fused, although the network's inputs have the same sizes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optdnn.dim import DimLike
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import ReshapeAttrs, ShapeAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rewrite
+from optdnn.passes.rules.shape import reshaped
+from optdnn.passes.support.facts import reshape_target
+from optdnn.types import Shape
+
+_READS = 64
+"""Ops of a target's arithmetic that are looked at."""
+
+
+def axis_of(graph: Graph, d: DimLike) -> tuple[Value, int] | None:
+    """An input of the network, and its axis of this symbolic size."""
+    for i in graph.inputs:
+        value = graph.op(i).value
+        for axis, size in enumerate(graph.type(value).shape or ()):
+            if size == d:
+                return value, axis
+    return None
+
+
+def can_read(graph: Graph, shape: Shape) -> bool:
+    """Whether each size is a number, or that of an input's axis."""
+    return all(isinstance(d, int) or axis_of(graph, d) is not None for d in shape)
+
+
+def sizes(patch: Patch, shape: Shape) -> Value:
+    """The shape as a value: symbolic sizes are read from the network's inputs; one that no input has is -1."""
+    if all(isinstance(d, int) for d in shape):
+        return patch.constant(np.asarray(shape, np.int64), "shape")
+    parts = []
+    for d in shape:
+        found = None if isinstance(d, int) else axis_of(patch.graph, d)
+        if found is None:
+            parts.append(patch.constant(np.asarray([d if isinstance(d, int) else -1], np.int64), "size"))
+        else:
+            parts.append(patch.add("Shape", [found[0]], ShapeAttrs(found[1], found[1] + 1)))
+    return patch.add("Concat", parts, ConcatAttrs(0))
+
+
+def can_reshape(graph: Graph, before: Shape, after: Shape) -> bool:
+    """Whether :func:`reshaped_to` can write it."""
+    if reshape_target(before, after) is not None:
+        return True
+    unknown = [d for d in after if not isinstance(d, int) and axis_of(graph, d) is None]
+    return len(unknown) <= 1 and 0 not in after
+
+
+def reshaped_to(patch: Patch, value: Value, after: Shape) -> Value:
+    """``value`` with the shape ``after``: by a constant target, else by one that is read from the network's inputs."""
+    before = patch.type(value).dims
+    if before == after:
+        return value
+    target = reshape_target(before, after)
+    if target is not None:
+        return reshaped(patch, value, target)
+    return patch.add("Reshape", [value, sizes(patch, after)], ReshapeAttrs())
+
+
+class InputTarget(Rewrite):
+    """A Reshape or Expand whose target is computed from the shape of an inner value takes the sizes from the inputs.
+
+    For targets that no constant can express (:class:`~optdnn.passes.rules.shape.ConstantTarget`).
+    """
+
+    name = "input_target"
+    kinds = frozenset({"Reshape", "Expand"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        x, target = op.inputs
+        before, after = None if x is None else graph.type(x).shape, op.outputs[0].type.shape
+        if x is None or target is None or before is None or after is None or not _reads_inner_shape(graph, target):
+            return None
+        if op.kind == "Reshape":
+            if reshape_target(before, after) is not None:
+                return None
+            if not can_reshape(graph, before, after):
+                return Miss("no input of the network has the sizes of the target")
+            return Match((op,), lambda patch: reshaped_to(patch, x, after))
+        if not can_read(graph, after):
+            return Miss("no input of the network has the sizes of the target")
+        return Match((op,), lambda patch: patch.add("Expand", [x, sizes(patch, after)]))
+
+
+def _reads_inner_shape(graph: Graph, target: Value) -> bool:
+    """Whether the arithmetic of ``target`` looks at the shape of a value that is no input of the network."""
+    todo = [target]
+    seen: set[int] = set()
+    while todo and len(seen) < _READS:
+        op = graph.op(todo.pop())
+        if op.id in seen:
+            continue
+        seen.add(op.id)
+        if op.kind in ("Shape", "Size"):
+            if op.inputs[0] is not None and graph.op(op.inputs[0]).kind != "Input":
+                return True
+        else:
+            todo += [v for v in op.inputs if v is not None]
+    return False

@@ -1,0 +1,136 @@
+"""Ops that return an operand as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.pool import MaxPoolAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rewrite
+from optdnn.passes.support.facts import is_filled, non_negative, same_shape
+
+
+def _always(graph: Graph, op: Op) -> bool:
+    return True
+
+
+def _same_shape(graph: Graph, op: Op) -> bool:
+    return same_shape(graph, op)
+
+
+def _alone(graph: Graph, op: Op) -> bool:
+    return sum(v is not None for v in op.inputs) == 1
+
+
+def _cast(graph: Graph, op: Op) -> bool:
+    """Equal types only: a cast to a narrower type and back rounds, and the user wrote it."""
+    x = op.inputs[0]
+    return x is not None and graph.type(x).dtype == op.attrs.to
+
+
+def _transpose(graph: Graph, op: Op) -> bool:
+    perm = op.attrs.perm
+    return perm is not None and perm == tuple(range(len(perm)))
+
+
+def _pad(graph: Graph, op: Op) -> bool:
+    pads = graph.known(op.inputs[1])
+    return pads is not None and pads.dtype != object and not pads.any()
+
+
+def _slice(graph: Graph, op: Op) -> bool:
+    steps = op.input(4)
+    return same_shape(graph, op) and (steps is None or is_filled(graph.known(steps), 1))
+
+
+def _pool(graph: Graph, op: Op) -> bool:
+    a = op.attrs
+    one_point = all(k == 1 for k in a.kernel_shape) and all(s == 1 for s in a.strides) and not any(a.pads)
+    return one_point and not (isinstance(a, MaxPoolAttrs) and a.indices)
+
+
+def _resize(graph: Graph, op: Op) -> bool:
+    scales = op.input(2)
+    exact = scales is None or is_filled(graph.constant_value(scales), 1)
+    return exact and same_shape(graph, op) and op.attrs.coordinate_transformation_mode != "tf_crop_and_resize"
+
+
+def _one(graph: Graph, op: Op) -> bool:
+    """x * 1, x / 1, x ** 1."""
+    return is_filled(graph.constant_value(op.inputs[1]), 1) and same_shape(graph, op)
+
+
+def _zero(graph: Graph, op: Op) -> bool:
+    """x + 0, x - 0."""
+    return is_filled(graph.constant_value(op.inputs[1]), 0) and same_shape(graph, op)
+
+
+def _relu(graph: Graph, op: Op) -> bool:
+    return op.inputs[0] is not None and non_negative(graph, op.inputs[0])
+
+
+def _clip(graph: Graph, op: Op) -> bool:
+    return op.input(1) is None and op.input(2) is None
+
+
+TABLE: dict[str, Callable[[Graph, Op], bool]] = {
+    "Identity": _always,
+    "Cast": _cast,
+    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand", "Tile"), _same_shape),
+    # A reduction that keeps the shape runs over axes of size 1, or none.
+    **dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd"), _same_shape),
+    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool"), _same_shape),
+    **dict.fromkeys(("Concat", "Sum", "Mean", "Max", "Min"), _alone),
+    "Split": _alone,
+    "Transpose": _transpose,
+    "Pad": _pad,
+    "Slice": _slice,
+    **dict.fromkeys(("MaxPool", "AveragePool"), _pool),
+    "Resize": _resize,
+    **dict.fromkeys(("Mul", "Div", "Pow"), _one),
+    **dict.fromkeys(("Add", "Sub"), _zero),
+    "Relu": _relu,
+    "Clip": _clip,
+}
+"""For each kind: whether the op returns operand 0."""
+
+
+class NoOp(Rewrite):
+    """Removes an op that returns operand 0. Constants of commutative ops are operand 1 by ``constant_last``."""
+
+    name = "no_op"
+    kinds = frozenset(TABLE)
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        x = op.inputs[0]
+        if x is None or len(op.outputs) != 1 or not TABLE[op.kind](graph, op):
+            return None
+        if graph.type(x).dtype != op.outputs[0].type.dtype:
+            return None
+        return Match((op,), lambda patch: x)
+
+
+class Idempotent(Rewrite):
+    """``f(f(x))`` for an idempotent f (``Traits.idempotent``) of one operand and equal attributes."""
+
+    name = "idempotent"
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        x = op.inputs[0] if op.inputs else None
+        if x is None or not op.definition.traits.idempotent or len(op.inputs) != 1:
+            return None
+        inner = graph.op(x)
+        return Match((op,), lambda patch: x) if inner.kind == op.kind and inner.attrs == op.attrs else None
+
+
+class UnusedIndices(Rewrite):
+    """A MaxPool whose second output nothing reads loses it."""
+
+    name = "unused_indices"
+    kinds = frozenset({"MaxPool"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if not op.attrs.indices or (len(op.outputs) > 1 and graph.uses(Value(op.id, 1))):
+            return None
+        return Match((op,), lambda patch: patch.add("MaxPool", op.inputs, replace(op.attrs, indices=False)))

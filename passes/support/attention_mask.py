@@ -1,0 +1,157 @@
+"""Masks and position biases of attention: what they amount to, and how they broadcast over batch and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from optdnn.dim import DimLike
+from optdnn.ir.graph import Graph, Value
+from optdnn.ir.patch import Patch
+from optdnn.passes.rules.input_sizes import can_read, can_reshape, reshaped_to, sizes
+from optdnn.passes.support.facts import scalar
+from optdnn.passes.support.views import groups
+from optdnn.types import FP64, Array, DType, Shape
+
+HIDDEN = -1e9
+"""A constant mask hides where it is no larger: exp of it is 0 beside any score that is not itself of this size."""
+_ABSORBS = -1e30
+"""A score added to a number no larger than this vanishes in the rounding, in float64 too."""
+
+
+@dataclass(frozen=True)
+class Bias:
+    """What is added to the scores, where they have these leading axes, times ``factor``; with ``condition``, only where that is
+    not ``keeps`` (the Where of a hidden score)."""
+
+    value: Value
+    lead: Shape
+    factor: float
+    condition: Value | None = None
+    keeps: bool = True
+
+
+def refuse(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: DType) -> str | None:
+    for value in (bias.value, bias.condition):
+        if value is None:
+            continue
+        t = graph.type(value)
+        name = graph.output(value).name
+        if t.shape is None:
+            return f"the rank of the mask {name} is unknown"
+        if value == bias.value and t.dtype != dtype:
+            return f"the mask {name} is {t.dtype}, the scores {dtype}"
+        if value == bias.condition or bias.condition is None:
+            if not t.shape or t.shape[-1] != keys:
+                return f"the mask {name} {t} does not say a number for each key"
+            regrouped = regrouped_shapes(t.shape, bias.lead, lead)
+            if regrouped is None or not _expressible(graph, t.shape, *regrouped):
+                return f"the mask {name} {t} does not fit the leading axes [{', '.join(map(str, lead))}]"
+    if bias.condition is not None:
+        low = scalar(graph, bias.value)
+        condition = graph.constant_value(bias.condition)
+        seen = condition is not None and bool((condition == bias.keeps).any(axis=-1).all())
+        if not seen and not (low is not None and bias.factor * low <= _ABSORBS):
+            return f"a query without keys gets equal weights, which a mask of {low} that is added does not give"
+    return None
+
+
+def _expressible(graph: Graph, before: Shape, expanded: Shape, shape: Shape) -> bool:
+    """Whether :func:`added` can write the regrouping."""
+    if _same_size(before, expanded):
+        return shape == expanded or can_reshape(graph, before, shape)
+    known = can_read(graph, expanded)
+    return known and (shape == expanded or can_reshape(graph, expanded, shape))
+
+
+def regrouped_shapes(shape: Shape, lead: Shape, wanted: Shape) -> tuple[Shape, Shape] | None:
+    """How a mask of the scores with leading axes ``lead`` broadcasts to those with ``wanted``: (expanded, reshaped) shapes."""
+    full = (*(1,) * (len(lead) + 2 - len(shape)), *shape)
+    if len(full) != len(lead) + 2:
+        return None
+    if lead == wanted:
+        return full, full
+    lined = groups(lead, wanted)
+    if lined is None:
+        return None
+    expanded: list[DimLike] = list(full)
+    out: list[DimLike] = [1] * len(wanted)
+    for ours, theirs in lined:
+        if all(full[i] == 1 for i in ours):
+            continue
+        for i in ours:
+            expanded[i] = lead[i]
+        for j in theirs:
+            out[j] = wanted[j]
+    return tuple(expanded), (*out, *full[-2:])
+
+
+def constant_sum(graph: Graph, biases: Sequence[Bias], lead: Shape) -> Array | None:
+    """The sum of all biases in float64, where all are constant and there are any."""
+    total: Array | None = None
+    for bias in biases:
+        array = graph.constant_value(bias.value)
+        if array is None:
+            return None
+        array = array.astype(FP64) * bias.factor
+        if bias.condition is not None:
+            condition = graph.constant_value(bias.condition)
+            if condition is None:
+                return None
+            array = np.where(condition == bias.keeps, 0.0, array.reshape(()))
+        regrouped = regrouped_shapes(array.shape, bias.lead, lead)
+        assert regrouped is not None
+        expanded, shape = regrouped
+        if any(not isinstance(d, int) for d in (*expanded, *shape)):
+            return None
+        wide = array.reshape((1,) * (len(expanded) - array.ndim) + array.shape)
+        array = np.broadcast_to(wide, expanded).reshape(shape)  # type: ignore[arg-type]
+        total = array if total is None else total + array
+    if total is not None:
+        for axis in (0, 1):  # a batch of equal masks is one mask
+            if total.shape[axis] > 1 and (total == total[:1] if axis == 0 else total == total[:, :1]).all():
+                total = total[:1] if axis == 0 else total[:, :1]
+    return total
+
+
+def rounded(array: Array, dtype: DType) -> Array:
+    """Rounded once; what was finite stays so."""
+    top = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    return np.where(np.isfinite(array), np.clip(array, -top, top), array).astype(dtype)
+
+
+def is_causal(array: Array, rows: DimLike, keys: DimLike) -> bool:
+    if rows != keys or not isinstance(rows, int) or rows < 2 or array.shape[-2:] != (rows, keys):
+        return False
+    ahead = np.triu(np.ones((rows, rows), bool), 1)
+    return bool((array[..., ~ahead] == 0).all() and (array[..., ahead] <= HIDDEN).all())
+
+
+def added(patch: Patch, biases: Sequence[Bias], lead: Shape, dtype: DType) -> Value:
+    """The sum of the biases as ops of the patch, broadcastable to (B, H, L, S)."""
+    total: Value | None = None
+    for bias in biases:
+        value = bias.value
+        if bias.factor != 1.0:
+            value = patch.add("Mul", [value, patch.constant(np.asarray(bias.factor, dtype), "scale")])
+        if bias.condition is not None:
+            zero = patch.constant(np.zeros((), dtype), "zero")
+            value = patch.add("Where", [bias.condition, *((zero, value) if bias.keeps else (value, zero))])
+        regrouped = regrouped_shapes(patch.type(value).dims, bias.lead, lead)
+        assert regrouped is not None
+        expanded, shape = regrouped
+        if bias.lead != lead:
+            own = patch.type(value).dims
+            if own != expanded and not _same_size(own, expanded):
+                value = patch.add("Expand", [value, sizes(patch, expanded)])
+            value = reshaped_to(patch, value, shape)
+        total = value if total is None else patch.add("Add", [total, value])
+    assert total is not None
+    return total
+
+
+def _same_size(a: Shape, b: Shape) -> bool:
+    return [d for d in a if d != 1] == [d for d in b if d != 1]

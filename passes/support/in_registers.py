@@ -1,0 +1,86 @@
+"""Casts around pointwise ops become stages of theirs: what computes in fp32 reads and stores 16 bits, and converts in registers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Output, Value
+from optdnn.ops.base import Attrs
+from optdnn.passes.fuse_pointwise import Step, body, is_pointwise, steps_of
+from optdnn.passes.support.guards import Guards
+from optdnn.passes.support.precision_report import FP16_LARGEST
+from optdnn.types import BF16, FP16, FP32
+
+NARROW = (FP16, BF16)
+
+
+def in_registers(graph: Graph, guarded: Guards) -> set[int]:
+    """Let the pointwise ones of ``guarded`` cast what they read, and what they store where a cast alone reads it.
+
+    Results that are to saturate do so before they are cast. What is left of the casts without a reader is removed. Returns the
+    ops (ids) that store 16 bits.
+    """
+    pointwise = [i for i in guarded.reasons if i in graph and is_pointwise(graph.op(i))]
+    for i in pointwise:
+        _absorb(graph, graph.op(i), i in guarded.saturates)
+    return {i for i in pointwise if graph.op(i).outputs[0].type.dtype in NARROW}
+
+
+def _absorb(graph: Graph, op: Op, saturates: bool) -> None:
+    casts = {v: graph.op(v) for v in op.inputs if v is not None and graph.op(v).kind == "Cast"}
+    entering = {v: c for v, c in casts.items() if graph.type(c.inputs[0]).dtype in NARROW and c.attrs.to == FP32}  # type: ignore[arg-type]
+    users = graph.users(op.value)
+    alone = len(users) == 1 and users[0].kind == "Cast" and users[0].attrs.to in NARROW
+    leaving = users[0] if alone and op.outputs[0].type.dtype == FP32 else None
+    if not entering and leaving is None:
+        return
+    steps = [Step("Cast", c.attrs, c.inputs) for c in entering.values()]
+    by, place = len(steps), {v: k for k, v in enumerate(entering)}
+    steps += [replace(s, args=tuple(_moved(a, place, by) for a in s.args)) for s in steps_of(op)]
+    out = op.outputs[0]
+    if leaving is not None:
+        out = Output(out.name, out.type.with_dtype(leaving.attrs.to), out.known)
+        if saturates and leaving.attrs.to == FP16:
+            low, high = (graph.add_constant(np.asarray(s * FP16_LARGEST, np.float32), "fp16_largest") for s in (-1, 1))
+            steps.append(Step("Clip", Attrs(), (len(steps) - 1, low, high)))
+        steps.append(Step("Cast", leaving.attrs, (len(steps) - 1,)))
+    steps = _without_expansion(graph, steps, op)
+    first = _first(graph, steps, op)
+    if first is None:  # the kernel begins with an operand of its result's shape
+        return
+    operands, attrs = body(steps, first)
+    if leaving is not None:
+        graph.replace_uses(leaving.value, op.value)
+    before = [v.op for v in op.inputs if v is not None]
+    graph.set_op(replace(op, kind="Pointwise", inputs=tuple(operands), attrs=attrs, outputs=(out,)))
+    graph.remove_dead([*before, *([leaving.id] if leaving is not None else [])])
+
+
+def _moved(a: Value | int | None, place: dict[Value, int], by: int) -> Value | int | None:
+    """An argument of a step behind ``by`` casts, of the values in ``place``."""
+    if isinstance(a, Value):
+        return place.get(a, a)
+    return None if a is None else a + by
+
+
+def _first(graph: Graph, steps: list[Step], op: Op) -> Value | None:
+    """An operand of the result's shape."""
+    outside = (a for s in steps for a in s.args if isinstance(a, Value))
+    return next((v for v in outside if graph.type(v).shape == op.outputs[0].type.shape), None)
+
+
+def _without_expansion(graph: Graph, steps: list[Step], op: Op) -> list[Step]:
+    """Read what is expanded to the result's shape as it was before, twice as wide as it would be in 16 bits: the kernel broadcasts.
+
+    Not where no other operand has that shape.
+    """
+    for v in dict.fromkeys(a for s in steps for a in s.args if isinstance(a, Value)):
+        source = graph.op(v)
+        if source.kind != "Expand" or graph.type(v).shape != op.outputs[0].type.shape:
+            continue
+        narrow = [replace(s, args=tuple(source.inputs[0] if a == v else a for a in s.args)) for s in steps]
+        if _first(graph, narrow, op) is not None:
+            steps = narrow
+    return steps

@@ -1,0 +1,170 @@
+"""What fp16 cannot hold for want of range: values beyond 65504.
+
+A recurrence whose activations do not bound it, a long sum or a power may leave fp16's range although the network's results
+are small. In fp16 they would be infinite, and what is computed from them infinite or NaN. So the operators that write or read
+such a value stay fp32. They are found in two ways:
+
+* A recurrent layer may grow with each step, for some inputs, where its activations do not bound its state. It stays fp32, and so
+  does what reads its results, up to an operator that bounds them.
+* One run of the network on made-up inputs shows which values are beyond 65504. The run is in NumPy and costs a fraction of a
+  second: networks of more than ``TRIAL_FLOPS`` are not tried, and the account of the build says so.
+
+What is large because of a constant that is (the fill of a mask) is no matter of this module: it saturates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from optdnn.errors import OptdnnError
+from optdnn.ir.evaluate import evaluate, random_feeds
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ops.base import Call, Result
+from optdnn.ops.fused import flops
+from optdnn.passes.support.precision_report import FP16_LARGEST
+from optdnn.types import FP32, Array
+
+TRIAL_FLOPS = 1e8
+TRIAL_ELEMENTS = 1e7
+"""Most arithmetic, and most elements of all results together, of a network that is tried."""
+NOT_TRIED = frozenset({"Custom", "If", "Loop", "Scan"})
+"""Kinds whose cost is not known."""
+
+
+def largest_values(graph: Graph) -> Mapping[Value, float] | None:
+    """The largest finite magnitude of each fp32 value that is read, for made-up inputs; None where the network is not tried."""
+    if not _is_small(graph):
+        return None
+    found: dict[Value, float] = {}
+
+    def look(op: Op, operands: list[Array | None]) -> list[Array | None]:
+        for v, a in zip(op.inputs, operands, strict=True):
+            if v is not None and a is not None and a.dtype == FP32 and v not in found:
+                found[v] = _largest(a)
+        return operands
+
+    try:
+        results = evaluate(graph, random_feeds(graph, seed=1), look)
+    except OptdnnError:  # made-up numbers are not always valid: positions, lengths
+        return None
+    for i in graph.outputs:
+        (value,) = graph.op(i).inputs
+        array = results[graph.op(i).outputs[0].name]
+        if value is not None and array.dtype == FP32:
+            found[value] = _largest(array)
+    return found
+
+
+def _largest(a: Array) -> float:
+    size = np.abs(a)
+    return float(np.max(size, where=np.isfinite(size), initial=0.0))
+
+
+def _is_small(graph: Graph) -> bool:
+    work = elements = 0.0
+    for op in graph.ops():
+        types = [o.type for o in op.outputs]
+        if op.kind in NOT_TRIED or not all(t.is_static for t in types):
+            return False
+        if op.kind in STRUCTURAL:
+            continue
+        operands = tuple(None if v is None else graph.type(v) for v in op.inputs)
+        known = tuple(graph.known(v) for v in op.inputs)
+        call = Call(op.kind, op.attrs, operands, known, len(op.outputs), graph.fresh_symbol)
+        work += flops(call, Result(tuple(types)))
+        elements += sum(math.prod(t.static_shape) for t in types)
+        if work > TRIAL_FLOPS or elements > TRIAL_ELEMENTS:
+            return False
+    return True
+
+
+BOUNDED = frozenset({"HardSigmoid", "ScaledTanh", "Sigmoid", "Softsign", "Tanh"})
+"""Activations with a bound of their own."""
+UNIT = frozenset({"HardSigmoid", "Sigmoid"})
+"""Those between 0 and 1: what they multiply a state by does not make it grow."""
+BOUNDS = frozenset(
+    {
+        *("Atan", "Cos", "Erf", "GroupNormalization", "HardSigmoid", "InstanceNormalization", "LayerNormalization"),
+        *(
+            "LpNormalization",
+            "MeanVarianceNormalization",
+            "RMSNormalization",
+            "Sigmoid",
+            "Sign",
+            "Sin",
+            "Softmax",
+            "Softsign",
+        ),
+        *("Tanh", "ArgMax", "ArgMin", "TopK"),
+    }
+)
+"""Kinds whose results are small whatever they read, or positions."""
+RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
+
+
+def growing(graph: Graph) -> dict[int, str]:
+    """The recurrent layers whose state may grow with each step, what reads their results, and why these must not be fp16."""
+    found: dict[int, str] = {}
+    large: dict[Value, str] = {}
+    for op in graph.order():
+        if op.kind in STRUCTURAL:
+            continue
+        reason = next((large[v] for v in op.inputs if v in large), None) if op.inputs else None
+        function = _unbounding(op) if op.kind in RECURRENT else None
+        if function is not None:
+            reason = f"its activation {function} does not bound its state, which may grow beyond 65504, where fp16 ends"
+        if reason is None:
+            continue
+        found[op.id] = reason
+        stages = getattr(op.attrs, "epilogue", ())
+        last = stages[-1].kind if stages else op.kind
+        if last not in BOUNDS and (op.kind not in RECURRENT or function is not None):
+            reason = reason if function is None else f"it reads {op.kind} {op.name}, whose state may grow beyond 65504"
+            large.update(dict.fromkeys((Value(op.id, i) for i in range(len(op.outputs))), reason))
+    return found
+
+
+def _unbounding(op: Op) -> str | None:
+    """The activation of a recurrent layer that lets its state grow, or None."""
+    a = op.attrs
+    each = {"RNN": 1, "GRU": 2, "LSTM": 3}[op.kind]
+    for start in range(0, len(a.activations), each):
+        names = a.activations[start : start + each]
+        gates, state = (names[:0], names[:1]) if op.kind == "RNN" else (names[:1], names[1:2])
+        growing = [n for n in gates if n not in UNIT] + [n for n in state if n not in BOUNDED and a.clip is None]
+        if growing:
+            return str(growing[0])
+    return None
+
+
+def overflows(graph: Graph, largest: Mapping[Value, float]) -> dict[int, str]:
+    """The ops that write or read a value beyond fp16's range, and why they must not be fp16."""
+    found: dict[int, str] = {}
+    masks: set[Value] = set()
+    for op in graph.order():
+        if op.kind in STRUCTURAL:
+            continue
+        results = [Value(op.id, i) for i in range(len(op.outputs))]
+        read = [v for v in op.inputs if v is not None and graph.type(v).dtype == FP32]
+        if _makes_mask(graph, read, masks):
+            masks.update(v for v in results if largest.get(v, 0.0) > FP16_LARGEST)
+            continue
+        for v in (*results, *read):
+            size = largest.get(v, 0.0)
+            if size > FP16_LARGEST and v not in masks:
+                what = "its result" if v.op == op.id else f"its operand {graph.output(v).name!r}"
+                found[op.id] = f"{what} reaches {size:.3g} for made-up inputs, fp16 ends at 65504"
+                break
+    return found
+
+
+def _makes_mask(graph: Graph, read: list[Value], masks: set[Value]) -> bool:
+    """Whether an op's results are large because a constant is, or computed of nothing."""
+    arrays = [graph.constant_value(v) for v in read]
+    constants = [a for a in arrays if a is not None]
+    if len(constants) == len(read) or not masks.isdisjoint(read):
+        return True
+    return any(a.size and not float(np.abs(a).max()) <= FP16_LARGEST for a in constants)

@@ -1,0 +1,337 @@
+"""The precision contract: what was asked of each op against what really runs, hazards of quantization, and fp16's risks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from optdnn.config import QUANTIZED
+from optdnn.ir.graph import STRUCTURAL, Graph, Op
+from optdnn.passes.base import PassReport
+from optdnn.passes.integers import is_dequantized
+from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key, no_integers
+from optdnn.passes.support.ranges import Calibration
+from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType, is_float
+
+FP16_LARGEST, FP16_NORMAL, FP16_LEAST = 65504.0, 2.0**-14, 2.0**-25
+"""Largest value, smallest normal one, and what is rounded to zero from there down."""
+FLUSHED = 0.1
+"""The part of a constant's elements that may vanish in fp16 without a word."""
+_FLOATS: Mapping[DType, str] = {FP32: "fp32", FP16: "fp16", BF16: "bf16", DTYPES["fp64"]: "fp64"}
+_EIGHT: Mapping[DType, str] = {
+    DTYPES["int8"]: "int8",
+    DTYPES["uint8"]: "int8",
+    DTYPES["fp8_e4m3"]: "fp8",
+    DTYPES["fp8_e5m2"]: "fp8",
+}
+_CONVERT = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Layout"})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One op that computes, as ``assign_precision`` met it: its key, kind, ONNX nodes and the precision asked for."""
+
+    key: str
+    kind: str
+    nodes: tuple[str, ...]
+    precision: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of it. ``reason`` says why ``runs`` is not what was asked for; None where it is."""
+
+    asked: Asked
+    runs: str
+    reason: str | None = None
+
+    @property
+    def differs(self) -> bool:
+        return self.runs != self.asked.precision
+
+    def to_json(self) -> dict[str, Any]:
+        row: dict[str, Any] = {"op": self.asked.key, "kind": self.asked.kind, "nodes": list(self.asked.nodes)}
+        row |= {"asked": self.asked.precision, "runs": self.runs}
+        row |= {"because": self.asked.reason} if self.asked.reason else {}
+        return row | ({"reason": self.reason} if self.reason else {})
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A hazard or a risk, in words, at one op."""
+
+    key: str
+    kind: str
+    nodes: tuple[str, ...]
+    what: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"op": self.key, "kind": self.kind, "nodes": list(self.nodes), "what": self.what}
+
+
+@dataclass
+class Account:
+    """What a build notes of its precisions: ``assign_precision`` fills in what was asked and refused, and the risks."""
+
+    asked: list[Asked] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Key -> why the op does not run in what was asked for."""
+    converted: set[str] = field(default_factory=set)
+    """Keys of ops that compute in fp32 what they store in 16 bits."""
+    risks: list[Remark] = field(default_factory=list)
+    calibrated: dict[str, Any] = field(default_factory=dict)
+    """How ranges were found: method, and the batches that were run."""
+    tried: bool | None = None
+    """Whether a run of the network showed which values fp16 cannot hold; None where nothing was asked for in fp16."""
+    hazards: list[Remark] | None = None
+    """Those of the graph with its Q and DQ, which later passes fold away; None where no pass looked."""
+
+
+def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:
+    """What a plan asks of each op that computes.
+
+    An op that only moves data, and one that merely follows its neighbours into integers, is asked for nothing. One that has no
+    quantized form is asked for it only by name.
+    """
+    found = []
+    for op in graph.order():
+        if not _computes(op):
+            continue
+        precision = plan.of(op)
+        own = next(o.type.dtype for o in op.outputs if is_float(o.type.dtype))
+        given = structural(graph, op)
+        if given in QUANTIZED:  # by the model's own Q and DQ
+            found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), given))
+            continue
+        if own != FP32:  # the model's own type, which stays
+            asked = precision if precision in QUANTIZED and op.kind in ANCHORS else _FLOATS.get(own, "fp8")
+            found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), asked))
+            continue
+        if precision == "tf32" and not plan.named(op) and op.kind not in ANCHORS:
+            precision = "fp32"  # what makes no products rounds no factors
+        if precision in QUANTIZED and not plan.named(op) and op.kind not in ANCHORS:
+            precision = plan.base
+            if no_integers(graph, op) is None:
+                continue
+        found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), precision, plan.reason(op)))
+    return found
+
+
+def _computes(op: Op) -> bool:
+    if op.kind in STRUCTURAL or op.kind in _CONVERT:
+        return False
+    traits = op.definition.traits
+    return not traits.movement and not traits.shape_only and any(is_float(o.type.dtype) for o in op.outputs)
+
+
+def outcome(
+    graph: Graph,
+    account: Account,
+    ran: Mapping[str, str] | None = None,
+    who: str = "",
+    hint: str = "fp32",
+    passes: Sequence[PassReport] = (),
+) -> list[Ran]:
+    """What each op asked for runs in, by the final graph and (``ran``: key -> precision) by what ``who`` said of itself.
+
+    ``hint``: what ``who`` was told to compute the graph's fp32 in. ``passes`` are asked why a product between Q and DQ did not
+    become an operator on integers.
+    """
+    why = {n: r.reason for p in passes if p.name == "fold_quantized" for r in p.refused for n in r.nodes
+           if not r.reason.startswith("DequantizeLinear stays")}  # fmt: skip
+    by_key = {key(op): op for op in graph.ops() if op.kind not in STRUCTURAL}
+    integer = {n: p for op in graph.ops() if (p := _on_eight_bits(graph, op)) is not None for n in op.src}
+    rows = []
+    for one in account.asked:
+        op = by_key.get(one.key)
+        runs = None
+        if op is not None and op.kind == one.kind:
+            runs = structural(graph, op)
+        elif any(n in integer for n in one.nodes):
+            runs = next(integer[n] for n in one.nodes if n in integer)
+        elif op is not None:
+            runs = _on_eight_bits(graph, op) or structural(graph, op)
+        if runs in ("fp16", "bf16") and one.key in account.converted:
+            runs = "fp32"
+        if runs is None:
+            continue  # another op does its work: merged, or folded away
+        reason = account.refused.get(one.key)
+        if runs == "fp32":
+            runs = hint
+        told = (ran or {}).get(one.key)
+        if told is not None and told != runs:
+            runs = told
+            reason = reason or next((why[n] for n in one.nodes if n in why), None) or f"{who} runs it in {told}"
+        if runs == one.precision:
+            reason = None
+        elif reason is None:
+            reason = next((why[n] for n in one.nodes if n in why), None)
+            reason = reason or f"the graph has it in {runs}"
+        rows.append(Ran(one, runs, reason))
+    return rows
+
+
+def _on_eight_bits(graph: Graph, op: Op) -> str | None:
+    """int8 or fp8 for an op that computes on 8-bit numbers themselves."""
+    if op.kind in STRUCTURAL or op.kind in _CONVERT or op.input(0) is None:
+        return None
+    return _EIGHT.get(graph.type(op.inputs[0]).dtype)  # type: ignore[arg-type]
+
+
+def on_gpu(graph: Graph, rounded: Collection[str]) -> dict[str, str]:
+    """Key -> what a GPU's kernels compute an op of the optimized graph in, where its Q and DQ or allowed factors say otherwise.
+
+    No library folds Q and DQ there: what the passes left between them is computed on floats. ``rounded``: the ONNX nodes whose
+    kernels round factors to tf32.
+    """
+    found = {}
+    for op in graph.ops():
+        if op.kind in STRUCTURAL or op.kind in _CONVERT or not op.outputs:
+            continue
+        said = structural(graph, op)
+        emulated = said in QUANTIZED and _on_eight_bits(graph, op) is None
+        if emulated or (said == "tf32" and not op.src & set(rounded)):
+            found[key(op)] = _FLOATS.get(op.outputs[0].type.dtype, "fp32")
+    return found
+
+
+def structural(graph: Graph, op: Op) -> str | None:
+    """What the graph says: int8 or fp8 where all data comes from DequantizeLinear, else the floating type of the result."""
+    direct = _on_eight_bits(graph, op)
+    if direct is not None:
+        return direct
+    slots = (0, 1) if op.kind in ANCHORS else (0,)
+    if op.kind in ANCHORS and all(is_dequantized(graph, op.input(i)) for i in slots):
+        stored = graph.op(op.inputs[0]).inputs[0]  # type: ignore[arg-type]
+        return _EIGHT.get(graph.type(stored).dtype, "fp32")  # type: ignore[arg-type]
+    data = [v for v in op.inputs if v is not None and is_float(graph.type(v).dtype)]
+    if op.kind not in ANCHORS and data and all(is_dequantized(graph, v) for v in data):
+        users = [u for u in graph.users(op.value) if u.kind != "Output"]
+        if users and all(u.kind == "QuantizeLinear" for u in users):
+            stored = graph.op(data[0]).inputs[0]
+            return _EIGHT.get(graph.type(stored).dtype)  # type: ignore[arg-type]
+    if getattr(op.attrs, "factors", ""):
+        return str(op.attrs.factors)
+    return next((_FLOATS[o.type.dtype] for o in op.outputs if o.type.dtype in _FLOATS), None)
+
+
+def hazards(graph: Graph) -> list[Remark]:
+    """Quantized products whose result leaves as floats (a wide write, a wide read and a conversion where bytes would do), and
+    scales of the model's own that are no normal positive numbers."""
+    found = []
+    for op in graph.of_kind("QuantizeLinear", "DequantizeLinear"):
+        scale = graph.constant_value(op.inputs[1])
+        if scale is not None and not (np.isfinite(scale) & (scale >= np.finfo(np.float32).tiny)).all():
+            odd = scale[~(np.isfinite(scale) & (scale >= np.finfo(np.float32).tiny))].reshape(-1)[0]
+            what = f"its scale {float(odd):g} is not a normal positive number: libraries differ in what they make of it"
+            found.append(Remark(key(op), op.kind, tuple(sorted(op.src)), what))
+    for op in graph.of_kind(*ANCHORS):
+        if structural(graph, op) not in QUANTIZED:
+            continue
+        readers = [u for u in graph.users(op.value) if u.kind not in ("QuantizeLinear", "Output")]
+        if readers:
+            names = ", ".join(f"{u.kind} {u.name}" for u in readers[:3]) + (" …" if len(readers) > 3 else "")
+            what = f"its float result is read by {names}: quantize it there, or run those in integers"
+            found.append(Remark(key(op), op.kind, tuple(sorted(op.src)), what))
+    return found
+
+
+# ---------------------------------------------------------------- fp16
+
+
+def half_risks(
+    graph: Graph, plan: PrecisionPlan, calibration: Calibration | None, kept: Collection[str] = ()
+) -> list[Remark]:
+    """Ops asked for in fp16 whose values overflow or vanish there: by calibration, and by weights alone where there is none.
+
+    ``kept``: keys of ops that stay fp32 with their constants.
+    """
+    found = []
+    for op in graph.order():
+        if op.kind in STRUCTURAL or plan.of(op) not in ("fp16", *(QUANTIZED if plan.base == "fp16" else ())):
+            continue
+        if not any(o.type.dtype == FP32 for o in op.outputs):
+            continue
+        constants = () if key(op) in kept else _by_weights(graph, op, calibration is None)
+        for what in (*constants, *_by_ranges(op, calibration)):
+            found.append(Remark(key(op), op.kind, tuple(sorted(op.src)), what))
+    return found
+
+
+def _by_ranges(op: Op, calibration: Calibration | None) -> list[str]:
+    seen = None if calibration is None else calibration.seen.get(key(op))
+    if seen is None:
+        return []
+    if seen.largest > FP16_LARGEST:
+        return [f"overflow: {key(op)!r} reaches {seen.largest:.3g}, fp16 ends at 65504"]
+    if 0 < seen.largest < FP16_NORMAL:
+        return [f"underflow: {key(op)!r} is at most {seen.largest:.3g}, fp16 is subnormal below {FP16_NORMAL:.2g}"]
+    return []
+
+
+def _by_weights(graph: Graph, op: Op, alone: bool) -> list[str]:
+    found = []
+    for slot, value in enumerate(op.inputs):
+        array = graph.constant_value(value)
+        if array is None or array.dtype != FP32 or not array.size or (op.kind in ANCHORS and slot == 2):
+            continue
+        size = np.abs(array)
+        name = graph.output(value).name  # type: ignore[arg-type]
+        if not size.max() <= FP16_LARGEST:  # or there is a NaN
+            finite = size[np.isfinite(size)]
+            if finite.size and finite.max() > FP16_LARGEST and array.ndim:
+                found.append(f"overflow: the constant {name!r} reaches {finite.max():.3g}, fp16 ends at 65504")
+        lost = np.count_nonzero(size <= FP16_LEAST) / array.size  # with those that are zero already
+        if lost > FLUSHED:
+            lost = np.count_nonzero((size > 0) & (size <= FP16_LEAST)) / array.size
+        if vanishes(array):
+            found.append(
+                f"underflow: the constant {name!r} is {array.flat[0]:.3g}, fp16 has nothing below {2 * FP16_LEAST:.2g}"
+            )
+        elif lost > FLUSHED:
+            found.append(f"underflow: {lost:.0%} of the constant {name!r} are zero in fp16")
+    weights = graph.constant_value(op.input(1)) if op.kind in ("Conv", "Gemm", "MatMul") else None
+    if alone and weights is not None and weights.ndim >= 2 and weights.dtype == FP32:
+        rows = weights.reshape(len(weights), -1) if op.kind == "Conv" or _transposed(op) else weights
+        axis = 1 if op.kind == "Conv" or _transposed(op) else -2
+        if float(np.abs(rows).max(initial=0.0)) * rows.shape[axis] <= FP16_LARGEST:
+            return found
+        reach = float(np.abs(rows.astype(np.float64)).sum(axis=axis).max())
+        if reach > FP16_LARGEST:
+            found.append(f"overflow: its weights sum to {reach:.3g}, so that operands of 1 may give more than 65504")
+    return found
+
+
+def vanishes(array: Array) -> bool:
+    """Whether a constant is one number (or a vector of one) that fp16 rounds to zero. The least that it has stands for it."""
+    return bool(
+        array.ndim <= 1 and array.size and 0 < abs(array.flat[0]) <= FP16_LEAST and (array == array.flat[0]).all()
+    )
+
+
+def _transposed(op: Op) -> bool:
+    return op.kind == "Gemm" and bool(op.attrs.transB)
+
+
+def to_plain(plan: PrecisionPlan, rows: list[Ran], dangers: list[Remark], account: Account) -> dict[str, Any]:
+    """What an engine keeps of it: the plan, how many ops run in what (where that is more than one precision: which ONNX nodes),
+    every difference, hazard and risk."""
+    counts: dict[str, int] = {}
+    where: dict[str, dict[str, None]] = {}
+    for r in rows:
+        counts[r.runs] = counts.get(r.runs, 0) + 1
+        where.setdefault(r.runs, {}).update(dict.fromkeys(r.asked.nodes))
+    return {
+        "plan": plan.to_json(),
+        **({"calibration": account.calibrated} if account.calibrated else {}),
+        "runs": dict(sorted(counts.items())),
+        **({"nodes": {p: list(nodes) for p, nodes in sorted(where.items())}} if len(where) > 1 else {}),
+        "differs": [r.to_json() for r in rows if r.differs],
+        "hazards": [h.to_json() for h in dangers],
+        "risks": [r.to_json() for r in account.risks],
+        **({} if account.tried is None else {"fp16_tried": account.tried}),
+    }

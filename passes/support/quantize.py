@@ -1,0 +1,396 @@
+"""Q and DQ around the ops that a plan asks for in int8 or fp8: operators with their scales and zero points as operands.
+
+An op that runs in integers stays what it is, between DequantizeLinear of its operands and QuantizeLinear of its result; a
+library or a lowering folds the three into one kernel. There is one pair per value, shared by all that read it in integers,
+and what stands between integer ops and only moves or compares elements is drawn in, with one scale on both of its sides.
+
+Weights are symmetric int8 per output channel, biases int32 with the scale of the products they are added to. Activations
+have one scale per tensor, uint8 with a zero point (Jacob et al., "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", 2018); on GPUs, where images are padded with zeros, what has negative values and is padded by a
+convolution (not depthwise, whose kernels pad with anything) is symmetric int8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from optdnn.config import QUANTIZED
+from optdnn.errors import UsageError
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
+from optdnn.passes.base import Fired, PassReport, Refused, node_names
+from optdnn.passes.rules.split_prologue import split_prologue
+from optdnn.passes.support.precision import ANCHORS, OWN_SCALE, SHARES_SCALE, PrecisionPlan, key, no_fp8, no_integers
+from optdnn.passes.support.ranges import FP8_LARGEST, Calibration, Range, fp8_scale, integer_parameters
+from optdnn.passes.support.rounding_shift import rounding_shift
+from optdnn.target_name import TargetName
+from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
+
+FP8 = DTYPES["fp8_e4m3"]
+BIAS_LIMIT = 2.0**30
+"""Largest magnitude of an int32 bias: the sum of products that it is added to needs room as well."""
+
+
+def quantize(
+    graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport
+) -> dict[int, str]:
+    """Put Q and DQ into ``graph`` for every op that ``plan`` asks for in int8 or fp8 and that has such a form.
+
+    Ops that already read a DequantizeLinear stay as they are. Returns the ids of those that were refused, with the reasons (which
+    go to ``report`` as well). Raises UsageError where ``calibration`` lacks a value that is needed: it is of another graph.
+    """
+    quantizer = _Quantizer(graph, plan, calibration, target, report)
+    quantizer.run()
+    return quantizer.refused
+
+
+def without_data(graph: Graph, plan: PrecisionPlan, target: str, report: PassReport) -> dict[str, str]:
+    """What stays float in a network that brings Q and DQ of its own, where there is no calibration data: keys of ops, and why."""
+    found = {}
+    for op in graph.order():
+        if op.kind not in ANCHORS or (asked := plan.of(op)) not in QUANTIZED or is_quantized(graph, op):
+            continue
+        why = (no_fp8 if asked == "fp8" else no_integers)(graph, op, target)
+        reason = why or "the model does not quantize it, and there is no calibration data"
+        found[key(op)] = reason
+        report.refused.append(Refused(asked, node_names([op]), f"{op.kind} stays float: {reason}"))
+    return found
+
+
+class _Quantizer:
+    def __init__(self, graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport):
+        self.graph, self.plan, self.calibration, self.report = graph, plan, calibration, report
+        self.target = target
+        self.unsigned = not TargetName.parse(target).on_gpu
+        self.chosen: dict[int, str] = {}
+        """Ids of ops that will run in integers (or fp8) -> which."""
+        self.wanted: dict[tuple[Value, str], None] = {}
+        self.made: dict[tuple[Value, str], Value] = {}
+        self.scales: dict[tuple[Value, str], tuple[Value, Value | None]] = {}
+        self._parent: dict[tuple[Value, str], tuple[Value, str]] = {}
+        self._sources: dict[Value, bool] = {}
+        self.refused: dict[int, str] = {}
+
+    def run(self) -> None:
+        self._choose_anchors()
+        self._draw_in()
+        parameters = self._parameters()
+        for value, precision in self._in_order():
+            self._pair(value, precision, *parameters[self._root((value, precision))])
+        for op_id, precision in self.chosen.items():
+            op = self.graph.op(op_id)
+            if op.kind in ANCHORS:
+                self._weights(op, precision)
+            self.report.fired.append(Fired(precision, node_names([op])))
+
+    # ------------------------------------------------------------------ which ops
+
+    def _choose_anchors(self) -> None:
+        for op in self.graph.order():
+            if op.kind in STRUCTURAL or (asked := self.plan.of(op)) not in QUANTIZED:
+                continue
+            if op.kind not in ANCHORS and self.plan.named(op):
+                reason = no_integers(self.graph, op, self.target)
+                if reason is not None:
+                    self.refused[op.id] = reason
+                    self.report.refused.append(Refused(asked, node_names([op]), reason))
+            if op.kind in ANCHORS and not is_quantized(self.graph, op):
+                why = no_fp8 if asked == "fp8" else no_integers
+                reason = why(self.graph, op, self.target) or self._unseen(op)
+                if reason is None:
+                    if op.attrs.prologue:
+                        split_prologue(self.graph, op)
+                        op = self.graph.op(op.id)
+                    self.chosen[op.id] = asked
+                    for value in self._data(op):
+                        self.wanted[value, asked] = None
+                else:
+                    self.refused[op.id] = reason
+                    self.report.refused.append(Refused(asked, node_names([op]), f"{op.kind} stays float: {reason}"))
+
+    def _unseen(self, op: Op) -> str | None:
+        """Why an op stays float whose operand has no range, or None."""
+        lacking = [v for v in self._data(op) if not self._seen(v)]
+        if lacking and self.calibration.other_sizes:
+            return "calibration saw the network at other sizes, where it does not have this operand"
+        if any(map(self._may_be_empty, lacking)):
+            return "the calibration data leaves its operand empty"
+        return None
+
+    def _may_be_empty(self, value: Value) -> bool:
+        """True for a value that need not have any element: its size depends on data, or is 0."""
+        type_ = self.graph.type(value)
+        return not type_.is_static or 0 in type_.static_shape
+
+    def _seen(self, value: Value) -> bool:
+        return self.calibration.range(self.graph.output(value).name) is not None
+
+    def _data(self, op: Op) -> list[Value]:
+        """The operands that carry data: not parameters, nor what broadcasts in a stage."""
+        graph, found = self.graph, []
+        for slot, value in enumerate(op.inputs):
+            if value is None or graph.constant_value(value) is not None or graph.type(value).dtype != FP32:
+                continue
+            arity = op.definition.arity
+            if op.kind in ANCHORS and slot >= (arity or 0) and graph.type(value).shape != op.outputs[0].type.shape:
+                continue
+            found.append(value)
+        return list(dict.fromkeys(found))
+
+    def _draw_in(self) -> None:
+        """Ops whose result is wanted in integers and that can give it: the wish goes on to their operands."""
+        for op in reversed(self.graph.order()):
+            if not self._follows(op):
+                continue
+            outputs = [Value(op.id, i) for i in range(len(op.outputs))]
+            asked = next((p for v in outputs for p in sorted(QUANTIZED) if (v, p) in self.wanted), None)
+            if asked is None or no_integers(self.graph, op, self.target) is not None:
+                continue
+            data = self._data(op)
+            constant = any(
+                v is not None and self.graph.constant_value(v) is not None and self.graph.type(v).dtype == FP32
+                for v in (op.inputs[:1] if op.kind == "Pad" else op.inputs)  # what it pads with is 0 at any scale
+            )
+            if not data or constant or (op.kind in OWN_SCALE and not all(map(self._from_integers, data))):
+                continue
+            around = [*data, *(v for v in outputs if self.graph.uses(v))]
+            lacking = [v for v in around if not self._seen(v)]
+            if lacking and (self.calibration.other_sizes or any(map(self._may_be_empty, lacking))):
+                continue
+            self.chosen[op.id] = asked
+            for v in around:
+                self.wanted[v, asked] = None
+                if op.kind in SHARES_SCALE:
+                    self._join((data[0], asked), (v, asked))
+
+    def _follows(self, op: Op) -> bool:
+        """True for an op that is drawn in by its neighbours, and that the plan does not keep out of it by name."""
+        return op.kind in SHARES_SCALE | OWN_SCALE and (not self.plan.named(op) or self.plan.of(op) in QUANTIZED)
+
+    def _from_integers(self, value: Value) -> bool:
+        """True where the value comes from an integer op, if through ops that only move elements."""
+        if value not in self._sources:
+            op = self.graph.op(value)
+            moved = self._follows(op)
+            self._sources[value] = op.id in self.chosen or (
+                moved and bool(data := self._data(op)) and all(map(self._from_integers, data))
+            )
+        return self._sources[value]
+
+    # ------------------------------------------------------------------ scales
+
+    def _root(self, item: tuple[Value, str]) -> tuple[Value, str]:
+        while (up := self._parent.get(item, item)) != item:
+            item = up
+        return item
+
+    def _join(self, a: tuple[Value, str], b: tuple[Value, str]) -> None:
+        a, b = self._root(a), self._root(b)
+        if a != b:
+            self._parent[b] = a
+
+    def _parameters(self) -> dict[tuple[Value, str], tuple[Value, Value | None]]:
+        """Scale and zero point, as constants, of each set of values that share them."""
+        hulls: dict[tuple[Value, str], Range] = {}
+        for item in self.wanted:
+            name = self.graph.output(item[0]).name
+            found = self.calibration.range(name)
+            if found is None:
+                raise UsageError(
+                    f"the calibration says nothing of {name!r}", hint="it was made for another graph: calibrate anew"
+                )
+            root = self._root(item)
+            hulls[root] = hulls[root].hull(found) if root in hulls else found
+        padded = {self._root(item) for item in self.wanted if not self.unsigned and self._is_padded(item[0])}
+        made = {}
+        for root, range_ in hulls.items():
+            name = self.graph.output(root[0]).name
+            scale, zero = self._numbers(root[1], range_, symmetric=root in padded and range_.low < 0)
+            made[root] = (
+                self.graph.add_constant(scale, f"{name}/scale"),
+                None if zero is None else self.graph.add_constant(zero, f"{name}/zero_point"),
+            )
+        return made
+
+    def _is_padded(self, value: Value) -> bool:
+        """True where a convolution that is to run in integers puts zeros around the value."""
+        for user in self.graph.users(value):
+            if user.kind == "Conv" and user.id in self.chosen and user.inputs[0] == value:
+                weights = self.graph.constant_value(user.inputs[1])
+                if not _pads_with_anything(user, weights) and (
+                    any(user.attrs.pads) or user.attrs.auto_pad.startswith("SAME")
+                ):
+                    return True
+        return False
+
+    @staticmethod
+    def _numbers(precision: str, range_: Range, symmetric: bool) -> tuple[Array, Array | None]:
+        if precision == "fp8":
+            return fp8_scale(range_), None
+        if symmetric:
+            return integer_parameters(range_, INT8, symmetric=True)[0], None
+        return integer_parameters(range_, UINT8, symmetric=False)
+
+    # ------------------------------------------------------------------ the graph
+
+    def _in_order(self) -> list[tuple[Value, str]]:
+        position = {op.id: k for k, op in enumerate(self.graph.order())}
+        return sorted(self.wanted, key=lambda item: (position[item[0].op], item[0].port, item[1]))
+
+    @staticmethod
+    def _dtype(precision: str, zero: Value | None) -> DType:
+        return FP8 if precision == "fp8" else INT8 if zero is None else UINT8
+
+    def _pair(self, value: Value, precision: str, scale: Value, zero: Value | None) -> None:
+        """Q and DQ behind a value; its integer users read the DQ, and all others where an integer op made the value."""
+        graph, producer = self.graph, self.graph.op(value)
+        uses = graph.uses(value)
+        name, src = graph.output(value).name, producer.src
+        attrs = QuantizeAttrs(self._dtype(precision, zero), axis=0)
+        q = graph.add("QuantizeLinear", [value, scale, zero], attrs, names=[f"{name}/q"], src=src).value
+        dq = graph.add("DequantizeLinear", [q, scale, zero], DequantizeAttrs(axis=0), names=[f"{name}/dq"], src=src)
+        self.made[value, precision] = dq.value
+        self.scales[dq.value, precision] = (scale, zero)
+        for use in uses:
+            user = graph.op(use.op)
+            reads = self.chosen.get(user.id)
+            if reads == precision or (reads is None and user.kind != "Output" and producer.id in self.chosen):
+                graph.set_op(
+                    replace(user, inputs=tuple(dq.value if i == use.slot else v for i, v in enumerate(user.inputs)))
+                )
+
+    def _weights(self, op: Op, precision: str) -> None:
+        """Constant weights and bias as integer constants behind a DequantizeLinear."""
+        graph = self.graph
+        weights = graph.constant_value(op.input(1))
+        if weights is None:
+            return
+        axis = weight_axis(op, weights)
+        entering = op.input(0)
+        assert entering is not None
+        x_scale = graph.constant_value(self.scales[entering, precision][0])
+        assert x_scale is not None
+        bias = graph.constant_value(op.input(2)) if op.kind != "MatMul" else None
+        if op.kind == "Gemm" and bias is not None and bias.size == 1:  # one number for all columns
+            assert axis is not None
+            bias = np.broadcast_to(bias.reshape(1), (weights.shape[axis],))
+        inputs = list(op.inputs)
+        name = graph.output(inputs[1]).name  # type: ignore[arg-type]
+        integers, scale = quantized_weights(weights, axis, precision, bias, float(x_scale))
+        shift = self._shift(op, weights, integers, scale, axis)
+        if shift is not None and op.kind != "MatMul":
+            bias = -shift if bias is None else bias.astype(np.float64) - shift.reshape(bias.shape)
+            bias = bias.astype(np.float32)
+            if op.input(2) is None:
+                inputs = [*inputs[:2], graph.add_constant(bias, f"{name}/correction"), *inputs[3:]]
+            integers, scale = quantized_weights(weights, axis, precision, bias, float(x_scale))
+        elif shift is not None:
+            self._correct_stage(op, inputs, shift)
+        inputs[1] = self._dequantized(integers, scale, axis, name, op)
+        if bias is not None and precision == "int8":
+            step = (x_scale.astype(np.float64) * scale.astype(np.float64)).astype(np.float32)
+            whole = np.clip(np.rint(bias.astype(np.float64).reshape(-1) / step), -(2.0**31), 2.0**31 - 1).astype(INT32)
+            b_name = graph.output(inputs[2]).name  # type: ignore[arg-type]
+            inputs[2] = self._dequantized(whole.reshape(bias.shape), step, bias.ndim - 1, b_name, op)
+        old = [v.op for v in op.inputs[1:] if v is not None]
+        graph.set_op(replace(op, inputs=tuple(inputs)))
+        graph.remove_dead(old)
+
+    def _shift(self, op: Op, weights: Array, integers: Array, scale: Array, axis: int | None) -> Array | None:
+        """By how much rounding the weights moves the mean of each output channel; None where the means are not known or
+        nothing moves."""
+        entering = self.graph.op(self.graph.op(op.inputs[0]).inputs[0])  # type: ignore[arg-type]
+        value = entering.inputs[0]
+        assert value is not None
+        means = self.calibration.means.get(self.graph.output(value).name)
+        if means is None:
+            return None
+        by_channel = scale if axis is None else scale.reshape([-1 if i == axis else 1 for i in range(weights.ndim)])
+        error = integers.astype(np.float64) * by_channel - weights
+        shift = rounding_shift(op, error, means, self.graph.type(value).dims)
+        return None if shift is None or not shift.any() else shift
+
+    def _correct_stage(self, op: Op, inputs: list[Value | None], shift: Array) -> None:
+        """The bias of a MatMul is its first stage, the addition of a constant vector."""
+        first = op.attrs.epilogue[0] if op.attrs.epilogue else None
+        if first is None or first.kind != "Add":
+            return
+        slot = next((a for a in first.args if a is not None and a >= 0), None)
+        bias = None if slot is None else self.graph.constant_value(op.inputs[slot])
+        if slot is None or bias is None or bias.size != shift.size or bias.shape[-1:] != shift.shape:
+            return
+        name = self.graph.output(op.inputs[slot]).name
+        corrected = (bias.astype(np.float64) - shift.reshape(bias.shape)).astype(bias.dtype)
+        inputs[slot] = self.graph.add_constant(corrected, name)
+
+    def _dequantized(self, integers: Array, scale: Array, axis: int | None, name: str, op: Op) -> Value:
+        graph = self.graph
+        operands = [graph.add_constant(integers, f"{name}/q"), graph.add_constant(scale, f"{name}/scale"), None]
+        return graph.add(
+            "DequantizeLinear", operands, DequantizeAttrs(axis=axis or 0), names=[f"{name}/dq"], src=op.src
+        ).value
+
+
+def _pads_with_anything(op: Op, weights: Array | None) -> bool:
+    """True for what depthwise kernels of integers take: images whose channels come in sixteens."""
+    return (
+        weights is not None
+        and weights.ndim == 4
+        and weights.shape[1] == 1
+        and op.attrs.group == len(weights) > 1
+        and len(weights) % 16 == 0
+    )
+
+
+def is_quantized(graph: Graph, op: Op) -> bool:
+    """True where the op's data operand comes from a DequantizeLinear already."""
+    value = op.input(0)
+    return value is not None and graph.op(value).kind == "DequantizeLinear"
+
+
+def weight_axis(op: Op, weights: Array) -> int | None:
+    """The axis of output channels that gets one scale per entry; None: one scale for all."""
+    if op.kind == "Conv":
+        return 0
+    if op.kind == "ConvTranspose":
+        return 1 if op.attrs.group == 1 else None
+    if op.kind == "Gemm":
+        return 0 if op.attrs.transB else 1
+    return weights.ndim - 1 if weights.ndim == 2 else None
+
+
+def quantized_weights(
+    weights: Array, axis: int | None, precision: str, bias: Array | None = None, x_scale: float = 1.0
+) -> tuple[Array, Array]:
+    """(int8 or fp8 weights, float32 scales): symmetric, one scale per entry of ``axis`` or (None) one for all, scale [].
+
+    A channel without any weight has the scale 1, or what its bias needs. Where a bias would not fit 30 bits at the scale of
+    its products, ``x_scale`` times the weights' scale, that scale is raised until it does. Raises UsageError for weights
+    that are not finite.
+    """
+    wide = weights.astype(np.float64)
+    if not np.isfinite(wide).all():
+        raise UsageError("weights that are not finite cannot be quantized")
+    others = None if axis is None else tuple(i for i in range(wide.ndim) if i != axis)
+    top = FP8_LARGEST if precision == "fp8" else 127.0
+    scale = np.asarray(np.abs(wide).max(axis=others, initial=0.0)) / top
+    empty = scale < np.finfo(np.float32).tiny
+    if bias is not None and precision == "int8":
+        row = np.abs(bias.astype(np.float64)).reshape(-1)
+        if scale.ndim == 0:
+            row = row.max(initial=0.0)
+        needed = row / (BIAS_LIMIT * x_scale)
+        scale = np.where(
+            empty & (row > 0), np.maximum(needed * 2**10, np.finfo(np.float32).tiny), np.where(empty, 1.0, scale)
+        )
+        scale = np.maximum(scale, needed)
+    else:
+        scale = np.where(empty, 1.0, scale)
+    scale = scale.astype(np.float32)
+    by_channel = scale if axis is None else scale.reshape([-1 if i == axis else 1 for i in range(wide.ndim)])
+    quotient = wide / by_channel.astype(np.float64)
+    if precision == "fp8":
+        return np.clip(quotient, -FP8_LARGEST, FP8_LARGEST).astype(FP8), scale
+    return np.clip(np.rint(quotient), -127, 127).astype(INT8), scale

@@ -1,0 +1,180 @@
+"""Values seen through reshapes and transposes, as data that can be simplified before it is written back as ops.
+
+A :class:`View` is a base value and the moves that lead from it to the value meant. Moves are appended and brought into a normal
+form: neighbours merge, what changes nothing goes, and an exchange of the last two axes passes a Reshape that leaves them alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from optdnn.dim import DimLike
+from optdnn.ir.graph import Graph, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.rules.shape import RESHAPES, reshaped
+from optdnn.passes.support.facts import reshape_target
+from optdnn.types import Shape
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step: a Transpose by ``perm``, or (None) a Reshape. ``shape`` is the result's."""
+
+    shape: Shape
+    perm: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """``moves`` applied to ``base``, which has the shape ``before``."""
+
+    base: Value
+    before: Shape
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        return self.moves[-1].shape if self.moves else self.before
+
+    def reshape(self, shape: Shape) -> View:
+        """With a Reshape to ``shape`` behind it."""
+        return self._with(Move(tuple(shape)))
+
+    def transpose(self, perm: tuple[int, ...]) -> View:
+        """With a Transpose behind it."""
+        return self._with(Move(tuple(self.shape[p] for p in perm), perm))
+
+    def swap_last(self) -> View:
+        """With its last two axes exchanged."""
+        n = len(self.shape)
+        return self.transpose((*range(n - 2), n - 1, n - 2))
+
+    def _with(self, move: Move) -> View:
+        last = self.moves[-1] if self.moves else None
+        earlier = replace(self, moves=self.moves[:-1])
+        if move.perm is None:
+            if move.shape == self.shape:
+                return self
+            if last is not None and last.perm is None:
+                return earlier.reshape(move.shape)
+            return replace(self, moves=(*self.moves, move))
+        if move.perm == tuple(range(len(move.perm))):
+            return self
+        if last is not None and last.perm is not None:
+            inner = last.perm
+            return earlier.transpose(tuple(inner[p] for p in move.perm))
+        n = len(move.perm)
+        exchange = move.perm == (*range(n - 2), n - 1, n - 2)
+        if exchange and last is not None and earlier.shape[-2:] == last.shape[-2:] and len(earlier.shape) >= 2:
+            return earlier.swap_last().reshape(move.shape)
+        if earlier.moves and earlier.moves[-1].perm is not None:
+            passed = _through(earlier.shape, self.shape, move.perm)
+            if passed is not None:
+                return earlier.transpose(passed).reshape(move.shape)
+        return replace(self, moves=(*self.moves, move))
+
+    def add_to(self, patch: Patch) -> Value | None:
+        """The view as ops of a patch; None where no constant target can express one of its reshapes."""
+        value, shape = self.base, self.before
+        for move in self.moves:
+            if move.perm is not None:
+                value = patch.add("Transpose", [value], TransposeAttrs(move.perm))
+            else:
+                target = reshape_target(shape, move.shape)
+                if target is None:
+                    return None
+                value = reshaped(patch, value, target)
+            shape = move.shape
+        return value
+
+    @property
+    def expressible(self) -> bool:
+        """Whether :meth:`add_to` succeeds."""
+        shapes = [self.before, *(m.shape for m in self.moves)]
+        return all(
+            m.perm is not None or reshape_target(shape, m.shape) is not None
+            for shape, m in zip(shapes, self.moves, strict=False)
+        )
+
+
+def _through(before: Shape, after: Shape, perm: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The permutation of ``before`` that takes the place of one of ``after``, a Reshape of it; None where it tears axes apart."""
+    lined = groups(before, after)
+    if lined is None:
+        return None
+    owner = {j: (k, n) for k, (_, right) in enumerate(lined) for n, j in enumerate(right)}
+    order: list[int] = []
+    for position, axis in enumerate(perm):
+        k, n = owner[axis]
+        if n == 0:
+            order.append(k)
+        elif owner[perm[position - 1]] != (k, n - 1):
+            return None
+    silent = [k for k, (_, right) in enumerate(lined) if not right]  # axes of one element that the Reshape drops
+    return tuple(i for k in (*order, *silent) for i in lined[k][0])
+
+
+def keeps_last_two(before: Shape | None, after: Shape | None) -> bool:
+    """Whether a Reshape regroups leading axes alone."""
+    return (
+        before is not None and after is not None and len(before) >= 2 and len(after) >= 2 and before[-2:] == after[-2:]
+    )
+
+
+def groups(fine: Shape, coarse: Shape) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
+    """The axes of two shapes in groups of equal products, in order; None where they do not line up so.
+
+    (2, 64, 3) and (128, 3) give [((0, 1), (0,)), ((2,), (1,))].
+    """
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    i = j = 0
+    while i < len(fine) or j < len(coarse):
+        first, second = i, j
+        a: DimLike = 1
+        b: DimLike = 1
+        while True:
+            if i < len(fine) and (i == first or _smaller(a, b)):
+                a, i = a * fine[i], i + 1
+            elif j < len(coarse):
+                b, j = b * coarse[j], j + 1
+            elif i < len(fine):
+                a, i = a * fine[i], i + 1
+            else:
+                return None
+            if a == b:
+                break
+        found.append((tuple(range(first, i)), tuple(range(second, j))))
+    return found
+
+
+def _smaller(a: DimLike, b: DimLike) -> bool:
+    """Whether a product that has come to ``a`` has to grow to reach ``b``; symbols count as large."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a < b
+    return isinstance(a, int)
+
+
+def trace(graph: Graph, value: Value) -> View | None:
+    """The view of ``value`` through all reshapes and transposes behind it; None where a rank is unknown."""
+    moves: list[Move] = []
+    while True:
+        op = graph.op(value)
+        shape = graph.type(value).shape
+        inner = op.inputs[0] if op.inputs else None
+        if shape is None:
+            return None
+        if inner is None or graph.type(inner).shape is None or len(op.outputs) != 1:
+            break
+        if op.kind == "Transpose":
+            perm = op.attrs.perm or tuple(reversed(range(len(shape))))
+            moves.append(Move(shape, tuple(perm)))
+        elif op.kind in RESHAPES:
+            moves.append(Move(shape))
+        else:
+            break
+        value = inner
+    view = View(value, graph.type(value).dims)
+    for move in reversed(moves):
+        view = view.reshape(move.shape) if move.perm is None else view.transpose(move.perm)
+    return view

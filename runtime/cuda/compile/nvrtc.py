@@ -1,0 +1,392 @@
+"""Compiles CUDA C++ to cubins with NVRTC, and keeps them in a cache on disk. Needs no GPU.
+
+A cubin is keyed by sha256 over everything that decides its bytes: the source with the text of every header it includes, the
+options, the architecture, the NVRTC version and :data:`ABI`. A cache entry holds its own digest; writing is atomic (temporary
+file, then rename in the same folder), so that concurrent processes and crashes leave whole entries or none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import importlib
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from optdnn.errors import InternalError, MissingDependency
+
+ABI = 1
+"""Changes whenever the host's view of a kernel (parameter struct, launch convention) changes without its source changing."""
+
+KERNELS = Path(__file__).parents[1] / "kernels"
+TEMPLATE = re.compile(r"\w+\.cuh?", re.ASCII)
+"""How the files in :data:`KERNELS`, and generated ones, are called: there are no folders."""
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"\n]+)"', re.MULTILINE)
+_MAGIC = b"optdnn-cubin-1\n"
+
+
+@lru_cache(maxsize=256)
+def _template(path: Path, changed: int, size: int) -> tuple[str, list[str]]:
+    """A template's text and what it includes; read once as long as the file is the same."""
+    text = path.read_text(encoding="utf-8")
+    return text, _INCLUDE.findall(text)
+
+
+class KernelError(InternalError):
+    """A kernel template does not compile. The message holds the compiler's log."""
+
+
+class CacheWarning(UserWarning):
+    """The kernel cache cannot be written, or an entry was damaged and has been replaced."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a cubin is made from.
+
+    ``name`` is a file in ``kernels/``; ``generated`` maps the names of rendered headers to their text; ``arch`` is an NVRTC
+    architecture such as ``sm_90a``.
+    """
+
+    name: str
+    arch: str
+    generated: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ("--std=c++17", "--use_fast_math")
+
+    def sources(self) -> dict[str, str]:
+        """Every text that goes into the compilation, the main file first."""
+        texts: dict[str, str] = {}
+        pending = [self.name]
+        while pending:
+            name = pending.pop(0)
+            if name in texts:
+                continue
+            text = self.generated.get(name)
+            if text is not None:
+                texts[name] = text
+                pending += _INCLUDE.findall(text)
+                continue
+            path = KERNELS / name
+            try:
+                state = path.lstat() if TEMPLATE.fullmatch(name) else None
+            except OSError:
+                state = None
+            if state is None or not stat.S_ISREG(state.st_mode):
+                raise KernelError(f"{self.name}: includes {name!r}, which is neither a file in {KERNELS} nor generated")
+            texts[name], includes = _template(path, state.st_mtime_ns, state.st_size)
+            pending += includes
+        return texts
+
+    def key(self) -> str:
+        """The cache key: 64 hexadecimal digits."""
+        digest = hashlib.sha256()
+        parts = [f"abi {ABI}", f"nvrtc {'.'.join(map(str, version()))}", self.arch, *self.options]
+        for name, text in sorted(self.sources().items()):
+            parts += [name, text]
+        for part in parts:
+            encoded = part.encode()
+            digest.update(f"{len(encoded)}:".encode())
+            digest.update(encoded)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reported for a kernel: registers per thread; spilled (stores + loads), stack frame and static shared bytes."""
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def _preload() -> None:
+    """Load NVRTC's wheel from anywhere on ``sys.path``: cuda.bindings looks in the interpreter's own site folders only, and so
+    misses layered environments. Where there is no such wheel, its search goes on as usual."""
+    for folder in sys.path:
+        for library in sorted(Path(folder or ".").glob("nvidia/cu1[3-9]/lib/libnvrtc.so.*"), reverse=True):
+            if "alt" in library.name:
+                continue
+            for part in (*library.parent.glob("libnvrtc-builtins.so.*"), library):  # NVRTC opens the builtins by name
+                ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
+            return
+
+
+@cache
+def _nvrtc() -> ModuleType:
+    _preload()
+    try:
+        return importlib.import_module("cuda.bindings.nvrtc")
+    except ImportError as error:
+        raise MissingDependency("cuda-bindings", "cuda", "to compile kernels") from error
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    nvrtc = _nvrtc()
+    try:
+        status, *values = function(*arguments)
+    except RuntimeError as error:  # cuda.bindings raises this when it finds no libnvrtc
+        raise MissingDependency("nvidia-cuda-nvrtc", "cuda", "to compile kernels") from error
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise KernelError(f"NVRTC: {nvrtc.nvrtcGetErrorString(status)[1].decode()} ({status.name})")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+@cache
+def version() -> tuple[int, int]:
+    """NVRTC's version, for example ``(13, 0)``."""
+    major, minor = _call(_nvrtc().nvrtcVersion)
+    return int(major), int(minor)
+
+
+def compile_recipe(recipe: Recipe, *, resources: bool = False) -> tuple[bytes, str]:
+    """Compile to a cubin, without the cache. Returns the cubin and the log (with ``resources``, ptxas's report is in it)."""
+    nvrtc = _nvrtc()
+    texts = recipe.sources()
+    main = texts.pop(recipe.name)
+    options = [f"--gpu-architecture={recipe.arch}", *recipe.options]
+    if resources:
+        options.append("--ptxas-options=-v")
+    names = sorted(texts)
+    program = _call(
+        nvrtc.nvrtcCreateProgram, main.encode(), recipe.name.encode(), len(names),
+        [texts[name].encode() for name in names], [name.encode() for name in names],
+    )  # fmt: skip
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = bytearray(_call(nvrtc.nvrtcGetProgramLogSize, program))
+        _call(nvrtc.nvrtcGetProgramLog, program, log)
+        text = bytes(log).rstrip(b"\0").decode(errors="replace")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise KernelError(f"{recipe.name} does not compile for {recipe.arch} ({status.name}):\n{text}")
+        cubin = bytearray(_call(nvrtc.nvrtcGetCUBINSize, program))
+        _call(nvrtc.nvrtcGetCUBIN, program, cubin)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return bytes(cubin), text
+
+
+def resources(recipe: Recipe) -> dict[str, Resources]:
+    """Compile and read ptxas's report: kernel name -> :class:`Resources`."""
+    _, log = compile_recipe(recipe, resources=True)
+    found: dict[str, Resources] = {}
+    name = None
+    stack = spill = 0
+    for line in log.splitlines():
+        if match := re.search(r"Function properties for (\S+)|Compiling entry function '(\S+?)'", line):
+            name = match[1] or match[2]
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            stack, spill = int(match[1]), int(match[2]) + int(match[3])
+        elif (match := re.search(r"Used (\d+) registers", line)) and name:
+            shared = re.search(r"(\d+) bytes smem", line)
+            found[name] = Resources(int(match[1]), spill, stack, int(shared[1]) if shared else 0)
+    if not found:
+        raise KernelError(f"{recipe.name}: the compiler gave no resource report:\n{log}")
+    return found
+
+
+def default_folder() -> Path:
+    """``$OPTDNN_CACHE/kernels``, or ``optdnn/kernels`` in the user's cache folder (``$XDG_CACHE_HOME``, ``~/.cache``,
+    ``%LOCALAPPDATA%``)."""
+    if chosen := os.environ.get("OPTDNN_CACHE"):
+        return Path(chosen) / "kernels"
+    if sys.platform == "win32":
+        root = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "optdnn" / "kernels"
+
+
+EACH = 2
+"""Kernels that are worth a process: it takes about as long to start as one takes to compile."""
+
+
+@cache
+def _spare(folder: Path) -> Path:
+    """Where this process keeps its cubins when ``folder`` cannot be written: gone when it ends."""
+    spare = Path(tempfile.mkdtemp(prefix="optdnn-kernels-"))
+    atexit.register(shutil.rmtree, spare, ignore_errors=True)
+    return spare
+
+
+class KernelCache:
+    """Cubins on disk. Safe under concurrent processes; a damaged entry is reported, recompiled and replaced.
+
+    From a folder that cannot be written entries are read, and new ones lie in a temporary folder until the process ends.
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self.folder = folder or default_folder()
+        self.spare: Path | None = None
+        self.hits = 0
+        self.misses = 0
+
+    def path(self, key: str) -> Path:
+        """Where the entry of ``key`` lies."""
+        return self.folder / f"{key}.cubin"
+
+    def get(self, recipe: Recipe) -> bytes:
+        """The recipe's cubin, compiled if the cache does not hold it."""
+        key = recipe.key()
+        cubin = self._read(key)
+        if cubin is not None:
+            self.hits += 1
+            return cubin
+        self.misses += 1
+        cubin, _ = compile_recipe(recipe)
+        self._write(key, cubin)
+        return cubin
+
+    def get_many(self, recipes: Sequence[Recipe], workers: int) -> list[bytes]:
+        """The cubins of many recipes, in order; missing ones are compiled by up to ``workers`` processes, this one among them.
+
+        Processes, since NVRTC serializes the threads of one. Raises KernelError with the first log of those that failed.
+        """
+        missing = {key: recipe for recipe in recipes if not self._holds(key := recipe.key())}
+        others = min(workers, len(missing) // EACH) - 1
+        if others > 0:
+            self._check_folder()  # the workers write where this process will read
+            self._compile(list(missing.items()), others)
+            self.misses += len(missing)
+        return [self.get(recipe) for recipe in recipes]
+
+    def _holds(self, key: str) -> bool:
+        try:
+            return any((folder / f"{key}.cubin").is_file() for folder in self._folders())
+        except OSError:  # a folder that may not be looked into
+            return False
+
+    def _folders(self) -> list[Path]:
+        return [self.folder] if self.spare is None else [self.spare, self.folder]
+
+    def _check_folder(self) -> None:
+        """Turn to the spare folder where no file can be made in the right one."""
+        if self.spare is None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                handle, name = tempfile.mkstemp(dir=self.folder, prefix=".writable-", suffix=".tmp")
+                os.close(handle)
+                os.unlink(name)
+            except OSError as error:
+                self._use_spare(error)
+
+    def _use_spare(self, error: OSError) -> None:
+        warnings.warn(
+            f"cannot write the kernel cache {self.folder}: {error.strerror or error}; kernels are kept for this process alone",
+            CacheWarning,
+            stacklevel=4,
+        )
+        self.spare = _spare(self.folder)
+
+    def _compile(self, jobs: Sequence[tuple[str, Recipe]], others: int) -> None:
+        """Bring what ``jobs`` make into the cache, with the help of so many other processes."""
+        # -P: a folder named optdnn in the current one is not it
+        command = [sys.executable, "-P", "-m", __name__, str(self.spare or self.folder)]
+        running: list[subprocess.Popen[str]] = []
+        failed: list[str] = []
+        try:
+            for i in range(others):
+                text = json.dumps(
+                    [[r.name, r.arch, dict(r.generated), r.options] for _, r in jobs[1 + i :: 1 + others]]
+                )
+                # A session of their own: Ctrl-C is for this process, which then ends them.
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+                )
+                running.append(process)
+                assert process.stdin is not None
+                process.stdin.write(text)
+                process.stdin.close()
+            for key, recipe in jobs[:: 1 + others]:
+                try:
+                    self._write(key, compile_recipe(recipe)[0])
+                except KernelError as error:  # the others are compiled all the same
+                    failed.append(error.message)
+            outputs = [process.stdout.read() for process in running if process.stdout is not None]
+            failed += [output.strip() for process, output in zip(running, outputs, strict=True) if process.wait() != 0]
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
+        if failed:
+            raise KernelError(f"a compiling process failed: {failed[0]}")
+
+    def _read(self, key: str) -> bytes | None:
+        for folder in self._folders():
+            path = folder / f"{key}.cubin"
+            try:
+                blob = path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                warnings.warn(
+                    f"cannot read the kernel cache {folder}: {error.strerror or error}", CacheWarning, stacklevel=3
+                )
+                continue
+            head = len(_MAGIC) + 32
+            payload = blob[head:]
+            if blob[: len(_MAGIC)] == _MAGIC and blob[len(_MAGIC) : head] == hashlib.sha256(payload).digest():
+                return payload
+            warnings.warn(f"{path} is damaged; it is compiled anew", CacheWarning, stacklevel=3)
+        return None
+
+    def _write(self, key: str, cubin: bytes) -> None:
+        if self.spare is None:
+            try:
+                _put(self.folder, key, cubin)
+                return
+            except OSError as error:
+                self._use_spare(error)
+        assert self.spare is not None
+        with suppress(OSError):  # has been warned of; what needs it again compiles it again
+            _put(self.spare, key, cubin)
+
+
+def _put(folder: Path, key: str, cubin: bytes) -> None:
+    """Write an entry as a whole or not at all. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{key[:16]}-", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(_MAGIC + hashlib.sha256(cubin).digest() + cubin)
+        os.replace(temporary, folder / f"{key}.cubin")
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _compile_jobs() -> int:
+    """A worker of :meth:`KernelCache.get_many`: recipes as JSON on stdin, the cache folder as argument, an error on stdout."""
+    cache = KernelCache(Path(sys.argv[1]))
+    failures = 0
+    for name, arch, generated, options in json.load(sys.stdin):
+        try:
+            cache.get(Recipe(name, arch, generated, tuple(options)))
+        except KernelError as error:  # the others are compiled all the same
+            failures += 1
+            if failures == 1:
+                print(error)
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(_compile_jobs())

@@ -1,0 +1,69 @@
+"""From a program's table of kernels to recipes and compiled code."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from optdnn.custom import CustomOp
+from optdnn.errors import EngineStale
+from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError, Recipe
+from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
+from optdnn.runtime.program import Kernel, Program
+
+
+def recipe_of(kernel: Kernel) -> Recipe:
+    """The recipe of an entry of the table."""
+    return Recipe(kernel.template, kernel.arch, dict(kernel.generated), tuple(kernel.options))
+
+
+def source_digest(recipe: Recipe) -> str:
+    """SHA-256 over every text, option and the architecture that decide a cubin, but for the compiler's version."""
+    digest = hashlib.sha256()
+    for part in (recipe.arch, *recipe.options, *(x for item in sorted(recipe.sources().items()) for x in item)):
+        data = part.encode()
+        digest.update(f"{len(data)}:".encode() + data)
+    return digest.hexdigest()
+
+
+def cubins(
+    program: Program,
+    *,
+    trust: bool = False,
+    recompile: bool = False,
+    cache: KernelCache | None = None,
+    custom_ops: Sequence[CustomOp] = (),
+) -> list[bytes]:
+    """The compiled code of every kernel. With ``trust`` it comes from the engine, where the engine has it; otherwise it is compiled
+    from the recipes (or comes from the cache of what was), once :func:`check_kernels` has let their sources pass.
+
+    Raises EngineError for a source that is refused, EngineStale for a recipe whose templates are not those of the build (unless
+    ``recompile``), MissingDependency where NVRTC is needed and absent.
+    """
+    if not trust:
+        check_kernels(program, custom_ops)
+    found: list[bytes | None] = [
+        program.blobs[k.cubin].tobytes() if k.cubin is not None and trust and not recompile else None
+        for k in program.kernels
+    ]
+    missing = [i for i, c in enumerate(found) if c is None]
+    recipes = [recipe_of(program.kernels[i]) for i in missing]
+    if not recompile:
+        for i, recipe in zip(missing, recipes, strict=True):
+            _check_fresh(program.kernels[i], recipe)
+    made = (cache or KernelCache()).get_many(recipes, workers=4) if recipes else []
+    for i, cubin in zip(missing, made, strict=True):
+        found[i] = cubin
+    return [c for c in found if c is not None]
+
+
+def _check_fresh(kernel: Kernel, recipe: Recipe) -> None:
+    try:
+        fresh = source_digest(recipe) == kernel.source
+    except KernelError:  # the template is gone
+        fresh = False
+    if not fresh:
+        raise EngineStale(
+            f"the engine's kernel {kernel.function} was made from another version of {kernel.template}",
+            hint="rebuild the engine, or load it with recompile=True to use this version's template",
+        )

@@ -1,0 +1,44 @@
+"""One process at a time measures on a GPU: two that tune at once would each time the other's kernels, too."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from optdnn.runtime.cuda.compile.nvrtc import default_folder
+
+
+def lock_path(place: str) -> Path:
+    """The file that those who measure on the GPU at this place (its PCI bus id) lock; it lies in the user's cache folder."""
+    return default_folder().parent / f"gpu-{re.sub(r'[^0-9a-z]+', '-', place.lower())}.lock"
+
+
+@contextmanager
+def alone(place: str, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Waits until no other process of this user that asks is measuring on the GPU; then it is ours while the block runs.
+
+    Where files cannot be locked (no such system call, a cache folder that cannot be written), nobody waits, and that is said.
+    """
+    try:
+        import fcntl
+
+        path = lock_path(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except (ImportError, OSError) as error:
+        say(f"cannot lock the GPU against others that measure on it: {error}")
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process measures on GPU {place}: waiting for it")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            os.close(handle)  # which unlocks it

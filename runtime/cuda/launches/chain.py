@@ -1,0 +1,86 @@
+"""A run that is cut by the host: CUDA graphs of launches and copies, with operators on the CPU between them.
+
+Copies go through pinned memory and are nodes of the graphs; the host waits for the GPU before it reads what was copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.runtime.cuda.device import Launch, check, driver
+from optdnn.runtime.cuda.launches.graphs import Graph, Stream
+from optdnn.runtime.cuda.libraries.caller import Called
+
+Action = Callable[[], None]
+"""Something that the host does."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """An asynchronous copy between pinned memory and the device; enqueued (or captured) like a launch."""
+
+    target: int
+    source: int
+    nbytes: int
+    to_host: bool
+    label: str
+
+    def enqueue(self, stream: int) -> None:
+        """Copy on the stream with this handle."""
+        if not self.nbytes:
+            return
+        name = "cuMemcpyDtoHAsync" if self.to_host else "cuMemcpyHtoDAsync"
+        result = getattr(driver(), name)(self.target, self.source, self.nbytes, stream)
+        check(f"{name} of {self.label}", result)
+
+
+Item = Launch | Called | Transfer | Action
+ENQUEUED = (Launch, Called, Transfer)
+"""The items that the GPU does, in stream order; others are the host's."""
+
+
+class Chain:
+    """The items of a run in order, those of the GPU gathered into graphs; like :class:`Graph`, for programs with host steps."""
+
+    def __init__(self, items: Sequence[Item], stream: Stream):
+        self.parts: list[Graph | list[Action]] = []
+        device: list[Any] = []
+        for item in items:
+            if isinstance(item, ENQUEUED):
+                device.append(item)
+                continue
+            if device:
+                self.parts.append(Graph(device, stream))
+                device = []
+            if not self.parts or isinstance(self.parts[-1], Graph):
+                self.parts.append([])
+            part = self.parts[-1]
+            assert isinstance(part, list)
+            part.append(item)
+        if device:
+            self.parts.append(Graph(device, stream))
+
+    def run(self, handle: int) -> None:
+        """Run everything, and wait: the pinned memory of the copies is the next run's, too."""
+        cu = driver()
+        for k, part in enumerate(self.parts):
+            if isinstance(part, Graph):
+                check("cuGraphLaunch", cu.cuGraphLaunch(part._executable, handle))
+                continue
+            if k:
+                check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))
+            for action in part:
+                action()
+        check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))
+
+    def replay(self, stream: Stream) -> None:
+        """Run everything on a stream of ours; as :meth:`Graph.replay`, for measurements."""
+        self.run(stream.handle)
+
+    def close(self) -> None:
+        """Free the graphs."""
+        for part in self.parts:
+            if isinstance(part, Graph):
+                part.close()

@@ -1,0 +1,311 @@
+"""What a step of the executor "cuda" says, as plain data: one kernel launch, and the meaning of it.
+
+A step's params are a table with
+
+``launch``
+    ``kernel`` (number in the program's table), ``grid`` and ``block`` (three and one numbers), ``shared`` (dynamic shared
+    bytes), ``cluster`` (blocks per cluster along x), ``dependent`` (programmatic dependent launch), ``parameters`` (the kernel's
+    one parameter block, in hexadecimal), ``relocations``: what the runner writes into the block once addresses are known, and
+    ``waits``: what its blocks wait for (:data:`WAITS`; files before version 1.6 leave it out).
+``call`` (in place of ``launch``)
+    A call of a vendor's library: see :mod:`optdnn.runtime.cuda.libraries.calls`.
+``tactic`` (may be absent)
+    The tactic that made the step, and its configuration: shown, not read.
+``op``, ``reads``, ``writes``
+    The operator that the launch computes: its kind and attributes as the reference kernels take them, and where each of its
+    logical operands and results lies in its buffer (None: absent). The executor "simulate" runs these in NumPy.
+
+So an engine holds no host code, and both ways of running it read the same offsets and strides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from optdnn.errors import EngineError
+from optdnn.runtime.cuda.libraries.calls import RESULTS, LibraryCall, parse_call
+from optdnn.runtime.program import Plain, Program, Step
+
+MAP_BYTES = 128
+"""Size of a tensor map in a parameter block."""
+GRID_LIMIT = (1 << 31, 1 << 16)
+"""A grid has fewer blocks along x, and along y and z."""
+SHARED_LIMIT = 227 << 10
+"""Most shared bytes of a block, on any architecture (CUDA C++ Programming Guide, "Compute Capabilities")."""
+TF32 = "tf32"
+"""Key of a meaning's attributes: numbers of the operands whose elements are rounded to tf32 before they are multiplied."""
+NOTHING, CLUSTER, LOWER, GRID = "nothing", "cluster", "lower", "grid"
+WAITS = (NOTHING, CLUSTER, LOWER, GRID)
+"""What the blocks of a launch wait for, beside earlier launches: :mod:`optdnn.runtime.cuda.launches.waits` defines them."""
+MAP_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "tfloat32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+"""Element type of a tensor map -> its bytes."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor in the step's operand number ``operand`` (inputs, then outputs); ``offset`` and ``strides`` count elements."""
+
+    operand: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def to_plain(self) -> Plain:
+        return [self.operand, self.offset, list(self.shape), list(self.strides)]
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Write the address of byte ``offset`` of an operand at byte ``at`` of the parameter block."""
+
+    at: int
+    operand: int
+    offset: int = 0
+
+    def to_plain(self) -> Plain:
+        return ["pointer", self.at, self.operand, self.offset]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Encode a tensor map of an operand at byte ``at``; see the driver's cuTensorMapEncodeTiled and …Im2col.
+
+    ``shape`` and ``box`` count elements, innermost first; ``strides`` are bytes of all dimensions but the innermost. With
+    ``corners`` (lower, then upper, innermost spatial dimension first) the map is an im2col one: ``box`` is then (channels,
+    pixels) and ``steps`` the traversal strides of every dimension.
+    """
+
+    at: int
+    operand: int
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    corners: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+
+    def to_plain(self) -> Plain:
+        numbers = [self.shape, self.strides, self.box, self.corners, self.steps]
+        return ["map", self.at, self.operand, self.offset, self.dtype, self.swizzle, *[list(x) for x in numbers]]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Write at byte ``at`` the address of byte ``offset`` of a constant: buffer number ``buffer`` of the program, ``bytes`` of
+    which a later launch reads. The launch may bring them into L2; its result does not depend on them, so it is no operand."""
+
+    at: int
+    buffer: int
+    offset: int
+    bytes: int
+
+    def to_plain(self) -> Plain:
+        return ["ahead", self.at, self.buffer, self.offset, self.bytes]
+
+
+Relocation = Pointer | TensorMap | Ahead
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """One kernel launch, but for addresses.
+
+    ``dependent``: it may begin before the launches that it depends on have ended, and waits for them itself. ``waits``: what its
+    blocks wait for beside that (one of :data:`WAITS`).
+    """
+
+    kernel: int
+    grid: tuple[int, int, int]
+    block: int
+    parameters: bytes
+    relocations: tuple[Relocation, ...]
+    shared: int = 0
+    cluster: int = 1
+    dependent: bool = True
+    waits: str = NOTHING
+
+    @property
+    def resident(self) -> int:
+        """How many of its blocks must be on the GPU at once for its waits to end."""
+        return {CLUSTER: self.cluster, GRID: math.prod(self.grid)}.get(self.waits, 1)
+
+    def to_plain(self) -> Plain:
+        return {
+            "kernel": self.kernel,
+            "grid": list(self.grid),
+            "block": self.block,
+            "parameters": self.parameters.hex(),
+            "relocations": [r.to_plain() for r in self.relocations],
+            "shared": self.shared,
+            "cluster": self.cluster,
+            "dependent": self.dependent,
+            "waits": self.waits,
+        }
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """The operator that a launch computes. ``attrs`` are plain (see :mod:`optdnn.runtime.attrs`)."""
+
+    kind: str
+    attrs: Mapping[str, Plain]
+    reads: tuple[View | None, ...]
+    writes: tuple[View | None, ...]
+
+
+@dataclass(frozen=True)
+class CudaStep:
+    """A parsed step."""
+
+    launch: LaunchPlan | LibraryCall
+    meaning: Meaning
+    label: str = field(default="", compare=False)
+    tactic: str = field(default="", compare=False)
+    """Which tactic made it, and its configuration."""
+
+    def to_params(self) -> dict[str, Plain]:
+        m = self.meaning
+        return {
+            "call" if isinstance(self.launch, LibraryCall) else "launch": self.launch.to_plain(),
+            "op": {"kind": m.kind, "attrs": dict(m.attrs)},
+            "reads": [None if v is None else v.to_plain() for v in m.reads],
+            "writes": [None if v is None else v.to_plain() for v in m.writes],
+            **({"tactic": self.tactic} if self.tactic else {}),
+        }
+
+
+# ---------------------------------------------------------------- reading
+
+
+def parse(step: Step, program: Program) -> CudaStep:
+    """The step, every number checked: views and pointers stay inside their buffers, relocations inside the block.
+
+    Raises EngineError for anything else.
+    """
+    try:
+        p = step.params
+        doing = "call" if "call" in p else "launch"
+        _need(set(p) - {"tactic"} == {doing, "op", "reads", "writes"}, "has other parts than it should")
+        tactic = p.get("tactic", "")
+        _need(isinstance(tactic, str), "has a tactic that is no name")
+        kind, attrs = p["op"]["kind"], p["op"]["attrs"]
+        _need(
+            set(p["op"]) == {"kind", "attrs"} and isinstance(kind, str) and isinstance(attrs, dict),
+            "has a malformed op",
+        )
+        operands = (*step.inputs, *step.outputs)
+        sizes = [_elements(program, i) for i in operands]
+        n = len(step.inputs)
+        reads = tuple(_view(v, sizes) for v in p["reads"])
+        writes = tuple(_view(v, sizes) for v in p["writes"])
+        _need(all(v is None or v.operand >= n for v in writes), "writes one of its inputs")
+        launch: LaunchPlan | LibraryCall
+        if doing == "call":
+            launch = parse_call(p["call"], [n * item for n, item in sizes])
+            written = {v.operand for v in writes if v is not None}
+            results = {place[0] for name, place in launch.operands.items() if name in RESULTS}
+            _need(results == written, "has a call that writes something else than it says")
+        else:
+            launch = _launch(p["launch"], program, operands)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineError(f"a cuda step is malformed: {type(error).__name__}: {error}") from error
+    label = ", ".join(step.src[:3]) or kind
+    return CudaStep(launch, Meaning(kind, attrs, reads, writes), label, tactic)
+
+
+def _elements(program: Program, buffer: int) -> tuple[int, int]:
+    """Elements of a buffer, and their size in bytes."""
+    _need(buffer >= 0, "has an absent operand")
+    b = program.buffers[buffer]
+    if b.nbytes is None:
+        raise EngineError(f"buffer {b.name!r} of a cuda step has no fixed size")
+    return b.nbytes // b.dtype.itemsize, b.dtype.itemsize
+
+
+def _view(value: Plain, sizes: Sequence[tuple[int, int]]) -> View | None:
+    if value is None:
+        return None
+    operand, offset, shape, strides = value
+    view = View(_int(operand), _int(offset), tuple(map(_int, shape)), tuple(map(_signed, strides)))
+    _need(view.operand < len(sizes) and len(shape) == len(strides), "has a malformed view")
+    low = high = view.offset
+    for n, s in zip(view.shape, view.strides, strict=True):
+        low, high = low + min(0, (n - 1) * s), high + max(0, (n - 1) * s)
+    inside = 0 in view.shape or (low >= 0 and high < sizes[view.operand][0])
+    _need(inside, f"has a view of elements {low} to {high} of a buffer of {sizes[view.operand][0]}")
+    return view
+
+
+def _launch(p: Any, program: Program, operands: Sequence[int]) -> LaunchPlan:
+    keys = {"kernel", "grid", "block", "parameters", "relocations", "shared", "cluster", "dependent"}
+    _need(isinstance(p, dict) and set(p) - {"waits"} == keys, "has a malformed launch")
+    block = bytes.fromhex(p["parameters"])
+    relocations = tuple(_relocation(r, program, operands, len(block)) for r in p["relocations"])
+    x, y, z = map(_int, p["grid"])
+    kernel = _int(p["kernel"])
+    _need(kernel < len(program.kernels), f"names kernel {kernel}, which does not exist")
+    _need(isinstance(p["dependent"], bool) and len(block) <= 4096, "has a malformed launch")
+    numbers = (_int(p["block"]), _int(p["shared"]), _int(p["cluster"]))
+    _need(1 <= numbers[0] <= 1024 and 1 <= numbers[2] <= 16 and min(x, y, z) >= 1, "has an impossible launch")
+    _need(x < GRID_LIMIT[0] and max(y, z) < GRID_LIMIT[1] and numbers[1] <= SHARED_LIMIT, "has an impossible launch")
+    waits = p.get("waits", CLUSTER if numbers[2] > 1 else NOTHING)
+    _need(waits in WAITS, f"waits for {waits!r}, which is none of {', '.join(WAITS)}")
+    return LaunchPlan(kernel, (x, y, z), numbers[0], block, relocations, numbers[1], numbers[2], p["dependent"], waits)
+
+
+def _relocation(p: Any, program: Program, operands: Sequence[int], size: int) -> Relocation:
+    kind, at, operand, offset = p[0], _int(p[1]), _int(p[2]), _int(p[3])
+    if kind == "ahead":
+        return _ahead(Ahead(at, operand, offset, _int(p[4])), program, size)
+    buffer = program.buffers[operands[operand]]
+    _need(offset <= (buffer.nbytes or 0), "points outside of its buffer")
+    if kind == "pointer":
+        _need(len(p) == 4 and at + 8 <= size, "has a relocation outside of its parameters")
+        return Pointer(at, operand, offset)
+    _, _, _, _, dtype, swizzle, *lists = p
+    shape, strides, box, corners, steps = (tuple(map(_signed, x)) for x in lists)
+    fits = kind == "map" and at + MAP_BYTES <= size and dtype in MAP_ITEM and swizzle in (0, 32, 64, 128)
+    _need(fits and 1 <= len(shape) <= 5 and len(strides) == len(shape) - 1, "has a malformed tensor map")
+    item = MAP_ITEM[dtype]
+    span = shape[0] * item + sum((n - 1) * s for n, s in zip(shape[1:], strides, strict=True))
+    _need(
+        min(*shape, *strides, 1) >= 1 and offset + span <= (buffer.nbytes or 0),
+        "has a tensor map outside of its buffer",
+    )
+    return TensorMap(at, operand, offset, dtype, shape, strides, box, _int(swizzle), corners, steps)
+
+
+def _ahead(found: Ahead, program: Program, size: int) -> Ahead:
+    _need(found.buffer < len(program.buffers), "brings a buffer into L2 that does not exist")
+    buffer = program.buffers[found.buffer]
+    inside = buffer.blob is not None and found.offset + found.bytes <= (buffer.nbytes or 0)
+    whole = found.offset % 16 == found.bytes % 16 == 0 and found.bytes < 1 << 32
+    _need(inside and whole, "brings something else than a part of a constant into L2")
+    _need(found.at + 12 <= size, "has a relocation outside of its parameters")
+    return found
+
+
+def _int(value: Any) -> int:
+    _need(type(value) is int and 0 <= value < 1 << 62, f"holds {value!r} for a size")
+    return int(value)
+
+
+def _signed(value: Any) -> int:
+    _need(type(value) is int and abs(value) < 1 << 62, f"holds {value!r} for a stride")
+    return int(value)
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise EngineError(f"a cuda step {message}")
+
+
+def tf32_nodes(program: Program) -> frozenset[str]:
+    """The ONNX nodes whose kernels round factors to tf32, as the steps' meanings say."""
+    meanings: list[tuple[Any, Step]] = [(s.params.get("op", {}), s) for s in program.steps]
+    return frozenset(n for op, s in meanings if TF32 in op.get("attrs", {}) for n in s.src)

@@ -1,0 +1,71 @@
+"""Shows that every launch of a program ends: no block waits for a block that may find no room on the GPU.
+
+Each launch declares what its blocks wait for while they hold their room (registers, shared memory, a place on a
+multiprocessor):
+
+``nothing``
+    No other block of the grid. Counted arrivals belong here: the last block to arrive goes on, and the others end.
+``cluster``
+    The peers of their cluster. The hardware starts all blocks of a cluster together.
+``lower``
+    Blocks of the grid with a lower index, as in stream-K. The hardware starts blocks in ascending order, so these hold their
+    room already.
+``grid``
+    Any block of the grid. A part of the grid can then fill the GPU and wait for blocks that find no room, alone or beside
+    another launch or another context that does the same. Only a cooperative launch, which the runtime does not make, rules
+    this out. The checker refuses it.
+
+Earlier launches are the other thing to wait for. A launch with ``dependent`` may begin while the launches before it still run,
+and waits for them in the kernel (``griddepcontrol.wait``). It begins only when every block of theirs has begun and has said so
+(``griddepcontrol.launch_dependents``). So what it waits for holds its room already, and so does, by induction, all that this
+waits for. Lanes change nothing: a launch that joins lanes begins when every block of each of its predecessors has begun. A
+launch that is neither before nor after it shares the GPU with it, but both end by themselves, and then leave their room.
+
+These are all waits between blocks. What remains are waits within a block or cluster, on mbarriers, which depend on no room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optdnn.errors import EngineError
+from optdnn.runtime.cuda.launches.plan import CLUSTER, GRID, CudaStep, LaunchPlan
+from optdnn.runtime.cuda.launches.steps import ParsedStep
+from optdnn.runtime.cuda.libraries.calls import LibraryCall
+from optdnn.runtime.program import Program
+
+FIRST_WITH_CLUSTERS = 90
+"""Compute capability, times ten, from which GPUs have clusters."""
+
+
+def check_waits(program: Program, steps: Sequence[ParsedStep]) -> None:
+    """Check that every launch of ``program`` ends; ``steps`` are its steps, parsed.
+
+    Raises EngineError that names the first launch which may wait for ever.
+    """
+    for step in steps:
+        if not isinstance(step, CudaStep) or isinstance(step.launch, LibraryCall):
+            continue
+        why = may_not_end(step.launch, program.kernels[step.launch.kernel].arch)
+        if why is not None:
+            raise EngineError(
+                f"the kernel for {step.label} may never end: {why}",
+                hint="rebuild the engine with this version of optdnn",
+            )
+
+
+def may_not_end(launch: LaunchPlan, arch: str) -> str | None:
+    """Why a launch may wait for ever on a GPU of this architecture, such as ``sm_90a``; None where it ends."""
+    if launch.waits == GRID:
+        return f"its blocks wait for one another, and nothing starts all {launch.resident} blocks of the grid together"
+    if launch.cluster == 1:
+        return (
+            "its blocks wait for the peers of their cluster, but it has no clusters"
+            if launch.waits == CLUSTER
+            else None
+        )
+    if int(arch.removeprefix("sm_").rstrip("af")) < FIRST_WITH_CLUSTERS:
+        return f"it has clusters, and {arch} does not"
+    if launch.grid[0] % launch.cluster:
+        return f"its {launch.grid[0]} blocks are not whole clusters of {launch.cluster}"
+    return None

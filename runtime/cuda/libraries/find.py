@@ -1,0 +1,77 @@
+"""Where the vendors' libraries are, if they are: in the nvidia wheels, or the system's. Loaded when first asked for."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from optdnn.errors import MissingDependency
+
+_FILES = {"cublaslt": ("libcublasLt.so.13", "libcublasLt.so.12"), "cudnn": ("libcudnn.so.9",)}
+"""Library -> the names of its shared object, newest first."""
+
+
+def _places(file: str) -> Iterator[str]:
+    """The file in every wheel of nvidia's, then by name alone (the system's search path)."""
+    spec = find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        yield from (str(p) for p in sorted(Path(folder).glob(f"*/lib/{file}")))
+    yield file
+
+
+def files(library: str) -> Iterator[str]:
+    """Where its shared object may be, the newest and nearest first."""
+    return (place for file in _FILES[library] for place in _places(file))
+
+
+_BRINGS = {"cublaslt": ("nvidia-cublas", "cuBLASLt"), "cudnn": ("nvidia-cudnn-cu13", "cuDNN")}
+"""Library -> the package that brings it, and its name."""
+
+
+@cache
+def shared_object(library: str) -> Any:
+    """The loaded library. Raises MissingDependency."""
+    for place in files(library):
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    package, name = _BRINGS[library]
+    raise MissingDependency(package, "cuda-libs", f"by steps that call {name}")
+
+
+@cache
+def installed(library: str) -> bool:
+    """Whether the library is here: "cublaslt", or "cudnn" and its Python frontend, which is not imported for this, since it imports
+    PyTorch where that is (seconds). What is here may still turn out to be broken: :func:`present`."""
+    try:
+        shared_object(library)
+    except MissingDependency:
+        return False
+    return library != "cudnn" or find_spec("cudnn") is not None
+
+
+@cache
+def present(library: str) -> bool:
+    """Whether the library can be used here: "cublaslt", or "cudnn" (with its Python frontend)."""
+    if library == "cudnn":
+        try:
+            from optdnn.runtime.cuda.libraries.cudnn import frontend
+
+            frontend()
+        except MissingDependency:
+            return False
+        return True
+    return installed(library)
+
+
+def version_of(library: str) -> str:
+    """The version that a library which is installed gives itself. Makes no handle: that takes a second."""
+    name = {"cublaslt": "cublasLtGetVersion", "cudnn": "cudnnGetVersion"}[library]
+    get = getattr(shared_object(library), name)
+    get.restype = ctypes.c_size_t
+    return str(int(get()))

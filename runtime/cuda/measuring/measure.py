@@ -1,0 +1,381 @@
+"""Measuring an engine on the GPU: where the time of an inference goes, step by step and on its way in and out.
+
+GPU times are between events on the stream. The kernels of a run overlap (programmatic dependent launch), so a step's time is
+what it adds to the run: the graph of the steps up to it, less the graph of those before it. The sum is the run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from optdnn.errors import UsageError
+from optdnn.runtime.bench import UNSTABLE, LatencyStats, quiet
+from optdnn.runtime.cuda.device import check, driver
+from optdnn.runtime.cuda.launches.chain import Chain
+from optdnn.runtime.cuda.launches.graphs import Flush, Graph, Stream, time_runs
+from optdnn.runtime.cuda.launches.plan import CudaStep
+from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
+from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
+from optdnn.runtime.cuda.runner import CudaContext
+from optdnn.runtime.host import CopyPlan
+from optdnn.runtime.program import Plain
+
+BATCH = 32
+"""Runs that are enqueued before the host waits: enough to keep the GPU busy, few enough to look at the clock between."""
+CLOCK_DROP = 0.05
+"""A drop of the multiprocessors' clock during a measurement beyond this fraction is remarked on."""
+FEW = 50
+"""Fewer runs than this make percentiles of little worth."""
+ROWS = ("gpu_compute_ms", "enqueue_ms", "h2d_ms", "d2h_ms", "latency_ms", "host_latency_ms")
+
+
+class Events:
+    """``n`` reusable timing events."""
+
+    def __init__(self, n: int):
+        self._cu = driver()
+        self._events = [check("cuEventCreate", self._cu.cuEventCreate(0)) for _ in range(n)]
+
+    def record(self, k: int, stream: Stream) -> None:
+        check("cuEventRecord", self._cu.cuEventRecord(self._events[k], stream.handle))
+
+    def nanoseconds(self, begin: int, end: int) -> int:
+        """Between two recorded events that have happened."""
+        a, b = self._events[begin], self._events[end]
+        return int(float(check("cuEventElapsedTime", self._cu.cuEventElapsedTime(a, b))) * 1e6)
+
+    def close(self) -> None:
+        for event in self._events:
+            self._cu.cuEventDestroy(event)
+
+
+@dataclass
+class GpuSamples:
+    """Nanoseconds of each run. ``compute`` and ``enqueue`` are of runs that follow one another without a pause; the others
+    of single runs from host arrays to host arrays: ``h2d`` and ``d2h`` copies from and to pinned memory, ``latency`` from the
+    first copy to the end of the last on the GPU, ``host_latency`` the same by the host's clock."""
+
+    compute: array[int]
+    enqueue: array[int]
+    h2d: array[int]
+    d2h: array[int]
+    latency: array[int]
+    host_latency: array[int]
+    busy_ns: int
+    """GPU time of all the runs of ``compute``, pauses between them included."""
+    clocks: list[ClockSample]
+
+
+def replay_times(
+    replay: Callable[[], object],
+    stream: Stream,
+    *,
+    duration: float | None = None,
+    iterations: int | None = None,
+    flush: Callable[[], object] | None = None,
+    look: Callable[[], object] = lambda: None,
+) -> tuple[array[int], array[int], int]:
+    """GPU nanoseconds and host (enqueue) nanoseconds of each ``replay()``, and the GPU time of all: see :class:`GpuSamples`.
+
+    ``flush`` is enqueued before each run, outside of its time; ``look`` is called between batches, while the GPU works.
+    """
+    if duration is None and iterations is None:
+        duration = 3.0
+    taken, enqueue, busy = array("q"), array("q"), 0
+    events = Events(2 * BATCH + 1)
+    end = time.perf_counter() + (duration or 0)
+    clock = time.perf_counter_ns
+    with quiet():
+        while not taken or (len(taken) < iterations if iterations is not None else time.perf_counter() < end):
+            n = min(BATCH, iterations - len(taken)) if iterations is not None else BATCH
+            for k in range(n):
+                if flush is not None:
+                    flush()
+                if k == 0 or flush is not None:
+                    events.record(2 * k, stream)
+                start = clock()
+                replay()
+                enqueue.append(clock() - start)
+                events.record(2 * k + 1, stream)
+            look()
+            stream.synchronize()
+            busy += events.nanoseconds(0, 2 * n - 1)
+            for k in range(n):
+                begin = 2 * k if k == 0 or flush is not None else 2 * k - 1
+                taken.append(events.nanoseconds(begin, 2 * k + 1))
+    events.close()
+    return taken, enqueue, busy
+
+
+def sample_gpu(
+    context: CudaContext,
+    feeds: Mapping[str, Any],
+    *,
+    warmup: int = 10,
+    duration: float | None = None,
+    iterations: int | None = None,
+    flush_l2: bool = False,
+) -> GpuSamples:
+    """Time runs on ``feeds`` (NumPy arrays), for ``duration`` seconds (3 by default) or ``iterations`` runs."""
+    if iterations is not None and iterations < 1:
+        raise UsageError(f"nothing to measure: {iterations} iterations")
+    context.run(feeds)  # stages the inputs and makes the graph
+    graph, stream = context.graph(), context.stream
+    monitor = Monitor.open()
+    clocks: list[ClockSample] = []
+
+    def look() -> None:
+        if monitor is not None and (not clocks or time.perf_counter() > look_at[0]):
+            clocks.append(monitor.sample())
+            look_at[0] = time.perf_counter() + 0.1
+
+    look_at = [0.0]
+    flush = Flush(2 * context.device.l2_bytes, stream) if flush_l2 else None
+    try:
+        for _ in range(max(1, warmup)):
+            graph.replay(stream)
+        stream.synchronize()
+        share = None if duration is None and iterations is not None else (duration or 3.0) / 2
+        compute, enqueue, busy = replay_times(
+            lambda: graph.replay(stream), stream, duration=share, iterations=iterations, flush=flush, look=look
+        )
+    finally:
+        if flush is not None:
+            stream.synchronize()
+            flush.close()
+    singles = _single_runs(context, graph, share, iterations, look)
+    return GpuSamples(compute, enqueue, *singles, busy_ns=busy, clocks=clocks)
+
+
+def _single_runs(
+    context: CudaContext, graph: Graph | Chain, duration: float | None, iterations: int | None, look: Callable[[], None]
+) -> tuple[array[int], array[int], array[int], array[int]]:
+    h2d, d2h, latency, host = (array("q") for _ in range(4))
+    events, stream, clock = Events(4), context.stream, time.perf_counter_ns
+    end = time.perf_counter() + (duration or 0)
+    for _ in range(3):
+        context.memory.copy_in(stream.handle)
+        graph.replay(stream)
+        context.memory.copy_out(stream.handle)
+        stream.synchronize()
+    with quiet():
+        while not h2d or (len(h2d) < iterations if iterations is not None else time.perf_counter() < end):
+            start = clock()
+            events.record(0, stream)
+            context.memory.copy_in(stream.handle)
+            events.record(1, stream)
+            graph.replay(stream)
+            events.record(2, stream)
+            context.memory.copy_out(stream.handle)
+            events.record(3, stream)
+            stream.synchronize()
+            host.append(clock() - start)
+            h2d.append(events.nanoseconds(0, 1))
+            d2h.append(events.nanoseconds(2, 3))
+            latency.append(events.nanoseconds(0, 3))
+            look()
+    events.close()
+    return h2d, d2h, latency, host
+
+
+def gpu_report(
+    context: CudaContext,
+    feeds: Mapping[str, Any],
+    *,
+    warmup: int = 10,
+    duration: float | None = None,
+    iterations: int | None = None,
+    flush_l2: bool = False,
+) -> dict[str, Plain]:
+    """What ``optdnn bench`` tells of a GPU.
+
+    Keys: device; cuda_driver (the CUDA version that the driver supports); l2 ("warm": each run finds what the one before left
+    there, or "flushed"); for each of :data:`ROWS` the statistics in milliseconds; throughput_per_s (runs one after another);
+    iterations; spread; clocks; remarks (whether the figures can be trusted, in sentences).
+    """
+    bounds: dict[str, Any] = {"duration": duration, "iterations": iterations}
+    samples = sample_gpu(context, feeds, warmup=warmup, flush_l2=flush_l2, **bounds)
+    found = report_of(samples, context.device.name, flushed=flush_l2, monitor=Monitor.open())
+    return found | {"cuda_driver": ".".join(map(str, context.device.driver_version))}
+
+
+def report_of(samples: GpuSamples, device: str, *, flushed: bool, monitor: Monitor | None) -> dict[str, Plain]:
+    """The report of :func:`gpu_report` from samples."""
+    taken = (samples.compute, samples.enqueue, samples.h2d, samples.d2h, samples.latency, samples.host_latency)
+    stats = {name: LatencyStats.of(ns) for name, ns in zip(ROWS, taken, strict=True)}
+    compute = stats["gpu_compute_ms"]
+    total = sum(samples.compute) if flushed else samples.busy_ns
+    found: dict[str, Plain] = {
+        "device": device,
+        "l2": "flushed" if flushed else "warm",
+        **{name: s.to_plain() for name, s in stats.items()},
+        "throughput_per_s": compute.n / max(total / 1e9, 1e-12),
+        "iterations": compute.n,
+        "spread": compute.spread,
+        "clocks": _clock_facts(samples.clocks, monitor),
+        "processes": None if monitor is None else monitor.processes(),
+    }
+    found["remarks"] = remarks(found, samples.clocks)
+    return found
+
+
+def _clock_facts(clocks: Sequence[ClockSample], monitor: Monitor | None) -> dict[str, Plain] | None:
+    seen = [c.sm_mhz for c in clocks if c.sm_mhz is not None]
+    if not seen:
+        return None
+    powers = [c.power_w for c in clocks if c.power_w is not None]
+    return {
+        "sm_mhz": {"min": min(seen), "median": statistics.median(seen), "max": max(seen)},
+        "sm_mhz_possible": None if monitor is None else monitor.most(),
+        "memory_mhz": clocks[-1].memory_mhz,
+        "power_w_max": max(powers, default=None),
+        "temperature_c": clocks[-1].temperature_c,
+        "held_by": sorted({reason for c in clocks for reason in c.held_by}),
+    }
+
+
+def remarks(report: Mapping[str, Any], clocks: Sequence[ClockSample]) -> list[str]:
+    """What speaks against the figures of a report, one sentence each."""
+    found = []
+    compute, enqueue = report["gpu_compute_ms"], report["enqueue_ms"]
+    if report["iterations"] < FEW:
+        found.append(f"only {report['iterations']} runs were measured: percentiles say little (raise --duration)")
+    spread = report["spread"]
+    if spread is not None and spread > UNSTABLE:
+        found.append(f"the GPU time drifted by {spread:.0%} during the measurement: do not compare it with others")
+    seen = [c.sm_mhz for c in clocks if c.sm_mhz is not None]
+    if not seen:
+        found.append("the clocks could not be read: whether they were stable is not known")
+    elif min(seen) < (1 - CLOCK_DROP) * max(seen):
+        found.append(f"the multiprocessors' clock moved between {min(seen)} and {max(seen)} MHz")
+    held = sorted({reason for c in clocks for reason in c.held_by})
+    if held:
+        found.append(f"clocks were held down by: {', '.join(held)}")
+    if (report.get("processes") or 0) > 1:
+        found.append(f"{report['processes']} processes compute on this GPU: it is shared")
+    if enqueue["median"] > compute["median"] * 0.9:
+        found.append(
+            "enqueueing a run takes the host about as long as the GPU runs it: throughput is bound by the host "
+            "(larger batches, or several contexts)"
+        )
+    if report["h2d_ms"]["median"] + report["d2h_ms"]["median"] > compute["median"]:
+        found.append("copies to and from the GPU take longer than the inference: keep arrays on the GPU (context.bind)")
+    return found
+
+
+# ---------------------------------------------------------------- step by step
+
+
+@dataclass(frozen=True)
+class StepShare:
+    """One step of a run. ``us``: what it adds to the run on the GPU. ``tactic``: what runs it. ``roofline``: the least time its
+    work allows over ``us`` (beyond 1 where operands lie in L2). ``lane``: which of the streams it is on (None: there is
+    one); a step may add nothing to a run that other lanes are longer in."""
+
+    step: int
+    src: tuple[str, ...]
+    kind: str
+    tactic: str
+    us: float
+    share: float
+    work: Work
+    roofline: float | None
+    executor: str = "cuda"
+    lane: int | None = None
+
+    def to_plain(self) -> dict[str, Plain]:
+        seconds = self.us * 1e-6
+        return {
+            "step": self.step,
+            "executor": self.executor,
+            **({} if self.lane is None else {"lane": self.lane}),
+            "src": list(self.src),
+            "kind": self.kind,
+            "tactic": self.tactic,
+            "us": self.us,
+            "median_ms": self.us / 1e3,
+            "share": self.share,
+            "flops": self.work.flops,
+            "bytes": self.work.bytes,
+            "tflops": self.work.flops / seconds / 1e12 if seconds > 0 else None,
+            "gbs": self.work.bytes / seconds / 1e9 if seconds > 0 else None,
+            "roofline": self.roofline,
+        }
+
+
+def profile_gpu(
+    context: CudaContext,
+    feeds: Mapping[str, Any],
+    *,
+    repeats: int = 20,
+    inner: int = 4,
+    ceilings: Ceilings | None = None,
+) -> list[StepShare]:
+    """Every step of a run on ``feeds``, in program order; the shares add up to 1."""
+    context.run(feeds)
+    ceilings = ceilings or Ceilings.of(context.device)
+    if any(not isinstance(s, CudaStep) for s in context.runner.steps):
+        return _profile_cut(context, feeds, repeats, ceilings)
+    program = context.runner.program
+    parsed = [s for s in context.runner.steps if isinstance(s, CudaStep)]
+    launches, stream = context.launches({}), context.stream
+    ends = [0.0]
+    for k in range(1, len(launches) + 1):
+        graph = Graph(launches[:k], stream, context.runner.waits)
+        times = time_runs(partial(graph.replay, stream), stream, warmup=3, repeats=repeats, inner=inner)
+        graph.close()
+        ends.append(statistics.median(times) * 1e3)
+    # A prefix never takes longer than the whole: differences below the clock's noise are 0, and the rest follows suit.
+    ends = _rising(ends)
+    total = max(ends[-1], 1e-9)
+    found = []
+    for k, (begin, end) in enumerate(pairwise(ends)):
+        work = work_of(program.steps[k], parsed[k], program)
+        us = end - begin
+        least = ceilings.seconds(work) * 1e6
+        found.append(
+            StepShare(
+                k, program.steps[k].src, parsed[k].meaning.kind, parsed[k].tactic, us, us / total, work,
+                least / us if us > 0 else None, lane=program.lanes[k].lane if program.lanes else None,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _profile_cut(context: CudaContext, feeds: Mapping[str, Any], repeats: int, ceilings: Ceilings) -> list[StepShare]:
+    """The steps of a program with steps on the host, each by itself: kernels and copies between events, the host by its clock."""
+    program = context.runner.program
+    taken = [context.profile(feeds)[1] for _ in range(max(1, repeats))]
+    times = [statistics.median(one) / 1e3 for one in zip(*taken, strict=True)]
+    total = max(sum(times), 1e-9)
+    found = []
+    for k, (step, plan, us) in enumerate(zip(program.steps, context.runner.steps, times, strict=True)):
+        if isinstance(plan, CudaStep):
+            kind, tactic, work = plan.meaning.kind, plan.tactic, work_of(step, plan, program)
+        elif isinstance(plan, CopyPlan):
+            kind, tactic, work = f"copy to {plan.to}", "copy", Work(0, plan.nbytes, False, plan.dtype)
+        else:
+            kind, tactic, work = plan.kind, "NumPy on the CPU", Work(0, 0, False, plan.dtypes[0])
+        kernel = isinstance(plan, CudaStep) and us > 0
+        roofline = ceilings.seconds(work) * 1e6 / us if kernel else None
+        found.append(StepShare(k, step.src, kind, tactic, us, us / total, work, roofline, step.executor))
+    return found
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The nearest non-decreasing sequence (isotonic regression: neighbours that fall are pooled at their mean)."""
+    blocks: list[tuple[float, int]] = []
+    for v in values:
+        mean, count = v, 1
+        while blocks and blocks[-1][0] > mean:
+            other, n = blocks.pop()
+            mean, count = (mean * count + other * n) / (count + n), count + n
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]

@@ -1,0 +1,138 @@
+"""What a step has to do at least: floating-point operations and bytes of global memory, from its meaning; and what a GPU can do.
+
+The quotient of both is the step's roofline (Williams et al., 2009): no kernel for it runs faster than the longer of the two
+times, unless its operands lie in L2 already, as weights of small networks do in replays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.runtime.attrs import attrs_from_plain
+from optdnn.runtime.cuda.device import Device, check, driver
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.launches.plan import CudaStep, View
+from optdnn.runtime.program import Program, Step
+from optdnn.types import BF16, FP16, FP32, DType
+
+
+@dataclass(frozen=True)
+class Work:
+    """``flops`` (multiply-adds count two) on the tensor cores' kind of operand ``dtype`` where ``matrix``, else on scalar
+    units; ``bytes``: each element that is read or written, once."""
+
+    flops: int
+    bytes: int
+    matrix: bool
+    dtype: DType
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """A GPU's nominal limits: bytes per second, and operations per second of 16-bit matrix products and of fp32 arithmetic."""
+
+    memory: float
+    half: float
+    single: float
+
+    @classmethod
+    def of(cls, device: Device) -> Ceilings:
+        """From the device's clocks and widths. Raises CudaError."""
+        cu = driver()
+        handle = check("cuDeviceGet", cu.cuDeviceGet(device.index))
+
+        def get(name: str) -> int:
+            key = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+            return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(key, handle)))
+
+        clock = get("CLOCK_RATE") * 1e3
+        memory = get("MEMORY_CLOCK_RATE") * 1e3 * 2 * get("GLOBAL_MEMORY_BUS_WIDTH") / 8
+        return cls(memory, clock * device.multiprocessors * device.matrix_ops, clock * device.multiprocessors * 256)
+
+    @classmethod
+    def nominal(cls, gpu: GpuFacts) -> Ceilings:
+        """For predictions: at the clock under load."""
+        cycles = gpu.clock * gpu.multiprocessors
+        return cls(gpu.bandwidth, cycles * gpu.matrix_ops, cycles * 256)
+
+    def seconds(self, work: Work) -> float:
+        """The least time of a step's work."""
+        if not work.matrix:
+            rate = self.single
+        elif work.dtype in (FP16, BF16):
+            rate = self.half
+        elif work.dtype.itemsize == 1:
+            rate = self.half * 2
+        else:
+            rate = self.single
+        return max(work.flops / rate, work.bytes / self.memory)
+
+
+def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
+    """The work of one step."""
+    operands = (*step.inputs, *step.outputs)
+    m = parsed.meaning
+
+    def dtype(v: View) -> DType:
+        return program.buffers[operands[v.operand]].dtype
+
+    seen = {(v.operand, v.offset, v.shape, v.strides): v for v in (*m.reads, *m.writes) if v is not None}
+    moved = sum(_distinct(v) * dtype(v).itemsize for v in seen.values())
+    out = next((v for v in m.writes if v is not None), None)
+    first = next((v for v in m.reads if v is not None), out)
+    if m.kind == "ImageConv":
+        first = out  # whose factors are of the result's type
+    kind = dtype(first) if first is not None else FP32
+    product = _products(m.kind, attrs_from_plain(dict(m.attrs)), m.reads, out)
+    if product:
+        return Work(product, moved, True, kind)
+    stages = max(1, len(m.attrs.get("epilogue") or ()))
+    size = max((math.prod(v.shape) for v in seen.values()), default=0)
+    copies = m.kind in _COPIES
+    return Work(0 if copies else size * stages, moved, False, kind)
+
+
+_COPIES = frozenset(
+    {"Copy", "Frames", "SpaceToDepthImage", "BlocksToSpace", "Gather", "GatherElements", "GatherND", "Pad"}
+)
+"""Kinds that compute nothing."""
+
+
+def _distinct(v: View) -> int:
+    """Elements that a view touches: broadcast axes count once."""
+    return math.prod(n for n, s in zip(v.shape, v.strides, strict=True) if s != 0)
+
+
+def _products(kind: str, attrs: Mapping[str, Any], reads: Sequence[View | None], out: View | None) -> int:
+    """Operations of the matrix products that a step consists of; 0 for other kinds."""
+    if out is None:
+        return 0
+    n = math.prod(out.shape)
+    shapes = [() if v is None else v.shape for v in reads]
+    match kind:
+        case "Conv" | "MeanProduct" | "ConvBlocks" | "ImageConv" | "ConvInteger" | "QLinearConv":
+            weight = shapes[3] if kind == "QLinearConv" else shapes[1]
+            return 2 * n * math.prod(weight[1:])
+        case "PooledConv":  # all four results of each that is stored
+            return 8 * n * math.prod(shapes[1][1:])
+        case "ConvSum":
+            return 2 * n * (math.prod(shapes[1][1:]) + math.prod(shapes[3][1:]))
+        case "SeparableConv":  # the depthwise part is no product of matrices, and small
+            return 2 * n * math.prod(shapes[int(attrs["operands"])][1:])
+        case "ConvTranspose":
+            return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
+        case "MatMul" | "MatMulInteger":
+            return 2 * n * (shapes[0][-1] if shapes[0] else 1)
+        case "Gemm":
+            return 2 * n * shapes[0][0 if attrs.get("transA") else 1]
+        case "Attention":
+            # Query times keys, then probabilities times values.
+            (b, h, rows, size), cols, wide = shapes[0], shapes[1][2], shapes[2][3]
+            return 2 * b * h * rows * cols * (size + wide)
+        case "LSTM" | "GRU" | "RNN":
+            (length, batch, _), weights = shapes[0], math.prod(shapes[1]) + math.prod(shapes[2])
+            return 2 * length * batch * weights
+    return 0

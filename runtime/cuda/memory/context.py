@@ -1,0 +1,121 @@
+"""Where the buffers of one context lie: in its arena, in memory of their own for what comes in and goes out, and in pinned memory
+of the host, through which NumPy arrays are staged and in which operators on the CPU find theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from optdnn.runtime.cuda.device import check, driver
+from optdnn.runtime.cuda.launches.chain import Transfer
+from optdnn.runtime.cuda.launches.steps import ParsedStep
+from optdnn.runtime.cuda.memory.allocator import DeviceMemory, PinnedMemory
+from optdnn.runtime.cuda.memory.shared import Arena
+from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, hand_over, run_host
+from optdnn.runtime.program import Program
+from optdnn.types import Array
+
+
+class ContextMemory:
+    """The memory of one context on the GPU and on the host, by number of buffer.
+
+    ``steps`` are the program's, parsed; ``on_host`` the buffers that lie on the host; ``constants`` the addresses of the weights;
+    ``arena``: one that contexts share (None: one of its own).
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        steps: Sequence[ParsedStep],
+        on_host: frozenset[int],
+        constants: Mapping[int, int],
+        arena: Arena | None = None,
+    ):
+        self._program, self._on_host, self._constants = program, on_host, constants
+        size = program.arena_bytes
+        self.arena = DeviceMemory(size, "the arena of activations") if arena is None else arena.at_least(size)
+        own = DeviceMemory if arena is None else arena.own
+        self._own: dict[int, DeviceMemory] = {}
+        outside = {i for _, i in (*program.inputs, *program.outputs)}
+        for i, b in enumerate(program.buffers):
+            if b.blob is None and i not in on_host and (i in outside or b.offset is None):
+                self._own[i] = own(b.nbytes or 0, f"buffer {b.name!r}")
+        for i in program.retained:
+            self._own[i].clear()
+        moved = {s.host for s in steps if isinstance(s, CopyPlan)}
+        self.host = {
+            i: PinnedMemory(program.buffers[i].nbytes or 0)
+            for i in sorted(outside | moved)
+            if program.buffers[i].blob is None
+        }
+        """Staging memory of inputs and outputs, and of what is copied between the GPU and operators on the host."""
+        self._values = self._host_values()
+
+    def address(self, buffer: int, given: Mapping[int, int]) -> int:
+        """Where a buffer lies on the GPU; ``given``: addresses of inputs and outputs that are the caller's."""
+        b = self._program.buffers[buffer]
+        if buffer in given:
+            return given[buffer]
+        if b.blob is not None:
+            return self._constants[buffer]
+        return self._own[buffer].pointer if buffer in self._own else self.arena.pointer + (b.offset or 0)
+
+    def copy_in(self, stream: int) -> None:
+        """Enqueue the copies of the staged inputs to the GPU."""
+        for _, i in self._program.inputs:
+            if i not in self._on_host and (size := self.host[i].bytes.nbytes):
+                result = driver().cuMemcpyHtoDAsync(self._own[i].pointer, self.host[i].pointer, size, stream)
+                check("cuMemcpyHtoDAsync", result)
+
+    def copy_out(self, stream: int) -> None:
+        """Enqueue the copies of the results to their staging memory."""
+        for _, i in self._program.outputs:
+            if i not in self._on_host and (size := self._program.buffers[i].nbytes):
+                result = driver().cuMemcpyDtoHAsync(self.host[i].pointer, self.address(i, {}), size, stream)
+                check("cuMemcpyDtoHAsync", result)
+
+    # ---------------------------------------------------------------- on the host
+
+    def _host_values(self) -> list[Array | None]:
+        """What lies on the host, by buffer: constants, and pinned memory that copies fill; the last entry stays None."""
+        p = self._program
+        values: list[Array | None] = [None if b.blob is None else p.blobs[b.blob] for b in p.buffers]
+        for i in self.host:
+            if i in self._on_host and p.buffers[i].nbytes is not None:
+                values[i] = self.pinned(i)
+        values.append(None)
+        return values
+
+    def pinned(self, buffer: int) -> Array:
+        """The staging memory of a buffer, as an array of its shape."""
+        b = self._program.buffers[buffer]
+        return self.host[buffer].bytes.view(b.dtype).reshape([n for n in b.shape or () if isinstance(n, int)])
+
+    def value(self, buffer: int) -> Array | None:
+        """What lies on the host for a buffer; None before it is computed."""
+        return self._values[buffer]
+
+    def use(self, buffer: int, value: Array) -> None:
+        """Let a buffer on the host be this array."""
+        self._values[buffer] = value
+
+    def run_on_host(self, plan: HostPlan) -> None:
+        """Run an operator on the CPU."""
+        run_host(plan, self._values)
+        for i in plan.outputs:
+            value = self._values[i]
+            if i in self.host and value is not None and self._program.buffers[i].nbytes is not None:
+                np.copyto(self.pinned(i), value)
+
+    def transfer(self, plan: CopyPlan, given: Mapping[int, int]) -> Transfer:
+        """The copy of a copy step (``given`` as for :meth:`address`)."""
+        device = self.address(plan.device, given) + plan.offset * plan.dtype.itemsize
+        here = self.host[plan.host].pointer
+        back = plan.to == TO_HOST
+        return Transfer(*((here, device) if back else (device, here)), plan.nbytes, back, plan.label)
+
+    def sized_by_data(self) -> dict[str, Array]:
+        """The last run's results whose size depends on data: NumPy arrays, wherever the inputs were."""
+        p = self._program
+        return {s.name: hand_over(s, self._values[i], None) for s, i in p.outputs if p.buffers[i].nbytes is None}

@@ -1,0 +1,113 @@
+"""What the contexts of an engine share on a GPU: kernels and constants, loaded once, for a GPU and a driver that can run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from optdnn.errors import EngineError, RunError
+from optdnn.runtime.cuda.compile.nvrtc import version
+from optdnn.runtime.cuda.compile.recipes import cubins
+from optdnn.runtime.cuda.device import Device, Function, _bytes, _enums, check, driver, encode_tiled, gpu_count
+from optdnn.runtime.cuda.launches.plan import CudaStep, TensorMap
+from optdnn.runtime.cuda.launches.steps import ParsedStep
+from optdnn.runtime.cuda.libraries.calls import LibraryCall
+from optdnn.runtime.cuda.memory.allocator import DeviceMemory
+from optdnn.runtime.cuda.memory.shared import Pool
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.host import HOST
+from optdnn.runtime.program import Program
+
+ALIGN = 256
+
+
+class Loaded:
+    """Kernels and constants on the GPU."""
+
+    def __init__(self, program: Program, steps: Sequence[ParsedStep], options: LoadOptions):
+        if gpu_count() == 0:
+            raise RunError(
+                "there is no usable NVIDIA GPU on this machine",
+                hint="simulate=True of optdnn.load, --simulate of optdnn run, runs it in NumPy",
+            )
+        self.device = Device.open()
+        for arch in sorted({k.arch for k in program.kernels}):
+            check_arch(arch, self.device)
+        built = program.meta.get("nvrtc") if options.trust_cubins and not options.recompile else None
+        check_driver(str(built) if built else ".".join(map(str, version())), self.device)
+        code = cubins(program, trust=options.trust_cubins, recompile=options.recompile, custom_ops=options.custom_ops)
+        shared, cluster = [0] * len(code), [1] * len(code)
+        for s in steps:
+            if not isinstance(s, CudaStep) or isinstance(s.launch, LibraryCall):
+                continue
+            k = s.launch.kernel
+            shared[k], cluster[k] = max(shared[k], s.launch.shared), max(cluster[k], s.launch.cluster)
+        make = Function if options.pool is None else options.pool.function
+        self.functions: list[Function] = [
+            make(cubin, kernel.function, shared=shared[i], wide_cluster=cluster[i] > 8)
+            for i, (cubin, kernel) in enumerate(zip(code, program.kernels, strict=True))
+        ]
+        self.context = check("cuCtxGetCurrent", driver().cuCtxGetCurrent())
+        used = {i for s in program.steps if s.executor != HOST for i in s.inputs} | {i for _, i in program.outputs}
+        if options.pool is not None:
+            pool: Pool = options.pool
+            held = {i: program.blobs[b.blob] for i, b in enumerate(program.buffers) if b.blob is not None and i in used}
+            self.shared = {i: pool.constant(blob) for i, blob in held.items()}  # there as long as these are held
+            self.constants = {i: c.pointer for i, c in self.shared.items()}
+            return
+        places, size = {}, 0
+        for i, b in enumerate(program.buffers):
+            if b.blob is not None and i in used:
+                places[i] = size
+                size += -(-(b.nbytes or 0) // ALIGN) * ALIGN
+        self.weights = DeviceMemory(size, "the network's weights")
+        for i, offset in places.items():
+            blob = program.buffers[i].blob
+            assert blob is not None
+            self.weights.upload(np.ascontiguousarray(program.blobs[blob]), offset)
+        self.constants = {i: self.weights.pointer + offset for i, offset in places.items()}
+
+    def activate(self) -> None:
+        """Make the engine's context current on the calling thread."""
+        check("cuCtxSetCurrent", driver().cuCtxSetCurrent(self.context))
+
+
+def check_arch(arch: str, device: Device) -> None:
+    """Raises EngineError where code for ``arch`` does not run on the device."""
+    number = arch.removeprefix("sm_").rstrip("af")
+    major, minor = int(number[:-1]), int(number[-1])
+    same = device.capability == (major, minor) if arch.endswith("a") else (
+        device.capability[0] == major and device.capability[1] >= minor)  # fmt: skip
+    if not same:
+        raise EngineError(
+            f"the engine was built for {arch}; this GPU, {device.name}, is {device.arch}",
+            hint=f"rebuild it: optdnn build MODEL --target cuda:{device.arch}",
+        )
+
+
+def check_driver(compiler: str, device: Device) -> None:
+    """Raises EngineError where the driver is of an older CUDA than the compiler ("13.0") of the engine's kernels: it would not
+    load them. Within one major version it does."""
+    major = int(compiler.partition(".")[0])
+    if device.driver_version[0] < major:
+        raise EngineError(
+            f"the engine's kernels are for CUDA {compiler}; the driver here supports CUDA "
+            f"{'.'.join(map(str, device.driver_version))}",
+            hint="update the NVIDIA driver, or load with recompile=True (optdnn run --recompile) with the driver's own NVRTC",
+        )
+
+
+def encode(m: TensorMap, pointer: int) -> bytes:
+    """The tensor map at an address."""
+    if not m.corners:
+        return encode_tiled(m.dtype, pointer, m.shape, m.strides, m.box, m.swizzle)
+    cu = driver()
+    data, interleave, span, promotion, fill = _enums(m.dtype, m.swizzle)
+    half = len(m.corners) // 2
+    result = cu.cuTensorMapEncodeIm2col(
+        data, len(m.shape), pointer, [cu.cuuint64_t(n) for n in m.shape], [cu.cuuint64_t(n) for n in m.strides],
+        list(m.corners[:half]), list(m.corners[half:]), m.box[0], m.box[1], [cu.cuuint32_t(n) for n in m.steps],
+        interleave, span, promotion, fill,
+    )  # fmt: skip
+    return _bytes(check(f"cuTensorMapEncodeIm2col(shape={list(m.shape)}, strides={list(m.strides)})", result))

@@ -1,0 +1,79 @@
+"""What the plans of one engine share on a GPU: constants, once per array; kernels; and per context one arena."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import numpy as np
+
+from optdnn.runtime.cuda.device import Function
+from optdnn.runtime.cuda.memory.allocator import DeviceMemory
+from optdnn.types import Array
+
+
+class Arena:
+    """Scratch memory of the plans of one context, which run one after another."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._memory: DeviceMemory | None = None
+
+    def at_least(self, size: int) -> DeviceMemory:
+        """Memory of ``size`` bytes, and of the arena's own size at first: graphs hold its address, so it should not grow.
+
+        Where it must, contexts that were made before keep the memory that they have.
+        """
+        if self._memory is None or size > self._memory.size:
+            self._memory = DeviceMemory(max(size, self._size), "the arena of activations")
+        return self._memory
+
+    def own(self, size: int, what: str) -> DeviceMemory:
+        """Memory for a buffer of the context that lies outside of the arena."""
+        return DeviceMemory(size, what)
+
+
+class Constant:
+    """An array on the GPU; there as long as a plan holds this."""
+
+    def __init__(self, array: Array):
+        self.array = array  # kept: its identity is its name in the pool
+        self._memory = DeviceMemory(array.nbytes, "the network's weights")
+        self._memory.upload(np.ascontiguousarray(array))
+
+    @property
+    def pointer(self) -> int:
+        """Its address."""
+        return self._memory.pointer
+
+
+class Pool:
+    """The constants and kernels of an engine on the GPU. It keeps none: they go with the last plan that uses them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._constants: weakref.WeakValueDictionary[int, Constant] = weakref.WeakValueDictionary()
+        self._functions: weakref.WeakValueDictionary[tuple[bytes, str], Function] = weakref.WeakValueDictionary()
+
+    def constant(self, array: Array) -> Constant:
+        """The array on the GPU; uploaded on first use. Plans hold the very same arrays where their contents agree."""
+        with self._lock:
+            found = self._constants.get(id(array))
+            if found is None:
+                found = self._constants[id(array)] = Constant(array)
+            return found
+
+    def function(self, cubin: bytes, name: str, *, shared: int = 0, wide_cluster: bool = False) -> Function:
+        """The kernel of this name in the code, loaded on first use; its launches may have at least what is asked for."""
+        with self._lock:
+            found = self._functions.get((cubin, name))
+            if found is None:
+                found = Function(cubin, name, shared=shared, wide_cluster=wide_cluster)
+                self._functions[cubin, name] = found
+            else:
+                found.allow(shared, wide_cluster)
+            return found
+
+    def arena(self, size: int) -> Arena:
+        """A context's arena."""
+        return Arena(size)

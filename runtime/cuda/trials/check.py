@@ -1,0 +1,259 @@
+"""Holds an engine on a GPU against what it means: each launch alone, on the GPU's own operands, beside NumPy's result; launches one
+by one beside the graph of them; and runs beside others on memory full of something else, between fences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from optdnn.runtime.cuda.compile.render import INEXACT
+from optdnn.runtime.cuda.device import Launch, check, driver
+from optdnn.runtime.cuda.launches.plan import CudaStep, Meaning
+from optdnn.runtime.cuda.launches.stepwise import do
+from optdnn.runtime.cuda.libraries.caller import Called
+from optdnn.runtime.cuda.libraries.calls import LibraryCall
+from optdnn.runtime.cuda.memory.allocator import DeviceMemory, fill, upload
+from optdnn.runtime.cuda.memory.shared import Arena
+from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
+from optdnn.runtime.program import Program
+from optdnn.runtime.simulate.runner import evaluator, strided
+from optdnn.types import Array, is_float
+
+NEAR_ZERO = 1e-3
+"""Of the largest magnitude: two roundings of 16-bit factors."""
+
+
+@dataclass(frozen=True)
+class StepError:
+    """One step's largest error, of the largest magnitude of its result; inf where a NaN or an infinity is out of place.
+
+    Integers are exact (0, else inf). Of 8-bit results that come from floats (fp8, and integers behind a transcendental stage) it is
+    the share of elements that are one step off; inf where one is farther (of fp8, whose steps become finer than those of the 16-bit
+    numbers that it comes from: and by more than :data:`NEAR_ZERO` of the largest).
+    """
+
+    step: int
+    kind: str
+    kernel: str
+    nodes: str
+    error: float
+
+
+def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepError]:
+    """Run the program launch by launch on ``feeds`` (NumPy arrays) and compare each result with NumPy's on the same operands.
+
+    Results are filled with NaN first, so that what a kernel leaves out shows. Raises CudaError where a launch fails.
+    """
+    runner = context.runner
+    program = runner.program
+    context.run(feeds)  # the inputs are on the GPU now
+    stream = context.stream
+    found: list[StepError] = []
+    for k, (step, parsed, launch) in enumerate(zip(program.steps, runner.steps, context.items({}), strict=True)):
+        if not isinstance(parsed, CudaStep) or not isinstance(launch, (Launch, Called)):
+            do(launch, context.stream)  # steps on the host, and copies, feed the launches behind them
+            stream.synchronize()
+            continue
+        operands = (*step.inputs, *step.outputs)
+        before = [_download(context, i) for i in operands]
+        meaning = parsed.meaning
+        read = {context.memory.address(i, {}) for i in step.inputs}  # a result may lie over an operand
+        for v in meaning.writes:
+            if v is not None and context.memory.address(operands[v.operand], {}) not in read:
+                poisoned = before[v.operand].copy()
+                strided(poisoned, v)[...] = np.nan if is_float(poisoned.dtype) else 0
+                upload(context.memory.address(operands[v.operand], {}), poisoned)
+        launch.enqueue(stream.handle)
+        stream.synchronize()
+        with np.errstate(all="ignore"):
+            wanted = evaluator(parsed)(
+                [None if v is None else strided(before[v.operand], v).copy() for v in meaning.reads]
+            )
+        error, near = 0.0, _rounds_floats(meaning)
+        for v, want in zip(meaning.writes, wanted, strict=False):
+            if v is not None:
+                got = strided(_download(context, operands[v.operand]), v)
+                by = _share_off if got.dtype.itemsize == 1 and (near or is_float(got.dtype)) else relative_error
+                error = max(error, by(got, np.asarray(want)))
+        found.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
+    return found
+
+
+def run_singly(context: CudaContext, feeds: Mapping[str, Any]) -> dict[str, Array]:
+    """The results of ``feeds`` by single launches, each waited for: what the graph's run must equal to the bit."""
+    runner, p = context.runner, context.runner.program
+    context.run(feeds)  # the inputs are on the GPU now
+    given = {i for _, i in p.inputs}
+    for _, i in p.outputs:
+        if i not in runner.on_host and i not in given:
+            _fill(context.memory.address(i, {}), p.buffers[i].nbytes or 0, 0xFF)
+    for item in context.items({}):
+        do(item, context.stream)
+        context.stream.synchronize()
+    context.memory.copy_out(context.stream.handle)
+    context.stream.synchronize()
+    return {s.name: context.memory.pinned(i).copy() for s, i in p.outputs if i not in runner.on_host}
+
+
+FENCE = 4096
+"""Bytes before and behind the arena, and each buffer outside of it."""
+OWN = 0xA5
+"""What the fences of buffers outside of the arena are full of."""
+FILLS = (0xFF, 0x3C)
+"""What the arena is full of before a run: NaN in every floating type and -1 in the integers; then 1 in fp16 and something odd."""
+
+
+class FencedMemory(DeviceMemory):
+    """Device memory between fences: ``pointer`` is where the ``size`` bytes between them begin."""
+
+    def __init__(self, size: int, what: str):
+        self._whole = DeviceMemory(size + 2 * FENCE, what)
+        self.size, self.pointer = size, self._whole.pointer + FENCE
+
+    def guard(self, byte: int) -> None:
+        """Fill the fences."""
+        for fence in self._fences():
+            _fill(fence, FENCE, byte)
+
+    def intact(self, byte: int) -> bool:
+        """Whether the fences are as :meth:`guard` left them."""
+        found = np.empty(FENCE, np.uint8)
+        for fence in self._fences():
+            check("cuMemcpyDtoH", driver().cuMemcpyDtoH(found.ctypes.data, fence, FENCE))
+            if (found != byte).any():
+                return False
+        return True
+
+    def _fences(self) -> tuple[int, int]:
+        return self._whole.pointer, self.pointer + self.size
+
+
+class FencedArena(Arena):
+    """An arena between fences. The buffers of its context that lie outside of it are between fences, too."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.size = size
+        self._inside = FencedMemory(size, "an arena between fences")
+        self._others: list[FencedMemory] = []
+
+    @property
+    def pointer(self) -> int:
+        """Where what is between the fences begins."""
+        return self._inside.pointer
+
+    def at_least(self, size: int) -> Any:
+        """Itself."""
+        return self
+
+    def own(self, size: int, what: str) -> FencedMemory:
+        """Memory between fences."""
+        memory = FencedMemory(size, what)
+        memory.guard(OWN)
+        self._others.append(memory)
+        return memory
+
+    def fill(self, byte: int) -> None:
+        """Fill the arena with a byte, its fences with another; the other fences are made anew."""
+        self._inside.guard(byte ^ 0x5A)
+        _fill(self.pointer, self.size, byte)
+        for memory in self._others:
+            memory.guard(OWN)
+
+    def intact(self, byte: int) -> bool:
+        """Whether all fences are as they were made, those of the arena by :meth:`fill`."""
+        return self._inside.intact(byte ^ 0x5A) and all(m.intact(OWN) for m in self._others)
+
+
+def check_arena(runner: CudaRunner, feeds: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the program's use of memory, in words: results that depend on what the arena held before the run, or
+    something written outside of it. Empty where nothing is."""
+    p, faults = runner.program, []
+    arena = FencedArena(p.arena_bytes)
+    context = runner.context(arena)
+    fresh = {i for _, i in p.outputs if i not in runner.on_host} - {i for _, i in p.inputs}
+    found: list[dict[str, Array]] = []
+    for byte in FILLS:
+        arena.fill(byte)
+        for i in fresh:
+            if p.buffers[i].blob is None:
+                _fill(context.memory.address(i, {}), p.buffers[i].nbytes or 0, byte)
+        found.append(context.run(feeds))
+        if not arena.intact(byte):
+            faults.append("something is written outside of the arena")
+    for name, first in found[0].items():
+        if first.tobytes() != found[1][name].tobytes():
+            faults.append(f"{name!r} depends on what the memory held before the run")
+    return sorted(set(faults))
+
+
+def _fill(pointer: int, size: int, byte: int) -> None:
+    if size:
+        check("cuCtxSynchronize", driver().cuCtxSynchronize())  # what still runs may read it
+        fill(pointer, byte, size)
+
+
+def _source(step: CudaStep, program: Program) -> str:
+    launch = step.launch
+    return launch.operation.library if isinstance(launch, LibraryCall) else program.kernels[launch.kernel].template
+
+
+def _download(context: CudaContext, buffer: int) -> Array:
+    b = context.runner.program.buffers[buffer]
+    flat = np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype)
+    if flat.nbytes:
+        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(flat.ctypes.data, context.memory.address(buffer, {}), flat.nbytes))
+    return flat
+
+
+def _rounds_floats(meaning: Meaning) -> bool:
+    """Whether 8-bit integers of a step are rounded from what two ways of computing it may give differently."""
+    stages = meaning.attrs.get("stages", ())
+    return meaning.kind == "Quantized" or any(s[0] in INEXACT for s in stages)
+
+
+def _share_off(got: Array, want: Array) -> float:
+    a, e = (_ordinals(x) for x in (got, want.astype(got.dtype)))
+    with np.errstate(all="ignore"):
+        odd = np.isnan(want.astype(np.float64))
+    if is_float(got.dtype) and not np.array_equal(np.isnan(got.astype(np.float64)), odd):
+        return float("inf")
+    off = np.abs(a - e)
+    if is_float(got.dtype):
+        x, y = got.astype(np.float64), want.astype(got.dtype).astype(np.float64)
+        small = np.abs(x - y) <= NEAR_ZERO * np.abs(y[~odd]).max(initial=0.0)
+        off = np.where(small, np.minimum(off, 1), off)
+    off = off[~odd]
+    return float("inf") if off.max(initial=0) > 1 else float((off > 0).mean()) if off.size else 0.0
+
+
+def _ordinals(x: Array) -> Array:
+    """8-bit numbers counted in their order: those of fp8 by sign and magnitude."""
+    if not is_float(x.dtype):
+        return x.astype(np.int32)
+    bits = np.ascontiguousarray(x).view(np.uint8).astype(np.int32)
+    return np.where(bits & 128, -(bits & 127), bits & 127)
+
+
+def relative_error(got: Array, want: Array) -> float:
+    """Largest difference, of the largest magnitude of ``want``, or of the smallest normal number where all are smaller: below that
+    a step of the type no longer shrinks with the numbers. Where ``want`` is all zeros: the difference itself.
+
+    ``want`` is rounded to the element type of ``got`` first. inf where a NaN or an infinity is out of place; of integers 0 or inf.
+    """
+    if not got.size:
+        return 0.0
+    if not is_float(got.dtype):
+        return 0.0 if np.array_equal(got, want.astype(got.dtype)) else float("inf")
+    with np.errstate(all="ignore"):
+        a, e = got.astype(np.float64), want.astype(got.dtype).astype(np.float64)
+    odd = ~np.isfinite(e)
+    if not np.array_equal(a[odd], e[odd], equal_nan=True) or not np.isfinite(a[~odd]).all():
+        return float("inf")
+    scale = float(np.abs(e[~odd]).max(initial=0.0))
+    error = float(np.abs(a[~odd] - e[~odd]).max(initial=0.0))
+    return error / max(scale, float(ml_dtypes.finfo(got.dtype).smallest_normal)) if scale else error  # type: ignore[no-untyped-call]

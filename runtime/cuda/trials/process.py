@@ -1,0 +1,323 @@
+"""The parent's end of the GPU worker (:mod:`optdnn.runtime.cuda.trials.gpu_worker`): what a build asks of a GPU without using it itself.
+
+A kernel that does not end can only be ended with the process that started it, and one that crashes takes the whole process's use of
+the GPU with it. So the worker is expendable: where a program hangs, crashes or writes outside of its memory, the worker is killed,
+the caller is told, and the next question goes to a new one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from optdnn import errors
+from optdnn.errors import OptdnnError, RunError
+from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError, Recipe
+from optdnn.runtime.cuda.trials.gpu_worker import FAULTS, told
+from optdnn.runtime.cuda.trials.sent import Sender
+from optdnn.runtime.cuda.trials.timer import Machine, TrialFailed, in_turns
+from optdnn.runtime.machine import usable_cores
+from optdnn.runtime.process import WorkerFailure, WorkerGone, WorkerProcess
+from optdnn.runtime.program import Program
+from optdnn.types import Array
+
+MAIN = "optdnn.runtime.cuda.trials.gpu_worker:main"
+ANSWERS_S, HOST_ANSWERS_S = 60.0, 600.0
+"""Seconds after which a worker that does not answer is killed; where operators run on the CPU meanwhile. The worker itself finds a
+launch that does not end sooner than that: these are for what it cannot look away from."""
+STARTS_S = 120.0
+"""Seconds after which a worker that has not started is killed."""
+BYTES_S = 50e6
+"""Bytes of a message that are waited for by the second, at least."""
+CALL_S = 5.0
+"""Seconds that a library may take to plan each of its calls."""
+LOSSES = 20
+"""So many workers may be lost to programs before candidates are no longer tried: it is taken to be the GPU's fault."""
+REPLAYS, REPLAYS_S, REPLAYED = 20, 3.0, 100.0
+"""How often the graph of a finished program runs at first, and for how many seconds; and how many times the seconds of its launches
+one by one these runs may take."""
+NO_ROOM = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+class CandidateLost(TrialFailed):
+    """A candidate that hung, crashed or wrote outside of its memory when it was tried. The GPU's state may have been the cause: no
+    timing cache is to remember it."""
+
+
+class NetworkLost(RunError):
+    """A network hung, crashed or wrote outside of its memory. The others can still be measured."""
+
+    def __init__(self, network: Network, why: str):
+        super().__init__(why)
+        self.network = network
+
+
+class GraphFault(RunError):
+    """The launches of a program run one by one, but their graph does not."""
+
+
+class StepFault(RunError):
+    """A launch of a program hangs, crashes or writes outside of its memory when it runs alone. ``step``: its number, None where
+    the worker could not tell."""
+
+    def __init__(self, message: str, step: int | None):
+        super().__init__(message)
+        self.step = step
+
+
+@dataclass
+class FirstRun:
+    """How a finished program ran first: ``replays`` of its graph; ``same``: to the bit as its launches one by one. ``skipped``: why
+    it did not run at all (made-up inputs that an operator on the CPU refuses, no room on the GPU)."""
+
+    replays: int = 0
+    same: bool = True
+    skipped: str | None = None
+
+
+class GpuProcess:
+    """The worker of a build; started on the first question, and again after a loss. One thread at a time asks.
+
+    ``main`` ("module:function") is what the process runs; ``generation`` counts the workers that there have been.
+    """
+
+    def __init__(self, main: str = MAIN):
+        self._main = main
+        self.losses: list[str] = []
+        self.generation = 0
+        self._worker: WorkerProcess | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._libraries: list[str] | None = None
+        self._opened: tuple[int, list[str]] | None = None
+        self._facts: dict[str, Any] = {}
+        self._cubins: dict[tuple[Any, ...], Array] = {}
+        self.cache = KernelCache()
+        self.sender = Sender(self.cache, self._cubins)
+
+    def begin(self) -> None:
+        """Start the worker, and do not wait for it."""
+        with self._lock:
+            if self._worker is None and not self._closed:
+                self._worker = WorkerProcess(usable_cores(), STARTS_S, self._main, alone=True)
+                self.sender = Sender(self.cache, self._cubins)
+                self.generation += 1
+
+    def open(self, libraries: Collection[str] = ()) -> dict[str, Any]:
+        """Facts of the GPU, with the versions of ``libraries``. Raises RunError where it cannot be used."""
+        self._libraries = sorted({*libraries, *(self._libraries or ())})
+        self._ready()
+        return self._facts
+
+    def _ready(self) -> WorkerProcess:
+        """The worker, its GPU opened."""
+        self.begin()
+        assert self._worker is not None
+        wanted = (self.generation, list(self._libraries or ()))
+        if self._opened != wanted:
+            try:
+                self._facts, _ = self._worker.ask({"command": "open", "libraries": wanted[1]})
+            except WorkerFailure as failure:
+                self._lose()
+                raise RunError(f"the process that tries GPU programs cannot use the GPU: {failure}") from failure
+            self._opened = wanted
+        return self._worker
+
+    def ask(
+        self,
+        command: str,
+        message: Mapping[str, Any] | None = None,
+        program: Program | None = None,
+        limit_s: float = ANSWERS_S,
+    ) -> Any:
+        """The worker's answer. ``program`` goes with the question.
+
+        Raises WorkerFailure; where it is a :func:`fault`, the worker has ended. Raises KernelError or EngineStale for a program
+        whose kernels do not compile or are not this version's, RunError where there is no worker to be had.
+        """
+        worker = self._ready()
+        parts, arrays = ({}, {}) if program is None else self.sender.pack(program)
+        limit_s += sum(a.nbytes for a in arrays.values()) / BYTES_S
+        limit_s += CALL_S * (0 if program is None else sum("call" in s.params for s in program.steps))
+        try:
+            reply, _ = worker.ask({"command": command, **parts, **(message or {})}, arrays, limit_s)
+        except WorkerFailure as failure:
+            if (why := fault(failure)) is not None:
+                self.losses.append(why)
+                self._lose()
+            raise
+        except BaseException:
+            self._lose()
+            raise
+        return reply
+
+    def lose(self, why: str) -> None:
+        """End a worker whose GPU cannot be used any more, as its answer says."""
+        self.losses.append(why)
+        self._lose()
+
+    def _lose(self) -> None:
+        with self._lock:
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.kill()
+
+    def alive(self, generation: int) -> bool:
+        """Whether this is the number of the worker that answers now."""
+        return self._worker is not None and self.generation == generation
+
+    def close(self) -> None:
+        """End the worker; there will be no other."""
+        with self._lock:
+            worker, self._worker, self._closed = self._worker, None, True
+        if worker is not None:
+            worker.kill()  # it holds nothing that is to be kept
+
+
+def fault(failure: WorkerFailure) -> str | None:
+    """What a program did to the worker, in words; None where the worker goes on."""
+    if isinstance(failure, WorkerGone):
+        return f"crashed: {failure.message}" if failure.limit is None else f"hung: no answer in {failure.limit:.0f} s"
+    return told(failure.error, failure.message) if failure.error in {f.__name__ for f in FAULTS} else None
+
+
+_LENT: ContextVar[GpuProcess | None] = ContextVar("optdnn_gpu_process", default=None)
+
+
+@contextmanager
+def gpu_process() -> Iterator[GpuProcess]:
+    """The worker of what this thread builds: that of the block around this one, or one that ends with this block."""
+    around = _LENT.get()
+    if around is not None:
+        yield around
+        return
+    process = GpuProcess(MAIN)
+    token = _LENT.set(process)
+    try:
+        yield process
+    finally:
+        _LENT.reset(token)
+        process.close()
+
+
+class TrialTimer:
+    """Measures as :class:`optdnn.runtime.cuda.trials.timer.GpuTimer` does, in the worker. Raises RunError where there is no GPU."""
+
+    def __init__(self, process: GpuProcess, libraries: Collection[str] = ()):
+        self._process = process
+        facts = process.open(libraries)
+        self.machine = Machine(**facts["machine"])
+        self.device = SimpleNamespace(arch=facts["arch"], name=facts["name"])
+        self._numbers = itertools.count()
+
+    def compile(self, recipes: Sequence[Recipe], workers: int) -> None:
+        """Bring the recipes' cubins into the cache. One that does not compile shows when it is tried."""
+        with suppress(KernelError):
+            self._process.cache.get_many(recipes, workers)
+
+    def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
+        """As :meth:`~optdnn.runtime.cuda.trials.timer.GpuTimer.trial`, but that a candidate never takes this process or the GPU with it:
+        CandidateLost (a TrialFailed) says so. Raises RunError where there is no worker to be had."""
+        if len(self._process.losses) >= LOSSES:
+            raise RunError(f"{LOSSES} programs hung or crashed, which is the GPU's fault rather than theirs")
+        finite = min(give_up, 1e9)
+        try:
+            message = {"key": key, "cold": cold, "give_up": finite}
+            return float(self._process.ask("trial", message, program, 2 * ANSWERS_S)["seconds"])
+        except KernelError as error:
+            raise TrialFailed(error.message.splitlines()[0]) from error
+        except WorkerFailure as failure:
+            why = fault(failure)
+            if why is not None:
+                raise CandidateLost(why) from failure
+            raise TrialFailed(failure.message if failure.error in KNOWN else str(failure)) from failure
+
+    def load(self, program: Program) -> Network:
+        """A whole network, ready to be raced. Raises NetworkLost, RunError, EngineError."""
+        network = Network(self._process, program, self._numbers)
+        network.load()
+        return network
+
+    def race(self, networks: Sequence[Network], rounds: int) -> list[float]:
+        """Median milliseconds of one inference of each, measured in turns. Raises NetworkLost."""
+        return in_turns(networks, rounds)
+
+    def first_run(self, program: Program) -> FirstRun:
+        """Run a finished program: its launches one by one, then its graph. Raises StepFault, GraphFault."""
+        on_host = any(s.executor != "cuda" for s in program.steps)
+        try:
+            found = self._process.ask("singly", {}, program, HOST_ANSWERS_S if on_host else 2 * ANSWERS_S)
+        except WorkerFailure as failure:
+            why = fault(failure)
+            if why is None or (on_host and isinstance(failure, WorkerGone) and failure.limit is not None):
+                return FirstRun(skipped=why or failure.message)  # the CPU's part may be slow
+            raise StepFault(why, None) from failure
+        if (why := found.get("fault")) is not None:
+            self._process.lose(why)
+            raise StepFault(f"{named(found)}, {why}", found["step"])
+        try:
+            message = {"most": REPLAYS, "seconds": REPLAYS_S, "same": found["same"]}
+            limit = ANSWERS_S + REPLAYED * found["seconds"]
+            return FirstRun(self._process.ask("replay", message, None, limit)["replays"], found["same"])
+        except WorkerFailure as failure:
+            why = fault(failure)
+            refused = failure.error == "CudaError" and NO_ROOM not in failure.message
+            if why is None and not refused and failure.error != "ResultsDiffer":
+                return FirstRun(same=found["same"], skipped=failure.message)
+            raise GraphFault(why or failure.message) from failure
+
+
+def named(step: Mapping[str, Any]) -> str:
+    """A step of the worker's answer in words."""
+    if step["step"] is None:
+        return "a launch"
+    nodes = f" ({' + '.join(step['nodes'])})" if step["nodes"] else ""
+    return f"step {step['step']}, {step['kind']}{nodes}" + (f", by {step['tactic']}" if step["tactic"] else "")
+
+
+class Network:
+    """A network at the worker; loaded again where that was lost meanwhile."""
+
+    def __init__(self, process: GpuProcess, program: Program, numbers: Iterator[int]):
+        self._process, self._program, self._numbers = process, program, numbers
+        self._number, self._generation = -1, 0
+
+    def load(self) -> None:
+        """Load it, where the worker does not hold it."""
+        if not self._process.alive(self._generation):
+            self._number = next(self._numbers)
+            self._ask("load", self._program)
+            self._generation = self._process.generation
+
+    def times(self) -> list[float]:
+        """Milliseconds of some inferences."""
+        self.load()
+        return [float(t) for t in self._ask("times")["times"]]
+
+    def _ask(self, command: str, program: Program | None = None) -> Any:
+        try:
+            return self._process.ask(command, {"net": self._number}, program, 2 * ANSWERS_S)
+        except WorkerFailure as failure:
+            why = fault(failure)
+            if why is not None:
+                raise NetworkLost(self, why) from failure
+            raise KNOWN.get(failure.error, RunError)(failure.message) from failure
+
+    def close(self) -> None:
+        """Give its memory back."""
+        if self._process.alive(self._generation):
+            self._generation = 0
+            with suppress(WorkerFailure, RunError):  # what could not be closed goes with the worker
+                self._process.ask("close", {"net": self._number})
+
+
+KNOWN: dict[str, type[OptdnnError]] = {
+    e.__name__: e for e in (RunError, TrialFailed, errors.EngineError, errors.EngineStale, errors.InputError)
+}
+"""Errors of the worker that are raised here as they were there."""

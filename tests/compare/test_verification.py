@@ -1,0 +1,407 @@
+"""What ``optdnn.verify`` checks: each check passes and fires, and says when it cannot tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import faults, small_models
+from support.faults import damage
+from support.small_models import save, small_model
+
+import optdnn
+from optdnn.compare import checks
+from optdnn.compare.checks import FAILED, NOT_CHECKED, PASSED, judge
+from optdnn.compare.verification import Verification, _batches
+from optdnn.errors import EngineError, InputError, UsageError
+from optdnn.runtime.program import Program
+from optdnn.types import Array
+
+
+def statuses(found: Verification, case: str = "") -> dict[str, str]:
+    return {c.name: c.status for c in found.checks if c.case == case}
+
+
+def text(found: Verification, name: str) -> str:
+    return next(c.text for c in found.checks if c.name == name)
+
+
+# ---------------------------------------------------------------- distances
+
+ONE = {"y": np.array([1.0, 2.0, 4.0])}
+OTHER = {"y": np.array([3.0, 2.0, 0.0])}
+
+
+@pytest.mark.parametrize(
+    ("got", "status"),
+    [(ONE["y"], PASSED), (ONE["y"] + 2e-4, PASSED), (ONE["y"] + 2e-3, FAILED), (ONE["y"][:2], FAILED), (ONE["y"] * np.nan, FAILED)],
+)  # fmt: skip
+def test_results_are_judged_beside_what_another_input_changes(got: Array, status: str) -> None:
+    assert judge({"y": got}, ONE, OTHER, [], "fp32").status == status
+    near = {"y": ONE["y"] + 1e-6}  # what another input changes is far less here, and so is what is allowed
+    assert judge({"y": ONE["y"] + 1e-5}, ONE, {"y": ONE["y"] + 2e-4}, [], "fp32").status == FAILED
+    assert judge(near, ONE, {"y": ONE["y"] + 2e-4}, [], "fp32").status == PASSED
+
+
+def test_what_rounding_of_the_inputs_explains_is_allowed() -> None:
+    off = {"y": ONE["y"] + 2e-3}
+    assert judge(off, ONE, OTHER, [ONE, {"y": ONE["y"] + 1e-3}], "fp32").status == PASSED
+
+
+def test_a_comparison_that_every_result_would_pass_says_nothing() -> None:
+    found = judge(ONE, ONE, {"y": ONE["y"] + 0.01}, [], "bf16")
+    assert found.status == NOT_CHECKED
+    assert "too near to tell: y (another input changes it by 0.0025" in found.text
+    assert judge({"y": ONE["y"] + 1}, ONE, {"y": ONE["y"] + 0.01}, [], "bf16").status == FAILED
+
+
+def test_a_constant_output_is_near_the_exact_one() -> None:
+    assert judge(ONE, ONE, ONE, [ONE], "fp32").status == PASSED
+    assert judge({"y": ONE["y"] + 1e-2}, ONE, ONE, [ONE], "fp32").status == FAILED
+
+
+def test_the_tolerance_can_be_given() -> None:
+    off = {"y": ONE["y"] + 2e-3}
+    assert judge(off, ONE, OTHER, [], "fp32", 1e-2).status == PASSED
+    assert judge(off, ONE, OTHER, [], "fp16", 1e-9).limit == 16 * 2.0**-11
+
+
+# ---------------------------------------------------------------- libraries that are wrong
+
+
+def library(monkeypatch: pytest.MonkeyPatch, change: Callable[[Sequence[Array], Sequence[Any]], list[Array]]) -> None:
+    """ONNX Runtime's results are changed: ``change(results, the memory offered)``."""
+    from optdnn.runtime.cpu import onnxruntime
+
+    right = onnxruntime._OnnxRuntimeSession.run
+
+    def wrong(self: Any, inputs: Any, outs: Any) -> list[Array]:
+        return change([a.copy() for a in right(self, inputs, [None] * len(outs))], outs)
+
+    def bound(self: Any, inputs: Sequence[Array], outs: Sequence[Array]) -> Callable[[], object]:
+        def call() -> None:
+            for out, result in zip(outs, wrong(self, inputs, [None] * len(outs)), strict=True):
+                out[...] = result
+
+        return call
+
+    monkeypatch.setattr(onnxruntime._OnnxRuntimeSession, "run", wrong)
+    monkeypatch.setattr(onnxruntime._OnnxRuntimeSession, "bound", bound)
+
+
+@pytest.fixture
+def engine() -> optdnn.Engine:
+    pytest.importorskip("onnxruntime")
+    return optdnn.build(small_models.mlp(), target="cpu", tactics="onnxruntime")
+
+
+def test_a_library_that_computes_something_else_shows_without_the_model(
+    engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert statuses(optdnn.verify(engine))["steps"] == PASSED
+    library(monkeypatch, lambda results, outs: [a + np.float32(0.01) for a in results])
+    found = optdnn.verify(optdnn.Engine(engine.program))
+    assert [c.name for c in found.failed] == ["steps"]
+    assert "1 of 1 fail: step 0 (onnxruntime): y is off by" in text(found, "steps")
+
+
+def test_a_library_that_never_gives_the_same_twice_shows(
+    engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = iter(range(1 << 20))
+    library(monkeypatch, lambda results, outs: [a + np.float32(1e-7) * next(count) for a in results])
+    found = {c.name for c in optdnn.verify(optdnn.Engine(engine.program)).failed}
+    assert "repeats" in found
+
+
+def test_a_library_that_leaves_output_memory_as_it_was_shows(
+    engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(results: Sequence[Array], outs: Sequence[Any]) -> list[Array]:
+        for a, out in zip(results, outs, strict=True):
+            if out is not None:
+                out[1:] = a[1:]  # the first row is what it was
+        return [a if out is None else out for a, out in zip(results, outs, strict=True)]
+
+    library(monkeypatch, kept)
+    found = optdnn.verify(optdnn.Engine(engine.program))
+    assert [c.name for c in found.failed] == ["memory"]
+    assert text(found, "memory") == "y depend on what output memory held"
+
+
+def test_a_library_that_gives_rows_of_the_call_before_shows(
+    engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[Array] = []
+
+    def stale(results: Sequence[Array], outs: Sequence[Any]) -> list[Array]:
+        (now,) = results
+        mixed = now.copy()
+        if before:
+            mixed[0] = before.pop()[0]
+        before.append(now)
+        return [mixed]
+
+    library(monkeypatch, stale)
+    assert "repeats" in {c.name for c in optdnn.verify(optdnn.Engine(engine.program)).failed}
+
+
+def test_what_numpy_does_not_evaluate_is_told(engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optdnn.errors import UnsupportedError
+
+    def refuse(*_: Any) -> None:
+        raise UnsupportedError("an operator of the library's own")
+
+    monkeypatch.setattr(checks, "library_graph", refuse)
+    found = optdnn.verify(engine)
+    assert statuses(found)["steps"] == NOT_CHECKED
+    assert "NumPy does not evaluate its model: an operator of the library's own" in text(found, "steps")
+
+
+@pytest.mark.parametrize("tactics", ["onnxruntime", "openvino"])
+def test_the_models_of_both_libraries_are_read_with_their_weights(tactics: str) -> None:
+    pytest.importorskip(tactics)
+    engine = optdnn.build(small_models.residual(), target="cpu", tactics=tactics)
+    (step,) = engine.program.steps
+    assert step.params["weights"]
+    assert statuses(optdnn.verify(engine, seed=3))["steps"] == PASSED
+
+
+def test_int8_of_a_library() -> None:
+    pytest.importorskip("onnxruntime")
+    found = optdnn.verify(optdnn.build(small_models.quantized(), target="cpu", tactics="onnxruntime"))
+    assert found.ok
+    assert statuses(found)["steps"] == PASSED
+
+
+# ---------------------------------------------------------------- memory
+
+
+def unwritten(program: Program) -> Program:
+    """A step reads a part of its operand's buffer that nothing writes."""
+    k, step = next((k, s) for k, s in enumerate(program.steps) if program.buffers[s.inputs[0]].offset is not None)
+    i = step.inputs[0]
+    b = program.buffers[i]
+    shape = b.shape or ()
+    assert b.nbytes is not None
+    first = int(shape[0])
+    buffer = replace(b, shape=(2 * first, *shape[1:]), offset=-(-program.arena_bytes // 256) * 256)
+    operand, offset, view, strides = step.params["reads"][0]
+    reads = [[operand, offset + b.nbytes // b.dtype.itemsize, view, strides], *step.params["reads"][1:]]
+    steps = list(program.steps)
+    steps[k] = replace(step, params={**step.params, "reads": reads})
+    buffers = tuple(buffer if n == i else other for n, other in enumerate(program.buffers))
+    return replace(
+        program, steps=tuple(steps), buffers=buffers, arena_bytes=(buffer.offset or 0) + (buffer.nbytes or 0)
+    )
+
+
+def test_memory_that_is_read_unwritten_shows(tmp_path: Path) -> None:
+    good = tmp_path / "good.engine"
+    optdnn.build(small_models.branches(), target="simulate", streams="1").save(good)
+    found = optdnn.verify(damage(good, unwritten, tmp_path / "bad.engine"))
+    assert "memory" in {c.name for c in found.failed}
+    assert text(found, "memory") == "y depend on what the arena held, or on the order of lanes"
+
+
+def test_a_buffer_that_is_overwritten_before_its_last_reader_shows(tmp_path: Path) -> None:
+    program = optdnn.build(small_models.branches(), target="cuda:sm_90a", streams="1", no_cubins=True).program
+    assert checks.overwritten(program) == []
+    assert checks.overwritten(faults.overlaid(program)) == ["'b' is overwritten by 'c' before it is read"]
+
+
+def test_lanes_run_in_several_orders(tmp_path: Path) -> None:
+    engine = optdnn.build(small_models.branches(), target="simulate", streams="2")
+    found = optdnn.verify(engine)
+    assert found.ok
+    assert engine.program.lanes == () or "in 5 orders" in text(found, "memory")
+
+
+# ---------------------------------------------------------------- rows
+
+
+def rows(run: Callable[[Array], Array], x: Array | None = None, exact: Any = None, **more: Any) -> checks.Found:
+    feeds = {"x": np.arange(12.0).reshape(4, 3) ** 1.5 if x is None else x}
+    of = lambda feeds: {"y": run(feeds["x"])}  # noqa: E731
+    return checks.rows(of, feeds, of(feeds), more.get("sizes", (1, 2)), exact, 1e-4)
+
+
+def test_rows_in_other_places_are_the_same_bits() -> None:
+    assert rows(np.sqrt).status == PASSED
+    place = 1 + 1e-7 * np.arange(4)[:, None]
+    found = rows(lambda x: np.sqrt(x) * place[: len(x)])
+    assert found.status == FAILED
+    assert "change with their place or the size of the batch" in found.text
+    assert rows(lambda x: np.sqrt(x) * (1 + 1e-7 * len(x))).status == FAILED
+    assert rows(lambda x: np.sqrt(x) * (1 + 1e-7 * len(x)), sizes=()).status == PASSED
+
+
+def test_what_is_no_batch_of_rows_is_told() -> None:
+    def mixed(x: Array) -> Array:
+        return x * np.arange(1.0, 1 + len(x))[:, None]
+
+    assert rows(np.sqrt, np.ones((1, 3))).status == NOT_CHECKED
+    assert rows(lambda x: x.sum(axis=0)).status == NOT_CHECKED
+    assert "(--model tells)" in rows(mixed).text
+    model = lambda feeds: {"y": mixed(feeds["x"])}  # noqa: E731
+    assert rows(mixed, exact=model).text == "axis 0 of the model's inputs is no batch of rows"
+    assert rows(mixed, exact=lambda feeds: {"y": feeds["x"]}).status == FAILED
+
+
+def test_rows_are_checked_where_the_build_promised_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = optdnn.build(small_models.mlp(), target="simulate", row_invariant=True)
+    assert "simulate sums in NumPy's order" in text(optdnn.verify(engine), "rows")
+    plain = optdnn.build(small_models.mlp(), target="simulate")
+    assert text(optdnn.verify(plain), "rows") == "the build did not promise it (--row-invariant)"
+
+
+def test_other_batches_are_those_that_some_profile_takes() -> None:
+    model = small_model("(float[n,s] x) => (float[n,s] y) { y = Relu(x) }")
+    engine = optdnn.build(model, target="simulate", shapes=[{"x": "1..2..3x4..5..6"}, {"x": "2..4..5x8"}])
+    assert _batches(engine, {"n": 3, "s": 6}) == [1, 2]
+    assert _batches(engine, {"n": 5, "s": 8}) == [2, 4]
+    assert _batches(optdnn.build(small_models.mlp(), target="simulate"), {}) == []
+
+
+# ---------------------------------------------------------------- inputs and models
+
+
+def test_an_engine_for_ranges_is_checked_at_their_ends(tmp_path: Path) -> None:
+    model = save(small_models.mlp("n"), tmp_path)
+    engine = optdnn.build(model, target="simulate", shapes={"x": "1..3..5x24"})
+    found = optdnn.verify(engine, model)
+    assert [c.case for c in found.checks if c.name == "model"] == ["min", "opt", "max"]
+    assert found.ok
+    assert statuses(found, "max")["model"] == PASSED
+    assert "[5, 10]" in next(c.text for c in found.checks if c.case == "max")
+    assert [c.case for c in optdnn.verify(engine, sizes={"n": 2}).checks if c.name == "runs"] == [""]
+
+
+def test_given_inputs_are_used_and_must_fit(tmp_path: Path) -> None:
+    model = save(small_models.mlp("n"), tmp_path)
+    engine = optdnn.build(model, target="reference")
+    found = optdnn.verify(engine, model, {"x": np.ones((7, 24), np.float32)})
+    assert found.inputs_from == "given"
+    assert "y float32[7, 10]" in text(found, "runs")
+    assert statuses(found)["model"] == PASSED
+    with pytest.raises(InputError, match="axis 1 is 3 instead of 24"):
+        optdnn.verify(engine, model, {"x": np.ones((7, 3), np.float32)})
+    with pytest.raises(InputError, match="there is no input 'z'"):
+        optdnn.verify(engine, model, {"z": np.ones((7, 3), np.float32)})
+
+
+def test_made_up_integers_that_the_network_does_not_take_are_others(tmp_path: Path) -> None:
+    engine = optdnn.build(
+        small_model("(float[4,6] x, int64[2] s) => (float[a,b] y) { y = Reshape(x, s) }"), target="reference"
+    )
+    found = optdnn.verify(engine)
+    assert found.ok
+    assert "y float32[4, 6]" in text(found, "runs")  # 0 keeps a size
+
+
+def test_an_engine_that_takes_no_made_up_input_fails(tmp_path: Path) -> None:
+    engine = optdnn.build(
+        small_model("(float[4,6] x, int64[1] s) => (float[a] y) { y = Reshape(x, s) }"), target="reference"
+    )
+    found = optdnn.verify(engine)
+    assert statuses(found) == {"runs": FAILED} | dict.fromkeys(
+        ("steps", "one by one", "repeats", "memory", "rows", "model"), NOT_CHECKED
+    )
+    assert optdnn.verify(engine, inputs={"s": np.array([24])}).ok
+
+
+def test_inputs_of_another_type_and_inputs_with_values(tmp_path: Path) -> None:
+    model = save(small_models.mlp(), tmp_path)
+    half = optdnn.build(model, target="simulate", precision="fp16", io_dtype="fp16")
+    assert half.inputs[0].dtype == np.float16
+    assert statuses(optdnn.verify(half, model))["model"] == PASSED
+    sized = small_model("(float[4,6] x, int64[2] s) => (float[a,b] y) { t = Reshape(x, s) y = Relu(t) }")
+    fixed = optdnn.build(sized, target="simulate", values={"s": [6, 4]})
+    found = optdnn.verify(fixed, save(sized, tmp_path))
+    assert statuses(found)["model"] == PASSED
+    by_value = optdnn.verify(optdnn.build(sized, target="simulate"), tmp_path / "model.onnx", {"s": np.array([12, 2])})
+    assert by_value.ok
+    assert "y float32[12, 2]" in text(by_value, "runs")
+
+
+def test_detectors_choose_by_scores_that_are_nearly_tied(tmp_path: Path) -> None:
+    model = small_model(
+        "(float[1,64] x) => (float[1,8] v, int64[1,8] i) <int64[1] k = {8}> { a = Round(x) v, i = TopK(a, k) }"
+    )
+    found = optdnn.verify(optdnn.build(model, target="simulate", precision="fp16"), save(model, tmp_path))
+    assert found.ok  # 64 numbers rounded to integers: which of the equal ones are kept is anyone's
+
+
+def test_operators_of_the_users_own(tmp_path: Path) -> None:
+    shrink = optdnn.custom_op(
+        "com.example.Shrink", infer=lambda types, attributes: types[0], reference=lambda x: np.maximum(x - 0.5, 0)
+    )
+    made = small_model("(float[2,8] x) => (float[2,8] y) { y = Relu(x) }")
+    made.graph.node[0].op_type, made.graph.node[0].domain = "Shrink", "com.example"
+    made.opset_import.add(domain="com.example", version=1)
+    model = save(made, tmp_path)
+    optdnn.build(model, target="reference", custom_ops=[shrink]).save(tmp_path / "own.engine")
+    found = optdnn.verify(tmp_path / "own.engine", model, custom_ops=[shrink])
+    assert found.ok
+    assert statuses(found)["model"] == PASSED
+
+
+# ---------------------------------------------------------------- refusals and reports
+
+
+def test_files_that_cannot_be_loaded_and_models_of_other_engines(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="there is no engine file"):
+        optdnn.verify(tmp_path / "none.engine")
+    (tmp_path / "broken.engine").write_bytes(b"\x89OPTDNN\n" + bytes(100))
+    with pytest.raises(EngineError, match=r"broken\.engine"):
+        optdnn.verify(tmp_path / "broken.engine")
+    engine = optdnn.build(small_models.two_heads(), target="reference")
+    other = small_model("(float[4,16] x) => (float[4,16] y) { y = Relu(x) }")
+    with pytest.raises(
+        UsageError, match=r"is not what the engine was built from: .* its outputs y, the engine has x and y, z"
+    ):
+        optdnn.verify(engine, save(other, tmp_path))
+    with pytest.raises(UsageError, match="verify are options of loading a file"):
+        optdnn.verify(engine, verify=False)
+
+
+def test_a_fault_that_ends_in_an_error_is_a_failed_check(
+    engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library(monkeypatch, lambda results, outs: [a.astype(np.float64) for a in results])
+    found = optdnn.verify(optdnn.Engine(engine.program))
+    assert statuses(found)["runs"] == FAILED
+    assert "computed 'y' as float64[4, 10]; it should be fp32[4, 10]" in text(found, "runs")
+
+
+def test_the_report_is_strict_json(tmp_path: Path) -> None:
+    model = save(small_models.mlp(), tmp_path)
+    optdnn.build(model, target="simulate").save(tmp_path / "good.engine")
+
+    def infinite(program: Program) -> Program:
+        blobs = [np.full_like(b, np.inf) if b.dtype == np.float32 else b for b in program.blobs]
+        return replace(program, blobs=blobs)
+
+    found = optdnn.verify(damage(tmp_path / "good.engine", infinite, tmp_path / "bad.engine"), model)
+    assert not found.ok
+    plain: Mapping[str, Any] = json.loads(json.dumps(found.to_plain(), allow_nan=False))
+    row = next(c for c in plain["checks"] if c["check"] == "model")
+    assert (row["status"], row["error"]) == ("failed", None)
+    assert row["limit"] > 0
+    assert plain["target"] == "simulate"
+    assert plain["simulated"]
+    assert not plain["ok"]
+
+
+def test_faults_are_faults(tmp_path: Path) -> None:
+    """The tests' own faults leave an engine that loads."""
+    optdnn.build(small_models.residual(), target="simulate", precision="fp16").save(tmp_path / "good.engine")
+    before = optdnn.load(tmp_path / "good.engine").run({"x": np.ones((2, 8, 12, 12), np.float32)})
+    bad = damage(tmp_path / "good.engine", faults.weight, tmp_path / "bad.engine")
+    after = optdnn.load(bad).run({"x": np.ones((2, 8, 12, 12), np.float32)})
+    assert not np.array_equal(before["y"], after["y"])

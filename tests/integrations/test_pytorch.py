@@ -1,0 +1,201 @@
+"""PyTorch modules in, through torch's own exporters, and torch.compile. Skipped where torch is absent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from optdnn.errors import InputError, MissingDependency, ModelError, UsageError
+from optdnn.integrations import pytorch
+from optdnn.integrations.pytorch import compile_backend, from_torch
+
+try:
+    import torch
+except ImportError:
+    torch = None  # type: ignore[assignment, unused-ignore]
+
+needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
+
+
+def test_without_torch_it_says_what_to_install() -> None:
+    if torch is not None:
+        pytest.skip("torch is installed")
+    with pytest.raises(MissingDependency, match=r"torch is needed to compile a PyTorch module.*\n.*pip install torch"):
+        from_torch(None, ())
+
+
+if torch is not None:
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 8, 3, padding=1)
+            self.norm = torch.nn.BatchNorm2d(8)
+            self.head = torch.nn.Linear(8, 5)
+
+        def forward(self, image: Any) -> Any:
+            return self.head(torch.relu(self.norm(self.conv(image))).mean((2, 3)))
+
+    class Keywords(torch.nn.Module):
+        def forward(
+            self, a: Any, b: Any = None, *, c: Any, scale: float = 1.0, doubled: bool = False, **more: Any
+        ) -> Any:
+            total = a + 2 * c + more.get("d", 0)
+            return (total if b is None else total * b) * scale * (2 if doubled else 1)
+
+    class Two(torch.nn.Module):
+        def forward(self, a: Any, b: Any) -> Any:
+            return a @ b, (a * 2).to(torch.bfloat16)
+
+
+def _net() -> Any:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def _of(module: Any, *args: Any) -> Any:
+    with torch.no_grad():
+        return module(*args)
+
+
+@needs_torch
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_module_is_compiled(exporter: str) -> None:
+    if exporter == "dynamo":
+        pytest.importorskip("onnxscript")
+    net, shapes = _net(), {"image": "1..2..4x3x8x8"}
+    engine = from_torch(net, torch.randn(2, 3, 8, 8), shapes=shapes, exporter=exporter, target="reference")
+    assert [s.name for s in engine.inputs] == ["image"]
+    for n in (1, 3):
+        x = torch.randn(n, 3, 8, 8)
+        (y,) = engine.run({"image": x}).values()
+        np.testing.assert_allclose(y, _of(net, x).numpy(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match="outside of 1 to 4"):
+        engine.run({"image": torch.randn(5, 3, 8, 8)})
+
+
+@needs_torch
+def test_several_inputs_and_names() -> None:
+    a, b = torch.randn(2, 3), torch.randn(3, 4)
+    engine = from_torch(Two().eval(), (a, b), output_names=["product", "twice"], target="reference")
+    results = engine.run({"a": a, "b": b})
+    np.testing.assert_allclose(results["product"], (a @ b).numpy(), rtol=1e-5, atol=1e-6)
+    assert results["twice"].dtype.name == "bfloat16"
+
+
+@needs_torch
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_keyword_arguments(exporter: str) -> None:
+    """Tensors are inputs, in the order that they are given in; anything else is fixed."""
+    if exporter == "dynamo":
+        pytest.importorskip("onnxscript")
+    a, b, c, d = torch.randn(2, 3), torch.randn(3), torch.randn(2, 1), torch.randn(1, 3)
+    given = {"c": c, "scale": 3.0, "doubled": True, "b": b, "d": d}
+    shapes = {"a": "1..2..4x3", "c": "1..2..4x1"}
+    engine = from_torch(Keywords().eval(), a, kwargs=given, shapes=shapes, exporter=exporter, target="reference")
+    assert [s.name for s in engine.inputs] == ["a", "c", "b", "d"]
+    for n in (2, 3):
+        x, y = torch.randn(n, 3), torch.randn(n, 1)
+        (got,) = engine.run({"a": x, "b": b, "c": y, "d": d}).values()
+        np.testing.assert_allclose(got, _of(lambda x, y: (x + 2 * y + d) * b * 6, x, y).numpy(), rtol=1e-5, atol=1e-6)
+    named = from_torch(
+        Keywords().eval(), kwargs={"a": a, "c": c}, input_names=["one", "two"], exporter=exporter, target="reference"
+    )
+    (got,) = named.run({"one": a, "two": c}).values()
+    np.testing.assert_allclose(got, (a + 2 * c).numpy(), rtol=1e-6)
+
+
+@needs_torch
+def test_refusals() -> None:
+    x = torch.randn(1, 3, 8, 8)
+    with pytest.raises(UsageError, match="in training mode"):
+        from_torch(Net(), x)
+    with pytest.raises(UsageError, match=r"takes a torch.nn.Module, not function"):
+        from_torch(_net, x)
+    with pytest.raises(UsageError, match=r"no input 'y'.*\n.*image"):
+        from_torch(_net(), x, shapes={"y": (1,)})
+    with pytest.raises(UsageError, match="2 input_names are given for 1"):
+        from_torch(_net(), x, input_names=["a", "b"])
+    with pytest.raises(UsageError, match="2 input_names are given for 3"):
+        from_torch(Keywords().eval(), (x, x), kwargs={"c": x}, input_names=["a", "b"])
+    with pytest.raises(UsageError, match="keyword argument 'c' holds tensors in a tuple"):
+        from_torch(Keywords().eval(), x, kwargs={"c": (x, x)})
+    with pytest.raises(UsageError, match="exporter 'magic'"):
+        from_torch(_net(), x, exporter="magic")
+    with pytest.raises(ModelError, match="torch cannot export Net to ONNX"):
+        from_torch(_net(), torch.randn(1, 4, 8, 8), target="reference")
+
+
+@needs_torch
+def test_torch_compile() -> None:
+    net = _net()
+    compiled = torch.compile(net, backend=compile_backend, options={"target": "reference"})
+    x = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        first = compiled(x)
+        assert isinstance(first, torch.Tensor)
+        torch.testing.assert_close(first, net(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(compiled(x[:1]), net(x[:1]), rtol=1e-4, atol=1e-5)
+        net.head.weight.mul_(2)  # constants of the engine: it is made anew
+        assert not torch.allclose(net(x), first)
+        torch.testing.assert_close(compiled(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+@needs_torch
+def test_torch_compile_is_for_inference() -> None:
+    compiled = torch.compile(_net(), backend=compile_backend, options={"target": "reference"})
+    with pytest.raises(Exception, match="the backend optdnn is for inference"):
+        compiled(torch.randn(2, 3, 8, 8))
+
+
+@needs_torch
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_torch_compile_of_an_encoder_layer(norm_first: bool) -> None:
+    """In inference torch calls it as one operator, which its exporter does not know."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    activation = "gelu" if norm_first else "relu"
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first, activation=activation)
+    net = layer.eval()
+    compiled = torch.compile(net, backend=compile_backend, options={"target": "reference"})
+    x, padded = torch.randn(2, 7, 32), torch.arange(7)[None] >= torch.tensor([[7], [4]])
+    later = torch.triu(torch.full((7, 7), float("-inf")), 1)
+    for masks in ({}, {"src_key_padding_mask": padded}, {"src_mask": later}):
+        with torch.no_grad():
+            got, want = compiled(x, **masks), net(x, **masks)
+        kept = ~padded if "src_key_padding_mask" in masks else torch.ones(2, 7, dtype=torch.bool)
+        torch.testing.assert_close(got[kept], want[kept], rtol=1e-4, atol=1e-5)
+
+
+@needs_torch
+def test_torch_compile_with_dynamic_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo then passes sizes as integers, and floats such as a norm's epsilon as tensors."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    monkeypatch.setattr(pytorch, "ENGINES", 2)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16, eps=0.25), torch.nn.GELU()).eval()
+    seen: list[Any] = []
+
+    def backend(graph: Any, example: Any, **options: Any) -> Any:
+        seen.append(compile_backend(graph, example, **options))
+        return seen[-1]
+
+    compiled = torch.compile(net, backend=backend, options={"target": "reference"}, dynamic=True)
+    with torch.no_grad():
+        for n in (2, 3, 5, 4):
+            x = torch.randn(n, 8)
+            torch.testing.assert_close(compiled(x), net(x), rtol=1e-4, atol=1e-5)
+    assert len(seen[0]._engines) == 2
+
+
+@needs_torch
+def test_torch_compile_by_name() -> None:
+    if "optdnn" not in torch.compiler.list_backends():
+        pytest.skip("optdnn is not installed here, so torch does not see its entry point")
+    torch._dynamo.reset()
+    net, x = _net(), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        got = torch.compile(net, backend="optdnn", options={"target": "reference"})(x)
+        torch.testing.assert_close(got, net(x), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,129 @@
+"""InferenceSession: what programs written for onnxruntime call, held against onnxruntime where it is installed."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.onnxnet import convnet, save_convnet
+
+import optdnn
+from optdnn.errors import InputError, UsageError
+from optdnn.integrations import onnxruntime as session
+from optdnn.integrations.onnxruntime import InferenceSession, SessionOptions
+
+X = np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)
+
+
+@pytest.fixture
+def options() -> SessionOptions:
+    return SessionOptions(intra_op_num_threads=1)
+
+
+def test_the_public_names() -> None:
+    assert optdnn.InferenceSession is InferenceSession
+    assert optdnn.SessionOptions is SessionOptions
+    assert "CPUExecutionProvider" in optdnn.get_available_providers()
+
+
+def test_it_does_what_onnxruntime_does(tmp_path: Path, options: SessionOptions) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    path = str(save_convnet(tmp_path / "m.onnx", batch="n"))
+    ours = InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    theirs = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for a, b in ((ours.get_inputs(), theirs.get_inputs()), (ours.get_outputs(), theirs.get_outputs())):
+        assert [(x.name, x.type, x.shape) for x in a] == [(x.name, x.type, x.shape) for x in b]
+    assert ours.get_providers() == theirs.get_providers()
+    assert ours.get_modelmeta().graph_name == theirs.get_modelmeta().graph_name
+    assert ours.get_overridable_initializers() == theirs.get_overridable_initializers()
+    for names in (None, [], ["y"]):
+        got, want = ours.run(names, {"x": X}), theirs.run(names, {"x": X})
+        assert len(got) == len(want) == 1
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-4, atol=1e-5)
+    value = ort.OrtValue.ortvalue_from_numpy(X)
+    np.testing.assert_array_equal(ours.run(None, {"x": value})[0], ours.run(None, {"x": X})[0])
+
+
+def test_onnxruntimes_own_options_are_taken(tmp_path: Path) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    own = ort.SessionOptions()
+    own.intra_op_num_threads = 1
+    own.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    s = InferenceSession(convnet().SerializeToString(), own)
+    made = s.engine.meta["options"]
+    assert (made["threads"], made["opt_level"]) == (1, 1)
+    assert s.get_session_options() is own
+
+
+def test_free_dimensions_and_build_options(options: SessionOptions, tmp_path: Path) -> None:
+    options.add_free_dimension_override_by_name("n", 2)
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    model = convnet(batch="n").SerializeToString()
+    s = InferenceSession(model, options, providers=[("OpenVINOExecutionProvider", {"device_type": "CPU"})])
+    assert s.get_inputs()[0].shape == [2, 3, 8, 8]
+    assert s.engine.meta["tactic"]["library"] == "openvino"
+    assert (tmp_path / "optimized.onnx").exists()
+    with pytest.raises(UsageError, match=r"no input has a dimension 'm'.*\n.*there are n"):
+        InferenceSession(model, SessionOptions(free_dimensions={"m": 2}))
+    ranged = InferenceSession(model, SessionOptions(intra_op_num_threads=1), shapes={"x": "1..2..4x3x8x8"})
+    with pytest.raises(InputError, match="n is 5"):
+        ranged.run(None, {"x": np.zeros((5, 3, 8, 8), np.float32)})
+
+
+def test_an_engine_file_is_loaded(tmp_path: Path) -> None:
+    optdnn.build(convnet(), target="reference").save(tmp_path / "e.engine")
+    s = InferenceSession(str(tmp_path / "e.engine"))
+    assert s.run(["y"], {"x": X[:1]})[0].shape == (1, 5)
+    with pytest.raises(UsageError, match="is built already; precision"):
+        InferenceSession(str(tmp_path / "e.engine"), precision="bf16")
+    with pytest.raises(UsageError, match="from its file, not from bytes"):
+        InferenceSession((tmp_path / "e.engine").read_bytes())
+
+
+def test_what_is_passed_over_is_said(monkeypatch: pytest.MonkeyPatch, options: SessionOptions) -> None:
+    monkeypatch.setattr(session, "_why_not", lambda means: "no GPU" if means["target"] == "cuda" else None)
+    model = convnet().SerializeToString()
+    both = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    with pytest.warns(
+        UserWarning, match="CPUExecutionProvider is used; not available here: CUDAExecutionProvider: no GPU"
+    ):
+        assert InferenceSession(model, options, both).get_providers() == ["CPUExecutionProvider"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        InferenceSession(model, options, ["CPUExecutionProvider"])
+    with pytest.raises(UsageError, match="none of the providers is available here: CUDAExecutionProvider: no GPU"):
+        InferenceSession(model, options, ["CUDAExecutionProvider"])
+
+
+def test_provider_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_why_not", lambda means: None)
+    found = session._choose([("TensorrtExecutionProvider", {"trt_fp16_enable": True, "device_id": 0})])
+    assert found == ("TensorrtExecutionProvider", {"target": "cuda", "precision": "fp16"})
+    assert session._choose([("TensorrtExecutionProvider", {"trt_fp16_enable": False})])[1] == {"target": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "because"),
+    [
+        ({"providers": ["QNNExecutionProvider"]}, "nothing like the provider 'QNNExecutionProvider'"),
+        ({"providers": [("CPUExecutionProvider", {"magic": 1})]}, "does not know the option magic=1"),
+        ({"providers": [("CPUExecutionProvider", {"device_id": 1})]}, "option device_id=1"),
+        ({"providers": ["CPUExecutionProvider"], "provider_options": [{}, {}]}, "2 provider_options are given for 1"),
+        ({"sess_options": SessionOptions(enable_profiling=True)}, "writes no profile"),
+        ({"sess_options": SessionOptions(graph_optimization_level=7)}, "is none of onnxruntime's"),
+    ],
+)
+def test_refusals(arguments: dict[str, Any], because: str) -> None:
+    with pytest.raises(UsageError, match=because):
+        InferenceSession(convnet().SerializeToString(), **arguments)
+
+
+def test_wrong_names(options: SessionOptions) -> None:
+    s = InferenceSession(convnet().SerializeToString(), options)
+    with pytest.raises(InputError, match="there is no output 'z'; the model gives y"):
+        s.run(["z"], {"x": X[:1]})
+    with pytest.raises(UsageError, match=r"has no IO bindings\n.*takes arrays on the GPU"):
+        s.io_binding()

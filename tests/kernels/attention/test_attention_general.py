@@ -1,0 +1,340 @@
+"""The general fused attention kernel: its plans, the very kernel on a processor that emulates warps, under NVRTC, and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import emulated
+from support.host import COMPILER, WHY_NOT
+from support.needs import why_no_hopper
+from support.sweep import sweep
+
+from optdnn.errors import InternalError
+from optdnn.kernels.attention import general_kernel as general
+from optdnn.kernels.attention.general_kernel import Config
+from optdnn.kernels.attention.hopper_kernel import Problem, View, bhsd, bshd
+from optdnn.kernels.launch import bind, load
+from optdnn.kernels.quantized.kernel import Affine
+from optdnn.kernels.quantized.quantized_store import Narrow
+from optdnn.runtime.cuda import gpu_facts
+from optdnn.runtime.cuda.compile import nvrtc
+
+
+def merged(batch: int, heads: int, positions: int, features: int, **options: Any) -> Problem:
+    """q, k and v in the output of one joint projection."""
+    q, k, v = (bshd(positions, heads, features, parts=3, part=i) for i in range(3))
+    out = bshd(positions, heads, features)
+    return Problem(batch, heads, positions, positions, features, features**-0.5, q, k, v, out, **options)
+
+
+def apart(batch: int, heads: int, queries: int, keys: int, features: int, shared: int = 0, **options: Any) -> Problem:
+    """Tensors [batch, head, position, feature], the result [batch, position, head, feature]."""
+    q, k, out = bhsd(queries, heads, features), bhsd(keys, shared or heads, features), bshd(queries, heads, features)
+    return Problem(batch, heads, queries, keys, features, 0.3, q, k, k, out, key_heads=shared, **options)
+
+
+CASES: dict[str, tuple[Problem, Config]] = {
+    "one tile": (merged(1, 1, 16, 16), Config(1, 1, 16, 2)),
+    "tails": (merged(2, 3, 37, 64), Config(2, 1, 16, 3)),
+    "ring of four": (merged(1, 2, 70, 32, dtype="bfloat16"), Config(1, 1, 16, 4)),
+    "two tiles a warp": (merged(1, 2, 70, 64), Config(2, 2, 32, 2)),
+    "warps without queries": (merged(1, 1, 20, 32), Config(4, 1, 16, 2)),
+    "a head filled up": (merged(1, 2, 30, 40), Config(2, 1, 16, 2)),
+    "a head of 8": (merged(1, 2, 30, 8), Config(1, 1, 32, 2)),
+    "a head of 80": (merged(1, 2, 33, 80, dtype="bfloat16"), Config(2, 1, 48, 2)),
+    "a head of 96": (merged(1, 2, 33, 96), Config(4, 1, 16, 3)),
+    "a head of 128, queries from memory": (merged(1, 1, 40, 128), Config(1, 2, 16, 2)),
+    "a head of 256": (merged(1, 1, 20, 256), Config(1, 1, 16, 2)),
+    "causal": (merged(2, 2, 70, 32, causal=True), Config(2, 1, 16, 3)),
+    "causal, two tiles a warp": (merged(1, 2, 70, 32, causal=True, dtype="bfloat16"), Config(1, 2, 32, 2)),
+    "causal after a past": (apart(1, 2, 5, 50, 40, causal=True, causal_offset=45), Config(1, 1, 32, 2)),
+    "causal, some see nothing": (apart(1, 2, 40, 20, 32, causal=True, causal_offset=-20), Config(2, 1, 16, 2)),
+    "lengths": (merged(4, 2, 50, 32, lengths=True), Config(2, 1, 16, 4)),
+    "causal, lengths": (merged(4, 2, 50, 32, causal=True, lengths=True), Config(2, 1, 32, 3)),
+    "row mask": (merged(2, 2, 34, 32, mask=(34, 0, 0)), Config(2, 1, 16, 2)),
+    "full mask of odd rows": (merged(1, 2, 33, 32, mask=(0, 33 * 33, 33)), Config(2, 1, 16, 2)),
+    "a mask of pairs, two tiles": (merged(2, 1, 40, 64, mask=(1600, 0, 40)), Config(1, 2, 48, 2)),
+    "masks of windows": (merged(4, 2, 18, 16, mask=(2 * 18 * 18, 18 * 18, 18), mask_period=2), Config(2, 1, 16, 3)),
+    "grouped queries": (apart(2, 4, 20, 37, 32, 2, mask=(0, 0, 37)), Config(1, 1, 16, 3)),
+    "bytes": (merged(2, 2, 37, 24, narrow="uint8"), Config(2, 1, 16, 2)),
+    "bytes with signs": (merged(1, 2, 37, 64, narrow="int8", dtype="bfloat16"), Config(1, 2, 32, 2)),
+}
+QUICK = (
+    *("ring of four", "two tiles a warp", "a head of 128, queries from memory"),
+    *("causal after a past", "causal, lengths", "masks of windows", "grouped queries", "bytes"),
+)
+TO = {"uint8": Affine("uint8", 0.02, 121), "int8": Affine("int8", 0.015, 3)}
+TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2}
+
+
+def dtype_of(problem: Problem) -> Any:
+    return np.dtype(np.float16 if problem.dtype == "float16" else ml_dtypes.bfloat16)
+
+
+def seen(flat: np.ndarray, view: View, shape: tuple[int, ...]) -> np.ndarray:
+    """A view of a flat array in logical order (batch, head, position, feature)."""
+    strides = [s * flat.itemsize for s in (view.batch, view.head, view.position, 1)]
+    return np.lib.stride_tricks.as_strided(flat[view.offset :], shape, strides)
+
+
+def extent(view: View, shape: tuple[int, ...]) -> int:
+    steps = (view.batch, view.head, view.position, 1)
+    return view.offset + 1 + sum((n - 1) * s for n, s in zip(shape, steps, strict=True))
+
+
+class Case:
+    """Random operands of a problem, and what float64 makes of them."""
+
+    def __init__(self, p: Problem, seed: int = 0):
+        self.problem, rng, dtype = p, np.random.default_rng(seed), dtype_of(p)
+        key_heads = p.key_heads or p.heads
+        shapes = {"q": (p.batch, p.heads, p.queries, p.features)}
+        shapes |= dict.fromkeys("kv", (p.batch, key_heads, p.keys, p.features))
+        views = {"q": p.q, "k": p.k, "v": p.v}
+        joint = p.k.offset > 0
+        size = max(extent(views[n], shapes[n]) for n in "qkv")
+        whole = rng.standard_normal(size).astype(np.float32).astype(dtype)
+        self.operands: dict[str, np.ndarray] = {}
+        for name in "qkv":
+            own = whole if joint else rng.standard_normal(extent(views[name], shapes[name])).astype(np.float32)
+            self.operands[name] = own if joint else own.astype(dtype)
+        q, k, v = (seen(self.operands[n], views[n], shapes[n]).astype(np.float64) for n in "qkv")
+        k, v = (x.repeat(p.heads // key_heads, 1) for x in (k, v))
+        scores = q @ k.swapaxes(2, 3) * p.scale
+        if p.mask is not None:
+            sizes = [n if s else 1 for n, s in zip((p.batch, p.heads, p.queries), p.mask, strict=True)]
+            sizes[0] = p.mask_period or sizes[0]
+            mask = rng.standard_normal((*sizes, p.keys))
+            mask[rng.random(mask.shape) < 0.3] = -np.inf
+            mask[..., 0] = 0.5
+            mask = mask.astype(np.float32).astype(dtype)
+            self.operands["mask"] = mask.reshape(-1)
+            scores += np.tile(mask, (p.batch // sizes[0] if p.mask_period else 1, 1, 1, 1)).astype(np.float64)
+        columns = np.arange(p.keys)
+        hidden = np.zeros((p.batch, 1, p.queries, p.keys), bool)
+        if p.causal:
+            hidden |= columns > np.arange(p.queries)[:, None] + p.causal_offset
+        if p.lengths:
+            lengths = rng.integers(0, p.keys + 1, p.batch).astype(np.int32)
+            lengths[0], lengths[-1] = 0, p.keys
+            self.operands["lengths"] = lengths
+            hidden |= columns >= lengths[:, None, None, None]
+        scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
+        top = scores.max(-1, keepdims=True)
+        weights = np.exp(scores - np.where(np.isfinite(top), top, 0))
+        total = weights.sum(-1, keepdims=True)
+        self.want = (weights / np.where(total == 0, 1, total)) @ v
+        self.narrow = Narrow.of(TO[p.narrow]) if p.narrow else None
+
+    @property
+    def out_dtype(self) -> Any:
+        return np.dtype(self.problem.narrow) if self.problem.narrow else dtype_of(self.problem)
+
+    def poisoned(self) -> np.ndarray:
+        """A result full of NaN (of bytes: 0xA5), with room at both ends."""
+        p = self.problem
+        size = extent(p.out, (p.batch, p.heads, p.queries, p.features))
+        return np.full((size + 64) * self.out_dtype.itemsize, 0xA5 if p.narrow else 0xFF, np.uint8)
+
+    def check(self, raw: np.ndarray) -> None:
+        p = self.problem
+        flat = raw.view(self.out_dtype)
+        assert (raw[-32 * self.out_dtype.itemsize :] == (0xA5 if p.narrow else 0xFF)).all()
+        assert (raw[: 32 * self.out_dtype.itemsize] == (0xA5 if p.narrow else 0xFF)).all()
+        got = seen(flat[32:], p.out, self.want.shape)
+        if p.narrow:
+            to = TO[p.narrow]
+            info = np.iinfo(p.narrow)
+            want = np.clip(np.rint(self.want / to.scale) + to.zero, info.min, info.max)
+            difference = np.abs(got.astype(np.float64) - want)
+            assert difference.max() <= 2 if p.dtype == "bfloat16" else difference.max() <= 1
+            assert (difference > 0).mean() < 0.15
+            return
+        np.testing.assert_allclose(
+            got.astype(np.float64), self.want, rtol=0, atol=TOLERANCE[p.dtype] * max(np.abs(self.want).max(), 1)
+        )
+
+
+# ---------------------------------------------------------------- the very kernel, warps emulated
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(CASES, *QUICK))
+def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
+    problem, config = CASES[name]
+    assert general.refuse(problem, config) is None
+    case, made = (
+        Case(problem),
+        general.describe(problem, config, Narrow.of(TO[problem.narrow]) if problem.narrow else None),
+    )
+    library = emulated.compiled(general.recipe(problem, config, "sm_80"), "attention_sm80", tmp_path)
+    raw = emulated.aligned(case.poisoned())
+    held = {name: emulated.aligned(a) for name, a in case.operands.items()}
+    held |= dict.fromkeys("qkv", held["q"]) if problem.k.offset else {}
+    addresses = {name: a.ctypes.data for name, a in held.items()}
+    emulated.run(library, made, {**addresses, "out": raw.ctypes.data + 32 * case.out_dtype.itemsize})
+    case.check(raw)
+
+
+def test_the_emulation_notices_a_wrong_fragment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if COMPILER is None:
+        pytest.skip(str(WHY_NOT))
+    sources = nvrtc.Recipe.sources
+
+    def changed(recipe: nvrtc.Recipe) -> dict[str, str]:
+        texts = sources(recipe)
+        name = "attention_sm80.cu"
+        assert texts[name].count("a[m], b[2], b[3]);") == 2
+        return {**texts, name: texts[name].replace("a[m], b[2], b[3]);", "a[m], b[3], b[2]);")}
+
+    monkeypatch.setattr(nvrtc.Recipe, "sources", changed)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        test_the_kernel_computes_attention_where_warps_are_emulated("tails", tmp_path)
+
+
+# ---------------------------------------------------------------- plans
+
+A, AC = merged(2, 4, 300, 64), Config(4, 1, 64, 2)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (merged(2, 4, 300, 36), AC, "36 features"),
+        (merged(2, 4, 300, 264), AC, "264 features"),
+        (replace(A, scale=0.0), AC, "a scale of 0.0"),
+        (replace(A, scale=float("inf")), AC, "a scale of inf"),
+        (replace(A, key_heads=3), AC, "do not share 3 key heads"),
+        (replace(A, k=View(8, 8, 4)), AC, "k: chunks of 8"),
+        (replace(A, v=View(8, 8, -8)), AC, "v: chunks of 8"),
+        (replace(A, q=View(8, 8, 1 << 23)), AC, "q: positions are 8388608 elements apart"),
+        (A, replace(AC, keys=40), "not a tile"),
+        (A, replace(AC, warps=3), "not a tile"),
+        (A, replace(AC, tiles=3), "not a tile"),
+        (A, replace(AC, slots=5), "not a tile"),
+        (merged(2, 4, 30, 64), replace(AC, slots=3), "3 slots for 2 parts"),
+        (merged(2, 4, 3000, 256), Config(8, 1, 64, 4), "196608 bytes of shared memory exceed 101376"),
+        (A, replace(AC, blocks=6), "that many blocks"),
+        (A, Config(4, 2, 128, 2), "registers"),
+        (replace(A, batch=70000), AC, "grid"),
+        (replace(A, heads=70000), AC, "grid"),
+    ],
+)
+def test_what_it_cannot_run_it_refuses(problem: Problem, config: Config, reason: str) -> None:
+    assert general.refuse(A, AC) is None
+    assert reason in (general.refuse(problem, config) or "")
+
+
+def test_describing_what_shares_no_heads_is_a_defect() -> None:
+    with pytest.raises(InternalError, match="share key heads"):
+        general.describe(replace(A, key_heads=3), AC)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("batch", [1, 32])
+def test_candidates_can_run_and_are_ranked(batch: int, arch: str) -> None:
+    gpu = gpu_facts.of_arch(arch)
+    for positions, features in ((5, 64), (128, 64), (197, 64), (2048, 128), (300, 256)):
+        problem = merged(batch, 12, positions, features, mask=(positions, 0, 0))
+        found = general.candidates(problem, gpu)
+        assert len(found) > (3 if positions > 16 else 0)
+        assert all(general.refuse(problem, c, shared=gpu.shared_per_block) is None for c in found)
+        assert all(general.shared_bytes(problem, c) <= gpu.shared_per_block for c in found)
+        seconds = [general.estimate(problem, c, gpu) for c in found]
+        assert seconds == sorted(seconds)
+        assert len({str(c) for c in found}) == len(found)
+    assert general.candidates(merged(batch, 12, 300, 36), gpu) == []
+
+
+def test_names() -> None:
+    assert str(Config(4, 2, 64, 3, 2)) == "attn4m32n64s3b2"
+    assert (AC.queries, AC.threads) == (64, 128)
+
+
+# ---------------------------------------------------------------- under NVRTC
+
+COMPILED: dict[str, Problem] = {
+    "ViT": merged(32, 12, 197, 64),
+    "BERT": merged(32, 12, 128, 64, mask=(128, 0, 0), dtype="bfloat16"),
+    "causal": merged(2, 16, 2048, 128, causal=True, lengths=True),
+    "bytes": merged(8, 12, 197, 64, causal=True, narrow="int8"),
+    "wide": merged(2, 8, 300, 256, mask=(300 * 300, 0, 300)),
+    "narrow": merged(2, 8, 49, 32, mask=(0, 49 * 49, 49)),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.nvrtc
+def test_candidates_compile_without_spills(name: str, arch: str) -> None:
+    problem, gpu = COMPILED[name], gpu_facts.of_arch(arch)
+    for config in general.candidates(problem, gpu, limit=3):
+        made = general.describe(problem, config)
+        kernel = nvrtc.resources(general.recipe(problem, config, arch))[made.entry]
+        assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+        assert kernel.registers * made.block * config.blocks <= 65536
+        assert made.shared + kernel.shared_bytes <= gpu.shared_per_block
+        assert not made.maps
+
+
+@pytest.mark.nvrtc
+def test_the_parameter_block_has_the_kernels_layout() -> None:
+    problem = merged(2, 4, 128, 64, mask=(128, 0, 0), lengths=True)
+    made, recipe = general.describe(problem, AC), general.recipe(problem, AC, "sm_80")
+    places = {p.operand: p.at for p in made.pointers}
+    names = {"q": "queries", "k": "keys", "v": "values", "out": "output"}
+    lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
+    lines += [f"static_assert(__INTADDR__(&((Params*)0)->{names.get(n, n)}) == {at});" for n, at in places.items()]
+    assert len(places) == 6
+    text = "\n".join([f'#include "{recipe.name}"', *lines, ""])
+    nvrtc.compile_recipe(replace(recipe, name="check.cu", generated={**recipe.generated, "check.cu": text}))
+
+
+# ---------------------------------------------------------------- on a GPU
+
+LARGE: dict[str, tuple[Problem, Config]] = {
+    f"{name}, {config}": (problem, config)
+    for name, problem in (
+        ("ViT", merged(32, 12, 197, 64)),
+        ("BERT", merged(32, 12, 128, 64, mask=(128, 0, 0))),
+        ("causal", merged(2, 8, 513, 128, causal=True, dtype="bfloat16")),
+        ("heads of 80", merged(9, 9, 100, 80, mask=(0, 100 * 100, 100))),
+        ("wide heads", merged(2, 4, 150, 200)),
+        ("far keys", apart(1, 2, 5, 1000, 40, causal=True, causal_offset=995)),
+        ("grouped, lengths", apart(5, 4, 70, 333, 64, 2, mask=(0, 0, 333), lengths=True)),
+    )
+    for config in general.candidates(problem, gpu_facts.of_arch("sm_86"), limit=4)
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", CASES | LARGE)
+def test_on_a_gpu(name: str, tmp_path: Any) -> None:
+    from support.device_memory import Memory
+
+    from optdnn.runtime.cuda.memory.allocator import upload
+
+    problem, config = (CASES | LARGE)[name]
+    case, memory = Case(problem), Memory()
+    made = general.describe(problem, config, case.narrow)
+    raw = case.poisoned()
+    out = memory.put(raw)
+    at = {n: memory.put(a) for n, a in case.operands.items()}
+    if problem.k.offset:
+        at |= dict.fromkeys("qkv", at["q"])
+    at["out"] = out + 32 * case.out_dtype.itemsize
+    launch = bind(made, load(general.recipe(problem, config, "sm_90a"), made, nvrtc.KernelCache(tmp_path)), at)
+    results = []
+    for _ in range(3):
+        upload(out, raw)
+        memory.run(launch)
+        results.append(memory.get(out, raw.shape, np.dtype(np.uint8)))
+    memory.free()
+    case.check(results[0])
+    assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()

@@ -1,0 +1,174 @@
+"""Grouped convolutions as bands of Hopper's implicit GEMM: what they compute, which groups are taken together, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import check_simulated, feeds_of, lowered
+
+from optdnn.config import BuildOptions
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Graph
+from optdnn.kernels.conv import cost as conv_cost
+from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import implicit_gemm as conv
+from optdnn.kernels.conv import patch_kernel as conv_patch
+from optdnn.kernels.conv.bands import BandedConv, banded, groups_together
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.lowering.choose import Choice
+from optdnn.lowering.cuda import lower_cuda
+from optdnn.optimize import optimize
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.executor import LoadOptions
+from optdnn.target_name import TargetName
+
+
+def net(
+    channels: int, filters: int, group: int, kernel: int = 3, size: tuple[int, int] = (9, 10), *, strides: int = 1,
+    dilations: int = 1, residual: bool = False, batch: int = 2, axes: int = 2,
+) -> Graph:  # fmt: skip
+    """A grouped convolution with bias and ReLU between two others, so that images are channels-last."""
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(batch, 8, *size[-axes:]), channels, 1, pads=0))
+    y = n.conv(
+        x, filters, kernel, pads=kernel // 2 * dilations, strides=strides, dilations=dilations, group=group, bias=True
+    )
+    if residual:
+        y = n.op("Add", y, n.input(*n.dims(y), name="r"))
+    return n.done(n.conv(n.op("Relu", y), 16, 1, pads=0))
+
+
+def tactic_of(program: Any) -> Any:
+    """The second convolution's row."""
+    return [t for t in program.meta["tactics"] if t["kind"] == "Conv"][1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "channels", "together"),
+    [(32, 4, 16), (32, 8, 8), (32, 32, 2), (2, 64, 1), (2, 128, 1), (2, 48, 2), (13, 8, 13), (6, 32, 2), (4, 2, 4)],
+)
+def test_the_fewest_groups_that_fill_tiles_are_a_band(groups: int, channels: int, together: int) -> None:
+    assert groups_together(groups, channels) == together
+
+
+def test_weights_of_bands_have_zeros_between_their_groups() -> None:
+    weight = np.arange(8 * 3, dtype=np.float32).reshape(8, 3, 1, 1) + 1
+    made = banded(weight, 4, 2)
+    assert made.shape == (8, 6, 1, 1)
+    assert made.dtype == weight.dtype
+    for group in range(4):
+        rows, at = slice(2 * group, 2 * group + 2), 3 * (group % 2)
+        np.testing.assert_array_equal(made[rows, at : at + 3], weight[rows])
+        assert not np.delete(made[rows], range(at, at + 3), axis=1).any()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32"])
+@pytest.mark.parametrize(
+    ("graph", "bands"),
+    [
+        (lambda: net(128, 128, 32), 2),
+        (lambda: net(128, 128, 32, strides=2), 2),
+        (lambda: net(256, 128, 8, dilations=2), 2),
+        (lambda: net(64, 192, 4, kernel=1), 1),
+        (lambda: net(128, 128, 2, kernel=1, residual=True), 2),
+        (lambda: net(104, 104, 13, residual=True), 1),
+        (lambda: net(64, 128, 64), 2),
+        (lambda: net(128, 128, 4, axes=1), 2),
+    ],
+)
+def test_bands_compute_groups(graph: Any, bands: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BandedConv, "unable", lambda *given: None)
+    program = check_simulated(graph(), precision)
+    row = tactic_of(program)
+    assert row["tactic"] == "conv_bands_sm90"
+    groups = {s.params["op"]["attrs"]["group"] for s in program.steps if s.params["op"]["kind"] == "Conv"}
+    assert groups == {1, bands}
+
+
+@pytest.mark.parametrize(
+    ("graph", "why"),
+    [
+        (lambda: net(64, 64, 1), "one group"),
+        (lambda: net(64, 64, 64), None),
+        (lambda: net(20, 128, 2), "16 bytes"),
+    ],
+)
+def test_what_is_refused(graph: Any, why: str | None) -> None:
+    row = tactic_of(check_simulated(graph(), "fp16"))
+    assert row["tactic"] != "conv_bands_sm90"
+    if why is not None:
+        assert any(r["tactic"] == "conv_bands_sm90" and why in r["reason"] for r in row["refused"]), row["refused"]
+
+
+def test_zeros_that_cost_more_than_they_save_are_left_to_the_kernel_without_them() -> None:
+    graph = net(672, 672, 42, size=(7, 7), batch=16)
+    row = tactic_of(lowered(graph, "fp16"))
+    assert row["tactic"] == "conv_sm80"
+    assert any(r["tactic"] == "conv_bands_sm90" and "predicted" in r["reason"] for r in row["refused"])
+
+
+PROBLEM = Problem(4, 256, (Source(14, 14, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), bands=4)
+
+
+def test_blocks_take_channels_of_one_band_alone() -> None:
+    found = [*conv_cost.candidates(PROBLEM, of_arch("sm_90a")), *conv_patch.candidates(PROBLEM, of_arch("sm_90a"))]
+    assert found
+    for config in found:
+        tile = config.tile[0] if isinstance(config, conv.Config) else config.wgm * 64
+        assert PROBLEM.band_channels % tile == 0
+    assert "band of 64" in str(conv.refuse(PROBLEM, conv.Config(2, 1, 1, 64, 4)))
+    assert "same pixels" in str(conv.refuse(replace(PROBLEM, channels=512), conv.Config(1, 1, 1, 64, 4, share=(2, 1))))
+    assert "band of 64" in str(conv_patch.refuse(PROBLEM, conv_patch.PatchConfig(2, 1, 7, 14, 2)))
+
+
+def test_bands_are_equal_parts_of_one_source() -> None:
+    with pytest.raises(InternalError, match="equal parts"):
+        replace(PROBLEM, channels=248, bands=3)
+    with pytest.raises(InternalError, match="equal parts"):
+        replace(PROBLEM, sources=PROBLEM.sources * 2)
+
+
+@pytest.mark.parametrize("kind", ["implicit GEMM", "patches"])
+@pytest.mark.nvrtc
+def test_kernels_compile_without_spills(kind: str) -> None:
+    module: Any = conv if kind == "implicit GEMM" else conv_patch
+    config = (conv_cost.candidates if module is conv else conv_patch.candidates)(PROBLEM, of_arch("sm_90a"))[0]
+    (kernel,) = nvrtc.resources(module.recipe(PROBLEM, config)).values()
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize(("strides", "kernel"), [(1, 3), (2, 3), (1, 1)])
+def test_every_kind_of_configuration_on_a_gpu_gives_what_it_means(strides: int, kernel: int) -> None:
+    graph = net(256, 256, 32, kernel, (14, 15), strides=strides, residual=True, batch=3)
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16")
+    optimize(graph, options, options.target)
+    plain = lower_cuda(graph, options, facts_for(TargetName.parse(options.target).arch), {})
+    (key,) = [t["signature"] for t in plain.meta["tactics"] if t["kind"] == "Conv"][1:2]
+    height, width = -(-14 // strides), -(-15 // strides)
+    source = Source(14, 15, 64, (kernel, kernel), (strides, strides), (kernel // 2,) * 4)
+    problem = Problem(3, 256, (source,), (("bias",), ("add",), ("relu",)), bands=4)
+    assert problem.out_size == (height, width)
+    offers = conv_sm90.ranked(problem, True, of_arch("sm_90a"))
+    for offer in [*offers[:3], *offers[3 :: max(1, len(offers) // 12)]]:
+        program = lower_cuda(
+            graph,
+            options,
+            facts_for(TargetName.parse(options.target).arch),
+            {},
+            choices={key: Choice("conv_bands_sm90", offer.name)},
+        )
+        context: Any = CudaRunner(program, LoadOptions()).context()
+        assert tactic_of(program)["config"] == offer.name
+        errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Conv"]
+        assert max(errors) < 2e-3, (offer.name, errors)

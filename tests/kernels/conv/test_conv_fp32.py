@@ -1,0 +1,206 @@
+"""True-fp32 convolutions and products in tiles: what runs on them, what they mean, what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import check_simulated, feeds_of, lowered
+
+from optdnn.config import BuildOptions
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv import fp32_kernel as fp32
+from optdnn.kernels.conv.parameters import Scatter
+from optdnn.lowering.choose import Choice
+from optdnn.lowering.cuda import lower_cuda
+from optdnn.ops.conv import ConvAttrs
+from optdnn.optimize import optimize
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.program import Program
+from optdnn.target_name import TargetName
+
+
+def residual_block(n: Net) -> Value:
+    x = n.op("Relu", n.conv(n.input(2, 16, 9, 7), 24, bias=True))
+    return n.op("Relu", n.op("Add", n.conv(x, 24, 1, pads=0, bias=True), x))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {
+    "a residual block": residual_block,
+    "a stem": lambda n: n.op("Relu", n.conv(n.input(2, 3, 34, 30), 16, 7, pads=3, strides=2, bias=True)),
+    "odd channels": lambda n: n.conv(n.conv(n.input(2, 16, 9, 7), 21), 6),
+    "groups": lambda n: n.op("Relu", n.conv(n.input(2, 32, 9, 7), 48, group=4, bias=True)),
+    "groups of few channels": lambda n: n.conv(n.input(2, 6, 9, 7), 16, group=2),
+    "one axis": lambda n: n.conv(n.input(2, 16, 20), 12, 5, pads=2),
+    "dilated, strided": lambda n: n.op("Sigmoid", n.conv(n.input(2, 16, 15, 13), 32, dilations=2, strides=2, pads=2)),
+    "gemm": lambda n: n.op("Relu", n.gemm(n.op("Relu", n.gemm(n.input(5, 32), 40)), 10)),
+    "rows of three axes": lambda n: n.op("Gelu", n.matmul(n.input(3, 5, 32), 24)),
+}
+
+
+def tactics(program: Program) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"]]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_programs_compute_the_network(name: str) -> None:
+    n = Net()
+    program = check_simulated(n.done(NETS[name](n)), "fp32")
+    assert {"conv_fp32", "gemm_fp32"} & set(tactics(program))
+    assert not {"conv_direct", "matmul_tiled"} & set(tactics(program))
+
+
+def weights_over_three_axes(n: Net) -> Value:
+    attrs = ConvAttrs((1, 1, 1), (0,) * 6, (1, 1, 1))
+    return n.op("Conv", n.input(1, 2, 4, 5, 6), n.input(8, 2, 3, 3, 3, name="w"), attrs=attrs)  # type: ignore[no-any-return]
+
+
+def refusals(program: Program) -> list[str]:
+    return [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"].endswith("fp32")]
+
+
+@pytest.mark.parametrize(
+    ("build", "precision", "reason"),
+    [
+        (lambda n: n.conv(n.input(2, 16, 9, 7), 16), "fp16", "its operands are fp32, not float16"),
+        (lambda n: n.conv(n.input(2, 16, 9, 7), 16, group=4), "fp32", "a group of 4 filters"),
+        (lambda n: n.conv(n.input(2, 4, 9, 7), 20, group=2), "fp32", "do not come in fours, but are 10"),
+        (weights_over_three_axes, "fp32", "not of one or two spatial axes"),
+        (lambda n: n.conv(n.input(1, 2, 3, 16400), 8, pads=1), "fp32", "larger than 16384"),
+        (lambda n: n.matmul(n.input(1 << 22, 1024), 8), "fp32", "more elements than 32-bit offsets"),
+        (lambda n: n.conv(n.input(1 << 12, 8, 256, 256), 8), "fp32", "more elements than 32-bit offsets"),
+        (lambda n: n.op("MatMul", n.input(4, 8), n.input(8, 4, name="m")), "fp32", "not a constant matrix"),
+    ],
+)
+def test_what_they_do_not_run_they_refuse(build: Callable[[Net], Value], precision: str, reason: str) -> None:
+    n = Net()
+    assert any(reason in r for r in refusals(lowered(n.done(build(n)), precision))), reason
+
+
+def test_a_few_channel_image_is_read_as_it_is_given() -> None:
+    n = Net()
+    program = lowered(n.done(NETS["a stem"](n)), "fp32")
+    assert [s.params["op"]["kind"] for s in program.steps] == ["Conv", "Copy"], "the copy is of the result"
+
+
+DENSE = fp32.Problem(
+    2, 14, 14, 64, 128, (3, 3), fp32.Strides(12544, 896, 64), fp32.Strides(25088, 1792, 128), padding=(1,) * 4
+)
+PROBLEMS = {
+    "whole": (DENSE, fp32.Config(128, 128)),
+    "a cluster": (DENSE, fp32.Config(32, 32, 4, 4, split=8)),
+    "planes": (replace(DENSE, in_channels=3, at=fp32.Strides(588, 14, 1), plane=196), fp32.Config(128, 64)),
+    "odd": (replace(DENSE, channels=127, out_at=fp32.Strides(24892, 1778, 127)), fp32.Config(64, 64, 4, 8, 32, 2)),
+    "a residual": (
+        replace(DENSE, epilogue=(("bias",), ("add",), ("gelu",)), residual_at=DENSE.out_at), fp32.Config(64, 64),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.nvrtc
+def test_kernels_compile_without_spills(name: str) -> None:
+    problem, config = PROBLEMS[name]
+    for arch in ("sm_90a", "sm_80") if config.split == 1 else ("sm_90a",):
+        assert fp32.refuse(problem, config, arch) is None
+        (kernel,) = nvrtc.resources(fp32.recipe(problem, config, arch)).values()
+        assert kernel.spill_bytes == kernel.stack_bytes == 0, (name, kernel)
+        assert kernel.registers * config.threads <= 65536
+
+
+@pytest.mark.nvrtc
+def test_the_parameter_block_has_the_kernels_layout() -> None:
+    problem, config = PROBLEMS["a residual"]
+    made, recipe = fp32.describe(problem, config), fp32.recipe(problem, config)
+    checks = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
+    checks += [f"static_assert(__INTADDR__(&((Params*)0)->{p.operand}) == {p.at});" for p in made.pointers]
+    text = '#include "conv_fp32.cu"\n' + "\n".join(checks)
+    nvrtc.compile_recipe(replace(recipe, name="check.cu", generated={**recipe.generated, "check.cu": text}))
+    assert {p.operand for p in made.pointers} == {"pixels", "weights", "bias", "residual", "output"}
+
+
+def test_configurations_and_their_refusals() -> None:
+    found = fp32.candidates(DENSE, of_arch("sm_90a"))
+    assert {c.split for c in found} >= {1, 2, 8}
+    assert all(c.split == 1 for c in fp32.candidates(DENSE, of_arch("sm_80")))
+    for config, reason in (
+        (fp32.Config(100, 64), "not a tile"),
+        (fp32.Config(128, 128, stages=12), "shared memory"),
+        (fp32.Config(32, 32, 4, 4, split=30), "not shared by 30 blocks"),
+    ):
+        assert reason in str(fp32.refuse(DENSE, config))
+    assert all(fp32.Config.read(str(c)) == c for c in fp32.CONFIGS)
+    assert fp32.Config.read("ffma64x64") is None
+    assert "other depths" in str(fp32.refuse(DENSE, fp32.Config(64, 64, depth=24)))
+    scatter = Scatter((2, 2), (0, 0), 30, (28, 28), (1, 1, 1))
+    assert "channels in fours" in str(fp32.no_kernel(replace(DENSE, channels=120, scatter=scatter)))
+    large = replace(DENSE, batch=1 << 20)
+    assert "more elements" in str(fp32.refuse(large, found[0]))
+    assert "do not divide" in str(fp32.no_kernel(replace(DENSE, groups=3)))
+    assert fp32.no_kernel(replace(DENSE, kernel=(20, 1))) == "it is empty"
+
+
+def test_a_choice_that_cannot_run_is_an_error() -> None:
+    n = Net()
+    graph = n.done(n.conv(n.input(1, 16, 9, 7), 16))
+    (row,) = [t for t in lowered(graph, "fp32").meta["tactics"] if t["kind"] == "Conv"]
+    options = BuildOptions(target="simulate", precision="fp32")
+    optimize(graph, options, "simulate")
+    choice = Choice("conv_fp32", str(fp32.Config(64, 64, split=16)))
+    with pytest.raises(InternalError, match="are not shared by 16 blocks"):
+        lower_cuda(graph, options, of_arch("sm_90a"), {}, choices={row["signature"]: choice})
+
+
+def test_only_chains_in_the_order_of_k_are_row_invariant() -> None:
+    n = Net()
+    graph = n.done(n.conv(n.input(1, 512, 7, 7), 64))
+    assert any("k" in t["config"][4:] for t in lowered(graph, "fp32").meta["tactics"] if t["tactic"] == "conv_fp32")
+    (row,) = [t for t in lowered(graph, "fp32", row_invariant=True).meta["tactics"] if t["kind"] == "Conv"]
+    assert row["tactic"] == "conv_fp32"
+    assert "k" not in row["config"]
+
+
+def errors_on_gpu(graph: Graph, choices: dict[str, Choice] | None = None) -> list[float]:
+    options = BuildOptions(target="cuda:sm_90a", precision="fp32")
+    copy = graph.copy()
+    optimize(copy, options, options.target)
+    program = lower_cuda(copy, options, facts_for(TargetName.parse(options.target).arch), {}, choices=choices)
+    context: Any = CudaRunner(program, LoadOptions()).context()
+    return [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Conv"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+def test_launches_on_a_gpu_give_what_they_mean() -> None:
+    for name, build in NETS.items():
+        n = Net()
+        found = errors_on_gpu(n.done(build(n)))
+        assert found, name
+        assert max(found) < 2e-6, (name, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("channels", [64, 20, 3])
+def test_every_configuration_on_a_gpu_gives_what_it_means(channels: int) -> None:
+    n = Net()
+    x = n.input(2, channels, 15, 13)
+    graph = n.done(
+        n.op("Relu", n.op("Add", n.conv(x, 72, 3, strides=2, pads=1, bias=True), n.input(2, 72, 8, 7, name="r")))
+    )
+    (row,) = [t for t in lowered(graph, "fp32").meta["tactics"] if t["tactic"] == "conv_fp32"]
+    problem = replace(DENSE, in_channels=channels, channels=72)
+    for config in fp32.CONFIGS:
+        if fp32.refuse(problem, config) is None:
+            (error,) = errors_on_gpu(graph, {row["signature"]: Choice("conv_fp32", str(config))})
+            assert error < 2e-6, (config, error)

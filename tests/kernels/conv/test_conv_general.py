@@ -1,0 +1,132 @@
+"""The general convolution kernel on a processor that emulates warps: the very source, its plans and its parameter block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import emulated
+from support.conv_cases import GENERAL, apply_stages, convolve
+from support.host import COMPILER, WHY_NOT
+from support.quantized_cases import GENERAL as QUANTIZED
+from support.quantized_cases import arrays, compare
+from support.sweep import sweep
+
+from optdnn.kernels.conv import general_kernel as conv_general
+from optdnn.kernels.conv.general_kernel import GeneralConfig
+from optdnn.kernels.conv.parameters import Requantize
+from optdnn.kernels.conv.problem import Problem
+from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.types import to_tf32
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+TYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+TOLERANCE = {"float16": 4e-4, "bfloat16": 3e-3, "float32": 2e-5}
+PLAIN, SHARED = GeneralConfig(64, 64, 3), GeneralConfig(64, 128, 4, 2)
+"""A tile for all cases (all tiles run them on a GPU), and one whose blocks share K for deep ones."""
+
+
+def launched(
+    problem: Problem, config: GeneralConfig, operands: dict[str, np.ndarray], output: np.ndarray, folder: Path,
+    requantize: Requantize | None = None, **sizes: int,
+) -> np.ndarray:  # fmt: skip
+    """The kernel's result in ``output``, after two runs: counts are zero again after the first."""
+    recipe = conv_general.recipe(problem, config, "sm_80")
+    text = recipe.generated["generated.cuh"].replace(render.mma(problem.dtype), "")
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
+    options = ["-DPIXELS_UNSIGNED"] if problem.dtype == "uint8" else []
+    library = emulated.compiled(
+        recipe, "conv_sm80", folder, rendered=rendered, headers=["conv_element.cuh"], options=options
+    )
+    made = conv_general.describe(problem, config, requantize=requantize, **sizes)
+    partial, arrived = conv_general.workspace(problem, config, sizes.get("channels", 0))
+    held = {name: emulated.aligned(a) for name, a in operands.items()}
+    held["output"] = emulated.aligned(output)
+    held["partial"], held["arrived"] = emulated.aligned(np.full(partial, 0xFF, np.uint8)), np.zeros(arrived, np.uint8)
+    for _ in range(2):
+        held["output"][...] = output
+        emulated.run(library, made, {name: a.ctypes.data for name, a in held.items()})
+        assert not held["arrived"].any()
+    return held["output"]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    sweep(
+        [*((name, PLAIN) for name in GENERAL), ("deep", SHARED), ("tf32", SHARED)],
+        *((name, PLAIN) for name in ("odd channels", "groups", "bf16", "stride 9")),
+        ("tf32", SHARED),
+    ),
+    ids=str,
+)
+def test_convolutions_of_floats(name: str, config: GeneralConfig, tmp_path: Path) -> None:
+    case, rng = GENERAL[name], np.random.default_rng(6)
+    problem, source = case.problem, case.problem.sources[0]
+    assert conv_general.refuse(problem, config) is None
+    dtype = np.dtype(TYPES[problem.out_dtype])
+    channels, inside = case.channels or problem.channels, case.inside or source.channels
+    pitched = (problem.batch, *problem.out_size, -(-channels // 8) * 8)
+    image = rng.standard_normal((problem.batch, source.height, source.width, source.channels * problem.bands)).astype(
+        dtype
+    )
+    image[..., inside * problem.bands :] = np.nan  # behind the channels
+    weight = (
+        rng.standard_normal((channels, inside, *source.kernel)) / (inside * np.prod(source.kernel)) ** 0.5
+    ).astype(dtype)
+    bias, residual = (
+        rng.standard_normal(-(-channels // 4) * 4).astype(np.float32),
+        rng.standard_normal(pitched).astype(dtype),
+    )
+    read = image[..., : inside * problem.bands]
+    factors = [to_tf32(f) if problem.dtype == "tfloat32" else f for f in (read, weight)]
+    total = convolve(factors[0].astype(np.float64), factors[1].astype(np.float64), source)
+    want = apply_stages(
+        total, problem.epilogue, bias[:channels].astype(np.float64), residual[..., :channels].astype(np.float64)
+    )
+    operands = {
+        "pixels": image,
+        "weights": conv_general.pack_weights(factors[1]),
+        "channel": bias,
+        "residual": residual,
+    }
+    sizes = {"channels": channels, "inside": inside, "pitch": pitched[3]}
+    got = launched(problem, config, operands, np.full(pitched, 7.0, dtype), tmp_path, **sizes).astype(np.float64)
+    assert (got[..., channels:] == 7.0).all(), "nothing is written behind the channels"
+    assert np.linalg.norm(got[..., :channels] - want) < TOLERANCE[problem.out_dtype] * np.linalg.norm(want)
+
+
+SMALL = [
+    name
+    for name, case in QUANTIZED.items()
+    if "float8" not in case.dtype and (case.config == PLAIN or (case.config == SHARED and "deep" in name))
+]
+
+
+@pytest.mark.parametrize(
+    "name", sweep(SMALL, *(n for n in SMALL if any(part in n for part in ("uint8", "residual", "groups", "128"))))
+)
+def test_convolutions_of_integers_are_exact(name: str, tmp_path: Path) -> None:
+    case = QUANTIZED[name]
+    data, problem = arrays(case), case.problem
+    operands = {"pixels": data.image, "weights": data.packed, "channel": data.channel}
+    operands |= {"residual": data.residual} if data.residual is not None else {}
+    config: Any = case.config
+    row, numbers = data.image[0, 0].size, case.scaling().requantize
+    got = launched(problem, config, operands, np.zeros_like(data.expected), tmp_path, numbers, row=row)
+    assert compare(case, got, data.expected) == ""
+
+
+def test_the_emulation_notices_channels_in_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = nvrtc.Recipe.sources
+
+    def changed(recipe: nvrtc.Recipe) -> dict[str, str]:
+        texts = sources(recipe)
+        assert texts["conv_sm80.cu"].count("(row & 6) << 1") == 1
+        return {**texts, "conv_sm80.cu": texts["conv_sm80.cu"].replace("(row & 6) << 1 | (row & 8) >> 2", "row & 14")}
+
+    monkeypatch.setattr(nvrtc.Recipe, "sources", changed)
+    with pytest.raises(AssertionError, match="differ"):
+        test_convolutions_of_integers_are_exact(SMALL[0], tmp_path)

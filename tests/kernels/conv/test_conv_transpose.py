@@ -1,0 +1,162 @@
+"""Transposed convolutions by way of blocks of pixels: geometry, every kernel family's program, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, simulate
+
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Value
+from optdnn.kernels.conv.subpixel import Axis, block_weights
+from optdnn.ops.conv import ConvTransposeAttrs
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.program import Program
+from optdnn.runtime.reference.conv import conv, conv_transpose
+
+
+def transposed(
+    n: Net, x: Value, channels: int, kernel: tuple[int, ...], strides: tuple[int, ...], pads: tuple[int, ...] = (),
+    extra: tuple[int, ...] = (), dilations: tuple[int, ...] = (), group: int = 1, bias: bool = True,
+) -> Value:  # fmt: skip
+    rank, c = len(kernel), n.dims(x)[1]
+    assert isinstance(c, int)
+    w = n.random(c, channels // group, *kernel, scale=(c * 2) ** -0.5)
+    attrs = ConvTransposeAttrs(strides, pads or (0,) * 2 * rank, dilations or (1,) * rank, extra or (0,) * rank, group)
+    return n.op("ConvTranspose", x, w, *([n.random(channels)] if bias else []), attrs=attrs)
+
+
+def residual(n: Net) -> Value:
+    x = n.input(2, 8, 5, 4)
+    y = transposed(n, x, 16, (4, 4), (2, 2), (1, 1, 1, 1))
+    return n.op("Add", n.op("Relu", y), transposed(n, x, 16, (2, 2), (2, 2)))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {
+    "4x4 by 2, padded": lambda n: n.op("Relu", transposed(n, n.input(2, 16, 5, 4), 24, (4, 4), (2, 2), (1, 1, 1, 1))),
+    "3x3 by 2, output padding": lambda n: transposed(n, n.input(2, 8, 5, 4), 8, (3, 3), (2, 2), (1, 1, 1, 1), (1, 1)),
+    "2x2 by 2": lambda n: n.op("Sigmoid", transposed(n, n.input(2, 8, 5, 4), 8, (2, 2), (2, 2))),
+    "5x5 by 3": lambda n: transposed(n, n.input(2, 8, 5, 4), 3, (5, 5), (3, 3), (0, 1, 2, 1)),
+    "a line": lambda n: transposed(n, n.input(2, 8, 7), 16, (4,), (2,), (1, 2)),
+    "holes": lambda n: transposed(n, n.input(2, 8, 5, 4), 8, (3, 2), (2, 3), (1, 0, 2, 1), dilations=(2, 1)),
+    "stride 1": lambda n: n.op("Relu", transposed(n, n.input(2, 8, 5, 4), 8, (3, 3), (1, 1), (1, 1, 1, 1), dilations=(1, 2))),
+    "stride 1 along an axis": lambda n: transposed(n, n.input(2, 8, 5, 4), 8, (3, 4), (1, 2), (1, 1, 1, 1), bias=False),
+    "more pads than taps": lambda n: transposed(n, n.input(2, 8, 7, 6), 8, (2, 3), (2, 1), (5, 3, 4, 4)),
+    "windows with gaps": lambda n: transposed(n, n.input(2, 8, 5, 4), 8, (2, 2), (3, 4), (1, 0, 0, 0), (2, 0)),
+    "a residual": residual,
+    "inside a network": lambda n: n.conv(transposed(n, n.input(2, 8, 7, 5), 16, (5, 4), (3, 2), (1, 0, 2, 1), (0, 1)), 8, 1, pads=0),
+}  # fmt: skip
+
+
+def tactics(program: Program) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "ConvTranspose"]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_programs_compute_the_network(name: str) -> None:
+    for precision, kernel in (("fp16", "sm90"), ("tf32", "sm90"), ("fp32", "fp32")):
+        n = Net()
+        program = check_simulated(n.done(NETS[name](n)), precision)
+        assert set(tactics(program)) == {f"subpixel_{kernel}"}
+
+
+@pytest.mark.parametrize("name", ["4x4 by 2, padded", "a line", "stride 1", "a residual"])
+def test_programs_before_hopper_compute_the_network(name: str) -> None:
+    n = Net()
+    graph = n.done(NETS[name](n))
+    program = lowered(graph, "bf16", target="cuda:sm_80", no_cubins=True)
+    assert set(tactics(program)) == {"subpixel_sm80"}
+    feeds, other = feeds_of(graph), evaluate(graph, feeds_of(graph, 2))
+    got = simulate(program, feeds)
+    for output, want in evaluate(graph, feeds).items():
+        assert np.abs(got[output] - want).max() <= 3e-2 * np.abs(want).max() < np.abs(want - other[output]).max() / 4
+
+
+def test_what_the_blocks_need_after_them_is_one_launch() -> None:
+    n = Net()
+    program = lowered(n.done(NETS["a residual"](n)), "fp16")
+    after = kinds(program)[1:]  # the image's layout
+    assert after == ["ConvBlocks", "Conv", "BlocksToSpace", "Pointwise"], "and the network's result is fp32"
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda n: transposed(n, n.input(2, 8, 5, 4), 8, (4, 4), (2, 2), group=2), "it has 2 groups"),
+        (lambda n: n.op("ConvTranspose", n.input(1, 4, 5, 4), n.input(4, 4, 2, 2, name="w"), attrs=ConvTransposeAttrs((2, 2), (0,) * 4, (1, 1), (0, 0))), "weights are not constant"),
+        (lambda n: transposed(n, n.input(1, 4, 2, 2), 4, (2, 2), (2, 2), (4, 4, 0, 0), (1, 1)), "cut off all"),
+        (lambda n: n.op("ConvTranspose", n.input(1, 4, 5, 4), n.random(4, 4, 2, 2), n.input(4, name="b"), attrs=ConvTransposeAttrs((2, 2), (0,) * 4, (1, 1), (0, 0))), "bias is not constant"),
+    ],
+)  # fmt: skip
+def test_what_they_do_not_run_they_refuse(build: Callable[[Net], Value], reason: str) -> None:
+    n = Net()
+    program = lowered(n.done(build(n)), "fp16")
+    assert tactics(program) == ["conv_transpose_direct"]
+    refused = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ())]
+    assert any(reason in r for r in refused), refused
+
+
+@pytest.mark.parametrize("precision", ["fp16", "tf32"])
+def test_odd_channels_before_hopper(precision: str) -> None:
+    for channels, filters in ((12, 8), (8, 7)):
+        n = Net()
+        graph = n.done(transposed(n, n.input(1, channels, 5, 4), filters, (3, 3), (1, 1)))
+        program = lowered(graph, precision, target="cuda:sm_80", no_cubins=True)
+        assert tactics(program) == ["subpixel_sm80"]
+        feeds = feeds_of(graph)
+        for output, want in evaluate(graph, feeds).items():
+            assert np.abs(simulate(program, feeds)[output] - want).max() <= TOLERANCE[precision] * np.abs(want).max()
+
+
+def test_tensors_too_large_for_the_fp32_kernel_are_refused() -> None:
+    for shape, reason in (((1, 2, 16400), "larger than 16384"), ((768, 8, 512, 256), "32-bit offsets")):
+        n = Net()
+        rank = len(shape) - 2
+        program = lowered(n.done(transposed(n, n.input(*shape), 8, (2,) * rank, (2,) * rank)), "fp32")
+        refused: list[Any] = [r for t in program.meta["tactics"] for r in t.get("refused", ())]
+        assert any(r["tactic"] == "subpixel_fp32" and reason in r["reason"] for r in refused), refused
+
+
+def test_weights_in_blocks_give_the_transposed_convolution_exactly() -> None:
+    rng = np.random.default_rng(3)
+    for kernel, stride, dilation, pad, end in (
+        (4, 2, 1, 1, 1),
+        (3, 2, 1, 1, 0),
+        (5, 3, 2, 2, 4),
+        (2, 5, 1, 1, 0),
+        (3, 1, 2, 1, 1),
+    ):
+        x, w = rng.standard_normal((1, 2, 6, 1)), rng.standard_normal((2, 3, kernel, 1))
+        want = conv_transpose(
+            x, w, strides=(stride, 1), pads=(pad, 0, end, 0), dilations=(dilation, 1), output_padding=(0, 0)
+        )[0]
+        axes = Axis.of(6, want.shape[2], kernel, stride, dilation, pad), Axis.of(1, 1, 1, 1, 1, 0)
+        packed = block_weights(w, axes, (dilation, 1))
+        assert np.count_nonzero(packed) == w.size
+        (begin, after) = axes[0].pads
+        assert min(begin, after) >= 0
+        made = conv(x, packed, strides=(1, 1), pads=(begin, 0, after, 0), dilations=(axes[0].dilation, 1))[0]
+        whole = made.reshape(1, stride, 3, -1).transpose(0, 2, 3, 1).reshape(1, 3, -1)
+        got = whole[:, :, axes[0].crop : axes[0].crop + want.shape[2], None]
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+def test_launches_on_a_gpu_give_what_they_mean() -> None:
+    for precision, bound in (("fp16", 2e-3), ("bf16", 1.6e-2), ("tf32", 1e-5), ("fp32", 2e-6)):
+        for name, build in NETS.items():
+            n = Net()
+            graph = n.done(build(n))
+            program = lowered(graph, precision, target="cuda:sm_90a")
+            context: Any = CudaRunner(program, LoadOptions()).context()
+            found = {e.kind: e.error for e in check_steps(context, feeds_of(graph))}
+            assert {"Conv", "ConvBlocks"} & set(found), name
+            assert max(found.values()) < bound, (precision, name, found)

@@ -1,0 +1,259 @@
+"""A depthwise convolution and the 1x1 convolution behind it in one launch: where it is done, where not and why, what it computes, and
+how it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import check_simulated, kinds, lowered
+from support.timer import FakeTimer
+
+from optdnn.config import BuildOptions
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv import separable
+from optdnn.ops.index import ConcatAttrs
+from optdnn.optimize import optimize
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.program import Program
+from optdnn.tuning.autotuner import Tuner
+from optdnn.tuning.result import Tuned
+from optdnn.tuning.timing_cache import TimingCache
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the cost model were for one launch everywhere."""
+    monkeypatch.setattr(separable, "_slower", lambda problem, gpu, invariant=False: None)
+
+
+def inside(n: Net, images: int, channels: int, *size: int, name: str = "x") -> Value:
+    """A value that another kernel has left channels last."""
+    return n.op("Relu", n.conv(n.input(images, 8, *size, name=name), channels, 1, pads=0, bias=True))
+
+
+def clipped(n: Net, x: Value) -> Value:
+    return n.op("Clip", x, n.const(0.0), n.const(6.0))
+
+
+def pair(n: Net, x: Value, channels: int, out: int, *, activation: str = "Relu", **conv: Any) -> Value:
+    """The second half of a MobileNet's block."""
+    given = {"kernel": 3, "pads": 1, "bias": True, **conv}
+    y = n.conv(x, channels, group=channels, **given)
+    y = clipped(n, y) if activation == "Clip" else n.op(activation, y)
+    return n.conv(y, out, 1, pads=0, bias=True)
+
+
+def plain(
+    n: Net, images: int = 2, channels: int = 32, out: int = 24, size: tuple[int, int] = (9, 7), **more: Any
+) -> list[Value]:
+    return [n.op("Relu", n.conv(pair(n, inside(n, images, channels, *size), channels, out, **more), 8, 1, pads=0))]
+
+
+def residual(n: Net) -> list[Value]:
+    x = n.conv(n.input(2, 8, 9, 7), 24, 3, bias=True)
+    wide = n.op("Relu", n.conv(x, 40, 1, pads=0, bias=True))
+    return [n.conv(n.op("Add", pair(n, wide, 40, 24, activation="Clip"), x), 8, 3)]
+
+
+def joined(n: Net) -> list[Value]:
+    """Results of two pairs side by side in one buffer."""
+    x, z = inside(n, 2, 16, 9, 7), inside(n, 2, 16, 9, 7, name="z")
+    return [n.conv(n.op("Concat", pair(n, x, 16, 24), pair(n, z, 16, 40), attrs=ConcatAttrs(1)), 8, 3)]
+
+
+Build = Callable[[Net], list[Value]]
+NETS: dict[str, tuple[Build, int]] = {
+    "3x3": (plain, 1),
+    "one image, clipped": (lambda n: plain(n, 1, 48, activation="Clip"), 1),
+    "odd channels": (lambda n: plain(n, 3, 20, 12), 1),
+    "stride 2": (lambda n: plain(n, size=(15, 12), strides=2), 1),
+    "asymmetric": (lambda n: plain(n, pads=[0, 1, 2, 0], strides=2), 1),
+    "5x5, swish": (lambda n: plain(n, kernel=5, pads=2, activation="Swish"), 1),
+    "dilated": (lambda n: plain(n, pads=2, dilations=2), 1),
+    "no bias": (lambda n: plain(n, bias=False), 1),
+    "residual": (residual, 1),
+}
+
+
+def of(build: Build) -> Graph:
+    n = Net()
+    return n.done(*build(n))
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.usefixtures("chosen")
+def test_one_launch_gives_what_two_give(name: str) -> None:
+    build, count = NETS[name]
+    program = check_simulated(of(build))
+    assert kinds(program).count("SeparableConv") == count
+    (step,) = [s for s in program.steps if s.params["op"]["kind"] == "SeparableConv"]
+    assert sum(node.startswith("Conv") for node in step.src) == 2, "both convolutions are named"
+    groups = [s for s in program.steps if s.params["op"]["attrs"].get("group", 1) not in (1,)]
+    assert groups == [], "the depthwise convolution's own launch is dropped"
+    rows: Any = program.meta["tactics"]
+    (dropped,) = [row for row in rows if row.get("dropped") and row["kind"] == "Conv"]
+    (made,) = [row for row in rows if row["tactic"] == "separable_sm90"]
+    assert set(dropped["nodes"]) <= set(made["with"])
+    assert {*made["nodes"], *made["with"]} == set(step.src)
+
+
+@pytest.mark.usefixtures("chosen")
+def test_in_bf16() -> None:
+    assert "SeparableConv" in kinds(check_simulated(of(plain), "bf16"))
+
+
+def two_readers(n: Net) -> list[Value]:
+    x = inside(n, 2, 32, 9, 7)
+    y = n.op("Relu", n.conv(x, 32, group=32, bias=True))
+    return [n.conv(n.conv(y, 24, 1, pads=0), 8, 3), n.conv(n.op("GlobalAveragePool", y), 8, 1, pads=0)]
+
+
+def an_output(n: Net) -> list[Value]:
+    y = n.op("Relu", n.conv(inside(n, 2, 32, 9, 7), 32, group=32, bias=True))
+    return [n.conv(n.conv(y, 24, 1, pads=0), 8, 3), y]
+
+
+def excited(n: Net) -> list[Value]:
+    y = n.op("Swish", n.conv(inside(n, 2, 32, 9, 7), 32, group=32, bias=True))
+    s = n.op("Swish", n.conv(n.op("GlobalAveragePool", y), 8, 1, pads=0, bias=True))
+    return [n.conv(n.op("Mul", y, n.op("Sigmoid", n.conv(s, 32, 1, pads=0, bias=True))), 16, 1, pads=0)]
+
+
+def added_before(n: Net) -> list[Value]:
+    x, z = inside(n, 2, 32, 9, 7), inside(n, 2, 32, 9, 7, name="z")
+    return [n.conv(n.conv(n.op("Relu", n.op("Add", n.conv(x, 32, group=32, bias=True), z)), 24, 1, pads=0), 8, 3)]
+
+
+def shortcut(n: Net) -> list[Value]:
+    """Xception's: the convolution that is added becomes a part of the last product."""
+    x = inside(n, 2, 32, 9, 7)
+    return [n.conv(n.op("Add", pair(n, x, 32, 24), n.conv(x, 24, 1, pads=0)), 8, 3)]
+
+
+def grouped(n: Net) -> list[Value]:
+    return [n.conv(n.conv(inside(n, 2, 32, 9, 7), 32, group=4, bias=True), 24, 1, pads=0)]
+
+
+def mixed_apart(n: Net) -> list[Value]:
+    y = n.conv(inside(n, 2, 32, 9, 7), 32, group=32, bias=True)
+    return [n.conv(y, 24, 1, pads=0, strides=2)]
+
+
+REFUSED: dict[str, tuple[Build, str]] = {
+    "another reader": (two_readers, "has another reader (GlobalAveragePool"),
+    "an output": (an_output, "has another reader"),
+    "squeeze-and-excitation": (excited, "stands between"),
+    "an addition between": (added_before, "more than an activation"),
+    "a shortcut's convolution": (shortcut, "is a part of its launch"),
+    "groups": (grouped, "no depthwise convolution's result"),
+    "a stride behind": (mixed_apart, "not a 1x1 convolution"),
+    "many taps": (lambda n: plain(n, kernel=7, pads=3), "49 taps exceed 25"),
+    "a stride and holes": (lambda n: plain(n, pads=2, dilations=2, strides=2), "a stride and holes"),
+}
+
+
+def reasons(program: Program) -> list[str]:
+    rows: Any = program.meta["tactics"]
+    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == "separable_sm90"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.usefixtures("chosen")
+def test_refused_with_its_reason(name: str) -> None:
+    build, reason = REFUSED[name]
+    program = lowered(of(build))
+    assert "SeparableConv" not in kinds(program)
+    assert any(reason in found for found in reasons(program)), reasons(program)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"precision": "fp32"}, "16-bit floats"), ({"target": "cuda:sm_80", "no_cubins": True}, "sm_80")],
+)
+@pytest.mark.usefixtures("chosen")
+def test_other_machines_and_types_are_refused(options: dict[str, Any], reason: str) -> None:
+    program = lowered(of(plain), **options)
+    assert "SeparableConv" not in kinds(program)
+    assert any(reason in found for found in reasons(program))
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1.0 if faster else 1e-9)
+    program = lowered(of(plain))
+    assert ("SeparableConv" in kinds(program)) == faster
+    assert faster or any("two launches are predicted" in r for r in reasons(program))
+
+
+@pytest.mark.parametrize("more", [{"kernel": 5, "pads": 2}, {"out": 168}])
+def test_what_was_not_measured_is_for_tuning(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1.0)
+    program = lowered(of(lambda n: plain(n, **more)))
+    assert "SeparableConv" not in kinds(program)
+    assert any("only tuning tries" in r for r in reasons(program))
+
+
+def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether one launch or two, many images decide, and no blocks share K."""
+    asked: list[int] = []
+
+    def apart(problem: Any, gpu: Any) -> float:
+        asked.append(problem.batch)
+        return 1.0
+
+    monkeypatch.setattr(separable, "_apart", apart)
+    for images in (1, 3, 40):
+        program = lowered(of(lambda n, images=images: plain(n, images, 192, size=(14, 14))), row_invariant=True)
+        assert "SeparableConv" in kinds(program)
+        (made,) = [s.params["tactic"] for s in program.steps if s.params["op"]["kind"] == "SeparableConv"]
+        assert "k1b" in made
+    assert set(asked) == {separable.MANY}
+    monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1e-9)
+    program = lowered(of(plain), row_invariant=True)
+    assert "SeparableConv" not in kinds(program)
+    assert any("two launches are predicted" in r for r in reasons(program))
+
+
+@pytest.mark.usefixtures("chosen")
+def test_results_lie_in_a_joint_buffer_where_they_may() -> None:
+    program = check_simulated(of(joined))
+    assert kinds(program).count("SeparableConv") == 2
+    assert "Concat" not in kinds(program)
+
+
+# ---------------------------------------------------------------- tuning
+
+
+def tuned(seconds: Callable[[str], float]) -> tuple[Tuned, list[str]]:
+    """What the autotuner makes of a network whose launches take so long, and the tactics of its choices."""
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
+    graph = of(lambda n: plain(n, 1, 96, size=(14, 14)))
+    optimize(graph, options, "cuda:sm_90a")
+    timer = FakeTimer(seconds, lambda tactics: sum(map(seconds, tactics)) * 1e3)
+    found = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now).run()
+    assert any(name.startswith("separable") for _, name in timer.trials), "it was tried"
+    return found, [c.tactic for c in found.choices.values()]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(("one", "taken"), [(3.5e-6, True), (4.5e-6, False)])
+def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool) -> None:
+    """Two launches of 2 us each: one of 3.5 us takes longer than the 1x1 alone, and is better."""
+
+    def seconds(name: str) -> float:
+        return one if name.startswith("separable") else 2e-6
+
+    found, tactics = tuned(seconds)
+    assert ("separable_sm90" in tactics) == taken
+    (problem,) = [p for p in found.problems if p.spared is not None]
+    assert problem.spared is not None
+    assert problem.spared.op.attrs.group == 96
+    best = problem.best
+    assert problem.saved(best) == pytest.approx(2e-6 if taken else 0.0)
+    assert problem.seconds == pytest.approx(1.5e-6 if taken else 2e-6)
+    assert problem.weight == pytest.approx(problem.seconds + 2e-6)
+    assert np.isfinite(found.after_ms or np.nan)

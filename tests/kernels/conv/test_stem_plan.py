@@ -1,0 +1,274 @@
+"""The plan of the convolution of an image as it comes: the order of its sums, what it refuses, what it is compiled to. Those
+tests that are marked ``gpu`` need a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.conv_cases import ADD, RELU, convolve
+from support.needs import why_no_hopper
+
+from optdnn.errors import InternalError
+from optdnn.kernels import launch as describe
+from optdnn.kernels.conv import stem_cost as conv_stem_cost
+from optdnn.kernels.conv import stem_kernel as stem
+from optdnn.kernels.conv.problem import Source
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.types import Array
+
+PLAIN: tuple[tuple[str, ...], ...] = (("bias",),)
+CLIP: tuple[tuple[str | float, ...], ...] = (("bias",), ("clip", -1.0, 2.0))
+
+
+def problem(
+    batch: int, source: Source, channels: int, image: str = "float32", *, last: bool = False, **more: Any
+) -> stem.Problem:
+    """Of a dense image: planar, or (``last``) with its channels last."""
+    c, h, w = source.channels, source.height, source.width
+    strides = (h * w * c, 1, w * c, c) if last else (c * h * w, h * w, w, 1)
+    return stem.Problem(batch, source, channels, strides, image, **more)
+
+
+CASES: dict[str, tuple[stem.Problem, stem.Config]] = {
+    "7x7/2": (
+        problem(2, Source(40, 48, 3, (7, 7), (2, 2), (3, 3, 3, 3)), 64, "float16", epilogue=RELU),
+        stem.Config(4, 8, 2, 8, 8),
+    ),
+    "7x7/2, many tiles, ahead": (
+        problem(40, Source(64, 64, 3, (7, 7), (2, 2), (3, 3, 3, 3)), 64, epilogue=RELU),
+        stem.Config(4, 32, 2, 4, 8, True),
+    ),
+    "3x3/2": (
+        problem(3, Source(33, 31, 3, (3, 3), (2, 2), (1, 1, 1, 1)), 32, epilogue=CLIP),
+        stem.Config(1, 16, 1, 4, 4),
+    ),
+    "3x3/2, pads at the end": (
+        problem(3, Source(32, 32, 3, (3, 3), (2, 2), (0, 0, 1, 1)), 40, "bfloat16", dtype="bfloat16"),
+        stem.Config(2, 16, 1, 5, 5),
+    ),
+    "3x3/1": (
+        problem(2, Source(20, 24, 3, (3, 3), (1, 1), (1, 1, 1, 1)), 64, "float16", epilogue=ADD),
+        stem.Config(2, 24, 3, 4, 8),
+    ),
+    "11x11/4, one channel": (
+        problem(2, Source(65, 63, 1, (11, 11), (4, 4), (2, 2, 2, 2)), 96),
+        stem.Config(4, 16, 2, 6, 12),
+    ),
+    "5x3 dilated, two channels": (
+        problem(2, Source(19, 23, 2, (5, 3), (1, 2), (4, 1, 3, 2), (2, 3)), 24),
+        stem.Config(2, 8, 1, 3, 3),
+    ),
+    "rows dilated, planes": (
+        problem(2, Source(30, 20, 4, (3, 3), (2, 2), (3, 0, 2, 1), (3, 1)), 24),
+        stem.Config(2, 8, 1, 1, 3, True),
+    ),
+    "one axis": (
+        problem(2, Source(1, 400, 1, (1, 10), (1, 5), (0, 0, 0, 0)), 16, "float16"),
+        stem.Config(1, 80, 5, 2, 2),
+    ),
+    "four channels, blocks of channels": (
+        problem(2, Source(18, 16, 4, (4, 4), (2, 2), (1, 2, 1, 0)), 136, epilogue=RELU),
+        stem.Config(8, 8, 4, 2, 4),
+    ),
+    "bytes, normalized": (
+        problem(2, Source(30, 32, 3, (3, 3), (2, 2), (1, 1, 1, 1)), 16, "uint8", normalize=True),
+        stem.Config(2, 16, 1, 2, 2, True),
+    ),
+    "bytes as cameras give them": (
+        problem(
+            2, Source(30, 27, 3, (7, 7), (2, 2), (3, 3, 3, 3)), 24, "uint8", last=True, normalize=True, epilogue=RELU
+        ),
+        stem.Config(3, 16, 3, 3, 3),
+    ),
+    "signed bytes": (
+        problem(1, Source(12, 12, 3, (3, 3), (1, 1), (1, 1, 1, 1)), 8, "int8"),
+        stem.Config(2, 8, 1, 1, 1),
+    ),
+}
+
+
+def emulate(p: stem.Problem, config: stem.Config, image: Array, packed: Array) -> Array:
+    """The kernel's walk over NCHW images: a tile's pixels as they lie in shared memory, then sums over the words of K."""
+    s, layout, (out_h, out_w) = p.source, p.layout, p.out_size
+    rows, columns = stem.halo(p, config)
+    pitch = stem._pitch(p, config)
+    offsets = stem._words(p, rows, pitch)
+    together = 1 if layout.planes else layout.together
+    first = (p.phase - layout.lead) // 2 if layout.planes else p.phase * together // 2
+    out = np.full((p.batch, out_h, out_w, p.channels), np.nan)
+    across, down = stem.tiles(p, config)
+    for n, ty, tx in itertools.product(range(p.batch), range(down), range(across)):
+        top = ty * config.tile_h * s.stride[0] - s.padding[0]
+        left = tx * config.tile_w * s.stride[1] - s.padding[1] - p.phase
+        assert left % p.vector == 0
+        shape = (s.channels, rows, pitch) if layout.planes else (rows, pitch, together)
+        shared = np.full(shape, np.nan)
+        for c, y, x in itertools.product(range(s.channels), range(rows), range(columns)):
+            inside = 0 <= top + y < s.height and 0 <= left + x < s.width
+            shared[(c, y, x) if layout.planes else (y, x, c)] = image[n, c, top + y, left + x] if inside else 0
+        if not layout.planes:
+            shared[:, :columns, s.channels :] = 0
+        flat = shared.reshape(-1)
+        for y, x in itertools.product(range(config.tile_h), range(config.tile_w)):
+            if ty * config.tile_h + y >= out_h or tx * config.tile_w + x >= out_w:
+                continue
+            base = (y * s.stride[0] * pitch + x * s.stride[1]) * together // 2 + first
+            pixels = np.concatenate([flat[2 * (base + w) : 2 * (base + w) + 2] for w in offsets])
+            assert np.isnan(out[n, ty * config.tile_h + y, tx * config.tile_w + x]).all()  # written once
+            out[n, ty * config.tile_h + y, tx * config.tile_w + x] = packed @ pixels
+    return out
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "many" not in name])
+def test_words_are_the_window(name: str) -> None:
+    p, config = CASES[name]
+    s, rng = p.source, np.random.default_rng(0)
+    p = replace(p, batch=1)
+    assert stem.refuse(p, config) is None
+    image = rng.standard_normal((1, s.channels, s.height, s.width))
+    weight = rng.standard_normal((p.channels, s.channels, *s.kernel))
+    packed = stem.pack_weights(p, weight)
+    strides, at = stem.weight_view(p)
+    view = np.lib.stride_tricks.as_strided(packed.reshape(-1)[at:], weight.shape, [8 * x for x in strides])
+    np.testing.assert_array_equal(view, weight)
+    np.testing.assert_allclose(
+        emulate(p, config, image, packed), convolve(image.transpose(0, 2, 3, 1), weight, s), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_vectors_are_as_wide_as_every_row_allows() -> None:
+    s = Source(32, 48, 3, (7, 7), (2, 2), (3, 3, 3, 3))
+    p = problem(2, s, 64, "float16")
+    assert (p.vector, p.phase, p.layout.planes, p.layout.steps) == (8, 5, True, 11)
+    assert problem(2, s, 64, "float32").vector == 4
+    assert problem(2, replace(s, width=44), 64, "float16").vector == 4
+    assert replace(p, offset=2).vector == 2
+    assert replace(p, strides=(1, *p.strides[1:]), batch=1).vector == 8, "one image has no next"
+    assert replace(p, strides=(p.strides[0] + 1, *p.strides[1:])).vector == 1
+    assert not problem(2, s, 64, "uint8", last=True).layout.planes
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"source": Source(32, 32, 5, (3, 3))}, "up to 4 channels, not 5"),
+        ({"image": "float64"}, "does not read images of float64"),
+        ({"epilogue": (("relu",),)}, "does not begin with the bias"),
+        ({"channels": 12}, "do not come in eights"),
+        ({"source": Source(8, 8, 3, (9, 9))}, "there are no pixels"),
+        ({"source": Source(64, 64, 3, (16, 16))}, "are longer than 512"),
+        ({"strides": (1 << 32, 1 << 29, 32, 1)}, "more elements than the kernel addresses"),
+    ],
+)  # fmt: skip
+def test_what_no_tile_can_run_is_refused(change: dict[str, Any], reason: str) -> None:
+    p = replace(problem(1, Source(32, 32, 3, (3, 3)), 16), **change)
+    assert reason in str(stem.no_kernel(p))
+    assert reason in str(stem.refuse(p, stem.Config(2, 8, 1, 1, 2)))
+    assert not conv_stem_cost.candidates(p, of_arch("sm_90a"))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (stem.Config(2, 12, 1, 1, 2), "not a tile of this kernel"),
+        (stem.Config(1, 8, 1, 1, 2), "not a tile of this kernel"),
+        (stem.Config(64, 8, 1, 1, 2), "2048 threads are not a block"),
+        (stem.Config(8, 16, 8, 8, 8), "more than 128 sums a thread"),
+        (stem.Config(8, 32, 4, 8, 8, True), "do not fit the registers of a thread"),
+        (stem.Config(4, 32, 4, 4, 4, True), "shared memory exceed"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(config: stem.Config, reason: str) -> None:
+    p = problem(1, Source(512, 512, 3, (3, 3), (1, 1), (1, 1, 1, 1)), 64)
+    assert reason in str(stem.refuse(p, config, shared=5000))
+
+
+def test_weights_of_another_convolution_are_an_error() -> None:
+    with pytest.raises(InternalError, match="another convolution"):
+        stem.pack_weights(CASES["3x3/2"][0], np.zeros((32, 3, 5, 5)))
+
+
+def test_every_candidate_is_one_and_is_named() -> None:
+    for p, _ in CASES.values():
+        found = conv_stem_cost.candidates(p, of_arch("sm_90a"))
+        assert found
+        assert len({str(c) for c in found}) == len(found) <= 16
+        assert all(
+            stem.refuse(p, c) is None and 1e-6 < conv_stem_cost.estimate(p, c, of_arch("sm_90a")) < 1e-4 for c in found
+        )
+
+
+@pytest.mark.parametrize(
+    "name", ["7x7/2, many tiles, ahead", "3x3/1", "bytes as cameras give them", "11x11/4, one channel"]
+)
+@pytest.mark.nvrtc
+def test_kernels_do_not_spill(name: str) -> None:
+    p, config = CASES[name]
+    for arch in ("sm_80", "sm_90a") if name == "3x3/1" else ("sm_90a",):
+        (kernel,) = nvrtc.resources(stem.recipe(p, config, arch)).values()
+        assert kernel.spill_bytes == kernel.stack_bytes == 0
+        assert kernel.registers * config.threads <= 65536
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------------------------
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+TYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@pytest.fixture
+def memory() -> Any:
+    from test_gpu import Memory
+
+    made = Memory()
+    yield made
+    made.free()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_gpu) for name in CASES])
+def test_kernels_compute_the_convolution(memory: Any, name: str) -> None:
+    p, config = CASES[name]
+    for c in dict.fromkeys((config, *conv_stem_cost.candidates(p, memory.device)[:2])):
+        check(memory, p, c)
+
+
+def check(memory: Any, p: stem.Problem, config: stem.Config) -> None:
+    """One launch against the definition in float64 of the same rounded operands; the result was full of NaN."""
+    s, rng, dtype = p.source, np.random.default_rng(1), TYPES.get(p.dtype, np.dtype(np.float16))
+    shape = (p.batch, s.channels, s.height, s.width)
+    kind = TYPES.get(p.image) or np.dtype(p.image)
+    bounds = (0, 256) if p.image == "uint8" else (-128, 128)
+    image = (rng.integers(*bounds, shape) if kind.kind in "iu" else rng.standard_normal(shape)).astype(kind)
+    factors = rng.uniform(0.01, 0.02, s.channels).astype(np.float32) if p.normalize else ()
+    shifts = rng.uniform(-2, 2, s.channels).astype(np.float32) if p.normalize else ()
+    seen = image.astype(np.float32)
+    if p.normalize:
+        seen = seen * np.reshape(factors, (-1, 1, 1)) + np.reshape(shifts, (-1, 1, 1))
+    seen = seen.astype(dtype).astype(np.float64)
+    weight = (rng.standard_normal((p.channels, s.channels, *s.kernel)) / np.sqrt(p.layout.depth)).astype(dtype)
+    bias = rng.standard_normal(p.channels).astype(np.float32)
+    out = (p.batch, *p.out_size, p.channels)
+    residual = rng.standard_normal(out).astype(dtype)
+    last = p.strides[1] == 1 and s.channels > 1
+    at = {
+        "image": memory.put(image.transpose(0, 2, 3, 1) if last else image), "weights": memory.put(stem.pack_weights(p, weight)),
+        "bias": memory.put(bias), "residual": memory.put(residual), "output": memory.put(np.full(out, np.nan, dtype)),
+    }  # fmt: skip
+    cache, normalization = nvrtc.KernelCache(), ([float(x) for x in factors], [float(x) for x in shifts])
+    found = stem.describe(p, config, memory.device, p.channels, p.channels, normalization)
+    memory.run(describe.bind(found, describe.load(stem.recipe(p, config), found, cache), at))
+    want = convolve(seen.transpose(0, 2, 3, 1), weight.astype(np.float64), s) + bias
+    for name, *numbers in p.epilogue[1:]:
+        if name == "add":
+            want = want + residual.astype(np.float64)
+        else:
+            want = np.maximum(want, 0) if name == "relu" else np.clip(want, *numbers)
+    got = memory.get(at["output"], out, dtype).astype(np.float64)
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert error < (3e-3 if p.dtype == "bfloat16" else 4e-4), (str(config), error)

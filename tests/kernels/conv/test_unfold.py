@@ -1,0 +1,146 @@
+"""Slices of what is padded, side by side: one launch where they slide along the padded axis, and what runs where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.host import WHY_NOT
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import check_simulated, feeds_of, kinds, lowered
+from test_generated import compare_steps  # type: ignore[import-not-found]
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.executor import LoadOptions
+
+
+def cut(n: Net, x: Value, start: int, end: int, axis: int, step: int = 1) -> Value:
+    return n.op("Slice", x, n.ints(start), n.ints(end), n.ints(axis), n.ints(step))  # type: ignore[no-any-return]
+
+
+def sliding(
+    shape: Sequence[int] = (2, 5, 3, 8), *, axis: int = 1, along: int = 3, pads: tuple[int, int] = (1, 1), count: int = 5, step: int = 1,
+    starts: Sequence[int] = (0, 1, 2), padded: tuple[int, ...] = (), value: Any = None, mode: str = "constant", others: bool = False,
+    lengths: Sequence[int] = (),
+) -> Graph:  # fmt: skip
+    """Slices from ``starts`` of ``count`` places each along ``axis``, side by side along ``along``, behind and before other work."""
+    n = Net()
+    rank = len(shape)
+    full = list(padded) or [0] * 2 * rank
+    full[axis], full[rank + axis] = pads
+    given = [] if value is None else [n.const(value)]
+    p = n.op("Pad", n.op("Exp", n.input(*shape)), n.ints(*full), *given, attrs=PadAttrs(mode))
+    reach = [(k - 1) * step + 1 for k in (lengths or [count] * len(starts))]
+    parts = [cut(n, p, s, s + r, axis, step) for s, r in zip(starts, reach, strict=True)]
+    y = n.op("Concat", *parts, attrs=ConcatAttrs(along))
+    return n.done(n.op("Tanh", y), *([n.op("Tanh", p)] if others else []))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "three taps": {},
+    "odd sizes": {"shape": (1, 5, 3, 7), "pads": (2, 0)},
+    "at the end alone": {"pads": (0, 2)},
+    "steps": {"shape": (2, 9, 3, 8), "step": 2, "pads": (1, 0), "starts": (0, 1)},
+    "distances": {"shape": (2, 5, 2, 16), "pads": (2, 2), "starts": (0, 2, 4)},
+    "backwards": {"starts": (2, 1, 0)},
+    "the same twice": {"starts": (1, 1)},
+    "nothing but padding": {"shape": (2, 1, 3, 8), "pads": (4, 4), "count": 2, "starts": (0, 2, 4, 6)},
+    "before the axis": {"axis": 2, "along": 1, "shape": (2, 3, 6, 8), "count": 6},
+    "in groups": {"shape": (2, 4, 3, 2, 4), "along": 4, "count": 4},
+    "zeros given": {"value": 0.0},
+    "a number": {"value": 1.5},
+    "minus zero": {"value": -0.0, "pads": (0, 2)},
+}
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_slices_of_a_padded_axis_are_one_launch(name: str, precision: str, tmp_path: Path) -> None:
+    graph = sliding(**CASES[name])
+    program = check_simulated(graph, precision)
+    assert kinds(program).count("Frames") == 1
+    assert not {"Pad", "Copy"} & set(kinds(program))
+    compare_steps(program, feeds_of(graph), 1e-6 if precision == "fp32" else 2e-3, tmp_path)
+
+
+def test_what_others_read_is_padded_for_them() -> None:
+    found = kinds(check_simulated(sliding(others=True), "fp32"))
+    assert (found.count("Frames"), found.count("Pad")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"value": np.inf},
+        {"mode": "edge"},
+        {"padded": (0, 0, 1, 0, 0, 0, 0, 0)},
+        {"starts": (0, 1, 3), "count": 4, "shape": (2, 6, 3, 8)},
+        {"axis": 3, "along": 3, "count": 8},
+        {"pads": (1, -1), "count": 3},
+        {"starts": (0, 1), "lengths": (3, 4), "axis": 1, "along": 1},
+    ],
+)
+def test_what_does_not_slide_is_padded_and_copied(other: dict[str, Any]) -> None:
+    found = kinds(check_simulated(sliding(**other), "fp32"))
+    assert "Frames" not in found
+    assert "Pad" in found
+
+
+def test_slices_that_cut_another_axis_are_copied() -> None:
+    n = Net()
+    p = n.op("Pad", n.op("Exp", n.input(2, 5, 4)), n.ints(0, 1, 0, 0, 1, 0), attrs=PadAttrs())
+    parts = [n.op("Slice", p, n.ints(s, 1), n.ints(s + 5, 3), n.ints(1, 2)) for s in (0, 1)]
+    found = kinds(check_simulated(n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2))), "fp32"))
+    assert "Frames" not in found
+    n = Net()
+    p = n.op("Pad", n.op("Exp", n.input(2, 5, 4)), n.ints(0, 1, 0, 0, 1, 0), attrs=PadAttrs())
+    parts = [cut(n, p, s, s + 2, 2) for s in (0, 1)]
+    assert "Frames" not in kinds(check_simulated(n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2))), "fp32"))
+
+
+def test_a_number_that_is_not_known_is_padded_with() -> None:
+    n = Net()
+    p = n.op("Pad", n.op("Exp", n.input(2, 5, 4)), n.ints(0, 1, 0, 0, 1, 0), n.input(name="v"), attrs=PadAttrs())
+    parts = [cut(n, p, s, s + 5, 1) for s in (0, 1)]
+    program = check_simulated(n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2))), "fp32")
+    assert not [s for s in program.steps if s.params.get("op", {}).get("kind") == "Frames"]
+
+
+@pytest.mark.parametrize("value", [None, 0, -7])
+def test_integers_move_as_they_are(value: int | None) -> None:
+    n = Net()
+    x = n.op("Neg", n.input(2, 5, 3, dtype=np.int32))
+    given = [] if value is None else [n.const(value, np.int32)]
+    p = n.op("Pad", x, n.ints(0, 1, 0, 0, 1, 0), *given, attrs=PadAttrs())
+    parts = [cut(n, p, s, s + 5, 1) for s in range(3)]
+    graph = n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2)))
+    assert "Frames" in kinds(check_simulated(graph, "fp32"))
+
+
+def test_sixteen_bytes_are_moved_at_once() -> None:
+    """Where channels allow it; else one element."""
+    program = lowered(sliding((2, 5, 3, 8)), "fp16")
+    (kernel,) = (k for k in program.kernels if k.function == "frames")
+    assert "Pack<u16, 8>" in kernel.generated["generated.cuh"]
+    program = lowered(sliding((2, 5, 3, 7)), "fp16")
+    (kernel,) = (k for k in program.kernels if k.function == "frames")
+    assert "Pack<u16, 1>" in kernel.generated["generated.cuh"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> None:
+    graph = sliding(**CASES[name])
+    context: Any = CudaRunner(lowered(graph, precision, "cuda:sm_90a"), LoadOptions()).context()
+    errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Frames"]
+    assert errors == [0.0]

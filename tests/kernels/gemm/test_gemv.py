@@ -1,0 +1,57 @@
+"""A few rows times a large matrix: the tactic that reads it once."""
+
+from __future__ import annotations
+
+import pytest
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.kernels.gemm import gemv_kernel as gemv
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
+
+
+def net(rows: int, depth: int, columns: int, kind: str = "gemm") -> Net:
+    n = Net()
+    x = n.input(rows, depth)
+    y = n.gemm(x, columns) if kind == "gemm" else n.op("Add", n.matmul(x, columns), n.input(rows, columns, name="r"))
+    n.done(n.op("Relu", y))
+    return n
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "kind"),
+    [(1, 1024, 520, "gemm"), (4, 1032, 514, "gemm"), (3, 1024, 520, "matmul with a residual"), (1, 2048, 1000, "gemm")],
+)
+def test_it_runs_what_it_is_for(rows: int, depth: int, columns: int, kind: str) -> None:
+    program = check_simulated(net(rows, depth, columns, kind).graph)
+    assert [t["tactic"] for t in program.meta["tactics"] if t["kind"] in ("Gemm", "MatMul")] == ["gemv"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "reason"),
+    [(5, 1024, 520, "up to 4 rows, not 5"), (1, 64, 64, "its matrix is small"), (1, 1030, 520, "rows in eights")],
+)
+def test_what_it_is_not_for_it_refuses(rows: int, depth: int, columns: int, reason: str) -> None:
+    program = check_simulated(net(rows, depth, columns).graph)
+    (found,) = [t for t in program.meta["tactics"] if t["kind"] == "Gemm"]
+    assert any(r["tactic"] == "gemv" and reason in r["reason"] for r in found["refused"])
+
+
+def test_configurations_keep_enough_loads_in_flight() -> None:
+    problem = gemv.Problem(1, 4096, 25088)
+    best = gemv.candidates(problem, of_arch("sm_90a"))[0]
+    assert gemv.refuse(problem, best) is None
+    assert 45e-6 < gemv.estimate(problem, best, of_arch("sm_90a")) < 65e-6
+    assert gemv.refuse(gemv.Problem(5, 8, 8), best) == "it is for up to 4 rows, not 5"
+    assert "tile" in str(gemv.refuse(problem, gemv.Config(8, 4, 8)))
+
+
+@pytest.mark.nvrtc
+def test_kernels_do_not_spill() -> None:
+    for rows in (1, 4):
+        problem = gemv.Problem(rows, 1000, 4096, (("bias",), ("add",), ("relu",)), "bfloat16")
+        for arch in ("sm_80", "sm_90a"):
+            for config in gemv.candidates(problem, of_arch("sm_90a"))[:2]:
+                (kernel,) = nvrtc.resources(gemv.recipe(problem, config, arch)).values()
+                assert kernel.spill_bytes == kernel.stack_bytes == 0

@@ -1,0 +1,162 @@
+"""Products of two computed stacks of matrices on Hopper's kernel: each place that operands may lie at, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import TOLERANCE, feeds_of, lowered, simulate
+
+from optdnn.errors import InternalError
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv import cost as conv_cost
+from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import implicit_gemm as conv
+from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.program import Program
+
+
+def heads(n: Net, x: Value, count: int) -> Value:
+    """[batch, position, heads * features] -> [batch, heads, position, features], a view."""
+    batch, length, width = n.dims(x)
+    split = n.op("Reshape", x, n.ints(int(batch), int(length), count, int(width) // count))
+    return n.op("Transpose", split, attrs=TransposeAttrs((0, 2, 1, 3)))
+
+
+def plain(n: Net) -> Value:
+    return n.op("MatMul", n.input(2, 3, 20, 40), n.input(2, 3, 40, 72, name="y"))
+
+
+def two_matrices(n: Net) -> Value:
+    return n.op("MatMul", n.input(130, 264), n.input(264, 200, name="y"))
+
+
+def odd_sizes(n: Net) -> Value:
+    return n.op("MatMul", n.input(5, 33, 65), n.input(5, 65, 30, name="y"))
+
+
+def with_epilogue(n: Net) -> Value:
+    x = n.op("MatMul", n.input(6, 100, 64), n.input(6, 64, 40, name="y"))
+    x = n.op("Add", n.op("Mul", x, n.const(np.float32(0.3))), n.input(6, 100, 40, name="z"))
+    return n.op("Relu", x)
+
+
+def with_bias(n: Net) -> Value:
+    return n.op("Add", n.op("MatMul", n.input(3, 9, 128), n.input(3, 128, 72, name="y")), n.random(72))
+
+
+def transposed(n: Net) -> Value:
+    y = n.op("Transpose", n.input(4, 72, 96, name="y"), attrs=TransposeAttrs((0, 2, 1)))
+    return n.op("MatMul", n.input(4, 50, 96), y)
+
+
+def both_turned(n: Net) -> Value:
+    x = n.op("Transpose", n.input(4, 96, 48), attrs=TransposeAttrs((0, 2, 1)))
+    return n.op("MatMul", x, n.input(4, 96, 56, name="y"))
+
+
+def of_heads(n: Net) -> Value:
+    return n.op("MatMul", heads(n, n.input(2, 24, 3 * 64), 3), n.input(2, 3, 64, 80, name="y"))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {
+    f.__name__: f for f in (plain, two_matrices, odd_sizes, with_epilogue, with_bias, transposed, both_turned, of_heads)
+}
+
+
+def program_of(name: str, precision: str = "fp16", target: str = "simulate") -> tuple[Graph, Program]:
+    n = Net()
+    graph = n.done(NETS[name](n))
+    return graph, lowered(graph, precision, target=target)
+
+
+def products(program: Program) -> list[str]:
+    """The tactics of the matrix products."""
+    return [s.params["tactic"].split()[0] for s in program.steps if s.params.get("op", {}).get("kind") == "MatMul"]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_products_of_computed_stacks(name: str) -> None:
+    graph, program = program_of(name)
+    assert products(program) == ["matmul_sm90"]
+    feeds = feeds_of(graph)
+    (got,), (want,) = simulate(program, feeds).values(), evaluate(graph, feeds).values()
+    assert float(np.abs(got - want).max()) <= TOLERANCE["fp16"] * float(np.abs(want).max())
+
+
+def test_the_stages_behind_a_product_are_in_its_kernel() -> None:
+    for name, stages in (("with_epilogue", 4), ("with_bias", 1)):
+        _, program = program_of(name)
+        (op,) = (s.params["op"] for s in program.steps if s.params["op"]["kind"] == "MatMul")
+        assert len(op["attrs"]["epilogue"]) == stages
+
+
+def test_what_it_refuses_is_done_by_another() -> None:
+    def broadcast(n: Net) -> Value:
+        return n.op("MatMul", n.input(4, 20, 64), n.input(1, 64, 72, name="y"))
+
+    for build, precision in ((plain, "fp32"), (plain, "tf32"), (broadcast, "fp16")):
+        n = Net()
+        program = lowered(n.done(build(n)), precision)
+        assert products(program) == ["matmul_tiled"], precision
+
+
+PRODUCT = Problem(100, 72, (Source(1, 1, 520),), stack=(12, 2), across=True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(1, 1, 1, 64, 3, 2),
+        Config(1, 1, 1, 64, 3, direct=True),
+        Config(1, 1, 1, 64, 3, stationary=True),
+        Config(1, 1, 1, 64, 3, share=(1, 2)),
+    ],
+)
+def test_configurations_that_a_stack_refuses(config: Config) -> None:
+    assert conv.refuse(PRODUCT, Config(1, 1, 1, 64, 3)) is None
+    assert "stack" in (conv.refuse(PRODUCT, config) or "")
+
+
+def test_a_stack_has_tiles_of_every_product() -> None:
+    config = Config(1, 1, 1, 64, 3)
+    assert config.joint_tiles(PRODUCT) == (2, 24 * 2 * 2)
+    assert PRODUCT.flops == 24 * 2 * 100 * 72 * 520
+    assert PRODUCT.k_steps == 9
+    found = conv_cost.candidates(PRODUCT, of_arch("sm_90a"), 20)
+    assert found
+    assert all(conv.refuse(PRODUCT, c) is None for c in found)
+
+
+def test_few_products_of_long_rows_are_cut_along_k() -> None:
+    """Gram matrices: one tile each, which alone would leave most of the machine idle."""
+    device = of_arch("sm_90a")
+    gram = Problem(64, 64, (Source(1, 1, 16384),), stack=(4, 1))
+    best = conv_cost.candidates(gram, device, 1)[0]
+    assert best.stream
+    first, second, *_ = (offer.config for offer in conv_sm90.ranked(gram, False, of_arch("sm_90a")))
+    assert not first.stream, "what is taken unmeasured"
+    assert second == best
+    assert 100 <= conv.grid_blocks(gram, best, device) <= device.multiprocessors
+    for other in (
+        replace(gram, stack=None),
+        replace(gram, stack=(200, 1)),
+        Problem(64, 64, (Source(1, 1, 256),), stack=(4, 1)),
+    ):
+        assert not any(c.stream for c in conv_cost.candidates(other, device, 400))
+
+
+def test_a_stack_is_of_matrices_of_16_bits() -> None:
+    with pytest.raises(InternalError, match="products of 16-bit matrices"):
+        Problem(100, 72, (Source(2, 2, 64),), stack=(2, 1))
+    with pytest.raises(InternalError, match="products of 16-bit matrices"):
+        Problem(128, 80, (Source(1, 1, 64),), dtype="int8", stack=(2, 1))
+    with pytest.raises(InternalError, match="lie along K"):
+        Problem(100, 72, (Source(1, 1, 64),), across=True)

@@ -1,0 +1,71 @@
+"""Large products of fp32 operands that are not constant run in tiles: which, compiled, and on a GPU what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import feeds_of, lowered
+
+from optdnn.ir.graph import Value
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.program import Kernel, Program
+
+
+def together(n: Net) -> Value:
+    return n.op("Relu", n.op("MatMul", n.input(3, 200, 136, name="a"), n.input(3, 136, 132, name="b")))
+
+
+def across(n: Net) -> Value:
+    right = n.op("Transpose", n.input(3, 129, 135, name="b"), attrs=TransposeAttrs((0, 2, 1)))
+    return n.op("Add", n.op("MatMul", n.input(3, 199, 135, name="a"), right), n.input(129, name="r"))
+
+
+def broadcast(n: Net) -> Value:
+    return n.op("MatMul", n.input(2, 3, 96, 160, name="a"), n.input(160, 96, name="b"))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {"together": together, "across": across, "broadcast": broadcast}
+
+
+def kernels(program: Program) -> list[Kernel]:
+    return [k for k in program.kernels if k.function == "matmul"]
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.nvrtc
+def test_large_products_run_in_tiles_that_compile_without_spills(name: str) -> None:
+    n = Net()
+    (kernel,) = kernels(lowered(n.done(NETS[name](n)), "fp32", target="cuda:sm_80", no_cubins=True))
+    assert kernel.template == "matmul_fp32.cu"
+    assert f"#define COLUMNS_TOGETHER {int(name != 'across')}" in kernel.generated["generated.cuh"]
+    assert nvrtc.resources(recipe_of(kernel))["matmul"].spill_bytes == 0
+
+
+@pytest.mark.parametrize("options", [{"row_invariant": True}, {"precision": "fp64"}, {"rows": 20}, {"depth": 8}])
+def test_others_run_on_the_plain_kernel(options: dict[str, Any]) -> None:
+    n = Net()
+    dtype = options.get("precision", "fp32").replace("fp", "float")
+    rows, depth = options.get("rows", 200), options.get("depth", 160)
+    y = n.op("MatMul", n.input(3, rows, depth, name="a", dtype=dtype), n.input(3, depth, 132, name="b", dtype=dtype))
+    more = {k: v for k, v in options.items() if k == "row_invariant"}
+    (kernel,) = kernels(lowered(n.done(y), "fp32", **more))
+    assert kernel.template == "general.cu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", NETS)
+def test_tiles_on_a_gpu_give_what_they_mean(name: str) -> None:
+    n = Net()
+    graph = n.done(NETS[name](n))
+    context: Any = CudaRunner(lowered(graph, "fp32", target="cuda:sm_90a"), LoadOptions()).context()
+    assert max(e.error for e in check_steps(context, feeds_of(graph))) < 2e-6

@@ -1,0 +1,95 @@
+"""Kernels that describe their own launches: chosen where they can run, refused with the reason where they cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.ir.graph import Graph
+from optdnn.ops import norm, softmax
+from optdnn.runtime.cuda.launches.plan import Pointer, parse
+from optdnn.runtime.program import Program
+
+
+def chosen(program: Program, kind: str) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == kind]
+
+
+def reasons(program: Program, kind: str) -> str:
+    return "; ".join(r["reason"] for t in program.meta["tactics"] if t["kind"] == kind for r in t.get("refused", []))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["Softmax", "LogSoftmax"])
+def test_rows(kind: str, precision: str) -> None:
+    n = Net()
+    x = n.matmul(n.input(2, 6, 32), 48)
+    y = n.op("LayerNormalization", x, n.positive(48), n.random(48), attrs=norm.LayerNormAttrs(-1, 1e-3))
+    z = n.op("RMSNormalization", y, n.positive(48))
+    program = check_simulated(n.done(n.op(kind, n.matmul(z, 40))), precision)
+    for one in ("LayerNormalization", "RMSNormalization", kind):
+        assert chosen(program, one) == ["rows_half"]
+    for step in program.steps:
+        parsed = parse(step, program)
+        if program.kernels[parsed.launch.kernel].template == "rows.cu":
+            assert any(isinstance(r, Pointer) for r in parsed.launch.relocations)
+            assert parsed.launch.parameters
+
+
+def row_cases() -> list[tuple[Graph, str, str]]:
+    cases: list[tuple[Graph, str, str]] = []
+    n = Net()
+    x = n.matmul(n.input(2, 6, 32), 48)
+    cases.append((n.done(n.op("Softmax", x, attrs=softmax.SoftmaxAttrs(1))), "Softmax", "not along the last axis"))
+    n = Net()
+    x = n.op("Slice", n.matmul(n.input(4, 32), 48), n.ints(0), n.ints(40), n.ints(1))
+    cases.append((n.done(n.op("Softmax", x)), "Softmax", "do not lie one after the other"))
+    n = Net()
+    scale = n.op("Abs", n.input(48, name="scale"))
+    cases.append(
+        (n.done(n.op("RMSNormalization", n.matmul(n.input(4, 32), 48), scale)), "RMSNormalization", "not constant")
+    )
+    n = Net()
+    x = n.matmul(n.input(2, 6, 32), 48)
+    two = n.op("LayerNormalization", x, n.random(6, 48), attrs=norm.LayerNormAttrs(1))
+    cases.append((n.done(two), "LayerNormalization", "not along the last axis"))
+    return cases
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_other_rows_run_elsewhere(case: int) -> None:
+    graph, kind, reason = row_cases()[case]
+    program = check_simulated(graph)
+    assert chosen(program, kind) == ["rows"]
+    assert reason in reasons(program, kind)
+
+
+def depthwise(channels: int = 16, **options: Any) -> Graph:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 8, 12, 11), channels, 1, pads=0))
+    y = n.op("Clip", n.conv(x, channels, group=channels, bias=True, **options), 0.0, 1.5)
+    return n.done(n.conv(y, 8, 1, pads=0))
+
+
+@pytest.mark.parametrize("options", [{}, {"kernel": 5, "pads": 2, "strides": 2}, {"dilations": 2, "pads": 2}])
+def test_depthwise(options: dict[str, Any]) -> None:
+    program = check_simulated(depthwise(**options))
+    assert "depthwise_half" in chosen(program, "Conv")
+
+
+def test_other_depthwise_convolutions_run_elsewhere() -> None:
+    program = check_simulated(depthwise(12))
+    assert "depthwise" in chosen(program, "Conv")
+    assert "channels in eights" in reasons(program, "Conv")
+
+
+def test_a_depthwise_convolution_adds_its_residual() -> None:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 8, 9, 9), 16))
+    y = n.op("Relu", n.op("Add", n.conv(x, 16, group=16), x))
+    program = check_simulated(n.done(n.conv(y, 8, 1, pads=0)))
+    assert "depthwise_half" in chosen(program, "Conv")
+    assert "Pointwise" not in [s.params["op"]["kind"] for s in program.steps[:-1]]

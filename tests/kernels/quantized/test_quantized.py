@@ -1,0 +1,160 @@
+"""8-bit operators on the simulated GPU: to the bit what the graph says, for each kind and layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.quantized_nets import FP8_GROUPS, NETS, QNet, grouped_fp8, residual_block
+from support.simulated import feeds_of, simulate
+
+from optdnn.config import BuildOptions
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph
+from optdnn.lowering.cuda import lower_cuda
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.passes.assign_layout import AssignLayout
+from optdnn.passes.base import PassContext
+from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.passes.integers import MoveIntegers, RecentreIntegers
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.program import Program, validate
+from optdnn.target_name import TargetName
+
+
+def built(graph: Graph, target: str = "simulate") -> tuple[Graph, Program]:
+    copy, context = graph.copy(), PassContext(target="cuda:sm_90a" if target == "simulate" else target)
+    for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
+        one(copy, context)
+    program = lower_cuda(
+        copy, BuildOptions(target=target, no_cubins=True), facts_for(TargetName.parse(target).arch), {}
+    )
+    validate(program)
+    return copy, program
+
+
+@pytest.mark.parametrize("target", ["simulate", "cuda:sm_89"])
+@pytest.mark.parametrize("name", NETS)
+def test_simulate_computes_what_the_graph_says(name: str, target: str) -> None:
+    n = QNet()
+    graph, program = built(n.done(*NETS[name](n)), target)
+    feeds, other = feeds_of(graph), feeds_of(graph, 2)
+    got = simulate(program, feeds)
+    different = evaluate(graph, other)
+    for output, want in evaluate(graph, feeds).items():
+        np.testing.assert_array_equal(got[output], want)
+        assert (got[output] != different[output]).mean() > 0.2
+    assert all(s.executor == "cuda" for s in program.steps)
+
+
+@pytest.mark.parametrize("name", [*FP8_GROUPS, "fp8 results"])
+def test_groups_of_fp8(name: str) -> None:
+    graph, program = built(grouped_fp8(128, 16, narrow=True) if name == "fp8 results" else FP8_GROUPS[name]())
+    assert tactics(program).count("conv_bands_sm90_8bit") == 1
+    feeds, other = feeds_of(graph), feeds_of(graph, 2)
+    got = simulate(program, feeds)
+    for output, want in evaluate(graph, feeds).items():
+        np.testing.assert_array_equal(got[output], want)
+        assert (got[output] != evaluate(graph, other)[output]).mean() > 0.2
+
+
+def tactics(program: Program) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"]]
+
+
+def test_chains_stay_in_8_bits() -> None:
+    n = QNet()
+    _, program = built(n.done(residual_block(n, residual_block(n, n.fake(n.input(2, 16, 9, 7), 0.03)))))
+    floats = [b for b in program.buffers if b.dtype == np.float32 and b.blob is None]
+    assert len(floats) == 2  # the network's input and output
+    assert tactics(program).count("conv_sm90_8bit") == 4
+    kinds = [s.params["op"]["kind"] for s in program.steps]
+    assert kinds == ["Pointwise", "Copy", *["QuantizedConv"] * 4, "Copy", "Pointwise"]  # copies: the border's order
+
+
+def test_parts_of_a_concatenation_are_written_in_place() -> None:
+    n = QNet()
+    _, program = built(n.done(*NETS["concatenation in place"](n)))
+    kinds = [s.params["op"]["kind"] for s in program.steps]
+    assert kinds.count("QuantizedConv") == 3
+    joint = {s.outputs for s in program.steps if s.params["op"]["kind"] == "QuantizedConv"}
+    assert len(joint) == 2  # both parts in one buffer, and the result
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"), [("depthwise with its mean", 1), ("depthwise with its mean, zero points", 2)]
+)
+def test_a_depthwise_convolution_sums_its_integers_on_its_way(name: str, steps: int) -> None:
+    n = QNet()
+    _, program = built(n.done(*NETS[name](n)))
+    kinds = [s.params["op"]["kind"] for s in program.steps]
+    assert "QuantizedMean" not in kinds
+    assert kinds.count("ConvSqueeze") + kinds.count("SqueezeFinish") == steps
+
+
+def test_a_mean_reads_and_writes_pixels_that_are_filled_up() -> None:
+    n = QNet()
+    _, program = built(n.done(*NETS["a mean between convolutions of 24 channels"](n)))
+    found = [s.params["op"]["kind"] for s in program.steps]
+    assert found == ["Pointwise", "Copy", "QuantizedConv", "QuantizedMean", "QuantizedConv", "Pointwise"]
+
+
+def test_pixels_alone_are_rows_as_they_lie() -> None:
+    n = QNet()
+    x = n.fake(n.op("GlobalAveragePool", n.fake(n.qconv(n.fake(n.input(3, 16, 9, 7), 0.03), 24), 0.04)), 0.02)
+    rows = n.fake(n.op("Reshape", x, n.ints(3, 24)), 0.02)
+    graph, program = built(n.done(n.qgemm(rows, 10)))
+    found = [s.params["op"]["kind"] for s in program.steps]
+    assert found == ["Pointwise", "Copy", "QuantizedConv", "QuantizedMean", "QuantizedConv", "Copy"]  # of borders alone
+    feeds = feeds_of(graph)
+    for output, want in evaluate(graph, feeds).items():
+        np.testing.assert_array_equal(simulate(program, feeds)[output], want)
+
+
+@pytest.mark.parametrize("zero", [0, 5])
+def test_large_images_come_by_tma_where_padding_is_zero(zero: int) -> None:
+    n = QNet()
+    _, program = built(n.done(n.qconv(n.fake(n.input(16, 64, 28, 28), 0.03, zero), 64, 5, group=64)))
+    assert ("depthwise_sm90.cu" in {k.template for k in program.kernels}) == (zero == 0)
+
+
+def test_a_stem_quantizes_its_image_and_reads_pixels_together() -> None:
+    n = QNet()
+    _, program = built(n.done(*NETS["a stem"](n)))
+    kinds = [s.params["op"]["kind"] for s in program.steps]
+    assert kinds == ["QuantizedBlocks", "QuantizedConv", "MaxPool", "Copy", "Pointwise"]
+    assert "max_pool_8bit" in tactics(program)
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_stem_with_a_float_result_has_a_configuration_at_every_batch(batch: int) -> None:
+    """fp32 results are stored from registers, so the stem must offer that for many tiles, too."""
+    n = QNet()
+    graph, program = built(n.done(n.qconv(n.fake(n.input(batch, 3, 64, 64), 0.03), 64, 7, stride=2)))
+    assert [s.params["op"]["kind"] for s in program.steps][:2] == ["QuantizedBlocks", "QuantizedConv"]
+    if batch == 1:
+        feeds = feeds_of(graph)
+        for output, want in evaluate(graph, feeds).items():
+            np.testing.assert_allclose(simulate(program, feeds)[output], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("widths", [(1,), (10,), (5, 3), (4, 60), (16, 16)])
+@pytest.mark.parametrize("kind", ["rows", "pixels", "integers"])
+def test_narrow_heads_of_one_row(rows: int, widths: tuple[int, ...], kind: str) -> None:
+    """One row, or one pixel, has no neighbor whose distance is a pitch: kernels still write whole 16 bytes."""
+    n = QNet()
+    shape = (rows, 16, 1, 1) if kind == "pixels" else (rows, 16)
+    x = n.fake(n.input(*shape), 0.03)
+    parts = []
+    for width in widths:
+        product = [x, n.weights(16, width, axis=1)]
+        y = n.qconv(x, width, 1) if kind == "pixels" else n.op("MatMul", *product, attrs=MatMulAttrs())
+        parts.append(n.fake(y, 0.05) if kind == "integers" else y)
+    y = parts[0] if len(parts) == 1 else n.op("Concat", *parts, attrs=ConcatAttrs(1))
+    graph, program = built(n.done(y))
+    feeds = feeds_of(graph)
+    got = simulate(program, feeds)
+    for output, want in evaluate(graph, feeds).items():
+        np.testing.assert_array_equal(got[output], want)
+    assert sum("8bit" in name for name in tactics(program)) >= len(widths)

@@ -1,0 +1,69 @@
+"""Norms and attention that give their results in 8 bits: one launch, and what the graph says to one step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.quantized_nets import FP8, NARROWED, QNet, attention_network, norm_network
+from support.simulated import feeds_of, kinds, simulate
+
+from optdnn.config import BuildOptions
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph
+from optdnn.lowering.cuda import lower_cuda
+from optdnn.passes.base import PassContext
+from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.program import Program, validate
+
+
+def built(graph: Graph) -> Program:
+    copy = graph.copy()
+    FoldQuantized()(copy, PassContext(target="cuda:sm_90a"))
+    program = lower_cuda(copy, BuildOptions(target="simulate"), of_arch("sm_90a"), {})
+    validate(program)
+    return program
+
+
+@pytest.mark.parametrize("name", NARROWED)
+def test_one_launch_gives_the_8_bit_result(name: str) -> None:
+    graph = NARROWED[name]()
+    program = built(graph)
+    assert kinds(program)[0] == "Quantized"
+    assert not {"LayerNormalization", "RMSNormalization", "Attention", "Copy"} & set(kinds(program))
+    assert all(program.buffers[i].dtype.itemsize > 1 for s in program.steps[1:] for i in s.outputs)
+    feeds = feeds_of(graph)
+    got, other = simulate(program, feeds), evaluate(graph, feeds_of(graph, 2))
+    for output, want in evaluate(graph, feeds).items():
+        # The quotient is a product with the reciprocal: at the very edge between two steps, it may be the other one.
+        assert (got[output] != want).mean() < 0.01
+        np.testing.assert_allclose(got[output], want, rtol=0.13, atol=0.02)
+        assert (got[output] != other[output]).mean() > 0.2
+
+
+def test_the_float_result_is_written_where_it_is_read() -> None:
+    (write,) = built(norm_network(kept=False)).steps[0].params["writes"]
+    assert write[2] == [4, 6, 96]
+    assert len(built(norm_network()).steps[0].params["writes"]) == 2
+
+
+def two_scales() -> Graph:
+    n = QNet(np.float16)
+    y = n.norm(n.input(4, 96))
+    return n.done(*(n.op("Relu", n.fake(y, scale, None, FP8)) for scale in (0.02, 0.03)))
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        two_scales(),  # two quantizations: neither goes before the other
+        attention_network(kept=True),  # the float result is read as well
+        attention_network(size=24),  # rows of 24 bytes, which TMA cannot store
+    ],
+)
+def test_others_are_quantized_by_a_launch_of_their_own(graph: Graph) -> None:
+    program = built(graph)
+    assert "Quantized" not in kinds(program)
+    feeds = feeds_of(graph)
+    for output, want in evaluate(graph, feeds).items():
+        np.testing.assert_allclose(simulate(program, feeds)[output], want, rtol=0.13, atol=0.02)

@@ -1,0 +1,209 @@
+"""Kernels that need nothing of Hopper, on the architectures before it: chosen there, computing the network, within a block's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.quantized_nets import QNet, norm_network, shifted_depthwise
+from support.sequence_cases import GROUP_NORM, group_norm, residual
+from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
+
+from optdnn.config import BuildOptions
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph
+from optdnn.kernels.conv import depthwise
+from optdnn.kernels.conv import depthwise_tma_kernel as depthwise_tma
+from optdnn.kernels.conv.depthwise_kernel import Problem
+from optdnn.kernels.conv.problem import Source
+from optdnn.lowering.cuda import lower_cuda
+from optdnn.lowering.table import TACTICS
+from optdnn.ops.norm import EpsilonAttrs, LayerNormAttrs
+from optdnn.optimize import optimize
+from optdnn.passes.base import PassContext
+from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.runtime.cuda import gpu_facts
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.launches.plan import parse
+from optdnn.runtime.program import Program, validate
+
+ARCHS = ("sm_80", "sm_86", "sm_89")
+
+
+def chosen(program: Program) -> set[str]:
+    return {t["tactic"] for t in program.meta["tactics"]}
+
+
+def reasons(program: Program) -> str:
+    return "; ".join(r["reason"] for t in program.meta["tactics"] for r in t.get("refused", []))
+
+
+def launches_of(program: Program) -> list[Any]:
+    return [parse(s, program).launch for s in program.steps]
+
+
+def depthwise_net(squeeze: bool = False, **options: Any) -> Graph:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 8, 12, 11), 16, 1, pads=0))
+    y = n.op("Clip", n.conv(x, 16, group=16, bias=True, **options), 0.0, 1.5)
+    if squeeze:
+        y = n.op("Mul", y, n.op("Sigmoid", n.conv(n.op("GlobalAveragePool", y), 16, 1, pads=0, bias=True)))
+    return n.done(n.conv(y, 8, 1, pads=0))
+
+
+def rows_net(kind: str) -> Graph:
+    n = Net()
+    x = n.op(
+        "LayerNormalization", n.matmul(n.input(2, 6, 32), 48), n.positive(48), n.random(48), attrs=LayerNormAttrs()
+    )
+    return n.done(n.op(kind, n.matmul(n.op("RMSNormalization", x, n.positive(48)), 40)))
+
+
+NETS: dict[str, tuple[Callable[[], Graph], str]] = {
+    "depthwise": (depthwise_net, "depthwise_half"),
+    "depthwise 5x5, strided": (lambda: depthwise_net(kernel=5, pads=2, strides=2), "depthwise_half"),
+    "squeeze and excitation": (lambda: depthwise_net(squeeze=True), "depthwise_half"),
+    "norms and softmax": (lambda: rows_net("Softmax"), "rows_half"),
+    "log-softmax": (lambda: rows_net("LogSoftmax"), "rows_half"),
+    "a normalized sum": (residual, "add_norm_half"),
+    **{name: GROUP_NORM[name] for name in ("groups", "instances", "odd groups")},
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", NETS)
+def test_small_networks_run_on_them(name: str, arch: str) -> None:
+    build, tactic = NETS[name]
+    program = check_simulated(build(), "bf16" if arch == "sm_86" else "fp16", target=f"cuda:{arch}")
+    assert tactic in chosen(program)
+    assert not {"rows", "depthwise"} & chosen(program)
+    assert {k.arch for k in program.kernels} == {arch}
+    assert all("sm90" not in k.template for k in program.kernels)
+    for launch in launches_of(program):
+        assert launch.cluster == 1
+        assert not launch.dependent, "programmatic dependent launch begins with Hopper"
+        assert launch.shared <= gpu_facts.of_arch(arch).shared_per_block
+    if name == "squeeze and excitation":
+        assert "ConvSqueeze" in kinds(program)
+
+
+def test_hoppers_launches_begin_early() -> None:
+    assert all(launch.dependent for launch in launches_of(lowered(depthwise_net())))
+
+
+def test_tma_feeds_no_configuration_before_hopper() -> None:
+    problem = Problem(64, Source(56, 56, 144, (3, 3), (1, 1), (1, 1, 1, 1)))
+    assert any(isinstance(c, depthwise_tma.Config) for _, c in depthwise.ranked(problem, of_arch("sm_90a")))
+    for squeeze in (False, True):
+        for arch in ARCHS:
+            found = [o.config for o in depthwise._offers(replace(problem, squeeze=squeeze), of_arch(arch))]
+            assert found
+            assert not any(isinstance(c, depthwise_tma.Config) for c in found)
+
+
+def test_images_that_do_not_fit_a_block_are_normalized_elsewhere() -> None:
+    n = Net()
+    x = n.conv(n.input(1, 8, 40, 40), 64, 3)
+    y = n.op("InstanceNormalization", x, n.positive(64), n.random(64), attrs=EpsilonAttrs(1e-3))
+    small = n.done(n.conv(y, 8, 3))  # 26 KB for eight channels
+    for arch in ARCHS:
+        assert "group_norm_half" in chosen(lowered(small, target=f"cuda:{arch}", no_cubins=True))
+    n = Net()
+    x = n.conv(n.input(1, 8, 88, 88), 16, 3)
+    y = n.op("InstanceNormalization", x, n.positive(16), n.random(16), attrs=EpsilonAttrs(1e-3))
+    large = n.done(n.conv(y, 8, 3))  # 124 KB: more than a block has but on sm_80
+    assert "group_norm_half" in chosen(lowered(large, target="cuda:sm_80", no_cubins=True))
+    for arch in ("sm_86", "sm_89"):
+        program = lowered(large, target=f"cuda:{arch}", no_cubins=True)
+        assert "rows" in chosen(program)
+        assert f"does not fit the shared memory of a block on {arch}" in reasons(program)
+    program = check_simulated(large, target="cuda:sm_86")
+    assert "InstanceNormalization" in kinds(program)
+
+
+@pytest.mark.parametrize("graph", [depthwise_net, group_norm, lambda: rows_net("Softmax")])
+def test_architectures_that_nothing_is_compiled_for_are_refused(graph: Callable[[], Graph]) -> None:
+    copy, options = graph().copy(), BuildOptions(target="cuda:sm_80", precision="fp16", no_cubins=True)
+    optimize(copy, options, "cuda:sm_80")
+    program = lower_cuda(
+        copy, options, replace(of_arch("sm_90a"), capability=(12, 0)), {}
+    )  # a GPU at hand that nobody has tried it on
+    assert not {"depthwise_half", "group_norm_half", "rows_half"} & chosen(program)
+    assert f"it is compiled for {', '.join(gpu_facts.ARCHS)}, not sm_120a" in reasons(program)
+
+
+def quantized_program(graph: Graph, arch: str) -> Program:
+    copy = graph.copy()
+    FoldQuantized()(copy, PassContext(target="cuda:sm_90a"))
+    program = lower_cuda(copy, BuildOptions(target=f"cuda:{arch}", no_cubins=True), of_arch(arch), {})
+    validate(program)
+    return program
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_norms_give_bytes(arch: str) -> None:
+    graph = norm_network(np.dtype(np.int8))
+    program = quantized_program(graph, arch)
+    assert "rows_quantized" in chosen(program)
+    feeds = feeds_of(graph)
+    got = simulate(program, feeds)
+    for output, want in evaluate(graph, feeds).items():
+        assert (got[output] != want).mean() < 0.01
+
+
+def test_norms_give_fp8_from_sm_89_on() -> None:
+    assert "rows_quantized" in chosen(quantized_program(norm_network(), "sm_89"))
+    for arch in ("sm_80", "sm_86"):
+        program = quantized_program(norm_network(), arch)
+        assert "rows_quantized" not in chosen(program)
+        assert f"instructions that round to fp8 begin with sm_89: {arch} has none" in reasons(program)
+
+
+@pytest.fixture
+def depthwise_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lets 8-bit products through on an architecture: the depthwise kernel goes by its own needs."""
+    monkeypatch.setattr(depthwise, "refusal", lambda *given, **more: None)
+    monkeypatch.setitem(TACTICS, "QuantizedConv", (depthwise.DepthwiseOfIntegers(),))
+
+
+@pytest.mark.usefixtures("depthwise_alone")
+@pytest.mark.parametrize("arch", [*ARCHS, "sm_90a"])
+def test_8_bit_depthwise_convolutions_take_the_architectures_configurations(arch: str) -> None:
+    n = QNet()
+    x = n.fake(n.input(64, 144, 56, 56), 0.03)
+    program = quantized_program(n.done(n.fake(n.qconv(x, 144, group=144), 0.05)), arch)
+    assert "depthwise_8bit" in chosen(program)
+    templates = {k.template for k in program.kernels}
+    assert ("depthwise_sm90.cu" in templates) == (arch == "sm_90a")
+    assert ("depthwise.cu" in templates) == (arch != "sm_90a")
+
+
+@pytest.mark.usefixtures("depthwise_alone")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_8_bit_depthwise_convolutions_compute_the_network(arch: str) -> None:
+    n = QNet()
+    graph = n.done(shifted_depthwise(n, n.fake(n.input(2, 32, 9, 7), 0.03)))
+    program = quantized_program(graph, arch)
+    assert [t["tactic"] for t in program.meta["tactics"]].count("depthwise_8bit") == 2
+    feeds = feeds_of(graph)
+    got, other = simulate(program, feeds), evaluate(graph, feeds_of(graph, 2))
+    for output, want in evaluate(graph, feeds).items():
+        np.testing.assert_array_equal(got[output], want)
+        assert (got[output] != other[output]).mean() > 0.2
+
+
+def test_grids_that_go_round_are_as_large_as_the_gpu() -> None:
+    """A first convolution's blocks go from tile to tile: as many as the architecture's GPU holds."""
+    n = Net()
+    graph = n.done(n.op("Relu", n.conv(n.input(16, 3, 224, 224), 64, 7, pads=3, strides=2, bias=True)))
+    blocks = {}
+    for arch in (*ARCHS, "sm_90a"):
+        program = lowered(graph, target=f"cuda:{arch}", no_cubins=True)
+        (launch,) = [ln for ln in launches_of(program) if program.kernels[ln.kernel].template == "conv_stem.cu"]
+        blocks[arch] = launch.grid[0]
+        assert launch.grid[0] % gpu_facts.of_arch(arch).multiprocessors == 0
+    assert blocks["sm_86"] < blocks["sm_80"] < blocks["sm_90a"]

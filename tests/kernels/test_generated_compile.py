@@ -1,0 +1,44 @@
+"""NVRTC, which needs no GPU, compiles every kernel of engines for each architecture; nothing spills in the hot ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.positions import FAMILIES as POSITIONS
+from support.simulated import kinds, lowered
+from test_generated import graph_of  # type: ignore[import-not-found]
+
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+
+pytestmark = pytest.mark.nvrtc
+
+FAMILIES = ("softmaxes", "norms", "pools", "convolutions", "products", "resizes", "gathers", "movements", *POSITIONS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_compile_for_hopper(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
+    program = lowered(graph_of(family), "fp16", target="cuda:sm_90a")
+    assert all(k.cubin is not None for k in program.kernels)
+    assert program.meta["nvrtc"]
+
+
+def test_the_general_kernels_compile_for_ampere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without wgmma and TMA everything runs on kernels that need neither."""
+    monkeypatch.setenv("OPTDNN_CACHE", str(tmp_path))
+    program = lowered(graph_of("convolutions"), "bf16", target="cuda:sm_80")
+    assert {k.template for k in program.kernels} == {"general.cu", "conv_sm80.cu", "depthwise.cu"}
+    assert all(k.arch == "sm_80" for k in program.kernels)
+    assert "Conv" in kinds(program)
+
+
+def test_depthwise_kernels_do_not_spill() -> None:
+    program = lowered(graph_of("convolutions"), "fp16")
+    names = [t for t in program.meta["tactics"] if t["tactic"] == "depthwise"]
+    assert names
+    for kernel in program.kernels:
+        if kernel.function == "window":
+            found = nvrtc.resources(recipe_of(kernel))["window"]
+            assert found.spill_bytes == 0

@@ -1,0 +1,451 @@
+"""Plans of depthwise convolution, rows, attention and RNN kernels, without a GPU: packing, coverage, refusals, candidates."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.conv_cases import same
+
+from optdnn.errors import InternalError
+from optdnn.kernels import launch as describe
+from optdnn.kernels.attention import hopper_kernel as attention
+from optdnn.kernels.conv import depthwise_kernel as depthwise
+from optdnn.kernels.conv import depthwise_tma_kernel as depthwise_tma
+from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.norm import group_norm_kernel as group_norm
+from optdnn.kernels.norm import rows_kernel as rows
+from optdnn.kernels.recurrent import kernel as rnn
+from optdnn.runtime.cuda import gpu_facts
+from optdnn.runtime.cuda.gpu_facts import of_arch
+
+DEVICE = of_arch("sm_90a")
+BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
+
+
+# ---- depthwise ----------------------------------------------------------------------------------------------------------------
+
+
+def emulate_depthwise(problem: depthwise.Problem, config: depthwise.Config, x: Any, packed: Any) -> Any:
+    """The kernel's walk, thread by thread: rows top to bottom, each row's vectors for all taps and output rows that touch them."""
+    s, (out_h, out_w) = problem.source, problem.out_size
+    (kh, kw), (sh, sw), (dh, dw) = s.kernel, s.stride, s.dilation
+    out = np.full((problem.batch, out_h, out_w, problem.channels), np.nan)
+    blocks_c, blocks_x, blocks_y = depthwise.tiles(problem, config)
+    row_count = (config.tile_h - 1) * sh + (kh - 1) * dh + 1
+    for n, bc, by, bx, thread in itertools.product(
+        range(problem.batch), range(blocks_c), range(blocks_y), range(blocks_x), range(config.threads)
+    ):
+        local, strip = thread % config.vectors, thread // config.vectors
+        channels = slice((bc * config.vectors + local) * config.lanes, (bc * config.vectors + local + 1) * config.lanes)
+        out_x = (bx * config.strips_x + strip % config.strips_x) * config.tile_w
+        out_y = (by * config.strips_y + strip // config.strips_x) * config.tile_h
+        if channels.start >= problem.channels or out_x >= out_w or out_y >= out_h:
+            continue
+        acc = np.zeros((config.tile_h, config.tile_w, config.lanes))
+        for r, t in itertools.product(range(row_count), range(config.tile_h)):
+            offset, y = r - t * sh, out_y * sh - s.padding[0] + r
+            if offset < 0 or offset % dh or offset // dh >= kh or not 0 <= y < s.height:
+                continue
+            for tap, i in itertools.product(range(kw), range(config.tile_w)):
+                column = out_x * sw - s.padding[1] + i * sw + tap * dw
+                if 0 <= column < s.width:
+                    acc[t, i] += x[n, y, column, channels] * packed[offset // dh * kw + tap, channels]
+        for t, i in itertools.product(range(config.tile_h), range(config.tile_w)):
+            if out_y + t < out_h and out_x + i < out_w:
+                assert np.isnan(out[n, out_y + t, out_x + i, channels]).all()  # written once
+                out[n, out_y + t, out_x + i, channels] = acc[t, i]
+    return out
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        same(7, 6, 24),
+        Source(9, 11, 8, (3, 3), (2, 2), (1, 1, 1, 1)),
+        Source(8, 8, 16, (5, 5), (2, 1), (2, 2, 1, 2)),
+        Source(10, 9, 12, (3, 3), (1, 1), (2, 2, 2, 2), (2, 2)),
+        Source(6, 9, 8, (3, 5), (1, 2), (0, 2, 2, 1)),
+    ],
+)
+def test_depthwise_threads_cover_the_convolution(source: Source) -> None:
+    problem = depthwise.Problem(2, source)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, source.height, source.width, source.channels))
+    weight = rng.standard_normal((source.channels, 1, *source.kernel))
+    out_h, out_w = problem.out_size
+    (top, left, _, _), expected = source.padding, np.zeros((2, out_h, out_w, source.channels))
+    padded = np.pad(x, ((0, 0), (top, 20), (left, 20), (0, 0)))
+    for r, c in itertools.product(*map(range, source.kernel)):
+        y0, x0 = r * source.dilation[0], c * source.dilation[1]
+        part = padded[:, y0 :: source.stride[0], x0 :: source.stride[1]]
+        expected += part[:, :out_h, :out_w] * weight[:, 0, r, c]
+    found = depthwise.candidates(problem, DEVICE, 40)
+    assert len({(c.tile_h, c.tile_w, c.lanes) for c in found}) > 3
+    for config in found[:: max(1, len(found) // 4)]:
+        made = emulate_depthwise(problem, config, x, depthwise.pack_weights(weight))
+        np.testing.assert_allclose(made, expected, atol=1e-12, err_msg=str(config))
+
+
+D = depthwise.Problem(4, same(14, 14, 64))
+DC = depthwise.Config(2, 2, 8, 7, 2)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (depthwise.Problem(4, same(14, 14, 60)), DC, "60 channels are not a multiple of 8"),
+        (depthwise.Problem(4, same(14, 14, 64, (9, 9))), DC, "81 taps"),
+        (depthwise.Problem(4, Source(2, 2, 64, (3, 3))), DC, "output is empty"),
+        (D, replace(DC, strips_y=9), "504 threads"),
+        (D, replace(DC, tile_w=8), "more than 64 accumulators"),
+        (depthwise.Problem(4, same(99, 99, 64, (7, 7), dilation=(3, 3))), DC, "input vectors"),
+        (replace(D, batch=70000), DC, "grid is too large"),
+    ],
+)
+def test_depthwise_refuses(problem: depthwise.Problem, config: depthwise.Config, reason: str) -> None:
+    assert depthwise.refuse(D, DC) is None
+    assert reason in (depthwise.refuse(problem, config) or "")
+
+
+def test_a_squeeze_is_finished_by_one_block_or_by_a_second_launch() -> None:
+    problem = depthwise.Problem(2, same(14, 14, 64), squeeze=True)
+    small, whole = depthwise.Config(1, 2, 8, 7, 2), depthwise.Config(2, 4, 8, 4, 7)
+    assert depthwise.tiles(problem, small) == (1, 1, 7)
+    assert depthwise.squeeze_mode(problem, small) == 1
+    assert depthwise.describe(problem, small).operands[-1] == "sums"
+    assert depthwise.describe_squeeze(problem, 7).operands == ("sums", "means")
+    assert depthwise.squeeze_mode(problem, whole) == 2
+    assert depthwise.describe(problem, whole).operands[-1] == "means"
+    assert depthwise.squeeze_mode(D, small) == 0
+
+
+T = depthwise_tma.Config(2, 4, 8, 4, 4, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (depthwise.Problem(4, same(14, 14, 60)), T, "60 channels"),
+        (D, replace(T, vectors=40, strips_x=1, strips_y=4), "320 channels are no TMA box"),
+        (depthwise.Problem(4, same(14, 14, 64, (9, 9))), T, "too many taps"),
+        (D, replace(T, strips_y=12), "not a tile"),
+        (depthwise.Problem(4, same(99, 99, 64, (7, 7), dilation=(3, 3))), T, "input vectors"),
+        (depthwise.Problem(4, same(999, 999, 64)), replace(T, vectors=1, strips_x=128, strips_y=1), "patch exceeds"),
+        (D, replace(T, stages=9), "9 stages"),
+        (depthwise.Problem(4, same(64, 64, 64, (7, 7), stride=2)), replace(T, stages=8), "shared memory exceed"),
+        (D, replace(T, stages=3, blocks=5), "that many blocks"),
+        (D, replace(T, blocks=4), "registers a thread"),
+        (replace(D, batch=1 << 30), T, "more tiles"),
+    ],
+)
+def test_depthwise_by_tma_refuses(problem: depthwise.Problem, config: depthwise_tma.Config, reason: str) -> None:
+    assert depthwise_tma.refuse(D, T) is None
+    assert reason in (depthwise_tma.refuse(problem, config) or "")
+
+
+@pytest.mark.parametrize("arch", BEFORE_HOPPER)
+def test_what_is_proposed_before_hopper_fits_a_block_and_needs_neither_tma_nor_clusters(arch: str) -> None:
+    gpu = gpu_facts.of_arch(arch)
+    assert "capability 8.0 have not" in (depthwise_tma.refuse(D, T, capability=(8, 0)) or "")
+    assert depthwise_tma.candidates(D, DEVICE)
+    assert depthwise_tma.candidates(D, gpu) == []
+    wide = depthwise.Problem(2, same(8, 8, 2048, (7, 7)))
+    config = depthwise.Config(1, 1, 160, 1, 1)
+    assert "exceed 101376" in (depthwise.refuse(wide, config, shared=101376) or "")
+    assert depthwise.refuse(wide, config) is None
+    for problem in (D, wide, replace(wide, squeeze=True)):
+        found = depthwise.candidates(problem, gpu)
+        assert found
+        assert all(depthwise.shared_bytes(problem, c) <= gpu.shared_per_block for c in found)
+
+    config = group_norm.Config(40, 2, 256, 8)
+    assert "capability 8.6 have no clusters" in (group_norm.refuse(G, config, capability=(8, 6)) or "")
+    large = replace(G, pixels=1100)  # 88 KB of 40 channels, beside sums of 11 to 42 KB
+    for problem in (G, large):
+        proposed = group_norm.candidates(problem, gpu, 99)
+        assert proposed
+        assert all(c.cluster == 1 and group_norm.shared_bytes(problem, c) <= gpu.shared_per_block for c in proposed)
+    assert any(c.cluster > 1 for c in group_norm.candidates(large, DEVICE, 99))
+    assert group_norm.candidates(replace(G, pixels=4096), gpu) == []
+
+
+@pytest.mark.parametrize("source", [same(56, 56, 144), Source(57, 30, 96, (5, 3), (2, 1), (2, 1, 2, 1), (1, 2))])
+def test_depthwise_patches_hold_what_their_tiles_read(source: Source) -> None:
+    problem = depthwise.Problem(64, source)
+    (sh, sw), (dh, dw), (kh, kw) = source.stride, source.dilation, source.kernel
+    for config in depthwise_tma.candidates(problem, DEVICE):
+        last = (
+            (config.strips_y * config.tile_h - 1) * sh + (kh - 1) * dh,
+            (config.strips_x * config.tile_w - 1) * sw + (kw - 1) * dw,
+        )
+        made = depthwise_tma.describe(problem, config, DEVICE)
+        assert made.maps[0].box == (config.vectors * config.lanes, last[1] + 1, last[0] + 1, 1)
+        slabs, x, y = depthwise_tma.tiles(problem, config)
+        assert slabs * config.vectors * config.lanes >= problem.channels
+        assert made.grid[0] % slabs == 0
+        assert made.grid[0] <= slabs * x * y * problem.batch
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------------------
+
+R = rows.Problem("layer_norm", 128, 768)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (replace(R, operation="hardmax"), rows.Config(32, 3, 8, 128), "no operation"),
+        (replace(R, operation="softmax", add=True), rows.Config(32, 3, 8, 128), "adds no residual"),
+        (replace(R, sum=True), rows.Config(32, 3, 8, 128), "without an addend"),
+        (replace(R, rows=0), rows.Config(32, 3, 8, 128), "no rows"),
+        (replace(R, length=196), rows.Config(32, 3, 8, 128), "not vectors of 8"),
+        (R, rows.Config(24, 4, 8, 96), "no group"),
+        (R, rows.Config(64, 2, 8, 128), "no group"),
+        (R, rows.Config(32, 3, 8, 2048), "no block"),
+        (R, rows.Config(32, 2, 8, 128), "does not fit 32 threads"),
+        (R, rows.Config(16, 6, 8, 128), "more than 32 elements"),
+        (replace(R, length=32768), rows.Config(1024, 4, 8, 1024), "more than 24 elements"),
+        (R, rows.Config(32, 3, 8, 128, 3), "within a warp"),
+        (R, rows.Config(128, 1, 8, 128, 2), "within a warp"),
+        (replace(R, length=1024), rows.Config(32, 4, 8, 128, 4), "exceed a thread's registers"),
+    ],
+)
+def test_rows_refuses(problem: rows.Problem, config: rows.Config, reason: str) -> None:
+    assert reason in (rows.refuse(problem, config) or "")
+
+
+@pytest.mark.parametrize("length", [1, 7, 20, 197, 768, 1000, 4096, 12345])
+def test_any_row_length_has_candidates_and_enough_blocks(length: int) -> None:
+    problem = rows.Problem("softmax", 1001, length)
+    found = rows.candidates(problem, DEVICE)
+    assert found
+    for config in found:
+        grid = rows.describe(problem, config).grid[0]
+        rows_at_once = config.threads * config.rows
+        assert (grid - 1) * rows_at_once < 1001 * config.group <= grid * rows_at_once
+
+
+def test_a_row_that_is_too_long_has_no_candidate() -> None:
+    assert rows.candidates(rows.Problem("softmax", 4, 1 << 20), DEVICE) == []
+
+
+# ---- group norm ---------------------------------------------------------------------------------------------------------------
+
+G = group_norm.Problem(2, 100, 320, 32)
+GC = group_norm.Config(40, 2, 256, 8)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (replace(G, groups=7), GC, "not 7 equal groups"),
+        (replace(G, epilogue=(("add",),)), GC, "no operands"),
+        (G, replace(GC, slab=44), "vectors of 8"),
+        (G, replace(GC, slab=48), "whole groups"),
+        (G, replace(GC, cluster=32), "100 pixels for 32 blocks"),
+        (G, replace(GC, threads=2048), "threads"),
+        (replace(G, pixels=1 << 20), GC, "shared memory"),
+        (replace(G, batch=70000), GC, "grid"),
+    ],
+)
+def test_group_norm_refuses(problem: group_norm.Problem, config: group_norm.Config, reason: str) -> None:
+    assert group_norm.refuse(G, GC) is None
+    assert reason in (group_norm.refuse(problem, config) or "")
+
+
+def test_group_norms_slabs_are_whole_groups_of_whole_vectors() -> None:
+    for problem in (G, group_norm.Problem(1, 49, 24, 24), group_norm.Problem(1, 50, 15, 5)):
+        found = group_norm.candidates(problem, DEVICE, 99)
+        assert found
+        assert all(c.slab % problem.group == c.slab % c.lanes == problem.channels % c.slab == 0 for c in found)
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------------------
+
+
+def merged(batch: int, heads: int, positions: int, features: int, **options: Any) -> attention.Problem:
+    q, k, v = (attention.bshd(positions, heads, features, parts=3, part=i) for i in range(3))
+    out = attention.bshd(positions, heads, features)
+    return attention.Problem(batch, heads, positions, positions, features, features**-0.5, q, k, v, out, **options)
+
+
+def test_views_of_a_joint_projection_address_its_parts() -> None:
+    whole = np.arange(2 * 5 * 3 * 4 * 8).reshape(2, 5, 3, 4, 8)
+    for part in range(3):
+        view = attention.bshd(5, 4, 8, parts=3, part=part)
+        strides = [8 * x for x in (view.batch, view.head, view.position, 1)]
+        seen = np.lib.stride_tricks.as_strided(whole.ravel()[view.offset :], (2, 4, 5, 8), strides)
+        np.testing.assert_array_equal(seen, whole[:, :, part].transpose(0, 2, 1, 3))
+    apart = attention.bhsd(5, 4, 8)
+    assert (apart.batch, apart.head, apart.position, apart.offset) == (160, 40, 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("features", "head", "span"),
+    [(64, 64, 128), (128, 128, 128), (32, 32, 64), (96, 96, 64), (80, 80, 32), (40, 48, 32)],
+)
+def test_heads_are_cut_into_swizzled_subtiles(features: int, head: int, span: int) -> None:
+    problem = merged(1, 2, 70, features)
+    assert (problem.head, problem.span) == (head, span)
+    made = attention.describe(problem, attention.candidates(problem, DEVICE)[0])
+    maps = {m.operand: m for m in made.maps}
+    assert maps["k"].offset == 2 * features * 2
+    assert maps["out"].offset == 0
+    assert maps["q"].shape == (features, 70, 2, 1)
+    assert maps["q"].box == (span // 2, 64, 1, 1)
+    assert made.grid == (-(-70 // maps["q"].box[1] // ((made.block - made.block % 128) // 128)), 2, 1)
+
+
+A = merged(2, 4, 300, 64)
+AC = attention.Config(1, 64, 2)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (merged(2, 4, 300, 36), AC, "36 features"),
+        (merged(2, 4, 300, 256), AC, "256 features"),
+        (replace(A, scale=0.0), AC, "a scale of 0.0"),
+        (replace(A, key_heads=3), AC, "do not share 3 key heads"),
+        (replace(A, k=attention.View(8, 8, 4)), AC, "k: TMA needs"),
+        (A, replace(AC, keys=40), "not a tile"),
+        (A, replace(AC, stages=6), "6 stages for 5 tiles"),
+        (merged(2, 4, 3000, 128), attention.Config(1, 256, 4), "shared memory exceed"),
+        (A, replace(AC, blocks=6), "that many blocks"),
+        (A, attention.Config(2, 256, 1, 1), "registers"),
+        (replace(A, batch=70000), AC, "grid"),
+    ],
+)
+def test_attention_refuses(problem: attention.Problem, config: attention.Config, reason: str) -> None:
+    assert attention.refuse(A, AC) is None
+    assert reason in (attention.refuse(problem, config) or "")
+
+
+def test_a_loading_warp_is_there_only_if_tiles_outnumber_stages() -> None:
+    assert attention.threads(A, AC) == 160
+    assert attention.threads(A, replace(AC, stages=5)) == 128
+    # Five warps fill two slots of one partition: half of its registers each, less than 65536 / 160.
+    assert attention.register_limit(A, AC) == 255
+    assert attention.register_limit(A, replace(AC, blocks=2)) == 168
+
+
+def test_attentions_fragments_are_the_products_operands() -> None:
+    """wgmma's accumulator fragment of the scores, packed in pairs, is the register operand of the second product."""
+    keys = 32
+    scores = np.arange(64 * keys).reshape(64, keys)
+    for warp, lane in itertools.product(range(4), range(32)):
+        row, column = warp * 16 + lane // 4, lane % 4 * 2
+        s = [scores[row + 8 * (i // 2 % 2), column + 8 * (i // 4) + i % 2] for i in range(keys // 2)]
+        weights = [(s[2 * i], s[2 * i + 1]) for i in range(keys // 4)]
+        for k in range(keys // 16):
+            a = weights[4 * k : 4 * k + 4]
+            for register, (low, high) in enumerate(a):  # PTX ISA: fragment of A, m64k16
+                at = (row + 8 * (register % 2), 16 * k + column + 8 * (register // 2))
+                assert (low, high) == (scores[at], scores[at[0], at[1] + 1])
+
+
+# ---- RNN ----------------------------------------------------------------------------------------------------------------------
+
+
+def mma(a: Any, b: Any) -> Any:
+    """m16n8k16 from fragments [lane][8] and [lane][4]: PTX ISA, "Matrix fragments for mma.m16n8k16"."""
+    left, right = np.zeros((16, 16)), np.zeros((16, 8))
+    for lane, register, low in itertools.product(range(32), range(4), range(2)):
+        left[lane // 4 + 8 * (register % 2), lane % 4 * 2 + 8 * (register // 2) + low] = a[lane, 2 * register + low]
+    for lane, register, low in itertools.product(range(32), range(2), range(2)):
+        right[lane % 4 * 2 + 8 * register + low, lane // 4] = b[lane, 2 * register + low]
+    return left @ right
+
+
+@pytest.mark.parametrize(("gates", "hidden", "width"), [(4, 64, 64), (3, 32, 40)])
+def test_packed_fragments_give_each_lane_its_units_gates(gates: int, hidden: int, width: int) -> None:
+    rng = np.random.default_rng(3)
+    matrix, chunks = rng.standard_normal((gates * hidden, width)), -(-width // 32)
+    packed = rnn.pack_matrix(matrix, hidden)
+    assert packed.shape == (hidden // 32, 8, 2 * chunks, 32, 8)
+    x = np.zeros((8, chunks * 32))
+    x[:, :width] = rng.standard_normal((8, width))
+    wanted = np.zeros((4, hidden, 8))
+    wanted[:gates] = (matrix @ x[:, :width].T).reshape(gates, hidden, 8)
+    for rank, warp in itertools.product(range(hidden // 32), range(8)):
+        total = np.zeros((16, 8))
+        for c in range(chunks):
+            lanes = np.stack([x[lane // 4, c * 32 + lane % 4 * 8 :][:8] for lane in range(32)])  # one 16-byte load
+            total += mma(packed[rank, warp, 2 * c], lanes[:, :4]) + mma(packed[rank, warp, 2 * c + 1], lanes[:, 4:])
+        for lane in range(32):
+            row, quad = lane // 4, lane % 4
+            pick, partner = row // 4, (lane ^ 16) // 4
+
+            def accumulator(r: int, at: int, total: Any = total, quad: int = quad) -> Any:
+                return total[r + 8 * (at // 2), 2 * quad + at % 2]
+
+            x0, y0 = (accumulator(partner, 1 if pick else 0), accumulator(partner, 3 if pick else 2))  # by shuffle
+            first = (accumulator(row, 0), x0, accumulator(row, 2), y0)
+            found = (x0, accumulator(row, 1), y0, accumulator(row, 3)) if pick else first
+            unit = rank * 32 + warp * 4 + row % 4
+            np.testing.assert_allclose(found, wanted[:, unit, 2 * quad + pick], atol=1e-12)
+
+
+def test_a_grus_hidden_bias_stays_apart() -> None:
+    rng = np.random.default_rng(4)
+    w, r = rng.standard_normal((2, 3 * 32))
+    gru = rnn.pack_bias(rnn.Problem("gru", 1, 1, 8, 32), [w], [r])
+    np.testing.assert_allclose(gru[0].T, [w[:32] + r[:32], w[32:64] + r[32:64], w[64:], r[64:]], rtol=1e-6)
+    w, r = rng.standard_normal((2, 4 * 32))
+    lstm = rnn.pack_bias(rnn.Problem("lstm", 1, 1, 8, 32), [w], [r])
+    np.testing.assert_allclose(lstm[0].T, (w + r).reshape(4, 32), rtol=1e-6)
+
+
+L = rnn.Problem("lstm", 128, 32, 512, 512, 2)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (replace(L, cell="rnn"), rnn.Config(16), "no cell"),
+        (replace(L, hidden=520), rnn.Config(16), "520 hidden units"),
+        (replace(L, hidden=1024), rnn.Config(16), "1024 hidden units"),
+        (replace(L, inputs=100), rnn.Config(16), "100 inputs"),
+        (replace(L, steps=0), rnn.Config(16), "nothing to compute"),
+        (replace(L, batch=33), rnn.Config(16), "a batch of 33"),
+        (L, rnn.Config(12), "not a tile"),
+        (L, rnn.Config(8), "10 clusters would not run at once"),
+        (replace(L, steps=1 << 17), rnn.Config(16), "more elements"),
+    ],
+)
+def test_rnn_refuses(problem: rnn.Problem, config: rnn.Config, reason: str) -> None:
+    assert rnn.refuse(L, rnn.Config(16)) is None
+    assert reason in (rnn.refuse(problem, config) or "")
+
+
+def test_a_layer_is_one_projection_and_a_recurrence_per_part_of_the_batch() -> None:
+    made = rnn.describe(L, rnn.Config(16))
+    assert (made.grid, made.cluster, made.block) == ((2 * (1 + 2) * 16, 1, 1), 16, 384)
+    assert rnn.workspace(L, rnn.Config(16))["gates"] == 16 * 2 * 128 * 32 * 512
+    assert rnn.candidates(replace(L, inputs=513), DEVICE) == []
+    assert rnn.Config(8) not in rnn.candidates(L, DEVICE)
+
+
+# ---- descriptions -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_block_is_laid_out_as_in_c() -> None:
+    block = (
+        describe.ParameterBlock().i32(1).pointer("x", 4).tensor_map("y", "float16", (8,), (), (8,), 0).f32(2.0).i64(3)
+    )
+    made = block.describe("k", (1, 1, 1), 32)
+    assert made.pointers == (describe.PointerAt(8, "x", 4),)
+    assert made.maps[0].at == 64
+    assert len(made.parameters) == 256
+    assert made.parameters[200:208] == (3).to_bytes(8, "little")
+    assert made.operands == ("x", "y")
+
+
+def test_a_launch_without_an_address_is_an_error() -> None:
+    made = describe.ParameterBlock().pointer("x").pointer(None).describe("k", (1, 1, 1), 32)
+    with pytest.raises(InternalError, match="no address for x"):
+        describe.bind(made, None, {})  # type: ignore[arg-type]

@@ -1,0 +1,232 @@
+"""The check of a library's results: wrong ones are refused, and a network that amplifies roundoff is not held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from optdnn.errors import RunError
+from optdnn.ir.evaluate import evaluate, random_feeds
+from optdnn.ir.graph import Graph, Value
+from optdnn.lowering.cpu import check as cpu_check
+from optdnn.lowering.cpu.base import Measured
+from optdnn.lowering.cpu.check import check
+from optdnn.lowering.cpu.trials import TrialLost
+from optdnn.ops.base import Attrs
+from optdnn.ops.table import OPDEFS
+from optdnn.types import FP32, Array, tensor
+
+Spoil = Callable[[dict[str, Array], Mapping[str, Array]], dict[str, Array]]
+
+
+class Fake:
+    """An engine that computes ``graph`` of inputs that are off by ``error``."""
+
+    def __init__(self, graph: Graph, error: float):
+        self.graph, self.error = graph, error
+
+    def run(self, feeds: Mapping[str, Array], *, poison: bool = False) -> dict[str, Array]:
+        return evaluate(self.graph, {k: (v * (1 + self.error)).astype(FP32) for k, v in feeds.items()})
+
+
+def network(steep: bool) -> Graph:
+    """The sine of x, or of a million times x."""
+    graph = Graph()
+    x = graph.add_input("x", tensor(FP32, 2, 50))
+    if steep:
+        x = graph.add("Mul", [x, graph.add_constant(np.array(1e6, np.float32))], Attrs()).value
+    graph.add_output(graph.add("Sin", [x]).value, "y")
+    return graph
+
+
+def judge(steep: bool, error: float) -> tuple[Any, Any]:
+    graph = network(steep)
+    return check(graph, {"fake/1t": Fake(graph, error)}, random_feeds(graph, seed=1), "fp32")  # type: ignore[dict-item]
+
+
+def test_right_results_pass_without_a_word() -> None:
+    assert judge(steep=False, error=1e-6) == ({}, {})
+
+
+def test_wrong_results_are_refused() -> None:
+    wrong, doubts = judge(steep=False, error=0.1)
+    assert doubts == {}
+    assert "differs from the reference" in wrong["fake/1t"]
+
+
+class Spoiled(Fake):
+    """Right but for ``spoil(outputs, feeds)``."""
+
+    def __init__(self, graph: Graph, spoil: Spoil):
+        super().__init__(graph, 0.0)
+        self.spoil = spoil
+
+    def run(self, feeds: Mapping[str, Array], *, poison: bool = False) -> dict[str, Array]:
+        assert poison
+        return self.spoil(super().run(feeds), feeds)
+
+
+def integers() -> Graph:
+    """The places of the largest element of each of 400 rows, and the rows' sizes as they are."""
+    graph = Graph()
+    x = graph.add_input("x", tensor(FP32, 400, 5))
+    graph.add_output(graph.add("ArgMax", [x], OPDEFS["ArgMax"].attrs(axis=1)).value, "place")
+    graph.add_output(graph.add("Floor", [x]).value, "floor")
+    return graph
+
+
+def judge_spoiled(graph: Graph, spoil: Spoil, feeds: Mapping[str, Array] | None = None) -> tuple[Any, Any]:
+    engines = {"fake/1t": Spoiled(graph, spoil)}
+    return check(graph, engines, feeds or random_feeds(graph, seed=1), "fp32")  # type: ignore[arg-type]
+
+
+def test_integers_are_compared() -> None:
+    wrong, _ = judge_spoiled(integers(), lambda y, _: {**y, "place": (y["place"] + 1) % 5})
+    assert "its result 'place' differs from the reference in 100.0% of its integers" in wrong["fake/1t"]
+
+
+def test_a_few_integers_may_fall_to_the_other_side() -> None:
+    def few(outputs: dict[str, Array], _: object) -> dict[str, Array]:
+        outputs["place"][:3] = (outputs["place"][:3] + 1) % 5
+        return outputs
+
+    assert judge_spoiled(integers(), few) == ({}, {})
+
+
+def test_integers_of_quantized_networks_may_be_off_by_one() -> None:
+    graph = Graph()
+    x = graph.add_input("x", tensor(FP32, 50))
+    scale, zero = graph.add_constant(np.array(0.02, np.float32)), graph.add_constant(np.array(3, np.uint8))
+    attrs = OPDEFS["QuantizeLinear"].attrs(output_dtype=np.dtype(np.uint8))
+    graph.add_output(graph.add("QuantizeLinear", [x, scale, zero], attrs).value, "q")
+    assert judge_spoiled(graph, lambda y, _: {"q": y["q"] ^ 1}) == ({}, {})
+    wrong, _ = judge_spoiled(graph, lambda y, _: {"q": y["q"] ^ 128})
+    assert "differs from the reference in 100.0% of its integers" in wrong["fake/1t"]
+
+
+def test_shapes_and_types_are_compared() -> None:
+    wrong, _ = judge_spoiled(network(False), lambda y, _: {"y": y["y"][:, :-1]})
+    assert wrong["fake/1t"] == "its result 'y' is float32[2, 49], that of the reference float32[2, 50]"
+    wrong, _ = judge_spoiled(network(False), lambda y, _: {"y": y["y"].astype(np.float64)})
+    assert wrong["fake/1t"] == "its result 'y' is float64[2, 50], that of the reference float32[2, 50]"
+
+
+def selecting() -> Graph:
+    """The rows whose first element is positive."""
+    graph = Graph()
+    x = graph.add_input("x", tensor(FP32, 20, 2))
+    first = graph.add("Gather", [x, graph.add_constant(np.array(0))], OPDEFS["Gather"].attrs(axis=1))
+    chosen = graph.add("Greater", [first.value, graph.add_constant(np.array(0, np.float32))])
+    graph.add_output(graph.add("Compress", [x, chosen.value], OPDEFS["Compress"].attrs(axis=0)).value, "y")
+    return graph
+
+
+def test_what_an_empty_result_keeps_drops_or_invents_is_refused() -> None:
+    last: dict[str, dict[str, Array]] = {}
+
+    def keeps(outputs: dict[str, Array], _: object) -> dict[str, Array]:
+        if outputs["y"].size:
+            last["y"] = outputs
+        return last["y"]
+
+    def invents(outputs: dict[str, Array], _: object) -> dict[str, Array]:
+        return outputs if outputs["y"].size else {"y": np.zeros((1, 2), np.float32)}
+
+    def drops(outputs: dict[str, Array], feeds: Mapping[str, Array]) -> dict[str, Array]:
+        return {"y": outputs["y"][:-1]} if (feeds["x"] > 0).all() else outputs
+
+    for spoil, said in (
+        (keeps, "that of the reference float32[0, 2], on inputs of zeros"),
+        (invents, "float32[1, 2], that"),
+    ):
+        wrong, doubts = judge_spoiled(selecting(), spoil)
+        assert said in wrong["fake/1t"]
+        assert not doubts
+    assert "that of the reference float32[20, 2], on positive inputs" in judge_spoiled(selecting(), drops)[0]["fake/1t"]
+    assert judge_spoiled(selecting(), lambda y, _: y) == ({}, {})
+
+
+def test_an_error_on_an_empty_selection_is_refused_and_a_lost_process_is() -> None:
+    for error in (RunError("Batch size is zero."), TrialLost("its process was ended by SIGFPE when it ran")):
+
+        def fails(outputs: dict[str, Array], _: object, error: RunError = error) -> dict[str, Array]:
+            if not outputs["y"].size:
+                raise error
+            return outputs
+
+        assert judge_spoiled(selecting(), fails)[0] == {"fake/1t": f"{error.message}, on inputs of zeros"}
+
+
+def test_what_the_oracle_does_not_take_either_is_no_fault() -> None:
+    """Of three rows, three are selected by the made-up inputs alone; elsewhere a Reshape to three rows fails, as it should."""
+    graph = selecting()
+    (end,) = graph.outputs
+    value = graph.op(end).inputs[0]
+    shape = graph.add_constant(np.array([20, 2]))
+    graph.add_output(graph.add("Reshape", [value, shape], OPDEFS["Reshape"].attrs()).value, "z")  # type: ignore[list-item]
+    feeds = {"x": np.ones((20, 2), np.float32)}
+    assert judge_spoiled(graph, lambda y, _: y, feeds) == ({}, {})
+
+
+def test_without_an_oracle_a_result_is_noted_as_unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*args: object) -> None:
+        raise RunError("no kernel")
+
+    engine = Fake(network(False), 0.0)
+    feeds = random_feeds(network(False), seed=1)
+    result = engine.run(feeds)
+    engine.run = lambda feeds, *, poison=False: result  # type: ignore[method-assign]
+    monkeypatch.setattr(cpu_check, "evaluate", none)
+    wrong, doubts = check(network(False), {"fake/1t": engine}, feeds, "fp32")  # type: ignore[dict-item]
+    assert wrong == {}
+    assert "the reference does not take the made-up inputs (no kernel)" in doubts["fake/1t"]
+
+
+def test_what_the_network_does_to_any_roundoff_is_noted() -> None:
+    wrong, doubts = judge(steep=True, error=1e-6)
+    assert wrong == {}
+    assert "no made-up input can judge it" in doubts["fake/1t"]
+    assert "note" in Measured("fake/1t", {}, 1.0, note=doubts["fake/1t"]).to_json()
+    assert "note" not in Measured("fake/1t", {}, 1.0).to_json()
+
+
+def ranking(tilt: float) -> Graph:
+    """Rows of a table, chosen by scores that saturate to the same number, but for ``tilt`` from one to the next."""
+    graph = Graph()
+    x = graph.add_input("x", tensor(FP32, 50))
+
+    def constant(array: Any) -> Value:
+        return graph.add_constant(np.asarray(array, np.float32))
+
+    large = graph.add("Add", [x, constant(100)])
+    scores = graph.add("Mul", [graph.add("Sigmoid", [large.value]).value, constant(1 + tilt * np.arange(50))])
+    k = graph.add_constant(np.array([5]))
+    best = graph.add("TopK", [scores.value, k], OPDEFS["TopK"].attrs(), outputs=2)
+    table = graph.add_constant(np.random.default_rng(0).standard_normal((50, 3)).astype(np.float32))
+    graph.add_output(graph.add("Gather", [table, Value(best.id, 1)], OPDEFS["Gather"].attrs()).value, "y")
+    return graph
+
+
+def judge_ranking(spoil: float = 1.0) -> tuple[Any, Any]:
+    class Other(Fake):
+        def run(self, feeds: Mapping[str, Array], *, poison: bool = False) -> dict[str, Array]:
+            return {name: y * np.float32(spoil) for name, y in super().run(feeds, poison=poison).items()}
+
+    graph = ranking(tilt=0.0)
+    engines = {"fake/1t": Other(ranking(tilt=2.0**-23), 0.0)}
+    return check(graph, engines, random_feeds(graph, seed=1), "fp32")  # type: ignore[arg-type]
+
+
+def test_equal_scores_in_another_order_are_noted() -> None:
+    wrong, doubts = judge_ranking()
+    assert wrong == {}
+    assert "or what it ranks" in doubts["fake/1t"]
+
+
+def test_a_ranking_does_not_excuse_every_result() -> None:
+    wrong, doubts = judge_ranking(spoil=1e3)
+    assert doubts == {}
+    assert "differs from the reference" in wrong["fake/1t"]

@@ -1,0 +1,294 @@
+"""Choices of tactics and configurations: signatures, providers, limits, and choices that do not exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.net import Net
+from support.sequence_cases import heads, recurrent
+from support.simulated import feeds_of, lowered, simulate
+from test_squeeze import excited
+
+from optdnn.config import BuildOptions
+from optdnn.errors import InternalError, UsageError
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv.hopper import HopperConv
+from optdnn.kernels.tactic import Offer
+from optdnn.lowering import table
+from optdnn.lowering.builder import Builder
+from optdnn.lowering.choose import Choice, Selection, alternatives, usable
+from optdnn.lowering.cuda import Emitted, emit_program, lower_cuda
+from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.norm import GroupNormAttrs
+from optdnn.optimize import optimize
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
+
+
+def two_like(channels: int = 32) -> Graph:
+    """Two equal convolutions behind one another, and one that is different."""
+    n = Net()
+    x = n.input(1, channels, 14, 14)
+    for _ in range(2):
+        x = n.op("Relu", n.conv(x, channels, 3))
+    return n.done(n.conv(x, 16, 1, pads=0))
+
+
+def emitted(graph: Graph, choices: dict[str, Choice] | None = None, **options: Any) -> Emitted:
+    chosen = BuildOptions(target="cuda:sm_90a", precision="fp16", **options)
+    copy = graph.copy()
+    optimize(copy, chosen, "cuda:sm_90a")
+    return emit_program(copy, chosen, of_arch("sm_90a"), {}, choices)
+
+
+def convolutions(found: Emitted) -> list[Any]:
+    return [d for d in found.decisions if d.op.kind == "Conv"]
+
+
+def test_equal_operators_have_one_signature_and_others_have_another() -> None:
+    a, b, c = convolutions(emitted(two_like()))
+    assert a.signature == b.signature != c.signature
+    assert a.signature == convolutions(emitted(two_like()))[0].signature, "it repeats"
+    assert a.signature != convolutions(emitted(two_like(40)))[0].signature, "sizes count"
+
+
+def test_a_choice_is_followed_and_gives_the_same_results() -> None:
+    graph = two_like()
+    first = convolutions(emitted(graph))[0]
+    wanted = Choice("conv_direct")
+    again = convolutions(emitted(graph, {first.signature: wanted}))
+    assert [d.choice.tactic for d in again] == ["conv_direct", "conv_direct", "conv_sm90"]
+
+    chosen = BuildOptions(target="simulate", precision="fp16")
+    copy = graph.copy()
+    optimize(copy, chosen, "simulate")
+    other = lower_cuda(copy, chosen, of_arch("sm_90a"), {}, choices={first.signature: wanted})
+    feeds = feeds_of(graph)
+    ours, plain = simulate(other, feeds), simulate(lowered(graph), feeds)
+    for name, value in plain.items():
+        assert abs(ours[name].astype(float) - value).max() < 4e-3 * abs(value).max()
+
+
+def test_every_configuration_that_is_offered_can_be_chosen() -> None:
+    graph = two_like()
+    key = convolutions(emitted(graph))[0].signature
+    found: list[Choice] = []
+
+    def visit(b: Builder, op: Any, k: str) -> None:
+        if k == key and not found:
+            before = (len(b.steps), len(b.buffers), dict(b.place), len(b.blobs), len(b.kernels))
+            found.extend(
+                Choice(t.name, "" if o is None else o.name)
+                for t, o in alternatives(b, op, table.TACTICS["Conv"], Selection())
+            )
+            assert before == (len(b.steps), len(b.buffers), dict(b.place), len(b.blobs), len(b.kernels))
+
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16")
+    copy = graph.copy()
+    optimize(copy, options, "cuda:sm_90a")
+    emit_program(copy, options, of_arch("sm_90a"), {}, None, visit)
+    assert len(found) > 10
+    assert len(set(found)) == len(found)
+    for choice in found[:40:5]:
+        assert convolutions(emitted(graph, {key: choice}))[0].choice == choice
+
+
+@pytest.mark.parametrize("choice", [Choice("no such tactic"), Choice("conv_sm90", "no such tile")])
+def test_a_choice_that_does_not_exist_is_an_error(choice: Choice) -> None:
+    key = convolutions(emitted(two_like()))[0].signature
+    with pytest.raises(InternalError, match="no such"):
+        emitted(two_like(), {key: choice})
+
+
+def test_a_configuration_that_cannot_run_it_is_an_error() -> None:
+    key = convolutions(emitted(two_like()))[0].signature
+    with pytest.raises(InternalError, match=r"2x1m2n64s24o1b1 cannot run it: \d+ bytes of shared memory exceed"):
+        emitted(two_like(), {key: Choice("conv_sm90", "2x1m2n64s24o1b1")})
+
+
+def test_a_choice_needs_no_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = two_like()
+    chosen = {d.signature: d.choice for d in convolutions(emitted(graph))}
+    assert all(c.config for c in chosen.values())
+
+    def ranked(problem: Any, dense: bool, gpu: Any) -> Any:
+        raise AssertionError("the cost model was asked")
+
+    monkeypatch.setattr(conv_sm90, "ranked", ranked)
+    again = convolutions(emitted(graph, chosen))
+    assert {d.signature: d.choice for d in again} == chosen
+    assert all(d.seconds is not None for d in again)
+
+
+def reasons(found: Emitted) -> str:
+    return "; ".join(r["reason"] for d in convolutions(found) for r in d.refused)
+
+
+def test_workspace_refuses_what_needs_more_scratch_memory() -> None:
+    n = Net()
+    graph = n.done(n.conv(n.input(1, 16, 16, 16), 16, 2, strides=2, pads=0))
+    plain = convolutions(emitted(graph))[0]
+    assert plain.choice.tactic == "blocks_sm90"
+    assert plain.scratch >= 16 * 16 * 16 * 2, "it moves blocks of pixels into the channels first"
+    bounded = emitted(graph, workspace=100)
+    (found,) = convolutions(bounded)
+    assert found.choice.tactic != "blocks_sm90"
+    assert found.scratch <= 100
+    assert "scratch memory, of which 100 are allowed" in reasons(bounded)
+    assert convolutions(emitted(graph, workspace=plain.scratch))[0].choice.tactic == "blocks_sm90"
+
+
+def test_row_invariant_takes_sums_in_one_order_alone() -> None:
+    n = Net()
+    graph = n.done(n.conv(n.input(1, 512, 7, 7), 64, 3))
+    plain, invariant = convolutions(emitted(graph))[0], convolutions(emitted(graph, row_invariant=True))[0]
+    assert "k" in plain.choice.config, "the cost model splits K here"
+    tile = invariant.choice.config
+    assert invariant.choice.tactic == "conv_sm90"
+    assert "k" not in tile
+    assert not tile.startswith("patch")
+
+
+def test_row_invariant_takes_one_tactic_for_all_counts_of_rows() -> None:
+    """A kernel for few rows sums in an order of its own."""
+    chosen = {}
+    for rows in (1, 16):
+        n = Net()
+        graph = n.done(n.matmul(n.input(rows, 1024), 1024))
+        for invariant in (False, True):
+            (d,) = [d for d in emitted(graph, row_invariant=invariant).decisions if d.op.kind in ("MatMul", "Gemm")]
+            chosen[rows, invariant] = d.choice.tactic
+    assert chosen[1, False] != chosen[16, False], "else the test says nothing"
+    assert chosen[1, True] == chosen[16, True]
+
+
+def squeezed(n: Net, batch: int) -> Value:
+    x = n.op("Relu", n.conv(n.input(batch, 16, 28, 28), 240, 1, pads=0))
+    return n.conv(excited(n, x, 240), 16, 1, pads=0)
+
+
+def group_normalized(n: Net, batch: int) -> Value:
+    x = n.conv(n.input(batch, 8, 32, 32), 64, 1, pads=0)
+    y = n.op("GroupNormalization", x, n.positive(64), n.random(64), attrs=GroupNormAttrs(8))
+    return n.conv(y, 8, 1, pads=0)
+
+
+def attending(n: Net, batch: int) -> Value:
+    x = n.input(batch, 197, 64)
+    q, k, v = (heads(n, x, 12, 64) for _ in range(3))
+    return n.op("Attention", q, k, v, attrs=AttentionAttrs())
+
+
+ORDERS: dict[str, tuple[Callable[[Net, int], Value], str, Callable[[str], str]]] = {
+    "a squeeze": (squeezed, "depthwise_half", lambda config: config),
+    "a group norm": (group_normalized, "GroupNormalization", lambda config: config),
+    "attention": (attending, "Attention", lambda config: config.split("n")[-1].partition("s")[0]),  # keys in a tile
+}
+"""Operators whose configuration decides in which order they sum: a network, the kind or tactic, what of a configuration decides."""
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_row_invariant_sums_in_the_order_that_a_large_batch_takes(name: str) -> None:
+    build, kind, order = ORDERS[name]
+    seen: dict[bool, set[str]] = {False: set(), True: set()}
+    for batch in (1, 8, 64):
+        for invariant in seen:
+            n = Net()
+            found = emitted(n.done(build(n, batch)), row_invariant=invariant).decisions
+            (d,) = [d for d in found if kind in (d.op.kind, d.choice.tactic)]
+            seen[invariant].add(order(d.variant))
+    assert len(seen[False]) > 1, "else the test says nothing"
+    assert len(seen[True]) == 1
+
+
+def test_row_invariant_sums_with_a_constant_are_rounded_at_every_batch() -> None:
+    """Positions that are added to one image have its shape; to several, they are broadcast, which is a kernel of its own."""
+    chosen = {}
+    for batch in (1, 2):
+        n = Net()
+        x = n.op("Add", n.op("Softmax", n.matmul(n.input(batch, 6, 64), 64)), n.random(1, 6, 64))
+        y = n.op("LayerNormalization", x, n.positive(64), n.random(64))
+        graph = n.done(n.op("Add", x, n.matmul(y, 64)))
+        for invariant in (False, True):
+            found = emitted(graph, row_invariant=invariant).decisions
+            chosen[batch, invariant] = [d.choice.tactic for d in found if d.op.kind in ("Add", "LayerNormalization")]
+    assert "add_norm_half" in chosen[1, False]
+    assert chosen[1, False] != chosen[2, False]
+    assert chosen[1, True] == chosen[2, True]
+
+
+def test_row_invariant_recurrent_layers_take_rows_one_by_one() -> None:
+    for invariant, tactic in ((False, "rnn_sm90"), (True, "rnn")):
+        (d,) = [d for d in emitted(recurrent("LSTM"), row_invariant=invariant).decisions if d.op.kind == "LSTM"]
+        assert d.choice.tactic == tactic
+
+
+class Foreign(HopperConv):
+    """A library's tactic, as it could be."""
+
+    name, provider = "foreign", "cudnn"
+    row_invariant = False
+
+    def configs(self, b: Builder, op: Any) -> list[Offer]:
+        return []
+
+
+def test_providers_restrict_and_our_own_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = [t for t in table.TACTICS["Conv"] if t.provider == "own"]
+    monkeypatch.setitem(table.TACTICS, "Conv", (*ours, Foreign()))
+    tactics = [d.choice.tactic for d in emitted(two_like(), tactics="cudnn").decisions]
+    assert tactics.count("foreign") == 3
+    assert set(tactics) - {"foreign"}, "what the library has no kernels for runs on ours"
+    for own in ("own", "heuristic", "auto"):
+        assert "foreign" not in [d.choice.tactic for d in emitted(two_like(), tactics=own).decisions]
+
+
+def test_a_tactic_whose_rows_depend_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = two_like().copy()
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16", row_invariant=True)
+    optimize(copy, options, "cuda:sm_90a")
+    seen: list[str] = []
+
+    def visit(b: Builder, op: Any, key: str) -> None:
+        if op.kind == "Conv":
+            able, refused = usable(b, op, (Foreign(),), Selection.of(options))
+            seen.extend(r["reason"] for r in refused)
+            assert not able
+
+    emit_program(copy, options, of_arch("sm_90a"), {}, None, visit)
+    assert "a row of its result depends on the size of the batch" in seen
+
+
+def test_options() -> None:
+    assert Selection.of(BuildOptions(target="cuda", tactics="heuristic")).providers == {"own"}
+    assert Selection.of(BuildOptions(target="cuda", tactics="cudnn,cublaslt")).providers == {"cudnn", "cublaslt"}
+    assert Selection.of(BuildOptions(target="cuda")).providers == {"own", "cudnn", "cublaslt"}
+    with pytest.raises(UsageError, match="do not run on target 'cpu'"):
+        BuildOptions(target="cpu", tactics="own")
+    with pytest.raises(UsageError, match="is not one of"):
+        BuildOptions(target="cuda", tactics="own,openvino")
+
+
+def atomics(text: str) -> list[str]:
+    """Calls and instructions that add in whatever order threads come."""
+    return re.findall(r"\batomic\w+\s*\(|\b(?:red|atom)\.[\w.:]+", text)
+
+
+def test_no_result_depends_on_the_order_of_threads() -> None:
+    """All own tactics but the user's kernels say that they are deterministic, and nothing they are made of adds atomically."""
+    assert atomics('asm("red.global.add.f32 [%0], %1;"); atomicAdd (p, x);') == ["red.global.add.f32", "atomicAdd ("]
+    own = {tactic for tactics in table.TACTICS.values() for tactic in tactics if tactic.provider == "own"}
+    assert {tactic.name for tactic in own if not tactic.deterministic} == {"custom"}
+    sources = [*nvrtc.KERNELS.iterdir(), *Path(table.__file__).parent.glob("*.py")]
+    found = {path.name: atomics(path.read_text()) for path in sources if path.is_file()}
+    # Warps and blocks that have written their sums: integers, and nobody adds up in the order of their coming.
+    assert found.pop("ptx.cuh") == ["red.release.gpu.global.add.u32"]
+    assert found.pop("mma.cuh") == ["atom.acq_rel.gpu.global.add.u32"]
+    assert {name for name, calls in found.items() if calls} == {"timer.cu"}, (
+        "which measures, and whose maxima are of integers"
+    )

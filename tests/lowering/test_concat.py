@@ -1,0 +1,64 @@
+"""Splits and concatenations on the simulated GPU: parts that lie apart, repeat, go backwards, or are in place already."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import feeds_of, lowered, simulate
+
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph, Value
+from optdnn.lowering.builder import Placed
+from optdnn.lowering.views import _runs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.types import FP32
+
+
+def random_concats(seed: int) -> Graph:
+    """Neighbors of random splits, some behind an operator, in a row and in any order, concatenated twice over."""
+    draw = random.Random(seed)
+    n = Net(seed=seed)
+    rank = draw.randint(1, 4)
+    axis = draw.randrange(rank)
+    part = draw.choice([1, 2, 8])
+    shape = [draw.randint(1, 3) if k > axis or draw.random() < 0.3 else 1 for k in range(rank)]
+    shape[axis] = 6 * part
+    parts: list[Value] = n.op("Split", n.input(*shape), n.ints(*[part] * 6), attrs=SplitAttrs(axis), outputs=6)
+    made = [v if draw.random() < 0.7 else n.op(draw.choice(["Relu", "Neg", "Identity"]), v) for v in parts]
+    if draw.random() < 0.5:
+        made = [draw.choice(made) for _ in range(draw.randint(2, 8))]
+    first = _joined(n, made, axis)
+    again = [*draw.sample(parts, draw.randint(1, 4)), first, n.op("Neg", first)]
+    draw.shuffle(again)
+    return n.done(first, _joined(n, again, axis))
+
+
+def _joined(n: Net, parts: list[Value], axis: int) -> Value:
+    found: Value = n.op("Concat", *parts, attrs=ConcatAttrs(axis))
+    return found
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_random_splits_and_concats_are_exact(first: int) -> None:
+    for seed in range(first, first + 20):
+        graph = random_concats(seed)
+        feeds = feeds_of(graph, seed)
+        want, got = evaluate(graph, feeds), simulate(lowered(graph, "fp32", no_cubins=True), feeds)
+        for name, value in want.items():
+            np.testing.assert_array_equal(got[name], value, err_msg=f"seed {seed}")
+
+
+def test_a_part_that_is_in_place_ends_a_run() -> None:
+    """Concat(a, b, f(x), c) of one Split, where f writes its place in the result."""
+
+    def pair(source: int, target: int) -> tuple[Placed, Placed]:
+        return Placed(0, source, (2, 4), (16, 1), FP32), Placed(1, target, (2, 4), (32, 1), FP32)
+
+    a, b, c, d = pair(0, 0), pair(4, 4), pair(8, 16), pair(12, 20)
+    assert _runs([a, b, c, d]) == [[a, b], [c, d]]
+    assert _runs([a, b, pair(8, 8)]) == [[a, b, pair(8, 8)]]
+    assert _runs([a, c]) == [[a, c]], "two parts always have one distance"
+    assert _runs([a, pair(0, 4), pair(0, 8)]) == [[a, pair(0, 4), pair(0, 8)]], "a part may repeat"

@@ -1,0 +1,137 @@
+"""The search over plans: cuts against all plans there are, the frontier's order, moves, pins."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from optdnn.errors import UsageError
+from optdnn.passes.support.precision import Choice
+from optdnn.precision.pins import pinned
+from optdnn.precision.search import Node, Problem, best, frontier, moves
+
+
+def cast(a: str, b: str, nbytes: int) -> float:
+    return 0.0 if a == b else 1.0 + nbytes / 100
+
+
+def chain(seed: int, n: int, precisions: tuple[str, ...]) -> Problem:
+    """A chain with a skip connection, times and damages drawn at random."""
+    rng = np.random.default_rng(seed)
+    nodes = []
+    for k in range(n):
+        times = {p: float(rng.uniform(1, 10)) for p in precisions}
+        damage = {p: 0.0 if p == "fp32" else float(rng.uniform(0, 1)) for p in precisions}
+        nodes.append(Node(f"n{k}", "Conv", (f"node{k}",), times, damage))
+    edges: list[tuple[str | None, str | None, int]] = [(None, "n0", 50), (f"n{n - 1}", None, 50)]
+    edges += [(f"n{k}", f"n{k + 1}", int(rng.integers(10, 400))) for k in range(n - 1)]
+    edges.append(("n0", f"n{n - 2}", 120))
+    return Problem(nodes, edges, cast)
+
+
+def energy(problem: Problem, plan: dict[str, str], rate: float) -> float:
+    return problem.time(plan) + rate * problem.damage(plan)
+
+
+def all_plans(problem: Problem) -> list[dict[str, str]]:
+    options = [n.precisions for n in problem.nodes]
+    return [dict(zip((n.key for n in problem.nodes), p, strict=True)) for p in itertools.product(*options)]
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, 7.0, 1000.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cut_finds_the_best_plan_of_two_precisions(seed: int, rate: float) -> None:
+    problem = chain(seed, 7, ("fp32", "bf16"))
+    want = min(energy(problem, p, rate) for p in all_plans(problem))
+    assert energy(problem, best(problem, rate), rate) == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_expansion_comes_close_to_the_best_plan_of_three(seed: int) -> None:
+    problem = chain(seed, 6, ("fp32", "bf16", "int8"))
+    for rate in (0.0, 4.0):
+        want = min(energy(problem, p, rate) for p in all_plans(problem))
+        assert energy(problem, best(problem, rate), rate) <= 1.05 * want
+
+
+def test_a_cast_that_costs_more_than_it_gains_is_not_made() -> None:
+    nodes = [Node(k, "Conv", (k,), {"fp32": 5.0, "bf16": 4.5}, {"fp32": 0.0, "bf16": 0.0}) for k in "abc"]
+    alone = Problem(nodes, [(None, "a", 0), ("a", "b", 0), ("b", "c", 0), ("c", None, 0)], cast)
+    assert set(best(alone, 0.0).values()) == {"fp32"}  # three gains of 0.5 do not pay for two casts of 1
+    longer = [*nodes, Node("d", "Conv", ("d",), {"fp32": 5.0, "bf16": 3.0}, {"fp32": 0.0, "bf16": 0.0})]
+    edges = [(None, "a", 0), ("a", "b", 0), ("b", "c", 0), ("c", "d", 0), ("d", None, 0)]
+    assert set(best(Problem(longer, edges, cast), 0.0).values()) == {"bf16"}
+
+
+def test_the_frontier_goes_from_fast_to_accurate() -> None:
+    problem = chain(1, 9, ("fp32", "bf16", "int8"))
+    plans = frontier(problem)
+    times, damages = [problem.time(p) for p in plans], [problem.damage(p) for p in plans]
+    assert len(plans) > 3
+    assert times == sorted(times)
+    assert damages == sorted(damages, reverse=True)
+    assert damages[-1] == 0.0
+    corners = {tuple(best(problem, r).values()) for r in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 1e3)}
+    assert len(plans) > len(corners)  # what no exchange rate finds
+    assert times[0] == pytest.approx(problem.time(best(problem, 0.0)))
+
+
+def test_nodes_leave_their_fast_precision_by_gain_per_damage() -> None:
+    """Without casts, the first to go is the one that gains least for its damage."""
+    nodes = [
+        Node("cheap", "Conv", ("x",), {"fp32": 10.0, "int8": 9.0}, {"fp32": 0.0, "int8": 1.0}),
+        Node("dear", "Conv", ("y",), {"fp32": 10.0, "int8": 1.0}, {"fp32": 0.0, "int8": 1.0}),
+    ]
+    plans = frontier(Problem(nodes, [], cast))
+    assert plans == [
+        {"cheap": "int8", "dear": "int8"},
+        {"cheap": "fp32", "dear": "int8"},
+        {"cheap": "fp32", "dear": "fp32"},
+    ]
+
+
+def test_moves_are_faster_neighbours_the_best_bargain_first() -> None:
+    problem = chain(3, 8, ("fp32", "bf16"))
+    plan = problem.uniform("fp32")
+    found = moves(problem, plan)
+    assert found
+    assert all(problem.time(p) < problem.time(plan) for p in found)
+    rates = [(problem.time(plan) - problem.time(p)) / problem.damage(p) for p in found]
+    assert rates == sorted(rates, reverse=True)
+    assert not moves(problem, best(problem, 0.0))
+
+
+def test_a_node_of_one_precision_stays() -> None:
+    nodes = [
+        Node("pinned", "Conv", ("x",), {"int8": 9.0}, {"int8": 5.0}),
+        Node("free", "Conv", ("y",), {"fp32": 2.0, "int8": 9.0}, {"fp32": 0.0, "int8": 1.0}),
+    ]
+    problem = Problem(nodes, [("pinned", "free", 10)], cast)
+    for rate in (0.0, 1e6):
+        assert best(problem, rate)["pinned"] == "int8"
+    assert problem.uniform("fp32") == {"pinned": "int8", "free": "fp32"}
+
+
+CHOICES = [
+    Choice("a_out", "Conv", ("layer1/conv", "layer1/bn"), ("fp32", "bf16", "int8")),
+    Choice("b_out", "Conv", ("layer2/conv",), ("fp32", "bf16", "int8")),
+    Choice("c_out", "Softmax", ("layer2/softmax",), ("fp32", "bf16"), {"int8": "Softmax has no int8 form"}),
+]
+
+
+def test_pins_the_last_pattern_counts_and_the_most_accurate_of_fused_nodes() -> None:
+    assert pinned({"*": "bf16", "layer2/*": "fp32"}, CHOICES) == {
+        "a_out": ("bf16", "*"),
+        "b_out": ("fp32", "layer2/*"),
+        "c_out": ("fp32", "layer2/*"),
+    }
+    both = pinned({"layer1/conv": "int8", "layer1/bn": "fp32"}, CHOICES)
+    assert both == {"a_out": ("fp32", "layer1/bn")}
+
+
+def test_a_pattern_passes_over_what_lacks_the_precision_but_a_name_must_have_it() -> None:
+    assert set(pinned({"layer2*": "int8"}, CHOICES)) == {"b_out"}
+    with pytest.raises(UsageError, match="Softmax cannot run in int8: Softmax has no int8 form"):
+        pinned({"layer2/softmax": "int8"}, CHOICES)

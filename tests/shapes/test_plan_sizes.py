@@ -1,0 +1,79 @@
+"""Ranges of sizes that a model does not take: the error names sizes that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import onnx.parser
+import pytest
+
+import optdnn
+from optdnn.errors import ShapeError
+from optdnn.shapes import plan_sizes
+from optdnn.shapes.plan_sizes import working
+from optdnn.shapes.ranges import DimRange
+
+
+def fits(rule: Callable[[Mapping[str, int]], bool]) -> Callable[[Mapping[str, int]], None]:
+    def look(sizes: Mapping[str, int]) -> None:
+        if not rule(sizes):
+            raise ShapeError("no")
+
+    return look
+
+
+PROFILE = {"n": DimRange(1, 8, 100), "m": DimRange(2, 4, 6)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "wanted"),
+    [
+        (lambda s: True, PROFILE),
+        (lambda s: 5 <= s["n"] <= 77, {"n": DimRange(5, 8, 77), "m": DimRange(2, 4, 6)}),
+        (lambda s: s["n"] == 8 and s["m"] < 6, {"n": DimRange(8, 8, 8), "m": DimRange(2, 4, 5)}),
+        (lambda s: s["n"] * s["m"] <= 40, {"n": DimRange(8, 8, 8), "m": DimRange(4, 4, 4)}),  # not both at once
+        (lambda s: s["n"] == 1, {"n": DimRange(1, 1, 1), "m": DimRange(2, 2, 2)}),
+        (lambda s: s["n"] == 33 and s["m"] == 4, {"n": DimRange(33, 33, 33), "m": DimRange(4, 4, 4)}),
+        (lambda s: False, None),
+    ],
+)
+def test_sizes_that_fit_around_the_optimum(rule: Any, wanted: Any) -> None:
+    assert working(PROFILE, fits(rule)) == wanted
+
+
+def test_the_search_ends_in_time() -> None:
+    assert working(PROFILE, fits(lambda s: s["n"] > 3), seconds=-1.0) is None
+
+
+GATHER = """<ir_version: 8, opset_import: ["": 17]> g (float[n] x, float[b, 2] z) => (float y, float[b, 2] w)
+<int64 i = {3}> { y = Gather(x, i)  w = Relu(z) }"""
+SPLIT = (
+    """<ir_version: 8, opset_import: ["": 17]> g (float[n] x) => (float[k] y) <int64[1] s = {4}> { y = Split(x, s) }"""
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "message", "hint"),
+    [
+        (GATHER, {"x": "1..8..16", "z": "0..2..4x2"}, "profile 0, at x=1, z=0x2: .*Gather index 3",
+         "the model takes --shape x=4..8..16 --shape z=0..2..4x2"),
+        (SPLIT, {"x": "1..4..9"}, "profile 0, at x=9: .*do not add up", "the model takes --shape x=4"),
+        (SPLIT, {"x": "1..6..9"}, "profile 0, at x=6: .*do not add up", "the model takes --shape x=4"),
+    ],
+)  # fmt: skip
+def test_the_error_says_which_sizes_to_give(text: str, shapes: Any, message: str, hint: str) -> None:
+    model = onnx.parser.parse_model(text)
+    with pytest.raises(ShapeError, match=message) as caught:
+        optdnn.build(model, target="simulate", shapes=shapes)
+    assert caught.value.hint == hint
+    given = dict(part.split("=", 1) for part in hint.removeprefix("the model takes --shape ").split(" --shape "))
+    optdnn.build(model, target="simulate", shapes=given)
+
+
+def test_without_such_sizes_it_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_sizes, "SIZES", range(5, 7))
+    with pytest.raises(ShapeError) as caught:
+        optdnn.build(onnx.parser.parse_model(SPLIT), target="simulate", shapes={"x": "1..6..9"})
+    assert caught.value.hint is not None
+    assert "--shape NAME=MIN..OPT..MAX" in caught.value.hint
