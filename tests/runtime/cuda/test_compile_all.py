@@ -11,7 +11,7 @@ from optdnn.runtime.cuda.nvrtc import Recipe, Resources
 
 pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
 
-from benchmarks.kinds import compile as command  # noqa: E402
+from benchmarks.kinds import compile as command
 
 pytestmark = pytest.mark.nvrtc
 
