@@ -9,12 +9,11 @@ import pytest
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.nvrtc import Recipe, Resources
 
-pytestmark = pytest.mark.nvrtc
-
-
 pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
 
-from benchmarks.kinds import compile as command  # noqa: E402
+from benchmarks.kinds import compile as command
+
+pytestmark = pytest.mark.nvrtc
 
 
 @pytest.mark.parametrize(("template", "said"), [("conv_sm90.cu", "spills 24 bytes"), ("general.cu", "")])
