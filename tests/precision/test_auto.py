@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from precisions.nets import CLASSES, WIDTH, data, perceptron
+from precision.nets import CLASSES, WIDTH, data, perceptron
 
 from optdnn.calibration import calibrate
 from optdnn.compiler import _not_met

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from precisions.nets import WIDTH, data, perceptron
+from precision.nets import WIDTH, data, perceptron
 
 from optdnn.calibration import calibrate
 from optdnn.config import BuildOptions

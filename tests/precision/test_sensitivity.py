@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from precisions.nets import data, perceptron
+from precision.nets import data, perceptron
 
 from optdnn.calibration import calibrate
 from optdnn.ir.evaluate import evaluate

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping
 
 import pytest
-from precisions.nets import perceptron
+from precision.nets import perceptron
 
 from optdnn.lowering.steps import lower_reference
 from optdnn.precision.turns import identity, in_turns, middle, once_each, paired, remembered, turn_of
