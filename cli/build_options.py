@@ -11,7 +11,7 @@ import click
 from optdnn.cli.options import config_option, option, words
 from optdnn.config import CALIBRATORS, IO_DTYPES, PRECISIONS, BuildOptions
 from optdnn.errors import UsageError
-from optdnn.shapes.ranges import parse_shapes
+from optdnn.ranges import parse_shapes
 from optdnn.target_name import TARGETS
 
 F = TypeVar("F", bound=Callable[..., Any])

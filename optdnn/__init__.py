@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     )
     from optdnn.integrations.onnxruntime import InferenceSession, SessionOptions, get_available_providers
     from optdnn.integrations.pytorch import from_torch
+    from optdnn.ranges import DimRange
     from optdnn.runtime.context import Context
     from optdnn.runtime.engine import Engine, load
-    from optdnn.shapes.ranges import DimRange
     from optdnn.tuning.retune import retune
     from optdnn.types import TensorSpec
 
@@ -60,7 +60,7 @@ _WHERE = {
     "load": "optdnn.loading",
     "Engine": "optdnn.runtime.engine",
     "Context": "optdnn.runtime.context",
-    "DimRange": "optdnn.shapes.ranges",
+    "DimRange": "optdnn.ranges",
     "retune": "optdnn.tuning.retune",
     **dict.fromkeys(("CudaKernel", "CudaLaunch", "CustomOp", "custom_op"), "optdnn.custom"),
     "from_torch": "optdnn.integrations.pytorch",

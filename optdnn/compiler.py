@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optdnn import __version__
-from optdnn.config import AUTO, BuildOptions
+from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
 from optdnn.errors import NotMet, OptdnnError
 from optdnn.importers.onnx import import_model
@@ -21,7 +21,6 @@ from optdnn.importers.values import with_values
 from optdnn.ir.body import custom_digests
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
-from optdnn.keywords import checked_keywords
 from optdnn.lowering.cpu import trials as cpu_trials
 from optdnn.lowering.cpu.base import Measured
 from optdnn.optimize import optimize, plan_of
@@ -32,9 +31,9 @@ from optdnn.passes.support.precision_report import to_plain as contract
 from optdnn.precision.account import Account as Outcome
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
+from optdnn.ranges import input_shapes
 from optdnn.runtime.atomic import check_writable
 from optdnn.runtime.engine import Engine
-from optdnn.shapes.ranges import input_shapes
 from optdnn.targets import Target, resolve_target, target_for
 from optdnn.targets.base import Compiled, Optimized, Source
 from optdnn.tuning.timing_cache import TimingCache
@@ -169,7 +168,7 @@ def build(
     "bf16", "int8" (with ``calib=``: arrays, a file, a folder of pictures, an iterable of feeds), "auto" (per node, within
     ``max_drop`` of ``metric`` on ``calib=``; NotMet where nothing is) or (on GPUs) "tf32", "fp16" or "fp8";
     ``shapes`` maps input names to dimensions (None leaves one symbolic) or to ranges of them
-    (:func:`optdnn.shapes.ranges.input_shapes`), of which a list gives several profiles. The other options are those of
+    (:func:`optdnn.ranges.input_shapes`), of which a list gives several profiles. The other options are those of
     :class:`optdnn.config.BuildOptions`, which says what each does. ``progress`` is called with a line of text as the build goes on.
     Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was asked for
     (timing_cache, dump, emit_onnx) cannot be written. The engine itself is written by :meth:`Engine.save`.

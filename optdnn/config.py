@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from optdnn.custom import CustomOp, check_custom
-from optdnn.errors import UsageError
-from optdnn.shapes.ranges import InputShapes, input_shapes
-from optdnn.suggest import did_you_mean
+from optdnn.errors import UsageError, did_you_mean
+from optdnn.ranges import InputShapes, input_shapes
 from optdnn.target_name import TARGETS, TargetName
 
 GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
@@ -41,7 +42,7 @@ class BuildOptions:
     """Everything that shapes an engine. Raises UsageError for a value that no build can have.
 
     ``shapes`` maps an input's name to its dimensions (None leaves one symbolic), or to ranges of them
-    (:func:`optdnn.shapes.ranges.input_shapes` says in which forms); ``io_dtype`` is the element type of the
+    (:func:`optdnn.ranges.input_shapes` says in which forms); ``io_dtype`` is the element type of the
     floating-point inputs and outputs ("model": their own); ``threads`` None lets the build measure; ``timing_cache``, ``dump``
     (a folder) and ``emit_onnx`` are paths, given as text or path objects; ``stop_after`` names the last pass to run;
     ``workspace`` bounds the scratch memory of GPU kernels in bytes (the libraries of the cpu target have no such bound);
@@ -232,3 +233,24 @@ def _integer(name: str, value: Any) -> int | None:
         return None if value is None and name != "opt_level" else operator.index(value)
     except TypeError:
         raise UsageError(f"{name} must be an integer, not {value!r}") from None
+
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def checked_keywords(function: Callable[P, Result]) -> Callable[P, Result]:
+    """The function, which raises UsageError for a keyword that it does not have."""
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.POSITIONAL_ONLY]
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> Result:
+        for name in kwargs:
+            if name not in known:
+                raise UsageError(
+                    f"{function.__name__} has no option {name!r}",
+                    hint=did_you_mean(name, known) or f"its options are {', '.join(known[1:])}",
+                )
+        return function(*args, **kwargs)
+
+    return checked

@@ -6,7 +6,7 @@ Anything else that escapes is a defect of optdnn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -143,3 +143,17 @@ EXIT_CODES: dict[int, str] = {
     130: "interrupted",
 }
 """The documented exit codes of the command line."""
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like ``wrong``, or None where none is much like it."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(wrong.lower(), list(known), n=1, cutoff=0.7)
+    return found[0] if found else None
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str | None:
+    """``did you mean 'NAME'?``, for an error's hint; None where no name is much like ``wrong``."""
+    found = nearest(wrong, known)
+    return None if found is None else f"did you mean {found!r}?"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import OutputError, UsageError
 from optdnn.ir.constant_cache import Kept
@@ -17,7 +18,6 @@ from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.precision_report import Account
 from optdnn.passes.support.ranges import Calibration
 from optdnn.runtime.atomic import write_atomic
-from optdnn.shapes.plan_calibration import SharedCalibration
 from optdnn.target_name import TargetName
 
 Progress = Callable[[str], None]

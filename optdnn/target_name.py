@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from optdnn.errors import UsageError
-from optdnn.suggest import did_you_mean
+from optdnn.errors import UsageError, did_you_mean
 
 HOPPER = "sm_90a"
 """The architecture whose programs ``simulate`` runs."""

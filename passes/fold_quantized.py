@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.ir.epilogue import Epilogue, channel_vector, plan_epilogue
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.kernels.pointwise.epilogue import Epilogue, channel_vector, plan_epilogue
-from optdnn.kernels.quantized import kernel as quantized
-from optdnn.kernels.quantized.kernel import Affine, Scaling
+from optdnn.ops import requantize
 from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.quantized import QuantizedConvAttrs, QuantizedMeanAttrs, RequantizeAttrs
+from optdnn.ops.requantize import Affine, Scaling
 from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rewrite, Rule, RulePass
 from optdnn.passes.rules.quantized_stages import DequantizeStages, QuantizeStages
 from optdnn.passes.support.precision import multiplies
@@ -227,7 +227,7 @@ class QuantizedProduct(Rule):
             array = np.ascontiguousarray(array.T)
         if x.zero:  # of every product, the kernels sum the stored number alone
             total = total - factors * (x.zero * array.astype(np.float64).reshape(channels, -1).sum(1))
-        numbers = quantized.scaling(ep.rendered, factors, total, out=out, residual=around)
+        numbers = requantize.scaling(ep.rendered, factors, total, out=out, residual=around)
         if op.kind == "Conv":
             a: ConvAttrs = resolved(op.attrs, graph.type(op.inputs[0]), graph.type(op.inputs[1]))  # type: ignore[arg-type]
             fields = _fields(numbers, op, out, around)
@@ -276,7 +276,7 @@ class QuantizedMean(Rewrite):
         if graph.type(stored).static_shape[1] % 4 or given.dtype != out.dtype:
             return Miss("the mean of integers is for channels in fours, and one type")
         pixels = int(np.prod(graph.type(stored).static_shape[2:]))
-        low, high = (float(b - out.zero) for b in quantized.BOUNDS[out.dtype])
+        low, high = (float(b - out.zero) for b in requantize.BOUNDS[out.dtype])
         factor = float(np.float32(given.scale / (out.scale * pixels)))
         attrs = QuantizedMeanAttrs(factor, given.zero, low, high, out.zero, _DTYPES[out.dtype])
 

@@ -12,6 +12,7 @@ from typing import Any
 from optdnn.config import THREADS_LIMIT
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import InputError, UsageError
+from optdnn.ranges import Profile
 from optdnn.runtime.asynchronous import Callback, Runs
 from optdnn.runtime.atomic import write_atomic
 from optdnn.runtime.executor import Examine, LoadOptions, Planner
@@ -20,7 +21,6 @@ from optdnn.runtime.program import Plain, Program, target_of, validate
 from optdnn.runtime.requires import check_requires
 from optdnn.runtime.runner import RunContext, open_runner
 from optdnn.runtime.signature import show
-from optdnn.shapes.ranges import Profile
 from optdnn.types import Array, TensorSpec, dtype_name
 
 
@@ -205,8 +205,8 @@ def load(
     An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
     installed, by it, when such inputs are first seen; None: not at all). So does one with inputs that only say sizes, for
     their values; without a planner it runs them all by its own program.
-    ``examine`` judges what the engine hands to CPU libraries before they see it (default: :mod:`optdnn.lowering.cpu.examine`; None: an
-    engine that hands them anything is refused).
+    ``examine`` judges what the engine hands to CPU libraries before they see it (default:
+    :mod:`optdnn.lowering.cpu.examine`). None: an engine that hands them anything is refused.
     ``custom_ops`` are the operators of the user's own that the engine was built with (:func:`optdnn.custom_op`).
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, or whose kernels are
     refused (EngineStale: whose kernels this version would make otherwise), and MissingDependency for an absent library.

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeAlias
 
 from optdnn.custom import CustomOp
 from optdnn.errors import EngineError
+from optdnn.ranges import DimRange
 from optdnn.runtime.program import Plain, Program
-from optdnn.shapes.ranges import DimRange
 from optdnn.types import Array, DType
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from optdnn.dim import evaluate
 from optdnn.dim_text import expressions
 from optdnn.errors import UsageError
-from optdnn.shapes.ranges import Profile
+from optdnn.ranges import Profile
 from optdnn.types import Array, TensorSpec, random_array
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.errors import EngineError, InternalError
+from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.cuda.kernel_text.allowed import check_names
 from optdnn.runtime.program import Buffer, ByValue, Dynamic, Kernel, Plain, Program, Slot, Source, Step
-from optdnn.shapes.ranges import DimRange, Profile
 from optdnn.types import DTYPES, DType, TensorSpec, dtype_name
 
 NAME_LIMIT = 1 << 16

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import EngineError, UsageError
+from optdnn.ranges import Profile
 from optdnn.runtime.plan_options import check_plan_options
-from optdnn.shapes.ranges import Profile
 from optdnn.target_name import FAMILIES, TargetName
 from optdnn.types import Array, DType, TensorSpec
 
@@ -99,7 +99,7 @@ class Source:
     ``model`` is the blob with the serialized ModelProto, in which initializers named in ``weights`` (name -> blob) are declared
     without their elements; ``options`` are those of the build, as plain data: only those of
     :data:`optdnn.runtime.plan_options.PLAN_OPTIONS`. ``calibration`` is the blob with the ranges that further plans quantize by
-    (JSON text, :mod:`optdnn.shapes.plan_calibration`), where the build had calibration data.
+    (JSON text, :mod:`optdnn.calibration.plan_calibration`), where the build had calibration data.
     """
 
     model: int

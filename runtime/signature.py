@@ -13,11 +13,10 @@ import numpy as np
 
 from optdnn.dim import Dim, evaluate
 from optdnn.dim_text import expressions
-from optdnn.errors import InputError, ShapeError
+from optdnn.errors import InputError, ShapeError, did_you_mean
+from optdnn.ranges import Profile
 from optdnn.runtime.dlpack import from_dlpack, offers
 from optdnn.runtime.program import Program
-from optdnn.shapes.ranges import Profile
-from optdnn.suggest import did_you_mean
 from optdnn.types import Array, DType, TensorSpec, dtype_name
 
 Sizes = dict[str, int]

@@ -1,5 +1,8 @@
-"""``optdnn.verify``: is an engine right on this machine? Every check of :mod:`optdnn.compare.checks` that its target has, on inputs that
-are given or made up, and against the model where that is at hand."""
+"""``optdnn.verify``: is an engine right on this machine?
+
+It runs every check of :mod:`optdnn.compare.checks` that the target has. Inputs are given or made up. Where the model is at hand,
+the whole engine is compared with it, too.
+"""
 
 from __future__ import annotations
 

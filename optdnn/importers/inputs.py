@@ -12,7 +12,7 @@ from optdnn.dim_text import expressions, lone, parse_dim
 from optdnn.errors import ModelError, ShapeError, UsageError
 from optdnn.importers.tensors import element_count, element_type
 from optdnn.ops.base import Unsupported
-from optdnn.shapes.ranges import DimRange, Profile, ShapeSpec
+from optdnn.ranges import DimRange, Profile, ShapeSpec
 from optdnn.types import TensorType
 
 Size: TypeAlias = int | DimRange

@@ -41,7 +41,7 @@ from optdnn.ops.base import FromOnnx, NodeSpec, Unsupported
 from optdnn.ops.custom import importer_of
 from optdnn.ops.legacy import FIRST_MODERN, modernize
 from optdnn.ops.table import IMPORTERS
-from optdnn.shapes.ranges import ShapeSpec
+from optdnn.ranges import ShapeSpec
 from optdnn.types import Array, TensorType, dtype_name
 
 MAX_FUNCTION_DEPTH = 64
@@ -69,7 +69,7 @@ def import_model(
     """Import an ONNX model, given as a path, as the file's bytes, as a ModelProto, or opened already.
 
     ``shapes`` gives dimensions to inputs by name (None leaves one as it is); a symbol it binds is bound everywhere, one that
-    it gives a range (:mod:`optdnn.shapes.ranges`) has it.
+    it gives a range (:mod:`optdnn.ranges`) has it.
     Named dimensions become symbols of that name, unnamed ones are called ``<input>.<axis>``. An initializer that is also
     listed as an input is a constant: the default that the model gives it is final. ``notes`` receives remarks of this
     sort. ``source_name`` replaces the path in messages.

@@ -16,8 +16,8 @@ import numpy as np
 
 from optdnn.errors import MissingDependency, ModelError, OptdnnError, UsageError
 from optdnn.integrations.torch_graphs import numbers, specialized
+from optdnn.ranges import DimRange, input_shapes
 from optdnn.runtime.engine import Engine
-from optdnn.shapes.ranges import DimRange, input_shapes
 from optdnn.types import BF16
 
 ENGINES = 32

@@ -18,7 +18,7 @@ from optdnn.errors import InternalError, ShapeError
 from optdnn.ir.op import STRUCTURAL, ConstantAttrs, Op, Output, Use, Value
 from optdnn.ops.base import KNOWN_LIMIT, Attrs, Call, Known, Result
 from optdnn.ops.table import OPDEFS
-from optdnn.shapes.ranges import Profile
+from optdnn.ranges import Profile
 from optdnn.types import Array, Shape, TensorType
 
 __all__ = ["STRUCTURAL", "ConstantAttrs", "Graph", "Op", "Output", "Use", "Value", "infer", "known_shape", "sharper"]

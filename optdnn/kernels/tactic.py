@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from optdnn.ir.graph import Op
-from optdnn.lowering.builder import Builder
+from optdnn.kernels.builder import Builder
 
 PROVIDERS = ("own", "cudnn", "cublaslt")
 """Whose kernels a tactic runs: this project's own, or a library's."""

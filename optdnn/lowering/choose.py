@@ -17,11 +17,11 @@ from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.digest import SMALL
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, Placed
 from optdnn.kernels.conv.pooled import max_pool_behind
 from optdnn.kernels.conv.separable import depthwise_before
 from optdnn.kernels.libraries.providers import providers_here
 from optdnn.kernels.tactic import PROVIDERS, Offer, Tactic
-from optdnn.lowering.builder import Builder, Placed
 from optdnn.runtime.program import Plain, Step
 from optdnn.target_name import TargetName
 from optdnn.types import dtype_name

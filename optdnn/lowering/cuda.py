@@ -21,10 +21,11 @@ from optdnn.dim_text import lone
 from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
 from optdnn.ir.constant_cache import Kept
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.kernels.builder import Builder, Placed, has_tf32, row_major
+from optdnn.kernels.layout.views import VIEWS, plan_concats
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.lowering.assemble import compact, placed, pruned
 from optdnn.lowering.bounds import input_bounds
-from optdnn.lowering.builder import Builder, Placed, has_tf32, row_major
 from optdnn.lowering.choose import Choice, Decision, Selection, emit_op, signature
 from optdnn.lowering.host import CHEAPER, HostSide, plain_shape, summary
 from optdnn.lowering.l2_prefetch import with_ahead
@@ -32,7 +33,6 @@ from optdnn.lowering.schedule import group_steps, keep_inputs_on_host
 from optdnn.lowering.stream_schedule import LATENCY
 from optdnn.lowering.streams import Streams, on_lanes
 from optdnn.lowering.table import TACTICS, WRITES_ANYWHERE
-from optdnn.lowering.views import VIEWS, plan_concats
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.program import Kernel, Program, Step
 from optdnn.target_name import TargetName

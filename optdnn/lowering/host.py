@@ -17,8 +17,8 @@ from numpy.lib.stride_tricks import as_strided
 from optdnn.dim import Dim
 from optdnn.errors import ShapeError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.kernels.builder import Builder, Placed
 from optdnn.kernels.pointwise.pointwise import CPP, copy
-from optdnn.lowering.builder import Builder, Placed
 from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
 from optdnn.ops.fused import flops, plain_attrs

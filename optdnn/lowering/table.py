@@ -113,7 +113,7 @@ _LAST: dict[str, Tactic] = dict.fromkeys(NUMERIC, Numeric()) | dict.fromkeys(REG
 """General ways, where nothing better takes an operator."""
 
 TACTICS: dict[str, tuple[Tactic, ...]] = _OWN | {kind: (*_OWN.get(kind, ()), one) for kind, one in _LAST.items()}
-"""Kind -> its tactics in order of preference (kinds of :data:`optdnn.lowering.views.VIEWS` need none)."""
+"""Kind -> its tactics in order of preference (kinds of :data:`optdnn.kernels.layout.views.VIEWS` need none)."""
 
 WRITES_ANYWHERE = frozenset(TACTICS) - {"Gather", "LSTM", "GRU", "RNN"}
 """Kinds whose kernels write to a reserved place of any strides (a Gather may be a view, a

@@ -1,7 +1,7 @@
 """Our own kinds of 8-bit arithmetic: what a GPU's pipeline makes of DequantizeLinear, an operator, QuantizeLinear.
 
-A product of 8-bit numbers is summed exactly, becomes fp32 by its channel's scale, runs through the stages (named as the kernels
-name them, :data:`optdnn.runtime.cuda.compile.render.STAGES`), and is rounded half to even, shifted and saturated to 8 bits, or left a
+A product of 8-bit numbers is summed exactly. Its channel's scale makes it fp32. It runs through the stages, named as in
+:data:`optdnn.runtime.cuda.compile.render.STAGES`. Then it is rounded half to even, shifted and saturated to 8 bits, or stays a
 float.
 """
 

@@ -1,5 +1,7 @@
-"""Reports: one plain account of a comparison and its build (:meth:`optdnn.compare.comparison.Comparison.to_plain`), drawn as a table,
-as Markdown, as JSON and as one self-contained HTML file."""
+"""Reports of a comparison and its build, as a table, as Markdown, as JSON and as one self-contained HTML file.
+
+All of them show the same plain data (:meth:`optdnn.compare.comparison.Comparison.to_plain`).
+"""
 
 from __future__ import annotations
 

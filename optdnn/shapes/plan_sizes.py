@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from optdnn.errors import OptdnnError
-from optdnn.shapes.ranges import DimRange, Profile
+from optdnn.ranges import DimRange, Profile
 
 SEARCH_SECONDS = 5.0
 """How long sizes are looked for before the error is shown without them."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import BuildOptions
 from optdnn.custom import PREFIX, known
 from optdnn.dim import Dim, evaluate
@@ -32,15 +33,14 @@ from optdnn.lowering.table import TACTICS
 from optdnn.optimize import optimize
 from optdnn.passes.base import PassReport
 from optdnn.passes.support.precision_report import Account
+from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
 from optdnn.runtime.program import ByValue, Dynamic, Program
 from optdnn.runtime.program import Source as HeldSource
 from optdnn.shapes.plan_base import Base, Blobs, Common
-from optdnn.shapes.plan_calibration import SharedCalibration
 from optdnn.shapes.plan_sizes import working
-from optdnn.shapes.ranges import DimRange, Profile
 from optdnn.target_name import TargetName
 from optdnn.tuning.first_run import Tried, finish
 from optdnn.tuning.nearest import Nearest

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 
+from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import UsageError
 from optdnn.importers.values import size_inputs
@@ -19,7 +20,6 @@ from optdnn.runtime.cuda.launches.plan import tf32_nodes
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
-from optdnn.shapes.plan_calibration import SharedCalibration
 from optdnn.shapes.plans import Planned, by_value, plan_profiles, replan
 from optdnn.target_name import TargetName
 from optdnn.targets.base import Compiled, Meta, Optimized, Progress, Source, Target

@@ -23,10 +23,10 @@ from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import InternalError, RunError
 from optdnn.ir.constant_cache import Kept
 from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Builder
 from optdnn.kernels.libraries.providers import providers_here
 from optdnn.kernels.tactic import PROVIDERS
 from optdnn.lowering.assemble import placed
-from optdnn.lowering.builder import Builder
 from optdnn.lowering.choose import Choice, Selection
 from optdnn.lowering.cuda import Emitted, emit_program
 from optdnn.lowering.streams import Streams, on_lanes

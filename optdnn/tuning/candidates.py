@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder
 from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.lowering.assemble import compact, placed
-from optdnn.lowering.builder import Builder
 from optdnn.lowering.choose import Choice, Selection, alternatives, results_of, signature
 from optdnn.runtime.program import Program
 from optdnn.types import TensorSpec

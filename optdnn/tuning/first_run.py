@@ -15,7 +15,7 @@ from optdnn.config import BuildOptions
 from optdnn.errors import GpuFault, RunError
 from optdnn.ir.constant_cache import Kept
 from optdnn.ir.graph import Graph, Op
-from optdnn.lowering.builder import Builder
+from optdnn.kernels.builder import Builder
 from optdnn.lowering.choose import Choice, Selection, alternatives
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.lowering.table import TACTICS
@@ -110,8 +110,9 @@ def finish(
     tuned: Tuned | None = None,
     kept: Kept | None = None,
 ) -> tuple[Program, Tried | None]:
-    """The program of an optimized graph, as :func:`~optdnn.lowering.cuda.lower_cuda` makes it with what was ``tuned``, after its first
-    runs; and how these went (None: there is no GPU here that it is for).
+    """The program of an optimized graph after its first runs, and how these went (None: its GPU is not here).
+
+    :func:`~optdnn.lowering.cuda.lower_cuda` makes the program with what was ``tuned``.
 
     A candidate whose launch hangs, crashes or writes outside of its memory is replaced by the next one. Raises GpuFault where there
     is none, and what lowering raises.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.lowering.builder import Builder
+from optdnn.kernels.builder import Builder
 from optdnn.lowering.choose import Choice, Selection, offers_of, usable
 from optdnn.lowering.table import TACTICS
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 from optdnn.config import THREADS_LIMIT
 from optdnn.dim_text import expressions
 from optdnn.errors import EngineError, MissingDependency, UsageError
+from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.cpu.huge_pages import NewMemory
 from optdnn.runtime.executor import LibraryPart, LoadOptions, Port, Session
 from optdnn.runtime.program import Program, Step
-from optdnn.shapes.ranges import DimRange, Profile
 from optdnn.types import Array, TensorSpec, dtype_name
 
 PRECISIONS = ("fp32", "bf16")

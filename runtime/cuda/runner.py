@@ -324,7 +324,8 @@ class CudaContext(Shown):
         """A call with fixed arrays on the GPU, to be repeated: ``bound.run(stream)`` only launches the graph.
 
         Outputs that ``outputs`` does not give are fresh CuPy arrays. The arrays are kept alive. ``state`` maps outputs to the
-        inputs that they are in the next run (:class:`optdnn.runtime.cuda.memory.state.Streaming`). Raises InputError, MissingDependency.
+        inputs that they are in the next run (:class:`optdnn.runtime.cuda.memory.state.Streaming`).
+        Raises InputError, MissingDependency.
         """
         if state:
             return Streaming(self, self.runner.signature, inputs, outputs, state)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.kernels.recurrent.kernel import unpack_matrix
 from optdnn.runtime.reference.binary import cast
+from optdnn.runtime.reference.packed_rnn import unpack_matrix
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array, is_float
 

@@ -11,9 +11,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import optdnn
+from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.cli.main import run
 from optdnn.errors import EngineError, InputError, RunError, UsageError
-from optdnn.shapes.plan_calibration import SharedCalibration
 from optdnn.types import Array
 
 RNG = np.random.default_rng(0)

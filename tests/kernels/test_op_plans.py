@@ -21,6 +21,7 @@ from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.recurrent import kernel as rnn
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.reference.packed_rnn import pack_matrix
 
 DEVICE = of_arch("sm_90a")
 BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
@@ -365,7 +366,7 @@ def mma(a: Any, b: Any) -> Any:
 def test_packed_fragments_give_each_lane_its_units_gates(gates: int, hidden: int, width: int) -> None:
     rng = np.random.default_rng(3)
     matrix, chunks = rng.standard_normal((gates * hidden, width)), -(-width // 32)
-    packed = rnn.pack_matrix(matrix, hidden)
+    packed = pack_matrix(matrix, hidden)
     assert packed.shape == (hidden // 32, 8, 2 * chunks, 32, 8)
     x = np.zeros((8, chunks * 32))
     x[:, :width] = rng.standard_normal((8, width))

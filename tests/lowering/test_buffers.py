@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from optdnn.ir.graph import Graph
-from optdnn.lowering.builder import Builder, channels_last
+from optdnn.kernels.builder import Builder, channels_last
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import FP16
 

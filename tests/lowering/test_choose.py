@@ -16,11 +16,11 @@ from test_squeeze import excited
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UsageError
 from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.builder import Builder
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.tactic import Offer
 from optdnn.lowering import table
-from optdnn.lowering.builder import Builder
 from optdnn.lowering.choose import Choice, Selection, alternatives, usable
 from optdnn.lowering.cuda import Emitted, emit_program, lower_cuda
 from optdnn.ops.attention import AttentionAttrs

@@ -11,8 +11,8 @@ from support.simulated import feeds_of, lowered, simulate
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
-from optdnn.lowering.builder import Placed
-from optdnn.lowering.views import _runs
+from optdnn.kernels.builder import Placed
+from optdnn.kernels.layout.views import _runs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.types import FP32
 

@@ -16,11 +16,11 @@ from programs import mlp
 
 from optdnn import Engine
 from optdnn.errors import RunError, UsageError
+from optdnn.ranges import DimRange
 from optdnn.runtime import bench
 from optdnn.runtime.bench import LatencyStats, measure, sample
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.machine import machine, versions
-from optdnn.shapes.ranges import DimRange
 from optdnn.types import BF16, TensorSpec
 
 X = np.ones((2, 5), np.float32)

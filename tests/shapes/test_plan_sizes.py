@@ -10,9 +10,9 @@ import pytest
 
 import optdnn
 from optdnn.errors import ShapeError
+from optdnn.ranges import DimRange
 from optdnn.shapes import plan_sizes
 from optdnn.shapes.plan_sizes import working
-from optdnn.shapes.ranges import DimRange
 
 
 def fits(rule: Callable[[Mapping[str, int]], bool]) -> Callable[[Mapping[str, int]], None]:

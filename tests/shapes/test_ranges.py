@@ -16,8 +16,8 @@ from optdnn.dim import bounds
 from optdnn.errors import EngineError, InputError, ShapeError, UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.lowering.cpu.library import typical_sizes
+from optdnn.ranges import DimRange, InputShapes, input_shapes, parse_dims, parse_shapes
 from optdnn.runtime.format import decode, encode
-from optdnn.shapes.ranges import DimRange, InputShapes, input_shapes, parse_dims, parse_shapes
 
 
 @pytest.mark.parametrize(

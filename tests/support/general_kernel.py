@@ -7,8 +7,9 @@ from typing import Any
 from optdnn.kernels import launch as describe
 from optdnn.kernels.conv import general_kernel as conv_general
 from optdnn.kernels.conv.general_kernel import GeneralConfig, pack_weights
-from optdnn.kernels.conv.parameters import Pointers, Requantize
+from optdnn.kernels.conv.parameters import Pointers
 from optdnn.kernels.conv.problem import Problem
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile.nvrtc import KernelCache, Recipe
 from optdnn.runtime.cuda.device import Function, Launch
 

@@ -16,8 +16,9 @@ from optdnn.kernels.conv.general_kernel import GeneralConfig
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.patch_kernel import PatchConfig
 from optdnn.kernels.conv.problem import Problem, Source
-from optdnn.kernels.quantized import kernel as quantized
-from optdnn.kernels.quantized.kernel import Affine
+from optdnn.kernels.quantized import stem as quantized
+from optdnn.ops import requantize
+from optdnn.ops.requantize import Affine
 from optdnn.runtime.cuda.compile.render import Stage
 from optdnn.runtime.reference import quantized as meaning
 from support import general_kernel
@@ -62,20 +63,20 @@ class Case:
             self.batch, self.channels, (self.source,), (("bias",),), self.dtype, out, residual, zero, bands=self.groups
         )
 
-    def scaling(self) -> quantized.Scaling:
+    def scaling(self) -> requantize.Scaling:
         """Scales such that results fill their range."""
         rng = np.random.default_rng(7)
         depth = self.source.channels * self.source.kernel[0] * self.source.kernel[1]
         typical = 60.0 * 60.0 * depth**0.5 if self.dtype != "float8_e4m3fn" else depth**0.5
         scale = rng.uniform(0.5, 1.5, self.channels) * 2.0 / typical
         bias = rng.standard_normal(self.channels)
-        return quantized.scaling(self.stages, scale, bias, out=self.out, residual=self.residual)
+        return requantize.scaling(self.stages, scale, bias, out=self.out, residual=self.residual)
 
     def data(self, name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         """Random numbers that fill the type."""
         rng = np.random.default_rng(seed)
-        if name in quantized.BOUNDS and "int" in name:
-            low, high = quantized.BOUNDS[name]
+        if name in requantize.BOUNDS and "int" in name:
+            low, high = requantize.BOUNDS[name]
             return rng.integers(low, high + 1, shape).astype(DTYPES[name])
         return rng.standard_normal(shape).astype(DTYPES[name])
 
@@ -259,7 +260,7 @@ def arrays(case: Case) -> Arrays:
     expected = np.ascontiguousarray(expected.transpose(0, 2, 3, 1)).astype(DTYPES[out])
     general = isinstance(case.config, GeneralConfig)
     packed = conv_general.pack_weights(weight) if general else conv_params.pack_weights(problem, [weight])
-    return Arrays(image, weight, packed, quantized.pad_channels(channel), residual, expected)
+    return Arrays(image, weight, packed, requantize.pad_channels(channel), residual, expected)
 
 
 def compare(case: Case, found: np.ndarray, expected: np.ndarray) -> str:

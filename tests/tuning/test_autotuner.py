@@ -458,7 +458,7 @@ def test_what_must_agree(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {}
     timer = FakeTimer(hashed, device="other GPU" if change == "device" else "GPU")
     if change == "kernels":
-        monkeypatch.setattr("optdnn.lowering.builder.source_digest", lambda recipe: "0" * 64)
+        monkeypatch.setattr("optdnn.kernels.builder.source_digest", lambda recipe: "0" * 64)
         monkeypatch.setattr(optdnn.tuning.timing_keys, "KERNELS", optdnn.tuning.timing_keys.KERNELS / "nowhere")
     if change == "workspace":
         options["workspace"] = 1 << 30

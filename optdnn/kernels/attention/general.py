@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from optdnn.ir.graph import Op
 from optdnn.kernels.attention import general_kernel as attention_general
 from optdnn.kernels.attention.hopper import HopperAttention
-from optdnn.lowering.builder import Builder
+from optdnn.kernels.builder import Builder
 from optdnn.runtime.cuda.gpu_facts import no_kernels
 
 

@@ -15,7 +15,9 @@ import numpy as np
 
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.attention import hopper_kernel as attention
+from optdnn.kernels.builder import Builder, Placed, map_dtype, row_major, up
 from optdnn.kernels.gemm.matmul import emit_matmul
+from optdnn.kernels.layout.views import settle
 from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.norm.rows import Statistic, emit_rows
 from optdnn.kernels.pointwise.pointwise import arithmetic, copy, emit_pointwise
@@ -23,8 +25,6 @@ from optdnn.kernels.quantized.quantized_store import Narrow, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.reduce.reduce import limits
 from optdnn.kernels.tactic import MANY, Offer, OwnTactic, Rehearsed
-from optdnn.lowering.builder import Builder, Placed, map_dtype, row_major, up
-from optdnn.lowering.views import settle
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages

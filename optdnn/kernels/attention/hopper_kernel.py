@@ -14,6 +14,7 @@ from optdnn.kernels.launch import Description, ParameterBlock
 from optdnn.kernels.quantized.quantized_store import Narrow, narrow_kind
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.instructions import values_instruction
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -163,21 +164,6 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if problem.heads > 65535 or problem.batch > 65535:
         return "the grid is too large"
     return None
-
-
-def values_instruction(features: int, dtype: str) -> str:
-    """CUDA source of ``wgmma_values(float (&d)[features / 2], u32 a0..a3, u64 b)``: m64 n``features`` k16, A from
-    registers, B MN-major."""
-    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
-    count = features // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    a = ", ".join(f"%{count + i}" for i in range(4))
-    return f"""DEVICE void wgmma_values(float (&d)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {{
-    asm volatile("wgmma.mma_async.sync.aligned.m64n{features}k16.f32.{kind}.{kind} "
-        "{{{registers}}}, {{{a}}}, %{count + 4}, 1, 1, 1, 1;"
-        : {outputs} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
-}}"""
 
 
 def mask_width(problem: Problem) -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, products
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.general import GeneralConv
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, image, planar, with_pitch
 from optdnn.kernels.conv.problem import banded
-from optdnn.kernels.pointwise.epilogue import plan_epilogue
 from optdnn.kernels.tactic import Tactic
-from optdnn.lowering.builder import Builder, products
 
 TILE = 64
 """Channels of wgmma's M, and of a step of K."""

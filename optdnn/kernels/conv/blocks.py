@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, channels_last, products, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.hopper import bias_of, entering, finish, with_pitch
-from optdnn.kernels.pointwise.epilogue import plan_epilogue
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Rehearsed
-from optdnn.lowering.builder import Builder, channels_last, products, up
 
 POINTWISE = ((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))
 """Geometry of a 1 x 1 convolution."""

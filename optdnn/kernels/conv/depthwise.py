@@ -10,23 +10,22 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, Placed, channels_last, map_dtype
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
 from optdnn.kernels.conv.hopper import bias_of, entering, finish
-from optdnn.kernels.conv.parameters import Requantize
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.launch import Description
 from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.kernels.quantized import kernel as quantized
 from optdnn.kernels.quantized.hopper import refusal
 from optdnn.kernels.quantized.quantized_store import Narrow
 from optdnn.kernels.tactic import MANY, Offer, Rehearsed
-from optdnn.lowering.builder import Builder, Placed, channels_last, map_dtype
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.fused import plain_stages
+from optdnn.ops.requantize import Requantize, byte_bias
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16
@@ -273,7 +272,7 @@ class DepthwiseOfIntegers(Rehearsed):
         if op.input(3) is not None:
             operands["residual"] = _dense(b, op, b.operand(op.inputs[3]), "residual")  # type: ignore[arg-type]
             reads.append(operands["residual"])
-        offset = quantized.byte_bias(problem.residual_dtype) + a.residual_zero
+        offset = byte_bias(problem.residual_dtype) + a.residual_zero
         requantize = Requantize(a.residual_scale, offset, a.low, a.high, a.zero)
         pool = _mean_of(b, op)
         if pool is not None:

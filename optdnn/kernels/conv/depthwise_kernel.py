@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.kernels.conv.parameters import Requantize, put_requantize
+from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.conv.problem import ITEM, OneSource, Source
 from optdnn.kernels.launch import Description, ParameterBlock
 from optdnn.kernels.quantized.quantized_store import Narrow
 from optdnn.kernels.ranking import varied
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv.depthwise_kernel import CLOCK, MEMORY, Problem
-from optdnn.kernels.conv.parameters import Requantize, put_requantize
+from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.launch import Description, ParameterBlock
 from optdnn.kernels.quantized.quantized_store import Narrow
 from optdnn.kernels.ranking import varied
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 

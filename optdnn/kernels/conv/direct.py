@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, Placed
 from optdnn.kernels.conv.hopper import entering
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
 from optdnn.kernels.pool.window import Rendered, Window, channel_vector_width, emit_window, load_channels
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.lowering.builder import Builder, Placed
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import resolved, resolved_transpose
 from optdnn.ops.fused import plain_stages

@@ -10,17 +10,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from optdnn.errors import InternalError
+from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, Placed, channels_last
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, finish, image, planar
 from optdnn.kernels.conv.hopper_launch import blocks
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Offer, Rehearsed
-from optdnn.lowering.builder import Builder, Placed, channels_last
 from optdnn.ops.conv import resolved
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels

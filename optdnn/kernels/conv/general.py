@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, Placed, channels_last, map_dtype, products, up
 from optdnn.kernels.conv import general_kernel as general
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, finish, image, planar, with_pitch
 from optdnn.kernels.conv.maps import Feed
-from optdnn.kernels.conv.parameters import Requantize
 from optdnn.kernels.conv.problem import Problem, Source, banded
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Offer, Rehearsed
-from optdnn.lowering.builder import Builder, Placed, channels_last, map_dtype, products, up
 from optdnn.ops.fused import plain_stages
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels, of_arch
 from optdnn.runtime.cuda.launches.plan import TF32
 from optdnn.types import FP32, INT32, Array, to_tf32

@@ -12,9 +12,10 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import implicit_gemm as conv
-from optdnn.kernels.conv.parameters import Requantize, put_requantize
+from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, Placed, channels_last, products, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
-from optdnn.kernels.pointwise.epilogue import Epilogue, plan_epilogue
 from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
 from optdnn.kernels.pointwise.prologue import Prologue, plan_prologue
 from optdnn.kernels.tactic import Rehearsed
-from optdnn.lowering.builder import Builder, Placed, channels_last, products, up
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.types import BF16, FP16, Array

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import InternalError
+from optdnn.ir.epilogue import RESIDUAL, Epilogue
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Block, Builder, KernelSpec, MapSpec, Placed, map_dtype, products, up  # fmt: skip
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
@@ -22,10 +24,8 @@ from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, candidates, estimate
 from optdnn.kernels.conv.maps import Feed, pitch_of
-from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue
 from optdnn.kernels.pointwise.prologue import Prologue
 from optdnn.kernels.tactic import Offer
-from optdnn.lowering.builder import Block, Builder, KernelSpec, MapSpec, Placed, map_dtype, products, up  # fmt: skip
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.compile import render

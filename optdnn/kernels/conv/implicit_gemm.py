@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.errors import InternalError
-from optdnn.kernels.conv.parameters import Pointers, Requantize, parameters, raw_bytes, weight_rows
+from optdnn.kernels.conv.parameters import Pointers, parameters, raw_bytes, weight_rows
 from optdnn.kernels.conv.problem import ROWS, Problem, Source
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import KernelCache, Recipe
 from optdnn.runtime.cuda.device import Function, Launch, encode_im2col, encode_tiled

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from optdnn.kernels.builder import CHANNEL_ALIGN, Builder, MapSpec, Placed, channels_last, up
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.lowering.builder import CHANNEL_ALIGN, Builder, MapSpec, Placed, channels_last, up
 from optdnn.types import FP32, Array
 
 
@@ -23,7 +23,7 @@ class Feed:
     pads: tuple[int, int, int, int]
     dilations: tuple[int, int]
     overlapped: conv_problem.Source | None = None
-    """Where neighbouring pixels are read as one (see :func:`optdnn.kernels.quantized.kernel.overlapped`): that source."""
+    """Where neighbouring pixels are read as one (see :func:`optdnn.kernels.quantized.stem.overlapped`): that source."""
     bands: int = 1
     """Equal parts of the result's channels, each a sum over its own part of the tensor's (see ``Problem.bands``)."""
 

@@ -13,6 +13,7 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.launch import ParameterBlock
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
 
@@ -38,17 +39,6 @@ def pack_weights(problem: Problem, weights: Sequence[Array]) -> Array:
 
 MAX_CONSTANTS = 8
 """Of a quantized epilogue's stages."""
-
-
-@dataclass(frozen=True)
-class Requantize:
-    """The numbers of a quantized epilogue that are the whole tensor's: ``Requantize`` of ``kernels/conv_element.cuh``."""
-
-    residual_scale: float = 1.0
-    residual_offset: float = 0.0
-    low: float = -128.0
-    high: float = 127.0
-    zero: int = 0
 
 
 def put_requantize(block: ParameterBlock, stages: Sequence[render.Stage], requantize: Requantize | None) -> None:

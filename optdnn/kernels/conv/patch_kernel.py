@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from optdnn.kernels.conv.cost import L2_PER_CLOCK, most_sums, room_for, waves_of
 from optdnn.kernels.conv.implicit_gemm import direct_bytes, generated, options, refuse_scatter, register_limit
-from optdnn.kernels.conv.parameters import Pointers, Requantize, parameters, raw_bytes, weight_rows
+from optdnn.kernels.conv.parameters import Pointers, parameters, raw_bytes, weight_rows
 from optdnn.kernels.conv.problem import ITEM, Problem
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import KernelCache, Recipe
 from optdnn.runtime.cuda.device import Function, Launch, encode_tiled

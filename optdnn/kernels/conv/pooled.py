@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Builder, Placed, channels_last, map_dtype, products, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, is_half, planar
-from optdnn.kernels.pointwise.epilogue import Epilogue, plan_epilogue
 from optdnn.kernels.pool.max_pool import predicted
 from optdnn.kernels.tactic import Offer
-from optdnn.lowering.builder import Builder, Placed, channels_last, map_dtype, products, up
 from optdnn.runtime.reference.window import resolve_pads
 
 OVERLAP = 0.5e-6

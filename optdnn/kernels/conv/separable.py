@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Builder, Placed, channels_last, map_dtype, up
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
@@ -23,9 +25,7 @@ from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.kernels.tactic import MANY, Offer, Rehearsed
-from optdnn.lowering.builder import Builder, Placed, channels_last, map_dtype, up
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array

@@ -7,7 +7,6 @@ f[c, r, s])))`` (Chollet, "Xception", 2017; MobileNetV2's pairs have no expansio
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -17,6 +16,7 @@ from optdnn.errors import InternalError
 from optdnn.kernels.conv.problem import OneSource, Source
 from optdnn.kernels.launch import Description, ParameterBlock
 from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.instructions import bounded_pair, pixels_instruction
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
@@ -256,29 +256,6 @@ def _between(problem: Problem) -> str:
     one = render.epilogue(stages, "between_one")
     body = "return pack2(between_one(x, 0.0f, 0.0f), between_one(y, 0.0f, 0.0f));"
     return f"{one}\nDEVICE u32 between(float x, float y) {{ {body} }}"
-
-
-def bounded_pair(bounds: Sequence[tuple[str, str, int]]) -> str:
-    """CUDA source of ``u32 between(float x, float y)``: a rounded pair, bounded by ("max" or "min", type of pairs, both bounds)."""
-    lines = ["DEVICE u32 between(float x, float y) {", "    u32 pair = pack2(x, y);"]
-    for name, kind, bits in bounds:
-        lines.append(f'    asm("{name}.{kind} %0, %0, %1;" : "+r"(pair) : "r"({bits:#x}u));')
-    return "\n".join([*lines, "    return pair;", "}"])
-
-
-def pixels_instruction(columns: int, dtype: str) -> str:
-    """``wgmma_pixels(float (&d)[columns / 2], const u32 (&a)[4], u64 b, int accumulate)``: m64 n``columns`` k16, A from registers,
-    B K-major (PTX ISA, "wgmma.mma_async")."""
-    kind, count = {"float16": "f16", "bfloat16": "bf16"}[dtype], columns // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    operand = ", ".join(f"%{count + i}" for i in range(4))
-    return f"""DEVICE void wgmma_pixels(float (&d)[{count}], const u32 (&a)[4], u64 b, int accumulate) {{
-    asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0; "
-        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
-        "{{{registers}}}, {{{operand}}}, %{count + 4}, p, 1, 1, 0;}}"
-        : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}}"""
 
 
 MOST_BLOCK = 64

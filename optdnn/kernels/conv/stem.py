@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.ir.epilogue import RESIDUAL, plan_epilogue
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, Placed, channels_last, map_dtype, up
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv import stem_kernel as stem
@@ -15,9 +17,7 @@ from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, image, plana
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
 from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.pointwise.epilogue import RESIDUAL, plan_epilogue
 from optdnn.kernels.tactic import Offer, Rehearsed
-from optdnn.lowering.builder import Builder, Placed, channels_last, map_dtype, up
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, Array

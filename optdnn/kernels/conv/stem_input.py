@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from optdnn.ir.epilogue import channel_vector
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.pointwise.epilogue import channel_vector
+from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.layout.views import cast_source
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, literal
-from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
-from optdnn.lowering.views import cast_source
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 
 BYTES = frozenset({"uint8", "int8"})

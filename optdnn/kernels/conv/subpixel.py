@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, broadcast
 from optdnn.kernels.pool.window import channel_vector_width, finishing, position, spatial3
-from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.compile.nvrtc import Recipe

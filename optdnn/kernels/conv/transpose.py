@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, Placed, channels_last, products, up
 from optdnn.kernels.conv import fp32 as conv_fp32
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv import general as conv_sm80
@@ -18,9 +20,7 @@ from optdnn.kernels.conv.cost import LATENCY, MEMORY
 from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, with_pitch
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.conv.subpixel import Axis, block_weights, emit_depth_to_space
-from optdnn.kernels.pointwise.epilogue import Epilogue, plan_epilogue
 from optdnn.kernels.tactic import Offer, Rehearsed
-from optdnn.lowering.builder import Builder, Placed, channels_last, products, up
 from optdnn.ops.conv import resolved_transpose
 from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.types import BF16, FP16, Array

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.builder import CHANNEL_ALIGN, EIGHT_BITS, Block, Builder, KernelSpec, Placed, row_major, up
 from optdnn.kernels.layout.walks import pieces, walk
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, STRIDES_LIMIT, merge
-from optdnn.lowering.builder import CHANNEL_ALIGN, EIGHT_BITS, Block, Builder, KernelSpec, Placed, row_major, up
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import BF16, DTYPES, FP16, normalize_axis
 

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from optdnn.ir.epilogue import RESIDUAL, Epilogue
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, Placed, map_dtype, products
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Offer
-from optdnn.lowering.builder import Builder, Placed, map_dtype, products
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import Array

@@ -7,15 +7,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from optdnn.ir.epilogue import Epilogue, channel_vector, plan_epilogue
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, Placed, products, row_major, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.hopper import bias_of, finish
-from optdnn.kernels.pointwise.epilogue import Epilogue, channel_vector, plan_epilogue
+from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Rehearsed
-from optdnn.lowering.builder import Builder, Placed, products, row_major, up
-from optdnn.lowering.views import reshaped
 from optdnn.types import Array
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, MapSpec, Placed, map_dtype, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv.hopper import finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import padded_rows
-from optdnn.kernels.pointwise.epilogue import plan_epilogue
 from optdnn.kernels.pointwise.pointwise import broadcast, copy, merge
 from optdnn.kernels.tactic import Rehearsed
-from optdnn.lowering.builder import Builder, MapSpec, Placed, map_dtype, up
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.types import BF16, FP16

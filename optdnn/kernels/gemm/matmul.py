@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
 from optdnn.kernels.conv.hopper import only_used
 from optdnn.kernels.gemm.tiles import tile_of, tiled
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, body, broadcast, emit_pointwise, literal, merge
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.compile.nvrtc import Recipe

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from optdnn.kernels.builder import Placed
 from optdnn.kernels.conv.fp32_kernel import LARGEST
-from optdnn.lowering.builder import Placed
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import FP32

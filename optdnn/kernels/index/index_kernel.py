@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import FP64, DType

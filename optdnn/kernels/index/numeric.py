@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, Placed
 from optdnn.kernels.index.index_kernel import (
     POINTS_LIMIT,
     VISITS_LIMIT,
@@ -23,7 +24,6 @@ from optdnn.kernels.index.index_kernel import (
 )
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
 from optdnn.kernels.quantized.pointwise import QUANTIZED
-from optdnn.lowering.builder import Builder, Placed
 from optdnn.ops.gemm import einsum_terms
 from optdnn.types import normalize_axis
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, Placed
 from optdnn.kernels.index.index_kernel import (
     POINTS_LIMIT,
     VISITS_LIMIT,
@@ -20,9 +21,8 @@ from optdnn.kernels.index.index_kernel import (
     operands_of,
     shape_at,
 )
+from optdnn.kernels.layout.views import ints, reshaped
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copy
-from optdnn.lowering.builder import Builder, Placed
-from optdnn.lowering.views import ints, reshaped
 from optdnn.types import is_float, normalize_axis
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, Placed
 from optdnn.kernels.index.index_kernel import (
     POINTS_LIMIT,
     Each,
@@ -17,10 +18,9 @@ from optdnn.kernels.index.index_kernel import (
     operand_at,
     operands_of,
 )
+from optdnn.kernels.layout.views import ints
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
 from optdnn.kernels.reduce.reduce import limits
-from optdnn.lowering.builder import Builder, Placed
-from optdnn.lowering.views import ints
 from optdnn.types import is_float
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.layout.views import ints, settle
 from optdnn.kernels.layout.walks import pieces, walk
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, literal, merge
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
-from optdnn.lowering.views import ints, settle
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.reference import resize

@@ -6,9 +6,9 @@ from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.attention import hopper as own
+from optdnn.kernels.builder import Builder, Placed, map_dtype
 from optdnn.kernels.libraries.tactics import Called
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.lowering.builder import Builder, Placed, map_dtype
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.libraries.calls import Attention, Operation
 from optdnn.types import BF16, FP16

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from optdnn.ir.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, Placed, channels_last, map_dtype, row_major
 from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, planar
-from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue
+from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
 from optdnn.kernels.tactic import Offer
-from optdnn.lowering.builder import Builder, Placed, channels_last, map_dtype, row_major
-from optdnn.lowering.views import reshaped
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.compile import render

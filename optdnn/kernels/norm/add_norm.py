@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, Placed
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.half_rows import HalfRows, emit_description, rows_offers
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.tactic import OwnTactic, Rehearsed
-from optdnn.lowering.builder import Builder, Placed
 from optdnn.ops.base import attrs_dict
 
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, channels_last, map_dtype
 from optdnn.kernels.norm import group_norm_kernel as group_norm
 from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.tactic import MANY, Offer, Rehearsed
-from optdnn.lowering.builder import Builder, channels_last, map_dtype
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Block, Builder, KernelSpec, MapSpec, Placed, map_dtype
 from optdnn.kernels.launch import Description
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.quantized.quantized_store import Narrow, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
 from optdnn.kernels.tactic import Offer, Rehearsed
-from optdnn.lowering.builder import Block, Builder, KernelSpec, MapSpec, Placed, map_dtype
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, broadcast, copy, emit_pointwise, literal, merge
 from optdnn.kernels.pool.window import Rendered, Window, emit_window
 from optdnn.kernels.reduce.reduce import limits
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
-from optdnn.lowering.views import reshaped
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import FP64, is_float, normalize_axis

@@ -7,9 +7,9 @@ from typing import Any
 from optdnn.custom import CudaKernel, CudaLaunch, known
 from optdnn.errors import OptdnnError, UnsupportedError
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, copy
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import TensorType

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder
+from optdnn.kernels.layout.views import settle
 from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, emit_pointwise, single
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.lowering.builder import Builder
-from optdnn.lowering.views import settle
 
 
 class Elementwise(OwnTactic):

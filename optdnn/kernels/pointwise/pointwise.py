@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.graph import Op
-from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages, stage_calls
 from optdnn.runtime.cuda.compile.nvrtc import Recipe

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from optdnn.ir.epilogue import RESIDUAL, Epilogue, absorb_unary, channel_vector
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.pointwise.epilogue import RESIDUAL, Epilogue, absorb_unary, channel_vector
-from optdnn.lowering.builder import CHANNEL_ALIGN, Builder, Placed, up
+from optdnn.kernels.builder import CHANNEL_ALIGN, Builder, Placed, up
 from optdnn.ops.base import Stage
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
 from optdnn.kernels.conv.cost import CLOCK, MEMORY
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS
 from optdnn.kernels.tactic import Offer, Rehearsed
-from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.runtime.reference.window import resolve_pads

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
 from optdnn.kernels.pool.window import Rendered, Window, channel_vector_width, emit_window, load_channels
 from optdnn.kernels.reduce.reduce import emit_reduce, limits
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.lowering.builder import Builder
 from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import is_float
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, body, broadcast
-from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
 from optdnn.ops.base import Stage
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import DType, TensorType, is_float

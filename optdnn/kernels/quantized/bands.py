@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder
 from optdnn.kernels.conv.bands import costlier, groups_together
 from optdnn.kernels.conv.problem import banded
 from optdnn.kernels.quantized.general import GeneralQuantizedConv
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv, axes_of, geometry_refusal, refusal
-from optdnn.lowering.builder import Builder
 
 
 class BandedQuantizedConv(HopperQuantizedConv):

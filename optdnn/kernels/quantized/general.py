@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, Placed
 from optdnn.kernels.conv import general as conv_sm80
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.bands import groups_together
-from optdnn.kernels.quantized import kernel as quantized
 from optdnn.kernels.quantized.hopper import (
     HopperQuantizedConv,
     HopperQuantizedMatMul,
@@ -21,7 +21,7 @@ from optdnn.kernels.quantized.hopper import (
     problem_of,
     refusal,
 )
-from optdnn.lowering.builder import Builder, Placed
+from optdnn.ops import requantize
 
 
 class GeneralQuantizedConv(HopperQuantizedConv):
@@ -78,7 +78,7 @@ class GeneralQuantizedConv(HopperQuantizedConv):
         channel = b.graph.constant_value(op.inputs[2])
         assert channel is not None
         problem = replace(problem_of(op, feed, residual, out, reads), sources=(conv_sm80.source_of(feed),))
-        pairs = b.constant(quantized.pad_channels(channel), f"{op.outputs[0].name}.scales")
+        pairs = b.constant(requantize.pad_channels(channel), f"{op.outputs[0].name}.scales")
         meaning = ("QuantizedConv", meaning_of(op, feed), [residual] if residual is not None else [])
         numbers = numbers_of(op, residual)
         return conv_sm80.launch(b, op, problem, feed, pairs, out, residual, meaning, config, numbers, reads)

@@ -9,19 +9,20 @@ import numpy as np
 
 from optdnn.config import GPU_PRECISIONS
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import EIGHT_BITS, Builder, Placed, channels_last, map_dtype, row_major, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.hopper import image, planar
+from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.kernels.quantized import kernel as quantized
 from optdnn.kernels.quantized import pool_kernel as pool_int8
+from optdnn.kernels.quantized import stem as quantized
 from optdnn.kernels.quantized.quantizer import quantization
 from optdnn.kernels.tactic import Rehearsed
-from optdnn.lowering.builder import EIGHT_BITS, Builder, Placed, channels_last, map_dtype, row_major, up
-from optdnn.lowering.views import reshaped
+from optdnn.ops import requantize
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType
@@ -122,7 +123,7 @@ def _stem(
     together: int, suits: Callable[[Builder, conv_problem.Problem], bool],
 ) -> tuple[conv_maps.Feed, Placed] | None:  # fmt: skip
     """A strided convolution of a quantized few-channel image: blocks of pixels as channels, so many neighbouring blocks read
-    ``together`` (see :func:`optdnn.kernels.quantized.kernel.overlapped`), the quantization folded in. Also what the convolution reads,
+    ``together`` (see :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in. Also what the convolution reads,
     as NCHW. ``suits``: whether there is a kernel for the problem that it becomes."""
     channels, stride = weight.shape[1], strides[0]
     few = channels * stride * stride <= quantized.LANES and strides == (stride, stride) and stride > 1
@@ -148,7 +149,7 @@ def _stem(
         f"{op.outputs[0].name}.blocks", DTYPES[dtype], (n, quantized.LANES, seen.height, width),
         (seen.height * row, 1, row, quantized.LANES),
     )  # fmt: skip
-    made = pool_int8.pack_image(n, source, together, quantized.Affine(dtype, scale))
+    made = pool_int8.pack_image(n, source, together, requantize.Affine(dtype, scale))
     recipe = pool_int8.recipe(dtype, b.arch, channels=channels, block=stride, image=raw.dtype.name)
     attrs = {
         "block": stride,
@@ -191,7 +192,7 @@ def numbers_of(op: Op, residual: Placed | None) -> conv_params.Requantize:
     """The numbers of its epilogue that are the whole tensor's."""
     a, second = op.attrs, map_dtype(residual.dtype) if residual is not None else ""
     return conv_params.Requantize(
-        a.residual_scale, quantized.byte_bias(second) + a.residual_zero, a.low, a.high, a.zero
+        a.residual_scale, requantize.byte_bias(second) + a.residual_zero, a.low, a.high, a.zero
     )
 
 
@@ -221,7 +222,7 @@ def _emit(
     way = ("conv_sm90", problem.block, problem.out_item, problem.dtype)
     made = b.kept.once(way, [feed.weight], lambda: conv_params.pack_weights(problem, [feed.weight]), final=True)
     packed = b.constant(made, f"{op.outputs[0].name}.weights")
-    pairs = b.constant(quantized.pad_channels(channel), f"{op.outputs[0].name}.scales")
+    pairs = b.constant(requantize.pad_channels(channel), f"{op.outputs[0].name}.scales")
     operands = conv_sm90.Operands(packed, pairs, out, residual)
     weight = _weight_view(packed, problem, feed)
     tail = [residual] if residual is not None else []

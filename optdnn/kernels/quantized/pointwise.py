@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, Placed
 from optdnn.kernels.index.index_kernel import coordinates, emit_each, needed, operand_at, operands_of, wide
 from optdnn.kernels.pointwise.pointwise import CPP, LARGEST, arithmetic, literal
 from optdnn.kernels.reduce.reduce import emit_reduce
-from optdnn.lowering.builder import Builder, Placed
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.quant import QuantizeAttrs
 from optdnn.runtime.reference.window import resolve_pads

@@ -8,7 +8,8 @@ from optdnn.errors import InternalError
 from optdnn.kernels.conv.depthwise_kernel import four_bytes
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.launch import Description, ParameterBlock
-from optdnn.kernels.quantized.kernel import BOUNDS, Affine, overlapped, row_padding
+from optdnn.kernels.quantized.stem import overlapped, row_padding
+from optdnn.ops.requantize import BOUNDS, Affine
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 

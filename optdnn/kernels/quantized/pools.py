@@ -8,12 +8,12 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, Placed, channels_last, up
 from optdnn.kernels.launch import Description
 from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.lowering.builder import Builder, Placed, channels_last, up
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.reference.window import resolve_pads
 

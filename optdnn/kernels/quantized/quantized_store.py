@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.kernels.launch import ParameterBlock
-from optdnn.kernels.quantized.kernel import BOUNDS, Affine
+from optdnn.ops.requantize import BOUNDS, Affine
 from optdnn.runtime.cuda.gpu_facts import capability_of
 
 

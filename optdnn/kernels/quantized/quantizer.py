@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.kernels.quantized.kernel import BOUNDS, Affine
-from optdnn.lowering.builder import Builder
+from optdnn.kernels.builder import Builder
 from optdnn.ops.base import attrs_dict
+from optdnn.ops.requantize import BOUNDS, Affine
 from optdnn.types import FP32, is_float
 
 

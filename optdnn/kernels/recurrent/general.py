@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, OPTIONS, arithmetic, literal
 from optdnn.kernels.recurrent.hopper import initial_states
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.rnn import RNNAttrs

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, Placed, map_dtype
 from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.recurrent import kernel as rnn
 from optdnn.kernels.tactic import Offer, Rehearsed
-from optdnn.lowering.builder import Builder, Placed, map_dtype
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP32, Array

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Block, Builder, KernelSpec
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, merge
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.lowering.builder import Block, Builder, KernelSpec
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import normalize_axis

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.layout.views import ints
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, copy, literal, merge
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.lowering.builder import Block, Builder, KernelSpec, Placed
-from optdnn.lowering.views import ints
 from optdnn.ops.reduce import reduced_axes
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import is_float

@@ -37,8 +37,8 @@ from optdnn.lowering.cpu.loops import unbounded
 from optdnn.lowering.cpu.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.ops.base import Unsupported, attrs_dict
 from optdnn.ops.table import IMPORTERS
+from optdnn.ranges import DimRange
 from optdnn.runtime.executor import LibraryPart
-from optdnn.shapes.ranges import DimRange
 from optdnn.types import Array, DType
 
 RULES: Mapping[str, Callable[[Graph], Mapping[int, str]]] = {

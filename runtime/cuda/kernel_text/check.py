@@ -1,7 +1,7 @@
 """The language of generated kernel texts, and its checker: what an engine file that nobody vouches for may bring as source.
 
-The renderers (:mod:`optdnn.runtime.cuda.compile.render`, ``optdnn.tactics.cuda``) write a small subset of CUDA C++. :func:`check_text`
-parses a text by the grammar of that subset and refuses everything else:
+The renderers (:mod:`optdnn.runtime.cuda.compile.render`, ``optdnn.kernels``) write a small subset of CUDA C++.
+:func:`check_text` parses a text by the grammar of that subset and refuses everything else:
 
 - Preprocessor lines are ``#pragma unroll``, ``#define NAME integer`` for names that templates leave open, and known includes.
 - Inline assembly is compared with what the renderer gives for the same parameters.
@@ -22,9 +22,7 @@ import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from optdnn.kernels.attention import hopper_kernel as attention
-from optdnn.kernels.conv import separable_kernel as separable
-from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile import instructions, render
 from optdnn.runtime.cuda.kernel_text.expressions import TextRefused, macros
 from optdnn.runtime.cuda.kernel_text.grammar import Source
 
@@ -107,13 +105,13 @@ def _both_in_memory(text: str) -> Iterable[str]:
 def _one_in_registers(text: str) -> Iterable[str]:
     for dtype in ("float16", "bfloat16"):
         if render.wgmma_columns(_columns(text), dtype):
-            yield attention.values_instruction(_columns(text), dtype)
-            yield separable.pixels_instruction(_columns(text), dtype)
+            yield instructions.values_instruction(_columns(text), dtype)
+            yield instructions.pixels_instruction(_columns(text), dtype)
 
 
 def _between(text: str) -> Iterable[str]:
     bounds = re.findall(r'asm\("(max|min)\.(bf16x2|f16x2) .*"r"\(0x([0-9a-f]{1,8})u\)', text)
-    yield separable.bounded_pair([(name, kind, int(bits, 16)) for name, kind, bits in bounds])
+    yield instructions.bounded_pair([(name, kind, int(bits, 16)) for name, kind, bits in bounds])
 
 
 _RENDERED: dict[str, Callable[[str], Iterable[str]]] = {

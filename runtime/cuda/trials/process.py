@@ -1,4 +1,4 @@
-"""The parent's end of the GPU worker (:mod:`optdnn.runtime.cuda.trials.gpu_worker`): what a build asks of a GPU without using it itself.
+"""The parent's end of the GPU worker (:mod:`optdnn.runtime.cuda.trials.gpu_worker`). A build uses the GPU through it alone.
 
 A kernel that does not end can only be ended with the process that started it, and one that crashes takes the whole process's use of
 the GPU with it. So the worker is expendable: where a program hangs, crashes or writes outside of its memory, the worker is killed,
@@ -222,8 +222,8 @@ class TrialTimer:
             self._process.cache.get_many(recipes, workers)
 
     def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
-        """As :meth:`~optdnn.runtime.cuda.trials.timer.GpuTimer.trial`, but that a candidate never takes this process or the GPU with it:
-        CandidateLost (a TrialFailed) says so. Raises RunError where there is no worker to be had."""
+        """As :meth:`~optdnn.runtime.cuda.trials.timer.GpuTimer.trial`, in the worker. A candidate never takes this process
+        or the GPU with it: CandidateLost (a TrialFailed) tells. Raises RunError where there is no worker to be had."""
         if len(self._process.losses) >= LOSSES:
             raise RunError(f"{LOSSES} programs hung or crashed, which is the GPU's fault rather than theirs")
         finite = min(give_up, 1e9)

@@ -19,8 +19,8 @@ from optdnn.kernels.attention import general_kernel as general
 from optdnn.kernels.attention.general_kernel import Config
 from optdnn.kernels.attention.hopper_kernel import Problem, View, bhsd, bshd
 from optdnn.kernels.launch import bind, load
-from optdnn.kernels.quantized.kernel import Affine
 from optdnn.kernels.quantized.quantized_store import Narrow
+from optdnn.ops.requantize import Affine
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
 

@@ -17,8 +17,8 @@ from support.sweep import sweep
 
 from optdnn.kernels.conv import general_kernel as conv_general
 from optdnn.kernels.conv.general_kernel import GeneralConfig
-from optdnn.kernels.conv.parameters import Requantize
 from optdnn.kernels.conv.problem import Problem
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.types import to_tf32
 

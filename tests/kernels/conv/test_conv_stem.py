@@ -13,9 +13,9 @@ from test_stem import normalized, picture
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.builder import Builder
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv.stem import StemConv
-from optdnn.lowering.builder import Builder
 from optdnn.lowering.choose import Choice, named
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops.conv import ConvAttrs

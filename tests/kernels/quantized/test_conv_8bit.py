@@ -15,9 +15,10 @@ from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.problem import Problem, Source
-from optdnn.kernels.quantized import kernel as quantized
 from optdnn.kernels.quantized import pool_kernel as pool_int8
-from optdnn.kernels.quantized.kernel import Affine
+from optdnn.kernels.quantized import stem as quantized
+from optdnn.ops import requantize
+from optdnn.ops.requantize import Affine
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.reference.conv import conv as reference_conv
@@ -26,7 +27,7 @@ from optdnn.runtime.reference.quantized import epilogue
 
 def test_relu_becomes_a_bound_and_constants_are_in_steps_of_the_result() -> None:
     scale, bias = np.array([0.5, 0.25]), np.array([3.0, -1.0])
-    found = quantized.scaling(
+    found = requantize.scaling(
         (("add",), ("relu",)), scale, bias, out=Affine("int8", 0.5), residual=Affine("int8", 0.125)
     )
     assert found.stages == (("bias",), ("add",))
@@ -35,13 +36,13 @@ def test_relu_becomes_a_bound_and_constants_are_in_steps_of_the_result() -> None
 
 
 def test_a_stage_that_scales_do_not_pass_stays_in_real_units() -> None:
-    found = quantized.scaling((("silu",), ("clip", -1.0, 2.0)), np.ones(1), np.ones(1), out=Affine("uint8", 0.5, 10))
+    found = requantize.scaling((("silu",), ("clip", -1.0, 2.0)), np.ones(1), np.ones(1), out=Affine("uint8", 0.5, 10))
     assert found.stages == (("bias",), ("silu",), ("clip", -1.0, 2.0), ("mul_const", 2.0))
     assert (found.requantize.low, found.requantize.high) == (-10.0, 245.0)
 
 
 def test_bounds_that_leave_nothing_stay_in_order() -> None:
-    found = quantized.scaling((("clip", 200.0, 300.0),), np.ones(1), np.ones(1), out=Affine("int8", 1.0))
+    found = requantize.scaling((("clip", 200.0, 300.0),), np.ones(1), np.ones(1), out=Affine("int8", 1.0))
     assert found.requantize.low == found.requantize.high == 127.0
 
 

@@ -99,7 +99,7 @@ def test_a_build_ends_with_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     import onnx
 
     import optdnn
-    from optdnn.lowering import builder
+    from optdnn.kernels import builder
     from optdnn.models import zoo
 
     onnx.save(zoo.build("mlp"), tmp_path / "m.onnx")

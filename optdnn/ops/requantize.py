@@ -1,9 +1,9 @@
-"""The numbers of a quantized epilogue, and the stem's trick: what Hopper convolutions of 8-bit operands need beside a problem.
+"""The numbers of a quantized operator: how sums of 8-bit products become stored results.
 
 A sum ``a`` of products becomes ``x = float(a) * m[c]``, ``x = x + b[c]`` and so on through the stages, and at last
-``saturate(round_half_even(x) + zero)``: each step is one fp32 rounding, nothing is contracted. Where every stage allows it
+``saturate(round_half_even(x) + zero)``. Each step is one fp32 rounding; nothing is contracted. Where every stage allows it
 (bias, addition, ReLU, Clip, ...), ``m``, ``b`` and the other constants are divided by the result's scale beforehand, in float64 and
-rounded once, so that x counts steps of the result; otherwise a multiplication by the reciprocal comes last.
+rounded once, so that x counts steps of the result. Otherwise a multiplication by the reciprocal comes last.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optdnn.errors import InternalError
-from optdnn.kernels.conv.parameters import Requantize
-from optdnn.kernels.conv.problem import Source, space_to_depth, space_to_depth_weights
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
 
@@ -23,14 +20,23 @@ BOUNDS = {"int8": (-128, 127), "uint8": (0, 255), "float8_e4m3fn": (-448, 448)}
 """Least and greatest value of an element type."""
 LARGEST = 3.4028234663852886e38
 """Of the finite fp32 numbers: where there is no bound."""
-LANES = 16
-"""Channels per pixel of an image whose neighbouring pixels are read together."""
 _BYTE_BIAS = {"int8": 8388608.0 + 128.0, "uint8": 8388608.0}
 
 
 def byte_bias(dtype: str) -> float:
     """What widening a byte of this type by the mantissa of 2^23 adds to it (0 for what is widened otherwise)."""
     return _BYTE_BIAS.get(dtype, 0.0)
+
+
+@dataclass(frozen=True)
+class Requantize:
+    """The numbers of a quantized epilogue that are the whole tensor's: ``Requantize`` of ``kernels/conv_element.cuh``."""
+
+    residual_scale: float = 1.0
+    residual_offset: float = 0.0
+    low: float = -128.0
+    high: float = 127.0
+    zero: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,41 +98,3 @@ def pad_channels(channel: Array) -> Array:
     out = np.zeros((-(-len(channel) // 16) * 16, 2), np.float32)
     out[: len(channel)] = channel
     return out
-
-
-# ---------------------------------------------------------------- the stem
-
-
-def overlapped(source: Source, together: int) -> Source:
-    """A strided few-channel source as one over blocks of pixels of which ``together`` neighbours in a row are one pixel's channels.
-
-    The blocks of :func:`.conv_problem.space_to_depth` have 16 channels, half of what 8-bit wgmma takes in one step. As
-    neighbouring pixels are neighbours in memory, a pixel ``together`` x 16 channels wide that begins every 16 bytes makes one tap
-    of ``together``. Padding to the left and right is then part of the image: :func:`row_padding`.
-    """
-    made = space_to_depth(source)
-    if made.channels != LANES:
-        raise InternalError(f"pixels of {made.channels} channels are not read together")
-    taps = -(-made.kernel[1] // together)
-    top, left, bottom, right = made.padding
-    width = left + made.width + right + taps * together - made.kernel[1] - (together - 1)
-    return Source(
-        made.height, width, LANES * together, (made.kernel[0], taps), (1, 1), (top, 0, bottom, 0), (1, together), LANES
-    )
-
-
-def row_padding(source: Source, together: int) -> tuple[int, int, int]:
-    """Of the image that :func:`overlapped` reads: pixels of zeros before a row, pixels that hold the image, pixels of a row."""
-    made, wide = space_to_depth(source), overlapped(source, together)
-    return made.padding[1], made.width, wide.width + together - 1
-
-
-def overlapped_weights(source: Source, weight: Array, together: int) -> Array:
-    """OIHW weights of ``source`` -> OIHW weights of ``overlapped(source, together)``."""
-    blocks = space_to_depth_weights(source, weight)
-    out, lanes, taps_h, taps_w = blocks.shape
-    taps = -(-taps_w // together)
-    padded = np.zeros((out, lanes, taps_h, taps * together), blocks.dtype)
-    padded[..., :taps_w] = blocks
-    split = padded.reshape(out, lanes, taps_h, taps, together)
-    return np.ascontiguousarray(split.transpose(0, 4, 1, 2, 3)).reshape(out, together * lanes, taps_h, taps)

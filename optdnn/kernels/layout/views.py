@@ -9,9 +9,9 @@ import numpy as np
 
 from optdnn.errors import UnsupportedError
 from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, Placed, row_major
 from optdnn.kernels.conv.unfold import emit_frames, frames, whole_pixels
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT, copy
-from optdnn.lowering.builder import Builder, Placed, row_major
 from optdnn.types import normalize_axis
 
 

@@ -1,0 +1,47 @@
+"""The stem of 8-bit networks: a strided convolution of few channels as one over blocks of neighbouring pixels."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.kernels.conv.problem import Source, space_to_depth, space_to_depth_weights
+from optdnn.types import Array
+
+LANES = 16
+"""Channels per pixel of an image whose neighbouring pixels are read together."""
+
+
+def overlapped(source: Source, together: int) -> Source:
+    """A strided few-channel source as one over blocks of pixels of which ``together`` neighbours in a row are one pixel's channels.
+
+    The blocks of :func:`.conv_problem.space_to_depth` have 16 channels, half of what 8-bit wgmma takes in one step. As
+    neighbouring pixels are neighbours in memory, a pixel ``together`` x 16 channels wide that begins every 16 bytes makes one tap
+    of ``together``. Padding to the left and right is then part of the image: :func:`row_padding`.
+    """
+    made = space_to_depth(source)
+    if made.channels != LANES:
+        raise InternalError(f"pixels of {made.channels} channels are not read together")
+    taps = -(-made.kernel[1] // together)
+    top, left, bottom, right = made.padding
+    width = left + made.width + right + taps * together - made.kernel[1] - (together - 1)
+    return Source(
+        made.height, width, LANES * together, (made.kernel[0], taps), (1, 1), (top, 0, bottom, 0), (1, together), LANES
+    )
+
+
+def row_padding(source: Source, together: int) -> tuple[int, int, int]:
+    """Of the image that :func:`overlapped` reads: pixels of zeros before a row, pixels that hold the image, pixels of a row."""
+    made, wide = space_to_depth(source), overlapped(source, together)
+    return made.padding[1], made.width, wide.width + together - 1
+
+
+def overlapped_weights(source: Source, weight: Array, together: int) -> Array:
+    """OIHW weights of ``source`` -> OIHW weights of ``overlapped(source, together)``."""
+    blocks = space_to_depth_weights(source, weight)
+    out, lanes, taps_h, taps_w = blocks.shape
+    taps = -(-taps_w // together)
+    padded = np.zeros((out, lanes, taps_h, taps * together), blocks.dtype)
+    padded[..., :taps_w] = blocks
+    split = padded.reshape(out, lanes, taps_h, taps, together)
+    return np.ascontiguousarray(split.transpose(0, 4, 1, 2, 3)).reshape(out, together * lanes, taps_h, taps)
