@@ -28,6 +28,7 @@ from optdnn.kernels.pointwise.prologue import Prologue
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import LOWER, TF32
@@ -235,7 +236,7 @@ def launch(
     feeds: Sequence[Feed],
     operands: Operands,
     meaning: tuple[str, dict[str, Any], Sequence[Placed | None]],
-    requantize: conv_params.Requantize | None = None,
+    requantize: Requantize | None = None,
 ) -> None:
     """Add the launch of a problem in a configuration. ``meaning``: kind, attributes and operands of what it computes."""
     out, wide = operands.out, problem.channels
@@ -271,7 +272,7 @@ def launch_on(
     maps: Sequence[MapSpec],
     operands: Operands,
     meaning: tuple[str, dict[str, Any], Sequence[Placed | None]],
-    requantize: conv_params.Requantize | None = None,
+    requantize: Requantize | None = None,
 ) -> None:
     """The same, by its five tensor maps."""
     out = operands.out

@@ -24,6 +24,7 @@ from optdnn.kernels.quantized.quantizer import quantization
 from optdnn.kernels.tactic import Rehearsed
 from optdnn.ops import requantize
 from optdnn.ops.base import attrs_dict
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType
 
@@ -188,12 +189,10 @@ def problem_of(
     )  # fmt: skip
 
 
-def numbers_of(op: Op, residual: Placed | None) -> conv_params.Requantize:
+def numbers_of(op: Op, residual: Placed | None) -> Requantize:
     """The numbers of its epilogue that are the whole tensor's."""
     a, second = op.attrs, map_dtype(residual.dtype) if residual is not None else ""
-    return conv_params.Requantize(
-        a.residual_scale, requantize.byte_bias(second) + a.residual_zero, a.low, a.high, a.zero
-    )
+    return Requantize(a.residual_scale, requantize.byte_bias(second) + a.residual_zero, a.low, a.high, a.zero)
 
 
 def meaning_of(op: Op, feed: conv_maps.Feed) -> dict[str, Any]:
