@@ -1,12 +1,14 @@
 """The one approximation: each op in the precision that the plan asks for.
 
 First integers: Q and DQ around what is to run in int8 or fp8, on every target (:mod:`optdnn.passes.support.quantize`).
-Then floating point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16. Casts stand where ops of different
-precision meet, one per value and type. (On the CPU that is for mixtures of float precisions alone: one for the whole network is asked of
-the library, which rounds by itself.) Constants are rounded once, a finite one never becomes infinite: masks of -1e9 or -3.4e38
-saturate. Nor does one number become zero. What a kernel reads as a parameter in fp32 anyway stays so: biases of convolutions,
-statistics of batch normalization, scales. Sums, statistics and exponentials are fp32 inside of the kernels. What indices are
-decided by stays fp32 (:mod:`optdnn.passes.support.decisions`), and so does what depends on a constant that fp16 cannot hold
+Then floating point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16. Casts stand where ops of
+different precision meet, one per value and type. On the CPU this is for mixtures of float precisions alone: a library that runs
+the whole network in one precision rounds by itself.
+
+Constants are rounded once. A finite one never becomes infinite: masks of -1e9 or -3.4e38 saturate. Nor does one number become
+zero. What a kernel reads as a parameter in fp32 anyway stays so: biases of convolutions, statistics of batch normalization,
+scales. Sums, statistics and exponentials are fp32 inside of the kernels. What indices are decided by stays fp32
+(:mod:`optdnn.passes.support.decisions`), and so does what depends on a constant that fp16 cannot hold
 (:mod:`optdnn.passes.support.guards`): pointwise ops of that kind read and store fp16 where they can, and convert in registers.
 """
 

@@ -1,0 +1,1 @@
+"""Comparing engines with models, with other engines and with rivals."""

@@ -1,0 +1,1 @@
+"""Other programs' interfaces: PyTorch, ONNX Runtime, the ONNX backend."""

@@ -1,0 +1,1 @@
+"""Lowering: from an optimized graph to a program."""

@@ -1,0 +1,1 @@
+"""Dynamic shapes: plans for ranges of sizes, and the profiles they are made for."""

@@ -1,0 +1,1 @@
+"""Tuning: candidates are timed, and the fastest right ones are kept."""

@@ -1,0 +1,1 @@
+"""Rewrite rules that several passes share."""

@@ -1,0 +1,1 @@
+"""What passes have in common: patterns, facts, guards, precision."""

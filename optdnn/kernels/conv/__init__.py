@@ -1,0 +1,1 @@
+"""Convolutions of floats, and the operators that share a launch with them."""

@@ -1,0 +1,1 @@
+"""Operators written as a loop over the coordinates of their result."""

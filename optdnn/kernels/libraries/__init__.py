@@ -1,0 +1,1 @@
+"""Calls of cuDNN and cuBLASLt."""

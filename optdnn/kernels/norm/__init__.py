@@ -1,0 +1,1 @@
+"""Normalizations and softmax."""

@@ -1,0 +1,1 @@
+"""Pointwise operators, epilogues and prologues."""

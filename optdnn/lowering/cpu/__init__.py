@@ -1,0 +1,1 @@
+"""The cpu target: which library runs which part of a network, and what it may not run."""

@@ -1,0 +1,1 @@
+"""Kernel sources and their compilation by NVRTC."""

@@ -1,0 +1,1 @@
+"""The language of generated kernel text, and what of it a file may hold."""

@@ -13,7 +13,7 @@ DEVICE u32 change_pair(u32 pair, const float2* c, u32 gate) {
 // at a stage, a warp has not seen the stage's last fill. Fills end in any order: this warp's last fill may have ended while that one
 // is still on its way, and then the wait would return for the fill before both. So the warp first waits until the stage's last fill was
 // changed. That wait is safe: its own last fill was issued after fill k - CHANGERS - STAGES was consumed, and so was all before it.
-// tests/runtime/cuda/test_barrier_protocol.py runs this protocol, with and without that wait.
+// tests/kernels/conv/test_barrier_protocol.py runs this protocol, with and without that wait.
 constexpr int CHANGERS = STAGES < 4 ? STAGES : 4;
 constexpr bool TURNS_AT_STAGES = STAGES % CHANGERS != 0;
 

@@ -9,7 +9,7 @@
 //
 // Weights lie in shared memory in an order of rows in which a thread's sums over up to four n8 tiles are neighbouring channels.
 //
-// generated.cuh defines the geometry (see optdnn.runtime.cuda.conv_stem.recipe), word_offset(k, t) (of half K step k, in words, less t) and epilogue().
+// generated.cuh defines the geometry (see optdnn.kernels.conv.stem_kernel.recipe), word_offset(k, t) (of half K step k, in words, less t) and epilogue().
 #include "ptx.cuh"
 #include "generated.cuh"
 

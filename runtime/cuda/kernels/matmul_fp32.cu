@@ -1,3 +1,3 @@
-// A generated matrix product in tiles of true fp32 (see optdnn/tactics/cuda/matmul_tiles.py): what it builds on.
+// A generated matrix product in tiles of true fp32 (see optdnn/kernels/gemm/tiles.py): what it builds on.
 #include "general.cuh"
 #include "generated.cuh"

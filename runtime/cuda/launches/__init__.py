@@ -1,0 +1,1 @@
+"""Launches: their plans, what they wait for, and their graphs."""

@@ -1,0 +1,1 @@
+"""Trial runs of candidates and finished programs in a worker process."""
