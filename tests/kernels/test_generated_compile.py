@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kernels.test_generated import graph_of  # type: ignore[import-not-found]
 from support.positions import FAMILIES as POSITIONS
 from support.simulated import kinds, lowered
-from test_generated import graph_of  # type: ignore[import-not-found]
 
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of

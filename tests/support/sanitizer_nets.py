@@ -111,7 +111,7 @@ def few_rows(n: Any) -> Any:
 def forced(name: str) -> Iterator[None]:
     """Whether or not it is predicted to win, a family's kernel is taken."""
     import pytest
-    import test_stream_k  # type: ignore[import-not-found]
+    from kernels.conv import test_stream_k  # type: ignore[import-not-found]
 
     with pytest.MonkeyPatch.context() as patch:
         if name == "stream-K":
@@ -150,7 +150,7 @@ def shared_k(offers: Callable[..., Any]) -> Callable[..., Any]:
 
 def stream_k() -> Any:
     """A 3x3 convolution with a residual, a strided one and a batched product, all by spans of K steps."""
-    import test_stream_k
+    from kernels.conv import test_stream_k
 
     return test_stream_k.network()
 
@@ -158,13 +158,15 @@ def stream_k() -> Any:
 ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "wide heads", "softcap")
 RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
 
-import test_conv_bands  # type: ignore[import-not-found]  # noqa: E402
-import test_conv_pool  # type: ignore[import-not-found]  # noqa: E402
-from test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]  # noqa: E402
-from test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]  # noqa: E402
-from test_matmul_sm90 import NETS as STACKS  # type: ignore[import-not-found]  # noqa: E402
-from test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]  # noqa: E402
-from test_prologue import dense_layer, gated  # type: ignore[import-not-found]  # noqa: E402
+from kernels.conv import (
+    test_conv_bands,  # type: ignore[import-not-found]
+    test_conv_pool,  # type: ignore[import-not-found]
+)
+from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]  # noqa: E402
+from kernels.gemm.test_matmul_sm90 import NETS as STACKS  # type: ignore[import-not-found]  # noqa: E402
+from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]  # noqa: E402
+from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]  # noqa: E402
+from kernels.test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]  # noqa: E402
 
 GENERAL = tuple(FAMILIES)
 """The families of generated kernels."""

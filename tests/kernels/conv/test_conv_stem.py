@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from kernels.conv.test_stem import normalized, picture
 from support.net import Net
 from support.simulated import TOLERANCE, feeds_of, kinds, lowered, simulate
-from test_stem import normalized, picture
 
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, lowered
-from test_generated import compare_steps
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv.stem import StemConv

@@ -224,7 +224,7 @@ TYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 @pytest.fixture
 def memory() -> Any:
-    from test_gpu import Memory
+    from support.device_memory import Memory
 
     made = Memory()
     yield made

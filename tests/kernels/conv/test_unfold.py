@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
 from support.host import WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
-from test_generated import compare_steps  # type: ignore[import-not-found]
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import ConcatAttrs, PadAttrs

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
 from support.net import Net
 from support.simulated import feeds_of
 from support.sweep import sweep
-from test_generated import compare_steps
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph

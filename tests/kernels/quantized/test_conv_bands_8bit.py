@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.quantized.test_quantized import built  # type: ignore[import-not-found]
 from support.needs import why_no_hopper
 from support.quantized_nets import ADDED, NETS, QNet
 from support.simulated import feeds_of
-from test_quantized import built  # type: ignore[import-not-found]
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph

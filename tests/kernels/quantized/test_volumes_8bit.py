@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.conv.test_volumes import NETS, block, volume  # type: ignore[import-not-found]
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import calibrated, feeds_of, kinds, simulate
 from support.sweep import sweep
-from test_volumes import NETS, block, volume  # type: ignore[import-not-found]
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from kernels.conv import test_conv_pool
+from kernels.conv import test_stream_k as test_stream_k_plans
+from kernels.gemm import test_matmul_sm90
+from kernels.pointwise import test_prologue
+from kernels.test_generated import FAMILIES, graph_of
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered, simulate
@@ -20,13 +24,6 @@ from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import pooled as conv_pool
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))  # for the families of generated kernels
-import test_conv_pool
-import test_matmul_sm90
-import test_prologue
-import test_stream_k as test_stream_k_plans
-from test_generated import FAMILIES, graph_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 

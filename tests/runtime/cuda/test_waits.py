@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kernels.conv.test_stream_k import network, prefer_stream_k, streamed
 from support.net import Net
 from support.simulated import lowered
 
@@ -21,9 +21,6 @@ from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program, Slot, validate
 from optdnn.runtime.simulate.runner import SimulateRunner
-
-sys.path.append(str(Path(__file__).parents[2] / "kernels"))
-from test_stream_k import network, prefer_stream_k, streamed
 
 KERNELS = Path(cuda.__file__).parent / "kernels"
 
