@@ -1,12 +1,19 @@
 """The small networks that ``python -m benchmarks sanitize`` runs: between them every kernel template, and the configurations that
 differ in how they move data (split over a cluster, patches, stores by TMA or from registers, stationary weights). No GPU is needed
-here; ``tests/kernels`` has to be on the path."""
+here; ``tests`` has to be on the path."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from kernels.conv import test_conv_bands, test_conv_pool  # type: ignore[import-not-found]
+from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
+from kernels.gemm.test_matmul_sm90 import NETS as STACKS  # type: ignore[import-not-found]
+from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]
+from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]
+from kernels.test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]
 
 
 def quantized(n: Any) -> Any:
@@ -157,16 +164,6 @@ def stream_k() -> Any:
 
 ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "wide heads", "softcap")
 RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
-
-from kernels.conv import (
-    test_conv_bands,  # type: ignore[import-not-found]
-    test_conv_pool,  # type: ignore[import-not-found]
-)
-from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]  # noqa: E402
-from kernels.gemm.test_matmul_sm90 import NETS as STACKS  # type: ignore[import-not-found]  # noqa: E402
-from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]  # noqa: E402
-from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]  # noqa: E402
-from kernels.test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]  # noqa: E402
 
 GENERAL = tuple(FAMILIES)
 """The families of generated kernels."""

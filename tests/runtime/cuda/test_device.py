@@ -62,7 +62,10 @@ def test_without_the_packages_the_error_names_the_pip_command() -> None:
 import sys
 sys.modules["cuda.bindings"] = None
 from optdnn.errors import MissingDependency
-from optdnn.runtime.cuda import conv, conv_cost, conv_patch, device, graphs, nvrtc, render
+from optdnn.kernels.conv import cost, implicit_gemm, patch_kernel
+from optdnn.runtime.cuda import device
+from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.launches import graphs
 for call in (nvrtc.version, device.driver):
     try:
         call()
