@@ -297,12 +297,12 @@ def engine_of(workload: Workload, feeds: Mapping[str, Any] | None = None, **opti
         inputs = tensors_of(workload, 1)
         names = [f"x{k}" for k in range(len(inputs))]
         if "8" in options["precision"]:
-            options.setdefault("calib", calibration(feeds_of(workload)))
+            options.setdefault("calib", [calibration(feeds_of(workload))])
         return optdnn.from_torch(module_of(workload), inputs, input_names=names, **options)
     model = onnx_of(workload)
     found = feeds or feeds_of(workload, model)
     if "8" in options["precision"]:
-        options.setdefault("calib", calibration(found))
+        options.setdefault("calib", [calibration(found)])
     return optdnn.build(model, shapes={k: np.shape(v) for k, v in found.items()}, **options)
 
 

@@ -19,6 +19,8 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "precision-cpu": partial(cpu.precision, "cpu"),
     "precision-h200": partial(cpu.precision, "cuda"),
     "checks": checks.correctness,
+    "random": checks.random,
+    "soak": checks.soak,
     "targets": gpu.targets,
     "compiled": gpu.compiled,
     "others": gpu.architectures,

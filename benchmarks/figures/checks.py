@@ -85,3 +85,40 @@ def _invariance(rows: Sequence[Row]) -> str:
         f"With `--row-invariant`, rows of {same} of {len(rows)} networks are the same bits in batches of all sizes that were "
         f"tried; without it, rows of {control} differ."
     )
+
+
+VERDICTS = {
+    "right": ("right",),
+    "wrong": ("wrong", "unsteady", "crash", "hang"),
+    "beyond fp16": ("beyond_fp16",),
+    "explained": ("explained", "edge"),
+    "refused, typed": ("refused",),
+    "no oracle": ("no_oracle",),
+}
+"""Column of the table of random networks -> the verdicts that it counts."""
+
+
+def random(rows: Sequence[Row]) -> str:
+    """A row for each setting that random networks were tried at, the newest run of each."""
+    mine = {r["setup"]: r for r in rows if r["what"] == "random" and "counts" in r}
+    if not mine:
+        return ""
+    lines = [["target, precision, library", "networks", *VERDICTS]]
+    for setup, row in mine.items():
+        counts = row["counts"]
+        columns = [sum(counts.get(v, 0) for v in verdicts) for verdicts in VERDICTS.values()]
+        lines.append([setup, f"{sum(counts.values()):,}", *(f"{n:,}" for n in columns)])
+    return table(lines, rows=list(mine.values()))
+
+
+def soak(rows: Sequence[Row]) -> str:
+    """One line for each precision that networks were replayed at."""
+    mine = [r for r in rows if r["what"] == "soak" and "of" in r]
+    if not mine:
+        return ""
+    lines = [["precision", "networks", "network and batch pairs", "hung or differed"]]
+    for precision in ("fp16", "fp32", "int8"):
+        pairs = {(r["workload"], one): r["verdict"] for r in mine for one in r["of"] if one.startswith(f"{precision}:")}
+        bad = sum(verdict != "ok" for verdict in pairs.values())
+        lines.append([precision, str(len({name for name, _ in pairs})), str(len(pairs)), str(bad)])
+    return table(lines, f"{sum(r['replays'] for r in mine):,} replays.", rows=mine)
