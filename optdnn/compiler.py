@@ -26,9 +26,9 @@ from optdnn.lowering.cpu.base import Measured
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassReport
-from optdnn.passes.support.precision_report import Account, Ran, hazards, outcome
+from optdnn.passes.support.precision_report import PrecisionLog, Ran, hazards, outcome
 from optdnn.passes.support.precision_report import to_plain as contract
-from optdnn.precision.account import Account as Outcome
+from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
 from optdnn.ranges import input_shapes
@@ -197,7 +197,7 @@ def _build(model: str | Path | bytes | Any, options: BuildOptions, progress: Pro
 
     source, graph, target, options = _imported(model, options, say, seconds)
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
-    account = Account()
+    account = PrecisionLog()
     facts = partial(_meta, options=options)
     planned = None
     if graph.profiles and target.one_size:
@@ -322,7 +322,7 @@ def _in_fp32(model: Any, *, options: BuildOptions) -> Graph:
     return graph
 
 
-def _not_met(account: Outcome) -> NotMet:
+def _not_met(account: SearchReport) -> NotMet:
     """No engine is within the bound: say which is closest."""
     c = account.candidate()
     verified = "" if c.verified is None else f", {c.verified:.3g} on unseen data"

@@ -9,13 +9,13 @@ from typing import Any
 from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import OutputError, UsageError
-from optdnn.ir.constant_cache import Kept
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph
 from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.passes.support.io_dtype import convert_borders
 from optdnn.passes.support.precision import PrecisionPlan
-from optdnn.passes.support.precision_report import Account
+from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.passes.support.ranges import Calibration
 from optdnn.runtime.atomic import write_atomic
 from optdnn.target_name import TargetName
@@ -70,8 +70,8 @@ def optimize(
     say: Progress = lambda text: None,
     *,
     stop_before: str | None = None,
-    account: Account | None = None,
-    kept: Kept | None = None,
+    account: PrecisionLog | None = None,
+    kept: ConstantCache | None = None,
 ) -> list[PassReport]:
     """Run the pipeline of the level and target on ``graph``, in place; up to the pass ``stop_before`` where that is given
     ("assign_precision": the exact part alone). ``account`` is filled with what was asked of each op; ``kept`` is what was made
@@ -105,7 +105,7 @@ def optimize(
             plan=plan_of(options),
             calibration=calibration,
             account=account,
-            kept=kept or Kept(),
+            kept=kept or ConstantCache(),
         ),
         verify=options.debug,
         stop_after=options.stop_after,

@@ -25,7 +25,7 @@ import numpy as np
 
 from optdnn.config import QUANTIZED
 from optdnn.errors import ShapeError, UsageError
-from optdnn.ir.constant_cache import Kept
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op, Output, Value, infer
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.binary import CastAttrs
@@ -36,7 +36,7 @@ from optdnn.passes.support.guards import Guards, guards
 from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.overflows import growing, largest_values, overflows
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
-from optdnn.passes.support.precision_report import FP16_LEAST, Account, ask, half_risks, hazards, vanishes
+from optdnn.passes.support.precision_report import FP16_LEAST, PrecisionLog, ask, half_risks, hazards, vanishes
 from optdnn.passes.support.quantize import quantize, without_data
 from optdnn.passes.support.ranges import Calibration
 from optdnn.types import BF16, FP16, FP32, Array, DType
@@ -71,7 +71,7 @@ class AssignPrecision(Pass):
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         plan = context.plan or PrecisionPlan.of_option(context.precision)
-        account = context.account if context.account is not None else Account()
+        account = context.account if context.account is not None else PrecisionLog()
         account.asked = ask(graph, plan)
         keys = {op.id: key(op) for op in graph.ops() if op.outputs}
         found: Calibration | None = None
@@ -122,7 +122,7 @@ def _needs_none(graph: Graph, plan: PrecisionPlan) -> None:
         )
 
 
-def _guarded(graph: Graph, plan: PrecisionPlan, account: Account) -> Guards:
+def _guarded(graph: Graph, plan: PrecisionPlan, account: PrecisionLog) -> Guards:
     """The ops asked for in fp16, though not by name, that stay fp32 for the sake of a constant or of their values' size."""
     if "fp16" not in plan.floats:
         return Guards({})
@@ -160,7 +160,7 @@ class _Assignment:
         report: PassReport,
         keeps_fp32: Mapping[str, frozenset[int]],
         guarded: Guards,
-        kept: Kept,
+        kept: ConstantCache,
     ):
         self.graph, self.plan, self.report, self.keeps_fp32, self.kept = graph, plan, report, keeps_fp32, kept
         self.wide = {Value(op.id, i) for op in graph.ops() for i, o in enumerate(op.outputs) if o.type.dtype == FP32}

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from optdnn.errors import InternalError
-from optdnn.ir.constant_cache import Kept
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.target_name import TargetName
 
 if TYPE_CHECKING:
     from optdnn.passes.support.precision import PrecisionPlan
-    from optdnn.passes.support.precision_report import Account
+    from optdnn.passes.support.precision_report import PrecisionLog
     from optdnn.passes.support.ranges import Calibration
 
 
@@ -103,9 +103,9 @@ class PassContext:
     """The precision of each op; None: ``precision`` for all."""
     calibration: Calibration | Callable[[Graph], Calibration] | None = None
     """Ranges of values, or what finds them in the graph that it is given."""
-    account: Account | None = None
+    account: PrecisionLog | None = None
     """Where ``assign_precision`` notes what was asked for, what was refused and what is risky."""
-    kept: Kept = field(default_factory=Kept)
+    kept: ConstantCache = field(default_factory=ConstantCache)
     """What was made of constants before, as by the same passes for other sizes."""
     fold_limit_bytes: int = 1 << 24
     """Constant folding does not create a constant larger than this unless it shrinks its operands."""

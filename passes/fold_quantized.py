@@ -21,7 +21,7 @@ from optdnn.ops import requantize
 from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.quantized import QuantizedConvAttrs, QuantizedMeanAttrs, RequantizeAttrs
-from optdnn.ops.requantize import Affine, Scaling
+from optdnn.ops.requantize import QuantParams, Scaling
 from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rewrite, Rule, RulePass
 from optdnn.passes.rules.quantized_stages import DequantizeStages, QuantizeStages
 from optdnn.passes.support.precision import multiplies
@@ -38,7 +38,7 @@ def scalar(graph: Graph, value: Value | None, default: float) -> float | None:
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
 
 
-def affine(graph: Graph, op: Op, stored: Value) -> Affine | None:
+def affine(graph: Graph, op: Op, stored: Value) -> QuantParams | None:
     """Scale and zero point of a Q or DQ op of a whole tensor; ``stored`` is its 8-bit value."""
     dtype = graph.type(stored).dtype.name
     scale, zero = scalar(graph, op.inputs[1], 1.0), scalar(graph, op.input(2), 0.0)
@@ -51,7 +51,7 @@ def affine(graph: Graph, op: Op, stored: Value) -> Affine | None:
         or scale <= 0
     ):
         return None
-    return Affine(dtype, scale, int(zero))
+    return QuantParams(dtype, scale, int(zero))
 
 
 def source(graph: Graph, value: Value | None) -> Op | None:
@@ -66,7 +66,7 @@ def source(graph: Graph, value: Value | None) -> Op | None:
     return None
 
 
-def dequantized(graph: Graph, value: Value | None) -> tuple[Value, Affine] | None:
+def dequantized(graph: Graph, value: Value | None) -> tuple[Value, QuantParams] | None:
     """The 8-bit value behind a dequantized one, and its scale."""
     op = source(graph, value)
     if op is None or op.inputs[0] is None:
@@ -85,7 +85,7 @@ def unrounded(graph: Graph, value: Value) -> Value:
     return made.inputs[0] if graph.type(made.inputs[0]) == graph.type(value) else value
 
 
-def quantization(graph: Graph, value: Value) -> tuple[Op, Affine] | None:
+def quantization(graph: Graph, value: Value) -> tuple[Op, QuantParams] | None:
     """The QuantizeLinear that alone reads a value, behind casts between floating types that alone do."""
     while True:
         user = graph.sole_user(value)
@@ -159,7 +159,7 @@ class QuantizedProduct(Rule):
             ops.append(result[0])
         return Match(tuple(ops), (x, w, result))
 
-    def _refusal(self, graph: Graph, op: Op, x: Affine, w: tuple[Array, Array, int]) -> str | None:
+    def _refusal(self, graph: Graph, op: Op, x: QuantParams, w: tuple[Array, Array, int]) -> str | None:
         array, scale, axis = w
         if (x.dtype == "float8_e4m3fn") != (array.dtype.name == "float8_e4m3fn"):
             return f"{x.dtype} times {array.dtype.name}"
@@ -205,8 +205,8 @@ class QuantizedProduct(Rule):
         return patch
 
     def _product(
-        self, graph: Graph, patch: Patch, op: Op, stored: Value, x: Affine, array: Array, scale: Array, ep: Epilogue,
-        out: Affine | None, residual: tuple[Value, Affine] | None, channels: int,
+        self, graph: Graph, patch: Patch, op: Op, stored: Value, x: QuantParams, array: Array, scale: Array, ep: Epilogue,
+        out: QuantParams | None, residual: tuple[Value, QuantParams] | None, channels: int,
     ) -> Value:  # fmt: skip
         alpha = op.attrs.alpha if op.kind == "Gemm" else 1.0
         total = np.zeros(channels)
@@ -218,7 +218,7 @@ class QuantizedProduct(Rule):
         second: Value | None = ep.residual
         if second is not None and out is None and "float8" in x.dtype:
             second = unrounded(graph, second)
-        around: Affine | None = Affine(op.outputs[0].type.dtype.name, 1.0) if second is not None else None
+        around: QuantParams | None = QuantParams(op.outputs[0].type.dtype.name, 1.0) if second is not None else None
         if second is not None and out is not None:
             assert residual is not None
             second, around = residual
@@ -243,12 +243,12 @@ class QuantizedProduct(Rule):
         return patch.add(kind, [*operands, *([second] if second is not None else [])], attrs, name=name)
 
 
-def _fits(residual: tuple[Value, Affine] | None, out: Affine) -> bool:
+def _fits(residual: tuple[Value, QuantParams] | None, out: QuantParams) -> bool:
     """Whether a kernel whose result is stored so can add that residual."""
     return residual is not None and ("float8" in residual[1].dtype) == ("float8" in out.dtype)
 
 
-def _fields(numbers: Scaling, op: Op, out: Affine | None, residual: Affine | None) -> dict[str, Any]:
+def _fields(numbers: Scaling, op: Op, out: QuantParams | None, residual: QuantParams | None) -> dict[str, Any]:
     r = numbers.requantize
     return {
         "stages": tuple(tuple(s) for s in numbers.stages), "residual_scale": r.residual_scale,

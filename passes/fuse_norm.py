@@ -42,7 +42,7 @@ from optdnn.types import Array, Shape
 
 
 @dataclass(frozen=True)
-class Affine:
+class NormParameters:
     """A scale and a shift that an op takes over: a Value, or the constant to make; None where there is none."""
 
     scale: Value | Array | None
@@ -97,7 +97,9 @@ def _spread(array: Array, dims: Shape) -> Array | None:
     return np.array(np.broadcast_to(own, sizes))
 
 
-def affine(graph: Graph, value: Value, fits: Fits, scale: Value | Array | None = None, *, shift: bool = True) -> Affine:
+def affine(
+    graph: Graph, value: Value, fits: Fits, scale: Value | Array | None = None, *, shift: bool = True
+) -> NormParameters:
     """The scale (unless one is given) and shift that ``value`` goes into, and into nothing else."""
     ops: set[int] = set()
     bias: Value | Array | None = None
@@ -119,7 +121,7 @@ def affine(graph: Graph, value: Value, fits: Fits, scale: Value | Array | None =
             bias = operand
         ops.add(user.id)
         value = user.value
-    return Affine(scale, bias, value, frozenset(ops))
+    return NormParameters(scale, bias, value, frozenset(ops))
 
 
 # ---------------------------------------------------------------- what a match becomes
@@ -132,7 +134,7 @@ class Norm:
     kind: str
     attrs: Attrs
     x: Value
-    affine: Affine
+    affine: NormParameters
     channels: Shape
     """The shape of the op's own scale."""
     always_bias: bool = False
@@ -253,7 +255,7 @@ class NormPatternRule(PatternRule, NormRule):
         raise NotImplementedError
 
 
-def _taken(graph: Graph, root: Value, fits: Fits, found: Found, shift: bool = True) -> Affine | None:
+def _taken(graph: Graph, root: Value, fits: Fits, found: Found, shift: bool = True) -> NormParameters | None:
     """The scale and shift within the match and after it; None when those within do not fit."""
     own: dict[str, Any] = {}
     for name in ("scale", "bias"):
@@ -262,7 +264,7 @@ def _taken(graph: Graph, root: Value, fits: Fits, found: Found, shift: bool = Tr
             if own[name] is None:
                 return None
     if "bias" in own:
-        return Affine(own.get("scale"), own["bias"], root, frozenset())
+        return NormParameters(own.get("scale"), own["bias"], root, frozenset())
     return affine(graph, root, fits, own.get("scale"), shift=shift)
 
 
@@ -360,7 +362,9 @@ class GroupNorm(NormRule):
         outer = np.ones(channels) if taken.scale is None else taken.scale.astype(np.float64)
         shift = np.zeros(channels) if taken.bias is None else taken.bias.astype(np.float64)
         each = channels // groups
-        taken = Affine(outer * np.repeat(scale, each), outer * np.repeat(bias, each) + shift, taken.result, taken.ops)
+        taken = NormParameters(
+            outer * np.repeat(scale, each), outer * np.repeat(bias, each) + shift, taken.result, taken.ops
+        )
         ops = frozenset({split.id, op.id, merge.id}) | taken.ops
         attrs = GroupNormAttrs(groups, op.attrs.epsilon)
         norm = Norm("GroupNormalization", attrs, x, taken, (channels,), always_bias=True)

@@ -19,7 +19,7 @@ SMALL = 1024
 _FIELDS = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
 
 
-def take_apart(source: Source | Model) -> tuple[bytes, dict[str, Array]]:
+def split_weights(source: Source | Model) -> tuple[bytes, dict[str, Array]]:
     """The serialized model without large initializers, and these by name. Nothing outside of the two is needed any more."""
     model = source if isinstance(source, Model) else open_model(source)
     held = onnx.ModelProto()
@@ -47,7 +47,7 @@ def take_apart(source: Source | Model) -> tuple[bytes, dict[str, Array]]:
 
 
 def put_together(data: bytes, weights: Mapping[str, Array], name: str) -> Model:
-    """What :func:`take_apart` took, ready for import; the weights are not copied. Raises EngineError where it is broken."""
+    """What :func:`split_weights` took, ready for import; the weights are not copied. Raises EngineError where it is broken."""
     try:
         model = open_model(data, name)
     except ModelError as error:

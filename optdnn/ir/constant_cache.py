@@ -20,7 +20,7 @@ Content = tuple[str, tuple[int, ...], bytes]
 
 
 @dataclass
-class Kept:
+class ConstantCache:
     """``arrays``: constants by content. What is made of known constants is remembered by where these lie; the memory stays theirs,
     since they are kept here, too. Constants do not change.
 
@@ -28,12 +28,12 @@ class Kept:
     """
 
     arrays: dict[Content, Array] = field(default_factory=dict)
-    shared: Kept | None = None
+    shared: ConstantCache | None = None
     _made: dict[Any, tuple[Sequence[Array], Array]] = field(default_factory=dict)
     _digests: dict[Any, tuple[Array, bytes]] = field(default_factory=dict)
     _roots: dict[int, Array] = field(default_factory=dict)
 
-    def of(self, graph: Graph) -> Kept:
+    def of(self, graph: Graph) -> ConstantCache:
         """Itself, for the constants of this graph, too."""
         for op in graph.of_kind("Constant"):
             self.hold(op.attrs.value)

@@ -1,6 +1,6 @@
 """The cuda program under construction: where every value lies, the kernels' parameter blocks, the table of kernels.
 
-A value is :class:`Placed`: a buffer, an offset and a stride per logical axis (in elements). Reshapes, transposes, slices and
+A value is :class:`TensorView`: a buffer, an offset and a stride per logical axis (in elements). Reshapes, transposes, slices and
 splits are therefore other views of the same memory, and a concatenation is written in place by those that make its parts.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.ir.constant_cache import Kept
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.runtime.attrs import attrs_to_plain
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -26,11 +26,11 @@ from optdnn.runtime.cuda.launches.plan import (
     NOTHING,
     CudaStep,
     LaunchPlan,
-    Meaning,
+    OperandView,
     Pointer,
+    ReferenceOp,
     Relocation,
     TensorMap,
-    View,
 )
 from optdnn.runtime.cuda.libraries.calls import LibraryCall, Operation
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
@@ -43,7 +43,7 @@ CHANNEL_ALIGN = 8
 
 
 @dataclass(frozen=True)
-class Placed:
+class TensorView:
     """A tensor in a buffer; ``offset`` and ``strides`` (one per logical axis) count elements."""
 
     buffer: int
@@ -70,7 +70,7 @@ class Placed:
         """Whether it is in plain row-major order without gaps."""
         return self.is_like(row_major(self.shape))
 
-    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> Placed:
+    def view(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> TensorView:
         """Another view of the same buffer, ``offset`` elements on."""
         return replace(self, shape=tuple(shape), strides=tuple(strides), offset=self.offset + offset)
 
@@ -102,14 +102,14 @@ class Block:
 
     def __init__(self) -> None:
         self.data = bytearray()
-        self.addresses: list[tuple[int, Placed]] = []
+        self.addresses: list[tuple[int, TensorView]] = []
 
     def _put(self, form: str, value: float | int) -> None:
         size = struct.calcsize(form)
         self.data.extend(bytes(-len(self.data) % size))
         self.data.extend(struct.pack("<" + form, value))
 
-    def pointer(self, placed: Placed | None) -> Block:
+    def pointer(self, placed: TensorView | None) -> Block:
         """The address of a tensor's first element (0 for None)."""
         self._put("Q", 0)
         if placed is not None:
@@ -154,7 +154,7 @@ class MapSpec:
     """A tensor map of a placed tensor; fields as in :class:`optdnn.runtime.cuda.launches.plan.TensorMap`."""
 
     at: int
-    placed: Placed
+    placed: TensorView
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
@@ -176,20 +176,20 @@ class Builder:
     blobs: list[Array] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     recipes: list[Recipe] = field(default_factory=list)
-    place: dict[Value, Placed] = field(default_factory=dict)
+    place: dict[Value, TensorView] = field(default_factory=dict)
     padded: bool = False
     """Whether fp32 tensors have a multiple of CHANNEL_ALIGN channels per pixel, too (where products are of tf32)."""
     row_invariant: bool = False
     """Whether a row of a batch must have the same bits whatever the batch."""
-    reserved: dict[Value, Placed] = field(default_factory=dict)
+    reserved: dict[Value, TensorView] = field(default_factory=dict)
     """Values that must be written to a place chosen beforehand: network outputs, and parts of concatenations."""
-    fetch: Callable[[Value], Placed | None] = field(default=lambda value: None)
+    fetch: Callable[[Value], TensorView | None] = field(default=lambda value: None)
     """Brings a value that the host makes to the GPU (see :mod:`optdnn.lowering.host`)."""
     _kernel_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _blob_of: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
-    _constants: dict[int, Placed] = field(default_factory=dict)
-    _copies: dict[tuple[Placed, tuple[int, ...]], Placed] = field(default_factory=dict)
-    kept: Kept = field(default_factory=Kept)
+    _constants: dict[int, TensorView] = field(default_factory=dict)
+    _copies: dict[tuple[TensorView, tuple[int, ...]], TensorView] = field(default_factory=dict)
+    kept: ConstantCache = field(default_factory=ConstantCache)
     """Constants, which other builders may share."""
     retained: list[int] = field(default_factory=list)
     """Buffers that keep what their step leaves there (:attr:`optdnn.runtime.program.Program.retained`)."""
@@ -228,7 +228,7 @@ class Builder:
 
     # ---------------------------------------------------------------- memory
 
-    def new(self, name: str, dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None) -> Placed:
+    def new(self, name: str, dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None) -> TensorView:
         """A new buffer for a tensor of this logical shape; its physical size is what the strides span."""
         strides = tuple(strides) if strides is not None else row_major(shape)
         # A tensor of padded rows or pixels holds the last one's padding, too, whichever axis is the outermost in memory.
@@ -236,7 +236,7 @@ class Builder:
         span = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         physical = tuple(shape) if strides == row_major(shape) else (max(span, whole),)
         self.buffers.append(Buffer(name, dtype, physical))
-        return Placed(len(self.buffers) - 1, 0, tuple(shape), strides, dtype)
+        return TensorView(len(self.buffers) - 1, 0, tuple(shape), strides, dtype)
 
     def blob(self, array: Array) -> int:
         """Number of the blob with this content."""
@@ -246,16 +246,18 @@ class Builder:
             self.blobs.append(kept)
         return self._blob_of[key]
 
-    def constant(self, array: Array, name: str = "constant") -> Placed:
+    def constant(self, array: Array, name: str = "constant") -> TensorView:
         """A constant buffer with this content; equal contents share one."""
         array = np.ascontiguousarray(array).reshape(array.shape)
         blob = self.blob(array)
         if blob not in self._constants:
             self.buffers.append(Buffer(name, array.dtype, array.shape, blob=blob))
-            self._constants[blob] = Placed(len(self.buffers) - 1, 0, array.shape, row_major(array.shape), array.dtype)
+            self._constants[blob] = TensorView(
+                len(self.buffers) - 1, 0, array.shape, row_major(array.shape), array.dtype
+            )
         return self._constants[blob]
 
-    def operand(self, value: Value) -> Placed:
+    def operand(self, value: Value) -> TensorView:
         """Where a value lies (a Constant is placed on first use)."""
         found = self.place.get(value) or self.fetch(value)
         if found is None:
@@ -275,7 +277,7 @@ class Builder:
             align = CHANNEL_ALIGN
         return channels_last(shape, up(shape[1], align))
 
-    def target(self, value: Value) -> Placed:
+    def target(self, value: Value) -> TensorView:
         """Where the producer of a value writes it: its reserved place, or a new buffer in the layout of its type."""
         if value in self.place:
             return self.place[value]
@@ -308,14 +310,14 @@ class Builder:
         block: Block,
         kind: str,
         attrs: Mapping[str, Any],
-        reads: Sequence[Placed | None],
-        writes: Sequence[Placed | None],
+        reads: Sequence[TensorView | None],
+        writes: Sequence[TensorView | None],
         *,
         maps: Iterable[MapSpec] = (),
         shared: int = 0,
         cluster: int = 1,
-        scratch: Sequence[Placed] = (),
-        kept: Sequence[Placed] = (),
+        scratch: Sequence[TensorView] = (),
+        kept: Sequence[TensorView] = (),
     ) -> None:
         """Add a launch. ``kind``, ``attrs`` (as the reference kernel takes them), ``reads`` and ``writes`` are its meaning.
 
@@ -339,11 +341,11 @@ class Builder:
             dependent=launches_early(self.arch), waits=spec.waits or (CLUSTER if cluster > 1 else NOTHING),
         )  # fmt: skip
         order = {b: i for i, b in enumerate(inputs)}
-        meaning = Meaning(
+        meaning = ReferenceOp(
             kind,
             attrs_to_plain(attrs),
-            tuple(None if r is None else View(order[r.buffer], r.offset, r.shape, r.strides) for r in reads),
-            tuple(None if w is None else View(number[w.buffer], w.offset, w.shape, w.strides) for w in writes),
+            tuple(None if r is None else OperandView(order[r.buffer], r.offset, r.shape, r.strides) for r in reads),
+            tuple(None if w is None else OperandView(number[w.buffer], w.offset, w.shape, w.strides) for w in writes),
         )
         self.retained += [p.buffer for p in kept]
         step = CudaStep(launch, meaning)
@@ -353,11 +355,11 @@ class Builder:
         self,
         op: Op,
         operation: Operation,
-        operands: Mapping[str, Placed],
+        operands: Mapping[str, TensorView],
         kind: str,
         attrs: Mapping[str, Any],
-        reads: Sequence[Placed | None],
-        writes: Sequence[Placed | None],
+        reads: Sequence[TensorView | None],
+        writes: Sequence[TensorView | None],
     ) -> None:
         """Add a library's call: ``operands`` places those of the operation by name; the rest is as for :meth:`emit`."""
         written = list(dict.fromkeys(w.buffer for w in writes if w is not None))
@@ -365,11 +367,11 @@ class Builder:
         inputs = [i for i in dict.fromkeys(p.buffer for p in touched) if i not in written]
         number = {b: i for i, b in enumerate((*inputs, *written))}
         places = {name: (number[p.buffer], p.byte_offset) for name, p in operands.items()}
-        meaning = Meaning(
+        meaning = ReferenceOp(
             kind,
             attrs_to_plain(attrs),
-            tuple(None if r is None else View(number[r.buffer], r.offset, r.shape, r.strides) for r in reads),
-            tuple(None if w is None else View(number[w.buffer], w.offset, w.shape, w.strides) for w in writes),
+            tuple(None if r is None else OperandView(number[r.buffer], r.offset, r.shape, r.strides) for r in reads),
+            tuple(None if w is None else OperandView(number[w.buffer], w.offset, w.shape, w.strides) for w in writes),
         )
         step = CudaStep(LibraryCall(operation, places), meaning)
         self.steps.append(Step("cuda", step.to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src))))

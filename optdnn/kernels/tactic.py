@@ -62,7 +62,7 @@ class Tactic(Protocol):
         """Why the library that it calls turns the operator down, where it is at hand to be asked; slow, hence not part of
         ``refuse``: it is asked before an operator is given to it unmeasured."""
 
-    def spares(self, b: Builder, op: Op) -> Op | None:
+    def absorbs(self, b: Builder, op: Op) -> Op | None:
         """An operator before this one that its launch computes, too, so that the other's own is dropped."""
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
@@ -91,7 +91,7 @@ class OwnTactic:
         """There is no library to ask."""
         return None
 
-    def spares(self, b: Builder, op: Op) -> Op | None:
+    def absorbs(self, b: Builder, op: Op) -> Op | None:
         """None: it computes the operator alone."""
         return None
 
@@ -104,7 +104,7 @@ class OwnTactic:
         return None
 
 
-class Rehearsed(OwnTactic):
+class DryRunConfigs(OwnTactic):
     """One whose configurations are known when its launches are made: ``emit`` notes them by :meth:`Builder.offer`."""
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:

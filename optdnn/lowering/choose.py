@@ -17,7 +17,7 @@ from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.digest import SMALL
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, Placed
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.pooled import max_pool_behind
 from optdnn.kernels.conv.separable import depthwise_before
 from optdnn.kernels.libraries.providers import providers_here
@@ -27,7 +27,7 @@ from optdnn.target_name import TargetName
 from optdnn.types import dtype_name
 
 
-class Choice(NamedTuple):
+class TacticChoice(NamedTuple):
     """A tactic by name, and a configuration by name ("": it has none, or its first)."""
 
     tactic: str
@@ -45,10 +45,10 @@ class Selection:
     providers: frozenset[str] = frozenset(PROVIDERS)
     workspace: int | None = None
     row_invariant: bool = False
-    choices: Mapping[str, Choice] = field(default_factory=dict)
+    choices: Mapping[str, TacticChoice] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: BuildOptions, choices: Mapping[str, Choice] | None = None) -> Selection:
+    def of(cls, options: BuildOptions, choices: Mapping[str, TacticChoice] | None = None) -> Selection:
         """What the options of a build allow. The cost model (``tactics="heuristic"``) knows our own kernels alone; of libraries
         that are asked for beside it, each operation runs on what they rank first."""
         listed = frozenset(options.tactics.split(",")) - {"heuristic"}
@@ -65,7 +65,7 @@ class Decision:
 
     op: Op
     signature: str
-    choice: Choice
+    choice: TacticChoice
     variant: str
     steps: Sequence[Step]
     scratch: int
@@ -133,7 +133,7 @@ def _followers(b: Builder, op: Op, value: Value) -> list[Plain]:
     return sorted(f"{u.kind} {u.attrs!r}" if u.kind == "Pointwise" else u.kind for u in users)
 
 
-def _place(x: Placed) -> Plain:
+def _place(x: TensorView) -> Plain:
     strides = [s if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True)]
     return [dtype_name(x.dtype), list(x.shape), strides, math.gcd(x.offset, 8) if x.offset else 8]
 
@@ -249,7 +249,7 @@ def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection,
         scratch = scratch_bytes(b, op, buffers)
         seconds = next((o.seconds for o in offered if o.name == used), None)
         made = tuple(b.steps[steps:])
-        return Decision(op, key, Choice(tactic.name, name), used, made, scratch, refused, seconds)
+        return Decision(op, key, TacticChoice(tactic.name, name), used, made, scratch, refused, seconds)
     reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
     raise UnsupportedError(f"no kernel runs it ({reasons})")
 
@@ -263,7 +263,7 @@ def _in_turn(
         yield from usable(b, op, tactics, replace(selection, providers=frozenset({"own"})))[0]
 
 
-_NAMED: dict[tuple[str, Choice], Any] = {}
+_NAMED: dict[tuple[str, TacticChoice], Any] = {}
 """Configurations by signature and name: to make them is slow, and what they are follows from the signature."""
 
 
@@ -271,10 +271,10 @@ def named(b: Builder, op: Op, tactic: Tactic, name: str, key: str) -> Any:
     """A tactic's configuration of this name, for an operator of this signature. Raises InternalError where there is none."""
     if (told := tactic.read(name)) is not None:
         return told
-    choice = Choice(tactic.name, name)
+    choice = TacticChoice(tactic.name, name)
     if (key, choice) not in _NAMED:
         for offer in tactic.configs(b, op):
-            _NAMED[key, Choice(tactic.name, offer.name)] = offer.config
+            _NAMED[key, TacticChoice(tactic.name, offer.name)] = offer.config
     try:
         return _NAMED[key, choice]
     except KeyError:

@@ -19,19 +19,19 @@ from optdnn.config import BuildOptions
 from optdnn.dim import DimLike
 from optdnn.dim_text import lone
 from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
-from optdnn.ir.constant_cache import Kept
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
-from optdnn.kernels.builder import Builder, Placed, has_tf32, row_major
+from optdnn.kernels.builder import Builder, TensorView, has_tf32, row_major
 from optdnn.kernels.layout.views import VIEWS, plan_concats
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.lowering.assemble import compact, placed, pruned
 from optdnn.lowering.bounds import input_bounds
-from optdnn.lowering.choose import Choice, Decision, Selection, emit_op, signature
+from optdnn.lowering.choose import Decision, Selection, TacticChoice, emit_op, signature
 from optdnn.lowering.host import CHEAPER, HostSide, plain_shape, summary
 from optdnn.lowering.l2_prefetch import with_ahead
+from optdnn.lowering.lane_choice import LaneChoice, on_lanes
+from optdnn.lowering.lanes import LATENCY
 from optdnn.lowering.schedule import group_steps, keep_inputs_on_host
-from optdnn.lowering.stream_schedule import LATENCY
-from optdnn.lowering.streams import Streams, on_lanes
 from optdnn.lowering.table import TACTICS, WRITES_ANYWHERE
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.program import Kernel, Program, Step
@@ -77,10 +77,10 @@ def lower_cuda(
     gpu: GpuFacts,
     meta: dict[str, Any],
     say: Callable[[str], None] = lambda text: None,
-    choices: Mapping[str, Choice] | None = None,
-    streams: Streams | None = None,
+    choices: Mapping[str, TacticChoice] | None = None,
+    streams: LaneChoice | None = None,
     visit: Visit = lambda b, op, key: None,
-    kept: Kept | None = None,
+    kept: ConstantCache | None = None,
     emitted: Emitted | None = None,
     ready: Mapping[Made, Array] | None = None,
 ) -> Program:
@@ -109,9 +109,9 @@ def emit_program(
     options: BuildOptions,
     gpu: GpuFacts,
     meta: dict[str, Any],
-    choices: Mapping[str, Choice] | None = None,
+    choices: Mapping[str, TacticChoice] | None = None,
     visit: Visit = lambda b, op, key: None,
-    kept: Kept | None = None,
+    kept: ConstantCache | None = None,
 ) -> Emitted:
     """The launches of an optimized graph. ``kept``: constants of other programs, to be shared.
 
@@ -119,7 +119,7 @@ def emit_program(
     """
     selection = Selection.of(options, choices)
     _need_static(graph)
-    b = Builder(graph, gpu, kept=kept or Kept())
+    b = Builder(graph, gpu, kept=kept or ConstantCache())
     b.padded = any(map(has_tf32, graph.ops()))
     b.row_invariant = selection.row_invariant
     host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
@@ -146,7 +146,7 @@ def emit_program(
             b.buffers[i] = replace(b.buffers[i], blob=b.blob(np.empty(b.buffers[i].shape or (), found.dtype)))  # type: ignore[arg-type]
         elif found.buffer != i:
             shape = found.shape
-            copy(b, op, found, Placed(i, 0, shape, row_major(shape), found.dtype))
+            copy(b, op, found, TensorView(i, 0, shape, row_major(shape), found.dtype))
     b.credit(0, "copy")  # what no tactic made: views that had to be written out, results in the network's own order
     program = pruned(b.program(options.target, options.precision, inputs, outputs, {**meta, "arch": gpu.arch}))
     present = set(map(id, program.steps))

@@ -17,7 +17,7 @@ from numpy.lib.stride_tricks import as_strided
 from optdnn.dim import Dim
 from optdnn.errors import ShapeError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
-from optdnn.kernels.builder import Builder, Placed
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.pointwise.pointwise import CPP, copy
 from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
@@ -165,7 +165,7 @@ class HostSide:
         b.steps.append(copy_step(TO_HOST, p.buffer, here, p.offset, sorted(b.graph.op(value).src)))
         return here
 
-    def _fetch(self, value: Value) -> Placed | None:
+    def _fetch(self, value: Value) -> TensorView | None:
         """The place of a value on the GPU, copied there from the host; None for a value that is not here."""
         here, b = self._buffer.get(value), self.b
         if here is None:

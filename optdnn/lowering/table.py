@@ -6,7 +6,7 @@ from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import AttentionSteps, HopperAttention
 from optdnn.kernels.conv.bands import BandedConv
 from optdnn.kernels.conv.blocks import BlockConv
-from optdnn.kernels.conv.depthwise import DepthwiseOfIntegers, HalfDepthwise
+from optdnn.kernels.conv.depthwise import HalfDepthwise, Int8Depthwise
 from optdnn.kernels.conv.direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
 from optdnn.kernels.conv.general import GeneralConv, GeneralGemm
@@ -36,7 +36,7 @@ from optdnn.kernels.pool.pool import GlobalPool, WindowPool
 from optdnn.kernels.quantized.bands import BandedQuantizedConv
 from optdnn.kernels.quantized.general import GeneralQuantizedConv, GeneralQuantizedMatMul
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv, HopperQuantizedMatMul
-from optdnn.kernels.quantized.pools import MaxPoolOfIntegers, MeanOfIntegers
+from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
 from optdnn.kernels.recurrent.general import GeneralRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
 from optdnn.kernels.reduce.arg import ArgExtreme
@@ -80,10 +80,10 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CublasLtGemm(),
         CublasLtBatched(),
     ),
-    "QuantizedConv": (HopperQuantizedConv(), DepthwiseOfIntegers(), BandedQuantizedConv(), GeneralQuantizedConv()),
+    "QuantizedConv": (HopperQuantizedConv(), Int8Depthwise(), BandedQuantizedConv(), GeneralQuantizedConv()),
     "QuantizedMatMul": (HopperQuantizedMatMul(), GeneralQuantizedMatMul()),
-    "QuantizedMean": (MeanOfIntegers(),),
-    "MaxPool": (MaxPoolOfIntegers(), TiledMaxPool(), WindowPool()),
+    "QuantizedMean": (Int8Mean(),),
+    "MaxPool": (Int8MaxPool(), TiledMaxPool(), WindowPool()),
     "AveragePool": (WindowPool(),),
     "Resize": (Resize(),),
     "Pad": (Pad(),),

@@ -40,7 +40,7 @@ class Requantize:
 
 
 @dataclass(frozen=True)
-class Affine:
+class QuantParams:
     """A quantized tensor's element type, scale and zero point: real = (stored - zero) * scale."""
 
     dtype: str
@@ -62,7 +62,12 @@ _HOMOGENEOUS = frozenset({"bias", "add", "mul", "relu", "clip", "leaky_relu", "m
 
 
 def scaling(
-    stages: Sequence[render.Stage], scale: Array, bias: Array, *, out: Affine | None, residual: Affine | None = None
+    stages: Sequence[render.Stage],
+    scale: Array,
+    bias: Array,
+    *,
+    out: QuantParams | None,
+    residual: QuantParams | None = None,
 ) -> Scaling:
     """``stages`` without the leading bias, in real units; ``scale`` (input's times weight's) and ``bias`` per channel, float64.
 

@@ -110,7 +110,7 @@ class NodeFacts:
 
 
 @dataclass
-class Account:
+class SearchReport:
     """All of it. ``right``: percent of all samples that fp32 has right, where they have labels and the metric counts predictions.
     ``notes``: precisions that the target lacks altogether, with the reason."""
 

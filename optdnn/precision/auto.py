@@ -28,7 +28,7 @@ from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.equalize import Equalize
 from optdnn.passes.support.precision import PrecisionPlan, key
 from optdnn.passes.support.ranges import Calibration
-from optdnn.precision.account import Account, Candidate, NodeFacts, reasons
+from optdnn.precision.account import Candidate, NodeFacts, SearchReport, reasons
 from optdnn.precision.accuracy import DoesNotRun, Judge
 from optdnn.precision.explore import Explorer
 from optdnn.precision.metrics import Metric, metric_of
@@ -64,7 +64,7 @@ class Found:
 
     plan: PrecisionPlan
     label: str
-    account: Account
+    account: SearchReport
     calibration: Calibration | None
     met: bool
     passes: list[PassReport] = field(default_factory=list)
@@ -289,7 +289,7 @@ class _Auto:
         library = chosen.way or chosen.tactic.partition("/")[0]
         way = next((w for w in ways if w.name == library), ways[0] if ways else None)
         facts = self._facts(chosen, way)
-        account = Account(
+        account = SearchReport(
             metric=self.metric.name,
             unit=self.metric.unit,
             bound=self.bound,

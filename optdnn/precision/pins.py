@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from optdnn.config import PRECISIONS
 from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph
-from optdnn.passes.support.precision import Choice, key
+from optdnn.passes.support.precision import PrecisionChoice, key
 
 SHOWN = 3
 
@@ -31,7 +31,7 @@ def check_pins(pins: Iterable[str], graph: Graph, known: Iterable[str] = ()) -> 
             )
 
 
-def pinned(pins: Mapping[str, str], choices: Iterable[Choice]) -> dict[str, tuple[str, str]]:
+def pinned(pins: Mapping[str, str], choices: Iterable[PrecisionChoice]) -> dict[str, tuple[str, str]]:
     """Op key -> (precision, the pattern that says so). Of patterns for one node the last counts; of nodes in one fused op the most
     accurate precision.
 

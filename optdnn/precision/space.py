@@ -9,8 +9,7 @@ from optdnn.config import QUANTIZED
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.lowering.cpu.library import typical_sizes
 from optdnn.passes.support.precision import SHARES_SCALE, PrecisionPlan, choices, key
-from optdnn.passes.support.precision_report import Account as Asked
-from optdnn.passes.support.precision_report import outcome
+from optdnn.passes.support.precision_report import PrecisionLog, outcome
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import elements
 from optdnn.precision.pins import pinned
@@ -115,7 +114,7 @@ class Space:
         float) gets the float precision around it."""
         found = dict(assignment)
         for _ in range(2):
-            plan, asked = self.plan(found), Asked()
+            plan, asked = self.plan(found), PrecisionLog()
             graph, _ = assigned(self.graph, plan, self.target, calibration, self.level, asked)
             off = [r.asked.key for r in outcome(graph, asked, hint=base_of(plan)) if r.differs and r.asked.key in found]
             off = [k for k in off if found[k] in QUANTIZED and k not in self.pins]

@@ -12,7 +12,7 @@ from optdnn.passes.assign_precision import AssignPrecision, is_mixture
 from optdnn.passes.base import PassContext, PassReport, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.passes.support.precision import PrecisionPlan
-from optdnn.passes.support.precision_report import Account
+from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import Latency
 from optdnn.runtime.engine import Engine
@@ -61,7 +61,7 @@ def assigned(
     target: str,
     calibration: Calibration | None,
     level: int = 3,
-    account: Account | None = None,
+    account: PrecisionLog | None = None,
 ) -> tuple[Graph, list[PassReport]]:
     """A copy of ``graph`` with the plan carried out, and what comes behind that in the target's pipeline; the passes' reports."""
     copy = graph.copy()

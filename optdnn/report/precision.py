@@ -1,6 +1,6 @@
-"""Automatic precision told: the plans that were tried, the front of accuracy against latency, and each node with its reason.
+"""The report of automatic precision: plans that were tried, accuracy against latency, and each node with its reason.
 
-Everything is drawn from the plain account that an engine keeps (``meta["auto"]``: ``optdnn.precision.account.Account.to_plain``).
+It is drawn from the plain data that an engine keeps (``meta["auto"]``, from ``optdnn.precision.account.SearchReport.to_plain``).
 """
 
 from __future__ import annotations

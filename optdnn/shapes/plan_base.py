@@ -13,7 +13,7 @@ from optdnn.importers.model import Model
 from optdnn.importers.onnx import import_model
 from optdnn.importers.split_weights import put_together
 from optdnn.ir.bound import bound, has_bodies
-from optdnn.ir.constant_cache import Content, Kept
+from optdnn.ir.constant_cache import ConstantCache, Content
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cuda import Made, made_of
 from optdnn.optimize import optimize
@@ -43,7 +43,7 @@ class Base:
         model: Model,
         inputs: Iterable[TensorSpec],
         options: BuildOptions,
-        kept: Kept,
+        kept: ConstantCache,
     ) -> Base:
         """``inputs``: those of the engine, dimensions that vary as text; ``kept`` comes to know the graph's constants."""
         plan = PrecisionPlan.of_option(options.precision, options.precision_map)
@@ -68,7 +68,7 @@ class Base:
 class Blobs:
     """A list of blobs without repetitions, which programs are moved onto. ``kept`` knows arrays by their content."""
 
-    def __init__(self, kept: Kept, arrays: Iterable[Array] = ()):
+    def __init__(self, kept: ConstantCache, arrays: Iterable[Array] = ()):
         self.arrays: list[Array] = []
         self._kept = kept
         self._numbers: dict[Content, int] = {}
@@ -76,7 +76,7 @@ class Blobs:
             self._numbers.setdefault(kept.same(array)[0], len(self.arrays))
             self.arrays.append(array)
 
-    def copy(self, kept: Kept) -> Blobs:
+    def copy(self, kept: ConstantCache) -> Blobs:
         """Another list with these, to be added to without this one."""
         found = Blobs(kept)
         found.arrays, found._numbers = list(self.arrays), dict(self._numbers)
@@ -111,7 +111,7 @@ class Common:
     """What the plans of an engine have in common: its model, ready for import; constants, and what was made of them; blobs."""
 
     model: Model
-    kept: Kept
+    kept: ConstantCache
     blobs: Blobs
     cubins: dict[Made, Array]
     nvrtc: str | None
@@ -121,7 +121,7 @@ class Common:
     def of(cls, program: Program, source: HeldSource) -> Common:
         """Of an engine's program: made once."""
         if program not in _COMMON:
-            kept = Kept()
+            kept = ConstantCache()
             digests = {id(array): digest for array, digest in program.digests}
             missing = [a for a in program.blobs if id(a) not in digests]
             made = sha256([memoryview(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data) for a in missing])

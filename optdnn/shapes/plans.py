@@ -22,17 +22,17 @@ from optdnn.dim import Dim, evaluate
 from optdnn.dim_text import lone
 from optdnn.errors import EngineError, OptdnnError, UsageError
 from optdnn.importers.model import Model, Source
-from optdnn.importers.split_weights import put_together, take_apart
+from optdnn.importers.split_weights import put_together, split_weights
 from optdnn.importers.values import with_values
-from optdnn.ir.constant_cache import Kept
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph
 from optdnn.lowering.choose import Selection
 from optdnn.lowering.cuda import Made, example, lower_cuda
-from optdnn.lowering.streams import Streams
+from optdnn.lowering.lane_choice import LaneChoice
 from optdnn.lowering.table import TACTICS
 from optdnn.optimize import optimize
 from optdnn.passes.base import PassReport
-from optdnn.passes.support.precision_report import Account
+from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -75,7 +75,7 @@ def plan_profiles(
     meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
     say: Say,
     choose: Choose = lambda graph: None,
-    account: Account | None = None,
+    account: PrecisionLog | None = None,
 ) -> Planned:
     """Plans for the optimum of each profile of ``symbolic`` (the model as imported for them), in one program.
 
@@ -83,9 +83,9 @@ def plan_profiles(
     Raises UsageError where a dimension has no range, and whatever a build for one of the shapes raises.
     """
     _need_ranges(symbolic)
-    data, weights = take_apart(model)
+    data, weights = split_weights(model)
     opened = put_together(data, weights, symbolic.name)
-    common = Kept()
+    common = ConstantCache()
     for array in weights.values():
         common.hold(array)
     specs = [_spec(symbolic, i, s) for i, s in zip(symbolic.inputs, _ports(symbolic), strict=True)]
@@ -102,7 +102,7 @@ def plan_profiles(
             noted = account if first is None else None
             with _located(symbolic, base, options, k, opt):
                 graph, passes, program = _plan(
-                    base, opt, options, gpu, meta, say, Kept(shared=common), choose, account=noted,
+                    base, opt, options, gpu, meta, say, ConstantCache(shared=common), choose, account=noted,
                     first_runs=first_runs,
                 )  # fmt: skip
             first = first or (graph, passes)
@@ -112,7 +112,7 @@ def plan_profiles(
             say(f"try {_show(shapes)}")
             tried = replace(options, no_cubins=True, dump=None)
             with _located(symbolic, base, options, k, shapes):
-                plan = _plan(base, shapes, tried, gpu, meta, say, Kept(shared=common))[2]
+                plan = _plan(base, shapes, tried, gpu, meta, say, ConstantCache(shared=common))[2]
             arena = max(arena, plan.arena_bytes)
     source = None
     shared = options.calib if isinstance(options.calib, SharedCalibration) else None
@@ -182,8 +182,8 @@ def by_value(
         return program
     if program.dynamic is not None and program.dynamic.source is not None:
         return replace(program, by_value=ByValue(tuple(names), program.dynamic.source))
-    data, weights = take_apart(model)
-    blobs = Blobs(Kept(), program.blobs)
+    data, weights = split_weights(model)
+    blobs = Blobs(ConstantCache(), program.blobs)
     numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
     source = HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, plain)
     return replace(program, blobs=blobs.arrays, by_value=ByValue(tuple(names), source))
@@ -215,7 +215,7 @@ def replan(
     if options.tactics == "auto":  # what was measured against other libraries is of no use to plans that are not
         options = replace(options, tactics=",".join(sorted({"own", *_libraries(program)})))
     common = Common.of(program, source)
-    kept = Kept(shared=common.kept)  # what only this plan has goes when it goes
+    kept = ConstantCache(shared=common.kept)  # what only this plan has goes when it goes
     if not values:
         assert program.dynamic is not None
         base = common.base(program.dynamic.inputs, options)
@@ -272,11 +272,11 @@ def _plan(
     gpu: GpuFacts,
     meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
     say: Say,
-    kept: Kept,
+    kept: ConstantCache,
     choose: Choose = lambda graph: None,
     like: Sequence[Program] = (),
     ready: Mapping[Made, Array] | None = None,
-    account: Account | None = None,
+    account: PrecisionLog | None = None,
     first_runs: list[Tried] | None = None,
 ) -> tuple[Graph, list[PassReport], Program]:
     """``like``: plans whose tactics are to be taken where they still stand, the first first; ``ready``: see ``lower_cuda``.
@@ -295,7 +295,7 @@ def _plan(
     elif like:
         nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options))
         lanes = like[0].meta.get("streams", {}).get("lanes", 1)
-        streams = Streams(lanes) if lanes > 1 and is_tuned(like[0]) else None  # as far as the cost model agrees
+        streams = LaneChoice(lanes) if lanes > 1 and is_tuned(like[0]) else None  # as far as the cost model agrees
         program = lower_cuda(graph, options, gpu, facts, say, nearest.choices, streams, nearest, kept, ready=ready)
         by = "the nearest tuned plan" if is_tuned(like[0]) else "the nearest plan"
         program.meta[PLANNED] = {"by": by, "like": [str(s) for s, _ in like[0].inputs]}

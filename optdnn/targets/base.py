@@ -13,7 +13,7 @@ from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.base import Measured
 from optdnn.passes.base import PassReport
 from optdnn.passes.support.precision import PrecisionPlan
-from optdnn.passes.support.precision_report import Account
+from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Plain, Program
 from optdnn.target_name import TargetName
@@ -100,7 +100,7 @@ class Target(ABC):
         symbolic: Graph,
         options: BuildOptions,
         meta: Meta,
-        account: Account,
+        account: PrecisionLog,
         cache: TimingCache,
         progress: Progress,
     ) -> Planned:

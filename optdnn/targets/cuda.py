@@ -13,7 +13,7 @@ from optdnn.errors import UsageError
 from optdnn.importers.values import size_inputs
 from optdnn.ir.embedded_graph import hold
 from optdnn.ir.graph import Graph
-from optdnn.passes.support.precision_report import Account, on_gpu
+from optdnn.passes.support.precision_report import PrecisionLog, on_gpu
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import tf32_nodes
@@ -49,7 +49,7 @@ class Cuda(Target):
         symbolic: Graph,
         options: BuildOptions,
         meta: Meta,
-        account: Account,
+        account: PrecisionLog,
         cache: TimingCache,
         progress: Progress,
     ) -> Planned:

@@ -21,15 +21,15 @@ from typing import Any
 
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import InternalError, RunError
-from optdnn.ir.constant_cache import Kept
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.libraries.providers import providers_here
 from optdnn.kernels.tactic import PROVIDERS
 from optdnn.lowering.assemble import placed
-from optdnn.lowering.choose import Choice, Selection
+from optdnn.lowering.choose import Selection, TacticChoice
 from optdnn.lowering.cuda import Emitted, emit_program
-from optdnn.lowering.streams import Streams, on_lanes
+from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -39,8 +39,8 @@ from optdnn.runtime.cuda.trials.timer import TrialFailed
 from optdnn.runtime.program import Program
 from optdnn.target_name import TargetName
 from optdnn.tuning.candidates import Problem, Trial, trials_of
+from optdnn.tuning.lane_race import race_lanes
 from optdnn.tuning.result import Timer, Tuned
-from optdnn.tuning.stream_race import race_lanes
 from optdnn.tuning.timing_cache import TimingCache
 from optdnn.tuning.timing_keys import candidate_key, network_key, signatures_digest, versions_of
 
@@ -86,13 +86,13 @@ class Tuner:
         self.begin = clock()
         self.problems: dict[str, Problem] = {}
         self.cold = False
-        self._start: dict[str, Choice] = {}
-        self._kept = Kept()
+        self._start: dict[str, TacticChoice] = {}
+        self._kept = ConstantCache()
         """Constants: all networks that are raced hold the very same, so that each is made and uploaded once."""
 
     # ---------------------------------------------------------------- the course of things
 
-    def run(self, start: Mapping[str, Choice] | None = None) -> Tuned:
+    def run(self, start: Mapping[str, TacticChoice] | None = None) -> Tuned:
         """Tune. Whatever ends it (budget, Ctrl-C, a GPU that fails), the best so far is returned and the times are in the cache.
 
         ``start``: choices to begin with, instead of the cost model's.
@@ -151,7 +151,7 @@ class Tuner:
             )
             self.options = replace(self.options, tactics=",".join(sorted(sound)))
 
-    def _collect(self, choices: Mapping[str, Choice]) -> Emitted:
+    def _collect(self, choices: Mapping[str, TacticChoice]) -> Emitted:
         """Every problem of the network, with its candidates."""
         self.say("tune: collect candidates")
         selection = Selection.of(self.options)
@@ -159,8 +159,8 @@ class Tuner:
         def visit(b: Builder, op: Op, key: str) -> None:
             if key not in self.problems:
                 trials = trials_of(b, op, TACTICS[op.kind], selection)
-                spared = next((self.problems.get(t.spares) for t in trials if t.spares), None)
-                self.problems[key] = Problem(key, op, trials, Choice(""), spared=spared)
+                spared = next((self.problems.get(t.absorbs) for t in trials if t.absorbs), None)
+                self.problems[key] = Problem(key, op, trials, TacticChoice(""), spared=spared)
 
         emitted = emit_program(self.graph, self.options, self.gpu, {}, choices, visit, self._kept)
         for d in emitted.decisions:
@@ -354,7 +354,7 @@ class Tuner:
             ("best", found.choices, "the fastest candidates"),
         ):
             try:
-                nets[name] = self._load(choices, Streams())
+                nets[name] = self._load(choices, LaneChoice())
                 self.timer.race([nets[name]], 1)
             except NetworkLost as lost:
                 self._lose(found, f"the network by {what}", lost.message)
@@ -370,7 +370,7 @@ class Tuner:
             found.choices = {**self._start, **{p.key: p.default for p in found.problems if p.times}}
             if "best" in nets:
                 nets.pop("best").close()  # what follows may fail, and whatever is in nets is closed then
-            nets["best"] = self._load(found.choices, Streams())
+            nets["best"] = self._load(found.choices, LaneChoice())
             if not slower:
                 self._race_both(found, nets)
             found.after_ms = found.before_ms
@@ -383,7 +383,7 @@ class Tuner:
         else:
             (found.after_ms,) = self.timer.race([nets["best"]], 3)
 
-    def _near(self, problem: Problem, choices: Mapping[str, Choice]) -> list[Choice]:
+    def _near(self, problem: Problem, choices: Mapping[str, TacticChoice]) -> list[TacticChoice]:
         """The near-equals of what was chosen, the best first."""
         other = 0.0 if problem.spared is None else problem.spared.seconds  # of both launches, where one may do for two
         limit = NEAR * (problem.seconds + other)
@@ -393,14 +393,14 @@ class Tuner:
             found.append(problem.default)
         return [c for c in found if c != choices.get(problem.key)]
 
-    def _load(self, choices: Mapping[str, Choice], streams: Streams | None) -> Any:
+    def _load(self, choices: Mapping[str, TacticChoice], streams: LaneChoice | None) -> Any:
         """The network with these choices, its steps in lanes as the options or ``streams`` want it."""
         emitted = emit_program(self.graph, self.options, self.gpu, {}, choices, kept=self._kept)
         return self.timer.load(
             placed(on_lanes(emitted.program, self.gpu, emitted.seconds(self._times(choices)), self.options, streams))
         )
 
-    def _times(self, choices: Mapping[str, Choice]) -> dict[str, float]:
+    def _times(self, choices: Mapping[str, TacticChoice]) -> dict[str, float]:
         """The measured seconds of operators by signature, as the timing cache keeps them."""
         chosen = {p.key: p.times.get(choices.get(p.key, p.default)) for p in self.problems.values()}
         return {key: round(t, 10) for key, t in chosen.items() if t is not None}
@@ -426,7 +426,7 @@ class Tuner:
         known = self.cache.network(self._network)
         if known is None:
             return None
-        choices = {k: Choice(*c) for k, c in known.choices.items()}
+        choices = {k: TacticChoice(*c) for k, c in known.choices.items()}
         try:
             emitted = emit_program(self.graph, self.options, self.gpu, {}, choices, kept=self._kept)
         except InternalError:
@@ -438,7 +438,7 @@ class Tuner:
         same = known.versions == versions_of(self.timer.machine, *Selection.of(self.options).providers)
         budget = self.options.budget
         if same and (known.seconds is None or (budget is not None and budget <= known.seconds)):
-            streams = Streams.of_plain(known.streams)
+            streams = LaneChoice.of_plain(known.streams)
             return Tuned(choices, (), None, known.ms, cached=True, streams=streams, emitted=emitted)
         if not same:
             self.say("the timing cache is of another driver or compiler: its times only rank")

@@ -10,7 +10,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.lowering.assemble import compact, placed
-from optdnn.lowering.choose import Choice, Selection, alternatives, results_of, signature
+from optdnn.lowering.choose import Selection, TacticChoice, alternatives, results_of, signature
 from optdnn.runtime.program import Program
 from optdnn.types import TensorSpec
 
@@ -24,11 +24,11 @@ MOST = 36
 class Trial:
     """A candidate: the launches of one operator as a program over its operands. ``seconds`` is the cost model's prediction."""
 
-    choice: Choice
+    choice: TacticChoice
     provider: str
     seconds: float | None
     program: Program
-    spares: str = ""
+    absorbs: str = ""
     """The signature of an operator before it that these launches compute, too."""
 
 
@@ -39,35 +39,35 @@ class Problem:
     key: str
     op: Op
     trials: Sequence[Trial]
-    default: Choice
+    default: TacticChoice
     count: int = 0
-    times: dict[Choice, float] = field(default_factory=dict)
+    times: dict[TacticChoice, float] = field(default_factory=dict)
     """Measured seconds."""
-    failed: dict[Choice, str] = field(default_factory=dict)
+    failed: dict[TacticChoice, str] = field(default_factory=dict)
     spared: Problem | None = None
     """The operator before it that some of its candidates compute, too."""
 
     @cached_property
-    def sparing(self) -> frozenset[Choice]:
+    def sparing(self) -> frozenset[TacticChoice]:
         """Those candidates."""
-        return frozenset(t.choice for t in self.trials if t.spares)
+        return frozenset(t.choice for t in self.trials if t.absorbs)
 
-    def saved(self, choice: Choice) -> float:
+    def saved(self, choice: TacticChoice) -> float:
         """Seconds of launches that a candidate makes needless."""
         return self.spared.seconds if self.spared is not None and choice in self.sparing else 0.0
 
-    def adds(self, choice: Choice) -> float:
+    def adds(self, choice: TacticChoice) -> float:
         """What a measured candidate adds to the network's time: its own, less what it saves."""
         return self.times[choice] - self.saved(choice)
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> TacticChoice:
         """The fastest that was measured; the default, unless that was measured too (or failed)."""
         known = self.default in self.times or self.default in self.failed
         return min(self.times, key=self.adds) if self.times and known else self.default
 
     @property
-    def untried(self) -> Choice | None:
+    def untried(self) -> TacticChoice | None:
         """The first candidate that did not fail; None where all did."""
         return next((t.choice for t in self.trials if t.choice not in self.failed), None)
 
@@ -100,9 +100,9 @@ def trials_of(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selectio
 
 def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
     first = len(b.steps)
-    spared = tactic.spares(b, op)
-    spares = "" if spared is None else signature(b, spared)
-    choice = Choice(tactic.name, "" if offer is None else offer.name)
+    spared = tactic.absorbs(b, op)
+    absorbs = "" if spared is None else signature(b, spared)
+    choice = TacticChoice(tactic.name, "" if offer is None else offer.name)
     with b.rehearsal():
         tactic.emit(b, op, None if offer is None else offer.config)
         b.credit(first, str(choice))
@@ -118,7 +118,7 @@ def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
             outputs=tuple(_port(b, i) for i in sorted(results & written)), buffers=tuple(b.buffers), steps=steps,
             blobs=list(b.blobs), kernels=tuple(b.kernels), retained=tuple(b.retained),
         )  # fmt: skip
-    return Trial(choice, tactic.provider, None if offer is None else offer.seconds, placed(compact(program)), spares)
+    return Trial(choice, tactic.provider, None if offer is None else offer.seconds, placed(compact(program)), absorbs)
 
 
 def _port(b: Builder, buffer: int) -> tuple[TensorSpec, int]:

@@ -13,10 +13,10 @@ from typing import Any
 
 from optdnn.config import BuildOptions
 from optdnn.errors import GpuFault, RunError
-from optdnn.ir.constant_cache import Kept
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder
-from optdnn.lowering.choose import Choice, Selection, alternatives
+from optdnn.lowering.choose import Selection, TacticChoice, alternatives
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -108,7 +108,7 @@ def finish(
     meta: dict[str, Any],
     say: Callable[[str], None] = lambda text: None,
     tuned: Tuned | None = None,
-    kept: Kept | None = None,
+    kept: ConstantCache | None = None,
 ) -> tuple[Program, Tried | None]:
     """The program of an optimized graph after its first runs, and how these went (None: its GPU is not here).
 
@@ -119,13 +119,13 @@ def finish(
     """
     choices = {} if tuned is None else dict(tuned.choices)
     streams, emitted = (None, None) if tuned is None else (tuned.streams, tuned.emitted)
-    refused: dict[str, set[Choice]] = {}
+    refused: dict[str, set[TacticChoice]] = {}
     lost: list[dict[str, Plain]] = []
 
     def visit(b: Builder, op: Op, key: str) -> None:
         if key in refused:
             offered = alternatives(b, op, TACTICS[op.kind], Selection.of(options))
-            named = (Choice(tactic.name, "" if offer is None else offer.name) for tactic, offer in offered)
+            named = (TacticChoice(tactic.name, "" if offer is None else offer.name) for tactic, offer in offered)
             other = next((c for c in named if c not in refused[key]), None)
             if other is None:
                 raise failed[key]
@@ -142,7 +142,7 @@ def finish(
             row = _decision(program, fault.step)
             if row is None or len(lost) >= REPLACED:
                 raise
-            choice = Choice(row["tactic"], row.get("config", ""))
+            choice = TacticChoice(row["tactic"], row.get("config", ""))
             refused.setdefault(row["signature"], set()).add(choice)
             failed[row["signature"]] = fault
             lost.append({"kind": row["kind"], "nodes": row["nodes"], "candidate": str(choice), "why": fault.message})

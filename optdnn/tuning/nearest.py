@@ -14,7 +14,7 @@ from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
-from optdnn.lowering.choose import Choice, Selection, offers_of, usable
+from optdnn.lowering.choose import Selection, TacticChoice, offers_of, usable
 from optdnn.lowering.table import TACTICS
 
 SCATTER = 0.15
@@ -30,18 +30,18 @@ class Nearest:
     """Fills ``choices`` (by signature) as operators are emitted: a ``Visit`` of :func:`optdnn.lowering.cuda.emit_program`.
     ``known``: what operators run on in other plans, the first that still stands to be taken."""
 
-    known: Mapping[Key, Sequence[Choice]]
+    known: Mapping[Key, Sequence[TacticChoice]]
     selection: Selection
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: dict[str, TacticChoice] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plans: Iterable[Rows], selection: Selection) -> Nearest:
         """``plans``: those to be followed first come first."""
-        known: dict[Key, dict[Choice, None]] = {}
+        known: dict[Key, dict[TacticChoice, None]] = {}
         for rows in plans:
-            found: dict[Key, set[Choice]] = {}
+            found: dict[Key, set[TacticChoice]] = {}
             for row in rows:
-                choice = Choice(str(row["tactic"]), str(row.get("config", "")))
+                choice = TacticChoice(str(row["tactic"]), str(row.get("config", "")))
                 found.setdefault((str(row["kind"]), tuple(row["nodes"])), set()).add(choice)
             for key, choices in found.items():
                 if len(choices) == 1:
@@ -55,7 +55,7 @@ class Nearest:
             if taken is not None:
                 self.choices[key] = taken
 
-    def _standing(self, b: Builder, op: Op, known: Sequence[Choice]) -> Choice | None:
+    def _standing(self, b: Builder, op: Op, known: Sequence[TacticChoice]) -> TacticChoice | None:
         """The first choice of another size that can run the operator, and is nearly the best that is predicted."""
         able, _ = usable(b, op, TACTICS[op.kind], self.selection)
         offers: dict[str, dict[str, float | None]] = {}

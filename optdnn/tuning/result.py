@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from optdnn.lowering.choose import Choice
-from optdnn.lowering.streams import Streams
+from optdnn.lowering.choose import TacticChoice
+from optdnn.lowering.lane_choice import LaneChoice
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.trials.timer import Machine
 from optdnn.runtime.program import Program
@@ -44,7 +44,7 @@ class Tuned:
     are the whole network's times, by the choices it started from and by these (None: not measured); ``stopped`` says what ended
     the tuning early, ``failed`` whether that was the GPU; ``providers`` are those whose kernels were candidates."""
 
-    choices: dict[str, Choice]
+    choices: dict[str, TacticChoice]
     problems: Sequence[Problem]
     before_ms: float | None = None
     after_ms: float | None = None
@@ -53,7 +53,7 @@ class Tuned:
     cached: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     providers: Sequence[str] = ()
-    streams: Streams | None = None
+    streams: LaneChoice | None = None
     """Whether independent steps run side by side (None: it did not come to that)."""
     emitted: Emitted | None = None
     """The launches of these choices, where they were made already."""

@@ -13,7 +13,7 @@ from typing import Any
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import EngineError, EngineStale, UsageError
 from optdnn.ir.embedded_graph import KEY, held, hold
-from optdnn.lowering.choose import Choice, Selection
+from optdnn.lowering.choose import Selection, TacticChoice
 from optdnn.runtime.atomic import check_writable
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_lock import alone
@@ -125,10 +125,10 @@ def options_of(program: Program, tactics: str | None, budget: float | None) -> B
     )  # fmt: skip
 
 
-def choices_of(program: Program) -> dict[str, Choice]:
+def choices_of(program: Program) -> dict[str, TacticChoice]:
     """What the engine uses, by signature."""
     rows = program.meta.get("tactics", [])
-    return {r["signature"]: Choice(r["tactic"], r.get("config", "")) for r in rows if "signature" in r}
+    return {r["signature"]: TacticChoice(r["tactic"], r.get("config", "")) for r in rows if "signature" in r}
 
 
 def _timer(process: GpuProcess, arch: str, options: BuildOptions) -> Any:

@@ -80,13 +80,13 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Alternatives:
     """The first of these that matches."""
 
     options: tuple[Pattern, ...]
 
 
-Pattern = Var | Scalar | Node | Product | Sum | Choice
+Pattern = Var | Scalar | Node | Product | Sum | Alternatives
 
 
 def node(kind: str, *args: Pattern | None, name: str = "") -> Node:
@@ -101,8 +101,8 @@ def total(constant: float | Scalar, *terms: Pattern) -> Sum:
     return Sum(constant, terms)
 
 
-def choice(*options: Pattern) -> Choice:
-    return Choice(options)
+def choice(*options: Pattern) -> Alternatives:
+    return Alternatives(options)
 
 
 # ---------------------------------------------------------------- matching
@@ -139,7 +139,7 @@ def scalar(graph: Graph, value: Value | None) -> float | None:
 
 def _match(graph: Graph, value: Value, sign: int, pattern: Pattern, state: Found) -> Iterator[Found]:
     """Ways in which ``sign * value`` is ``pattern``."""
-    if isinstance(pattern, Choice):
+    if isinstance(pattern, Alternatives):
         for option in pattern.options:
             yield from _match(graph, value, sign, option, state)
     elif isinstance(pattern, Product):
@@ -347,7 +347,7 @@ def _sum_of(graph: Graph, op: Op, sign: float, limit: int, depth: int) -> Iterat
 
 def root_kinds(pattern: Pattern) -> frozenset[str]:
     """The kinds an op must have to be the root of a match."""
-    if isinstance(pattern, Choice):
+    if isinstance(pattern, Alternatives):
         return frozenset(itertools.chain.from_iterable(root_kinds(p) for p in pattern.options))
     if isinstance(pattern, Node):
         return frozenset({pattern.kind})

@@ -119,7 +119,7 @@ class PrecisionPlan:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PrecisionChoice:
     """One op and the precisions it may be asked for; ``refused``: those it may not, and why."""
 
     key: str
@@ -129,7 +129,7 @@ class Choice:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-def choices(graph: Graph, target: str) -> list[Choice]:
+def choices(graph: Graph, target: str) -> list[PrecisionChoice]:
     """What there is to choose from on a target ("cpu", "cuda:sm_90a", …), op by op in topological order.
 
     An engine for the cpu has one float precision for all of its ops: a plan for it mixes int8 with either fp32 or bf16.
@@ -162,7 +162,7 @@ def choices(graph: Graph, target: str) -> list[Choice]:
             refused["fp8"] = reason
         else:
             offered.append("fp8")
-        found.append(Choice(key(op), op.kind, tuple(sorted(op.src)), tuple(offered), refused))
+        found.append(PrecisionChoice(key(op), op.kind, tuple(sorted(op.src)), tuple(offered), refused))
     return found
 
 

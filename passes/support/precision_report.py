@@ -74,7 +74,7 @@ class Remark:
 
 
 @dataclass
-class Account:
+class PrecisionLog:
     """What a build notes of its precisions: ``assign_precision`` fills in what was asked and refused, and the risks."""
 
     asked: list[Asked] = field(default_factory=list)
@@ -130,7 +130,7 @@ def _computes(op: Op) -> bool:
 
 def outcome(
     graph: Graph,
-    account: Account,
+    account: PrecisionLog,
     ran: Mapping[str, str] | None = None,
     who: str = "",
     hint: str = "fp32",
@@ -317,7 +317,7 @@ def _transposed(op: Op) -> bool:
     return op.kind == "Gemm" and bool(op.attrs.transB)
 
 
-def to_plain(plan: PrecisionPlan, rows: list[Ran], dangers: list[Remark], account: Account) -> dict[str, Any]:
+def to_plain(plan: PrecisionPlan, rows: list[Ran], dangers: list[Remark], account: PrecisionLog) -> dict[str, Any]:
     """What an engine keeps of it: the plan, how many ops run in what (where that is more than one precision: which ONNX nodes),
     every difference, hazard and risk."""
     counts: dict[str, int] = {}

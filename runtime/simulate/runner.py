@@ -19,7 +19,7 @@ import numpy as np
 from optdnn.errors import EngineError, InputError, InternalError, OptdnnError, RunError
 from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.bounds import bounds_of, check_bounds
-from optdnn.runtime.cuda.launches.plan import TF32, CudaStep, View
+from optdnn.runtime.cuda.launches.plan import TF32, CudaStep, OperandView
 from optdnn.runtime.cuda.launches.steps import other_executors, parse_steps
 from optdnn.runtime.cuda.launches.waits import check_waits
 from optdnn.runtime.executor import LoadOptions
@@ -98,7 +98,7 @@ def _rounded(run: Callable[[Sequence[Array | None]], Sequence[Array]], slots: fr
     return lambda operands: run([to_tf32(x) if i in slots and x is not None else x for i, x in enumerate(operands)])
 
 
-def strided(flat: Array, view: View) -> Array:
+def strided(flat: Array, view: OperandView) -> Array:
     """A view of a flat buffer. By way of its bytes: NumPy's own as_strided does not know every 8-bit float."""
     if 0 in view.shape:
         return np.empty(view.shape, flat.dtype)
@@ -273,7 +273,7 @@ class SimulateContext(Shown):
             raise InternalError(f"the copy of {plan.label} is of {None if value is None else list(value.shape)}")
         part[:] = value.reshape(-1)
 
-    def _view(self, action: _Action, view: View) -> Array:
+    def _view(self, action: _Action, view: OperandView) -> Array:
         flat = self._flat[action.operands[view.operand]]
         if flat is None:
             raise InternalError(f"{action.step.label} uses a buffer without memory")

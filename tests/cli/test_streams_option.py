@@ -11,7 +11,7 @@ from support.net import Net
 
 from optdnn.cli.bench_tables import show_gpu_steps
 from optdnn.ir.export_onnx import export_model
-from optdnn.lowering import stream_schedule as lanes
+from optdnn.lowering import lanes as lanes
 
 
 @pytest.fixture

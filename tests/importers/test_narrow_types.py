@@ -15,7 +15,7 @@ import optdnn.integrations.onnx_backend
 from optdnn.errors import ModelError
 from optdnn.importers.external_data import ExternalData
 from optdnn.importers.onnx import import_model
-from optdnn.importers.split_weights import put_together, take_apart
+from optdnn.importers.split_weights import put_together, split_weights
 from optdnn.importers.tensors import to_array
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
@@ -103,7 +103,7 @@ def test_models_keep_them_apart_from_their_file(tmp_path: Path) -> None:
     model, w = weights_only(DTYPES["int4"])
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0, location="m.data")
     x = np.ones((2, w.shape[0]), np.float32)
-    data, weights = take_apart(tmp_path / "m.onnx")
+    data, weights = split_weights(tmp_path / "m.onnx")
     assert "w" not in weights  # half a byte an element: it stays in the model
     for graph in (import_model(tmp_path / "m.onnx"), import_model(put_together(data, weights, "held"))):
         np.testing.assert_allclose(evaluate(graph, {"x": x})["y"], x @ w, rtol=1e-5, atol=1e-5)

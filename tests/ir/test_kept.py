@@ -7,17 +7,17 @@ import hashlib
 import numpy as np
 from support.net import Net
 
-from optdnn.ir.constant_cache import Kept
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.types import Array
 
 
-def graph_with(*weights: Array) -> tuple[Kept, list[Array]]:
+def graph_with(*weights: Array) -> tuple[ConstantCache, list[Array]]:
     n = Net()
     x = n.input(1, 4)
     for w in weights:
         x = n.op("MatMul", x, n.const(w))
     graph = n.done(x)
-    return Kept().of(graph), [op.attrs.value for op in graph.of_kind("Constant")]
+    return ConstantCache().of(graph), [op.attrs.value for op in graph.of_kind("Constant")]
 
 
 def test_views_of_constants_are_packed_once() -> None:
@@ -55,7 +55,7 @@ def test_digests_are_of_the_content() -> None:
 def test_what_is_shared_goes_before_ones_own_and_outlives_it() -> None:
     weight, own = np.arange(400, dtype=np.float32).reshape(20, 20), np.ones((30, 30), np.float32)
     packed = np.ascontiguousarray(weight.T)
-    engine = Kept()
+    engine = ConstantCache()
     engine.hold(weight)
     engine.hold(packed, hashlib.sha256(packed.tobytes()).digest())  # as an engine's file holds it
     made: list[str] = []
@@ -65,7 +65,7 @@ def test_what_is_shared_goes_before_ones_own_and_outlives_it() -> None:
         return np.ascontiguousarray(a.T)
 
     for _ in range(2):  # two plans
-        plan = Kept(shared=engine)
+        plan = ConstantCache(shared=engine)
         plan.hold(own)
         assert plan.has("t", [weight]) == bool(made)
         assert plan.once("t", [weight], lambda: turned(weight), final=True) is packed, "the array of that content"
@@ -80,7 +80,7 @@ def test_what_is_shared_goes_before_ones_own_and_outlives_it() -> None:
 
 
 def test_small_operands_go_by_their_content() -> None:
-    kept, w = Kept(), np.arange(400, dtype=np.float32).reshape(20, 20)
+    kept, w = ConstantCache(), np.arange(400, dtype=np.float32).reshape(20, 20)
     kept.hold(w)
     products = [kept.once("x", [w, np.float32([k])], lambda k=k: w * np.float32(k)) for k in (2, 3, 2)]  # type: ignore[misc]
     assert products[0] is products[2]

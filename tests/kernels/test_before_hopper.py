@@ -167,7 +167,7 @@ def test_norms_give_fp8_from_sm_89_on() -> None:
 def depthwise_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lets 8-bit products through on an architecture: the depthwise kernel goes by its own needs."""
     monkeypatch.setattr(depthwise, "refusal", lambda *given, **more: None)
-    monkeypatch.setitem(TACTICS, "QuantizedConv", (depthwise.DepthwiseOfIntegers(),))
+    monkeypatch.setitem(TACTICS, "QuantizedConv", (depthwise.Int8Depthwise(),))
 
 
 @pytest.mark.usefixtures("depthwise_alone")

@@ -312,7 +312,7 @@ AC = attention.Config(1, 64, 2)
         (merged(2, 4, 300, 256), AC, "256 features"),
         (replace(A, scale=0.0), AC, "a scale of 0.0"),
         (replace(A, key_heads=3), AC, "do not share 3 key heads"),
-        (replace(A, k=attention.View(8, 8, 4)), AC, "k: TMA needs"),
+        (replace(A, k=attention.HeadView(8, 8, 4)), AC, "k: TMA needs"),
         (A, replace(AC, keys=40), "not a tile"),
         (A, replace(AC, stages=6), "6 stages for 5 tiles"),
         (merged(2, 4, 3000, 128), attention.Config(1, 256, 4), "shared memory exceed"),

@@ -21,7 +21,7 @@ from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.tactic import Offer
 from optdnn.lowering import table
-from optdnn.lowering.choose import Choice, Selection, alternatives, usable
+from optdnn.lowering.choose import Selection, TacticChoice, alternatives, usable
 from optdnn.lowering.cuda import Emitted, emit_program, lower_cuda
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.norm import GroupNormAttrs
@@ -39,7 +39,7 @@ def two_like(channels: int = 32) -> Graph:
     return n.done(n.conv(x, 16, 1, pads=0))
 
 
-def emitted(graph: Graph, choices: dict[str, Choice] | None = None, **options: Any) -> Emitted:
+def emitted(graph: Graph, choices: dict[str, TacticChoice] | None = None, **options: Any) -> Emitted:
     chosen = BuildOptions(target="cuda:sm_90a", precision="fp16", **options)
     copy = graph.copy()
     optimize(copy, chosen, "cuda:sm_90a")
@@ -60,7 +60,7 @@ def test_equal_operators_have_one_signature_and_others_have_another() -> None:
 def test_a_choice_is_followed_and_gives_the_same_results() -> None:
     graph = two_like()
     first = convolutions(emitted(graph))[0]
-    wanted = Choice("conv_direct")
+    wanted = TacticChoice("conv_direct")
     again = convolutions(emitted(graph, {first.signature: wanted}))
     assert [d.choice.tactic for d in again] == ["conv_direct", "conv_direct", "conv_sm90"]
 
@@ -77,13 +77,13 @@ def test_a_choice_is_followed_and_gives_the_same_results() -> None:
 def test_every_configuration_that_is_offered_can_be_chosen() -> None:
     graph = two_like()
     key = convolutions(emitted(graph))[0].signature
-    found: list[Choice] = []
+    found: list[TacticChoice] = []
 
     def visit(b: Builder, op: Any, k: str) -> None:
         if k == key and not found:
             before = (len(b.steps), len(b.buffers), dict(b.place), len(b.blobs), len(b.kernels))
             found.extend(
-                Choice(t.name, "" if o is None else o.name)
+                TacticChoice(t.name, "" if o is None else o.name)
                 for t, o in alternatives(b, op, table.TACTICS["Conv"], Selection())
             )
             assert before == (len(b.steps), len(b.buffers), dict(b.place), len(b.blobs), len(b.kernels))
@@ -98,8 +98,8 @@ def test_every_configuration_that_is_offered_can_be_chosen() -> None:
         assert convolutions(emitted(graph, {key: choice}))[0].choice == choice
 
 
-@pytest.mark.parametrize("choice", [Choice("no such tactic"), Choice("conv_sm90", "no such tile")])
-def test_a_choice_that_does_not_exist_is_an_error(choice: Choice) -> None:
+@pytest.mark.parametrize("choice", [TacticChoice("no such tactic"), TacticChoice("conv_sm90", "no such tile")])
+def test_a_choice_that_does_not_exist_is_an_error(choice: TacticChoice) -> None:
     key = convolutions(emitted(two_like()))[0].signature
     with pytest.raises(InternalError, match="no such"):
         emitted(two_like(), {key: choice})
@@ -108,7 +108,7 @@ def test_a_choice_that_does_not_exist_is_an_error(choice: Choice) -> None:
 def test_a_configuration_that_cannot_run_it_is_an_error() -> None:
     key = convolutions(emitted(two_like()))[0].signature
     with pytest.raises(InternalError, match=r"2x1m2n64s24o1b1 cannot run it: \d+ bytes of shared memory exceed"):
-        emitted(two_like(), {key: Choice("conv_sm90", "2x1m2n64s24o1b1")})
+        emitted(two_like(), {key: TacticChoice("conv_sm90", "2x1m2n64s24o1b1")})
 
 
 def test_a_choice_needs_no_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from support.simulated import feeds_of, lowered, simulate
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
-from optdnn.kernels.builder import Placed
+from optdnn.kernels.builder import TensorView
 from optdnn.kernels.layout.views import _runs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.types import FP32
@@ -54,8 +54,8 @@ def test_random_splits_and_concats_are_exact(first: int) -> None:
 def test_a_part_that_is_in_place_ends_a_run() -> None:
     """Concat(a, b, f(x), c) of one Split, where f writes its place in the result."""
 
-    def pair(source: int, target: int) -> tuple[Placed, Placed]:
-        return Placed(0, source, (2, 4), (16, 1), FP32), Placed(1, target, (2, 4), (32, 1), FP32)
+    def pair(source: int, target: int) -> tuple[TensorView, TensorView]:
+        return TensorView(0, source, (2, 4), (16, 1), FP32), TensorView(1, target, (2, 4), (32, 1), FP32)
 
     a, b, c, d = pair(0, 0), pair(4, 4), pair(8, 16), pair(12, 20)
     assert _runs([a, b, c, d]) == [[a, b], [c, d]]

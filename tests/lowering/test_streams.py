@@ -16,10 +16,10 @@ from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, UsageError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
-from optdnn.lowering import stream_schedule as lanes
+from optdnn.lowering import lanes as lanes
 from optdnn.lowering.cuda import emit_program
-from optdnn.lowering.stream_schedule import JOIN, ROOM, Load, schedule, segments, slots_of
-from optdnn.lowering.streams import Streams, on_lanes
+from optdnn.lowering.lane_choice import LaneChoice, on_lanes
+from optdnn.lowering.lanes import JOIN, ROOM, Load, schedule, segments, slots_of
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.lanes import dependencies, earlier, first_race
 from optdnn.runtime.program import Slot
@@ -233,10 +233,10 @@ def test_auto_is_what_was_measured_else_what_is_predicted() -> None:
     known = emitted.seconds(seconds)
     assert known != predicted
     assert set(known.values()) == {50 * US}
-    assert not on_lanes(program, of_arch("sm_90a"), known, options, Streams(1, False, seconds)).lanes
-    assert on_lanes(program, of_arch("sm_90a"), known, options, Streams(4, False, seconds)).lanes
+    assert not on_lanes(program, of_arch("sm_90a"), known, options, LaneChoice(1, False, seconds)).lanes
+    assert on_lanes(program, of_arch("sm_90a"), known, options, LaneChoice(4, False, seconds)).lanes
     one = BuildOptions(target="simulate", precision="fp16", streams=1)
-    assert not on_lanes(program, of_arch("sm_90a"), known, one, Streams(4, False, seconds)).lanes
+    assert not on_lanes(program, of_arch("sm_90a"), known, one, LaneChoice(4, False, seconds)).lanes
 
 
 def _optimized(graph: Graph) -> Graph:

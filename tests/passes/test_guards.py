@@ -21,7 +21,7 @@ from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.support.guards import guards
 from optdnn.passes.support.precision import PrecisionPlan
-from optdnn.passes.support.precision_report import Account
+from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.types import FP16, FP32
 
 FP16_PLAN = PrecisionPlan.of_option("fp16")
@@ -258,7 +258,7 @@ def test_the_contract_tells_them_with_the_reason() -> None:
 
 def test_a_named_one_is_a_risk() -> None:
     graph = with_epsilon(NORMALIZE, 1e-12)
-    account = Account()
+    account = PrecisionLog()
     plan = PrecisionPlan("fp16", {"c": "fp16"}, "fp16")
     AssignPrecision()(graph, PassContext(target="cuda:sm_90a", plan=plan, account=account))
     (risk,) = account.risks

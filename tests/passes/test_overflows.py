@@ -19,7 +19,7 @@ from optdnn.passes.base import PassContext
 from optdnn.passes.support import overflows
 from optdnn.passes.support.overflows import growing, largest_values
 from optdnn.passes.support.precision import PrecisionPlan
-from optdnn.passes.support.precision_report import Account
+from optdnn.passes.support.precision_report import PrecisionLog
 
 GATES = {"RNN": (1, RNNAttrs), "GRU": (3, GRUAttrs), "LSTM": (4, LSTMAttrs)}
 
@@ -39,7 +39,7 @@ def layer(
 
 
 def refused(graph: Graph, plan: PrecisionPlan | None = None, target: str = "cuda:sm_90a") -> dict[str, str]:
-    account = Account()
+    account = PrecisionLog()
     context = PassContext(
         target=target, precision="fp16", plan=plan or PrecisionPlan("fp16", base="fp16"), account=account
     )
@@ -119,7 +119,7 @@ def test_networks_that_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest_values(powers()) is not None
     monkeypatch.setattr(overflows, "TRIAL_FLOPS", 10.0)
     assert largest_values(powers()) is None
-    account = Account()
+    account = PrecisionLog()
     AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="fp16", account=account))
     assert account.tried is False
     assert account.refused == {}
@@ -136,9 +136,9 @@ def test_networks_that_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_tried_is_told() -> None:
-    account = Account()
+    account = PrecisionLog()
     AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="fp16", account=account))
     assert account.tried is True
-    account = Account()
+    account = PrecisionLog()
     AssignPrecision()(powers(), PassContext(target="cuda:sm_90a", precision="bf16", account=account))
     assert account.tried is None

@@ -24,7 +24,7 @@ from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.equalize import Equalize
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.precision import auto
-from optdnn.precision.account import Account
+from optdnn.precision.account import SearchReport
 from optdnn.precision.cpu_target import CpuTarget
 from optdnn.precision.latency import Table, Timed
 from optdnn.precision.targets import Way, assigned
@@ -97,7 +97,7 @@ def another_network() -> Graph:
     return wrong
 
 
-def node(account: Account, key: str) -> Any:
+def node(account: SearchReport, key: str) -> Any:
     return next(n for n in account.nodes if n.key == key)
 
 

@@ -22,7 +22,7 @@ from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport, Refused
 from optdnn.passes.support.precision import PrecisionPlan, choices
-from optdnn.passes.support.precision_report import Account, half_risks, hazards, outcome
+from optdnn.passes.support.precision_report import PrecisionLog, half_risks, hazards, outcome
 from optdnn.passes.support.ranges import Calibration, Range
 from optdnn.types import FP16
 
@@ -111,8 +111,8 @@ def test_the_same_build_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def assigned(
     graph: Graph, plan: PrecisionPlan, calibration: Calibration | None = None, target: str = "cuda:sm_90a"
-) -> Account:
-    account = Account()
+) -> PrecisionLog:
+    account = PrecisionLog()
     AssignPrecision()(graph, PassContext(target=target, plan=plan, calibration=calibration, account=account))
     return account
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from optdnn.errors import UsageError
-from optdnn.passes.support.precision import Choice
+from optdnn.passes.support.precision import PrecisionChoice
 from optdnn.precision.pins import pinned
 from optdnn.precision.search import Node, Problem, best, frontier, moves
 
@@ -115,9 +115,9 @@ def test_a_node_of_one_precision_stays() -> None:
 
 
 CHOICES = [
-    Choice("a_out", "Conv", ("layer1/conv", "layer1/bn"), ("fp32", "bf16", "int8")),
-    Choice("b_out", "Conv", ("layer2/conv",), ("fp32", "bf16", "int8")),
-    Choice("c_out", "Softmax", ("layer2/softmax",), ("fp32", "bf16"), {"int8": "Softmax has no int8 form"}),
+    PrecisionChoice("a_out", "Conv", ("layer1/conv", "layer1/bn"), ("fp32", "bf16", "int8")),
+    PrecisionChoice("b_out", "Conv", ("layer2/conv",), ("fp32", "bf16", "int8")),
+    PrecisionChoice("c_out", "Softmax", ("layer2/softmax",), ("fp32", "bf16"), {"int8": "Softmax has no int8 form"}),
 ]
 
 

@@ -13,6 +13,7 @@ from programs import F32, mlp, mlp_expected, program
 
 from optdnn import Engine
 from optdnn.errors import InternalError
+from optdnn.lowering.lanes import Schedule, _numbered, slots_of
 from optdnn.lowering.memory import (
     ALIGNMENT,
     ORDERS,
@@ -25,7 +26,6 @@ from optdnn.lowering.memory import (
     place_buffers,
     plan,
 )
-from optdnn.lowering.stream_schedule import Schedule, _numbered, slots_of
 from optdnn.runtime.lanes import masks_of, waits_of
 from optdnn.runtime.program import Slot
 from optdnn.runtime.reference_executor import reference_step

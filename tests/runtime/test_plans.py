@@ -19,7 +19,7 @@ from optdnn import loading
 from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, InputError, MissingDependency, RunError, ShapeError, UsageError
 from optdnn.importers.onnx import import_model
-from optdnn.importers.split_weights import put_together, take_apart
+from optdnn.importers.split_weights import put_together, split_weights
 from optdnn.ir.evaluate import evaluate
 from optdnn.lowering.choose import Selection, offers_of
 from optdnn.lowering.cuda import lower_cuda
@@ -303,7 +303,7 @@ def test_a_model_is_taken_apart_and_put_together(tmp_path: Path) -> None:
     model = convnet()
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0, location="m.data")
     for source in (convnet(), tmp_path / "m.onnx"):
-        data, weights = take_apart(source)
+        data, weights = split_weights(source)
         assert set(weights) == {"w2"}  # 8 x 8 x 3 x 3 floats; the others are small
         graph = import_model(put_together(data, weights, "held"))
         feeds = image(1)

@@ -12,7 +12,7 @@ from test_api import ONE, model
 import optdnn
 from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, InternalError
-from optdnn.passes.support.precision_report import Account
+from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.runtime.cuda.gpu_facts import named
 from optdnn.target_name import FAMILIES
 from optdnn.targets import target_for
@@ -36,7 +36,7 @@ def test_a_gpu_that_is_not_here_is_a_named_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_target_for_all_sizes_makes_no_plans() -> None:
-    arguments: Any = (Source(b""), None, BuildOptions(), None, Account(), None, print)
+    arguments: Any = (Source(b""), None, BuildOptions(), None, PrecisionLog(), None, print)
     with pytest.raises(InternalError, match="programs of cpu take all sizes"):
         target_for(BuildOptions(target="cpu")).plan_sizes(*arguments)
 

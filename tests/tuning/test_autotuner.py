@@ -17,9 +17,9 @@ import optdnn.tuning.timing_keys
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError
 from optdnn.ir.graph import Graph
-from optdnn.lowering.choose import Choice
+from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import emit_program, lower_cuda
-from optdnn.lowering.streams import Streams
+from optdnn.lowering.lane_choice import LaneChoice
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.trials.process import CandidateLost, NetworkLost
@@ -471,7 +471,7 @@ def test_a_remembered_choice_that_is_gone_is_made_anew() -> None:
     cache = TimingCache()
     first, _ = tuned(FakeTimer(hashed), cache)
     (key,) = cache.networks
-    cache.note_network(key, {k: Choice("gone") for k in first.choices}, 1.0, {"driver": "1"})
+    cache.note_network(key, {k: TacticChoice("gone") for k in first.choices}, 1.0, {"driver": "1"})
     again, _ = tuned(FakeTimer(hashed), cache)
     assert not again.cached
     assert again.choices == first.choices
@@ -571,4 +571,4 @@ def test_a_chain_has_no_lanes_to_try() -> None:
 
 @pytest.mark.parametrize("wrong", [None, 3, {}, {"most": 9, "forced": True, "us": {}, "one_ms": 1, "lanes_ms": 1}])
 def test_what_is_no_record_of_lanes_is_none(wrong: Any) -> None:
-    assert Streams.of_plain(wrong) is None
+    assert LaneChoice.of_plain(wrong) is None

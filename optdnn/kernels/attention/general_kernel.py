@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from optdnn.errors import InternalError
 from optdnn.kernels.attention.hopper_kernel import Problem, mask_width
 from optdnn.kernels.launch import Description, ParameterBlock
-from optdnn.kernels.quantized.quantized_store import Narrow, narrow_kind
+from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -132,7 +132,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     return Recipe("attention_sm80.cu", arch, {"generated.cuh": text}, options)
 
 
-def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> Description:
+def describe(problem: Problem, config: Config, narrow: QuantizedStore | None = None) -> Description:
     """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]). Views carry their offsets, so q,
     k and v may be given the same address."""
     key_heads = problem.key_heads or problem.heads
@@ -149,7 +149,7 @@ def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> 
     block.i32(problem.queries, problem.keys, problem.features, problem.heads // key_heads, problem.causal_offset)
     block.i32(problem.mask_period or problem.batch)
     block.f32(problem.scale * math.log2(math.e))
-    (narrow or Narrow()).put(block)
+    (narrow or QuantizedStore()).put(block)
     grid = (-(-problem.queries // config.queries), problem.heads, problem.batch)
     return block.describe("attention_sm80", grid, config.threads, shared=shared_bytes(problem, config))
 

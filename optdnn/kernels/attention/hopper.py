@@ -15,16 +15,16 @@ import numpy as np
 
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.attention import hopper_kernel as attention
-from optdnn.kernels.builder import Builder, Placed, map_dtype, row_major, up
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major, up
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.layout.views import settle
 from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.norm.rows import Statistic, emit_rows
 from optdnn.kernels.pointwise.pointwise import arithmetic, copy, emit_pointwise
-from optdnn.kernels.quantized.quantized_store import Narrow, no_conversion
+from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.reduce.reduce import limits
-from optdnn.kernels.tactic import MANY, Offer, OwnTactic, Rehearsed
+from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, OwnTactic
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
@@ -51,7 +51,7 @@ def _used(b: Builder, op: Op, port: int) -> bool:
     return port < len(op.outputs) and bool(b.graph.uses(Value(op.id, port)))
 
 
-def _keys_and_values(b: Builder, op: Op) -> tuple[Placed, Placed, int]:
+def _keys_and_values(b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
     """Where all keys and values lie, and how many of them are from the past; the results that are copies of them are placed."""
     found = []
     past = 0
@@ -76,13 +76,13 @@ def _keys_and_values(b: Builder, op: Op) -> tuple[Placed, Placed, int]:
     return found[0], found[1], past
 
 
-def _four(x: Placed) -> Placed:
+def _four(x: TensorView) -> TensorView:
     """A mask with axes of 1 in front, up to four."""
     missing = 4 - len(x.shape)
     return x.view((*(1,) * missing, *x.shape), (*(0,) * missing, *x.strides))
 
 
-class HopperAttention(Rehearsed):
+class HopperAttention(DryRunConfigs):
     """Attention of 16-bit floats in one launch: wgmma and TMA, online softmax in fp32."""
 
     name = "attention_sm90"
@@ -125,7 +125,7 @@ class HopperAttention(Rehearsed):
 
     @staticmethod
     def _problem(
-        op: Op, past: int, q: tuple[int, ...], k: tuple[int, ...], views: tuple[attention.View, ...], dtype: str,
+        op: Op, past: int, q: tuple[int, ...], k: tuple[int, ...], views: tuple[attention.HeadView, ...], dtype: str,
         mask: tuple[int, int, int] | None = None, period: int = 0,
     ) -> attention.Problem:  # fmt: skip
         a: AttentionAttrs = op.attrs
@@ -159,7 +159,7 @@ class HopperAttention(Rehearsed):
         operands = {"q": q, "k": k, "v": v, "out": out}
         operands |= {"mask": mask} if mask is not None else {}
         operands |= {"lengths": lengths} if lengths is not None else {}
-        reads: list[Placed | None] = [q, k, v, mask, None, None, lengths]
+        reads: list[TensorView | None] = [q, k, v, mask, None, None, lengths]
         if past:
             before = [x.view((*x.shape[:2], past, x.shape[3]), x.strides) for x in (k, v)]
             after = [
@@ -174,7 +174,7 @@ class HopperAttention(Rehearsed):
             kind, attrs = "Quantized", meaning(op, to, False, attrs, kind)
         emit_description(
             b, op if to is None else replace(op, src=op.src | to.op.src), self.plans.recipe(problem, config, b.arch),
-            self.plans.describe(problem, config, None if to is None else Narrow.of(to.to)), operands,
+            self.plans.describe(problem, config, None if to is None else QuantizedStore.of(to.to)), operands,
             kind=kind, attrs=attrs, reads=reads, writes=[out],
         )  # fmt: skip
         if out is not target:
@@ -189,7 +189,7 @@ class HopperAttention(Rehearsed):
         return None if to is None or no_conversion(to.to.dtype, b.arch) is not None else to
 
     @staticmethod
-    def _mask(b: Builder, op: Op, q: Placed) -> Placed | None:
+    def _mask(b: Builder, op: Op, q: TensorView) -> TensorView | None:
         """The additive mask with rows that the kernel can read."""
         value = op.input(3)
         if value is None:
@@ -210,7 +210,7 @@ class HopperAttention(Rehearsed):
         return mask
 
     @staticmethod
-    def _lengths(b: Builder, op: Op) -> Placed | None:
+    def _lengths(b: Builder, op: Op) -> TensorView | None:
         value = op.input(6)
         if value is None:
             return None
@@ -230,20 +230,20 @@ def _period(mask: Array) -> int:
     )
 
 
-def _assumed(q: tuple[int, ...]) -> tuple[attention.View, ...]:
+def _assumed(q: tuple[int, ...]) -> tuple[attention.HeadView, ...]:
     """Views as TMA can read them, before it is known where the operands lie: copies are made where they do not."""
     _, heads, rows, size = q
     return (attention.bhsd(rows, heads, up(size, 8)),) * 4
 
 
-def _fits_tma(x: Placed) -> bool:
+def _fits_tma(x: TensorView) -> bool:
     """Whether features are contiguous and all else lies at multiples of 16 bytes."""
     outer = [s for n, s in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1]
     unit = 16 // x.dtype.itemsize
     return x.strides[3] == 1 and x.offset % unit == 0 and all(s > 0 and s % unit == 0 for s in outer)
 
 
-def _for_tma(b: Builder, op: Op, x: Placed, name: str) -> Placed:
+def _for_tma(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
     if _fits_tma(x):
         return x
     made = b.new(f"{op.outputs[0].name}.{name}", x.dtype, x.shape)
@@ -251,14 +251,14 @@ def _for_tma(b: Builder, op: Op, x: Placed, name: str) -> Placed:
     return made
 
 
-def _view(x: Placed) -> attention.View:
+def _view(x: TensorView) -> attention.HeadView:
     """The kernel's view. What lies in ``offset`` stays with the operand; an axis of one element may have any stride."""
     step = up(x.shape[3], 16 // x.dtype.itemsize)
     batch, head, position = (s if n > 1 else step for n, s in zip(x.shape[:3], x.strides[:3], strict=True))
-    return attention.View(batch, head, position)
+    return attention.HeadView(batch, head, position)
 
 
-def _target(b: Builder, op: Op) -> Placed:
+def _target(b: Builder, op: Op) -> TensorView:
     """Where the result goes: dense in the order of axes that the Transpose behind it makes."""
     value = op.value
     if value not in b.reserved and value not in b.place:
@@ -305,12 +305,12 @@ class AttentionSteps(OwnTactic):
             (*right.shape[:3], right.shape[4], right.shape[3]), (*right.strides[:3], right.strides[4], right.strides[3])
         )
 
-        def product(out: Placed, count: int) -> None:
+        def product(out: TensorView, count: int) -> None:
             used = [Stage(s.kind, s.args, s.attrs) for s in stages[:count]]
             attrs = {"prologue": (), "epilogue": plain_stages(used), "arity": 2}
             needed = {a for s in used for a in s.args if a is not None and a >= 0}
             given = {i: p for i, p in extra.items() if i in needed}
-            reads: list[Placed | None] = [left, right, *(given.get(i) for i in range(2, max(given, default=1) + 1))]
+            reads: list[TensorView | None] = [left, right, *(given.get(i) for i in range(2, max(given, default=1) + 1))]
             emit_matmul(b, op, left, right, out, used, given, 1.0, {}, "MatMul", attrs, reads)
 
         scores = b.new(f"{op.outputs[0].name}.scores", wide, shape)
@@ -338,16 +338,16 @@ class AttentionSteps(OwnTactic):
 
     @staticmethod
     def _stages(
-        b: Builder, op: Op, past: int, shape: tuple[int, ...], q: Placed
-    ) -> tuple[list[Stage], dict[int, Placed], tuple[int, int]]:
+        b: Builder, op: Op, past: int, shape: tuple[int, ...], q: TensorView
+    ) -> tuple[list[Stage], dict[int, TensorView], tuple[int, int]]:
         """What happens to the scores, its operands, and how many stages come before softcap and before masks."""
         a: AttentionAttrs = op.attrs
         batch, shared, repeats, rows, keys = shape
         wide = FP64 if q.dtype == FP64 else FP32
         stages: list[Stage] = []
-        extra: dict[int, Placed] = {}
+        extra: dict[int, TensorView] = {}
 
-        def operand(x: Placed) -> int:
+        def operand(x: TensorView) -> int:
             slot = 2 + len(extra)
             extra[slot] = x
             return slot
@@ -416,13 +416,13 @@ class AttentionSteps(OwnTactic):
         return stages, extra, (plain, capped)
 
 
-def _split_heads(x: Placed, shared: int) -> Placed:
+def _split_heads(x: TensorView, shared: int) -> TensorView:
     """(B, H, …) as (B, G, H / G, …)."""
     each = x.shape[1] // shared
     strides = (x.strides[0], x.strides[1] * each, *x.strides[1:])
     return x.view((x.shape[0], shared, each, *x.shape[2:]), strides)
 
 
-def _broadcast_heads(x: Placed) -> Placed:
+def _broadcast_heads(x: TensorView) -> TensorView:
     """(B, G, S, D) as (B, G, 1, S, D)."""
     return x.view((*x.shape[:2], 1, *x.shape[2:]), (*x.strides[:2], 0, *x.strides[2:]))

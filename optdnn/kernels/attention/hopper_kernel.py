@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optdnn.errors import InternalError
 from optdnn.kernels.launch import Description, ParameterBlock
-from optdnn.kernels.quantized.quantized_store import Narrow, narrow_kind
+from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.instructions import values_instruction
@@ -24,7 +24,7 @@ _BARRIER_BYTES = 1024
 
 
 @dataclass(frozen=True)
-class View:
+class HeadView:
     """Where a tensor of logical axes (batch, head, position, feature) lies: offset and strides in elements; features are
     contiguous."""
 
@@ -34,15 +34,15 @@ class View:
     offset: int = 0
 
 
-def bshd(positions: int, heads: int, features: int, *, parts: int = 1, part: int = 0) -> View:
+def bshd(positions: int, heads: int, features: int, *, parts: int = 1, part: int = 0) -> HeadView:
     """The view of part ``part`` of a tensor [batch, position, parts, head, feature]."""
     row = parts * heads * features
-    return View(positions * row, features, row, part * heads * features)
+    return HeadView(positions * row, features, row, part * heads * features)
 
 
-def bhsd(positions: int, heads: int, features: int) -> View:
+def bhsd(positions: int, heads: int, features: int) -> HeadView:
     """The view of a tensor [batch, head, position, feature]."""
-    return View(heads * positions * features, positions * features, features)
+    return HeadView(heads * positions * features, positions * features, features)
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Problem:
     keys: int
     features: int
     scale: float
-    q: View
-    k: View
-    v: View
-    out: View
+    q: HeadView
+    k: HeadView
+    v: HeadView
+    out: HeadView
     dtype: str = "float16"
     key_heads: int = 0
     mask: tuple[int, int, int] | None = None
@@ -188,7 +188,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     return Recipe("attention_sm90.cu", arch, {"generated.cuh": text}, options)
 
 
-def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> Description:
+def describe(problem: Problem, config: Config, narrow: QuantizedStore | None = None) -> Description:
     """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]). Views carry their offsets, so q,
     k and v may be given the same address."""
     key_heads = problem.key_heads or problem.heads
@@ -213,7 +213,7 @@ def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> 
     block.i32(problem.queries, problem.keys, problem.heads, problem.heads // key_heads, problem.causal_offset)
     block.i32(problem.mask_period or problem.batch)
     block.f32(problem.scale * math.log2(math.e))
-    (narrow or Narrow()).put(block)
+    (narrow or QuantizedStore()).put(block)
     grid = (-(-problem.queries // (64 * config.warpgroups)), problem.heads, problem.batch)
     return block.describe("attention_sm90", grid, threads(problem, config), shared=shared_bytes(problem, config))
 

@@ -13,13 +13,13 @@ from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.hopper import bias_of, entering, finish, with_pitch
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.kernels.tactic import Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs
 
 POINTWISE = ((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))
 """Geometry of a 1 x 1 convolution."""
 
 
-class BlockConv(Rehearsed):
+class BlockConv(DryRunConfigs):
     """A convolution whose stride is its kernel: blocks of pixels become channels, then it is a product (ViT, ConvNeXt)."""
 
     name = "blocks_sm90"

@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, Placed, channels_last, map_dtype
+from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
 from optdnn.kernels.conv.hopper import bias_of, entering, finish
@@ -21,8 +21,8 @@ from optdnn.kernels.launch import Description
 from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.quantized.hopper import refusal
-from optdnn.kernels.quantized.quantized_store import Narrow
-from optdnn.kernels.tactic import MANY, Offer, Rehearsed
+from optdnn.kernels.quantized.quantized_store import QuantizedStore
+from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.requantize import Requantize, byte_bias
@@ -65,7 +65,7 @@ def _described(
     config: Config,
     gpu: GpuFacts,
     requantize: Requantize | None = None,
-    mean: Narrow | None = None,
+    mean: QuantizedStore | None = None,
 ) -> tuple[Recipe, Description]:
     if isinstance(config, tma.Config):
         return tma.recipe(problem, config, gpu.arch), tma.describe(problem, config, gpu, requantize, mean)
@@ -83,7 +83,7 @@ def _gaps(b: Builder, op: Op) -> str | None:
     return None
 
 
-def _dense(b: Builder, op: Op, x: Placed, name: str) -> Placed:
+def _dense(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
     """An image as the kernels read it: itself, or a copy."""
     strides = channels_last(x.shape, x.shape[1])
     if x.is_like(strides) and x.offset * x.dtype.itemsize % 16 == 0:
@@ -93,7 +93,7 @@ def _dense(b: Builder, op: Op, x: Placed, name: str) -> Placed:
     return made
 
 
-class HalfDepthwise(Rehearsed):
+class HalfDepthwise(DryRunConfigs):
     """Depthwise convolutions of 16-bit images that lie channels-last without gaps."""
 
     name = "depthwise_half"
@@ -180,7 +180,7 @@ def _squeeze(b: Builder, op: Op, ep: Epilogue) -> Op | None:
 
 def _emit_squeezed(
     b: Builder, op: Op, pool: Op, problem: depthwise.Problem, config: Config, launch: tuple[Recipe, Description],
-    operands: dict[str, Placed], attrs: dict[str, Any], reads: list[Placed | None], mean: Narrow | None = None,
+    operands: dict[str, TensorView], attrs: dict[str, Any], reads: list[TensorView | None], mean: QuantizedStore | None = None,
 ) -> None:  # fmt: skip
     """The convolution that also sums its result: the means of whole images, or sums of tiles that a second launch adds up.
     ``mean``: how means of 8 bits are made of sums."""
@@ -211,7 +211,7 @@ def _emit_squeezed(
     )
 
 
-class DepthwiseOfIntegers(Rehearsed):
+class Int8Depthwise(DryRunConfigs):
     """Depthwise convolutions of int8 or uint8 images: products and sums are exact in fp32, the epilogue is that of other
     8-bit convolutions. Images in another order than channels-last are copied."""
 
@@ -268,7 +268,7 @@ class DepthwiseOfIntegers(Rehearsed):
         pairs = b.constant(np.ascontiguousarray(channel), f"{op.outputs[0].name}.scales")
         operands = {"input": x, "output": target, "weights": packed, "bias": pairs}
         channels, taps_w = weight.shape[0], weight.shape[3]
-        reads: list[Placed | None] = [x, packed.view(weight.shape, (1, 0, taps_w * channels, channels)), pairs]
+        reads: list[TensorView | None] = [x, packed.view(weight.shape, (1, 0, taps_w * channels, channels)), pairs]
         if op.input(3) is not None:
             operands["residual"] = _dense(b, op, b.operand(op.inputs[3]), "residual")  # type: ignore[arg-type]
             reads.append(operands["residual"])
@@ -277,7 +277,7 @@ class DepthwiseOfIntegers(Rehearsed):
         pool = _mean_of(b, op)
         if pool is not None:
             m = pool.attrs
-            mean = Narrow(m.factor, m.low, m.high, m.zero)
+            mean = QuantizedStore(m.factor, m.low, m.high, m.zero)
             launch = _described(problem, config, b.gpu, requantize, mean)
             _emit_squeezed(b, op, pool, problem, config, launch, operands, attrs_dict(a), reads, mean)
         else:

@@ -16,7 +16,7 @@ from optdnn.errors import InternalError
 from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.conv.problem import ITEM, OneSource, Source
 from optdnn.kernels.launch import Description, ParameterBlock
-from optdnn.kernels.quantized.quantized_store import Narrow
+from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
@@ -214,7 +214,7 @@ def pack_weights(weight: Array) -> Array:
 
 
 def describe(
-    problem: Problem, config: Config, requantize: Requantize | None = None, mean: Narrow | None = None
+    problem: Problem, config: Config, requantize: Requantize | None = None, mean: QuantizedStore | None = None
 ) -> Description:
     """The launch. Operands: ``input``, ``output``, ``weights`` (packed, 16-bit), ``bias`` (fp32 [channels]; of 8-bit images scale
     and bias, [channels, 2]), ``residual``, and for a squeeze ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch,
@@ -226,7 +226,7 @@ def describe(
     block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
     block.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
     block.i32(config.vectors, config.strips_x, config.strips_y, blocks_x)
-    (mean or Narrow(1.0 / (out_h * out_w))).put(block)
+    (mean or QuantizedStore(1.0 / (out_h * out_w))).put(block)
     block.i32(four_bytes(problem.outside))
     put_requantize(block, problem.epilogue, requantize)
     return block.describe(
@@ -248,10 +248,10 @@ def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
     return Recipe("squeeze_finish.cu", arch, {}, ("--std=c++17", "--use_fast_math", *kind))
 
 
-def describe_squeeze(problem: Problem, tiles_per_image: int, mean: Narrow | None = None) -> Description:
+def describe_squeeze(problem: Problem, tiles_per_image: int, mean: QuantizedStore | None = None) -> Description:
     """The second launch of a squeeze in mode 1: ``sums`` [batch, tiles, channels] -> ``means``."""
     block = ParameterBlock().pointer("sums").pointer("means").i32(tiles_per_image, problem.channels)
-    (mean or Narrow(1.0 / math.prod(problem.out_size))).put(block)
+    (mean or QuantizedStore(1.0 / math.prod(problem.out_size))).put(block)
     return block.describe("squeeze_finish", (-(-problem.channels // 32), problem.batch, 1), 512)
 
 

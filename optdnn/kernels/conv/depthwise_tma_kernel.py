@@ -12,7 +12,7 @@ from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv.depthwise_kernel import CLOCK, MEMORY, Problem
 from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.launch import Description, ParameterBlock
-from optdnn.kernels.quantized.quantized_store import Narrow
+from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -154,7 +154,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 
 def describe(
     problem: Problem, config: Config, gpu: GpuFacts, requantize: Requantize | None = None,
-    mean: Narrow | None = None,
+    mean: QuantizedStore | None = None,
 ) -> Description:  # fmt: skip
     """The launch: a grid that fills ``gpu``. Operands as of :func:`optdnn.kernels.conv.depthwise_kernel.describe`."""
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
@@ -171,7 +171,7 @@ def describe(
     block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
     block.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
     block.i32(slabs, tiles_x, tiles_x * tiles_y, count)
-    (mean or Narrow(1.0 / (out_h * out_w))).put(block)
+    (mean or QuantizedStore(1.0 / (out_h * out_w))).put(block)
     put_requantize(block, problem.epilogue, requantize)
     shared = shared_bytes(problem, config)
     per_slab = max(1, min(count, gpu.multiprocessors * resident(problem, config) // slabs))

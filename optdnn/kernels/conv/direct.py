@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, Placed
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.hopper import entering
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
 from optdnn.kernels.pool.window import Rendered, Window, channel_vector_width, emit_window, load_channels
@@ -33,9 +33,9 @@ def _stages(op: Op) -> list[Stage]:
     return [*first, *moved]
 
 
-def _operands(b: Builder, op: Op, out: Placed) -> list[Placed | None]:
+def _operands(b: Builder, op: Op, out: TensorView) -> list[TensorView | None]:
     """Operands by the slots of :func:`_stages`; the bias broadcasts along the channels."""
-    found: list[Placed | None] = [None, None]
+    found: list[TensorView | None] = [None, None]
     bias = op.input(2)
     if bias is not None:
         v = b.operand(bias)
@@ -44,7 +44,7 @@ def _operands(b: Builder, op: Op, out: Placed) -> list[Placed | None]:
     return found + [None if v is None else b.operand(v) for v in op.inputs[ARITY:]]
 
 
-def _meaning(b: Builder, op: Op, x: Placed, weight: Placed) -> list[Placed | None]:
+def _meaning(b: Builder, op: Op, x: TensorView, weight: TensorView) -> list[TensorView | None]:
     """The operands of the reference kernel: input, weights, bias, what stages read."""
     rest = [None if v is None else b.operand(v) for v in op.inputs[2:]]
     return [x, weight, *rest] if rest else [x, weight, None]

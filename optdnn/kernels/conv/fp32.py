@@ -12,7 +12,7 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, Placed, channels_last
+from optdnn.kernels.builder import Builder, TensorView, channels_last
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, finish, image, planar
 from optdnn.kernels.conv.hopper_launch import blocks
@@ -20,7 +20,7 @@ from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.conv import resolved
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
@@ -47,19 +47,19 @@ def _offered(problem: fp32.Problem, config: fp32.Config, gpu: GpuFacts) -> Offer
     return Offer(config, fp32.estimate(problem, config, gpu), config.split == 1)
 
 
-def _strides(x: Placed) -> fp32.Strides:
+def _strides(x: TensorView) -> fp32.Strides:
     """Of a feature map NCHW; those of axes of size 1 do not matter."""
     n, _, h, w = (s if size > 1 else 0 for size, s in zip(x.shape, x.strides, strict=True))
     return fp32.Strides(n, h, w)
 
 
-def storable(x: Placed) -> bool:
+def storable(x: TensorView) -> bool:
     """Whether the kernel can write the NCHW tensor, or add it: its channels are neighbours."""
     return x.shape[1] == 1 or x.strides[1] == 1
 
 
 def problem_of(
-    x: Placed, weight: Array, geometry: Geometry, groups: int, ep: Epilogue, residual: Placed | None, out: Placed,
+    x: TensorView, weight: Array, geometry: Geometry, groups: int, ep: Epilogue, residual: TensorView | None, out: TensorView,
     scatter: Scatter | None = None,
 ) -> fp32.Problem:  # fmt: skip
     """The kernel's problem, of NCHW tensors."""
@@ -75,14 +75,14 @@ def problem_of(
 def emit_fp32(
     b: Builder,
     op: Op,
-    x: Placed,
+    x: TensorView,
     weight: Array,
     geometry: Geometry,
     groups: int,
     bias: Array | None,
     ep: Epilogue,
-    residual: Placed | None,
-    out: Placed,
+    residual: TensorView | None,
+    out: TensorView,
     config: fp32.Config | None,
     scatter: Scatter | None = None,
 ) -> str:
@@ -138,14 +138,14 @@ def refusal(b: Builder, op: Op) -> str | None:
 class _Planned:
     """A convolution's operands and result where they lie, or copies in their place."""
 
-    x: Placed
+    x: TensorView
     weight: Array
     geometry: Geometry
     ep: Epilogue
-    residual: Placed | None
-    out: Placed
-    between: Placed
-    target: Placed
+    residual: TensorView | None
+    out: TensorView
+    between: TensorView
+    target: TensorView
 
 
 def too_large(b: Builder, op: Op) -> str | None:
@@ -159,7 +159,7 @@ def too_large(b: Builder, op: Op) -> str | None:
     return "its tensors have more elements than 32-bit offsets count"
 
 
-class TiledConv(Rehearsed):
+class TiledConv(DryRunConfigs):
     """Convolutions of fp32 over one or two spatial axes, grouped or not."""
 
     name = "conv_fp32"
@@ -220,7 +220,7 @@ class TiledConv(Rehearsed):
         return used
 
 
-def _plain_source(b: Builder, op: Op) -> Placed | None:
+def _plain_source(b: Builder, op: Op) -> TensorView | None:
     """A network's few-channel image as it is given, before it is put into channels-last order: the kernel reads it as well so."""
     value: Value | None = op.inputs[0]
     assert value is not None
@@ -245,12 +245,12 @@ class TiledGemm(HopperGemm):
         return fp32.Config.read(name)
 
     @staticmethod
-    def _storable(b: Builder, x: Placed) -> bool:
+    def _storable(b: Builder, x: TensorView) -> bool:
         return storable(x)
 
     @staticmethod
     def _launch(
-        b: Builder, op: Op, x: Placed, weight: Array, bias: Array | None, ep: Epilogue, residual: Placed | None, out: Placed,
+        b: Builder, op: Op, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue, residual: TensorView | None, out: TensorView,
         config: Any,
     ) -> str:  # fmt: skip
         return emit_fp32(b, op, x, weight, POINTWISE, 1, bias, ep, residual, out, config)

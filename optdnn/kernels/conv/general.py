@@ -14,7 +14,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, Placed, channels_last, map_dtype, products, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, products, up
 from optdnn.kernels.conv import general_kernel as general
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, finish, image, planar, with_pitch
@@ -23,7 +23,7 @@ from optdnn.kernels.conv.problem import Problem, Source, banded
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels, of_arch
@@ -48,13 +48,13 @@ def launch(
     op: Op,
     problem: Problem,
     feed: Feed,
-    channel: Placed,
-    out: Placed,
-    residual: Placed | None,
-    meaning: tuple[str, dict[str, Any], Sequence[Placed | None]],
+    channel: TensorView,
+    out: TensorView,
+    residual: TensorView | None,
+    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
     config: general.GeneralConfig | None,
     requantize: Requantize | None = None,
-    reads: Placed | None = None,
+    reads: TensorView | None = None,
 ) -> str:
     """One launch on channels-last NCHW tensors. ``channel``: what each output channel brings to the epilogue; ``meaning``: kind,
     attributes, and the operands after those; ``reads``: what it takes ``feed``'s image for, where that is not the image itself.
@@ -81,8 +81,8 @@ def launch(
     packed = operands["weights"] = b.constant(general.pack_weights(weight), f"{op.outputs[0].name}.weights")
     lanes, (o, i, r, s) = packed.shape[2], weight.shape
     logical = packed.view((o, i, r, s), (r * s * lanes, 1, s * lanes, lanes))
-    scratch: list[Placed] = []
-    kept: list[Placed] = []
+    scratch: list[TensorView] = []
+    kept: list[TensorView] = []
     if config.split > 1:
         partial, arrived = general.workspace(problem, config, channels)
         scratch.append(b.new(f"{op.outputs[0].name}.partial", FP32, (partial // 4,)))
@@ -102,14 +102,14 @@ def launch(
 def emit_general(
     b: Builder,
     op: Op,
-    x: Placed,
+    x: TensorView,
     weight: Array,
     geometry: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
     groups: int,
     bias: Array | None,
     ep: Epilogue,
-    residual: Placed | None,
-    out: Placed,
+    residual: TensorView | None,
+    out: TensorView,
     config: general.GeneralConfig | None,
 ) -> str:
     """A convolution of floats; ``geometry``: strides, pads, dilations. Returns the configuration's name."""
@@ -165,7 +165,7 @@ def together(arch: str, groups: int, weight: Array) -> int:
     return min(fit, key=steps)
 
 
-class GeneralConv(Rehearsed):
+class GeneralConv(DryRunConfigs):
     """Convolutions of 16-bit floats and of tf32 over one or two spatial axes, grouped or not."""
 
     name = "conv_sm80"
@@ -232,7 +232,7 @@ class GeneralGemm(HopperGemm):
 
     @staticmethod
     def _launch(
-        b: Builder, op: Op, x: Placed, weight: Array, bias: Array | None, ep: Epilogue, residual: Placed | None, out: Placed,
+        b: Builder, op: Op, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue, residual: TensorView | None, out: TensorView,
         config: Any,
     ) -> str:  # fmt: skip
         return emit_general(b, op, x, weight, ((1, 1), (0, 0, 0, 0), (1, 1)), 1, bias, ep, residual, out, config)

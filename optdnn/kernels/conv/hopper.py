@@ -10,14 +10,14 @@ import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, Placed, channels_last, products, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, products, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
 from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
 from optdnn.kernels.pointwise.prologue import Prologue, plan_prologue
-from optdnn.kernels.tactic import Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.types import BF16, FP16, Array
@@ -44,7 +44,7 @@ def planar(weight: Array, a: ConvAttrs) -> tuple[Array, _Pair, tuple[int, int, i
     return weight, (sh, sw), (top, left, bottom, right), (dh, dw)
 
 
-def entering(b: Builder, op: Op) -> Placed:
+def entering(b: Builder, op: Op) -> TensorView:
     """Operand 0 with the operator's prologue applied, by a kernel of its own where there is one."""
     assert op.inputs[0] is not None
     x = b.operand(op.inputs[0])
@@ -56,7 +56,9 @@ def entering(b: Builder, op: Op) -> Placed:
     return out
 
 
-def only_used(stages: Sequence[Stage], operands: Sequence[Placed | None]) -> tuple[list[Stage], list[Placed | None]]:
+def only_used(
+    stages: Sequence[Stage], operands: Sequence[TensorView | None]
+) -> tuple[list[Stage], list[TensorView | None]]:
     """The stages with only those operands (and operand 0) that they read."""
     used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
     slot = {0: 0, **{a: i + 1 for i, a in enumerate(used)}}
@@ -64,7 +66,7 @@ def only_used(stages: Sequence[Stage], operands: Sequence[Placed | None]) -> tup
     return moved, [operands[0], *(operands[a] for a in used)]
 
 
-def finish(b: Builder, op: Op, ep: Epilogue, between: Placed, target: Placed) -> None:
+def finish(b: Builder, op: Op, ep: Epilogue, between: TensorView, target: TensorView) -> None:
     """What the kernel left of the epilogue: from ``between`` to the place of the result."""
     if between is target:
         return
@@ -74,7 +76,7 @@ def finish(b: Builder, op: Op, ep: Epilogue, between: Placed, target: Placed) ->
         emit_pointwise(b, op, ep.rest, [between, *map(b.operand, ep.rest_operands)], target)
 
 
-def with_pitch(b: Builder, op: Op, x: Placed, *, added: bool = False) -> Placed:
+def with_pitch(b: Builder, op: Op, x: TensorView, *, added: bool = False) -> TensorView:
     """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask). ``added``: it is
     a residual, read as results are written."""
     if conv_maps.storable(b, x) if added else conv_maps.pitch_of(x) is not None:
@@ -87,7 +89,7 @@ def with_pitch(b: Builder, op: Op, x: Placed, *, added: bool = False) -> Placed:
     return b._copies[key]
 
 
-def image(x: Placed) -> Placed:
+def image(x: TensorView) -> TensorView:
     """A 1-D or 2-D feature map as NCHW."""
     if len(x.shape) == 4:
         return x
@@ -95,7 +97,7 @@ def image(x: Placed) -> Placed:
     return x.view((n, c, 1, w), (sn, sc, sw * w, sw))
 
 
-class HopperConv(Rehearsed):
+class HopperConv(DryRunConfigs):
     """Ungrouped convolutions of 16-bit floats over one or two spatial axes."""
 
     name = "conv_sm90"
@@ -141,7 +143,7 @@ class HopperConv(Rehearsed):
 
     @staticmethod
     def emit_feeds(
-        b: Builder, op: Op, feeds: Sequence[conv_maps.Feed], bias: Array | None, ep: Epilogue, target: Placed, config: Any,
+        b: Builder, op: Op, feeds: Sequence[conv_maps.Feed], bias: Array | None, ep: Epilogue, target: TensorView, config: Any,
         before: Prologue | None = None,
     ) -> str:  # fmt: skip
         """The launch, and what it leaves of the epilogue. Returns the configuration's name."""

@@ -16,7 +16,7 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.ir.epilogue import RESIDUAL, Epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, MapSpec, Placed, map_dtype, products, up  # fmt: skip
+from optdnn.kernels.builder import Block, Builder, KernelSpec, MapSpec, TensorView, map_dtype, products, up  # fmt: skip
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
@@ -143,8 +143,8 @@ def emit_conv(
     feeds: Sequence[Feed],
     bias: Array | None,
     ep: Epilogue,
-    residual: Placed | None,
-    out: Placed,
+    residual: TensorView | None,
+    out: TensorView,
     config: Config | None = None,
     before: Prologue | None = None,
     scatter: conv_params.Scatter | None = None,
@@ -211,7 +211,7 @@ def emit_conv(
     return str(config)
 
 
-def blocks(scatter: conv_params.Scatter, out: Placed) -> dict[str, Any]:
+def blocks(scatter: conv_params.Scatter, out: TensorView) -> dict[str, Any]:
     """What a launch's meaning says of where its results go."""
     return {"blocks": scatter.strides, "crops": scatter.crops, "sizes": out.shape[2:], "channels": scatter.channels}
 
@@ -220,10 +220,10 @@ def blocks(scatter: conv_params.Scatter, out: Placed) -> dict[str, Any]:
 class Operands:
     """What a launch has besides its sources: packed weights, the channels' constants, result and residual (channels-last NCHW)."""
 
-    weights: Placed
-    channel: Placed
-    out: Placed
-    residual: Placed | None = None
+    weights: TensorView
+    channel: TensorView
+    out: TensorView
+    residual: TensorView | None = None
     before: Prologue | None = None
     scatter: conv_params.Scatter | None = None
 
@@ -235,7 +235,7 @@ def launch(
     config: Config,
     feeds: Sequence[Feed],
     operands: Operands,
-    meaning: tuple[str, dict[str, Any], Sequence[Placed | None]],
+    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
     requantize: Requantize | None = None,
 ) -> None:
     """Add the launch of a problem in a configuration. ``meaning``: kind, attributes and operands of what it computes."""
@@ -271,7 +271,7 @@ def launch_on(
     config: Config,
     maps: Sequence[MapSpec],
     operands: Operands,
-    meaning: tuple[str, dict[str, Any], Sequence[Placed | None]],
+    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
     requantize: Requantize | None = None,
 ) -> None:
     """The same, by its five tensor maps."""
@@ -301,8 +301,8 @@ def launch_on(
         block.addresses.append((conv_params.BEFORE, before.packed))
         if before.gate is not None:
             block.addresses.append((conv_params.BEFORE + 8, before.gate))
-    scratch: list[Placed] = []
-    kept: list[Placed] = []
+    scratch: list[TensorView] = []
+    kept: list[TensorView] = []
     waits = None
     if isinstance(config, hopper.Config) and config.stream:
         partial, arrived = hopper.workspace(problem, config, b.gpu)

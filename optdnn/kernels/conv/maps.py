@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from optdnn.kernels.builder import CHANNEL_ALIGN, Builder, MapSpec, Placed, channels_last, up
+from optdnn.kernels.builder import CHANNEL_ALIGN, Builder, MapSpec, TensorView, channels_last, up
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
@@ -17,7 +17,7 @@ from optdnn.types import FP32, Array
 class Feed:
     """One source of the implicit GEMM: a channels-last tensor (logical NCHW), its OIHW weights, and how they meet."""
 
-    x: Placed
+    x: TensorView
     weight: Array
     strides: tuple[int, int]
     pads: tuple[int, int, int, int]
@@ -37,12 +37,12 @@ class Feed:
         )
 
 
-def aligned(x: Placed) -> int:
+def aligned(x: TensorView) -> int:
     """Elements in 16 bytes, which TMA addresses."""
     return 16 // x.dtype.itemsize
 
 
-def pitch_of(x: Placed) -> int | None:
+def pitch_of(x: TensorView) -> int | None:
     """Elements between neighbouring pixels of a channels-last NCHW tensor that TMA can read; None for any other."""
     n, c, h, w = x.shape
     pitch = (
@@ -59,12 +59,12 @@ def pitch_of(x: Placed) -> int | None:
     return pitch if fits else None
 
 
-def elements_around(b: Builder, x: Placed) -> int:
+def elements_around(b: Builder, x: TensorView) -> int:
     """Elements of the buffer that the tensor lies in."""
     return math.prod(n for n in b.buffers[x.buffer].shape or () if isinstance(n, int))
 
 
-def storable(b: Builder, x: Placed) -> bool:
+def storable(b: Builder, x: TensorView) -> bool:
     """Whether a launch can write this channels-last NCHW tensor, or add it.
 
     Where pixels follow one another without gaps, all channels up to the next multiple of CHANNEL_ALIGN are touched, of the last
@@ -77,13 +77,13 @@ def storable(b: Builder, x: Placed) -> bool:
     return pitch != wide or x.offset + last + wide <= elements_around(b, x)
 
 
-def _weights_map(problem: conv_problem.Problem, weights: Placed, rows: int) -> MapSpec:
+def _weights_map(problem: conv_problem.Problem, weights: TensorView, rows: int) -> MapSpec:
     depth = problem.k_steps * problem.block
     return MapSpec(0, weights, (depth, weights.shape[0]), (depth * problem.item,), (problem.block, rows), problem.span)
 
 
 def gemm_maps(
-    problem: conv_problem.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: Placed
+    problem: conv_problem.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: TensorView
 ) -> list[MapSpec]:
     """Weights and sources, as the implicit GEMM's own host code makes them but for pitches and odd channel counts."""
     maps = [_weights_map(problem, weights, config.tile[0] // config.share[1])]
@@ -91,7 +91,9 @@ def gemm_maps(
     return maps if len(maps) == 3 else [*maps, replace(maps[1], at=256)]
 
 
-def patch_maps(problem: conv_problem.Problem, config: patch.PatchConfig, feed: Feed, weights: Placed) -> list[MapSpec]:
+def patch_maps(
+    problem: conv_problem.Problem, config: patch.PatchConfig, feed: Feed, weights: TensorView
+) -> list[MapSpec]:
     """The same for the patch kernel, whose source is an image."""
     height, width = patch.patch_size(problem, config)
     box = (problem.block, width, height)
@@ -108,14 +110,14 @@ def patch_maps(problem: conv_problem.Problem, config: patch.PatchConfig, feed: F
 
 
 def rows_map(
-    at: int, x: Placed, pitch: int, channels: int, problem: conv_problem.Problem, config: hopper.Config
+    at: int, x: TensorView, pitch: int, channels: int, problem: conv_problem.Problem, config: hopper.Config
 ) -> MapSpec:
     """A result (or residual) as rows of channels, one per pixel."""
     item = x.dtype.itemsize
     return MapSpec(at, x, (channels, problem.pixels), (pitch * item,), (64, config.bn), problem.out_span)
 
 
-def image_map(at: int, x: Placed, channels: int, pitch: int, box: tuple[int, int, int], span: int) -> MapSpec:
+def image_map(at: int, x: TensorView, channels: int, pitch: int, box: tuple[int, int, int], span: int) -> MapSpec:
     """A channels-last feature map as it is."""
     n, _, h, w = x.shape
     step = pitch * x.dtype.itemsize
@@ -144,7 +146,7 @@ def _read_as(problem: conv_problem.Problem) -> str:
     return problem.dtype if problem.dtype == "tfloat32" else ""
 
 
-def weight_views(packed: Placed, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> list[Placed]:
+def weight_views(packed: TensorView, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> list[TensorView]:
     """The logical OIHW weights of each source inside the packed ones."""
     depth, at, views = problem.k_steps * problem.block, 0, []
     for source, feed in zip(problem.sources, feeds, strict=True):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
-from optdnn.kernels.builder import Builder, Placed, channels_last, map_dtype, products, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, products, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
@@ -82,7 +82,7 @@ class PooledConv(HopperConv):
         offers = conv_sm90.ranked(self._problem(b, op, ep, pooled=False), True, b.gpu)
         t, p = op.outputs[0].type, pool.outputs[0].type
         x, out = (
-            Placed(0, 0, s.static_shape, channels_last(s.static_shape, up(s.static_shape[1], 8)), s.dtype)
+            TensorView(0, 0, s.static_shape, channels_last(s.static_shape, up(s.static_shape[1], 8)), s.dtype)
             for s in (t, p)
         )
         return offers[0].seconds or 0.0, predicted(x, out, pool.attrs.kernel_shape, pool.attrs.strides, b.gpu)
@@ -119,5 +119,5 @@ def _other_windows(b: Builder, pool: Op) -> str | None:
     return None
 
 
-def _dense(x: Placed) -> bool:
+def _dense(x: TensorView) -> bool:
     return x.offset % 8 == 0 and x.is_like(channels_last(x.shape, up(x.shape[1], 8)))

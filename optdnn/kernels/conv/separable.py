@@ -14,7 +14,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
-from optdnn.kernels.builder import Builder, Placed, channels_last, map_dtype, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, up
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
@@ -25,7 +25,7 @@ from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.tactic import MANY, Offer, Rehearsed
+from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
@@ -93,7 +93,7 @@ class _Pair:
     problem: separable.Problem
 
 
-class Separable(Rehearsed):
+class Separable(DryRunConfigs):
     """Depthwise, then 1x1 convolutions of 16-bit images, on Hopper."""
 
     name = "separable_sm90"
@@ -141,7 +141,7 @@ class Separable(Rehearsed):
         assert first is not None
         return None if b.row_invariant else _slower(self._pair(b, op, first).problem, b.gpu)
 
-    def spares(self, b: Builder, op: Op) -> Op | None:
+    def absorbs(self, b: Builder, op: Op) -> Op | None:
         """The depthwise convolution, whose own launch is dropped."""
         return depthwise_before(b.graph, op)
 
@@ -210,8 +210,8 @@ class Separable(Rehearsed):
 
     @staticmethod
     def _operands(
-        b: Builder, op: Op, pair: _Pair, problem: separable.Problem, x: Placed
-    ) -> tuple[dict[str, Placed], list[Placed]]:
+        b: Builder, op: Op, pair: _Pair, problem: separable.Problem, x: TensorView
+    ) -> tuple[dict[str, TensorView], list[TensorView]]:
         """The constants by the kernel's names; and filters, their bias, weights, their bias as the two convolutions read them."""
         first = pair.first
         filters, weight = b.graph.constant_value(first.inputs[1]), b.graph.constant_value(op.inputs[1])
@@ -241,7 +241,7 @@ def _packed(b: Builder, weight: Array) -> Array:
     return b.kept.once(("separable",), [weight], lambda: separable.pack_weights(weight))
 
 
-def _storable(b: Builder, x: Placed) -> bool:
+def _storable(b: Builder, x: TensorView) -> bool:
     """Whether the kernel can write this channels-last tensor: channels in eights, or their padding is its own."""
     return conv_maps.storable(b, x) and (x.shape[1] % 8 == 0 or conv_maps.pitch_of(x) == up(x.shape[1], 8))
 

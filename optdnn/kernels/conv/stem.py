@@ -9,7 +9,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import RESIDUAL, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, Placed, channels_last, map_dtype, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, up
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv import stem_kernel as stem
@@ -17,7 +17,7 @@ from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, image, plana
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
 from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, Array
@@ -29,7 +29,7 @@ def _offers(problem: stem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     return tuple(Offer(c, conv_stem_cost.estimate(problem, c, gpu)) for c in conv_stem_cost.candidates(problem, gpu))
 
 
-class StemConv(Rehearsed):
+class StemConv(DryRunConfigs):
     """A network's first convolution, of 16-bit factors: reads the image as it comes, of any order and element type."""
 
     name = "conv_stem"
@@ -70,7 +70,7 @@ class StemConv(Rehearsed):
         return f"it is predicted to take {own * 1e6:.1f} us, a change of layout and {other.name} {theirs * 1e6:.1f}"
 
     @staticmethod
-    def _source(b: Builder, op: Op) -> Placed:
+    def _source(b: Builder, op: Op) -> TensorView:
         assert op.inputs[0] is not None
         return image(b.operand(pixel_source(b, op.inputs[0])))
 
@@ -136,6 +136,6 @@ class StemConv(Rehearsed):
         return str(config)
 
 
-def _storable(b: Builder, x: Placed) -> bool:
+def _storable(b: Builder, x: TensorView) -> bool:
     """Whether results can go to this place: whole pixels, or channels in eights among others."""
     return conv_maps.storable(b, x) and (x.shape[1] % 8 == 0 or conv_maps.pitch_of(x) == up(x.shape[1], 8))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from optdnn.ir.epilogue import channel_vector
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
 from optdnn.kernels.layout.views import cast_source
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, literal
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -64,7 +64,7 @@ def pixel_source(b: Builder, value: Value) -> Value:
 
 
 def emit_space_to_depth(
-    b: Builder, op: Op, x: Placed, out: Placed, size: int, normalization: ChannelAffine | None = None
+    b: Builder, op: Op, x: TensorView, out: TensorView, size: int, normalization: ChannelAffine | None = None
 ) -> None:
     """Blocks of ``size`` x ``size`` pixels into channels, normalized on their way (what is filled up stays 0): one thread per output
     pixel where a block's rows are single accesses, else one per 16 bytes of it."""

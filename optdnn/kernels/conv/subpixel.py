@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, broadcast
 from optdnn.kernels.pool.window import channel_vector_width, finishing, position, spatial3
 from optdnn.ops.base import Stage
@@ -73,11 +73,11 @@ def block_weights(weight: Array, axes: tuple[Axis, Axis], dilations: Sequence[in
 def emit_depth_to_space(
     b: Builder,
     op: Op,
-    x: Placed,
-    out: Placed,
+    x: TensorView,
+    out: TensorView,
     axes: tuple[Axis, Axis],
     stages: Sequence[Stage] = (),
-    operands: Sequence[Placed | None] = (),
+    operands: Sequence[TensorView | None] = (),
 ) -> None:
     """Blocks of pixels (channels-last NCHW, as :func:`block_weights` orders them) into their places, by the stages; ``operands``
     (by slot, from 1 on) are what those read. ``out`` may have one or two spatial axes."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, Placed, channels_last, products, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, products, up
 from optdnn.kernels.conv import fp32 as conv_fp32
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv import general as conv_sm80
@@ -20,7 +20,7 @@ from optdnn.kernels.conv.cost import LATENCY, MEMORY
 from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, with_pitch
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.conv.subpixel import Axis, block_weights, emit_depth_to_space
-from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.conv import resolved_transpose
 from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.types import BF16, FP16, Array
@@ -58,14 +58,14 @@ def _geometry(axes: tuple[Axis, Axis]) -> Geometry:
     return (1, 1), (pads[0], pads[1], pads[2], pads[3]), (high.dilation, wide.dilation)
 
 
-def _read(x: Placed, axes: tuple[Axis, Axis]) -> Placed:
+def _read(x: TensorView, axes: tuple[Axis, Axis]) -> TensorView:
     """The part of the input NCHW that is read."""
     n, c, h, w = x.shape
     (top, bottom), (left, right) = (tuple(max(-p, 0) for p in axis.pads) for axis in axes)
     return x.view((n, c, h - top - bottom, w - left - right), x.strides, top * x.strides[2] + left * x.strides[3])
 
 
-class Subpixel(Rehearsed):
+class Subpixel(DryRunConfigs):
     """What the tactics on the different kernels share. One of stride 1 is an ordinary convolution of its weights turned around."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
@@ -88,8 +88,8 @@ class Subpixel(Rehearsed):
         raise NotImplementedError
 
     def launch(
-        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        residual: Placed | None, out: Placed, config: Any,
+        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        residual: TensorView | None, out: TensorView, config: Any,
     ) -> str:  # fmt: skip
         """Add the convolution, of NCHW tensors; ``out`` and ``residual`` are channels-last. Returns the configuration's name."""
         raise NotImplementedError
@@ -98,7 +98,7 @@ class Subpixel(Rehearsed):
         """Channels per pixel of a channels-last tensor that the kernel writes."""
         return up(channels, 8)
 
-    def stored(self, b: Builder, x: Placed) -> bool:
+    def stored(self, b: Builder, x: TensorView) -> bool:
         """Whether the kernel writes the NCHW tensor, or adds it, where it lies."""
         return conv_maps.storable(b, x)
 
@@ -128,8 +128,8 @@ class Subpixel(Rehearsed):
         return self.upscaled(b, op, x, packed, geometry, tiled, ep, axes, target, config)
 
     def upscaled(
-        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        axes: tuple[Axis, Axis], target: Placed, config: Any,
+        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        axes: tuple[Axis, Axis], target: TensorView, config: Any,
     ) -> str:  # fmt: skip
         """The convolution into blocks of pixels, and those into their places."""
         shape, name = (x.shape[0], len(weight), axes[0].blocks, axes[1].blocks), op.outputs[0].name
@@ -153,15 +153,15 @@ class HopperConvTranspose(Subpixel):
         return conv_sm90.read(name)
 
     def launch(
-        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        residual: Placed | None, out: Placed, config: Any,
+        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        residual: TensorView | None, out: TensorView, config: Any,
     ) -> str:  # fmt: skip
         feed = conv_maps.Feed(with_pitch(b, op, x), weight, *geometry)
         return conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
 
     def upscaled(
-        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        axes: tuple[Axis, Axis], target: Placed, config: Any,
+        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        axes: tuple[Axis, Axis], target: TensorView, config: Any,
     ) -> str:  # fmt: skip
         """In one launch, which puts the blocks in their places itself, in configurations that store through shared memory."""
         out = image(target)
@@ -192,7 +192,7 @@ class HopperConvTranspose(Subpixel):
         return used
 
 
-def _scatter(out: Placed, axes: tuple[Axis, Axis], together: int) -> Scatter | None:
+def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter | None:
     """Where blocks of pixels of the image NCHW go, where so many neighbouring channels are one access; else None."""
     channels, (n, c, h, w) = out.shape[1], out.strides
     if c != 1 or any(s % together for s in (channels, out.offset, n, h, w)):
@@ -214,8 +214,8 @@ class GeneralConvTranspose(Subpixel):
         return None
 
     def launch(
-        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        residual: Placed | None, out: Placed, config: Any,
+        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        residual: TensorView | None, out: TensorView, config: Any,
     ) -> str:  # fmt: skip
         return conv_sm80.emit_general(b, op, with_pitch(b, op, x), weight, geometry, 1, bias, ep, residual, out, config)
 
@@ -239,18 +239,18 @@ class TiledConvTranspose(Subpixel):
         return fp32.Config.read(name)
 
     def launch(
-        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        residual: Placed | None, out: Placed, config: Any,
+        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        residual: TensorView | None, out: TensorView, config: Any,
     ) -> str:  # fmt: skip
         return conv_fp32.emit_fp32(b, op, x, weight, geometry, 1, bias, ep, residual, out, config)
 
-    def stored(self, b: Builder, x: Placed) -> bool:
+    def stored(self, b: Builder, x: TensorView) -> bool:
         """Wherever channels are neighbours."""
         return conv_fp32.storable(x)
 
     def upscaled(
-        self, b: Builder, op: Op, x: Placed, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        axes: tuple[Axis, Axis], target: Placed, config: Any,
+        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
+        axes: tuple[Axis, Axis], target: TensorView, config: Any,
     ) -> str:  # fmt: skip
         """In one launch, which puts the blocks in their places itself."""
         out = image(target)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.kernels.builder import CHANNEL_ALIGN, EIGHT_BITS, Block, Builder, KernelSpec, Placed, row_major, up
+from optdnn.kernels.builder import CHANNEL_ALIGN, EIGHT_BITS, Block, Builder, KernelSpec, TensorView, row_major, up
 from optdnn.kernels.layout.walks import pieces, walk
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, STRIDES_LIMIT, merge
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -94,7 +94,7 @@ def _along(graph: Graph, op: Op, axis: int) -> range | None:
     return range(*slice(starts[0], ends[0], (steps or [1])[0]).indices(size[axis]))
 
 
-def whole_pixels(b: Builder, op: Op) -> Placed:
+def whole_pixels(b: Builder, op: Op) -> TensorView:
     """Where the result goes: side by side along the last axis slices are channels, of which pixels have a whole number of 16 bytes
     where tensor cores read them."""
     out = op.outputs[0].type
@@ -112,7 +112,7 @@ def whole_pixels(b: Builder, op: Op) -> Placed:
     return b.target(op.value)
 
 
-def emit_frames(b: Builder, op: Op, found: Frames, out: Placed) -> bool:
+def emit_frames(b: Builder, op: Op, found: Frames, out: TensorView) -> bool:
     """Add the launch that writes a Concat's result to ``out``; False where there is nothing to write, or too many axes that do not merge."""
     if not out.size:
         return False

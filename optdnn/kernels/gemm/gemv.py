@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import RESIDUAL, Epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, Placed, map_dtype, products
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.norm.half_rows import emit_description
@@ -57,7 +57,7 @@ class Gemv(HopperGemm):
 
     @staticmethod
     def _launch(
-        b: Builder, op: Op, x: Placed, weight: Array, bias: Array | None, ep: Epilogue, residual: Placed | None, out: Placed,
+        b: Builder, op: Op, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue, residual: TensorView | None, out: TensorView,
         config: Any,
     ) -> str:  # fmt: skip
         (rows, depth), columns = x.shape[:2], out.shape[1]
@@ -70,8 +70,8 @@ class Gemv(HopperGemm):
 
 
 def emit_gemv(
-    b: Builder, op: Op, problem: gemv.Problem, config: gemv.Config, x: Placed, weight: Array, bias: Array | None, ep: Epilogue,
-    residual: Placed | None, out: Placed,
+    b: Builder, op: Op, problem: gemv.Problem, config: gemv.Config, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue,
+    residual: TensorView | None, out: TensorView,
 ) -> str:  # fmt: skip
     """The launch; tensors are 1 x 1 images ``[rows, depth or columns, 1, 1]``."""
     pitch = out.strides[0] if problem.rows > 1 else problem.columns

@@ -9,17 +9,17 @@ import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, channel_vector, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, Placed, products, row_major, up
+from optdnn.kernels.builder import Builder, TensorView, products, row_major, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.hopper import bias_of, finish
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.kernels.tactic import Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs
 from optdnn.types import Array
 
 
-def rows_of(x: Placed, *, aligned: bool = True) -> Placed | None:
+def rows_of(x: TensorView, *, aligned: bool = True) -> TensorView | None:
     """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch (``aligned``: a multiple of 16 bytes)."""
     flat = reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     if flat is None:
@@ -31,7 +31,7 @@ def rows_of(x: Placed, *, aligned: bool = True) -> Placed | None:
     return found if not aligned or conv_maps.pitch_of(found) is not None else None
 
 
-def rows_in_memory(x: Placed, *, aligned: bool = True) -> tuple[int, ...]:
+def rows_in_memory(x: TensorView, *, aligned: bool = True) -> tuple[int, ...]:
     """The order of the axes in which rows are taken: as they lie in memory, where their logical order has no one pitch.
 
     A product of [position, batch, feature] with a matrix reads [batch, position, feature] without a copy so, and its result
@@ -45,7 +45,7 @@ def rows_in_memory(x: Placed, *, aligned: bool = True) -> tuple[int, ...]:
     return order if rows_of(reordered(x, order), aligned=aligned) is not None else logical
 
 
-def reordered(x: Placed, order: tuple[int, ...]) -> Placed:
+def reordered(x: TensorView, order: tuple[int, ...]) -> TensorView:
     """The axes in this order."""
     return x.view([x.shape[i] for i in order], [x.strides[i] for i in order])
 
@@ -59,7 +59,7 @@ def padded_rows(shape: tuple[int, ...], order: tuple[int, ...] | None = None) ->
     return tuple(strides)
 
 
-class HopperGemm(Rehearsed):
+class HopperGemm(DryRunConfigs):
     """MatMul and Gemm of 16-bit floats whose second operand is a constant matrix: a 1x1 convolution over rows."""
 
     name = "gemm_sm90"
@@ -143,7 +143,7 @@ class HopperGemm(Rehearsed):
 
     @staticmethod
     def _launch(
-        b: Builder, op: Op, x: Placed, weight: Array, bias: Array | None, ep: Epilogue, residual: Placed | None, out: Placed,
+        b: Builder, op: Op, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue, residual: TensorView | None, out: TensorView,
         config: Any,
     ) -> str:  # fmt: skip
         """The product as a 1x1 convolution of 1x1 images."""
@@ -151,18 +151,18 @@ class HopperGemm(Rehearsed):
         return conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
 
     @staticmethod
-    def _storable(b: Builder, x: Placed) -> bool:
+    def _storable(b: Builder, x: TensorView) -> bool:
         """Whether a launch can write these rows, or add them."""
         return conv_maps.storable(b, x)
 
-    def _target(self, b: Builder, op: Op, order: tuple[int, ...]) -> Placed:
+    def _target(self, b: Builder, op: Op, order: tuple[int, ...]) -> TensorView:
         """The place of the result: rows in this order at a pitch that the kernel can write, unless it is reserved."""
         out, shape = op.outputs[0], op.outputs[0].type.static_shape
         if op.value not in b.reserved and ((self.aligned and shape[-1] % 8) or order != tuple(range(len(shape)))):
             b.place[op.value] = b.new(out.name, out.type.dtype, shape, padded_rows(shape, order))
         return b.target(op.value)
 
-    def _rows(self, b: Builder, op: Op, x: Placed, *, added: bool = False) -> Placed:
+    def _rows(self, b: Builder, op: Op, x: TensorView, *, added: bool = False) -> TensorView:
         found = rows_of(x, aligned=self.aligned)
         if found is None or (added and not self._storable(b, found)):
             dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape, padded_rows(x.shape))

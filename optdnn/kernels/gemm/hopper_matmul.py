@@ -10,14 +10,14 @@ import numpy as np
 
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, MapSpec, Placed, map_dtype, up
+from optdnn.kernels.builder import Builder, MapSpec, TensorView, map_dtype, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv.hopper import finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import padded_rows
 from optdnn.kernels.pointwise.pointwise import broadcast, copy, merge
-from optdnn.kernels.tactic import Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.types import BF16, FP16
@@ -32,7 +32,7 @@ class Stack:
 
     ``shape`` and ``strides`` (of all but the columns) count elements: (columns, rows, inner, outer)."""
 
-    placed: Placed
+    placed: TensorView
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int]
 
@@ -42,7 +42,7 @@ class Stack:
         return MapSpec(at, self.placed, self.shape, tuple(s * item for s in self.strides), (*box, 1, 1), span)
 
 
-def walkable(x: Placed) -> bool:
+def walkable(x: TensorView) -> bool:
     """Whether TMA can walk these matrices: columns without gaps, all else in steps of 16 bytes, none of them zero."""
     steps = [s for n, s in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
     return (
@@ -52,12 +52,12 @@ def walkable(x: Placed) -> bool:
     )
 
 
-def swapped(x: Placed) -> Placed:
+def swapped(x: TensorView) -> TensorView:
     """The matrices transposed."""
     return x.view((*x.shape[:-2], x.shape[-1], x.shape[-2]), (*x.strides[:-2], x.strides[-1], x.strides[-2]))
 
 
-def stacked(x: Placed, sizes: tuple[int, int], strides: Sequence[int]) -> Stack:
+def stacked(x: TensorView, sizes: tuple[int, int], strides: Sequence[int]) -> Stack:
     """Matrices by the (inner, outer) axes of their stack."""
     rows, columns = x.shape[-2:]
     pitch = x.strides[-2] if rows > 1 else up(columns, UNIT)
@@ -66,7 +66,7 @@ def stacked(x: Placed, sizes: tuple[int, int], strides: Sequence[int]) -> Stack:
     return Stack(x, (columns, rows, inner, outer), (pitch, step, strides[1] if outer > 1 else step * inner))
 
 
-class HopperMatMul(Rehearsed):
+class HopperMatMul(DryRunConfigs):
     """MatMul of two computed stacks of 16-bit matrices: tiles of one product each, with the epilogue in the kernel."""
 
     name = "matmul_sm90"
@@ -155,12 +155,12 @@ class HopperMatMul(Rehearsed):
         return str(chosen)
 
 
-def _leading(x: Placed) -> Placed:
+def _leading(x: TensorView) -> TensorView:
     """The stack, as a tensor of first elements."""
     return x.view(x.shape[:-2], x.strides[:-2])
 
 
-def _copied(b: Builder, op: Op, x: Placed, name: str) -> Placed:
+def _copied(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
     """A copy in rows that start at multiples of 16 bytes."""
     made = b.new(name, x.dtype, x.shape, padded_rows(x.shape))
     copy(b, op, x, made)

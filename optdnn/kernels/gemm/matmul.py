@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
 from optdnn.kernels.conv.hopper import only_used
 from optdnn.kernels.gemm.tiles import tile_of, tiled
 from optdnn.kernels.layout.walks import walk
@@ -65,11 +65,11 @@ def _after(stages: Sequence[Stage], count: int) -> list[Stage]:
     return [Stage(s.kind, tuple(a if a is None or a >= 0 else a - count for a in s.args), s.attrs) for s in stages]
 
 
-def _swapped(x: Placed) -> Placed:
+def _swapped(x: TensorView) -> TensorView:
     return x.view(x.shape[::-1], x.strides[::-1])
 
 
-def _like(result: Placed, shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+def _like(result: TensorView, shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Strides for ``result``'s shape, which is ``shape`` with axes of 1 (for vectors) at its end."""
     rest, missing = list(strides), len(result.shape) - len(shape)
     if missing == 2:
@@ -79,8 +79,8 @@ def _like(result: Placed, shape: Sequence[int], strides: Sequence[int]) -> list[
 
 
 def emit_matmul(
-    b: Builder, op: Op, left: Placed, right: Placed, out: Placed, stages: Sequence[Stage], extra: dict[int, Placed],
-    scale: float, scales: dict[int, float], kind: str, attrs: dict[str, Any], reads: Sequence[Placed | None],
+    b: Builder, op: Op, left: TensorView, right: TensorView, out: TensorView, stages: Sequence[Stage], extra: dict[int, TensorView],
+    scale: float, scales: dict[int, float], kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None],
 ) -> None:  # fmt: skip
     """``out = stages(scale * left @ right)``; operand ``i`` of the stages is multiplied by ``scales[i]`` first."""
     if not out.size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optdnn.kernels.builder import Placed
+from optdnn.kernels.builder import TensorView
 from optdnn.kernels.conv.fp32_kernel import LARGEST
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
@@ -45,7 +45,7 @@ class Tile:
 
 
 def tile_of(
-    left: Placed, right: Placed, m: int, n: int, k: int, batches: Sequence[int], count: int, gpu: GpuFacts
+    left: TensorView, right: TensorView, m: int, n: int, k: int, batches: Sequence[int], count: int, gpu: GpuFacts
 ) -> Tile | None:
     """The tile for ``count`` products of m x k with k x n matrices (the last two axes of the operands), or None where the plain
     kernel does them. ``batches``: the strides of the right operand's other axes."""

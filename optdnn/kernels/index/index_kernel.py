@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.fused import plain_attrs
@@ -26,15 +26,15 @@ VISITS_LIMIT = 1 << 28
 """Most (result, candidate) pairs of a kernel whose results look for their inputs: some milliseconds."""
 
 
-def emit_each(
+def emit_index_kernel(
     b: Builder,
     op: Op,
     space: Sequence[int],
-    tensors: Mapping[str, Placed | None],
-    writes: Mapping[str, Placed],
+    tensors: Mapping[str, TensorView | None],
+    writes: Mapping[str, TensorView],
     lines: str,
     *,
-    reads: Sequence[Placed | None],
+    reads: Sequence[TensorView | None],
     helpers: str = "",
     meaning: tuple[str, Mapping[str, Any]] | None = None,
 ) -> None:
@@ -93,20 +93,20 @@ def coordinates(prefix: str, rank: int, replaced: Mapping[int, str] | None = Non
     return ", ".join((replaced or {}).get(k, f"{prefix}{k}") for k in range(rank))
 
 
-def operand_at(b: Builder, op: Op, slot: int) -> Placed | None:
+def operand_at(b: Builder, op: Op, slot: int) -> TensorView | None:
     """Where an operand lies; None where it is absent."""
     value = op.input(slot)
     return None if value is None else b.operand(value)
 
 
-def needed(b: Builder, op: Op, slot: int) -> Placed:
+def needed(b: Builder, op: Op, slot: int) -> TensorView:
     """Where an operand lies that is never absent."""
     found = operand_at(b, op, slot)
     assert found is not None
     return found
 
 
-def operands_of(b: Builder, op: Op) -> list[Placed | None]:
+def operands_of(b: Builder, op: Op) -> list[TensorView | None]:
     """Where all operands lie."""
     return [operand_at(b, op, i) for i in range(len(op.inputs))]
 
@@ -123,7 +123,7 @@ def wide(*dtypes: DType) -> str:
     return "double" if FP64 in dtypes else "float"
 
 
-class Each(OwnTactic):
+class IndexKernel(OwnTactic):
     """A few lines of C++ per element, for the operators of a table."""
 
     name = "each"

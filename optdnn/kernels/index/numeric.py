@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, Placed
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import (
     POINTS_LIMIT,
     VISITS_LIMIT,
-    Each,
+    IndexKernel,
     coordinates,
-    emit_each,
+    emit_index_kernel,
     needed,
     operand_at,
     operands_of,
@@ -77,7 +77,9 @@ def _grid_sample(b: Builder, op: Op) -> None:
     loops.append(f"acc += {t}(widen(p.x[at_x({at})])) * ({weight});")
     text = " ".join([*lines, f"{t} acc = 0;", *loops, closing])
     text += f" p.y[at_y({coordinates('o', rank + 2)})] = narrow<{CPP[x.dtype]}>(acc);"
-    emit_each(b, op, out.shape, {"x": x, "g": grid}, {"y": out}, text, reads=operands_of(b, op), helpers=_REFLECT)
+    emit_index_kernel(
+        b, op, out.shape, {"x": x, "g": grid}, {"y": out}, text, reads=operands_of(b, op), helpers=_REFLECT
+    )
 
 
 def _weights(k: int, mode: str, t: str) -> str:
@@ -113,7 +115,7 @@ def _affine_grid(b: Builder, op: Op) -> None:
     terms = [f"{t}(widen(p.t[at_t(o0, o{last}, {rank - 1 - k})])) * c{k}" for k in reversed(range(rank))]
     lines.append(f"const {t} v = {' + '.join(terms)} + {t}(widen(p.t[at_t(o0, o{last}, {rank})]));")
     lines.append(f"p.y[at_y({coordinates('o', len(out.shape))})] = narrow<{CPP[out.dtype]}>(v);")
-    emit_each(b, op, out.shape, {"t": theta}, {"y": out}, " ".join(lines), reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, {"t": theta}, {"y": out}, " ".join(lines), reads=operands_of(b, op))
 
 
 # ---------------------------------------------------------------- sums of products
@@ -137,8 +139,8 @@ def _einsum(b: Builder, op: Op) -> None:
     )
     loops = " ".join(f"for (i64 s{i} = 0; s{i} < {sizes[x]}; s{i}++)" for i, x in enumerate(summed))
     lines = f"{t} acc = 0; {loops} acc += {product}; p.y[at_y({coordinates('o', len(result))})] = narrow<{CPP[out.dtype]}>(acc);"
-    tensors: dict[str, Placed | None] = {f"x{k}": p for k, p in enumerate(operands)}
-    emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
+    tensors: dict[str, TensorView | None] = {f"x{k}": p for k, p in enumerate(operands)}
+    emit_index_kernel(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _einsum_products(b: Builder, op: Op) -> float:
@@ -175,7 +177,7 @@ def _dft(b: Builder, op: Op) -> None:
         }}
         {" ".join(stores)}"""
     space = [*out.shape[:-1], 1]
-    emit_each(b, op, space, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, space, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _dft_axis(b: Builder, op: Op) -> int | None:
@@ -207,8 +209,8 @@ def _batch_norm(b: Builder, op: Op) -> None:
 
     lines = f"""const {t} factor = {entry("s")} / sqrt({entry("v")} + {literal(op.attrs.epsilon, t)});
         p.y[at_y({at})] = narrow<{CPP[out.dtype]}>(({t}(widen(p.x[at_x({at})])) - {entry("m")}) * factor + {entry("b")});"""
-    tensors: dict[str, Placed | None] = {"x": x, "s": scale, "b": bias, "m": mean, "v": var}
-    emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
+    tensors: dict[str, TensorView | None] = {"x": x, "s": scale, "b": bias, "m": mean, "v": var}
+    emit_index_kernel(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _layer_norm(b: Builder, op: Op) -> None:
@@ -222,7 +224,7 @@ def _layer_norm(b: Builder, op: Op) -> None:
     loops = " ".join(f"for (i64 i{k} = 0; i{k} < {x.shape[k]}; i{k}++)" for k in range(axis, r))
     row = coordinates("o", r, dict.fromkeys(range(axis, r), "0"))
 
-    def entry(name: str, p: Placed) -> str:
+    def entry(name: str, p: TensorView) -> str:
         rank = len(p.shape)
         where = ", ".join(
             "0" if p.shape[i] == 1 else f"{'i' if r - rank + i >= axis else 'o'}{r - rank + i}" for i in range(rank)
@@ -245,7 +247,7 @@ def _layer_norm(b: Builder, op: Op) -> None:
         {loops} p.y[at_y({at})] = narrow<{CPP[results[0].dtype]}>(({t}(widen(p.x[at_x({at})])) - mean) * inverse * {entry("s", scale)}{shift});
         {stores}"""
     space = [n if k < axis else 1 for k, n in enumerate(x.shape)]
-    emit_each(
+    emit_index_kernel(
         b,
         op,
         space,
@@ -271,7 +273,7 @@ def _rotary(b: Builder, op: Op) -> None:
             v = first ? c * v - s * w : s * w + c * v;
         }}
         p.y[at_y(o0, o1, o2, o3)] = narrow<{CPP[out.dtype]}>(v);"""
-    emit_each(b, op, out.shape, {"x": x, "c": cos, "s": sin}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, {"x": x, "c": cos, "s": sin}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 # ---------------------------------------------------------------- what they cannot do
@@ -313,7 +315,7 @@ NUMERIC: dict[str, Callable[[Builder, Op], None]] = {
 """Kind -> what emits it."""
 
 
-class Numeric(Each):
+class Numeric(IndexKernel):
     """The operators of :data:`NUMERIC`."""
 
     emitters = NUMERIC

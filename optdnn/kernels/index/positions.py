@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, Placed
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import (
     POINTS_LIMIT,
     VISITS_LIMIT,
-    Each,
+    IndexKernel,
     coordinates,
-    emit_each,
+    emit_index_kernel,
     needed,
     operand_at,
     operands_of,
@@ -26,12 +26,12 @@ from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copy
 from optdnn.types import is_float, normalize_axis
 
 
-def _number(name: str, placed: Placed | None, default: str) -> str:
+def _number(name: str, placed: TensorView | None, default: str) -> str:
     """The one element of a tensor as a 64-bit integer."""
     return default if placed is None else f"i64(widen(p.{name}[0]))"
 
 
-def _rows(b: Builder, op: Op, x: Placed, shape: tuple[int, ...]) -> Placed:
+def _rows(b: Builder, op: Op, x: TensorView, shape: tuple[int, ...]) -> TensorView:
     """``x`` in another shape: the same memory, or a dense copy."""
     found = reshaped(x, shape)
     if found is None:
@@ -51,7 +51,7 @@ def _trilu(b: Builder, op: Op) -> None:
     kept = ">=" if op.attrs.upper else "<="
     lines = f"""const bool kept = o{r - 1} - o{r - 2} {kept} {_number("k", k, "0")};
         p.y[at_y({coordinates("o", r)})] = kept ? p.x[at_x({coordinates("o", r)})] : narrow<{CPP[x.dtype]}>({arithmetic(x.dtype)}(0));"""
-    emit_each(b, op, out.shape, {"x": x, "k": k}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, {"x": x, "k": k}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _cumulate(b: Builder, op: Op) -> None:
@@ -86,7 +86,7 @@ def _cumulate(b: Builder, op: Op) -> None:
             if (j == c[a]) break;
         }}
         p.y[at_y({coordinates("o", r)})] = narrow<{CPP[out.dtype]}>(acc);"""
-    emit_each(b, op, space, {"x": x, "axis": axis}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, space, {"x": x, "axis": axis}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _one_hot(b: Builder, op: Op) -> None:
@@ -98,7 +98,7 @@ def _one_hot(b: Builder, op: Op) -> None:
     lines = f"""const {t} v = {t}(widen(p.i[at_i({at})]));
         const bool hit = v == {t}(o{axis}) || v + {t}({out.shape[axis]}) == {t}(o{axis});
         p.y[at_y({coordinates("o", r)})] = p.v[at_v(hit ? 1 : 0)];"""
-    emit_each(b, op, out.shape, {"i": index, "v": values}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, {"i": index, "v": values}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _hardmax(b: Builder, op: Op) -> None:
@@ -114,7 +114,7 @@ def _hardmax(b: Builder, op: Op) -> None:
             if (!j || (best == best && (v > best || v != v))) {{ best = v; found = j; }}
         }}
         for (i64 j = 0; j < p.n_x[{axis}]; j++) p.y[at_y({at})] = narrow<{ty}>({t}(j == found));"""
-    emit_each(b, op, space, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, space, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _reverse_sequence(b: Builder, op: Op) -> None:
@@ -125,7 +125,7 @@ def _reverse_sequence(b: Builder, op: Op) -> None:
         i64 t = o{time} < length ? length - 1 - o{time} : o{time};
         t = t < 0 ? 0 : t < p.n_x[{time}] ? t : p.n_x[{time}] - 1;
         p.y[at_y({coordinates("o", r)})] = p.x[at_x({coordinates("o", r, {time: "t"})})];"""
-    emit_each(b, op, out.shape, {"x": x, "l": lengths}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, {"x": x, "l": lengths}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 _REDUCE = {"none": "u", "add": "v + u", "mul": "v * u", "max": "max_nan(v, u)", "min": "min_nan(v, u)"}
@@ -146,7 +146,7 @@ def _scatter_elements(b: Builder, op: Op) -> None:
             v = {t}({_REDUCE[op.attrs.reduction]});
         }}
         p.y[at_y({coordinates("o", r)})] = narrow<{CPP[x.dtype]}>(v);"""
-    emit_each(b, op, out.shape, {"x": x, "i": index, "u": updates}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, {"x": x, "i": index, "u": updates}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _scatter_nd(b: Builder, op: Op) -> None:
@@ -169,7 +169,7 @@ def _scatter_nd(b: Builder, op: Op) -> None:
             v = {t}({_REDUCE[op.attrs.reduction]});
         }}
         p.y[at_y({coordinates("o", r)})] = narrow<{CPP[x.dtype]}>(v);"""
-    emit_each(b, op, out.shape, {"x": x, "i": flat, "u": values}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, {"x": x, "i": flat, "u": values}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _tensor_scatter(b: Builder, op: Op) -> None:
@@ -184,7 +184,7 @@ def _tensor_scatter(b: Builder, op: Op) -> None:
         {wrap}
         if (at >= 0 && at < {size}) p.y[at_y({coordinates("o", r, {axis: "at"})})] = p.u[at_u({coordinates("o", r)})];"""
     reads = [out, *operands_of(b, op)[1:]]
-    emit_each(b, op, updates.shape, {"u": updates, "w": start}, {"y": out}, lines, reads=reads)
+    emit_index_kernel(b, op, updates.shape, {"u": updates, "w": start}, {"y": out}, lines, reads=reads)
 
 
 def _top_k(b: Builder, op: Op) -> None:
@@ -205,7 +205,7 @@ def _top_k(b: Builder, op: Op) -> None:
             p.y[at_y({coordinates("o", r, {axis: "rank"})})] = narrow<{CPP[x.dtype]}>(v);
             {index}
         }}"""
-    emit_each(b, op, x.shape, {"x": x}, writes, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, x.shape, {"x": x}, writes, lines, reads=operands_of(b, op))
 
 
 def _bit_cast(b: Builder, op: Op) -> None:
@@ -214,7 +214,7 @@ def _bit_cast(b: Builder, op: Op) -> None:
     lines = f"""union {{ {CPP[x.dtype]} from; {CPP[out.dtype]} to; }} bits;
         bits.from = p.x[at_x({at})];
         p.y[at_y({at})] = bits.to;"""
-    emit_each(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 # ---------------------------------------------------------------- what they cannot do
@@ -254,7 +254,7 @@ POSITIONS: dict[str, Callable[[Builder, Op], None]] = {
 """Kind -> what emits it."""
 
 
-class Positions(Each):
+class Positions(IndexKernel):
     """The operators of :data:`POSITIONS`."""
 
     emitters = POSITIONS

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, Placed
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import (
     POINTS_LIMIT,
-    Each,
+    IndexKernel,
     coordinates,
-    emit_each,
+    emit_index_kernel,
     needed,
     operand_at,
     operands_of,
@@ -67,7 +67,7 @@ def _roi_align(b: Builder, op: Op) -> None:
         result = "(n_y > 0 && n_x > 0 ? acc / (double(n_y) * n_x) : 0.0)"
     text = " ".join([*lines[:3], "double acc = 0; bool any = false;", *loops, inner, "}}"])
     text += f" p.y[at_y({coordinates('o', 4)})] = narrow<{CPP[out.dtype]}>({t}({result}));"
-    emit_each(b, op, out.shape, {"x": x, "r": rois, "b": batch}, {"y": out}, text, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, {"x": x, "r": rois, "b": batch}, {"y": out}, text, reads=operands_of(b, op))
 
 
 def _deform_conv(b: Builder, op: Op) -> None:
@@ -97,8 +97,8 @@ def _deform_conv(b: Builder, op: Op) -> None:
             }}
         }}
         p.y[at_y(o0, o1, o2, o3)] = narrow<{CPP[out.dtype]}>(acc);"""
-    tensors: dict[str, Placed | None] = {"x": x, "w": w, "o": offset, "b": bias, "m": mask}
-    emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
+    tensors: dict[str, TensorView | None] = {"x": x, "w": w, "o": offset, "b": bias, "m": mask}
+    emit_index_kernel(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _pool_with_indices(b: Builder, op: Op) -> None:
@@ -124,7 +124,7 @@ def _pool_with_indices(b: Builder, op: Op) -> None:
         }} {"}" * rank}
         p.y[at_y({coordinates("o", rank + 2)})] = narrow<{CPP[out.dtype]}>(best);
         p.i[at_i({coordinates("o", rank + 2)})] = found;"""
-    emit_each(b, op, out.shape, {"x": x}, {"y": out, "i": where}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, {"x": x}, {"y": out, "i": where}, lines, reads=operands_of(b, op))
 
 
 def _col2im(b: Builder, op: Op) -> None:
@@ -147,7 +147,7 @@ def _col2im(b: Builder, op: Op) -> None:
     lines = f"""{t} acc = 0;
         {" ".join(loops)} acc += {t}(widen(p.x[at_x(o0, {row}, {column})])); {"}" * rank}
         p.y[at_y({coordinates("o", rank + 2)})] = narrow<{CPP[out.dtype]}>(acc);"""
-    emit_each(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 REGIONS: dict[str, Callable[[Builder, Op], None]] = {
@@ -156,7 +156,7 @@ REGIONS: dict[str, Callable[[Builder, Op], None]] = {
 """Kind -> what emits it."""
 
 
-class Regions(Each):
+class Regions(IndexKernel):
     """The operators of :data:`REGIONS`."""
 
     emitters = REGIONS

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
 from optdnn.kernels.layout.views import ints, settle
 from optdnn.kernels.layout.walks import pieces, walk
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, literal, merge
@@ -33,8 +33,8 @@ class AxisTable:
 
 
 def emit_taps(
-    b: Builder, op: Op, x: Placed, out: Placed, tables: Sequence[AxisTable], fill: float, *, kind: str, attrs: dict[str, Any],
-    reads: Sequence[Placed | None],
+    b: Builder, op: Op, x: TensorView, out: TensorView, tables: Sequence[AxisTable], fill: float, *, kind: str, attrs: dict[str, Any],
+    reads: Sequence[TensorView | None],
 ) -> None:  # fmt: skip
     """``out[o] = sum over taps of the product of weights * x[indices]``, over the axes of ``tables``; the others are copied."""
     if not out.size:
@@ -42,7 +42,7 @@ def emit_taps(
     t, ty, rank = arithmetic(x.dtype), CPP[out.dtype], len(out.shape)
     order = sorted(range(rank), key=lambda i: (out.strides[i], -i))  # fastest last axis first
     fields, opening, closing = [], "", ""
-    arguments: list[Placed] = []
+    arguments: list[TensorView] = []
     by_axis = {table.axis: table for table in tables}
     blend = any(table.weight is not None for table in tables)
     at = []

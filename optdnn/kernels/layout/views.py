@@ -9,7 +9,7 @@ import numpy as np
 
 from optdnn.errors import UnsupportedError
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, Placed, row_major
+from optdnn.kernels.builder import Builder, TensorView, row_major
 from optdnn.kernels.conv.unfold import emit_frames, frames, whole_pixels
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT, copy
 from optdnn.types import normalize_axis
@@ -28,7 +28,7 @@ def ints(b: Builder, op: Op, slot: int) -> list[int] | None:
     return [int(x) for x in known.reshape(-1)]
 
 
-def reshaped(x: Placed, shape: Sequence[int]) -> Placed | None:
+def reshaped(x: TensorView, shape: Sequence[int]) -> TensorView | None:
     """``x`` with another shape over the same memory, or None where strides cannot say it."""
     if x.size == 0:
         return x.view(shape, row_major(shape))
@@ -56,7 +56,7 @@ def reshaped(x: Placed, shape: Sequence[int]) -> Placed | None:
     return x.view(shape, strides)
 
 
-def settle(b: Builder, op: Op, port: int, found: Placed) -> None:
+def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
     """A value lies where ``found`` says, unless it must be written elsewhere."""
     value = Value(op.id, port)
     if value in b.reserved:
@@ -169,7 +169,7 @@ def _space_to_depth(b: Builder, op: Op) -> None:
     _permuted(b, op, x, (n, c, h // k, k, w // k, k), perm, b.target(op.value))
 
 
-def _permuted(b: Builder, op: Op, x: Placed, split: Sequence[int], perm: Sequence[int], out: Placed) -> None:
+def _permuted(b: Builder, op: Op, x: TensorView, split: Sequence[int], perm: Sequence[int], out: TensorView) -> None:
     source = reshaped(x, split)
     assert source is not None, "an axis can always be split"
     source = source.view([source.shape[i] for i in perm], [source.strides[i] for i in perm])
@@ -202,7 +202,7 @@ def _concat(b: Builder, op: Op) -> None:
         return  # the padded tensor, made before, is then read by nobody and dropped
     out = b.target(op.value)
     axis, at = normalize_axis(op.attrs.axis, len(out.shape)), 0
-    pending: list[tuple[Placed, Placed]] = []
+    pending: list[tuple[TensorView, TensorView]] = []
     for value in op.inputs:
         assert value is not None
         x = b.operand(value)
@@ -219,7 +219,7 @@ def _concat(b: Builder, op: Op) -> None:
             copy(b, op, *repeated)
 
 
-Pair: TypeAlias = tuple[Placed, Placed]
+Pair: TypeAlias = tuple[TensorView, TensorView]
 """A part of a concatenation: where it lies, and where it belongs."""
 
 
@@ -249,7 +249,7 @@ def _distances(a: Pair, b: Pair) -> tuple[int, int]:
     return b[0].offset - a[0].offset, b[1].offset - a[1].offset
 
 
-def _repeated(x: Placed, count: int, distance: int, axis: int) -> Placed:
+def _repeated(x: TensorView, count: int, distance: int, axis: int) -> TensorView:
     """``count`` such views at a distance, along an axis of their own before ``axis``."""
     shape = (*x.shape[:axis], count, *x.shape[axis:])
     return x.view(shape, (*x.strides[:axis], distance, *x.strides[axis:]))
@@ -330,7 +330,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
                 b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
 
 
-def _consecutive(parts: Sequence[Placed | None], axis: int) -> bool:
+def _consecutive(parts: Sequence[TensorView | None], axis: int) -> bool:
     """Whether the parts lie one after the other along an axis of one buffer."""
     first = parts[0]
     assert first is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optdnn.kernels.builder import Placed
+from optdnn.kernels.builder import TensorView
 
 
 def walk(name: str, index: str, dims: str, rank: int, offsets: Sequence[tuple[str, str]]) -> str:
@@ -18,8 +18,8 @@ def walk(name: str, index: str, dims: str, rank: int, offsets: Sequence[tuple[st
 
 
 def pieces(
-    x: Placed,
-    out: Placed,
+    x: TensorView,
+    out: TensorView,
     dims: Sequence[int],
     sy: Sequence[int],
     sx: Sequence[int],

@@ -6,7 +6,7 @@ from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.attention import hopper as own
-from optdnn.kernels.builder import Builder, Placed, map_dtype
+from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.libraries.tactics import Called
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.ops.base import attrs_dict
@@ -56,7 +56,7 @@ class CudnnAttention(Called):
             float(q.shape[3] ** -0.5 if scale is None else scale), bool(op.attrs.is_causal),
             () if mask is None else mask.shape, () if mask is None else _strides(mask),
         )  # fmt: skip
-        operands: dict[str, Placed] = {"q": q, "k": k, "v": v, "out": out}
+        operands: dict[str, TensorView] = {"q": q, "k": k, "v": v, "out": out}
         if mask is not None:
             operands["mask"] = mask
         attrs: dict[str, Any] = {**attrs_dict(op.attrs), "softmax_precision": None}
@@ -66,7 +66,7 @@ class CudnnAttention(Called):
         return operation
 
 
-def _strides(x: Placed) -> tuple[int, ...]:
+def _strides(x: TensorView) -> tuple[int, ...]:
     """Strides with those of the dense order on axes of one element: libraries want none of 0."""
     dense, step = [], 1
     for n in reversed(x.shape):

@@ -15,7 +15,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, Placed, channels_last, map_dtype, row_major
+from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, row_major
 from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, planar
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
@@ -71,7 +71,7 @@ class Called:
         self._add(b, op, rank.place)
         return str(rank)
 
-    def spares(self, b: Builder, op: Op) -> Op | None:
+    def absorbs(self, b: Builder, op: Op) -> Op | None:
         """None: a call computes one operator."""
         return None
 
@@ -157,7 +157,7 @@ class CudnnConv(Called):
         return operation
 
 
-def _after(b: Builder, op: Op, ep: Epilogue, bias: Array, between: Placed, target: Placed) -> None:
+def _after(b: Builder, op: Op, ep: Epilogue, bias: Array, between: TensorView, target: TensorView) -> None:
     """What the convolution left: its bias, then the rest of the epilogue."""
     column = (1, len(bias), *(1,) * (len(target.shape) - 2))
     placed = b.constant(bias.astype(target.dtype).reshape(column), f"{op.outputs[0].name}.bias")
@@ -256,7 +256,7 @@ class CublasLtBatched(Called):
         return None
 
     @staticmethod
-    def _operands(b: Builder, op: Op) -> tuple[Placed, Placed, bool] | None:
+    def _operands(b: Builder, op: Op) -> tuple[TensorView, TensorView, bool] | None:
         """Both stacks as [batch, rows, columns], and whether the second lies transposed; None where they do not fit."""
         left, right = (b.operand(v) for v in op.inputs[:2] if v is not None)
         if left.dtype != op.outputs[0].type.dtype or right.dtype != left.dtype:
@@ -345,13 +345,13 @@ class CudnnNorm(Called):
 # ---------------------------------------------------------------- operands
 
 
-def _strides(x: Placed) -> tuple[int, ...]:
+def _strides(x: TensorView) -> tuple[int, ...]:
     """Strides that are positive on axes of one element too, as libraries want them: those of the dense channels-last order."""
     dense = channels_last(x.shape, x.shape[1])
     return tuple(d if n == 1 else s for n, s, d in zip(x.shape, x.strides, dense, strict=True))
 
 
-def _packed(b: Builder, op: Op, x: Placed) -> Placed:
+def _packed(b: Builder, op: Op, x: TensorView) -> TensorView:
     """``x`` (logical NCHW) channels last without padding: itself, or a copy (one for all who ask)."""
     wanted = channels_last(x.shape, x.shape[1])
     pixels = all(n == 1 or s == d or d == 0 for n, s, d in zip(x.shape, x.strides, wanted, strict=True))
@@ -365,7 +365,7 @@ def _packed(b: Builder, op: Op, x: Placed) -> Placed:
     return b._copies[key]
 
 
-def _matrix(x: Placed) -> Placed | None:
+def _matrix(x: TensorView) -> TensorView | None:
     """A tensor as a matrix of its rows, where they lie at one pitch and each without gaps."""
     flat = reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     if flat is None or (flat.shape[1] > 1 and flat.strides[1] != 1) or flat.byte_offset % 16:
@@ -373,7 +373,7 @@ def _matrix(x: Placed) -> Placed | None:
     return flat if flat.shape[0] == 1 or flat.strides[0] >= flat.shape[1] else None
 
 
-def _rows(b: Builder, op: Op, x: Placed) -> Placed:
+def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
     found = _matrix(x)
     if found is None:
         dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape)
@@ -383,12 +383,12 @@ def _rows(b: Builder, op: Op, x: Placed) -> Placed:
     return found
 
 
-def _pitch(x: Placed) -> int:
+def _pitch(x: TensorView) -> int:
     rows, columns = x.shape
     return x.strides[0] if rows > 1 else columns
 
 
-def _tail(b: Builder, ep: Epilogue, residual: Placed | None) -> list[Placed | None]:
+def _tail(b: Builder, ep: Epilogue, residual: TensorView | None) -> list[TensorView | None]:
     """The operands of stages behind input, weights and bias."""
     constants = [b.constant(c, "scalar") for c in ep.constants]
     return [residual, *constants] if residual is not None or constants else []

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, Placed
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.half_rows import HalfRows, emit_description, rows_offers
 from optdnn.kernels.pointwise.elementwise import Elementwise
-from optdnn.kernels.tactic import OwnTactic, Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs, OwnTactic
 from optdnn.ops.base import attrs_dict
 
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
@@ -28,7 +28,7 @@ def norm_of(b: Builder, op: Op) -> Op | None:
     return found[0] if len(found) == 1 else None
 
 
-class AddNorm(Rehearsed):
+class AddNorm(DryRunConfigs):
     """Add of two tensors of one shape, then LayerNorm or RMSNorm of its rows, in 16-bit floats."""
 
     name = "add_norm_half"
@@ -63,7 +63,7 @@ class AddNorm(Rehearsed):
         config = config or offers[0].config
         first, second = (b.operand(v) for v in op.inputs if v is not None)
         operands = {"input": first, "addend": second, "sum": b.target(op.value), "output": b.target(norm.value)}
-        reads: list[Placed | None] = [first, second]
+        reads: list[TensorView | None] = [first, second]
         for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
             array = b.graph.constant_value(value)
             if array is not None:

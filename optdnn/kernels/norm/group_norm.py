@@ -13,7 +13,7 @@ from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, channels_last, map_dtype
 from optdnn.kernels.norm import group_norm_kernel as group_norm
 from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.tactic import MANY, Offer, Rehearsed
+from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16
@@ -28,7 +28,7 @@ def _offers(problem: group_norm.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
-class HalfGroupNorm(Rehearsed):
+class HalfGroupNorm(DryRunConfigs):
     """Statistics in fp32 over a cluster (before Hopper, a block) that keeps a slab of channels in shared memory."""
 
     name = "group_norm_half"

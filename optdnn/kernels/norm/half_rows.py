@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Block, Builder, KernelSpec, MapSpec, Placed, map_dtype
+from optdnn.kernels.builder import Block, Builder, KernelSpec, MapSpec, TensorView, map_dtype
 from optdnn.kernels.launch import Description
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.kernels.quantized.quantized_store import Narrow, no_conversion
+from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
-from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
@@ -23,8 +23,8 @@ from optdnn.types import BF16, FP16, normalize_axis
 
 
 def emit_description(
-    b: Builder, op: Op, recipe: Recipe, found: Description, operands: Mapping[str, Placed], *, kind: str, attrs: dict[str, Any],
-    reads: Sequence[Placed | None], writes: Sequence[Placed], scratch: Sequence[Placed] = (), kept: Sequence[Placed] = (),
+    b: Builder, op: Op, recipe: Recipe, found: Description, operands: Mapping[str, TensorView], *, kind: str, attrs: dict[str, Any],
+    reads: Sequence[TensorView | None], writes: Sequence[TensorView], scratch: Sequence[TensorView] = (), kept: Sequence[TensorView] = (),
 ) -> None:  # fmt: skip
     """Add a described launch; ``operands`` places its operands by name, ``scratch`` and ``kept`` (see :meth:`Builder.emit`) among
     them."""
@@ -57,7 +57,7 @@ OPERATIONS = {
 """Kind -> the row kernel's operation."""
 
 
-class HalfRows(Rehearsed):
+class HalfRows(DryRunConfigs):
     """LayerNorm, RMSNorm, Softmax and LogSoftmax of 16-bit rows that lie one after the other, each read once."""
 
     name = "rows_half"
@@ -115,7 +115,7 @@ class HalfRows(Rehearsed):
         return str(config)
 
 
-def _parameters(b: Builder, op: Op, operands: dict[str, Placed]) -> list[Placed]:
+def _parameters(b: Builder, op: Op, operands: dict[str, TensorView]) -> list[TensorView]:
     """A norm's constant scale and bias, added to ``operands`` by name."""
     for name, value in zip(("scale", "bias"), op.inputs[1:], strict=False):
         array = b.graph.constant_value(value)
@@ -153,7 +153,7 @@ class QuantizedRows(HalfRows):
         reads = [operands["input"], *_parameters(b, op, operands)]
         emit_description(
             b, replace(op, src=op.src | to.op.src), rows.recipe(problem, config, b.arch),
-            rows.describe(problem, config, Narrow.of(to.to)), operands, kind="Quantized",
+            rows.describe(problem, config, QuantizedStore.of(to.to)), operands, kind="Quantized",
             attrs=meaning(op, to, kept), reads=reads, writes=[operands[n] for n in ("output", "narrow") if n in operands],
         )  # fmt: skip
         return str(config)

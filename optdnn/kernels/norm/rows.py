@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, broadcast, copy, emit_pointwise, literal, merge
@@ -35,8 +35,8 @@ class Statistic:
 
 
 def emit_rows(
-    b: Builder, op: Op, x: Placed, axes: Sequence[int], out: Placed, statistics: Sequence[Statistic], result: str,
-    extras: Sequence[Placed] = (), *, kind: str, attrs: dict[str, Any], reads: Sequence[Placed | None], writes: Placed,
+    b: Builder, op: Op, x: TensorView, axes: Sequence[int], out: TensorView, statistics: Sequence[Statistic], result: str,
+    extras: Sequence[TensorView] = (), *, kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None], writes: TensorView,
 ) -> None:  # fmt: skip
     """``out = result(v, t0, …, e0, …)``; ``extras`` (``e0``, …) have the shape of ``x``. ``{N}`` is a row's length."""
     if not out.size:
@@ -220,7 +220,7 @@ class LocalResponse(OwnTactic):
         return ""
 
     @staticmethod
-    def _uniform(b: Builder, op: Op, x: Placed) -> Placed:
+    def _uniform(b: Builder, op: Op, x: TensorView) -> TensorView:
         """``x`` with all its pixels at one distance."""
         if reshaped(x, (x.shape[0], x.shape[1], math.prod(x.shape[2:]))) is not None:
             return x

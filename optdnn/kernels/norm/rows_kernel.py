@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Description, ParameterBlock
-from optdnn.kernels.quantized.quantized_store import Narrow, narrow_kind
+from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -118,7 +118,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     return Recipe("rows.cu", arch, {"generated.cuh": render.constants(defines) + "\n"}, options)
 
 
-def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> Description:
+def describe(problem: Problem, config: Config, narrow: QuantizedStore | None = None) -> Description:
     """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``."""
     norm = problem.operation in OPERATIONS[:2]
     block = ParameterBlock().pointer("input").pointer("addend" if problem.add else None)
@@ -126,7 +126,7 @@ def describe(problem: Problem, config: Config, narrow: Narrow | None = None) -> 
     block.pointer("output" if problem.wide else None).pointer("sum" if problem.sum else None)
     block.pointer("narrow" if problem.narrow else None).i32(problem.rows, problem.length)
     block.f32(problem.epsilon, 1.0 / problem.length, problem.factor)
-    (narrow or Narrow()).put(block)
+    (narrow or QuantizedStore()).put(block)
     return block.describe("rows", (config.blocks(problem), 1, 1), config.threads)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from optdnn.custom import CudaKernel, CudaLaunch, known
 from optdnn.errors import OptdnnError, UnsupportedError
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, copy
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import attrs_dict
@@ -85,7 +85,7 @@ def _launch(kernel: CudaKernel, op: Op, inputs: list[TensorType], outputs: list[
     return found
 
 
-def _dense(b: Builder, op: Op, x: Placed) -> Placed:
+def _dense(b: Builder, op: Op, x: TensorView) -> TensorView:
     if x.dense:
         return x
     made = b.new(f"{op.outputs[0].name}.operand", x.dtype, x.shape)

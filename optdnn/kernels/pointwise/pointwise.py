@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages, stage_calls
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -284,14 +284,14 @@ def merge(shape: Sequence[int], all_strides: Sequence[Sequence[int]]) -> tuple[l
     return (dims, strides) if dims else ([1], [[0] for _ in all_strides])
 
 
-def broadcast(placed: Placed, shape: Sequence[int]) -> tuple[int, ...]:
+def broadcast(placed: TensorView, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a tensor broadcast to ``shape``."""
     lead = len(shape) - len(placed.shape)
     own = [0 if n == 1 and m != 1 else s for n, s, m in zip(placed.shape, placed.strides, shape[lead:], strict=True)]
     return (*[0] * lead, *own)
 
 
-def vector(tensors: Sequence[Placed], dims: Sequence[int], strides: Sequence[Sequence[int]]) -> int:
+def vector(tensors: Sequence[TensorView], dims: Sequence[int], strides: Sequence[Sequence[int]]) -> int:
     """How many consecutive elements a thread takes: up to 16 bytes of the widest type that it reads or writes in a row, aligned in
     every tensor."""
     best = 1
@@ -309,7 +309,7 @@ def vector(tensors: Sequence[Placed], dims: Sequence[int], strides: Sequence[Seq
     return best
 
 
-def _number(b: Builder, placed: Placed | None) -> float | None:
+def _number(b: Builder, placed: TensorView | None) -> float | None:
     """The one finite number that a tensor is, where it is a constant."""
     blob = None if placed is None or math.prod(placed.shape) != 1 else b.buffers[placed.buffer].blob
     if placed is None or blob is None or b.blobs[blob].size != 1 or b.blobs[blob].dtype.kind != "f":
@@ -322,8 +322,8 @@ def emit_pointwise(
     b: Builder,
     op: Op,
     stages: Sequence[Stage],
-    operands: Sequence[Placed | None],
-    out: Placed,
+    operands: Sequence[TensorView | None],
+    out: TensorView,
     *,
     kind: str = "Pointwise",
     widened: bool = False,
@@ -369,8 +369,8 @@ def emit_pointwise(
 def _source(
     lines: Sequence[str],
     result: str,
-    out: Placed,
-    present: Sequence[tuple[int, Placed]],
+    out: TensorView,
+    present: Sequence[tuple[int, TensorView]],
     rank: int,
     vec: int,
     strides: Sequence[Sequence[int]],
@@ -419,7 +419,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) pointwise(const __grid_c
 """
 
 
-def copy(b: Builder, op: Op, source: Placed, target: Placed) -> None:
+def copy(b: Builder, op: Op, source: TensorView, target: TensorView) -> None:
     """Copy (and convert) a tensor to another place of the same shape."""
     if source.shape != target.shape:
         raise InternalError(f"cannot copy {source.shape} to {target.shape}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, absorb_unary, channel_vector
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import CHANNEL_ALIGN, Builder, Placed, up
+from optdnn.kernels.builder import CHANNEL_ALIGN, Builder, TensorView, up
 from optdnn.ops.base import Stage
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
@@ -21,13 +21,13 @@ class Prologue:
     ``packed``: the channels' scale and shift, fp32 [channels, 2]. ``gate``: a factor per image and channel.
     """
 
-    packed: Placed
+    packed: TensorView
     rendered: list[render.Stage] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
-    operands: list[Placed] = field(default_factory=list)
-    gate: Placed | None = None
+    operands: list[TensorView] = field(default_factory=list)
+    gate: TensorView | None = None
 
-    def add(self, kind: str, operand: Placed) -> None:
+    def add(self, kind: str, operand: TensorView) -> None:
         """A stage of two operands: what has been made so far, and this one."""
         self.operands.append(operand)
         self.stages.append(Stage(kind, (~len(self.stages), len(self.operands))))
@@ -37,7 +37,7 @@ class Prologue:
         return [replace(s, args=tuple(a if a is None or a < 0 else a + by for a in s.args)) for s in self.stages]
 
 
-def plan_prologue(b: Builder, op: Op, x: Placed) -> Prologue | None:
+def plan_prologue(b: Builder, op: Op, x: TensorView) -> Prologue | None:
     """The prologue of a convolution, of which ``x`` (logical NCHW) is operand 0; None where the kernel cannot do it.
 
     It can multiply and add per channel (once, before any activation), multiply by a gate of one factor per image and channel,
@@ -46,7 +46,7 @@ def plan_prologue(b: Builder, op: Op, x: Placed) -> Prologue | None:
     channels = x.shape[1]
     parts = _parts(b, op, x)
     affines = [part for part in parts or () if isinstance(part, _Affine)]
-    if parts is None or len(affines) > 1 or sum(isinstance(part, Placed) for part in parts) > 1:
+    if parts is None or len(affines) > 1 or sum(isinstance(part, TensorView) for part in parts) > 1:
         return None
     constants = np.zeros((up(channels, 64), 2), np.float32)
     constants[:channels, 0] = 1.0
@@ -59,7 +59,7 @@ def plan_prologue(b: Builder, op: Op, x: Placed) -> Prologue | None:
             found.add("Mul", found.packed.view(*column))
             found.add("Add", found.packed.view(*column, 1))
             found.rendered.append(("scale_shift",))
-        elif isinstance(part, Placed):
+        elif isinstance(part, TensorView):
             found.gate = part
             found.add("Mul", part)
             found.rendered.append(("gate",))
@@ -82,11 +82,11 @@ class _Affine:
     shift: Array
 
 
-def _parts(b: Builder, op: Op, x: Placed) -> list[_Affine | Placed | Epilogue] | None:
+def _parts(b: Builder, op: Op, x: TensorView) -> list[_Affine | TensorView | Epilogue] | None:
     """The stages in order: neighbouring factors and addends per channel as one, gates, and activations (each as an epilogue of its
     own); None where one is none of these."""
     graph, channels = b.graph, x.shape[1]
-    found: list[_Affine | Placed | Epilogue] = []
+    found: list[_Affine | TensorView | Epilogue] = []
     for k, stage in enumerate(op.attrs.prologue):
         if [a for a in stage.args if a is not None and a < 0] != [~k]:
             return None
@@ -119,7 +119,7 @@ def _parts(b: Builder, op: Op, x: Placed) -> list[_Affine | Placed | Epilogue] |
     return found
 
 
-def _gate(b: Builder, value: Value, x: Placed) -> Placed | None:
+def _gate(b: Builder, value: Value, x: TensorView) -> TensorView | None:
     """Where a factor per image and channel lies, if the kernel can read eight of them at once."""
     shape = b.graph.type(value).static_shape
     n, c = x.shape[:2]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
 from optdnn.kernels.conv.cost import CLOCK, MEMORY
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS
-from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.runtime.reference.window import resolve_pads
@@ -36,7 +36,7 @@ class Tile:
         return f"tile{self.rows}x{self.columns}t{self.threads}"
 
 
-class TiledMaxPool(Rehearsed):
+class TiledMaxPool(DryRunConfigs):
     """Max pools of two axes, without dilation, of 16-bit images whose channels lie together in eights."""
 
     name = "max_pool_tiled"
@@ -96,14 +96,14 @@ class TiledMaxPool(Rehearsed):
         return str(tile)
 
 
-def in_eights(x: Placed) -> bool:
+def in_eights(x: TensorView) -> bool:
     """Whether eight neighbouring channels are one aligned access wherever one looks."""
     (_, c, _, _), (sn, sc, sh, sw) = x.shape, x.strides
     others = [s for s, n in zip((sn, sh, sw), (x.shape[0], x.shape[2], x.shape[3]), strict=True) if n > 1]
     return c % LANES == 0 and sc == 1 and x.offset % LANES == 0 and all(s % LANES == 0 for s in others)
 
 
-def _steps(x: Placed) -> tuple[int, int, int]:
+def _steps(x: TensorView) -> tuple[int, int, int]:
     sn, _, sh, sw = x.strides
     return sn, sh, sw
 
@@ -113,7 +113,7 @@ def _extent(tile: Tile, kernel: tuple[int, ...], strides: tuple[int, ...]) -> tu
     return (tile.rows - 1) * strides[0] + kernel[0], (tile.columns - 1) * strides[1] + kernel[1]
 
 
-def _tiles(out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[Tile]:
+def _tiles(out: TensorView, kernel: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[Tile]:
     for rows, columns in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (2, 4), (4, 1), (4, 2)):
         for threads in (64, 128, 256):
             tile = Tile(rows, columns, threads)
@@ -124,7 +124,7 @@ def _tiles(out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...]) -> It
 
 
 def _seconds(
-    tile: Tile, x: Placed, out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...], gpu: GpuFacts
+    tile: Tile, x: TensorView, out: TensorView, kernel: tuple[int, ...], strides: tuple[int, ...], gpu: GpuFacts
 ) -> float:
     """Predicted time: memory once, the loads of all tiles, and few threads' latency."""
     gpu = fitted(gpu)
@@ -138,7 +138,9 @@ def _seconds(
     return 1.5e-6 + max(memory, loads / (busy * L1 * CLOCK)) + high * wide * 8 / CLOCK
 
 
-def predicted(x: Placed, out: Placed, kernel: tuple[int, ...], strides: tuple[int, ...], gpu: GpuFacts) -> float:
+def predicted(
+    x: TensorView, out: TensorView, kernel: tuple[int, ...], strides: tuple[int, ...], gpu: GpuFacts
+) -> float:
     """Seconds of the best tile."""
     return min(_seconds(t, x, out, kernel, strides, gpu) for t in _tiles(out, kernel, strides))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, body, broadcast
 from optdnn.ops.base import Stage
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -39,13 +39,13 @@ class Window:
         return cls((*ones, *kernel), (*ones, *strides), (*begins, *ends), (*ones, *dilations))
 
 
-def spatial3(x: Placed) -> Placed:
+def spatial3(x: TensorView) -> TensorView:
     """A feature map [n, c, ...] of one to three spatial axes as [n, c, d, h, w]."""
     lead = 5 - len(x.shape)
     return x.view((*x.shape[:2], *(1,) * lead, *x.shape[2:]), (*x.strides[:2], *(0,) * lead, *x.strides[2:]))
 
 
-def channel_vector_width(tensors: Sequence[Placed]) -> int:
+def channel_vector_width(tensors: Sequence[TensorView]) -> int:
     """Neighbouring channels a thread can take as one access in every one of these feature maps."""
     best = 1
     for count in (2, 4, 8):
@@ -58,7 +58,7 @@ def channel_vector_width(tensors: Sequence[Placed]) -> int:
     return best
 
 
-def position(out: Placed, vec: int) -> str:
+def position(out: TensorView, vec: int) -> str:
     """C++ that turns the thread's index into n, c (of the first of ``vec`` channels), d, h, w of the output."""
     n, c, d, h, w = out.shape
     sizes = {"n": n, "c": c // vec, "d": d, "h": h, "w": w}
@@ -103,7 +103,7 @@ class Rendered:
     start: str
     tap: str
     end: str
-    arguments: Sequence[Placed] = ()
+    arguments: Sequence[TensorView] = ()
     numbers: Sequence[int] = ()
 
 
@@ -111,18 +111,18 @@ def emit_window(
     b: Builder,
     op: Op,
     window: Window,
-    x: Placed,
-    out: Placed,
+    x: TensorView,
+    out: TensorView,
     parts: Rendered,
     *,
     vec: int,
     kind: str,
     attrs: dict[str, Any],
-    reads: Sequence[Placed | None],
+    reads: Sequence[TensorView | None],
     stages: Sequence[Stage] = (),
-    operands: Sequence[Placed | None] = (),
+    operands: Sequence[TensorView | None] = (),
     transposed: bool = False,
-    writes: Placed | None = None,
+    writes: TensorView | None = None,
 ) -> None:
     """Render and add the kernel. ``stages`` turn the result; ``operands`` (by slot, from 1 on) are what they read.
 
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_cons
     b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, kind, attrs, reads, [writes or out])
 
 
-def finishing(stages: Sequence[Stage], extra: dict[int, Placed], slots: int, out: Placed) -> str:
+def finishing(stages: Sequence[Stage], extra: dict[int, TensorView], slots: int, out: TensorView) -> str:
     """C++ from ``value`` by the stages to ``stored``, of the output's element type."""
     ty = CPP[out.dtype]
     if not stages:

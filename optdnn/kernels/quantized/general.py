@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, Placed
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv import general as conv_sm80
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
@@ -64,16 +64,22 @@ class GeneralQuantizedConv(HopperQuantizedConv):
         return True
 
     @staticmethod
-    def _added(b: Builder, op: Op, residual: Placed) -> Placed:
+    def _added(b: Builder, op: Op, residual: TensorView) -> TensorView:
         return residual  # no more than its own channels is read
 
     @staticmethod
-    def _stored(b: Builder, op: Op, out: Placed) -> bool:
+    def _stored(b: Builder, op: Op, out: TensorView) -> bool:
         return conv_maps.pitch_of(out) is not None
 
     @staticmethod
     def _launch(
-        b: Builder, op: Op, feed: conv_maps.Feed, residual: Placed | None, out: Placed, reads: Placed, config: Any
+        b: Builder,
+        op: Op,
+        feed: conv_maps.Feed,
+        residual: TensorView | None,
+        out: TensorView,
+        reads: TensorView,
+        config: Any,
     ) -> str:
         channel = b.graph.constant_value(op.inputs[2])
         assert channel is not None

@@ -9,7 +9,7 @@ import numpy as np
 
 from optdnn.config import GPU_PRECISIONS
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import EIGHT_BITS, Builder, Placed, channels_last, map_dtype, row_major, up
+from optdnn.kernels.builder import EIGHT_BITS, Builder, TensorView, channels_last, map_dtype, row_major, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
@@ -21,7 +21,7 @@ from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.quantized import stem as quantized
 from optdnn.kernels.quantized.quantizer import quantization
-from optdnn.kernels.tactic import Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs
 from optdnn.ops import requantize
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.requantize import Requantize
@@ -34,21 +34,21 @@ def _pixels(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
     return channels_last(shape, up(shape[1], 16 // dtype.itemsize))
 
 
-def _pitch(x: Placed) -> int | None:
+def _pitch(x: TensorView) -> int | None:
     """Elements between pixels of ``x`` (NCHW); those of one pixel have the pitch that is asked for: that of its channels."""
     n, c, h, w = x.shape
     pitch = conv_maps.pitch_of(x)
     return up(c, conv_maps.aligned(x)) if pitch is not None and n * h * w == 1 else pitch
 
 
-def _stored_at(out: Placed) -> bool:
+def _stored_at(out: TensorView) -> bool:
     """Whether the kernel stores at an image's pitch: what it stores from registers (fp32) is at that of its own channels, and so not
     in a wider image's part."""
     pitch = _pitch(out)
     return pitch is not None and (out.dtype.itemsize < 4 or pitch == up(out.shape[1], 16 // out.dtype.itemsize))
 
 
-def _with_pitch(b: Builder, op: Op, x: Placed) -> Placed:
+def _with_pitch(b: Builder, op: Op, x: TensorView) -> TensorView:
     """``x`` (NCHW) in an order that TMA can read: itself, or a copy (one for all who ask)."""
     if conv_maps.pitch_of(x) is not None:
         return x
@@ -60,7 +60,7 @@ def _with_pitch(b: Builder, op: Op, x: Placed) -> Placed:
     return b._copies[key]
 
 
-def _padded_image(b: Builder, op: Op, x: Placed, pads: tuple[int, ...], zero: int) -> Placed:
+def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero: int) -> TensorView:
     """A copy of an image with the zero point around it: TMA pads with zeros (one for all who ask)."""
     key = (x, (*pads, zero))
     if key not in b._copies:
@@ -122,7 +122,7 @@ def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | Non
 def _stem(
     b: Builder, op: Op, weight: Array, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...],
     together: int, suits: Callable[[Builder, conv_problem.Problem], bool],
-) -> tuple[conv_maps.Feed, Placed] | None:  # fmt: skip
+) -> tuple[conv_maps.Feed, TensorView] | None:  # fmt: skip
     """A strided convolution of a quantized few-channel image: blocks of pixels as channels, so many neighbouring blocks read
     ``together`` (see :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in. Also what the convolution reads,
     as NCHW. ``suits``: whether there is a kernel for the problem that it becomes."""
@@ -150,7 +150,7 @@ def _stem(
         f"{op.outputs[0].name}.blocks", DTYPES[dtype], (n, quantized.LANES, seen.height, width),
         (seen.height * row, 1, row, quantized.LANES),
     )  # fmt: skip
-    made = pool_int8.pack_image(n, source, together, requantize.Affine(dtype, scale))
+    made = pool_int8.pack_image(n, source, together, requantize.QuantParams(dtype, scale))
     recipe = pool_int8.recipe(dtype, b.arch, channels=channels, block=stride, image=raw.dtype.name)
     attrs = {
         "block": stride,
@@ -179,7 +179,7 @@ def _stem(
 
 
 def problem_of(
-    op: Op, feed: conv_maps.Feed, residual: Placed | None, out: Placed, reads: Placed
+    op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView, reads: TensorView
 ) -> conv_problem.Problem:
     """What the launch computes; its arguments are :func:`_emit`'s."""
     a, second = op.attrs, map_dtype(residual.dtype) if residual is not None else ""
@@ -189,7 +189,7 @@ def problem_of(
     )  # fmt: skip
 
 
-def numbers_of(op: Op, residual: Placed | None) -> Requantize:
+def numbers_of(op: Op, residual: TensorView | None) -> Requantize:
     """The numbers of its epilogue that are the whole tensor's."""
     a, second = op.attrs, map_dtype(residual.dtype) if residual is not None else ""
     return Requantize(a.residual_scale, requantize.byte_bias(second) + a.residual_zero, a.low, a.high, a.zero)
@@ -203,7 +203,13 @@ def meaning_of(op: Op, feed: conv_maps.Feed) -> dict[str, Any]:
 
 
 def _emit(
-    b: Builder, op: Op, feed: conv_maps.Feed, residual: Placed | None, out: Placed, reads: Placed, config: Any
+    b: Builder,
+    op: Op,
+    feed: conv_maps.Feed,
+    residual: TensorView | None,
+    out: TensorView,
+    reads: TensorView,
+    config: Any,
 ) -> str:
     """The launch; ``out`` and ``residual`` are NCHW, ``reads`` is operand 0 as the meaning reads it (its logical shape)."""
     channel = b.graph.constant_value(op.inputs[2])
@@ -230,7 +236,7 @@ def _emit(
     return str(config)
 
 
-def _has_room(b: Builder, x: Placed, *, alone: bool) -> bool:
+def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
     """Whether there is room behind the last channel of ``x`` (NCHW) for all that a kernel reads or writes: whole 16 bytes.
 
     Between pixels their pitch leaves it; of one pixel the buffer must, which another tensor shares where ``x`` is not ``alone``.
@@ -242,7 +248,7 @@ def _has_room(b: Builder, x: Placed, *, alone: bool) -> bool:
     return alone and x.offset + channels <= conv_maps.elements_around(b, x)
 
 
-def _roomy(b: Builder, op: Op, x: Placed) -> Placed:
+def _roomy(b: Builder, op: Op, x: TensorView) -> TensorView:
     """The residual ``x`` (NCHW), or a copy with room for what is read behind its last channel."""
     if _has_room(b, x, alone=True):
         return x
@@ -251,7 +257,7 @@ def _roomy(b: Builder, op: Op, x: Placed) -> Placed:
     return wide
 
 
-def _weight_view(packed: Placed, problem: conv_problem.Problem, feed: conv_maps.Feed) -> Placed:
+def _weight_view(packed: TensorView, problem: conv_problem.Problem, feed: conv_maps.Feed) -> TensorView:
     """The logical weights inside the packed ones: OIHW, or ``[sixteens, 8, 2, i, h, w]`` where rows are permuted."""
     o, i, r, s = feed.weight.shape
     depth, lane = problem.k_steps * problem.block, up(problem.sources[0].channels, problem.block)
@@ -275,7 +281,7 @@ def axes_of(b: Builder, op: Op) -> int:
     return weight.ndim - 2
 
 
-class HopperQuantizedConv(Rehearsed):
+class HopperQuantizedConv(DryRunConfigs):
     """Ungrouped convolutions of int8, uint8 or fp8 over one or two spatial axes."""
 
     name = "conv_sm90_8bit"
@@ -312,7 +318,7 @@ class HopperQuantizedConv(Rehearsed):
             x, pads = _padded_image(b, op, x, pads, op.attrs.input_zero), (0, 0, 0, 0)
         return conv_maps.Feed(x, weight, strides, pads, dilations, bands=bands)
 
-    def emit_feed(self, b: Builder, op: Op, feed: conv_maps.Feed, x: Placed, config: Any) -> str:
+    def emit_feed(self, b: Builder, op: Op, feed: conv_maps.Feed, x: TensorView, config: Any) -> str:
         """The launch and what it needs around it; ``x`` as in :func:`_emit`. Returns the configuration's name."""
         target = b.target(op.value)
         out = image(target)
@@ -333,23 +339,29 @@ class HopperQuantizedConv(Rehearsed):
         return bool(conv_sm90.ranked(problem, True, b.gpu))
 
     @staticmethod
-    def _added(b: Builder, op: Op, residual: Placed) -> Placed:
+    def _added(b: Builder, op: Op, residual: TensorView) -> TensorView:
         """The residual as the launch reads it."""
         return _roomy(b, op, residual)
 
     @staticmethod
-    def _stored(b: Builder, op: Op, out: Placed) -> bool:
+    def _stored(b: Builder, op: Op, out: TensorView) -> bool:
         """Whether the launch can write there."""
         return _stored_at(out) and _has_room(b, out, alone=op.value not in b.reserved)
 
     @staticmethod
     def _launch(
-        b: Builder, op: Op, feed: conv_maps.Feed, residual: Placed | None, out: Placed, reads: Placed, config: Any
+        b: Builder,
+        op: Op,
+        feed: conv_maps.Feed,
+        residual: TensorView | None,
+        out: TensorView,
+        reads: TensorView,
+        config: Any,
     ) -> str:
         return _emit(b, op, feed, residual, out, reads, config)
 
 
-class HopperQuantizedMatMul(Rehearsed):
+class HopperQuantizedMatMul(DryRunConfigs):
     """Products of rows of int8, uint8 or fp8 with a constant matrix: a 1 x 1 convolution over rows."""
 
     name = "gemm_sm90_8bit"
@@ -388,7 +400,7 @@ class HopperQuantizedMatMul(Rehearsed):
         return used
 
     @staticmethod
-    def _rows(b: Builder, op: Op, x: Placed) -> Placed:
+    def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
         found = _rows_of(x)
         if found is None:
             dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape, _padded(x.shape, 16 // x.dtype.itemsize))
@@ -403,7 +415,7 @@ def _padded(shape: tuple[int, ...], unit: int) -> tuple[int, ...]:
     return (*(s * up(shape[-1], unit) for s in row_major(shape[:-1])), 1)
 
 
-def _rows_of(x: Placed) -> Placed | None:
+def _rows_of(x: TensorView) -> TensorView | None:
     """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch that TMA can read."""
     flat = reshaped(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
     if flat is None:

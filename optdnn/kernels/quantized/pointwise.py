@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, Placed
-from optdnn.kernels.index.index_kernel import coordinates, emit_each, needed, operand_at, operands_of, wide
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.index.index_kernel import coordinates, emit_index_kernel, needed, operand_at, operands_of, wide
 from optdnn.kernels.pointwise.pointwise import CPP, LARGEST, arithmetic, literal
 from optdnn.kernels.reduce.reduce import emit_reduce
 from optdnn.ops.base import attrs_dict
@@ -22,7 +22,7 @@ from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import FP32, UINT8, DType, is_float, normalize_axis
 
 
-def _parameter(name: str, placed: Placed | None, axis: int, rank: int, block: int) -> str:
+def _parameter(name: str, placed: TensorView | None, axis: int, rank: int, block: int) -> str:
     """The element of a scale or zero point that meets a point: one in all, one per entry of ``axis``, or one per block."""
     if placed is None:
         return ""
@@ -62,7 +62,7 @@ def _quantize(b: Builder, op: Op) -> None:
     else:
         lines += f" {rounded('v', z, out.dtype)} p.y[at_y({at})] = narrow<{CPP[out.dtype]}>(i64(q));"
     tensors = {"x": x, "s": scale, "z": zero if not is_float(out.dtype) else None}
-    emit_each(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, tensors, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _dynamic_quantize(b: Builder, op: Op) -> None:
@@ -86,7 +86,7 @@ def _dynamic_quantize(b: Builder, op: Op) -> None:
         const {t} zero = rint(min_nan(max_nan(-low / scale, {t}(0)), {t}(255)));
         p.s[0] = float(scale);
         p.z[0] = u8(zero);"""
-    emit_each(
+    emit_index_kernel(
         b,
         op,
         (1,),
@@ -100,7 +100,7 @@ def _dynamic_quantize(b: Builder, op: Op) -> None:
     quotient = f"float(widen(p.x[at_x({at})])) / p.s[0]"
     lines = f"{rounded(quotient, 'p.z[0]', UINT8)} p.y[at_y({at})] = u8(q);"
     attrs = attrs_dict(QuantizeAttrs(UINT8))
-    emit_each(
+    emit_index_kernel(
         b, op, out.shape, {"x": x, "s": scale, "z": zero}, {"y": out}, lines, reads=[x, scale, zero],
         meaning=("QuantizeLinear", attrs),
     )  # fmt: skip
@@ -114,7 +114,7 @@ def _dequantize(b: Builder, op: Op) -> None:
     s, z = (_parameter(n, p, axis, r, op.attrs.block_size) for n, p in (("s", scale), ("z", zero)))
     value = f"{t}(i64(widen(p.x[at_x({at})])) - i64(widen({z})))" if z else f"{t}(widen(p.x[at_x({at})]))"
     lines = f"p.y[at_y({at})] = narrow<{CPP[out.dtype]}>({value} * {t}(widen({s})));"
-    emit_each(b, op, out.shape, {"x": x, "s": scale, "z": zero}, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, {"x": x, "s": scale, "z": zero}, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _integer_product(b: Builder, op: Op) -> None:
@@ -130,7 +130,7 @@ def _integer_product(b: Builder, op: Op) -> None:
     row = f"o{batch}" if len(left.shape) > 1 else ""
     column = f"o{r - 1}" if len(right.shape) > 1 else ""
 
-    def lead(p: Placed) -> list[str]:
+    def lead(p: TensorView) -> list[str]:
         n = max(len(p.shape) - 2, 0)
         return ["0" if p.shape[i] == 1 else f"o{batch - n + i}" for i in range(n)]
 
@@ -162,7 +162,7 @@ def _integer_product(b: Builder, op: Op) -> None:
         lines += f" p.y[at_y({at})] = {CPP[out.dtype]}(q);"
     else:
         lines += f" p.y[at_y({at})] = total;"
-    emit_each(b, op, out.shape, placed, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, placed, {"y": out}, lines, reads=operands_of(b, op))
 
 
 def _integer_convolution(b: Builder, op: Op) -> None:
@@ -208,7 +208,7 @@ def _integer_convolution(b: Builder, op: Op) -> None:
         lines += f" p.y[at_y({at})] = {CPP[out.dtype]}(q);"
     else:
         lines += f" p.y[at_y({at})] = int(acc);"
-    emit_each(b, op, out.shape, placed, {"y": out}, lines, reads=operands_of(b, op))
+    emit_index_kernel(b, op, out.shape, placed, {"y": out}, lines, reads=operands_of(b, op))
 
 
 QUANTIZED: dict[str, Callable[[Builder, Op], None]] = {

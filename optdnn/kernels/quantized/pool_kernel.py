@@ -9,7 +9,7 @@ from optdnn.kernels.conv.depthwise_kernel import four_bytes
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.launch import Description, ParameterBlock
 from optdnn.kernels.quantized.stem import overlapped, row_padding
-from optdnn.ops.requantize import BOUNDS, Affine
+from optdnn.ops.requantize import BOUNDS, QuantParams
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 
@@ -90,12 +90,12 @@ def global_average_pool(
     return block.describe("global_average_pool", (-(-c // 128), n, 1), 256)
 
 
-def mean_factor(pixels: int, source: Affine, target: Affine) -> float:
+def mean_factor(pixels: int, source: QuantParams, target: QuantParams) -> float:
     """What a sum of ``pixels`` elements is multiplied with: rounded to fp32 once."""
     return float(np.float32(source.scale / (target.scale * pixels)))
 
 
-def pack_image(batch: int, source: Source, together: int, target: Affine) -> Description:
+def pack_image(batch: int, source: Source, together: int, target: QuantParams) -> Description:
     """NCHW "input" of the strided few-channel ``source`` -> the image that ``overlapped(source, together)`` reads, quantized."""
     if target.zero:
         raise InternalError("padding is stored as zeros: images have zero point 0")

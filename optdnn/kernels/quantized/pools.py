@@ -8,7 +8,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, Placed, channels_last, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, up
 from optdnn.kernels.launch import Description
 from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
@@ -18,7 +18,7 @@ from optdnn.ops.base import attrs_dict
 from optdnn.runtime.reference.window import resolve_pads
 
 
-class MaxPoolOfIntegers(OwnTactic):
+class Int8MaxPool(OwnTactic):
     """Max pooling of int8 or uint8 images that lie channels-last without gaps: sixteen channels a thread."""
 
     name = "max_pool_8bit"
@@ -76,7 +76,7 @@ class MaxPoolOfIntegers(OwnTactic):
         return ""
 
 
-class MeanOfIntegers(OwnTactic):
+class Int8Mean(OwnTactic):
     """Global average pooling of int8 or uint8 images; those that do not lie channels-last, at most filled up to sixteens of channels,
     are copied."""
 
@@ -89,7 +89,7 @@ class MeanOfIntegers(OwnTactic):
         return "its channels do not come in fours" if x.static_shape[1] % 4 else None
 
     @staticmethod
-    def _pitch(x: Placed) -> int | None:
+    def _pitch(x: TensorView) -> int | None:
         """Channels from a pixel to the next, where the kernel can read or write them so."""
         c = x.shape[1]
         found = (p for p in (c, up(c, 16)) if x.is_like(channels_last(x.shape, p)) and x.offset % 4 == 0)

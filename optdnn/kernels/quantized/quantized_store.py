@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.kernels.launch import ParameterBlock
-from optdnn.ops.requantize import BOUNDS, Affine
+from optdnn.ops.requantize import BOUNDS, QuantParams
 from optdnn.runtime.cuda.gpu_facts import capability_of
 
 
 @dataclass(frozen=True)
-class Narrow:
+class QuantizedStore:
     """Stored = saturate(round(x * ``factor``) + ``zero``); ``low`` and ``high`` bound what is rounded."""
 
     factor: float = 1.0
@@ -21,7 +21,7 @@ class Narrow:
     zero: int = 0
 
     @classmethod
-    def of(cls, to: Affine) -> Narrow:
+    def of(cls, to: QuantParams) -> QuantizedStore:
         """As ``to`` says: the factor is the reciprocal of its scale, in fp32."""
         low, high = (float(bound - to.zero) for bound in BOUNDS[to.dtype])
         return cls(float(np.float32(1.0 / to.scale)), low, high, to.zero)

@@ -14,7 +14,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
 from optdnn.ops.base import attrs_dict
-from optdnn.ops.requantize import BOUNDS, Affine
+from optdnn.ops.requantize import BOUNDS, QuantParams
 from optdnn.types import FP32, is_float
 
 
@@ -23,10 +23,10 @@ class Quantizer:
     """``op`` turns a value to 8 bits as ``to`` says, and does nothing else."""
 
     op: Op
-    to: Affine
+    to: QuantParams
 
 
-def quantization(graph: Graph, op: Op) -> tuple[Value, Affine] | None:
+def quantization(graph: Graph, op: Op) -> tuple[Value, QuantParams] | None:
     """What a Pointwise that only quantizes reads, and how; None for any other op, and for scales per channel."""
     if op.kind != "Pointwise" or op.inputs[0] is None or op.attrs.prologue or op.outputs[0].type.dtype.itemsize != 1:
         return None
@@ -49,7 +49,7 @@ def quantization(graph: Graph, op: Op) -> tuple[Value, Affine] | None:
         return None
     (scale,) = numbers["Div"]
     (zero,) = numbers.get("Add", [0.0])
-    return (op.inputs[0], Affine(dtype.name, scale, int(zero))) if np.isfinite(scale) and scale > 0 else None
+    return (op.inputs[0], QuantParams(dtype.name, scale, int(zero))) if np.isfinite(scale) and scale > 0 else None
 
 
 def quantizer_of(b: Builder, value: Value) -> Quantizer | None:

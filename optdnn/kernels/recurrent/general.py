@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, OPTIONS, arithmetic, literal
 from optdnn.kernels.recurrent.hopper import initial_states
@@ -62,7 +62,13 @@ class GeneralRNN(OwnTactic):
 
     @staticmethod
     def _recur(
-        b: Builder, op: Op, d: int, projected: Placed, r: Placed, bias: Placed | None, results: Sequence[Placed]
+        b: Builder,
+        op: Op,
+        d: int,
+        projected: TensorView,
+        r: TensorView,
+        bias: TensorView | None,
+        results: Sequence[TensorView],
     ) -> None:
         a: RNNAttrs = op.attrs
         steps, _, batch, hidden = op.outputs[0].type.static_shape
@@ -73,7 +79,7 @@ class GeneralRNN(OwnTactic):
         p = None if peep is None else _direction(b.operand(peep), d)
         writes = [y.view((steps, batch, hidden), (y.strides[0], *y.strides[2:]), d * y.strides[1]) for y in results[:1]]
         writes += [_direction(y, d) for y in results[1:]]
-        named: list[tuple[str, Placed | None]] = [
+        named: list[tuple[str, TensorView | None]] = [
             ("g", projected), ("r", r), ("b", bias), ("q", p), ("lens", lens), ("h0", states[0]),
             ("c0", states[1] if len(states) > 1 else None), *zip(("y", "yh", "yc"), writes, strict=False),
         ]  # fmt: skip
@@ -99,7 +105,7 @@ class GeneralRNN(OwnTactic):
         b.emit(op, spec, (batch, 1, 1), THREADS, block, "Recurrence", own, reads, writes, shared=shared)
 
 
-def _direction(x: Placed, d: int) -> Placed:
+def _direction(x: TensorView, d: int) -> TensorView:
     """One direction of a tensor that has them first."""
     return x.view(x.shape[1:], x.strides[1:], d * x.strides[0])
 

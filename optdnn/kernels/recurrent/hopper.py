@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, Placed, map_dtype
+from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.recurrent import kernel as rnn
-from optdnn.kernels.tactic import Offer, Rehearsed
+from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP32, Array
@@ -48,7 +48,7 @@ def _zero(b: Builder, value: Value | None) -> bool:
     return value is None or (array is not None and not array.any())
 
 
-class HopperRNN(Rehearsed):
+class HopperRNN(DryRunConfigs):
     """LSTM and GRU of 16-bit floats with constant weights: all steps, and all layers that follow one another, in one launch.
 
     The launch is emitted at the first layer; later ones find their results placed.
@@ -122,8 +122,8 @@ class HopperRNN(Rehearsed):
         return str(config)
 
     def _launch(
-        self, b: Builder, op: Op, layers: Sequence[Op], problem: rnn.Problem, config: rnn.Config, d: int, y: Placed,
-        states: Sequence[Placed], inner: Placed,
+        self, b: Builder, op: Op, layers: Sequence[Op], problem: rnn.Problem, config: rnn.Config, d: int, y: TensorView,
+        states: Sequence[TensorView], inner: TensorView,
     ) -> None:  # fmt: skip
         name = op.outputs[0].name
         parameters = [_constants(b, layer) for layer in layers]
@@ -145,7 +145,7 @@ class HopperRNN(Rehearsed):
         writes = [y, *states]
         if len(states) > 1:
             operands["final_c"] = states[1]
-        given: list[Placed | None] = [None, None]
+        given: list[TensorView | None] = [None, None]
         if problem.initial:
             for k, key in enumerate(("initial_h", "initial_c")[: len(states)]):
                 operands[key] = given[k] = self._initial(b, op, layers, d, k)
@@ -177,7 +177,7 @@ class HopperRNN(Rehearsed):
         )
 
     @staticmethod
-    def _initial(b: Builder, op: Op, layers: Sequence[Op], d: int, kind: int) -> Placed:
+    def _initial(b: Builder, op: Op, layers: Sequence[Op], d: int, kind: int) -> TensorView:
         """The initial states of all layers, one after the other."""
         batch, hidden = op.outputs[0].type.static_shape[2:]
         dtype = op.outputs[0].type.dtype
@@ -206,7 +206,9 @@ class HopperRNN(Rehearsed):
         return made
 
     @staticmethod
-    def _place(b: Builder, layers: Sequence[Op], last: Placed, finals: Sequence[Placed], inner: Placed) -> None:
+    def _place(
+        b: Builder, layers: Sequence[Op], last: TensorView, finals: Sequence[TensorView], inner: TensorView
+    ) -> None:
         """Where the results of all layers lie."""
         count = last.shape[1]
         for i, layer in enumerate(layers):

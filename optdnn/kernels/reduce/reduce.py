@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, Placed
+from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
 from optdnn.kernels.layout.views import ints
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, copy, literal, merge
@@ -53,8 +53,8 @@ def limits(t: str) -> tuple[str, str]:
 
 
 def emit_reduce(
-    b: Builder, op: Op, how: str, x: Placed, axes: Sequence[int], out: Placed, *, kind: str, attrs: dict[str, Any],
-    reads: Sequence[Placed | None],
+    b: Builder, op: Op, how: str, x: TensorView, axes: Sequence[int], out: TensorView, *, kind: str, attrs: dict[str, Any],
+    reads: Sequence[TensorView | None],
 ) -> None:  # fmt: skip
     """``out = how(x over axes)``; ``out`` has x's shape with the axes reduced to 1, or dropped."""
     kept = [i for i in range(len(x.shape)) if i not in axes]

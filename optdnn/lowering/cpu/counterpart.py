@@ -13,7 +13,7 @@ from optdnn.ir.evaluate import random_feeds
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.base import Measured, fastest, take_turns
 from optdnn.lowering.cpu.library import typical_sizes
-from optdnn.lowering.cpu.partition import Choice, choose
+from optdnn.lowering.cpu.partition import LibraryChoice, choose
 from optdnn.runtime.bench import sample
 from optdnn.runtime.runner import RunContext
 from optdnn.tuning.timing_cache import TimingCache
@@ -59,7 +59,7 @@ def fp32_of(options: BuildOptions) -> BuildOptions:
 
 def beside_fp32(
     graph: Callable[[], Graph],
-    choice: Choice,
+    choice: LibraryChoice,
     label: str,
     options: BuildOptions,
     cache: TimingCache,
@@ -86,7 +86,12 @@ def beside_fp32(
 
 
 def _in_turns(
-    choice: Choice, own: Measured, other: Choice, best: Measured, graph: Graph, progress: Callable[[str], None]
+    choice: LibraryChoice,
+    own: Measured,
+    other: LibraryChoice,
+    best: Measured,
+    graph: Graph,
+    progress: Callable[[str], None],
 ) -> tuple[Measured, Measured]:
     """Both measured once more, in turns: what else the machine did meanwhile then counts for both. As they are where made-up inputs
     may be none that the network takes (integers, scalars)."""

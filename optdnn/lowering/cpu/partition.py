@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass
-class Choice:
+class LibraryChoice:
     """The program that was chosen and why."""
 
     engine: Engine
@@ -52,7 +52,7 @@ def choose(
     *,
     base: str | None = None,
     label: str | None = None,
-) -> Choice:
+) -> LibraryChoice:
     """Try every tactic that ``options`` allows on ``graph``, and keep the fastest that is right.
 
     ``base`` is the float precision that is asked of the libraries (default: the options'); a graph that holds several types
@@ -283,7 +283,7 @@ class _Search:
         limit = NEAR * min(self.times.values())
         return list(dict.fromkeys(self.owner[n][0] for n, ms in self.times.items() if ms <= limit))
 
-    def conclude(self, meta: dict[str, Any]) -> Choice:
+    def conclude(self, meta: dict[str, Any]) -> LibraryChoice:
         """The fastest as an engine that carries ``meta``, and the account of all."""
         rows = []
         for name, ms in sorted(self.times.items(), key=lambda item: (item[1], item[0])):
@@ -307,7 +307,7 @@ class _Search:
         )
         fallbacks = {c.library.name: c.fallbacks for c in self.contenders if c.fallbacks}
         ran = contender.ran(engine, self._feeds if contender.library.name == "onnxruntime" else None)
-        return Choice(engine, rows, fallbacks, ran, contender.library.name)
+        return LibraryChoice(engine, rows, fallbacks, ran, contender.library.name)
 
 
 def _no_zero_divisors(op: Op, operands: list[Array | None]) -> list[Array | None]:

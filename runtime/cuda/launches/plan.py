@@ -45,7 +45,7 @@ MAP_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "tfloat32": 4, "int8": 1,
 
 
 @dataclass(frozen=True)
-class View:
+class OperandView:
     """A tensor in the step's operand number ``operand`` (inputs, then outputs); ``offset`` and ``strides`` count elements."""
 
     operand: int
@@ -149,13 +149,13 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True)
-class Meaning:
+class ReferenceOp:
     """The operator that a launch computes. ``attrs`` are plain (see :mod:`optdnn.runtime.attrs`)."""
 
     kind: str
     attrs: Mapping[str, Plain]
-    reads: tuple[View | None, ...]
-    writes: tuple[View | None, ...]
+    reads: tuple[OperandView | None, ...]
+    writes: tuple[OperandView | None, ...]
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class CudaStep:
     """A parsed step."""
 
     launch: LaunchPlan | LibraryCall
-    meaning: Meaning
+    meaning: ReferenceOp
     label: str = field(default="", compare=False)
     tactic: str = field(default="", compare=False)
     """Which tactic made it, and its configuration."""
@@ -215,7 +215,7 @@ def parse(step: Step, program: Program) -> CudaStep:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(f"a cuda step is malformed: {type(error).__name__}: {error}") from error
     label = ", ".join(step.src[:3]) or kind
-    return CudaStep(launch, Meaning(kind, attrs, reads, writes), label, tactic)
+    return CudaStep(launch, ReferenceOp(kind, attrs, reads, writes), label, tactic)
 
 
 def _elements(program: Program, buffer: int) -> tuple[int, int]:
@@ -227,11 +227,11 @@ def _elements(program: Program, buffer: int) -> tuple[int, int]:
     return b.nbytes // b.dtype.itemsize, b.dtype.itemsize
 
 
-def _view(value: Plain, sizes: Sequence[tuple[int, int]]) -> View | None:
+def _view(value: Plain, sizes: Sequence[tuple[int, int]]) -> OperandView | None:
     if value is None:
         return None
     operand, offset, shape, strides = value
-    view = View(_int(operand), _int(offset), tuple(map(_int, shape)), tuple(map(_signed, strides)))
+    view = OperandView(_int(operand), _int(offset), tuple(map(_int, shape)), tuple(map(_signed, strides)))
     _need(view.operand < len(sizes) and len(shape) == len(strides), "has a malformed view")
     low = high = view.offset
     for n, s in zip(view.shape, view.strides, strict=True):

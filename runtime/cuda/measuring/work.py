@@ -14,7 +14,7 @@ from typing import Any
 from optdnn.runtime.attrs import attrs_from_plain
 from optdnn.runtime.cuda.device import Device, check, driver
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.runtime.cuda.launches.plan import CudaStep, View
+from optdnn.runtime.cuda.launches.plan import CudaStep, OperandView
 from optdnn.runtime.program import Program, Step
 from optdnn.types import BF16, FP16, FP32, DType
 
@@ -76,7 +76,7 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     operands = (*step.inputs, *step.outputs)
     m = parsed.meaning
 
-    def dtype(v: View) -> DType:
+    def dtype(v: OperandView) -> DType:
         return program.buffers[operands[v.operand]].dtype
 
     seen = {(v.operand, v.offset, v.shape, v.strides): v for v in (*m.reads, *m.writes) if v is not None}
@@ -101,12 +101,12 @@ _COPIES = frozenset(
 """Kinds that compute nothing."""
 
 
-def _distinct(v: View) -> int:
+def _distinct(v: OperandView) -> int:
     """Elements that a view touches: broadcast axes count once."""
     return math.prod(n for n, s in zip(v.shape, v.strides, strict=True) if s != 0)
 
 
-def _products(kind: str, attrs: Mapping[str, Any], reads: Sequence[View | None], out: View | None) -> int:
+def _products(kind: str, attrs: Mapping[str, Any], reads: Sequence[OperandView | None], out: OperandView | None) -> int:
     """Operations of the matrix products that a step consists of; 0 for other kinds."""
     if out is None:
         return 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.runtime.cuda.compile.render import INEXACT
 from optdnn.runtime.cuda.device import Launch, check, driver
-from optdnn.runtime.cuda.launches.plan import CudaStep, Meaning
+from optdnn.runtime.cuda.launches.plan import CudaStep, ReferenceOp
 from optdnn.runtime.cuda.launches.stepwise import do
 from optdnn.runtime.cuda.libraries.caller import Called
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
@@ -210,7 +210,7 @@ def _download(context: CudaContext, buffer: int) -> Array:
     return flat
 
 
-def _rounds_floats(meaning: Meaning) -> bool:
+def _rounds_floats(meaning: ReferenceOp) -> bool:
     """Whether 8-bit integers of a step are rounded from what two ways of computing it may give differently."""
     stages = meaning.attrs.get("stages", ())
     return meaning.kind == "Quantized" or any(s[0] in INEXACT for s in stages)

@@ -23,7 +23,7 @@ from optdnn.errors import OptdnnError, RunError
 from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError, Recipe, version
 from optdnn.runtime.cuda.device import Device, Function, Launch, check, driver
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream, time_runs
-from optdnn.runtime.cuda.launches.plan import CudaStep, View
+from optdnn.runtime.cuda.launches.plan import CudaStep, OperandView
 from optdnn.runtime.cuda.libraries.support import version_of
 from optdnn.runtime.cuda.memory.allocator import DeviceMemory
 from optdnn.runtime.cuda.memory.shared import Pool
@@ -191,7 +191,12 @@ class GpuTimer:
                     )
 
     def _view(
-        self, program: Program, context: CudaContext, operands: Sequence[int], v: View, rows: dict[int, list[int]]
+        self,
+        program: Program,
+        context: CudaContext,
+        operands: Sequence[int],
+        v: OperandView,
+        rows: dict[int, list[int]],
     ) -> Array:
         """A view's elements on the host, or those at some places of axis 0."""
         buffer = operands[v.operand]

@@ -17,10 +17,10 @@ from support.sweep import sweep
 from optdnn.errors import InternalError
 from optdnn.kernels.attention import general_kernel as general
 from optdnn.kernels.attention.general_kernel import Config
-from optdnn.kernels.attention.hopper_kernel import Problem, View, bhsd, bshd
+from optdnn.kernels.attention.hopper_kernel import HeadView, Problem, bhsd, bshd
 from optdnn.kernels.launch import bind, load
-from optdnn.kernels.quantized.quantized_store import Narrow
-from optdnn.ops.requantize import Affine
+from optdnn.kernels.quantized.quantized_store import QuantizedStore
+from optdnn.ops.requantize import QuantParams
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
 
@@ -68,7 +68,7 @@ QUICK = (
     *("ring of four", "two tiles a warp", "a head of 128, queries from memory"),
     *("causal after a past", "causal, lengths", "masks of windows", "grouped queries", "bytes"),
 )
-TO = {"uint8": Affine("uint8", 0.02, 121), "int8": Affine("int8", 0.015, 3)}
+TO = {"uint8": QuantParams("uint8", 0.02, 121), "int8": QuantParams("int8", 0.015, 3)}
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2}
 
 
@@ -76,13 +76,13 @@ def dtype_of(problem: Problem) -> Any:
     return np.dtype(np.float16 if problem.dtype == "float16" else ml_dtypes.bfloat16)
 
 
-def seen(flat: np.ndarray, view: View, shape: tuple[int, ...]) -> np.ndarray:
+def seen(flat: np.ndarray, view: HeadView, shape: tuple[int, ...]) -> np.ndarray:
     """A view of a flat array in logical order (batch, head, position, feature)."""
     strides = [s * flat.itemsize for s in (view.batch, view.head, view.position, 1)]
     return np.lib.stride_tricks.as_strided(flat[view.offset :], shape, strides)
 
 
-def extent(view: View, shape: tuple[int, ...]) -> int:
+def extent(view: HeadView, shape: tuple[int, ...]) -> int:
     steps = (view.batch, view.head, view.position, 1)
     return view.offset + 1 + sum((n - 1) * s for n, s in zip(shape, steps, strict=True))
 
@@ -129,7 +129,7 @@ class Case:
         weights = np.exp(scores - np.where(np.isfinite(top), top, 0))
         total = weights.sum(-1, keepdims=True)
         self.want = (weights / np.where(total == 0, 1, total)) @ v
-        self.narrow = Narrow.of(TO[p.narrow]) if p.narrow else None
+        self.narrow = QuantizedStore.of(TO[p.narrow]) if p.narrow else None
 
     @property
     def out_dtype(self) -> Any:
@@ -170,7 +170,7 @@ def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_p
     assert general.refuse(problem, config) is None
     case, made = (
         Case(problem),
-        general.describe(problem, config, Narrow.of(TO[problem.narrow]) if problem.narrow else None),
+        general.describe(problem, config, QuantizedStore.of(TO[problem.narrow]) if problem.narrow else None),
     )
     library = emulated.compiled(general.recipe(problem, config, "sm_80"), "attention_sm80", tmp_path)
     raw = emulated.aligned(case.poisoned())
@@ -210,9 +210,9 @@ A, AC = merged(2, 4, 300, 64), Config(4, 1, 64, 2)
         (replace(A, scale=0.0), AC, "a scale of 0.0"),
         (replace(A, scale=float("inf")), AC, "a scale of inf"),
         (replace(A, key_heads=3), AC, "do not share 3 key heads"),
-        (replace(A, k=View(8, 8, 4)), AC, "k: chunks of 8"),
-        (replace(A, v=View(8, 8, -8)), AC, "v: chunks of 8"),
-        (replace(A, q=View(8, 8, 1 << 23)), AC, "q: positions are 8388608 elements apart"),
+        (replace(A, k=HeadView(8, 8, 4)), AC, "k: chunks of 8"),
+        (replace(A, v=HeadView(8, 8, -8)), AC, "v: chunks of 8"),
+        (replace(A, q=HeadView(8, 8, 1 << 23)), AC, "q: positions are 8388608 elements apart"),
         (A, replace(AC, keys=40), "not a tile"),
         (A, replace(AC, warps=3), "not a tile"),
         (A, replace(AC, tiles=3), "not a tile"),

@@ -16,7 +16,7 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv.parameters import Scatter
-from optdnn.lowering.choose import Choice
+from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops.conv import ConvAttrs
 from optdnn.optimize import optimize
@@ -156,7 +156,7 @@ def test_a_choice_that_cannot_run_is_an_error() -> None:
     (row,) = [t for t in lowered(graph, "fp32").meta["tactics"] if t["kind"] == "Conv"]
     options = BuildOptions(target="simulate", precision="fp32")
     optimize(graph, options, "simulate")
-    choice = Choice("conv_fp32", str(fp32.Config(64, 64, split=16)))
+    choice = TacticChoice("conv_fp32", str(fp32.Config(64, 64, split=16)))
     with pytest.raises(InternalError, match="are not shared by 16 blocks"):
         lower_cuda(graph, options, of_arch("sm_90a"), {}, choices={row["signature"]: choice})
 
@@ -170,7 +170,7 @@ def test_only_chains_in_the_order_of_k_are_row_invariant() -> None:
     assert "k" not in row["config"]
 
 
-def errors_on_gpu(graph: Graph, choices: dict[str, Choice] | None = None) -> list[float]:
+def errors_on_gpu(graph: Graph, choices: dict[str, TacticChoice] | None = None) -> list[float]:
     options = BuildOptions(target="cuda:sm_90a", precision="fp32")
     copy = graph.copy()
     optimize(copy, options, options.target)
@@ -202,5 +202,5 @@ def test_every_configuration_on_a_gpu_gives_what_it_means(channels: int) -> None
     problem = replace(DENSE, in_channels=channels, channels=72)
     for config in fp32.CONFIGS:
         if fp32.refuse(problem, config) is None:
-            (error,) = errors_on_gpu(graph, {row["signature"]: Choice("conv_fp32", str(config))})
+            (error,) = errors_on_gpu(graph, {row["signature"]: TacticChoice("conv_fp32", str(config))})
             assert error < 2e-6, (config, error)

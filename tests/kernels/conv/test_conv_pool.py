@@ -17,7 +17,7 @@ from optdnn.kernels.conv import pooled as conv_pool
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.lowering import table
-from optdnn.lowering.choose import Choice
+from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import emit_program
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.optimize import optimize
@@ -84,7 +84,7 @@ def test_a_librarys_convolution_that_was_chosen_runs_beside_one_that_would_take_
         for d in emit_program(graph, options, of_arch("sm_90a"), {}).decisions
         if d.choice.tactic == "conv_pool_sm90"
     }
-    chosen = emit_program(graph, options, of_arch("sm_90a"), {}, {key: Choice("library") for key in keys})
+    chosen = emit_program(graph, options, of_arch("sm_90a"), {}, {key: TacticChoice("library") for key in keys})
     assert len(keys) == 1
     assert [d.choice.tactic for d in chosen.decisions if d.signature in keys] == ["library"]
     assert any(d.op.kind == "MaxPool" for d in chosen.decisions)

@@ -16,7 +16,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv.stem import StemConv
-from optdnn.lowering.choose import Choice, named
+from optdnn.lowering.choose import TacticChoice, named
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops.conv import ConvAttrs
 from optdnn.optimize import optimize
@@ -34,7 +34,7 @@ def chosen(graph: Graph, precision: str = "fp16", target: str = "simulate") -> t
         if op.kind != "Conv":
             return
         if (why := StemConv().refuse(b, op)) is None:
-            choices[key] = Choice("conv_stem")
+            choices[key] = TacticChoice("conv_stem")
         else:
             reasons.append(why)
 

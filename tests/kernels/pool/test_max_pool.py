@@ -15,7 +15,7 @@ from support.sweep import sweep
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.lowering import table
-from optdnn.lowering.choose import Choice, Selection, alternatives
+from optdnn.lowering.choose import Selection, TacticChoice, alternatives
 from optdnn.lowering.cuda import Emitted, emit_program, lower_cuda
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.optimize import optimize
@@ -65,13 +65,13 @@ CASES = {
 def test_tiles(name: str, precision: str, tmp_path: Path) -> None:
     options = BuildOptions(target="simulate", precision=precision)
     graph = pooled(CASES[name])
-    found: list[tuple[str, Choice]] = []
+    found: list[tuple[str, TacticChoice]] = []
 
     def visit(b: Any, op: Any, key: str) -> None:
         if op.kind == "MaxPool":
             pairs = alternatives(b, op, table.TACTICS["MaxPool"], Selection())
             found.extend(
-                (key, Choice(t.name, o.name)) for t, o in pairs if t.name == "max_pool_tiled" and o is not None
+                (key, TacticChoice(t.name, o.name)) for t, o in pairs if t.name == "max_pool_tiled" and o is not None
             )
 
     copy = graph.copy()

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from optdnn.runtime.cuda.launches.plan import Meaning
+from optdnn.runtime.cuda.launches.plan import ReferenceOp
 from optdnn.runtime.cuda.trials.check import _rounds_floats, _share_off
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -35,8 +35,8 @@ def test_the_share_of_elements_one_step_off(dtype: Any, got: list[float], want: 
 
 
 def test_integers_are_exact_unless_a_stage_is_not() -> None:
-    plain = Meaning("QuantizedConv", {"stages": [["bias"], ["relu"], ["clip", 0.0, 6.0]]}, (), ())
+    plain = ReferenceOp("QuantizedConv", {"stages": [["bias"], ["relu"], ["clip", 0.0, 6.0]]}, (), ())
     assert not _rounds_floats(plain)
-    assert _rounds_floats(Meaning("QuantizedConv", {"stages": [["bias"], ["silu"]]}, (), ()))
-    assert _rounds_floats(Meaning("Quantized", {}, (), ()))
-    assert not _rounds_floats(Meaning("MaxPool", {}, (), ()))
+    assert _rounds_floats(ReferenceOp("QuantizedConv", {"stages": [["bias"], ["silu"]]}, (), ()))
+    assert _rounds_floats(ReferenceOp("Quantized", {}, (), ()))
+    assert not _rounds_floats(ReferenceOp("MaxPool", {}, (), ()))

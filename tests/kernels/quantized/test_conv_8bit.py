@@ -18,7 +18,7 @@ from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.quantized import stem as quantized
 from optdnn.ops import requantize
-from optdnn.ops.requantize import Affine
+from optdnn.ops.requantize import QuantParams
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.reference.conv import conv as reference_conv
@@ -28,7 +28,7 @@ from optdnn.runtime.reference.quantized import epilogue
 def test_relu_becomes_a_bound_and_constants_are_in_steps_of_the_result() -> None:
     scale, bias = np.array([0.5, 0.25]), np.array([3.0, -1.0])
     found = requantize.scaling(
-        (("add",), ("relu",)), scale, bias, out=Affine("int8", 0.5), residual=Affine("int8", 0.125)
+        (("add",), ("relu",)), scale, bias, out=QuantParams("int8", 0.5), residual=QuantParams("int8", 0.125)
     )
     assert found.stages == (("bias",), ("add",))
     assert (found.requantize.low, found.requantize.high, found.requantize.residual_scale) == (0.0, 127.0, 0.25)
@@ -36,13 +36,15 @@ def test_relu_becomes_a_bound_and_constants_are_in_steps_of_the_result() -> None
 
 
 def test_a_stage_that_scales_do_not_pass_stays_in_real_units() -> None:
-    found = requantize.scaling((("silu",), ("clip", -1.0, 2.0)), np.ones(1), np.ones(1), out=Affine("uint8", 0.5, 10))
+    found = requantize.scaling(
+        (("silu",), ("clip", -1.0, 2.0)), np.ones(1), np.ones(1), out=QuantParams("uint8", 0.5, 10)
+    )
     assert found.stages == (("bias",), ("silu",), ("clip", -1.0, 2.0), ("mul_const", 2.0))
     assert (found.requantize.low, found.requantize.high) == (-10.0, 245.0)
 
 
 def test_bounds_that_leave_nothing_stay_in_order() -> None:
-    found = requantize.scaling((("clip", 200.0, 300.0),), np.ones(1), np.ones(1), out=Affine("int8", 1.0))
+    found = requantize.scaling((("clip", 200.0, 300.0),), np.ones(1), np.ones(1), out=QuantParams("int8", 1.0))
     assert found.requantize.low == found.requantize.high == 127.0
 
 

@@ -21,7 +21,7 @@ from optdnn.kernels.conv import patch_kernel as conv_patch
 from optdnn.kernels.conv.bands import banded, groups_together
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.quantized.bands import BandedQuantizedConv
-from optdnn.lowering.choose import Choice
+from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
@@ -148,7 +148,7 @@ def test_every_kind_of_configuration_on_a_gpu_is_exact(kernel: int, stride: int,
     problem = Problem(3, 256, (source,), tuple(op.attrs.stages), "int8", residual_dtype="int8" * residual, bands=4)
     offers = conv_sm90.ranked(problem, True, of_arch("sm_90a"))
     for offer in [*offers[:3], *offers[3 :: max(1, len(offers) // 12)]]:
-        choices = {row["signature"]: Choice("conv_bands_sm90_8bit", offer.name)}
+        choices = {row["signature"]: TacticChoice("conv_bands_sm90_8bit", offer.name)}
         program = lower_cuda(graph, options, facts_for(TargetName.parse(options.target).arch), {}, choices=choices)
         assert [t["config"] for t in program.meta["tactics"] if t["kind"] == "QuantizedConv"] == [offer.name]
         context: Any = CudaRunner(program, LoadOptions()).context()

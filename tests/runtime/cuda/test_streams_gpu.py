@@ -10,7 +10,7 @@ from support.branches import inception, products
 from support.needs import why_no_hopper
 from support.simulated import feeds_of, lowered
 
-from optdnn.lowering import stream_schedule as lanes
+from optdnn.lowering import lanes as lanes
 from optdnn.runtime.cuda.device import check, driver
 from optdnn.runtime.cuda.libraries.find import present
 from optdnn.runtime.cuda.measuring.measure import profile_gpu

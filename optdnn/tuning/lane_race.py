@@ -8,7 +8,7 @@ from typing import Any
 
 from optdnn.config import BuildOptions
 from optdnn.lowering.assemble import placed
-from optdnn.lowering.streams import CLEAR, WAYS, Streams, on_lanes
+from optdnn.lowering.lane_choice import CLEAR, WAYS, LaneChoice, on_lanes
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.trials.process import NetworkLost
 from optdnn.runtime.program import Program
@@ -33,11 +33,11 @@ def race_lanes(
     ``go_on`` raises where there is no time left: what was found so far stays. Lanes with which the network hangs or crashes are
     left out, with a line in ``found.lost``.
     """
-    best = found.streams = Streams()
+    best = found.streams = LaneChoice()
     tried: set[Any] = set()
     for most, forced in WAYS:
         go_on()
-        way = Streams(most, forced, measured)
+        way = LaneChoice(most, forced, measured)
         laned = on_lanes(program, gpu, seconds, options, way)
         made = (laned.lanes, tuple(s.outputs for s in laned.steps))
         if not laned.lanes or made in tried:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optdnn.config import AUTO, BuildOptions
-from optdnn.lowering.stream_schedule import MOST_LANES, with_lanes
+from optdnn.lowering.lanes import MOST_LANES, with_lanes
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.runtime.program import Program
 
@@ -19,7 +19,7 @@ CLEAR = 0.99
 
 
 @dataclass(frozen=True)
-class Streams:
+class LaneChoice:
     """What tuning found: the way (see :data:`WAYS`; ``most`` 1: one lane) that is the fastest in the whole network, the measured
     ``seconds`` of operators by signature that lanes are made by, and milliseconds of an inference in one lane and with lanes."""
 
@@ -35,7 +35,7 @@ class Streams:
         return {"most": self.most, "forced": self.forced, "us": kept, "one_ms": self.one_ms, "lanes_ms": self.lanes_ms}
 
     @classmethod
-    def of_plain(cls, plain: Any) -> Streams | None:
+    def of_plain(cls, plain: Any) -> LaneChoice | None:
         """The inverse; None for anything else."""
         match plain:
             case {"most": int(most), "forced": bool(forced), "us": dict(us), "one_ms": one, "lanes_ms": lanes} if (
@@ -57,7 +57,7 @@ def on_lanes(
     gpu: GpuFacts,
     seconds: Mapping[int, float],
     options: BuildOptions,
-    streams: Streams | None = None,
+    streams: LaneChoice | None = None,
 ) -> Program:
     """The program, its steps side by side as ``options.streams`` wants it: "auto" where tuning found it to be faster, or, untuned,
     where a clear gain is predicted.
@@ -73,7 +73,7 @@ def on_lanes(
     if streams is None:  # not tuned: the cost model decides, where what forks and joins cost was measured
         if not gpu.hopper:
             return program
-        streams = Streams(MOST_LANES)
+        streams = LaneChoice(MOST_LANES)
     if streams.most > 1:
         program = with_lanes(program, model, seconds, streams.most, forced=streams.forced)
     why = streams.why() if program.lanes or streams.lanes_ms is not None else NOTHING
