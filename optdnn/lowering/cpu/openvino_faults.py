@@ -23,6 +23,8 @@ _MOVING = frozenset(
 """Kinds that OpenVINO runs on quantized integers: it moves DequantizeLinear behind them."""
 _SCALING = frozenset({"Add", "AveragePool", "Clip", "Div", "Mul", "Neg", "Sub"})
 """Further kinds that OpenVINO moves a DequantizeLinear behind, with another scale or zero point."""
+_PASSING = frozenset({"Identity", "Slice", "Split", "Transpose"})
+"""Kinds that do not keep OpenVINO from writing quantized integers at once, in the kernel of what they read."""
 _AVERAGED = frozenset({"GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"})
 _FEW_ROWS = 8
 _CHANNELWISE = frozenset({"Add", "Div", "Mul", "Sub"})
@@ -149,6 +151,33 @@ def _sums_three_axes(graph: Graph, op: Op) -> str | None:
     x = op.inputs[0] if op.kind in ("GlobalAveragePool", "ReduceMean", "ReduceSum") else None
     if x is not None and graph.type(x).rank == 3 and _dequantized(graph, x, _MOVING | _SCALING):
         return "openvino sums quantized values of three axes wrongly"
+    return None
+
+
+def _quantizes_extremes(graph: Graph, op: Op) -> str | None:
+    """Largest and smallest elements of floats that are quantized, at once or after elementwise steps, are those of other integers."""
+    if op.kind not in ("GlobalMaxPool", "ReduceMax", "ReduceMin"):
+        return None
+    back = _maker(graph, op, 0)
+    dequantized = back is not None and back.kind == "DequantizeLinear"  # integers are compared in its place, rightly
+    if not dequantized and _quantized_behind(graph, op):
+        return "openvino gives wrong integers where largest or smallest elements of floats are quantized"
+    return None
+
+
+def _groups_between_zero_points(graph: Graph, op: Op) -> str | None:
+    """A grouped convolution of uint8 with a zero point, quantized as int8 with one, is wrong where another convolution reads it."""
+    back = _maker(graph, op, 0) if op.kind == "Conv" and op.attrs.group > 1 else None
+    data = back.inputs[0] if back is not None and back.kind == "DequantizeLinear" else None
+    if back is None or data is None or graph.type(data).dtype != UINT8 or _is_zero(graph, back.input(2)):
+        return None
+    made, w = op.outputs[0].type.shape, op.inputs[1]
+    kernel = None if w is None else graph.type(w).shape
+    if made is not None and kernel is not None and made[1] == op.attrs.group and kernel[1] == 1:
+        return None  # a depthwise convolution is right
+    for q in _quantized_behind(graph, op):
+        if q.outputs[0].type.dtype == INT8 and not _is_zero(graph, q.input(2)):
+            return "openvino computes a grouped convolution wrongly from uint8 to int8, both with zero points"
     return None
 
 
@@ -302,6 +331,8 @@ _FAULTS = (
     _rounds_averages,
     _averages_padding,
     _sums_three_axes,
+    _quantizes_extremes,
+    _groups_between_zero_points,
     _one_column,
     _without_peepholes,
     _as_many_heads_as_tokens,
@@ -344,6 +375,23 @@ def _dequantized(graph: Graph, value: Value | None, through: Collection[str]) ->
             found.append(op)
         elif op.kind not in STRUCTURAL and _kinds(op) - {"Pointwise"} <= set(through):
             stack += op.inputs
+    return found
+
+
+def _quantized_behind(graph: Graph, op: Op) -> list[Op]:
+    """The QuantizeLinear that read the op's results, or what is computed from them elementwise."""
+    stack, seen, found = [op], {op.id}, list[Op]()
+    while stack:
+        at = stack.pop()
+        for use in (u for slot in range(len(at.outputs)) for u in graph.uses(Value(at.id, slot))):
+            reader = graph.op(Value(use.op, 0))
+            if reader.id in seen:
+                continue
+            seen.add(reader.id)
+            if reader.kind == "QuantizeLinear":
+                found.append(reader)
+            elif reader.kind not in STRUCTURAL and (reader.definition.traits.pointwise or reader.kind in _PASSING):
+                stack.append(reader)
     return found
 
 

@@ -38,6 +38,20 @@ def quantized_conv(kernel: int, stride: int, pad: int) -> str:
     y = Conv<kernel_shape = [{kernel}], strides = [{stride}], pads = [{pad}, {pad}]>(d, dw)"""
 
 
+def grouped(groups: int, zero: int, kind: str, between: int, step: str = "Identity") -> tuple[str, str]:
+    """Constants and nodes of a grouped convolution of uint8, and another of its result as ``kind``; with these zero points."""
+    rng = np.random.default_rng(1)
+    w, v = (", ".join(map(str, rng.integers(-127, 128, n))) for n in (16 // groups, 16))
+    constants = (
+        f"float s = {{0.0177}}, uint8 z = {{{zero}}}, float s2 = {{0.0267}}, {kind} z2 = {{{between}}}, float sw = {{0.007}}, "
+        f"int8[4, {4 // groups}, 1, 1] w = {{{w}}}, int8[4, 4, 1, 1] v = {{{v}}}"
+    )
+    nodes = f"""
+    d = DequantizeLinear(x, s, z) e = DequantizeLinear(w, sw) c = Conv<group = {groups}>(d, e) a = {step}(c)
+    q = QuantizeLinear(a, s2, z2) b = DequantizeLinear(q, s2, z2) f = DequantizeLinear(v, sw) y = Conv(b, f)"""
+    return constants, nodes
+
+
 DEQUANTIZED = "q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z)"
 INT8 = "float s = {0.02405719}, int8 z = {0}, float s2 = {0.023881}, int8 z2 = {1}"
 BOUNDS = "float low = {-0.61}, float high = {0.505}"
@@ -57,6 +71,7 @@ SMALL = (
     "float[2, 4] v = {0.5, -1, 0.7, 0.1, 0.9, 0.3, -0.4, 1}, "
     "int8[4, 2] w = {50, -27, 13, 44, 90, 3, -70, 11}, float sw = {0.01}"
 )
+BYTES = "uint8[1, 4, 6, 6] x"
 CHANNELS = "float[1, 5, 1] c = {1, 2, 3, 4, 5}"
 
 
@@ -215,6 +230,39 @@ CASES: dict[str, tuple[str, str, str, str, str | None]] = {
         "float[N, 5, 7] x", "float[N, 5, 1] y", f"{CHANNELS}, int64[1] axes = {{2}}",
         "a = ReduceMax<keepdims = 1>(x, axes) r = Sqrt(a) y = Mul(c, r)", "Mul",
     ),
+    "a quantized maximum": (
+        PICTURE, "int8[3, 2, 1, 1] y", INT8, "m = GlobalMaxPool(x) y = QuantizeLinear(m, s, z)", "GlobalMaxPool",
+    ),
+    "a quantized maximum of one axis": (
+        PICTURE, "int8[3, 2, 8, 1] y", f"{INT8}, int64[1] axes = {{3}}",
+        "m = ReduceMax(x, axes) y = QuantizeLinear(m, s2, z2)", "ReduceMax",
+    ),
+    "a quantized function of a minimum": (
+        PICTURE, "float[2, 3, 1, 1] y", f"{INT8}, int64[2] axes = {{2, 3}}",
+        "m = ReduceMin(x, axes) r = Sigmoid(m) t = Transpose<perm = [1, 0, 2, 3]>(r) q = QuantizeLinear(t, s, z) "
+        "y = DequantizeLinear(q, s, z)", "ReduceMin",
+    ),
+    "a maximum of a function of quantized values": (
+        PICTURE, "int8[3, 2, 1, 1] y", INT8,
+        f"{DEQUANTIZED} e = Sigmoid(d) m = GlobalMaxPool(e) y = QuantizeLinear(m, s, z)", "GlobalMaxPool",
+    ),
+    "a maximum of quantized values": (
+        PICTURE, "int8[3, 2, 1, 1] y", INT8, f"{DEQUANTIZED} m = GlobalMaxPool(d) y = QuantizeLinear(m, s2, z2)", None,
+    ),
+    "a maximum that is not quantized": (PICTURE, "float[3, 2, 1, 1] y", "", "m = GlobalMaxPool(x) y = Sigmoid(m)", None),
+    "a quantized norm": (
+        PICTURE, "int8[3, 2, 1, 1] y", f"{INT8}, int64[2] axes = {{2, 3}}",
+        "m = ReduceL2(x, axes) y = QuantizeLinear(m, s2, z2)", None,
+    ),
+    "groups from uint8 to int8": (BYTES, "float[1, 4, 6, 6] y", *grouped(2, 95, "int8", 29), "Conv"),
+    "groups from uint8 to int8, with an activation": (
+        BYTES, "float[1, 4, 6, 6] y", *grouped(2, 128, "int8", -3, "Relu"), "Conv",
+    ),
+    "groups to int8, without a zero point": (BYTES, "float[1, 4, 6, 6] y", *grouped(2, 0, "int8", 29), None),
+    "groups to int8 without a zero point": (BYTES, "float[1, 4, 6, 6] y", *grouped(2, 95, "int8", 0), None),
+    "groups from uint8 to uint8": (BYTES, "float[1, 4, 6, 6] y", *grouped(2, 95, "uint8", 29), None),
+    "one group from uint8 to int8": (BYTES, "float[1, 4, 6, 6] y", *grouped(1, 95, "int8", 29), None),
+    "each channel from uint8 to int8": (BYTES, "float[1, 4, 6, 6] y", *grouped(4, 95, "int8", 29), None),
     "channels of a window": (
         "float[3, 5, 7] x", "float[3, 5, 1] y", CHANNELS, "a = MaxPool<kernel_shape = [7]>(x) y = Add(a, c)", None,
     ),
