@@ -7,7 +7,7 @@ import onnx
 import onnx.parser
 import pytest
 from random_nets.explanations import EXPLANATIONS
-from random_nets.instrument import instrumented, rounding
+from random_nets.instrument import halved, in_half, instrumented, rounding
 from random_nets.judge import Verdict, judged
 from random_nets.oracle import Feeds, NoOracleError, Oracle, Results
 
@@ -63,6 +63,54 @@ def test_values_outside_of_what_calibration_saw() -> None:
     assert name(verdict(model, run, saturated, "int8")) == "wrong"
 
 
+SATURATING = parsed(
+    "(float[2, S, 2] x) => (int64[2] y)",
+    "s = ReduceSum<keepdims = 0>(x, a) p = MatMul(s, w) y = ArgMax<axis = 0, keepdims = 0>(p)",
+    "int64[1] a = {1}, float[2, 2] w = {-1, -0.1, -1, 0.1}",
+)
+
+
+@pytest.mark.parametrize(("places", "wanted"), [([1, 0], "outside_calibration"), ([0, 1], "wrong"), ([1, 1], "wrong")])
+def test_places_of_the_largest_after_saturated_values(places: list[int], wanted: str) -> None:
+    """Sums (8, 8) and (24, 1.9) saturate at 2 as operands of the product: the first then has the larger total. Its products would
+    be equal if they saturated, too. A place that does not follow from that is wrong."""
+    seen = {"x": np.array([[[1, 0.5]] * 2, [[0.5, 1]] * 2], np.float32)}
+    run = {"x": np.array([[[1, 1]] * 8, [[3, 0.2375]] * 8], np.float32)}
+    assert Oracle(SATURATING).run(run)["y"].tolist() == [0, 0]
+    change = {"y": np.array(places)}
+    assert name(verdict(SATURATING, run, change, "int8", (seen,))) == wanted
+    assert name(verdict(SATURATING, run, change, "int8", (run,))) == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("change", "precision", "wanted"),
+    [
+        ([True, False, False], "fp16", "halves"),
+        ([True, False, False], "fp32", "wrong"),
+        ([False, True, False], "fp16", "wrong"),  # 1.002 is no 1 in fp16
+        ([True, True, False], "fp16", "wrong"),
+    ],
+)  # fmt: skip
+def test_what_is_equal_in_half_precision(change: list[bool], precision: str, wanted: str) -> None:
+    model = parsed("(float[3] x) => (bool[3] y)", "s = Sign(x) y = Equal(s, x)")
+    feeds = {"x": np.array([1.0002, 1.002, -0.5], np.float32)}
+    assert Oracle(model).run(feeds)["y"].tolist() == [False, False, False]
+    assert name(verdict(model, feeds, {"y": np.array(change)}, precision)) == wanted
+
+
+def test_half_precision_of_constants_and_of_results() -> None:
+    model = parsed(
+        "(float[1] x) => (float[1] y, float[1] p)", "p = Mul(x, c) y = Mul(x, d)", "float c = {1.0002}, float d = {1.5}"
+    )
+    x = np.array([1.0007], np.float32)
+    constants = Oracle(in_half(model, results=False)).run({"x": x})
+    results = Oracle(in_half(model, results=True)).run({"x": x})
+    assert constants["p"] == x
+    assert constants["y"] == np.float32(1.5) * x
+    assert results["p"] == halved(x) != x
+    assert results["y"] == halved(np.float32(1.5) * x)
+
+
 LOOP = parsed(
     "(float[N, 6] x, int64 trips) => (float[?, 6] y, float[?, 6] z)",
     """l, rows = Loop (trips, go, x) <body = b (int64 i, bool c, float[?, 6] u) => (bool k, float[?, 6] v, float[?, 6] w)
@@ -94,7 +142,7 @@ def test_an_explanation_that_cannot_be_tried_explains_nothing(monkeypatch: pytes
     feeds = {"x": np.ones((2, 6), np.float32), "trips": np.array(0)}
     monkeypatch.setattr("random_nets.explanations.values", refused)
     assert name(verdict(LOOP, feeds, {"y": np.zeros((2, 6), np.float32)}, "fp32")) == "wrong"
-    assert len(EXPLANATIONS) == 3
+    assert len(EXPLANATIONS) == 4
 
 
 def test_values_in_branches_are_moved_and_sizes_are_not() -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
 
 from random_nets.draw import Array, reads_of
-from random_nets.instrument import clipping, instrumented, rounding
+from random_nets.instrument import PRODUCTS, clipping, halved, in_half, instrumented, rounding
 from random_nets.oracle import Feeds, NoOracleError, Oracle, Results
 
 Off = list[tuple[int, str]]
@@ -24,7 +24,7 @@ Off = list[tuple[int, str]]
 class Case:
     """Results that differ: of the network, its runs, what was got and wanted. ``near(got, want, moved)``: the error is not larger
     than what the change that gave ``moved`` does. ``nudge`` is the relative size of a rounding; ``calibration`` the feeds that an
-    int8 engine was calibrated with."""
+    int8 engine was calibrated with; ``half`` says that it computes in fp16."""
 
     oracle: Oracle
     feeds: Sequence[Feeds]
@@ -34,6 +34,7 @@ class Case:
     nudge: float
     near: Callable[[Array, Array, Sequence[Array]], bool]
     calibration: Sequence[Feeds] = ()
+    half: bool = False
 
 
 def roundings(case: Case) -> Off:
@@ -45,7 +46,8 @@ def roundings(case: Case) -> Off:
 
 def outside_calibration(case: Case) -> Off:
     """Values of this run leave the ranges that were seen in calibration, and saturate. A build calibrates at the sizes of its first
-    profile: a sum over a longer axis may exceed what was seen. Clipped to those ranges the float network differs as much."""
+    profile: a sum over a longer axis may exceed what was seen. Clipped to those ranges the float network differs as much, whether
+    all of its values are quantized or the operands of products alone; its integers are those."""
     if not case.calibration:
         return []
     ranges: dict[str, tuple[float, float]] = {}
@@ -54,7 +56,22 @@ def outside_calibration(case: Case) -> Off:
             if a.dtype == np.float32 and a.size and np.isfinite(a).all():
                 low, high = ranges.get(name, (0.0, 0.0))
                 ranges[name] = min(low, float(a.min())), max(high, float(a.max()))
-    return _as_far(case, [instrumented(case.oracle.model, clipping(ranges))], case.off)
+    read = {name for node in case.oracle.model.graph.node if node.op_type in PRODUCTS for name in node.input}
+    clipped = (ranges, {name: r for name, r in ranges.items() if name in read})
+    models = [instrumented(case.oracle.model, clipping(some)) for some in clipped]
+    return _as_far(case, models, case.off, integers=_follows)
+
+
+def halves(case: Case) -> Off:
+    """Values that are nearly equal become equal in fp16, which no nudge makes them. With its inputs, or all values, rounded to fp16
+    the network gives the same integers."""
+    if not case.half:
+        return []
+    rounded = replace(case, feeds=[{n: halved(a) for n, a in feed.items()} for feed in case.feeds])
+    models = [in_half(case.oracle.model, results=results) for results in (False, True)]
+    return _as_far(
+        rounded, models, [(k, n) for k, n in case.off if case.want[k][n].dtype.kind != "f"], integers=_follows
+    )
 
 
 def no_trips(case: Case) -> Off:
@@ -82,7 +99,7 @@ def no_trips(case: Case) -> Off:
     return found
 
 
-EXPLANATIONS: tuple[Callable[[Case], Off], ...] = (no_trips, roundings, outside_calibration)
+EXPLANATIONS: tuple[Callable[[Case], Off], ...] = (no_trips, halves, roundings, outside_calibration)
 
 
 def explained(case: Case) -> str | None:
@@ -90,7 +107,7 @@ def explained(case: Case) -> str | None:
     left, used = case.off, []
     for explanation in EXPLANATIONS:
         try:
-            found = explanation(_only(case, left))
+            found = explanation(replace(case, off=left))
         except NoOracleError:
             continue  # ONNX Runtime does not take the changed network: this explanation cannot be tried
         if found:
@@ -101,15 +118,26 @@ def explained(case: Case) -> str | None:
     return None
 
 
-def _only(case: Case, off: Off) -> Case:
-    return Case(case.oracle, case.feeds, case.got, case.want, off, case.nudge, case.near, case.calibration)
-
-
-def _as_far(case: Case, models: Sequence[onnx.ModelProto], off: Off) -> Off:
-    """What of ``off`` these changed networks explain."""
+def _as_far(
+    case: Case,
+    models: Sequence[onnx.ModelProto],
+    off: Off,
+    integers: Callable[[Array, Array, Sequence[Array]], bool] | None = None,
+) -> Off:
+    """What of ``off`` these changed networks explain: floats by ``case.near``, integers by ``integers`` where given."""
     oracles = [Oracle(m) for m in models]
     moved = {k: [o.run(case.feeds[k]) for o in oracles] for k in sorted({k for k, _ in off})}
-    return [(k, n) for k, n in off if case.near(case.got[k][n], case.want[k][n], [m[n] for m in moved[k]])]
+
+    def explains(got: Array, want: Array, others: Sequence[Array]) -> bool:
+        return (case.near if integers is None or want.dtype.kind == "f" else integers)(got, want, others)
+
+    return [(k, n) for k, n in off if explains(case.got[k][n], case.want[k][n], [m[n] for m in moved[k]])]
+
+
+def _follows(got: Array, want: Array, moved: Sequence[Array]) -> bool:
+    """Each element that differs is that of a changed network."""
+    alike = [m for m in (want, *moved) if (m.dtype, m.shape) == (got.dtype, got.shape)]
+    return bool(alike) and bool(np.logical_or.reduce([got == m for m in alike]).all())
 
 
 def values(model: onnx.ModelProto, feeds: Feeds) -> Results:

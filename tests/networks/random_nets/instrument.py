@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import onnx
-from onnx import GraphProto, NodeProto, TensorProto, helper, shape_inference
+from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
+
+from random_nets.draw import Array
 
 Rule = Callable[[NodeProto, str, str], Sequence[NodeProto]]
 """(maker of a value, name that the value has now, name that the last node gives) -> nodes; none: the value stays."""
@@ -43,6 +46,9 @@ EXACT = frozenset(
     | {"Squeeze", "Tile", "TopK", "Transpose", "Trilu", "Unique", "Unsqueeze", "Where"}
 )
 """Operators that choose or move elements: they round nothing."""
+
+PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+"""Operators whose operands calibration quantizes in any case."""
 
 
 def graphs(graph: GraphProto) -> Iterator[GraphProto]:
@@ -117,3 +123,28 @@ def clipping(ranges: dict[str, tuple[float, float]]) -> Rule:
         return [*made, helper.make_node("Clip", [before, *bounds], [after])]
 
     return rule
+
+
+def halved(array: Array) -> Array:
+    """float32 rounded to fp16; other types as they are."""
+    return array.astype(np.float16).astype(np.float32) if array.dtype == np.float32 else array
+
+
+def in_half(model: onnx.ModelProto, *, results: bool) -> onnx.ModelProto:
+    """A copy whose constants, and with ``results`` all results of nodes, are rounded to fp16."""
+
+    def rule(node: NodeProto, before: str, after: str) -> list[NodeProto]:
+        if not results and node.op_type != "Constant":
+            return []
+        half = f"{after}/half"
+        return [
+            helper.make_node("Cast", [before], [half], to=TensorProto.FLOAT16),
+            helper.make_node("Cast", [half], [after], to=TensorProto.FLOAT),
+        ]
+
+    changed = instrumented(model, rule)
+    sizes = sizing(changed.graph)
+    for t in changed.graph.initializer:
+        if t.data_type == TensorProto.FLOAT and t.name not in sizes:
+            t.CopyFrom(numpy_helper.from_array(halved(numpy_helper.to_array(t)), t.name))
+    return changed

@@ -120,7 +120,7 @@ def judged(
     def near(ours: Array, theirs: Array, moved: Sequence[Array]) -> bool:
         return _explained(ours, theirs, moved, tolerance, CHANGED)
 
-    why = explained(Case(oracle, feeds, got, want, off, tolerance.nudge, near, calibration))
+    why = explained(Case(oracle, feeds, got, want, off, tolerance.nudge, near, calibration, precision == "fp16"))
     return verdict if why is None else Verdict("explained", f"{why}: {verdict.detail}")
 
 
