@@ -1,6 +1,6 @@
 """Whether the engines of the cpu target's tactics are right: against each other, and against the NumPy oracle where they differ.
 
-Where sizes depend on the data, each engine runs a sequence of inputs that make them empty, smaller and larger. Memory that results
+A quantized network runs smaller inputs, too: made-up ones may saturate it. Where sizes depend on the data, each engine runs a sequence of inputs that make them empty, smaller and larger. Memory that results
 lie in is overwritten between runs, so that a result that is left over from an earlier run cannot pass for a right one.
 """
 
@@ -21,7 +21,7 @@ from optdnn.passes.support.decisions import DECIDES
 from optdnn.types import BF16, FP16, Array, is_float
 
 ORACLE_SECONDS = 20.0
-"""How long the oracle may take for a sequence of inputs; what comes later is left to the libraries that agree."""
+"""How long the oracle may take for further inputs; what comes later is left to the libraries that agree."""
 FEW = 0.01
 """The part of an output's integers that roundoff of the floats they come from may change without a word."""
 
@@ -35,11 +35,16 @@ def check(
     may itself turn a roundoff into another result, or rank what is equal: what differs no more than that is not called wrong.
     """
     judge = _Judge(graph, precision)
+    start = time.perf_counter()
     wrong, doubts = judge(trials, feeds)
-    if not sized_by_data(graph):
-        return wrong, doubts
-    deadline = time.perf_counter() + ORACLE_SECONDS
-    for what, inputs in _sequence(feeds):
+    now = time.perf_counter()
+    deadline = now + ORACLE_SECONDS
+    further: list[tuple[str, Mapping[str, Array]]] = []
+    if judge.quantized and now - start < ORACLE_SECONDS:
+        further.append(("smaller inputs", {n: (a / 2).astype(a.dtype) if _is_data(a) else a for n, a in feeds.items()}))
+    if sized_by_data(graph):
+        further += _sequence(feeds)
+    for what, inputs in further:
         left = {name: trial for name, trial in trials.items() if name not in wrong}
         late = time.perf_counter() > deadline
         found, unsure = judge(left, inputs, must=False, may_ask=not late)
@@ -77,7 +82,7 @@ class _Judge:
         self.quantized = bool(graph.of_kind(*_ROUNDS))
         limit = {"fp32": 1e-3, "bf16": 0.25}[precision]
         if self.quantized:  # a value on the edge between two integers falls either way: steps of 1/255, layers deep
-            limit = max(limit, 0.1)
+            limit = max(limit, _STEPS)
         types = {o.type.dtype for op in graph.ops() for o in op.outputs}
         # A few roundoffs of the model's own types.
         self.limit = max(limit, 2**-5 if BF16 in types else 2**-8 if FP16 in types else 0.0)
@@ -204,6 +209,8 @@ class _Difference:
     what: str
 
 
+_STEPS = 0.05
+"""About twelve steps of 8-bit integers."""
 _ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul")
 _NUDGE = 2.0**-20
 _STEP = 2.0**-10

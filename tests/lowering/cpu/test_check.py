@@ -96,15 +96,45 @@ def test_a_few_integers_may_fall_to_the_other_side() -> None:
     assert judge_spoiled(integers(), few) == ({}, {})
 
 
-def test_integers_of_quantized_networks_may_be_off_by_one() -> None:
+def quantized() -> Graph:
     graph = Graph()
     x = graph.add_input("x", tensor(FP32, 50))
     scale, zero = graph.add_constant(np.array(0.02, np.float32)), graph.add_constant(np.array(3, np.uint8))
     attrs = OPDEFS["QuantizeLinear"].attrs(output_dtype=np.dtype(np.uint8))
     graph.add_output(graph.add("QuantizeLinear", [x, scale, zero], attrs).value, "q")
+    return graph
+
+
+def test_integers_of_quantized_networks_may_be_off_by_one() -> None:
+    graph = quantized()
     assert judge_spoiled(graph, lambda y, _: {"q": y["q"] ^ 1}) == ({}, {})
     wrong, _ = judge_spoiled(graph, lambda y, _: {"q": y["q"] ^ 128})
     assert "differs from the reference in 100.0% of its integers" in wrong["fake/1t"]
+
+
+def test_quantized_results_are_compared_to_a_few_steps() -> None:
+    """The limit is about twelve steps of 255; what the network itself does to a nudge is less than that here."""
+
+    def lowered(steps: int) -> Spoil:
+        return lambda y, _: {"q": np.where(y["q"] > 100, y["q"] - steps, y["q"]).astype(np.uint8)}
+
+    feeds = {"x": np.linspace(-6, 6, 50, dtype=np.float32)}
+    assert judge_spoiled(quantized(), lowered(7), feeds) == ({}, {})
+    assert "differs from the reference" in judge_spoiled(quantized(), lowered(18), feeds)[0]["fake/1t"]
+
+
+def test_quantized_results_of_smaller_inputs_are_compared_if_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is wrong where nothing saturates."""
+
+    def saturated_alone(outputs: dict[str, Array], _: object) -> dict[str, Array]:
+        return outputs if (outputs["q"] > 100).any() else {"q": outputs["q"] // 2}
+
+    feeds = {"x": np.linspace(-6, 6, 50, dtype=np.float32)}
+    small = {"x": feeds["x"] / 2}  # integers up to 153, and up to 78 of half of it
+    assert judge_spoiled(quantized(), saturated_alone, feeds) == ({}, {})
+    assert judge_spoiled(quantized(), saturated_alone, small)[0]["fake/1t"].endswith("on smaller inputs")
+    monkeypatch.setattr(cpu_check, "ORACLE_SECONDS", 0.0)
+    assert judge_spoiled(quantized(), saturated_alone, small) == ({}, {})
 
 
 def test_shapes_and_types_are_compared() -> None:
