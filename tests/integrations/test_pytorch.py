@@ -146,7 +146,8 @@ def test_torch_compile() -> None:
 @needs_torch
 def test_torch_compile_is_for_inference() -> None:
     compiled = torch.compile(_net(), backend=compile_backend, options={"target": "reference"})
-    with pytest.raises(Exception, match="the backend optdnn is for inference"):
+    torch._dynamo.reset()
+    with torch.enable_grad(), pytest.raises(Exception, match="the backend optdnn is for inference"):
         compiled(torch.randn(2, 3, 8, 8))
 
 
