@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -185,9 +184,3 @@ def _debug_option() -> Option:
         ["--debug"], is_flag=True, expose_value=False, group=GENERAL,
         help="Show tracebacks, and check the graph after every pass.",
     )  # fmt: skip
-
-
-def suggestion(word: str, known: Sequence[str]) -> str:
-    """ "; did you mean …?", or nothing where no known word is near."""
-    close = get_close_matches(word, known, 1, 0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from support.docs_scripts import docs_script
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def hooks() -> ModuleType:
-    file = ROOT / "docs" / "hooks.py"
-    if not file.exists():
-        pytest.skip("an installed copy has no docs")
-    spec = importlib.util.spec_from_file_location("docs_hooks", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_script("hooks")
 
 
 def shown(hooks: ModuleType, markdown: str) -> str:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.docs_scripts import docs_script
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    file = ROOT / "docs" / "generate.py"
-    if not file.exists():
-        pytest.skip("an installed copy has no docs")
-    spec = importlib.util.spec_from_file_location("docs_generate", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_script("generate")
 
 
 def test_every_page_is_up_to_date(generate: ModuleType) -> None:
