@@ -10,7 +10,8 @@ from optdnn.errors import ShapeError
 from optdnn.importers.subgraphs import fits
 from optdnn.importers.tensors import MAX_TENSOR_BYTES
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import Attrs, Known
+from optdnn.ops.base import Attrs, FromOnnx, Known, OpDef
+from optdnn.ops.table import IMPORTERS, OPDEFS
 from optdnn.types import Array, TensorType
 
 
@@ -75,6 +76,12 @@ class Emitter:
 
     def value(self, ref: Any) -> Known | None:
         return ref.array if isinstance(ref, Weight) else self.graph.known(ref)
+
+    def definition(self, kind: str) -> OpDef:
+        return OPDEFS[kind]
+
+    def importer(self, op_type: str) -> FromOnnx:
+        return IMPORTERS[op_type]
 
     def enter(self, ref: Any, kind: str = "") -> Value:
         """The value that a ref stands for: a constant enters the graph where it is first used (``kind``: as an operand of what)."""

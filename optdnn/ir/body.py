@@ -36,7 +36,7 @@ class GraphBody(Body):
                 continue
             read = tuple(None if v is None else register[v] for v in op.inputs)
             dtypes = tuple(o.type.dtype for o in op.outputs)
-            ops.append(PlainOp(op.kind, plain_attrs(op.kind, op.attrs), read, dtypes))
+            ops.append(PlainOp(op.kind, plain_attrs(op.definition, op.attrs), read, dtypes))
             for port in range(len(op.outputs)):
                 register[Value(op.id, port)] = len(register)
         sources = [graph.op(i).inputs[0] for i in graph.outputs]

@@ -59,7 +59,7 @@ def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[Value], re
             if read is not None:
                 operands = read(op, operands)
             dtypes = [o.type.dtype for o in op.outputs]
-            for i, array in enumerate(run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), dtypes)):
+            for i, array in enumerate(run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs), dtypes)):
                 if uses.get(Value(op.id, i)):
                     results[Value(op.id, i)] = array
         for v in {v for v in op.inputs if v is not None}:
