@@ -7,12 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from optdnn.errors import ShapeError
-from optdnn.importers.subgraphs import fits
 from optdnn.importers.tensors import MAX_TENSOR_BYTES
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Attrs, FromOnnx, Known, OpDef
 from optdnn.ops.table import IMPORTERS, OPDEFS
+from optdnn.runtime.reference.nested import CONSTANT_LIMIT
 from optdnn.types import Array, TensorType
+
+
+def fits(array: Array) -> bool:
+    """True for a constant that a body may hold."""
+    return array.size <= CONSTANT_LIMIT and array.dtype.kind != "c"
 
 
 class Weight:

@@ -166,9 +166,11 @@ def profiles_of(inputs: Mapping[str, Sequence[DimLike]], shapes: Mapping[str, Sh
     return tuple(found)
 
 
-def refusal(t: onnx.TypeProto) -> str | None:
-    """Why values of this type are not supported, or None."""
+def refusal(t: onnx.TypeProto, *, untyped: bool = False) -> str | None:
+    """Why values of this type are not supported, or None. ``untyped``: the element type may be left out."""
     kind = t.WhichOneof("value")
+    if untyped and kind in (None, "tensor_type") and not t.tensor_type.elem_type:
+        return None
     if kind != "tensor_type":
         return f"values of type {(kind or 'undefined').removesuffix('_type')} are not supported"
     try:

@@ -120,7 +120,11 @@ def _line(graph: Graph, op: Op, names: Mapping[Value, str]) -> str:
         return f"output {own}" if own == names[source] else f"output {own} = {names[source]}"
     if op.kind == "Constant":
         array = op.attrs.value
-        shown = f"[{', '.join(map(_scalar, array.reshape(-1).tolist()))}]" if _inline(array) else f"sha256:{_digest(op.attrs)}"
+        shown = (
+            f"[{', '.join(map(_scalar, array.reshape(-1).tolist()))}]"
+            if _inline(array)
+            else f"sha256:{_digest(op.attrs)}"
+        )
         return f"const {typed[0]} = {shown}{src}"
     operands = ", ".join("_" if v is None else names[v] for v in op.inputs)
     return f"{', '.join(typed)} = {op.kind}({operands}){attrs_text(op.attrs)}{src}"
