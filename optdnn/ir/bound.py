@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from optdnn.errors import InternalError, ShapeError
-from optdnn.ir.graph import Graph, Op, Output, infer
+from optdnn.ir.graph import Graph, Op, Output
 from optdnn.ops.base import KNOWN_LIMIT, Body
 
 
@@ -38,12 +38,7 @@ def _outputs(graph: Graph, op: Op, shapes: Mapping[str, tuple[int, ...]]) -> tup
         if out.name not in shapes:
             raise InternalError(f"input {out.name!r} has no shape")
         return (replace(out, type=replace(out.type, shape=tuple(shapes[out.name]))),)
-    if op.kind == "Output":
-        (out,), (value,) = op.outputs, op.inputs
-        assert value is not None
-        return (replace(out, type=replace(out.type, shape=graph.type(value).shape), known=graph.known(value)),)
-    types = [None if v is None else graph.type(v) for v in op.inputs]
-    found = infer(op.kind, op.attrs, types, [graph.known(v) for v in op.inputs], len(op.outputs), graph.fresh_symbol)
+    found = graph.infer(op)
     values = found.values or (None,) * len(op.outputs)
     return tuple(
         Output(o.name, replace(o.type, shape=t.shape), v if v is not None and v.size <= KNOWN_LIMIT else None)

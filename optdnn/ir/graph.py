@@ -133,16 +133,6 @@ class Graph:
                     found = user
         return None if found is None else self._ops[found]
 
-    def has_path(self, source: int, target: int) -> bool:
-        """True if op ``target`` depends on op ``source``."""
-        return bool(nx.has_path(self._g, source, target))
-
-    def successors(self, op: Op) -> list[Op]:
-        return [self.op(i) for i in sorted(set(self._g.successors(op.id)))]
-
-    def predecessors(self, op: Op) -> list[Op]:
-        return [self.op(i) for i in sorted(set(self._g.predecessors(op.id)))]
-
     def critical_path(self) -> list[Op]:
         """A longest chain of dependent ops."""
         return [self.op(i) for i in nx.dag_longest_path(nx.DiGraph(self._g), weight=None)]
@@ -163,6 +153,17 @@ class Graph:
                 if isinstance(d, Dim):
                     found.update({s.name: Dim((((s,), 1),)) for s in d.symbols()})
         return found
+
+    def known_of(self, values: Sequence[Value | None]) -> tuple[list[TensorType | None], list[Known | None]]:
+        """The types and the known values of operands; None for an absent one."""
+        return [None if v is None else self.type(v) for v in values], [self.known(v) for v in values]
+
+    def infer(self, op: Op) -> Result:
+        """What inference gives for an op from its operands as they are now. Raises ShapeError where they contradict."""
+        types, values = self.known_of(op.inputs)
+        if op.kind == "Output":
+            return Result(tuple(t for t in types if t is not None), tuple(values))
+        return infer(op.kind, op.attrs, types, values, len(op.outputs), self.fresh_symbol)
 
     # ------------------------------------------------------------------ building
 
@@ -223,8 +224,7 @@ class Graph:
         src: Iterable[str] = (),
     ) -> Op:
         """Add one op; its output types (and known values) are inferred. Raises ShapeError where they contradict."""
-        types = [None if v is None else self.type(v) for v in inputs]
-        values = [self.known(v) for v in inputs]
+        types, values = self.known_of(inputs)
         return self.insert(self.make(kind, inputs, attrs, types, values, names=names, outputs=outputs, src=src))
 
     def make(
@@ -305,15 +305,10 @@ class Graph:
         stack, changed = sorted(set(start), reverse=True), set()
         while stack:
             op = self.op(stack.pop())
-            types = [None if v is None else self.type(v) for v in op.inputs]
-            values = [self.known(v) for v in op.inputs]
-            if op.kind == "Output":
-                found = Result((types[0],) if types[0] is not None else (), (values[0],))
-            else:
-                try:
-                    found = infer(op.kind, op.attrs, types, values, len(op.outputs), self.fresh_symbol)
-                except ShapeError as error:
-                    raise ShapeError(f"{op.kind} {op.name!r}: {error.message}", hint=error.hint) from error
+            try:
+                found = self.infer(op)
+            except ShapeError as error:
+                raise ShapeError(f"{op.kind} {op.name!r}: {error.message}", hint=error.hint) from error
             outputs = []
             for i, out in enumerate(op.outputs):
                 known = _kept(found.values[i]) if i < len(found.values) else None
