@@ -164,6 +164,16 @@ class TensorType:
     def with_dtype(self, dtype: npt.DTypeLike) -> TensorType:
         return replace(self, dtype=np.dtype(dtype))
 
+    def agrees(self, other: TensorType) -> bool:
+        """Same dtype, and nothing known of one shape contradicts the other: unknown and symbolic sizes agree with any."""
+        if self.dtype != other.dtype:
+            return False
+        if self.shape is None or other.shape is None:
+            return True
+        return len(self.shape) == len(other.shape) and all(
+            a == b or isinstance(a, Dim) or isinstance(b, Dim) for a, b in zip(self.shape, other.shape, strict=True)
+        )
+
     def bind(self, sizes: Mapping[str, int]) -> TensorType:
         """The type with the symbols in ``sizes`` replaced by their values."""
         return self if self.shape is None else self.with_shape([substitute(d, sizes) for d in self.shape])

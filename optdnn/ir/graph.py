@@ -6,6 +6,7 @@ Ops (:mod:`optdnn.ir.op`) are immutable; rewriting replaces them (see :mod:`optd
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -139,11 +140,7 @@ class Graph:
 
     def kinds(self) -> dict[str, int]:
         """Number of ops of each computing kind, by name."""
-        counts: dict[str, int] = {}
-        for op in self.ops():
-            if op.kind not in STRUCTURAL:
-                counts[op.kind] = counts.get(op.kind, 0) + 1
-        return dict(sorted(counts.items()))
+        return dict(sorted(Counter(op.kind for op in self.ops() if op.kind not in STRUCTURAL).items()))
 
     def symbols(self) -> dict[str, Dim]:
         """The symbolic dimensions of the inputs, by name."""
