@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from os import PathLike
@@ -22,7 +23,6 @@ from optdnn.ir.body import custom_digests
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu import trials as cpu_trials
-from optdnn.lowering.cpu.base import Measured
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassReport
@@ -39,9 +39,7 @@ from optdnn.targets.base import Compiled, Optimized, Source
 from optdnn.tuning.timing_cache import TimingCache
 
 if TYPE_CHECKING:
-    from optdnn.lowering.cpu.counterpart import Counterpart
     from optdnn.precision.auto import Found
-    from optdnn.tuning.first_run import Tried
 
 Progress = Callable[[str], None]
 ONE_FILE = 1 << 30
@@ -68,31 +66,6 @@ class Build:
         self.engine.account = partial(
             _account, passes=self.passes, compiled=self.compiled, seconds=self.seconds, precisions=self.precisions
         )
-
-    @property
-    def tactics(self) -> list[Measured]:
-        """What was measured on the CPU."""
-        return self.compiled.measured
-
-    @property
-    def fallbacks(self) -> dict[str, list[dict[str, str]]]:
-        """Per library or target, the operators that it does not run, and why."""
-        return self.compiled.fallbacks
-
-    @property
-    def tuning(self) -> dict[str, Any] | None:
-        """What was measured on a GPU."""
-        return self.compiled.tuning
-
-    @property
-    def first_runs(self) -> list[Tried]:
-        """How each plan ran on the GPU before it was kept; none where there is no GPU that the engine is for."""
-        return self.compiled.first_runs
-
-    @property
-    def beside_fp32(self) -> Counterpart | None:
-        """On the target cpu, for another precision: its time and that of fp32."""
-        return self.compiled.beside_fp32
 
     def report(self) -> dict[str, Any]:
         """Everything, wall times and measurements included: what :meth:`Engine.save` writes beside the engine."""
@@ -334,14 +307,9 @@ def _not_met(account: SearchReport) -> NotMet:
     )
 
 
-class _timed:
-    """Adds the wall time of a ``with`` block to a dictionary."""
-
-    def __init__(self, into: dict[str, float], name: str):
-        self.into, self.name = into, name
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self.into[self.name] = self.into.get(self.name, 0.0) + time.perf_counter() - self.start
+@contextmanager
+def _timed(into: dict[str, float], name: str) -> Iterator[None]:
+    """Add the wall time of a ``with`` block to a dictionary."""
+    start = time.perf_counter()
+    yield
+    into[name] = into.get(name, 0.0) + time.perf_counter() - start
