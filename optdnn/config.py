@@ -114,12 +114,9 @@ class BuildOptions:
     def __post_init__(self) -> None:
         for name, normal in _NORMAL.items():
             object.__setattr__(self, name, normal(name, getattr(self, name)))
-        for what, value, allowed in (
-            ("target", self.target, TARGETS),
-            ("calibrator", self.calibrator, CALIBRATORS),
-            ("io-dtype", self.io_dtype, IO_DTYPES),
-        ):
-            _among(what, value, allowed)
+        _among("target", self.target, TARGETS)
+        _among("calibrator", self.calibrator, CALIBRATORS)
+        _among("io-dtype", self.io_dtype, IO_DTYPES)
         if not 0 <= self.opt_level <= 3:
             raise UsageError(f"opt-level {self.opt_level} is not one of 0, 1, 2, 3")
         for name, value in (("threads", self.threads), ("workspace", self.workspace), ("budget", self.budget)):

@@ -14,6 +14,7 @@ import onnx.helper
 from onnx import AttributeProto
 
 from optdnn.errors import ModelError
+from optdnn.ir import onnx_protos
 from optdnn.ops.base import Unsupported
 from optdnn.types import Array
 
@@ -187,18 +188,11 @@ def schema(op_type: str, domain: str, opset: int) -> Schema | str | None:
     """The schema; a text saying why the operator does not exist at this opset; None for domains ONNX does not define."""
     if domain not in ("", "ai.onnx.ml"):
         return None
-    try:
-        found: Any = onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
-    except onnx.defs.SchemaError:
-        try:
-            since = min(
-                s.since_version
-                for s in onnx.defs.get_all_schemas_with_history()
-                if s.name == op_type and s.domain == domain
-            )
-        except ValueError:
-            return NO_SUCH_OPERATOR
-        return f"the operator came with opset {since}"
+    found = onnx_protos.schema(op_type, domain, opset)
+    if found is None:
+        schemas = onnx.defs.get_all_schemas_with_history()
+        since = [s.since_version for s in schemas if (s.name, s.domain) == (op_type, domain)]
+        return f"the operator came with opset {min(since)}" if since else NO_SUCH_OPERATOR
     if found.deprecated:
         return f"the operator was removed from ONNX in opset {found.since_version}"
     single = onnx.defs.OpSchema.FormalParameterOption.Single

@@ -20,6 +20,7 @@ from optdnn.types import Array, bits_of, packed
 
 @lru_cache(maxsize=4096)
 def schema(op_type: str, domain: str, opset: int) -> Any:
+    """ONNX's schema of an operator (``onnx.defs.OpSchema``; its stubs lack half of it), or None where there is none."""
     try:
         return onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
     except onnx.defs.SchemaError:
