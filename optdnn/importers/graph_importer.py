@@ -8,7 +8,7 @@ where it is known to run once, else it becomes a body. Everything that is not su
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,18 @@ class Consequence(Unsupported):
     """Something inside of a subgraph is not supported, and has been reported."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where nodes stand: the values that they see by name, the opsets, the attributes of the call of the function that holds
+    them, the prefix of their names, and how deep they are inlined."""
+
+    scope: Scope
+    opsets: Mapping[str, int]
+    bound: Mapping[str, tuple[int, Any]]
+    prefix: str = ""
+    depth: int = 0
+
+
 class GraphImporter(Emitter):
     """Imports one graph: the model's, or that of a body inside of it."""
 
@@ -88,111 +100,107 @@ class GraphImporter(Emitter):
     def nodes(
         self,
         nodes: Sequence[onnx.NodeProto],
-        scope: Scope,
-        opsets: Mapping[str, int],
-        prefix: str,
-        bound: Mapping[str, tuple[int, Any]],
+        place: Place,
         wanted: Sequence[str],
-        depth: int,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """Import ``nodes`` (of the graph, or of a function that is being inlined) into ``scope``.
+        """Import ``nodes`` (of the graph, or of a function that is inlined); their results go to ``place.scope``.
 
-        ``wanted`` are the values that are read from outside; ``labels`` says what the results of a call are called there.
+        ``wanted`` are the values that are read from outside; ``labels`` gives the names of a call's results outside of it.
         """
         self.count += len(nodes)
         if self.count > MAX_NODES:
             raise ModelError(f"{self.model.name} has more than {MAX_NODES} nodes once its functions are inlined")
-        names = unique_names(nodes, prefix, self.taken)
-        order = in_order(nodes, names, scope, self.model.name)
-        used = {x for n in nodes for x in reads(n)}
-        used.update(wanted)
+        names = unique_names(nodes, place.prefix, self.taken)
+        order = in_order(nodes, names, place.scope, self.model.name)
+        used = {*wanted, *(x for n in nodes for x in reads(n))}
         for i in order:
-            node = nodes[i]
-            if depth == 0:
-                self._alive = True if self._live is None else i in self._live
+            node, domain = nodes[i], domain_of(nodes[i].domain)
+            if place.depth == 0:
+                self._alive = self._live is None or i in self._live
             outputs = list(node.output)
-            while len(outputs) > 1 and outputs[-1] not in used and not _variadic(node, opsets):
+            while len(outputs) > 1 and outputs[-1] not in used:
+                if variadic_outputs(node.op_type, domain, place.opsets.get(domain, 0)):
+                    break
                 outputs.pop()
-            shown = outputs if labels is None else [x and labels.get(x, prefix + x) for x in outputs]
-            refs = self._node(node, names[i], shown, scope, opsets, bound, depth, (nodes, wanted, i))
-            for out, ref in zip(outputs, refs, strict=False):
-                if out:
-                    scope[out] = ref
+            shown = outputs if labels is None else [x and labels.get(x, place.prefix + x) for x in outputs]
+            try:
+                refs = self._node(node, names[i], shown, place)
+            except Unsupported as error:
+                if place.depth == 0 and self._live is None:
+                    self._live = live_nodes(nodes, wanted)
+                    self._alive = i in self._live
+                if not isinstance(error, Consequence):
+                    self.refuse(names[i], node.op_type, domain, str(error), self._opset(node, place))
+                refs = self._stand_ins(shown)
+            place.scope.update({out: ref for out, ref in zip(outputs, refs, strict=False) if out})
 
-    def _node(
-        self,
-        node: onnx.NodeProto,
-        name: str,
-        outputs: list[str],
-        scope: Scope,
-        opsets: Mapping[str, int],
-        bound: Mapping[str, tuple[int, Any]],
-        depth: int,
-        place: tuple[Sequence[onnx.NodeProto], Sequence[str], int],
-    ) -> Sequence[Any]:
-        """The refs of one node's outputs (UNKNOWN for those of an unsupported node)."""
-        domain = domain_of(node.domain)
+    def _opset(self, node: onnx.NodeProto, place: Place) -> int:
+        """The opset of a node's domain: 1 for a domain of model-local functions that is not imported, else 0."""
+        key = (domain_of(node.domain), node.op_type, node.overload)
+        return place.opsets.get(key[0], int(key in self.model.functions))
+
+    def _node(self, node: onnx.NodeProto, name: str, outputs: list[str], place: Place) -> Sequence[Any]:
+        """The refs of one node's outputs (UNKNOWN for those of an unsupported node). Errors name the node."""
         where = f"{self.model.name}: {describe(node, name)}"
         try:
-            operands: list[Any] = [scope[x] if x else None for x in node.input]
+            operands: list[Any] = [place.scope[x] if x else None for x in node.input]
         except KeyError as error:
             raise ModelError(f"{where} reads {error.args[0]!r}, which nothing produces") from None
         while operands and operands[-1] is None:
             operands.pop()
-        function = self.model.functions.get((domain, node.op_type, node.overload))
-        opset = opsets.get(domain, 0 if function is None else 1)
+        at = f"{where}, opset {self._opset(node, place)}"
         try:
-            if not opset and domain == "":
-                raise ModelError("belongs to a domain that the model does not import")
-            attrs = attributes(node, bound, self._tensor, self._sparse)
-            if function is not None:
-                return self._call(function, name, operands, attrs, outputs, depth)
-            full = f"{domain}.{node.op_type}" if domain else node.op_type
-            importer = IMPORTERS.get(full) or self.custom.get(full)
-            rules = schema(node.op_type, domain, opset)
-            if isinstance(rules, str) and (importer is None or rules != NO_SUCH_OPERATOR):
-                raise Unsupported(rules)
-            if rules is not None and not isinstance(rules, str):
-                check_node(node, attrs, rules)
-            if importer is None:
-                known = None if UNKNOWN in operands else [None if r is None else self.type(r) for r in operands]
-                body = definition(resolved(node, attrs), domain, opset, known)
-                if body is None:
-                    raise Unsupported("the operator is not supported" if rules else "the custom operator is unknown")
-                defaults = schema_defaults(node.op_type, domain, opset)
-                return self._call(body, name, operands, {**defaults, **attrs}, outputs, depth)
-            if any(r is UNKNOWN for r in operands):
-                return [UNKNOWN] * len(outputs)
-            plain = {
-                k: Subgraph(self, v, name, scope, opsets, bound, depth) if kind == AttributeProto.GRAPH else v
-                for k, (kind, v) in attrs.items()
-            }
-            spec = NodeSpec(node.op_type, domain, opset, name, tuple(operands), tuple(outputs), plain)
-            return self._import(importer, spec)
-        except Unsupported as error:
-            if depth == 0 and self._live is None:
-                self._live = live_nodes(place[0], place[1])
-                self._alive = place[2] in self._live
-            if not isinstance(error, Consequence):
-                self.refuse(name, node.op_type, domain, str(error), opset)
-            return self._stand_ins(outputs)
+            return self._results(node, name, operands, outputs, place)
         except ShapeError as error:
             if self.unsupported or UNKNOWN in operands:  # may be a consequence; what is unsupported comes first
                 return self._stand_ins(outputs)
             if error.message.startswith(self.model.name + ":"):
                 raise
             types = ", ".join("-" if r is None else str(self.type(r)) for r in operands)
-            raise ShapeError(f"{where}, opset {opset}: {error.message}; operands: {types}", hint=error.hint) from error
+            raise ShapeError(f"{at}: {error.message}; operands: {types}", hint=error.hint) from error
         except ModelError as error:
             if error.message.startswith(self.model.name + ":"):
                 raise
             raise ModelError(f"{where}: {error.message}", hint=error.hint) from error
         except _INVALID as error:
             raise ModelError(
-                f"{where}, opset {opset}: cannot be understood ({type(error).__name__}: {error})",
+                f"{at}: cannot be understood ({type(error).__name__}: {error})",
                 hint="check the model with onnx.checker; if it is valid, this is a defect of optdnn",
             ) from error
+
+    def _results(
+        self, node: onnx.NodeProto, name: str, operands: list[Any], outputs: list[str], place: Place
+    ) -> Sequence[Any]:
+        domain, opset = domain_of(node.domain), self._opset(node, place)
+        if not opset and domain == "":
+            raise ModelError("belongs to a domain that the model does not import")
+        attrs = attributes(node, place.bound, self._tensor, self._sparse)
+        function = self.model.functions.get((domain, node.op_type, node.overload))
+        if function is not None:
+            return self._call(function, name, operands, attrs, outputs, place.depth)
+        full = f"{domain}.{node.op_type}" if domain else node.op_type
+        importer = IMPORTERS.get(full) or self.custom.get(full)
+        rules = schema(node.op_type, domain, opset)
+        if isinstance(rules, str) and (importer is None or rules != NO_SUCH_OPERATOR):
+            raise Unsupported(rules)
+        if rules is not None and not isinstance(rules, str):
+            check_node(node, attrs, rules)
+        if importer is None:
+            known = None if UNKNOWN in operands else [None if r is None else self.type(r) for r in operands]
+            body = definition(resolved(node, attrs), domain, opset, known)
+            if body is None:
+                raise Unsupported("the operator is not supported" if rules else "the custom operator is unknown")
+            attrs = {**schema_defaults(node.op_type, domain, opset), **attrs}
+            return self._call(body, name, operands, attrs, outputs, place.depth)
+        if UNKNOWN in operands:
+            return [UNKNOWN] * len(outputs)
+        plain = {
+            k: Subgraph(self, v, name, place) if kind == AttributeProto.GRAPH else v for k, (kind, v) in attrs.items()
+        }
+        return self._import(
+            importer, NodeSpec(node.op_type, domain, opset, name, tuple(operands), tuple(outputs), plain)
+        )
 
     def _import(self, importer: Any, spec: NodeSpec) -> Sequence[Any]:
         """Run an import function; the values it returns get the names of the node's outputs."""
@@ -285,7 +293,7 @@ class GraphImporter(Emitter):
         opsets = {**self.model.opsets, **opsets}
         wanted = [x for x, out in zip(function.output, outputs, strict=False) if out]
         labels = dict(zip(wanted, (out for out in outputs if out), strict=True))
-        self.nodes(function.node, scope, opsets, f"{name}/", bound, wanted, depth + 1, labels)
+        self.nodes(function.node, Place(scope, opsets, bound, f"{name}/", depth + 1), wanted, labels)
         missing = [x for x in wanted if x not in scope]
         if missing:
             raise ModelError(f"function {function.name} does not produce its output {missing[0]!r}")
@@ -298,26 +306,11 @@ class GraphImporter(Emitter):
         return sparse_to_array(t, self.model.external, self.model.name)
 
 
-def _variadic(node: onnx.NodeProto, opsets: Mapping[str, int]) -> bool:
-    domain = domain_of(node.domain)
-    return variadic_outputs(node.op_type, domain, opsets.get(domain, 0))
-
-
 class Subgraph:
     """Implements ``ops.base.Subgraph`` for one GraphProto at its place in the model."""
 
-    def __init__(
-        self,
-        importer: GraphImporter,
-        proto: onnx.GraphProto,
-        name: str,
-        scope: Scope,
-        opsets: Mapping[str, int],
-        bound: Mapping[str, tuple[int, Any]],
-        depth: int,
-    ):
-        self.importer, self.proto, self.name = importer, proto, name
-        self.scope, self.opsets, self.bound, self.depth = scope, opsets, bound, depth
+    def __init__(self, importer: GraphImporter, proto: onnx.GraphProto, name: str, place: Place):
+        self.importer, self.proto, self.name, self.place = importer, proto, name, place
         self.inputs, self.outputs = len(proto.input), len(proto.output)
 
     def fresh(self) -> Dim:
@@ -326,11 +319,11 @@ class Subgraph:
     def inline(self, inputs: Sequence[Any]) -> list[Any]:
         """The refs of its outputs; its nodes become nodes of the graph around it."""
         importer, outputs = self.importer, self.importer.outputs_at_hand
-        scope = InnerScope(self.scope, self._own(), lambda ref: ref)
+        scope = InnerScope(self.place.scope, self._own(), lambda ref: ref)
         for v, ref in zip(self.proto.input, inputs, strict=True):
             scope[v.name] = ref
         wanted = [v.name for v in self.proto.output]
-        labels = {x: y for x, y in zip(wanted, outputs, strict=False) if y and x not in self.scope}
+        labels = {x: y for x, y in zip(wanted, outputs, strict=False) if y and x not in self.place.scope}
         with importer.apart():
             self._run(importer, scope, wanted, labels)
         return [self._output(scope, x) for x in wanted]
@@ -354,7 +347,7 @@ class Subgraph:
             return lift(ref)
 
         inner = self.importer.nested(lift)
-        scope = InnerScope(self.scope, self._own(), capture)
+        scope = InnerScope(self.place.scope, self._own(), capture)
         if len(types) != self.inputs:
             raise ModelError(f"its subgraph has {self.inputs} inputs, {len(types)} are fed")
         for v, t in zip(self.proto.input, types, strict=True):
@@ -377,12 +370,13 @@ class Subgraph:
         return {x for n in self.proto.node for x in n.output if x}
 
     def _run(self, importer: GraphImporter, scope: Scope, wanted: Sequence[str], labels: Mapping[str, str]) -> None:
-        if self.depth >= MAX_SUBGRAPH_DEPTH:
+        if self.place.depth >= MAX_SUBGRAPH_DEPTH:
             raise ModelError(f"subgraphs are more than {MAX_SUBGRAPH_DEPTH} deep in one another")
         local: Scope = {}
         importer.weights(self.proto, local)
         scope.update(local)
-        importer.nodes(self.proto.node, scope, self.opsets, f"{self.name}/", self.bound, wanted, self.depth + 1, labels)
+        place = replace(self.place, scope=scope, prefix=f"{self.name}/", depth=self.place.depth + 1)
+        importer.nodes(self.proto.node, place, wanted, labels)
 
     def _output(self, scope: Scope, name: str) -> Any:
         try:

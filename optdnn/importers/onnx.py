@@ -11,7 +11,7 @@ import onnx
 
 from optdnn.custom import CustomOp
 from optdnn.errors import ModelError, UnsupportedError, UsageError
-from optdnn.importers.graph_importer import GraphImporter
+from optdnn.importers.graph_importer import GraphImporter, Place
 from optdnn.importers.inputs import graph_inputs, profiles_of, refusal
 from optdnn.importers.model import Model, Source, open_model
 from optdnn.importers.scope import UNKNOWN, Scope
@@ -76,7 +76,7 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec], notes: lis
     for v in proto.output:
         if reason := refusal(v.type, untyped=True):
             importer.refuse(v.name, "graph output", "", reason)
-    importer.nodes(proto.node, scope, importer.model.opsets, "", {}, [v.name for v in proto.output], 0)
+    importer.nodes(proto.node, Place(scope, importer.model.opsets, {}), [v.name for v in proto.output])
     if importer.unsupported:
         count = len(importer.unsupported)
         raise UnsupportedError(f"{name} holds {count} things that optdnn does not support:", importer.unsupported)
