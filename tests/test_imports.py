@@ -14,9 +14,9 @@ ALLOWED = [
     {"optdnn.precision.cpu_target", "optdnn.precision.gpu_target", "optdnn.precision.targets"},
     {"optdnn.runtime.bench", "optdnn.runtime.cuda.measuring.measure"},
     {"optdnn.runtime.candidates", "optdnn.runtime.cuda.measuring.rivals"},
-    {f"optdnn.runtime.{m}" for m in ("by_value", "context", "cuda.memory.growing", "plans", "runner", "state")},
+    {f"optdnn.runtime.{m}" for m in ("context", "runner", "state")},
 ]
-"""Cycles that are still there."""
+"""Modules that may still need one another."""
 ANNOTATED = 4
 """Cycles that imports for annotations alone (``if TYPE_CHECKING``) may close."""
 
@@ -70,7 +70,7 @@ def test_a_cycle_is_found() -> None:
 
 
 def test_no_import_cycles() -> None:
-    assert [sorted(c) for c in cycles(sources()) if c not in ALLOWED] == []
+    assert [sorted(c) for c in cycles(sources()) if not any(c <= allowed for allowed in ALLOWED)] == []
 
 
 def test_annotations_close_few_cycles() -> None:
