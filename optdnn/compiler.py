@@ -48,11 +48,11 @@ ONE_FILE = 1 << 30
 
 @dataclass
 class Build:
-    """An engine and the account of how it came about.
+    """An engine and the account of its build.
 
-    ``passes`` and ``compiled`` explain it; ``seconds`` are wall times per phase; ``precisions`` say for each operator that computes
-    what it was asked to run in and what it does. What is deterministic of this is in the engine's ``meta`` as well; all of it goes
-    to the report beside the engine.
+    ``passes`` and ``compiled`` explain it; ``seconds`` are wall times per phase; ``precisions`` hold, for each operator that
+    computes, the precision asked for and the one it runs in. The deterministic part is also in the engine's ``meta``; the report
+    beside the engine holds all.
     """
 
     engine: Engine
@@ -222,7 +222,7 @@ def _imported(
                 model = with_values(model, options.values)
             graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
         except OptdnnError:
-            replace(options, target=resolve_target(options.target))  # what is wrong with the options is said first
+            replace(options, target=resolve_target(options.target))  # errors of the options come first
             raise
     with _timed(seconds, "target"):
         options = replace(options, target=resolve_target(options.target))
@@ -240,7 +240,7 @@ def _emit_onnx(graph: Graph, path: Path) -> None:
 
 
 def _as_asked(ran: Sequence[Ran]) -> None:
-    """Raise NotMet, naming them, where ops do not run in what was asked for."""
+    """Raise NotMet that names the ops whose precision is not the one asked for."""
     lines = [f"{r.asked.kind} {' + '.join(r.asked.nodes) or r.asked.key}: {r.asked.precision} was asked for, it runs in {r.runs}: "
              f"{r.reason}" for r in ran if r.differs]  # fmt: skip
     if lines:
@@ -296,7 +296,7 @@ def _in_fp32(model: Any, *, options: BuildOptions) -> Graph:
 
 
 def _not_met(account: SearchReport) -> NotMet:
-    """No engine is within the bound: say which is closest."""
+    """The error where no engine is within the bound; it names the closest one."""
     c = account.candidate()
     verified = "" if c.verified is None else f", {c.verified:.3g} on unseen data"
     expected = "" if c.expected is None else f", {c.expected:.3g} expected from margins"

@@ -20,7 +20,7 @@ GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("sm_90a", "sm_90", "sm_89"), frozenset({"tf32", "int8", "fp8"})),
     **dict.fromkeys(("sm_87", "sm_86", "sm_80"), frozenset({"tf32", "int8"})),
 }
-"""Architectures, and what their tensor cores multiply besides 16-bit floats."""
+"""Architecture -> the types that its tensor cores multiply besides 16-bit floats."""
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 """All that a node can be asked for, the most accurate first."""
 AUTO = "auto"
@@ -55,7 +55,7 @@ class BuildOptions:
     ``nearest_tactics`` gives plans for further sizes, made later, the tactics of the engine's plan for the nearest size (a tuned
     one, where there is one) as far as the cost model does not disagree; without it they are the cost model's alone.
 
-    ``values`` maps input names to what they always are: the engine has no such inputs, and sizes that depend on them are known.
+    ``values`` maps input names to constant values: the engine has no such inputs, and sizes that depend on them are known.
 
     For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
     are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
@@ -103,7 +103,7 @@ class BuildOptions:
 
     @property
     def base_precision(self) -> str:
-        """The float precision: of everything, or of what is not quantized (auto: fp32, before it is found)."""
+        """The float precision of all operators that are not quantized (auto: fp32 until the search ends)."""
         if self.precision == AUTO:
             return "fp32"
         name, _, base = self.precision.partition("+")
@@ -162,7 +162,7 @@ class BuildOptions:
         gpu = TargetName.parse(self.target).on_gpu
         if self.tactics in ("openvino", "onnxruntime") and gpu:
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
-        if gpu or self.target == "auto":  # the build looks at what auto is: it then makes these options for that target
+        if gpu or self.target == "auto":  # the build resolves auto, and checks the options again for that target
             return
         asked = {self.precision.partition("+")[0], self.base_precision, *self.precision_map.values()}
         for one in ("tf32", "fp16", "fp8"):
@@ -251,7 +251,7 @@ _NORMAL: Mapping[str, Callable[[str, Any], Any]] = {
     "precision_map": _precisions,
     "candidates": _candidates,
 }
-"""Option -> the function of its name and what was given that returns its normal form, or raises UsageError."""
+"""Option -> function(name, value) that returns the value in normal form, or raises UsageError."""
 
 
 P = ParamSpec("P")

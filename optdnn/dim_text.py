@@ -19,8 +19,8 @@ from optdnn.errors import ShapeError
 TEXT_LIMIT = 128
 """Longest text that is read, in characters."""
 SIZE_LIMIT = 256
-"""Most symbols, functions and terms of what a text may come to, each counted wherever it stands: powers of powers are longer
-than their text, and the text may come from anybody."""
+"""Most symbols, functions and terms of an expression, repetitions counted: a short text of nested powers can be huge, and the
+text is untrusted."""
 POWER_LIMIT = 8
 _TOKEN = re.compile(r"[0-9]{1,18}(?![\w.])|[^\W\d][\w.]*|\*\*|//|[-+*%(),/]")
 _NAME = re.compile(r"[^\W\d][\w.]*")
@@ -42,11 +42,11 @@ class _NoExpression(Exception):
 
 
 def parse_dim(text: str) -> Dim | None:
-    """The expression in ``text``, over symbols without ranges; None for what is none, or is a number.
+    """The expression in ``text``, over symbols without ranges; None for any other text, and for a number.
 
     Python's precedence; ``+ - * // % **``, parentheses, ``floor(a/b)``, ``ceil(a/b)``, ``min``, ``max``, ``mod`` and
-    ``floordiv`` (in any case: SymPy's are capitalized). A division that is not rounded is none. What ``str`` writes of a
-    :class:`~optdnn.dim.Dim` reads as the same, where its symbols have plain names (letters, digits, ``_`` and ``.``).
+    ``floordiv`` (in any case: SymPy's are capitalized). A division must be rounded. The ``str`` of a
+    :class:`~optdnn.dim.Dim` parses to the same one where its symbols have plain names (letters, digits, ``_`` and ``.``).
     """
     if len(text) > TEXT_LIMIT:
         return None

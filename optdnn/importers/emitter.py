@@ -1,4 +1,4 @@
-"""What import functions write their ops through: results get the names, and the ONNX nodes, of the node at hand."""
+"""The emitter of import functions: it names results, and sets their provenance, after the current node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Emitter:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.lift: Callable[[Weight], Value] | None = None
-        """Makes an input of a constant that is too large for the graph: a body's."""
+        """In a body: makes an input of a constant that is too large for it."""
         self._lifted: dict[int, Value] = {}
         self._outputs: tuple[str, ...] = ()
         self._src: frozenset[str] = frozenset()
@@ -89,7 +89,7 @@ class Emitter:
         return IMPORTERS[op_type]
 
     def enter(self, ref: Any, kind: str = "") -> Value:
-        """The value that a ref stands for: a constant enters the graph where it is first used (``kind``: as an operand of what)."""
+        """The value of a ref. A constant enters the graph at its first use; ``kind`` is that of the op that uses it."""
         if isinstance(ref, Value):
             return ref
         if self.lift is not None and not fits(ref.array if isinstance(ref, Weight) else ref):

@@ -1,4 +1,4 @@
-"""Functions of ONNX: those by which ONNX defines its own operators, attribute defaults, references to a call's attributes."""
+"""ONNX functions: the definitions of ONNX's own operators, attribute defaults, references to a call's attributes."""
 
 from __future__ import annotations
 

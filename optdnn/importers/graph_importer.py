@@ -153,7 +153,7 @@ class GraphImporter(Emitter):
         try:
             return self._results(node, name, operands, outputs, place)
         except ShapeError as error:
-            if self.unsupported or UNKNOWN in operands:  # may be a consequence; what is unsupported comes first
+            if self.unsupported or UNKNOWN in operands:  # perhaps a consequence: unsupported nodes are reported first
                 return self._stand_ins(outputs)
             if error.message.startswith(self.model.name + ":"):
                 raise
@@ -244,11 +244,11 @@ class GraphImporter(Emitter):
         if self._alive:
             opset = self.model.opsets.get(domain, 0) if opset is None else opset
             node = UnsupportedNode(name, op_type, domain, opset, reason)
-            if node not in self.unsupported:  # a body is perhaps imported more than once
+            if node not in self.unsupported:  # a body may be imported more than once
                 self.unsupported.append(node)
 
     def _stand_ins(self, outputs: Sequence[str]) -> list[Any]:
-        """Stand-ins of the declared type for an unsupported node's outputs, so that what follows is checked too."""
+        """Stand-ins of the declared type for an unsupported node's outputs, so that later nodes are checked too."""
         refs: list[Any] = []
         for out in outputs:
             declared = self._declared(out)

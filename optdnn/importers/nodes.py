@@ -85,7 +85,7 @@ def in_order(
 
 
 def reads(node: onnx.NodeProto) -> Sequence[str]:
-    """Names of the values a node depends on: its operands, and what its subgraphs capture."""
+    """Names of the values that a node depends on: its operands, and the values that its subgraphs capture."""
     captured: list[str] = []
     for a in node.attribute:
         if a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
@@ -174,7 +174,7 @@ NO_SUCH_OPERATOR = "ONNX has no such operator"
 
 @dataclass(frozen=True)
 class Schema:
-    """What ONNX says of one operator at one opset. ``attributes``: name -> (type, required)."""
+    """The rules of one operator at one opset. ``attributes``: name -> (type, required)."""
 
     attributes: Mapping[str, tuple[int, bool]]
     required_inputs: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The names of values while a graph is imported: what each stands for, and what a subgraph sees of the names around it."""
+"""The names of values while a graph is imported, and those that a subgraph sees."""
 
 from __future__ import annotations
 

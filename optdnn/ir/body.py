@@ -46,7 +46,7 @@ class GraphBody(Body):
 
     @cached_property
     def digest(self) -> str:
-        """First 64 bits of the SHA-256 of what the body computes (its text form)."""
+        """First 64 bits of the SHA-256 of the body's text form."""
         return hashlib.sha256(to_text(self.graph).encode()).hexdigest()[:16]
 
     def __repr__(self) -> str:

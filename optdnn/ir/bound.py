@@ -1,4 +1,4 @@
-"""A graph of symbolic sizes at given ones: what was rewritten once for all sizes need not be rewritten for each."""
+"""A graph of symbolic sizes at given sizes: passes rewrite it once for all sizes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from optdnn.ops.base import KNOWN_LIMIT, Body
 
 
 def bound(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> Graph:
-    """A copy of the graph for inputs of these shapes (by name): every other type, and every value that is known, follows from them.
+    """A copy of the graph for inputs of these shapes (by name); all other types and the known values are inferred again.
 
-    For graphs without layouts and without bodies (:func:`has_bodies`), whose types are their own. Raises ShapeError where sizes do
-    not go together, InternalError for an input that is missing.
+    The graph must have no layouts and no bodies (:func:`has_bodies`). Raises ShapeError where sizes contradict, InternalError
+    for an input without a shape.
     """
     made = graph.copy()
     made.profiles = ()

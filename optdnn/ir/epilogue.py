@@ -1,4 +1,4 @@
-"""Which part of an operator's epilogue its kernel can do, and what is left for a pointwise kernel after it."""
+"""An operator's epilogue, split between its kernel and a pointwise kernel after it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def plan_epilogue(
         args: list[int | None] = []
         for a in stage.args:
             if a is None or a < 0:
-                # Register `done` is what the kernel leaves; earlier ones are not read any more.
+                # Register `done` holds the kernel's result; nothing reads earlier ones.
                 args.append(a if a is None else a + done)
             else:
                 value = op.inputs[a]
@@ -126,14 +126,14 @@ def plan_epilogue(
 def _absorb(
     graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int, allow_residual: bool
 ) -> bool:
-    """Add the stage to what the kernel does, if it can."""
+    """Give the stage to the kernel; False if it cannot do it."""
     if stage.kind in ("Add", "Mul"):
         return _absorb_binary(graph, op, stage, into, -1 - len(into.stages), shape, axis, allow_residual)
     return absorb_unary(graph, op, stage, into)
 
 
 def absorb_unary(graph: Graph, op: Op, stage: Stage, into: Epilogue) -> bool:
-    """Add an activation to what the kernel does, if it can."""
+    """Give an activation to the kernel; False if it cannot do it."""
     register = -1 - len(into.stages)
     a: Any = stage.attrs
     match stage.kind:

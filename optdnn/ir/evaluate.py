@@ -1,4 +1,4 @@
-"""Evaluate a graph in NumPy, op by op: the oracle that passes and targets are held against."""
+"""Evaluate a graph in NumPy, op by op: the oracle for passes and targets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 Read = Callable[[Op, list[Array | None]], list[Array | None]]
-"""What an op is to read in place of its operands."""
+"""Changes the operands of an op."""
 
 
 def evaluate(graph: Graph, feeds: Mapping[str, Array], read: Read | None = None) -> dict[str, Array]:
@@ -70,7 +70,7 @@ def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[Value], re
 
 
 def _needed(graph: Graph, wanted: Sequence[Value]) -> tuple[set[int], dict[Value, int]]:
-    """The ops that ``wanted`` depend on, and how many of those (and of ``wanted``) read each value."""
+    """The ops that ``wanted`` depends on, and the number of reads of each value by these ops and by ``wanted``."""
     needed: set[int] = set()
     uses: dict[Value, int] = {}
     for v in wanted:
@@ -87,7 +87,7 @@ def _needed(graph: Graph, wanted: Sequence[Value]) -> tuple[set[int], dict[Value
 
 
 def _checked(declared: Output, feeds: Mapping[str, Array], sizes: dict[str, tuple[int, str]]) -> Array:
-    """The array given for an input. ``sizes`` collects what each symbol is bound to, and by which input."""
+    """The array given for an input. ``sizes``: symbol -> its size, and the input that set it."""
     if declared.name not in feeds:
         raise InputError(f"input {declared.name!r} is missing")
     array, t = np.asarray(feeds[declared.name]), declared.type

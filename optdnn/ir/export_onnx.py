@@ -248,7 +248,7 @@ class _Exporter:
         return self._model(external_weights, weights_as_inputs)
 
     def _write(self, names: Mapping[Value, str]) -> None:
-        """The nodes of all ops; what cannot be written goes to ``refused``."""
+        """Write the nodes of all ops; ``refused`` collects the ops that this opset cannot express."""
         graph, refused = self.graph, self.refused
         for op in graph.order():
             self._op = op

@@ -41,7 +41,7 @@ class Graph:
         self._suffixes: dict[str, int] = {}
         self._symbols: set[str] = set()
         self.profiles: tuple[Profile, ...] = ()
-        """Boxes of sizes that the network is for; none: all sizes. The symbols' own ranges are what these span."""
+        """Boxes of sizes that the network is for; none: all sizes. A symbol's own range spans all boxes."""
 
     # ------------------------------------------------------------------ reading
 
@@ -293,10 +293,9 @@ class Graph:
             self.set_op(replace(user, inputs=tuple(new if v == old else v for v in user.inputs)))
 
     def refresh(self, start: Iterable[int]) -> list[int]:
-        """Infer these ops again, and what depends on them, as long as a type or a known value gets sharper.
+        """Infer these ops again, then their users, as long as a type or a known value gets sharper.
 
-        Returns the ids of the ops that changed, sorted. Raises ShapeError, naming the op, where what is known now
-        contradicts the op.
+        Returns the sorted ids of the ops that changed. Raises ShapeError, naming the op, where its operands contradict.
         """
         inputs = frozenset(self.symbols())
         stack, changed = sorted(set(start), reverse=True), set()
@@ -329,7 +328,7 @@ class Graph:
         self._order = None
 
     def remove_dead(self, start: Iterable[int]) -> list[Op]:
-        """Remove ops of ``start`` that nothing uses, and whatever only they used; returns what was removed."""
+        """Remove the unused ops among ``start``, then producers that only they used; returns the removed ops."""
         stack, removed = sorted(start, reverse=True), []
         while stack:
             i = stack.pop()

@@ -1,4 +1,4 @@
-"""What ONNX's protobufs hold for us: attributes in the types that a schema gives them, arrays as tensors."""
+"""Attributes and tensors as ONNX protobufs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def node_attributes(
 
 
 def _is_default(op_type: str, domain: str, name: str, value: Any) -> bool:
-    if name == "dilations" and all(v == 1 for v in value):  # a default that schemas say in words
+    if name == "dilations" and all(v == 1 for v in value):  # schemas give this default in words alone
         return True
     newest = schema(op_type, domain, onnx.defs.onnx_opset_version())
     declared = None if newest is None else newest.attributes.get(name)
@@ -82,7 +82,7 @@ _CONVERTED: dict[int, Callable[[Any], Any]] = {
     AttributeProto.FLOATS: lambda values: [float(v) for v in values],
     AttributeProto.STRINGS: lambda values: [str(v) for v in values],
 }
-"""Type of an attribute -> how a value becomes what ``onnx.helper.make_attribute`` takes for it."""
+"""Type of an attribute -> conversion of its value for ``onnx.helper.make_attribute``."""
 
 
 def _attribute(name: str, value: Any, kind: int | None) -> AttributeProto:

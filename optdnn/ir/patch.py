@@ -19,7 +19,7 @@ from optdnn.types import Array, TensorType
 
 @dataclass(frozen=True)
 class Applied:
-    """What applying a patch did, for the worklist and the report."""
+    """The outcome of a patch, for the worklist and the report."""
 
     added: tuple[int, ...]
     removed: tuple[Op, ...]
@@ -144,7 +144,7 @@ class Patch:
         return known is not None and known.size <= KNOWN_LIMIT and self.graph.known(old) is None
 
     def _hand_over(self, src: frozenset[str], users: set[int]) -> None:
-        """A removal without new ops: what stands in for the removed op takes its provenance.
+        """A removal without new ops: the replacement takes the provenance of the removed op.
 
         Where that is an input or a constant, the ops that read it now take it.
         """
