@@ -105,10 +105,11 @@ def _evaluated(node: ast.AST, names: Sequence[str]) -> DimLike:
 
 def _call(function: str, args: Sequence[ast.AST], names: Sequence[str]) -> DimLike:
     if function in ("floor", "ceil", "ceiling") and len(args) == 1:
-        above, below = args[0], ast.Constant(1)
-        if isinstance(above, ast.BinOp) and isinstance(above.op, ast.Div):
-            above, below = above.left, above.right
-        a, b = _evaluated(above, names), _evaluated(below, names)
+        match args[0]:
+            case ast.BinOp(left=above, op=ast.Div(), right=below):
+                a, b = _evaluated(above, names), _evaluated(below, names)
+            case above:
+                a, b = _evaluated(above, names), 1
         return floordiv(a, b) if function == "floor" else -floordiv(-a, b)
     operands = [_evaluated(a, names) for a in args]
     if function in _EXTREMES:

@@ -21,7 +21,10 @@ def load(path: str | os.PathLike[str], **options: Any) -> engine.Engine:
 
 
 def examine_part(part: LibraryPart) -> None:
-    """:func:`optdnn.lowering.cpu.examine.examine`, for parts that this machine has not examined yet; only then is the compiler imported."""
+    """Examine a part that this machine has not examined yet (:func:`optdnn.lowering.cpu.examine.examine`).
+
+    Only then is the compiler imported.
+    """
     from optdnn.lowering.cpu.examined import entry_of, is_known, remember
 
     entry = entry_of(part)
