@@ -108,13 +108,12 @@ class _Worker:
 
     def do_turn(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         run, feeds = self.opened.run, self.feeds
+        seconds, most, warmup = message["seconds"], message["most"], message["warmup"]
         if self.opened.sampler is not None:
             self.sampler = self.sampler or self.opened.sampler(feeds)
-            taken = self.sampler(message["seconds"], message["most"], message["warmup"])
-        elif message["most"] is not None:
-            taken = sample(lambda: run(feeds), warmup=message["warmup"], iterations=message["most"])
+            taken = self.sampler(seconds, most, warmup)
         else:
-            taken = sample(lambda: run(feeds), warmup=message["warmup"], duration=message["seconds"])
+            taken = sample(lambda: run(feeds), warmup=warmup, duration=None if most else seconds, iterations=most)
         return {}, {"ns": np.frombuffer(taken, np.int64)}
 
     def _clock(self) -> dict[str, str]:

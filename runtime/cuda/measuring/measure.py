@@ -10,13 +10,12 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from optdnn.errors import UsageError
-from optdnn.runtime.bench import UNSTABLE, LatencyStats, quiet
+from optdnn.runtime.bench import UNSTABLE, LatencyStats, RunLimits, quiet
 from optdnn.runtime.cuda.device import check, driver
 from optdnn.runtime.cuda.launches.chain import Chain
 from optdnn.runtime.cuda.launches.graphs import Flush, Graph, Stream, time_runs
@@ -77,24 +76,22 @@ def replay_times(
     replay: Callable[[], object],
     stream: Stream,
     *,
-    duration: float | None = None,
-    iterations: int | None = None,
     flush: Callable[[], object] | None = None,
     look: Callable[[], object] = lambda: None,
+    **limits: Any,
 ) -> tuple[array[int], array[int], int]:
     """GPU nanoseconds and host (enqueue) nanoseconds of each ``replay()``, and the GPU time of all: see :class:`GpuSamples`.
 
-    ``flush`` is enqueued before each run, outside of its time; ``look`` is called between batches, while the GPU works.
+    ``flush`` is enqueued before each run, outside of its time. ``look`` is called between batches, while the GPU works. ``limits``
+    are the fields of :class:`~optdnn.runtime.bench.RunLimits`, whose warmup is the caller's.
     """
-    if duration is None and iterations is None:
-        duration = 3.0
+    runs = RunLimits(**limits)
     taken, enqueue, busy = array("q"), array("q"), 0
-    events = Events(2 * BATCH + 1)
-    end = time.perf_counter() + (duration or 0)
-    clock = time.perf_counter_ns
+    events, clock = Events(2 * BATCH + 1), time.perf_counter_ns
     with quiet():
-        while not taken or (len(taken) < iterations if iterations is not None else time.perf_counter() < end):
-            n = min(BATCH, iterations - len(taken)) if iterations is not None else BATCH
+        more = runs.begin()
+        while more(len(taken)):
+            n = BATCH if runs.iterations is None else min(BATCH, runs.iterations - len(taken))
             for k in range(n):
                 if flush is not None:
                     flush()
@@ -115,67 +112,63 @@ def replay_times(
 
 
 def sample_gpu(
-    context: CudaContext,
-    feeds: Mapping[str, Any],
-    *,
-    warmup: int = 10,
-    duration: float | None = None,
-    iterations: int | None = None,
-    flush_l2: bool = False,
+    context: CudaContext, feeds: Mapping[str, Any], limits: RunLimits, *, flush_l2: bool = False
 ) -> GpuSamples:
-    """Time runs on ``feeds`` (NumPy arrays), for ``duration`` seconds (3 by default) or ``iterations`` runs."""
-    if iterations is not None and iterations < 1:
-        raise UsageError(f"nothing to measure: {iterations} iterations")
+    """Time runs on ``feeds`` (NumPy arrays). A duration is shared by runs one after another and single runs."""
     context.run(feeds)  # stages the inputs and makes the graph
     graph, stream = context.graph(), context.stream
     monitor = Monitor.open()
     clocks: list[ClockSample] = []
+    next_look = 0.0
 
     def look() -> None:
-        if monitor is not None and (not clocks or time.perf_counter() > look_at[0]):
+        nonlocal next_look
+        if monitor is not None and time.perf_counter() > next_look:
             clocks.append(monitor.sample())
-            look_at[0] = time.perf_counter() + 0.1
+            next_look = time.perf_counter() + 0.1
 
-    look_at = [0.0]
+    share = limits if limits.iterations is not None else replace(limits, duration=limits.seconds / 2)
     flush = Flush(2 * context.device.l2_bytes, stream) if flush_l2 else None
     try:
-        for _ in range(max(1, warmup)):
+        for _ in range(max(1, limits.warmup)):
             graph.replay(stream)
         stream.synchronize()
-        share = None if duration is None and iterations is not None else (duration or 3.0) / 2
         compute, enqueue, busy = replay_times(
-            lambda: graph.replay(stream), stream, duration=share, iterations=iterations, flush=flush, look=look
+            lambda: graph.replay(stream), stream, flush=flush, look=look, **asdict(share)
         )
     finally:
         if flush is not None:
             stream.synchronize()
             flush.close()
-    singles = _single_runs(context, graph, share, iterations, look)
+    singles = _single_runs(context, graph, share, look)
     return GpuSamples(compute, enqueue, *singles, busy_ns=busy, clocks=clocks)
 
 
 def _single_runs(
-    context: CudaContext, graph: Graph | Chain, duration: float | None, iterations: int | None, look: Callable[[], None]
+    context: CudaContext, graph: Graph | Chain, limits: RunLimits, look: Callable[[], None]
 ) -> tuple[array[int], array[int], array[int], array[int]]:
     h2d, d2h, latency, host = (array("q") for _ in range(4))
-    events, stream, clock = Events(4), context.stream, time.perf_counter_ns
-    end = time.perf_counter() + (duration or 0)
-    for _ in range(3):
-        context.memory.copy_in(stream.handle)
-        graph.replay(stream)
-        context.memory.copy_out(stream.handle)
+    events, stream, memory, clock = Events(4), context.stream, context.memory, time.perf_counter_ns
+    parts = (
+        lambda: memory.copy_in(stream.handle),
+        lambda: graph.replay(stream),
+        lambda: memory.copy_out(stream.handle),
+    )
+
+    def once() -> None:
+        for k, part in enumerate(parts):
+            events.record(k, stream)
+            part()
+        events.record(len(parts), stream)
         stream.synchronize()
+
+    for _ in range(3):
+        once()
     with quiet():
-        while not h2d or (len(h2d) < iterations if iterations is not None else time.perf_counter() < end):
+        more = limits.begin()
+        while more(len(h2d)):
             start = clock()
-            events.record(0, stream)
-            context.memory.copy_in(stream.handle)
-            events.record(1, stream)
-            graph.replay(stream)
-            events.record(2, stream)
-            context.memory.copy_out(stream.handle)
-            events.record(3, stream)
-            stream.synchronize()
+            once()
             host.append(clock() - start)
             h2d.append(events.nanoseconds(0, 1))
             d2h.append(events.nanoseconds(2, 3))
@@ -186,22 +179,15 @@ def _single_runs(
 
 
 def gpu_report(
-    context: CudaContext,
-    feeds: Mapping[str, Any],
-    *,
-    warmup: int = 10,
-    duration: float | None = None,
-    iterations: int | None = None,
-    flush_l2: bool = False,
+    context: CudaContext, feeds: Mapping[str, Any], limits: RunLimits, *, flush_l2: bool = False
 ) -> dict[str, Plain]:
-    """What ``optdnn bench`` tells of a GPU.
+    """The GPU's part of the report of ``optdnn bench``.
 
     Keys: device; cuda_driver (the CUDA version that the driver supports); l2 ("warm": each run finds what the one before left
     there, or "flushed"); for each of :data:`ROWS` the statistics in milliseconds; throughput_per_s (runs one after another);
     iterations; spread; clocks; remarks (whether the figures can be trusted, in sentences).
     """
-    bounds: dict[str, Any] = {"duration": duration, "iterations": iterations}
-    samples = sample_gpu(context, feeds, warmup=warmup, flush_l2=flush_l2, **bounds)
+    samples = sample_gpu(context, feeds, limits, flush_l2=flush_l2)
     found = report_of(samples, context.device.name, flushed=flush_l2, monitor=Monitor.open())
     return found | {"cuda_driver": ".".join(map(str, context.device.driver_version))}
 
