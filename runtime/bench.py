@@ -18,6 +18,7 @@ from optdnn.errors import UsageError
 from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import machine, versions
+from optdnn.runtime.plans import Dispatching
 from optdnn.runtime.program import Plain
 
 if TYPE_CHECKING:
@@ -323,17 +324,14 @@ def sizes_of(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, int]:
 
 
 def plan_feeds(context: object, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the plan for these inputs takes: all but those that are constants in it."""
-    feeds_of = getattr(context, "feeds_of", None)
-    found: Mapping[str, Any] = feeds if feeds_of is None else feeds_of(feeds)
-    return found
+    """The inputs of the plan that runs ``feeds``: without those that are constants in it."""
+    return context.innermost(feeds)[1] if isinstance(context, Dispatching) else feeds
 
 
 def cuda_context(context: object, feeds: Mapping[str, Any]) -> CudaContext | None:
-    """The context (or, of an engine for several shapes, its plan's for these inputs), if it runs on a GPU."""
-    plan_of = getattr(context, "plan_of", None)
-    if plan_of is not None:
-        context = plan_of(feeds)
+    """The context that runs these inputs (of an engine with several plans, the plan's), if it runs on a GPU."""
+    if isinstance(context, Dispatching):
+        context, _ = context.innermost(feeds)
     if not type(context).__module__.startswith("optdnn.runtime.cuda"):
         return None  # without importing what only GPUs need
     from optdnn.runtime.cuda.runner import CudaContext

@@ -18,8 +18,8 @@ import numpy as np
 
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.runtime.context import poison
+from optdnn.runtime.contexts import RunContext
 from optdnn.runtime.program import Plain, target_of
-from optdnn.runtime.runner import RunContext
 from optdnn.types import BF16, Array, TensorSpec, is_float
 
 

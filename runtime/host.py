@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import EngineError, InputError, InternalError, OptdnnError, RunError
+from optdnn.errors import EngineError, OptdnnError, RunError
 from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KERNELS
-from optdnn.types import Array, DType, TensorSpec, dtype_name
+from optdnn.types import Array, DType, dtype_name
 
 HOST, COPY = "host", "copy"
 TO_HOST, TO_DEVICE = "host", "device"
@@ -177,23 +177,6 @@ def run_host(plan: HostPlan, values: list[Array | None]) -> None:
     for i, a in zip(plan.outputs, results, strict=True):
         if i >= 0:
             values[i] = a
-
-
-def hand_over(spec: TensorSpec, value: Array | None, buffer: Array | None) -> Array:
-    """A result that lies on the host, in the caller's ``buffer`` or an array that is the caller's to keep.
-
-    Raises InputError where its size, which depended on data, is not the buffer's.
-    """
-    if value is None:
-        raise InternalError(f"output {spec.name!r} was not computed")
-    if buffer is None:
-        return value.copy(order="C")
-    if buffer.shape != value.shape:
-        raise InputError(
-            f"the buffer for output {spec.name!r} has shape {list(buffer.shape)}, the result {list(value.shape)}"
-        )
-    np.copyto(buffer, value)
-    return buffer
 
 
 def facts(plan: HostPlan | CopyPlan) -> dict[str, Plain]:

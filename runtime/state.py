@@ -11,14 +11,21 @@ has two buffers that take turns; one that grows is the array of the last result.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from optdnn.errors import InputError
-from optdnn.runtime.runner import RunContext
 from optdnn.runtime.signature import Signature
 from optdnn.types import Array, TensorSpec
+
+
+class Runs(Protocol):
+    """A context."""
+
+    def run(
+        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
+    ) -> dict[str, Any]: ...
 
 
 def check_state(signature: Signature, state: Mapping[str, str], outputs: Mapping[str, Any]) -> dict[str, str]:
@@ -59,7 +66,7 @@ class Bound:
 
     def __init__(
         self,
-        context: RunContext,
+        context: Runs,
         signature: Signature,
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Array] | None,

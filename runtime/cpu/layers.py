@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.errors import UsageError
-from optdnn.runtime.context import Schedule
+from optdnn.runtime.context import StepRunner
 from optdnn.runtime.cpu.onnxruntime import TOKEN, OnnxRuntimeModel
 from optdnn.runtime.cpu.openvino import RENAMED, OpenVinoModel
 from optdnn.runtime.executor import LoadOptions, Session, prepare
@@ -51,7 +51,7 @@ def layer_times(
     with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
         # The program was examined when it was loaded.
         executors = prepare(replace(program, foreign=False), LoadOptions(threads, huge_pages=False, counters=folder))
-        context = Schedule(program, executors).context()
+        context = StepRunner(program, executors).context()
         for _ in range(WARM_RUNS):
             context.run(feeds)
         before = [_snapshot(s) for s in context.sessions]

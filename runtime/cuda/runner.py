@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import EngineError, InputError, RunError
+from optdnn.errors import EngineError, InputError
 from optdnn.runtime.bounds import bounds_of, check_bounds
+from optdnn.runtime.contexts import BaseContext, hand_over
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream
@@ -41,10 +42,10 @@ from optdnn.runtime.cuda.memory.loaded import Loaded, encode
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.memory.state import Streaming
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, hand_over, host_buffers
+from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, host_buffers
 from optdnn.runtime.lanes import check_lanes, waits_of
 from optdnn.runtime.program import Plain, Program, target_of
-from optdnn.runtime.signature import Shown, Signature
+from optdnn.runtime.signature import Signature
 from optdnn.types import Array
 
 GRAPHS = 8
@@ -91,10 +92,11 @@ def kernel_of(step: CudaStep, program: Program) -> str:
     return launch.operation.library if isinstance(launch, LibraryCall) else program.kernels[launch.kernel].function
 
 
-class CudaContext(Shown):
+class CudaContext(BaseContext):
     """One thread's arena, staging memory, stream and graphs."""
 
     def __init__(self, runner: CudaRunner, loaded: Loaded, arena: Arena | None = None):
+        super().__init__(runner.program, runner.signature)
         loaded.activate()
         self.runner, self._loaded = runner, loaded
         self.memory = ContextMemory(runner.program, runner.steps, runner.on_host, loaded.constants, arena)
@@ -107,10 +109,6 @@ class CudaContext(Shown):
         self._first: Graph | None = None
         self._streams: set[int] = set()
         self._graphs: dict[tuple[int, ...], Graph | Chain] = {}
-        self._lock = threading.Lock()
-
-    def _shown(self) -> tuple[Program, Signature]:
-        return self.runner.program, self.runner.signature
 
     def _lane(self, k: int) -> int:
         """The lane of a step."""
@@ -251,18 +249,12 @@ class CudaContext(Shown):
         the host; results whose size depends on data are NumPy arrays).
         Raises InputError for what does not fit, RunError when running fails.
         """
-        if not self._lock.acquire(blocking=False):
-            raise RunError(
-                "this context is running in another thread", hint="use engine.run, or engine.context() per thread"
-            )
-        try:
+        with self._alone:
             self._loaded.activate()
             feeds = self.runner.signature.named(feeds)
             if any(on_gpu(a) for a in feeds.values()):
                 return self._run_device(feeds, out or {}, stream)
             return self._run_host(feeds, out, stream)
-        finally:
-            self._lock.release()
 
     def trace(self, feeds: Mapping[str, Any]) -> dict[str, Array]:
         """Run once by single launches, each in an NVTX range named after its ONNX nodes: for profilers, which see no names in

@@ -189,5 +189,6 @@ def test_steps_are_timed_in_the_plan_that_runs(engine: optdnn.Engine) -> None:
     assert len(plan.steps) != len(engine.program.steps)
     assert [s.src for s in profile(engine, given, warmup=1, iterations=1)] == [s.src for s in plan.steps]
     context: Any = engine.context()
-    assert list(context.feeds_of(given)) == ["x"]
-    assert context.plan_of(given).run({"x": X})["y"].shape == (3, 4)
+    plan_context, inputs = context.innermost(given)
+    assert list(inputs) == ["x"]
+    assert plan_context.run({"x": X})["y"].shape == (3, 4)
