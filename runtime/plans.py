@@ -154,7 +154,7 @@ class PlansContext(Dispatching):
         if self._runner._pool is None:
             return Bound(self, self._signature, inputs, outputs, state)
         if state:
-            from optdnn.runtime.cuda.memory.growing import Growing, grows
+            from optdnn.runtime.cuda.memory.state import Growing, grows
 
             if grows(self._signature, state):
                 return Growing(self, self._signature, inputs, outputs, state)

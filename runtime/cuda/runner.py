@@ -25,8 +25,8 @@ from optdnn.runtime.cuda.launches.plan import Ahead, CudaStep, TensorMap
 from optdnn.runtime.cuda.launches.steps import other_executors, parse_steps
 from optdnn.runtime.cuda.launches.stepwise import do, timed
 from optdnn.runtime.cuda.launches.waits import check_waits
-from optdnn.runtime.cuda.libraries.caller import Called, Caller
-from optdnn.runtime.cuda.libraries.calls import LibraryCall
+from optdnn.runtime.cuda.libraries.caller import Caller
+from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
 from optdnn.runtime.cuda.measuring.nvtx import marked
 from optdnn.runtime.cuda.memory.arrays import (
     check_pointer,
@@ -146,7 +146,7 @@ class CudaContext(BaseContext):
             at = {
                 name: self.memory.address(operands[i], given) + offset for name, (i, offset) in launch.operands.items()
             }
-            return self._caller.call(launch.operation, at, parsed.label, self._lane(k))
+            return self._caller.call(launch.operation, at, self._lane(k))
         block = bytearray(launch.parameters)
         for r in launch.relocations:
             if isinstance(r, Ahead):
@@ -289,11 +289,7 @@ class CudaContext(BaseContext):
                 results[spec.name] = buffer if buffer is not None else np.empty(shape, spec.dtype)
                 continue
             value = self.memory.host[i].bytes.view(spec.dtype).reshape(shape)
-            if buffer is None:
-                results[spec.name] = value.copy()
-            else:
-                np.copyto(buffer, value)
-                results[spec.name] = buffer
+            results[spec.name] = hand_over(spec, value, buffer)
         return results
 
     def stage(self, arrays: Sequence[Array]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from optdnn.runtime.cuda.device import Launch, check, driver
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream
-from optdnn.runtime.cuda.libraries.caller import Called
+from optdnn.runtime.cuda.libraries.calls import Called
 
 Action = Callable[[], None]
 """Something that the host does."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -34,6 +33,30 @@ class Stream:
     def synchronize(self) -> None:
         """Wait for everything on the stream. Raises CudaError for any earlier failure."""
         check("cuStreamSynchronize", driver().cuStreamSynchronize(self._stream))
+
+
+class Events:
+    """``n`` reusable timing events."""
+
+    def __init__(self, n: int):
+        self._cu = driver()
+        self._events = [check("cuEventCreate", self._cu.cuEventCreate(0)) for _ in range(n)]
+
+    def record(self, k: int, stream: Stream) -> None:
+        check("cuEventRecord", self._cu.cuEventRecord(self._events[k], stream.handle))
+
+    def milliseconds(self, begin: int, end: int) -> float:
+        """Between two recorded events that have happened."""
+        a, b = self._events[begin], self._events[end]
+        return float(check("cuEventElapsedTime", self._cu.cuEventElapsedTime(a, b)))
+
+    def nanoseconds(self, begin: int, end: int) -> int:
+        """As :meth:`milliseconds`, in nanoseconds."""
+        return int(self.milliseconds(begin, end) * 1e6)
+
+    def close(self) -> None:
+        for event in self._events:
+            self._cu.cuEventDestroy(event)
 
 
 class _Template:
@@ -138,31 +161,20 @@ def time_runs(
     ``between`` is enqueued before each repeat, outside of the timed region: an L2 flush, say. ``wait`` waits for the stream where
     that must not take for ever.
     """
-    cu = driver()
     for _ in range(warmup):
         run()
-    pairs = []
-    for _ in range(repeats):
-        begin, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
+    events = Events(2 * repeats)
+    for k in range(repeats):
         if between is not None:
             between()
-        check("cuEventRecord", cu.cuEventRecord(begin, stream.handle))
+        events.record(2 * k, stream)
         for _ in range(inner):
             run()
-        check("cuEventRecord", cu.cuEventRecord(end, stream.handle))
-        pairs.append((begin, end))
+        events.record(2 * k + 1, stream)
     (wait or stream.synchronize)()
-    times = []
-    for begin, end in pairs:
-        times.append(float(check("cuEventElapsedTime", cu.cuEventElapsedTime(begin, end))) / inner)
-        cu.cuEventDestroy(begin)
-        cu.cuEventDestroy(end)
+    times = [events.milliseconds(2 * k, 2 * k + 1) / inner for k in range(repeats)]
+    events.close()
     return times
-
-
-def median_ms(graph: Graph, stream: Stream, **options: Any) -> float:
-    """The median of :func:`time_runs` over replays of ``graph``."""
-    return statistics.median(time_runs(lambda: graph.replay(stream), stream, **options))
 
 
 class Flush:

@@ -269,6 +269,14 @@ def _need(condition: bool, message: str) -> None:
         raise ValueError(f"it {message}")
 
 
+class Called:
+    """One call on fixed addresses, ready to be enqueued or captured any number of times, like a launch."""
+
+    def enqueue(self, stream: int) -> None:
+        """Enqueue on the stream with this handle. Raises RunError."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class LibraryCall:
     """One call: an operation, and for each of its operands (by name) the step's operand number and an offset in bytes."""

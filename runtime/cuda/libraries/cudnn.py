@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import MissingDependency, RunError
-from optdnn.runtime.cuda.libraries.calls import Attention, Convolution, Norm
+from optdnn.runtime.cuda.libraries.calls import Attention, Called, Convolution, Norm
 
 KEPT = 256
 """Plans that a process keeps; the least recently used goes first."""
@@ -37,19 +37,15 @@ def frontend() -> Any:
 
 
 class Handle:
-    """A handle of the library; used by one thread at a time. ``version`` is the library's (91900 is 9.19.0)."""
+    """A handle of the library; used by one thread at a time."""
 
     def __init__(self) -> None:
         self.cudnn = frontend()
-        self.version = int(self.cudnn.backend_version())
         self.handle = self.cudnn.create_handle()
 
     def prepare(self, operation: Convolution | Attention | Norm) -> Prepared:
         """Raises RunError where the library has no plan for it."""
         return Prepared(self, _plan_of(operation))
-
-    def close(self) -> None:
-        self.cudnn.destroy_handle(self.handle)
 
 
 @lru_cache(maxsize=KEPT)
@@ -202,17 +198,15 @@ class Prepared:
         return BoundGraph(self._handle, self._plan, addresses, workspace)
 
 
-class BoundGraph:
-    """A call, ready to be enqueued or captured any number of times."""
+class BoundGraph(Called):
+    """A call of a planned graph."""
 
     def __init__(self, handle: Handle, plan: PlannedGraph, addresses: Mapping[str, int], workspace: int):
         self._handle, self._plan, self._workspace = handle, plan, workspace
         self._pack = {tensor: addresses[name] for name, tensor in plan.tensors.items()}
         self._pack |= {tensor: array.ctypes.data for tensor, array in plan.numbers.items()}
-        self.label = f"cuDNN {type(plan.operation).__name__}"
 
     def enqueue(self, stream: int) -> None:
-        """Enqueue on the stream with this handle. Raises RunError."""
         handle, plan = self._handle, self._plan
         try:
             handle.cudnn.set_stream(handle=handle.handle, stream=stream)

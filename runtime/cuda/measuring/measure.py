@@ -16,9 +16,8 @@ from itertools import pairwise
 from typing import Any
 
 from optdnn.runtime.bench import UNSTABLE, LatencyStats, RunLimits, quiet
-from optdnn.runtime.cuda.device import check, driver
 from optdnn.runtime.cuda.launches.chain import Chain
-from optdnn.runtime.cuda.launches.graphs import Flush, Graph, Stream, time_runs
+from optdnn.runtime.cuda.launches.graphs import Events, Flush, Graph, Stream, time_runs
 from optdnn.runtime.cuda.launches.plan import CudaStep
 from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
 from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
@@ -33,26 +32,6 @@ CLOCK_DROP = 0.05
 FEW = 50
 """Fewer runs than this make percentiles of little worth."""
 ROWS = ("gpu_compute_ms", "enqueue_ms", "h2d_ms", "d2h_ms", "latency_ms", "host_latency_ms")
-
-
-class Events:
-    """``n`` reusable timing events."""
-
-    def __init__(self, n: int):
-        self._cu = driver()
-        self._events = [check("cuEventCreate", self._cu.cuEventCreate(0)) for _ in range(n)]
-
-    def record(self, k: int, stream: Stream) -> None:
-        check("cuEventRecord", self._cu.cuEventRecord(self._events[k], stream.handle))
-
-    def nanoseconds(self, begin: int, end: int) -> int:
-        """Between two recorded events that have happened."""
-        a, b = self._events[begin], self._events[end]
-        return int(float(check("cuEventElapsedTime", self._cu.cuEventElapsedTime(a, b))) * 1e6)
-
-    def close(self) -> None:
-        for event in self._events:
-            self._cu.cuEventDestroy(event)
 
 
 @dataclass

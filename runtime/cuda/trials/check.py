@@ -14,8 +14,7 @@ from optdnn.runtime.cuda.compile.render import INEXACT
 from optdnn.runtime.cuda.device import Launch, check, driver
 from optdnn.runtime.cuda.launches.plan import CudaStep, ReferenceOp
 from optdnn.runtime.cuda.launches.stepwise import do
-from optdnn.runtime.cuda.libraries.caller import Called
-from optdnn.runtime.cuda.libraries.calls import LibraryCall
+from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
 from optdnn.runtime.cuda.memory.allocator import DeviceMemory, fill, upload
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from typing import Any
 
 from optdnn import errors
 from optdnn.errors import OptdnnError, RunError
-from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError, Recipe
-from optdnn.runtime.cuda.trials.gpu_worker import FAULTS, told
+from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError
+from optdnn.runtime.cuda.trials.gpu_worker import FAULTS, fault_text
 from optdnn.runtime.cuda.trials.sent import Sender
-from optdnn.runtime.cuda.trials.timer import Machine, TrialFailed, in_turns
+from optdnn.runtime.cuda.trials.timer import Machine, Timer, TrialFailed
 from optdnn.runtime.machine import usable_cores
 from optdnn.runtime.process import WorkerFailure, WorkerGone, WorkerProcess
 from optdnn.runtime.program import Program
@@ -124,7 +124,7 @@ class GpuProcess:
             try:
                 self._facts, _ = self._worker.ask({"command": "open", "libraries": wanted[1]})
             except WorkerFailure as failure:
-                self._lose()
+                self.lose()
                 raise RunError(f"the process that tries GPU programs cannot use the GPU: {failure}") from failure
             self._opened = wanted
         return self._worker
@@ -149,24 +149,21 @@ class GpuProcess:
             reply, _ = worker.ask({"command": command, **parts, **(message or {})}, arrays, limit_s)
         except WorkerFailure as failure:
             if (why := fault(failure)) is not None:
-                self.losses.append(why)
-                self._lose()
+                self.lose(why)
             raise
         except BaseException:
-            self._lose()
+            self.lose()
             raise
         return reply
 
-    def lose(self, why: str) -> None:
-        """End a worker whose GPU cannot be used any more, as its answer says."""
-        self.losses.append(why)
-        self._lose()
-
-    def _lose(self) -> None:
+    def lose(self, why: str | None = None) -> None:
+        """End the worker. ``why``: what a program did to it."""
+        if why is not None:
+            self.losses.append(why)
         with self._lock:
             worker, self._worker = self._worker, None
         if worker is not None:
-            worker.kill()
+            worker.kill()  # it holds nothing that is to be kept
 
     def alive(self, generation: int) -> bool:
         """Whether this is the number of the worker that answers now."""
@@ -174,17 +171,15 @@ class GpuProcess:
 
     def close(self) -> None:
         """End the worker; there will be no other."""
-        with self._lock:
-            worker, self._worker, self._closed = self._worker, None, True
-        if worker is not None:
-            worker.kill()  # it holds nothing that is to be kept
+        self._closed = True
+        self.lose()
 
 
 def fault(failure: WorkerFailure) -> str | None:
     """What a program did to the worker, in words; None where the worker goes on."""
     if isinstance(failure, WorkerGone):
         return f"crashed: {failure.message}" if failure.limit is None else f"hung: no answer in {failure.limit:.0f} s"
-    return told(failure.error, failure.message) if failure.error in {f.__name__ for f in FAULTS} else None
+    return fault_text(failure.error, failure.message) if failure.error in {f.__name__ for f in FAULTS} else None
 
 
 _LENT: ContextVar[GpuProcess | None] = ContextVar("optdnn_gpu_process", default=None)
@@ -206,20 +201,15 @@ def gpu_process() -> Iterator[GpuProcess]:
         process.close()
 
 
-class TrialTimer:
+class TrialTimer(Timer):
     """Measures as :class:`optdnn.runtime.cuda.trials.timer.GpuTimer` does, in the worker. Raises RunError where there is no GPU."""
 
     def __init__(self, process: GpuProcess, libraries: Collection[str] = ()):
-        self._process = process
+        self._process, self.cache = process, process.cache
         facts = process.open(libraries)
         self.machine = Machine(**facts["machine"])
         self.device = SimpleNamespace(arch=facts["arch"], name=facts["name"])
         self._numbers = itertools.count()
-
-    def compile(self, recipes: Sequence[Recipe], workers: int) -> None:
-        """Bring the recipes' cubins into the cache. One that does not compile shows when it is tried."""
-        with suppress(KernelError):
-            self._process.cache.get_many(recipes, workers)
 
     def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
         """As :meth:`~optdnn.runtime.cuda.trials.timer.GpuTimer.trial`, in the worker. A candidate never takes this process
@@ -243,10 +233,6 @@ class TrialTimer:
         network = Network(self._process, program, self._numbers)
         network.load()
         return network
-
-    def race(self, networks: Sequence[Network], rounds: int) -> list[float]:
-        """Median milliseconds of one inference of each, measured in turns. Raises NetworkLost."""
-        return in_turns(networks, rounds)
 
     def first_run(self, program: Program) -> FirstRun:
         """Run a finished program: its launches one by one, then its graph. Raises StepFault, GraphFault."""

@@ -12,6 +12,7 @@ import struct
 import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,7 +86,26 @@ class Machine:
     place: str = ""
 
 
-class GpuTimer:
+class Timer:
+    """What the timer in the worker and its counterpart in the parent have in common."""
+
+    cache: KernelCache
+
+    def compile(self, recipes: Sequence[Recipe], workers: int) -> None:
+        """Bring the recipes' cubins into the cache. A recipe that does not compile fails when it is tried."""
+        with suppress(KernelError):
+            self.cache.get_many(recipes, workers)
+
+    def race(self, networks: Sequence[Any], rounds: int) -> list[float]:
+        """Median milliseconds of one inference of each network, from its ``times()`` in so many rounds."""
+        times: list[list[float]] = [[] for _ in networks]
+        for _ in range(rounds):
+            for network, own in zip(networks, times, strict=True):
+                own += network.times()
+        return [statistics.median(own) for own in times]
+
+
+class GpuTimer(Timer):
     """Measures on GPU 0. Raises RunError where there is none. One thread uses it. ``libraries``: those whose versions matter."""
 
     def __init__(self, libraries: Collection[str] = (), cache: KernelCache | None = None):
@@ -109,13 +129,6 @@ class GpuTimer:
         self._alone_s = 0.0
 
     # ---------------------------------------------------------------- candidates
-
-    def compile(self, recipes: Sequence[Recipe], workers: int) -> None:
-        """Bring the recipes' cubins into the cache. One that does not compile shows when it is tried."""
-        try:
-            self.cache.get_many(recipes, workers)
-        except KernelError:
-            return
 
     def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
         """Seconds of one run of a candidate. ``key`` names the problem: all its candidates give the same results.
@@ -336,19 +349,6 @@ class GpuTimer:
         context = CudaRunner(program, LoadOptions(trust_cubins=True, pool=self.pool)).context()
         self._feed(program, context)
         return Network(context)
-
-    def race(self, networks: Sequence[Network], rounds: int) -> list[float]:
-        """Median milliseconds of one inference of each, measured in turns."""
-        return in_turns(networks, rounds)
-
-
-def in_turns(networks: Sequence[Any], rounds: int) -> list[float]:
-    """Median milliseconds of one inference of each network, from its ``times()`` in so many rounds."""
-    times: list[list[float]] = [[] for _ in networks]
-    for _ in range(rounds):
-        for n, found in zip(networks, times, strict=True):
-            found += n.times()
-    return [statistics.median(t) for t in times]
 
 
 TRUSTED = LoadOptions(trust_cubins=True)
