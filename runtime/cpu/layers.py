@@ -15,7 +15,7 @@ from typing import Any
 from optdnn.errors import UsageError
 from optdnn.runtime.context import StepRunner
 from optdnn.runtime.cpu.onnxruntime import TOKEN, OnnxRuntimeModel
-from optdnn.runtime.cpu.openvino import RENAMED, OpenVinoModel
+from optdnn.runtime.cpu.openvino import OpenVinoModel, without_endings
 from optdnn.runtime.executor import LoadOptions, Session, prepare
 from optdnn.runtime.program import Program
 
@@ -97,15 +97,9 @@ def _openvino(model: OpenVinoModel, before: Mapping[str, float], after: Mapping[
 
 def _of_model(layers: Sequence[str]) -> str:
     """The model's nodes among the names of what a library fused: the others repeat one with an ending."""
-    names = list(dict.fromkeys(_plain(n) for n in layers))
+    names = list(dict.fromkeys(map(without_endings, layers)))
     own = [n for n in names if not any(n != other and n.startswith(f"{other}/") for other in names)]
     return " + ".join(own) or LAYOUT
-
-
-def _plain(name: str) -> str:
-    for ending in RENAMED:
-        name = name.removesuffix(ending)
-    return name
 
 
 def _onnxruntime(model: OnnxRuntimeModel) -> list[_Row]:

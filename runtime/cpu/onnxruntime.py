@@ -123,31 +123,30 @@ class OnnxRuntimeModel:
             try:
                 session = _session(ort, self._model, options)
                 session.run(self._outputs, dict(zip(self._inputs, feeds, strict=True)))
-                with open(session.end_profiling(), encoding="utf-8") as file:
-                    events = json.load(file)
+                events = _kernel_events(session)
             except Exception as error:
                 raise RunError(f"onnxruntime failed: {_first_line(error)}") from None
-        found: dict[str, str] = {}
-        for event in events:
-            if event.get("cat") == "Node" and str(event["name"]).endswith("_kernel_time"):
-                found[TOKEN.sub("", str(event["name"]))] = str(event["args"]["op_name"])
-        return found
+        return {TOKEN.sub("", event["name"]): str(event["args"]["op_name"]) for event in events}
 
     def counted(self) -> dict[str, list[float]]:
         """Microseconds of each executed node, run by run (a model with ``counters``: the prefix of the file that is written
         meanwhile, and removed here). Ends the counting."""
-        path = Path(self._session.end_profiling())
-        try:
-            events = json.loads(path.read_text(encoding="utf-8"))
-        finally:
-            path.unlink(missing_ok=True)
-        found: dict[str, list[float]] = {}
-        for event in events:
-            if event.get("cat") == "Node" and event["name"].endswith(_KERNEL_TIME):
-                name = event["name"].removesuffix(_KERNEL_TIME)
-                found.setdefault(name, []).append(float(event["dur"]))
-                self.kinds[name] = str(event["args"].get("op_name", ""))
-        return found
+        times: dict[str, list[float]] = {}
+        for event in _kernel_events(self._session):
+            name = event["name"].removesuffix(_KERNEL_TIME)
+            times.setdefault(name, []).append(float(event["dur"]))
+            self.kinds[name] = str(event["args"].get("op_name", ""))
+        return times
+
+
+def _kernel_events(session: Any) -> list[dict[str, Any]]:
+    """The executed nodes that a session's profile lists. Ends the profile and removes its file."""
+    path = Path(session.end_profiling())
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))
+    finally:
+        path.unlink(missing_ok=True)
+    return [e for e in events if e.get("cat") == "Node" and str(e["name"]).endswith(_KERNEL_TIME)]
 
 
 class _OnnxRuntimeSession:

@@ -128,11 +128,11 @@ def _single_runs(
 ) -> tuple[array[int], array[int], array[int], array[int]]:
     h2d, d2h, latency, host = (array("q") for _ in range(4))
     events, stream, memory, clock = Events(4), context.stream, context.memory, time.perf_counter_ns
-    parts = (
-        lambda: memory.copy_in(stream.handle),
-        lambda: graph.replay(stream),
-        lambda: memory.copy_out(stream.handle),
-    )
+    parts: list[Callable[[], object]] = [
+        partial(memory.copy_in, stream.handle),
+        partial(graph.replay, stream),
+        partial(memory.copy_out, stream.handle),
+    ]
 
     def once() -> None:
         for k, part in enumerate(parts):

@@ -15,7 +15,7 @@ from optdnn.runtime.cuda.device import Launch, check, driver
 from optdnn.runtime.cuda.launches.plan import CudaStep, ReferenceOp
 from optdnn.runtime.cuda.launches.stepwise import do
 from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory, fill, upload
+from optdnn.runtime.cuda.memory.allocator import DeviceMemory, download, fill, upload
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.program import Program
@@ -120,12 +120,7 @@ class FencedMemory(DeviceMemory):
 
     def intact(self, byte: int) -> bool:
         """Whether the fences are as :meth:`guard` left them."""
-        found = np.empty(FENCE, np.uint8)
-        for fence in self._fences():
-            check("cuMemcpyDtoH", driver().cuMemcpyDtoH(found.ctypes.data, fence, FENCE))
-            if (found != byte).any():
-                return False
-        return True
+        return all((download(fence, np.empty(FENCE, np.uint8)) == byte).all() for fence in self._fences())
 
     def _fences(self) -> tuple[int, int]:
         return self._whole.pointer, self.pointer + self.size
@@ -203,10 +198,7 @@ def _source(step: CudaStep, program: Program) -> str:
 
 def _download(context: CudaContext, buffer: int) -> Array:
     b = context.runner.program.buffers[buffer]
-    flat = np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype)
-    if flat.nbytes:
-        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(flat.ctypes.data, context.memory.address(buffer, {}), flat.nbytes))
-    return flat
+    return download(context.memory.address(buffer, {}), np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype))
 
 
 def _rounds_floats(meaning: ReferenceOp) -> bool:

@@ -26,7 +26,7 @@ from optdnn.runtime.cuda.device import Device, Function, Launch, check, driver
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.launches.plan import CudaStep, OperandView
 from optdnn.runtime.cuda.libraries.support import version_of
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory
+from optdnn.runtime.cuda.memory.allocator import DeviceMemory, download, fill
 from optdnn.runtime.cuda.memory.shared import Pool
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.cuda.trials.check import FencedArena, relative_error
@@ -124,7 +124,7 @@ class GpuTimer(Timer):
         self._golden: tuple[str, list[tuple[DeviceMemory, int]]] | None = None
         self.pool = Pool()
         """Constants and kernels of the networks that are loaded."""
-        self._found = DeviceMemory(256, "the difference of two results")
+        self._difference = DeviceMemory(256, "the difference of two results")
         self._disturbed: DeviceMemory | None = None
         self._alone_s = 0.0
 
@@ -233,9 +233,8 @@ class GpuTimer(Timer):
             return np.empty(shape, dtype)
         ends = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
         low, high = sum(min(0, e) for e in ends), sum(max(0, e) for e in ends)
-        flat = np.empty(high - low + 1, dtype)
         pointer = context.memory.address(buffer, {}) + (offset + low) * dtype.itemsize
-        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(flat.ctypes.data, pointer, flat.nbytes))
+        flat = download(pointer, np.empty(high - low + 1, dtype))
         return as_strided(flat[-low:], shape, [s * dtype.itemsize for s in strides]).copy()
 
     # ---------------------------------------------------------------- operands and results
@@ -252,17 +251,13 @@ class GpuTimer(Timer):
                 values = struct.pack("<QQI4x", pointer, count, zlib.crc32(b.name.encode()))
                 self._run(name, "fill", values, count)
             elif b.nbytes:
-                check("cuMemsetD8Async", driver().cuMemsetD8Async(pointer, 0, b.nbytes, self.stream.handle))
+                fill(pointer, 0, b.nbytes)
         self.stream.synchronize()
 
     def _poison(self, context: CudaContext, buffer: int) -> None:
         b = context.runner.program.buffers[buffer]
         if b.nbytes:
-            address, handle = context.memory.address(buffer, {}), self.stream.handle
-            check(
-                "cuMemsetD8Async", driver().cuMemsetD8Async(address, 0xFF if is_float(b.dtype) else 0, b.nbytes, handle)
-            )
-        self.stream.synchronize()
+            fill(context.memory.address(buffer, {}), 0xFF if is_float(b.dtype) else 0, b.nbytes)
 
     def _copy(self, program: Program, context: CudaContext, buffer: int) -> DeviceMemory:
         size = program.buffers[buffer].nbytes or 0
@@ -277,15 +272,15 @@ class GpuTimer(Timer):
         name = dtype_name(b.dtype)
         if memory.size != b.nbytes or name not in _CPP:
             return False
-        cu = driver()
-        check("cuMemsetD8Async", cu.cuMemsetD8Async(self._found.pointer, 0, 16, self.stream.handle))
+        fill(self._difference.pointer, 0, 16)
         count = memory.size // b.dtype.itemsize
-        values = struct.pack("<QQQQ", context.memory.address(buffer, {}), memory.pointer, count, self._found.pointer)
+        values = struct.pack(
+            "<QQQQ", context.memory.address(buffer, {}), memory.pointer, count, self._difference.pointer
+        )
         self._run(name, "compare", values, count)
         self.stream.synchronize()
-        found = np.zeros(4, np.float32)
-        check("cuMemcpyDtoH", cu.cuMemcpyDtoH(found.ctypes.data, self._found.pointer, 16))
-        error, scale, odd = float(found[0]), float(found[1]), int(found.view(np.uint32)[2])
+        sums = download(self._difference.pointer, np.zeros(4, np.float32))
+        error, scale, odd = float(sums[0]), float(sums[1]), int(sums.view(np.uint32)[2])
         return odd == 0 and error <= 2 * TOLERANCE[name] * scale
 
     def _run(self, dtype: str, name: str, values: bytes, count: int) -> None:
