@@ -98,13 +98,13 @@ def _graph_from_plain(
 ) -> PlainGraph | None:
     """A nested graph, or None where the data does not make one."""
     arrays = [_from_plain(c, name) for c in constants]
-    made = []
+    nodes = []
     for op in ops:
         match op:
             case [str(kind), list(read), list(dtypes), dict(attrs)] if all(d in DTYPES for d in dtypes):
                 if not all(i is None or type(i) is int for i in read):
                     return None
-                made.append(PlainOp(kind, attrs_from_plain(attrs), tuple(read), tuple(DTYPES[d] for d in dtypes)))
+                nodes.append(PlainOp(kind, attrs_from_plain(attrs), tuple(read), tuple(DTYPES[d] for d in dtypes)))
             case _:
                 return None
     if not all(isinstance(a, np.ndarray) for a in arrays) or not all(type(i) is int for i in outputs):
@@ -113,8 +113,8 @@ def _graph_from_plain(
     if len(rest) > 1 or not isinstance(shapes, list) or not all(map(_is_shape, shapes)):
         return None
     typed = tuple(None if shape is None else tuple(shape) for shape in shapes)
-    graph = PlainGraph(inputs, tuple(arrays), tuple(made), tuple(outputs), typed)
-    return graph if graph.valid() and all(op.kind in KERNELS or op.kind == "Pointwise" for op in made) else None
+    graph = PlainGraph(inputs, tuple(arrays), tuple(nodes), tuple(outputs), typed)
+    return graph if graph.valid() and all(op.kind in KERNELS or op.kind == "Pointwise" for op in nodes) else None
 
 
 def _is_shape(shape: Any) -> bool:

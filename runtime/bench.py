@@ -303,7 +303,7 @@ def _facts_of(
 def _profiled(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, Plain]:
     """The steps of a program that runs on the CPU, and what of them its libraries count."""
     steps = profile(engine, feeds)
-    found: dict[str, Plain] = {"profile": [asdict(p) | {"src": list(p.src)} for p in steps]}
+    report: dict[str, Plain] = {"profile": [asdict(p) | {"src": list(p.src)} for p in steps]}
     if engine.target == "cpu":
         from optdnn.runtime.cpu.layers import layer_times
 
@@ -311,16 +311,16 @@ def _profiled(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, Plain]:
         times = [p.median_ms for p in steps]
         runs = int(min(200, max(10, 1e3 / max(sum(times), 1e-3))))
         layers = layer_times(engine.program, feeds, times, threads or None, runs)
-        found["layers"] = [asdict(layer) for layer in layers]
-    return found
+        report["layers"] = [asdict(layer) for layer in layers]
+    return report
 
 
 def sizes_of(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, int]:
     """The size of each symbolic dimension of the inputs."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for spec in engine.inputs:
-        found |= {d: n for d, n in zip(spec.shape, np.shape(feeds[spec.name]), strict=True) if isinstance(d, str)}
-    return found
+        sizes |= {d: n for d, n in zip(spec.shape, np.shape(feeds[spec.name]), strict=True) if isinstance(d, str)}
+    return sizes
 
 
 def plan_feeds(context: object, feeds: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,10 +28,10 @@ def _are_bounds(row: Plain) -> bool:
 
 
 def _bound(value: int | str) -> DimLike:
-    found = value if isinstance(value, int) else parse_dim(value)
-    if found is None:
+    bound = value if isinstance(value, int) else parse_dim(value)
+    if bound is None:
         raise EngineError("the engine's bounds of inputs are malformed")
-    return found
+    return bound
 
 
 def check_bounds(

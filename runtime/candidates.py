@@ -70,8 +70,8 @@ def open_engine(candidate: Candidate, threads: int) -> Opened:
     engine = import_module("optdnn.loading").load(candidate.path, threads=threads)
     context = engine.context()
     steps = [dict(f) for f in engine.facts]
-    kept = [f for k, f in enumerate(steps) if f not in steps[:k]]
-    facts = {"target": engine.target, "precision": engine.precision, "steps": kept}
+    distinct = [f for k, f in enumerate(steps) if f not in steps[:k]]
+    facts = {"target": engine.target, "precision": engine.precision, "steps": distinct}
     on_gpu = target_of(engine.program).family == "cuda"
     return Opened(
         lambda feeds: list(context.run(feeds).values()),
@@ -104,9 +104,9 @@ def _on_gpu(context: RunContext, feeds: Mapping[str, Array]) -> Sampler:
     from optdnn.runtime.bench import cuda_context, plan_feeds
     from optdnn.runtime.cuda.measuring.rivals import sampler_of
 
-    found = cuda_context(context, feeds)
-    assert found is not None
-    sampler: Sampler = sampler_of(found, plan_feeds(context, feeds))
+    gpu_context = cuda_context(context, feeds)
+    assert gpu_context is not None
+    sampler: Sampler = sampler_of(gpu_context, plan_feeds(context, feeds))
     return sampler
 
 

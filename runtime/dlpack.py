@@ -79,9 +79,9 @@ def from_dlpack(value: Any) -> Array:
     dtype, rank = DTYPES[name], tensor.ndim
     shape = tuple(tensor.shape[:rank])
     dense = tuple(int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(rank))
-    steps = tuple(tensor.strides[:rank]) if tensor.strides else dense
+    strides = tuple(tensor.strides[:rank]) if tensor.strides else dense
     if 0 in shape:
         return np.empty(shape, dtype)
     address = (tensor.data or 0) + tensor.byte_offset
-    memory = _Memory(capsule, address, dtype, shape, tuple(s * dtype.itemsize for s in steps))
+    memory = _Memory(capsule, address, dtype, shape, tuple(s * dtype.itemsize for s in strides))
     return np.asarray(memory).view(dtype)

@@ -94,8 +94,8 @@ class Engine:
     def keep(self, custom_ops: Sequence[CustomOp]) -> None:
         """Note the user's own operators that the program runs: it is not loaded without them."""
         self._custom = tuple(custom_ops)
-        told = [op.requirement for op in self._custom]
-        self.program.requires = (*(r for r in self.program.requires if r not in told), *told)
+        requirements = [op.requirement for op in self._custom]
+        self.program.requires = (*(r for r in self.program.requires if r not in requirements), *requirements)
 
     def context(self) -> RunContext:
         """A new context: one thread's own state, with reusable output buffers through ``run(..., out=...)``."""

@@ -35,14 +35,14 @@ class Access:
 def accesses(step: Step) -> list[Access]:
     """What a kernel reads and writes. An operand that its meaning does not name (workspace) counts as written."""
     operands = (*step.inputs, *step.outputs)
-    found: list[Access] = []
+    touched: list[Access] = []
     for key, write in (("reads", False), ("writes", True)):
         for view in step.params[key]:
             if view is not None:
                 number, offset, shape, strides = view
-                found.append(Access(operands[number], write, Region(offset, tuple(shape), tuple(strides))))
-    named = {a.buffer for a in found}
-    return found + [Access(i, True) for i in operands if i not in named]
+                touched.append(Access(operands[number], write, Region(offset, tuple(shape), tuple(strides))))
+    named = {a.buffer for a in touched}
+    return touched + [Access(i, True) for i in operands if i not in named]
 
 
 # ---------------------------------------------------------------- regions
@@ -83,11 +83,11 @@ def waits_of(lanes: Sequence[Slot]) -> list[list[int]] | None:
     if not lanes:
         return None
     last: dict[int, int] = {}
-    found = []
+    waits = []
     for k, slot in enumerate(lanes):
-        found.append(sorted({*slot.after, *([last[slot.lane]] if slot.lane in last else [])}))
+        waits.append(sorted({*slot.after, *([last[slot.lane]] if slot.lane in last else [])}))
         last[slot.lane] = k
-    return found
+    return waits
 
 
 def earlier(program: Program) -> list[int]:
@@ -98,13 +98,13 @@ def earlier(program: Program) -> list[int]:
 
 def masks_of(waits: Sequence[Sequence[int]]) -> list[int]:
     """For each step the set (as bits) of those that it waits for, by way of others as well."""
-    found: list[int] = []
+    masks: list[int] = []
     for before in waits:
         mask = 0
         for d in before:
-            mask |= found[d] | 1 << d
-        found.append(mask)
-    return found
+            mask |= masks[d] | 1 << d
+        masks.append(mask)
+    return masks
 
 
 def dependencies(program: Program) -> list[set[int]]:
@@ -112,12 +112,12 @@ def dependencies(program: Program) -> list[set[int]]:
 
     Constants, which nothing writes, are left out.
     """
-    found: list[set[int]] = [set() for _ in program.steps]
+    conflicts: list[set[int]] = [set() for _ in program.steps]
     for _, users in _by_buffer(program):
         for (i, a), (k, b) in combinations(users, 2):
-            if i != k and (a.write or b.write) and i not in found[k] and overlap(a.region, b.region):
-                found[k].add(i)
-    return found
+            if i != k and (a.write or b.write) and i not in conflicts[k] and overlap(a.region, b.region):
+                conflicts[k].add(i)
+    return conflicts
 
 
 def check_lanes(program: Program) -> None:

@@ -186,15 +186,15 @@ class PlansContext(Dispatching):
         return self._context(self._checked_shapes(arrays)), named
 
     def _context(self, shapes: Shapes) -> RunContext:
-        found = self._contexts.get(shapes)
-        if found is None:
+        context = self._contexts.get(shapes)
+        if context is None:
             runner = self._runner.plan(shapes)
-            found = runner.context() if self._arena is None else runner.context(self._arena)  # type: ignore[call-arg]
+            context = runner.context() if self._arena is None else runner.context(self._arena)  # type: ignore[call-arg]
             while len(self._contexts) >= CONTEXTS:
                 self._contexts.popitem(last=False)
-            self._contexts[shapes] = found
+            self._contexts[shapes] = context
         self._contexts.move_to_end(shapes)
-        return found
+        return context
 
 
 def _foreign(array: Any) -> bool:

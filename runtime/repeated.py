@@ -49,10 +49,10 @@ class Repeated:
             self._run()
         except Exception:  # the libraries raise classes of their own
             return None
-        found: dict[str, Array] = {}
+        results: dict[str, Array] = {}
         for name, _, copy in self._outputs:
-            found[name] = copy()
-        return found
+            results[name] = copy()
+        return results
 
     def buffers(self) -> list[Array]:
         """The arrays that calls read and write."""

@@ -43,7 +43,7 @@ class Signature:
         """
         if type(feeds) is not dict and not isinstance(feeds, Mapping):
             feeds = self.named(feeds)
-        found = []
+        arrays = []
         try:
             for name, dtype in self._in:
                 a = feeds[name]
@@ -52,12 +52,12 @@ class Signature:
                 flags = a.flags
                 if not flags.carray and not (flags.c_contiguous and flags.aligned):  # carray: writeable, too
                     a = a.copy(order="C")
-                found.append(a)
+                arrays.append(a)
         except KeyError:
             self._refuse_names(feeds)
-        if len(feeds) != len(found):
+        if len(feeds) != len(arrays):
             self._refuse_names(feeds)
-        return found
+        return arrays
 
     def named(self, feeds: Any) -> Mapping[str, Any]:
         """``feeds``, which may be the one array of a single input, by name. Raises InputError for other things than mappings."""

@@ -70,15 +70,15 @@ def huge_parts(smaps: str, before: list[Range]) -> list[Range]:
     ``smaps`` is the text of /proc/PID/smaps. A mapping of which less than half was ever touched is a reserve: to fill it
     with huge pages would waste memory.
     """
-    found: list[Range] = []
+    parts: list[Range] = []
     for start, end, resident in _with_residency(smaps):
         if 2 * resident < end - start:
             continue
         for a, b in _without((start, end), before):
             a, b = -(-a // HUGE) * HUGE, b // HUGE * HUGE
             if a < b:
-                found.append((a, b))
-    return found
+                parts.append((a, b))
+    return parts
 
 
 def _with_residency(smaps: str) -> Iterator[tuple[int, int, int]]:

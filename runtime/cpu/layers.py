@@ -47,7 +47,7 @@ def layer_times(
     if program.target != "cpu":
         raise UsageError(f"layers are counted by the libraries of target cpu; this engine is for {program.target}")
     total = max(sum(step_ms), 1e-12)
-    found: list[Layer] = []
+    layers: list[Layer] = []
     with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
         # The program was examined when it was loaded.
         executors = prepare(replace(program, foreign=False), LoadOptions(threads, huge_pages=False, counters=folder))
@@ -65,8 +65,8 @@ def layer_times(
             else:
                 rows = [(" + ".join(program.steps[k].src), "NumPy", 1.0)]
             scale = step_ms[k] / (sum(us for _, _, us in rows) or 1.0)
-            found += [Layer(k, name, kind, us * scale, us * scale / total) for name, kind, us in _merged(rows)]
-    return sorted(found, key=lambda layer: -layer.median_ms)
+            layers += [Layer(k, name, kind, us * scale, us * scale / total) for name, kind, us in _merged(rows)]
+    return sorted(layers, key=lambda layer: -layer.median_ms)
 
 
 _Row = tuple[str, str, float]

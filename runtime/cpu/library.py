@@ -110,9 +110,9 @@ def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOpt
         part = LibraryPart(step.executor, model, weights, read, given, symbols)
         options.examine(replace(part, digest=_digest(part, blobs[p["model"]], program)))
     memory = NewMemory(options.huge_pages)
-    made = make(model, weights, inputs, outputs, settings)
-    made.memory, made.empty = memory, empty
-    return made
+    compiled = make(model, weights, inputs, outputs, settings)
+    compiled.memory, compiled.empty = memory, empty
+    return compiled
 
 
 _PARAMS = frozenset({"inputs", "model", "outputs", "precision", "threads", "weights"})
@@ -128,8 +128,8 @@ def _number(number: Any, blobs: Sequence[Array]) -> int:
 def _ports(program: Program, numbers: Sequence[int], names: Sequence[str]) -> tuple[Port, ...]:
     if any(i < 0 for i in numbers):
         raise EngineError("a step of a CPU library lacks a buffer")
-    found = [program.buffers[i] for i in numbers]
-    return tuple((name, b.dtype, b.shape) for name, b in zip(names, found, strict=True))
+    buffers = [program.buffers[i] for i in numbers]
+    return tuple((name, b.dtype, b.shape) for name, b in zip(names, buffers, strict=True))
 
 
 def _digest(part: LibraryPart, model: Array, program: Program) -> str | None:
@@ -149,14 +149,14 @@ def symbols_of(inputs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> dic
     named = {name for p in profiles for name in p}
     dims = dict.fromkeys(d for spec in inputs for d in spec.shape if isinstance(d, str))
     derived = expressions(dims, named)
-    found: dict[str, DimRange | None] = {}
+    ranges: dict[str, DimRange | None] = {}
     for name in dims:
         if name not in derived:
             given = [p[name] for p in profiles if name in p]
             whole = len(given) == len(profiles) > 0
             low, high = (min(r.min for r in given), max(r.max for r in given)) if whole else (0, 0)
-            found[name] = DimRange(low, low, high) if whole else None
-    return found
+            ranges[name] = DimRange(low, low, high) if whole else None
+    return ranges
 
 
 def library_module(name: str) -> ModuleType:

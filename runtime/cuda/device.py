@@ -116,8 +116,8 @@ class Device(GpuFacts):
         """Which of the machine's GPUs it is, whatever is hidden from this process: its PCI bus id."""
         cu = driver()
         handle = check("cuDeviceGet", cu.cuDeviceGet(self.index))
-        found: bytes = check("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, handle))
-        return found.split(b"\0")[0].decode()
+        bus_id: bytes = check("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, handle))
+        return bus_id.split(b"\0")[0].decode()
 
 
 def arch_here(index: int = 0) -> str:

@@ -94,18 +94,18 @@ def no_kernels(arch: str) -> str | None:
 
 def named(name: str) -> GpuFacts:
     """The facts of one of :data:`NAMED`. Raises InternalError."""
-    found = next((gpu for gpu in NAMED if gpu.name == name), None)
-    if found is None:
+    gpu = next((gpu for gpu in NAMED if gpu.name == name), None)
+    if gpu is None:
         raise InternalError(f"the facts of {name!r} are not known")
-    return found
+    return gpu
 
 
 def of_arch(arch: str) -> GpuFacts:
     """The named GPU that stands for an architecture. Raises InternalError where none does."""
-    found = next((gpu for gpu in NAMED if arch in (gpu.arch, gpu.arch.rstrip("a"))), None)
-    if found is None:
+    gpu = next((gpu for gpu in NAMED if arch in (gpu.arch, gpu.arch.rstrip("a"))), None)
+    if gpu is None:
         raise InternalError(f"no GPU of architecture {arch} is known")
-    return found
+    return gpu
 
 
 def fitted(gpu: GpuFacts) -> GpuFacts:
@@ -122,7 +122,7 @@ def of_attributes(name: str, get: Callable[[str], int]) -> GpuFacts:
     """
     capability = (get("COMPUTE_CAPABILITY_MAJOR"), get("COMPUTE_CAPABILITY_MINOR"))
     multiprocessors = get("MULTIPROCESSOR_COUNT")
-    found = GpuFacts(
+    gpu = GpuFacts(
         name=name,
         capability=capability,
         multiprocessors=multiprocessors,
@@ -136,11 +136,9 @@ def of_attributes(name: str, get: Callable[[str], int]) -> GpuFacts:
     )
     known = next((gpu for gpu in NAMED if gpu.name == name and gpu.multiprocessors == multiprocessors), None)
     if known is not None:
-        return replace(found, clock=known.clock, bandwidth=known.bandwidth, clusters=known.clusters)
+        return replace(gpu, clock=known.clock, bandwidth=known.bandwidth, clusters=known.clusters)
     if capability[0] < HOPPER:
-        return found
-    fitted = of_arch("sm_90a")
-    clusters = tuple(
-        (size, max(1, count * multiprocessors // fitted.multiprocessors)) for size, count in fitted.clusters
-    )
-    return replace(found, clusters=clusters)
+        return gpu
+    h200 = of_arch("sm_90a")
+    clusters = tuple((size, max(1, count * multiprocessors // h200.multiprocessors)) for size, count in h200.clusters)
+    return replace(gpu, clusters=clusters)

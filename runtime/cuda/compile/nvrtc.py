@@ -184,7 +184,7 @@ def compile_recipe(recipe: Recipe, *, resources: bool = False) -> tuple[bytes, s
 def resources(recipe: Recipe) -> dict[str, Resources]:
     """Compile and read ptxas's report: kernel name -> :class:`Resources`."""
     _, log = compile_recipe(recipe, resources=True)
-    found: dict[str, Resources] = {}
+    reports: dict[str, Resources] = {}
     name = None
     stack = spill = 0
     for line in log.splitlines():
@@ -194,10 +194,10 @@ def resources(recipe: Recipe) -> dict[str, Resources]:
             stack, spill = int(match[1]), int(match[2]) + int(match[3])
         elif (match := re.search(r"Used (\d+) registers", line)) and name:
             shared = re.search(r"(\d+) bytes smem", line)
-            found[name] = Resources(int(match[1]), spill, stack, int(shared[1]) if shared else 0)
-    if not found:
+            reports[name] = Resources(int(match[1]), spill, stack, int(shared[1]) if shared else 0)
+    if not reports:
         raise KernelError(f"{recipe.name}: the compiler gave no resource report:\n{log}")
-    return found
+    return reports
 
 
 def default_folder() -> Path:

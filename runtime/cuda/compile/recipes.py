@@ -42,19 +42,19 @@ def cubins(
     """
     if not trust:
         check_kernels(program, custom_ops)
-    found: list[bytes | None] = [
+    code: list[bytes | None] = [
         program.blobs[k.cubin].tobytes() if k.cubin is not None and trust and not recompile else None
         for k in program.kernels
     ]
-    missing = [i for i, c in enumerate(found) if c is None]
+    missing = [i for i, c in enumerate(code) if c is None]
     recipes = [recipe_of(program.kernels[i]) for i in missing]
     if not recompile:
         for i, recipe in zip(missing, recipes, strict=True):
             _check_fresh(program.kernels[i], recipe)
-    made = (cache or KernelCache()).get_many(recipes, workers=4) if recipes else []
-    for i, cubin in zip(missing, made, strict=True):
-        found[i] = cubin
-    return [c for c in found if c is not None]
+    compiled = (cache or KernelCache()).get_many(recipes, workers=4) if recipes else []
+    for i, cubin in zip(missing, compiled, strict=True):
+        code[i] = cubin
+    return [c for c in code if c is not None]
 
 
 def _check_fresh(kernel: Kernel, recipe: Recipe) -> None:

@@ -125,16 +125,16 @@ class Graph:
         """Another graph of the same launches, some of them (by number) with other parameters, such as the addresses of other
         arrays: nodes are changed, nothing is captured again."""
         cu = driver()
-        found = copy(self)
-        found.launches = tuple(changed.get(k, launch) for k, launch in enumerate(self.launches))
-        found._instantiate()
+        graph = copy(self)
+        graph.launches = tuple(changed.get(k, launch) for k, launch in enumerate(self.launches))
+        graph._instantiate()
         for k, launch in changed.items():
             (node,) = self._template.nodes[k]
             parameters = check("cuGraphKernelNodeGetParams", cu.cuGraphKernelNodeGetParams(node))
             parameters.kernelParams = launch.parameters_address
-            result = cu.cuGraphExecKernelNodeSetParams(found._executable, node, parameters)
+            result = cu.cuGraphExecKernelNodeSetParams(graph._executable, node, parameters)
             check(f"cuGraphExecKernelNodeSetParams of {launch.label}", result)
-        return found
+        return graph
 
     def replay(self, stream: Stream) -> None:
         """Enqueue one run."""

@@ -280,14 +280,14 @@ def _relocation(p: Any, program: Program, operands: Sequence[int], size: int) ->
     return TensorMap(at, operand, offset, dtype, shape, strides, box, _int(swizzle), corners, steps)
 
 
-def _ahead(found: Ahead, program: Program, size: int) -> Ahead:
-    _need(found.buffer < len(program.buffers), "brings a buffer into L2 that does not exist")
-    buffer = program.buffers[found.buffer]
-    inside = buffer.blob is not None and found.offset + found.bytes <= (buffer.nbytes or 0)
-    whole = found.offset % 16 == found.bytes % 16 == 0 and found.bytes < 1 << 32
+def _ahead(ahead: Ahead, program: Program, size: int) -> Ahead:
+    _need(ahead.buffer < len(program.buffers), "brings a buffer into L2 that does not exist")
+    buffer = program.buffers[ahead.buffer]
+    inside = buffer.blob is not None and ahead.offset + ahead.bytes <= (buffer.nbytes or 0)
+    whole = ahead.offset % 16 == ahead.bytes % 16 == 0 and ahead.bytes < 1 << 32
     _need(inside and whole, "brings something else than a part of a constant into L2")
-    _need(found.at + 12 <= size, "has a relocation outside of its parameters")
-    return found
+    _need(ahead.at + 12 <= size, "has a relocation outside of its parameters")
+    return ahead
 
 
 def _int(value: Any) -> int:

@@ -119,12 +119,12 @@ class PreparedMatMul:
             most = c_uint64(WORKSPACE)
             set_ = library.cublasLtMatmulPreferenceSetAttribute
             _check(set_(preference, c_int(_MAX_WORKSPACE), byref(most), c_size_t(8)), "a preference's attribute")
-            found, count = (_Ranked * RANKED)(), c_int()
+            results, count = (_Ranked * RANKED)(), c_int()
             status = library.cublasLtMatmulAlgoGetHeuristic(
                 self._handle._handle, self._descriptor, *(self._layouts[x] for x in "bacd"), preference,
-                c_int(RANKED), found, byref(count),
+                c_int(RANKED), results, byref(count),
             )  # fmt: skip
-            return [] if status else [r for r in found[: count.value] if r.state == 0]
+            return [] if status else [r for r in results[: count.value] if r.state == 0]
         finally:
             library.cublasLtMatmulPreferenceDestroy(preference)
 

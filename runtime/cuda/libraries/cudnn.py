@@ -119,9 +119,9 @@ class PlannedGraph:
         raise RuntimeError(failed)
 
     def _tensor(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any = None) -> Any:
-        made = self.graph.tensor(name=name, dim=list(shape), stride=list(strides), data_type=dtype or self._dtype)
-        self.tensors[name] = made
-        return made
+        tensor = self.graph.tensor(name=name, dim=list(shape), stride=list(strides), data_type=dtype or self._dtype)
+        self.tensors[name] = tensor
+        return tensor
 
     def _convolution(self, o: Convolution) -> None:
         cudnn, top, left, bottom, right = self._handle.cudnn, *o.pads
@@ -154,11 +154,11 @@ class PlannedGraph:
         options: dict[str, Any] = {"use_causal_mask": True} if o.causal else {}
         if o.mask_shape:
             options["bias"] = self._tensor("mask", o.mask_shape, o.mask_strides)
-        found = self.graph.sdpa(
+        results = self.graph.sdpa(
             q=self._tensor("q", o.q_shape, o.q_strides), k=self._tensor("k", o.k_shape, o.k_strides),
             v=self._tensor("v", o.k_shape, o.v_strides), is_inference=True, attn_scale=o.scale, **options,
         )  # fmt: skip
-        self._result("out", found[0], o.q_shape, o.out_strides)
+        self._result("out", results[0], o.q_shape, o.out_strides)
 
     def _norm(self, o: Norm) -> None:
         cudnn = self._handle.cudnn
@@ -176,10 +176,10 @@ class PlannedGraph:
             "epsilon": epsilon,
         }
         if o.kind == "layer":
-            found = self.graph.layernorm(**given, bias=self._tensor("bias", row, strides, wide))
+            results = self.graph.layernorm(**given, bias=self._tensor("bias", row, strides, wide))
         else:
-            found = self.graph.rmsnorm(**given)
-        self._result("y", found[0], rows, strides)
+            results = self.graph.rmsnorm(**given)
+        self._result("y", results[0], rows, strides)
 
     def _result(self, name: str, value: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         value.set_output(True).set_data_type(self._dtype).set_dim(list(shape)).set_stride(list(strides)).set_name(name)

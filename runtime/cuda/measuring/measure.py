@@ -167,8 +167,8 @@ def gpu_report(
     iterations; spread; clocks; remarks (whether the figures can be trusted, in sentences).
     """
     samples = sample_gpu(context, feeds, limits, flush_l2=flush_l2)
-    found = report_of(samples, context.device.name, flushed=flush_l2, monitor=Monitor.open())
-    return found | {"cuda_driver": ".".join(map(str, context.device.driver_version))}
+    report = report_of(samples, context.device.name, flushed=flush_l2, monitor=Monitor.open())
+    return report | {"cuda_driver": ".".join(map(str, context.device.driver_version))}
 
 
 def report_of(samples: GpuSamples, device: str, *, flushed: bool, monitor: Monitor | None) -> dict[str, Plain]:
@@ -177,7 +177,7 @@ def report_of(samples: GpuSamples, device: str, *, flushed: bool, monitor: Monit
     stats = {name: LatencyStats.of(ns) for name, ns in zip(ROWS, taken, strict=True)}
     compute = stats["gpu_compute_ms"]
     total = sum(samples.compute) if flushed else samples.busy_ns
-    found: dict[str, Plain] = {
+    report: dict[str, Plain] = {
         "device": device,
         "l2": "flushed" if flushed else "warm",
         **{name: s.to_plain() for name, s in stats.items()},
@@ -187,8 +187,8 @@ def report_of(samples: GpuSamples, device: str, *, flushed: bool, monitor: Monit
         "clocks": _clock_facts(samples.clocks, monitor),
         "processes": None if monitor is None else monitor.processes(),
     }
-    found["remarks"] = remarks(found, samples.clocks)
-    return found
+    report["remarks"] = remarks(report, samples.clocks)
+    return report
 
 
 def _clock_facts(clocks: Sequence[ClockSample], monitor: Monitor | None) -> dict[str, Plain] | None:
@@ -208,31 +208,33 @@ def _clock_facts(clocks: Sequence[ClockSample], monitor: Monitor | None) -> dict
 
 def remarks(report: Mapping[str, Any], clocks: Sequence[ClockSample]) -> list[str]:
     """What speaks against the figures of a report, one sentence each."""
-    found = []
+    sentences = []
     compute, enqueue = report["gpu_compute_ms"], report["enqueue_ms"]
     if report["iterations"] < FEW:
-        found.append(f"only {report['iterations']} runs were measured: percentiles say little (raise --duration)")
+        sentences.append(f"only {report['iterations']} runs were measured: percentiles say little (raise --duration)")
     spread = report["spread"]
     if spread is not None and spread > UNSTABLE:
-        found.append(f"the GPU time drifted by {spread:.0%} during the measurement: do not compare it with others")
+        sentences.append(f"the GPU time drifted by {spread:.0%} during the measurement: do not compare it with others")
     seen = [c.sm_mhz for c in clocks if c.sm_mhz is not None]
     if not seen:
-        found.append("the clocks could not be read: whether they were stable is not known")
+        sentences.append("the clocks could not be read: whether they were stable is not known")
     elif min(seen) < (1 - CLOCK_DROP) * max(seen):
-        found.append(f"the multiprocessors' clock moved between {min(seen)} and {max(seen)} MHz")
+        sentences.append(f"the multiprocessors' clock moved between {min(seen)} and {max(seen)} MHz")
     held = sorted({reason for c in clocks for reason in c.held_by})
     if held:
-        found.append(f"clocks were held down by: {', '.join(held)}")
+        sentences.append(f"clocks were held down by: {', '.join(held)}")
     if (report.get("processes") or 0) > 1:
-        found.append(f"{report['processes']} processes compute on this GPU: it is shared")
+        sentences.append(f"{report['processes']} processes compute on this GPU: it is shared")
     if enqueue["median"] > compute["median"] * 0.9:
-        found.append(
+        sentences.append(
             "enqueueing a run takes the host about as long as the GPU runs it: throughput is bound by the host "
             "(larger batches, or several contexts)"
         )
     if report["h2d_ms"]["median"] + report["d2h_ms"]["median"] > compute["median"]:
-        found.append("copies to and from the GPU take longer than the inference: keep arrays on the GPU (context.bind)")
-    return found
+        sentences.append(
+            "copies to and from the GPU take longer than the inference: keep arrays on the GPU (context.bind)"
+        )
+    return sentences
 
 
 # ---------------------------------------------------------------- step by step
@@ -300,18 +302,18 @@ def profile_gpu(
     # A prefix never takes longer than the whole: differences below the clock's noise are 0, and the rest follows suit.
     ends = _rising(ends)
     total = max(ends[-1], 1e-9)
-    found = []
+    rows = []
     for k, (begin, end) in enumerate(pairwise(ends)):
         work = work_of(program.steps[k], parsed[k], program)
         us = end - begin
         least = ceilings.seconds(work) * 1e6
-        found.append(
+        rows.append(
             StepShare(
                 k, program.steps[k].src, parsed[k].meaning.kind, parsed[k].tactic, us, us / total, work,
                 least / us if us > 0 else None, lane=program.lanes[k].lane if program.lanes else None,
             )
         )  # fmt: skip
-    return found
+    return rows
 
 
 def _profile_cut(context: CudaContext, feeds: Mapping[str, Any], repeats: int, ceilings: Ceilings) -> list[StepShare]:
@@ -320,7 +322,7 @@ def _profile_cut(context: CudaContext, feeds: Mapping[str, Any], repeats: int, c
     taken = [context.profile(feeds)[1] for _ in range(max(1, repeats))]
     times = [statistics.median(one) / 1e3 for one in zip(*taken, strict=True)]
     total = max(sum(times), 1e-9)
-    found = []
+    rows = []
     for k, (step, plan, us) in enumerate(zip(program.steps, context.runner.steps, times, strict=True)):
         if isinstance(plan, CudaStep):
             kind, tactic, work = plan.meaning.kind, plan.tactic, work_of(step, plan, program)
@@ -330,8 +332,8 @@ def _profile_cut(context: CudaContext, feeds: Mapping[str, Any], repeats: int, c
             kind, tactic, work = plan.kind, "NumPy on the CPU", Work(0, 0, False, plan.dtypes[0])
         kernel = isinstance(plan, CudaStep) and us > 0
         roofline = ceilings.seconds(work) * 1e6 / us if kernel else None
-        found.append(StepShare(k, step.src, kind, tactic, us, us / total, work, roofline, step.executor))
-    return found
+        rows.append(StepShare(k, step.src, kind, tactic, us, us / total, work, roofline, step.executor))
+    return rows
 
 
 def _rising(values: Sequence[float]) -> list[float]:

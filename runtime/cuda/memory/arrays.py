@@ -113,6 +113,6 @@ def check_stream(handle: int, context: Any) -> None:
     cu = driver()
     if handle in DEFAULT_STREAMS:
         return
-    status, found = cu.cuStreamGetCtx(handle)
-    if status != cu.CUresult.CUDA_SUCCESS or int(found) != int(context):
+    status, owner = cu.cuStreamGetCtx(handle)
+    if status != cu.CUresult.CUDA_SUCCESS or int(owner) != int(context):
         raise InputError("the stream is not one of the GPU that the engine runs on", hint="make it on that GPU")

@@ -51,7 +51,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
     program = runner.program
     context.run(feeds)  # the inputs are on the GPU now
     stream = context.stream
-    found: list[StepError] = []
+    errors: list[StepError] = []
     for k, (step, parsed, launch) in enumerate(zip(program.steps, runner.steps, context.items({}), strict=True)):
         if not isinstance(parsed, CudaStep) or not isinstance(launch, (Launch, Called)):
             do(launch, context.stream)  # steps on the host, and copies, feed the launches behind them
@@ -78,8 +78,8 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
                 got = strided(_download(context, operands[v.operand]), v)
                 by = _share_off if got.dtype.itemsize == 1 and (near or is_float(got.dtype)) else relative_error
                 error = max(error, by(got, np.asarray(want)))
-        found.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
-    return found
+        errors.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
+    return errors
 
 
 def run_singly(context: CudaContext, feeds: Mapping[str, Any]) -> dict[str, Array]:
@@ -170,17 +170,17 @@ def check_arena(runner: CudaRunner, feeds: Mapping[str, Any]) -> list[str]:
     arena = FencedArena(p.arena_bytes)
     context = runner.context(arena)
     fresh = {i for _, i in p.outputs if i not in runner.on_host} - {i for _, i in p.inputs}
-    found: list[dict[str, Array]] = []
+    results: list[dict[str, Array]] = []
     for byte in FILLS:
         arena.fill(byte)
         for i in fresh:
             if p.buffers[i].blob is None:
                 _fill(context.memory.address(i, {}), p.buffers[i].nbytes or 0, byte)
-        found.append(context.run(feeds))
+        results.append(context.run(feeds))
         if not arena.intact(byte):
             faults.append("something is written outside of the arena")
-    for name, first in found[0].items():
-        if first.tobytes() != found[1][name].tobytes():
+    for name, first in results[0].items():
+        if first.tobytes() != results[1][name].tobytes():
             faults.append(f"{name!r} depends on what the memory held before the run")
     return sorted(set(faults))
 

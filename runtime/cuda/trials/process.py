@@ -238,24 +238,24 @@ class TrialTimer(Timer):
         """Run a finished program: its launches one by one, then its graph. Raises StepFault, GraphFault."""
         on_host = any(s.executor != "cuda" for s in program.steps)
         try:
-            found = self._process.ask("singly", {}, program, HOST_ANSWERS_S if on_host else 2 * ANSWERS_S)
+            answer = self._process.ask("singly", {}, program, HOST_ANSWERS_S if on_host else 2 * ANSWERS_S)
         except WorkerFailure as failure:
             why = fault(failure)
             if why is None or (on_host and isinstance(failure, WorkerGone) and failure.limit is not None):
                 return FirstRun(skipped=why or failure.message)  # the CPU's part may be slow
             raise StepFault(why, None) from failure
-        if (why := found.get("fault")) is not None:
+        if (why := answer.get("fault")) is not None:
             self._process.lose(why)
-            raise StepFault(f"{named(found)}, {why}", found["step"])
+            raise StepFault(f"{named(answer)}, {why}", answer["step"])
         try:
-            message = {"most": REPLAYS, "seconds": REPLAYS_S, "same": found["same"]}
-            limit = ANSWERS_S + REPLAYED * found["seconds"]
-            return FirstRun(self._process.ask("replay", message, None, limit)["replays"], found["same"])
+            message = {"most": REPLAYS, "seconds": REPLAYS_S, "same": answer["same"]}
+            limit = ANSWERS_S + REPLAYED * answer["seconds"]
+            return FirstRun(self._process.ask("replay", message, None, limit)["replays"], answer["same"])
         except WorkerFailure as failure:
             why = fault(failure)
             refused = failure.error == "CudaError" and NO_ROOM not in failure.message
             if why is None and not refused and failure.error != "ResultsDiffer":
-                return FirstRun(same=found["same"], skipped=failure.message)
+                return FirstRun(same=answer["same"], skipped=failure.message)
             raise GraphFault(why or failure.message) from failure
 
 

@@ -63,8 +63,8 @@ class Sender:
     def _compiled(self, program: Program) -> tuple[list[Array], tuple[Kernel, ...]]:
         """The program's blobs and those of kernels that it holds as recipes alone; the kernels, each with its code."""
         missing = {_name(k): k for k in program.kernels if k.cubin is None and _name(k) not in self._cubins}
-        made = cubins(replace(program, kernels=tuple(missing.values())), trust=True, cache=self._cache)
-        self._cubins.update({name: np.frombuffer(c, np.uint8) for name, c in zip(missing, made, strict=True)})
+        compiled = cubins(replace(program, kernels=tuple(missing.values())), trust=True, cache=self._cache)
+        self._cubins.update({name: np.frombuffer(c, np.uint8) for name, c in zip(missing, compiled, strict=True)})
         blobs, kernels = list(program.blobs), []
         for k in program.kernels:
             cubin = k.cubin

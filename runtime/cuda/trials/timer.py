@@ -112,13 +112,13 @@ class GpuTimer(Timer):
         self.device = Device.open()
         self.cache = cache or KernelCache()
         self.stream = Stream()
-        found = ".".join(map(str, self.device.driver_version))
+        driver_version = ".".join(map(str, self.device.driver_version))
         libraries = {
             name: v for name in ("cudnn", "cublaslt") if name in libraries and (v := version_of(name)) is not None
         }
         self.machine = Machine(
             f"{self.device.name} x{self.device.multiprocessors}", self.device.l2_bytes,
-            {"driver": found, "nvrtc": ".".join(map(str, version())), **libraries}, self.device.place,
+            {"driver": driver_version, "nvrtc": ".".join(map(str, version())), **libraries}, self.device.place,
         )  # fmt: skip
         self._tools: dict[tuple[str, str], Function] = {}
         self._golden: tuple[str, list[tuple[DeviceMemory, int]]] | None = None
@@ -311,13 +311,13 @@ class GpuTimer(Timer):
             return rough
         count = max(4, min(MOST_LAUNCHES, int(GRAPH_SECONDS / rough)))
         places, keep = self._copies(program, context, count) if cold else ([{}], [])
-        found = self._timed(context, [places[i % len(places)] for i in range(count)], repeats=9)
+        seconds = self._timed(context, [places[i % len(places)] for i in range(count)], repeats=9)
         del keep
-        return found
+        return seconds
 
     def _timed(self, context: CudaContext, places: Sequence[Mapping[int, int]], repeats: int) -> float:
-        made = {id(p): context.launches(p) for p in {id(p): p for p in places}.values()}
-        launches = [x for p in places for x in made[id(p)]]
+        launches_at = {id(p): context.launches(p) for p in {id(p): p for p in places}.values()}
+        launches = [x for p in places for x in launches_at[id(p)]]
         graph = Graph(launches, context.stream)
         expected = self._alone_s * len(places) * (2 + repeats)
         times = time_runs(
