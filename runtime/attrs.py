@@ -25,7 +25,7 @@ ARRAY_LIMIT = CONSTANT_LIMIT
 
 
 def attrs_to_plain(attrs: Mapping[str, Any]) -> dict[str, Plain]:
-    """Attributes (of a kernel, as keyword arguments) in plain form. Raises InternalError for what has none."""
+    """Attributes (of a kernel, as keyword arguments) in plain form. Raises InternalError for a value without one."""
     return {name: _to_plain(value, name) for name, value in attrs.items()}
 
 
@@ -118,7 +118,7 @@ def _graph_from_plain(
 
 
 def _is_shape(shape: Any) -> bool:
-    """True for a shape as plain data: sizes, and texts that say a size."""
+    """True for a shape as plain data: sizes, and texts for symbolic sizes."""
     if shape is None:
         return True
     return isinstance(shape, list) and all(type(d) is str or (type(d) is int and d >= 0) for d in shape)

@@ -282,7 +282,7 @@ def bench(
 def _facts_of(
     engine: Engine, feeds: Mapping[str, Any], outputs: Mapping[str, Any], stats: LatencyStats
 ) -> dict[str, Plain]:
-    """What a report says of every engine."""
+    """The facts in the report of every engine."""
     return {
         "target": engine.target,
         "precision": engine.precision,
@@ -301,7 +301,7 @@ def _facts_of(
 
 
 def _profiled(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, Plain]:
-    """The steps of a program that runs on the CPU, and what of them its libraries count."""
+    """The steps of a program that runs on the CPU, and the layers that its libraries count."""
     steps = profile(engine, feeds)
     report: dict[str, Plain] = {"profile": [asdict(p) | {"src": list(p.src)} for p in steps]}
     if engine.target == "cpu":
@@ -333,7 +333,7 @@ def cuda_context(context: object, feeds: Mapping[str, Any]) -> CudaContext | Non
     if isinstance(context, Dispatching):
         context, _ = context.innermost(feeds)
     if not type(context).__module__.startswith("optdnn.runtime.cuda"):
-        return None  # without importing what only GPUs need
+        return None  # without importing modules that only GPUs need
     from optdnn.runtime.cuda.runner import CudaContext
 
     return context if isinstance(context, CudaContext) else None

@@ -1,4 +1,4 @@
-"""The check of integers that say where or how many, for targets whose kernels cannot refuse them."""
+"""The check of integers that are positions or lengths, for targets whose kernels cannot refuse them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def check_bounds(
     arrays: Sequence[Array],
     sizes: Mapping[str, int] | None = None,
 ) -> None:
-    """Raises InputError for an array with an element outside of what its input may hold (``bounds``: of each input by name; the
-    ``meta["bounds"]`` of a program). ``sizes``: of the symbols, where bounds depend on them."""
+    """Raise InputError for an array with an element outside of the bounds of its input.
+
+    ``bounds`` are given by name (``meta["bounds"]`` of a program). ``sizes`` are those of the symbols in bounds.
+    """
     for spec, a in zip(specs, arrays, strict=True):
         limits = bounds.get(spec.name)
         if limits is None or not a.size:

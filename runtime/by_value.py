@@ -45,9 +45,9 @@ class ByValueRunner:
             options = replace(options, pool=options.pool or Pool())
         self._options = options
         self.general: Runner = open_runner(replace(program, by_value=None), options)
-        self.made: dict[Key, Runner] = {}
+        self.plans: dict[Key, Runner] = {}
         self.refused: dict[Key, str] = {}
-        """Values that no plan could be made for, and why: the engine's own program runs them, or says what is wrong."""
+        """Values that no plan could be made for, and why: the engine's own program runs them, or raises the error."""
         self._seen: OrderedDict[Key, None] = OrderedDict()
         self._lock, self._making = threading.Lock(), threading.Lock()
 
@@ -58,7 +58,7 @@ class ByValueRunner:
 
     @property
     def facts(self) -> tuple[Mapping[str, Plain], ...]:
-        """Per step of the engine's own program, what really runs."""
+        """The facts of each step of the engine's own program."""
         return self.general.facts
 
     def context(self) -> ByValueContext:
@@ -99,10 +99,10 @@ class ByValueRunner:
     def plan(self, key: Key) -> Runner | None:
         """The plan for a value; None where the engine's own program is to run it."""
         with self._lock:
-            plan = self.made.get(key)
-            if plan is not None or key in self.refused or len(self.made) >= PLANS or self._options.planner is None:
+            plan = self.plans.get(key)
+            if plan is not None or key in self.refused or len(self.plans) >= PLANS or self._options.planner is None:
                 return plan
-            if (self.made or self.refused or self._seen) and key not in self._seen:
+            if (self.plans or self.refused or self._seen) and key not in self._seen:
                 self._seen[key] = None
                 while len(self._seen) > SEEN:
                     self._seen.popitem(last=False)
@@ -133,14 +133,14 @@ class ByValueRunner:
                 self.refused[key] = str(error)
             return None
         with self._lock:
-            self.made[key] = runner
+            self.plans[key] = runner
         return runner
 
 
 class ByValueContext(Dispatching):
     """One thread's state of the plans that it ran.
 
-    Inputs that say sizes may lie on the host whatever the others do; where they lie on the GPU, a run waits for them.
+    Inputs that say sizes may lie on the host wherever the others lie. Where they lie on the GPU, a run waits for them.
     """
 
     def __init__(self, runner: ByValueRunner):
@@ -159,7 +159,7 @@ class ByValueContext(Dispatching):
         """A call on these arrays, to be repeated; see the plan's own context. With ``state`` on a GPU it is of the program that
         is right for all values, and all arrays lie on the GPU."""
         if not self._runner.on_gpu:
-            return Bound(self, self._signature, inputs, outputs, state)
+            return Bound(self, self.signature, inputs, outputs, state)
         if state:
             return self._general.bind(inputs, outputs, state)  # type: ignore[attr-defined]
         return BoundByValue(self, inputs, outputs)

@@ -81,7 +81,7 @@ class Context(HostContext):
                 values[i] = a
             offers, given = self._arena, self._no_outs
             if out is not None:
-                given = self._signature.out_buffers(out, self._sizes, arrays)
+                given = self.signature.out_buffers(out, self._sizes, arrays)
                 offers = offers | {i: a for i, a in zip(schedule.outputs, given, strict=True) if a is not None}
             self._run_steps(values, offers, times)
             return self._collect(values, arrays, given)
@@ -115,7 +115,7 @@ class Context(HostContext):
                     if self._alike == REPEATS:
                         self._repeated = self._prepare(arrays, named)
                     return named
-            self._check(0, self._program.steps[0].outputs, results)
+            self._check(0, self.program.steps[0].outputs, results)
             return {name: results[k] for name, k, _, _ in self._exact}
         finally:
             self._lock.release()
@@ -128,27 +128,27 @@ class Context(HostContext):
         read = [np.empty_like(a) for a in arrays]
         written = {name: np.empty_like(a) for name, a in results.items()}
         in_order = [written[name] for name, *_ in sorted(self._exact, key=lambda e: e[1])]
-        names = [s.name for s in self._signature.inputs]
+        names = [s.name for s in self.signature.inputs]
         return Repeated(bound(read, in_order), dict(zip(names, read, strict=True)), written)
 
     def _inputs(self, feeds: Mapping[str, Any]) -> list[Array]:
         """The checked arrays of ``feeds``. Sizes are checked when they differ from the last call's; positions and lengths (elements
         of arrays with bounds) in each call."""
-        arrays = self._signature.arrays(feeds)
+        arrays = self.signature.arrays(feeds)
         shapes: list[tuple[int, ...]] = []
         for a in arrays:
             shapes.append(a.shape)
         if shapes != self._shapes:
-            self._sizes = self._signature.sizes(arrays)
+            self._sizes = self.signature.sizes(arrays)
             self._expected = self._schedule.expected(self._sizes)
             self._exact = self._exact_outputs() if self._whole is not None else []
             self._shapes, self._alike = shapes, 0
         if self._schedule.bounds:
-            check_bounds(self._schedule.bounds, self._signature.inputs, arrays, self._sizes)
+            check_bounds(self._schedule.bounds, self.signature.inputs, arrays, self._sizes)
         return arrays
 
     def _exact_outputs(self) -> list[tuple[str, int, DType, tuple[int, ...] | None]]:
-        places = self._program.steps[0].outputs
+        places = self.program.steps[0].outputs
         outputs = [(n, i, self._expected[i]) for n, i in zip(self._names, self._schedule.outputs, strict=True)]
         return [(n, places.index(i), e.dtype, e.shape) for n, i, e in outputs]
 
@@ -180,7 +180,7 @@ class Context(HostContext):
             raise RunError(f"{self._where(k)} gave {len(results)} results, it has {len(outputs)} outputs")
         for i, a in zip(outputs, results, strict=True):
             if i >= 0 and not self._expected[i].fits(a):
-                name = self._program.buffers[i].name
+                name = self.program.buffers[i].name
                 raise RunError(
                     f"{self._where(k)} computed {name!r} as {a.dtype}{list(a.shape)}; it should be {self._expected[i]}",
                     hint="build the engine again; if that does not help, this is a defect of optdnn",
@@ -228,13 +228,13 @@ class Context(HostContext):
         return any(b is not None and np.may_share_memory(a, b) for b in (*others, *self._schedule.initial, self._raw))
 
     def _failed(self, k: int, error: Exception) -> RunError:
-        """What to raise for an exception of step ``k`` that is not our own."""
+        """The RunError for a foreign exception of step ``k``."""
         if isinstance(error, MemoryError):
             return RunError(f"{self._where(k)} ran out of memory: {error}", hint="use a smaller batch")
         return RunError(f"{self._where(k)} failed: {type(error).__name__}: {error}")
 
     def _where(self, k: int) -> str:
-        step: Step = self._program.steps[k]
+        step: Step = self.program.steps[k]
         src = ", ".join(step.src[:4]) + (f" and {len(step.src) - 4} more" if len(step.src) > 4 else "")
         return f"step {k} ({step.executor}{': ' + src if src else ''})"
 

@@ -1,4 +1,4 @@
-"""What the runners and contexts of all targets have in common."""
+"""The common part of the runners and contexts of all targets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Runner(Protocol):
 
     @property
     def facts(self) -> tuple[Mapping[str, Plain], ...]:
-        """Per step, what really runs."""
+        """Per step, the library that runs it and its facts."""
 
     def context(self) -> RunContext: ...
 
@@ -63,13 +63,13 @@ class BaseContext:
     """One thread's own state for running a program. It may be handed from thread to thread; one at a time uses it."""
 
     def __init__(self, program: Program, signature: Signature):
-        self._program, self._signature = program, signature
+        self.program, self.signature = program, signature
         self._lock = threading.Lock()
         self._alone = OneThread(self._lock)
 
     def __repr__(self) -> str:
-        sides = f"{show(self._signature.inputs)} -> {show(self._signature.outputs)}"
-        return f"Context({self._program.target}, {self._program.precision}: {sides})"
+        sides = f"{show(self.signature.inputs)} -> {show(self.signature.outputs)}"
+        return f"Context({self.program.target}, {self.program.precision}: {sides})"
 
 
 class HostContext(BaseContext):
@@ -86,7 +86,7 @@ class HostContext(BaseContext):
         Raises InputError for arrays that do not fit, RunError when running fails.
         """
         if stream is not None:
-            raise InputError(f"target {self._program.target!r} has no streams; leave stream out")
+            raise InputError(f"target {self.program.target!r} has no streams; leave stream out")
         with self._alone:
             return self._run(feeds, out, None)
 
@@ -101,7 +101,7 @@ class HostContext(BaseContext):
         ``outputs`` may give buffers; ``state`` maps outputs to the inputs that they are in the next run, without a copy
         (:mod:`optdnn.runtime.state`), and ``inputs`` then hold its initial value. Raises InputError for arrays that do not fit.
         """
-        return Bound(self, self._signature, inputs, outputs, state)
+        return Bound(self, self.signature, inputs, outputs, state)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
         """Run once and time each step: (outputs, nanoseconds per step of the program)."""

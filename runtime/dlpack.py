@@ -64,7 +64,7 @@ def offers(value: Any) -> bool:
 def from_dlpack(value: Any) -> Array:
     """A read-only view of an array in host memory.
 
-    Raises ValueError for memory elsewhere or an element type without a name here, and what the exporter raises.
+    Raises ValueError for memory elsewhere or an element type without a name here, and the errors of the exporter.
     """
     kind, _ = value.__dlpack_device__()
     if kind not in (CPU, CUDA_HOST):

@@ -54,7 +54,7 @@ from optdnn.types import Array, dtype_name
 MAGIC = b"\x89OPTDNN\n"
 VERSION = (1, 6)
 """The newest format. 1.1 added the table of GPU kernels, 1.2 profiles and plans for several shapes, 1.3 plans for
-values of inputs that say sizes, 1.4 lanes, 1.5 retained buffers. 1.6 added keys inside: what the blocks of a launch wait for
+values of inputs that say sizes, 1.4 lanes, 1.5 retained buffers. 1.6 added keys inside: the waits of a launch
 (``waits``), the inputs of a CPU library's step that may be empty (``empty``), the shapes of the values of a body of If, Loop or
 Scan, and the calibration that plans for further sizes quantize by (``calibration`` of a source).
 
@@ -161,7 +161,7 @@ def read(
     ``verify=False`` skips the blobs' checksums and the check of the bytes between them; the header is always verified.
     ``seen`` is called with the program once the header is verified, when it has no blobs yet.
     A mapped file must not be truncated in place while the engine lives (replacing it, as :func:`write` does, is fine).
-    Raises EngineError for anything that is not exactly what :func:`write` would have written.
+    Raises EngineError for anything that :func:`write` would not have written exactly so.
     """
     shown = os.fspath(path)
     try:

@@ -20,7 +20,7 @@ def gpus() -> dict[str, Plain] | None:
 
 
 def facts(library: Any) -> dict[str, Plain] | None:
-    """What NVML tells; None where it cannot be started."""
+    """The facts from NVML; None where it cannot be started."""
     if library.nvmlInit_v2():
         return None
     try:

@@ -34,7 +34,7 @@ HEADER = "the header"
 
 @dataclass(frozen=True)
 class BlobEntry:
-    """What the header says of one blob; ``offset`` counts from the start of the data."""
+    """One blob in the header; ``offset`` counts from the start of the data."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -183,7 +183,7 @@ def to_json(value: Plain, where: str) -> Plain:
             return value
         raise InternalError(f"{where} holds the integer {value}, which is too large for an engine file")
     if kind is float:
-        # str() gives "inf", "-inf", "nan": what float() reads
+        # str() gives "inf", "-inf" or "nan", which float() reads
         return value if math.isfinite(value) else {"$float": str(value)}
     if kind is list:
         return [to_json(x, where) for x in value]
@@ -346,8 +346,8 @@ def minor_of(program: Program) -> int:
 
 
 def _has_additions_of_6(program: Program) -> bool:
-    """Whether a program holds what 1.6 added inside of steps and sources: what a launch waits for, inputs of a library that may be
-    empty, shapes of the values of a body, calibration."""
+    """Whether a program holds additions of 1.6 in steps and sources: the waits of a launch, inputs of a library that may be empty,
+    shapes of the values of a body, calibration."""
     holders = (program.dynamic, program.by_value)
     sources = [h.source for h in holders if h is not None and h.source is not None]
     if any(s.calibration is not None for s in sources):

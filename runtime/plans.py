@@ -122,7 +122,7 @@ class Dispatching(BaseContext):
     ) -> dict[str, Any]:
         """Run once; see :meth:`optdnn.runtime.contexts.HostContext.run`."""
         with self._alone:
-            context, feeds = self._dispatch(self._signature.named(feeds))
+            context, feeds = self._dispatch(self.signature.named(feeds))
             return context.run(feeds, out, stream)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
@@ -152,24 +152,24 @@ class PlansContext(Dispatching):
         """A call on these arrays, to be repeated; see the plan's own context. On a GPU it is of the plan for these sizes. State may
         change its size from run to run, on every target."""
         if self._runner._pool is None:
-            return Bound(self, self._signature, inputs, outputs, state)
+            return Bound(self, self.signature, inputs, outputs, state)
         if state:
             from optdnn.runtime.cuda.memory.state import Growing, grows
 
-            if grows(self._signature, state):
-                return Growing(self, self._signature, inputs, outputs, state)
+            if grows(self.signature, state):
+                return Growing(self, self.signature, inputs, outputs, state)
         with self._alone:
             context, inputs = self._dispatch(inputs)
             return context.bind(inputs, outputs, state)  # type: ignore[attr-defined]
 
     def outputs_for(self, feeds: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
         """The outputs of a run on inputs of these shapes. Raises InputError for sizes outside of the profiles."""
-        return self._runner.plan(self._checked_shapes(self._signature.in_order(feeds))).signature.outputs
+        return self._runner.plan(self._checked_shapes(self.signature.in_order(feeds))).signature.outputs
 
     def _checked_shapes(self, arrays: Sequence[Any]) -> Shapes:
         """The shapes of arrays, wherever they lie. Raises InputError for sizes outside of the profiles."""
         shapes = tuple(tuple(a.shape) for a in arrays)
-        self._signature.sizes_at(shapes)
+        self.signature.sizes_at(shapes)
         return shapes
 
     @property
@@ -180,9 +180,9 @@ class PlansContext(Dispatching):
     def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
         """The context for the shapes of ``feeds``. Raises InputError for sizes outside of the profiles."""
         if isinstance(feeds, Mapping) and any(_foreign(a) for a in feeds.values()):
-            return self._context(self._checked_shapes(self._signature.in_order(feeds))), feeds
-        arrays = self._signature.arrays(feeds)
-        named = {s.name: a for s, a in zip(self._signature.inputs, arrays, strict=True)}
+            return self._context(self._checked_shapes(self.signature.in_order(feeds))), feeds
+        arrays = self.signature.arrays(feeds)
+        named = {s.name: a for s, a in zip(self.signature.inputs, arrays, strict=True)}
         return self._context(self._checked_shapes(arrays)), named
 
     def _context(self, shapes: Shapes) -> RunContext:

@@ -140,7 +140,7 @@ class Program:
     """A compiled network.
 
     ``inputs`` and ``outputs`` pair the user's tensors with buffer numbers; ``blobs`` are arrays (C-contiguous; possibly
-    memory-mapped); ``requires`` lists what the machine must have, as :mod:`optdnn.runtime.requires` reads it
+    memory-mapped); ``requires`` lists requirements of the machine (:mod:`optdnn.runtime.requires`)
     ("package:onnxruntime>=1.20", "cpu:avx512_bf16"). ``meta`` holds deterministic facts: options, pass reports, tactic
     decisions, provenance. ``kernels`` is the table that steps of the executor "cuda" point into. ``profiles`` hold the sizes
     of symbolic dimensions that it takes: those inside of any (all, where there are none).
@@ -166,10 +166,10 @@ class Program:
     """One for each step where independent steps may run side by side; empty: each step waits for the one before. The steps'
     own order is always one in which they can be run one by one."""
     retained: tuple[int, ...] = ()
-    """Buffers outside of the arena, one step's alone, that keep what it leaves there from one run of a context to the next; zeros
-    before the first."""
+    """Buffers outside of the arena, of one step each, that keep their contents from one run of a context to the next. They begin as
+    zeros."""
     foreign: bool = field(default=False, repr=False)
-    """Read from a file: what it hands to CPU libraries is examined before they see it."""
+    """Read from a file: its networks for CPU libraries are examined before these see them."""
     digests: tuple[tuple[Array, bytes], ...] = field(default=(), repr=False)
     """Arrays of a file that was read, with their SHA-256 as it was verified."""
 

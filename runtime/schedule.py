@@ -1,4 +1,4 @@
-"""What the contexts of a program that runs step by step share: executors, the order of work, and what each buffer holds."""
+"""The shared part of a program that runs step by step: executors, the order of work, and the types of buffers."""
 
 from __future__ import annotations
 
@@ -100,18 +100,18 @@ class Schedule:
             for i, b in enumerate(program.buffers)
             if b.offset is not None and i not in self.outputs
         )
-        """Buffers in the arena. Outputs of the network are never there: what run() returns is the caller's to keep."""
+        """Buffers in the arena. Outputs of the network are never there: the arrays that run() returns belong to the caller."""
         self._dims = [_dims(b, self.signature) for b in program.buffers]
         self.actions = _actions(program, [e.aliases for e in executors])
         self.may_alias = self._may_alias()
 
     @property
     def facts(self) -> tuple[Mapping[str, Plain], ...]:
-        """Per step, what really runs."""
+        """Per step, the library that runs it and its facts."""
         return tuple(e.facts for e in self.executors)
 
     def expected(self, sizes: Mapping[str, int]) -> list[Expected]:
-        """What each buffer holds in a call with these sizes."""
+        """The types of the buffers in a call with these sizes."""
         return [Expected.of(b.dtype, d, sizes) for b, d in zip(self.program.buffers, self._dims, strict=True)]
 
     @property

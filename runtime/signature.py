@@ -1,7 +1,7 @@
-"""What an engine takes and gives, and the checks of what a caller passes: names, dtypes, shapes, memory.
+"""The inputs and outputs of an engine, and the checks of a caller's arrays: names, dtypes, shapes, memory.
 
-Nothing is cast silently. The usual call passes right arrays, so the checks that succeed are cheap and messages are put
-together only when one fails.
+Nothing is cast silently. The usual call passes right arrays. So a check that succeeds is cheap, and messages are put together only
+when one fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Signature:
         self.derived: dict[str, Dim] = expressions(
             (d for s in inputs for d in s.shape), {n for p in profiles for n in p}
         )
-        """Dimensions of inputs that follow from symbols, which are other dimensions of inputs."""
+        """Dimensions of inputs that are expressions of symbols, which are other dimensions of inputs."""
         self._in = tuple((s.name, s.dtype) for s in inputs)
 
     def arrays(self, feeds: Mapping[str, Any]) -> list[Array]:

@@ -22,12 +22,12 @@ from optdnn.runtime.program import Program
 WARM_RUNS = 10
 LAYOUT = "layout changes"
 FUSED = "fused by the library"
-"""Names of what a library does beside the model's nodes, and of nodes that it made of several and gave no name of theirs."""
+"""Names of a library's work beside the model's nodes, and of nodes that it fused under a name of its own."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's part of a run. ``name``: the model's nodes, :data:`LAYOUT` or :data:`FUSED`; ``kind``: what the library calls it;
+    """One layer's part of a run. ``name``: the model's nodes, :data:`LAYOUT` or :data:`FUSED`; ``kind``: the library's name of it;
     ``share`` is of the whole run."""
 
     step: int
@@ -73,7 +73,7 @@ _Row = tuple[str, str, float]
 
 
 def _merged(rows: Iterable[_Row]) -> list[_Row]:
-    """Rows of the same name as one, of the kind that takes longest; what took no time is left out."""
+    """Rows of the same name as one, of the kind that takes longest; rows of no time are left out."""
     merged: dict[str, list[_Row]] = {}
     for row in rows:
         if row[2] > 0:
@@ -87,7 +87,7 @@ def _snapshot(session: Session) -> dict[str, float]:
 
 
 def _openvino(model: OpenVinoModel, before: Mapping[str, float], after: Mapping[str, float], runs: int) -> list[_Row]:
-    """The library averages over all runs, the first of which compile kernels: what the warm ones took is left."""
+    """The library averages over all runs, the first of which compile kernels. The rows are the warm runs' part."""
     rows = []
     for name, (layers, _, kernel, _) in model.executed().items():
         us = (after.get(name, 0.0) * (WARM_RUNS + runs) - before.get(name, 0.0) * WARM_RUNS) / runs
@@ -96,7 +96,7 @@ def _openvino(model: OpenVinoModel, before: Mapping[str, float], after: Mapping[
 
 
 def _of_model(layers: Sequence[str]) -> str:
-    """The model's nodes among the names of what a library fused: the others repeat one with an ending."""
+    """The model's nodes among the names of a fused node: the others repeat one with an ending."""
     names = list(dict.fromkeys(map(without_endings, layers)))
     own = [n for n in names if not any(n != other and n.startswith(f"{other}/") for other in names)]
     return " + ".join(own) or LAYOUT
@@ -117,7 +117,7 @@ def _onnxruntime(model: OnnxRuntimeModel) -> list[_Row]:
 
 
 def _written(name: str) -> str:
-    """A node's name without what the library adds to it."""
+    """A node's name without the library's additions."""
     name = TOKEN.sub("", f"{name}_kernel_time").removesuffix("_kernel_time")
     return name.partition("/MatMulScaleFusion")[0].removesuffix("_nchwc")
 

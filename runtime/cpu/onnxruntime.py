@@ -82,7 +82,7 @@ class OnnxRuntimeModel:
         options = ort.SessionOptions()
         options.intra_op_num_threads = settings.threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = 4  # what goes wrong is raised, with its message; nothing is said twice
+        options.log_severity_level = 4  # errors are raised with their message; the log would repeat them
         if counters is not None:
             options.enable_profiling, options.profile_file_prefix = True, counters
         self.kinds: dict[str, str] = {}
@@ -214,12 +214,12 @@ def prepare(step: Step, program: Program, options: LoadOptions) -> OnnxRuntimeMo
     return cast(OnnxRuntimeModel, prepare_step(partial(OnnxRuntimeModel, counters=counters), step, program, options))
 
 
-_TOLD = re.compile(r"Name:'([^']* has run \d+ times; its condition does not end it)'")
-"""The name of a node that is there to fail (:mod:`optdnn.lowering.cpu.loops`)."""
+_ENDLESS_LOOP = re.compile(r"Name:'([^']* has run \d+ times; its condition does not end it)'")
+"""The name of a node whose purpose is to fail (:mod:`optdnn.lowering.cpu.loops`)."""
 
 
 def _first_line(error: Exception) -> str:
-    if told := _TOLD.search(str(error)):
-        return told[1]
+    if loop := _ENDLESS_LOOP.search(str(error)):
+        return loop[1]
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__

@@ -23,7 +23,7 @@ _HINT = {"fp32": "f32", "bf16": "bf16"}
 _PRECISIONS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "u8": "int8", "i8": "int8"}
 _NOT_COMPUTING = ("Input", "Output", "Const", "Reorder")
 RENAMED = ("/DequantizationMultiply", "/WithoutBiases")
-"""What OpenVINO's rewrites append to the names of nodes."""
+"""Endings that OpenVINO's rewrites append to the names of nodes."""
 _RUNTIME_FACTS = ("layerType", "originalLayersNames", "runtimePrecision", "primitiveType")
 _SAME = {"q": np.dtype(np.int64), "Q": np.dtype(np.uint64)}
 """NumPy's "long long" by the name under which the binding knows these types (it may be "long" beside it)."""
@@ -125,7 +125,7 @@ class OpenVinoModel:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What runs, read back: ``executed`` counts operators per runtime precision ("f32", "bf16", "i8", …)."""
+        """The facts, read back: ``executed`` counts operators per runtime precision ("f32", "bf16", "i8", …)."""
         counts = Counter(
             info["runtimePrecision"]
             for op, info in self._computing()
@@ -151,8 +151,8 @@ class OpenVinoModel:
         }
 
     def elsewhere(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> list[Array]:
-        """Run the model on ONNX Runtime, which is compiled when first needed: for calls with tensors without elements, of which
-        OpenVINO would give what an earlier call computed, and with integers that it cannot hold. Raises RunError where ONNX
+        """Run the model on ONNX Runtime, compiled when first needed. This is for calls with empty tensors, for which OpenVINO would
+        give an earlier call's results, and for calls with integers that it cannot hold. Raises RunError where ONNX
         Runtime does not take the model, either."""
         names, results = self._names
         with self._making:
@@ -191,7 +191,7 @@ def _facts_of(op: Any) -> dict[str, str]:
 
 
 def without_endings(name: str) -> str:
-    """A node's name without what OpenVINO's rewrites append to it."""
+    """A node's name without OpenVINO's endings."""
     for ending in RENAMED:
         name = name.removesuffix(ending)
     return name
@@ -311,5 +311,5 @@ def _array(tensor: Any, dtype: Any) -> Array:
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # OpenVINO's first lines name its source files; the last one says what is wrong.
+    # OpenVINO's first lines name its source files; the last one states the error.
     return lines[-1] if lines else type(error).__name__

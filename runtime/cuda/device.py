@@ -1,7 +1,7 @@
 """Devices, modules, launches with attributes, and TMA tensor maps, through ``cuda.bindings.driver``.
 
-CuPy (or any other library that uses the primary context) owns the memory; this module launches what NVRTC compiled, with what
-the runtime API of array libraries lacks: clusters, programmatic dependent launch, tensor maps.
+CuPy (or any other library that uses the primary context) owns the memory; this module launches the kernels that NVRTC
+compiled, with features that array libraries lack: clusters, programmatic dependent launch, tensor maps.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def device_attribute(name: str, index: int = 0) -> int:
 
 
 def facts_for(arch: str) -> GpuFacts:
-    """The facts that programs for an architecture are made by: those of this machine's GPU where it has that architecture, else
-    those of the named GPU that stands for it. Makes no context. Raises InternalError where there is neither."""
+    """The facts of a GPU of an architecture, for builds: of this machine's GPU where it has that architecture, else of the named
+    GPU that stands for it. Makes no context. Raises InternalError where there is neither."""
     here = _facts_here()
     return here if here is not None and here.arch == arch else of_arch(arch)
 
@@ -113,7 +113,7 @@ class Device(GpuFacts):
 
     @property
     def place(self) -> str:
-        """Which of the machine's GPUs it is, whatever is hidden from this process: its PCI bus id."""
+        """The PCI bus id, which names the GPU even where others are hidden from this process."""
         cu = driver()
         handle = check("cuDeviceGet", cu.cuDeviceGet(self.index))
         bus_id: bytes = check("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, handle))

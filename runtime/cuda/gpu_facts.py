@@ -1,6 +1,6 @@
 """The facts of a GPU that plans depend on, as a value: read from the GPU that is there, else of a named one.
 
-The cost models are fitted to an H200 (``benchmarks/results/``). For other GPUs these facts bound what is proposed and count
+The cost models are fitted to an H200 (``benchmarks/results/``). For other GPUs these facts bound the proposals and count
 waves; the seconds predicted there rank the configurations of one kernel, no more.
 """
 
@@ -17,7 +17,7 @@ HOPPER = 9
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What one GPU has. Sizes in bytes.
+    """The facts of one GPU. Sizes in bytes.
 
     ``clock`` is that of the multiprocessors in Hz, ``bandwidth`` that of the memory in bytes per second, ``matrix_ops`` the dense
     16-bit tensor-core operations of a multiprocessor per clock with fp32 sums (multiply-adds count two). ``clusters`` pairs sizes
@@ -117,8 +117,8 @@ def fitted(gpu: GpuFacts) -> GpuFacts:
 def of_attributes(name: str, get: Callable[[str], int]) -> GpuFacts:
     """The facts of a GPU of this name, whose attributes (``CU_DEVICE_ATTRIBUTE_…``) ``get`` gives.
 
-    What the driver does not tell (clusters, the clock under load) is that of the named GPU. Another Hopper GPU has as many clusters
-    as its multiprocessors are a share of an H200's.
+    Facts that the driver does not give (clusters, the clock under load) are those of the named GPU. Another Hopper GPU has
+    clusters in proportion to its multiprocessors, from an H200's.
     """
     capability = (get("COMPUTE_CAPABILITY_MAJOR"), get("COMPUTE_CAPABILITY_MINOR"))
     multiprocessors = get("MULTIPROCESSOR_COUNT")

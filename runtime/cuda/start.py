@@ -1,6 +1,6 @@
 """CUDA's own start, some tenths of a second, and the loading of the vendors' libraries, beside other work.
 
-Both are waits in the driver and the system's loader. Whoever needs the one or the other meanwhile waits there for what is left.
+Both are waits in the driver and the system's loader. Code that needs one of them meanwhile waits there for the rest.
 """
 
 from __future__ import annotations

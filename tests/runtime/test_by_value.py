@@ -96,7 +96,7 @@ def test_a_value_without_a_plan_is_refused_by_the_operator(engine: optdnn.Engine
             engine.run(feeds(5, 5))
     runner: Any = engine._runner
     assert len(runner.refused) == 1
-    assert not runner.made
+    assert not runner.plans
     assert "5" in next(iter(runner.refused.values()))
     with pytest.raises(InputError, match="'sizes' is int32; the engine takes int64"):
         engine.run({"x": X, "sizes": np.array([3, 4], np.int32)})

@@ -34,8 +34,8 @@ def cubins(
     cache: KernelCache | None = None,
     custom_ops: Sequence[CustomOp] = (),
 ) -> list[bytes]:
-    """The compiled code of every kernel. With ``trust`` it comes from the engine, where the engine has it; otherwise it is compiled
-    from the recipes (or comes from the cache of what was), once :func:`check_kernels` has let their sources pass.
+    """The compiled code of every kernel. With ``trust`` it comes from the engine, where the engine has it. Otherwise
+    :func:`check_kernels` checks the sources, and the code is compiled from the recipes or comes from the cache.
 
     Raises EngineError for a source that is refused, EngineStale for a recipe whose templates are not those of the build (unless
     ``recompile``), MissingDependency where NVRTC is needed and absent.

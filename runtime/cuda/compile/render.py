@@ -1,4 +1,4 @@
-"""Renders what a kernel template leaves open: the wgmma instruction of a tile width, and the epilogue of a list of stages."""
+"""Renders the open parts of kernel templates: the wgmma instruction of a tile width, and the epilogue of a list of stages."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from optdnn.runtime.cuda.device import Launch, check, driver
 
 
 class Enqueued(Protocol):
-    """What a graph holds: a launch, or a copy."""
+    """An item of a graph: a launch, a copy or a library call."""
 
     def enqueue(self, stream: int) -> None:
         """Enqueue it on the stream with this handle."""
@@ -60,10 +60,10 @@ class Events:
 
 
 class _Template:
-    """A captured CUDA graph, not instantiated, and its nodes of each launch that others wait for (one, but for libraries' calls).
+    """A captured CUDA graph, not instantiated, and for each launch its nodes that others wait for (one, but for library calls).
 
-    With ``waits`` the stream is told before each launch what that depends on. A launch that asks for programmatic edges gets them
-    from all that it waits for, where those are kernels of ours; its griddepcontrol.wait then waits for each of them.
+    With ``waits`` the dependencies of the stream are set before each launch. A launch that asks for programmatic edges gets them
+    from all launches that it waits for, where these are kernels of ours. Its griddepcontrol.wait then waits for each of them.
     """
 
     def __init__(self, launches: Sequence[Enqueued], stream: Stream, waits: Waits | None = None):
@@ -83,14 +83,14 @@ class _Template:
                     else:
                         launch.enqueue(stream.handle)
                 _, _, _, last, *_ = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream.handle))
-                self.nodes.append(list(last))  # what a next launch would depend on: this one alone
+                self.nodes.append(list(last))  # a next launch would depend on these alone
         finally:
             self.graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
         weakref.finalize(self, _destroy, "cuGraphDestroy", self.graph)
 
     @staticmethod
     def _depend(nodes: Sequence[Any], stream: Stream) -> None:
-        """What is captured next depends on these nodes."""
+        """Let the next captured launch depend on these nodes."""
         cu = driver()
         whole = cu.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
         edges = [cu.CUgraphEdgeData() for _ in nodes]
@@ -117,9 +117,7 @@ class Graph:
 
     def _instantiate(self) -> None:
         self._executable = check("cuGraphInstantiate", driver().cuGraphInstantiate(self._template.graph, 0))
-        self._free = weakref.finalize(
-            self, _destroy, "cuGraphExecDestroy", self._executable
-        )  # once, whoever asks for it
+        self._free = weakref.finalize(self, _destroy, "cuGraphExecDestroy", self._executable)  # at most once
 
     def moved(self, changed: Mapping[int, Launch]) -> Graph:
         """Another graph of the same launches, some of them (by number) with other parameters, such as the addresses of other

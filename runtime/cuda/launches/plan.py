@@ -1,11 +1,11 @@
-"""What a step of the executor "cuda" says, as plain data: one kernel launch, and the meaning of it.
+"""A step of the executor "cuda" as plain data: one kernel launch, and its meaning.
 
 A step's params are a table with
 
 ``launch``
     ``kernel`` (number in the program's table), ``grid`` and ``block`` (three and one numbers), ``shared`` (dynamic shared
     bytes), ``cluster`` (blocks per cluster along x), ``dependent`` (programmatic dependent launch), ``parameters`` (the kernel's
-    one parameter block, in hexadecimal), ``relocations``: what the runner writes into the block once addresses are known, and
+    one parameter block, in hexadecimal), ``relocations``: the addresses that the runner writes into the block, and
     ``waits``: what its blocks wait for (:data:`WAITS`; files before version 1.6 leave it out).
 ``call`` (in place of ``launch``)
     A call of a vendor's library: see :mod:`optdnn.runtime.cuda.libraries.calls`.

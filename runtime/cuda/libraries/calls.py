@@ -16,9 +16,9 @@ from optdnn.runtime.program import Plain
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Element types that calls take, and their sizes in bytes."""
 ACTIVATIONS = ("relu", "gelu_tanh")
-"""What cuBLASLt can do to a product's result (GELU in its tanh form)."""
+"""Functions that cuBLASLt applies to a product's result (GELU in its tanh form)."""
 POINTWISE = ("bias", "add", "relu", "sigmoid", "tanh", "swish", "gelu", "gelu_tanh")
-"""What cuDNN's graphs can do to a convolution's result, one after the other; "bias" and "add" read a further operand."""
+"""Stages that cuDNN's graphs apply to a convolution's result, one after the other; "bias" and "add" read a further operand."""
 
 
 View = tuple[Sequence[int], Sequence[int]]

@@ -16,7 +16,7 @@ from optdnn.runtime.cuda.libraries.calls import DTYPES, Called, MatMul
 from optdnn.runtime.cuda.libraries.find import shared_object
 
 WORKSPACE = 32 << 20
-"""Bytes of scratch memory that an algorithm may want: what the library's documentation advises for Hopper."""
+"""Bytes of scratch memory that an algorithm may use, as the library's documentation advises for Hopper."""
 RANKED = 8
 """How many algorithms the library is asked to rank."""
 

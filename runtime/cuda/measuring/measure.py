@@ -1,7 +1,7 @@
 """Measuring an engine on the GPU: where the time of an inference goes, step by step and on its way in and out.
 
-GPU times are between events on the stream. The kernels of a run overlap (programmatic dependent launch), so a step's time is
-what it adds to the run: the graph of the steps up to it, less the graph of those before it. The sum is the run.
+GPU times are between events on the stream. The kernels of a run overlap (programmatic dependent launch). So a step's time is the
+time that it adds to the run: the graph of the steps up to it, less the graph of the steps before it. The sum is the run.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _clock_facts(clocks: Sequence[ClockSample], monitor: Monitor | None) -> dict
 
 
 def remarks(report: Mapping[str, Any], clocks: Sequence[ClockSample]) -> list[str]:
-    """What speaks against the figures of a report, one sentence each."""
+    """Reasons to doubt the figures of a report, one sentence each."""
     sentences = []
     compute, enqueue = report["gpu_compute_ms"], report["enqueue_ms"]
     if report["iterations"] < FEW:
@@ -242,8 +242,8 @@ def remarks(report: Mapping[str, Any], clocks: Sequence[ClockSample]) -> list[st
 
 @dataclass(frozen=True)
 class StepShare:
-    """One step of a run. ``us``: what it adds to the run on the GPU. ``tactic``: what runs it. ``roofline``: the least time its
-    work allows over ``us`` (beyond 1 where operands lie in L2). ``lane``: which of the streams it is on (None: there is
+    """One step of a run. ``us``: the time that it adds to the run on the GPU. ``roofline``: the least time that its work takes,
+    over ``us`` (beyond 1 where operands lie in L2). ``lane``: which of the streams it is on (None: there is
     one); a step may add nothing to a run that other lanes are longer in."""
 
     step: int

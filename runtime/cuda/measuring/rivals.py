@@ -89,7 +89,7 @@ def _open_torch(candidate: Candidate, *, compiled: bool) -> Opened:
 
 
 def factory(path: str) -> Any:
-    """``PKG.MODULE:FACTORY``. The folder one stands in is looked at last. Raises UsageError."""
+    """The object ``PKG.MODULE:FACTORY``. The current folder is searched last. Raises UsageError."""
     name, colon, attribute = path.partition(":")
     if not colon:
         raise UsageError(f"--torch {path!r} is not PKG.MODULE:FACTORY")
@@ -185,7 +185,7 @@ class _TorchGraphs:
 
 
 def _tensors(torch: Any, result: Any) -> Iterator[Any]:
-    """The tensors of what a module returns: of tuples in order, of mappings (and Hugging Face's outputs) by their own."""
+    """The tensors in a module's result, in the order of its tuples and mappings (Hugging Face's outputs are mappings)."""
     if isinstance(result, torch.Tensor):
         yield result
     elif isinstance(result, Mapping):

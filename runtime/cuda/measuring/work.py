@@ -1,7 +1,7 @@
-"""What a step has to do at least: floating-point operations and bytes of global memory, from its meaning; and what a GPU can do.
+"""The least work of a step (floating-point operations and bytes of global memory, from its meaning), and the limits of a GPU.
 
-The quotient of both is the step's roofline (Williams et al., 2009): no kernel for it runs faster than the longer of the two
-times, unless its operands lie in L2 already, as weights of small networks do in replays.
+They give the step's roofline (Williams et al., 2009): no kernel for it runs faster than the longer of the two times, unless its
+operands lie in L2 already, as weights of small networks do in replays.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from optdnn.runtime.program import Program, Step
 
 
 def kept_in_place(program: Program, steps: Sequence[CudaStep | HostPlan | CopyPlan]) -> dict[int, int]:
-    """Output -> input buffer, of those that may be one: the whole input is copied to the output, and nothing else reads it."""
+    """Output -> input buffer, where both may be one: the whole input is copied to the output, and nothing else reads it."""
     inputs, outputs = ([i for _, i in ports] for ports in (program.inputs, program.outputs))
     reads = Counter(i for s in program.steps for i in s.inputs) + Counter(outputs)
     in_place: dict[int, int] = {}

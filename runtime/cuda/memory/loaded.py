@@ -1,4 +1,4 @@
-"""What the contexts of an engine share on a GPU: kernels and constants, loaded once, for a GPU and a driver that can run them."""
+"""Kernels and constants on a GPU, loaded once and shared by the contexts of an engine; and whether GPU and driver can run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plans of one engine share on a GPU: constants, once per array; kernels; and per context one arena."""
+"""Memory that the plans of one engine share on a GPU: constants, once per array; kernels; and per context one arena."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class Pool:
             return constant
 
     def function(self, cubin: bytes, name: str, *, shared: int = 0, wide_cluster: bool = False) -> Function:
-        """The kernel of this name in the code, loaded on first use; its launches may have at least what is asked for."""
+        """The kernel of this name in the code, loaded on first use, for launches of at least this much shared memory and such
+        clusters."""
         with self._lock:
             function = self._functions.get((cubin, name))
             if function is None:

@@ -1,7 +1,7 @@
 """The GPU worker: the process of a build in which GPU programs run before anybody relies on them.
 
-It times candidates and whole networks for the tuner, and makes the first runs of a finished program. A kernel that hangs, crashes
-or writes outside of its memory is told by the type of the answer's error; the parent then ends the process and starts another
+It times candidates and whole networks for the tuner, and makes the first runs of a finished program. The type of the answer's
+error shows a kernel that hangs, crashes or writes outside of its memory; the parent then ends the process and starts another
 (:mod:`optdnn.runtime.cuda.trials.process`). Commands, over :mod:`optdnn.runtime.worker`'s protocol:
 
 * ``open``: libraries (whose versions matter) -> the machine and the device
@@ -28,7 +28,7 @@ from optdnn.runtime.worker import Answer, run
 from optdnn.types import Array
 
 FAULTS = (KernelHangs, KernelCrashes, MemoryCorrupted)
-"""After these nothing is to be run in the process any more."""
+"""After these errors the process must not run anything else."""
 
 
 class Gpu(GpuTimer):

@@ -2,7 +2,7 @@
 
 A kernel that does not end can only be ended with the process that started it, and one that crashes takes the whole process's use of
 the GPU with it. So the worker is expendable: where a program hangs, crashes or writes outside of its memory, the worker is killed,
-the caller is told, and the next question goes to a new one.
+the caller gets an error, and the next question goes to a new worker.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from optdnn.types import Array
 
 MAIN = "optdnn.runtime.cuda.trials.gpu_worker:main"
 ANSWERS_S, HOST_ANSWERS_S = 60.0, 600.0
-"""Seconds after which a worker that does not answer is killed; where operators run on the CPU meanwhile. The worker itself finds a
-launch that does not end sooner than that: these are for what it cannot look away from."""
+"""Seconds after which a worker that does not answer is killed; the second where operators run on the CPU meanwhile. The worker
+itself notices a hanging launch sooner: these limits are for calls in which it is stuck itself."""
 STARTS_S = 120.0
 """Seconds after which a worker that has not started is killed."""
 BYTES_S = 50e6
@@ -73,8 +73,8 @@ class StepFault(RunError):
 
 @dataclass
 class FirstRun:
-    """How a finished program ran first: ``replays`` of its graph; ``same``: to the bit as its launches one by one. ``skipped``: why
-    it did not run at all (made-up inputs that an operator on the CPU refuses, no room on the GPU)."""
+    """The first runs of a finished program: ``replays`` of its graph; ``same``: equal to the bit to its launches one by one.
+    ``skipped``: why it did not run at all (random inputs that an operator on the CPU refuses, no room on the GPU)."""
 
     replays: int = 0
     same: bool = True
@@ -84,7 +84,7 @@ class FirstRun:
 class GpuProcess:
     """The worker of a build; started on the first question, and again after a loss. One thread at a time asks.
 
-    ``main`` ("module:function") is what the process runs; ``generation`` counts the workers that there have been.
+    The process runs ``main`` ("module:function"). ``generation`` counts the workers so far.
     """
 
     def __init__(self, main: str = MAIN):
@@ -139,7 +139,7 @@ class GpuProcess:
         """The worker's answer. ``program`` goes with the question.
 
         Raises WorkerFailure; where it is a :func:`fault`, the worker has ended. Raises KernelError or EngineStale for a program
-        whose kernels do not compile or are not this version's, RunError where there is no worker to be had.
+        whose kernels do not compile or are not this version's, RunError where no worker can be started.
         """
         worker = self._ready()
         parts, arrays = ({}, {}) if program is None else self.sender.pack(program)
@@ -163,7 +163,7 @@ class GpuProcess:
         with self._lock:
             worker, self._worker = self._worker, None
         if worker is not None:
-            worker.kill()  # it holds nothing that is to be kept
+            worker.kill()  # it holds nothing of value
 
     def alive(self, generation: int) -> bool:
         """Whether this is the number of the worker that answers now."""
@@ -176,7 +176,7 @@ class GpuProcess:
 
 
 def fault(failure: WorkerFailure) -> str | None:
-    """What a program did to the worker, in words; None where the worker goes on."""
+    """The fault of a program that ended the worker, in words; None where the worker goes on."""
     if isinstance(failure, WorkerGone):
         return f"crashed: {failure.message}" if failure.limit is None else f"hung: no answer in {failure.limit:.0f} s"
     return fault_text(failure.error, failure.message) if failure.error in {f.__name__ for f in FAULTS} else None
@@ -187,7 +187,7 @@ _LENT: ContextVar[GpuProcess | None] = ContextVar("optdnn_gpu_process", default=
 
 @contextmanager
 def gpu_process() -> Iterator[GpuProcess]:
-    """The worker of what this thread builds: that of the block around this one, or one that ends with this block."""
+    """The worker of this thread's build: the one of an enclosing block, or else a new one that ends with this block."""
     around = _LENT.get()
     if around is not None:
         yield around
@@ -213,7 +213,7 @@ class TrialTimer(Timer):
 
     def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
         """As :meth:`~optdnn.runtime.cuda.trials.timer.GpuTimer.trial`, in the worker. A candidate never takes this process
-        or the GPU with it: CandidateLost (a TrialFailed) tells. Raises RunError where there is no worker to be had."""
+        or the GPU with it: that raises CandidateLost (a TrialFailed). Raises RunError where no worker can be started."""
         if len(self._process.losses) >= LOSSES:
             raise RunError(f"{LOSSES} programs hung or crashed, which is the GPU's fault rather than theirs")
         finite = min(give_up, 1e9)
@@ -299,7 +299,7 @@ class Network:
         """Give its memory back."""
         if self._process.alive(self._generation):
             self._generation = 0
-            with suppress(WorkerFailure, RunError):  # what could not be closed goes with the worker
+            with suppress(WorkerFailure, RunError):  # an open network goes with the worker
                 self._process.ask("close", {"net": self._number})
 
 

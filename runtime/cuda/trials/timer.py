@@ -53,7 +53,7 @@ HANGS = 10.0
 SLOWER = 30.0
 """and how many times the time that is expected of them where that is longer."""
 UNWRITTEN = 0xFF
-"""What a candidate's arena is full of: NaN in every floating type."""
+"""The byte that fills a candidate's arena: NaN in every floating type."""
 DISTURBANCE = 1 << 22
 """Elements that :meth:`GpuTimer.disturb` writes: some microseconds on all multiprocessors."""
 _CPP = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp64": "f64"}
@@ -72,13 +72,13 @@ class KernelCrashes(RunError):
 
 
 class MemoryCorrupted(RunError):
-    """A kernel has written outside of its buffers: what else lies in the process's memory may be wrong."""
+    """A kernel has written outside of its buffers: other data in the process's memory may be wrong."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What measured times depend on. ``device`` names the GPU (times of another one mean nothing); ``versions`` are those of what
-    may change its speed a little: a measurement under other ones still ranks. ``place``: which of several equal GPUs it is."""
+    """The conditions of measured times. ``device`` names the GPU (times of another one mean nothing). ``versions`` of software may
+    change its speed a little: a measurement under other versions still ranks. ``place``: which of several equal GPUs it is."""
 
     device: str
     l2_bytes: int
@@ -87,7 +87,7 @@ class Machine:
 
 
 class Timer:
-    """What the timer in the worker and its counterpart in the parent have in common."""
+    """The common part of the timer in the worker and its counterpart in the parent."""
 
     cache: KernelCache
 
@@ -159,7 +159,7 @@ class GpuTimer(Timer):
             raise TrialFailed(error.message) from error
 
     def _check(self, key: str, program: Program, context: CudaContext) -> None:
-        self._feed(program, context)
+        self._feed(context)
         for _, i in program.outputs:
             if i not in {j for _, j in program.inputs}:
                 self._poison(context, i)
@@ -167,24 +167,20 @@ class GpuTimer(Timer):
             for launch in context.launches({}):
                 launch.enqueue(context.stream.handle)
             self._alone_s = wait(context.stream)
-            if all(
-                self._like(program, context, i, g) for (_, i), g in zip(program.outputs, self._golden[1], strict=True)
-            ):
+            if all(self._like(context, i, g) for (_, i), g in zip(program.outputs, self._golden[1], strict=True)):
                 return
-            self._feed(program, context)  # padding may differ: NumPy decides
-        self._check_meaning(program, context)
-        self._golden = key, [(self._copy(program, context, i), i) for _, i in program.outputs]
+            self._feed(context)  # padding may differ: NumPy decides
+        self._check_meaning(context)
+        self._golden = key, [(self._copy(context, i), i) for _, i in program.outputs]
 
-    def _check_meaning(self, program: Program, context: CudaContext) -> None:
+    def _check_meaning(self, context: CudaContext) -> None:
         self._alone_s = 0.0
-        for step, parsed, launch in zip(program.steps, context.runner.steps, context.launches({}), strict=True):
+        for step, parsed, launch in zip(context.program.steps, context.runner.steps, context.launches({}), strict=True):
             if not isinstance(parsed, CudaStep):
                 raise TrialFailed(f"a step of {step.executor!r} is not a kernel")
             operands = (*step.inputs, *step.outputs)
-            rows = _sample(parsed, {n for n, i in enumerate(operands) if program.buffers[i].blob is not None})
-            reads = [
-                None if v is None else self._view(program, context, operands, v, rows) for v in parsed.meaning.reads
-            ]
+            rows = _sample(parsed, {n for n, i in enumerate(operands) if context.program.buffers[i].blob is not None})
+            reads = [None if v is None else self._view(context, operands, v, rows) for v in parsed.meaning.reads]
             for i in step.outputs:
                 if i not in step.inputs:
                     self._poison(context, i)
@@ -195,7 +191,7 @@ class GpuTimer(Timer):
             for v, want in zip(parsed.meaning.writes, wanted, strict=False):
                 if v is None:
                     continue
-                got = self._view(program, context, operands, v, rows)
+                got = self._view(context, operands, v, rows)
                 error = relative_error(got, np.asarray(want))
                 limit = TOLERANCE.get(dtype_name(got.dtype), 0.0)
                 if not error <= limit:
@@ -205,7 +201,6 @@ class GpuTimer(Timer):
 
     def _view(
         self,
-        program: Program,
         context: CudaContext,
         operands: Sequence[int],
         v: OperandView,
@@ -213,7 +208,7 @@ class GpuTimer(Timer):
     ) -> Array:
         """A view's elements on the host, or those at some places of axis 0."""
         buffer = operands[v.operand]
-        dtype = program.buffers[buffer].dtype
+        dtype = context.program.buffers[buffer].dtype
         if not v.shape or 0 in v.shape:
             return self._elements(context, buffer, v.offset, v.shape, v.strides, dtype)
         wanted = rows.get(v.operand)
@@ -239,10 +234,10 @@ class GpuTimer(Timer):
 
     # ---------------------------------------------------------------- operands and results
 
-    def _feed(self, program: Program, context: CudaContext) -> None:
+    def _feed(self, context: CudaContext) -> None:
         """Write something like activations to the inputs: floats around 0, the same for one name; integers are 0."""
-        for _, i in program.inputs:
-            b = program.buffers[i]
+        for _, i in context.program.inputs:
+            b = context.program.buffers[i]
             if i in context.runner.on_host:
                 continue
             name, pointer = dtype_name(b.dtype), context.memory.address(i, {})
@@ -259,16 +254,16 @@ class GpuTimer(Timer):
         if b.nbytes:
             fill(context.memory.address(buffer, {}), 0xFF if is_float(b.dtype) else 0, b.nbytes)
 
-    def _copy(self, program: Program, context: CudaContext, buffer: int) -> DeviceMemory:
-        size = program.buffers[buffer].nbytes or 0
+    def _copy(self, context: CudaContext, buffer: int) -> DeviceMemory:
+        size = context.program.buffers[buffer].nbytes or 0
         copy = DeviceMemory(size, "a result to compare with")
         if size:
             check("cuMemcpyDtoD", driver().cuMemcpyDtoD(copy.pointer, context.memory.address(buffer, {}), size))
         return copy
 
-    def _like(self, program: Program, context: CudaContext, buffer: int, golden: tuple[DeviceMemory, int]) -> bool:
+    def _like(self, context: CudaContext, buffer: int, golden: tuple[DeviceMemory, int]) -> bool:
         """Whether a result is that of the candidate that was checked."""
-        b, (memory, _) = program.buffers[buffer], golden
+        b, (memory, _) = context.program.buffers[buffer], golden
         name = dtype_name(b.dtype)
         if memory.size != b.nbytes or name not in _CPP:
             return False
@@ -310,7 +305,7 @@ class GpuTimer(Timer):
         if rough > give_up:
             return rough
         count = max(4, min(MOST_LAUNCHES, int(GRAPH_SECONDS / rough)))
-        places, keep = self._copies(program, context, count) if cold else ([{}], [])
+        places, keep = self._copies(context, count) if cold else ([{}], [])
         seconds = self._timed(context, [places[i % len(places)] for i in range(count)], repeats=9)
         del keep
         return seconds
@@ -327,14 +322,16 @@ class GpuTimer(Timer):
         graph.close()
         return statistics.median(times) / len(places) / 1e3
 
-    def _copies(self, program: Program, context: CudaContext, count: int) -> tuple[list[dict[int, int]], list[Any]]:
+    def _copies(self, context: CudaContext, count: int) -> tuple[list[dict[int, int]], list[Any]]:
         """Addresses of as many copies of the constants as keep each use of them out of L2."""
-        used = sorted({i for s in program.steps for i in s.inputs if program.buffers[i].blob is not None})
-        total = sum(program.buffers[i].nbytes or 0 for i in used)
+        used = sorted(
+            {i for s in context.program.steps for i in s.inputs if context.program.buffers[i].blob is not None}
+        )
+        total = sum(context.program.buffers[i].nbytes or 0 for i in used)
         if total < 1 << 16:
             return [{}], []
         copies = min(count, -(-3 * self.machine.l2_bytes // (2 * total)))
-        keep = [{i: self._copy(program, context, i) for i in used} for _ in range(copies)]
+        keep = [{i: self._copy(context, i) for i in used} for _ in range(copies)]
         return [{i: m.pointer for i, m in k.items()} for k in keep], keep
 
     # ---------------------------------------------------------------- networks
@@ -342,12 +339,12 @@ class GpuTimer(Timer):
     def load(self, program: Program) -> Network:
         """A whole network, ready to be raced. Raises RunError; KernelHangs where it does not end."""
         context = CudaRunner(program, LoadOptions(trust_cubins=True, pool=self.pool)).context()
-        self._feed(program, context)
+        self._feed(context)
         return Network(context)
 
 
 TRUSTED = LoadOptions(trust_cubins=True)
-"""What is measured was made by this very build."""
+"""Measured programs were made by this very build."""
 
 
 def need_intact(arena: FencedArena | None) -> None:
@@ -402,7 +399,7 @@ class Network:
 
 
 def _sample(step: CudaStep, constants: set[int]) -> dict[int, list[int]]:
-    """Operand number -> the places of axis 0 that are looked at (absent: all). The key -1 holds the axis's length."""
+    """Operand number -> the places of axis 0 that are compared (absent: all). The key -1 holds the axis's length."""
     m = step.meaning
     results = [v for v in m.writes if v is not None]
     if m.kind not in BATCHWISE or not results or len(results[0].shape) < 2:
