@@ -58,7 +58,7 @@ def calibrate(
     """
     if method not in METHODS:
         raise UsageError(f"calibrator {method!r} is not one of {', '.join(METHODS)}")
-    specs = _specs(graph)
+    specs = input_specs(graph)
     source = open_data(data, specs, images)
     kept = Cache.open(
         cache, graph_digest(graph), source.digest, f"{method} {bins} {'symmetric' if symmetric else ''}".strip()
@@ -85,14 +85,11 @@ def calibrate(
     return found
 
 
-def _specs(graph: Graph) -> list[TensorSpec]:
-    found = []
-    for i in graph.inputs:
-        out = graph.op(i).outputs[0]
-        found.append(
-            TensorSpec(out.name, out.type.dtype, tuple(str(d) if isinstance(d, Dim) else d for d in out.type.dims))
-        )
-    return found
+def input_specs(graph: Graph) -> list[TensorSpec]:
+    """The inputs of a network as its data must fit them."""
+    outputs = [graph.op(i).outputs[0] for i in graph.inputs]
+    dims = [tuple(d if isinstance(d, int) else str(d) for d in o.type.dims) for o in outputs]
+    return [TensorSpec(o.name, o.type.dtype, d) for o, d in zip(outputs, dims, strict=True)]
 
 
 def _wanted(graph: Graph) -> list[Value]:

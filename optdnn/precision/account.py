@@ -12,7 +12,7 @@ from optdnn.config import PRECISIONS
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.precision.latency import Timed
 from optdnn.precision.margins import Margins, merged
-from optdnn.precision.search import Problem
+from optdnn.precision.plans import Problem
 from optdnn.precision.sensitivity import Sensitivity
 
 NOTHING_US, NOTHING = 0.05, 0.03
@@ -25,16 +25,16 @@ class Candidate:
 
     ``assignment``: op key -> precision, as asked. ``drop`` is the metric's on the calibration part, ``verified`` on the other part,
     by the built engine; ``margins`` and ``margins_unseen`` say on the same parts how near predictions came to being lost, where
-    the metric counts predictions. ``ms`` is measured in turns; ``predicted_us`` and ``noise`` are the search's estimates.
+    the metric counts predictions. ``ms`` is measured in turns; ``predicted_us`` is the search's estimate.
+    ``library``: the one whose operator times led to a mixture.
     """
 
     name: str
     plan: PrecisionPlan
     assignment: Mapping[str, str]
     single: bool = False
-    way: str = ""
+    library: str = ""
     predicted_us: float | None = None
-    noise: float | None = None
     drop: float = math.inf
     verified: float | None = None
     margins: Margins | None = None
@@ -55,6 +55,8 @@ class Candidate:
     @property
     def searched(self) -> float:
         """What the search holds against its bound: the drop on the calibration part, or what margins there let expect."""
+        if self.error is not None:
+            return math.inf
         return max(self.drop, -math.inf if self.margins is None else self.margins.expected())
 
     @property

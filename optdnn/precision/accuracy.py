@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,9 +23,8 @@ class DoesNotRun(RunError):
     """An engine failed on the samples; ``__cause__`` is what it raised."""
 
 
-@dataclass(frozen=True)
-class Loss:
-    """What an engine loses on one part of the data: the metric's drop, and where it counts predictions, how near these came."""
+class Loss(NamedTuple):
+    """What an engine loses on one part of the data: the metric's drop, and its margins where the metric counts predictions."""
 
     drop: float
     margins: Margins | None = None
