@@ -30,7 +30,7 @@ from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.equalize import Equalize
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration
-from optdnn.precision.account import Candidate, NodeFacts, SearchReport, reasons
+from optdnn.precision.account import Candidate, NodeFacts, Reasons, SearchReport
 from optdnn.precision.accuracy import DoesNotRun, Judge
 from optdnn.precision.cpu_target import CpuTarget
 from optdnn.precision.gpu_target import GpuTarget
@@ -350,7 +350,8 @@ class _Search:
         library = chosen.library or chosen.tactic.partition("/")[0]
         times = next((t for t in tables if t.library == library), tables[0] if tables else None)
         problem = None if times is None else self.problems[times.library]
-        facts = reasons(self._facts(chosen, times), chosen, problem, self.bound, self.metric.unit, self.candidates)
+        why = Reasons(chosen, self.candidates, problem, self.bound, self.metric.unit)
+        facts = [replace(f, reason=why.of(f)) for f in self._facts(chosen, times)]
         account = SearchReport(
             metric=self.metric.name,
             unit=self.metric.unit,
