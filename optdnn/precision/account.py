@@ -255,6 +255,8 @@ class Reasons:
         now = self.chosen.assignment
         if self.problem is None or node.key not in now:
             return None
+        if q not in self.problem.nodes[node.key].times:
+            return f"is not a precision of {self.chosen.library} here"
         changed = {**now, node.key: q}
         if self.problem.time(changed) >= self.problem.time(now) - NOTHING_US:
             return "the casts around it would cost more"
