@@ -36,14 +36,14 @@ def _doubled(family: str, seed: int) -> tuple[Graph, list[dict[str, Array]]]:
     return promote(import_model(net.model)), feeds
 
 
-@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", ["reference", "cpu", "cuda:sm_90a"])
-def test_random_networks_keep_their_results(target: str, step: int) -> None:
-    """Every second seed, and all of them."""
+def test_random_networks_keep_their_results(target: str, first: int) -> None:
+    """The even seeds, and the odd ones."""
     fired: Counter[str] = Counter()
     context = PassContext(target)
     for family, seeds in SEEDS.items():
-        for seed in seeds[::step]:
+        for seed in seeds[first::2]:
             graph, feeds = _doubled(family, seed)
             expected = [evaluate(graph, f) for f in feeds]
             for level in (1, 3):
