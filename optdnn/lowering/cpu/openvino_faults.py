@@ -1,4 +1,4 @@
-"""Operators that OpenVINO takes and runs wrongly, or crashes on: what is known of them, each as a rule on the graph.
+"""Operators that OpenVINO takes and runs wrongly, or crashes on: a rule on the graph for each known fault.
 
 All were seen with OpenVINO 2026.4 on x86-64; the tests hold each in a small network.
 """
@@ -31,7 +31,7 @@ _CHANNELWISE = frozenset({"Add", "Div", "Mul", "Sub"})
 
 
 def known_faults(graph: Graph) -> dict[int, str]:
-    """Op id -> what OpenVINO does wrongly there."""
+    """Op id -> the fault of OpenVINO there."""
     found: dict[int, str] = {}
     for op in graph.order():
         if op.kind not in STRUCTURAL:
@@ -175,7 +175,7 @@ def _as_many_heads_as_tokens(graph: Graph, op: Op) -> bool:
 def _one_activation(graph: Graph, op: Op) -> bool:
     """Both directions of a recurrent network get the activations of the first."""
     half = len(op.attrs.activations) // 2
-    return op.attrs.direction == "bidirectional" and op.attrs.activations[:half] != op.attrs.activations[half:]
+    return op.attrs.direction == "bidirectional" and bool(op.attrs.activations[:half] != op.attrs.activations[half:])
 
 
 def _writes_over(graph: Graph, op: Op) -> bool:
@@ -286,7 +286,7 @@ _FAULTS: tuple[tuple[str, Callable[[Graph, Op], bool], str], ...] = (
      "openvino reads constants per channel at wrong places after a reduction that leaves three axes"),
     ("", _meets_its_norm, "openvino's compiler crashes where a GroupNormalization meets its own operand"),
 )  # fmt: skip
-"""The kinds of operators that may have a fault (all where none is named), whether one has it, and what the fault is."""
+"""Kinds of operators ("" for all), the test for a fault on one of them, and the fault in words."""
 
 
 def _reduces(op: Op) -> bool:
