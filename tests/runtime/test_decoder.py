@@ -12,8 +12,8 @@ import optdnn
 from optdnn.errors import InputError
 from optdnn.runtime.by_value import open_runner
 from optdnn.runtime.cuda.launches.plan import parse
-from optdnn.runtime.cuda.memory.growing import grows
 from optdnn.runtime.cuda.memory.in_place import check_overlap, kept_in_place, stays
+from optdnn.runtime.cuda.memory.state import grows
 from optdnn.runtime.executor import LoadOptions
 
 STEPS = 6
