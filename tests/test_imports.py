@@ -10,12 +10,7 @@ import networkx as nx
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {"optdnn": "optdnn", **{f"optdnn.{n}": n for n in ("passes", "runtime", "cli")}}
-ALLOWED = [
-    {"optdnn.precision.cpu_target", "optdnn.precision.gpu_target", "optdnn.precision.targets"},
-    {"optdnn.runtime.bench", "optdnn.runtime.cuda.measuring.measure"},
-    {"optdnn.runtime.candidates", "optdnn.runtime.cuda.measuring.rivals"},
-    {f"optdnn.runtime.{m}" for m in ("context", "runner", "state")},
-]
+ALLOWED = []
 """Modules that may still need one another."""
 ANNOTATED = 4
 """Cycles that imports for annotations alone (``if TYPE_CHECKING``) may close."""
