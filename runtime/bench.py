@@ -1,4 +1,4 @@
-"""Measuring: latencies of one engine, calls one after another or many at once, and whether the figures can be trusted."""
+"""Measuring an engine: calls one after another or many at once, its steps, and the report of ``optdnn bench``."""
 
 from __future__ import annotations
 
