@@ -20,7 +20,7 @@ from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array, is_int
 
 SLOWER = 1.05
-"""Beyond this factor of fp32's time an engine is called slower: what two measurements of one engine differ by is less."""
+"""Beyond this factor of fp32's time an engine is called slower. Two measurements of one engine differ by less."""
 
 
 @dataclass(frozen=True)
