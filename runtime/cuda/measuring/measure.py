@@ -15,7 +15,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from optdnn.runtime.bench import UNSTABLE, LatencyStats, RunLimits, quiet
 from optdnn.runtime.cuda.launches.chain import Chain
 from optdnn.runtime.cuda.launches.graphs import Events, Flush, Graph, Stream, time_runs
 from optdnn.runtime.cuda.launches.plan import CudaStep
@@ -23,7 +22,9 @@ from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
 from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
 from optdnn.runtime.cuda.runner import CudaContext
 from optdnn.runtime.host import CopyPlan
+from optdnn.runtime.latency import UNSTABLE, LatencyStats, RunLimits, quiet
 from optdnn.runtime.program import Plain
+from optdnn.types import Array
 
 BATCH = 32
 """Runs that are enqueued before the host waits: enough to keep the GPU busy, few enough to look at the clock between."""
@@ -62,7 +63,7 @@ def replay_times(
     """GPU nanoseconds and host (enqueue) nanoseconds of each ``replay()``, and the GPU time of all: see :class:`GpuSamples`.
 
     ``flush`` is enqueued before each run, outside of its time. ``look`` is called between batches, while the GPU works. ``limits``
-    are the fields of :class:`~optdnn.runtime.bench.RunLimits`, whose warmup is the caller's.
+    are the fields of :class:`~optdnn.runtime.latency.RunLimits`, whose warmup is the caller's.
     """
     runs = RunLimits(**limits)
     taken, enqueue, busy = array("q"), array("q"), 0
@@ -88,6 +89,19 @@ def replay_times(
                 taken.append(events.nanoseconds(begin, 2 * k + 1))
     events.close()
     return taken, enqueue, busy
+
+
+def sampler_of(context: CudaContext, feeds: Mapping[str, Array]) -> Any:
+    """The sampler of an engine: replays of its graph on these inputs."""
+    context.run(feeds)
+    graph = context.graph()
+    return partial(sample_replays, partial(graph.replay, context.stream), context.stream)
+
+
+def sample_replays(replay: Any, stream: Stream, seconds: float | None, most: int | None, warmup: int) -> array[int]:
+    for _ in range(warmup):
+        replay()
+    return replay_times(replay, stream, duration=None if most else seconds, iterations=most)[0]
 
 
 def sample_gpu(
