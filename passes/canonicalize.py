@@ -1,4 +1,4 @@
-"""One form for what can be written in many: no-ops go, reshapes and transposes merge, padding goes into its window.
+"""One form for equal graphs: no-ops disappear, reshapes and transposes merge, convolutions and pools absorb padding.
 
 This pass leaves arithmetic alone, so that decomposed activations and normalizations can be recognized after it;
 ``canonicalize_arithmetic`` runs after these.

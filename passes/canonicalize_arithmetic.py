@@ -1,4 +1,4 @@
-"""One form for arithmetic: constants last and merged, sums as additions, bounds as Clip, powers as what they are.
+"""One form for arithmetic: constants last and merged, sums as additions, bounds as Clip, powers as products and roots.
 
 Runs after decomposed activations and normalizations were recognized.
 """
@@ -6,20 +6,25 @@ Runs after decomposed activations and normalizations were recognized.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from typing import Any
 
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, PassContext, Rewrite, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.rules.scale import DivIsMul, GemmScalars, HoistScale, MergeConstants, ScaleFirst, SubIsAdd, step_miss
 from optdnn.passes.rules.window import ActivationBeforePool, SpatialReduction
-from optdnn.passes.support.facts import is_filled, same_shape, scalar
+from optdnn.passes.support.facts import is_filled, operand, producer, same_shape, scalar, shape_of
+from optdnn.passes.support.pattern import PatternRule, Var, node
 from optdnn.types import FP64, is_float
 
+X, Y = Var("x"), Var("y")
 
-class ConstantLast(Rewrite):
+
+class ConstantLast(Rule):
     """The constant operand of a commutative op is operand 1."""
 
     name = "constant_last"
@@ -32,84 +37,65 @@ class ConstantLast(Rewrite):
         return Match((op,), lambda patch: patch.add(op.kind, op.inputs[::-1], op.attrs))
 
 
-class SumIsAdd(Rewrite):
-    """A Sum becomes additions from the left, which epilogues take in."""
+class SumIsAdd(Rule):
+    """A Sum becomes additions from the left, which epilogues can absorb."""
 
     name = "sum_is_add"
     kinds = frozenset({"Sum"})
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        operands = [v for v in op.inputs if v is not None]
-        if len(operands) < 2:
-            return None
-
-        def build(patch: Patch) -> Value:
-            total = operands[0]
-            for v in operands[1:]:
-                total = patch.add("Add", [total, v])
-            return total
-
-        return Match((op,), build)
+        first, *rest = (v for v in op.inputs if v is not None)
+        return Match((op,), lambda patch: reduce(lambda a, b: patch.add("Add", [a, b]), rest, first)) if rest else None
 
 
-class Reciprocals(Rewrite):
-    """``1 / x`` becomes Reciprocal, and ``a * Reciprocal(x)`` a Div."""
+class ReciprocalOfOne(Rule):
+    """``1 / x`` becomes Reciprocal."""
 
     name = "reciprocal"
-    kinds = frozenset({"Div", "Mul"})
+    kinds = frozenset({"Div"})
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        a, b = op.inputs
-        if op.kind == "Div":
-            shape = None if b is None else graph.type(b).shape
-            if not is_filled(graph.constant_value(a), 1) or shape != op.outputs[0].type.shape:
-                return None
-            if b is None or not is_float(graph.type(b).dtype):
-                return None
-            return Match((op,), lambda patch: patch.add("Reciprocal", [b]))
-        for x, y in ((a, b), (b, a)):
-            if y is not None and graph.op(y).kind == "Reciprocal" and graph.sole_user(y) is not None:
-                inner = graph.op(y)
-                divided = [x, inner.inputs[0]]
-                return step_miss(graph, op) or Match((op, inner), lambda patch, o=divided: patch.add("Div", o))
-        return None
+        x = operand(op, 1)
+        if not is_filled(graph.constant_value(op.inputs[0]), 1) or not is_float(graph.type(x).dtype):
+            return None
+        same = shape_of(graph, x) == op.outputs[0].type.shape
+        return Match((op,), lambda patch: patch.add("Reciprocal", [x])) if same else None
 
 
-class Negations(Rewrite):
-    """``x + (-y)`` is a Sub, ``x - (-y)`` an Add, ``-(-x)`` nothing."""
+class TimesReciprocal(PatternRule):
+    """``a * Reciprocal(x)`` becomes a Div."""
+
+    name = "reciprocal"
+    patterns = (node("Mul", Y, node("Reciprocal", X, name="inner", alone=True)),)
+
+    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
+        divided = [found["y"], found["x"]]
+        return step_miss(graph, root) or Match((root, found["inner"]), lambda patch: patch.add("Div", divided))
+
+
+class Negations(PatternRule):
+    """``x + (-y)`` is a Sub, ``x - (-y)`` an Add, ``-(-y)`` nothing."""
 
     name = "negation"
-    kinds = frozenset({"Add", "Sub", "Neg"})
+    _negated = node("Neg", Y, name="inner", alone=True)
+    patterns = (node("Add", X, _negated), node("Sub", X, _negated), node("Neg", node("Neg", Y, name="inner")))
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        slots = {"Add": (1, 0), "Sub": (1,), "Neg": (0,)}[op.kind]
-        for slot in slots:
-            v = op.inputs[slot]
-            inner = graph.op(v) if v is not None else op
-            if v is None or inner.kind != "Neg":
-                continue
-            y = inner.inputs[0]
-            assert y is not None
-            if op.kind == "Neg":
-                return Match((op, inner), lambda patch, y=y: y)
-            if graph.sole_user(v) is None:
-                continue
-            kind, operands = ("Sub" if op.kind == "Add" else "Add"), [op.inputs[1 - slot], y]
-            return Match((op, inner), lambda patch, k=kind, o=operands: patch.add(k, o))
-        return None
+    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
+        y, kind = found["y"], {"Add": "Sub", "Sub": "Add", "Neg": ""}[root.kind]
+        return Match((root, found["inner"]), lambda patch: patch.add(kind, [found["x"], y]) if kind else y)
 
 
-class Powers(Rewrite):
+class Powers(Rule):
     """Pow by 2, 3, 0.5, -0.5 or -1."""
 
     name = "power"
     kinds = frozenset({"Pow"})
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x, exponent = op.inputs[0], scalar(graph, op.inputs[1])
-        if x is None or exponent is None or not is_float(graph.type(x).dtype) or not same_shape(graph, op):
+        x, exponent = operand(op), scalar(graph, op.inputs[1])
+        if not is_float(graph.type(x).dtype) or not same_shape(graph, op):
             return None
-        forms: dict[float, Callable[[Patch], Value]] = {
+        forms: dict[float | None, Callable[[Patch], Value]] = {
             2.0: lambda p: p.add("Mul", [x, x]),
             3.0: lambda p: p.add("Mul", [p.add("Mul", [x, x]), x]),
             0.5: lambda p: p.add("Sqrt", [x]),
@@ -119,7 +105,7 @@ class Powers(Rewrite):
         return Match((op,), forms[exponent]) if exponent in forms else None
 
 
-class BoundIsClip(Rewrite):
+class BoundIsClip(Rule):
     """Max or Min with one constant number is a Clip."""
 
     name = "bound_is_clip"
@@ -139,26 +125,25 @@ class BoundIsClip(Rewrite):
         return Match((op,), build)
 
 
-class MergeClips(Rewrite):
+class MergeClips(Rule):
     """Relu and Clip behind one another become one; a Clip from 0 upwards is a Relu."""
 
     name = "merge_clips"
     kinds = frozenset({"Relu", "Clip"})
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x = op.inputs[0]
         outer = _bounds(graph, op)
-        if x is None or outer is None:
+        if outer is None:
             return None
-        dtype = graph.type(x).dtype
-        inner = graph.op(x)
-        first = _bounds(graph, inner) if inner.kind in self.kinds and graph.sole_user(x) is not None else None
-        if first is None:
+        x = operand(op)
+        inner = producer(graph, x, self.kinds, alone=True)
+        first = None if inner is None else _bounds(graph, inner)
+        if inner is None or first is None:
             if op.kind == "Clip" and outer == (0.0, np.inf):
                 return Match((op,), lambda patch: patch.add("Relu", [x]))
             return None
         low, high = (min(max(min(max(v, first[0]), first[1]), outer[0]), outer[1]) for v in (-np.inf, np.inf))
-        y = inner.inputs[0]
+        y, dtype = operand(inner), graph.type(x).dtype
 
         def build(patch: Patch) -> Value:
             if (low, high) == (0.0, np.inf):
@@ -186,14 +171,15 @@ def _bounds(graph: Graph, op: Op) -> tuple[float, float] | None:
 
 
 class CanonicalizeArithmetic(RulePass):
-    """All that :class:`Canonicalize` does, and arithmetic: each uncovers work for the other."""
+    """The rules of :class:`Canonicalize` and those of arithmetic: each uncovers work for the other."""
 
     name = "canonicalize_arithmetic"
     rules = (
         ConstantLast(),  # first: the others look for constants in operand 1
         *Canonicalize.rules,
         SumIsAdd(),
-        Reciprocals(),
+        ReciprocalOfOne(),
+        TimesReciprocal(),
         SubIsAdd(),
         DivIsMul(),
         MergeConstants(),

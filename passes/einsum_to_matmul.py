@@ -1,8 +1,8 @@
-"""Einsum as products of matrices: what kernels and every later pass know.
+"""Einsum becomes products of matrices, which kernels and all later passes know.
 
-Operands are contracted from the left, two at a time. Of two operands' labels those in both and in what is still wanted are the
-product's batch; those in both alone are summed by it; the others are its rows and columns. Several labels of one sort become one
-axis by a reshape around the product. Labels of one operand that nothing else names are summed before.
+Operands are contracted from the left, two at a time. Labels that both operands have are the product's batch where the result or a
+later operand needs them, and are summed by the product elsewhere; the other labels are its rows and columns. A reshape around
+the product joins several labels of one sort to one axis. Labels of one operand that nothing else names are summed before.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs, einsum_terms
 from optdnn.ops.reduce import ReduceAttrs
-from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rewrite, RulePass
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.support.facts import integers, reshaped
 from optdnn.types import is_float
 
 
@@ -30,8 +29,8 @@ class Term:
     labels: tuple[str, ...]
 
 
-class EinsumToMatMul(Rewrite):
-    """Refuses diagonals, sizes that are not known, axes of 1 that broadcast, and what is not floating-point."""
+class EinsumToMatMul(Rule):
+    """Refuses diagonals, unknown sizes, axes of 1 that broadcast, and integers."""
 
     name = "einsum_to_matmul"
     kinds = frozenset({"Einsum"})
@@ -74,8 +73,7 @@ def _summed(patch: Patch, term: Term, wanted: set[str]) -> Term:
     axes = [i for i, label in enumerate(term.labels) if label not in wanted]
     if not axes:
         return term
-    where = patch.constant(np.array(axes, np.int64), "axes")
-    value = patch.add("ReduceSum", [term.value, where], ReduceAttrs(keepdims=False))
+    value = patch.add("ReduceSum", [term.value, integers(patch, axes, "axes")], ReduceAttrs(keepdims=False))
     return Term(value, tuple(label for label in term.labels if label in wanted))
 
 
@@ -87,9 +85,8 @@ def _ordered(patch: Patch, term: Term, labels: Sequence[str]) -> Value:
 
 
 def _shaped(patch: Patch, value: Value, shape: Sequence[int]) -> Value:
-    if patch.type(value).static_shape == tuple(shape):
-        return value
-    return patch.add("Reshape", [value, patch.constant(np.array(shape, np.int64), "shape")], ReshapeAttrs())
+    same = patch.type(value).static_shape == tuple(shape)
+    return value if same else reshaped(patch, value, tuple(shape))
 
 
 def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, int], result: Sequence[str]) -> Term:
