@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from optdnn.dim import Dim
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op, Use, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Known
 from optdnn.ops.checks import elements
@@ -60,7 +61,7 @@ def shape_of(graph: Graph, value: Value | None) -> Shape | None:
 
 
 def bytes_of(graph: Graph, value: Value) -> int:
-    """Size of a value; a symbolic dimension counts as 1."""
+    """Size of a value; a symbolic dimension counts as its lowest value."""
     t = graph.type(value)
     return int(elements(t)) * t.dtype.itemsize
 
@@ -169,3 +170,9 @@ def integers(patch: Patch, numbers: Sequence[int], name: str) -> Value:
 def with_rank(array: Array, rank: int) -> Array:
     """``array`` with leading axes of size 1 up to ``rank``."""
     return array.reshape((1,) * (rank - array.ndim) + array.shape)
+
+
+def set_operand(graph: Graph, use: Use, value: Value) -> None:
+    """Let one operand slot read another value."""
+    user = graph.op(use.op)
+    graph.set_op(replace(user, inputs=tuple(value if i == use.slot else v for i, v in enumerate(user.inputs))))

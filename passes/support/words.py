@@ -1,4 +1,4 @@
-"""What passes did, in words: one clause for each rule."""
+"""Plain words for what each rule did: one clause per rule, for reports."""
 
 from __future__ import annotations
 
@@ -109,5 +109,7 @@ RULES: Mapping[str, str] = {
 
 
 def told(rules: Iterable[str]) -> list[str]:
-    """What applied rewrites (a rule's name for each) came to, the most frequent first: "53 × BatchNormalizations folded …"."""
+    """A line for each rule by its number of rewrites, the most frequent first: "53 × BatchNormalizations folded …".
+
+    ``rules``: the name of the rule of each rewrite."""
     return [f"{n} × {RULES.get(rule, rule)}" for rule, n in Counter(rules).most_common()]
